@@ -36,7 +36,7 @@ from autoptd.reports.excepthook import print_errors_once
 from autoptd.reports.pictures import draw_program
 from autoptd.runtime.read_folder import open_folder
 from autoptd.started_model import is_local
-from autoptd.trace import check_module, modes_of
+from autoptd.trace import check_module, check_precision, modes_of
 from autoptd.trace.storage import shared_buffers
 from autoptd.verify.verify import verify
 
@@ -67,6 +67,9 @@ def parallelize(
     async_tensor_model_parallel_allreduce: bool | None = None,
     accumulate_allreduce_grads_in_fp32: bool | None = None,
     delay_wgrad_compute: str | None = None,
+    precision: str | None = None,
+    zero: int | None = None,
+    dp_shard: int | None = None,
     memory: float | None = None,
     machine: str | Machine | Mapping[str, Any] | None = None,
     plan: dict[str, Any] | str | Path | None = None,
@@ -100,6 +103,8 @@ def parallelize(
         device), and those to use.
     async_tensor_model_parallel_allreduce, accumulate_allreduce_grads_in_fp32, delay_wgrad_compute: hooks on
         the backward of linear layers, see `Options`.
+    precision: "bf16" computes in bf16, from float32 parameters that the optimizer steps.
+    zero: 1 divides the optimizer's state over the replicas (ZeRO stage 1), over groups of `dp_shard` of them if given.
     memory: what a rank may hold, in bytes.
     machine: what the plan is weighed for: a name as `plan(cluster=)` takes it, such as "h100"
         (autoptd/machines), or a `Machine` (ir/machine.py).
@@ -124,6 +129,7 @@ def parallelize(
     print_errors_once()
     check_module(model)
     options = make_options(**planned(model, example_inputs, requested))
+    check_precision(model, options.precision)
     folder = None
     # Names and shapes are checked before anything is traced: a wrong folder costs seconds, not minutes.
     if weights is not None:

@@ -32,7 +32,7 @@ AUTO = "auto"
 # Keywords that may be "auto".
 OPEN = ("t", "p", "d", "v", "num_microbatches")
 # Keywords that constrain the planner, where they are given.
-KEPT = ("sequence_parallel", "schedule", "memory")
+KEPT = ("sequence_parallel", "schedule", "memory", "zero")
 # The degrees that the batch divides over.
 BATCH_DEGREES = tuple(axis.degree for axis in TABLE if axis.role is Role.BATCH)
 # The machine of ranks on CPUs, and of GPUs that are not described.
@@ -70,7 +70,9 @@ def planned(model: nn.Module, example_inputs: Any, keywords: Mapping[str, Any]) 
     # The model's config may allow longer sequences than the batch has.
     shape = replace(shape_of(model), seq=tokens)
     dtype = next(model.parameters()).dtype
-    if dtype in PRECISIONS:
+    if given.get("precision"):
+        constraints["precision"] = given["precision"]
+    elif dtype in PRECISIONS:
         constraints["precision"] = PRECISIONS[dtype]
     device = device_of_ranks(model.parameters(), keywords.get("device"), keywords.get("backend"))
     name = _machine(keywords.get("machine"), device)
@@ -142,7 +144,11 @@ def _software(cluster: str, keywords: Mapping[str, Any]) -> Software:
     """Describe what the runtime holds and sums, as `keywords` say; `memory` counts tensors alone."""
     software = find_software("autoptd-cpu" if cluster == CPU else "autoptd")
     if keywords.get("accumulate_allreduce_grads_in_fp32"):
-        software = replace(software, gradient_bytes=4, extra_parameter_bytes=4.0)
+        software = replace(software, extra_parameter_bytes=4.0)
+    # A model in 16 bits is stepped as it is, without a float32 copy.
+    if not keywords.get("precision"):
+        sums = 4 if keywords.get("accumulate_allreduce_grads_in_fp32") else 2
+        software = replace(software, master_weights=False, gradient_bytes=sums)
     if keywords.get("memory") is not None:
         software = replace(software, context_bytes=0.0, slack=0.0)
     return software

@@ -23,6 +23,7 @@ from torch.fx import Graph
 from autoptd import trace as tracing
 from autoptd.compat import tree_flatten, tree_unflatten
 from autoptd.errors import AutoptdError, PlanError, TraceError
+from autoptd.ir.activity import activity
 from autoptd.options import Options
 from autoptd.runtime.batch import batch_rows
 
@@ -134,13 +135,18 @@ def trace_rows(
 
     With `check`, the trace is compared with the model, if it has values.
     """
-    captured = capture_rows(model, options, args, kwargs, batch)
+    with activity(f"tracing {batch.traced_rows} samples"):
+        captured = capture_rows(model, options, args, kwargs, batch)
     # Parameters on meta have no values to compare.
     if check and tracing.has_values(model):
-        compare_rows(model, options, captured, resize(args, kwargs, batch, batch.traced_rows), batch)
+        with activity("comparing trace and model"):
+            call = resize(args, kwargs, batch, batch.traced_rows)
+            compare_rows(model, options, captured, call, batch)
     whole = None
     if batch.pieces > 1:
-        whole = tracing.capture(model, *resize(args, kwargs, batch, batch.whole_rows), options.loss_fn).graph
+        with activity(f"tracing {batch.whole_rows} samples"):
+            call = resize(args, kwargs, batch, batch.whole_rows)
+            whole = tracing.capture_again(captured, model, *call, options.loss_fn)
     return Traces(captured, whole)
 
 

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
@@ -22,6 +22,7 @@ import torch.fx.proxy
 import torch.utils.checkpoint
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -31,6 +32,7 @@ __all__ = [
     "FakeTensorMode",
     "OpOverload",
     "OpOverloadPacket",
+    "PreDispatchMode",
     "TorchDispatchMode",
     "abort_groups",
     "autograd_node_number",
@@ -50,23 +52,38 @@ __all__ += ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 
 
 @contextmanager
-def light_export() -> Iterator[None]:
+def light_export(run: Callable[[Any, tuple[Any, ...]], None] | None = None) -> Iterator[None]:
     """Let torch.export do without what nobody reads, a third of its time.
 
     That is: frames of torch's own in every node's stack trace, and Python code of every graph on the way.
+    With `run`, it calls `run(forward, args)` where it would trace, in all the surroundings of a trace (fake
+    parameters in the model); `run` ends with an exception.
     """
-    names = vars(torch.fx.proxy)
+    names, export = vars(torch.fx.proxy), vars(torch.export._trace)
     # A release that does not have it records stacks in its own way.
-    known = names.get("CapturedTraceback")
+    known, tracer = names.get("CapturedTraceback"), export["make_fx"]
     with _use_lazy_graph_module(True), _quiet_failures():
         if known is not None:
             names["CapturedTraceback"] = _UserFrames
+        if run is not None:
+            export["make_fx"] = lambda forward, **_: lambda *args: run(forward, args)
         try:
             with _lstm_of_one_shape():
                 yield
         finally:
+            export["make_fx"] = tracer
             if known is not None:
                 names["CapturedTraceback"] = known
+
+
+class PreDispatchMode(SchemaCheckMode):
+    """A mode that is called with operators above autograd: composite ones whole, as torch.export records them.
+
+    torch lets three of its own modes in there, and this is the plainest of them; nothing of it is used.
+    """
+
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
 
 
 @contextmanager
@@ -79,7 +96,7 @@ def _quiet_failures() -> Iterator[None]:
     try:
         yield
     finally:
-        del names["print"]
+        names.pop("print", None)
         logger.setLevel(level)
 
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.fx import Graph
 
@@ -22,6 +23,7 @@ from autoptd import trace as tracing
 from autoptd.auto import planned
 from autoptd.batch import Batch, Traces, capture_rows, plan_batch, split_call, trace_rows
 from autoptd.errors import PlanError
+from autoptd.ir.activity import activity
 from autoptd.ir.buffers import Buffers
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note
@@ -70,6 +72,7 @@ def compile(model: nn.Module, *, example_inputs: Any, **keywords: Any) -> Progra
     other's work because t does not divide.
     """
     options = make_options(**planned(model, example_inputs, keywords))
+    tracing.check_precision(model, options.precision)
     args, kwargs = split_call(example_inputs)
     program = compile_program(model, options, args, kwargs, replicas=options.mesh.replicas)
     warn_of_fallbacks(program)
@@ -94,7 +97,23 @@ def compile_program(
     """
     tracing.check_module(model)
     tracing.check_device(model, args, kwargs)
-    options, record = settle(model, options), record or Record()
+    handed = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    with tracing.computing_in(model, options.precision):
+        return _compile(model, options, args, kwargs, handed, replicas, check, like, record or Record())
+
+
+def _compile(
+    model: nn.Module,
+    options: Options,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    handed: Mapping[str, torch.dtype],
+    replicas: int,
+    check: bool,
+    like: Program | None,
+    record: Record,
+) -> Program:
+    options = settle(model, options)
     batch = plan_batch(options, args, kwargs, replicas)
     # One trace serves all ranks: the model is traced for one device, and split afterwards.
     traces = trace_rows(model, options, args, kwargs, batch, check)
@@ -113,10 +132,11 @@ def compile_program(
     crossings = tuple(map(crossing_spec, crossing))
     # The cut was balanced on orders without sends and receives: what is sent was not known yet.
     orders = schedule.connect_orders(ctx.orders, crossing_links(crossings))
-    params = param_specs(graph, captured, options)
+    params = param_specs(graph, captured, options, handed)
     transfers = plan_transfers(crossings, ctx.ranks, options.mesh, options.p2p, options.rank_machine)
     about = about_stages(options, batch, params, orders, ctx.wgrad_sink)
-    files = codegen.write_program(graph, options.mesh, crossing, about)
+    with activity("write stage files", is_brief=True):
+        files = codegen.write_program(graph, options.mesh, crossing, about)
     # Shapes of nodes, for counts of FLOPs: of a microbatch on one device, and on a rank.
     of_one_device = partial(local_shape, sizes=replace(ctx.sizes, mesh=Mesh()))
     of_a_rank = partial(local_shape, sizes=replace(ctx.sizes, mesh=options.mesh))
@@ -216,7 +236,7 @@ def compile_evaluation(
     # No bound: nothing is kept for backward.
     options = replace(options, memory=math.inf, memory_price=price, plan=Plan())
     batch = plan_batch(options, args, kwargs, replicas)
-    with tracing.evaluating(model):
+    with tracing.evaluating(model), tracing.computing_in(model, options.precision):
         evaluated = capture_rows(model, options, args, kwargs, batch)
         for node in tracing.dropouts(evaluated.graph):
             fact = f"dropout of {node.args[1]} is drawn in eval mode as well"
@@ -227,7 +247,8 @@ def compile_evaluation(
         if is_same_size:
             graph, buffers = trained.graphs["TRACED"], trained.buffers
         else:
-            captured = capture_rows(model, options, args, kwargs, batch)
+            with tracing.computing_in(model, options.precision):
+                captured = capture_rows(model, options, args, kwargs, batch)
             graph, buffers = captured.graph, captured.buffers
         is_training = tracing.is_training_without_dropout(graph, evaluated.graph, buffers, evaluated.buffers)
         if is_training and is_same_size:

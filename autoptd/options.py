@@ -15,15 +15,18 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from autoptd.errors import PlanError
 from autoptd.ir.elsewhere import remedy_for
 from autoptd.ir.fusion import FUSED
+from autoptd.ir.keyword import FOR_TRAINING, HOOK, IN_PLAN, NOT_YET, Keyword, about
 from autoptd.ir.machine import Machine, find_machine, machine_record
 from autoptd.ir.machine_files import machine_names
 from autoptd.ir.mesh import DEGREES, ORDER, Mesh
+from autoptd.ir.placement import Sharing, sharing_of
 from autoptd.ir.plan import Plan, nearest, read_plan
+from autoptd.ir.state_bytes import StateBytes, state_bytes
 
 # Model chunks per pipeline rank that a schedule runs; 0: any number.
 SCHEDULES: dict[str, int] = {
@@ -40,56 +43,9 @@ ZERO_BUBBLE = ("zb_h1", "zb_2p", "zbv")
 P2P = ("auto", "scatter_gather", "direct")
 DELAYS = ("after_b", "before_reduce")
 BACKENDS = ("local", "gloo", "nccl")
+PRECISIONS = ("bf16",)
 FUSE = ("eager", "triton", "inductor", False)
 UNIT_BYTES = {"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "KB": 1e3, "MB": 1e6, "GB": 1e9}
-
-
-class Missing(NamedTuple):
-    """A feature that does not exist yet, and the values of its keyword that ask for none."""
-
-    feature: str
-    neutral: tuple[Any, ...]
-
-
-NOT_YET = {
-    "c": Missing("context parallelism", (1,)),
-    "zero": Missing("optimizer sharding", (0, None)),
-    "precision": Missing("mixed precision", (None,)),
-    "recompute": Missing("activation recomputation", (None, False)),
-    "dropout_exact": Missing("fused attention with random numbers of its own", (True,)),
-}
-
-
-@dataclass(frozen=True)
-class Keyword:
-    """What is known of a keyword of `parallelize` beside its default: metadata of its field of `Options`.
-
-    `flag` says how the command line reads it, a key of `FLAGS` in cli/parser.py; "" for a keyword without a
-    flag. `help` and `metavar` are argparse's; `is_for_training`: only `autoptd train` has the flag.
-    `choices` are the values that it may have, where they can be listed. `is_planned`: plan.json has it
-    under "options", in the order of the fields.
-    """
-
-    flag: str = ""
-    help: str | None = None
-    metavar: str | None = None
-    choices: tuple[Any, ...] = ()
-    is_planned: bool = False
-    is_for_training: bool = False
-
-    def allows(self, value: Any) -> bool:
-        """Tell whether a value is one of the choices, if they are listed; 1 is not True."""
-        same = (value == choice and type(value) is type(choice) for choice in self.choices)
-        return not self.choices or any(same)
-
-
-def _about(flag: str = "", help: str | None = None, **more: Any) -> dict[str, Keyword]:
-    return {"keyword": Keyword(flag, help, **more)}
-
-
-HOOK = _about("on", choices=(False, True), is_planned=True)
-FOR_TRAINING: dict[str, Any] = {"is_for_training": True}
-IN_PLAN: dict[str, Any] = {"is_planned": True}
 
 
 @dataclass(frozen=True)
@@ -120,6 +76,13 @@ class Options:
     memory_price: seconds per microbatch that each byte of a rank costs more. Where the fastest plan over tp
         does not fit, it is raised until one does (`memory_price.py`); a saved plan has it, and so gives the
         same program again.
+    precision: "bf16" computes as `model.bfloat16()` does, from a float32 copy of the parameters, which the optimizer
+        steps ("master weights"); gradients add up in float32. State dicts have the model's own dtypes. None: the model
+        as it is.
+    zero: 1 divides the optimizer's state over the replicas (Rajbhandari et al. 2020, stage 1): each updates a range
+        of the parameters, which are gathered behind the update. The numbers are those of zero=0.
+    dp_shard: replicas that share one copy of that state, a divisor of d, neighbours; None: all. The others hold
+        copies (torch's hybrid sharding).
     machine: what plans are weighed for: a name as `plan(cluster=)` takes it, such as "h100"
         (autoptd/machines), or a `Machine` (ir/machine.py).
     timeout: in seconds.
@@ -149,33 +112,33 @@ class Options:
         layers until then.
     """
 
-    t: int = field(default=1, metadata=_about("count", "tensor-parallel degree"))
-    p: int = field(default=1, metadata=_about("count", "pipeline-parallel degree"))
-    d: int = field(default=1, metadata=_about("count", "data-parallel degree"))
-    v: int = field(default=1, metadata=_about("count", "model chunks per pipeline rank"))
+    t: int = field(default=1, metadata=about("count", "tensor-parallel degree"))
+    p: int = field(default=1, metadata=about("count", "pipeline-parallel degree"))
+    d: int = field(default=1, metadata=about("count", "data-parallel degree"))
+    v: int = field(default=1, metadata=about("count", "model chunks per pipeline rank"))
     order: str = field(
         default=ORDER,
-        metadata=_about("text", f"of ranks: mesh axes, fastest first (default {ORDER})", metavar="AXES"),
+        metadata=about("text", f"of ranks: mesh axes, fastest first (default {ORDER})", metavar="AXES"),
     )
-    loss_fn: Callable[..., Any] | None = field(default=None, metadata=_about())
-    num_microbatches: int | None = field(default=None, metadata=_about("count", "per replica and step"))
+    loss_fn: Callable[..., Any] | None = field(default=None, metadata=about())
+    num_microbatches: int | None = field(default=None, metadata=about("count", "per replica and step"))
     schedule: str | os.PathLike[str] | None = field(  # a Path, once checked, where it is a file
-        default=None, metadata=_about("text", f"{', '.join(SCHEDULES)}, or a file with your own")
+        default=None, metadata=about("text", f"{', '.join(SCHEDULES)}, or a file with your own")
     )
-    seed: int = field(default=0, metadata=_about("number", "of the dropout masks", **IN_PLAN))
+    seed: int = field(default=0, metadata=about("number", "of the dropout masks", **IN_PLAN))
     sequence_parallel: bool | str = field(
         default=False,
-        metadata=_about(
+        metadata=about(
             "switch", "split tokens too", metavar="auto", choices=(True, False, "auto"), **IN_PLAN
         ),
     )
     p2p: str = field(
         default="auto",
-        metadata=_about("choice", "how stages send where t > 1", choices=P2P, **IN_PLAN),
+        metadata=about("choice", "how stages send where t > 1", choices=P2P, **IN_PLAN),
     )
     fuse: str | bool | None = field(
         default=None,
-        metadata=_about(
+        metadata=about(
             "choice",
             "of fused operators: eager, triton, inductor, or false",
             metavar="BACKEND",
@@ -184,35 +147,45 @@ class Options:
         ),
     )
     fuse_only: Sequence[str] | None = field(
-        default=None, metadata=_about("list", f"of {', '.join(FUSED)}, only these", metavar="A,B", **IN_PLAN)
+        default=None, metadata=about("list", f"of {', '.join(FUSED)}, only these", metavar="A,B", **IN_PLAN)
+    )
+    precision: str | None = field(
+        default=None,
+        metadata=about("choice", "of computing; storage and sums are float32", choices=PRECISIONS, **IN_PLAN),
+    )
+    zero: int = field(
+        default=0,
+        metadata=about("number", "stage of ZeRO: 1 shards the optimizer", choices=(0, 1), **IN_PLAN),
+    )
+    dp_shard: int | None = field(
+        default=None,
+        metadata=about("count", "replicas that share one optimizer state (all)", **IN_PLAN),
     )
     memory: float | str | None = field(  # a float, once checked
-        default=None, metadata=_about("bytes", "of a rank: 80e9, 80GB or 80GiB", **IN_PLAN)
+        default=None, metadata=about("bytes", "of a rank: 80e9, 80GB or 80GiB", **IN_PLAN)
     )
-    memory_price: float | None = field(default=None, metadata=_about(**IN_PLAN))
+    memory_price: float | None = field(default=None, metadata=about(**IN_PLAN))
     machine: str | Machine | Mapping[str, Any] | None = field(  # once checked, as a plan spells it
         default=None,
-        metadata=_about("text", f"what plans are weighed for: {', '.join(machine_names())}", **IN_PLAN),
+        metadata=about("text", f"what plans are weighed for: {', '.join(machine_names())}", **IN_PLAN),
     )
     async_tensor_model_parallel_allreduce: bool = field(default=False, metadata=HOOK)
     accumulate_allreduce_grads_in_fp32: bool = field(default=False, metadata=HOOK)
-    delay_wgrad_compute: str | None = field(
-        default=None, metadata=_about("choice", choices=DELAYS, **IN_PLAN)
-    )
+    delay_wgrad_compute: str | None = field(default=None, metadata=about("choice", choices=DELAYS, **IN_PLAN))
     device: str | None = field(
-        default=None, metadata=_about("text", "where ranks that are threads compute", **FOR_TRAINING)
+        default=None, metadata=about("text", "where ranks that are threads compute", **FOR_TRAINING)
     )
     backend: str | None = field(
         default=None,
-        metadata=_about(
+        metadata=about(
             "choice", "local: ranks are threads of this process", choices=BACKENDS, **FOR_TRAINING
         ),
     )
-    timeout: float = field(default=300.0, metadata=_about())
-    nan: str = field(default="raise", metadata=_about(choices=("raise", "ignore")))
-    check_every: int = field(default=100, metadata=_about())
+    timeout: float = field(default=300.0, metadata=about())
+    nan: str = field(default="raise", metadata=about(choices=("raise", "ignore")))
+    check_every: int = field(default=100, metadata=about())
     plan: Plan = field(
-        default_factory=Plan, metadata=_about("text", "a plan.json whose decisions are taken", metavar="FILE")
+        default_factory=Plan, metadata=about("text", "a plan.json whose decisions are taken", metavar="FILE")
     )
 
     def __post_init__(self) -> None:
@@ -236,6 +209,7 @@ class Options:
         object.__setattr__(self, "machine", machine_record(self.machine))
         object.__setattr__(self, "memory", _check_memory(self.memory))
         self._check_schedule()
+        self._check_storage()
         self._check_numbers()
 
     def _check_schedule(self) -> None:
@@ -256,6 +230,20 @@ class Options:
         if self.delay_wgrad_compute is not None and places_wgrads:
             fact = f"schedule={str(self.schedule)!r} places the weight gradients itself"
             raise PlanError(f"delay_wgrad_compute={self.delay_wgrad_compute!r}", fact, "one of the two")
+
+    def _check_storage(self) -> None:
+        """Check that equal groups of replicas can share the optimizer's state, and how gradients add up."""
+        if self.precision and self.accumulate_allreduce_grads_in_fp32:
+            fact = f"with precision={self.precision!r} gradients add up in float32 as it is"
+            raise PlanError("accumulate_allreduce_grads_in_fp32=True", fact, "leave it out")
+        if self.dp_shard is None:
+            return
+        if not self.zero:
+            remedy = "zero=1, or leave dp_shard out"
+            raise PlanError(f"dp_shard={self.dp_shard}", "replicas share nothing without zero=1", remedy)
+        if self.d % self.dp_shard:
+            remedy = f"a divisor of {self.d}"
+            raise PlanError(f"dp_shard={self.dp_shard}", f"does not divide d={self.d}", remedy)
 
     def _check_numbers(self) -> None:
         """Check seconds, bytes and steps, and that the fused operators exist."""
@@ -279,6 +267,22 @@ class Options:
     @property
     def mesh(self) -> Mesh:
         return Mesh.of({name: getattr(self, name) for name in DEGREES}, self.order)
+
+    @property
+    def sharing(self) -> Sharing:
+        """How the replicas share the storage of parameters."""
+        return sharing_of(self.mesh, (self.dp_shard or self.d) if self.zero else 1)
+
+    def state_bytes(self, itemsize: int) -> StateBytes:
+        """Return what an element of a trained parameter costs that stages use in a dtype of so many bytes."""
+        parts = (self.dp_shard or self.d) if self.zero else 1
+        wide = max(itemsize, 4)
+        if self.precision:
+            return state_bytes(itemsize, wide, wide, has_master=True, parts=parts)
+        # Float64 parameters have no float32 gradient.
+        has_main_grad = self.accumulate_allreduce_grads_in_fp32 and itemsize < 8
+        sums = wide if has_main_grad else itemsize
+        return state_bytes(itemsize, itemsize, sums, has_main_grad=has_main_grad, parts=parts)
 
     @property
     def rank_machine(self) -> Machine:
@@ -308,7 +312,9 @@ def make_options(*, plan: Any = None, **keywords: Any) -> Options:
     """
     # Before unknown keywords: `c=2` is known here, and refused by its feature's name.
     for name, missing in NOT_YET.items():
-        value = keywords.pop(name, missing.neutral[0])
+        value = keywords.get(name, missing.neutral[0])
+        if name not in KEYWORDS:
+            keywords.pop(name, None)
         if value not in missing.neutral:
             fact = f"{missing.feature} is not there yet"
             raise PlanError(f"{name}={value!r}", fact, f"leave the keyword {name} out")

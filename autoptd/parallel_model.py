@@ -26,11 +26,11 @@ from autoptd.program.program import Picture
 from autoptd.runtime import check_batch, check_copies, check_state
 from autoptd.runtime.batch import cut, flatten, is_call_in_one, take_rows
 from autoptd.runtime.check_call import check_call
+from autoptd.runtime.full_values import check_loaded, gather_gradients, gather_parameters, load_parameters
 from autoptd.runtime.gradients import clip_gradients
 from autoptd.runtime.launch import Rank, RunningRanks
 from autoptd.runtime.model_buffers import LOAD_THEM_BEFORE, copy_buffers
 from autoptd.runtime.optimizer import make_optimizer
-from autoptd.runtime.parameters import check_loaded, gather_gradients, gather_parameters, load_parameters
 from autoptd.runtime.record import Record, recording
 from autoptd.runtime.save_pretrained import contents_of, parse_size, save_folder
 from autoptd.runtime.stepclock import StepTimes, measured

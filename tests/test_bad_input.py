@@ -124,8 +124,8 @@ def test_nan_loss_may_pass() -> None:
 
 FUTURE = {
     "c": 2,
-    "zero": 1,
-    "precision": "bf16",
+    "zero": 2,
+    "precision": "fp16",
     "recompute": True,
 }
 
@@ -140,9 +140,9 @@ ELSEWHERE = {
     "tp": "it is called t here",
     "pipeline_model_parallel_size": "it is called p here",
     "dp": "it is called d here",
-    "bf16": "model.to",
-    "mixed_precision": "mixed precision is not there yet",
-    "fp16": "leave it out",
+    "bf16": 'precision="bf16"',
+    "mixed_precision": 'precision="bf16"',
+    "zero_stage": "zero=1",
     "world_size": "--nproc-per-node",
     "gradient_accumulation_steps": "num_microbatches",
     "max_grad_norm": "clip_grad_norm_",

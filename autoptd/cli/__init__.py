@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Sequence
 
 from autoptd.cli.commands import COMMANDS
+from autoptd.cli.live import shown
 from autoptd.cli.parser import parse
 from autoptd.errors import AutoptdError, PlanError, TraceError
 from autoptd.reports.excepthook import is_interrupt, is_reported_here
@@ -29,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         asked = parse(given)
-        return COMMANDS[asked.command](asked)
+        with shown(asked.quiet):
+            return COMMANDS[asked.command](asked)
     except KeyboardInterrupt:
         # The shells' convention: 128 plus the number of the signal.
         return 130

@@ -7,9 +7,13 @@ In: the parsed arguments. Out: the exit code.
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import import_module
+
+from autoptd.ir.activity import activity
 
 # Command -> (module of this package, its function)
 FUNCTIONS = {
@@ -26,10 +30,17 @@ FUNCTIONS = {
 }
 
 
+# Of these, the modules that do without torch.
+WITHOUT_TORCH = ("simulate", "compare", "completion")
+
+
 def _runner(module: str, function: str) -> Callable[[Namespace], int]:
     def run(asked: Namespace) -> int:
         # Imported here: `autoptd --help` and shell completion must not wait for torch.
-        done: int = getattr(import_module(f"autoptd.cli.{module}"), function)(asked)
+        is_quick = module in WITHOUT_TORCH or "torch" in sys.modules
+        with nullcontext() if is_quick else activity("importing torch"):
+            home = import_module(f"autoptd.cli.{module}")
+        done: int = getattr(home, function)(asked)
         return done
 
     return run

@@ -6,6 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from autoptd.cli.settings import check_writable
+from autoptd.ir.activity import activity
 from autoptd.planner.measure import REMARK, measure_cluster, to_toml
 
 
@@ -13,7 +14,8 @@ def measure(asked: Namespace) -> int:
     """Measure, print and write; 0."""
     # Before half a minute of measuring.
     check_writable("FILE", asked.file)
-    text = to_toml(measure_cluster(asked.ranks), REMARK)
+    with activity("measuring products, memory and collectives"):
+        text = to_toml(measure_cluster(asked.ranks), REMARK)
     Path(asked.file).write_text(text)
     print(text, end="")
     return 0

@@ -106,6 +106,9 @@ def make_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
             allow_abbrev=False,
         )
         commands[name].add_argument("--debug", action="store_true", help="show the traceback of an error")
+        commands[name].add_argument(
+            "-q", "--quiet", action="store_true", help="do not say on stderr what is done"
+        )
         return commands[name]
 
     show = command("show", "what a model costs on t*p*d ranks: memory, traffic, bubble", SHOW)

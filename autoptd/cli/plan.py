@@ -17,6 +17,7 @@ from autoptd.cli.known import KNOWN
 from autoptd.cli.parser import SIZES
 from autoptd.cli.settings import check_writable, read_pairs
 from autoptd.errors import PlanError
+from autoptd.ir.activity import activity
 from autoptd.planner import plan as planning
 from autoptd.planner.model_shape import shape_of, shape_of_config
 from autoptd.planner.shape import Shape
@@ -52,9 +53,12 @@ def plan(asked: Namespace) -> int:
     constraints = {name: value for name in CONSTRAINTS if (value := getattr(asked, name)) is not None}
     constraints |= {"gpus": asked.gpus, "batch": asked.batch, "cluster": asked.cluster}
     if asked.when:
-        print(cases_text(which_when(shape, **constraints)))
+        with activity("searching"):
+            cases = which_when(shape, **constraints)
+        print(cases_text(cases))
         return 0
-    found = planning.plan(shape, keep=asked.keep, **constraints)
+    with activity("searching"):
+        found = planning.plan(shape, keep=asked.keep, **constraints)
     print(found)
     if asked.explain:
         print(f"\n{found.explain()}")
@@ -98,7 +102,8 @@ def _shape_of_model(asked: Namespace) -> dict[str, Any]:
     from autoptd.cli.models import find_model, length_of, make_without_weights
 
     subject = find_model(asked.model, read_pairs("set", asked.set))
-    model, _ = make_without_weights(subject)
+    with activity(f"building {asked.model} without weights"):
+        model, _ = make_without_weights(subject)
     return stated_sizes(shape_of(model)) | {"seq": length_of(subject, model, asked.seq)}
 
 

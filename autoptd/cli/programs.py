@@ -21,6 +21,7 @@ from autoptd.cli.known import KNOWN
 from autoptd.cli.models import as_call, find_model, length_of, make_without_weights, vocabulary_of
 from autoptd.cli.settings import read_pairs
 from autoptd.errors import PlanError
+from autoptd.ir.activity import activity
 from autoptd.ir.plan import load_plan
 from autoptd.options import KEYWORDS
 from autoptd.program.program import Program
@@ -69,7 +70,8 @@ def make_program(asked: Namespace) -> tuple[str, Program]:
     subject = find_model(asked.model, read_pairs("set", asked.set))
     # Building the model counts as well: a user waits for both.
     start = time.perf_counter()
-    model, given = make_without_weights(subject, asked.dtype)
+    with activity(f"building {asked.model} without weights"):
+        model, given = make_without_weights(subject, asked.dtype)
     program = autoptd.compile(
         model, example_inputs=example_inputs(asked, subject, model, given), **keywords_of(asked)
     )
@@ -128,8 +130,10 @@ def _fallbacks(program: Program, folder: str | None) -> list[str]:
 
 
 def _write(program: Program, folder: Path, name: str) -> None:
-    draw_program(program, folder)
-    write_report(program, folder / "report.html", name)
+    with activity("drawing pictures"):
+        draw_program(program, folder)
+    with activity("writing the report"):
+        write_report(program, folder / "report.html", name)
     print(f"wrote {folder}/report.html, and its pictures and tables as files", file=sys.stderr)
 
 

@@ -21,6 +21,7 @@ from autoptd.cli.models import as_call, find_model, length_of, make_with_weights
 from autoptd.cli.programs import keywords_of, rows_of
 from autoptd.cli.settings import read_pairs
 from autoptd.errors import PlanError, RuntimeFault
+from autoptd.ir.activity import activity
 from autoptd.ir.mesh import Coordinate
 from autoptd.options import make_options
 from autoptd.reports.excepthook import is_interrupt
@@ -35,7 +36,8 @@ def train(asked: Namespace) -> int:
     torch.manual_seed(seed)
     subject = find_model(asked.model, read_pairs("set", asked.set))
     options = make_options(**keywords)
-    model, given = make_with_weights(subject, asked.dtype)
+    with activity(f"building {asked.model}"):
+        model, given = make_with_weights(subject, asked.dtype)
     if given is not None:
         fact = "its factory brings a batch of its own: text does not fit it"
         raise PlanError(
@@ -66,6 +68,7 @@ def train(asked: Namespace) -> int:
     pm = autoptd.parallelize(model, example_inputs=as_call(model, *first), **keywords)
     optimizer = pm.optimizer(torch.optim.AdamW, lr=asked.lr, weight_decay=asked.weight_decay)
     watched: dict[str, Any] = {"log": asked.log, "tensorboard": asked.tensorboard, "peak": asked.peak}
+    watched["quiet"] = asked.quiet
     try:
         with autoptd.Progress(
             pm, tokens=rows * length, steps=asked.steps, measure_every=asked.measure_every, **watched
@@ -128,9 +131,11 @@ def _write(asked: Namespace, pm: autoptd.ParallelModel, call: Any) -> None:
     # A collective: every rank records, rank 0 writes.
     with pm.record() as record:
         pm.step(*args, **keys)
-    pm.show(asked.out, record)
+    with activity("drawing pictures"):
+        pm.show(asked.out, record)
     if pm.coordinate == Coordinate():
-        write_report(pm.program, Path(asked.out) / "report.html", asked.model, record, plain_seconds)
+        with activity("writing the report"):
+            write_report(pm.program, Path(asked.out) / "report.html", asked.model, record, plain_seconds)
         print(f"wrote {asked.out}/report.html", file=sys.stderr)
 
 

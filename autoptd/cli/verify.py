@@ -10,6 +10,7 @@ import autoptd
 from autoptd.cli.models import find_model, make_with_weights
 from autoptd.cli.programs import example_inputs, keywords_of
 from autoptd.cli.settings import read_pairs
+from autoptd.ir.activity import activity
 
 
 def verify(asked: Namespace) -> int:
@@ -17,7 +18,8 @@ def verify(asked: Namespace) -> int:
     # Models without weights of their own are initialised here.
     torch.manual_seed(asked.seed or 0)
     subject = find_model(asked.model, read_pairs("set", asked.set))
-    model, given = make_with_weights(subject, asked.dtype)
+    with activity(f"building {asked.model}"):
+        model, given = make_with_weights(subject, asked.dtype)
     batch = example_inputs(asked, subject, model, given)
     report = autoptd.verify(model, example_inputs=batch, steps=asked.steps, **keywords_of(asked))
     print(report)

@@ -31,6 +31,7 @@ from autoptd.doctor.report import DoctorReport
 from autoptd.doctor.traffic import all_orders, communicators_of_orders
 from autoptd.doctor.watch import PATIENCE, watch, watching_store
 from autoptd.errors import AutoptdError, PlanError, RuntimeFault
+from autoptd.ir.activity import activity
 from autoptd.ir.machine_files import machine_of_device
 from autoptd.ir.mesh import DEGREES, Mesh
 from autoptd.planner.cluster import Cluster, find_cluster
@@ -145,13 +146,11 @@ def _look_at_all(
     )
     asked_alone = asked_mesh(lobby.size, asked.degrees)
     for mesh in [asked_alone] if asked_alone else meshes_for(lobby.size, verdict.per_node):
-        if lobby.rank == 0:
-            print(f"autoptd doctor: {mesh} ...", file=sys.stderr)
         orders = all_orders(mesh.pipeline_ranks)
         communicators = communicators_of_orders(mesh.pipeline_ranks, orders.values())
         world = DistributedWorld(mesh, communicators, asked.device, asked.timeout, verdict.backend)
         try:
-            with on_device(world.device), watch(world, on_fault):
+            with activity(f"trying {mesh}"), on_device(world.device), watch(world, on_fault):
                 settle(world, "doctor: creation of groups")
                 found.append(examine(world, orders, verdict.hosts))
         except BaseException as error:
@@ -172,8 +171,10 @@ def _alone(asked: Request, rank: int) -> DoctorReport:
     verdict = judge([facts])
     if verdict.stops:
         return DoctorReport(verdict)
-    alone = check_backend(facts, asked.timeout)
-    threads = check_threads(mesh, facts.device, asked.timeout)
+    with activity(f"trying one rank over {facts.backend}"):
+        alone = check_backend(facts, asked.timeout)
+    with activity(f"trying {mesh} with ranks as threads"):
+        threads = check_threads(mesh, facts.device, asked.timeout)
     count = max(torch.cuda.device_count() if facts.device.startswith("cuda") else 4, 2)
     notes = (
         f"Checked: a group of one over {facts.backend} ({alone.checks} results), and ranks that are threads of this process.",

@@ -10,10 +10,10 @@ has.
 from __future__ import annotations
 
 # Remedies that several names share.
-PRECISION = "mixed precision is not there yet: model.to(torch.bfloat16) before, or leave it out"
+PRECISION = 'precision="bf16": stages compute in bf16, the optimizer steps float32'
 RANKS = "leave it out: t * p * d ranks run, as many as torchrun starts (--nproc-per-node)"
 ROWS = "num_microbatches=m: a replica's rows of the batch are divided by it"
-ZERO = "optimizer sharding is not there yet: leave it out"
+ZERO = "zero=1 divides the optimizer's state over the replicas, dp_shard=k over groups of k; stages 2 and 3 are not there yet"
 RECOMPUTE = "activation recomputation is not there yet: leave it out"
 CONTEXT = "context parallelism is not there yet: leave it out"
 CLIPPING = "leave it out: pm.clip_grad_norm_(1.0) behind pm.step"
@@ -70,7 +70,7 @@ _REMEDIES = {
     RANKS: "world_size nproc nproc_per_node num_gpus n_gpus ngpus num_nodes nnodes num_processes rank local_rank",
     ZERO: (
         "zero_stage zero_optimization fsdp fsdp2 sharding_strategy use_distributed_optimizer distributed_optimizer "
-        "dp_shard data_parallel_shard_degree reshard_after_forward optimizer_sharding"
+        "data_parallel_shard_degree reshard_after_forward optimizer_sharding"
     ),
     RECOMPUTE: (
         "gradient_checkpointing activation_checkpointing activation_checkpoint recompute_granularity recompute_method "

@@ -22,8 +22,6 @@ from autoptd.errors import PlanError
 from autoptd.ir.machine_files import gpu_of, machine_file, machine_names, nearest_machines
 from autoptd.ir.plan import check_known
 
-# Copies of a parameter that is trained: itself, its gradient, AdamW's two moments.
-COPIES = 4
 # Numbers that may be 0; 0 of the last three stands for their default.
 MAY_BE_ZERO = ("latency", "message", "per_parameter_byte", "per_saved_byte", "redundant")
 
@@ -73,13 +71,13 @@ class Machine:
         if not self.redundant:
             object.__setattr__(self, "redundant", 10 * self.latency)
 
-    def with_memory_priced(self, price: float, in_flight: float) -> Machine:
+    def with_memory_priced(self, price: float, in_flight: float, copies: float) -> Machine:
         """Return the machine on which a byte that a rank holds costs `price` seconds per microbatch more.
 
-        A parameter is held in all its copies; what is saved for backward, once for each microbatch
-        `in_flight`.
+        A parameter is held in `copies`, gradient and optimizer state among them; what is saved for
+        backward, once for each microbatch `in_flight`.
         """
-        per_parameter_byte = self.per_parameter_byte + price * COPIES
+        per_parameter_byte = self.per_parameter_byte + price * copies
         per_saved_byte = self.per_saved_byte + price * in_flight
         return dataclasses.replace(self, per_parameter_byte=per_parameter_byte, per_saved_byte=per_saved_byte)
 

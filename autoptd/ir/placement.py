@@ -13,9 +13,12 @@ gradient goes through on its way from use to storage.
 | tp   | S       | S   | -             | a rank uses the shard that it stores                           |
 | part of tp | I | R   | all-reduce    | the ranks of a sub-axis share a KV head, stored by each        |
 | pp   | I       | R   | all-reduce    | tied: stages of several pipeline ranks, its *owners*, use it   |
+| dp   | FLAT    | R   | reduce-scatter | ZeRO: the optimizer's state is divided over the replicas      |
 
-None of these rows communicates in forward: stages compute with the storage itself. With storage S over dp
-(ZeRO) the row is S -> R: an all-gather before the use, and a reduce-scatter of the gradient.
+All rows but the last communicate nothing in forward: stages compute with the storage itself. The last one is
+an all-gather before the use (Rajbhandari et al. 2020, stage 1, "optimizer state partitioning"). Where `dp_shard`
+ranks of dp hold one copy of the storage, it stands over the faster sub-axis of dp, and the row I -> R over the
+slower one (hybrid sharding: "HSDP" in torch's words).
 
     storage, use = placements(Layout({"tp": R}), "float32", stages=(0, 3))
     [(step.axis, step.row.backward) for step in conversions(storage.layout, use.layout)]
@@ -31,8 +34,9 @@ from typing import Literal, NamedTuple
 import torch
 
 from autoptd.ir.layout import Layout
-from autoptd.ir.mesh import AXES, Role, role_of
-from autoptd.ir.types import CONVERSIONS, Conversion, R, ValueType
+from autoptd.ir.mesh import AXES, Mesh, Role, role_of
+from autoptd.ir.sub_axes import SubAxis
+from autoptd.ir.types import CONVERSIONS, FLAT, Conversion, R, ValueType
 
 # How often storage becomes use: once a step, or for every microbatch.
 Scope = Literal["step", "microbatch"]
@@ -73,22 +77,53 @@ class AxisConversion(NamedTuple):
         return self.row.backward in SUMS
 
 
+class Sharing(NamedTuple):
+    """How the replicas share the storage of parameters: `over` is the axis or sub-axis that cuts it, "" for none.
+
+    `axes` are all axes and sub-axes along which ranks have other samples, `over` among them.
+    """
+
+    axes: tuple[str, ...]
+    over: str = ""
+
+
+def sharing_of(mesh: Mesh, dp_shard: int = 1) -> Sharing:
+    """Return how `dp_shard` neighbouring replicas share one copy of the storage; 1: every replica has its own."""
+    axes = mesh.batch_axes
+    if dp_shard == 1:
+        return Sharing(axes)
+    axis = axes[0]
+    before = mesh.degree(axis) // dp_shard
+    if before == 1:
+        return Sharing(axes, axis)
+    # Neighbours along dp hold the shards, so that the large sums run where links are fast.
+    over = str(SubAxis(axis, before, dp_shard))
+    return Sharing((*mesh.parts(axis, [over]), *axes[1:]), over)
+
+
+# Every replica stores all of a parameter.
+EVERY_REPLICA = Sharing(tuple(axis for axis in AXES if role_of(axis) is Role.BATCH))
+
+
 def placements(
-    layout: Layout, dtype: str, stages: Sequence[int], grad_dtype: str = ""
+    layout: Layout, dtype: str, stages: Sequence[int], grad_dtype: str = "", sharing: Sharing = EVERY_REPLICA
 ) -> tuple[Placement, Placement]:
     """Return storage and use of a parameter that `stages` read in `layout`.
 
-    Every replica, and every owner of a tied parameter, stores it. `grad_dtype` is that in which gradients
-    add up, "" for the parameter's.
+    Every owner of a tied parameter stores it. `grad_dtype` is that in which gradients add up, "" for the
+    parameter's.
     """
     types = dict(layout.over_mesh)
     # R over an axis: its ranks have partial sums of the gradient.
-    types |= dict.fromkeys(_axes_of(Role.BATCH), R)
+    types |= dict.fromkeys(sharing.axes, R)
     if len(stages) > 1:
         types |= dict.fromkeys(_axes_of(Role.STAGES), R)
     use = Layout(types)
     # S is stored as it is used; R becomes I: what differs between the ranks is the gradient, which they sum.
-    return Placement(Layout(dict(use.shards)), dtype, grad_dtype), Placement(use, dtype)
+    stored = dict(use.shards)
+    if sharing.over:
+        stored[sharing.over] = FLAT
+    return Placement(Layout(stored), dtype, grad_dtype), Placement(use, dtype)
 
 
 def conversions(storage: Layout, use: Layout) -> tuple[AxisConversion, ...]:
@@ -97,7 +132,12 @@ def conversions(storage: Layout, use: Layout) -> tuple[AxisConversion, ...]:
     """
     # Over an axis that neither names, both are I: there is nothing to convert.
     axes = {axis for layout in (storage, use) for axis, _ in layout.over_mesh}
-    ordered = sorted(axes, key=lambda axis: (ORDER_OF_SUMS.index(role_of(axis)), axis))
+
+    def place(axis: str) -> tuple[int, bool, str]:
+        # Scattered before anything else is summed: the sums that follow are of a shard.
+        return ORDER_OF_SUMS.index(role_of(axis)), not storage[axis].is_flat, axis
+
+    ordered = sorted(axes, key=place)
     rows = [(axis, _row(storage[axis], use[axis])) for axis in ordered]
     return tuple(AxisConversion(axis, row) for axis, row in rows if row is not None)
 

@@ -49,16 +49,25 @@ class ValueType:
     atom: int = -1
 
     def __str__(self) -> str:
+        if self.is_flat:
+            return "S(flat)"
         return f"S({self.dim}, {self.atom})" if self.kind == "S" else self.kind
 
     @property
     def is_whole(self) -> bool:
         return self.kind in "IR"
 
+    @property
+    def is_flat(self) -> bool:
+        """Whether it cuts no dim, but a buffer of several parameters end to end: see `FLAT`."""
+        return self.kind == "S" and self.dim < 0
+
 
 I = ValueType("I")  # noqa: E741 - the name of the type in DESIGN and papers
 R = ValueType("R")
 P = ValueType("P")
+# The storage of a parameter under ZeRO: every rank has an equal range of a flat buffer, cut where it comes.
+FLAT = ValueType("S")
 
 
 def S(dim: int, atom: int) -> ValueType:
@@ -118,8 +127,8 @@ def type_text(kind: ValueType, dims: Dims, axis: str) -> str:
     """Format a type for people: `I`, `R`, `P`, or `S(tp, dim 0: 3 x [12] x 64)` with the sharded atom in
     brackets.
     """
-    if kind.kind != "S":
-        return kind.kind
+    if kind.kind != "S" or kind.is_flat:
+        return str(kind)
     sizes = [str(atom) for atom in dims[kind.dim]]
     for i, atom in enumerate(dims[kind.dim]):
         if isinstance(atom, Segmented):

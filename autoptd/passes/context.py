@@ -102,7 +102,12 @@ class Context:
         """The speeds of a rank, with a price for the bytes that it holds (`memory_price`)."""
         # In units of the trace: the solver counts saved bytes for all of its rows.
         in_flight = max(map(max, self.live), default=0) * self.rows / self.traced_rows
-        return self.options.rank_machine.with_memory_priced(self.options.memory_price or 0.0, in_flight)
+        # Relative to what stages use of a parameter: bf16 with a precision, else as a rule float32.
+        itemsize = 2 if self.options.precision else 4
+        copies = self.options.state_bytes(itemsize).total / itemsize
+        return self.options.rank_machine.with_memory_priced(
+            self.options.memory_price or 0.0, in_flight, copies
+        )
 
     @cached_property
     def sizes(self) -> Sizes:

@@ -107,7 +107,7 @@ class _Chooser:
         sizes, machine = ctx.sizes, ctx.machine
         self.sizes, self.backbone = sizes, backbone
         self.points = _find_points(backbone, sizes.mesh)
-        held = count_bytes(graph, backbone, sizes, ctx.options.accumulate_allreduce_grads_in_fp32)
+        held = count_bytes(graph, backbone, sizes, ctx.options)
         work = [rank_seconds(node, sizes.mesh, machine) / _trace_factor(node, sizes) for node in backbone]
         self.line = Line(
             work,

@@ -30,6 +30,7 @@ from operator import attrgetter
 from torch.fx import Graph
 
 from autoptd.errors import InternalError
+from autoptd.ir.activity import activity
 from autoptd.ir.notes import Note, copy_graph, note
 from autoptd.passes.context import Context
 from autoptd.passes.dump import write_forms
@@ -175,7 +176,7 @@ def _run_pass(each: Pass, graph: Graph, before: _Seen, ctx: Context, record: Rec
     with record.timed("contracts"):
         if each.requires is not None:
             _verify(each, "requires", each.requires, graph, ctx)
-    with record.timed(each.name):
+    with activity(each.name, is_brief=True), record.timed(each.name):
         graph = each(graph, ctx)
     with record.timed("contracts"):
         seen = _Seen(graph)

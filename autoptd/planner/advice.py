@@ -7,8 +7,9 @@ was searched for: it is named with the plan that would be found.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
-from autoptd.options import NOT_YET
+from autoptd.planner.candidate import is_missing
 from autoptd.planner.default import DefaultModel
 from autoptd.planner.request import Request
 from autoptd.planner.search import Found, search
@@ -75,7 +76,7 @@ def _savings(request: Request) -> Iterator[tuple[str, Request]]:
     if request.precision == "fp32":
         names.append("precision='bf16'")
         changed = changed.but(precision="bf16")
-    mark = " (not in the runtime yet)" if {"recompute", "zero", "precision"} & set(NOT_YET) else ""
+    mark = _mark("recompute", "full")
     yield f"{_joined(names)} together{mark}", changed
     if True not in request.sequence_parallel:
         names.append("sequence_parallel=True")
@@ -96,12 +97,12 @@ def _changes(request: Request) -> Iterator[tuple[str, Request]]:
     # From the cheapest on: each mode keeps less than the one before and computes more again.
     for mode in RECOMPUTE[1:]:
         if mode not in request.recompute:
-            yield f"recompute={mode!r}{_mark('recompute')}", request.but(recompute=(mode,))
+            yield f"recompute={mode!r}{_mark('recompute', mode)}", request.but(recompute=(mode,))
     for stage in (1, 2, 3):
         if stage not in request.zero:
-            yield f"zero={stage}{_mark('zero')}", request.but(zero=(stage,))
+            yield f"zero={stage}{_mark('zero', stage)}", request.but(zero=(stage,))
     if request.precision == "fp32":
-        yield f"precision='bf16'{_mark('precision')}", request.but(precision="bf16")
+        yield f"precision='bf16'{_mark('precision', 'bf16')}", request.but(precision="bf16")
 
 
 def more_gpus(fits: Callable[[int], bool], gpus: int) -> str:
@@ -130,8 +131,8 @@ def _finds(request: Request) -> str:
     return f" ({' '.join(f'{name}={int(columns[name][0])}' for name in ('t', 'p', 'd', 'b'))})"
 
 
-def _mark(keyword: str) -> str:
-    return " (not in the runtime yet)" if keyword in NOT_YET else ""
+def _mark(keyword: str, value: Any) -> str:
+    return " (not in the runtime yet)" if is_missing(keyword, value) else ""
 
 
 def _joined(words: list[str]) -> str:

@@ -84,6 +84,16 @@ class Candidate:
             found["placement"] = dict(self.options["placement"])
         return found
 
+    def _runtime_options(self) -> dict[str, Any]:
+        """Return the keywords of `parallelize` that are not degrees, as far as the runtime has them."""
+        found: dict[str, Any] = {"sequence_parallel": bool(self.options["sequence_parallel"])}
+        usual = {"zero": 0, "precision": "fp32"}
+        for key, value in usual.items():
+            asked = self.options.get(key)
+            if asked not in (None, value) and not is_missing(key, asked):
+                found[key] = asked
+        return found
+
     def plan_record(self) -> dict[str, Any]:
         """Return what `parallelize(model, plan=...)` reads, as plan.json has it.
 
@@ -94,7 +104,7 @@ class Candidate:
             "mesh": {key: self.degrees[key] for key in ("t", "p", "d", "v")},
             "num_microbatches": self.degrees["m"],
             "schedule": self.options["schedule"],
-            "options": {"sequence_parallel": bool(self.options["sequence_parallel"])},
+            "options": self._runtime_options(),
             # Read by people only: `parallelize` ignores it.
             "planner": {
                 "choice": self.name,

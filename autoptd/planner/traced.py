@@ -179,7 +179,12 @@ class _Reader:
     def optimizer(self, rank: int) -> float:
         ranks = ranks_of_stages(self.program.orders)
         trained = [spec for spec in self.program.params if spec.requires_grad and rank in spec.owners(ranks)]
-        nbytes = sum(spec.local_bytes(self.program.mesh) for spec in trained)
+        mesh = self.program.mesh
+        nbytes = 0.0
+        for spec in trained:
+            # Each rank updates the range that it stores.
+            parts = mesh.degree(spec.sharing_axis) if spec.sharing_axis else 1
+            nbytes += spec.local_bytes(mesh) / parts
         element = self.clock.element_bytes
         return nbytes / element * OPTIMIZER_BYTES[element] / self.clock.copy_rate
 
@@ -196,7 +201,7 @@ class _Reader:
 
     def _step_calls(self, rank: int) -> Iterator[tuple[Collective, str]]:
         for call in self.program.collectives:
-            if call.scope == "step" and rank in call.pp_ranks:
+            if call.scope != "microbatch" and rank in call.pp_ranks:
                 yield call, call.forward
                 yield call, call.backward
 
@@ -212,7 +217,7 @@ def _precision(program: Program) -> str:
     """Return the precision of most bytes of the parameters."""
     bytes_of: dict[str, int] = {}
     for spec in program.params:
-        name = PRECISIONS.get(spec.storage.dtype, "fp32")
+        name = PRECISIONS.get(spec.use.dtype, "fp32")
         bytes_of[name] = bytes_of.get(name, 0) + spec.local_bytes(program.mesh)
     return max(bytes_of, key=lambda name: (bytes_of[name], name))
 

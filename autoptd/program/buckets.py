@@ -5,6 +5,9 @@ the order in which their gradients become complete. The compiler lists them in t
 parameter says over which axes its gradient is summed (`ParamSpec.sums`, by the table in `ir/placement.py`); parameters
 with equal sums share buckets.
 
+With ZeRO the first sum of a bucket is a reduce-scatter: the bucket is a flat buffer (`BucketPlan.places`), of which
+every rank of `sharing_axis` has an equal range, whatever parameters it cuts.
+
 A sum over dp may start inside a backward, as soon as a bucket is complete: dp has no other calls there. Sums over tp and
 over owners start after the last action: tensor ranks complete a bucket at different places of a backward, whose own
 calls over tp would then come in another order on each of them.
@@ -15,20 +18,24 @@ calls over tp would then come in another order on each of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autoptd.ir.actions import Kind, Orders
 from autoptd.ir.mesh import Mesh, Role
-from autoptd.ir.placement import AxisConversion
+from autoptd.ir.placement import AxisConversion, itemsize
 from autoptd.program.specs import ParamSpec
 
 # Large enough to use the full bandwidth between GPUs.
 BUCKET_BYTES = 100 * 2**20
+# Parameters of a bucket that is cut begin at multiples of so many elements, 256 bytes in float32.
+ALIGNMENT = 64
 # Roles of the axes whose sums may start inside a backward; program/call_order.py proves that they may.
 EARLY = (Role.BATCH,)
 # Prefixes of the sites of these sums.
-GRADIENTS, TIED = "gradients ", "tied gradients "
+GRADIENTS, TIED, UPDATED = "gradients ", "tied gradients ", "updated "
 
 
 @dataclass(frozen=True)
@@ -45,12 +52,12 @@ class BucketPlan:
 
     @property
     def early(self) -> tuple[AxisConversion, ...]:
-        """The sums that may start inside a backward; the others wait until all actions are over."""
-        return tuple(step for step in self.sums if step.role in EARLY)
+        """The sum that may start inside a backward, the first one; the others wait until all actions are over."""
+        return tuple(step for step in self.sums[:1] if step.role in EARLY)
 
     @property
     def late(self) -> tuple[AxisConversion, ...]:
-        return tuple(step for step in self.sums if step.role not in (*EARLY, Role.STAGES))
+        return tuple(step for step in self.sums[len(self.early) :] if step.role is not Role.STAGES)
 
     @property
     def tied(self) -> tuple[AxisConversion, ...]:
@@ -68,8 +75,63 @@ class BucketPlan:
         """The site of its sum over owners, in errors and records."""
         return self.site.replace(GRADIENTS, TIED, 1)
 
+    @property
+    def gather_site(self) -> str:
+        """The site of the gather of its parameters after an update, in errors and records."""
+        return self.site.replace(GRADIENTS, UPDATED, 1)
+
+    @property
+    def sharing_axis(self) -> str:
+        """The axis or sub-axis whose ranks have a range each of the storage, "" if every rank has all of it."""
+        return self.params[0].sharing_axis
+
+    def parts(self, mesh: Mesh) -> int:
+        """Return in how many equal ranges ranks store it."""
+        return mesh.degree(self.sharing_axis) if self.sharing_axis else 1
+
+    def places(self, mesh: Mesh) -> tuple[Place, ...]:
+        """Return where each parameter's part of a rank lies in the flat buffer, in order."""
+        alignment = ALIGNMENT if self.sharing_axis else 1
+        places, end = [], 0
+        for spec in self.params:
+            start = _rounded_up(end, alignment)
+            end = start + math.prod(spec.local_shape(mesh))
+            places.append(Place(spec, start, end))
+        return tuple(places)
+
+    def numel(self, mesh: Mesh) -> int:
+        """Return the elements of the flat buffer, the padding included that makes the ranges equal."""
+        end = self.places(mesh)[-1].end
+        return _rounded_up(end, self.parts(mesh) * ALIGNMENT) if self.sharing_axis else end
+
     def nbytes(self, mesh: Mesh) -> int:
-        return sum(spec.grad_bytes(mesh) for spec in self.params)
+        """Return the bytes of its gradients on one rank, before they are summed."""
+        return self.numel(mesh) * itemsize(self.params[0].storage.sum_dtype)
+
+    def summed_bytes(self, mesh: Mesh) -> list[int]:
+        """Return the payload of every sum: behind a reduce-scatter, a rank's range alone is summed."""
+        nbytes, payloads = self.nbytes(mesh), []
+        for step in self.sums:
+            payloads.append(nbytes)
+            if step.row.backward == "reduce-scatter":
+                nbytes //= mesh.degree(step.axis)
+        return payloads
+
+    def gathered_bytes(self, mesh: Mesh) -> int:
+        """Return the bytes of the parameters that are gathered after an update, in the dtype of their use."""
+        return self.numel(mesh) * itemsize(self.params[0].use.dtype) if self.sharing_axis else 0
+
+
+class Place(NamedTuple):
+    """Where a parameter's part of one rank lies in the flat buffer of its bucket: elements `start` to `end`."""
+
+    spec: ParamSpec
+    start: int
+    end: int
+
+
+def _rounded_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def plan_buckets(
@@ -104,7 +166,8 @@ def plan_buckets(
         # Types are over all mesh axes, also those of one rank.
         sums = tuple(step for step in spec.sums if _group_size(step, owners, mesh) > 1)
         # Tied ones are not grouped by when they complete, which differs from owner to owner.
-        key = (sums, owners, spec.storage.sum_dtype, completed(spec) if len(owners) == 1 else -1)
+        dtypes = (spec.storage.sum_dtype, spec.storage.dtype, spec.use.dtype)
+        key = (sums, owners, dtypes, completed(spec) if len(owners) == 1 else -1)
         lists = runs.setdefault(key, [[]])
         if lists[-1] and sum(other.grad_bytes(mesh) for other in [*lists[-1], spec]) > bucket_bytes:
             lists.append([])

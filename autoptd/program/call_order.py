@@ -120,7 +120,8 @@ def _calls_in_actions(collectives: Sequence[Collective]) -> dict[tuple[int, str]
 def _calls_between_rows(plans: Sequence[BucketPlan], mesh: Mesh) -> list[RowCall]:
     """Return the calls of a row with others, after its last action: sums over owners in program order, then the loss."""
     tied = sorted((plan for plan in plans if plan.tied), key=lambda plan: plan.number)
-    sums = [RowCall(plan.owners, plan.tied_site, plan.nbytes(mesh)) for plan in tied]
+    # A row's last sum is the one over owners.
+    sums = [RowCall(plan.owners, plan.tied_site, plan.summed_bytes(mesh)[-1]) for plan in tied]
     return [*sums, RowCall(tuple(range(mesh.pipeline_ranks)), "loss", 8)]
 
 

@@ -106,14 +106,19 @@ def call_site(collective: Collective) -> str:
     return star(collective.site.partition(" (")[0]) or "model"
 
 
-def expected_calls(program: Program, rank: int, *, training: bool = True) -> Counter[Call]:
-    """Return how often `rank` makes each call in one step (or one evaluation), according to the program."""
+def expected_calls(
+    program: Program, rank: int, *, training: bool = True, updating: bool = False
+) -> Counter[Call]:
+    """Return how often `rank` makes each call in one step (or one evaluation), according to the program.
+
+    `updating`: with those of an update of the parameters behind the step.
+    """
     pipeline_rank = program.mesh.pipeline_rank_of(rank)
     calls: Counter[Call] = Counter()
     for collective in program.collectives:
-        if pipeline_rank not in collective.pp_ranks:
+        if pipeline_rank not in collective.pp_ranks or (collective.scope == "update" and not updating):
             continue
-        is_once = collective.scope == "step"
+        is_once = collective.scope != "microbatch"
         for direction, kind in (("forward", collective.forward), ("backward", collective.backward)):
             # An evaluation has no backward, and sums no gradients.
             if kind in LOCAL_KINDS or (direction == "backward" and not training):
@@ -124,7 +129,7 @@ def expected_calls(program: Program, rank: int, *, training: bool = True) -> Cou
                 collective.axis,
                 collective.payload_bytes,
                 collective.group_size,
-                phase="step" if is_once else direction,
+                phase=collective.scope if is_once else direction,
                 stage=-1 if is_once else collective.stage,
                 site=call_site(collective),
                 why=collective.why,

@@ -183,7 +183,14 @@ class Program:
 
     def differing(self, buffers: Mapping[str, torch.Tensor]) -> list[str]:
         """Return the names of buffers with other values than those that the compiler has read."""
-        return [name for name, text in self.looked_at if name in buffers and digest(buffers[name]) != text]
+        found = []
+        for name, text in self.looked_at:
+            if name in buffers:
+                # In the dtype that it has in the program, which `precision` may have narrowed.
+                own = self.buffers.get(name, buffers[name])
+                if digest(buffers[name].to(own.dtype)) != text:
+                    found.append(name)
+        return found
 
     def fingerprint(self) -> str:
         """Hash everything that ranks must agree on before the first step."""

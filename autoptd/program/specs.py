@@ -14,6 +14,7 @@ from autoptd.errors import InternalError
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import Mesh, Role, role_of
 from autoptd.ir.placement import AxisConversion, Placement, Scope, conversions, itemsize
+from autoptd.ir.state_bytes import StateBytes, state_bytes
 from autoptd.ir.types import Dims, Outer, ValueType, outer_size
 
 # The conversion of a `Collective` that gathers a scattered transfer buffer.
@@ -40,7 +41,9 @@ class ParamSpec:
 
     `storage` is what the optimizer steps, `use` what stages compute with, and `scope` how often storage is converted to
     use (see `ir/placement.py`). `shape` and `dims` are global, `stages` are the stages that use it. `adds` has, for each
-    of them, how often the backward (and W) of one microbatch adds to the gradient; empty for once each.
+    of them, how often the backward (and W) of one microbatch adds to the gradient; empty for once each. `dtype` is the
+    parameter's in the model as it was handed in. `has_master`: storage is a tensor of its own beside what stages use, of
+    more bits as a rule ("master weights": Micikevicius et al. 2018, section 3.1).
     """
 
     name: str
@@ -54,8 +57,11 @@ class ParamSpec:
     scope: Scope = "step"
     why: str = ""
     adds: tuple[int, ...] = ()
+    dtype: str = ""
+    has_master: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", self.dtype or self.storage.dtype)
         # Ranks that store the same elements must step them alike: with R, each would step by a part of the
         # gradient.
         for axis, kind in self.storage.layout.over_mesh:
@@ -76,7 +82,7 @@ class ParamSpec:
 
     def grad_bytes(self, mesh: Mesh) -> int:
         """Return the bytes of a rank's part of the gradient, in the dtype in which it is summed."""
-        return math.prod(self.used_shape(mesh)) * itemsize(self.storage.sum_dtype)
+        return math.prod(self.local_shape(mesh)) * itemsize(self.storage.sum_dtype)
 
     def adds_in(self, stage: int) -> int:
         return self.adds[self.stages.index(stage)] if self.adds else 1
@@ -114,19 +120,31 @@ class ParamSpec:
         """Return the pipeline ranks that hold a copy, ascending; `ranks` is the pipeline rank of every stage."""
         return tuple(sorted({ranks[stage] for stage in self.stages}))
 
+    @cached_property
+    def sharing_axis(self) -> str:
+        """The axis or sub-axis of replicas that divides its storage, "" where every replica stores it."""
+        flat = [axis for axis, kind in self.storage.layout.shards if kind.is_flat]
+        return flat[0] if flat else ""
+
+    def state_bytes(self, mesh: Mesh) -> StateBytes:
+        """Return what a rank holds for each element of its part, if it is trained."""
+        use, storage = itemsize(self.use.dtype), itemsize(self.storage.dtype)
+        has_main_grad = bool(self.storage.grad_dtype) and not self.has_master and use < 8
+        sums = itemsize(self.storage.sum_dtype)
+        parts = mesh.degree(self.sharing_axis) if self.sharing_axis else 1
+        return state_bytes(
+            use, storage, sums, has_master=self.has_master, has_main_grad=has_main_grad, parts=parts
+        )
+
     def local_bytes(self, mesh: Mesh) -> int:
-        """Return the bytes that one rank stores."""
-        return math.prod(self.local_shape(mesh)) * itemsize(self.storage.dtype)
+        """Return the bytes of what one rank computes with."""
+        return math.prod(self.local_shape(mesh)) * itemsize(self.use.dtype)
 
     def padded_size(self, mesh: Mesh) -> int:
         """Return the size of the cut dim if the ranks do not divide it, so that the last ones have padding; else 0."""
         return self.use.layout.padded_size(self.dims, mesh)
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """Return the shape of what one rank stores."""
-        return self.storage.layout.local_shape(self.dims, mesh) if self.storage.layout.shards else self.shape
-
-    def used_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """Return the shape of what one rank computes with, and of its part of the gradient."""
         return self.use.layout.local_shape(self.dims, mesh) if self.shard else self.shape
 
@@ -223,7 +241,7 @@ class DropoutSpec:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective or send of one microbatch (or, with `scope="step"`, of one step), as the compiler inserted it.
+    """One collective or send of one microbatch (`scope`; or of one "step", or one "update" of the parameters behind it).
 
     `forward` and `backward` are its kinds in the two directions; every tensor and data rank of the pipeline ranks
     `pp_ranks` takes part. `payload_bytes` and `axis` are those of `program.calls.Call`.

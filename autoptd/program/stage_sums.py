@@ -4,14 +4,16 @@ In: the buckets of the stage's pipeline rank. Out: lines such as
 
     all-reduce 2 buckets of 3,145,728 B (12 gradients) over dp
     all-reduce 1 bucket of 4,096 B (4 gradients) over tp:(2)4, 4 of the ranks of tp
+    reduce-scatter 1 bucket of 8,192 B (12 gradients) over dp; what it updates of them is gathered
     all-reduce 1 bucket of 131,072 B (transformer.wte.weight) over pipeline ranks 0, 3, which share it
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
-from autoptd.ir.mesh import Mesh
+from autoptd.ir.mesh import Mesh, Role
 from autoptd.ir.placement import AxisConversion
 from autoptd.ir.sub_axes import base, is_sub_axis
 from autoptd.program.buckets import BucketPlan
@@ -32,18 +34,25 @@ def _axis_text(axis: str, mesh: Mesh) -> str:
 
 
 def _line(plans: Sequence[BucketPlan], mesh: Mesh) -> str:
-    owners = plans[0].owners
-    # In the order in which they run: over dp inside of backwards, then over tp, then over the owners.
-    axes = [axis for axis, _ in (*plans[0].early, *plans[0].late)]
     specs = [spec for plan in plans for spec in plan.params]
     size = sum(plan.nbytes(mesh) for plan in plans)
     what = specs[0].name if len(specs) == 1 else f"{len(specs)} gradients"
-    over = []
-    if axes:
-        texts = [_axis_text(axis, mesh) for axis in axes]
-        over.append(f"over {', then '.join(texts)}")
-    if plans[0].tied:
-        ranks = ", ".join(map(str, owners))
-        over.append(f"over pipeline ranks {ranks}, which share {'it' if len(specs) == 1 else 'them'}")
-    buckets = f"{len(plans)} bucket{'s'[: len(plans) > 1]}"
-    return f"all-reduce {buckets} of {size:,} B ({what}) {', then '.join(over)}"
+    count = f"{len(plans)} bucket{'s'[: len(plans) > 1]} of {size:,} B ({what})"
+    parts: list[str] = []
+    # In the order in which they run: over dp inside of backwards, then over tp, then over the owners.
+    for kind, steps in groupby(plans[0].sums, key=lambda step: step.row.backward):
+        over = [_over(step, plans[0], len(specs) == 1, mesh) for step in steps]
+        # After the first kind of sum, a rank has a range of the buckets.
+        text = ", then ".join(over)
+        text = text if text.startswith("over") else f"over {text}"
+        parts.append(f"{kind} {'its range' if parts else count} {text}")
+    if plans[0].sharing_axis:
+        parts.append("what it updates of them is gathered")
+    return "; ".join(parts)
+
+
+def _over(step: AxisConversion, plan: BucketPlan, is_one: bool, mesh: Mesh) -> str:
+    """Name the ranks of a sum: `dp`, `over pipeline ranks 0, 3, which share it`."""
+    if step.role is Role.STAGES:
+        return f"over pipeline ranks {', '.join(map(str, plan.owners))}, which share {'it' if is_one else 'them'}"
+    return _axis_text(step.axis, mesh)

@@ -235,6 +235,8 @@ def _bucket_sums(plan: BucketPlan, rank: int, ranks: Sequence[int], mesh: Mesh) 
     def call(
         step: AxisConversion, site: str, conversion: str, size: int, why: str, pp_ranks: tuple[int, ...]
     ) -> Collective:
+        # With storage in ranges, later sums are of a range.
+        payload = plan.summed_bytes(mesh)[plan.sums.index(step)]
         return Collective(
             site=site,
             stage=stage,
@@ -242,7 +244,7 @@ def _bucket_sums(plan: BucketPlan, rank: int, ranks: Sequence[int], mesh: Mesh) 
             axis=step.axis,
             forward="none",
             backward=step.row.backward,
-            payload_bytes=plan.nbytes(mesh),
+            payload_bytes=payload,
             group_size=size,
             why=why,
             scope="step",
@@ -254,6 +256,8 @@ def _bucket_sums(plan: BucketPlan, rank: int, ranks: Sequence[int], mesh: Mesh) 
     calls = []
     for step in (*plan.early, *plan.late):
         calls.append(call(step, plan.site, "gradient sum", mesh.degree(step.axis), why, (rank,)))
+    if plan.sharing_axis:
+        calls.append(_update(plan, stage, rank, mesh))
     # Listed once, by the first owner.
     if rank == plan.owners[0]:
         stages = sorted({stage for spec in plan.params for stage in spec.stages})
@@ -261,3 +265,20 @@ def _bucket_sums(plan: BucketPlan, rank: int, ranks: Sequence[int], mesh: Mesh) 
         for step in plan.tied:
             calls.append(call(step, plan.tied_site, "tied sum", len(plan.owners), why, plan.owners))
     return calls
+
+
+def _update(plan: BucketPlan, stage: int, rank: int, mesh: Mesh) -> Collective:
+    """Return the gather of what the optimizer updated on each rank, which the next forward uses whole."""
+    return Collective(
+        site=plan.gather_site,
+        stage=stage,
+        conversion="updated parameters",
+        axis=plan.sharing_axis,
+        forward="all-gather",
+        backward="none",
+        payload_bytes=plan.gathered_bytes(mesh),
+        group_size=plan.parts(mesh),
+        why=f"{len(plan.params)} parameters, of which every rank of {plan.sharing_axis} updates a range",
+        scope="update",
+        pp_ranks=(rank,),
+    )

@@ -73,6 +73,10 @@ def _about_hooks(options: Options, wgrad_sink: str) -> list[str]:
     if wgrad_sink == "deferred":
         hooks.append("wgrad=self.deferred leaves the weight's gradient to action W")
     lines = [f"rt.linear is F.linear with hooks on its backward: {'; '.join(hooks)}."] if hooks else []
+    if options.precision:
+        lines.append(
+            "`w` is in bfloat16, cast from the float32 storage that the optimizer steps. Gradients add up in float32."
+        )
     if options.accumulate_allreduce_grads_in_fp32:
         lines.append("All gradients add up in float32 (float64 for float64): parameter.main_grad.")
     return lines

@@ -10,9 +10,9 @@ from typing import Any
 
 from autoptd.batch import Batch
 from autoptd.ir.fallback import Fallback
-from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import ORDER
 from autoptd.ir.sub_axes import base
+from autoptd.ir.types import ValueType
 from autoptd.options import KEYWORDS, Options
 from autoptd.program.costs import Cut
 from autoptd.program.specs import ParamSpec
@@ -47,14 +47,14 @@ def plan_record(
 
 def _shard_pins(options: Options, params: tuple[ParamSpec, ...]) -> list[dict[str, Any]]:
     """Return what pins every sharded parameter, and the pins of the request that keep something whole."""
-    # {"h.*.mlp.c_fc.weight": the layouts that these have in any layer}
-    layouts: dict[str, set[Layout]] = {}
+    # {"h.*.mlp.c_fc.weight": the ways in which it is cut in any layer}
+    shards: dict[str, set[tuple[tuple[str, ValueType], ...]]] = {}
     for spec in params:
-        layouts.setdefault(any_layer(spec.name), set()).add(spec.storage.layout)
+        shards.setdefault(any_layer(spec.name), set()).add(spec.use.layout.shards)
     pins = {}
     for spec in params:
         # 12 layers that are sharded alike are one pattern, and one entry.
-        pattern = any_layer(spec.name) if len(layouts[any_layer(spec.name)]) == 1 else spec.name
+        pattern = any_layer(spec.name) if len(shards[any_layer(spec.name)]) == 1 else spec.name
         if spec.use.layout.shards:
             # Sub-axes of one axis cut neighbouring atoms of one dim: the pin names the axis.
             axis, kind = spec.use.layout.shards[0]

@@ -6,7 +6,8 @@ In: the LOCAL graph (the CUT one for dropouts), what was captured, the options. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch.fx import Graph, Node
@@ -16,25 +17,30 @@ from autoptd import trace as tracing
 from autoptd.batch import Batch
 from autoptd.ir.layout import Layout
 from autoptd.ir.notes import note, op_name, ops, placeholders, tensor
-from autoptd.ir.placement import placements
+from autoptd.ir.placement import EVERY_REPLICA, placements
 from autoptd.ir.types import Dims, outer_size
 from autoptd.options import Options
 from autoptd.program.specs import CrossingSpec, DropoutSpec, InputSpec, ParamSpec, StageSpec
 
 
-def param_specs(graph: Graph, captured: tracing.Captured, options: Options) -> tuple[ParamSpec, ...]:
-    """Describe every parameter of the model once; those that the loss does not use live on stage 0, whole."""
+def param_specs(
+    graph: Graph, captured: tracing.Captured, options: Options, handed: Mapping[str, torch.dtype]
+) -> tuple[ParamSpec, ...]:
+    """Describe every parameter of the model once; those that the loss does not use live on stage 0, whole.
+
+    `handed` has the dtypes of the model as it was handed in.
+    """
     # A parameter that the loss does not use has no node in the graph any more.
     used = {note(node).name: node for node in placeholders(graph, "param")}
     specs = []
     for name, parameter in captured.parameters.items():
-        grad_dtype = _grad_dtype(parameter.dtype) if options.accumulate_allreduce_grads_in_fp32 else ""
-        specs.append(_param_spec(captured.aliases[name], parameter, used.get(name), grad_dtype))
+        spec = _param_spec(captured.aliases[name], parameter, used.get(name), options)
+        specs.append(replace(spec, dtype=_dtype_name(handed[name])))
     return tuple(specs)
 
 
 def _param_spec(
-    aliases: tuple[str, ...], parameter: torch.Tensor, node: Node | None, grad_dtype: str
+    aliases: tuple[str, ...], parameter: torch.Tensor, node: Node | None, options: Options
 ) -> ParamSpec:
     """Describe one parameter; `node` is None if the loss does not use it."""
     layout, why = Layout(), "not used by the loss"
@@ -47,7 +53,13 @@ def _param_spec(
         layout, stages, why = record.layout, record.stages, record.why
         dims, requires_grad = record.dims, record.needs_grad
         adds = tuple(passes.adds_to_gradient(node, stage) for stage in stages)
-    storage, use = placements(layout, _dtype_name(parameter.dtype), stages, grad_dtype)
+    # With `precision`, the model is held in the dtype that it computes in while it is compiled.
+    stored = _wide(parameter.dtype) if options.precision else parameter.dtype
+    sums_wide = options.accumulate_allreduce_grads_in_fp32 or options.precision
+    grad_dtype = _dtype_name(_wide(parameter.dtype)) if sums_wide else ""
+    # Frozen ones have no state to share.
+    sharing = options.sharing if requires_grad else EVERY_REPLICA
+    storage, use = placements(layout, _dtype_name(stored), stages, grad_dtype, sharing)
     return ParamSpec(
         # The model's first name.
         name=aliases[0],
@@ -57,9 +69,10 @@ def _param_spec(
         requires_grad=requires_grad,
         stages=stages,
         storage=storage,
-        use=use,
+        use=replace(use, dtype=_dtype_name(parameter.dtype)),
         why=why,
         adds=adds,
+        has_master=bool(options.precision) and parameter.is_floating_point(),
     )
 
 
@@ -67,8 +80,10 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _grad_dtype(dtype: torch.dtype) -> str:
-    return "float64" if dtype == torch.float64 else "float32"
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return float32 for floating-point numbers of fewer bits."""
+    is_narrow = dtype.is_floating_point and dtype.itemsize < 4
+    return torch.float32 if is_narrow else dtype
 
 
 def input_specs(graph: Graph, captured: tracing.Captured, batch: Batch) -> tuple[InputSpec, ...]:

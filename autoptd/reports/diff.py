@@ -148,7 +148,7 @@ def _programs(a: Program, b: Program) -> dict[str, list[str]]:
         f"parameters over {a.mesh.value_text}": _by_layer(a, b, ParamSpec.type_text),
         "parameters": _by_layer(a, b, _about),
     }
-    for scope in ("microbatch", "step"):
+    for scope in ("microbatch", "step", "update"):
         totals = _entries(_totals(a, scope), _totals(b, scope))
         sites = _entries(_sites(a, scope), _sites(b, scope))
         groups[f"communicated in every {scope}"] = [*totals, *sites]

@@ -258,7 +258,7 @@ def peak_here(pm: ParallelModel) -> float | None:
     # A model may keep a few parameters (norms) in another dtype.
     sizes = Counter[str]()
     for spec in pm.program.params:
-        sizes[spec.storage.dtype] += math.prod(spec.shape)
+        sizes[spec.use.dtype] += math.prod(spec.shape)
     dtype = sizes.most_common(1)[0][0]
     if dtype == "float32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
         dtype = "tf32"

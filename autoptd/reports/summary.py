@@ -87,6 +87,7 @@ class Summary:
     rows: int
     parameters: int
     dtypes: tuple[str, ...]
+    has_masters: bool
     machine: str
     ranks: tuple[RankCosts, ...]
     traffic: tuple[Traffic, ...]
@@ -124,7 +125,8 @@ def summarize(program: Program) -> Summary:
         num_microbatches=program.num_microbatches,
         rows=program.rows,
         parameters=sum(math.prod(spec.shape) for spec in program.params),
-        dtypes=tuple(sorted({spec.storage.dtype for spec in program.params})),
+        dtypes=tuple(sorted({spec.use.dtype for spec in program.params})),
+        has_masters=any(spec.has_master for spec in program.params),
         machine=_machine_name(named),
         ranks=tuple(_rank(program, rank, int(peak), run.busy[rank]) for rank, peak in enumerate(peaks)),
         traffic=tuple(_traffic(program, machine)),
@@ -150,9 +152,7 @@ def _machine_name(named: Any) -> str:
 
 
 def _remarks(program: Program) -> Iterator[str]:
-    """Yield a warning about parameters in 16 bits: torch's optimizers keep no float32 copy, they step the
-    parameter itself.
-    """
+    """Yield a warning about parameters that are stored in 16 bits: torch's optimizers step the parameter itself."""
     dtypes = {spec.storage.dtype for spec in program.params if spec.requires_grad}
     narrow = {dtype for dtype in dtypes if _itemsize(dtype) == 2}
     for dtype in sorted(narrow):
@@ -160,8 +160,7 @@ def _remarks(program: Program) -> Iterator[str]:
         lost = round(4 / torch.finfo(getattr(torch, dtype)).eps)
         yield (
             f"{dtype} parameters are stepped as they are, with moments in {dtype}: an update of less than "
-            f"1/{lost} of a weight is lost. Train in float32, or keep float32 copies of the parameters, step "
-            "those, and copy them back."
+            f"1/{lost} of a weight is lost. parallelize(model, precision='bf16') steps float32 copies instead."
         )
 
 
@@ -171,21 +170,22 @@ def _rank(program: Program, pipeline_rank: int, activations: int, seconds: float
     trained = [spec for spec in held if spec.requires_grad]
     stages = tuple(stage for stage, rank in enumerate(program.ranks) if rank == pipeline_rank)
     local_numel = [math.prod(spec.local_shape(program.mesh)) for spec in held]
-    # Where gradients are summed in another dtype, the sum is there beside the gradient.
-    extra = [spec for spec in trained if spec.storage.grad_dtype and _itemsize(spec.storage.dtype) < 8]
-    trained_bytes = sum(spec.local_bytes(program.mesh) for spec in trained)
-    gradient_bytes = trained_bytes
-    for spec in extra:
-        gradient_bytes += math.prod(spec.local_shape(program.mesh)) * _itemsize(spec.storage.grad_dtype)
+    gradients = optimizer = masters = 0.0
+    for spec in trained:
+        elements = math.prod(spec.local_shape(program.mesh))
+        each = spec.state_bytes(program.mesh)
+        gradients += elements * each.gradient
+        optimizer += elements * each.optimizer
+        masters += elements * each.master
     flops = sum(costs.flops_per_stage[stage] + costs.backward_flops_per_stage[stage] for stage in stages)
     return RankCosts(
         pipeline_rank,
         stages,
         parameters=sum(local_numel),
         parameter_bytes=sum(spec.local_bytes(program.mesh) for spec in held),
-        gradient_bytes=gradient_bytes,
-        # AdamW's two moments, in the parameter's dtype.
-        optimizer_bytes=2 * trained_bytes,
+        gradient_bytes=round(gradients),
+        # AdamW's two moments, in the dtype of the storage, and the storage where it stands apart.
+        optimizer_bytes=round(optimizer + masters),
         activation_bytes=activations,
         flops=flops * program.num_microbatches,
         seconds=seconds,
@@ -282,7 +282,8 @@ def _recipe(summary: Summary) -> str:
     sizes = (rank.parameter_bytes, rank.gradient_bytes, rank.optimizer_bytes)
     weight, gradient, moments = (nbytes / max(1, rank.parameters) for nbytes in sizes)
     total = f"{weight + gradient + moments:.3g} bytes a parameter"
-    parts = f"weight {weight:.3g}, gradient {gradient:.3g}, moments {moments:.3g}"
+    held = "float32 copy and moments" if summary.has_masters else "moments"
+    parts = f"weight {weight:.3g}, gradient {gradient:.3g}, {held} {moments:.3g}"
     return f"AdamW in {', '.join(summary.dtypes)}, {total} ({parts})"
 
 

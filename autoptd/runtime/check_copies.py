@@ -36,6 +36,7 @@ def check_copies(params: RankParameters, step: int) -> None:
     world = params.world
     if world.mesh.size == 1:
         return
+    params.wait()
     mine = {spec.name: fingerprint_of(params, spec) for spec in params.specs if spec.name in params.local}
     findings: list[str] = []
     for group, specs in _comparisons(params):

@@ -224,6 +224,8 @@ class Executor:
 
     def _run(self, microbatches: Sequence[Microbatch], order: Sequence[tuple[Action, str]]) -> None:
         self.params.check_storage()
+        self.params.absorb_edits()
+        self.params.wait()
         self._begin(microbatches)
         self._loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
         self._set_totals()

@@ -15,10 +15,10 @@ backward they would come between its own calls over tp, at a different place on 
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -26,24 +26,27 @@ from autoptd.compat import set_grad_dtype
 from autoptd.errors import InternalError, PlanError
 from autoptd.ir.layout import copy_axes
 from autoptd.ir.placement import AxisConversion
+from autoptd.ir.sub_axes import base
 from autoptd.kernels.forms import wide
 from autoptd.program.buckets import BUCKET_BYTES, BucketPlan, plan_buckets
 from autoptd.program.program import Program
 from autoptd.program.specs import ParamSpec
-from autoptd.runtime.guard import guard_gradient, unguarded
+from autoptd.runtime.guard import unguarded
 from autoptd.runtime.linear import WeightTerm
 from autoptd.runtime.parameters import RankParameters, dtype_of
 from autoptd.runtime.world.world import Done, Group, Pending, World
 
 
-def _start_all_reduce(group: Group, flat: torch.Tensor, site: str) -> Pending:
+def _all_reduce_start(group: Group, flat: torch.Tensor, site: str) -> Pending:
     return group.all_reduce_start(flat, site)
 
 
-# By the backward of a conversion (`ir/placement.py`): how it is started on a flat buffer of gradients. A
-# reduce-scatter, as storage that is cut over dp needs it, would be an entry here; `Bucket.result` would then
-# split the buffer by the shapes of shards.
-START = {"all-reduce": _start_all_reduce}
+def _reduce_scatter_start(group: Group, flat: torch.Tensor, site: str) -> Pending:
+    return group.reduce_scatter_start(flat, 0, site)
+
+
+# By the backward of a conversion: how it is started on a flat buffer of gradients.
+START = {"all-reduce": _all_reduce_start, "reduce-scatter": _reduce_scatter_start}
 StartSum = Callable[[torch.Tensor, str], Pending]
 
 
@@ -53,34 +56,52 @@ def _bound(sums: Sequence[AxisConversion], world: World) -> list[StartSum]:
 
 
 class Bucket:
-    """The gradients of a planned bucket, on one rank. Call `start`, `start_late` and `result`, in this order."""
+    """The gradients of a planned bucket, on one rank: views of a flat buffer, into which autograd adds.
 
-    def __init__(self, plan: BucketPlan, world: World) -> None:
+    Call `begin`, `start`, `start_late` and `result`, in this order.
+    """
+
+    def __init__(self, plan: BucketPlan, params: RankParameters) -> None:
+        world = params.world
         self.number, self.specs = plan.number, plan.params
         self.site, self.tied_site = plan.site, plan.tied_site
-        self.world, self.owners = world, world.owners(plan.owners)
+        self.params, self.owners = params, world.owners(plan.owners)
         self.early, self.late = _bound(plan.early, world), _bound(plan.late, world)
         self.is_tied = bool(plan.tied)
-        self.present_anywhere: set[str] | None = None
-        self.begin()
-
-    def begin(self) -> None:
-        """Forget the step before."""
-        # Parameters whose gradient is not complete yet, and those that have one on this rank.
-        self.incomplete = {spec.name for spec in self.specs}
+        self.places, self.numel = plan.places(world.mesh), plan.numel(world.mesh)
+        self.is_shared = bool(plan.sharing_axis)
+        # Parameters that got a gradient on this rank in any step (a fact of the program), and on any owner, once known.
         self.present: set[str] = set()
+        self.present_anywhere: set[str] | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the step before, and free its gradients."""
+        # Parameters whose gradient is not complete yet.
+        self.incomplete = {spec.name for spec in self.specs}
+        self.flat: torch.Tensor | None = None
         self.pending: Pending | None = None
 
-    def start(self, leaves: dict[str, torch.Tensor]) -> None:
-        """Start the sum over the early axes, moving the gradients out of the leaves; a missing one counts as zeros."""
-        mine = [leaves[spec.name] for spec in self.specs]
-        self.present = {spec.name for spec in self.specs if leaves[spec.name].grad is not None}
-        grads = [_gradient(leaf).reshape(-1) for leaf in mine]
-        flat = torch.cat(grads) if len(grads) > 1 else grads[0]
-        # `flat` has them all: keeping the leaves' gradients as well would take the memory twice.
-        for leaf in mine:
+    def begin(self) -> None:
+        """Give every leaf its place in a buffer of zeros: this step's gradients are added there."""
+        leaves = self.params.leaves
+        first = leaves[self.specs[0].name]
+        self.flat = torch.zeros(self.numel, dtype=first.grad_dtype or first.dtype, device=first.device)
+        for spec, start, end in self.places:
+            leaf = leaves[spec.name]
+            leaf.grad = self.flat[start:end].view(leaf.shape)
+
+    def start(self) -> None:
+        """Start the sum over the early axes, of the gradients that are complete; a missing one counts as zeros."""
+        assert self.flat is not None
+        for spec, start, end in self.places:
+            leaf = self.params.leaves[spec.name]
+            # Autograd replaces a gradient where it cannot add in place.
+            if leaf.grad is not None and leaf.grad.data_ptr() != self.flat[start:].data_ptr():
+                self.flat[start:end].copy_(leaf.grad.reshape(-1))
             leaf.grad = None
-        self.pending = self._start_sums(self.early, Done(flat))
+        self.pending = self._start_sums(self.early, Done(self.flat))
+        self.flat = None
 
     def start_late(self) -> None:
         """Wait for the sum over the early axes and start the others, after the last action."""
@@ -93,18 +114,23 @@ class Bucket:
             pending = start(pending.wait(), self.site)
         return pending
 
-    def result(self, leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Wait; return the summed gradients by name, without those that no rank has. Blocks for the sum over owners."""
+    def result(self) -> dict[str, torch.Tensor]:
+        """Wait; return by name the sums of what this rank stores, without those that no rank has a gradient of.
+
+        Blocks for the sum over owners.
+        """
         assert self.pending is not None
-        flat = self.pending.wait()
+        summed = self.pending.wait()
         if self.is_tied:
-            flat = self.owners.all_reduce(flat, self.tied_site)
+            summed = self.owners.all_reduce(summed, self.tied_site)
         exists = self._present_on_owners() if self.is_tied else self.present
-        shapes = [leaves[spec.name].shape for spec in self.specs]
-        # Views of the buffer, which lives as long as one of these gradients does.
-        pieces = flat.split(list(map(math.prod, shapes)))
-        named = zip(self.specs, shapes, pieces, strict=True)
-        return {spec.name: x.view(shape) for spec, shape, x in named if spec.name in exists}
+        if self.is_shared:
+            named = self.params.pieces_of(self.specs[0].name, summed)
+        else:
+            named = {}
+            for spec, start, end in self.places:
+                named[spec.name] = summed[start:end].view(self.params.local[spec.name].shape)
+        return {name: x for name, x in named.items() if name in exists}
 
     def _present_on_owners(self) -> set[str]:
         """Return the parameters whose gradient some owner has: the same in every step, so it is exchanged once."""
@@ -129,14 +155,10 @@ class Gradients:
         plans = plan_buckets(
             program.params, program.orders, program.ranks, world.mesh, world.pipeline_rank, bucket_bytes
         )
-        self.buckets = [Bucket(plan, world) for plan in plans if plan.sums]
+        self.buckets = [Bucket(plan, params) for plan in plans if plan.sums]
         self._bucket_of = {spec.name: bucket for bucket in self.buckets for spec in bucket.specs}
-        # Parameters whose gradients no other rank has a part of, with all that `commit` asks of them in every step.
-        self._alone: list[tuple[str, torch.Tensor, torch.nn.Parameter, bool]] = []
-        for name in here:
-            if name not in self._bucket_of:
-                leaf, parameter = params.leaves[name], params.local[name]
-                self._alone.append((name, leaf, parameter, params.is_plain(name)))
+        # Parameters whose gradients no other rank has a part of: a leaf's own gradient is handed over.
+        self._alone = [spec.name for spec in trained if spec.name not in self._bucket_of]
         # Counting gradients costs Python time per parameter and microbatch: only where the sum starts during backward.
         self._counted: dict[str, Bucket] = {}
         for bucket in self.buckets:
@@ -150,22 +172,32 @@ class Gradients:
                 stages = here[spec.name]
                 self._stages[spec.name] = set(stages)
                 self._expected[spec.name] = sum(map(spec.adds_in, stages)) * program.num_microbatches
-        self._name_of = {id(params.leaves[name]): name for name in self._counted}
+        self._name_of = {id(params.leaves[name]): name for name in self._bucket_of}
         self._results: dict[str, torch.Tensor] = {}
         # Whether a step ended well: until then, an aborted exchange between owners may be known to some of them only.
         self._is_agreed = False
-        for name in self._counted:
-            params.leaves[name].register_post_accumulate_grad_hook(_counting_hook(weakref.ref(self), name))
-        self.begin()
+        # Hooks that are needed in the first step only: they see which of the others get a gradient at all.
+        self._first_hooks: list[Any] = []
+        for name in self._bucket_of:
+            hook = _growth_hook(weakref.ref(self), name)
+            handle = params.leaves[name].register_post_accumulate_grad_hook(hook)
+            self._first_hooks += [] if name in self._counted else [handle]
+        self.forget()
 
     def _stages_here(self, program: Program, spec: ParamSpec) -> list[int]:
         return [stage for stage in spec.stages if program.rank_of_stage(stage) == self.world.pipeline_rank]
 
     def begin(self) -> None:
-        """Forget what an earlier, perhaps failed, step left."""
-        self.drop()
+        """Forget what an earlier, perhaps failed, step left, and make room for the sums of a new one."""
+        self.forget()
         for bucket in self.buckets:
             bucket.begin()
+
+    def forget(self) -> None:
+        """Return to the state before a step."""
+        self.drop()
+        for bucket in self.buckets:
+            bucket.forget()
             if not self._is_agreed:
                 bucket.present_anywhere = None
         self._counts = dict.fromkeys(self._expected, 0)
@@ -178,11 +210,18 @@ class Gradients:
         leaf = gemm.weight
         leaf.grad = gemm.add_to(leaf.grad, leaf.grad_dtype or leaf.dtype)
         if (name := self._name_of.get(id(leaf))) is not None:
+            self.grew(name)
+
+    def grew(self, name: str) -> None:
+        """Note that something was added to the gradient of leaf `name`."""
+        self._bucket_of[name].present.add(name)
+        if name in self._counted:
             self.count(name)
 
     def count(self, name: str) -> None:
         """Count one more addition to the gradient of leaf `name`; InternalError where it comes too late or too often."""
-        if self._counted[name].pending is not None:
+        bucket = self._counted[name]
+        if bucket.pending is not None:
             raise InternalError(f"gradient of {name}", "grew after its reduction had started")
         self._counts[name] += 1
         if self._counts[name] > self._expected[name]:
@@ -213,23 +252,20 @@ class Gradients:
             bucket.start_late()
         # Sums over owners block: all ranks make them in the order of the program, so that no two wait for each other.
         for bucket in sorted(self.buckets, key=lambda bucket: bucket.number):
-            self._results |= bucket.result(self.params.leaves)
+            self._results |= bucket.result()
 
     @unguarded()
     @torch.no_grad()
     def commit(self) -> None:
         """Add the step's gradients to `parameter.grad` (and `parameter.main_grad`)."""
-        for name, leaf, parameter, is_plain in self._alone:
-            if (grad := leaf.grad) is None:
-                continue
-            # The common case at d=1, without a sum or a copy: the leaf's gradient becomes the parameter's.
-            if is_plain and parameter.grad is None:
-                parameter.grad = guard_gradient(grad)
-            else:
+        for name in self._alone:
+            if (grad := self.params.leaves[name].grad) is not None:
                 self._hand_over(name, grad)
         for name, grad in self._results.items():
             self._hand_over(name, grad)
         self._is_agreed = True
+        while self._first_hooks:
+            self._first_hooks.pop().remove()
         self.drop()
 
     def _hand_over(self, name: str, grad: torch.Tensor) -> None:
@@ -253,7 +289,7 @@ class Gradients:
     def _start_complete(self) -> None:
         """Start complete buckets, in their fixed order: one that is not complete holds up those behind it."""
         while self._next < len(self.buckets) and not self.buckets[self._next].incomplete:
-            self.buckets[self._next].start(self.params.leaves)
+            self.buckets[self._next].start()
             self._next += 1
 
 
@@ -261,8 +297,8 @@ class Gradients:
 def grad_norm(params: RankParameters) -> torch.Tensor:
     """Return the 2-norm of all gradients of the model, every parameter counted once, on every rank (float64, 0-d).
 
-    Over an axis where a parameter is S every rank counts its shard, over others the first rank counts it; a tied
-    parameter is counted by its first owner. Replicas hold equal gradients, and are not summed over.
+    Over an axis where the storage is S every rank counts its shard, over others the first rank counts it; a tied
+    parameter is counted by its first owner. One collective of all ranks.
     """
     world = params.world
     counted: list[torch.Tensor] = []
@@ -272,16 +308,18 @@ def grad_norm(params: RankParameters) -> torch.Tensor:
         if gradient is not None:
             counted.append(gradient)
     total = _sum_of_squares(counted, world.device)
-    # Every gradient was counted once within a replica: the sum is over its ranks.
-    for axis in world.mesh.axes:
-        if axis not in world.mesh.batch_axes:
-            total = world.group((axis,)).all_reduce(total, "gradient norm")
-    return total.sqrt()
+    return world.everyone().all_reduce(total, "gradient norm").sqrt()
 
 
 def is_first_holder(spec: ParamSpec, world: World) -> bool:
-    """Tell whether this rank is the first of those with its part of a parameter, along the axes that cut values."""
-    return all(world.group((axis,)).index == 0 for axis in copy_axes(spec.storage.layout, world.mesh))
+    """Tell whether this rank is the first of those that store the same part of a parameter."""
+    mesh = world.mesh
+    # Stored by every replica, but where replicas share it.
+    copies = copy_axes(spec.use.layout, mesh)
+    for axis in mesh.batch_axes:
+        sharing = [spec.sharing_axis] if base(spec.sharing_axis) == axis else []
+        copies += [part for part in mesh.parts(axis, sharing) if part != spec.sharing_axis]
+    return all(world.group((axis,)).index == 0 for axis in copies)
 
 
 @unguarded()
@@ -295,9 +333,9 @@ def clip_gradients(params: RankParameters, max_norm: float, norm_type: float = 2
         raise PlanError(f"norm_type={norm_type}", "only the 2-norm is there", "norm_type=2")
     norm = grad_norm(params)
     # On the device: comparing on the host would make it wait.
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = rounded((max_norm / (norm + 1e-6)).clamp(max=1.0))
     gradients: dict[str, torch.Tensor] = {}
-    for name in params.local:
+    for name in params.stored:
         if (gradient := params.gradient(name)) is not None:
             gradients[name] = gradient
     for same in _by_dtype(gradients.values()):
@@ -307,6 +345,15 @@ def clip_gradients(params: RankParameters, max_norm: float, norm_type: float = 2
         if not params.is_plain(name):
             params.set_gradient(name, gradient)
     return norm
+
+
+def rounded(x: torch.Tensor, bits: int = 36) -> torch.Tensor:
+    """Round a float64 to so many significant bits, relative to 7e-12 with 36 of them.
+
+    The order in which a norm's squares are added depends on how ranks divide them; the factor must not.
+    """
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp((mantissa * 2.0**bits).round() / 2.0**bits, exponent)
 
 
 def _sum_of_squares(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -329,14 +376,10 @@ def _by_dtype(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     yield from lists.values()
 
 
-def _counting_hook(gradients: weakref.ref[Gradients], name: str) -> Callable[[torch.Tensor], None]:
+def _growth_hook(gradients: weakref.ref[Gradients], name: str) -> Callable[[torch.Tensor], None]:
     # Weak: the garbage collector does not see cycles through a tensor's hooks.
     def hook(_: torch.Tensor) -> None:
         if (alive := gradients()) is not None:
-            alive.count(name)
+            alive.grew(name)
 
     return hook
-
-
-def _gradient(leaf: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(leaf, dtype=leaf.grad_dtype) if leaf.grad is None else leaf.grad

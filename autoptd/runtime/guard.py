@@ -46,6 +46,8 @@ NORMS = frozenset(
         Tensor.norm,
     }
 )
+# An alias whose writes do not count in the parameter's version.
+DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 FORWARDING = ("torch.overrides", "torch._tensor", "torch.functional")
 HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook})
 SAME_VALUES = frozenset({Tensor.data.__get__, Tensor.detach, Tensor.float, Tensor.double})  # type: ignore[attr-defined]
@@ -90,7 +92,13 @@ def unguarded() -> Iterator[None]:
 
 
 class GuardedParameter(nn.Parameter):
-    """A rank's parameter: see the module's docstring."""
+    """A rank's parameter: see the module's docstring. `arrival` waits until it has the last update.
+
+    `was_exposed`: something may have written to it that its version does not count.
+    """
+
+    arrival: Callable[[], None] | None = None
+    was_exposed: bool = False
 
     @classmethod
     def __torch_function__(
@@ -98,6 +106,12 @@ class GuardedParameter(nn.Parameter):
     ) -> Any:
         if func not in WRITES:
             refuse(func, _caller(), "parameter")
+        for arg in args:
+            # What the last update made of it may still be on its way.
+            if isinstance(arg, GuardedParameter) and arg.arrival is not None:
+                arg.arrival()
+        if func == DATA:
+            args[0].was_exposed = True
         # `unguarded()` without its generator: this is a hot path.
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))

@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import optim
@@ -24,9 +25,10 @@ from torch import optim
 from autoptd.errors import PlanError
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.elementwise import check_elementwise
+from autoptd.runtime.full_values import gather_full
 from autoptd.runtime.fused_optimizer import lay_out, takes_fused
 from autoptd.runtime.guard import lower, raise_again, unguarded
-from autoptd.runtime.parameters import RankParameters, dtype_of, gather_full, own_piece, shard_of
+from autoptd.runtime.parameters import RankParameters, dtype_of, own_piece, shard_of
 from autoptd.runtime.shards import real_rows
 
 Result = TypeVar("Result")
@@ -68,7 +70,7 @@ class NamedOptimizer(optim.Optimizer):
         # Ranks as threads share one optimizer: a parameter occurs once per rank that holds a part of it.
         holders: dict[int, tuple[RankParameters, ParamSpec]] = {}
         for params in self.binding.ranks:
-            holders |= {id(x): (params, spec) for spec, x in _local(params)}
+            holders |= {id(x): (params, spec) for spec, x in _stored(params)}
         state = {}
         for group, numbers in zip(self.param_groups, own, strict=True):
             for parameter, number in zip(group["params"], numbers["params"], strict=True):
@@ -88,6 +90,8 @@ class NamedOptimizer(optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         with unguarded():
             super().zero_grad(set_to_none)
+            for params in self.binding.ranks:
+                params.zero_gradients(chain.from_iterable(self.binding.groups), set_to_none)
 
     def _check_saved(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise PlanError unless the saved groups hold the parameters that this optimizer's hold."""
@@ -143,7 +147,7 @@ def make_optimizer(
     groups = _agree(run, [names for names, _ in mine], [spec.name for spec in ranks[0].specs])
     local = []
     for names, (_, options) in zip(groups, mine, strict=True):
-        tensors = [rank.local[name] for name in names for rank in ranks if name in rank.local]
+        tensors = [rank.stored[name] for name in names for rank in ranks if name in rank.stored]
         local.append({**options, "params": tensors})
     # Of all ranks' parameters, so that all ranks decide alike.
     dtypes = {dtype_of(spec.storage.dtype) for spec in ranks[0].specs}
@@ -154,33 +158,72 @@ def make_optimizer(
     with unguarded():
         optimizer = named_class(local, **keywords)
     optimizer.binding = Binding(tuple(ranks), run, groups)
-    register_hooks(optimizer, ranks)
+    register_hooks(optimizer, ranks, run)
     return optimizer
 
 
-def register_hooks(optimizer: optim.Optimizer, ranks: Sequence[RankParameters]) -> None:
+def register_hooks(optimizer: optim.Optimizer, ranks: Sequence[RankParameters], run: Run[Any]) -> None:
     """Register what runs before and after every `step` of an optimizer; hooks run in this order."""
     every = [x for group in optimizer.param_groups for x in group["params"]]
     if len(ranks) == 1:
         # `step` may have returned before the device met a fault. (Rank threads are stopped by their pool.)
         optimizer.register_step_pre_hook(lambda *_: ranks[0].world.raise_first_fault())
+    for rank in ranks:
+        optimizer.register_step_pre_hook(lambda *_, rank=rank: before_update(rank))  # type: ignore[misc]
     # torch's foreach and fused implementations accept its own tensor classes only.
     optimizer.register_step_pre_hook(lambda *_: lower(every))
     optimizer.register_step_pre_hook(lambda optimizer, *_: lay_out(optimizer.param_groups))
-    optimizer.register_step_post_hook(lambda *_: clear_padding(ranks))
-    # Last: the hooks before it work on plain tensors.
+    paddings = [padding for rank in ranks for padding in padding_of(rank)]
+    optimizer.register_step_post_hook(lambda *_: clear_padding(paddings))
+    # Behind what works on plain tensors.
     optimizer.register_step_post_hook(lambda *_: raise_again(every))
+    if any(rank.is_apart for rank in ranks):
+        optimizer.register_step_post_hook(lambda *_: run(RankParameters.publish))
+
+
+@unguarded()
+def before_update(params: RankParameters) -> None:
+    """Let storage have what the user wrote to parameters and to their gradients."""
+    params.absorb_edits()
+    params.hand_gradients()
+
+
+class Padding(NamedTuple):
+    """The padding of a parameter that this rank stores: a view of it, or its indices in a piece."""
+
+    stored: torch.Tensor
+    indices: torch.Tensor | None
+
+
+def padding_of(params: RankParameters) -> list[Padding]:
+    """Return the padding in what a rank stores, parameter by parameter."""
+    found = []
+    for spec, x in _stored(params):
+        size = spec.padded_size(params.world.mesh)
+        if not size:
+            continue
+        local = params.local[spec.name]
+        width = local.shape[spec.cut_dim]
+        real = real_rows(size, width, own_piece(spec, params.world)[0])
+        if not params.is_shared(spec.name):
+            found.append(Padding(x.detach().narrow(spec.cut_dim, real, width - real), None))
+            continue
+        mask = torch.zeros(local.shape, dtype=torch.bool, device=x.device)
+        mask.narrow(spec.cut_dim, real, width - real).fill_(True)
+        piece = params.piece_of(spec.name, mask)
+        assert piece is not None
+        found.append(Padding(x.detach(), piece.nonzero().flatten()))
+    return found
 
 
 @torch.no_grad()
-def clear_padding(ranks: Sequence[RankParameters]) -> None:
+def clear_padding(paddings: Sequence[Padding]) -> None:
     """Set the padding of parameters to zero again: without an epsilon, an optimizer computes 0 / 0 there."""
-    for params in ranks:
-        for spec, x in _local(params):
-            if size := spec.padded_size(params.world.mesh):
-                width = x.shape[spec.cut_dim]
-                real = real_rows(size, width, own_piece(spec, params.world)[0])
-                x.narrow(spec.cut_dim, real, width - real).zero_()
+    for stored, indices in paddings:
+        if indices is None:
+            stored.zero_()
+        else:
+            stored.index_fill_(0, indices, 0)
 
 
 def resolve_groups(
@@ -193,7 +236,7 @@ def resolve_groups(
     items: list[Any] = [params] if isinstance(params, (str, torch.Tensor)) else list(params)
     if not any(isinstance(item, Mapping) for item in items):
         items = [{"params": items}]
-    name_of = {id(x): spec.name for rank in ranks for spec, x in _local(rank)}
+    name_of = {id(x): name for rank in ranks for name, x in rank.local.items()}
     groups, seen = [], set[str]()
     for group in items:
         wanted = group["params"]
@@ -218,17 +261,20 @@ def gather_state(params: RankParameters, state: Mapping[torch.Tensor, Mapping[st
     world = params.world
     # First all ranks learn which state every parameter has: gathering a tensor is a collective of all of them.
     mine: State = {}
+    leads_replicas = world.leads(world.mesh.batch_axes)
     # Copies of a parameter have equal state: one rank describes it for all.
-    if world.leads(world.mesh.batch_axes) and world.leads(world.mesh.value_axes):
-        for spec, x in _local(params):
-            if params.is_first_owner(spec) and x in state:
+    if world.leads(world.mesh.value_axes):
+        for spec, x in _stored(params):
+            # Of what replicas share, the first one may store nothing.
+            counts = leads_replicas or params.is_shared(spec.name)
+            if counts and params.is_first_owner(spec) and x in state:
                 mine[spec.name] = {key: _described(value, x) for key, value in state[x].items()}
     described: State = {}
     for part in world.everyone().gather_objects(mine, "optimizer state"):
         described |= part
     full: State = {}
     for spec in params.specs:
-        own = params.local.get(spec.name)
+        own = params.stored.get(spec.name)
         for key, value in described.get(spec.name, {}).items():
             if isinstance(value, Whole):
                 shard = None if own is None else state[own][key]
@@ -259,14 +305,14 @@ def _local_record(params: RankParameters, spec: ParamSpec, record: Mapping[str, 
     for key, value in record.items():
         if isinstance(value, torch.Tensor):
             if value.dim() > 0 and tuple(value.shape) == spec.shape:
-                value = shard_of(spec, value, params.world)
+                value = params.piece_of(spec.name, shard_of(spec, value, params.world))
             value = value.clone(memory_format=torch.contiguous_format)
         local[key] = value
     return local
 
 
-def _local(params: RankParameters) -> list[tuple[ParamSpec, torch.Tensor]]:
-    return [(spec, params.local[spec.name]) for spec in params.specs if spec.name in params.local]
+def _stored(params: RankParameters) -> list[tuple[ParamSpec, torch.Tensor]]:
+    return [(spec, params.stored[spec.name]) for spec in params.specs if spec.name in params.stored]
 
 
 def _names(item: Any, specs: Sequence[ParamSpec], name_of: Mapping[int, str]) -> list[str]:

@@ -5,8 +5,8 @@ parameter that a stage of its pipeline rank uses; these stages share it. An *own
 with such a stage.
 
     params = RankParameters(program, world, dict(model.named_parameters()))
-    params.local["lm_head.weight"]           # what the optimizer steps: ndim kept, the rows of this tensor rank
-    full = gather_full(params, spec, params.local.get(spec.name))       # on rank 0; a collective
+    params.local["lm_head.weight"]           # what the user sees: ndim kept, the rows of this tensor rank
+    params.stored["lm_head.weight"]          # what the optimizer steps: the same, or what this rank stores of it
 
 Stages compute with *leaves*: detached tensors that share the parameter's storage, so that a step's gradients accumulate
 in `leaf.grad` and reach `parameter.grad` only when they are complete and the loss is not NaN.
@@ -14,19 +14,21 @@ in `leaf.grad` and reach `parameter.grad` only when they are complete and the lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
+from autoptd.compat import set_grad_dtype
 from autoptd.errors import InternalError, PlanError
+from autoptd.program.buckets import BucketPlan, plan_buckets
 from autoptd.program.program import Program
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.guard import GuardedParameter, guard_gradient, unguarded
 from autoptd.runtime.read_folder import Folder, Reader
-from autoptd.runtime.shards import join_shards, take_shard
+from autoptd.runtime.shards import take_shard
+from autoptd.runtime.storage import SharedBucket, alias
 from autoptd.runtime.world.world import Group, World
 
 # Initial values of parameters: full tensors by name, or a folder that has them.
@@ -39,11 +41,13 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def check_use(spec: ParamSpec) -> None:
-    """Raise InternalError unless stages can use the storage of a parameter as it is: leaves are views of it."""
-    work = [f"{step.row.forward} over {step.axis}" for step in spec.conversions if step.row.forward != "none"]
-    if work or spec.use.dtype != spec.storage.dtype or spec.scope != "step":
+    """Raise InternalError unless this runtime can turn the storage of a parameter into what stages use."""
+    rows = [step for step in spec.conversions if step.axis != spec.sharing_axis]
+    work = [f"{step.row.forward} over {step.axis}" for step in rows if step.row.forward != "none"]
+    is_cast = spec.use.dtype != spec.storage.dtype
+    if work or (is_cast and not spec.has_master) or spec.scope != "step":
         what = ", ".join([*work, f"{spec.storage.dtype} to {spec.use.dtype} once a {spec.scope}"])
-        raise InternalError(spec.name, f"stages cannot use what is stored as it is: {what}")
+        raise InternalError(spec.name, f"cannot be converted from what is stored to what stages use: {what}")
 
 
 def owners(program: Program, spec: ParamSpec) -> tuple[int, ...]:
@@ -73,17 +77,32 @@ class RankParameters:
     def __init__(self, program: Program, world: World, full: Values) -> None:
         self.program, self.world = program, world
         self.specs = program.params
-        self.local: dict[str, nn.Parameter] = {}
+        self.local: dict[str, GuardedParameter] = {}
         self.leaves: dict[str, torch.Tensor] = {}
         self._main: dict[str, MainGrad] = {}
-        grad_dtypes = {spec.name: spec.storage.grad_dtype for spec in self.specs}
-        self._grad_dtypes = {name: dtype_of(dtype) if dtype else None for name, dtype in grad_dtypes.items()}
+        # Of `.main_grad`; a master's gradient has the dtype of its sum as it is.
+        self._grad_dtypes: dict[str, torch.dtype | None] = {}
+        for spec in self.specs:
+            has_main = spec.storage.grad_dtype and not spec.has_master
+            self._grad_dtypes[spec.name] = dtype_of(spec.storage.grad_dtype) if has_main else None
+        # Those that replicas share, in the order in which forward uses them.
+        self.shared: list[SharedBucket] = []
+        self._shared_of: dict[str, SharedBucket] = {}
+        # What an optimizer steps: the parameter itself, or the piece of it that this rank stores, if any.
+        self.stored: dict[str, nn.Parameter] = {}
         for spec in self.specs:
             check_use(spec)
-        for spec, shard in self._first_values(full):
-            self.local[spec.name] = GuardedParameter(shard, requires_grad=spec.requires_grad)
-            # Shares the parameter's storage: stages read what the optimizer updates in place.
-            self.leaves[spec.name] = self.local[spec.name].detach().requires_grad_(spec.requires_grad)
+        parts = {spec.name: shard for spec, shard in self._first_values(full)}
+        for plan in reversed(self._plans()):
+            if plan.sharing_axis and world.mesh.degree(plan.sharing_axis) > 1:
+                self._share(plan, parts)
+        # What stages use of the others that are stored apart.
+        self._copies: dict[str, torch.Tensor] = {}
+        for spec in self.specs:
+            if spec.name in parts:
+                self._add(spec, parts.pop(spec.name))
+        # Where the user wrote to what stages use, storage follows.
+        self._versions = {spec.name: self.local[spec.name]._version for spec in self._with_masters()}
         # What `check_storage` compares with, which runs in every step.
         self._initial = [
             (name, parameter, parameter.data_ptr(), self.leaves[name].requires_grad)
@@ -106,6 +125,124 @@ class RankParameters:
                 # A copy, because on rank 0 `whole` may be the user's own storage.
                 yield spec, own.clone(memory_format=torch.contiguous_format)
 
+    def _plans(self) -> list[BucketPlan]:
+        program = self.program
+        rank = self.world.pipeline_rank
+        return plan_buckets(program.params, program.orders, program.ranks, self.world.mesh, rank)
+
+    def _share(self, plan: BucketPlan, parts: dict[str, torch.Tensor]) -> None:
+        """Move the parameters of a bucket into a flat buffer, of which this rank stores a range."""
+        bucket = SharedBucket(plan, self.world, parts)
+        self.shared.append(bucket)
+        for place in bucket.places:
+            name = place.spec.name
+            self._shared_of[name] = bucket
+            parts[name] = bucket.local(place, parts[name].shape)
+            if name in bucket.pieces:
+                self.stored[name] = bucket.pieces[name].tensor
+
+    def _add(self, spec: ParamSpec, part: torch.Tensor) -> None:
+        """Make the tensors of a parameter; `part` is what stages use if it is shared, else what is stored."""
+        used = part
+        is_shared = spec.name in self._shared_of
+        if spec.has_master and not is_shared:
+            used = part.to(dtype_of(spec.use.dtype), copy=True)
+            self._copies[spec.name] = alias(used)
+            self.stored[spec.name] = nn.Parameter(part, spec.requires_grad)
+        local = GuardedParameter(used, requires_grad=spec.requires_grad)
+        if spec.has_master and spec.requires_grad:
+            set_grad_dtype(local, dtype_of(spec.storage.sum_dtype))
+        self.local[spec.name] = local
+        # Shares the parameter's memory: stages read what is updated in place.
+        self.leaves[spec.name] = local.detach().requires_grad_(spec.requires_grad)
+        if is_shared:
+            local.arrival = self._shared_of[spec.name].wait
+        elif not spec.has_master:
+            self.stored[spec.name] = local
+
+    def _with_masters(self) -> list[ParamSpec]:
+        return [spec for spec in self.specs if spec.has_master and spec.name in self.local]
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether anything is stored apart from what stages use, so that an update has to be published."""
+        return bool(self.shared or self._copies)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Bring what was updated to all ranks that use it; a collective of the ranks that share storage.
+
+        Gathers are only started: `wait` follows.
+        """
+        if self._copies:
+            stored = [self.stored[name].detach() for name in self._copies]
+            torch._foreach_copy_(list(self._copies.values()), stored)
+        for bucket in self.shared:
+            bucket.gather_start()
+
+    @unguarded()
+    @torch.no_grad()
+    def absorb_edits(self) -> None:
+        """Bring what the user wrote to parameters into their storage; entries that were left alone keep all their bits.
+
+        The same on all ranks that hold copies, as the edits must be.
+        """
+        for spec in self._with_masters():
+            local = self.local[spec.name]
+            if local._version == self._versions[spec.name] and not local.was_exposed:
+                continue
+            self.wait()
+            self._versions[spec.name], local.was_exposed = local._version, False
+            stored = self.stored.get(spec.name)
+            used = self.piece_of(spec.name, local.detach())
+            if stored is not None and used is not None:
+                used = used.view(stored.shape)
+                stored.copy_(torch.where(used == stored.to(used.dtype), stored, used.to(stored.dtype)))
+
+    @torch.no_grad()
+    def load(self, spec: ParamSpec, part: torch.Tensor) -> None:
+        """Set a parameter, of which `part` is this rank's part, as it is used and as it is stored."""
+        local = self.local[spec.name]
+        local.copy_(part)
+        stored = self.stored.get(spec.name)
+        if spec.has_master and stored is not None:
+            own = self.piece_of(spec.name, part.to(stored.device))
+            assert own is not None
+            stored.copy_(own.view(stored.shape))
+        if spec.has_master:
+            self._versions[spec.name] = local._version
+
+    def wait(self) -> None:
+        """Wait until stages can use the last update."""
+        for bucket in self.shared:
+            bucket.wait()
+
+    def is_shared(self, name: str) -> bool:
+        """Tell whether replicas share the storage of a parameter of this rank."""
+        return name in self._shared_of
+
+    def pieces_of(self, name: str, range_: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return by name the pieces of what is laid out as the range that this rank stores of the bucket of `name`."""
+        return self._shared_of[name].split(range_)
+
+    def piece_of(self, name: str, local: torch.Tensor) -> torch.Tensor | None:
+        """Return what this rank stores of a tensor laid out as its part of a parameter; None if that is nothing."""
+        bucket = self._shared_of.get(name)
+        if bucket is None:
+            return local
+        piece = bucket.pieces.get(name)
+        return None if piece is None else piece.of(local)
+
+    def local_of(self, name: str, stored: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return this rank's part of a parameter (or of what is laid out like it) from what ranks store of it.
+
+        A collective of the ranks that share its storage.
+        """
+        bucket = self._shared_of.get(name)
+        if bucket is None:
+            return stored
+        return bucket.whole(name, stored, dtype).view(self.local[name].shape)
+
     def is_owner(self, spec: ParamSpec) -> bool:
         return self.world.pipeline_rank in owners(self.program, spec)
 
@@ -122,8 +259,10 @@ class RankParameters:
         return weights
 
     def gradient(self, name: str) -> torch.Tensor | None:
-        """Return the gradient of a parameter of this rank, None without one: `main_grad`, unless `.grad` was changed."""
-        parameter = self.local.get(name)
+        """Return the gradient of what this rank stores of a parameter, None without one: `main_grad`, unless `.grad`
+        was changed.
+        """
+        parameter = self._bearer(name)
         if parameter is None or (grad := parameter.grad) is None:
             return None
         known = self._main.get(name)
@@ -131,13 +270,34 @@ class RankParameters:
             return known.main
         return grad
 
+    def _bearer(self, name: str) -> nn.Parameter | None:
+        """Return the tensor whose `.grad` the user sees and may change: the parameter, or a piece of shared storage."""
+        return self.stored.get(name) if name in self._shared_of else self.local.get(name)
+
+    def hand_gradients(self) -> None:
+        """Give storage that stands apart the gradients of its parameters, before an optimizer's step."""
+        for name in self._copies:
+            self.stored[name].grad = self.local[name].grad
+
+    def zero_gradients(self, names: Iterable[str], set_to_none: bool) -> None:
+        """Forget the gradients that the user sees of parameters whose storage stands apart."""
+        for name in names:
+            local = self.local.get(name)
+            if name not in self._copies or local is None or local.grad is None:
+                continue
+            if set_to_none:
+                local.grad = None
+            else:
+                local.grad.zero_()
+
     def is_plain(self, name: str) -> bool:
         """Tell whether `.grad` is the gradient of a parameter itself: it has no `.main_grad`."""
         return self._grad_dtypes[name] is None
 
     def set_gradient(self, name: str, grad: torch.Tensor) -> None:
         """Set the gradient of a parameter: `.main_grad` if it has one, of which `.grad` is a rounded copy, else `.grad`."""
-        parameter, dtype = self.local[name], self._grad_dtypes[name]
+        parameter, dtype = self._bearer(name), self._grad_dtypes[name]
+        assert parameter is not None
         if dtype is None:
             parameter.grad = guard_gradient(grad)
             return
@@ -215,91 +375,3 @@ def shard_group(spec: ParamSpec, world: World) -> Group:
     axis = spec.shard_axis(world.mesh)
     assert axis is not None, f"{spec.name} is whole"
     return world.group((axis,))
-
-
-def gather_full(
-    params: RankParameters, spec: ParamSpec, local: torch.Tensor | None, dtype: torch.dtype | None = None
-) -> torch.Tensor | None:
-    """Return the full CPU tensor of which `local` is this rank's part, on rank 0; None elsewhere.
-
-    A collective of all ranks: owners pass their part (laid out as the parameter), others None. `dtype` defaults to the
-    parameter's.
-    """
-    world = params.world
-    # Replicas are equal: the first one gathers over tp, and its first tensor ranks then broadcast along the stages.
-    if not world.leads(world.mesh.batch_axes):
-        return None
-    site = f"gather {spec.name}"
-    if params.is_first_owner(spec):
-        if local is None:
-            fact = "has no gradient on this rank, and one on others"
-            raise PlanError(spec.name, fact, "change gradients on all ranks alike: optimizer.zero_grad()")
-        full = local.detach()
-        if spec.shard:
-            parts = shard_group(spec, world).all_gather(full.unsqueeze(0), 0, site).unbind()
-            full = join_shards(parts, spec.cut_dim, spec.outer, spec.padded_size(world.mesh))
-    else:
-        full = torch.empty(spec.shape, dtype=dtype or dtype_of(spec.storage.dtype), device=world.device)
-    if not world.leads(world.mesh.value_axes):
-        return None
-    full = world.group(world.mesh.stage_axes).broadcast(full, owners(params.program, spec)[0], site)
-    world.mark()
-    return full.to("cpu", copy=True) if world.rank == 0 else None
-
-
-def gather_parameters(params: RankParameters) -> dict[str, torch.Tensor]:
-    """Return all parameters as full CPU tensors under all their names on rank 0, {} elsewhere; a collective."""
-    values: dict[str, torch.Tensor] = {}
-    for spec in params.specs:
-        full = gather_full(params, spec, params.local.get(spec.name))
-        if full is not None:
-            values |= dict.fromkeys((spec.name, *spec.aliases), full)
-    return values
-
-
-def gather_gradients(params: RankParameters) -> dict[str, torch.Tensor]:
-    """Return all gradients as `gather_parameters` returns values; a parameter without one is absent."""
-    # Gathering one is a collective of all ranks, so all must know which ones exist.
-    mine = [name for name in params.local if params.gradient(name) is not None]
-    everywhere = params.world.everyone().gather_objects(mine, "which gradients exist")
-    present = set().union(*everywhere)
-    gradients: dict[str, torch.Tensor] = {}
-    for spec in params.specs:
-        if spec.name not in present:
-            continue
-        dtype = dtype_of(spec.storage.sum_dtype)
-        own = params.gradient(spec.name)
-        full = gather_full(params, spec, None if own is None else own.to(dtype), dtype)
-        if full is not None:
-            gradients |= dict.fromkeys((spec.name, *spec.aliases), full)
-    return gradients
-
-
-@torch.no_grad()
-def load_parameters(params: RankParameters, full: Mapping[str, torch.Tensor]) -> None:
-    """Copy this rank's parts of full tensors, by first or any other name, into its parameters; absent ones stay."""
-    for spec in params.specs:
-        names = [name for name in (spec.name, *spec.aliases) if name in full]
-        if names and spec.name in params.local:
-            # As in torch, which copies name after name: the last one of a tied parameter stays.
-            params.local[spec.name].copy_(shard_of(spec, full[names[-1]], params.world))
-
-
-def check_loaded(
-    program: Program, others: Mapping[str, torch.Tensor], full: Mapping[str, Any]
-) -> tuple[list[str], list[str]]:
-    """Return (missing, unexpected) names of a state dict; a PlanError lists all wrong shapes."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for spec in program.params:
-        shapes |= dict.fromkeys((spec.name, *spec.aliases), spec.shape)
-    shapes |= {name: tuple(x.shape) for name, x in others.items()}
-    wrong = [
-        f"{name} has shape {tuple(full[name].shape)}, not {shape}"
-        for name, shape in shapes.items()
-        if name in full and tuple(full[name].shape) != tuple(shape)
-    ]
-    if wrong:
-        raise PlanError(
-            "load_state_dict", "; ".join(wrong), "load the state dict of a model with the same sizes"
-        )
-    return [name for name in shapes if name not in full], [name for name in full if name not in shapes]

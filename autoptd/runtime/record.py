@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 
 from autoptd.ir.actions import parse, phase_of
-from autoptd.program.buckets import GRADIENTS, TIED
+from autoptd.program.buckets import GRADIENTS, TIED, UPDATED
 from autoptd.program.calls import Call, axis_text, expected_calls, star
 from autoptd.runtime import check_batch, check_copies, check_state
 from autoptd.runtime.launch import Rank, RunningRanks
@@ -60,7 +60,7 @@ class RankRecord:
         reasons: dict[Call, list[str]] = {}
         # Training and evaluation, where these are two programs: a recorded call may be of either.
         for executor in dict.fromkeys((self.rank.executor, self.rank.evaluator)):
-            for call in expected_calls(executor.program, self.world.rank):
+            for call in expected_calls(executor.program, self.world.rank, updating=True):
                 reasons.setdefault(call, []).append(call.why)
         return {call: "; ".join(dict.fromkeys(why)) for call, why in reasons.items()}
 
@@ -154,7 +154,7 @@ def cover(
     for group in groups:
         for name, (kind, payload) in GROUP_METHODS.items():
             method = getattr(group, name)
-            if name.endswith("_start"):
+            if "_start" in name:
                 wrapped = _noted(method, start or note, wait, kind, group, payload)
             else:
                 wrapped = _noted(method, note, None, kind, group, payload)
@@ -226,6 +226,8 @@ def _place(at: str, site: str) -> tuple[str, int, str]:
     name = star(site.removesuffix(" backward"))
     if site.startswith((GRADIENTS, TIED)):
         return "step", -1, name
+    if site.startswith(UPDATED):
+        return "update", -1, name
     if site.startswith("SEND_"):
         action = parse(site)
         name = f"stage {action.stage} to {action.peer}"
@@ -245,6 +247,7 @@ GROUP_METHODS: dict[str, tuple[str, Callable[[Any, int], int]]] = {
     "all_reduce_start": ("all-reduce", lambda x, size: _nbytes(x)),
     "all_gather": ("all-gather", lambda x, size: size * _nbytes(x)),
     "all_gather_start": ("all-gather", lambda x, size: size * _nbytes(x)),
+    "all_gather_start_": ("all-gather", lambda flat, size: _nbytes(flat)),
     "reduce_scatter": ("reduce-scatter", lambda x, size: _nbytes(x)),
     "reduce_scatter_start": ("reduce-scatter", lambda x, size: _nbytes(x)),
     "all_to_all": ("all-to-all", lambda parts, size: size * sum(map(_nbytes, parts))),

@@ -24,7 +24,8 @@ import torch
 
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.program.specs import ParamSpec
-from autoptd.runtime.parameters import RankParameters, dtype_of, gather_full
+from autoptd.runtime.full_values import gather_full
+from autoptd.runtime.parameters import RankParameters, dtype_of
 from autoptd.runtime.read_folder import INDEX, SINGLE, library
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -87,7 +88,7 @@ def contents_of(
 
 
 def spec_bytes(spec: ParamSpec) -> int:
-    return torch.Size(spec.shape).numel() * dtype_of(spec.storage.dtype).itemsize
+    return torch.Size(spec.shape).numel() * dtype_of(spec.dtype).itemsize
 
 
 def parse_size(size: int | str) -> int:
@@ -119,6 +120,7 @@ def save_folder(params: RankParameters, what: Contents, folder: Path, limit: int
     """Write the folder; a collective. RuntimeFault on all ranks if rank 0 cannot write: the old weights are kept."""
     # Missing, it is missing on all ranks: raised here, no rank is left in a gather.
     library()
+    params.absorb_edits()
     files = split_into_files(what.sizes(), limit)
     writer = Writer(folder, len(files)) if params.world.rank == 0 else None
     on_rank_0(params, writer, lambda writer: writer.begin())
@@ -128,7 +130,8 @@ def save_folder(params: RankParameters, what: Contents, folder: Path, limit: int
         for name in names:
             full: torch.Tensor | None = what.others.get(name)
             if spec := what.params.get(name):
-                full = gather_full(params, spec, params.local.get(spec.name))
+                full = gather_full(params, spec, params.stored.get(spec.name))
+                full = None if full is None else full.to(dtype_of(spec.dtype))
             # Safetensors stores dense memory only; a view of a gathered value may be strided.
             if full is not None and writer is not None:
                 tensors[name] = full.contiguous()

@@ -124,7 +124,7 @@ def _random_weights(program: Program, spec: StageSpec, generator: torch.Generato
     weights = {}
     for name in spec.params:
         param = program.param(name)
-        value = _random(param.used_shape(program.mesh), param.use.dtype, generator, SCALE)
+        value = _random(param.local_shape(program.mesh), param.use.dtype, generator, SCALE)
         weights[name] = nn.Parameter(value, param.requires_grad)
     return weights
 

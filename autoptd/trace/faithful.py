@@ -80,6 +80,7 @@ def compare(
     they differ by more than the dtype's tolerance, the model runs again: kernels that add in any order give
     it a tolerance of its own.
     """
+    # Plain, without `Operands`: parameters are real here, and the model may do with them what it likes.
     watched = Watched(model, loss_fn)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
@@ -100,6 +101,7 @@ def compare(
     excess = wanted.differences(loss, {name: leaf for name, leaf in leaves.items() if leaf.requires_grad})
     if max(excess.values()) <= tolerance:
         return
+    # The model against itself: what it does not reproduce cannot be asked of the graph.
     noise = max(run_model(lambda loss: wanted.differences(loss, parameters)).values())
     if noise > MAX_NOISE:
         fact = f"two runs on the same batch differ by {noise:.0e} of their values: it is not a function of its inputs"

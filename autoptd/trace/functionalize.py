@@ -41,6 +41,7 @@ def functionalize(graph: Graph) -> None:
     latest: dict[Node, Node] = {}
     position = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(ops(graph)):
+        # Readers behind a write read what it left, under whatever name they know it.
         node.args = map_arg(node.args, lambda arg: latest.get(arg, arg))
         node.kwargs = map_arg(node.kwargs, lambda arg: latest.get(arg, arg))
         if not _writes(node):
@@ -60,6 +61,7 @@ def functionalize(graph: Graph) -> None:
         latest[node] = latest[target]
     last = next(iter(reversed(graph.nodes)))
     last.args = map_arg(last.args, lambda arg: latest.get(arg, arg))
+    # Backwards, so that a write's readers are gone before it is.
     for old in reversed(list(latest)):
         if old.op == "call_function" and _writes(old):
             graph.erase_node(old)

@@ -89,11 +89,13 @@ def run_forward(function: Any, args: Sequence[Any]) -> Any:
 def check_functions(met: Sequence[Call]) -> None:
     """Refuse functions whose values or gradients are not those of their forward."""
     for call in dict.fromkeys(met):
+        # Tried once, it may be right by chance of what it reads, and wrong later.
         read = outside_state(call.function.backward)
         if read:
             fact = f"its backward reads {read}, whose later values the traced graph would not see"
             raise TraceError(f"autograd.Function {call.function.__name__}", fact, STATE_REMEDY)
         try:
+            # The user's own random numbers must not move by what is tried here.
             with torch.random.fork_rng(devices=[]), torch.enable_grad():
                 torch.manual_seed(0)
                 for size in SIZES:
@@ -117,6 +119,7 @@ def _try(call: Call, size: float) -> None:
             raise Unfit("its forward reads parameters that are not among its arguments")
         leaves = _leaves(drawn), _leaves(drawn)
         found, wanted = (_tensors(run(_filled(drawn, own))) for run, own in zip(runs, leaves, strict=True))
+        # Small gradients of large values, and the other way: a clamp in the backward shows at one of them.
         ways = [size**3 * torch.randn_like(tensor) for tensor in wanted]
         gradients = [
             _gradients(result, own, ways) for result, own in zip((found, wanted), leaves, strict=True)

@@ -50,6 +50,7 @@ class _Masks(TorchDispatchMode):
         self._mask_of, self._sites = mask_of, sites
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Dropout on the CPU and inside of attention; the fused kernel of CUDA asks by the other one.
         if func is aten.bernoulli_.float:
             # A rate that is the default is not among the arguments.
             x, keep = args[0], args[1] if len(args) > 1 else 0.5

@@ -40,6 +40,7 @@ def normalize(graph: Graph) -> None:
 
     Raises TraceError or PlanError with the source line of what cannot be kept.
     """
+    # First, for what is rewritten below takes every value to be written once.
     functionalize(graph)
     dropouts.rewrite_dropouts(graph)
     for node in list(graph.nodes):
@@ -48,6 +49,7 @@ def normalize(graph: Graph) -> None:
     # Random operators count as impure: this drops dead dropouts as well.
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
     for node in list(graph.nodes):
+        # Inputs stay: a step is called with all of them.
         if node.op == "placeholder" and not node.users and note(node).kind != "input":
             graph.erase_node(node)
     _check_operators(graph)
@@ -85,7 +87,6 @@ def _normalize_one(graph: Graph, node: Node) -> None:
         node.target, node.args = aten.slice.Tensor, (x, dim, start, start + length)
     elif name in ("aten.split", "aten.split_with_sizes", "aten.chunk"):
         _normalize_split(node)
-    # The dims are named: a rank's part may have more dims of size 1.
     elif name == "aten.squeeze":
         _normalize_squeeze(graph, node)
     elif name in ("aten.mT", "aten.mH") and not value(node).is_complex():
@@ -178,6 +179,7 @@ def _normalize_squeeze(graph: Graph, node: Node) -> None:
     size = shape(x)  # type: ignore[arg-type]
     given: Any = node.args[1] if len(node.args) > 1 else range(len(size))
     given = [given] if isinstance(given, int) else given
+    # squeeze without dims would drop a rank's dims that are 1 by being split.
     dims = [dim % len(size) for dim in given if size and size[dim] == 1]
     if dims:
         node.target, node.args, node.kwargs = aten.squeeze.dims, (x, dims), {}
@@ -210,6 +212,7 @@ def _is_gather(node: Node) -> bool:
 def _normalize_nll(node: Node) -> None:
     """nll_loss of log-probabilities is cross_entropy of them: their log_softmax is they themselves."""
     x = node.args[0]
+    # Reshaped and turned around, log-probabilities are still those.
     while isinstance(x, Node) and op_name(x) in (
         "aten.view",
         "aten.flatten",
@@ -233,6 +236,7 @@ def _normalize_broadcast(graph: Graph, node: Node) -> None:
 
 def _split_reduction(graph: Graph, node: Node) -> None:
     """A loss of every sample with a reduction becomes that loss, then the mean or the sum."""
+    # Of the mean of a part nobody could make the mean of all: the reduction must be a node that can be split.
     names = [parameter.name for parameter in node.target._schema.arguments]  # type: ignore[union-attr]
     reduction = argument(node, "reduction")
     kwargs = dict(zip(names, node.args, strict=False)) | node.kwargs | {"reduction": 0}

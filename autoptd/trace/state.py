@@ -102,6 +102,7 @@ class State:
                 self._visit_globals(name, vars(sys.modules[name]))
         if loss_fn is not None:
             self._visit("loss_fn", loss_fn, 0)
+        # A forward that draws from these would repeat one outcome for ever, once it is a graph.
         self.leaves["random"] = str(hash(random.getstate()))
         if "numpy" in sys.modules:
             drawn = sys.modules["numpy"].random.get_state()
@@ -126,6 +127,7 @@ class State:
         for holder, content in self.holders:
             if isinstance(holder, types.CellType):
                 holder.cell_contents = content
+            # Attributes of a class can be set, its `__dict__` cannot.
             elif isinstance(holder, type):
                 now = _plain_names(holder)
                 for key in now.keys() - content.keys():
@@ -184,6 +186,7 @@ class State:
             self.leaves[path], self.tensors[path] = TENSOR, value
         elif isinstance(value, PLAIN):
             self.leaves[path] = repr(value)
+        # Modules are visited by the model's own list, under their names.
         elif id(value) in self._seen or isinstance(value, nn.Module):
             return
         elif isinstance(value, CONTAINERS):
@@ -210,10 +213,12 @@ class State:
     def _visit_container(self, path: str, value: Any, depth: int) -> None:
         self._enter(value)
         self.leaves[path] = f"{type(value).__name__} of {len(value)}"
+        # The container itself is put back: other objects may hold it as well.
         if not isinstance(value, (tuple, frozenset)):
             self.holders.append((value, value.copy()))
         if len(value) > MAX_ITEMS or depth >= DEEPEST:
             return
+        # A set has no order to number its items by.
         if isinstance(value, (set, frozenset)):
             self.leaves[path] = repr(sorted(map(repr, value)))
             return
@@ -242,6 +247,7 @@ class State:
     def _visit_names(self, path: str, value: types.FunctionType, depth: int) -> None:
         """The globals that a function names, also in modules that it names, and its defaults."""
         self._visit(path, (value.__defaults__, value.__kwdefaults__), depth + 1)
+        # The names alone: all globals of a large module would take longer than the trace.
         names = _names_in(value.__code__)
         modules = [value.__globals__.get(name) for name in names]
         modules = [

@@ -68,6 +68,7 @@ class Extent:
         if self.tensor.is_contiguous() and other.tensor.is_contiguous():
             return True
         first = min(self.start, other.start)
+        # Both lie between each other's ends: mark the bytes of one, and look at those of the other.
         taken = torch.zeros(max(self.end, other.end) - first, dtype=torch.bool, device="cpu")
         self._bytes(taken, first).fill_(True)
         return bool(other._bytes(taken, first).any())
@@ -82,6 +83,7 @@ def check_storage(model: nn.Module) -> None:
     """Refuse a parameter that overlaps another one, a buffer, or a tensor that a module keeps as a plain
     attribute.
     """
+    # Not by identity: views, and Parameters made of one tensor, share memory and are other objects.
     parameters = list(_extents(model.named_parameters()))
     known = {id(extent.tensor) for extent in parameters}
     tensors = _extents(chain(model.named_buffers(), attribute_tensors(model)))
@@ -145,6 +147,7 @@ def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     groups: dict[int, list[str]] = {}
     frozen: dict[object, int] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        # One object is one parameter; frozen ones may also be two objects over the same memory.
         key = id(parameter)
         if not parameter.requires_grad and parameter.numel() and not is_lazy(parameter):
             at = Extent.of(name, parameter)
@@ -165,6 +168,7 @@ def _overlaps(ordered: list[Extent], *, is_same_object: bool = False) -> Iterato
 
     Those of one object too where that is asked for.
     """
+    # A sweep over the addresses: each extent is compared with those that have not ended yet.
     open_: list[Extent] = []
     for extent in ordered:
         open_ = [other for other in open_ if other.place == extent.place and other.end > extent.start]

@@ -52,7 +52,9 @@ def watch_tracing(model: nn.Module) -> Iterator[Met]:
     """
     met = Met()
 
+    # In the place of `Function.apply`: torch.export would trace the forward and lose the backward silently.
     def trace_function(cls: type, *args: Any, **kwargs: Any) -> Any:
+        # torch's own Function behind a registered operator; the operator is one node, with its backward.
         if cls.__module__ == "torch._library.autograd":
             return apply.__func__(cls, *args, **kwargs)
         if cls is CheckpointFunction:
@@ -92,6 +94,7 @@ class Operands(TorchFunctionMode):
                 self._check_all(arg)
         if kwargs:
             self._check_all(kwargs)
+        # A 0-d index would become a Python number, which torch.export refuses as data-dependent.
         if func is Tensor.__getitem__:
             args = _with_index_of_one(*args)
         if func is torch.tensor:
@@ -104,6 +107,7 @@ class Operands(TorchFunctionMode):
                 self._check(leaf)
 
     def _check(self, one: Tensor) -> None:
+        # All registered parameters are fake while the forward is traced: a real one was reached another way.
         if isinstance(one, FakeTensor) or not (one.requires_grad or isinstance(one, nn.Parameter)):
             return
         if id(one) in self._registered:
@@ -122,6 +126,7 @@ class Operands(TorchFunctionMode):
 
 def _with_index_of_one(x: Tensor, index: Any) -> tuple[Tensor, Any]:
     """`x[i.argmax()]` as a gather of one position: its number must not become a Python number."""
+    # Several index tensors are broadcast against each other: one more dim would change what they mean.
     items = list(index) if isinstance(index, tuple) else [index]
     advanced = [i for i, item in enumerate(items) if isinstance(item, (Tensor, list))]
     if len(advanced) != 1 or not _is_position(items[advanced[0]]):
@@ -158,6 +163,7 @@ def checkpoint_sites(model: nn.Module, functions: Any) -> list[str]:
     names = {id(module): name for name, module in model.named_modules()}
     found = []
     for function in functions:
+        # transformers checkpoints a partial of a bound method: its module is among the arguments or behind it.
         bound: list[Any] = [function]
         while isinstance(function, functools.partial):
             bound += function.args

@@ -48,6 +48,7 @@ class Watched(WithLoss):
             with self.around():
                 return super().forward(*args, **kwargs)
         finally:
+            # Also where the forward failed: fake tensors must not stay in the user's model.
             after = State.of_call(self.model, self.loss_fn)
             self.seen.changes = before.changes(after)
             replaced = [
@@ -75,6 +76,7 @@ def check_changes(watched: Watched, args: tuple[Any, ...], kwargs: dict[str, Any
     changes = watched.seen.changes
     if not changes:
         return
+    # Random numbers are never a cache, though a second call may leave the same state by chance.
     drawn = [change for change in changes if change.path in RANDOM]
     again = drawn or _changes_of_second_call(watched, args, kwargs)
     if again:
@@ -93,6 +95,7 @@ def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dic
     before = State.of_call(model, loss_fn)
     first = next(model.parameters(), None)
     fake = first.fake_mode if isinstance(first, FakeTensor) else None
+    # Parameters that are fake cannot meet a batch that is real.
     if fake is not None:
         args, kwargs = tree_map(lambda x: fake.from_tensor(x) if _is_real(x) else x, (args, kwargs))
     has_values = first is None or not (first.is_meta or fake)
@@ -108,6 +111,7 @@ def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dic
         found = between.changes(State.of_call(model, loss_fn))
         if found or not has_values:
             return found
+        # A cache made of values (the largest entry, say) is right for its own batch only: try two others.
         for row in (0, -1):
             others = tree_map(
                 partial(_one_row, row=row, sizes=_leading_sizes((args, kwargs))), (args, kwargs)

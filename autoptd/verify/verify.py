@@ -22,10 +22,8 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,21 +34,21 @@ from autoptd.auto import planned
 from autoptd.batch import split_call
 from autoptd.compile import compile_evaluation, compile_program
 from autoptd.errors import InternalError, PlanError, RuntimeFault, TraceError
+from autoptd.ir.activity import activity
 from autoptd.options import Options, make_options
 from autoptd.parallel_model import ParallelModel
 from autoptd.program.program import Program
 from autoptd.runtime.check_call import check_call
-from autoptd.runtime.dropout import Draw, dropout
-from autoptd.trace import check_module, given_masks, modes_of
+from autoptd.trace import check_module, modes_of
 from autoptd.trace.loss import WithLoss
 from autoptd.verify.fresh import Call, fresh_calls, given_calls
 from autoptd.verify.untouched import check_copy, put_back, rounding_of
 from autoptd.verify.widen import Widen, widen_inputs, widen_model, widen_options
+from autoptd.verify.widening import check_widening, masks_of, relative_difference
 
 TOLERANCE = 1e-9
 # Gradients below this share of the largest one are compared with that, not with themselves.
 NOISE = 1e-3
-WIDENED_TOLERANCE = 1e-6
 # The learning rate of the model's own step: large enough to stand out from the rounding of its dtype.
 FIRST_LR = 1e-2
 # Checks besides training in float64; most tests leave them out.
@@ -148,12 +146,14 @@ def verify(
     eps = max(1e-8, NOISE * check_widening(wide_model, program, options, *wide_calls[0]))
     setting = Setting(wide_options, lr, eps)
     large = replace(setting, lr=max(lr, FIRST_LR))
-    losses = first_losses(model, program, large, calls)
-    with Widen():
-        check_copy(model, losses, first_losses(wide_model, program, large, wide_calls))
+    with activity("first steps of the model and of its copy in float64"):
+        losses = first_losses(model, program, large, calls)
+        with Widen():
+            check_copy(model, losses, first_losses(wide_model, program, large, wide_calls))
     report = compare_program(wide_model, program, setting, wide_calls)
     if own is not None:
-        found = compare_first_losses(model, own, replace(large, options=options), calls, losses)
+        with activity(f"first steps of {program.mesh.size} ranks in the model's own dtype"):
+            found = compare_first_losses(model, own, replace(large, options=options), calls, losses)
         report = replace(report, differences=report.differences + tuple(found))
     if not report.passed:
         raise InternalError("verify", f"the partitioned model differs from the model\n{report}\n")
@@ -196,10 +196,12 @@ def compare_program(model: nn.Module, program: Program, setting: Setting, calls:
             if step and step == len(calls) // 2 and "reload" in CHECKS:
                 ours = ours.saved_and_loaded(model)
                 notes.append(f"saved, and loaded into a new one, before step {step}")
-            loss = loss_of(reference, program, setting, calls[step], step)
-            loss.backward()
-            our_loss = ours.pm.step(*args, **kwargs)
-            found.append(Difference("loss", "loss", step, _relative(our_loss, loss.detach(), 0.0)))
+            with activity(f"step {step + 1} of {len(calls)} of the model"):
+                loss = loss_of(reference, program, setting, calls[step], step)
+                loss.backward()
+            with activity(f"step {step + 1} of {len(calls)} of {program.mesh.size} ranks"):
+                our_loss = ours.pm.step(*args, **kwargs)
+            found.append(Difference("loss", "loss", step, relative_difference(our_loss, loss.detach(), 0.0)))
             # Before the optimizers step: `zero_grad` takes the gradients away.
             found += _gradient_differences(ours.pm, reference, step)
             for each in (optimizer, ours.optimizer):
@@ -268,7 +270,7 @@ def compare_evaluation(
     with torch.no_grad(), Widen():
         evaluated = copy.deepcopy(reference).eval()
         wanted = WithLoss(evaluated, setting.options.loss_fn)(*args, **kwargs)
-    return [Difference("evaluation", "loss", len(calls) - 1, _relative(ours, wanted, 0.0))]
+    return [Difference("evaluation", "loss", len(calls) - 1, relative_difference(ours, wanted, 0.0))]
 
 
 def compare_first_losses(
@@ -284,7 +286,7 @@ def compare_first_losses(
             is_same = ours.dtype == loss.dtype
             name = "loss" if is_same else f"loss, of {ours.dtype} for {loss.dtype},"
             # A loss of another dtype is wrong however close its number.
-            size = _relative(ours, loss, 0.0) if is_same else float("inf")
+            size = relative_difference(ours, loss, 0.0) if is_same else float("inf")
             found.append(Difference("own dtype", name, step, size, allowed=rounding_of(model)))
             optimizer.step()
             optimizer.zero_grad()
@@ -314,30 +316,6 @@ def first_losses(
     return losses
 
 
-@contextmanager
-def masks_of(program: Program, step: int) -> Iterator[None]:
-    """Let the unmodified model, called with the global batch, draw the dropout masks of a step of
-    `program` meanwhile.
-    """
-    if not program.dropouts:
-        yield
-        return
-    spec_of = {spec.site: spec for spec in program.dropouts}
-    rows = program.rows * program.num_microbatches * program.mesh.replicas
-
-    def mask_of(site: int, x: torch.Tensor, keep: float) -> torch.Tensor:
-        # Dropout of ones: an entry is 0, or 1 / keep.
-        whole = torch.ones(x.shape, device=x.device)
-        # A dropout whose result is not read has no place in the program.
-        if site not in spec_of:
-            return whole.bool()
-        spec = spec_of[site]
-        return dropout(whole, spec.rate, Draw(program.seed, step, site, 0, rows), spec.batch) != 0
-
-    with given_masks(mask_of):
-        yield
-
-
 def _gradient_differences(pm: ParallelModel, reference: nn.Module, step: int) -> list[Difference]:
     wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
     largest = max((float(gradient.abs().max()) for gradient in wanted.values()), default=0.0)
@@ -346,7 +324,7 @@ def _gradient_differences(pm: ParallelModel, reference: nn.Module, step: int) ->
     made = []
     for name, parameter in reference.named_parameters():
         zero = torch.zeros_like(parameter)
-        size = _relative(ours.get(name, zero), wanted.get(name, zero), NOISE * largest)
+        size = relative_difference(ours.get(name, zero), wanted.get(name, zero), NOISE * largest)
         made.append(Difference("gradient", name, step, size))
     return made
 
@@ -357,51 +335,6 @@ def _parameter_differences(
     state = pm.state_dict()
     made = []
     for name, parameter in reference.named_parameters():
-        size = _relative(state[name], parameter.detach(), setting.lr)
+        size = relative_difference(state[name], parameter.detach(), setting.lr)
         made.append(Difference("parameter", name, step, size))
     return made
-
-
-def _relative(found: torch.Tensor, wanted: torch.Tensor, floor: float) -> float:
-    """Return the largest difference over the largest entry, or over `floor` where that is more."""
-    # A parameter may have no entries; of all zeros, any difference shows.
-    if not wanted.numel():
-        return 0.0
-    scale = max(float(wanted.abs().max()), floor, 1e-300)
-    return float((found.to(wanted) - wanted).abs().max()) / scale
-
-
-def check_widening(
-    model: nn.Module, program: Program, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> float:
-    """Check that widening float32 casts changes what the model computes by no more than float32's own error.
-
-    Returns the largest entry of a gradient.
-    """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if not parameters:
-        raise PlanError(
-            "verify", "the model has no parameter that requires a gradient", "nothing is trained here"
-        )
-    with masks_of(program, 1):
-        plain = WithLoss(model, options.loss_fn)(*args, **kwargs)
-    narrow = torch.autograd.grad(plain, parameters, allow_unused=True)
-    with Widen():
-        with masks_of(program, 1):
-            loss = WithLoss(model, options.loss_fn)(*args, **kwargs)
-        wide = torch.autograd.grad(loss, parameters, allow_unused=True)
-    # A parameter without a gradient has None.
-    pairs = [(a, b) for a, b in zip(narrow, wide, strict=True) if a is not None and b is not None]
-    largest = max(float(b.abs().max()) for _, b in pairs)
-    worst = max(
-        [_relative(plain.detach(), loss.detach(), 0.0), *(_relative(a, b, largest) for a, b in pairs)]
-    )
-    values = [plain, loss, *itertools.chain.from_iterable(pairs)]
-    if not all(value.isfinite().all() for value in values):
-        fact = "the model's own loss or gradients are not finite on this batch: there is nothing to compare"
-        raise PlanError("verify", fact, "a batch and weights for which they are")
-    if not worst <= WIDENED_TOLERANCE:
-        fact = f"its casts to float32 change loss or gradients by {worst:.1e}: a check in float64 says nothing about it"
-        remedy = "leave them out for the check, or take a batch and weights that amplify them less"
-        raise PlanError("verify", fact, remedy)
-    return largest

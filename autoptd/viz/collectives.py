@@ -139,7 +139,7 @@ def _messages(program: Program) -> Iterator[str]:
 
 
 def _per_step(program: Program) -> Iterator[str]:
-    found = [call for call in program.collectives if call.scope == "step"]
+    found = [call for call in program.collectives if call.scope != "microbatch"]
     if not found:
         return
     yield "## Once a step"

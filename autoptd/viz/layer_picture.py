@@ -74,7 +74,7 @@ class _Painter:
         others = tuple(call for call in drawn.others if call.conversion != "loss sum" or not drawn.loss)
         # The boxes of a stage alone show what it sends and receives.
         if self.is_alone:
-            others = tuple(call for call in others if call.scope == "step")
+            others = tuple(call for call in others if call.scope != "microbatch")
         notes = tuple(f"Beside what is drawn: {bar.text}." for bar in bars(others))
         legend = self._legend(links)
         return Scene(

@@ -115,7 +115,7 @@ class _Painter:
         lines += [line(("reads ", "quiet"), ", ".join(read))] if read else []
         calls = tuple(self.inside.get(cell, ()))
         lines += bars(call for call in calls if call.scope == "microbatch")
-        once_a_step = bars(call for call in calls if call.scope == "step")
+        once_a_step = bars(call for call in calls if call.scope != "microbatch")
         lines += [line((bar.text, "quiet")) for bar in once_a_step]
         if program.loss_stage in stages:
             lines.append(line(("gives the loss", "bold")))

@@ -103,11 +103,11 @@ def test_refusals(flags: list[str], fact: str, capsys: pytest.CaptureFixture[str
 
 def test_show_and_plan_take_the_same_words(capsys: pytest.CaptureFixture[str]) -> None:
     """And say with the same ones for what recipe and machine their numbers are."""
-    words = ["examples/gpt.py:make_gpt", "--t", "2", "--machine", "h100", "--dtype", "bfloat16"]
+    words = ["examples/gpt.py:make_gpt", "--t", "2", "--machine", "h100", "--precision", "bf16"]
     assert main(["show", *words, "--set", "n_layer=1"]) == 0
     shown = capsys.readouterr().out
     assert main(["plan", *words, "--gpus", "2", "--batch", "4", "--software", "autoptd"]) == 0
-    recipe = "8 bytes a parameter (weight 2, gradient 2, moments 4). Machine: dgx-h100"
+    recipe = "18 bytes a parameter (weight 2, gradient 4, float32 copy and moments 12). Machine: dgx-h100"
     assert f"Recipe: AdamW in bfloat16, {recipe}\n" in shown and "cost model for dgx-h100: " in shown
     assert f"Recipe: AdamW in bf16, {recipe}, 2 GPUs\n" in capsys.readouterr().out
     assert main(["plan", *words, "--gpus", "2", "--batch", "4"]) == 0

@@ -145,7 +145,7 @@ def test_four_ranks_look_at_several_meshes(tmp_path: Path) -> None:
     text, record = launch.out(0), json.loads((tmp_path / "doctor.json").read_text())
     assert text.startswith("4 ranks on ") and ": gloo, CPU, " in text
     meshes = ["t=2 p=2 d=1", "t=1 p=2 d=2", "t=4 p=1 d=1"]
-    assert all(f"\n{mesh}: " in text and f"autoptd doctor: {mesh} ...\n" in launch.err(0) for mesh in meshes)
+    assert all(f"\n{mesh}: " in text and f"trying {mesh} ... " in launch.err(0) for mesh in meshes)
     assert "pp    message         4 pairs" in text and "The link is that of laptop-cpu" in text
     assert record["status"] == 0 and record["wrong"] == [] and len(record["meshes"]) == 3
     assert all(one["bytes_per_second"] > 0 for mesh in record["meshes"] for one in mesh["times"])

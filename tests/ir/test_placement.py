@@ -118,12 +118,6 @@ def test_storage_that_replicas_divide_is_a_row_of_the_table(scope: str) -> None:
         ("tp", "none", "all-reduce"),
         ("pp", "none", "all-reduce"),
     ]
-    mesh = Mesh(t=2, p=4, d=2)
-    assert (sharded.local_shape(mesh), sharded.used_shape(mesh), sharded.grad_bytes(mesh)) == (
-        (4, 4),
-        (8, 4),
-        128,
-    )
     with pytest.raises(InternalError, match="all-gather over dp"):
         check_use(sharded)
 

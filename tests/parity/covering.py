@@ -21,6 +21,7 @@ import re
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ import autoptd
 from autoptd import schedule
 from autoptd.errors import PlanError
 from autoptd.options import SCHEDULES, Options, make_options
-from autoptd.verify.verify import masks_of
+from autoptd.verify.widening import masks_of
 from tests.parity.kinds import KINDS, Batch, Kind, call
 
 AXES: dict[str, tuple[Any, ...]] = {  # of each the simplest first
@@ -50,9 +51,21 @@ AXES: dict[str, tuple[Any, ...]] = {  # of each the simplest first
     "async_tensor_model_parallel_allreduce": (False, True),
     "accumulate_allreduce_grads_in_fp32": (False, True),
     "delay_wgrad_compute": (None, "after_b", "before_reduce"),
+    "precision": (None, "bf16"),  # in float64, as everything here: storage apart from what stages use
+    "zero": (0, 1),
 }
 OWN = ("model", "dropout", "reload", "evaluate")  # what is no keyword
-BOUND = ("schedule", "t", "p", "v", "num_microbatches", "sequence_parallel", "delay_wgrad_compute")
+BOUND = (
+    "schedule",
+    "t",
+    "p",
+    "v",
+    "num_microbatches",
+    "sequence_parallel",
+    "delay_wgrad_compute",
+    "accumulate_allreduce_grads_in_fp32",
+    "precision",
+)
 
 OUTSIDE = {  # fields of Options that are not varied
     "loss_fn": "with the kind of model",
@@ -63,6 +76,7 @@ OUTSIDE = {  # fields of Options that are not varied
     "check_every": "how often ranks are compared, no number depends on it: processes/test_disagreement.py",
     "nan": "what is done with a NaN: runtime/test_executor.py",
     "fuse_only": "a part of fuse: parity/test_fusion.py",
+    "dp_shard": "wants 4 replicas: parity/test_zero.py",
     "memory": "what is chosen, not how it runs: test_fit.py",
     "memory_price": "likewise",
     "machine": "likewise; conftest.py has the one of the tests",
@@ -194,9 +208,10 @@ class Trainer:
     """A mesh's model with its optimizer."""
 
     def __init__(self, kind: Kind, model: nn.Module, batch: Batch, keywords: Case) -> None:
-        self.pm = autoptd.parallelize(
-            model, **keywords, loss_fn=kind.loss_fn, backend="local", timeout=60, example_inputs=batch
-        )
+        about = {"loss_fn": kind.loss_fn, "backend": "local", "timeout": 60, "example_inputs": batch}
+        # Users are told that storage would be float32.
+        with mock.patch("autoptd.api.check_precision"):
+            self.pm = autoptd.parallelize(model, **keywords, **about)
         self.optimizer = self.pm.optimizer(torch.optim.AdamW, lr=LR, eps=1e-3)
 
     def moved_to(self, other: Trainer) -> Trainer:

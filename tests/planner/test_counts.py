@@ -182,7 +182,7 @@ def test_flops_of_a_rank_simplify_to_those_of_the_paper_over_t(t: int, p: int) -
         sizes = list(symbols.shape(node))
         for dim, _, pieces in note(node).layout.cuts(Mesh(t=t)):
             assert pieces in (1, t)
-            sizes[dim] = sizes[dim] / symbols.t if pieces == t else sizes[dim]
+            sizes[dim] = sizes[dim] / symbols.degree if pieces == t else sizes[dim]
         return tuple(sizes)
 
     for stage in range(p):
@@ -193,12 +193,12 @@ def test_flops_of_a_rank_simplify_to_those_of_the_paper_over_t(t: int, p: int) -
         own = 24 * b * s * (layers // p) * h**2 * (1 + s / (6 * h)) + (
             2 * b * s * h * v if stage == p - 1 else 0
         )
-        assert sympy.simplify(forward - own / symbols.t) == 0
+        assert sympy.simplify(forward - own / symbols.degree) == 0
         again = 2 * b * s**2 * h * (layers // p)
-        assert sympy.simplify(backward - (2 * own + again) / symbols.t) == 0
+        assert sympy.simplify(backward - (2 * own + again) / symbols.degree) == 0
         if p == 1:
             paper = 24 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
-            assert sympy.simplify(symbols.t * forward - paper) == 0
+            assert sympy.simplify(symbols.degree * forward - paper) == 0
 
 
 def test_the_graphs_own_flops_simplify_to_those_of_the_paper() -> None:

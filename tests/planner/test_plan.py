@@ -129,14 +129,22 @@ def test_what_the_runtime_lacks_is_left_out() -> None:
     """Not tried unless asked for; then it is marked, and plan.json says it nowhere but in the report."""
     usual = plan(SMALL, gpus=8, batch=32)
     assert all(not one.not_yet for one in usual.candidates)
-    asked = plan(SMALL, gpus=8, batch=32, recompute="full", zero=1, precision="bf16", d=8)
-    expected = {"recompute": "full", "zero": 1, "precision": "bf16"}
-    assert asked.best.not_yet == {name: expected[name] for name in NOT_YET if name in expected}
+    asked = plan(SMALL, gpus=8, batch=32, recompute="full", zero=2, precision="fp16", d=8)
+    expected = {"recompute": "full", "zero": 2, "precision": "fp16"}
+    assert asked.best.not_yet == expected
     record = asked.record()
     assert set(record["options"]) == {"sequence_parallel"}
     assert record["planner"]["not_yet"] == asked.best.not_yet
     assert "* needs" in str(asked)
-    assert "plan.json leaves out: zero=1, precision=bf16, recompute=full" in asked.explain()
+    assert "plan.json leaves out: zero=2, precision=fp16, recompute=full" in asked.explain()
+
+
+def test_precision_and_zero_that_the_runtime_has_are_planned_for_it() -> None:
+    asked = plan(SMALL, gpus=8, batch=32, zero=1, precision="bf16", d=8)
+    options = make_options(plan=asked.record())
+    assert (options.zero, options.precision, asked.best.not_yet) == (1, "bf16", {})
+    # 2 for the weight, 4 for the gradient, 12 for float32 weight and moments, of which each of 8 replicas has a part.
+    assert options.state_bytes(2).total == 6 + 12 / 8
 
 
 @pytest.mark.parametrize(

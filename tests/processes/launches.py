@@ -23,8 +23,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from autoptd.program.program import Program
 from autoptd.runtime.batch import cut
+from autoptd.runtime.full_values import gather_gradients
 from autoptd.runtime.launch import ProcessRank, Rank
-from autoptd.runtime.parameters import gather_gradients
 from tests.parity.models import batch as gpt_batch
 from tests.parity.models import gpt
 from tests.processes.in_order import register

@@ -18,8 +18,8 @@ from autoptd.ir.actions import Kind
 from autoptd.program.program import Program
 from autoptd.runtime.batch import cut
 from autoptd.runtime.executor import communicators_of
+from autoptd.runtime.full_values import gather_gradients
 from autoptd.runtime.launch import LocalRanks, Rank, make_rank
-from autoptd.runtime.parameters import gather_gradients
 from autoptd.runtime.stage import load_stage, make_namespace
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import World

@@ -12,9 +12,9 @@ from torch import Tensor
 from autoptd.compat import add_mm
 from autoptd.errors import PlanError
 from autoptd.runtime import executor as executor_module
+from autoptd.runtime.full_values import gather_gradients
 from autoptd.runtime.gradients import Bucket, Gradients, _sum_of_squares, clip_gradients, grad_norm
 from autoptd.runtime.launch import Rank
-from autoptd.runtime.parameters import gather_gradients
 from autoptd.runtime.record import recording
 from tests.runtime.test_executor import running, step
 from tests.runtime.tied_model import Case, make_batch, make_model, make_program
@@ -74,10 +74,10 @@ def test_buckets_start_while_the_last_backward_runs(monkeypatch: pytest.MonkeyPa
     start = Bucket.start
     with running(program, model) as ranks:
 
-        def noted(self: Bucket, leaves: dict[str, Tensor]) -> None:
+        def noted(self: Bucket) -> None:
             rank = next(one for one in ranks.here if self in one.executor.gradients.buckets)
             starts.setdefault(rank.world.rank, []).append((self.specs[0].name, rank.world.at))
-            start(self, leaves)
+            start(self)
 
         monkeypatch.setattr(Bucket, "start", noted)
         step(ranks, program, make_batch())
@@ -111,10 +111,10 @@ def test_owners_agree_whether_a_tied_gradient_exists(
     program = make_program(Case(p=2), model)
     asked: list[str] = []
 
-    def without_some(self: Bucket, leaves: dict[str, Tensor]) -> None:
-        if self.world.coordinate.pp in without:
-            leaves["wte.weight"].grad = None
-        start(self, leaves)
+    def without_some(self: Bucket) -> None:
+        if self.params.world.coordinate.pp in without:
+            self.present.discard("wte.weight")
+        start(self)
 
     with running(program, model) as ranks:
         monkeypatch.setattr(Bucket, "start", without_some)
@@ -196,7 +196,8 @@ def test_norm_counts_every_parameter_once(case: Case, max_norm: float) -> None:
         found = ranks.run("gradients", lambda rank: gather_gradients(rank.params))
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                torch.testing.assert_close(found[name], parameter.grad, rtol=1e-12, atol=1e-15)
+                # The factor has 36 significant bits.
+                torch.testing.assert_close(found[name], parameter.grad, rtol=1e-11, atol=1e-15)
         with pytest.raises(PlanError, match="norm_type"):
             ranks.run("clip", lambda rank: clip_gradients(rank.params, 1.0, norm_type=1.0))
 

@@ -2,14 +2,14 @@
 
 In: a CONNECTED graph. Out: `Held`, per position of the backbone. The assumptions, which the "too full" error names:
 
-- A trained parameter is held four times, as itself, its gradient and AdamW's two moments, all in its dtype (and once more where
-  gradients add up in float32); a frozen one and a buffer once. It counts once on every rank that reads it.
+- A trained parameter is held with its gradient and AdamW's state, in the dtypes and the parts of the request
+  (ir/state_bytes.py); a frozen one and a buffer once. It counts once on every rank that reads it.
 - Saved for backward is the result of an operator, unless it is a view or none of its readers saves its operands (sums,
   casts, ...). A cross-entropy saves the log-probabilities. Of a value that GEMMs gather again, only the shards are saved. What
   crosses counts where it is made. Values inside of a fused operator are not saved; a head fused with its loss saves the
   gradients of its operands, those of parameters in float32 at least.
 
-    held = count_bytes(graph, backbone, Sizes(Mesh(t=2), traced_rows=2, rows=1, pieces=8))
+    held = count_bytes(graph, backbone, Sizes(Mesh(t=2), traced_rows=2, rows=1, pieces=8), options)
     sum(held.kept)        # bytes of parameters with their state that have one reader
 """
 
@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from autoptd.ir import markers
-from autoptd.ir.machine import COPIES
 from autoptd.ir.notes import note, ops, tensor
 from autoptd.ir.operators.table import is_view, operator_of
 from autoptd.ir.sizes import Sizes, local_shapes
+from autoptd.options import Options
 from autoptd.passes.hook_gemms import gather_again
 
 
@@ -38,8 +38,8 @@ class Held:
     shared: tuple[tuple[float, tuple[int, ...]], ...]
 
 
-def count_bytes(graph: Graph, backbone: Sequence[Node], sizes: Sizes, main_grads: bool = False) -> Held:
-    """Count bytes per position of the backbone; `main_grads`: every parameter has a float32 gradient beside its own."""
+def count_bytes(graph: Graph, backbone: Sequence[Node], sizes: Sizes, options: Options) -> Held:
+    """Count bytes per position of the backbone; `options` say what is held of a parameter that is trained."""
     order = {node: i for i, node in enumerate(backbone)}
     kept = [0.0] * len(backbone)
     shared: dict[tuple[int, ...], float] = {}
@@ -53,7 +53,7 @@ def count_bytes(graph: Graph, backbone: Sequence[Node], sizes: Sizes, main_grads
             positions |= {order[user]} if user in order else readers.get(user, set())
         readers[node] = positions
         if node.op == "placeholder" and note(node).kind in ("param", "buffer"):
-            nbytes = _bytes_kept(node, sizes, main_grads)
+            nbytes = _bytes_kept(node, sizes, options)
             if len(positions) > 1:
                 key = tuple(sorted(positions))
                 shared[key] = shared.get(key, 0.0) + nbytes
@@ -68,14 +68,12 @@ def saved_bytes(graph: Graph, sizes: Sizes) -> float:
     return sum(_bytes_saved(node, sizes) for node in ops(graph))
 
 
-def _bytes_kept(node: Node, sizes: Sizes, main_grads: bool) -> float:
+def _bytes_kept(node: Node, sizes: Sizes, options: Options) -> float:
     count = math.prod(local_shapes(node, sizes)[0])
     itemsize = tensor(node).element_size()
     if not note(node).needs_grad:
         return count * itemsize
-    # Float64 parameters have no float32 gradient.
-    main_grad_bytes = 4 if main_grads and itemsize < 8 else 0
-    return count * (COPIES * itemsize + main_grad_bytes)
+    return count * options.state_bytes(itemsize).total
 
 
 def _bytes_saved(node: Node, sizes: Sizes) -> float:

@@ -244,6 +244,10 @@ class ThreadGroup(Group):
     def all_gather_start(self, x: torch.Tensor, dim: int, site: str) -> Pending:
         return self._gather("all_gather_start", x, dim, site)
 
+    def all_gather_start_(self, flat: torch.Tensor, site: str) -> Pending:
+        equal_parts(flat, 0, self.size, site)
+        return self._start("all_gather_start_", site, [flat], _gather_in_place)
+
     def _gather(self, kind: str, x: torch.Tensor, dim: int, site: str) -> Pending:
         def combine(posts: list[Any]) -> list[Any]:
             parts = [post[0] for post in posts]
@@ -313,6 +317,15 @@ def _reduced(tensors: Sequence[torch.Tensor], op: str = "sum") -> torch.Tensor:
 def _sum_in_place(posts: list[list[torch.Tensor]]) -> list[Any]:
     total = _reduced([post[0] for post in posts])
     return [post[0].copy_(total) for post in posts]
+
+
+def _gather_in_place(posts: list[list[torch.Tensor]]) -> list[Any]:
+    ranges = [post[0].tensor_split(len(posts)) for post in posts]
+    for own, parts in enumerate(ranges):
+        for other, part in enumerate(parts):
+            if other != own:
+                part.copy_(ranges[other][other])
+    return [post[0] for post in posts]
 
 
 def _clones(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -36,4 +36,12 @@ def as_real(x: Tensor) -> Tensor:
     return torch.view_as_real(x) if x.is_complex() else x
 
 
-__all__ = ["as_real", "fresh", "in_place_of", "parts_first"]
+def sum_in_order(parts: Tensor) -> Tensor:
+    """Add up what the ranks sent, in the order of ranks: as threads do, to the bit."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+__all__ = ["as_real", "fresh", "in_place_of", "parts_first", "sum_in_order"]

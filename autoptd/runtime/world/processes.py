@@ -42,7 +42,7 @@ from autoptd.ir.mesh import Mesh
 from autoptd.runtime.devices import process_device
 from autoptd.runtime.world.device_watch import PROBES, WATCHDOG_MARGIN, DeviceWatch
 from autoptd.runtime.world.faults import Call, FaultBoard
-from autoptd.runtime.world.layouts import as_real, fresh, in_place_of, parts_first
+from autoptd.runtime.world.layouts import as_real, fresh, in_place_of, parts_first, sum_in_order
 from autoptd.runtime.world.rendezvous import default_backend, init_from_env
 from autoptd.runtime.world.send_watcher import SendWatcher
 from autoptd.runtime.world.world import (
@@ -258,9 +258,8 @@ class DistributedGroup(Group):
         return in_place_of(gathered, dim)
 
     def reduce_scatter(self, x: Tensor, dim: int, site: str) -> Tensor:
-        # Gloo has no reduce-scatter: all-reduce everything, keep a part.
         if self._world.backend == "gloo":
-            return self._part(self._all_reduce(fresh(x), site), dim, site)
+            return self.reduce_scatter_start(x, dim, site).wait()  # type: ignore[no-any-return]
         parts = parts_first(x.detach(), dim, self.size, equal_parts(x, dim, self.size, site))
         mine = torch.empty_like(parts[0])
         with self._call("reduce_scatter", site, mine):
@@ -300,20 +299,26 @@ class DistributedGroup(Group):
         )
 
     def reduce_scatter_start(self, x: Tensor, dim: int, site: str) -> Pending:
-        # As in `reduce_scatter`.
-        if self._world.backend == "gloo":
-            started = self._sum_start("reduce_scatter_start", fresh(x), site)
-            return Then(started, lambda whole: self._part(whole, dim, site))
         parts = parts_first(x.detach(), dim, self.size, equal_parts(x, dim, self.size, site))
+        # Its own takes as long as an all-reduce: everybody sends each part to the rank that sums it.
+        if self._world.backend == "gloo":
+            received = torch.empty_like(parts)
+            with self._call("reduce_scatter_start", site, parts) as call:
+                work = dist.all_to_all_single(received, parts, group=self.handle, async_op=True)
+            return Then(_Works(self._world, [work], received, call, kept=[parts]), sum_in_order)
         mine = torch.empty_like(parts[0])
         with self._call("reduce_scatter_start", site, mine) as call:
             work = scatter_into(self.handle, mine, parts, is_async=True)
         return _Works(self._world, [work], mine, call, kept=[parts])
 
-    def _part(self, whole: Tensor, dim: int, site: str) -> Tensor:
-        """This rank's part of a whole value, as a tensor of its own."""
-        width = equal_parts(whole, dim, self.size, site)
-        return whole.narrow(dim, self.index * width, width).clone(memory_format=torch.contiguous_format)
+    def all_gather_start_(self, flat: Tensor, site: str) -> Pending:
+        width = equal_parts(flat, 0, self.size, site)
+        own = flat.detach().narrow(0, self.index * width, width)
+        # NCCL gathers in place; gloo reads what it writes.
+        own = own.clone() if self._world.backend == "gloo" else own
+        with self._call("all_gather_start_", site, own) as call:
+            work = gather_into(self.handle, flat.detach(), own, is_async=True)
+        return _Works(self._world, [work], flat, call, kept=[own])
 
     def gather_objects(self, obj: Any, site: str) -> list[Any]:
         objects: list[Any] = [None] * self.size

@@ -173,6 +173,13 @@ class Group(ABC):
         """Start `all_gather`; `x` must not be changed before `wait()`."""
 
     @abstractmethod
+    def all_gather_start_(self, flat: torch.Tensor, site: str) -> Pending:
+        """Start filling `flat` (1-d, contiguous) in place: of its equal ranges, the `index`-th is this rank's.
+
+        It must not be touched before `wait()`, which returns it.
+        """
+
+    @abstractmethod
     def reduce_scatter_start(self, x: torch.Tensor, dim: int, site: str) -> Pending:
         """Start `reduce_scatter`; `x` must not be changed before `wait()`."""
 
@@ -210,6 +217,9 @@ class SoloGroup(Group):
 
     def all_gather_start(self, x: torch.Tensor, dim: int, site: str) -> Pending:
         return Done(x)
+
+    def all_gather_start_(self, flat: torch.Tensor, site: str) -> Pending:
+        return Done(flat)
 
     def reduce_scatter_start(self, x: torch.Tensor, dim: int, site: str) -> Pending:
         return Done(x)

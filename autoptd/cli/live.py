@@ -1,0 +1,98 @@
+"""The progress of a command on stderr: what it does now, on a terminal; what it did and for how long, elsewhere.
+
+In: `activity` of all parts of the compiler. Out: a line of tqdm, which is gone when the command is over; into
+a file or a pipe a plain line for each activity that took time, the first one before torch is loaded.
+
+    with shown(quiet=False), activity("importing torch"):       # importing torch ... 2.1 s
+        import torch
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from autoptd.ir.activity import LOGGER
+
+# A pass that takes less is not listed.
+MIN_SECONDS = 0.1
+
+
+@contextmanager
+def shown(quiet: bool) -> Iterator[None]:
+    """Show the activities of a block: those of rank 0, where torchrun started several."""
+    if quiet or os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    handler = Terminal(sys.stderr) if sys.stderr.isatty() else Lines(sys.stderr)
+    level, propagates = LOGGER.level, LOGGER.propagate
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.DEBUG)
+    # A model's own module may set up logging; what it prints is not told twice.
+    LOGGER.propagate = False
+    try:
+        yield
+    finally:
+        LOGGER.removeHandler(handler)
+        LOGGER.setLevel(level)
+        LOGGER.propagate = propagates
+        handler.close()
+
+
+class Lines(logging.Handler):
+    """A line for each activity: its words when it begins, its seconds when it is over."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream, self._is_open = stream, False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        words, seconds, is_brief = (record.__dict__[name] for name in ("words", "seconds", "is_brief"))
+        if seconds is None and not is_brief:
+            self._end_line()
+            self._print(f"{words} ...", "")
+        elif seconds is not None and self._is_open:
+            self._print(f" {seconds:.1f} s", "\n")
+        elif seconds is not None and seconds >= MIN_SECONDS:
+            self._print(f"{words} {seconds:.1f} s", "\n")
+
+    def close(self) -> None:
+        self._end_line()
+        super().close()
+
+    def _end_line(self) -> None:
+        """End the line of what failed."""
+        if self._is_open:
+            self._print("", "\n")
+
+    def _print(self, text: str, end: str) -> None:
+        print(text, end=end, file=self._stream, flush=True)
+        self._is_open = not end
+
+
+class Terminal(logging.Handler):
+    """One line that says what is done now; nothing stands there when another writes."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        from tqdm import tqdm
+
+        self._bar: Any = tqdm(file=stream, bar_format="{elapsed}  {desc}", leave=False)
+        self._bar.clear()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.__dict__["seconds"] is None:
+            self._bar.set_description_str(record.__dict__["words"])
+        else:
+            self._bar.clear()
+
+    def close(self) -> None:
+        self._bar.close()
+        super().close()
+
+
+__all__ = ["shown"]

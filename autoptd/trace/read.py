@@ -1,0 +1,196 @@
+"""Read what torch.export gives: its graph with a placeholder for each parameter, buffer and input, a Note on
+every node, and regions under no_grad in line.
+
+In: an exported program, and names. Out: a graph that is not normalised yet.
+
+    graph, inputs, buffers = read_graph(exported, wrapper, first_name, leaves, names)
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export.graph_signature import InputKind
+from torch.fx import Graph, Node
+
+from autoptd.errors import TraceError
+from autoptd.ir.notes import Note, note, op_name, set_note
+from autoptd.trace.retrace import NO_GRAD, REGION_RESULT
+from autoptd.trace.storage import is_same_memory
+from autoptd.trace.watched import Watched
+
+VALUE_REMEDY = (
+    "compute with the tensor itself (x * scale, torch.where, gather), or keep the number as an attribute"
+)
+
+
+def read_graph(
+    exported: torch.export.ExportedProgram,
+    wrapper: Watched,
+    first_name: dict[str, str],
+    leaves: list[Any],
+    names: list[str],
+) -> tuple[Graph, tuple[tuple[str, int], ...], dict[str, torch.Tensor]]:
+    """Copy the exported graph with one placeholder per parameter, buffer and input, and a Note on every node."""
+    signature = exported.graph_signature
+    # Properties of the signature build their mapping at each access: read them once.
+    parameters = dict(signature.inputs_to_parameters)
+    lifted = dict(signature.inputs_to_lifted_tensor_constants)
+    constants = {**signature.inputs_to_buffers, **lifted}
+    stored = {**dict(wrapper.named_buffers(remove_duplicate=False)), **exported.constants}
+    graph, mapping = Graph(), dict[Node, Node]()
+    given = [spec.arg.name for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    # All leaves of the call are numbered, constants as well.
+    leaf_of = {name: leaf for leaf, name in enumerate(given)}
+    inputs: list[tuple[str, int]] = []
+    buffers: dict[str, torch.Tensor] = {}
+    seen: dict[str, Node] = {}
+    for node in exported.graph.nodes:
+        # A reader of a region that was inlined is mapped already.
+        if node in mapping:
+            continue
+        # Tied names are placeholders of their own in torch.export's graph, and one in ours.
+        if node.op == "placeholder" and node.name in parameters:
+            name = first_name[parameters[node.name].removeprefix("model.")]
+            mapping[node] = seen[name] = seen.get(name) or _placeholder(graph, node, "param", name)
+        elif node.op == "placeholder" and node.name in constants:
+            name = constants[node.name].removeprefix("model.")
+            mapping[node] = seen[name] = seen.get(name) or _placeholder(graph, node, "buffer", name)
+            buffers[name] = stored[constants[node.name]].detach()
+            check_kept(buffers[name], wrapper)
+            if node.name in lifted:
+                # A constant that the forward makes may follow the size of the batch.
+                note(mapping[node]).extra["constant"] = buffers[name]
+        elif node.op == "placeholder" and node.name in leaf_of:
+            leaf = leaf_of[node.name]
+            if isinstance(leaves[leaf], torch.Tensor):
+                mapping[node] = _placeholder(graph, node, "input", names[leaf])
+                inputs.append((names[leaf], leaf))
+        elif node.op == "output":
+            # The loss is all that the wrapper returns; state that was changed has been refused.
+            mapping[node] = graph.output(mapping[node.args[0][0]])
+            set_note(mapping[node], Note(kind="output"))
+        elif node.op == "get_attr":
+            continue
+        else:
+            _copy(graph, node, mapping, exported.graph_module)
+    return graph, tuple(inputs), buffers
+
+
+def _placeholder(graph: Graph, node: Node, kind: str, name: str) -> Node:
+    made = graph.placeholder(node.name)
+    made.meta["val"] = node.meta.get("val")
+    set_note(made, Note(kind=kind, name=name))
+    return made
+
+
+def _copy(
+    graph: Graph, node: Node, mapping: dict[Node, Node], root: nn.Module, detached: bool = False
+) -> None:
+    """Copy one operator; a no_grad region is inlined with its results detached."""
+    name = str(node.target)
+    if name == "wrap_with_set_grad_enabled":
+        enabled, region, *read = node.args
+        _inline(graph, node, getattr(root, region.target), read, mapping, detached or not enabled)
+        return
+    if name == "wrap_with_autocast":
+        _, _, enabled, _, region, *read = node.args
+        body = getattr(root, region.target)
+        if enabled:
+            line = next((line for line, _ in map(source_line, body.graph.nodes) if line), "model")
+            raise TraceError(
+                line, "autocast inside the model is not traced", "cast explicitly with .to(dtype)"
+            )
+        _inline(graph, node, body, read, mapping, detached)
+        return
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        raise TraceError(
+            source_line(node)[0], f"{name} cannot be partitioned", "write this part with plain operators"
+        )
+    # torch.export allows sizes that depend on values; a rank could not know its part's.
+    _check_sizes(node)
+    made = graph.node_copy(node, lambda old: mapping[old])
+    made.meta = {"val": node.meta.get("val")}
+    source, code = source_line(node)
+    extra = {NO_GRAD: True} if detached else {}
+    set_note(made, Note(module=module_path(node), source=source, code=code, extra=extra))
+    mapping[node] = made
+
+
+def _inline(
+    graph: Graph, node: Node, region: Any, read: list[Any], mapping: dict[Node, Node], detached: bool
+) -> None:
+    inner = dict(zip(region.graph.find_nodes(op="placeholder"), (mapping[arg] for arg in read), strict=True))
+    for step in region.graph.nodes:
+        if step.op == "call_function":
+            _copy(graph, step, inner, region, detached)
+    results = next(iter(reversed(region.graph.nodes))).args[0]
+    results = results if isinstance(results, (tuple, list)) else (results,)
+    # The region's value is a tuple: its readers are getitem nodes, which are answered from here.
+    pieces = []
+    for result in results:
+        piece = inner[result]
+        if (
+            detached
+            and isinstance(piece.meta.get("val"), torch.Tensor)
+            and piece.meta["val"].is_floating_point()
+        ):
+            inside = piece
+            piece = graph.call_function(torch.ops.aten.detach.default, (inside,))
+            piece.meta["val"] = inside.meta["val"].detach()
+            extra = {REGION_RESULT: True}
+            set_note(piece, Note(module=note(inside).module, source=note(inside).source, extra=extra))
+        pieces.append(piece)
+    for reader in list(node.users):
+        if reader.target is operator.getitem:
+            mapping[reader] = pieces[reader.args[1]]
+
+
+def check_kept(constant: torch.Tensor, wrapper: Watched) -> None:
+    """A tensor attribute that the forward reads and replaces is state.
+
+    One that it only writes concerns nobody.
+    """
+    for path, replaced in wrapper.seen.replaced.items():
+        if is_same_memory(replaced, constant):
+            fact = "a tensor attribute that the forward reads and then replaces, which the traced graph would not do"
+            raise TraceError(path, fact, "keep state out of the forward, and pass it as an input")
+
+
+def _check_sizes(node: Node) -> None:
+    pieces = node.meta.get("val")
+    if isinstance(pieces, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        fact = f"the value of a tensor becomes a Python number ({op_name(node)})"
+        raise TraceError("  ".join(source_line(node)) or "model", fact, VALUE_REMEDY)
+    for piece in pieces if isinstance(pieces, (tuple, list)) else [pieces]:
+        if isinstance(piece, torch.Tensor) and not all(isinstance(size, int) for size in piece.shape):
+            fact = f"the size of {node.target}'s result depends on the values of a tensor"
+            raise TraceError("  ".join(source_line(node)), fact, "use torch.where or a mask of fixed size")
+
+
+def module_path(node: Node) -> str:
+    """Return the dotted path of the user's module that ran the node, "" for the model itself."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    return path.removeprefix("model").removeprefix(".")
+
+
+def source_line(node: Node) -> tuple[str, str]:
+    """Return (`file.py:41`, code) of the user's innermost line that made the node."""
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+    frames = [i for i, line in enumerate(lines) if line.startswith("File ") and not _is_library(line)]
+    if not frames:
+        return "", ""
+    _, file, rest = lines[frames[-1]].split('"')
+    code = lines[frames[-1] + 1] if frames[-1] + 1 < len(lines) else ""
+    return f"{file.rsplit('/', 1)[-1]}:{rest.split('line ')[1].split(',')[0]}", code
+
+
+def _is_library(frame: str) -> bool:
+    return "/torch/" in frame or "/autoptd/trace/" in frame
+
+
+__all__ = ["VALUE_REMEDY", "check_kept", "module_path", "read_graph", "source_line"]

@@ -1,0 +1,228 @@
+"""Trace a model a second time, with another number of rows, along its first trace.
+
+All of the model's Python code runs again, in the same surroundings (torch.export's), but no graph is built:
+every operator that the forward calls must be the next one of the first graph, on the same operands, in the
+same gradient mode. Then the second trace is the first graph with the numbers and the sizes that were met.
+
+In: the first trace as it was before `normalize` (`Raw`), and the forward with other rows. Out: what
+torch.export would give, or None where the forward does anything else; a full trace then says what.
+
+    follower = Follower(raw)
+    with light_export(follower.run):
+        torch.export.export(...)        # ends with `Followed` or `Differs`
+    follower.graph()
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from autoptd.compat import FakeTensor, FakeTensorMode, PreDispatchMode
+from autoptd.ir.notes import copy_nodes, note, output, value
+
+aten = torch.ops.aten
+# Keys of Note.extra: an operator in a region under no_grad; the detach that `capture` puts behind a region.
+NO_GRAD, REGION_RESULT = "no_grad", "region_result"
+# Calls without a value. While torch.export traces, a cast asserts the dtype that it casts from.
+IGNORED = (torch.ops.prim.device.default, aten._assert_tensor_metadata.default)
+
+
+class Differs(BaseException):
+    """The forward is not the first trace's; no Exception, for the model's own code may catch those."""
+
+
+class Followed(BaseException):
+    """The forward is over, and all of it was the first trace's; nothing is left for torch.export to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """What the graph needs of a fake tensor; not the tensor, for torch copies results that others hold."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, x: Tensor) -> Metadata:
+        return cls(x.shape, x.stride(), x.dtype, x.device)
+
+    def make(self, mode: FakeTensorMode) -> FakeTensor:
+        meta = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
+        return FakeTensor(mode, meta, self.device)
+
+
+@dataclass(frozen=True)
+class Raw:
+    """A first trace: its graph before it was normalised, and which placeholder stands for each argument that
+    torch.export calls the forward with: parameters, buffers, leaves of the call (None: no tensor).
+    """
+
+    graph: Graph
+    given: tuple[Node | None, ...]
+
+
+class Follower(PreDispatchMode):
+    """Compares the operators of a running forward with those of a graph, and keeps what it meets."""
+
+    def __init__(self, raw: Raw) -> None:
+        super().__init__()
+        self._raw = raw
+        self._steps = [node for node in raw.graph.nodes if _is_step(node)]
+        self._at = 0
+        self._has_differed = False
+        # Nothing is kept alive: torch copies what its operators make where somebody else holds it too.
+        self._node_of = WeakTensorKeyDictionary()
+        self._values: dict[Node, Metadata | tuple[Metadata, ...]] = {}
+        self._calls: dict[Node, tuple[Any, Any]] = {}
+        self._constants: dict[Node, Tensor] = {}
+
+    def run(self, forward: Any, args: Sequence[Any]) -> None:
+        """Call the forward in the place of torch.export's tracer."""
+        if len(args) != len(self._raw.given):
+            self._differ()
+        for node, arg in zip(self._raw.given, args, strict=True):
+            if isinstance(arg, Tensor) != (node is not None):
+                self._differ()
+            if node is not None:
+                self._enter(node, arg)
+        with self:
+            (loss,) = forward(*args)
+        # The code of the model may have gone on behind a `Differs`, in a bare except.
+        if self._has_differed or self._at != len(self._steps):
+            self._differ()
+        self._operand(loss, output(self._raw.graph).args[0])
+        raise Followed
+
+    def graph(self) -> Graph:
+        """Return the first graph with what was met in the second run; not normalised, as the first one."""
+        graph, copies = copy_nodes(self._raw.graph)
+        for node, copy in copies.items():
+            if node in self._calls:
+                args, kwargs = self._calls[node]
+                copy.args, copy.kwargs = map_arg((args, kwargs), copies.__getitem__)
+            if node in self._constants:
+                note(copy).extra["constant"] = self._constants[node].detach()
+            made_by = _made_by(node)
+            if made_by in self._values:
+                copy.meta["val"] = _with(value(node), self._values[made_by])
+        return graph
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in IGNORED:
+            return func(*args, **kwargs)
+        node = self._steps[self._at] if self._at < len(self._steps) else None
+        # A tensor that `torch.tensor` made is copied in the graph: the graph must not write to the constant.
+        target = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
+        # torch.export drops a detach that nobody reads; its value is then not known here either.
+        if func is aten.detach.default and not self._is_detach(node, args[0]):
+            return func(*args, **kwargs)
+        if node is None or node.target is not target:
+            self._differ()
+        # Sizes that change in place would change behind what is kept here; detach_ changes none.
+        if torch.Tag.inplace_view in func.tags and func is not aten.detach_.default:
+            self._differ()
+        if torch.is_grad_enabled() == (NO_GRAD in note(node).extra) or _is_autocast():
+            self._differ()
+        self._calls[node] = self._literals(args, node.args), self._literals(kwargs, node.kwargs)
+        result = func(*args, **kwargs)
+        self._at += 1
+        self._enter(node, result)
+        return result
+
+    def _is_detach(self, node: Node | None, source: Tensor) -> bool:
+        if node is None or node.target is not aten.detach.default:
+            return False
+        return self._node_of.get(source) is _made_by(node.args[0])
+
+    def _enter(self, node: Node, met: Any) -> None:
+        """Note what a node stands for in this run; of several tensors, what their readers stand for."""
+        if isinstance(met, FakeTensor):
+            # The size of a data-dependent result is a symbol.
+            if met.layout is not torch.strided or any(type(size) is not int for size in met.shape):
+                self._differ()
+            self._node_of[met] = node
+            self._values[node] = Metadata.of(met)
+        elif isinstance(met, (list, tuple)) and all(isinstance(piece, FakeTensor) for piece in met):
+            self._values[node] = tuple(map(Metadata.of, met))
+            for user in node.users:
+                if user.target is operator.getitem:
+                    self._enter(user, met[user.args[1]])  # type: ignore[index]
+        else:
+            self._differ()
+
+    def _literals(self, met: Any, expected: Any) -> Any:
+        """Return the arguments of a call with nodes for tensors: those that the first graph has there."""
+        if isinstance(met, Tensor):
+            return self._operand(met, expected)
+        if isinstance(expected, Node):
+            self._differ()
+        if isinstance(met, dict) and isinstance(expected, dict) and met.keys() == expected.keys():
+            return {key: self._literals(met[key], expected[key]) for key in met}
+        if isinstance(met, (list, tuple)):
+            if not isinstance(expected, (list, tuple)) or len(met) != len(expected):
+                self._differ()
+            return type(met)(map(self._literals, met, expected))
+        # True equals 1, and a symbolic number equals whatever it is compared with.
+        if type(met) is not type(expected):
+            self._differ()
+        return met
+
+    def _operand(self, met: Any, expected: Any) -> Node:
+        """Return the node that an operand is in the first graph, if it is the same value in both runs."""
+        if not isinstance(expected, Node):
+            self._differ()
+        made_by = _made_by(expected)
+        known = self._node_of.get(met) if isinstance(met, Tensor) else None
+        if known is None:
+            # A tensor from nowhere: a constant that the forward makes, or finds, in both runs.
+            is_new = "constant" in note(made_by).extra and made_by not in self._constants
+            if not is_new or type(met) is not Tensor:
+                self._differ()
+            self._constants[made_by] = met
+            self._node_of[met] = known = made_by
+        if known is not made_by:
+            self._differ()
+        return expected
+
+    def _differ(self) -> NoReturn:
+        self._has_differed = True
+        raise Differs
+
+
+def _is_step(node: Node) -> bool:
+    """Tell whether a node is a call that the forward made: no part of another's result, no detach of ours."""
+    is_call = node.op == "call_function" and node.target not in (*IGNORED, operator.getitem)
+    return is_call and REGION_RESULT not in note(node).extra
+
+
+def _made_by(node: Any) -> Any:
+    """Return the node itself, or what it detaches behind a region: the same tensor for the forward."""
+    while isinstance(node, Node) and REGION_RESULT in note(node).extra:
+        node = node.args[0]
+    return node
+
+
+def _with(known: Any, met: Metadata | tuple[Metadata, ...]) -> Any:
+    """Return what a node's value is in the second run; `known` is that of the first."""
+    if isinstance(met, tuple):
+        return type(known)([_with(*pair) for pair in zip(known, met, strict=True)])
+    return known if Metadata.of(known) == met else met.make(known.fake_mode)
+
+
+def _is_autocast() -> bool:
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
+__all__ = ["NO_GRAD", "REGION_RESULT", "Differs", "Followed", "Follower", "Raw"]
