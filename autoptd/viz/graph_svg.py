@@ -15,11 +15,12 @@ from xml.sax.saxutils import escape, quoteattr
 from autoptd.viz.dark import dark_rules
 from autoptd.viz.layout import Curve, Layout, Place, Point
 from autoptd.viz.scene import INK, LEADING, PADDING, QUIET, SIZE, Frame, Item, Line, Link, Scene, text_width
+from autoptd.viz.taken import Taken, along
 
 MARGIN, GAP = 16.0, 12.0
 TITLE, SUBTITLE = 17.0, 12.0
-# Radius of the letter on a link; pixels between the places that are tried for it.
-LETTER, STEP = 6.5, 3.0
+# Radius of the letter on a link.
+LETTER = 6.5
 # Pixels that the legend may take, however narrow the picture is.
 MIN_WIDTH = 760.0
 STYLE = f"""
@@ -61,10 +62,12 @@ def scene_svg(scene: Scene, places: Layout) -> str:
 def _parts(scene: Scene, places: Layout) -> Iterator[str]:
     """Draw everything below the head: frames, links, headings, boxes, and what stands on links."""
     # Headings and boxes cover links; letters must not cover headings and boxes.
-    taken = [places.items[item.id] for item in scene.items]
+    taken = Taken()
+    for item in scene.items:
+        taken.add(places.items[item.id])
     for frame in scene.all_frames:
         yield from _frame(frame, places.frames[frame.id])
-        taken.append(_heading_place(frame, places.frames[frame.id]))
+        taken.add(_heading_place(frame, places.frames[frame.id]))
     drawn = [(link, places.curves[k]) for k, link in enumerate(scene.links)]
     for link, curve in drawn:
         yield from _link(link, curve)
@@ -186,14 +189,14 @@ def _arrow(base: Point, tip: Point, link: Link) -> str:
     return f'<polygon points="{" ".join(map(_xy, (tip, *sides)))}" fill="{link.color}"/>'
 
 
-def _on_link(link: Link, curve: Curve, taken: list[Place]) -> Iterator[str]:
+def _on_link(link: Link, curve: Curve, taken: Taken) -> Iterator[str]:
     """Draw the letter on a link and the lines beside it, above everything else.
 
     The letter stands where the link begins, or as near to it as nothing in `taken` is covered.
     """
     at = _letter_place(curve.points, taken) if link.letter else None
     if at:
-        taken.append(at)
+        taken.add(at)
         circle = (
             f'<circle cx="{_n(at.x)}" cy="{_n(at.y)}" r="{LETTER:g}" fill="#ffffff" stroke="{link.color}"/>'
         )
@@ -212,36 +215,17 @@ def _on_link(link: Link, curve: Curve, taken: list[Place]) -> Iterator[str]:
         yield "</g>"
 
 
-def _letter_place(points: Sequence[Point], taken: Sequence[Place]) -> Place | None:
+def _letter_place(points: Sequence[Point], taken: Taken) -> Place | None:
     """Return where a letter has room on a link; None where it has none, or is on the same spot already."""
-    for x, y in _along(points):
+    for x, y in along(points):
         spot = Place(x, y, 2 * LETTER, 2 * LETTER)
-        hit = next((other for other in taken if _overlap(spot, other)), None)
+        hit = taken.find(spot)
         if hit is None:
             return spot
         # Links that leave a box together carry the same value: one letter tells the type of all.
         if hit.width == spot.width and hypot(hit.x - x, hit.y - y) < LETTER:
             return None
     return None
-
-
-def _overlap(a: Place, b: Place) -> bool:
-    is_wide = abs(a.x - b.x) < (a.width + b.width) / 2
-    return is_wide and abs(a.y - b.y) < (a.height + b.height) / 2
-
-
-def _along(points: Sequence[Point]) -> Iterator[Point]:
-    """Yield points of some cubic curves, every few pixels from the first end to the last."""
-    for k in range(0, len(points) - 1, 3):
-        a, b, c, d = points[k : k + 4]
-        # By the distance of the ends: curves here are short, or nearly straight.
-        count = max(2, ceil(hypot(d[0] - a[0], d[1] - a[1]) / STEP))
-        for i in range(count + 1):
-            t = i / count
-            weights = (1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t * t * (1 - t), t**3
-            x = sum(weight * point[0] for weight, point in zip(weights, (a, b, c, d), strict=True))
-            y = sum(weight * point[1] for weight, point in zip(weights, (a, b, c, d), strict=True))
-            yield x, y
 
 
 def _hint(text: str) -> str:

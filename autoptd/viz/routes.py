@@ -213,7 +213,11 @@ class Router:
                 x = side
             into = self.gutters[route.last].track()
             points += [(x, lanes[-1]), (into, lanes[-1])]
-            label = min(x, into) + SPACE + width / 2, lanes[-1] - height / 2 - 2
+            left = min(x, into) + SPACE
+            if route.bands[-1][1] >= 0:
+                # Within a frame, whose border the gutter on its left lies beyond.
+                left = max(left, min(route.source.x, route.target.x))
+            label = left + width / 2, lanes[-1] - height / 2 - 2
             x = into
         points.append((x, end[1]))
         tip = end if link.has_head else None
