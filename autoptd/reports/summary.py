@@ -160,7 +160,7 @@ def _remarks(program: Program) -> Iterator[str]:
         lost = round(4 / torch.finfo(getattr(torch, dtype)).eps)
         yield (
             f"{dtype} parameters are stepped as they are, with moments in {dtype}: an update of less than "
-            f"1/{lost} of a weight is lost. parallelize(model, precision='bf16') steps float32 copies instead."
+            f"1/{lost} of a weight is lost. --precision bf16 (in Python precision=) steps float32 copies instead."
         )
 
 
