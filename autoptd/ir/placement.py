@@ -31,8 +31,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import torch
-
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import AXES, Mesh, Role, role_of
 from autoptd.ir.sub_axes import SubAxis
@@ -152,4 +150,7 @@ def _axes_of(role: Role) -> list[str]:
 
 def itemsize(dtype: str) -> int:
     """Return the bytes of a number: 4 for "float32"."""
+    # Options are read before torch is loaded, which takes seconds.
+    import torch
+
     return int(getattr(torch, dtype).itemsize)

@@ -58,6 +58,9 @@ class Instead(Group, Channel):
     def all_gather_start(self, *args: Any, **keys: Any) -> Any:
         return self._right.all_gather_start(*args, **keys)
 
+    def all_gather_start_(self, *args: Any, **keys: Any) -> Any:
+        return self._right.all_gather_start_(*args, **keys)
+
     def reduce_scatter_start(self, *args: Any, **keys: Any) -> Any:
         return self._right.reduce_scatter_start(*args, **keys)
 

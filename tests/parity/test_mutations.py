@@ -86,10 +86,10 @@ def test_one_tied_sum_less_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def skip_bucket(wanted: Callable[[gradients.Bucket], bool]) -> Callable[..., None]:
     start = gradients.Bucket.start
 
-    def changed(self: gradients.Bucket, leaves: dict[str, torch.Tensor]) -> None:
-        start(self, leaves)
+    def changed(self: gradients.Bucket) -> None:
+        start(self)
         if wanted(self):
-            flat = self.pending.wait() / self.world.mesh.d
+            flat = self.pending.wait() / self.params.world.mesh.d
             self.pending = Done(flat)
 
     return changed

@@ -111,6 +111,8 @@ ELSEWHERE = {
     "passes/fusion/activations.py: FORMULA": "a pattern",
     "passes/fusion/attention.py: PRODUCTS": "a pattern",
     "passes/fusion/norms.py: SQUARES": "a pattern",
+    "passes/reader_names.py: NORM": "a pattern, for names that people know",
+    "passes/solve/batch.py: REMEDIES": "what a user of an operator may want instead",
     "runtime/work.py: SAME_PRODUCTS": "what torch's registry of formulas lacks",
     "runtime/work.py: VECTOR_PRODUCTS": "what torch's registry of formulas lacks",
     "runtime/work.py: SILENT": "what torch's schema does not say of kernels",
