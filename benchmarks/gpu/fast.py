@@ -113,10 +113,12 @@ def rank(shape: Shape, mesh: dict[str, int], microbatches: int, setting: Setting
         PLAIN: {"fuse": False},
         f"{FUSED}, sequence parallel, hooks": {"fuse": triton, "sequence_parallel": True, **HOOKS},
     }
+    # At this size fixed costs decide where stages are cut, and a stage may be left without a layer.
+    pinned = {"plan": {"cut": [1, 1]}} if setting.is_toy and "p" in mesh else {}
     forms: dict[str, Form] = {}
     close_world()
     for name, options in list(asked.items())[: 1 if setting.is_toy else None]:
-        forms[name], layers = of_rank(shape, setting, mesh, microbatches, **options)
+        forms[name], layers = of_rank(shape, setting, mesh, microbatches, **options, **pinned)
         tokens = shape.tokens * microbatches
         flops = layers * shape.layer_flops(tokens) / mesh["t"]
         if mesh.get("p", 1) == 1:
