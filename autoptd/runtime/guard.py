@@ -116,6 +116,11 @@ class GuardedParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Saved as the plain tensor that it is, without what this process knows of it.
+        with unguarded():
+            return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
 
 class GuardedGradient(Tensor):
     """A parameter's gradient on one rank: see the module's docstring."""

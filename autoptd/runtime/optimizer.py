@@ -184,6 +184,8 @@ def register_hooks(optimizer: optim.Optimizer, ranks: Sequence[RankParameters], 
 @unguarded()
 def before_update(params: RankParameters) -> None:
     """Let storage have what the user wrote to parameters and to their gradients."""
+    # What is still sent of the last update must not change under way.
+    params.wait()
     params.absorb_edits()
     params.hand_gradients()
 

@@ -89,6 +89,8 @@ class SharedBucket:
 
     def gather_start(self) -> None:
         """Start bringing what all ranks updated into the buffer; it must not be read before `wait`."""
+        # Two updates in a row: the buffer is not gathered twice at once.
+        self.wait()
         if self.has_master:
             self.use[self.start : self.end].copy_(self.range)
         self._pending = self.group.all_gather_start_(self.use, self.plan.gather_site)

@@ -39,7 +39,7 @@ from autoptd.options import Options, make_options
 from autoptd.parallel_model import ParallelModel
 from autoptd.program.program import Program
 from autoptd.runtime.check_call import check_call
-from autoptd.trace import check_module, modes_of
+from autoptd.trace import check_module, check_precision, computing_in, modes_of
 from autoptd.trace.loss import WithLoss
 from autoptd.verify.fresh import Call, fresh_calls, given_calls
 from autoptd.verify.untouched import check_copy, put_back, rounding_of
@@ -126,6 +126,7 @@ def verify(
     options = make_options(**{**planned(model, example_inputs, keywords), "backend": "local"})
     call = split_call(example_inputs)
     check_module(model)
+    check_precision(model, options.precision)
     if any(p.is_meta for p in model.parameters()):
         raise PlanError(
             "verify", "the model is on meta: there are no weights to compare", "build it on a real device"
@@ -153,7 +154,12 @@ def verify(
     report = compare_program(wide_model, program, setting, wide_calls)
     if own is not None:
         with activity(f"first steps of {program.mesh.size} ranks in the model's own dtype"):
-            found = compare_first_losses(model, own, replace(large, options=options), calls, losses)
+            narrow = replace(large, options=options)
+            # The model as `precision` computes it; as it is, these are the losses from above.
+            with computing_in(model, options.precision):
+                allowed = rounding_of(model)
+                wanted = first_losses(model, own, narrow, calls) if options.precision else losses
+            found = compare_first_losses(model, own, narrow, calls, wanted, allowed)
         report = replace(report, differences=report.differences + tuple(found))
     if not report.passed:
         raise InternalError("verify", f"the partitioned model differs from the model\n{report}\n")
@@ -274,9 +280,14 @@ def compare_evaluation(
 
 
 def compare_first_losses(
-    model: nn.Module, program: Program, setting: Setting, calls: list[Call], wanted: list[torch.Tensor]
+    model: nn.Module,
+    program: Program,
+    setting: Setting,
+    calls: list[Call],
+    wanted: list[torch.Tensor],
+    allowed: float,
 ) -> list[Difference]:
-    """Compare the first two losses of the partitioned model in the model's own dtype."""
+    """Compare the first two losses of the partitioned model in the dtype that it is asked to compute in."""
     pm = ParallelModel(program, setting.options, model.state_dict())
     found = []
     try:
@@ -287,7 +298,7 @@ def compare_first_losses(
             name = "loss" if is_same else f"loss, of {ours.dtype} for {loss.dtype},"
             # A loss of another dtype is wrong however close its number.
             size = relative_difference(ours, loss, 0.0) if is_same else float("inf")
-            found.append(Difference("own dtype", name, step, size, allowed=rounding_of(model)))
+            found.append(Difference("own dtype", name, step, size, allowed=allowed))
             optimizer.step()
             optimizer.zero_grad()
     finally:

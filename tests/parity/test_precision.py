@@ -6,6 +6,7 @@ That its path of storage, use and gradients is right in all combinations: `cover
 from __future__ import annotations
 
 import copy
+import importlib
 from typing import Any
 
 import pytest
@@ -161,6 +162,14 @@ def test_a_bf16_model_is_stored_in_float32_and_handed_back_in_bf16() -> None:
     assert {x.dtype for group in optimizer.param_groups for x in group["params"]} == {torch.float32}
     assert {x.dtype for x in pm.state_dict().values() if x.is_floating_point()} == {torch.bfloat16}
     pm.close()
+
+
+def test_verify_compares_the_dtype_that_is_computed_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    verify = importlib.import_module("autoptd.verify.verify")
+    monkeypatch.setattr(verify, "CHECKS", ("own dtype",))
+    report = autoptd.verify(gpt(2), d=2, zero=1, precision="bf16", example_inputs=batch(4), steps=2)
+    own = [found for found in report.differences if found.what == "own dtype"]
+    assert report.passed and own
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -5,6 +5,7 @@ That it trains like one device, in all combinations: `covering.py`. Here is what
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -200,6 +201,20 @@ def test_what_a_user_sees_of_parameters_and_gradients() -> None:
     assert torch.equal(pm.state_dict()[name], before)
     with pytest.raises(PlanError, match="norm"):
         parameter.norm()
+    pm.close()
+
+
+def test_two_updates_in_a_row_and_a_parameter_that_is_saved() -> None:
+    """The second update waits for what the first one gathers; what is saved is a tensor, without the ranks."""
+    pm, optimizer = train(gpt().double(), steps=1, d=2, zero=1)
+    pm.step(*batch(8))
+    optimizer.step()
+    optimizer.step()
+    state, stream = pm.state_dict(), io.BytesIO()
+    torch.save(dict(pm.rank_parameters(1)), stream)
+    stream.seek(0)
+    for name, x in torch.load(stream).items():
+        assert type(x) is nn.Parameter and torch.equal(x, state[name])
     pm.close()
 
 
