@@ -274,7 +274,7 @@ def test_weighed_bytes_are_those_of_the_collectives() -> None:
     "mesh", thinned([{"t": 4, "d": 2}, {"t": 2, "p": 2, "v": 2}, {"t": 2}], every=2), ids=str
 )
 @pytest.mark.parametrize("model", [gpt, separate, dropping_gpt], ids=["gpt", "separate", "dropout"])
-@pytest.mark.parametrize("choice", [True, "auto"])
+@pytest.mark.parametrize("choice", ["auto", pytest.param(True, marks=pytest.mark.thorough)])
 def test_parity_where_auto_finds_another_plan(model: Any, mesh: dict[str, Any], choice: bool | str) -> None:
     ids, targets = batch()
     request: dict[str, Any] = {**mesh, "sequence_parallel": choice, "machine": WHOLE_WEIGHTS}
