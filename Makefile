@@ -15,6 +15,8 @@ SOURCES := autoptd examples tests benchmarks
 # Not models.py, which verifies the ecosystem's models for hours, nor families.py, which is what it reads.
 BENCHMARKS := $(filter-out benchmarks/models.py benchmarks/families.py,$(wildcard benchmarks/*.py))
 export OMP_NUM_THREADS ?= 1
+# Without byte code on disk every process compiles what it imports once more, for seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install demo test lint bench gpu clean
 

@@ -82,7 +82,7 @@ def axis_text(mesh: Mesh, ranks: Sequence[int]) -> str:
         along = sorted({place[axis] for place in places})
         degree = mesh.degree(axis)
         # Some of the coordinates of an axis, at equal distances, are a sub-axis of it.
-        if axis in mesh.value_axes and 1 < len(along) < degree:
+        if axis not in mesh.stage_axes and 1 < len(along) < degree:
             factor = SubAxis(axis, degree // (len(along) * (along[1] - along[0])), len(along))
             texts.append(str(factor))
         elif len(along) > 1:

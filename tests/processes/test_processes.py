@@ -14,6 +14,7 @@ import pytest
 
 from autoptd.ir.actions import Kind, parse
 from tests.ports import free_port
+from tests.processes import share_updates
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -70,6 +71,14 @@ def test_four_processes_share_two_kv_heads() -> None:
     assert [code for code, _, _ in results] == [0] * 4, "\n".join(err[-2000:] for _, _, err in results)
     found = json.loads(results[0][1].splitlines()[-1])
     assert max(found["worst"].values()) <= 1e-9 and found["axes"] == ["tp", "tp:(2)2"], found
+
+
+def test_four_processes_share_the_update_in_one_world_after_the_other() -> None:
+    """Each world finds its own addresses in the store that all of them share."""
+    results = finish(start("share_updates.py", 4), timeout=180)
+    assert [code for code, _, _ in results] == [0] * 4, "\n".join(err[-2000:] for _, _, err in results)
+    worst = json.loads(results[0][1].splitlines()[-1])
+    assert len(worst) == len(share_updates.MESHES) and max(worst) <= 1e-9, worst
 
 
 TWO, FOUR = {"p": 2}, {"p": 2, "d": 2}

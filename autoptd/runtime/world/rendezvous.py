@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from itertools import count
 
 import torch
 import torch.distributed as dist
 
 from autoptd.compat import env_store
 from autoptd.errors import PlanError
+
+# Numbers of the default groups that this process has made.
+_GROUPS = count()
 
 
 def default_backend(device: torch.device) -> str:
@@ -34,7 +38,8 @@ def default_backend(device: torch.device) -> str:
 def init_from_env(backend: str, timeout: float, group_limit: timedelta) -> None:
     """Make the default process group.
 
-    Torchrun's restarts share one store, so each attempt takes its own prefix.
+    Torchrun's restarts share one store, and so do the groups that a process makes one after the other: each
+    takes its own prefix, or a rank reads the address of one that is closed.
     """
     wanted = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in wanted if name not in os.environ]
@@ -42,7 +47,9 @@ def init_from_env(backend: str, timeout: float, group_limit: timedelta) -> None:
         fact = f"{', '.join(missing)} not set"
         raise PlanError("torch.distributed", fact, "start with torchrun, or use backend='local'")
     store, rank, size = env_store(timedelta(seconds=timeout))
-    store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # Every rank makes all of these groups, so that each counts alike.
+    store = dist.PrefixStore(f"attempt {attempt} group {next(_GROUPS)}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=group_limit)
 
 

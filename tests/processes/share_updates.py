@@ -1,0 +1,66 @@
+"""Run by `test_processes.py` as one of 4 ranks over gloo: several worlds, one after the other, that shard the update.
+
+Rank 0 prints one JSON line: per mesh, the largest difference of a parameter after three clipped steps from one device's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import autoptd
+from autoptd.program.calls import expected_calls
+from tests.parity.models import batch, gpt
+
+# Reduce-scatter alone; with a sum over tp behind it; over half of the replicas, with a sum over the other half.
+MESHES: list[dict[str, Any]] = [{"p": 2, "d": 2}, {"t": 2, "d": 2}, {"d": 4, "dp_shard": 2}]
+STEPS = 3
+
+
+def main() -> None:
+    expected = one_device()
+    found = [largest_difference(mesh, expected) for mesh in MESHES]
+    # Each world has taken its process group with it.
+    if os.environ["RANK"] == "0":
+        print(json.dumps(found), flush=True)
+
+
+def one_device() -> dict[str, Tensor]:
+    model, data = gpt().double(), batch(8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(STEPS):
+        model(*data)[-1].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+def largest_difference(mesh: dict[str, Any], expected: dict[str, Tensor]) -> float:
+    data = batch(8)
+    pm = autoptd.parallelize(gpt().double(), **mesh, zero=1, example_inputs=data, timeout=120)
+    optimizer = pm.optimizer(torch.optim.AdamW, lr=1e-2)
+    share = pm.local_batch(*data)
+    for _ in range(STEPS):
+        with pm.record() as record:
+            pm.step(*share)
+        calls = Counter(call for call in record.collectives if call.kind != "objects")
+        if calls != expected_calls(pm.program, torch.distributed.get_rank()):
+            raise RuntimeError(f"executed were {record.collectives}")
+        pm.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    # Of rank 0; the others get nothing.
+    state = pm.state_dict()
+    worst = max((float((state[name] - x).abs().max()) for name, x in expected.items() if state), default=0.0)
+    pm.close()
+    return worst
+
+
+if __name__ == "__main__":
+    main()
