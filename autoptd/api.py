@@ -68,6 +68,11 @@ def parallelize(
     accumulate_allreduce_grads_in_fp32: bool | None = None,
     delay_wgrad_compute: str | None = None,
     precision: str | None = None,
+    loss_scale: float | None = None,
+    initial_loss_scale: float | None = None,
+    loss_scale_window: int | None = None,
+    hysteresis: int | None = None,
+    min_loss_scale: float | None = None,
     zero: int | None = None,
     dp_shard: int | None = None,
     memory: float | None = None,
@@ -103,7 +108,9 @@ def parallelize(
         device), and those to use.
     async_tensor_model_parallel_allreduce, accumulate_allreduce_grads_in_fp32, delay_wgrad_compute: hooks on
         the backward of linear layers, see `Options`.
-    precision: "bf16" computes in bf16, from float32 parameters that the optimizer steps.
+    precision: "bf16" or "fp16" computes in that, from float32 parameters that the optimizer steps.
+    loss_scale: of "fp16"; by default dynamic, by `initial_loss_scale`, `loss_scale_window`, `hysteresis` and
+        `min_loss_scale`, see `Options`.
     zero: 1 divides the optimizer's state over the replicas (ZeRO stage 1), over groups of `dp_shard` of them if given.
     memory: what a rank may hold, in bytes.
     machine: what the plan is weighed for: a name as `plan(cluster=)` takes it, such as "h100"

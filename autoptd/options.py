@@ -43,7 +43,9 @@ ZERO_BUBBLE = ("zb_h1", "zb_2p", "zbv")
 P2P = ("auto", "scatter_gather", "direct")
 DELAYS = ("after_b", "before_reduce")
 BACKENDS = ("local", "gloo", "nccl")
-PRECISIONS = ("bf16",)
+LOSS_SCALE = ("loss_scale", "initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
+# The dtype in which stages compute, by the keyword `precision`.
+PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
 FUSE = ("eager", "triton", "inductor", False)
 UNIT_BYTES = {"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "KB": 1e3, "MB": 1e6, "GB": 1e9}
 
@@ -77,8 +79,12 @@ class Options:
         does not fit, it is raised until one does (`memory_price.py`); a saved plan has it, and so gives the
         same program again.
     precision: "bf16" computes as `model.bfloat16()` does, from a float32 copy of the parameters, which the optimizer
-        steps ("master weights"); gradients add up in float32. State dicts have the model's own dtypes. None: the model
-        as it is.
+        steps ("master weights"); gradients add up in float32. State dicts have the model's own dtypes. "fp16" likewise,
+        with `model.half()` and a loss scale. None: the model as it is.
+    loss_scale: what backward starts from in place of 1, with precision="fp16"; None: a dynamic scale, by the four
+        keywords behind it (Megatron's). It starts as `initial_loss_scale`. An update is skipped, on all ranks, where
+        a gradient is not finite. From the `hysteresis`-th such update on each halves the scale, down to
+        `min_loss_scale`; `loss_scale_window` updates in a row without one double it, and count anew.
     zero: 1 divides the optimizer's state over the replicas (Rajbhandari et al. 2020, stage 1): each updates a range
         of the parameters, which are gathered behind the update. The numbers are those of zero=0.
     dp_shard: replicas that share one copy of that state, a divisor of d, neighbours; None: all. The others hold
@@ -151,7 +157,24 @@ class Options:
     )
     precision: str | None = field(
         default=None,
-        metadata=about("choice", "of computing; storage and sums are float32", choices=PRECISIONS, **IN_PLAN),
+        metadata=about(
+            "choice", "of computing; storage and sums are float32", choices=tuple(PRECISIONS), **IN_PLAN
+        ),
+    )
+    loss_scale: float | None = field(
+        default=None, metadata=about("float", "a fixed one for fp16 (default: dynamic)", **FOR_TRAINING)
+    )
+    initial_loss_scale: float = field(
+        default=2.0**16, metadata=about("float", "of a dynamic scale (default 2**16)", **FOR_TRAINING)
+    )
+    loss_scale_window: int = field(
+        default=1000, metadata=about("count", "good updates that double it (default 1000)", **FOR_TRAINING)
+    )
+    hysteresis: int = field(
+        default=2, metadata=about("count", "bad updates before it is halved (default 2)", **FOR_TRAINING)
+    )
+    min_loss_scale: float = field(
+        default=1.0, metadata=about("float", "of a dynamic scale (default 1)", **FOR_TRAINING)
     )
     zero: int = field(
         default=0,
@@ -210,6 +233,7 @@ class Options:
         object.__setattr__(self, "memory", _check_memory(self.memory))
         self._check_schedule()
         self._check_storage()
+        self._check_loss_scale()
         self._check_numbers()
 
     def _check_schedule(self) -> None:
@@ -244,6 +268,25 @@ class Options:
         if self.d % self.dp_shard:
             remedy = f"a divisor of {self.d}"
             raise PlanError(f"dp_shard={self.dp_shard}", f"does not divide d={self.d}", remedy)
+
+    def _check_loss_scale(self) -> None:
+        """Check that a loss scale is asked for where there is one, and that its numbers make one."""
+        given = [item for item in fields(self) if item.name in LOSS_SCALE]
+        given = [item for item in given if getattr(self, item.name) != item.default]
+        for item in given:
+            value = getattr(self, item.name)
+            if self.precision != "fp16":
+                fact = f"there is no loss scale with precision={self.precision!r}"
+                raise PlanError(f"{item.name}={value!r}", fact, 'leave it out, or precision="fp16"')
+            if self.loss_scale is not None and item.name != "loss_scale":
+                fact = f"loss_scale={self.loss_scale!r} is a fixed scale"
+                raise PlanError(f"{item.name}={value!r}", fact, "one of the two")
+            # NaN is not above 0 either.
+            if not (isinstance(value, (int, float)) and 0 < value < math.inf):
+                raise PlanError(f"{item.name}={value!r}", "not a positive number", "a power of two")
+        if self.min_loss_scale > self.initial_loss_scale:
+            fact = f"is above initial_loss_scale={self.initial_loss_scale!r}"
+            raise PlanError(f"min_loss_scale={self.min_loss_scale!r}", fact, "a smaller number")
 
     def _check_numbers(self) -> None:
         """Check seconds, bytes and steps, and that the fused operators exist."""

@@ -81,16 +81,26 @@ class ParallelModel(StartedModel):
         self._calls += 1
         call = self._calls
 
+        scale = None if self._loss_scale is None else self._loss_scale.value
+
         def step(rank: Rank) -> torch.Tensor:
             names, replica = rank.executor.inputs, ranks.replica_of(rank)
             batch = cut(program, args, kwargs, names, replica, rank.world.device)
-            return rank.executor.step(batch, self.options.nan)
+            return rank.executor.step(batch, self.options.nan, scale)
 
         # Outside of the step: its collectives are no part of the program, and not recorded.
         if check_copies.is_due(call, self.options.check_every):
             ranks.unrecorded.run(check_copies.SITE, lambda rank: check_copies.check_copies(rank.params, call))
         with self._batch_checked(ranks, "step", call, flatten(args, kwargs)[0]):
-            return ranks.run("step", step)
+            loss = ranks.run("step", step)
+        if self._loss_scale is not None:
+            self._loss_scale.renew()
+        return loss
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The loss scale of the next step with precision="fp16"; else None."""
+        return None if self._loss_scale is None else self._loss_scale.value
 
     def measured_step(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, tuple[StepTimes, ...]]:
         """Run `step`, and return where its time went on every rank: computing, in collectives, waiting.
@@ -178,14 +188,16 @@ class ParallelModel(StartedModel):
         `params` takes names, globs, tensors and (name, tensor) pairs, or group dicts of such; None is all.
         Elementwise classes only. Its `state_dict` speaks original names and full tensors, and is collective.
         In local it steps all ranks at once. Adam, AdamW and SGD take torch's fused form unless `fused=`,
-        `foreach=`, `capturable=` or `differentiable=` is given.
+        `foreach=`, `capturable=` or `differentiable=` is given. With precision="fp16", `step` changes nothing
+        where a gradient of any rank is not finite; then `skipped` of the optimizer is True.
         """
         ranks = self._started("optimizer")
 
         def run(fn: Callable[[Any], Any]) -> Any:
             return ranks.run("optimizer", lambda rank: fn(rank.params))
 
-        return make_optimizer(cls, [rank.params for rank in ranks.here], run, params, **keywords)
+        held = [rank.params for rank in ranks.here]
+        return make_optimizer(cls, held, run, params, self._loss_scale, **keywords)
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return `optimizer.state_dict()`: full tensors by original names on rank 0, {} elsewhere.
@@ -206,7 +218,10 @@ class ParallelModel(StartedModel):
         Collective.
         """
         ranks = self._started("clip_grad_norm_")
-        return ranks.run("clip_grad_norm_", lambda rank: clip_gradients(rank.params, max_norm, norm_type))
+        norm = ranks.run("clip_grad_norm_", lambda rank: clip_gradients(rank.params, max_norm, norm_type))
+        if self._loss_scale is not None:
+            self._loss_scale.saw(norm)
+        return norm
 
     # parameters and state
 

@@ -27,6 +27,7 @@ from autoptd.program.program import Program
 from autoptd.runtime.batch import CallForm, is_call_in_one
 from autoptd.runtime.devices import device_of_ranks
 from autoptd.runtime.launch import LocalRanks, ProcessRank, RunningRanks, is_launched, own_rank
+from autoptd.runtime.loss_scale import LossScale
 from autoptd.runtime.model_buffers import ModelBuffers
 from autoptd.runtime.read_folder import Folder
 from autoptd.runtime.save_pretrained import FolderFormat
@@ -82,6 +83,7 @@ class StartedModel:
         # Stands in for the (args, kwargs, number of replicas whose rows they hold) that were compiled for.
         self._call: Any = None
         self._weights, self._format = weights, format or FolderFormat()
+        self._loss_scale = LossScale.of(options)
         self._buffers = ModelBuffers(shared or SharedBuffers())
         self._program: Program | None = None
         self._eval_program: Program | None = None

@@ -62,7 +62,7 @@ def main() -> None:
     single, parallel = (read_losses(args.out / name) for name in ("single.json", "parallel.json"))
     entropy = unigram_entropy(load_tokens(args.data))
     (args.out / "loss.svg").write_text(draw(single, parallel, entropy))
-    faults = find_faults(single, parallel, entropy)
+    faults = find_faults(single, parallel, entropy, args.precision)
     if faults:
         sys.exit("\nThe demo FAILED:\n" + "\n".join(f"  {fault}" for fault in faults))
     difference = max(abs(a - b) for a, b in zip(single, parallel, strict=True))

@@ -40,6 +40,9 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--precision", help="bf16 or fp16: of the ranks; the loop on one device stays in float32"
+    )
     parser.add_argument("--data", type=Path, help="text file (default: Python's help topics)")
     parser.add_argument(
         "--out", type=Path, default=Path("out"), help="folder for results (default %(default)s)"

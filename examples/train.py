@@ -27,6 +27,7 @@ def train(args: Namespace) -> None:
         v=args.v,
         num_microbatches=args.num_microbatches,
         schedule=args.schedule,
+        precision=args.precision,
         backend=args.backend,
         example_inputs=next(make_batches(args)),
     )

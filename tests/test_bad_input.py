@@ -125,7 +125,7 @@ def test_nan_loss_may_pass() -> None:
 FUTURE = {
     "c": 2,
     "zero": 2,
-    "precision": "fp16",
+    "precision": "bf16-mixed",
     "recompute": True,
 }
 
@@ -142,6 +142,8 @@ ELSEWHERE = {
     "dp": "it is called d here",
     "bf16": 'precision="bf16"',
     "mixed_precision": 'precision="bf16"',
+    "fp16": 'or "fp16"',
+    "dynamic_loss_scale": "loss_scale",
     "zero_stage": "zero=1",
     "world_size": "--nproc-per-node",
     "gradient_accumulation_steps": "num_microbatches",

@@ -63,7 +63,8 @@ def test_a_count_is_a_whole_number_of_at_least_1(name: str) -> None:
         with pytest.raises(autoptd.PlanError, match="whole number"):
             Options(**{name: value})  # type: ignore[arg-type]
     with pytest.raises(autoptd.PlanError, match="is below 1"):
-        parse(["show", "gpt2", f"--{name.replace('_', '-')}", "0"])
+        command = "train" if KEYWORDS[name].is_for_training else "show"
+        parse([command, "gpt2", f"--{name.replace('_', '-')}", "0"])
 
 
 @pytest.mark.parametrize(

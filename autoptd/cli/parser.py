@@ -367,6 +367,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "text": {},
     "count": {"type": int, "metavar": "N"},
     "number": {"type": int},
+    "float": {"type": float, "metavar": "X"},
     # None rather than False: a flag that was not given must not contradict a plan or a file.
     "on": {"action": "store_true", "default": None},
     # `--flag`, `--flag true` and `--flag false`.

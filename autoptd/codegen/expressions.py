@@ -40,6 +40,8 @@ def expression(node: Node, text: Text, site: str = '""') -> str:
         return _index(node, text)
     args = [literal(arg, text) for arg in node.args]
     keywords = {key: literal(arg, text) for key, arg in node.kwargs.items() if key not in DROPPED}
+    if operator_of(node).needs_contiguous:
+        args[0] += ".contiguous()"
     if operator_of(node).creates:
         # The traced program has the device of the compilation, which may be meta.
         keywords |= {"dtype": str(tensor(node).dtype), "device": "self.device"}

@@ -10,7 +10,10 @@ has.
 from __future__ import annotations
 
 # Remedies that several names share.
-PRECISION = 'precision="bf16": stages compute in bf16, the optimizer steps float32'
+PRECISION = 'precision="bf16" or "fp16": stages compute in that, the optimizer steps float32'
+SCALE = (
+    'precision="fp16" has a dynamic loss scale; loss_scale= fixes it, initial_loss_scale= is where it starts'
+)
 RANKS = "leave it out: t * p * d ranks run, as many as torchrun starts (--nproc-per-node)"
 ROWS = "num_microbatches=m: a replica's rows of the batch are divided by it"
 ZERO = "zero=1 divides the optimizer's state over the replicas, dp_shard=k over groups of k; stages 2 and 3 are not there yet"
@@ -67,6 +70,7 @@ _REMEDIES = {
         "mixed_precision bf16 fp16 amp autocast mp_policy torch_dtype dtype param_dtype reduce_dtype "
         "mixed_precision_param use_amp half bfloat16"
     ),
+    SCALE: "grad_scaler scaler use_grad_scaler dynamic_loss_scale init_scale initial_scale_power",
     RANKS: "world_size nproc nproc_per_node num_gpus n_gpus ngpus num_nodes nnodes num_processes rank local_rank",
     ZERO: (
         "zero_stage zero_optimization fsdp fsdp2 sharding_strategy use_distributed_optimizer distributed_optimizer "

@@ -45,6 +45,7 @@ def linear_cross_entropy(
     chunk: int | None = None,
     dtype: torch.dtype | None = None,
     wgrad: Callable[[WeightSum], None] | None = None,
+    loss_scale: float | None = None,
     backend: str = "eager",
 ) -> Tensor:
     """Return the cross-entropy of the logits x weight^T + bias and class ids, with the options of
@@ -54,6 +55,8 @@ def linear_cross_entropy(
     is what a mean divides by, if not by its own count; `chunk` is how many rows are done at a time; `dtype`
     is that of the loss (by default that of x), which is computed in float32 at least. With `wgrad` the
     gradient of the weight, a leaf, is given to that in backward, as it was added up, and not to autograd.
+    `loss_scale` is what backward will start from: with it, the gradients kept are in the range of x's dtype
+    where those of backward are.
     """
     ids = targets.reshape(-1)
     ignored = ids == ignore_index
@@ -68,7 +71,7 @@ def linear_cross_entropy(
         class_weight if class_weight is None else _widened(class_weight, x),
     )
     chunk = chunk or default_chunk(rows, x.dtype, x.device)
-    how = How(reduction, chunk, softcap, can_use_triton(backend, x, class_weight), wgrad)
+    how = How(reduction, chunk, softcap, can_use_triton(backend, x, class_weight), wgrad, loss_scale)
     return chunked_loss(x, weight, bias, labels, loss, how, total, targets.shape).to(dtype or x.dtype)
 
 
@@ -117,6 +120,7 @@ class How:
     softcap: float | None = None
     triton: bool = False
     wgrad: Callable[[WeightSum], None] | None = None
+    loss_scale: float | None = None
 
     def __post_init__(self) -> None:
         if self.reduction not in ("mean", "sum", "none") or self.chunk < 1:
@@ -249,7 +253,7 @@ class _Sums:
 class _ReducedLoss(torch.autograd.Function):
     """The sum over rows, divided by the sum of their shares for a mean.
 
-    The gradients kept are those of the sum.
+    The gradients kept are those of the sum, or with a loss scale about what backward will make of them.
     """
 
     @staticmethod
@@ -266,6 +270,7 @@ class _ReducedLoss(torch.autograd.Function):
     ) -> Tensor:
         sums = _Sums(wanted, x, weight, bias)
         result, share = x.new_zeros((2,), dtype=wide(x.dtype))
+        expected = _expected_gradient(how, labels, total, share)
         for start in range(0, len(x), how.chunk):
             at = slice(start, start + how.chunk)
             chunk = _Chunk(x[at], weight, bias, labels.rows(at), loss, how)
@@ -274,14 +279,15 @@ class _ReducedLoss(torch.autograd.Function):
             share = share + terms.share.sum()
             # Now, while the chunk's logits are at hand: backward would have to compute them again.
             if any(ctx.needs_input_grad):
-                sums.add(at, chunk.gradients(terms, torch.ones_like(terms.total)), x, weight)
+                each = torch.ones_like(terms.total).mul_(expected)
+                sums.add(at, chunk.gradients(terms, each), x, weight)
             # Free it before the next chunk is allocated.
             del chunk
         divisor = torch.ones_like(share)
         if how.reduction == "mean":
             divisor = share if total is None else divisor.mul_(total)
         # A mean over no valid row is 0 / 0: NaN as in torch, with gradients of 0.
-        ctx.save_for_backward(sums.x, sums.weight, sums.bias, divisor, labels.ignored.all())
+        ctx.save_for_backward(sums.x, sums.weight, sums.bias, divisor * expected, labels.ignored.all())
         ctx.how = how.wgrad, wanted.leaf, weight.dtype, None if bias is None else bias.dtype
         return result / divisor
 
@@ -297,6 +303,19 @@ class _ReducedLoss(torch.autograd.Function):
         dw = None if dw is None else scaled(dw, scale, weight_dtype)
         db = None if db is None else scaled(db, scale, bias_dtype)
         return dx, dw, db, *[None] * 5
+
+
+def _expected_gradient(how: How, labels: Labels, total: Tensor | float | None, like: Tensor) -> Tensor:
+    """Return the gradient of the sum that backward is expected to bring: 1 without a loss scale."""
+    if how.loss_scale is None:
+        return torch.ones_like(like)
+    expected = torch.full_like(like, how.loss_scale)
+    if how.reduction != "mean":
+        return expected
+    if total is None:
+        total = (~labels.ignored).sum()
+    # Of no valid row there are no gradients.
+    return expected / torch.as_tensor(total, dtype=like.dtype, device=like.device).clamp(min=1)
 
 
 class _LossOfRows(torch.autograd.Function):

@@ -97,7 +97,8 @@ class Software:
     `gradient_bytes`: bytes of a parameter's gradient as it is summed over ranks; `fetches`: collectives that
     ZeRO-3 makes of a layer's parameters. `extra_parameter_bytes`: what it keeps of a parameter beside weight,
     gradient and optimizer state (memory.py). `master_weights`: 16-bit weights have a float32 copy, gradient
-    and moments; else all of these are 16 bits wide too. `factor`: what all of a step's time is multiplied
+    and moments; else all of these are 16 bits wide too. `copies_fp16_gradients`: in float16, the gradient of
+    the float32 copy stands beside one of 16 bits (Megatron-LM). `factor`: what all of a step's time is multiplied
     with, the one number that is fitted for a generation of software. `context_bytes`: memory that is no
     tensor's (CUDA, NCCL, libraries), `slack`: fraction of tensors that the allocator adds.
     """
@@ -115,6 +116,7 @@ class Software:
     fetches: int = 1
     extra_parameter_bytes: float = 0.0
     master_weights: bool = True
+    copies_fp16_gradients: bool = True
     factor: float = 1.0
     context_bytes: float = 3.5e9
     slack: float = 0.1

@@ -7,7 +7,8 @@ a parameter's state, and of what is there for a moment only. Numbers or arrays a
     state_bytes(Setting(d=4, zero=1), Software())       # State(weight=2, gradient=4, optimizer=3.0), in bf16
 
 Bytes per parameter: bf16 keeps the weight (2), its gradient (4, or 2 where the software sums it so), a
-float32 weight and two moments (12): 18. fp16: 2, 2, and a float32 gradient more: 20. fp32: 4, 4, 8. Software
+float32 weight and two moments (12): 18. fp16 likewise, or with software that `copies_fp16_gradients` 2, 2 and
+a float32 gradient more: 20. fp32: 4, 4, 8. Software
 without `master_weights` keeps weight, gradient and both moments as wide as the weight: 2, 2, 4 in 16 bits.
 """
 
@@ -58,7 +59,7 @@ def state_bytes(setting: Setting, software: Software) -> State:
 
     ZeRO-1 cuts the optimizer's over the replicas, 2 the gradient too, 3 the parameter as well.
     """
-    weight, gradient, optimizer = STATE[setting.precision]
+    weight, gradient, optimizer = _state_of(setting.precision, software)
     if not software.master_weights:
         gradient, optimizer = weight, 2 * weight
     cut = setting.replicas
@@ -68,6 +69,11 @@ def state_bytes(setting: Setting, software: Software) -> State:
         + software.extra_parameter_bytes,
         optimizer / (cut if setting.zero >= 1 else 1),
     )
+
+
+def _state_of(precision: str, software: Software) -> tuple[int, int, int]:
+    is_plain = precision == "fp16" and not software.copies_fp16_gradients
+    return STATE["bf16" if is_plain else precision]
 
 
 def recipe_text(precision: str, software: Software) -> str:
@@ -114,7 +120,7 @@ def fetched_bytes(shape: Shape, setting: Setting, software: Software) -> Number:
     if setting.zero < 2:
         return 0.0
     largest = np.maximum(shape.layer_parameters / setting.t, vocab_rows(shape, setting.t) * shape.hidden)
-    gradient = STATE[setting.precision][1] or software.gradient_bytes
+    gradient = _state_of(setting.precision, software)[1] or software.gradient_bytes
     return largest * (gradient + (2 * ELEMENT_BYTES[setting.precision] if setting.zero == 3 else 0))
 
 

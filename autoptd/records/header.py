@@ -12,7 +12,7 @@ from autoptd.batch import Batch
 from autoptd.codegen import About
 from autoptd.ir.actions import Orders, ranks_of_stages
 from autoptd.ir.mesh import AXES
-from autoptd.options import Options
+from autoptd.options import PRECISIONS, Options
 from autoptd.program.buckets import plan_buckets
 from autoptd.program.specs import ParamSpec
 from autoptd.program.stage_sums import stage_sums
@@ -75,7 +75,8 @@ def _about_hooks(options: Options, wgrad_sink: str) -> list[str]:
     lines = [f"rt.linear is F.linear with hooks on its backward: {'; '.join(hooks)}."] if hooks else []
     if options.precision:
         lines.append(
-            "`w` is in bfloat16, cast from the float32 storage that the optimizer steps. Gradients add up in float32."
+            f"`w` is in {PRECISIONS[options.precision]}, cast from the float32 storage that the optimizer steps. "
+            "Gradients add up in float32."
         )
     if options.accumulate_allreduce_grads_in_fp32:
         lines.append("All gradients add up in float32 (float64 for float64): parameter.main_grad.")

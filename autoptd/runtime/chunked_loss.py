@@ -47,6 +47,7 @@ def vocab_parallel_linear_cross_entropy(
     chunk: int | None = None,
     dtype: torch.dtype | None = None,
     wgrad: Callable[[WeightSum], None] | None = None,
+    loss_scale: float | None = None,
     size: int = 0,
     site: str = "",
     backend: str = "eager",
@@ -76,6 +77,7 @@ def vocab_parallel_linear_cross_entropy(
             chunk=chunk,
             dtype=dtype,
             wgrad=wgrad,
+            loss_scale=loss_scale,
             backend=backend,
         )
     # The rows of the head's weight are columns of the logits: this rank's n of V.
@@ -84,6 +86,7 @@ def vocab_parallel_linear_cross_entropy(
     loss = sharded_loss(columns, group, label_smoothing, class_weight, size, site, x.dtype)
     triton = can_use_triton(backend, x, class_weight)
     # The chunk follows from this rank's n, which is equal on all ranks: their reductions must pair up.
-    how = How(reduction, chunk or default_chunk(columns, x.dtype, x.device), softcap, triton, wgrad)
+    chunk = chunk or default_chunk(columns, x.dtype, x.device)
+    how = How(reduction, chunk, softcap, triton, wgrad, loss_scale)
     # Computed in float32 at least, rounded here once.
     return chunked_loss(x, weight, bias, labels, loss, how, total, targets.shape).to(dtype or x.dtype)

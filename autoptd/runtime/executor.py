@@ -103,6 +103,7 @@ class Executor:
         # The dtype of the loss: seen where the loss stage ran, and agreed on by all ranks at the end of the first step.
         self._seen_dtype: torch.dtype | None = None
         self._loss_dtype: torch.dtype | None = None
+        self._loss_scale: float | None = None
         self._nan = NanWatch(world.device)
         # On CUDA the host queues work ahead of the device, and must not read a number from it within a step.
         self._runs_ahead = world.device.type == "cuda"
@@ -136,14 +137,20 @@ class Executor:
         """Return the program by the name that tracebacks use for each of its emitted files."""
         return {self._title(name): self.program for name in self.program.sources}
 
-    def step(self, microbatches: Sequence[Microbatch], nan: str = "raise") -> torch.Tensor:
+    def step(
+        self, microbatches: Sequence[Microbatch], nan: str = "raise", loss_scale: float | None = None
+    ) -> torch.Tensor:
         """Run one step; return the detached loss of the global batch, the same on every rank.
 
         `microbatches` are this replica's, with at least this rank's `inputs`. A NaN loss raises a RuntimeFault on all
-        ranks and drops the gradients, unless `nan="ignore"`; on CUDA it raises one step later.
+        ranks and drops the gradients, unless `nan="ignore"`; on CUDA it raises one step later. Backward starts from
+        `loss_scale` in place of 1; gradients and loss are those without it.
         """
         self.steps += 1
         began = time.perf_counter()
+        self._loss_scale = loss_scale
+        for stage in self._stages.values():
+            stage.fused.loss_scale = loss_scale
         with self._guard(), torch.enable_grad():
             self.gradients.begin()
             self._run(microbatches, self._order)
@@ -158,7 +165,7 @@ class Executor:
         if bad:
             self.gradients.drop()
             raise _nan_fault(self.steps, bad.step, bad_ranks)
-        self.gradients.commit()
+        self.gradients.commit(loss_scale)
         self.world.at = "between steps"
         if self.steps == 1 and self.world.rank == 0 and self.program.fuse == "inductor":
             seconds = time.perf_counter() - began
@@ -333,8 +340,8 @@ class Executor:
                 grads.append(sums[name])
         if saved.loss is not None and saved.loss.requires_grad:
             roots.append(saved.loss)
-            grads.append(torch.ones_like(saved.loss))
-        if len(roots) == 1 and roots[0] is saved.loss:
+            grads.append(self._seed(saved.loss))
+        if len(roots) == 1 and roots[0] is saved.loss and self._loss_scale is None:
             # The common case of the last stage: autograd makes the 1 itself, and skips its checks of shapes.
             torch.autograd.backward(saved.loss)
         elif roots:
@@ -344,6 +351,13 @@ class Executor:
             specs = self._wires.gradients[source, stage]
             back = {spec.name: _gradient_of(saved.inputs[spec.name]) for spec in specs}
             self._messages.leave(Action(Kind.SEND_B, stage, number, source), back)
+
+    def _seed(self, loss: torch.Tensor) -> torch.Tensor:
+        """The gradient of a loss from which backward starts: once, where the loss is, and nowhere else."""
+        if self._loss_scale is None:
+            return torch.ones_like(loss)
+        # Too large for the dtype of the loss, it is infinite there, and so found.
+        return torch.full_like(loss, self._loss_scale, dtype=wide(loss.dtype)).to(loss.dtype)
 
     def _weight_gradients(self, action: Action) -> None:
         gemms = self._deferred_wgrads.pop((action.stage, action.microbatch))

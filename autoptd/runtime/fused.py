@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
+
+import torch
 
 from autoptd.kernels.activations import bias_gelu, geglu, swiglu
 from autoptd.kernels.loss import linear_cross_entropy
@@ -26,8 +29,14 @@ class Fused:
         self.layer_norm = partial(layer_norm, backend=self.backend)
         self.rms_norm = partial(rms_norm, backend=self.backend)
         self.rotary = partial(rotary, backend=self.backend)
-        self.linear_cross_entropy = partial(linear_cross_entropy, backend=self.backend)
         self.bias_dropout_add = partial(bias_dropout_add, backend=self.backend)
-        self.vocab_parallel_linear_cross_entropy = partial(
-            vocab_parallel_linear_cross_entropy, backend=self.backend
+        # What backward starts from, where that is not 1: the heads below compute gradients before it does.
+        self.loss_scale: float | None = None
+
+    def linear_cross_entropy(self, *args: Any, **options: Any) -> torch.Tensor:
+        return linear_cross_entropy(*args, **options, loss_scale=self.loss_scale, backend=self.backend)
+
+    def vocab_parallel_linear_cross_entropy(self, *args: Any, **options: Any) -> torch.Tensor:
+        return vocab_parallel_linear_cross_entropy(
+            *args, **options, loss_scale=self.loss_scale, backend=self.backend
         )

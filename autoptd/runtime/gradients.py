@@ -256,11 +256,14 @@ class Gradients:
 
     @unguarded()
     @torch.no_grad()
-    def commit(self) -> None:
-        """Add the step's gradients to `parameter.grad` (and `parameter.main_grad`)."""
+    def commit(self, loss_scale: float | None = None) -> None:
+        """Add the step's gradients to `parameter.grad` (and `parameter.main_grad`), divided by the loss scale."""
         for name in self._alone:
             if (grad := self.params.leaves[name].grad) is not None:
-                self._hand_over(name, grad)
+                self._results[name] = grad
+        if loss_scale is not None:
+            for same in _by_dtype(self._results.values()):
+                torch._foreach_mul_(same, 1 / loss_scale)
         for name, grad in self._results.items():
             self._hand_over(name, grad)
         self._is_agreed = True

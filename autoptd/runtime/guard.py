@@ -65,7 +65,7 @@ def refuse(func: Callable[..., Any], caller: str, what: str) -> None:
     if func in READS and caller == SCALING:
         fact = "each rank would look for infinities in what it holds, and skip steps that other ranks take"
         raise PlanError(
-            "torch.amp.GradScaler", fact, "train in float32 or bfloat16, which need no loss scaling"
+            "torch.amp.GradScaler", fact, 'precision="fp16", which scales the loss of all ranks alike'
         )
     if func in READS and caller.startswith(OPTIMIZERS) and caller != AVERAGES:
         fact = (

@@ -27,7 +27,9 @@ from autoptd.program.specs import ParamSpec
 from autoptd.runtime.elementwise import check_elementwise
 from autoptd.runtime.full_values import gather_full
 from autoptd.runtime.fused_optimizer import lay_out, takes_fused
+from autoptd.runtime.gradients import grad_norm
 from autoptd.runtime.guard import lower, raise_again, unguarded
+from autoptd.runtime.loss_scale import LossScale
 from autoptd.runtime.parameters import RankParameters, dtype_of, own_piece, shard_of
 from autoptd.runtime.shards import real_rows
 
@@ -51,13 +53,17 @@ class NamedOptimizer(optim.Optimizer):
     """Mixed in before the user's class: its state dict has full tensors under original names."""
 
     binding: Binding
+    # Of precision="fp16", else None; and whether the last `step` changed nothing, as a gradient was not finite.
+    loss_scale: LossScale | None = None
+    skipped: bool = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full state on rank 0 and for ranks as threads, {} elsewhere; a collective."""
         state = self.binding.run(lambda params: gather_state(params, self.state))
         if not any(params.world.rank == 0 for params in self.binding.ranks):
             return {}
-        return {"state": state, "param_groups": self._named_groups()}
+        scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state_dict()}
+        return {"state": state, "param_groups": self._named_groups(), **scale}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict of full tensors, the same on every rank; PlanError where its groups are others."""
@@ -78,6 +84,8 @@ class NamedOptimizer(optim.Optimizer):
                 if spec.name in state_dict["state"]:
                     state[number] = _local_record(params, spec, state_dict["state"][spec.name])
         super().load_state_dict({"state": state, "param_groups": groups})
+        if self.loss_scale is not None and "loss_scale" in state_dict:
+            self.loss_scale.load_state_dict(state_dict["loss_scale"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         # torch's constructor calls this too, for each group, before there is a binding.
@@ -135,6 +143,7 @@ def make_optimizer(
     ranks: Sequence[RankParameters],
     run: Run[Any],
     params: Iterable[Any] | None = None,
+    loss_scale: LossScale | None = None,
     **keywords: Any,
 ) -> optim.Optimizer:
     """Return an instance of (a subclass of) `cls` over the local parameters of `ranks`; a collective.
@@ -158,11 +167,12 @@ def make_optimizer(
     with unguarded():
         optimizer = named_class(local, **keywords)
     optimizer.binding = Binding(tuple(ranks), run, groups)
+    optimizer.loss_scale = loss_scale
     register_hooks(optimizer, ranks, run)
     return optimizer
 
 
-def register_hooks(optimizer: optim.Optimizer, ranks: Sequence[RankParameters], run: Run[Any]) -> None:
+def register_hooks(optimizer: NamedOptimizer, ranks: Sequence[RankParameters], run: Run[Any]) -> None:
     """Register what runs before and after every `step` of an optimizer; hooks run in this order."""
     every = [x for group in optimizer.param_groups for x in group["params"]]
     if len(ranks) == 1:
@@ -170,6 +180,8 @@ def register_hooks(optimizer: optim.Optimizer, ranks: Sequence[RankParameters], 
         optimizer.register_step_pre_hook(lambda *_: ranks[0].world.raise_first_fault())
     for rank in ranks:
         optimizer.register_step_pre_hook(lambda *_, rank=rank: before_update(rank))  # type: ignore[misc]
+    if optimizer.loss_scale is not None:
+        skip_where_infinite(optimizer, every, run)
     # torch's foreach and fused implementations accept its own tensor classes only.
     optimizer.register_step_pre_hook(lambda *_: lower(every))
     optimizer.register_step_pre_hook(lambda optimizer, *_: lay_out(optimizer.param_groups))
@@ -178,7 +190,35 @@ def register_hooks(optimizer: optim.Optimizer, ranks: Sequence[RankParameters], 
     # Behind what works on plain tensors.
     optimizer.register_step_post_hook(lambda *_: raise_again(every))
     if any(rank.is_apart for rank in ranks):
-        optimizer.register_step_post_hook(lambda *_: run(RankParameters.publish))
+        optimizer.register_step_post_hook(lambda *_: publish(optimizer, run))
+
+
+def skip_where_infinite(optimizer: NamedOptimizer, parameters: Sequence[torch.Tensor], run: Run[Any]) -> None:
+    """Let `step` change nothing where a gradient is not finite on some rank: it does not see the gradients."""
+    scale = optimizer.loss_scale
+    assert scale is not None
+    hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def hide() -> None:
+        optimizer.skipped = scale.settle(lambda: run(grad_norm))
+        if optimizer.skipped:
+            hidden.extend((x, x.grad) for x in parameters)
+            for x in parameters:
+                x.grad = None
+
+    def show() -> None:
+        for x, gradient in hidden:
+            x.grad = gradient
+        hidden.clear()
+
+    optimizer.register_step_pre_hook(lambda *_: unguarded()(hide)())
+    optimizer.register_step_post_hook(lambda *_: unguarded()(show)())
+
+
+def publish(optimizer: NamedOptimizer, run: Run[Any]) -> None:
+    """Bring an update to all ranks that use it, if there was one."""
+    if not optimizer.skipped:
+        run(RankParameters.publish)
 
 
 @unguarded()

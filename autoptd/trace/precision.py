@@ -19,7 +19,7 @@ from torch import nn
 from autoptd.errors import PlanError
 
 # The dtype in which stages compute, by the keyword `precision`.
-COMPUTE_DTYPES = {"bf16": torch.bfloat16}
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_precision(model: nn.Module, precision: str | None) -> None:

@@ -35,7 +35,8 @@ from autoptd.batch import split_call
 from autoptd.compile import compile_evaluation, compile_program
 from autoptd.errors import InternalError, PlanError, RuntimeFault, TraceError
 from autoptd.ir.activity import activity
-from autoptd.options import Options, make_options
+from autoptd.kernels.forms import wide
+from autoptd.options import LOSS_SCALE, Options, make_options
 from autoptd.parallel_model import ParallelModel
 from autoptd.program.program import Program
 from autoptd.runtime.check_call import check_call
@@ -51,6 +52,8 @@ TOLERANCE = 1e-9
 NOISE = 1e-3
 # The learning rate of the model's own step: large enough to stand out from the rounding of its dtype.
 FIRST_LR = 1e-2
+# Far from the largest number of float16, and from its smallest.
+FIXED_SCALE = 2.0**10
 # Checks besides training in float64; most tests leave them out.
 CHECKS = ("own dtype", "reload", "evaluation")
 
@@ -154,7 +157,7 @@ def verify(
     report = compare_program(wide_model, program, setting, wide_calls)
     if own is not None:
         with activity(f"first steps of {program.mesh.size} ranks in the model's own dtype"):
-            narrow = replace(large, options=options)
+            narrow = replace(large, options=with_fixed_scale(options))
             # The model as `precision` computes it; as it is, these are the losses from above.
             with computing_in(model, options.precision):
                 allowed = rounding_of(model)
@@ -164,6 +167,14 @@ def verify(
     if not report.passed:
         raise InternalError("verify", f"the partitioned model differs from the model\n{report}\n")
     return report
+
+
+def with_fixed_scale(options: Options) -> Options:
+    """Return a request whose first steps are not skipped: a dynamic loss scale begins by finding its place."""
+    if options.precision != "fp16" or options.loss_scale is not None:
+        return options
+    usual = {name: getattr(Options, name) for name in LOSS_SCALE}
+    return replace(options, **{**usual, "loss_scale": FIXED_SCALE})
 
 
 @dataclass(frozen=True)
@@ -315,16 +326,31 @@ def first_losses(
     """
     losses = []
     with put_back(model):
-        optimizer = setting.optimizer(model.parameters())
         for step, (args, kwargs) in enumerate(calls[:2]):
             with masks_of(program, step + 1):
                 loss = WithLoss(model, setting.options.loss_fn)(*args, **kwargs)
             losses.append(loss.detach())
             if len(calls) > 1 and step == 0:
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(model, loss, setting)
     return losses
+
+
+def take_step(model: nn.Module, loss: torch.Tensor, setting: Setting) -> None:
+    """Make the first step of a training: of the parameters, or with `precision` of wide copies of them."""
+    parameters = list(model.parameters())
+    stored = parameters
+    if setting.options.precision:
+        stored = [nn.Parameter(x.detach().to(wide(x.dtype)), x.requires_grad) for x in parameters]
+    scale = setting.options.loss_scale or 1.0
+    (loss * scale).backward()
+    for parameter, master in zip(parameters, stored, strict=True):
+        if parameter.grad is not None:
+            master.grad = parameter.grad.to(master.dtype) / scale
+    setting.optimizer(stored).step()
+    with torch.no_grad():
+        for parameter, master in zip(parameters, stored, strict=True):
+            parameter.grad = None
+            parameter.copy_(master)
 
 
 def _gradient_differences(pm: ParallelModel, reference: nn.Module, step: int) -> list[Difference]:

@@ -50,7 +50,7 @@ AXES: dict[str, tuple[Any, ...]] = {  # of each the simplest first
     "async_tensor_model_parallel_allreduce": (False, True),
     "accumulate_allreduce_grads_in_fp32": (False, True),
     "delay_wgrad_compute": (None, "after_b", "before_reduce"),
-    "precision": (None, "bf16"),  # in float64, as everything here: storage apart from what stages use
+    "precision": (None, "bf16", "fp16"),  # in float64, as everything here: storage apart from what stages use
     "zero": (0, 1),
 }
 OWN = ("model", "dropout", "reload", "evaluate")  # what is no keyword
@@ -72,6 +72,11 @@ OUTSIDE = {  # fields of Options that are not varied
     "device": "tests marked gpu",
     "backend": "real processes: processes/",
     "timeout": "no number depends on it",
+    "loss_scale": "divided out again: parity/test_fp16.py",
+    "initial_loss_scale": "see loss_scale",
+    "loss_scale_window": "see loss_scale",
+    "hysteresis": "see loss_scale",
+    "min_loss_scale": "see loss_scale",
     "check_every": "how often ranks are compared, no number depends on it: processes/test_disagreement.py",
     "nan": "what is done with a NaN: runtime/test_executor.py",
     "fuse_only": "a part of fuse: parity/test_fusion.py",

@@ -164,10 +164,13 @@ def test_a_bf16_model_is_stored_in_float32_and_handed_back_in_bf16() -> None:
     pm.close()
 
 
-def test_verify_compares_the_dtype_that_is_computed_in(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_verify_compares_the_dtype_that_is_computed_in(
+    monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
     verify = importlib.import_module("autoptd.verify.verify")
     monkeypatch.setattr(verify, "CHECKS", ("own dtype",))
-    report = autoptd.verify(gpt(2), d=2, zero=1, precision="bf16", example_inputs=batch(4), steps=2)
+    report = autoptd.verify(gpt(2), d=2, zero=1, precision=precision, example_inputs=batch(4), steps=2)
     own = [found for found in report.differences if found.what == "own dtype"]
     assert report.passed and own
 

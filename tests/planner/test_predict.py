@@ -17,6 +17,7 @@ from autoptd.ir.machine_files import FOLDER, machine_names
 from autoptd.planner.cluster import Cluster, Software, find_cluster, find_software, read_cluster
 from autoptd.planner.estimate import estimate
 from autoptd.planner.layout import split_layers
+from autoptd.planner.memory import State, state_bytes
 from autoptd.planner.network import Network
 from autoptd.planner.predict import Prediction, predict
 from autoptd.planner.setting import Setting
@@ -189,6 +190,8 @@ def test_bytes_per_parameter() -> None:
     assert held("fp16", 1, 4) == pytest.approx(4 + 16 / 4)
     assert held("fp32", 1, 4) == pytest.approx(8 + 8 / 4)
     assert held("bf16", 3, 4) == pytest.approx(18 / 4)
+    # Of this project's runtime: the gradient is there once, in float32.
+    assert state_bytes(Setting(precision="fp16"), find_software("autoptd")) == State(2, 4, 12)
 
 
 def test_what_helps_helps() -> None:

@@ -111,6 +111,8 @@ class Operator:
     How it is written:
     text: "F.gelu", "torch.cat", ".transpose" of the first operand, or "+" between two; left out, torch's
         overload is called.
+    needs_contiguous: it refuses operands whose entries do not lie one behind the other, as a rank's may not
+        where those of the whole do.
     variable: what its result is called, by default like the operator.
     keeps_name: its result is called like its first operand.
     """
@@ -141,6 +143,7 @@ class Operator:
     counts_labels: bool = False
     monotone: tuple[int, ...] = ()
     text: str = ""
+    needs_contiguous: bool = False
     variable: str = ""
     keeps_name: bool = False
 

@@ -109,7 +109,7 @@ OPERATORS = [
     replace(FOLD, name="aten.unflatten", sizes=("sizes",), local_sizes=local_unflatten, text=".unflatten"),
     replace(FOLD, name="aten.squeeze", text=".squeeze"),
     replace(FOLD, name="aten.unsqueeze", text=".unsqueeze", keeps_name=True),
-    Operator("aten.view.dtype", links=bits_links, text=".view", keeps_name=True),
+    Operator("aten.view.dtype", links=bits_links, text=".view", needs_contiguous=True, keeps_name=True),
     replace(TURN, name="aten.transpose", text=".transpose", keeps_name=True),
     replace(TURN, name="aten.permute", text=".permute", keeps_name=True),
     replace(TURN, name="aten.t", text=".t"),
@@ -149,6 +149,6 @@ OPERATORS = [
     ),
     Operator("aten._to_copy", moves="cast", keeps="nothing", variable="x"),
     Operator("aten.type_as", moves="cast", is_view=False),
-    Operator("aten.view_as_complex", links=complex_links),
+    Operator("aten.view_as_complex", links=complex_links, needs_contiguous=True),
     Operator("aten.view_as_real", links=complex_links),
 ]

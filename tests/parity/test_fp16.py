@@ -1,0 +1,243 @@
+"""`precision="fp16"`: the loop that one writes by hand with a loss scale, and steps that all ranks skip together.
+
+That its path of storage, use and gradients is right in all combinations: `covering.py`, in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoptd
+from autoptd.errors import PlanError
+from autoptd.ir.actions import Action, Kind
+from autoptd.kernels.loss import linear_cross_entropy
+from autoptd.runtime.loss_scale import LossScale
+from tests.parity.models import batch, gpt
+from tests.parity.test_precision import error
+
+STEPS = 4
+LR = 1e-2
+# Within float16, whose largest number is 65504: the loss of this model is computed in it.
+SCALE = 2.0**13
+
+
+def by_hand(model: nn.Module, data: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """Float32 masters after training: stages in float16, a loss that is scaled, gradients in float32, torch's AdamW."""
+    narrow = copy.deepcopy(model).half()
+    for parameter in narrow.parameters():
+        parameter.grad_dtype = torch.float32
+    masters = {name: nn.Parameter(x.detach().float().clone()) for name, x in model.named_parameters()}
+    optimizer = torch.optim.AdamW(masters.values(), lr=LR, fused=True)
+    for step in range(STEPS):
+        (narrow(*(x.roll(step, 0) for x in data))[-1] * SCALE).backward()
+        for name, parameter in narrow.named_parameters():
+            assert parameter.grad is not None
+            masters[name].grad, parameter.grad = parameter.grad / SCALE, None
+        optimizer.step()
+        with torch.no_grad():
+            for name, parameter in narrow.named_parameters():
+                parameter.copy_(masters[name])
+    return {name: x.detach() for name, x in masters.items()}
+
+
+def start(
+    model: nn.Module, data: tuple[Tensor, ...], **keywords: Any
+) -> tuple[autoptd.ParallelModel, torch.optim.Optimizer]:
+    keywords = {"precision": "fp16", "backend": "local", "timeout": 30, **keywords}
+    pm = autoptd.parallelize(model, example_inputs=data, **keywords)
+    return pm, pm.optimizer(torch.optim.AdamW, lr=LR)
+
+
+def test_to_the_bit_what_one_writes_by_hand() -> None:
+    model, data = gpt(), batch(4)
+    masters = by_hand(model, data)
+    pm, optimizer = start(model, data, num_microbatches=1, fuse=False, loss_scale=SCALE)
+    for step in range(STEPS):
+        pm.step(*(x.roll(step, 0) for x in data))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = pm.state_dict()
+    for name, x in masters.items():
+        assert state[name].dtype == torch.float32 and torch.equal(state[name], x), name
+    assert pm.loss_scale == SCALE and not optimizer.skipped
+    pm.close()
+
+
+def test_gradients_are_as_exact_as_those_of_one_device_in_fp16() -> None:
+    """The relative 2-norm of their error against float64, the median of 5 seeds: at most 1.1 times that of one device."""
+    errors: dict[str, list[float]] = {"one device": [], "mesh": []}
+    for seed in range(5):
+        data = tuple(x.roll(seed, 1) for x in batch(16))
+        torch.manual_seed(seed)
+        exact, narrow = gpt().double(), gpt().half()
+        exact(*data)[-1].backward()
+        true = {name: x.grad for name, x in exact.named_parameters()}
+        (narrow(*data)[-1] * SCALE).backward()
+        scaled = {name: x.grad.double() / SCALE for name, x in narrow.named_parameters()}
+        errors["one device"].append(error(scaled, true))
+        pm, _ = start(gpt(), data, t=2, p=2, d=2, num_microbatches=4, loss_scale=SCALE)
+        pm.step(*data)
+        errors["mesh"].append(error(pm.gradients(), true))
+        pm.close()
+    one, ours = (sorted(found)[2] for found in errors.values())
+    assert ours <= 1.1 * one, errors
+
+
+@pytest.mark.parametrize(
+    ("mesh", "place"),
+    [
+        ({"p": 2, "d": 2, "zero": 1, "num_microbatches": 2}, (3, 1, 0)),
+        ({"p": 2, "d": 2, "num_microbatches": 2}, (0, 0, 0)),
+        ({"t": 2, "sequence_parallel": True, "num_microbatches": 2}, (1, 0, 1)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_clipped", [False, True])
+def test_an_infinity_on_one_rank_lets_all_skip(
+    mesh: dict[str, Any], place: tuple[int, int, int], is_clipped: bool
+) -> None:
+    """`place`: rank, stage and microbatch whose backward makes it (the last one's may start the sum itself). Parameters
+    and moments keep all their bits.
+    """
+    data = batch(8)
+    pm, optimizer = start(gpt(), data, **mesh, initial_loss_scale=SCALE, hysteresis=1)
+
+    def step() -> None:
+        pm.step(*data)
+        if is_clipped:
+            pm.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    assert not optimizer.skipped
+    before, moments = pm.state_dict(), optimizer.state_dict()
+    with planted(pm, place):
+        step()
+    assert optimizer.skipped and pm.loss_scale == SCALE / 2
+    assert same(pm.state_dict(), before)
+    after = optimizer.state_dict()
+    for name, known in moments["state"].items():
+        assert same(after["state"][name], known), name
+    step()
+    assert not optimizer.skipped and not same(pm.state_dict(), before)
+    pm.close()
+
+
+def planted(pm: autoptd.ParallelModel, place: tuple[int, int, int]) -> Any:
+    """Let the backward of one rank, stage and microbatch leave an infinity in a gradient, within a context."""
+    rank, stage, microbatch = place
+    (executor,) = [held.executor for held in pm._started("test").here if held.world.rank == rank]
+    backward = executor._do[Kind.B]
+
+    def plant(action: Action) -> None:
+        backward(action)
+        if (action.stage, action.microbatch) == (stage, microbatch):
+            leaf = executor.params.leaves["transformer.wte.weight"]
+            assert leaf.grad is not None
+            leaf.grad.view(-1)[-1] = float("inf")
+
+    return mock.patch.dict(executor._do, {Kind.B: plant})
+
+
+def same(found: dict[str, Tensor], known: dict[str, Tensor]) -> bool:
+    assert found.keys() == known.keys()
+    return all(torch.equal(found[name], x) for name, x in known.items())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_scales_are_those_of_torchs_scaler(seed: int) -> None:
+    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    ours = LossScale(2.0**10, window=3, hysteresis=1, least=2.0**-30)
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    draw = random.Random(seed)
+    for _ in range(40):
+        theirs.scale(weight.sum())
+        weight.grad = torch.tensor([1.0, draw.choice([1.0, 1.0, 1.0, float("inf"), float("nan")])])
+        ours.renew()
+        skipped = ours.settle(weight.grad.norm)
+        assert skipped == (not weight.grad.isfinite().all())
+        theirs.step(optimizer)
+        theirs.update()
+        assert ours.value == theirs.get_scale()
+
+
+def test_the_second_overflow_halves_by_default_and_two_optimizers_count_one() -> None:
+    scale = LossScale()
+    bad, good = torch.tensor(float("nan")), torch.tensor(1.0)
+    values = []
+    for norm in (bad, bad, bad, good):
+        scale.renew()
+        scale.saw(norm)
+        assert scale.settle(good.clone) == scale.settle(good.clone) == bool(norm.isnan())
+        values.append(scale.value)
+    assert values == [2.0**16, 2.0**15, 2.0**14, 2.0**14]
+
+
+def test_a_run_goes_on_with_its_scale() -> None:
+    data = batch(4)
+    pm, optimizer = start(gpt(), data, initial_loss_scale=SCALE, loss_scale_window=2)
+    for _ in range(3):
+        pm.step(*data)
+        optimizer.step()
+    saved = optimizer.state_dict()
+    assert pm.loss_scale == 2 * SCALE
+    pm.close()
+    other, again = start(gpt(), data, d=2, initial_loss_scale=4.0, loss_scale_window=2)
+    again.load_state_dict(saved)
+    assert other.loss_scale == 2 * SCALE
+    other.step(*data)
+    again.step()
+    assert other.loss_scale == 4 * SCALE
+    other.close()
+    plain, optimizer = start(gpt(), data, precision="bf16")
+    # Made in float16; there is no scale here.
+    optimizer.load_state_dict(saved)
+    assert plain.loss_scale is None and "loss_scale" not in optimizer.state_dict()
+    plain.close()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_fused_head_keeps_gradients_in_range(reduction: str) -> None:
+    """It computes them in forward: without the scale, probabilities of 1 / 32768 are subnormal in float16."""
+    torch.manual_seed(0)
+    rows, columns = 32, 2**15
+    x, weight = torch.randn(rows, 16).half(), (torch.randn(columns, 16) * 1e-2).half()
+    targets = torch.arange(rows)
+    scale = 2.0**13 if reduction == "mean" else 2.0**8
+
+    def gradient(told: float | None, dtype: torch.dtype = torch.float16) -> Tensor:
+        """Of the rows of the weight that are no target's."""
+        own = weight.to(dtype).requires_grad_()
+        loss = linear_cross_entropy(
+            x.to(dtype), own, targets, reduction=reduction, loss_scale=told, dtype=torch.float64
+        )
+        loss.backward(torch.full_like(loss, scale))
+        assert own.grad is not None
+        return own.grad[rows:].double() / scale
+
+    true = gradient(None, torch.float64)
+    told, untold = ((gradient(told) - true).norm() / true.norm() for told in (scale, None))
+    assert told < 4e-4 and untold > 2 * told
+
+
+def test_what_cannot_be_is_refused() -> None:
+    def refused(match: str, **keywords: Any) -> None:
+        with pytest.raises(PlanError, match=match):
+            autoptd.parallelize(gpt(), backend="local", example_inputs=batch(), **keywords)
+
+    refused("there is no loss scale with precision='bf16'", precision="bf16", loss_scale=2.0)
+    refused("there is no loss scale with precision=None", hysteresis=3)
+    refused("is a fixed scale", precision="fp16", loss_scale=2.0, loss_scale_window=3)
+    refused("not a positive number", precision="fp16", loss_scale=-1.0)
+    refused("is above initial_loss_scale", precision="fp16", min_loss_scale=2.0**20)
+    with pytest.raises(PlanError, match="float64"):
+        autoptd.parallelize(gpt().double(), precision="fp16", backend="local", example_inputs=batch())
