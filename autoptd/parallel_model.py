@@ -189,7 +189,8 @@ class ParallelModel(StartedModel):
         Elementwise classes only. Its `state_dict` speaks original names and full tensors, and is collective.
         In local it steps all ranks at once. Adam, AdamW and SGD take torch's fused form unless `fused=`,
         `foreach=`, `capturable=` or `differentiable=` is given. With precision="fp16", `step` changes nothing
-        where a gradient of any rank is not finite; then `skipped` of the optimizer is True.
+        where a gradient of any rank is not finite: `step_was_skipped` of the optimizer says so, and `skipped`
+        counts.
         """
         ranks = self._started("optimizer")
 

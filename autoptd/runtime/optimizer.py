@@ -53,9 +53,11 @@ class NamedOptimizer(optim.Optimizer):
     """Mixed in before the user's class: its state dict has full tensors under original names."""
 
     binding: Binding
-    # Of precision="fp16", else None; and whether the last `step` changed nothing, as a gradient was not finite.
+    # Of precision="fp16", else None.
     loss_scale: LossScale | None = None
-    skipped: bool = False
+    # How many calls of `step` changed nothing, as a gradient was not finite, and whether the last one did so.
+    skipped: int = 0
+    step_was_skipped: bool = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full state on rank 0 and for ranks as threads, {} elsewhere; a collective."""
@@ -200,8 +202,9 @@ def skip_where_infinite(optimizer: NamedOptimizer, parameters: Sequence[torch.Te
     hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     def hide() -> None:
-        optimizer.skipped = scale.settle(lambda: run(grad_norm))
-        if optimizer.skipped:
+        optimizer.step_was_skipped = scale.settle(lambda: run(grad_norm))
+        if optimizer.step_was_skipped:
+            optimizer.skipped += 1
             hidden.extend((x, x.grad) for x in parameters)
             for x in parameters:
                 x.grad = None
@@ -217,7 +220,7 @@ def skip_where_infinite(optimizer: NamedOptimizer, parameters: Sequence[torch.Te
 
 def publish(optimizer: NamedOptimizer, run: Run[Any]) -> None:
     """Bring an update to all ranks that use it, if there was one."""
-    if not optimizer.skipped:
+    if not optimizer.step_was_skipped:
         run(RankParameters.publish)
 
 
