@@ -322,8 +322,8 @@ class Options:
         wide = max(itemsize, 4)
         if self.precision:
             return state_bytes(itemsize, wide, wide, has_master=True, parts=parts)
-        # Float64 parameters have no float32 gradient.
-        has_main_grad = self.accumulate_allreduce_grads_in_fp32 and itemsize < 8
+        # The sum of a float32 parameter is its gradient; float64 ones have no float32 gradient.
+        has_main_grad = self.accumulate_allreduce_grads_in_fp32 and itemsize < 4
         sums = wide if has_main_grad else itemsize
         return state_bytes(itemsize, itemsize, sums, has_main_grad=has_main_grad, parts=parts)
 

@@ -11,6 +11,7 @@ Calls marked *collective* are made by all ranks.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -22,6 +23,7 @@ from torch import nn
 
 from autoptd.errors import PlanError
 from autoptd.ir.mesh import Coordinate
+from autoptd.program.memory import StateMemory
 from autoptd.program.program import Picture
 from autoptd.runtime import check_batch, check_copies, check_state
 from autoptd.runtime.batch import cut, flatten, is_call_in_one, take_rows
@@ -29,6 +31,7 @@ from autoptd.runtime.check_call import check_call
 from autoptd.runtime.full_values import check_loaded, gather_gradients, gather_parameters, load_parameters
 from autoptd.runtime.gradients import clip_gradients
 from autoptd.runtime.launch import Rank, RunningRanks
+from autoptd.runtime.memory import count_memory
 from autoptd.runtime.model_buffers import LOAD_THEM_BEFORE, copy_buffers
 from autoptd.runtime.optimizer import make_optimizer
 from autoptd.runtime.record import Record, recording
@@ -198,7 +201,9 @@ class ParallelModel(StartedModel):
             return ranks.run("optimizer", lambda rank: fn(rank.params))
 
         held = [rank.params for rank in ranks.here]
-        return make_optimizer(cls, held, run, params, self._loss_scale, **keywords)
+        optimizer = make_optimizer(cls, held, run, params, self._loss_scale, **keywords)
+        self._optimizers.append(weakref.ref(optimizer))
+        return optimizer
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return `optimizer.state_dict()`: full tensors by original names on rank 0, {} elsewhere.
@@ -223,6 +228,18 @@ class ParallelModel(StartedModel):
         if self._loss_scale is not None:
             self._loss_scale.saw(norm)
         return norm
+
+    def memory(self) -> dict[int, StateMemory]:
+        """Count the bytes that the ranks of this process hold, by rank: parameters, gradients (of the last step),
+        masters, and the moments of the optimizers that `optimizer` made.
+
+        `program.memory(rank)` predicts the same, for AdamW.
+        """
+        optimizers = [made for ref in self._optimizers if (made := ref()) is not None]
+        return {
+            rank.world.rank: count_memory(rank.params, rank.executor.__dict__.get("gradients"), optimizers)
+            for rank in self._started("memory").here
+        }
 
     # parameters and state
 

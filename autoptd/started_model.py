@@ -10,6 +10,7 @@ program, the running ranks, and this process's place among them: what the verbs 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -84,6 +85,8 @@ class StartedModel:
         self._call: Any = None
         self._weights, self._format = weights, format or FolderFormat()
         self._loss_scale = LossScale.of(options)
+        # Those that the user still has.
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._buffers = ModelBuffers(shared or SharedBuffers())
         self._program: Program | None = None
         self._eval_program: Program | None = None

@@ -37,6 +37,7 @@ from autoptd.ir.placement import Placement
 from autoptd.ir.sub_axes import is_sub_axis
 from autoptd.ir.types import Segmented, ValueType
 from autoptd.program.costs import Costs, read_costs, tupled
+from autoptd.program.memory import StateMemory, state_memory
 from autoptd.program.specs import (
     Collective,
     CrossingSpec,
@@ -191,6 +192,10 @@ class Program:
                 if digest(buffers[name].to(own.dtype)) != text:
                     found.append(name)
         return found
+
+    def memory(self, rank: int = 0) -> StateMemory:
+        """Return the bytes that `rank` holds of parameters, gradients and AdamW's state; `pm.memory()` counts them."""
+        return state_memory(self.params, self.orders, self.mesh, rank)
 
     def fingerprint(self) -> str:
         """Hash everything that ranks must agree on before the first step."""

@@ -14,7 +14,6 @@ from autoptd.errors import InternalError
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import Mesh, Role, role_of
 from autoptd.ir.placement import AxisConversion, Placement, Scope, conversions, itemsize
-from autoptd.ir.state_bytes import StateBytes, state_bytes
 from autoptd.ir.types import Dims, Outer, ValueType, outer_size
 
 # The conversion of a `Collective` that gathers a scattered transfer buffer.
@@ -126,15 +125,11 @@ class ParamSpec:
         flat = [axis for axis, kind in self.storage.layout.shards if kind.is_flat]
         return flat[0] if flat else ""
 
-    def state_bytes(self, mesh: Mesh) -> StateBytes:
-        """Return what a rank holds for each element of its part, if it is trained."""
-        use, storage = itemsize(self.use.dtype), itemsize(self.storage.dtype)
-        has_main_grad = bool(self.storage.grad_dtype) and not self.has_master and use < 8
-        sums = itemsize(self.storage.sum_dtype)
-        parts = mesh.degree(self.sharing_axis) if self.sharing_axis else 1
-        return state_bytes(
-            use, storage, sums, has_master=self.has_master, has_main_grad=has_main_grad, parts=parts
-        )
+    @property
+    def has_main_grad(self) -> bool:
+        """Whether its gradient is there twice: as it adds up, and in the dtype of the parameter."""
+        is_wider = itemsize(self.storage.sum_dtype) > itemsize(self.use.dtype)
+        return bool(self.storage.grad_dtype) and not self.has_master and is_wider
 
     def local_bytes(self, mesh: Mesh) -> int:
         """Return the bytes of what one rank computes with."""

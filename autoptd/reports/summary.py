@@ -167,25 +167,19 @@ def _remarks(program: Program) -> Iterator[str]:
 def _rank(program: Program, pipeline_rank: int, activations: int, seconds: float) -> RankCosts:
     costs = program.costs
     held = [spec for spec in program.params if pipeline_rank in spec.owners(program.ranks)]
-    trained = [spec for spec in held if spec.requires_grad]
     stages = tuple(stage for stage, rank in enumerate(program.ranks) if rank == pipeline_rank)
     local_numel = [math.prod(spec.local_shape(program.mesh)) for spec in held]
-    gradients = optimizer = masters = 0.0
-    for spec in trained:
-        elements = math.prod(spec.local_shape(program.mesh))
-        each = spec.state_bytes(program.mesh)
-        gradients += elements * each.gradient
-        optimizer += elements * each.optimizer
-        masters += elements * each.master
+    # The ranks beside the first one hold as much, but for the padding of what replicas share.
+    state = program.memory(program.mesh.at_stage(0, pipeline_rank))
     flops = sum(costs.flops_per_stage[stage] + costs.backward_flops_per_stage[stage] for stage in stages)
     return RankCosts(
         pipeline_rank,
         stages,
         parameters=sum(local_numel),
-        parameter_bytes=sum(spec.local_bytes(program.mesh) for spec in held),
-        gradient_bytes=round(gradients),
+        parameter_bytes=state.parameters,
+        gradient_bytes=state.gradients,
         # AdamW's two moments, in the dtype of the storage, and the storage where it stands apart.
-        optimizer_bytes=round(optimizer + masters),
+        optimizer_bytes=state.moments + state.masters,
         activation_bytes=activations,
         flops=flops * program.num_microbatches,
         seconds=seconds,

@@ -182,6 +182,8 @@ class Gradients:
             hook = _growth_hook(weakref.ref(self), name)
             handle = params.leaves[name].register_post_accumulate_grad_hook(hook)
             self._first_hooks += [] if name in self._counted else [handle]
+        # Bytes in which the gradients of the last step added up, and those that are rounded for the user.
+        self.held_bytes = 0
         self.forget()
 
     def _stages_here(self, program: Program, spec: ParamSpec) -> list[int]:
@@ -190,8 +192,11 @@ class Gradients:
     def begin(self) -> None:
         """Forget what an earlier, perhaps failed, step left, and make room for the sums of a new one."""
         self.forget()
+        self.held_bytes = 0
         for bucket in self.buckets:
             bucket.begin()
+            assert bucket.flat is not None
+            self.held_bytes += bucket.flat.nbytes
 
     def forget(self) -> None:
         """Return to the state before a step."""
@@ -261,11 +266,13 @@ class Gradients:
         for name in self._alone:
             if (grad := self.params.leaves[name].grad) is not None:
                 self._results[name] = grad
+                self.held_bytes += grad.nbytes
         if loss_scale is not None:
             for same in _by_dtype(self._results.values()):
                 torch._foreach_mul_(same, 1 / loss_scale)
         for name, grad in self._results.items():
             self._hand_over(name, grad)
+            self.held_bytes += self.params.rounded_bytes(name)
         self._is_agreed = True
         while self._first_hooks:
             self._first_hooks.pop().remove()

@@ -290,6 +290,10 @@ class RankParameters:
             else:
                 local.grad.zero_()
 
+    def rounded_bytes(self, name: str) -> int:
+        """Return the bytes of a gradient that is there beside `main_grad`, rounded to the parameter's dtype."""
+        return self._main[name].copy.nbytes if name in self._main else 0
+
     def is_plain(self, name: str) -> bool:
         """Tell whether `.grad` is the gradient of a parameter itself: it has no `.main_grad`."""
         return self._grad_dtypes[name] is None

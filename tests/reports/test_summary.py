@@ -34,8 +34,12 @@ def test_every_rank_has_its_parameters_and_their_state() -> None:
 
 
 def test_gradients_in_float32_take_room_beside_their_own() -> None:
-    plain, main = (summarize(gpt(2, accumulate_allreduce_grads_in_fp32=on)) for on in (False, True))
-    assert main.ranks[0].gradient_bytes == 2 * plain.ranks[0].gradient_bytes
+    """2 and 4 bytes of a bf16 parameter; of a float32 parameter, the sum is the gradient."""
+    for dtype, times in ((torch.bfloat16, 3), (torch.float32, 1)):
+        plain, main = (
+            summarize(gpt(2, dtype=dtype, accumulate_allreduce_grads_in_fp32=on)) for on in (False, True)
+        )
+        assert main.ranks[0].gradient_bytes == times * plain.ranks[0].gradient_bytes
 
 
 def test_traffic_is_that_of_the_busiest_rank() -> None:

@@ -13,11 +13,11 @@ from examples.gpt import GPT, GPTConfig
 
 
 @cache
-def gpt(layers: int, rows: int = 4, **degrees: int) -> Program:
+def gpt(layers: int, rows: int = 4, dtype: torch.dtype = torch.float32, **degrees: int) -> Program:
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=32, block_size=8, n_layer=layers, n_head=2, n_embd=8))
     x = torch.randint(0, 32, (rows, 8))
-    return compile(model, example_inputs=(x, x), **degrees)
+    return compile(model.to(dtype), example_inputs=(x, x), **degrees)
 
 
 def full() -> Program:
