@@ -52,8 +52,8 @@ TOLERANCE = 1e-9
 NOISE = 1e-3
 # The learning rate of the model's own step: large enough to stand out from the rounding of its dtype.
 FIRST_LR = 1e-2
-# Far from the largest number of float16, and from its smallest.
-FIXED_SCALE = 2.0**10
+# An overflow here is the model's own; gradients that are rounded to zero are noise to both (see `Setting`).
+FIXED_SCALE = 1.0
 # Checks besides training in float64; most tests leave them out.
 CHECKS = ("own dtype", "reload", "evaluation")
 

@@ -133,6 +133,9 @@ CHOICES: dict[str, list[Any]] = {
     "second loss": ["none", "z", "decay"],
     "result": ["loss", "tuple", "dict", "loss_fn"],
     "hooks": ["none", "overlap", "main", "after_b", "before_reduce", "all"],  # of linear layers
+    "precision": [None, "bf16", "fp16"],
+    "zero": [0, 1],
+    "dp shard": [None, 2],  # replicas that share a state
     "skips": [
         "none",
         "first to last",
@@ -204,6 +207,18 @@ class Case:
         if not self.schedule.startswith("zb"):
             return asked
         return {"all": "overlap and main", "after_b": "none", "before_reduce": "main"}.get(asked, asked)
+
+    @property
+    def precision(self) -> str | None:
+        """Has float32 sums of its own; what is loaded into is in float64 already."""
+        is_main = "main" in self.hooks or self.hooks == "all"
+        return None if is_main or self["buffer"].endswith("loaded") else self["precision"]
+
+    @property
+    def dp_shard(self) -> int | None:
+        """Divides the replicas, where they share anything."""
+        fits = self["zero"] and self["dp shard"] and self["mesh"][2] % self["dp shard"] == 0
+        return self["dp shard"] if fits else None
 
     @property
     def sequence_parallel(self) -> bool | str:
@@ -293,6 +308,8 @@ class Case:
             "stack": self.stack,
             "skips": self.skips,
             "hooks": self.hooks,
+            "precision": self.precision,
+            "dp shard": self.dp_shard,
             "queries per key": self.queries_per_key,
             "buffer": self.buffer,
             "call": self.call,

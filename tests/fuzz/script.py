@@ -294,6 +294,9 @@ def _call(case: Case) -> list[str]:
     ]
     arguments += _hooks(case.hooks)
     arguments += [f"p2p='{case['p2p']}'"] if case["p2p"] != "auto" else []
+    arguments += [f"precision='{case.precision}'"] if case.precision else []
+    arguments += [f"zero={case['zero']}"] if case["zero"] else []
+    arguments += [f"dp_shard={case.dp_shard}"] if case.dp_shard else []
     arguments += [f"machine={MACHINES[case['machine']]}"] if case["machine"] in MACHINES else []
     arguments += [f"sequence_parallel={case.sequence_parallel!r}"] if case.sequence_parallel else []
     lines = [f"call = {call}"]
