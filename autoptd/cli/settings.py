@@ -44,9 +44,8 @@ def read_settings(path: str, known: Collection[str]) -> dict[str, Any]:
     settings = {str(key).replace("-", "_"): value for key, value in found.items()}
     for key in settings:
         if key not in known:
-            raise PlanError(
-                f"--config {path}: {key}", "is not a flag of this command", nearest(key, sorted(known))
-            )
+            remedy = nearest(key, sorted(known))
+            raise PlanError(f"--config {path}: {key}", "is not a flag of this command", remedy)
     return settings
 
 

@@ -62,9 +62,7 @@ def watching(board: FaultBoard, limit: float, on_fault: Callable[[RuntimeFault],
 
 @contextmanager
 def watching_store(lobby: Lobby, limit: float, on_fault: Callable[[RuntimeFault], None]) -> Iterator[None]:
-    """Call `on_fault` once if the store leaves a request unanswered for `limit` seconds: torch's own would
-    wait for ever.
-    """
+    """Call `on_fault` once if the store leaves a request unanswered for `limit` seconds: torch's own waits on."""
     is_over = threading.Event()
 
     def serve() -> None:

@@ -141,16 +141,14 @@ def find_machine(given: Any) -> Machine:
     if isinstance(given, str):
         file = machine_file(given)
         if file is None:
-            raise PlanError(
-                f"machine={given!r}", "no such machine", f"{nearest_machines(given)}, or a Machine"
-            )
+            remedy = f"{nearest_machines(given)}, or a Machine"
+            raise PlanError(f"machine={given!r}", "no such machine", remedy)
         return _derived(tomllib.loads(file.read_text()), f"machine {file.stem}")
     if isinstance(given, Mapping):
         check_known("machine", given, [field.name for field in dataclasses.fields(Machine)])
         return Machine(**given)
-    raise PlanError(
-        "machine", f"is a {type(given).__name__}", f"one of {', '.join(machine_names())}, or a Machine"
-    )
+    remedy = f"one of {', '.join(machine_names())}, or a Machine"
+    raise PlanError("machine", f"is a {type(given).__name__}", remedy)
 
 
 def machine_record(given: Any) -> str | dict[str, float] | None:

@@ -55,8 +55,8 @@ def linear_cross_entropy(
     is what a mean divides by, if not by its own count; `chunk` is how many rows are done at a time; `dtype`
     is that of the loss (by default that of x), which is computed in float32 at least. With `wgrad` the
     gradient of the weight, a leaf, is given to that in backward, as it was added up, and not to autograd.
-    `loss_scale` is what backward will start from: with it, the gradients kept are in the range of x's dtype
-    where those of backward are.
+    `loss_scale` is what backward will start from: with it, the gradients kept of a mean are in the range of
+    x's dtype where those of backward are.
     """
     ids = targets.reshape(-1)
     ignored = ids == ignore_index
@@ -307,11 +307,10 @@ class _ReducedLoss(torch.autograd.Function):
 
 def _expected_gradient(how: How, labels: Labels, total: Tensor | float | None, like: Tensor) -> Tensor:
     """Return the gradient of the sum that backward is expected to bring: 1 without a loss scale."""
-    if how.loss_scale is None:
+    # What follows a sum, a division as a rule, is not known here.
+    if how.loss_scale is None or how.reduction == "sum":
         return torch.ones_like(like)
     expected = torch.full_like(like, how.loss_scale)
-    if how.reduction != "mean":
-        return expected
     if total is None:
         total = (~labels.ignored).sum()
     # Of no valid row there are no gradients.

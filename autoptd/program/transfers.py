@@ -62,9 +62,8 @@ class _Planner:
             return t, f"1/{t} each: p2p='scatter_gather'"
         # All peers send at once, so the slowest pair decides.
         link = self._bandwidth(list(zip(self._ranks(source), self._ranks(target), strict=True)))
-        gather = self._bandwidth(
-            [self.mesh.group(rank, self.mesh.value_axes) for rank in self._ranks(target)]
-        )
+        gathering = [self.mesh.group(rank, self.mesh.value_axes) for rank in self._ranks(target)]
+        gather = self._bandwidth(gathering)
         # Seconds of either way; the scattered one has a call more.
         whole = nbytes / link
         scattered = nbytes / t / link + wire_bytes("all-gather", nbytes, t) / gather + self.machine.message

@@ -160,10 +160,8 @@ def _stage_row(program: Program, stage: int) -> tuple[str, ...]:
     cut, costs = program.costs.cut, program.costs
     # A tied parameter counts on every stage that uses it.
     wanted = set(program.stages[stage].params)
-    held = 0
-    for spec in program.params:
-        if spec.name in wanted:
-            held += math.prod(spec.local_shape(program.mesh))
+    specs = [spec for spec in program.params if spec.name in wanted]
+    held = sum(math.prod(spec.local_shape(program.mesh)) for spec in specs)
     sent = sum(buffer.sent_bytes for buffer in program.transfers if buffer.source == stage)
     return (
         f"{stage}",

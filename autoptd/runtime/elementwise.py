@@ -52,11 +52,8 @@ def check_elementwise(cls: type[optim.Optimizer], keywords: Mapping[str, Any]) -
     own = _own_methods(cls, base)
     if own and (reason := try_halves(cls, keywords)):
         fact = f"derives from {base.__name__} with a {own[0]} of its own: {reason}"
-        raise PlanError(
-            f"optimizer {cls.__name__}",
-            fact,
-            f"{base.__name__}; or set elementwise = True if that is meant so",
-        )
+        remedy = f"{base.__name__}; or set elementwise = True if that is meant so"
+        raise PlanError(f"optimizer {cls.__name__}", fact, remedy)
 
 
 def _own_methods(cls: type, base: type) -> list[str]:

@@ -53,6 +53,14 @@ HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_ho
 SAME_VALUES = frozenset({Tensor.data.__get__, Tensor.detach, Tensor.float, Tensor.double})  # type: ignore[attr-defined]
 
 
+def refuse_write(func: Callable[..., Any]) -> None:
+    """Raise a PlanError if `func` sets the gradient of a parameter whose gradient is not kept with it."""
+    if func in WRITES:
+        fact = "with zero=1 each rank keeps the gradients of what it stores, and a parameter has none"
+        remedy = "optimizer.zero_grad() to forget them; change those of optimizer.param_groups behind pm.step"
+        raise PlanError("parameter.grad", fact, remedy)
+
+
 def refuse(func: Callable[..., Any], caller: str, what: str) -> None:
     """Raise a PlanError if a call of `func` from module `caller` would mistake a shard for the whole."""
     if caller == CLIPPING:
@@ -106,10 +114,12 @@ class GuardedParameter(nn.Parameter):
     ) -> Any:
         if func not in WRITES:
             refuse(func, _caller(), "parameter")
-        for arg in args:
-            # What the last update made of it may still be on its way.
-            if isinstance(arg, GuardedParameter) and arg.arrival is not None:
-                arg.arrival()
+        for arg in (*args, *(kwargs or {}).values()):
+            for x in arg if isinstance(arg, (list, tuple)) else (arg,):
+                # What the last update made of it may still be on its way.
+                if isinstance(x, GuardedParameter) and x.arrival is not None:
+                    x.arrival()
+                    refuse_write(func)
         if func == DATA:
             args[0].was_exposed = True
         # `unguarded()` without its generator: this is a hot path.

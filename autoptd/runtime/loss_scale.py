@@ -84,7 +84,7 @@ class LossScale:
                 self.value = max(self.value / 2, self.least)
             return
         self._good += 1
-        if self._good == self.window:
+        if self._good >= self.window:
             self._good, self._left = 0, self.hysteresis
             self.value *= 2
 

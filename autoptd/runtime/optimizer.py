@@ -72,9 +72,8 @@ class NamedOptimizer(optim.Optimizer):
         self._check_saved(state_dict["param_groups"])
         # In torch's format groups hold numbers instead of parameters.
         own = super().state_dict()["param_groups"]
-        groups = []
-        for saved, numbers in zip(state_dict["param_groups"], own, strict=True):
-            groups.append({**saved, "params": numbers["params"]})
+        pairs = zip(state_dict["param_groups"], own, strict=True)
+        groups = [{**saved, "params": numbers["params"]} for saved, numbers in pairs]
         # Ranks as threads share one optimizer: a parameter occurs once per rank that holds a part of it.
         holders: dict[int, tuple[RankParameters, ParamSpec]] = {}
         for params in self.binding.ranks:
@@ -180,10 +179,12 @@ def register_hooks(optimizer: NamedOptimizer, ranks: Sequence[RankParameters], r
     if len(ranks) == 1:
         # `step` may have returned before the device met a fault. (Rank threads are stopped by their pool.)
         optimizer.register_step_pre_hook(lambda *_: ranks[0].world.raise_first_fault())
+    if optimizer.loss_scale is not None or any(rank.is_apart for rank in ranks):
+        optimizer.register_step_pre_hook(refuse_closure)
     for rank in ranks:
         optimizer.register_step_pre_hook(lambda *_, rank=rank: before_update(rank))  # type: ignore[misc]
     if optimizer.loss_scale is not None:
-        skip_where_infinite(optimizer, every, run)
+        skip_where_infinite(optimizer, optimizer.loss_scale, every, run)
     # torch's foreach and fused implementations accept its own tensor classes only.
     optimizer.register_step_pre_hook(lambda *_: lower(every))
     optimizer.register_step_pre_hook(lambda optimizer, *_: lay_out(optimizer.param_groups))
@@ -195,10 +196,10 @@ def register_hooks(optimizer: NamedOptimizer, ranks: Sequence[RankParameters], r
         optimizer.register_step_post_hook(lambda *_: publish(optimizer, run))
 
 
-def skip_where_infinite(optimizer: NamedOptimizer, parameters: Sequence[torch.Tensor], run: Run[Any]) -> None:
+def skip_where_infinite(
+    optimizer: NamedOptimizer, scale: LossScale, parameters: Sequence[torch.Tensor], run: Run[Any]
+) -> None:
     """Let `step` change nothing where a gradient is not finite on some rank: it does not see the gradients."""
-    scale = optimizer.loss_scale
-    assert scale is not None
     hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     def hide() -> None:
@@ -218,8 +219,15 @@ def skip_where_infinite(optimizer: NamedOptimizer, parameters: Sequence[torch.Te
     optimizer.register_step_post_hook(lambda *_: unguarded()(show)())
 
 
+def refuse_closure(_: optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise PlanError for `step(closure)`: gradients are handed to the optimizer before it would be called."""
+    if any(callable(arg) for arg in (*args, *kwargs.values())):
+        fact = "takes no closure with precision= or zero=1: its gradients would come too late"
+        raise PlanError("optimizer.step", fact, "pm.step(...) first, then optimizer.step()")
+
+
 def publish(optimizer: NamedOptimizer, run: Run[Any]) -> None:
-    """Bring an update to all ranks that use it, if there was one."""
+    """Publish an update to all ranks that use it, if there was one."""
     if not optimizer.step_was_skipped:
         run(RankParameters.publish)
 
@@ -349,7 +357,8 @@ def _local_record(params: RankParameters, spec: ParamSpec, record: Mapping[str, 
     local = {}
     for key, value in record.items():
         if isinstance(value, torch.Tensor):
-            if value.dim() > 0 and tuple(value.shape) == spec.shape:
+            # A step count is 0-d, as the moments of a 0-d parameter are.
+            if tuple(value.shape) == spec.shape and (value.dim() > 0 or key != "step"):
                 value = params.piece_of(spec.name, shard_of(spec, value, params.world))
             value = value.clone(memory_format=torch.contiguous_format)
         local[key] = value

@@ -170,7 +170,7 @@ class RankParameters:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Bring what was updated to all ranks that use it; a collective of the ranks that share storage.
+        """Publish what was updated to all ranks that use it; a collective of the ranks that share storage.
 
         Gathers are only started: `wait` follows.
         """
@@ -183,7 +183,7 @@ class RankParameters:
     @unguarded()
     @torch.no_grad()
     def absorb_edits(self) -> None:
-        """Bring what the user wrote to parameters into their storage; entries that were left alone keep all their bits.
+        """Write what the user wrote to parameters into their storage; entries that were left alone keep all their bits.
 
         The same on all ranks that hold copies, as the edits must be.
         """
@@ -192,7 +192,8 @@ class RankParameters:
             if local._version == self._versions[spec.name] and not local.was_exposed:
                 continue
             self.wait()
-            self._versions[spec.name], local.was_exposed = local._version, False
+            # Whoever has its `.data` may write to that at any time: such a parameter is looked at from now on.
+            self._versions[spec.name] = local._version
             stored = self.stored.get(spec.name)
             used = self.piece_of(spec.name, local.detach())
             if stored is not None and used is not None:

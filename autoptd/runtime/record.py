@@ -189,9 +189,7 @@ def _noted(
         about = (kind, group.ranks, payload(data, group.size), site)
         with note(*about):
             result = method(data, *args, **kwargs)
-        if wait is None:
-            return result
-        return _NotedPending(result, partial(wait, *about))
+        return result if wait is None else _NotedPending(result, partial(wait, *about))
 
     return call
 

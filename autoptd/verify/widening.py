@@ -29,9 +29,7 @@ WIDENED_TOLERANCE = 1e-6
 
 @contextmanager
 def masks_of(program: Program, step: int) -> Iterator[None]:
-    """Let the unmodified model, called with the global batch, draw the dropout masks of a step of
-    `program` meanwhile.
-    """
+    """Let the unmodified model, called with the global batch, draw the masks of a step of `program` meanwhile."""
     if not program.dropouts:
         yield
         return

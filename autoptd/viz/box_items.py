@@ -57,12 +57,8 @@ class BoxItems:
         if box.is_received:
             return self._received(box)
         if box.sent_to >= 0:
-            lines = (
-                line((f"to stage {box.sent_to}", "bold")),
-                line(self.text.shape(node)),
-                line(self.text.traffic(node)),
-            )
-            return self._at_border(box, lines)
+            below = line(self.text.shape(node)), line(self.text.traffic(node))
+            return self._at_border(box, (line((f"to stage {box.sent_to}", "bold")), *below))
         if box.folded:
             return self._folded(box)
         if note(node).conversion:

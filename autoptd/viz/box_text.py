@@ -119,9 +119,8 @@ class BoxText:
         if self.work and not box.is_input and not box.is_received:
             forward, backward = (sum(counts) for counts in zip(*map(self.work, box.nodes), strict=True))
             if forward:
-                lines.append(
-                    f"{count_text(forward)} FLOPs forward, {count_text(backward)} backward on each rank"
-                )
+                both = f"{count_text(forward)} FLOPs forward, {count_text(backward)} backward"
+                lines.append(f"{both} on each rank")
         return "\n".join(text for text in (*lines, *call_lines(box.calls)) if text)
 
 

@@ -106,8 +106,8 @@ def _per_microbatch(program: Program) -> Iterator[str]:
     )
     for sites in _kinds(over_tp):
         call = sites[0]
-        wire = wire_bytes(call.forward, call.payload_bytes, call.group_size)
-        wire += wire_bytes(call.backward, call.payload_bytes, call.group_size)
+        kinds = call.forward, call.backward
+        wire = sum(wire_bytes(kind, call.payload_bytes, call.group_size) for kind in kinds)
         name = f"{letter(call.conversion)}: {call.conversion}" if letter(call.conversion) else call.conversion
         numbers = bytes_text(call.payload_bytes), str(call.group_size), bytes_text(wire)
         yield _row(*_site(sites), name, call.forward, call.backward, *numbers, _reason(call))

@@ -48,15 +48,8 @@ def scene_svg(scene: Scene, places: Layout) -> str:
     body = [f'<g transform="translate({MARGIN:g} {top:g})">', *_parts(scene, places), "</g>"]
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     drawn = "\n".join([f'<rect width="{width}" height="{height}" fill="#fff"/>', *head, *body])
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size}>',
-            f"<style>{STYLE}{dark_rules(drawn)}</style>",
-            drawn,
-            "</svg>",
-            "",
-        ]
-    )
+    style = f"<style>{STYLE}{dark_rules(drawn)}</style>"
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', style, drawn, "</svg>", ""])
 
 
 def _parts(scene: Scene, places: Layout) -> Iterator[str]:

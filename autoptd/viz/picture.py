@@ -103,15 +103,13 @@ def graph_picture(
         raise PlanError(f"level={level!r}", "is not a level of a picture", f"one of {', '.join(LEVELS)}")
     # A negative stage would be one counted from the end in Python, and none here.
     if stage is not None and stage not in range(len(program.stages)):
-        raise PlanError(
-            f"stage={stage!r}", f"there are stages 0 to {len(program.stages) - 1}", "one of these"
-        )
+        fact = f"there are stages 0 to {len(program.stages) - 1}"
+        raise PlanError(f"stage={stage!r}", fact, "one of these")
     if level == "model":
         return Picture(model_scene(program, stage))
     if "LOCAL" not in program.graphs:
-        raise PlanError(
-            f"level={level!r}", "a loaded program has no graphs", "level='model', or compile the model again"
-        )
+        remedy = "level='model', or compile the model again"
+        raise PlanError(f"level={level!r}", "a loaded program has no graphs", remedy)
     return Picture(layer_scene(program, folds=level == "layer", stage=stage, work=work))
 
 

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
@@ -205,21 +206,18 @@ def test_a_run_goes_on_with_its_scale() -> None:
     plain.close()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_the_fused_head_keeps_gradients_in_range(reduction: str) -> None:
+def test_the_fused_head_keeps_gradients_in_range() -> None:
     """It computes them in forward: without the scale, probabilities of 1 / 32768 are subnormal in float16."""
     torch.manual_seed(0)
     rows, columns = 32, 2**15
     x, weight = torch.randn(rows, 16).half(), (torch.randn(columns, 16) * 1e-2).half()
     targets = torch.arange(rows)
-    scale = 2.0**13 if reduction == "mean" else 2.0**8
+    scale = 2.0**13
 
     def gradient(told: float | None, dtype: torch.dtype = torch.float16) -> Tensor:
         """Of the rows of the weight that are no target's."""
         own = weight.to(dtype).requires_grad_()
-        loss = linear_cross_entropy(
-            x.to(dtype), own, targets, reduction=reduction, loss_scale=told, dtype=torch.float64
-        )
+        loss = linear_cross_entropy(x.to(dtype), own, targets, loss_scale=told, dtype=torch.float64)
         loss.backward(torch.full_like(loss, scale))
         assert own.grad is not None
         return own.grad[rows:].double() / scale
@@ -227,6 +225,61 @@ def test_the_fused_head_keeps_gradients_in_range(reduction: str) -> None:
     true = gradient(None, torch.float64)
     told, untold = ((gradient(told) - true).norm() / true.norm() for told in (scale, None))
     assert told < 4e-4 and untold > 2 * told
+
+
+def test_a_sum_that_is_divided_later_does_not_overflow_in_the_fused_head() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(32, 16).half().requires_grad_(), torch.randn(64, 16).half().requires_grad_()
+    targets = torch.randint(64, (32,))
+    loss = linear_cross_entropy(x, weight, targets, reduction="sum", loss_scale=2.0**17, dtype=torch.float32)
+    found = torch.autograd.grad(loss / 512, (x, weight), torch.tensor(2.0**17))
+    assert all(bool(gradient.isfinite().all()) for gradient in found)
+
+
+class CastThenView(nn.Module):
+    """Logits as Hugging Face has them: cast, then viewed; large enough for the fused head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16384, 16), nn.Linear(16, 16384, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.embed(ids)).float()
+        return F.cross_entropy(logits.view(-1, 16384), labels.view(-1))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_loss_in_float32_stays_in_float32(precision: str) -> None:
+    torch.manual_seed(0)
+    model, data = CastThenView(), (torch.randint(16384, (128, 8)), torch.randint(16384, (128, 8)))
+    pm, optimizer = start(model, data, precision=precision, num_microbatches=1)
+    assert "linear_cross_entropy" in pm.program.sources["stage_0.py"]
+    loss = pm.step(*data)
+    optimizer.step()
+    assert loss.dtype == torch.float32 and not optimizer.step_was_skipped
+    torch.testing.assert_close(loss, model(*data).detach(), rtol=2e-3, atol=0)
+    pm.close()
+
+
+@pytest.mark.parametrize(
+    "keywords", [{"precision": "bf16"}, {"precision": None, "zero": 1, "d": 2}, {}], ids=str
+)
+def test_a_closure_is_refused(keywords: dict[str, Any]) -> None:
+    pm, optimizer = start(gpt(), batch(4), **keywords)
+    with pytest.raises(PlanError, match="takes no closure"):
+        optimizer.step(lambda: pm.step(*batch(4)))
+    pm.close()
+
+
+def test_a_smaller_window_is_passed_at_once() -> None:
+    long, short = LossScale(4.0, window=100), LossScale(4.0, window=10)
+    for _ in range(50):
+        long.renew()
+        long.settle(lambda: torch.tensor(1.0))
+    short.load_state_dict(long.state_dict())
+    short.renew()
+    short.settle(lambda: torch.tensor(1.0))
+    assert short.value == 8.0
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -118,7 +118,8 @@ def test_what_a_user_writes_to_a_parameter_is_stored(mesh: dict[str, Any]) -> No
             if name == first:
                 x[0].fill_(3.0)
             elif name == second:
-                x.data.mul_(2.0)
+                alias = x.data
+                alias.mul_(2.0)
     optimizer.zero_grad()
     optimizer.step()
     after = pm.state_dict()
@@ -128,6 +129,13 @@ def test_what_a_user_writes_to_a_parameter_is_stored(mesh: dict[str, Any]) -> No
     assert torch.equal(after[second], (2 * before[second].bfloat16()).float())
     pm.step(*batch(4))
     assert torch.equal(pm.state_dict()[first], expected)
+    # The alias of a parameter's data lives on.
+    known = pm.state_dict()[second]
+    with torch.no_grad():
+        alias.mul_(0.5)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert not torch.equal(pm.state_dict()[second], known)
     pm.close()
 
 

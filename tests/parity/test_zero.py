@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import autoptd
 from autoptd.errors import PlanError
 from autoptd.program.buckets import ALIGNMENT, BucketPlan
 from autoptd.runtime import gradients, parameters, storage
+from autoptd.runtime.guard import GuardedParameter
 from autoptd.runtime.parameters import RankParameters
 from tests.parity.models import batch, gpt
 
@@ -273,3 +275,47 @@ def test_a_broken_part_shows(monkeypatch: pytest.MonkeyPatch, broken: str) -> No
 def test_what_cannot_be_is_refused(keywords: dict[str, Any], said: str) -> None:
     with pytest.raises(PlanError, match=said):
         autoptd.parallelize(gpt(), **keywords, backend="local", example_inputs=batch(8))
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_0d_parameter_goes_on_with_its_state(zero: int) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = nn.Linear(8, 4), nn.Parameter(torch.tensor(1.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.layer(x) * self.scale).square().mean()
+
+    x = torch.randn(8, 8)
+    pm = autoptd.parallelize(Scaled(), d=2, zero=zero, backend="local", example_inputs=(x,))
+    optimizer = pm.optimizer(torch.optim.AdamW, foreach=True)
+    pm.step(x)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    assert saved["state"]["scale"]["exp_avg"].shape == ()
+    assert float(optimizer.state_dict()["state"]["scale"]["step"]) == 2
+    pm.close()
+
+
+def test_a_gradient_is_not_set_where_it_is_not_kept() -> None:
+    pm, _ = train(gpt(), steps=1, d=2, zero=1)
+    parameter = next(iter(pm.parameters()))
+    for gradient in (None, torch.ones_like(parameter)):
+        with pytest.raises(PlanError, match="each rank keeps the gradients of what it stores"):
+            parameter.grad = gradient
+    pm.close()
+
+
+def test_lists_of_parameters_wait_for_the_last_update() -> None:
+    pm, _ = train(gpt(), steps=1, d=2, zero=1)
+    parameters = list(pm.parameters())
+    waited: list[GuardedParameter] = []
+    for x in parameters:
+        assert isinstance(x, GuardedParameter)
+        x.arrival = partial(waited.append, x)
+    torch._foreach_add(parameters, 1.0)
+    assert {id(x) for x in waited} == {id(x) for x in parameters}
+    pm.close()

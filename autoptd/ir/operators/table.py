@@ -86,9 +86,7 @@ def _shares_memory(overload: Any) -> bool:
 
 
 def linear_groups(node: Node) -> list[tuple[Node, ...]]:
-    """Return the groups of operands in which `node` is jointly linear: it maps their partial sums to a
-    partial sum.
-    """
+    """Return the groups of operands in which `node` is jointly linear: of partial sums it makes a partial sum."""
     record, read = operator_of(node), operands(node)
     # A rounded quotient is not linear; a literal that is added would be added once per rank.
     if node.kwargs.get("rounding_mode") is not None or (record.is_sum and len(read) < 2):

@@ -101,7 +101,8 @@ def in_chunks(
         args = (x, list(size)) if says_shape(view) else (x, *view.args[1:])
         with graph.inserting_before(group.result):
             made = graph.call_function(view.target, args, view.kwargs)
-        made.meta["val"] = value(view).new_empty((*shape(view)[:-1], shape(x)[-1]))
+        # In the dtype of x: a cast may stand between the GEMM and the view.
+        made.meta["val"] = value(x).new_empty((*shape(view)[:-1], shape(x)[-1]))
         extra = {"local_shapes": [size], "global_shape": shape(made)}
         set_note(
             made, replace(record, layout=note(x).layout, dims=(), why="", forms={}, axis="", extra=extra)
