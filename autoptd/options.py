@@ -1,5 +1,4 @@
-"""What a user may ask for, checked once: the one place where keywords, their defaults and choices are
-declared.
+"""What a user may ask for, checked once: where keywords, their defaults and choices are declared.
 
 In: keywords of `parallelize`, and a plan. Out: `Options`. A field of `Options` is a keyword: its metadata
 make the flag of the command line and the entry in plan.json. The signature of `parallelize` is written by
@@ -26,6 +25,7 @@ from autoptd.ir.machine_files import machine_names
 from autoptd.ir.mesh import DEGREES, ORDER, Mesh
 from autoptd.ir.placement import Sharing, sharing_of
 from autoptd.ir.plan import Plan, nearest, read_plan
+from autoptd.ir.quantities import check_degree, check_memory
 from autoptd.ir.state_bytes import StateBytes, state_bytes
 
 # Model chunks per pipeline rank that a schedule runs; 0: any number.
@@ -47,7 +47,6 @@ LOSS_SCALE = ("loss_scale", "initial_loss_scale", "loss_scale_window", "hysteres
 # The dtype in which stages compute, by the keyword `precision`.
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
 FUSE = ("eager", "triton", "inductor", False)
-UNIT_BYTES = {"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "KB": 1e3, "MB": 1e6, "GB": 1e9}
 
 
 @dataclass(frozen=True)
@@ -218,7 +217,7 @@ class Options:
             if value is item.default:
                 continue
             if keyword.flag == "count":
-                _check_degree(item.name, value)
+                check_degree(item.name, value)
             if not keyword.allows(value):
                 remedy = ", ".join(map(repr, keyword.choices)) + " or None" * (item.default is None)
                 raise PlanError(f"{item.name}={value!r}", "no such choice", remedy)
@@ -230,7 +229,7 @@ class Options:
             object.__setattr__(self, "schedule", Path(str(self.schedule)))
         # As plan.json has it, so that the two can be compared.
         object.__setattr__(self, "machine", machine_record(self.machine))
-        object.__setattr__(self, "memory", _check_memory(self.memory))
+        object.__setattr__(self, "memory", check_memory(self.memory))
         self._check_schedule()
         self._check_storage()
         self._check_loss_scale()
@@ -271,22 +270,20 @@ class Options:
 
     def _check_loss_scale(self) -> None:
         """Check that a loss scale is asked for where there is one, and that its numbers make one."""
-        given = [item for item in fields(self) if item.name in LOSS_SCALE]
-        given = [item for item in given if getattr(self, item.name) != item.default]
-        for item in given:
+        for item in fields(self):
             value = getattr(self, item.name)
+            if item.name not in LOSS_SCALE or value == item.default:
+                continue
             if self.precision != "fp16":
                 fact = f"there is no loss scale with precision={self.precision!r}"
                 raise PlanError(f"{item.name}={value!r}", fact, 'leave it out, or precision="fp16"')
             if self.loss_scale is not None and item.name != "loss_scale":
                 fact = f"loss_scale={self.loss_scale!r} is a fixed scale"
                 raise PlanError(f"{item.name}={value!r}", fact, "one of the two")
-            # NaN is not above 0 either.
             if not (isinstance(value, (int, float)) and 0 < value < math.inf):
                 raise PlanError(f"{item.name}={value!r}", "not a positive number", "a power of two")
-        if self.min_loss_scale > self.initial_loss_scale:
-            fact = f"is above initial_loss_scale={self.initial_loss_scale!r}"
-            raise PlanError(f"min_loss_scale={self.min_loss_scale!r}", fact, "a smaller number")
+        if (least := self.min_loss_scale) > (first := self.initial_loss_scale):
+            raise PlanError(f"min_loss_scale={least!r}", f"is above initial_loss_scale={first!r}", "less")
 
     def _check_numbers(self) -> None:
         """Check seconds, bytes and steps, and that the fused operators exist."""
@@ -300,12 +297,12 @@ class Options:
             remedy = f"a list of: {', '.join(FUSED)}"
             raise PlanError(f"fuse_only={self.fuse_only!r}", "names no fused operators", remedy)
         if self.memory_price is not None and not 0 <= self.memory_price < math.inf:
-            fact = "not a price in seconds per byte"
-            raise PlanError(f"memory_price={self.memory_price}", fact, "leave it out")
+            price = f"memory_price={self.memory_price}"
+            raise PlanError(price, "not a price in seconds per byte", "leave it out")
         # NaN is not above 0 either.
         if not self.timeout > 0:
-            fact = "not a positive number of seconds"
-            raise PlanError(f"timeout={self.timeout}", fact, "for example timeout=300")
+            remedy = "for example timeout=300"
+            raise PlanError(f"timeout={self.timeout}", "not a positive number of seconds", remedy)
 
     @property
     def mesh(self) -> Mesh:
@@ -401,31 +398,3 @@ def check_schedule(name: str, v: int) -> None:
         plural = "s" if chunks > 1 else ""
         fact = f"schedule={name!r} runs {chunks} model chunk{plural} per pipeline rank"
         raise PlanError(f"v={v}", fact, f"v={chunks}, or a schedule in {{{', '.join(others)}}}")
-
-
-def parse_bytes(text: str) -> float:
-    """Return the bytes of `80e9`, `80GB` or `80GiB`; ValueError for what is not a number of bytes."""
-    for unit, nbytes in UNIT_BYTES.items():
-        if text.endswith(unit):
-            return float(text.removesuffix(unit)) * nbytes
-    return float(text)
-
-
-def _check_memory(memory: Any) -> float | None:
-    """Return a rank's memory in bytes; PlanError for what is not a positive number of them."""
-    if memory is None:
-        return None
-    try:
-        nbytes = parse_bytes(memory) if isinstance(memory, str) else memory
-        if not isinstance(nbytes, bool) and nbytes > 0:
-            return nbytes
-    except (TypeError, ValueError):
-        pass
-    remedy = "for example memory=80e9 or '80GB'"
-    raise PlanError(f"memory={memory!r}", "is not a positive number of bytes", remedy)
-
-
-def _check_degree(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        fact = "a degree is a whole number of at least 1"
-        raise PlanError(f"{name}={value!r}", fact, f"for example {name}=1")

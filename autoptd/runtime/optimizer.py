@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import optim
@@ -30,8 +30,8 @@ from autoptd.runtime.fused_optimizer import lay_out, takes_fused
 from autoptd.runtime.gradients import grad_norm
 from autoptd.runtime.guard import lower, raise_again, unguarded
 from autoptd.runtime.loss_scale import LossScale
-from autoptd.runtime.parameters import RankParameters, dtype_of, own_piece, shard_of
-from autoptd.runtime.shards import real_rows
+from autoptd.runtime.padding import clear_padding, padding_of
+from autoptd.runtime.parameters import RankParameters, dtype_of, shard_of
 
 Result = TypeVar("Result")
 # Runs a collective on all ranks; returns rank 0's (or this rank's) result.
@@ -239,44 +239,6 @@ def before_update(params: RankParameters) -> None:
     params.wait()
     params.absorb_edits()
     params.hand_gradients()
-
-
-class Padding(NamedTuple):
-    """The padding of a parameter that this rank stores: a view of it, or its indices in a piece."""
-
-    stored: torch.Tensor
-    indices: torch.Tensor | None
-
-
-def padding_of(params: RankParameters) -> list[Padding]:
-    """Return the padding in what a rank stores, parameter by parameter."""
-    found = []
-    for spec, x in _stored(params):
-        size = spec.padded_size(params.world.mesh)
-        if not size:
-            continue
-        local = params.local[spec.name]
-        width = local.shape[spec.cut_dim]
-        real = real_rows(size, width, own_piece(spec, params.world)[0])
-        if not params.is_shared(spec.name):
-            found.append(Padding(x.detach().narrow(spec.cut_dim, real, width - real), None))
-            continue
-        mask = torch.zeros(local.shape, dtype=torch.bool, device=x.device)
-        mask.narrow(spec.cut_dim, real, width - real).fill_(True)
-        piece = params.piece_of(spec.name, mask)
-        assert piece is not None
-        found.append(Padding(x.detach(), piece.nonzero().flatten()))
-    return found
-
-
-@torch.no_grad()
-def clear_padding(paddings: Sequence[Padding]) -> None:
-    """Set the padding of parameters to zero again: without an epsilon, an optimizer computes 0 / 0 there."""
-    for stored, indices in paddings:
-        if indices is None:
-            stored.zero_()
-        else:
-            stored.index_fill_(0, indices, 0)
 
 
 def resolve_groups(

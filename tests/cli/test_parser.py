@@ -16,7 +16,7 @@ from autoptd.cli.help_texts import EXAMPLES
 from autoptd.cli.parser import make_parser, parse
 from autoptd.cli.settings import read_pairs
 from autoptd.errors import PlanError
-from autoptd.options import parse_bytes
+from autoptd.ir.quantities import parse_bytes
 
 ROOT = Path(__file__).parents[2]
 NO_TORCH = """

@@ -80,9 +80,8 @@ def convolution_links(node: Node) -> list[Link]:
     each = weight[0] // groups
     of_group = {0: Member((channels,), tail=weight[1]), **dict.fromkeys(giving, Member((0,), tail=each))}
     of_each = dict.fromkeys(giving, Member((0,), lead=groups))
-    links.append(Link("group", of_group, Member((channels,), tail=each)))
-    links.append(Link("o", of_each, Member((channels,), lead=groups)))
-    return links
+    group = Link("group", of_group, Member((channels,), tail=each))
+    return [*links, group, Link("o", of_each, Member((channels,), lead=groups))]
 
 
 def attention_links(node: Node) -> list[Link]:

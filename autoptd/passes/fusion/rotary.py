@@ -52,8 +52,7 @@ def _rotation(chain: Chain, node: Any, x: Any) -> bool | None:
     """Return False if `node` is cat(-x2, x1) of the halves of x, True if it is (-x1, x0, -x3, x2, ...), else None."""
     if not isinstance(x, Node) or not shape(x):
         return None
-    size = shape(x)[-1]
-    half = size // 2
+    size, half = shape(x)[-1], shape(x)[-1] // 2
     # torch.cat((-x[..., half:], x[..., :half]), -1)
     if is_op(node, "aten.cat"):
         pieces = _negated_and_plain(chain, node, x)

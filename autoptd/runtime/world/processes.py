@@ -304,9 +304,8 @@ class DistributedGroup(Group):
         if self._world.backend == "gloo":
             received = torch.empty_like(parts)
             with self._call("reduce_scatter_start", site, parts) as call:
-                work = dist.all_to_all_single(
-                    as_real(received), as_real(parts), group=self.handle, async_op=True
-                )
+                real = as_real(received), as_real(parts)
+                work = dist.all_to_all_single(*real, group=self.handle, async_op=True)
             return Then(_Works(self._world, [work], received, call, kept=[parts]), sum_in_order)
         mine = torch.empty_like(parts[0])
         with self._call("reduce_scatter_start", site, mine) as call:
