@@ -10,8 +10,8 @@ In: the device of this process. Out: the backend's name; and torch's default pro
 from __future__ import annotations
 
 import os
+from collections import Counter
 from datetime import timedelta
-from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,8 @@ import torch.distributed as dist
 from autoptd.compat import env_store
 from autoptd.errors import PlanError
 
-# Numbers of the default groups that this process has made.
-_GROUPS = count()
+# How many default groups this process has made, by the address of the store.
+_MADE: Counter[str] = Counter()
 
 
 def default_backend(device: torch.device) -> str:
@@ -48,8 +48,10 @@ def init_from_env(backend: str, timeout: float, group_limit: timedelta) -> None:
         raise PlanError("torch.distributed", fact, "start with torchrun, or use backend='local'")
     store, rank, size = env_store(timedelta(seconds=timeout))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    # Every rank makes all of these groups, so that each counts alike.
-    store = dist.PrefixStore(f"attempt {attempt} group {next(_GROUPS)}", store)
+    # All ranks of a store make all of its groups, so that each counts alike.
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    store = dist.PrefixStore(f"attempt {attempt} group {_MADE[address]}", store)
+    _MADE[address] += 1
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=group_limit)
 
 
