@@ -18,9 +18,12 @@ import torch
 from torch import nn
 
 from autoptd.errors import TraceError
+from autoptd.verify.widening import relative_difference
 
 # How far a loss in this dtype may be off one in float64, relative.
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
+# Of two runs that round differently, one may be nearer to float64 by chance, by so many times.
+AMPLIFIED = 8
 
 
 def check_copy(model: nn.Module, ours: list[torch.Tensor], copied: list[torch.Tensor]) -> None:
@@ -41,6 +44,15 @@ def check_copy(model: nn.Module, ours: list[torch.Tensor], copied: list[torch.Te
 def rounding_of(model: nn.Module) -> float:
     """Return the rounding of the coarsest dtype of a parameter."""
     return max((ROUNDING.get(p.dtype, 0.0) for p in model.parameters()), default=1e-6)
+
+
+def allowance(model: nn.Module, losses: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
+    """Return how far losses may be off `losses` of the model in the dtype that it computes in; `exact` are in float64.
+
+    A model may amplify rounding: then its own losses are off as well, and those of ranks, which round elsewhere, as far.
+    """
+    own = [relative_difference(loss.double(), wide, 0.0) for loss, wide in zip(losses, exact, strict=True)]
+    return max(rounding_of(model), AMPLIFIED * max(own))
 
 
 @contextmanager

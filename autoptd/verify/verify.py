@@ -43,7 +43,7 @@ from autoptd.runtime.check_call import check_call
 from autoptd.trace import check_module, check_precision, computing_in, modes_of
 from autoptd.trace.loss import WithLoss
 from autoptd.verify.fresh import Call, fresh_calls, given_calls
-from autoptd.verify.untouched import check_copy, put_back, rounding_of
+from autoptd.verify.untouched import allowance, check_copy, put_back, rounding_of
 from autoptd.verify.widen import Widen, widen_inputs, widen_model, widen_options
 from autoptd.verify.widening import check_widening, masks_of, relative_difference
 
@@ -153,15 +153,16 @@ def verify(
     with activity("first steps of the model and of its copy in float64"):
         losses = first_losses(model, program, large, calls)
         with Widen():
-            check_copy(model, losses, first_losses(wide_model, program, large, wide_calls))
+            exact = first_losses(wide_model, program, large, wide_calls)
+            check_copy(model, losses, exact)
     report = compare_program(wide_model, program, setting, wide_calls)
     if own is not None:
         with activity(f"first steps of {program.mesh.size} ranks in the model's own dtype"):
             narrow = replace(large, options=with_fixed_scale(options))
             # The model as `precision` computes it; as it is, these are the losses from above.
             with computing_in(model, options.precision):
-                allowed = rounding_of(model)
                 wanted = first_losses(model, own, narrow, calls) if options.precision else losses
+                allowed = allowance(model, wanted, exact) if options.precision else rounding_of(model)
             found = compare_first_losses(model, own, narrow, calls, wanted, allowed)
         report = replace(report, differences=report.differences + tuple(found))
     if not report.passed:

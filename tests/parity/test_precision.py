@@ -183,6 +183,35 @@ def test_verify_compares_the_dtype_that_is_computed_in(
     assert report.passed and own
 
 
+class Steep(nn.Module):
+    """Amplifies rounding: in bf16, one device's own loss is 1% off that in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 52), nn.Linear(52, 16, bias=False)
+        self.gates = nn.ModuleList(nn.Linear(52, 17) for _ in range(3))
+        self.downs = nn.ModuleList(nn.Linear(17, 52) for _ in range(3))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = 7 * self.embed(ids)
+        for gate, down in zip(self.gates, self.downs, strict=True):
+            x = x + down(gate(x).relu().square()).tanh()
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def test_verify_allows_what_rounding_does_to_the_model_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    model = Steep()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.45)
+    verify = importlib.import_module("autoptd.verify.verify")
+    monkeypatch.setattr(verify, "CHECKS", ("own dtype",))
+    report = autoptd.verify(model, t=4, precision="bf16", example_inputs=batch(2, 16), steps=2)
+    own = report.worst("own dtype")
+    # Off by more than a rounding, as one device's own loss is off that in float64.
+    assert 2.0**-6 < own.size <= own.allowed < 0.1
+
+
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(PlanError, match="float64"):
         autoptd.parallelize(gpt().double(), precision="bf16", backend="local", example_inputs=batch())
