@@ -108,8 +108,9 @@ def parallelize(
         device), and those to use.
     async_tensor_model_parallel_allreduce, accumulate_allreduce_grads_in_fp32, delay_wgrad_compute: hooks on
         the backward of linear layers, see `Options`.
-    precision: "bf16" or "fp16" computes in that, from float32 parameters that the optimizer steps.
-    loss_scale: of "fp16"; by default dynamic, by `initial_loss_scale`, `loss_scale_window`, `hysteresis` and
+    precision: "bf16" or "fp16" computes in that, "bf16-mixed" or "fp16-mixed" as under `torch.autocast`, from float32
+        parameters that the optimizer steps.
+    loss_scale: of fp16; by default dynamic, by `initial_loss_scale`, `loss_scale_window`, `hysteresis` and
         `min_loss_scale`, see `Options`.
     zero: 1 divides the optimizer's state over the replicas (ZeRO stage 1), over groups of `dp_shard` of them if given.
     memory: what a rank may hold, in bytes.

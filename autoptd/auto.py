@@ -71,7 +71,7 @@ def planned(model: nn.Module, example_inputs: Any, keywords: Mapping[str, Any]) 
     shape = replace(shape_of(model), seq=tokens)
     dtype = next(model.parameters()).dtype
     if given.get("precision"):
-        constraints["precision"] = given["precision"]
+        constraints["precision"] = given["precision"].removesuffix("-mixed")
     elif dtype in PRECISIONS:
         constraints["precision"] = PRECISIONS[dtype]
     device = device_of_ranks(model.parameters(), keywords.get("device"), keywords.get("backend"))

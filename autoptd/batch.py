@@ -26,6 +26,7 @@ from autoptd.errors import AutoptdError, PlanError, TraceError
 from autoptd.ir.activity import activity
 from autoptd.options import Options
 from autoptd.runtime.batch import batch_rows
+from autoptd.runtime.devices import device_of_ranks
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,8 @@ def trace_rows(
     if batch.pieces > 1:
         with activity(f"tracing {batch.whole_rows} samples"):
             call = resize(args, kwargs, batch, batch.whole_rows)
-            whole = tracing.capture_again(captured, model, *call, options.loss_fn)
+            autocast = autocast_here(model, options)
+            whole = tracing.capture_again(captured, model, *call, options.loss_fn, autocast)
     return Traces(captured, whole)
 
 
@@ -156,8 +158,9 @@ def capture_rows(
     """Trace with the rows of a microbatch; an argument that is as long as the batch by chance is the usual
     failure.
     """
+    call = resize(args, kwargs, batch, batch.traced_rows)
     try:
-        return tracing.capture(model, *resize(args, kwargs, batch, batch.traced_rows), options.loss_fn)
+        return tracing.capture(model, *call, options.loss_fn, autocast_here(model, options))
     except TraceError as error:
         rows = tree_flatten((args, kwargs))[0][batch.batched[0]].shape[0]
         # Fewer rows are to blame only if the whole batch can be traced.
@@ -174,7 +177,8 @@ def compare_rows(
     is indexed).
     """
     try:
-        tracing.compare(model, options.loss_fn, captured.graph, captured.buffers, *call)
+        autocast = autocast_here(model, options)
+        tracing.compare(model, options.loss_fn, captured.graph, captured.buffers, *call, autocast)
     except AutoptdError:
         raise
     except Exception as error:
@@ -182,9 +186,15 @@ def compare_rows(
         raise TraceError("model", fact, divided_remedy(batch, batch.rows * batch.pieces)) from error
 
 
+def autocast_here(model: nn.Module, options: Options) -> tracing.Autocast:
+    """Return the autocast that a request asks for, of the device that the ranks are on."""
+    device = device_of_ranks(model.parameters(), options.device, options.backend)
+    return tracing.autocast_of(model, options.precision, device.type)
+
+
 def _can_trace(model: nn.Module, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     try:
-        tracing.capture(model, args, kwargs, options.loss_fn)
+        tracing.capture(model, args, kwargs, options.loss_fn, autocast_here(model, options))
     except TraceError:
         return False
     return True

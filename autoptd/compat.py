@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
-from threading import Thread
 from typing import Any
 
 import torch
@@ -20,11 +18,14 @@ import torch.distributed as dist
 import torch.export._trace
 import torch.fx.proxy
 import torch.utils.checkpoint
+from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
@@ -34,7 +35,6 @@ __all__ = [
     "OpOverloadPacket",
     "PreDispatchMode",
     "TorchDispatchMode",
-    "abort_groups",
     "autograd_node_number",
     "bound_device",
     "default_store",
@@ -49,6 +49,7 @@ __all__ = [
 ]
 __all__ += ["add_mm", "mm_as", "set_grad_dtype"]
 __all__ += ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
+__all__ += ["enable_python_dispatcher", "quiet_fakes", "traced_through", "without_modes"]
 
 
 @contextmanager
@@ -79,11 +80,32 @@ def light_export(run: Callable[[Any, tuple[Any, ...]], None] | None = None) -> I
 class PreDispatchMode(SchemaCheckMode):
     """A mode that is called with operators above autograd: composite ones whole, as torch.export records them.
 
+    Inside of a trace, or of `enable_python_dispatcher`.
+
     torch lets three of its own modes in there, and this is the plainest of them; nothing of it is used.
     """
 
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
+
+
+@contextmanager
+def traced_through(see: Callable[[Callable[..., Any], Any, Any, Any], Any]) -> Iterator[None]:
+    """Let `see(trace, func, args, kwargs)` handle the operators that torch.export meets; `trace` records one, with
+    operands of its choice.
+
+    A mode of one's own has no place above torch's while it traces.
+    """
+    known = ProxyTorchDispatchMode.__torch_dispatch__
+
+    def through(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return see(lambda func, *call: known(self, func, types, *call), func, args, kwargs or {})
+
+    ProxyTorchDispatchMode.__torch_dispatch__ = through  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ProxyTorchDispatchMode.__torch_dispatch__ = known  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -98,6 +120,17 @@ def _quiet_failures() -> Iterator[None]:
     finally:
         names.pop("print", None)
         logger.setLevel(level)
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Keep fake tensors from logging a page where an operator refuses its operands."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    known, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = known
 
 
 @contextmanager
@@ -293,29 +326,6 @@ def _nccl_options(backend: str, timeout: timedelta, max_ctas: int | None) -> Any
     return options
 
 
-def abort_groups(groups: Sequence[dist.ProcessGroup], limit: float) -> None:
-    """End by force what process groups have under way, on a device as well.
-
-    Waits for `limit` seconds at most.
-
-    Side by side: to free one communicator may take the end of another's kernels, which wait until it is
-    aborted too. On NCCL an aborted group also tells its watchdog, which would end the process, that nothing
-    is left to watch.
-    """
-    threads = [Thread(target=_abort, args=(group,), name="abort", daemon=True) for group in groups]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + limit
-    for thread in threads:
-        thread.join(max(deadline - time.monotonic(), 0.0))
-
-
-def _abort(group: dist.ProcessGroup) -> None:
-    # Not in time, or no longer there.
-    with suppress(RuntimeError):
-        group.abort()
-
-
 def gather_into(handle: dist.ProcessGroup, whole: torch.Tensor, x: torch.Tensor, is_async: bool) -> Any:
     """Gather `x` of all ranks into `whole`: [t, *x.shape], contiguous.
 
@@ -355,16 +365,6 @@ def bound_device() -> torch.device | None:
     return (
         dist.group.WORLD.bound_device_id if dist.is_initialized() and dist.group.WORLD is not None else None
     )
-
-
-def fake_process_group(rank: int, world_size: int) -> None:
-    """Make a default process group of which only this rank exists: collectives hand back local data.
-
-    For tests.
-    """
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend
-
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=dist.HashStore())
 
 
 @cache

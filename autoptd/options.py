@@ -26,26 +26,15 @@ from autoptd.ir.mesh import DEGREES, ORDER, Mesh
 from autoptd.ir.placement import Sharing, sharing_of
 from autoptd.ir.plan import Plan, nearest, read_plan
 from autoptd.ir.quantities import check_degree, check_memory
+from autoptd.ir.schedules import SCHEDULES, ZERO_BUBBLE, check_schedule, is_path
 from autoptd.ir.state_bytes import StateBytes, state_bytes
 
-# Model chunks per pipeline rank that a schedule runs; 0: any number.
-SCHEDULES: dict[str, int] = {
-    "gpipe": 1,
-    "1f1b": 1,
-    "interleaved": 0,
-    "looped_bfs": 0,
-    "zb_h1": 1,
-    "zb_2p": 1,
-    "zbv": 2,
-}
-# Schedules that place the weight gradients, as actions W, themselves.
-ZERO_BUBBLE = ("zb_h1", "zb_2p", "zbv")
 P2P = ("auto", "scatter_gather", "direct")
 DELAYS = ("after_b", "before_reduce")
 BACKENDS = ("local", "gloo", "nccl")
 LOSS_SCALE = ("loss_scale", "initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
 # The dtype in which stages compute, by the keyword `precision`.
-PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
+PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "bf16-mixed": "bfloat16", "fp16-mixed": "float16"}
 FUSE = ("eager", "triton", "inductor", False)
 
 
@@ -79,11 +68,12 @@ class Options:
         same program again.
     precision: "bf16" computes as `model.bfloat16()` does, from a float32 copy of the parameters, which the optimizer
         steps ("master weights"); gradients add up in float32. State dicts have the model's own dtypes. "fp16" likewise,
-        with `model.half()` and a loss scale. None: the model as it is.
-    loss_scale: what backward starts from in place of 1, with precision="fp16"; None: a dynamic scale, by the four
-        keywords behind it (Megatron's). It starts as `initial_loss_scale`. An update is skipped, on all ranks, where
-        a gradient is not finite. From the `hysteresis`-th such update on each halves the scale, down to
-        `min_loss_scale`; `loss_scale_window` updates in a row without one double it, and count anew.
+        with `model.half()` and a loss scale. "bf16-mixed", "fp16-mixed": as under `torch.autocast`, on the device of the
+        ranks; parameters that are only read in 16 bits are cast once a step. None: the model as it is.
+    loss_scale: what backward starts from in place of 1, with precision="fp16" or "fp16-mixed"; None: a dynamic
+        scale, by the four keywords behind it (Megatron's). It starts as `initial_loss_scale`. An update is skipped,
+        on all ranks, where a gradient is not finite. From the `hysteresis`-th such update on each halves the scale,
+        down to `min_loss_scale`; `loss_scale_window` updates in a row without one double it, and count anew.
     zero: 1 divides the optimizer's state over the replicas (Rajbhandari et al. 2020, stage 1): each updates a range
         of the parameters, which are gathered behind the update. The numbers are those of zero=0.
     dp_shard: replicas that share one copy of that state, a divisor of d, neighbours; None: all. The others hold
@@ -274,7 +264,7 @@ class Options:
             value = getattr(self, item.name)
             if item.name not in LOSS_SCALE or value == item.default:
                 continue
-            if self.precision != "fp16":
+            if not self.is_fp16:
                 fact = f"there is no loss scale with precision={self.precision!r}"
                 raise PlanError(f"{item.name}={value!r}", fact, 'leave it out, or precision="fp16"')
             if self.loss_scale is not None and item.name != "loss_scale":
@@ -309,6 +299,16 @@ class Options:
         return Mesh.of({name: getattr(self, name) for name in DEGREES}, self.order)
 
     @property
+    def is_fp16(self) -> bool:
+        """Whether anything is computed in float16, and the loss scaled."""
+        return str(self.precision).startswith("fp16")
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the model computes as under autocast."""
+        return str(self.precision).endswith("-mixed")
+
+    @property
     def sharing(self) -> Sharing:
         """How the replicas share the storage of parameters."""
         return sharing_of(self.mesh, (self.dp_shard or self.d) if self.zero else 1)
@@ -318,7 +318,9 @@ class Options:
         parts = (self.dp_shard or self.d) if self.zero else 1
         wide = max(itemsize, 4)
         if self.precision:
-            return state_bytes(itemsize, wide, wide, has_master=True, parts=parts)
+            # Under autocast, what is read in float32 has no copy.
+            has_master = not self.is_mixed or itemsize < wide
+            return state_bytes(itemsize, wide, wide, has_master=has_master, parts=parts)
         # The sum of a float32 parameter is its gradient; float64 ones have no float32 gradient.
         has_main_grad = self.accumulate_allreduce_grads_in_fp32 and itemsize < 4
         sums = wide if has_main_grad else itemsize
@@ -375,26 +377,3 @@ def make_options(*, plan: Any = None, **keywords: Any) -> Options:
     planned = {name: value for name, value in planned.items() if value is not None}
     # Keywords win, and can only repeat the plan: `read_plan` refused those that contradict it.
     return Options(**{**planned, **keywords, "plan": pinned})
-
-
-def is_path(schedule: Any) -> bool:
-    """Tell whether a schedule is a user's own: a path, a name that ends in .txt, or that of a file."""
-    if isinstance(schedule, os.PathLike):
-        return True
-    # A name first: a file called "1f1b" in the working directory must not replace the schedule.
-    if schedule in SCHEDULES or not isinstance(schedule, str):
-        return False
-    return schedule.endswith(".txt") or Path(schedule).is_file()
-
-
-def check_schedule(name: str, v: int) -> None:
-    """Refuse a schedule that does not exist, or that does not run `v` model chunks per pipeline rank."""
-    if name not in SCHEDULES:
-        remedy = f"one of {', '.join(SCHEDULES)}, or a .txt file"
-        raise PlanError(f"schedule={name!r}", "no such schedule", remedy)
-    chunks = SCHEDULES[name]
-    if chunks not in (0, v):
-        others = [other for other, runs in SCHEDULES.items() if runs in (0, v)]
-        plural = "s" if chunks > 1 else ""
-        fact = f"schedule={name!r} runs {chunks} model chunk{plural} per pipeline rank"
-        raise PlanError(f"v={v}", fact, f"v={chunks}, or a schedule in {{{', '.join(others)}}}")

@@ -30,7 +30,6 @@ import autoptd
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from autoptd.compat import fake_process_group
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime import i_to_p, i_to_r, p_to_i
 from autoptd.runtime.batch import cut
@@ -38,6 +37,7 @@ from autoptd.runtime.launch import Rank
 from autoptd.runtime.world.processes import DistributedWorld
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Communicators, Group, World
+from benchmarks.lib.fake_world import fake_process_group
 from benchmarks.lib.report import save, save_picture
 
 Row = dict[str, Any]

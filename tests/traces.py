@@ -57,12 +57,18 @@ def key_of(*what: Any) -> bytes | None:
     return made.getvalue()
 
 
-def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Any) -> trace.Captured:
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_fn: Any,
+    autocast: trace.Autocast = trace.OFF,
+) -> trace.Captured:
     """What `trace.capture` returns, for the parameters and buffers of this model."""
-    key = key_of(model, args, kwargs, loss_fn)
+    key = key_of(model, args, kwargs, loss_fn, autocast)
     if key is None:
-        return trace_now(model, args, kwargs, loss_fn)
-    found = seen.pop(key, None) or trace_now(model, args, kwargs, loss_fn)
+        return trace_now(model, args, kwargs, loss_fn, autocast)
+    found = seen.pop(key, None) or trace_now(model, args, kwargs, loss_fn, autocast)
     seen[key] = found
     if len(seen) > MANY:
         del seen[next(iter(seen))]

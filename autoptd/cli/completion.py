@@ -11,7 +11,7 @@ import shtab
 
 from autoptd.cli.known import KNOWN
 from autoptd.cli.parser import make_parser
-from autoptd.options import SCHEDULES
+from autoptd.ir.schedules import SCHEDULES
 
 # Metavars of arguments that are paths.
 FILES = ("FILE", "A", "B")

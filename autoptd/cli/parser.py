@@ -19,7 +19,8 @@ from autoptd.errors import PlanError
 from autoptd.ir.elsewhere import remedy_for
 from autoptd.ir.plan import nearest
 from autoptd.ir.quantities import parse_bytes
-from autoptd.options import KEYWORDS, SCHEDULES
+from autoptd.ir.schedules import SCHEDULES
+from autoptd.options import KEYWORDS
 
 SIZES = ("layers", "hidden", "heads", "seq", "vocab", "ffn", "kv_heads", "head_dim", "mlp_matrices")
 # Flags that are at least 1, of all commands but plan.

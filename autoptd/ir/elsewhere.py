@@ -10,7 +10,7 @@ has.
 from __future__ import annotations
 
 # Remedies that several names share.
-PRECISION = 'precision="bf16" or "fp16": stages compute in that, the optimizer steps float32'
+PRECISION = 'precision="bf16" or "fp16": stages compute in that, the optimizer steps float32; "bf16-mixed" as autocast'
 SCALE = (
     'precision="fp16" has a dynamic loss scale; loss_scale= fixes it, initial_loss_scale= is where it starts'
 )

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from autoptd.options import SCHEDULES, ZERO_BUBBLE
+from autoptd.ir.schedules import SCHEDULES, ZERO_BUBBLE
 from autoptd.planner.candidate import Candidate
 from autoptd.planner.counts import model_flops
 from autoptd.planner.estimate import estimate, fullest_bytes

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from autoptd.ir.actions import ranks_of_stages
-from autoptd.options import ZERO_BUBBLE
+from autoptd.ir.schedules import ZERO_BUBBLE
 from autoptd.planner.cluster import Cluster
 from autoptd.planner.setting import Setting
 from autoptd.planner.terms import Passes, Terms

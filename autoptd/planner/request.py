@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from autoptd.errors import PlanError
-from autoptd.options import NOT_YET, SCHEDULES
+from autoptd.ir.schedules import SCHEDULES
+from autoptd.options import NOT_YET
 from autoptd.planner.cluster import ELEMENT_BYTES, Cluster, find_cluster
 from autoptd.planner.search import Columns, divisors
 from autoptd.planner.setting import RECOMPUTE
@@ -132,7 +133,7 @@ def make_request(
         sequence_parallel=_values("sequence_parallel", sequence_parallel, (False, True)),
         zero=_values("zero", zero, ZERO),
         # What `parallelize` would train in, where nothing is said.
-        precision=precision or ("fp32" if "precision" in NOT_YET else "bf16"),
+        precision=precision or "fp32",
         schedules=(None,) if schedule is None else _schedules(schedule),
         placement=placement,
         memory_bytes=memory or found.gpu.memory_bytes,

@@ -17,7 +17,7 @@ import numpy as np
 
 from autoptd.errors import PlanError
 from autoptd.ir.plan import nearest
-from autoptd.options import check_schedule
+from autoptd.ir.schedules import check_schedule
 from autoptd.planner.cluster import ELEMENT_BYTES
 from autoptd.planner.search import ranks_in_a_domain
 from autoptd.planner.shape import Shape

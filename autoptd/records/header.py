@@ -74,8 +74,10 @@ def _about_hooks(options: Options, wgrad_sink: str) -> list[str]:
         hooks.append("wgrad=self.deferred leaves the weight's gradient to action W")
     lines = [f"rt.linear is F.linear with hooks on its backward: {'; '.join(hooks)}."] if hooks else []
     if options.precision:
+        dtype = PRECISIONS[options.precision]
+        which = f"Of `w`, what is read in {dtype} alone" if options.is_mixed else "`w`"
         lines.append(
-            f"`w` is in {PRECISIONS[options.precision]}, cast from the float32 storage that the optimizer steps. "
+            f"{which} is in {dtype}, cast from the float32 storage that the optimizer steps. "
             "Gradients add up in float32."
         )
     if options.accumulate_allreduce_grads_in_fp32:

@@ -48,13 +48,18 @@ def _param_spec(
     dims: Dims = tuple((size,) for size in parameter.shape)
     requires_grad = False
     adds: tuple[int, ...] = ()
+    used = parameter.dtype
     if node is not None:
-        record = note(node)
+        record, used = note(node), tensor(node).dtype
         layout, stages, why = record.layout, record.stages, record.why
         dims, requires_grad = record.dims, record.needs_grad
         adds = tuple(passes.adds_to_gradient(node, stage) for stage in stages)
-    # With `precision`, the model is held in the dtype that it computes in while it is compiled.
+    # With `precision`, the model is held in the dtype that it computes in while it is compiled; under autocast it is
+    # the graph that reads parameters in 16 bits.
     stored = _wide(parameter.dtype) if options.precision else parameter.dtype
+    has_master = bool(options.precision) and parameter.is_floating_point()
+    if options.is_mixed and stored == torch.float32:
+        has_master = used != stored
     sums_wide = options.accumulate_allreduce_grads_in_fp32 or options.precision
     grad_dtype = _dtype_name(_wide(parameter.dtype)) if sums_wide else ""
     # Frozen ones have no state to share.
@@ -69,10 +74,10 @@ def _param_spec(
         requires_grad=requires_grad,
         stages=stages,
         storage=storage,
-        use=replace(use, dtype=_dtype_name(parameter.dtype)),
+        use=replace(use, dtype=_dtype_name(used)),
         why=why,
         adds=adds,
-        has_master=bool(options.precision) and parameter.is_floating_point(),
+        has_master=has_master,
     )
 
 

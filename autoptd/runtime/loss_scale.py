@@ -44,7 +44,7 @@ class LossScale:
     @classmethod
     def of(cls, options: Options) -> LossScale | None:
         """Return the scale that a request asks for; None where nothing is computed in float16."""
-        if options.precision != "fp16":
+        if not options.is_fp16:
             return None
         if options.loss_scale is not None:
             return cls(options.loss_scale, is_dynamic=False)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from itertools import accumulate
 
 from autoptd.ir.actions import Action, Kind, Orders
-from autoptd.options import check_schedule
+from autoptd.ir.schedules import check_schedule
 from autoptd.schedule.zero_bubble import zb_2p, zb_h1, zbv
 
 

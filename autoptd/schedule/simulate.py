@@ -28,7 +28,7 @@ from operator import itemgetter
 
 from autoptd.errors import InternalError, PlanError
 from autoptd.ir.actions import RECVS, SENDS, Action, Kind, ranks_of_stages
-from autoptd.options import SCHEDULES
+from autoptd.ir.schedules import SCHEDULES
 from autoptd.schedule.action_ids import ActionIds
 from autoptd.schedule.check import find_crossed, find_faults, guess_links
 from autoptd.schedule.measure import Simulation

@@ -1,15 +1,19 @@
 """nn.Module -> TRACED graph: capture the model's loss faithfully, or say why not."""
 
+from autoptd.trace.autocast import OFF, Autocast
 from autoptd.trace.capture import Captured, capture, capture_again
 from autoptd.trace.dropouts import dropouts
 from autoptd.trace.evaluation import evaluating, in_modes, is_training_without_dropout, modes_of
 from autoptd.trace.faithful import compare
 from autoptd.trace.masks import given_masks
 from autoptd.trace.module import check_device, check_module, has_values
-from autoptd.trace.precision import check_precision, computing_in
+from autoptd.trace.precision import autocast_of, check_precision, computing_in
 
 __all__ = [
+    "OFF",
+    "Autocast",
     "Captured",
+    "autocast_of",
     "capture",
     "capture_again",
     "check_device",

@@ -15,7 +15,7 @@ import inspect
 import re
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,11 +24,12 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
-from autoptd.compat import light_export, tree_flatten, tree_unflatten
+from autoptd.compat import light_export, traced_through, tree_flatten, tree_unflatten
 from autoptd.errors import AutoptdError, TraceError
 from autoptd.ir.elsewhere import EXPERTS
 from autoptd.ir.names import USED
 from autoptd.ir.notes import copy_graph, note, placeholders
+from autoptd.trace.autocast import OFF, Autocast, Casting, cast_once
 from autoptd.trace.dependence import mark_dependence
 from autoptd.trace.faithful import check_loss_fn, check_model
 from autoptd.trace.functions import check_functions
@@ -63,17 +64,24 @@ class Captured:
 
 
 def capture(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Callable[..., Any] | None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_fn: Callable[..., Any] | None,
+    autocast: Autocast = OFF,
 ) -> Captured:
-    """Trace `model(*args, **kwargs)` down to its scalar loss; TraceError names the user's own source line."""
+    """Trace `model(*args, **kwargs)` down to its scalar loss, under `autocast`; TraceError names the user's own
+    source line.
+    """
     check_model(model)
     check_loss_fn(loss_fn)
     leaves, tree = tree_flatten((args, kwargs))
     wrapper = _watched(model, loss_fn)
-    exported, checkpointed = _export(wrapper, *_fresh(args, kwargs))
+    exported, checkpointed = _export(wrapper, *_fresh(args, kwargs), autocast=autocast)
     assert exported is not None
     # After the trace: `Watched` has put the model back, and this calls it again where something changed.
-    check_changes(wrapper, args, kwargs)
+    with autocast.ambient():
+        check_changes(wrapper, args, kwargs)
     aliases = tied_names(model)
     first_name = {name: names[0] for names in aliases.values() for name in names}
     graph, inputs, buffers = read_graph(
@@ -82,7 +90,7 @@ def capture(
     # `normalize` drops and rewrites operators that a second run of the forward will call.
     read = copy_graph(graph)
     raw = Raw(read, _given(read, wrapper, first_name, inputs, len(leaves)))
-    _finish(graph, model)
+    _finish(graph, model, autocast)
     persistent = frozenset(model.state_dict(keep_vars=True)) - set(first_name)
     constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
     every = dict(model.named_parameters(remove_duplicate=False))
@@ -98,23 +106,25 @@ def capture_again(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     loss_fn: Callable[..., Any] | None,
+    autocast: Autocast = OFF,
 ) -> Graph:
     """Trace the call that `first` is the trace of with other rows, along `first` where the forward does the
     same; return the graph that `capture` would.
     """
-    wrapper, follower = _watched(model, loss_fn), Follower(first.raw)
+    wrapper, follower = _watched(model, loss_fn), Follower(first.raw, Casting(autocast))
     try:
-        _export(wrapper, *_fresh(args, kwargs), run=follower.run)
+        _export(wrapper, *_fresh(args, kwargs), autocast=autocast, run=follower.run)
     # Whatever it is that the forward does otherwise, or fails at: a full trace names it.
     except (Differs, AutoptdError):
-        return capture(model, args, kwargs, loss_fn).graph
-    check_changes(wrapper, args, kwargs)
+        return capture(model, args, kwargs, loss_fn, autocast).graph
+    with autocast.ambient():
+        check_changes(wrapper, args, kwargs)
     graph = follower.graph()
     # What `read_graph` refuses in a trace, and the first one did not have.
     for node in placeholders(graph, "buffer"):
         if "constant" in note(node).extra:
             check_kept(note(node).extra["constant"], wrapper)
-    _finish(graph, model)
+    _finish(graph, model, autocast)
     return graph
 
 
@@ -150,9 +160,11 @@ def _given(
     return tuple(given)
 
 
-def _finish(graph: Graph, model: nn.Module) -> None:
+def _finish(graph: Graph, model: nn.Module, autocast: Autocast) -> None:
     """Bring a graph as it was read into the form TRACED."""
     normalize(graph)
+    if autocast.dtype is not None:
+        cast_once(graph, autocast.dtype)
     mark_dependence(graph, dict(model.named_parameters()))
 
 
@@ -192,17 +204,21 @@ def _export(
     wrapper: Watched,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    autocast: Autocast,
     run: Callable[[Any, tuple[Any, ...]], None] | None = None,
 ) -> tuple[torch.export.ExportedProgram | None, tuple[str, ...]]:
     """Export the forward; return the program (None where `run` followed the forward instead), and the modules
     whose activation checkpoints it does without.
     """
-    device = next((p.device.type for p in wrapper.parameters()), "cpu")
     exported = None
     try:
-        autocast = torch.autocast(device if device != "meta" else "cpu", enabled=False)
-        followed = suppress(Followed)
-        with watch_tracing(wrapper.model) as met, autocast, torch.enable_grad(), light_export(run), followed:
+        with ExitStack() as around:
+            met = around.enter_context(watch_tracing(wrapper.model))
+            around.enter_context(autocast.ambient())
+            around.enter_context(torch.enable_grad())
+            around.enter_context(light_export(run))
+            around.enter_context(traced_through(Casting(autocast).call))
+            around.enter_context(suppress(Followed))
             exported = torch.export.export(wrapper, args, kwargs, strict=False)
         check_functions(met.functions)
         return exported, tuple(checkpoint_sites(wrapper.model, met.checkpointed))

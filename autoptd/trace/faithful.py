@@ -20,6 +20,7 @@ from torch.fx.node import map_arg
 from autoptd.compat import plain_checkpoints, tree_leaves
 from autoptd.errors import TraceError
 from autoptd.ir.notes import is_tensor, note, op_name, ops, output, shape, value
+from autoptd.trace.autocast import OFF, Autocast
 from autoptd.trace.differences import Reference
 from autoptd.trace.dropouts import ATTENTION, dropouts
 from autoptd.trace.masks import any_mask, given_masks
@@ -73,6 +74,7 @@ def compare(
     buffers: dict[str, torch.Tensor],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    autocast: Autocast = OFF,
 ) -> None:
     """Run model and graph once on the same call: TraceError when the loss or a gradient differs.
 
@@ -90,12 +92,14 @@ def compare(
     tolerance, share = _tolerance(graph)
 
     def run_model(result: Callable[[torch.Tensor], Result]) -> Result:
-        with given_masks(any_mask) if is_exact else plain_checkpoints():
-            return result(watched(*args, **kwargs))
+        with given_masks(any_mask) if is_exact else plain_checkpoints(), autocast.around():
+            loss = watched(*args, **kwargs)
+        return result(loss)
 
     wanted = run_model(lambda loss: Reference(loss, parameters, share))
     _check_buffers(model, before)
-    check_changes(watched, args, kwargs)
+    with autocast.ambient():
+        check_changes(watched, args, kwargs)
     with torch.enable_grad(), given_masks(any_mask, sites) if is_exact else nullcontext():
         loss, leaves = run_graph(graph, dict(model.named_parameters()), buffers, tree_leaves((args, kwargs)))
     excess = wanted.differences(loss, {name: leaf for name, leaf in leaves.items() if leaf.requires_grad})
@@ -172,7 +176,9 @@ def run_graph(
         record = note(node)
         if record.kind == "param":
             parameter = parameters[record.name]
-            env[node] = used[record.name] = parameter.detach().requires_grad_(parameter.requires_grad)
+            leaf = used[record.name] = parameter.detach().requires_grad_(parameter.requires_grad)
+            # Of another dtype where it is cast once a step.
+            env[node] = leaf.to(value(node).dtype)
         elif record.kind == "buffer":
             env[node] = buffers[record.name]
         elif record.kind == "input":

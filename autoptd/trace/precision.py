@@ -17,20 +17,29 @@ import torch
 from torch import nn
 
 from autoptd.errors import PlanError
+from autoptd.trace.autocast import Autocast
 
-# The dtype in which stages compute, by the keyword `precision`.
+# The dtype of `model.to(dtype)`, and of autocast, by the keyword `precision`.
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST_DTYPES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 
 
 def check_precision(model: nn.Module, precision: str | None) -> None:
     """Raise PlanError where a model's parameters cannot be the float32 storage that `precision` keeps."""
     if precision is None:
         return
-    fits = (torch.float32, COMPUTE_DTYPES[precision])
+    narrow = COMPUTE_DTYPES.get(precision)
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype not in fits:
+        if parameter.is_floating_point() and parameter.dtype not in (torch.float32, narrow):
             fact = f"{name} is {str(parameter.dtype).removeprefix('torch.')}: its storage would be float32"
             raise PlanError(f"precision={precision!r}", fact, "a float32 model, or precision=None")
+
+
+def autocast_of(model: nn.Module, precision: str | None, device_type: str) -> Autocast:
+    """Return the autocast under which a model is traced for ranks on devices of a type; `OFF` without a "-mixed"."""
+    device = next((x.device.type for x in model.parameters()), "cpu")
+    # Without data there is no device whose state of autocast the model could read.
+    return Autocast(device_type, AUTOCAST_DTYPES.get(str(precision)), "cpu" if device == "meta" else device)
 
 
 @contextmanager
@@ -39,7 +48,7 @@ def computing_in(model: nn.Module, precision: str | None) -> Iterator[None]:
 
     Those of 64 bits stay as they are: with them, `verify` compares every way a number goes, at full width.
     """
-    if precision is None:
+    if precision not in COMPUTE_DTYPES:
         yield
         return
     cast = _Cast(COMPUTE_DTYPES[precision])
@@ -84,4 +93,4 @@ class _Cast:
         return whole.as_strided(x.size(), x.stride(), x.storage_offset())
 
 
-__all__ = ["COMPUTE_DTYPES", "check_precision", "computing_in"]
+__all__ = ["COMPUTE_DTYPES", "autocast_of", "check_precision", "computing_in"]

@@ -97,13 +97,9 @@ def _copy(
         _inline(graph, node, getattr(root, region.target), read, mapping, detached or not enabled)
         return
     if name == "wrap_with_autocast":
-        _, _, enabled, _, region, *read = node.args
+        # Its casts are in the trace.
+        _, _, _, _, region, *read = node.args
         body = getattr(root, region.target)
-        if enabled:
-            line = next((line for line, _ in map(source_line, body.graph.nodes) if line), "model")
-            raise TraceError(
-                line, "autocast inside the model is not traced", "cast explicitly with .to(dtype)"
-            )
         _inline(graph, node, body, read, mapping, detached)
         return
     if isinstance(node.target, torch._ops.HigherOrderOperator):

@@ -28,6 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoptd.compat import FakeTensor, FakeTensorMode, PreDispatchMode
 from autoptd.ir.notes import copy_nodes, note, output, value
+from autoptd.trace.autocast import Casting
 
 aten = torch.ops.aten
 # Keys of Note.extra: an operator in a region under no_grad; the detach that `capture` puts behind a region.
@@ -75,9 +76,9 @@ class Raw:
 class Follower(PreDispatchMode):
     """Compares the operators of a running forward with those of a graph, and keeps what it meets."""
 
-    def __init__(self, raw: Raw) -> None:
+    def __init__(self, raw: Raw, casting: Casting) -> None:
         super().__init__()
-        self._raw = raw
+        self._raw, self._casting = raw, casting
         self._steps = [node for node in raw.graph.nodes if _is_step(node)]
         self._at = 0
         self._has_differed = False
@@ -119,7 +120,11 @@ class Follower(PreDispatchMode):
         return graph
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        # `traced_through` does this in a first trace.
+        return self._casting.call(self._follow, func, args, kwargs or {})
+
+    def _follow(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call an operator, and take it for the next step of the first trace."""
         if func in IGNORED:
             return func(*args, **kwargs)
         node = self._steps[self._at] if self._at < len(self._steps) else None
@@ -133,7 +138,7 @@ class Follower(PreDispatchMode):
         # Sizes that change in place would change behind what is kept here; detach_ changes none.
         if torch.Tag.inplace_view in func.tags and func is not aten.detach_.default:
             self._differ()
-        if torch.is_grad_enabled() == (NO_GRAD in note(node).extra) or _is_autocast():
+        if torch.is_grad_enabled() == (NO_GRAD in note(node).extra):
             self._differ()
         self._calls[node] = self._literals(args, node.args), self._literals(kwargs, node.kwargs)
         result = func(*args, **kwargs)
@@ -219,10 +224,6 @@ def _with(known: Any, met: Metadata | tuple[Metadata, ...]) -> Any:
     if isinstance(met, tuple):
         return type(known)([_with(*pair) for pair in zip(known, met, strict=True)])
     return known if Metadata.of(known) == met else met.make(known.fake_mode)
-
-
-def _is_autocast() -> bool:
-    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
 __all__ = ["NO_GRAD", "REGION_RESULT", "Differs", "Followed", "Follower", "Raw"]

@@ -46,13 +46,14 @@ def rounding_of(model: nn.Module) -> float:
     return max((ROUNDING.get(p.dtype, 0.0) for p in model.parameters()), default=1e-6)
 
 
-def allowance(model: nn.Module, losses: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
-    """Return how far losses may be off `losses` of the model in the dtype that it computes in; `exact` are in float64.
+def allowance(rounding: float, losses: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
+    """Return how far losses may be off `losses` of the model in its own dtype, at least `rounding`; `exact` are in
+    float64.
 
     A model may amplify rounding: then its own losses are off as well, and those of ranks, which round elsewhere, as far.
     """
     own = [relative_difference(loss.double(), wide, 0.0) for loss, wide in zip(losses, exact, strict=True)]
-    return max(rounding_of(model), AMPLIFIED * max(own))
+    return max(rounding, AMPLIFIED * max(own))
 
 
 @contextmanager

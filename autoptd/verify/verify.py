@@ -31,19 +31,19 @@ import torch
 from torch import nn
 
 from autoptd.auto import planned
-from autoptd.batch import split_call
+from autoptd.batch import autocast_here, split_call
 from autoptd.compile import compile_evaluation, compile_program
 from autoptd.errors import InternalError, PlanError, RuntimeFault, TraceError
 from autoptd.ir.activity import activity
 from autoptd.kernels.forms import wide
-from autoptd.options import LOSS_SCALE, Options, make_options
+from autoptd.options import LOSS_SCALE, PRECISIONS, Options, make_options
 from autoptd.parallel_model import ParallelModel
 from autoptd.program.program import Program
 from autoptd.runtime.check_call import check_call
-from autoptd.trace import check_module, check_precision, computing_in, modes_of
+from autoptd.trace import OFF, Autocast, check_module, check_precision, computing_in, modes_of
 from autoptd.trace.loss import WithLoss
 from autoptd.verify.fresh import Call, fresh_calls, given_calls
-from autoptd.verify.untouched import allowance, check_copy, put_back, rounding_of
+from autoptd.verify.untouched import ROUNDING, allowance, check_copy, put_back, rounding_of
 from autoptd.verify.widen import Widen, widen_inputs, widen_model, widen_options
 from autoptd.verify.widening import check_widening, masks_of, relative_difference
 
@@ -160,9 +160,12 @@ def verify(
         with activity(f"first steps of {program.mesh.size} ranks in the model's own dtype"):
             narrow = replace(large, options=with_fixed_scale(options))
             # The model as `precision` computes it; as it is, these are the losses from above.
-            with computing_in(model, options.precision):
-                wanted = first_losses(model, own, narrow, calls) if options.precision else losses
-                allowed = allowance(model, wanted, exact) if options.precision else rounding_of(model)
+            wanted, rounding = losses, rounding_of(model)
+            if options.precision:
+                rounding = ROUNDING[getattr(torch, PRECISIONS[options.precision])]
+                with computing_in(model, options.precision):
+                    wanted = first_losses(model, own, narrow, calls, autocast_here(model, options))
+            allowed = allowance(rounding, wanted, exact)
             found = compare_first_losses(model, own, narrow, calls, wanted, allowed)
         report = replace(report, differences=report.differences + tuple(found))
     if not report.passed:
@@ -172,7 +175,7 @@ def verify(
 
 def with_fixed_scale(options: Options) -> Options:
     """Return a request whose first steps are not skipped: a dynamic loss scale begins by finding its place."""
-    if options.precision != "fp16" or options.loss_scale is not None:
+    if not options.is_fp16 or options.loss_scale is not None:
         return options
     usual = {name: getattr(Options, name) for name in LOSS_SCALE}
     return replace(options, **{**usual, "loss_scale": FIXED_SCALE})
@@ -319,16 +322,16 @@ def compare_first_losses(
 
 
 def first_losses(
-    model: nn.Module, program: Program, setting: Setting, calls: list[Call]
+    model: nn.Module, program: Program, setting: Setting, calls: list[Call], autocast: Autocast = OFF
 ) -> list[torch.Tensor]:
-    """Return the losses of the first two calls (one, where there is no more), a step between.
+    """Return the losses of the first two calls (one, where there is no more), a step between, under `autocast`.
 
     `model` is put back.
     """
     losses = []
     with put_back(model):
         for step, (args, kwargs) in enumerate(calls[:2]):
-            with masks_of(program, step + 1):
+            with masks_of(program, step + 1), autocast.around():
                 loss = WithLoss(model, setting.options.loss_fn)(*args, **kwargs)
             losses.append(loss.detach())
             if len(calls) > 1 and step == 0:

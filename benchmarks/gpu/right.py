@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import autoptd
-from autoptd.options import SCHEDULES
+from autoptd.ir.schedules import SCHEDULES
 from benchmarks.gpu import right_nccl, right_steps
 from benchmarks.gpu.models import Call, batch, build, small_family, toy
 from benchmarks.gpu.operators import OPERATORS, TOY, Operator, Sizes, maker, run

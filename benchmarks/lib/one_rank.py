@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.compat import fake_process_group, tree_map
+from autoptd.compat import tree_map
 from autoptd.runtime.batch import cut
 from autoptd.runtime.launch import ProcessRank, Rank
 from autoptd.runtime.world.world import Like, Pending
+from benchmarks.lib.fake_world import fake_process_group
 
 Batch = tuple[Tensor, ...] | Mapping[str, Tensor]
 

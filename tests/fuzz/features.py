@@ -14,7 +14,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from autoptd.options import SCHEDULES
+from autoptd.ir.schedules import SCHEDULES
 
 MESHES = [
     (1, 1, 1, 1),
@@ -133,7 +133,7 @@ CHOICES: dict[str, list[Any]] = {
     "second loss": ["none", "z", "decay"],
     "result": ["loss", "tuple", "dict", "loss_fn"],
     "hooks": ["none", "overlap", "main", "after_b", "before_reduce", "all"],  # of linear layers
-    "precision": [None, "bf16", "fp16"],
+    "precision": [None, "bf16", "fp16", "bf16-mixed", "fp16-mixed"],
     "zero": [0, 1],
     "dp shard": [None, 2],  # replicas that share a state
     "skips": [

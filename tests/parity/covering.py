@@ -28,7 +28,8 @@ from torch import Tensor, nn
 import autoptd
 from autoptd import schedule
 from autoptd.errors import PlanError
-from autoptd.options import KEYWORDS, SCHEDULES, make_options
+from autoptd.ir.schedules import SCHEDULES
+from autoptd.options import KEYWORDS, make_options
 from autoptd.verify.widening import masks_of
 from tests.parity.kinds import KINDS, Batch, Kind, call
 
@@ -50,7 +51,12 @@ AXES: dict[str, tuple[Any, ...]] = {  # of each the simplest first
     "async_tensor_model_parallel_allreduce": (False, True),
     "accumulate_allreduce_grads_in_fp32": (False, True),
     "delay_wgrad_compute": (None, "after_b", "before_reduce"),
-    "precision": (None, "bf16", "fp16"),  # in float64, as everything here: storage apart from what stages use
+    "precision": (
+        None,
+        "bf16",
+        "fp16",
+        "bf16-mixed",
+    ),  # in float64, as everything here: storage apart from what stages use
     "zero": (0, 1),
 }
 OWN = ("model", "dropout", "reload", "evaluate")  # what is no keyword
@@ -88,6 +94,7 @@ OUTSIDE = {  # fields of Options that are not varied
 }
 LEFT_OUT = {
     ("fuse", "triton"): "needs a CUDA device; the interpreter takes minutes: kernels/test_triton.py",
+    ("precision", "fp16-mixed"): "bf16-mixed with the loss scale of fp16: parity/test_mixed.py",
     ("fuse", "inductor"): "torch's compiler takes minutes: runtime/test_inductor.py",
 }
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autoptd
-from autoptd.options import SCHEDULES
+from autoptd.ir.schedules import SCHEDULES
 from tests.parity.models import VOCAB, batch, gpt, separate, skipping, uneven
 from tests.thin import thinned
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 import autoptd
 from autoptd.errors import PlanError
-from autoptd.options import NOT_YET, SCHEDULES, make_options
+from autoptd.ir.schedules import SCHEDULES
+from autoptd.options import NOT_YET, make_options
 from autoptd.planner import default
 from autoptd.planner.cluster import find_cluster
 from autoptd.planner.default import DefaultModel

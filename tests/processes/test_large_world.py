@@ -13,7 +13,7 @@ import pytest
 MESH = "t=8, p=64, d=6, v=2"
 RUN = """
 import sys, torch, autoptd
-from autoptd.compat import fake_process_group
+from benchmarks.lib.fake_world import fake_process_group
 from examples.gpt import GPT, GPTConfig
 
 fake_process_group(rank=int(sys.argv[1]), world_size=3072)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import autoptd
-from autoptd.options import SCHEDULES
+from autoptd.ir.schedules import SCHEDULES
 from tests.parity.models import batch, gpt
 from tests.ports import free_port
 from tests.processes.launches import Launch, serve

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from autoptd.ir.actions import COMPUTES, Kind
-from autoptd.options import SCHEDULES
+from autoptd.ir.schedules import SCHEDULES
 from autoptd.program.program import Program
 from autoptd.runtime.record import recording
 from autoptd.runtime.timeline import Timeline

@@ -17,7 +17,7 @@ from autoptd.ir.actions import (
     parse_orders,
     ranks_of_stages,
 )
-from autoptd.options import SCHEDULES
+from autoptd.ir.schedules import SCHEDULES
 from autoptd.schedule import Link, add_transfers, build_orders, gpipe, one_f_one_b, simulate
 from autoptd.schedule.wiring import PARTNER, partner
 

@@ -27,12 +27,13 @@ import atexit
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from threading import Event, Lock, Thread
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 
 from autoptd.errors import RuntimeFault
 from autoptd.runtime.world.faults import BEAT, Call, FaultBoard
@@ -208,4 +209,28 @@ def _tell(fault: RuntimeFault) -> None:
 # How to ask the device, by the backends on which calls do not fail but wait there.
 PROBES: dict[str, Callable[[], Probe]] = {"nccl": CudaProbe}
 
-__all__ = ["PROBES", "WATCHDOG_MARGIN", "CudaProbe", "DeviceWatch", "Mark", "Marks", "Probe"]
+
+def abort_groups(groups: Sequence[dist.ProcessGroup], limit: float) -> None:
+    """End by force what process groups have under way, on a device as well.
+
+    Waits for `limit` seconds at most.
+
+    Side by side: to free one communicator may take the end of another's kernels, which wait until it is
+    aborted too. On NCCL an aborted group also tells its watchdog, which would end the process, that nothing
+    is left to watch.
+    """
+    threads = [Thread(target=_abort, args=(group,), name="abort", daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + limit
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0.0))
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    # Not in time, or no longer there.
+    with suppress(RuntimeError):
+        group.abort()
+
+
+__all__ = ["PROBES", "WATCHDOG_MARGIN", "CudaProbe", "DeviceWatch", "Mark", "Marks", "Probe", "abort_groups"]

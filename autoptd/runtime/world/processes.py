@@ -36,11 +36,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoptd.compat import abort_groups, default_store, gather_into, new_group, scatter_into
+from autoptd.compat import default_store, gather_into, new_group, scatter_into
 from autoptd.errors import InternalError, PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime.devices import process_device
-from autoptd.runtime.world.device_watch import PROBES, WATCHDOG_MARGIN, DeviceWatch
+from autoptd.runtime.world.device_watch import PROBES, WATCHDOG_MARGIN, DeviceWatch, abort_groups
 from autoptd.runtime.world.faults import Call, FaultBoard
 from autoptd.runtime.world.layouts import as_real, fresh, in_place_of, parts_first, sum_in_order
 from autoptd.runtime.world.rendezvous import default_backend, init_from_env

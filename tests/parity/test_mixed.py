@@ -1,0 +1,195 @@
+"""`precision="bf16-mixed"` and `"fp16-mixed"`: equal to the bit to a loop under `torch.autocast`; whose lists they follow.
+
+That its path of storage, use and gradients is right in all combinations: `covering.py`, in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import autoptd
+from autoptd.errors import PlanError
+from tests.parity.models import batch, gpt
+from tests.parity.test_precision import error
+from tests.parity.test_transformers import LLAMA, gemma2, neox
+
+STEPS = 4
+LR = 1e-2
+
+
+def by_hand(
+    model: nn.Module, data: tuple[Tensor, ...], dtype: torch.dtype, scale: float = 1.0
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses, and parameters after training: forward under autocast, float32 parameters, torch's AdamW."""
+    model = copy.deepcopy(model)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=LR, fused=True), []
+    for step in range(STEPS):
+        with torch.autocast("cpu", dtype):
+            loss = model(*(x.roll(step, 0) for x in data))[-1]
+        (loss * scale).backward()
+        for parameter in model.parameters():
+            parameter.grad /= scale
+        losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: x.detach() for name, x in model.named_parameters()}
+
+
+def train(
+    model: nn.Module, data: tuple[Tensor, ...], **keywords: Any
+) -> tuple[list[float], dict[str, Tensor]]:
+    keywords = {"precision": "bf16-mixed", "backend": "local", "timeout": 30, **keywords}
+    pm = autoptd.parallelize(model, example_inputs=data, **keywords)
+    optimizer, losses = pm.optimizer(torch.optim.AdamW, lr=LR), []
+    for step in range(STEPS):
+        losses.append(float(pm.step(*(x.roll(step, 0) for x in data))))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = pm.state_dict()
+    pm.close()
+    return losses, state
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16-mixed", torch.bfloat16), ("fp16-mixed", torch.float16)]
+)
+def test_to_the_bit_a_loop_under_autocast(precision: str, dtype: torch.dtype) -> None:
+    scale = None if dtype == torch.bfloat16 else 1024.0
+    losses, wanted = by_hand(gpt(), batch(4), dtype, scale or 1.0)
+    ours, state = train(
+        gpt(), batch(4), precision=precision, num_microbatches=1, fuse=False, loss_scale=scale
+    )
+    assert ours == losses
+    for name, x in wanted.items():
+        assert state[name].dtype == torch.float32 and torch.equal(state[name], x), name
+
+
+def llama() -> nn.Module:
+    # Of shared KV heads the model computes otherwise where it is traced: it repeats them before they are cast.
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_attention_heads=8, **LLAMA))
+
+
+@pytest.mark.parametrize("make", [llama, neox, gemma2])
+def test_real_models_to_the_bit(make: Callable[[], nn.Module]) -> None:
+    """Their code reads dtypes, has regions without autocast, casts and adds in float32."""
+    model, (ids, labels) = make().eval(), batch(4)
+    call = {"input_ids": ids, "labels": labels}
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**call).loss
+    loss.backward()
+    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    pm = autoptd.parallelize(
+        model, precision="bf16-mixed", num_microbatches=1, fuse=False, backend="local", example_inputs=call
+    )
+    assert float(pm.step(**call)) == float(loss.detach())
+    found = pm.gradients()
+    for name, x in wanted.items():
+        assert torch.equal(found[name], x), name
+    pm.close()
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"t": 2, "p": 2, "d": 2}, {"t": 2, "d": 2, "zero": 1, "sequence_parallel": True}], ids=str
+)
+def test_gradients_are_as_exact_as_those_of_one_device(mesh: dict[str, Any]) -> None:
+    """The relative 2-norm of their error against float64, the median of 5 seeds: at most 1.1 times autocast's own."""
+    errors: dict[str, list[float]] = {"one device": [], "mesh": []}
+    for seed in range(5):
+        data = tuple(x.roll(seed, 1) for x in batch(16))
+        exact, narrow = gpt().double(), gpt()
+        exact(*data)[-1].backward()
+        true = {name: x.grad for name, x in exact.named_parameters()}
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = narrow(*data)[-1]
+        loss.backward()
+        errors["one device"].append(error({n: x.grad for n, x in narrow.named_parameters()}, true))
+        pm = autoptd.parallelize(
+            gpt(), **mesh, precision="bf16-mixed", num_microbatches=4, backend="local", example_inputs=data
+        )
+        pm.step(*data)
+        errors["mesh"].append(error(pm.gradients(), true))
+        pm.close()
+    one, ours = (sorted(found)[2] for found in errors.values())
+    assert ours <= 1.1 * one, errors
+
+
+def test_sharded_masters_are_those_of_whole_ones() -> None:
+    """To the bit: what is read in 16 bits and what is not, in buckets of their own."""
+    states = [train(gpt(), batch(8), d=2, zero=zero)[1] for zero in (0, 1)]
+    for name, x in states[0].items():
+        assert torch.equal(x, states[1][name]), name
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"d": 2}, {"t": 2, "d": 3, "zero": 1}, {"p": 2, "d": 2, "zero": 1}], ids=str
+)
+def test_the_ledger_knows_what_has_a_copy(mesh: dict[str, Any]) -> None:
+    data = batch(12)
+    pm = autoptd.parallelize(gpt(2), **mesh, precision="bf16-mixed", backend="local", example_inputs=data)
+    optimizer = pm.optimizer(torch.optim.AdamW, lr=LR)
+    pm.step(*data)
+    optimizer.step()
+    for rank, met in pm.memory().items():
+        assert met == pm.program.memory(rank)
+    pm.close()
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed"])
+def test_verify_compares_what_autocast_computes(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    verify = importlib.import_module("autoptd.verify.verify")
+    monkeypatch.setattr(verify, "CHECKS", ("own dtype",))
+    report = autoptd.verify(gpt(2), t=2, d=2, zero=1, precision=precision, example_inputs=batch(4), steps=2)
+    own = [found for found in report.differences if found.what == "own dtype"]
+    assert report.passed and own and all(found.allowed < 0.1 for found in own)
+
+
+def test_evaluation_is_under_autocast_too() -> None:
+    data = batch(4)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        wanted = gpt().eval()(*data)[-1]
+    pm = autoptd.parallelize(
+        gpt(), precision="bf16-mixed", fuse=False, num_microbatches=1, backend="local", example_inputs=data
+    )
+    pm.step(*data)
+    assert float(pm.eval_step(*data)) == float(wanted)
+    pm.close()
+
+
+def test_an_overflow_is_skipped() -> None:
+    """Logits of 16 bits overflow at a scale of 2**30 in backward: the update is skipped, and the scale halved."""
+    data = batch(4)
+    pm = autoptd.parallelize(
+        gpt(2), d=2, zero=1, precision="fp16-mixed", initial_loss_scale=2.0**30, hysteresis=1,
+        backend="local", example_inputs=data,
+    )  # fmt: skip
+    optimizer = pm.optimizer(torch.optim.AdamW, lr=LR)
+    before = pm.state_dict()
+    pm.step(*data)
+    optimizer.step()
+    assert optimizer.skipped == 1 and pm.loss_scale == 2.0**29
+    assert all(torch.equal(x, before[name]) for name, x in pm.state_dict().items())
+    pm.close()
+
+
+def test_emitted_files_say_the_casts() -> None:
+    program = autoptd.compile(gpt(2), precision="bf16-mixed", example_inputs=batch(4))
+    text = program.sources["stage_0.py"]
+    assert "Of `w`, what is read in bfloat16 alone is in bfloat16, cast from the float32 storage" in text
+    assert "ln_1 = ln_1.to(torch.bfloat16)" in text and ".weight.to(torch.bfloat16)" in text
+    by_use = {spec.name: (spec.use.dtype, spec.has_master) for spec in program.params}
+    assert by_use["transformer.h.0.attn.c_attn.weight"] == ("bfloat16", True)
+    assert by_use["transformer.wte.weight"] == by_use["transformer.ln_f.weight"] == ("float32", False)
+
+
+def test_a_model_of_16_bits_is_refused() -> None:
+    with pytest.raises(PlanError, match="is bfloat16: its storage would be float32"):
+        autoptd.parallelize(gpt().bfloat16(), precision="bf16-mixed", backend="local", example_inputs=batch())
