@@ -75,6 +75,7 @@ def parallelize(
     min_loss_scale: float | None = None,
     zero: int | None = None,
     dp_shard: int | None = None,
+    reduce_dtype: str | None = None,
     memory: float | None = None,
     machine: str | Machine | Mapping[str, Any] | None = None,
     plan: dict[str, Any] | str | Path | None = None,
@@ -113,6 +114,7 @@ def parallelize(
     loss_scale: of fp16; by default dynamic, by `initial_loss_scale`, `loss_scale_window`, `hysteresis` and
         `min_loss_scale`, see `Options`.
     zero: 1 divides the optimizer's state over the replicas (ZeRO stage 1), over groups of `dp_shard` of them if given.
+    reduce_dtype: "bf16": with zero=1, gradients travel in 16 bits to the replica that adds them up in float32.
     memory: what a rank may hold, in bytes.
     machine: what the plan is weighed for: a name as `plan(cluster=)` takes it, such as "h100"
         (autoptd/machines), or a `Machine` (ir/machine.py).

@@ -35,6 +35,7 @@ BACKENDS = ("local", "gloo", "nccl")
 LOSS_SCALE = ("loss_scale", "initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
 # The dtype in which stages compute, by the keyword `precision`.
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "bf16-mixed": "bfloat16", "fp16-mixed": "float16"}
+REDUCE_DTYPES = ("fp32", "bf16")
 FUSE = ("eager", "triton", "inductor", False)
 
 
@@ -78,6 +79,8 @@ class Options:
         of the parameters, which are gathered behind the update. The numbers are those of zero=0.
     dp_shard: replicas that share one copy of that state, a divisor of d, neighbours; None: all. The others hold
         copies (torch's hybrid sharding).
+    reduce_dtype: "bf16" sends gradients to the replicas that sum them in 16 bits, with zero=1; they add up in float32.
+        Sums over copies of a shard, over tp and over the owners of tied parameters stay in float32, as they are small.
     machine: what plans are weighed for: a name as `plan(cluster=)` takes it, such as "h100"
         (autoptd/machines), or a `Machine` (ir/machine.py).
     timeout: in seconds.
@@ -173,6 +176,10 @@ class Options:
         default=None,
         metadata=about("count", "replicas that share one optimizer state (all)", **IN_PLAN),
     )
+    reduce_dtype: str = field(
+        default="fp32",
+        metadata=about("choice", "in which gradients travel with zero=1", choices=REDUCE_DTYPES, **IN_PLAN),
+    )
     memory: float | str | None = field(  # a float, once checked
         default=None, metadata=about("bytes", "of a rank: 80e9, 80GB or 80GiB", **IN_PLAN)
     )
@@ -249,6 +256,9 @@ class Options:
         if self.precision and self.accumulate_allreduce_grads_in_fp32:
             fact = f"with precision={self.precision!r} gradients add up in float32 as it is"
             raise PlanError("accumulate_allreduce_grads_in_fp32=True", fact, "leave it out")
+        if self.reduce_dtype != "fp32" and not self.zero:
+            fact = "without zero=1 an all-reduce sums gradients, which would add up in 16 bits"
+            raise PlanError(f"reduce_dtype={self.reduce_dtype!r}", fact, "zero=1, or leave it out")
         if self.dp_shard is None:
             return
         if not self.zero:

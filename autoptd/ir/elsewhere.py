@@ -67,7 +67,7 @@ _REMEDIES = {
     ),
     DATA: "batch_size global_batch_size train_batch_size local_batch_size",
     PRECISION: (
-        "mixed_precision bf16 fp16 amp autocast mp_policy torch_dtype dtype param_dtype reduce_dtype "
+        "mixed_precision bf16 fp16 amp autocast mp_policy torch_dtype dtype param_dtype "
         "mixed_precision_param use_amp half bfloat16"
     ),
     SCALE: "grad_scaler scaler use_grad_scaler dynamic_loss_scale init_scale initial_scale_power",

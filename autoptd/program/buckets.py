@@ -112,10 +112,17 @@ class BucketPlan:
         """Return the payload of every sum: behind a reduce-scatter, a rank's range alone is summed."""
         nbytes, payloads = self.nbytes(mesh), []
         for step in self.sums:
-            payloads.append(nbytes)
             if step.row.backward == "reduce-scatter":
+                payloads.append(self.numel(mesh) * itemsize(self.scattered_dtype))
                 nbytes //= mesh.degree(step.axis)
+            else:
+                payloads.append(nbytes)
         return payloads
+
+    @property
+    def scattered_dtype(self) -> str:
+        """The dtype in which its gradients travel where they are scattered."""
+        return self.params[0].wire_dtype or self.params[0].storage.sum_dtype
 
     def gathered_bytes(self, mesh: Mesh) -> int:
         """Return the bytes of the parameters that are gathered after an update, in the dtype of their use."""
@@ -166,7 +173,7 @@ def plan_buckets(
         # Types are over all mesh axes, also those of one rank.
         sums = tuple(step for step in spec.sums if _group_size(step, owners, mesh) > 1)
         # Tied ones are not grouped by when they complete, which differs from owner to owner.
-        dtypes = (spec.storage.sum_dtype, spec.storage.dtype, spec.use.dtype)
+        dtypes = (spec.storage.sum_dtype, spec.storage.dtype, spec.use.dtype, spec.wire_dtype)
         key = (sums, owners, dtypes, completed(spec) if len(owners) == 1 else -1)
         lists = runs.setdefault(key, [[]])
         if lists[-1] and sum(other.grad_bytes(mesh) for other in [*lists[-1], spec]) > bucket_bytes:

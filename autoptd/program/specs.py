@@ -42,7 +42,8 @@ class ParamSpec:
     use (see `ir/placement.py`). `shape` and `dims` are global, `stages` are the stages that use it. `adds` has, for each
     of them, how often the backward (and W) of one microbatch adds to the gradient; empty for once each. `dtype` is the
     parameter's in the model as it was handed in. `has_master`: storage is a tensor of its own beside what stages use, of
-    more bits as a rule ("master weights": Micikevicius et al. 2018, section 3.1).
+    more bits as a rule ("master weights": Micikevicius et al. 2018, section 3.1). `wire_dtype` is that in which its gradient
+    travels where it is scattered over replicas; "" for the dtype in which it adds up.
     """
 
     name: str
@@ -58,6 +59,7 @@ class ParamSpec:
     adds: tuple[int, ...] = ()
     dtype: str = ""
     has_master: bool = False
+    wire_dtype: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", self.dtype or self.storage.dtype)

@@ -35,7 +35,8 @@ def _axis_text(axis: str, mesh: Mesh) -> str:
 
 def _line(plans: Sequence[BucketPlan], mesh: Mesh) -> str:
     specs = [spec for plan in plans for spec in plan.params]
-    size = sum(plan.nbytes(mesh) for plan in plans)
+    # What travels first: all of the bucket, in the dtype of the wire.
+    size = sum(plan.summed_bytes(mesh)[0] for plan in plans)
     what = specs[0].name if len(specs) == 1 else f"{len(specs)} gradients"
     count = f"{len(plans)} bucket{'s'[: len(plans) > 1]} of {size:,} B ({what})"
     parts: list[str] = []

@@ -78,6 +78,8 @@ def _param_spec(
         why=why,
         adds=adds,
         has_master=has_master,
+        # What adds up in 64 bits stays exact.
+        wire_dtype="bfloat16" if options.reduce_dtype == "bf16" and storage.sum_dtype == "float32" else "",
     )
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,23 +35,30 @@ from autoptd.runtime.linear import WeightTerm
 from autoptd.runtime.parameters import RankParameters, dtype_of
 from autoptd.runtime.world.world import Done, Group, Pending, World
 
-
-def _all_reduce_start(group: Group, flat: torch.Tensor, site: str) -> Pending:
-    return group.all_reduce_start(flat, site)
-
-
-def _reduce_scatter_start(group: Group, flat: torch.Tensor, site: str) -> Pending:
-    return group.reduce_scatter_start(flat, 0, site)
-
-
-# By the backward of a conversion: how it is started on a flat buffer of gradients.
-START = {"all-reduce": _all_reduce_start, "reduce-scatter": _reduce_scatter_start}
 StartSum = Callable[[torch.Tensor, str], Pending]
 
 
-def _bound(sums: Sequence[AxisConversion], world: World) -> list[StartSum]:
-    """Return the functions that start these sums on this rank's groups."""
-    return [partial(START[row.backward], world.group((axis,))) for axis, row in sums]
+def _all_reduce(group: Group, plan: BucketPlan) -> StartSum:
+    # Looked up at each call: a record puts itself in the place of the group's methods.
+    return lambda flat, site: group.all_reduce_start(flat, site)
+
+
+def _reduce_scatter(group: Group, plan: BucketPlan) -> StartSum:
+    wire, sums = (dtype_of(name) for name in (plan.scattered_dtype, plan.params[0].storage.sum_dtype))
+
+    def start(flat: torch.Tensor, site: str) -> Pending:
+        return group.reduce_scatter_start(flat.to(wire), 0, site, None if wire == sums else sums)
+
+    return start
+
+
+# By the backward of a conversion: what starts it on a flat buffer of gradients.
+START = {"all-reduce": _all_reduce, "reduce-scatter": _reduce_scatter}
+
+
+def _bound(sums: Sequence[AxisConversion], plan: BucketPlan, world: World) -> list[StartSum]:
+    """Return the functions that start these sums of a bucket on this rank's groups."""
+    return [START[row.backward](world.group((axis,)), plan) for axis, row in sums]
 
 
 class Bucket:
@@ -66,7 +72,7 @@ class Bucket:
         self.number, self.specs = plan.number, plan.params
         self.site, self.tied_site = plan.site, plan.tied_site
         self.params, self.owners = params, world.owners(plan.owners)
-        self.early, self.late = _bound(plan.early, world), _bound(plan.late, world)
+        self.early, self.late = _bound(plan.early, plan, world), _bound(plan.late, plan, world)
         self.is_tied = bool(plan.tied)
         self.places, self.numel = plan.places(world.mesh), plan.numel(world.mesh)
         self.is_shared = bool(plan.sharing_axis)

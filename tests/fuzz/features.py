@@ -136,6 +136,7 @@ CHOICES: dict[str, list[Any]] = {
     "precision": [None, "bf16", "fp16", "bf16-mixed", "fp16-mixed"],
     "zero": [0, 1],
     "dp shard": [None, 2],  # replicas that share a state
+    "reduce dtype": ["fp32", "bf16"],
     "skips": [
         "none",
         "first to last",
@@ -213,6 +214,11 @@ class Case:
         """Has float32 sums of its own; what is loaded into is in float64 already."""
         is_main = "main" in self.hooks or self.hooks == "all"
         return None if is_main or self["buffer"].endswith("loaded") else self["precision"]
+
+    @property
+    def reduce_dtype(self) -> str:
+        """Gradients are scattered with zero=1 alone."""
+        return self["reduce dtype"] if self["zero"] else "fp32"  # type: ignore[no-any-return]
 
     @property
     def dp_shard(self) -> int | None:
@@ -310,6 +316,7 @@ class Case:
             "hooks": self.hooks,
             "precision": self.precision,
             "dp shard": self.dp_shard,
+            "reduce dtype": self.reduce_dtype,
             "queries per key": self.queries_per_key,
             "buffer": self.buffer,
             "call": self.call,

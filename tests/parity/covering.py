@@ -86,6 +86,7 @@ OUTSIDE = {  # fields of Options that are not varied
     "check_every": "how often ranks are compared, no number depends on it: processes/test_disagreement.py",
     "nan": "what is done with a NaN: runtime/test_executor.py",
     "fuse_only": "a part of fuse: parity/test_fusion.py",
+    "reduce_dtype": "changes nothing in float64: parity/test_zero.py",
     "dp_shard": "wants 4 replicas: parity/test_zero.py",
     "memory": "what is chosen, not how it runs: test_fit.py",
     "memory_price": "likewise",

@@ -158,6 +158,36 @@ def test_traffic_is_that_of_the_formula(zero: int) -> None:
     pm.close()
 
 
+@pytest.mark.parametrize("mesh", [{"d": 4}, {"t": 2, "d": 4, "dp_shard": 2}], ids=str)
+def test_gradients_travel_in_16_bits(mesh: dict[str, Any]) -> None:
+    """Half the bytes of the scatter alone; each replica's part is rounded once, and they add up in float32."""
+    sent, found = {}, {}
+    for reduce_dtype in ("fp32", "bf16"):
+        keywords = {**mesh, "zero": 1, "precision": "bf16", "reduce_dtype": reduce_dtype}
+        pm, optimizer = train(gpt(), steps=0, **keywords, num_microbatches=1)
+        with pm.record() as record:
+            pm.step(*batch(8))
+            found[reduce_dtype] = pm.gradients()
+            optimizer.step()
+        calls = [call for call in record.of(0) if "gradients" in call.site]
+        sent[reduce_dtype] = {
+            kind: sum(call.payload_bytes for call in calls if call.kind == kind)
+            for kind in ("reduce-scatter", "all-reduce")
+        }
+        planned = [one for one in pm.program.collectives if one.backward == "reduce-scatter"]
+        assert sum(one.payload_bytes for one in planned) == sent[reduce_dtype]["reduce-scatter"]
+        pm.close()
+    assert sent["fp32"]["reduce-scatter"] == 2 * sent["bf16"]["reduce-scatter"] > 0
+    assert sent["fp32"]["all-reduce"] == sent["bf16"]["all-reduce"]
+    # The parts of 4 replicas are rounded to 8 bits each, and may be larger than their sum.
+    for name, x in found["fp32"].items():
+        y = found["bf16"][name]
+        assert y.dtype == torch.float32
+        assert float((y - x).norm() / x.norm()) < 2.0**-8, name
+    assert any(not torch.equal(x, found["bf16"][name]) for name, x in found["fp32"].items())
+    assert any(not torch.equal(x, x.bfloat16().float()) for x in found["bf16"].values())
+
+
 def plans_of(pm: autoptd.ParallelModel) -> list[BucketPlan]:
     return params_of(pm)[0]._plans()
 
@@ -269,6 +299,8 @@ def test_a_broken_part_shows(monkeypatch: pytest.MonkeyPatch, broken: str) -> No
         ({"d": 4, "dp_shard": 2}, "without zero=1"),
         ({"d": 4, "zero": 1, "dp_shard": 3}, "does not divide d=4"),
         ({"d": 2, "zero": 3}, "not there yet"),
+        ({"d": 2, "reduce_dtype": "bf16"}, "without zero=1 an all-reduce"),
+        ({"d": 2, "zero": 1, "reduce_dtype": "fp8"}, "no such choice"),
         ({"d": 2, "zero": 1, "dp_shard": 0}, "at least 1"),
     ],
 )

@@ -127,6 +127,12 @@ def test_rms_norms(how: str) -> None:
     assert names(fused(Spelled(NORMS[how], w=random(H)), random(B, S, H))) == ["rms_norm"]
 
 
+def test_a_norm_that_gives_less_than_its_weight_stays() -> None:
+    """bfloat16 from a float32 weight, where our operator would give float32: attention behind it would meet both."""
+    found = fused(Spelled(NORMS["torch"], w=random(H).float()), random(B, S, H).bfloat16())
+    assert names(found) == [] and reasons(found) == ["gives torch.bfloat16, narrower than its weight"]
+
+
 def layer_normed(x: Tensor, w: Tensor) -> Tensor:
     return F.layer_norm(x, (H,), w, None, 1e-5)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from autoptd.ir.notes import note, op_name, shape, value
@@ -64,7 +65,12 @@ def _group(
     if value(chain.last).dtype != value(x).dtype or shape(chain.last) != shape(x):
         return Refusal(op, chain.last, f"gives {value(chain.last).dtype} for {value(x).dtype}")
     if op == "layer_norm":
+        # torch's operator takes them, on some devices.
+        if not same_dtype(x, weight, bias):
+            return Refusal(op, chain.last, "its parts have several dtypes")
         return chain.group(op, x, weight, bias, eps=eps)
+    if not _gives_widest(chain.last, x, weight):
+        return Refusal(op, chain.last, f"gives {value(chain.last).dtype}, narrower than its weight")
     keywords = {"offset": offset} if offset else {}
     return chain.group(op, x, weight, eps=eps, **keywords)
 
@@ -75,7 +81,16 @@ def _of_torch(node: Node) -> Found:
     given = dict(zip(("weight", "eps"), rest, strict=False)) | node.kwargs
     if len(size) != 1 or given.get("eps") is None:
         return Refusal("rms_norm", node, "over more than the last dim, or with the default eps of the dtype")
+    # torch gives the dtype of x, our operator that of the wider one.
+    if not _gives_widest(node, x, given.get("weight")):
+        return Refusal("rms_norm", node, f"gives {value(node).dtype}, narrower than its weight")
     return Chain(node).group("rms_norm", x, given.get("weight"), eps=given["eps"])
+
+
+def _gives_widest(node: Node, x: Any, weight: Any) -> bool:
+    """Tell whether a norm gives what our rms_norm does: the dtype of x, or of the weight if that is the wider one."""
+    dtype = value(x).dtype
+    return value(node).dtype == (dtype if weight is None else torch.promote_types(dtype, value(weight).dtype))
 
 
 def norm_of_sum(node: Node) -> Found:

@@ -24,6 +24,7 @@ import torch
 from autoptd.errors import InternalError, RuntimeFault
 from autoptd.ir.mesh import Mesh
 from autoptd.program.call_order import find_deadlock
+from autoptd.runtime.world.layouts import sum_in_order
 from autoptd.runtime.world.world import Group, Pending, World, equal_parts, fault_site
 
 # (kind, site, shapes, dtypes)
@@ -256,15 +257,19 @@ class ThreadGroup(Group):
 
         return self._start(f"{kind} dim {dim}", site, [x], combine)
 
-    def reduce_scatter_start(self, x: torch.Tensor, dim: int, site: str) -> Pending:
-        return self._scatter("reduce_scatter_start", x, dim, site)
+    def reduce_scatter_start(
+        self, x: torch.Tensor, dim: int, site: str, sum_dtype: torch.dtype | None = None
+    ) -> Pending:
+        return self._scatter("reduce_scatter_start", x, dim, site, sum_dtype)
 
-    def _scatter(self, kind: str, x: torch.Tensor, dim: int, site: str) -> Pending:
+    def _scatter(
+        self, kind: str, x: torch.Tensor, dim: int, site: str, sum_dtype: torch.dtype | None = None
+    ) -> Pending:
         equal_parts(x, dim, self.size, site)
 
         def combine(posts: list[Any]) -> list[Any]:
             columns = zip(*(post[0].tensor_split(self.size, dim) for post in posts), strict=True)
-            return [_reduced(column) for column in columns]
+            return [sum_in_order(column, sum_dtype) for column in columns]
 
         return self._start(f"{kind} dim {dim}", site, [x], combine)
 

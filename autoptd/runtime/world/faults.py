@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Thread
+from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -359,3 +360,25 @@ def _as_fault(first: dict[str, Any], world: World, call: Call | None) -> Runtime
         fact,
         "look at that rank's own output, or raise timeout= if it was only slow",
     )
+
+
+class WaitingCall:
+    """The time of a call that others take part in; when it fails, the first fault is raised instead."""
+
+    def __init__(self, board: FaultBoard, call: Call) -> None:
+        self._board, self._call = board, call
+
+    def __enter__(self) -> Call:
+        self._board.enter(self._call)
+        return self._call
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if exc is None:
+            self._board.leave()
+        # What torch.distributed raises for timeouts and lost connections.
+        elif isinstance(exc, RuntimeError):
+            raise self._board.fault_of_call(self._call, exc) from exc
+        else:
+            self._board.leave()

@@ -6,6 +6,8 @@ first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 Tensor = torch.Tensor
@@ -36,9 +38,9 @@ def as_real(x: Tensor) -> Tensor:
     return torch.view_as_real(x) if x.is_complex() else x
 
 
-def sum_in_order(parts: Tensor) -> Tensor:
-    """Add up what the ranks sent, in the order of ranks: as threads do, to the bit."""
-    total = parts[0].clone()
+def sum_in_order(parts: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """Add up what the ranks sent, in the order of ranks and in `dtype`, by default that of the parts."""
+    total = parts[0].to(dtype or parts[0].dtype, copy=True, memory_format=torch.contiguous_format)
     for part in parts[1:]:
         total += part
     return total

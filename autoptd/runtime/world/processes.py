@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from types import TracebackType
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ from autoptd.errors import InternalError, PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime.devices import process_device
 from autoptd.runtime.world.device_watch import PROBES, WATCHDOG_MARGIN, DeviceWatch, abort_groups
-from autoptd.runtime.world.faults import Call, FaultBoard
+from autoptd.runtime.world.faults import Call, FaultBoard, WaitingCall
 from autoptd.runtime.world.layouts import as_real, fresh, in_place_of, parts_first, sum_in_order
 from autoptd.runtime.world.rendezvous import default_backend, init_from_env
 from autoptd.runtime.world.send_watcher import SendWatcher
@@ -63,28 +63,6 @@ OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 ABORT_LIMIT = 10.0
 # SMs that a send or receive may hold on CUDA while it waits: NCCL takes up to 32 within a node.
 P2P_CTAS = 4
-
-
-class WaitingCall:
-    """The time of a call that others take part in; when it fails, the first fault is raised instead."""
-
-    def __init__(self, board: FaultBoard, call: Call) -> None:
-        self._board, self._call = board, call
-
-    def __enter__(self) -> Call:
-        self._board.enter(self._call)
-        return self._call
-
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, _: TracebackType | None
-    ) -> None:
-        if exc is None:
-            self._board.leave()
-        # What torch.distributed raises for timeouts and lost connections.
-        elif isinstance(exc, RuntimeError):
-            raise self._board.fault_of_call(self._call, exc) from exc
-        else:
-            self._board.leave()
 
 
 class DistributedWorld(World):
@@ -298,15 +276,18 @@ class DistributedGroup(Group):
             _Works(self._world, [work], gathered, call, kept=[x]), lambda whole: in_place_of(whole, dim)
         )
 
-    def reduce_scatter_start(self, x: Tensor, dim: int, site: str) -> Pending:
+    def reduce_scatter_start(
+        self, x: Tensor, dim: int, site: str, sum_dtype: torch.dtype | None = None
+    ) -> Pending:
         parts = parts_first(x.detach(), dim, self.size, equal_parts(x, dim, self.size, site))
-        # Its own takes as long as an all-reduce: everybody sends each part to the rank that sums it.
-        if self._world.backend == "gloo":
+        # gloo's own takes as long as an all-reduce: everybody sends each part to the rank that sums it.
+        if self._world.backend == "gloo" or sum_dtype is not None:
             received = torch.empty_like(parts)
             with self._call("reduce_scatter_start", site, parts) as call:
                 real = as_real(received), as_real(parts)
                 work = dist.all_to_all_single(*real, group=self.handle, async_op=True)
-            return Then(_Works(self._world, [work], received, call, kept=[parts]), sum_in_order)
+            works = _Works(self._world, [work], received, call, kept=[parts])
+            return Then(works, partial(sum_in_order, dtype=sum_dtype))
         mine = torch.empty_like(parts[0])
         with self._call("reduce_scatter_start", site, mine) as call:
             work = scatter_into(self.handle, mine, parts, is_async=True)

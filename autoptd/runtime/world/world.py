@@ -180,8 +180,13 @@ class Group(ABC):
         """
 
     @abstractmethod
-    def reduce_scatter_start(self, x: torch.Tensor, dim: int, site: str) -> Pending:
-        """Start `reduce_scatter`; `x` must not be changed before `wait()`."""
+    def reduce_scatter_start(
+        self, x: torch.Tensor, dim: int, site: str, sum_dtype: torch.dtype | None = None
+    ) -> Pending:
+        """Start `reduce_scatter`; `x` must not be changed before `wait()`.
+
+        With `sum_dtype`, parts travel as they are, and are added up in that dtype, which the result has.
+        """
 
     @abstractmethod
     def gather_objects(self, obj: Any, site: str) -> list[Any]:
@@ -221,8 +226,10 @@ class SoloGroup(Group):
     def all_gather_start_(self, flat: torch.Tensor, site: str) -> Pending:
         return Done(flat)
 
-    def reduce_scatter_start(self, x: torch.Tensor, dim: int, site: str) -> Pending:
-        return Done(x)
+    def reduce_scatter_start(
+        self, x: torch.Tensor, dim: int, site: str, sum_dtype: torch.dtype | None = None
+    ) -> Pending:
+        return Done(x if sum_dtype is None else x.to(sum_dtype))
 
     def gather_objects(self, obj: Any, site: str) -> list[Any]:
         return [obj]

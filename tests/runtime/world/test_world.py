@@ -102,6 +102,11 @@ def exercise_dims(group: Group) -> None:
             with alone(group, "reduce_scatter_start"):
                 assert torch.equal(group.reduce_scatter_start(wide, dim, "later").wait(), part)
             assert torch.equal(mine, values[me])
+            # 256 + 1 is no bfloat16: what travels in 16 bits adds up in 32.
+            narrow = (torch.ones_like(wide) + 255 * (me == 0)).bfloat16()
+            found = group.reduce_scatter_start(narrow, dim, "narrow", torch.float32).wait()
+            assert found.dtype == torch.float32
+            assert torch.equal(found, torch.full_like(part, 255.0 + size))
     numbers = torch.tensor([1.0 + 2.0j, 3.0j]) * (me + 1)
     total = numbers / (me + 1) * sum(range(1, size + 1))
     assert torch.equal(group.all_reduce(numbers, "complex"), total)
