@@ -30,7 +30,7 @@ from autoptd.kernels.forms import wide
 from autoptd.program.buckets import BUCKET_BYTES, BucketPlan, plan_buckets
 from autoptd.program.program import Program
 from autoptd.program.specs import ParamSpec
-from autoptd.runtime.guard import unguarded
+from autoptd.runtime.guard import guard_gradient, unguarded
 from autoptd.runtime.linear import WeightTerm
 from autoptd.runtime.parameters import RankParameters, dtype_of
 from autoptd.runtime.world.world import Done, Group, Pending, World
@@ -276,9 +276,14 @@ class Gradients:
         if loss_scale is not None:
             for same in _by_dtype(self._results.values()):
                 torch._foreach_mul_(same, 1 / loss_scale)
+        plain = self.params.plain
         for name, grad in self._results.items():
-            self._hand_over(name, grad)
-            self.held_bytes += self.params.rounded_bytes(name)
+            # The usual case, at once: a step makes it for every parameter.
+            if (bearer := plain.get(name)) is not None and bearer.grad is None:
+                bearer.grad = guard_gradient(grad)
+            else:
+                self._hand_over(name, grad)
+        self.held_bytes += self.params.rounded_bytes()
         self._is_agreed = True
         while self._first_hooks:
             self._first_hooks.pop().remove()
@@ -358,7 +363,7 @@ def clip_gradients(params: RankParameters, max_norm: float, norm_type: float = 2
         torch._foreach_mul_(same, factor.to(same[0].dtype))
     for name, gradient in gradients.items():
         # `parameter.grad` is a rounded copy there.
-        if not params.is_plain(name):
+        if name not in params.plain:
             params.set_gradient(name, gradient)
     return norm
 

@@ -112,16 +112,18 @@ class GuardedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func not in WRITES:
-            refuse(func, _caller(), "parameter")
-        for arg in (*args, *(kwargs or {}).values()):
-            for x in arg if isinstance(arg, (list, tuple)) else (arg,):
-                # What the last update made of it may still be on its way.
-                if isinstance(x, GuardedParameter) and x.arrival is not None:
-                    x.arrival()
-                    refuse_write(func)
-        if func == DATA:
-            args[0].was_exposed = True
+        # Setting a gradient is what every loop does to every parameter.
+        if func not in WRITES or args[0].arrival is not None:
+            if func not in WRITES:
+                refuse(func, _caller(), "parameter")
+            for arg in (*args, *(kwargs or {}).values()):
+                for x in arg if isinstance(arg, (list, tuple)) else (arg,):
+                    # What the last update made of it may still be on its way.
+                    if type(x) is GuardedParameter and x.arrival is not None:
+                        x.arrival()
+                        refuse_write(func)
+            if func == DATA:
+                args[0].was_exposed = True
         # `unguarded()` without its generator: this is a hot path.
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))

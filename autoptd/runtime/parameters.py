@@ -101,8 +101,17 @@ class RankParameters:
         for spec in self.specs:
             if spec.name in parts:
                 self._add(spec, parts.pop(spec.name))
+        # What has the `.grad` that the user sees and may change: the parameter, or a piece of shared storage.
+        self._bearers: dict[str, nn.Parameter] = {}
+        for name in self.local:
+            bearer = self.stored.get(name) if name in self._shared_of else self.local[name]
+            if bearer is not None:
+                self._bearers[name] = bearer
+        # Those whose `.grad` is the gradient itself: they have no `.main_grad`.
+        self.plain = {name: x for name, x in self._bearers.items() if self._grad_dtypes[name] is None}
         # Where the user wrote to what stages use, storage follows.
-        self._versions = {spec.name: self.local[spec.name]._version for spec in self._with_masters()}
+        self._with_masters = [spec for spec in self.specs if spec.has_master and spec.name in self.local]
+        self._versions = {spec.name: self.local[spec.name]._version for spec in self._with_masters}
         # What `check_storage` compares with, which runs in every step.
         self._initial = [
             (name, parameter, parameter.data_ptr(), self.leaves[name].requires_grad)
@@ -160,9 +169,6 @@ class RankParameters:
         elif not spec.has_master:
             self.stored[spec.name] = local
 
-    def _with_masters(self) -> list[ParamSpec]:
-        return [spec for spec in self.specs if spec.has_master and spec.name in self.local]
-
     @property
     def is_apart(self) -> bool:
         """Whether anything is stored apart from what stages use, so that an update has to be published."""
@@ -187,7 +193,7 @@ class RankParameters:
 
         The same on all ranks that hold copies, as the edits must be.
         """
-        for spec in self._with_masters():
+        for spec in self._with_masters:
             local = self.local[spec.name]
             if local._version == self._versions[spec.name] and not local.was_exposed:
                 continue
@@ -263,17 +269,13 @@ class RankParameters:
         """Return the gradient of what this rank stores of a parameter, None without one: `main_grad`, unless `.grad`
         was changed.
         """
-        parameter = self._bearer(name)
+        parameter = self._bearers.get(name)
         if parameter is None or (grad := parameter.grad) is None:
             return None
         known = self._main.get(name)
         if known is not None and grad is known.copy and grad._version == known.version:
             return known.main
         return grad
-
-    def _bearer(self, name: str) -> nn.Parameter | None:
-        """Return the tensor whose `.grad` the user sees and may change: the parameter, or a piece of shared storage."""
-        return self.stored.get(name) if name in self._shared_of else self.local.get(name)
 
     def hand_gradients(self) -> None:
         """Give storage that stands apart the gradients of its parameters, before an optimizer's step."""
@@ -291,18 +293,13 @@ class RankParameters:
             else:
                 local.grad.zero_()
 
-    def rounded_bytes(self, name: str) -> int:
-        """Return the bytes of a gradient that is there beside `main_grad`, rounded to the parameter's dtype."""
-        return self._main[name].copy.nbytes if name in self._main else 0
-
-    def is_plain(self, name: str) -> bool:
-        """Tell whether `.grad` is the gradient of a parameter itself: it has no `.main_grad`."""
-        return self._grad_dtypes[name] is None
+    def rounded_bytes(self) -> int:
+        """Return the bytes of gradients that are there beside `main_grad`, rounded to the parameters' dtype."""
+        return sum(grad.copy.nbytes for grad in self._main.values())
 
     def set_gradient(self, name: str, grad: torch.Tensor) -> None:
         """Set the gradient of a parameter: `.main_grad` if it has one, of which `.grad` is a rounded copy, else `.grad`."""
-        parameter, dtype = self._bearer(name), self._grad_dtypes[name]
-        assert parameter is not None
+        parameter, dtype = self._bearers[name], self._grad_dtypes[name]
         if dtype is None:
             parameter.grad = guard_gradient(grad)
             return
