@@ -136,7 +136,6 @@ CHOICES: dict[str, list[Any]] = {
     "precision": [None, "bf16", "fp16", "bf16-mixed", "fp16-mixed"],
     "zero": [0, 1],
     "dp shard": [None, 2],  # replicas that share a state
-    "reduce dtype": ["fp32", "bf16"],
     "skips": [
         "none",
         "first to last",
@@ -154,6 +153,7 @@ CHOICES: dict[str, list[Any]] = {
     "buffer": ["none", "kept", "loaded", "mask loaded"],  # a state dict brings other values of it
     "call": ["names", "positions", "None between", "number between"],
     "steps": [2, 4],
+    "reduce dtype": ["fp32", "bf16"],
 }
 
 
