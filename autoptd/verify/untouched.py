@@ -52,7 +52,9 @@ def allowance(rounding: float, losses: list[torch.Tensor], exact: list[torch.Ten
 
     A model may amplify rounding: then its own losses are off as well, and those of ranks, which round elsewhere, as far.
     """
-    own = [relative_difference(loss.double(), wide, 0.0) for loss, wide in zip(losses, exact, strict=True)]
+    # Of a step that was skipped there is no second loss.
+    pairs = zip(losses, exact[: len(losses)], strict=True)
+    own = [relative_difference(loss.double(), wide, 0.0) for loss, wide in pairs]
     return max(rounding, AMPLIFIED * max(own))
 
 

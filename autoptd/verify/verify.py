@@ -326,6 +326,8 @@ def first_losses(
 ) -> list[torch.Tensor]:
     """Return the losses of the first two calls (one, where there is no more), a step between, under `autocast`.
 
+    One as well where that step is none: in float16 a gradient may overflow, and then an update is skipped.
+
     `model` is put back.
     """
     losses = []
@@ -334,13 +336,16 @@ def first_losses(
             with masks_of(program, step + 1), autocast.around():
                 loss = WithLoss(model, setting.options.loss_fn)(*args, **kwargs)
             losses.append(loss.detach())
-            if len(calls) > 1 and step == 0:
-                take_step(model, loss, setting)
+            if len(calls) > 1 and step == 0 and not take_step(model, loss, setting):
+                break
     return losses
 
 
-def take_step(model: nn.Module, loss: torch.Tensor, setting: Setting) -> None:
-    """Make the first step of a training: of the parameters, or with `precision` of wide copies of them."""
+def take_step(model: nn.Module, loss: torch.Tensor, setting: Setting) -> bool:
+    """Make the first step of a training: of the parameters, or with `precision` of wide copies of them.
+
+    Return False where it would be skipped: with float16, where a gradient is not finite.
+    """
     parameters = list(model.parameters())
     stored = parameters
     if setting.options.precision:
@@ -350,11 +355,15 @@ def take_step(model: nn.Module, loss: torch.Tensor, setting: Setting) -> None:
     for parameter, master in zip(parameters, stored, strict=True):
         if parameter.grad is not None:
             master.grad = parameter.grad.to(master.dtype) / scale
+    grads = [master.grad for master in stored if master.grad is not None]
+    if setting.options.is_fp16 and not all(bool(grad.isfinite().all()) for grad in grads):
+        return False
     setting.optimizer(stored).step()
     with torch.no_grad():
         for parameter, master in zip(parameters, stored, strict=True):
             parameter.grad = None
             parameter.copy_(master)
+    return True
 
 
 def _gradient_differences(pm: ParallelModel, reference: nn.Module, step: int) -> list[Difference]:

@@ -6,6 +6,7 @@ That its path of storage, use and gradients is right in all combinations: `cover
 from __future__ import annotations
 
 import copy
+import importlib
 import random
 from typing import Any
 from unittest import mock
@@ -294,3 +295,23 @@ def test_what_cannot_be_is_refused() -> None:
     refused("is above initial_loss_scale", precision="fp16", min_loss_scale=2.0**20)
     with pytest.raises(PlanError, match="float64"):
         autoptd.parallelize(gpt().double(), precision="fp16", backend="local", example_inputs=batch())
+
+
+class Overflowing(nn.Module):
+    """Has a loss of 316, and gradients of more than float16 holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((self.up(x) * 1e-3).square().mean(-1) + 1e-5).rsqrt().mean()
+
+
+def test_verify_compares_one_loss_where_the_update_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("autoptd.verify.verify"), "CHECKS", ("own dtype",))
+    torch.manual_seed(0)
+    model, x = Overflowing(), torch.randn(8, 8)
+    report = autoptd.verify(model, d=2, precision="fp16", fuse=False, example_inputs=(x,), steps=2)
+    own = [found for found in report.differences if found.what == "own dtype"]
+    assert report.passed and [found.step for found in own] == [0]
