@@ -302,16 +302,16 @@ class Overflowing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Linear(8, 8)
+        self.up = nn.Embedding(16, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return ((self.up(x) * 1e-3).square().mean(-1) + 1e-5).rsqrt().mean()
+    def forward(self, ids: Tensor) -> Tensor:
+        return ((self.up(ids) * 1e-3).square().mean(-1) + 1e-5).rsqrt().mean()
 
 
 def test_verify_compares_one_loss_where_the_update_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.import_module("autoptd.verify.verify"), "CHECKS", ("own dtype",))
     torch.manual_seed(0)
-    model, x = Overflowing(), torch.randn(8, 8)
-    report = autoptd.verify(model, d=2, precision="fp16", fuse=False, example_inputs=(x,), steps=2)
+    model, ids = Overflowing(), torch.arange(16).reshape(8, 2)
+    report = autoptd.verify(model, d=2, precision="fp16", fuse=False, example_inputs=(ids,), steps=2)
     own = [found for found in report.differences if found.what == "own dtype"]
     assert report.passed and [found.step for found in own] == [0]
