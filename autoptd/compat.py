@@ -20,7 +20,12 @@ import torch.fx.proxy
 import torch.utils.checkpoint
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
@@ -28,7 +33,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+# What fake tensors raise where a number or a size depends on values.
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+
 __all__ = [
+    "DATA_DEPENDENT",
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",

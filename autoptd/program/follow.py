@@ -34,6 +34,13 @@ def check_follows(trained: Program, evaluated: Program) -> None:
             raise PlanError(
                 f"eval_step: {spec.name}", "eval mode shards it in another way than training", REMEDY
             )
+        # Under autocast, what training reads in 16 bits alone is there in 16 bits.
+        ours, theirs = trained.param(spec.name).use.dtype, spec.use.dtype
+        if read and ours != theirs:
+            fact = (
+                f"eval mode reads it as {theirs}, training as {ours}: a rank has the one that training reads"
+            )
+            raise PlanError(f"eval_step: {spec.name}", fact, REMEDY)
     if unknown := sorted(set(evaluated.sub_axes) - set(trained.sub_axes)):
         fact = f"eval mode communicates over {unknown[0]}, where training does not"
         raise PlanError("eval_step", fact, REMEDY)

@@ -15,6 +15,7 @@ knows. So lists are those of the torch that runs, and those of CUDA are known on
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from torch.fx import Graph
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoptd.compat import (
+    DATA_DEPENDENT,
     FakeTensorMode,
     PreDispatchMode,
     TorchDispatchMode,
@@ -103,6 +105,8 @@ class Casting:
 
     def __init__(self, autocast: Autocast) -> None:
         self.autocast = autocast
+        # How often each operator was called with gradients.
+        self.with_grad: Counter[Target] = Counter()
         self._cast_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def operands(self, call: Callable[..., Any], func: Target, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -123,6 +127,7 @@ class Casting:
 
     def call(self, call: Callable[..., Any], func: Target, args: Any, kwargs: Any) -> Any:
         """Call an operator with the operands that autocast hands to it."""
+        self.with_grad[func] += torch.is_grad_enabled()
         return call(func, *self.operands(call, func, args, kwargs))
 
     def _cast(self, x: Tensor, dtype: torch.dtype, call: Callable[..., Any]) -> Tensor:
@@ -131,6 +136,7 @@ class Casting:
         known = self._cast_of.get(x) if is_cached else None
         if known is not None and known.dtype == dtype:
             return known  # type: ignore[no-any-return]
+        self.with_grad[aten.to.dtype] += torch.is_grad_enabled()
         made: Tensor = call(aten.to.dtype, (x, dtype), {})
         if is_cached:
             self._cast_of[x] = made
@@ -207,6 +213,9 @@ def _choose(func: Target, leaves: tuple[Any, ...], tree: Any, device_type: str, 
     """
     try:
         wanted = _calls_of(func, leaves, tree, device_type, dtype)
+    # The forward fails by itself, where its line is known.
+    except DATA_DEPENDENT:
+        return "none"
     except (RuntimeError, AssertionError) as error:
         line = str(error).strip().splitlines()[0]
         raise TraceError(

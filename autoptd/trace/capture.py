@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import re
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -24,21 +25,23 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
-from autoptd.compat import light_export, traced_through, tree_flatten, tree_unflatten
+from autoptd.compat import OpOverload, light_export, traced_through, tree_flatten, tree_unflatten
 from autoptd.errors import AutoptdError, TraceError
 from autoptd.ir.elsewhere import EXPERTS
 from autoptd.ir.names import USED
-from autoptd.ir.notes import copy_graph, note, placeholders
+from autoptd.ir.notes import copy_graph, note, op_name, ops, placeholders, site
 from autoptd.trace.autocast import OFF, Autocast, Casting, cast_once
 from autoptd.trace.dependence import mark_dependence
 from autoptd.trace.faithful import check_loss_fn, check_model
 from autoptd.trace.functions import check_functions
 from autoptd.trace.normalize import normalize
 from autoptd.trace.read import VALUE_REMEDY, check_kept, read_graph
-from autoptd.trace.retrace import Differs, Followed, Follower, Raw
+from autoptd.trace.retrace import IGNORED, NO_GRAD, REGION_RESULT, Differs, Followed, Follower, Raw
 from autoptd.trace.storage import tied_names
 from autoptd.trace.watch import Operands, checkpoint_sites, watch_tracing
 from autoptd.trace.watched import Watched, check_changes
+
+aten = torch.ops.aten
 
 
 @dataclass
@@ -77,7 +80,8 @@ def capture(
     check_loss_fn(loss_fn)
     leaves, tree = tree_flatten((args, kwargs))
     wrapper = _watched(model, loss_fn)
-    exported, checkpointed = _export(wrapper, *_fresh(args, kwargs), autocast=autocast)
+    casting = Casting(autocast)
+    exported, checkpointed = _export(wrapper, *_fresh(args, kwargs), casting=casting)
     assert exported is not None
     # After the trace: `Watched` has put the model back, and this calls it again where something changed.
     with autocast.ambient():
@@ -87,6 +91,7 @@ def capture(
     graph, inputs, buffers = read_graph(
         exported, wrapper, first_name, leaves, input_names(model, args, kwargs)
     )
+    check_grad_modes(graph, casting)
     # `normalize` drops and rewrites operators that a second run of the forward will call.
     read = copy_graph(graph)
     raw = Raw(read, _given(read, wrapper, first_name, inputs, len(leaves)))
@@ -113,7 +118,7 @@ def capture_again(
     """
     wrapper, follower = _watched(model, loss_fn), Follower(first.raw, Casting(autocast))
     try:
-        _export(wrapper, *_fresh(args, kwargs), autocast=autocast, run=follower.run)
+        _export(wrapper, *_fresh(args, kwargs), casting=Casting(autocast), run=follower.run)
     # Whatever it is that the forward does otherwise, or fails at: a full trace names it.
     except (Differs, AutoptdError):
         return capture(model, args, kwargs, loss_fn, autocast).graph
@@ -160,6 +165,26 @@ def _given(
     return tuple(given)
 
 
+def check_grad_modes(graph: Graph, casting: Casting) -> None:
+    """Refuse a trace in which operators have gradients that the forward called without: torch.export loses inference
+    mode, and a no_grad within a region of autocast.
+    """
+    # A constant is made, and copied, whatever the mode; what is detached has no gradient.
+    without = (*IGNORED, aten.lift_fresh_copy.default, aten.detach.default)
+    met: Counter[Any] = Counter()
+    for node in ops(graph):
+        if not isinstance(node.target, OpOverload) or node.target in without:
+            continue
+        if {NO_GRAD, REGION_RESULT} & note(node).extra.keys():
+            continue
+        met[node.target] += 1
+        if met[node.target] > casting.with_grad[node.target]:
+            fact = f"{op_name(node)} is called under no_grad or inference mode, which torch.export loses here"
+            raise TraceError(
+                site(node), fact, ".detach() its results; no_grad around torch.autocast, not in it"
+            )
+
+
 def _finish(graph: Graph, model: nn.Module, autocast: Autocast) -> None:
     """Bring a graph as it was read into the form TRACED."""
     normalize(graph)
@@ -204,7 +229,7 @@ def _export(
     wrapper: Watched,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    autocast: Autocast,
+    casting: Casting,
     run: Callable[[Any, tuple[Any, ...]], None] | None = None,
 ) -> tuple[torch.export.ExportedProgram | None, tuple[str, ...]]:
     """Export the forward; return the program (None where `run` followed the forward instead), and the modules
@@ -214,10 +239,10 @@ def _export(
     try:
         with ExitStack() as around:
             met = around.enter_context(watch_tracing(wrapper.model))
-            around.enter_context(autocast.ambient())
+            around.enter_context(casting.autocast.ambient())
             around.enter_context(torch.enable_grad())
             around.enter_context(light_export(run))
-            around.enter_context(traced_through(Casting(autocast).call))
+            around.enter_context(traced_through(casting.call))
             around.enter_context(suppress(Followed))
             exported = torch.export.export(wrapper, args, kwargs, strict=False)
         check_functions(met.functions)

@@ -121,7 +121,8 @@ def _inline(
 ) -> None:
     inner = dict(zip(region.graph.find_nodes(op="placeholder"), (mapping[arg] for arg in read), strict=True))
     for step in region.graph.nodes:
-        if step.op == "call_function":
+        # A reader of a region within this one is mapped already.
+        if step.op == "call_function" and step not in inner:
             _copy(graph, step, inner, region, detached)
     results = next(iter(reversed(region.graph.nodes))).args[0]
     results = results if isinstance(results, (tuple, list)) else (results,)

@@ -226,4 +226,4 @@ def _with(known: Any, met: Metadata | tuple[Metadata, ...]) -> Any:
     return known if Metadata.of(known) == met else met.make(known.fake_mode)
 
 
-__all__ = ["NO_GRAD", "REGION_RESULT", "Differs", "Followed", "Follower", "Raw"]
+__all__ = ["IGNORED", "NO_GRAD", "REGION_RESULT", "Differs", "Followed", "Follower", "Raw"]

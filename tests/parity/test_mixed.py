@@ -193,3 +193,31 @@ def test_emitted_files_say_the_casts() -> None:
 def test_a_model_of_16_bits_is_refused() -> None:
     with pytest.raises(PlanError, match="is bfloat16: its storage would be float32"):
         autoptd.parallelize(gpt().bfloat16(), precision="bf16-mixed", backend="local", example_inputs=batch())
+
+
+class Penalised(nn.Module):
+    """Reads a weight in float32 as well, in training or in evaluation alone."""
+
+    def __init__(self, in_training: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.up, self.in_training = nn.Embedding(16, 16), nn.Linear(16, 16), in_training
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.up(self.embed(ids))
+        if self.training == self.in_training:
+            hidden = hidden + 1e-2 * self.up.weight.square().sum()
+        return nn.functional.cross_entropy(hidden.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("in_training", [True, False])
+def test_an_evaluation_in_other_dtypes_is_refused(in_training: bool) -> None:
+    data = batch(4, 16)
+    pm = autoptd.parallelize(
+        Penalised(in_training), precision="bf16-mixed", backend="local", example_inputs=data
+    )
+    pm.step(*data)
+    with pytest.raises(PlanError, match=r"eval_step: up\.weight: eval mode reads it as"):
+        pm.eval_step(*data)
+    pm.step(*data)
+    pm.close()

@@ -18,7 +18,7 @@ from autoptd.errors import TraceError
 from autoptd.ir.notes import op_name, ops, placeholders, value
 from autoptd.trace.autocast import Autocast, Casting, CastingMode
 from autoptd.trace.differences import Reference
-from autoptd.trace.faithful import run_graph
+from autoptd.trace.faithful import compare, run_graph
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 CPU, CUDA = (Autocast(device, BF16) for device in ("cpu", "cuda"))
@@ -187,10 +187,24 @@ def without_grad(self: Net, hidden: Tensor) -> Tensor:
     return self.second(hidden) + seen  # type: ignore[no-any-return]
 
 
-FORWARDS = {
-    made.__name__: made
-    for made in (plain, reads_a_dtype, with_a_region_off, with_a_region_on, reads_one_twice, without_grad)
-}
+def island(self: Net, hidden: Tensor) -> Tensor:
+    with torch.autocast(hidden.device.type, BF16):
+        hidden = self.first(hidden)
+        with torch.autocast(hidden.device.type, enabled=False):
+            hidden = hidden.float().softmax(-1)
+        hidden = self.second(hidden)
+    return hidden.float()
+
+
+def table_without_grad(self: Net, hidden: Tensor) -> Tensor:
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        table = hidden.sin()
+    return self.first(hidden) + table  # type: ignore[no-any-return]
+
+
+MADE = (plain, reads_a_dtype, reads_one_twice, without_grad)
+MADE += (with_a_region_off, with_a_region_on, island, table_without_grad)
+FORWARDS = {made.__name__: made for made in MADE}
 
 
 @pytest.mark.parametrize("dtype", [None, BF16, torch.float16], ids=str)
@@ -224,3 +238,36 @@ def test_what_is_read_in_16_bits_alone_is_cast_once() -> None:
     assert dtypes["embed_weight"] == dtypes["norm_weight"] == F32
     # What the first layer reads, the head's weight, the logits.
     assert len([node for node in ops(found) if op_name(node) == "aten.to"]) == 3
+
+
+@pytest.mark.parametrize("dtype", [None, BF16], ids=str)
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_lost_no_grad_is_refused(dtype: torch.dtype | None, enabled: bool) -> None:
+    """torch.export keeps the region of autocast, and forgets the mode within it."""
+
+    def forward(self: Net, hidden: Tensor) -> Tensor:
+        with torch.autocast(hidden.device.type, BF16, enabled=enabled):
+            with torch.no_grad():
+                seen = self.second(hidden) * 0.003
+            hidden = self.first(hidden) + seen
+        return hidden.float()
+
+    with pytest.raises(TraceError, match="is called under no_grad"):
+        trace.capture(Net(forward), (IDS,), {}, None, Autocast("cpu", dtype))
+
+
+def test_what_depends_on_values_is_said_as_without_autocast() -> None:
+    model = Net(lambda self, hidden: self.first(hidden) * self.first.weight.sum().item())
+    with pytest.raises(TraceError, match="becomes a Python number"):
+        trace.capture(model, (IDS,), {}, None, CPU)
+
+
+def test_a_small_wrong_gradient_is_found() -> None:
+    """Twice what it should be, and a fiftieth of the largest: rounding to 16 bits must not hide it."""
+    model = Net(lambda self, hidden: self.first(hidden) + 0.02 * self.second(hidden))
+    found = trace.capture(model, (IDS,), {}, None, CPU)
+    compare(model, None, found.graph, found.buffers, (IDS,), {}, CPU)
+    scaled = next(node for node in ops(found.graph) if op_name(node) == "aten.mul")
+    scaled.args = (scaled.args[0], 0.04)
+    with pytest.raises(TraceError, match="gradient of"):
+        compare(model, None, found.graph, found.buffers, (IDS,), {}, CPU)

@@ -116,6 +116,8 @@ ELSEWHERE = {
     "runtime/work.py: SAME_PRODUCTS": "what torch's registry of formulas lacks",
     "runtime/work.py: VECTOR_PRODUCTS": "what torch's registry of formulas lacks",
     "runtime/work.py: SILENT": "what torch's schema does not say of kernels",
+    "trace/autocast.py: NO_WORK": "what autocast itself calls, beside the operator that is looked at",
+    "trace/autocast.py: SOFTMAXES": "inner operators of torch, which no graph has",
     "trace/dropouts.py: OTHERS": "the normal form of a trace",
     "trace/functionalize.py: MAY_ALIAS": "the normal form of a trace",
     "trace/functionalize.py: ASSIGNS": "the normal form of a trace",
