@@ -29,7 +29,7 @@ from autoptd.runtime import check_batch, check_copies, check_state
 from autoptd.runtime.batch import cut, flatten, is_call_in_one, take_rows
 from autoptd.runtime.check_call import check_call
 from autoptd.runtime.full_values import check_loaded, gather_gradients, gather_parameters, load_parameters
-from autoptd.runtime.gradients import clip_gradients
+from autoptd.runtime.grad_norm import clip_gradients
 from autoptd.runtime.launch import Rank, RunningRanks
 from autoptd.runtime.memory import count_memory
 from autoptd.runtime.model_buffers import LOAD_THEM_BEFORE, copy_buffers

@@ -16,20 +16,18 @@ backward they would come between its own calls over tp, at a different place on 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from autoptd.compat import set_grad_dtype
-from autoptd.errors import InternalError, PlanError
-from autoptd.ir.layout import copy_axes
+from autoptd.errors import InternalError
 from autoptd.ir.placement import AxisConversion
-from autoptd.ir.sub_axes import base
-from autoptd.kernels.forms import wide
 from autoptd.program.buckets import BUCKET_BYTES, BucketPlan, plan_buckets
 from autoptd.program.program import Program
 from autoptd.program.specs import ParamSpec
+from autoptd.runtime.grad_norm import by_dtype
 from autoptd.runtime.guard import guard_gradient, unguarded
 from autoptd.runtime.linear import WeightTerm
 from autoptd.runtime.parameters import RankParameters, dtype_of
@@ -274,7 +272,7 @@ class Gradients:
                 self._results[name] = grad
                 self.held_bytes += grad.nbytes
         if loss_scale is not None:
-            for same in _by_dtype(self._results.values()):
+            for same in by_dtype(self._results.values()):
                 torch._foreach_mul_(same, 1 / loss_scale)
         plain = self.params.plain
         for name, grad in self._results.items():
@@ -312,89 +310,6 @@ class Gradients:
         while self._next < len(self.buckets) and not self.buckets[self._next].incomplete:
             self.buckets[self._next].start()
             self._next += 1
-
-
-@unguarded()
-def grad_norm(params: RankParameters) -> torch.Tensor:
-    """Return the 2-norm of all gradients of the model, every parameter counted once, on every rank (float64, 0-d).
-
-    Over an axis where the storage is S every rank counts its shard, over others the first rank counts it; a tied
-    parameter is counted by its first owner. One collective of all ranks.
-    """
-    world = params.world
-    counted: list[torch.Tensor] = []
-    for spec in params.specs:
-        counts = params.is_first_owner(spec) and is_first_holder(spec, world)
-        gradient = params.gradient(spec.name) if counts else None
-        if gradient is not None:
-            counted.append(gradient)
-    total = _sum_of_squares(counted, world.device)
-    return world.everyone().all_reduce(total, "gradient norm").sqrt()
-
-
-def is_first_holder(spec: ParamSpec, world: World) -> bool:
-    """Tell whether this rank is the first of those that store the same part of a parameter."""
-    mesh = world.mesh
-    # Stored by every replica, but where replicas share it.
-    copies = copy_axes(spec.use.layout, mesh)
-    for axis in mesh.batch_axes:
-        sharing = [spec.sharing_axis] if base(spec.sharing_axis) == axis else []
-        copies += [part for part in mesh.parts(axis, sharing) if part != spec.sharing_axis]
-    return all(world.group((axis,)).index == 0 for axis in copies)
-
-
-@unguarded()
-@torch.no_grad()
-def clip_gradients(params: RankParameters, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm`; return the norm before.
-
-    The factor is that of `torch.nn.utils.clip_grad_norm_`: min(1, max_norm / (norm + 1e-6)).
-    """
-    if norm_type != 2:
-        raise PlanError(f"norm_type={norm_type}", "only the 2-norm is there", "norm_type=2")
-    norm = grad_norm(params)
-    # On the device: comparing on the host would make it wait.
-    factor = rounded((max_norm / (norm + 1e-6)).clamp(max=1.0))
-    gradients: dict[str, torch.Tensor] = {}
-    for name in params.stored:
-        if (gradient := params.gradient(name)) is not None:
-            gradients[name] = gradient
-    for same in _by_dtype(gradients.values()):
-        torch._foreach_mul_(same, factor.to(same[0].dtype))
-    for name, gradient in gradients.items():
-        # `parameter.grad` is a rounded copy there.
-        if name not in params.plain:
-            params.set_gradient(name, gradient)
-    return norm
-
-
-def rounded(x: torch.Tensor, bits: int = 36) -> torch.Tensor:
-    """Round a float64 to so many significant bits, relative to 7e-12 with 36 of them.
-
-    The order in which a norm's squares are added depends on how ranks divide them; the factor must not.
-    """
-    mantissa, exponent = torch.frexp(x)
-    return torch.ldexp((mantissa * 2.0**bits).round() / 2.0**bits, exponent)
-
-
-def _sum_of_squares(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the sum of the squares of all entries, in float64."""
-    norms: list[torch.Tensor] = []
-    for same in _by_dtype(torch.view_as_real(x) if x.is_complex() else x for x in tensors):
-        # CUDA's sums are trees, exact enough in float32; float64 would write a copy of every tensor first.
-        dtype = wide(same[0].dtype) if device.type == "cuda" else torch.float64
-        norms += torch._foreach_norm(same, 2, dtype)
-    if not norms:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack([norm.double() for norm in norms]).square().sum()
-
-
-def _by_dtype(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield lists of tensors of one dtype: torch's operators on mixed lists fall back to one tensor after the other."""
-    lists: dict[torch.dtype, list[torch.Tensor]] = {}
-    for x in tensors:
-        lists.setdefault(x.dtype, []).append(x)
-    yield from lists.values()
 
 
 def _growth_hook(gradients: weakref.ref[Gradients], name: str) -> Callable[[torch.Tensor], None]:

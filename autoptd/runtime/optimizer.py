@@ -27,7 +27,7 @@ from autoptd.program.specs import ParamSpec
 from autoptd.runtime.elementwise import check_elementwise
 from autoptd.runtime.full_values import gather_full
 from autoptd.runtime.fused_optimizer import lay_out, takes_fused
-from autoptd.runtime.gradients import grad_norm
+from autoptd.runtime.grad_norm import grad_norm
 from autoptd.runtime.guard import lower, raise_again, unguarded
 from autoptd.runtime.loss_scale import LossScale
 from autoptd.runtime.padding import clear_padding, padding_of

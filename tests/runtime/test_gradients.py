@@ -13,7 +13,8 @@ from autoptd.compat import add_mm
 from autoptd.errors import PlanError
 from autoptd.runtime import executor as executor_module
 from autoptd.runtime.full_values import gather_gradients
-from autoptd.runtime.gradients import Bucket, Gradients, _sum_of_squares, clip_gradients, grad_norm
+from autoptd.runtime.grad_norm import clip_gradients, grad_norm, sum_of_squares
+from autoptd.runtime.gradients import Bucket, Gradients
 from autoptd.runtime.launch import Rank
 from autoptd.runtime.record import recording
 from tests.runtime.test_executor import running, step
@@ -216,12 +217,12 @@ def test_squares_are_summed_in_float64_whatever_the_dtypes() -> None:
         torch.full((4,), 2.0, dtype=torch.bfloat16),
         torch.ones(2, dtype=torch.float64),
     ]
-    assert _sum_of_squares(large, torch.device("cpu")).item() == pytest.approx(3e50, rel=1e-6)
+    assert sum_of_squares(large, torch.device("cpu")).item() == pytest.approx(3e50, rel=1e-6)
     small = [torch.full((5,), 1e-30), torch.full((2, 2), 1e-30)]
-    assert _sum_of_squares(small, torch.device("cpu")).item() == pytest.approx(9e-60, rel=1e-6)
-    mixed = _sum_of_squares([*large[1:], torch.zeros(0)], torch.device("cpu"))
+    assert sum_of_squares(small, torch.device("cpu")).item() == pytest.approx(9e-60, rel=1e-6)
+    mixed = sum_of_squares([*large[1:], torch.zeros(0)], torch.device("cpu"))
     assert mixed.dtype == torch.float64 and mixed.item() == 18.0
-    assert _sum_of_squares([torch.tensor([3.0 + 4.0j])], torch.device("cpu")).item() == 25.0
+    assert sum_of_squares([torch.tensor([3.0 + 4.0j])], torch.device("cpu")).item() == 25.0
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.style.measures import (
+    MAX_FILE_LINES,
     ROOT,
     begins_with_verb,
     chained_conditionals,
@@ -31,6 +32,11 @@ def test_a_line_says_one_thing(file: Path) -> None:
     assert chained_conditionals(tree) == [], (
         "`a if x else b if y else c`: write `if` statements, or a named helper"
     )
+
+
+def test_no_file_is_long() -> None:
+    long = [str(file) for file in FILES if len(file.read_text().splitlines()) > MAX_FILE_LINES]
+    assert not long, "what of it has a name of its own?"
 
 
 @pytest.mark.parametrize(

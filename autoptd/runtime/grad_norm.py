@@ -1,0 +1,105 @@
+"""The norm of a model's gradients, and clipping by it: the same number on every rank, from one collective.
+
+In: a rank's parameters, whose gradients a step has left. Out: the 2-norm over all of them, every shard, copy and tied
+parameter counted once.
+
+    norm = clip_gradients(params, max_norm=1.0)       # as torch.nn.utils.clip_grad_norm_ does it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from autoptd.errors import PlanError
+from autoptd.ir.layout import copy_axes
+from autoptd.ir.sub_axes import base
+from autoptd.kernels.forms import wide
+from autoptd.program.specs import ParamSpec
+from autoptd.runtime.guard import unguarded
+from autoptd.runtime.parameters import RankParameters
+from autoptd.runtime.world.world import World
+
+
+@unguarded()
+def grad_norm(params: RankParameters) -> torch.Tensor:
+    """Return the 2-norm of all gradients of the model, every parameter counted once, on every rank (float64, 0-d).
+
+    Over an axis where the storage is S every rank counts its shard, over others the first rank counts it; a tied
+    parameter is counted by its first owner. One collective of all ranks.
+    """
+    world = params.world
+    counted: list[torch.Tensor] = []
+    for spec in params.specs:
+        counts = params.is_first_owner(spec) and is_first_holder(spec, world)
+        gradient = params.gradient(spec.name) if counts else None
+        if gradient is not None:
+            counted.append(gradient)
+    total = sum_of_squares(counted, world.device)
+    return world.everyone().all_reduce(total, "gradient norm").sqrt()
+
+
+def is_first_holder(spec: ParamSpec, world: World) -> bool:
+    """Tell whether this rank is the first of those that store the same part of a parameter."""
+    mesh = world.mesh
+    # Stored by every replica, but where replicas share it.
+    copies = copy_axes(spec.use.layout, mesh)
+    for axis in mesh.batch_axes:
+        sharing = [spec.sharing_axis] if base(spec.sharing_axis) == axis else []
+        copies += [part for part in mesh.parts(axis, sharing) if part != spec.sharing_axis]
+    return all(world.group((axis,)).index == 0 for axis in copies)
+
+
+@unguarded()
+@torch.no_grad()
+def clip_gradients(params: RankParameters, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Scale all gradients so that their global norm is at most `max_norm`; return the norm before.
+
+    The factor is that of `torch.nn.utils.clip_grad_norm_`: min(1, max_norm / (norm + 1e-6)).
+    """
+    if norm_type != 2:
+        raise PlanError(f"norm_type={norm_type}", "only the 2-norm is there", "norm_type=2")
+    norm = grad_norm(params)
+    # On the device: comparing on the host would make it wait.
+    factor = rounded((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    gradients: dict[str, torch.Tensor] = {}
+    for name in params.stored:
+        if (gradient := params.gradient(name)) is not None:
+            gradients[name] = gradient
+    for same in by_dtype(gradients.values()):
+        torch._foreach_mul_(same, factor.to(same[0].dtype))
+    for name, gradient in gradients.items():
+        # `parameter.grad` is a rounded copy there.
+        if name not in params.plain:
+            params.set_gradient(name, gradient)
+    return norm
+
+
+def rounded(x: torch.Tensor, bits: int = 36) -> torch.Tensor:
+    """Round a float64 to so many significant bits, relative to 7e-12 with 36 of them.
+
+    The order in which a norm's squares are added depends on how ranks divide them; the factor must not.
+    """
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp((mantissa * 2.0**bits).round() / 2.0**bits, exponent)
+
+
+def sum_of_squares(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the sum of the squares of all entries, in float64."""
+    norms: list[torch.Tensor] = []
+    for same in by_dtype(torch.view_as_real(x) if x.is_complex() else x for x in tensors):
+        # CUDA's sums are trees, exact enough in float32; float64 would write a copy of every tensor first.
+        dtype = wide(same[0].dtype) if device.type == "cuda" else torch.float64
+        norms += torch._foreach_norm(same, 2, dtype)
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack([norm.double() for norm in norms]).square().sum()
+
+
+def by_dtype(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield lists of tensors of one dtype: torch's operators on mixed lists fall back to one tensor after the other."""
+    lists: dict[torch.dtype, list[torch.Tensor]] = {}
+    for x in tensors:
+        lists.setdefault(x.dtype, []).append(x)
+    yield from lists.values()
