@@ -181,11 +181,10 @@ def _alone(asked: Request, rank: int) -> DoctorReport:
         "Several processes, their links and what these give:",
         f"  torchrun --nproc-per-node {count} -m -- autoptd doctor",
     )
-    fault = ""
-    if alone.wrong:
-        first = alone.wrong[0]
-        fault = f"a group of one rank over {facts.backend}: {first.what}: {first.text}"
-    return DoctorReport(verdict, (threads,), fault=fault, notes=notes)
+    faults = [
+        f"a group of one rank over {facts.backend}: {wrong.what}: {wrong.text}" for wrong in alone.wrong[:1]
+    ]
+    return DoctorReport(verdict, (threads,), fault="".join(faults), notes=notes)
 
 
 def _mesh_of_threads(asked: Request) -> Mesh:

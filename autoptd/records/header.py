@@ -59,7 +59,7 @@ def about(options: Options, batch: Batch, ranks: Sequence[int], stage: int, wgra
     ]
     if mesh.value_ranks > 1:
         lines.append(f"Types over {', '.join(mesh.value_axes)}: {ABOUT_TYPES}")
-    return lines + _about_hooks(options, wgrad_sink)
+    return [*lines, *_about_hooks(options, wgrad_sink), *_about_dtypes(options)]
 
 
 def _about_hooks(options: Options, wgrad_sink: str) -> list[str]:
@@ -72,7 +72,12 @@ def _about_hooks(options: Options, wgrad_sink: str) -> list[str]:
         hooks.append("wgrad=self.main_grads adds the weight's gradient to the sum from within the GEMM")
     if wgrad_sink == "deferred":
         hooks.append("wgrad=self.deferred leaves the weight's gradient to action W")
-    lines = [f"rt.linear is F.linear with hooks on its backward: {'; '.join(hooks)}."] if hooks else []
+    return [f"rt.linear is F.linear with hooks on its backward: {'; '.join(hooks)}."] if hooks else []
+
+
+def _about_dtypes(options: Options) -> list[str]:
+    """Explain in what parameters are read and gradients add up."""
+    lines = []
     if options.precision:
         dtype = PRECISIONS[options.precision]
         which = f"Of `w`, what is read in {dtype} alone" if options.is_mixed else "`w`"

@@ -214,22 +214,24 @@ def _sites(program: Program, scope: str) -> dict[str, str]:
     # Site -> {"all-reduce forward over tp, 3.1 MB on 4 ranks": 12}: 12 layers are one line.
     texts_of: dict[str, Counter[str]] = {}
     for call in program.collectives:
-        kinds = []
-        for phase, kind in (("forward", call.forward), ("backward", call.backward)):
-            # Slices and zero-pads move nothing.
-            if kind not in LOCAL_KINDS:
-                kinds.append(f"{kind} {phase}")
-        if call.scope == scope and kinds:
-            text = " and ".join(kinds)
-            # Once a step there is neither a forward nor a backward.
-            if scope == "step":
-                text = text.replace(" backward", "")
-            text += f" over {call.axis}, {bytes_text(call.payload_bytes)} on {call.group_size} ranks"
-            texts_of.setdefault(call_site(call), Counter())[text] += 1
+        if call.scope == scope and (kinds := _kinds(call)):
+            what = f"over {call.axis}, {bytes_text(call.payload_bytes)} on {call.group_size} ranks"
+            texts_of.setdefault(call_site(call), Counter())[f"{kinds} {what}"] += 1
     sites = {}
     for site, texts in texts_of.items():
         sites[site] = "; ".join(f"{times} x {text}" for text, times in sorted(texts.items()))
     return sites
+
+
+def _kinds(call: Collective) -> str:
+    """Return "all-gather forward and reduce-scatter backward", "" for what moves nothing."""
+    kinds = []
+    for phase, kind in (("forward", call.forward), ("backward", call.backward)):
+        if kind in LOCAL_KINDS:
+            continue
+        # Once a step there is neither a forward nor a backward.
+        kinds.append(kind if call.scope == "step" and phase == "backward" else f"{kind} {phase}")
+    return " and ".join(kinds)
 
 
 def _entries(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ model's (`ir/machine.py`), not measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, pairwise
 from typing import Any
@@ -344,13 +344,9 @@ def _runs(ranks: tuple[RankCosts, ...]) -> list[tuple[RankCosts, RankCosts]]:
 
 
 def _memory_row(first: RankCosts, last: RankCosts) -> tuple[str, ...]:
-    where = f"{first.pipeline_rank}"
+    where, stages = f"{first.pipeline_rank}", _stages_text(first.stages)
     if first is not last:
-        where += f"-{last.pipeline_rank}"
-    stages = ", ".join(map(str, first.stages))
-    # Interleaved, a rank has v of them.
-    if len(first.stages) > 4:
-        stages = ", ".join([*map(str, first.stages[:3]), "..."])
+        where, stages = f"{where}-{last.pipeline_rank}", f"{stages} and on"
     sizes = (
         first.parameter_bytes,
         first.gradient_bytes,
@@ -358,12 +354,13 @@ def _memory_row(first: RankCosts, last: RankCosts) -> tuple[str, ...]:
         first.activation_bytes,
         first.total_bytes,
     )
-    return (
-        where,
-        stages if first is last else f"{stages} and on",
-        count_text(first.parameters),
-        *map(bytes_text, sizes),
-    )
+    return where, stages, count_text(first.parameters), *map(bytes_text, sizes)
+
+
+def _stages_text(stages: Sequence[int]) -> str:
+    # Interleaved, a rank has v of them.
+    few = [*map(str, stages[:3]), "..."] if len(stages) > 4 else map(str, stages)
+    return ", ".join(few)
 
 
 def seconds_text(seconds: float) -> str:

@@ -63,10 +63,8 @@ def clip_gradients(params: RankParameters, max_norm: float, norm_type: float = 2
     norm = grad_norm(params)
     # On the device: comparing on the host would make it wait.
     factor = rounded((max_norm / (norm + 1e-6)).clamp(max=1.0))
-    gradients: dict[str, torch.Tensor] = {}
-    for name in params.stored:
-        if (gradient := params.gradient(name)) is not None:
-            gradients[name] = gradient
+    found = {name: params.gradient(name) for name in params.stored}
+    gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
     for same in by_dtype(gradients.values()):
         torch._foreach_mul_(same, factor.to(same[0].dtype))
     for name, gradient in gradients.items():

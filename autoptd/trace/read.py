@@ -147,7 +147,7 @@ def _inline(
 
 
 def check_kept(constant: torch.Tensor, wrapper: Watched) -> None:
-    """A tensor attribute that the forward reads and replaces is state.
+    """Raise TraceError for a tensor attribute that the forward reads and replaces: it is state.
 
     One that it only writes concerns nobody.
     """

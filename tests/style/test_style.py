@@ -39,6 +39,12 @@ def test_no_file_is_long() -> None:
     assert not long, "what of it has a name of its own?"
 
 
+def test_nine_functions_of_ten_have_20_lines_at_most() -> None:
+    lengths = [length for file in FILES for length in measure(str(file), file.read_text()).lengths]
+    longer = sum(length > 20 for length in lengths)
+    assert longer <= 0.1 * len(lengths), f"{longer} of {len(lengths)} functions are longer"
+
+
 @pytest.mark.parametrize(
     ("source", "lines"),
     [
