@@ -212,6 +212,15 @@ def test_verify_allows_what_rounding_does_to_the_model_itself(monkeypatch: pytes
     assert 2.0**-6 < own.size <= own.allowed < 0.1
 
 
+def test_verify_knows_in_which_dtype_gradients_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    verify = importlib.import_module("autoptd.verify.verify")
+    monkeypatch.setattr(verify, "CHECKS", ("own dtype",))
+    keywords: dict[str, Any] = {"d": 2, "zero": 1, "example_inputs": batch(4), "steps": 2}
+    whole, rounded = (autoptd.verify(gpt(2), reduce_dtype=name, **keywords) for name in ("fp32", "bf16"))
+    assert whole.worst("own dtype").allowed == 1e-5 < rounded.worst("own dtype").allowed == 2.0**-6
+    assert rounded.worst("own dtype").size > whole.worst("own dtype").size
+
+
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(PlanError, match="float64"):
         autoptd.parallelize(gpt().double(), precision="bf16", backend="local", example_inputs=batch())
