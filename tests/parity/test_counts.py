@@ -71,7 +71,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("make", "mesh"), thinned(CASES.values(), CASES))
+@pytest.mark.parametrize(("make", "mesh"), thinned(CASES.values(), CASES, every=3))
 def test_executed_calls_are_those_of_the_program(make: Callable[[], nn.Module], mesh: dict[str, Any]) -> None:
     ids, targets = batch()
     targets = targets if make is skipping else uneven(targets)  # it looks its labels up
@@ -240,7 +240,7 @@ def test_scattering_sends_a_part_of_t(t: int, p: int, v: int) -> None:
         }
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", thinned([torch.bfloat16, torch.float32, torch.float64], every=3))
 @pytest.mark.parametrize("mesh", [{"t": 2, "d": 2}, {"p": 2, "num_microbatches": 2}], ids=str)
 def test_divisors_that_stay_on_the_device_are_those_of_the_host(
     mesh: dict[str, int], dtype: torch.dtype

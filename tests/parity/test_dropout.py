@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import autoptd
 from examples.gpt import GPT, GPTConfig
 from tests.parity.models import LENGTH, VOCAB, batch, uneven
+from tests.thin import thinned
 
 MESHES = [(1, 1, 1, 1), (1, 2, 1, 2), (2, 2, 2, 1), (4, 2, 1, 2)]
 
@@ -30,7 +31,7 @@ def gpt(layers: int = 4, dropout: float = 0.1) -> GPT:
     return GPT(GPTConfig(**sizes, dropout=dropout))
 
 
-@pytest.mark.parametrize(("t", "p", "d", "v"), MESHES)
+@pytest.mark.parametrize(("t", "p", "d", "v"), thinned(MESHES, every=3))
 def test_gpt(t: int, p: int, d: int, v: int) -> None:
     program = autoptd.compile(gpt(), t=t, p=p, d=d, v=v, example_inputs=batch())
     assert [one.site for one in program.dropouts] == list(range(13))
@@ -38,7 +39,7 @@ def test_gpt(t: int, p: int, d: int, v: int) -> None:
     autoptd.verify(gpt(), t=t, p=p, d=d, v=v, example_inputs=batch(), steps=2)
 
 
-@pytest.mark.parametrize("m", [1, 2, 8])
+@pytest.mark.parametrize("m", thinned([2, 1, 8], every=3))
 def test_any_number_of_microbatches(m: int) -> None:
     autoptd.verify(gpt(2, 0.3), num_microbatches=m, example_inputs=batch())
 
@@ -175,12 +176,15 @@ STYLES: dict[str, Callable[[Styles, Tensor], Tensor]] = {
 STYLES |= {f"mask of {kind}": masked(kind) for kind in ("bool", "bias", "float")}
 
 
+STYLE_MESHES = [{"t": 2, "d": 2}, {"num_microbatches": 1}, {"t": 2, "num_microbatches": 4}]
+
+
 def styled(name: str) -> Styles:
     torch.manual_seed(0)
     return Styles(STYLES[name])
 
 
-@pytest.mark.parametrize("mesh", [{"num_microbatches": 1}, {"t": 2, "d": 2}, {"t": 2, "num_microbatches": 4}])
+@pytest.mark.parametrize("mesh", thinned(STYLE_MESHES, every=3), ids=str)
 @pytest.mark.parametrize("name", STYLES)
 def test_styles(name: str, mesh: dict[str, int]) -> None:
     ids, targets = batch()

@@ -20,6 +20,7 @@ from autoptd.runtime.world.world import Done, Pending
 from tests.parity.models import LENGTH, VOCAB, batch, gpt, separate, uneven
 from tests.parity.test_mutations import edit_source, verify_module
 from tests.passes.test_hook_gemms import conv
+from tests.thin import thinned
 
 OVERLAP: dict[str, Any] = {"async_tensor_model_parallel_allreduce": True}
 MAIN: dict[str, Any] = {"accumulate_allreduce_grads_in_fp32": True}
@@ -36,7 +37,7 @@ HOOKS = {
 FULL: dict[str, Any] = {"t": 2, "p": 2, "d": 2, "v": 2, "num_microbatches": 2}
 
 
-@pytest.mark.parametrize("hooks", HOOKS.values(), ids=HOOKS)
+@pytest.mark.parametrize("hooks", thinned(HOOKS.values(), HOOKS))
 def test_tied_gpt_on_the_full_mesh(hooks: dict[str, Any]) -> None:
     autoptd.verify(gpt(), **FULL, **hooks, example_inputs=batch(), steps=2)
 
@@ -100,7 +101,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"frozen": frozen, "folded": folded
 
 
 @pytest.mark.parametrize("mesh", [{"t": 2, "d": 2}, {"p": 2, "num_microbatches": 2}], ids=str)
-@pytest.mark.parametrize("hooks", ["overlap", "all, W behind B", "all, W last"])
+@pytest.mark.parametrize("hooks", thinned(["all, W behind B", "overlap", "all, W last"], every=3))
 @pytest.mark.parametrize("name", MODELS)
 def test_other_layers(name: str, hooks: str, mesh: dict[str, Any]) -> None:
     autoptd.verify(MODELS[name](), **mesh, **HOOKS[hooks], example_inputs=batch(), steps=2)
