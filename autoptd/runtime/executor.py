@@ -23,7 +23,7 @@ from functools import cached_property
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from autoptd.errors import InternalError, RuntimeFault
+from autoptd.errors import InternalError
 from autoptd.ir.actions import Action, Kind
 from autoptd.kernels.forms import wide
 from autoptd.program.program import Program
@@ -32,7 +32,7 @@ from autoptd.runtime.fused import Fused
 from autoptd.runtime.gradients import Gradients
 from autoptd.runtime.linear import WeightTerm
 from autoptd.runtime.messages import Messages
-from autoptd.runtime.nan import NanWatch
+from autoptd.runtime.nan import NanWatch, nan_fault
 from autoptd.runtime.parameters import RankParameters, from_rank_0, owners
 from autoptd.runtime.stage import LAYERS, Methods, Stage, load_layers, load_stage
 from autoptd.runtime.timeline import Watch
@@ -164,7 +164,7 @@ class Executor:
         # All ranks reach this point with the same `bad`: they raise together, and no rank waits for another.
         if bad:
             self.gradients.drop()
-            raise _nan_fault(self.steps, bad.step, bad_ranks)
+            raise nan_fault(self.steps, bad.step, bad_ranks)
         self.gradients.commit(loss_scale)
         self.world.at = "between steps"
         if self.steps == 1 and self.world.rank == 0 and self.program.fuse == "inductor":
@@ -200,13 +200,16 @@ class Executor:
         stage_class = load_stage(
             self.program.sources[name], self._title(name), self._layers, compiled=is_compiled
         )
-        return stage_class(
+        stage = stage_class(
             groups=groups_of(self.program, self.world),
             weights=self.params.weights_of_stage(index),
             buffers={buffer: self.buffers[buffer] for buffer in spec.buffers},
             device=self.world.device,
             fused=Fused(str(self.program.fuse or "eager")),
         )
+        if not is_compiled:
+            self.params.wait_where_read(index, stage.weights)
+        return stage
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
@@ -232,7 +235,9 @@ class Executor:
     def _run(self, microbatches: Sequence[Microbatch], order: Sequence[tuple[Action, str]]) -> None:
         self.params.check_storage()
         self.params.absorb_edits()
-        self.params.wait()
+        # Else stages wait where they read. Compiled code reads past that, and a wait is no action's time.
+        if self.watch is not None or self.program.fuse == "inductor":
+            self.params.wait()
         self._begin(microbatches)
         self._loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
         self._set_totals()
@@ -381,16 +386,6 @@ class Executor:
     def _ranks_with_nan(self, own: torch.Tensor) -> list[int]:
         ranks = self.world.everyone().gather_objects(bool(own.isnan()), "which loss is NaN")
         return [rank for rank, is_nan in enumerate(ranks) if is_nan]
-
-
-def _nan_fault(now: int, step: int, ranks: Sequence[int]) -> RuntimeFault:
-    where = f"NaN on rank {', '.join(map(str, ranks))} (last stage)"
-    if step == now:
-        remedy = "look at this batch and the learning rate, or pass nan='ignore'"
-        return RuntimeFault(f"step {step}", f"the loss is {where}; its gradients were dropped", remedy)
-    fact = f"the loss of step {step} was {where}, which on CUDA is seen one step later: its gradients were handed over"
-    remedy = "go back to a checkpoint from before it, and look at that batch and the learning rate; or pass nan='ignore'"
-    return RuntimeFault(f"step {now}", fact, remedy)
 
 
 def _gradient_of(x: torch.Tensor) -> torch.Tensor:

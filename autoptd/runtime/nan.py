@@ -7,9 +7,12 @@ step: otherwise the host would wait for the device once per step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+
+from autoptd.errors import RuntimeFault
 
 
 class StepLoss(NamedTuple):
@@ -62,3 +65,14 @@ def _start_check(loss: StepLoss, flag: torch.Tensor) -> _Check:
 
 
 __all__ = ["NanWatch", "StepLoss"]
+
+
+def nan_fault(now: int, step: int, ranks: Sequence[int]) -> RuntimeFault:
+    """Return the fault of a loss that was NaN in `step` on `ranks`, and is reported in step `now`."""
+    where = f"NaN on rank {', '.join(map(str, ranks))} (last stage)"
+    if step == now:
+        remedy = "look at this batch and the learning rate, or pass nan='ignore'"
+        return RuntimeFault(f"step {step}", f"the loss is {where}; its gradients were dropped", remedy)
+    fact = f"the loss of step {step} was {where}, which on CUDA is seen one step later: its gradients were handed over"
+    remedy = "go back to a checkpoint from before it, and look at that batch and the learning rate; or pass nan='ignore'"
+    return RuntimeFault(f"step {now}", fact, remedy)

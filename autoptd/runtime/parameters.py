@@ -26,6 +26,7 @@ from autoptd.program.buckets import BucketPlan, plan_buckets
 from autoptd.program.program import Program
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.guard import GuardedParameter, guard_gradient, unguarded
+from autoptd.runtime.namespace import Namespace, find
 from autoptd.runtime.read_folder import Folder, Reader
 from autoptd.runtime.shards import take_shard
 from autoptd.runtime.storage import SharedBucket, alias
@@ -264,6 +265,12 @@ class RankParameters:
             if stage in spec.stages:
                 weights |= dict.fromkeys((spec.name, *spec.aliases), self.leaves[spec.name])
         return weights
+
+    def wait_where_read(self, stage: int, weights: Namespace) -> None:
+        """Let `stage`, which reads `weights`, wait for a gather where it reads what is gathered; not before it runs."""
+        for spec in self.specs:
+            if stage in spec.stages and spec.name in self._shared_of:
+                self._shared_of[spec.name].read_at += [find(weights, name) for name in spec.aliases]
 
     def gradient(self, name: str) -> torch.Tensor | None:
         """Return the gradient of what this rank stores of a parameter, None without one: `main_grad`, unless `.grad`

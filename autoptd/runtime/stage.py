@@ -22,66 +22,12 @@ from typing import Any
 import torch
 
 from autoptd.errors import InternalError
-from autoptd.ir.names import METHODS
-from autoptd.program.calls import star
 from autoptd.runtime.dropout import Draw, Drawing
 from autoptd.runtime.fused import Fused
 from autoptd.runtime.inductor import compile_layers
 from autoptd.runtime.linear import Deferred, WeightGradient
+from autoptd.runtime.namespace import make_namespace
 from autoptd.runtime.world.world import Group
-
-
-class Namespace:
-    """Tensors by dotted name: `h.0.bias` is `.h[0].bias`. Built once; reading is plain attribute access.
-
-    Names with a leading underscore, names of methods and names that are not Python identifiers are items:
-    `["my-emb"].weight`. `path` is its module's path in the model.
-    """
-
-    def __init__(self, path: str = "", *, is_starred: bool = False) -> None:
-        self._items: dict[int | str, Any] = {}
-        self._is_starred = is_starred
-        self._path = star(path) if is_starred else path
-        self._prefix = f"{self._path}." if path else ""
-
-    def at(self, name: str = "") -> str:
-        """Return the path of a module or parameter below this one: the site of a layer's collectives."""
-        return self._prefix + name if name else self._path
-
-    def __getitem__(self, key: int | str) -> Any:
-        return self._items[key]
-
-    def _put(self, name: str, value: torch.Tensor) -> None:
-        """Store `value` under a dotted name."""
-        # "h.0.ln.weight" is stored in the namespaces "", "h", "h.0" and "h.0.ln".
-        *path, last = name.split(".")
-        node = self
-        for part in path:
-            child = node._items.get(_key(part))
-            if child is None:
-                child = Namespace(node.at(part), is_starred=self._is_starred)
-                node._set(part, child)
-            node = child
-        node._set(last, value)
-
-    def _set(self, part: str, value: Any) -> None:
-        # As an item always, as an attribute where that hides nothing of the class: `.h[0]`, but `["at"]`.
-        self._items[_key(part)] = value
-        if not part.isdecimal() and not part.startswith("_") and part not in METHODS:
-            setattr(self, part, value)
-
-
-def _key(part: str) -> int | str:
-    # "007" is a name, not the number 7.
-    return int(part) if part.isdecimal() and str(int(part)) == part else part
-
-
-def make_namespace(tensors: Mapping[str, torch.Tensor], *, is_starred: bool = False) -> Namespace:
-    """Return the tensors of a flat mapping as a tree; `is_starred`: all layers have one path, `transformer.h.*`."""
-    root = Namespace(is_starred=is_starred)
-    for name, tensor in tensors.items():
-        root._put(name, tensor)
-    return root
 
 
 class Stage:

@@ -24,7 +24,8 @@ from torch import nn
 
 from autoptd.errors import PlanError
 from autoptd.program.buckets import BucketPlan, Place
-from autoptd.runtime.world.world import Pending, World
+from autoptd.runtime.namespace import Namespace, withhold
+from autoptd.runtime.world.world import Group, Pending, World
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ class SharedBucket:
                 begin - start, stop - start, nn.Parameter(own, first.requires_grad)
             )
         self._pending: Pending | None = None
+        # Where stages read its parameters: they are withheld while a gather is under way.
+        self.read_at: list[tuple[Namespace, str]] = []
 
     def split(self, range_: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return by name the pieces of a tensor that is laid out as this rank's range."""
@@ -93,7 +96,9 @@ class SharedBucket:
         self.wait()
         if self.has_master:
             self.use[self.start : self.end].copy_(self.range)
-        self._pending = self.group.all_gather_start_(self.use, self.plan.gather_site)
+        self._pending = start_gather(self.group, self.use, self.plan.gather_site)
+        for node, part in self.read_at:
+            withhold(node, part, self.wait)
 
     def wait(self) -> None:
         """Wait until the buffer has the last update, if it is not there yet."""
@@ -120,6 +125,12 @@ class SharedBucket:
                 x = piece.detach()
             parts.append(self.group.broadcast(x, index, f"gather {name}"))
         return torch.cat(parts)
+
+
+def start_gather(group: Group, flat: torch.Tensor, site: str) -> Pending:
+    """Start filling a flat buffer, of which this rank's range is there."""
+    # Looked up at each call: a record puts itself in the place of the group's methods.
+    return group.all_gather_start_(flat, site)
 
 
 def alias(x: torch.Tensor) -> torch.Tensor:

@@ -6,9 +6,10 @@ That it trains like one device, in all combinations: `covering.py`. Here is what
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.errors import PlanError
+from autoptd.program import buckets
 from autoptd.program.buckets import ALIGNMENT, BucketPlan
 from autoptd.runtime import gradients, parameters, storage
 from autoptd.runtime.guard import GuardedParameter
 from autoptd.runtime.parameters import RankParameters
+from autoptd.runtime.world.world import Pending
 from tests.parity.models import batch, gpt
 
 STEPS = 5
@@ -351,3 +354,85 @@ def test_lists_of_parameters_wait_for_the_last_update() -> None:
     torch._foreach_add(parameters, 1.0)
     assert {id(x) for x in waited} == {id(x) for x in parameters}
     pm.close()
+
+
+class Late(Pending):
+    """A gather whose buffer is NaN until it is waited for."""
+
+    log: ClassVar[list[tuple[int, str]]] = []
+
+    def __init__(self, group: Any, flat: Tensor, site: str) -> None:
+        self.flat, self.site = flat, site
+        self.started = usual_gather(group, flat.clone(), site)
+        flat.fill_(float("nan"))
+
+    def wait(self) -> Tensor:
+        self.log.append((threading.get_ident(), self.site))
+        return self.flat.copy_(self.started.wait())
+
+    def is_done(self) -> bool:
+        return False
+
+
+def usual_gather(group: Any, flat: Tensor, site: str) -> Pending:
+    return group.all_gather_start_(flat, site)  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """Gathers that are done when they are waited for, of small buckets; the waits, by thread and site."""
+    for function in (buckets.plan_buckets, gradients.Gradients.__init__):
+        monkeypatch.setattr(function, "__defaults__", (3000,))
+    monkeypatch.setattr(storage, "start_gather", Late)
+    monkeypatch.setattr(Late, "log", [])
+    return Late.log
+
+
+@pytest.mark.parametrize("precision", [None, "bf16-mixed"])
+@pytest.mark.parametrize("mesh", [{"d": 2}, {"p": 2, "d": 2, "v": 2, "num_microbatches": 2}], ids=str)
+def test_what_is_gathered_is_not_read_before(
+    late: list[tuple[int, str]], mesh: dict[str, Any], precision: str | None
+) -> None:
+    kept = {"precision": precision, "zero": 1, **mesh}
+    pm, optimizer = train(gpt(), steps=4, **kept)
+    assert len({site for _, site in late}) > 4
+    optimizer.step()
+    assert pm.eval_step(*batch(8)).isfinite()
+    found = pm.state_dict()
+    pm.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "start_gather", usual_gather)
+        usual, _ = train(gpt(), steps=4, **kept)
+        for name, x in usual.state_dict().items():
+            assert torch.equal(x, found[name]), name
+        usual.close()
+
+
+def test_a_layer_does_not_wait_for_the_parameters_of_later_ones(
+    late: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pm, _ = train(gpt(), steps=3, d=2, zero=1, fuse=False)
+    real = nn.functional.layer_norm
+
+    def layer_norm(*args: Any, **keywords: Any) -> Tensor:
+        late.append((threading.get_ident(), "norm"))
+        return real(*args, **keywords)
+
+    monkeypatch.setattr(nn.functional, "layer_norm", layer_norm)
+    late.clear()
+    pm.step(*batch(8))
+    for thread in {thread for thread, _ in late}:
+        sites = [site for one, site in late if one == thread]
+        waits = [site for site in sites if site != "norm"]
+        behind = sites[sites.index("norm") :]
+        assert len(waits) == len(set(waits)) > 4
+        assert sum(site != "norm" for site in behind) > 2, (
+            "nothing was left to wait for behind the first norm"
+        )
+    pm.close()
+
+
+def test_what_is_read_too_early_shows(late: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "withhold", never)
+    with pytest.raises(autoptd.AutoptdError, match="NaN"):
+        train(gpt(), steps=4, d=2, zero=1)

@@ -1,0 +1,106 @@
+"""The tensors of a stage under the model's own names, as attributes; emitted code reads them there.
+
+In: tensors by dotted name. Out: a tree of namespaces, one a module.
+
+    w = make_namespace({"transformer.h.3.ln_1.weight": x})
+    w.transformer.h[3].ln_1.weight                      # x
+    w.transformer.h[3].at("attn.c_proj")                # "transformer.h.3.attn.c_proj"
+
+A parameter that is still gathered after an update is withheld: its attribute is gone until it is read, and whoever reads
+it first waits for the gather. So a layer runs while the parameters of later ones are under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from autoptd.ir.names import METHODS
+from autoptd.program.calls import star
+
+
+class Namespace:
+    """Tensors by dotted name: `h.0.bias` is `.h[0].bias`. Built once; reading is plain attribute access.
+
+    Names with a leading underscore, names of methods and names that are not Python identifiers are items:
+    `["my-emb"].weight`. `path` is its module's path in the model.
+    """
+
+    def __init__(self, path: str = "", *, is_starred: bool = False) -> None:
+        self._items: dict[int | str, Any] = {}
+        # Tensors that must not be read before something has arrived in them, each with what waits for that.
+        self._awaited: dict[int | str, tuple[torch.Tensor, Callable[[], object]]] = {}
+        self._is_starred = is_starred
+        self._path = star(path) if is_starred else path
+        self._prefix = f"{self._path}." if path else ""
+
+    def at(self, name: str = "") -> str:
+        """Return the path of a module or parameter below this one: the site of a layer's collectives."""
+        return self._prefix + name if name else self._path
+
+    def __getitem__(self, key: int | str) -> Any:
+        return self._arrived(key) if key in self._awaited else self._items[key]
+
+    def __getattr__(self, part: str) -> Any:
+        # Called for what is not there, so reading what is there costs nothing more.
+        if (key := _key(part)) in self.__dict__.get("_awaited", ()):
+            return self._arrived(key)
+        raise AttributeError(f"{self._path or 'the model'} has no {part!r}")
+
+    def _arrived(self, key: int | str) -> torch.Tensor:
+        tensor, wait = self._awaited[key]
+        wait()
+        del self._awaited[key]
+        self._set(str(key), tensor)
+        return tensor
+
+    def _put(self, name: str, value: torch.Tensor) -> None:
+        """Store `value` under a dotted name."""
+        # "h.0.ln.weight" is stored in the namespaces "", "h", "h.0" and "h.0.ln".
+        *path, last = name.split(".")
+        node = self
+        for part in path:
+            child = node._items.get(_key(part))
+            if child is None:
+                child = Namespace(node.at(part), is_starred=self._is_starred)
+                node._set(part, child)
+            node = child
+        node._set(last, value)
+
+    def _set(self, part: str, value: Any) -> None:
+        # As an item always, as an attribute where that hides nothing of the class: `.h[0]`, but `["at"]`.
+        self._items[_key(part)] = value
+        if not part.isdecimal() and not part.startswith("_") and part not in METHODS:
+            setattr(self, part, value)
+
+
+def _key(part: str) -> int | str:
+    # "007" is a name, not the number 7.
+    return int(part) if part.isdecimal() and str(int(part)) == part else part
+
+
+def make_namespace(tensors: Mapping[str, torch.Tensor], *, is_starred: bool = False) -> Namespace:
+    """Return the tensors of a flat mapping as a tree; `is_starred`: all layers have one path, `transformer.h.*`."""
+    root = Namespace(is_starred=is_starred)
+    for name, tensor in tensors.items():
+        root._put(name, tensor)
+    return root
+
+
+def find(root: Namespace, name: str) -> tuple[Namespace, str]:
+    """Return the namespace in which the tensor of a dotted name stands, and the last part of the name."""
+    *path, last = name.split(".")
+    node = root
+    for part in path:
+        node = node._items[_key(part)]
+    return node, last
+
+
+def withhold(node: Namespace, part: str, wait: Callable[[], object]) -> None:
+    """Take a tensor out of its namespace until it is read: who reads it first calls `wait` before."""
+    key = _key(part)
+    tensor = node._awaited[key][0] if key in node._awaited else node._items.pop(key)
+    node._awaited[key] = tensor, wait
+    node.__dict__.pop(part, None)
