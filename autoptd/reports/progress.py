@@ -27,6 +27,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -140,6 +141,7 @@ class Progress:
                 record[name] = sum(getattr(rank, name) for rank in self.times) / whole
             record["step_seconds"] = max(rank.seconds for rank in self.times)
             record["peak_bytes"] = self.peak_bytes
+            record["state_bytes"] = self.state_bytes
         return record
 
     @property
@@ -157,6 +159,19 @@ class Progress:
         """
         peaks = [rank.peak_bytes for rank in self.times]
         return [max(peaks)] if peaks and is_local(self.pm.options) else peaks
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of parameters, gradients and optimizer state, of the rank that holds most; by the ledger, with AdamW.
+
+        Of ranks that share one process, of all together.
+        """
+        program = self.pm.program
+        if is_local(self.pm.options):
+            return sum(program.memory(rank).total for rank in range(program.mesh.size))
+        # Ranks of one pipeline rank hold alike, but for where a range ends.
+        firsts = {program.mesh.pipeline_rank_of(rank): rank for rank in reversed(range(program.mesh.size))}
+        return max(program.memory(rank).total for rank in firsts.values())
 
     @property
     def model_flops(self) -> int:
@@ -188,9 +203,11 @@ class Progress:
         self._printed_at = now
         mesh = self.pm.program.mesh
         # Ranks that are threads share the memory of one process.
-        holder = " for all ranks" if mesh.size > 1 and is_local(self.pm.options) else ""
+        about_peak = " for all ranks" if mesh.size > 1 and is_local(self.pm.options) else ""
+        if self.times:
+            about_peak = f" (state {bytes_text(self.state_bytes)}){about_peak}"
         rest = "bubble and rest" if mesh.pipeline_ranks > 1 else "rest"
-        text = progress_line(record, self.steps, mesh.size, self.times, rest, holder)
+        text = progress_line(record, self.steps, mesh.size, self.times, rest, about_peak)
         self._stream.write(f"\r{text}\x1b[K" if self._is_live else f"{text}\n")
         if is_last and self._is_live:
             self._stream.write("\n")
@@ -203,12 +220,12 @@ def progress_line(
     ranks: int,
     times: Sequence[StepTimes],
     rest: str = "rest",
-    holder: str = "",
+    about_peak: str = "",
 ) -> str:
     """Format one line about a step; where time goes and memory are those of `times`, the last measured step.
 
-    `rest` is what the time is called that is neither compute nor exchange, `holder` says whose memory it is,
-    if not a rank's.
+    `rest` is what the time is called that is neither compute nor exchange, `about_peak` says more of the peak
+    memory: what of it is state, and whose it is, if not a rank's.
     """
     count = f"{record['step']:>{len(str(steps))}}/{steps}" if steps else f"{record['step']}"
     parts = [f"step {count}", f"loss {record['loss']:.4f}"]
@@ -223,7 +240,7 @@ def progress_line(
         for name, word in names.items():
             seconds = sum(getattr(rank, name) for rank in times)
             parts.append(f"{word} {seconds / whole:.0%}")
-        parts.append(f"peak {bytes_text(max(rank.peak_bytes for rank in times))}{holder}")
+        parts.append(f"peak {bytes_text(max(rank.peak_bytes for rank in times))}{about_peak}")
     return "  ".join(parts)
 
 

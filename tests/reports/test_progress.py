@@ -17,6 +17,7 @@ from autoptd.ir.mesh import Coordinate
 from autoptd.reports.progress import known_peak, progress_line
 from autoptd.runtime.world.threads import ThreadGroup
 from autoptd.runtime.world.world import Done
+from autoptd.viz.words import bytes_text
 from examples.gpt import GPT, GPTConfig
 
 Tensor = torch.Tensor
@@ -74,7 +75,7 @@ def test_what_is_logged(tmp_path: Path) -> None:
         for _ in range(5):
             loss = progress.step(x, x)
             progress.add(loss, pm.clip_grad_norm_(1.0), lr=0.5)
-        seconds = progress.seconds
+        seconds, predicted = progress.seconds, progress.pm.program.memory
     pm.close()
     records = [json.loads(line) for line in log.read_text().splitlines()]
     assert [one["step"] for one in records] == [1, 2, 3, 4, 5] and [
@@ -85,10 +86,12 @@ def test_what_is_logged(tmp_path: Path) -> None:
         assert one["tokens_per_second"] == pytest.approx(32 / took) and one["lr"] == 0.5
         assert one["mfu"] == pytest.approx(progress.model_flops / took / 1e9 / 4)
     assert len(records[1]["peak_bytes"]) == 1  # the ranks are threads of one process
+    assert records[1]["state_bytes"] == sum(predicted(rank).total for rank in range(4))
     assert 0 < records[1]["step_seconds"] <= seconds[1]
     lines = told.getvalue().splitlines()
     assert lines[0].startswith("step 1/5  loss ") and lines[-1].startswith("step 5/5  loss ")
-    assert "bubble and rest" in lines[-1] and lines[-1].endswith("iB for all ranks")
+    assert "bubble and rest" in lines[-1] and lines[-1].endswith("iB) for all ranks")
+    assert f"(state {bytes_text(records[1]['state_bytes'])})" in lines[-1]
 
 
 def test_tensorboard_gets_all_numbers() -> None:
