@@ -21,14 +21,16 @@ from typing import Any
 import torch
 
 from autoptd.compile import compile_program
-from autoptd.ir.actions import Action, parse
+from autoptd.ir.actions import parse
 from autoptd.options import Options
 from autoptd.parallel_model import ParallelModel
 from autoptd.program.program import Program
+from autoptd.runtime.parameters import RankParameters
 from tests.parity.models import batch, gpt
 from tests.ports import free_port
 
 TIMEOUT = 20.0
+UPDATE = "update"
 Batch = tuple[torch.Tensor, ...]
 
 
@@ -42,21 +44,23 @@ def compiled(mesh: dict[str, Any]) -> tuple[Program, Options, Batch]:
 
 
 def run_rank(made: tuple[Program, Options, Batch], is_victim: bool, action: str, folder: Path) -> None:
-    """Two steps; the victim is killed at `action` of the second."""
+    """Two steps; the victim is killed at `action` of the second, or where it would publish an update before it."""
     program, options, share = made
     pm = ParallelModel(program, options, gpt(2).state_dict())
     pm.step(*share)
-    if is_victim:
+
+    def die(*_: object) -> None:
+        (folder / "killed").write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if action == UPDATE:
+        if is_victim:
+            RankParameters.publish = die  # type: ignore[method-assign]
+        pm.optimizer(torch.optim.SGD, lr=0.1).step()
+    elif is_victim:
         executor = pm._ranks.here[0].executor  # type: ignore[union-attr]
         right = executor._do[parse(action).kind]
-
-        def die(now: Action) -> None:
-            if str(now) == action:
-                (folder / "killed").write_text(str(time.monotonic()))
-                os.kill(os.getpid(), signal.SIGKILL)
-            right(now)
-
-        executor._do[parse(action).kind] = die
+        executor._do[parse(action).kind] = lambda now: die() if str(now) == action else right(now)
     pm.step(*share)
 
 
