@@ -61,6 +61,36 @@ def _peers_and_lines(found: Found) -> list[str]:
     return [*_peers(found), f"Lines of code beyond the model: {lines}."]
 
 
+def _zero(found: Found) -> list[str]:
+    rows = []
+    for row in found["rows"]:
+        ratios = [_ratio(row[one]) if one in row else "" for one in ("wall", "cpu")]
+        speed = [row["turns"], f"{row['ms']:.1f}"]
+        rows.append([row["d"], row["h"], row["who"], *speed, *ratios, f"{row['state bytes'] / 1e6:.1f}"])
+    header = [
+        "d",
+        "h",
+        "form",
+        "turns",
+        "ms",
+        "wall time / ours zero=1",
+        "CPU time / ours zero=1",
+        "state, MB",
+    ]
+    update = _table(
+        ["h", "tensors", "elements", "foreach, a tensor each / flat", "fused"],
+        [
+            [one["h"], one["tensors"], one["elements"], _ratio(one["foreach"]), _ratio(one["fused"])]
+            for one in found["update"]
+        ],
+    )
+    return [
+        _table(header, rows),
+        "AdamW's update alone, one device, over the model's tensors and over one flat tensor:",
+        update,
+    ]
+
+
 def _single(found: Found) -> list[str]:
     rows = []
     for row in found["rows"]:
@@ -194,6 +224,7 @@ TABLES: dict[str, Callable[[Found], list[str]]] = {
     "peers": _peers_and_lines,
     "peers_ceiling": _peers,
     "single": _single,
+    "zero": _zero,
     "fusion": _fusion,
     "memory": _memory,
     "collectives": _collectives,

@@ -41,7 +41,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--precision", help="bf16 or fp16: of the ranks; the loop on one device stays in float32"
+        "--precision", help="bf16, fp16, bf16-mixed or fp16-mixed: of the ranks; one device stays in float32"
     )
     parser.add_argument("--data", type=Path, help="text file (default: Python's help topics)")
     parser.add_argument(
