@@ -182,7 +182,10 @@ def compare_rows(
     except AutoptdError:
         raise
     except Exception as error:
-        fact = f"with {batch.traced_rows} rows it cannot be run: {type(error).__name__}: {error}"
+        fact = f"it cannot be run: {type(error).__name__}: {error}"
+        if remedy := narrow_remedy(options, call):
+            raise TraceError("model", fact, remedy) from error
+        fact = f"with {batch.traced_rows} rows {fact}"
         raise TraceError("model", fact, divided_remedy(batch, batch.rows * batch.pieces)) from error
 
 
@@ -198,6 +201,19 @@ def _can_trace(model: nn.Module, options: Options, args: tuple[Any, ...], kwargs
     except TraceError:
         return False
     return True
+
+
+def narrow_remedy(options: Options, call: tuple[Any, Any]) -> str:
+    """Return the remedy for inputs of another dtype than that of a model that is cast; "" where there are none."""
+    dtype = tracing.COMPUTE_DTYPES.get(str(options.precision))
+    tensors = [x for x in tree_flatten(call)[0] if isinstance(x, torch.Tensor)]
+    others = [str(i) for i, x in enumerate(tensors) if x.is_floating_point() and x.dtype != dtype]
+    if dtype is None or not others:
+        return ""
+    return (
+        f"precision={options.precision!r} casts the model, not its inputs: tensors {', '.join(others)} "
+        f"of the call with .to({dtype}), as model.to({dtype}) would have them; or precision='{options.precision}-mixed'"
+    )
 
 
 def divided_remedy(batch: Batch, rows: int) -> str:

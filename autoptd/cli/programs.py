@@ -71,7 +71,9 @@ def make_program(asked: Namespace) -> tuple[str, Program]:
     # Building the model counts as well: a user waits for both.
     start = time.perf_counter()
     with activity(f"building {asked.model} without weights"):
-        model, given = make_without_weights(subject, asked.dtype)
+        # What `precision` stores is in float32, which well-known sizes are not by default.
+        dtype = asked.dtype or ("float32" if asked.precision else None)
+        model, given = make_without_weights(subject, dtype)
     program = autoptd.compile(
         model, example_inputs=example_inputs(asked, subject, model, given), **keywords_of(asked)
     )

@@ -281,6 +281,7 @@ class Gradients:
                 bearer.grad = guard_gradient(grad)
             else:
                 self._hand_over(name, grad)
+        self.params.hand_gradients()
         self.held_bytes += self.params.rounded_bytes()
         self._is_agreed = True
         while self._first_hooks:

@@ -102,6 +102,8 @@ class RankParameters:
         for spec in self.specs:
             if spec.name in parts:
                 self._add(spec, parts.pop(spec.name))
+        # Their gradients as their storage has them: what else is found there was set by the user.
+        self._handed: dict[str, torch.Tensor | None] = {}
         # What has the `.grad` that the user sees and may change: the parameter, or a piece of shared storage.
         self._bearers: dict[str, nn.Parameter] = {}
         for name in self.local:
@@ -274,8 +276,10 @@ class RankParameters:
 
     def gradient(self, name: str) -> torch.Tensor | None:
         """Return the gradient of what this rank stores of a parameter, None without one: `main_grad`, unless `.grad`
-        was changed.
+        was changed; what was set on storage that stands apart.
         """
+        if name in self._copies and (set_apart := self.stored[name].grad) is not self._handed.get(name):
+            return set_apart
         parameter = self._bearers.get(name)
         if parameter is None or (grad := parameter.grad) is None:
             return None
@@ -285,15 +289,23 @@ class RankParameters:
         return grad
 
     def hand_gradients(self) -> None:
-        """Give storage that stands apart the gradients of its parameters, before an optimizer's step."""
+        """Give storage that stands apart the gradients of its parameters: behind a step, and before an update.
+
+        One that was set on the storage since, where an optimizer shows it, stays.
+        """
         for name in self._copies:
-            self.stored[name].grad = self.local[name].grad
+            stored, local = self.stored[name], self.local[name]
+            if stored.grad is self._handed.get(name):
+                stored.grad = self._handed[name] = local.grad
 
     def zero_gradients(self, names: Iterable[str], set_to_none: bool) -> None:
         """Forget the gradients that the user sees of parameters whose storage stands apart."""
         for name in names:
             local = self.local.get(name)
-            if name not in self._copies or local is None or local.grad is None:
+            if name not in self._copies or local is None:
+                continue
+            self.stored[name].grad = self._handed[name] = None
+            if local.grad is None:
                 continue
             if set_to_none:
                 local.grad = None
@@ -309,6 +321,8 @@ class RankParameters:
         parameter, dtype = self._bearers[name], self._grad_dtypes[name]
         if dtype is None:
             parameter.grad = guard_gradient(grad)
+            if name in self._copies:
+                self.stored[name].grad = self._handed[name] = parameter.grad
             return
         main = guard_gradient(grad.to(dtype))
         parameter.main_grad = main  # type: ignore[attr-defined]

@@ -7,9 +7,10 @@ from autoptd.trace.evaluation import evaluating, in_modes, is_training_without_d
 from autoptd.trace.faithful import compare
 from autoptd.trace.masks import given_masks
 from autoptd.trace.module import check_device, check_module, has_values
-from autoptd.trace.precision import autocast_of, check_precision, computing_in
+from autoptd.trace.precision import COMPUTE_DTYPES, autocast_of, check_precision, computing_in
 
 __all__ = [
+    "COMPUTE_DTYPES",
     "OFF",
     "Autocast",
     "Captured",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.errors import PlanError
+from autoptd.errors import PlanError, TraceError
 from tests.parity.models import batch, gpt
 
 STEPS = 4
@@ -220,6 +220,51 @@ def test_verify_knows_in_which_dtype_gradients_travel(monkeypatch: pytest.Monkey
     whole, rounded = (autoptd.verify(gpt(2), reduce_dtype=name, **keywords) for name in ("fp32", "bf16"))
     assert whole.worst("own dtype").allowed == 1e-5 < rounded.worst("own dtype").allowed == 2.0**-6
     assert rounded.worst("own dtype").size > whole.worst("own dtype").size
+
+
+def test_gradients_are_there_on_either_side_of_a_master() -> None:
+    """The parameter and what the optimizer steps show one gradient: what is set on either is used, by clipping too."""
+    data = batch(4)
+    pm = autoptd.parallelize(gpt(), precision="bf16", backend="local", example_inputs=data)
+    optimizer = pm.optimizer(torch.optim.SGD, lr=1.0)
+    name = "transformer.ln_f.bias"
+    before = pm.state_dict()[name]
+    seen = dict(pm.named_parameters())[name]
+    names = optimizer.state_dict()["param_groups"][0]["params"]
+    master = optimizer.param_groups[0]["params"][names.index(name)]
+    pm.step(*data)
+    assert master.grad is seen.grad is not None
+    master.grad = torch.ones_like(before)
+    norm = pm.clip_grad_norm_(1e9)
+    # A second step adds to what was set.
+    pm.step(*data)
+    added = pm.gradients()[name] - 1
+    assert norm > before.numel() ** 0.5 and 0 < float(added.abs().max()) < 0.5
+    optimizer.step()
+    torch.testing.assert_close(pm.state_dict()[name], before - 1 - added)
+    seen.grad = None
+    optimizer.step()
+    torch.testing.assert_close(pm.state_dict()[name], before - 1 - added)
+    optimizer.zero_grad()
+    assert master.grad is None and seen.grad is None
+    pm.close()
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", "torch.bfloat16"), ("fp16", "torch.float16")])
+def test_inputs_in_another_dtype_are_to_blame(precision: str, dtype: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    keywords: dict[str, Any] = {"precision": precision, "d": 2, "backend": "local"}
+    with pytest.raises(TraceError, match=rf"tensors 0 of the call with \.to\({dtype}\).*'{precision}-mixed'"):
+        autoptd.parallelize(Summed(model), **keywords, example_inputs=(torch.randn(8, 8),))
+
+
+class Summed(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).square().mean()  # type: ignore[no-any-return]
 
 
 def test_what_cannot_be_is_refused() -> None:
