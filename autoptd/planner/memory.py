@@ -14,11 +14,13 @@ without `master_weights` keeps weight, gradient and both moments as wide as the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from autoptd.ir import state_bytes as ledger
 from autoptd.planner.cluster import ELEMENT_BYTES, Cluster, Software
 from autoptd.planner.counts import CORE, Sizes, embedding_operators, head_operators, layer_operators
 from autoptd.planner.layout import vocab_rows
@@ -26,8 +28,6 @@ from autoptd.planner.setting import Setting
 from autoptd.planner.shape import Shape
 
 Number = Any
-# Bytes of weight, gradient (0: as wide as the software sums it), optimizer.
-STATE = {"bf16": (2, 0, 12), "fp16": (2, 2, 16), "fp32": (4, 4, 8)}
 
 
 @dataclass(frozen=True)
@@ -55,25 +55,40 @@ class Activations:
 
 
 def state_bytes(setting: Setting, software: Software) -> State:
-    """Return bytes per parameter.
+    """Return bytes per parameter, by the ledger's formula (ir/state_bytes.py).
 
     ZeRO-1 cuts the optimizer's over the replicas, 2 the gradient too, 3 the parameter as well.
     """
-    weight, gradient, optimizer = _state_of(setting.precision, software)
-    if not software.master_weights:
-        gradient, optimizer = weight, 2 * weight
-    cut = setting.replicas
+    use, cut = ELEMENT_BYTES[setting.precision], setting.replicas
+    # Without masters all is as wide as the weight.
+    wide = 4 if software.master_weights else use
+    sums = _sum_bytes(setting, software)
+    found = ledger.state_bytes(use, wide, sums, has_master=use < wide, parts=cut if setting.zero >= 1 else 1)
+    copied = 4 if _has_copied_gradient(setting, software) else 0
     return State(
-        weight / (cut if setting.zero >= 3 else 1),
-        (gradient or software.gradient_bytes) / (cut if setting.zero >= 2 else 1)
-        + software.extra_parameter_bytes,
-        optimizer / (cut if setting.zero >= 1 else 1),
+        found.parameter / (cut if setting.zero >= 3 else 1),
+        found.gradient / (cut if setting.zero >= 2 else 1) + software.extra_parameter_bytes,
+        found.master + found.optimizer + copied / (cut if setting.zero >= 1 else 1),
     )
 
 
-def _state_of(precision: str, software: Software) -> tuple[int, int, int]:
-    is_plain = precision == "fp16" and not software.copies_fp16_gradients
-    return STATE["bf16" if is_plain else precision]
+def _sum_bytes(setting: Setting, software: Software) -> int:
+    """Return the bytes of a gradient as it adds up."""
+    use = ELEMENT_BYTES[setting.precision]
+    is_narrow = not software.master_weights or _has_copied_gradient(setting, software)
+    return use if use == 4 or is_narrow else software.gradient_bytes
+
+
+def _has_copied_gradient(setting: Setting, software: Software) -> bool:
+    return setting.precision == "fp16" and software.master_weights and software.copies_fp16_gradients
+
+
+def add_overheads(held: Mapping[str, Sequence[float]], software: Software) -> dict[str, tuple[float, ...]]:
+    """Add "slack", a share of a rank's tensors, and "context", which is no tensor, to bytes by kind and rank."""
+    tensors = [sum(row) for row in zip(*held.values(), strict=True)]
+    slack = [software.slack * nbytes for nbytes in tensors]
+    found = {**held, "slack": slack, "context": [software.context_bytes] * len(tensors)}
+    return {name: tuple(row) for name, row in found.items()}
 
 
 def recipe_text(precision: str, software: Software) -> str:
@@ -120,8 +135,16 @@ def fetched_bytes(shape: Shape, setting: Setting, software: Software) -> Number:
     if setting.zero < 2:
         return 0.0
     largest = np.maximum(shape.layer_parameters / setting.t, vocab_rows(shape, setting.t) * shape.hidden)
-    gradient = _state_of(setting.precision, software)[1] or software.gradient_bytes
-    return largest * (gradient + (2 * ELEMENT_BYTES[setting.precision] if setting.zero == 3 else 0))
+    parameter = ELEMENT_BYTES[setting.precision] if setting.zero == 3 else 0
+    return largest * (_sum_bytes(setting, software) + 2 * parameter)
 
 
-__all__ = ["Activations", "State", "count_activations", "fetched_bytes", "recipe_text", "state_bytes"]
+__all__ = [
+    "Activations",
+    "State",
+    "add_overheads",
+    "count_activations",
+    "fetched_bytes",
+    "recipe_text",
+    "state_bytes",
+]

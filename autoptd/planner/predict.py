@@ -19,7 +19,7 @@ from autoptd.errors import PlanError
 from autoptd.planner.cluster import Cluster, Software, find_cluster
 from autoptd.planner.counts import model_flops
 from autoptd.planner.layout import split_layers, stage_parameters, vocab_rows
-from autoptd.planner.memory import count_activations, fetched_bytes, state_bytes
+from autoptd.planner.memory import add_overheads, count_activations, fetched_bytes, state_bytes
 from autoptd.planner.model_shape import shape_of
 from autoptd.planner.pipeline import MAX_ACTIONS, Run, run_pipeline
 from autoptd.planner.setting import Setting, checked
@@ -157,11 +157,7 @@ def _memory(
         "activations": list(activations),
         "buffers": moment,
     }
-    # Slack is a share of a rank's tensors; the context is no tensor, and comes after it.
-    tensors = [sum(row) for row in zip(*found.values(), strict=True)]
-    found["slack"] = [cluster.software.slack * nbytes for nbytes in tensors]
-    found["context"] = [cluster.software.context_bytes] * p
-    return {name: tuple(row) for name, row in found.items()}
+    return add_overheads(found, cluster.software)
 
 
 def _parameters(shape: Shape, setting: Setting, layers: list[int], run: Run) -> list[float]:

@@ -21,6 +21,7 @@ import numpy as np
 
 from autoptd.ir.actions import ranks_of_stages
 from autoptd.planner.cluster import Cluster, Software, find_cluster
+from autoptd.planner.memory import add_overheads
 from autoptd.planner.network import Network
 from autoptd.planner.pipeline import MIN_SECONDS
 from autoptd.planner.predict import Prediction
@@ -30,7 +31,7 @@ from autoptd.planner.time import Clock
 from autoptd.program.costs import ProductCosts
 from autoptd.program.program import Program
 from autoptd.program.specs import Collective
-from autoptd.schedule import simulate
+from autoptd.schedule import Simulation, simulate
 
 # Bytes that backward moves, relative to forward.
 BACKWARD_MOVES = 1.5
@@ -44,8 +45,9 @@ def predict_program(
 
     Its precision is that of most of its parameters' bytes.
 
-    Memory is the compiler's own count (passes/stages/memory.py), "held": parameters with gradients and two
-    moments, and activations; and the allocator's slack and the context, as `predict` adds them.
+    Memory is the ledger's (`Program.memory`): "parameters", "gradients" and "optimizer", which is AdamW's moments and
+    what it steps; "activations" at the fullest moment of the simulated step; and the allocator's slack and the context,
+    as `predict` adds them.
     """
     cluster = find_cluster(cluster).with_software(software)
     found = _Reader(program, cluster)
@@ -73,18 +75,26 @@ def predict_program(
     }
     breakdown = {name: float(seconds) * cluster.software.factor for name, seconds in parts.items()}
     seconds = sum(breakdown.values())
-    held = tuple(map(float, program.costs.cut.rank_bytes))
-    kinds = {
-        "held": held,
-        "slack": tuple(cluster.software.slack * nbytes for nbytes in held),
-        "context": (cluster.software.context_bytes,) * len(held),
-    }
+    kinds = _memory(program, run, cluster.software)
     memory = tuple(map(sum, zip(*kinds.values(), strict=True)))
     # Forward, and a backward of two forwards, of all microbatches and replicas; nothing is computed twice.
     flops = 3 * program.costs.total_flops * m * program.mesh.d / (program.mesh.size * seconds)
     return Prediction(
         seconds, breakdown, memory, kinds, flops, flops, m, (), max(memory) <= cluster.gpu.memory_bytes
     )
+
+
+def _memory(program: Program, run: Simulation, software: Software) -> dict[str, tuple[float, ...]]:
+    """Return bytes by kind, each for all pipeline ranks: the first of each, with padding, as the runtime holds them."""
+    mesh = program.mesh
+    states = [program.memory(mesh.at_stage(0, rank)) for rank in range(mesh.pipeline_ranks)]
+    found = {
+        "parameters": [float(state.parameters) for state in states],
+        "gradients": [float(state.gradients) for state in states],
+        "optimizer": [float(state.moments + state.masters) for state in states],
+        "activations": list(run.memory(list(program.costs.cut.saved_bytes)).peaks),
+    }
+    return add_overheads(found, software)
 
 
 class _Reader:

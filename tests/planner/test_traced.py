@@ -18,6 +18,7 @@ from examples.gpt import GPT, GPTConfig
 
 SHAPE = Shape(layers=4, hidden=1024, heads=16, seq=512, vocab=8192, dropout=False)
 ROWS = 16
+KINDS = ("parameters", "gradients", "optimizer", "activations")
 APART = 0.02  # of docs/planner.md
 
 
@@ -75,13 +76,18 @@ def test_on_a_real_cluster_too(sequence_parallel: bool) -> None:
     assert traced.breakdown["compute"] == pytest.approx(shape.breakdown["compute"], rel=APART)
     assert max(traced.memory) == pytest.approx(max(shape.memory), rel=0.05)
     kinds = traced.memory_breakdown
-    assert kinds["context"] == shape.memory_breakdown["context"] and kinds["slack"][0] == pytest.approx(
-        0.1 * kinds["held"][0]
-    )
+    states = [program.memory(program.mesh.at_stage(0, rank)) for rank in range(2)]
+    assert kinds["parameters"] == tuple(state.parameters for state in states)
+    assert kinds["gradients"] == tuple(state.gradients for state in states)
+    assert kinds["optimizer"] == tuple(state.moments + state.masters for state in states)
+    held = [sum(kinds[name][rank] for name in KINDS) for rank in range(2)]
+    assert held == pytest.approx(program.costs.cut.rank_bytes, rel=1e-6)
+    assert kinds["context"] == shape.memory_breakdown["context"]
+    assert kinds["slack"] == pytest.approx([0.1 * nbytes for nbytes in held])
     little = dataclasses.replace(
         find_cluster("dgx-a100"), gpu=dataclasses.replace(ideal().gpu, memory_bytes=3.6e9)
     )
-    assert max(kinds["held"]) < 3.6e9 and not predict_program(program, little).fits
+    assert max(held) < 3.6e9 and not predict_program(program, little).fits
 
 
 def test_products_are_counted_by_their_sizes() -> None:
