@@ -17,7 +17,7 @@ an axis on which such an answer depends is in `BOUND`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -60,16 +60,10 @@ AXES: dict[str, tuple[Any, ...]] = {  # of each the simplest first
     "zero": (0, 1),
 }
 OWN = ("model", "dropout", "reload", "evaluate")  # what is no keyword
-BOUND = (
-    "schedule",
-    "t",
-    "p",
-    "v",
-    "num_microbatches",
-    "sequence_parallel",
-    "delay_wgrad_compute",
-    "accumulate_allreduce_grads_in_fp32",
-    "precision",
+BOUND = (  # which axes decide together what goes; of two groups, all that goes in each (test_covering.py)
+    ("schedule", "p", "v", "num_microbatches", "delay_wgrad_compute"),
+    ("t", "sequence_parallel"),
+    ("accumulate_allreduce_grads_in_fp32", "precision"),
 )
 
 OUTSIDE = {  # fields of Options that are not varied
@@ -122,17 +116,20 @@ def goes_together(case: Case) -> bool:
     return options.t > 1 or options.sequence_parallel is False  # the same program three times otherwise
 
 
-class Feasible:
-    """Which values of the bound axes go together: a bit for each of their combinations that does."""
+def combinations(names: Sequence[str]) -> list[Case]:
+    """All values of some axes that go together, where those of the others are the simplest."""
+    every = itertools.product(*(AXES[name] for name in names))
+    return [case for values in every if goes_together(case := dict(zip(names, values, strict=True)))]
 
-    def __init__(self) -> None:
-        combinations = [
-            dict(zip(BOUND, values, strict=True)) for values in itertools.product(*map(AXES.get, BOUND))
-        ]  # type: ignore[arg-type]
-        rows = [case for case in combinations if goes_together(case)]
+
+class Feasible:
+    """Which values of a group of bound axes go together: a bit for each of their combinations that does."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        rows = combinations(names)
         self.every = (1 << len(rows)) - 1
         self.bits: dict[tuple[str, Any], int] = {}
-        for name in BOUND:
+        for name in names:
             for value in AXES[name]:
                 self.bits[name, value] = sum(1 << i for i, row in enumerate(rows) if row[name] == value)
 
@@ -145,8 +142,13 @@ class Feasible:
 
 
 @cache
-def feasible() -> Feasible:
-    return Feasible()
+def groups() -> tuple[Feasible, ...]:
+    return tuple(map(Feasible, BOUND))
+
+
+def feasible(values: Collection[tuple[str, Any]]) -> bool:
+    """Whether there is a case with these values."""
+    return all(group(values) for group in groups())
 
 
 def tuples(strength: int) -> list[Values]:
@@ -155,7 +157,7 @@ def tuples(strength: int) -> list[Values]:
     for names in itertools.combinations(AXES, strength):
         for values in itertools.product(*(AXES[name] for name in names)):
             pairs = tuple(zip(names, values, strict=True))
-            if feasible()(pairs):
+            if feasible(pairs):
                 found.append(frozenset(pairs))
     return found
 
@@ -174,7 +176,7 @@ def cases(strength: int) -> tuple[Case, ...]:
     while left:
         case = dict(next(iter(left)))
         for name in (one for one in AXES if one not in case):
-            allowed = [value for value in AXES[name] if feasible()([*case.items(), (name, value)])]
+            allowed = [value for value in AXES[name] if feasible([*case.items(), (name, value)])]
             case[name] = max(allowed, key=lambda value: _gain(left, case, (name, value), strength))
         case = {name: case[name] for name in AXES}
         _cross_out(left, case, strength)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from unittest import mock
 
 import pytest
@@ -19,7 +20,9 @@ from tests.parity.covering import (
     OWN,
     Case,
     cases,
+    combinations,
     declared,
+    feasible,
     goes_together,
     name_of,
 )
@@ -59,16 +62,24 @@ def test_everything_that_goes_together_is_covered(strength: int) -> None:
     for names in itertools.combinations(AXES, strength):
         for values in itertools.product(*(AXES[name] for name in names)):
             one = tuple(zip(names, values, strict=True))
-            assert one in covered or not covering.feasible()(one)
+            assert one in covered or not feasible(one)
 
 
 def test_all_cases_go_together() -> None:
     """The bound axes are all on which an answer of Options or of a schedule depends."""
     assert all(goes_together(case) for case in cases(3))
     assert cases(3)[:PAIRS] == cases(2) and len({name_of(case) for case in cases(3)}) == len(cases(3))
-    for name in set(AXES) - set(BOUND) - set(OWN):
+    for name in set(AXES) - set(itertools.chain(*BOUND)) - set(OWN):
         for case in cases(2):
             assert all(goes_together({**case, name: value}) for value in AXES[name])
+
+
+@pytest.mark.thorough
+def test_groups_of_bound_axes_do_not_bind_one_another() -> None:
+    """What goes in each group goes together; and what does not go in one goes with nothing of the others."""
+    each = math.prod(len(combinations(names)) for names in BOUND)
+    together = combinations(list(itertools.chain(*BOUND)))
+    assert len(together) == each and all(feasible(case.items()) for case in together)
 
 
 SIMPLE: Case = {name: values[0] for name, values in AXES.items()}
