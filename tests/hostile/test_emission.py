@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -66,9 +67,11 @@ JOINS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(JOINS, every=2))
-@pytest.mark.parametrize("mesh", [{}, {"t": 2, "p": 2, "d": 2, "num_microbatches": 2}], ids=str)
-def test_numbers_of_layers(name: str, mesh: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "name"),
+    thinned(itertools.product([{"t": 2, "p": 2, "d": 2, "num_microbatches": 2}, {}], JOINS), every=3),
+)
+def test_numbers_of_layers(mesh: dict[str, Any], name: str) -> None:
     assert_parity(Layers(JOINS[name]), [ids_and_labels(0), ids_and_labels(1)], **mesh)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from autoptd.errors import PlanError
 from autoptd.parallel_model import ParallelModel
 from tests.parity.models import VOCAB, batch
 from tests.parity.test_dropout import Styles, gpt, parameters_dropped, written_out
+from tests.thin import thinned
 
 MESHES = [
     (2, 1, 1, 1, True),
@@ -22,7 +24,6 @@ MESHES = [
     (2, 2, 2, 1, True),
     (4, 2, 1, 2, True),
 ]
-MESHES = [one if i < 3 else pytest.param(*one, marks=pytest.mark.thorough) for i, one in enumerate(MESHES)]
 
 
 def parallel(model: nn.Module, rows: int = 8, **keywords: Any) -> ParallelModel:
@@ -39,9 +40,9 @@ def expected(model: nn.Module, rows: int = 8) -> float:
     return float(found if isinstance(found, Tensor) else found[1])
 
 
-@pytest.mark.parametrize(("t", "p", "d", "v", "sp"), MESHES)
-@pytest.mark.parametrize("layers", [2, 4])
-def test_gpt_with_dropout(t: int, p: int, d: int, v: int, sp: bool, layers: int) -> None:
+@pytest.mark.parametrize(("layers", "mesh"), thinned(itertools.product([2, 4], MESHES), every=3))
+def test_gpt_with_dropout(layers: int, mesh: tuple[int, int, int, int, bool]) -> None:
+    t, p, d, v, sp = mesh
     model = gpt(layers).double()
     pm = parallel(model, t=t, p=p, d=d, v=v, sequence_parallel=sp)
     assert pm.eval_step(*batch()).item() == pytest.approx(expected(model), rel=1e-12)

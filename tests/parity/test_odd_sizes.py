@@ -5,6 +5,7 @@ Vocabularies are made to be split here wherever they may be: models this small w
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -137,10 +138,11 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("t", "p", "d"), [(2, 1, 2), (4, 2, 1), (3, 1, 1)])
-@pytest.mark.parametrize("which", HEADS)
-def test_heads(split_vocabularies: None, which: str, t: int, p: int, d: int) -> None:
-    vocab = 61
+@pytest.mark.parametrize(
+    ("mesh", "which"), thinned(itertools.product([(2, 1, 2), (4, 2, 1), (3, 1, 1)], HEADS), every=3)
+)
+def test_heads(split_vocabularies: None, mesh: tuple[int, int, int], which: str) -> None:
+    (t, p, d), vocab = mesh, 61
     ids, labels = batch(4, vocab)
     model = head(vocab, **HEADS[which])
     program = autoptd.compile(model, t=t, p=p, d=d, example_inputs=(ids, labels))

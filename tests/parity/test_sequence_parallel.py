@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -90,8 +91,9 @@ def test_a_layer_has_two_gathers_and_two_reduce_scatters() -> None:
     assert conversions(plain, "transformer.h.1.") == {"i_to_r": 2, "p_to_i": 2}
 
 
-@pytest.mark.parametrize("model", [gpt, separate], ids=["gpt", "separate"])
-@pytest.mark.parametrize("hooks", [{}, OVERLAP, HOOKS], ids=["plain", "overlap", "all"])
+@pytest.mark.parametrize(
+    ("model", "hooks"), thinned(itertools.product([gpt, separate], [{}, OVERLAP, HOOKS]))
+)
 def test_executed_calls_are_those_of_the_program(model: Any, hooks: dict[str, Any]) -> None:
     pm = autoptd.parallelize(
         model(), 2, 2, 1, sequence_parallel=True, **hooks, backend="local", example_inputs=batch()

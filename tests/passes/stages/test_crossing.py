@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from autoptd.passes.stages.crossing import place_values
 from tests.parity.models import VOCAB, batch
 from tests.passes.graphs import find, traced
 from tests.runtime.test_executor import running
+from tests.thin import thinned
 
 Tensor = torch.Tensor
 COMPUTE_AGAIN = Machine(message=1e3)
@@ -245,8 +247,10 @@ def test_owners_on_one_rank_keep_one_copy() -> None:
     autoptd.verify(model, p=2, v=2, plan=plan, example_inputs=batch(4), steps=2)
 
 
-@pytest.mark.parametrize("machine", [COMPUTE_AGAIN, SEND], ids=["again", "send"])
-@pytest.mark.parametrize("mesh", [{"p": 3}, {"t": 2, "p": 2}, {"p": 2, "v": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("machine", "mesh"),
+    thinned(itertools.product([COMPUTE_AGAIN, SEND], [{"p": 3}, {"t": 2, "p": 2}, {"p": 2, "v": 2}])),
+)
 def test_gradients_of_what_is_computed_again_are_added_once(machine: Machine, mesh: dict[str, int]) -> None:
     request: dict[str, Any] = {**mesh, "machine": machine, "example_inputs": batch(6)}
     torch.manual_seed(0)
