@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch._decomp.decompositions
 import torch.distributed as dist
-import torch.export._trace
 import torch.fx.proxy
 import torch.utils.checkpoint
 from torch._dispatch.python import enable_python_dispatcher
@@ -56,8 +55,7 @@ __all__ = [
     "plain_checkpoints",
     "scatter_into",
 ]
-__all__ += ["add_mm", "mm_as", "set_grad_dtype"]
-__all__ += ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
+__all__ += ["add_mm", "mm_as", "set_grad_dtype", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 __all__ += ["enable_python_dispatcher", "quiet_fakes", "traced_through", "without_modes"]
 
 
@@ -69,10 +67,13 @@ def light_export(run: Callable[[Any, tuple[Any, ...]], None] | None = None) -> I
     With `run`, it calls `run(forward, args)` where it would trace, in all the surroundings of a trace (fake
     parameters in the model); `run` ends with an exception.
     """
-    names, export = vars(torch.fx.proxy), vars(torch.export._trace)
+    # It takes torch's compiler with it, two seconds that a rank does without.
+    from torch.export import _trace
+
+    names, export = vars(torch.fx.proxy), vars(_trace)
     # A release that does not have it records stacks in its own way.
     known, tracer = names.get("CapturedTraceback"), export["make_fx"]
-    with _use_lazy_graph_module(True), _quiet_failures():
+    with _use_lazy_graph_module(True), _quiet_failures(export):
         if known is not None:
             names["CapturedTraceback"] = _UserFrames
         if run is not None:
@@ -118,10 +119,10 @@ def traced_through(see: Callable[[Callable[..., Any], Any, Any, Any], Any]) -> I
 
 
 @contextmanager
-def _quiet_failures() -> Iterator[None]:
+def _quiet_failures(names: dict[str, Any]) -> Iterator[None]:
     """Keep torch.export from printing the graph so far, a page of it, before it raises: the `TraceError` names the line."""
     logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    names, level = vars(torch.export._trace), logger.level
+    level = logger.level
     names["print"] = lambda *args, **kwargs: None
     logger.setLevel(logging.ERROR)
     try:

@@ -28,8 +28,9 @@ from autoptd.ir.mesh import Mesh, Role
 from autoptd.ir.placement import AxisConversion, itemsize
 from autoptd.program.specs import ParamSpec
 
-# Large enough to use the full bandwidth between GPUs.
-BUCKET_BYTES = 100 * 2**20
+# Bytes of a bucket: enough for the full bandwidth of a link, but no more than a quarter of what a rank has, so that most
+# of that is summed while backward goes on.
+SMALLEST, LARGEST, BUCKETS = 8 * 2**20, 100 * 2**20, 4
 # Parameters of a bucket that is cut begin at multiples of so many elements, 256 bytes in float32.
 ALIGNMENT = 64
 # Roles of the axes whose sums may start inside a backward; program/call_order.py proves that they may.
@@ -147,13 +148,15 @@ def plan_buckets(
     ranks: Sequence[int],
     mesh: Mesh,
     pipeline_rank: int,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int | None = None,
 ) -> list[BucketPlan]:
     """Return the buckets of `pipeline_rank`, in the order in which their gradients become complete.
 
-    `ranks` is the pipeline rank of every stage. The parameters of a bucket share the dtype of their gradients, sums and
-    owners, and follow the program's order, so that all owners of a tied parameter put it in the same bucket.
+    None has more bytes than `bucket_bytes` (by default `usual_bytes`), but for a parameter that has more alone. `ranks` is
+    the pipeline rank of every stage. The parameters of a bucket share the dtype of their gradients, sums and owners, and
+    follow the program's order, so that all owners of a tied parameter put it in the same bucket.
     """
+    bucket_bytes = usual_bytes(params, mesh) if bucket_bytes is None else bucket_bytes
     position = {spec.name: i for i, spec in enumerate(params)}
     last_backward: dict[int, int] = {}
     for i, action in enumerate(orders[pipeline_rank]):
@@ -186,6 +189,12 @@ def plan_buckets(
     ]
     # Backward goes from the last parameters of a stage to its first.
     return sorted(plans, key=lambda plan: (max(map(completed, plan.params)), -plan.number))
+
+
+def usual_bytes(params: Sequence[ParamSpec], mesh: Mesh) -> int:
+    """Return the bytes of a bucket: one number for all ranks, for the owners of a tied parameter share its bucket."""
+    held = sum(spec.grad_bytes(mesh) for spec in params if spec.requires_grad) // mesh.pipeline_ranks
+    return min(max(held // BUCKETS, SMALLEST), LARGEST)
 
 
 def _group_size(step: AxisConversion, owners: Sequence[int], mesh: Mesh) -> int:

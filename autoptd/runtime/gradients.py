@@ -4,7 +4,7 @@ In: a rank's leaves, whose `.grad` autograd fills, or `add` where a GEMM brings 
 `parameter.grad`, of the loss of the global batch. A leaf's `.grad` has the dtype `Placement.sum_dtype`, in which all
 sums are computed.
 
-Sums run on *buckets*: flat buffers of about 100 MB, grouped by `program/buckets.py`. A bucket has a list of sums, over
+Sums run on *buckets*: flat buffers of 8 to 100 MB, grouped by `program/buckets.py`. A bucket has a list of sums, over
 dp, then tp, then owners: the backward of each conversion from its parameters' storage to their use. The sum over dp
 starts when the last gradient of a bucket is complete, which hooks on the leaves notice and REDUCE actions guarantee; all
 replicas hold the same buckets and start them in the same order. Sums over tp and owners wait for `finish`: within a
@@ -24,7 +24,7 @@ import torch
 from autoptd.compat import set_grad_dtype
 from autoptd.errors import InternalError
 from autoptd.ir.placement import AxisConversion
-from autoptd.program.buckets import BUCKET_BYTES, BucketPlan, plan_buckets
+from autoptd.program.buckets import BucketPlan, plan_buckets
 from autoptd.program.program import Program
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.grad_norm import by_dtype
@@ -148,7 +148,7 @@ class Gradients:
     """The gradients of one rank; `begin`, `reduce`, `finish` and `commit` are called by the executor, in this order."""
 
     def __init__(
-        self, program: Program, world: World, params: RankParameters, bucket_bytes: int = BUCKET_BYTES
+        self, program: Program, world: World, params: RankParameters, bucket_bytes: int | None = None
     ) -> None:
         self.params, self.world = params, world
         trained = [spec for spec in program.params if spec.requires_grad and spec.name in params.local]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 
@@ -11,7 +12,7 @@ from autoptd.ir.layout import BATCH, Layout
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.placement import Placement, conversions, placements
 from autoptd.ir.types import I, R, S, ValueType
-from autoptd.program.buckets import BucketPlan, plan_buckets
+from autoptd.program.buckets import BucketPlan, plan_buckets, usual_bytes
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.parameters import check_use
 from autoptd.schedule import build_orders
@@ -105,6 +106,26 @@ def test_buckets_are_of_one_dtype_and_equal_sums() -> None:
     specs = [spec_of(), spec_of(S(0, 0)), spec_of(R), spec_of(R), spec_of(grad_dtype="float64")]
     plans = buckets(*(replace(spec, name=next(names)) for spec in specs), mesh=Mesh(t=2, d=2))
     assert sorted("".join(spec.name for spec in plan.params) for plan in plans) == ["ab", "cd", "e"]
+
+
+def test_buckets_are_a_quarter_of_what_a_rank_has() -> None:
+    """Within bounds; and of one size on all ranks, whatever each has, for owners of a tied parameter share its bucket."""
+    names = iter(range(100))
+
+    def many(count: int, rows: int, stages: tuple[int, ...]) -> list[ParamSpec]:
+        made = replace(spec_of(R, stages), shape=(rows, 2**18))
+        return [replace(made, name=f"w{next(names)}") for _ in range(count)]
+
+    mesh = Mesh(p=2, d=2)
+    for rows, nbytes in ((1, 8 * 2**20), (16, 40 * 2**20), (400, 100 * 2**20)):
+        specs = [*many(4, rows, (0, 1)), *many(16, rows, (0,))]
+        assert usual_bytes(specs, mesh) == nbytes
+        found = [buckets(*specs, mesh=mesh, pp=pp) for pp in (0, 1)]
+        tied = [[plan.params for plan in plans if len(plan.owners) == 2] for plans in found]
+        assert tied[0] == tied[1]
+        held = [[sum(spec.grad_bytes(mesh) for spec in plan.params) for plan in plans] for plans in found]
+        assert all(one <= nbytes or one == rows * 2**20 for one in chain(*held))
+        assert sum(held[0]) == 20 * rows * 2**20 and (rows == 1 or len(held[0]) > 4)
 
 
 @pytest.mark.parametrize("scope", ["step", "microbatch"])

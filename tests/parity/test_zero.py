@@ -382,8 +382,7 @@ def usual_gather(group: Any, flat: Tensor, site: str) -> Pending:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     """Gathers that are done when they are waited for, of small buckets; the waits, by thread and site."""
-    for function in (buckets.plan_buckets, gradients.Gradients.__init__):
-        monkeypatch.setattr(function, "__defaults__", (3000,))
+    monkeypatch.setattr(buckets, "usual_bytes", lambda *_: 3000)
     monkeypatch.setattr(storage, "start_gather", Late)
     monkeypatch.setattr(Late, "log", [])
     return Late.log
