@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from functools import cache
@@ -18,6 +19,7 @@ from autoptd.ir import markers
 from autoptd.ir.notes import note, ops
 from autoptd.program.program import Program
 from examples.gpt import GPT, GPTConfig
+from tests.thin import thinned
 
 Tensor = torch.Tensor
 MESHES: list[dict[str, Any]] = [
@@ -186,9 +188,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("which", MODELS)
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_other_models(which: str, mesh: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("mesh", "which"), thinned(itertools.product(MESHES, MODELS), every=5))
+def test_other_models(mesh: dict[str, Any], which: str) -> None:
     make, example, keywords = MODELS[which]
     if which == "einsum" and mesh.get("p", 1) * mesh.get("v", 1) > 2:
         pytest.skip("one layer has no four stages")

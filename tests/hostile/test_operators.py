@@ -189,7 +189,7 @@ EVERY = [(name, MESHES[(k + i) % 4]) for k, name in enumerate(ALL) for i in rang
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
-    ("name", "mesh"), thinned(EVERY, [f"{name} {mesh}" for name, mesh in EVERY], every=6)
+    ("name", "mesh"), thinned(EVERY, [f"{name} {mesh}" for name, mesh in EVERY], every=11)
 )
 def test_the_models_numbers(name: str, mesh: dict[str, Any]) -> None:
     assert_parity(Body(ALL[name]), [data(0), data(1)], **mesh)

@@ -94,7 +94,7 @@ SCATTERED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*of the FLOPs of matrix products")
-@pytest.mark.parametrize(("make", "mesh"), thinned(SCATTERED.values(), SCATTERED, every=3))
+@pytest.mark.parametrize(("make", "mesh"), thinned(SCATTERED.values(), SCATTERED, every=6))
 def test_scattered_is_the_model(make: Callable[[], nn.Module], mesh: dict[str, Any]) -> None:
     ids, targets = batch()
     targets = targets if make is skipping else uneven(targets)

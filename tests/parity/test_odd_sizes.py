@@ -289,7 +289,7 @@ EDGES: dict[str, tuple[dict[str, Any], tuple[int, int], dict[str, int]]] = {  # 
 }
 
 
-@pytest.mark.parametrize("which", EDGES)
+@pytest.mark.parametrize("which", thinned(EDGES))
 def test_edges(which: str) -> None:
     config, (rows, tokens), mesh = EDGES[which]
     ids, targets = (one[:rows, :tokens] for one in batch(4))

@@ -331,7 +331,7 @@ STYLES: dict[str, tuple[Callable[[], Model], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("style", thinned(STYLES))
+@pytest.mark.parametrize("style", thinned(STYLES, every=3))
 def test_style(style: str) -> None:
     make, mesh = STYLES[style]
     torch.manual_seed(0)

@@ -11,6 +11,7 @@ from torch import nn
 
 import autoptd
 from tests.parity.models import LENGTH, VOCAB, batch
+from tests.thin import thinned
 
 transformers = pytest.importorskip("transformers")
 
@@ -60,7 +61,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool, bool]] = {  # sequence pa
 }
 
 
-@pytest.mark.parametrize(("make", "by_tokens", "is_masked"), MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(("make", "by_tokens", "is_masked"), thinned(MODELS.values(), MODELS))
 def test_family(make: Callable[[], nn.Module], by_tokens: bool, is_masked: bool) -> None:
     torch.manual_seed(0)
     ids, _ = batch()
