@@ -17,6 +17,7 @@ from autoptd.errors import PlanError
 from autoptd.program.program import Program
 from tests.parity.models import VOCAB, batch, gpt, separate, skipping
 from tests.passes.test_cut import layers_of
+from tests.thin import thinned
 
 
 def compile_gpt(layers: int = 4, **keywords: Any) -> Program:
@@ -25,11 +26,14 @@ def compile_gpt(layers: int = 4, **keywords: Any) -> Program:
 
 @pytest.mark.parametrize(
     "request_",
-    [
-        {"t": 2, "p": 2, "d": 2, "seed": 3},
-        {"p": 2, "v": 2, "memory": 1e9},
-        {"p": 4, "delay_wgrad_compute": "after_b"},
-    ],
+    thinned(
+        [
+            {"t": 2, "p": 2, "d": 2, "seed": 3},
+            {"p": 2, "v": 2, "memory": 1e9},
+            {"p": 4, "delay_wgrad_compute": "after_b"},
+        ],
+        every=3,
+    ),
 )
 def test_its_own_plan_gives_the_same_bytes(request_: dict[str, Any], tmp_path: Path) -> None:
     first = compile_gpt(5, **request_)
@@ -69,11 +73,13 @@ def test_layers_per_stage() -> None:
 
 @pytest.mark.parametrize(
     ("cut", "mesh"),
-    [
-        ([0, 3, 1, 0], {"p": 2, "v": 2}),
-        (["transformer.h.0.attn", "transformer.h.2.mlp.c_fc"], {"t": 2, "p": 3}),
-        (["transformer.wte", "transformer.h.1:add[0]", "transformer.ln_f"], {"p": 4}),
-    ],
+    thinned(
+        [
+            ([0, 3, 1, 0], {"p": 2, "v": 2}),
+            (["transformer.h.0.attn", "transformer.h.2.mlp.c_fc"], {"t": 2, "p": 3}),
+            (["transformer.wte", "transformer.h.1:add[0]", "transformer.ln_f"], {"p": 4}),
+        ]
+    ),
 )
 def test_a_cut_by_hand_is_right(cut: list[Any], mesh: dict[str, int]) -> None:
     report = autoptd.verify(gpt(), plan={"mesh": mesh, "cut": cut}, example_inputs=batch(), steps=2)
@@ -203,7 +209,7 @@ STEERED = [
 ]
 
 
-@pytest.mark.parametrize("shard", STEERED, ids=str)
+@pytest.mark.parametrize("shard", thinned(STEERED))
 def test_parameters_are_sharded_as_the_plan_says(shard: list[dict[str, Any]]) -> None:
     program = compile_gpt(plan={"shard": shard}, t=2)
     for entry in shard:

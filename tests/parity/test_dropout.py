@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -184,8 +185,7 @@ def styled(name: str) -> Styles:
     return Styles(STYLES[name])
 
 
-@pytest.mark.parametrize("mesh", thinned(STYLE_MESHES, every=3), ids=str)
-@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize(("name", "mesh"), thinned(itertools.product(STYLES, STYLE_MESHES), every=7))
 def test_styles(name: str, mesh: dict[str, int]) -> None:
     ids, targets = batch()
     autoptd.verify(styled(name), **mesh, example_inputs=(ids, uneven(targets)), steps=3)

@@ -66,6 +66,7 @@ def test_eight_processes_train_like_one_device(tmp_path: Path) -> None:
     assert told["pretrained"], "a saved folder gives another loss"
 
 
+@pytest.mark.thorough
 def test_four_processes_share_two_kv_heads() -> None:
     """The groups of sub-axes are made by all ranks in one order."""
     results = finish(start("share_heads.py", 4), timeout=180)
