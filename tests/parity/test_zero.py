@@ -9,7 +9,7 @@ import io
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from autoptd.program.buckets import ALIGNMENT, BucketPlan
 from autoptd.runtime import gradients, parameters, storage
 from autoptd.runtime.guard import GuardedParameter
 from autoptd.runtime.parameters import RankParameters
-from autoptd.runtime.world.world import Pending
+from tests.parity.late import Late, usual_gather
 from tests.parity.models import batch, gpt
 from tests.thin import thinned
 
@@ -355,28 +355,6 @@ def test_lists_of_parameters_wait_for_the_last_update() -> None:
     torch._foreach_add(parameters, 1.0)
     assert {id(x) for x in waited} == {id(x) for x in parameters}
     pm.close()
-
-
-class Late(Pending):
-    """A gather whose buffer is NaN until it is waited for."""
-
-    log: ClassVar[list[tuple[int, str]]] = []
-
-    def __init__(self, group: Any, flat: Tensor, site: str) -> None:
-        self.flat, self.site = flat, site
-        self.started = usual_gather(group, flat.clone(), site)
-        flat.fill_(float("nan"))
-
-    def wait(self) -> Tensor:
-        self.log.append((threading.get_ident(), self.site))
-        return self.flat.copy_(self.started.wait())
-
-    def is_done(self) -> bool:
-        return False
-
-
-def usual_gather(group: Any, flat: Tensor, site: str) -> Pending:
-    return group.all_gather_start_(flat, site)  # type: ignore[no-any-return]
 
 
 @pytest.fixture
