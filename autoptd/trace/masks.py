@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -34,8 +34,15 @@ def given_masks(mask_of: MaskOf, sites: Iterable[int] | None = None) -> Iterator
     sites.
     """
     masks = _Masks(mask_of, iter(sites if sites is not None else itertools.count()))
-    with sdpa_kernel(SDPBackend.MATH), plain_checkpoints(), masks:
+    with written_out_attention(), plain_checkpoints(), masks:
         yield
+
+
+def written_out_attention() -> AbstractContextManager[None]:
+    """Let attention run operator by operator meanwhile, on all threads: fused kernels draw masks of their own, and round
+    otherwise.
+    """
+    return sdpa_kernel(SDPBackend.MATH)  # type: ignore[no-any-return]
 
 
 def any_mask(site: int, x: torch.Tensor, keep: float) -> torch.Tensor:

@@ -45,7 +45,7 @@ from autoptd.trace.loss import WithLoss
 from autoptd.verify.fresh import Call, fresh_calls, given_calls
 from autoptd.verify.untouched import ROUNDING, allowance, check_copy, put_back, rounding_of
 from autoptd.verify.widen import Widen, widen_inputs, widen_model, widen_options
-from autoptd.verify.widening import check_widening, masks_of, relative_difference
+from autoptd.verify.widening import check_widening, kernels_of, masks_of, relative_difference
 
 TOLERANCE = 1e-9
 # Gradients below this share of the largest one are compared with that, not with themselves.
@@ -157,7 +157,7 @@ def verify(
             check_copy(model, losses, exact)
     report = compare_program(wide_model, program, setting, wide_calls)
     if own is not None:
-        with activity(f"first steps of {program.mesh.size} ranks in the model's own dtype"):
+        with kernels_of(own), activity(f"first steps of {program.mesh.size} ranks in the model's own dtype"):
             narrow = replace(large, options=with_fixed_scale(options))
             # The model as `precision` computes it; as it is, these are the losses from above.
             wanted = losses

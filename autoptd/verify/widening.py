@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from autoptd.program.program import Program
 from autoptd.runtime.dropout import Draw, dropout
 from autoptd.trace import given_masks
 from autoptd.trace.loss import WithLoss
+from autoptd.trace.masks import written_out_attention
 from autoptd.verify.widen import Widen
 
 WIDENED_TOLERANCE = 1e-6
@@ -47,6 +48,11 @@ def masks_of(program: Program, step: int) -> Iterator[None]:
 
     with given_masks(mask_of):
         yield
+
+
+def kernels_of(program: Program) -> AbstractContextManager[None]:
+    """Let ranks run the attention that the model ran with given masks; a model that amplifies rounding tells kernels apart."""
+    return written_out_attention() if program.dropouts else nullcontext()
 
 
 def relative_difference(found: torch.Tensor, wanted: torch.Tensor, floor: float) -> float:

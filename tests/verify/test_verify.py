@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -203,3 +204,21 @@ def test_batch_alone() -> None:
     """A model in float64 is its own copy's equal at 1e-6, and compiled once."""
     report = autoptd.verify(gpt(1).double(), num_microbatches=2, example_inputs=batch(4), steps=2)
     assert {one.what for one in report.differences} == {"loss", "gradient", "parameter", "evaluation"}
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.0])
+def test_ranks_run_the_attention_that_the_model_runs(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With given masks torch writes attention out, which rounds otherwise than its fused kernels."""
+    fused: set[bool] = set()
+    attention = F.scaled_dot_product_attention
+
+    def watched(q: Tensor, *args: Any, **keywords: Any) -> Tensor:
+        if threading.current_thread().name.startswith("rank") and q.dtype == torch.float32:
+            fused.add(torch.backends.cuda.flash_sdp_enabled())
+        return attention(q, *args, **keywords)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    model = gpt(1)
+    model.transformer.drop.p = rate
+    autoptd.verify(model, t=2, example_inputs=tokens(0), steps=1)
+    assert fused == {rate == 0}
