@@ -143,20 +143,15 @@ def _rounded_up(size: int, multiple: int) -> int:
 
 
 def plan_buckets(
-    params: Sequence[ParamSpec],
-    orders: Orders,
-    ranks: Sequence[int],
-    mesh: Mesh,
-    pipeline_rank: int,
-    bucket_bytes: int | None = None,
+    params: Sequence[ParamSpec], orders: Orders, ranks: Sequence[int], mesh: Mesh, pipeline_rank: int
 ) -> list[BucketPlan]:
     """Return the buckets of `pipeline_rank`, in the order in which their gradients become complete.
 
-    None has more bytes than `bucket_bytes` (by default `usual_bytes`), but for a parameter that has more alone. `ranks` is
-    the pipeline rank of every stage. The parameters of a bucket share the dtype of their gradients, sums and owners, and
-    follow the program's order, so that all owners of a tied parameter put it in the same bucket.
+    None has more than `usual_bytes`, but for a parameter that has more alone. `ranks` is the pipeline rank of every stage.
+    The parameters of a bucket share the dtype of their gradients, sums and owners, and follow the program's order, so
+    that all owners of a tied parameter put it in the same bucket.
     """
-    bucket_bytes = usual_bytes(params, mesh) if bucket_bytes is None else bucket_bytes
+    most = usual_bytes(params, mesh)
     position = {spec.name: i for i, spec in enumerate(params)}
     last_backward: dict[int, int] = {}
     for i, action in enumerate(orders[pipeline_rank]):
@@ -179,7 +174,7 @@ def plan_buckets(
         dtypes = (spec.storage.sum_dtype, spec.storage.dtype, spec.use.dtype, spec.wire_dtype)
         key = (sums, owners, dtypes, completed(spec) if len(owners) == 1 else -1)
         lists = runs.setdefault(key, [[]])
-        if lists[-1] and sum(other.grad_bytes(mesh) for other in [*lists[-1], spec]) > bucket_bytes:
+        if lists[-1] and sum(other.grad_bytes(mesh) for other in [*lists[-1], spec]) > most:
             lists.append([])
         lists[-1].append(spec)
     plans = [

@@ -147,18 +147,14 @@ class Bucket:
 class Gradients:
     """The gradients of one rank; `begin`, `reduce`, `finish` and `commit` are called by the executor, in this order."""
 
-    def __init__(
-        self, program: Program, world: World, params: RankParameters, bucket_bytes: int | None = None
-    ) -> None:
+    def __init__(self, program: Program, world: World, params: RankParameters) -> None:
         self.params, self.world = params, world
         trained = [spec for spec in program.params if spec.requires_grad and spec.name in params.local]
         here: dict[str, list[int]] = {}
         for spec in trained:
             here[spec.name] = self._stages_here(program, spec)
             set_grad_dtype(params.leaves[spec.name], dtype_of(spec.storage.sum_dtype))
-        plans = plan_buckets(
-            program.params, program.orders, program.ranks, world.mesh, world.pipeline_rank, bucket_bytes
-        )
+        plans = plan_buckets(program.params, program.orders, program.ranks, world.mesh, world.pipeline_rank)
         self.buckets = [Bucket(plan, params) for plan in plans if plan.sums]
         self._bucket_of = {spec.name: bucket for bucket in self.buckets for spec in bucket.specs}
         # Parameters whose gradients no other rank has a part of: a leaf's own gradient is handed over.
