@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autoptd.compat import add_mm
 from autoptd.errors import PlanError
-from autoptd.runtime import executor as executor_module
+from autoptd.program import buckets
 from autoptd.runtime.full_values import gather_gradients
 from autoptd.runtime.grad_norm import clip_gradients, grad_norm, sum_of_squares
 from autoptd.runtime.gradients import Bucket, Gradients
@@ -26,9 +26,7 @@ FULL = Case(t=2, p=2, d=2, v=2, m=2, schedule="interleaved")
 
 def small_buckets(monkeypatch: pytest.MonkeyPatch, size: int = 1) -> None:
     """One bucket per parameter."""
-    monkeypatch.setattr(
-        executor_module, "Gradients", lambda program, world, params: Gradients(program, world, params, size)
-    )
+    monkeypatch.setattr(buckets, "usual_bytes", lambda *_: size)
 
 
 def reference(case: Case) -> dict[str, Tensor]:
