@@ -51,6 +51,7 @@ from autoptd.records.specs import (
 from autoptd.reports.pictures import painter
 from autoptd.runtime.batch import is_call_of
 from autoptd.runtime.devices import default_fusion
+from autoptd.saved import find_saved
 
 PASSES = (
     passes.annotate,
@@ -59,6 +60,7 @@ PASSES = (
     passes.cut,
     passes.localize,
     passes.substitute,
+    passes.keep,
     passes.hook_gemms,
     passes.mark_owned,
 )
@@ -164,7 +166,10 @@ def _compile(
         unlisted=tuple(passes.unlisted_operators(graph)),
         weighted=any(file.counts for file in files.stages),
         plan=plan_record(options, batch, found.cut, params, found.fallbacks, weighed),
-        costs=replace(passes.count_work(graph, options.mesh, of_one_device, of_a_rank), cut=found.cut),
+        costs=replace(
+            passes.count_work(graph, options.mesh, of_one_device, of_a_rank),
+            cut=replace(found.cut, saved_bytes=found.kept_bytes),
+        ),
         buffers={name: value.detach() for name, value in captured.buffers.items()},
         looked_at=ctx.buffers.looked_at(),
         graphs=record.graphs,
@@ -196,6 +201,7 @@ def make_context(options: Options, traces: Traces, batch: Batch, like: Program |
         orders=orders,
         live=schedule.in_flight_moments(orders),
         makespan=schedule.makespan_of(orders),
+        saved_by=partial(find_saved, mesh=options.mesh, rows=batch.rows),
         like=like,
     )
 

@@ -26,6 +26,7 @@ from autoptd.ir.mesh import DEGREES, ORDER, Mesh
 from autoptd.ir.placement import Sharing, sharing_of
 from autoptd.ir.plan import Plan, nearest, read_plan
 from autoptd.ir.quantities import check_degree, check_memory
+from autoptd.ir.recompute import check_recompute
 from autoptd.ir.schedules import SCHEDULES, ZERO_BUBBLE, check_schedule, is_path
 from autoptd.ir.state_bytes import StateBytes, state_bytes
 
@@ -81,6 +82,10 @@ class Options:
         copies (torch's hybrid sharding).
     reduce_dtype: "bf16" sends gradients to the replicas that sum them in 16 bits, with zero=1; they add up in float32.
         Sums over copies of a shard, over tp and over the owners of tied parameters stay in float32, as they are small.
+    recompute: what backward computes again (passes/keep.py): "full", of every layer all but its input (Chen et al. 2016);
+        "full:1/2", in half of each stage's layers; "selective", the scores of attention and what is made of them
+        (Korthikanti et al. 2022, section 5); a list of globs, what these modules make.
+    recompute_num_layers: with "full", the layers that share one kept input (Megatron's "uniform" method).
     machine: what plans are weighed for: a name as `plan(cluster=)` takes it, such as "h100"
         (autoptd/machines), or a `Machine` (ir/machine.py).
     timeout: in seconds.
@@ -180,6 +185,10 @@ class Options:
         default="fp32",
         metadata=about("choice", "in which gradients travel with zero=1", choices=REDUCE_DTYPES, **IN_PLAN),
     )
+    recompute: str | Sequence[str] | None = field(
+        default=None, metadata=about("text", "full, selective or full:1/2", **IN_PLAN)
+    )
+    recompute_num_layers: int = field(default=1, metadata=about("count", "that share an input", **IN_PLAN))
     memory: float | str | None = field(  # a float, once checked
         default=None, metadata=about("bytes", "of a rank: 80e9, 80GB or 80GiB", **IN_PLAN)
     )
@@ -229,6 +238,8 @@ class Options:
         object.__setattr__(self, "memory", check_memory(self.memory))
         self._check_schedule()
         self._check_storage()
+        again = check_recompute(self.recompute, self.recompute_num_layers, self.fuse)
+        object.__setattr__(self, "recompute", again)
         self._check_loss_scale()
         self._check_numbers()
 

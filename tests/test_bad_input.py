@@ -125,7 +125,6 @@ def test_nan_loss_may_pass() -> None:
 FUTURE = {
     "c": 2,
     "zero": 2,
-    "recompute": True,
 }
 
 

@@ -12,11 +12,13 @@ In: a `Block` and the names of the values around it. Out: lines such as
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from torch.fx import Node
 
+from autoptd.codegen.again import Recipe, call_text, recipe_of, write_recipe
 from autoptd.codegen.body import write_body
 from autoptd.codegen.comments import numbers_text, site_text
 from autoptd.codegen.expressions import bound_axes, expression
@@ -24,7 +26,7 @@ from autoptd.codegen.names import choose_names, operand_text
 from autoptd.codegen.parts import Block
 from autoptd.codegen.writer import Writer
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.names import free_name
+from autoptd.ir.names import free_name, layer_of
 from autoptd.ir.notes import note
 
 # A method with at most so many results is named after them.
@@ -39,13 +41,14 @@ class Method:
     name: str
     arguments: dict[Node, str]
 
+    @property
+    def recipe(self) -> Recipe | None:
+        return recipe_of(self.name, self.block.nodes)
+
 
 def make_method(block: Block, outside: Callable[[Node], str], taken: Collection[str]) -> Method:
     """Name the method; `outside` gives the names of values in the first stage that calls it."""
-    results = list(block.result_names.values())
-    # `make_mask`, `make_cos_sin`; a longer list of results says nothing.
-    what = "_".join(results) if len(results) <= MAX_NAMED_RESULTS else "shared"
-    base = f"make_{what}"
+    base = _base_name(block)
     name, number = base, 1
     while name in taken:
         number += 1
@@ -54,23 +57,43 @@ def make_method(block: Block, outside: Callable[[Node], str], taken: Collection[
     return Method(block, name, arguments)
 
 
-def write_method(writer: Writer, method: Method, mesh: Mesh) -> None:
-    """Write the method: the operators of the block, and what it returns."""
-    block = method.block
-    names = choose_names(list(block.nodes), method.arguments, list(block.results))
+def _base_name(block: Block) -> str:
+    if len(block.stages) == 1:
+        # "transformer.h.3" -> "h_3"
+        layer = layer_of(note(block.nodes[0]).module)
+        return free_name("_".join(re.findall(r"\w+", layer)[-2:]))
+    results = list(block.result_names.values())
+    # `make_mask`, `make_cos_sin`; a longer list of results says nothing.
+    what = "_".join(results) if len(results) <= MAX_NAMED_RESULTS else "shared"
+    return f"make_{what}"
 
-    def express(_: int, node: Node) -> str:
-        return expression(node, lambda arg: operand_text(arg, names), site_text(node))
+
+def write_method(writer: Writer, method: Method, mesh: Mesh) -> None:
+    """Write the method: the operators of the block, and what it returns; and its recipe."""
+    block, recipe, arguments = method.block, method.recipe, method.arguments
+    names = choose_names(list(block.nodes), arguments, list(block.results))
+
+    def express_in(names: dict[Node, str]) -> Callable[[int, Node], str]:
+        return lambda _, node: expression(node, lambda arg: operand_text(arg, names), site_text(node))
 
     kinds = {note(arg).kind for node in block.nodes for arg in node.all_input_nodes}
-    writer.add(1, f"def {method.name}({', '.join(['self', *method.arguments.values()])}):")
-    writer.add(2, f'"""Computed on stages {numbers_text(block.stages)}: cheaper than sent."""')
-    writer.bind(bound_axes(block.nodes) | {"w": "self.weights"})
-    if "buffer" in kinds:
-        writer.bind({"b": "self.buffers"})
-    write_body(writer, block.nodes, names, mesh, express, is_shared=True)
+    bound = {"w": "self.weights"} | ({"b": "self.buffers"} if "buffer" in kinds else {})
+    writer.add(1, f"def {method.name}({', '.join(['self', *arguments.values()])}):")
+    writer.add(2, f'"""{_about(block)}"""')
+    writer.bind(bound_axes(block.nodes) | bound)
+    is_shared = len(block.stages) > 1
+    write_body(writer, block.nodes, names, mesh, express_in(names), is_shared=is_shared, kept=recipe)
     writer.add(2, f"return {', '.join(names[node] for node in block.results)}")
     writer.gap()
+    if recipe is not None:
+        passed = list(arguments.values())
+        write_recipe(writer, recipe, mesh, passed, arguments, names, express_in, bound=bound)
+
+
+def _about(block: Block) -> str:
+    if len(block.stages) > 1:
+        return f"Computed on stages {numbers_text(block.stages)}: cheaper than sent."
+    return f"What this stage has of {layer_of(note(block.nodes[0]).module)}."
 
 
 def write_method_call(
@@ -82,7 +105,8 @@ def write_method_call(
         # Another stage reads it: `mask, _ = self.make_mask_positions()`
         results.append(names[node] if _is_read(node, method.block, stage) else "_")
     writer.gap()
-    writer.add(2, f"{', '.join(results)} = self.{method.name}({', '.join(map(outside, method.arguments))})")
+    passed = [outside(node) for node in method.arguments]
+    writer.add(2, f"{', '.join(results)} = {call_text(method.name, method.recipe, passed)}")
     writer.gap()
 
 

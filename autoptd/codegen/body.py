@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from torch.fx import Node
 
@@ -18,6 +19,12 @@ from autoptd.codegen.comments import brief, reason_of, section_of, shape_of
 from autoptd.codegen.writer import Writer
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note
+
+
+class Kept(Protocol):
+    """How the values of a method are kept for backward: `again.py`."""
+
+    def wrapped(self, node: Node, text: str) -> str: ...
 
 
 def write_body(
@@ -28,10 +35,11 @@ def write_body(
     express: Callable[[int, Node], str],
     layers: dict[str, str] | None = None,
     is_shared: bool = False,
+    kept: Kept | None = None,
 ) -> None:
     """Write `body`; `express` gives the expression of its i-th operator. For `layers` see `section_of`.
 
-    `is_shared`: the body is a method of several stages, whose docstring names them.
+    `is_shared`: the body is a method of several stages, whose docstring names them. `kept` says how values are kept.
     """
     position = {node: i for i, node in enumerate(body)}
     section = None
@@ -51,9 +59,26 @@ def write_body(
         if absorbed is not None:
             why = brief(node, absorbed.why, layers)
             writer.comment(2, f"overlap: AR bwd, {absorbed.payload_bytes:,} B: {why}")
-        target = _unpacked_target(node, names) if _is_unpacked(node, position) else names[node]
+        is_unpacked = _is_unpacked(node, position)
+        target = _unpacked_target(node, names) if is_unpacked else names[node]
         reason = reason_of(node, mesh, layers, is_shared)
-        writer.add(2, f"{target} = {express(i, node)}", shape_of(node), above=reason, node=node)
+        text = express(i, node)
+        if kept is not None and not is_unpacked:
+            text = kept.wrapped(node, text)
+            reason = "; ".join(filter(None, [reason, note(node).extra.get("dropped", "")]))
+        writer.add(2, f"{target} = {text}", shape_of(node), above=reason, node=node)
+        if kept is not None and is_unpacked:
+            _write_pieces(writer, node, body, names, kept)
+
+
+def _write_pieces(
+    writer: Writer, node: Node, body: Sequence[Node], names: dict[Node, str], kept: Kept
+) -> None:
+    """Write how the pieces of a tuple are kept, in the order in which they are taken."""
+    for piece in body:
+        if piece in node.users and kept.wrapped(piece, names[piece]) != names[piece]:
+            how = note(piece).extra.get("dropped", "")
+            writer.add(2, f"{names[piece]} = {kept.wrapped(piece, names[piece])}", above=how)
 
 
 def _unpacked_target(node: Node, names: dict[Node, str]) -> str:

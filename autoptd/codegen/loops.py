@@ -13,20 +13,20 @@ In: a `Repeat`, its `Run`s, and the names of the values around them. Out: lines 
 from __future__ import annotations
 
 import re
-import textwrap
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from torch.fx import Node
 
+from autoptd.codegen.again import Express, Recipe, call_text, recipe_of, write_recipe
 from autoptd.codegen.body import write_body
 from autoptd.codegen.comments import site_text
 from autoptd.codegen.expressions import bound_axes
 from autoptd.codegen.names import assigned_name, choose_names
 from autoptd.codegen.repeats import Path, Repeat, Weights, expression_with
 from autoptd.codegen.runs import Run
-from autoptd.codegen.writer import WIDTH, Writer, weight_text
+from autoptd.codegen.writer import Writer, weight_text
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.names import RESERVED
 from autoptd.ir.notes import note
@@ -52,6 +52,10 @@ class Layer:
     @property
     def takes_i(self) -> bool:
         return bool(self.repeat.numbers)
+
+    @property
+    def recipe(self) -> Recipe | None:
+        return recipe_of(self.name, self.repeat.operators)
 
     @property
     def arguments(self) -> list[str]:
@@ -137,27 +141,41 @@ def _free(wanted: str, taken: Collection[str]) -> str:
 
 
 def write_layer(writer: Writer, layer: Layer, mesh: Mesh) -> None:
-    """Write the method: the operators of one round, the second one (see `Repeat.operators`)."""
-    operators = layer.repeat.operators
+    """Write the method: the operators of one round, the second one (see `Repeat.operators`); and its recipe."""
+    operators, recipe = layer.repeat.operators, layer.recipe
     names = _layer_names(layer)
     numbers = _Numbers(layer, names.values())
-    paths = {weights.path(1): name for weights, name in layer.weights.items() if weights.step}
-
-    def express(j: int, node: Node) -> str:
-        texts = _operand_texts(layer, j, names)
-        return expression_with(node, numbers.texts(j), texts.__getitem__, site_text(node, paths))
-
     body = Writer()
-    write_body(body, operators, names, mesh, express, _layers(layer))
+    express = _expressions(layer, numbers)(names)
+    write_body(body, operators, names, mesh, express, _layers(layer), kept=recipe)
     writer.add(1, f"def {layer.name}(self, {', '.join(layer.arguments)}):")
     writer.add(2, f'"""{_about(layer)}"""')
     writer.bind(bound_axes(operators))
     for name, values in numbers.lists.items():
-        _write_list(writer, name, values)
+        writer.add_list(name, values)
     writer.gap()
     writer.extend(body)
     writer.add(2, f"return {', '.join(names[node] for node in layer.repeat.leaving(1))}")
     writer.gap()
+    if recipe is not None:
+        given = _given_names(layer)
+        express_in = _expressions(layer, numbers)
+        write_recipe(
+            writer, recipe, mesh, layer.arguments, given, names, express_in, _layers(layer), numbers.lists
+        )
+
+
+def _expressions(layer: Layer, numbers: _Numbers) -> Express:
+    paths = {weights.path(1): name for weights, name in layer.weights.items() if weights.step}
+
+    def with_names(names: dict[Node, str]) -> Callable[[int, Node], str]:
+        def express(j: int, node: Node) -> str:
+            texts = _operand_texts(layer, j, names)
+            return expression_with(node, numbers.texts(j), texts.__getitem__, site_text(node, paths))
+
+        return express
+
+    return with_names
 
 
 def _operand_texts(layer: Layer, j: int, names: dict[Node, str]) -> dict[Node, str]:
@@ -180,18 +198,23 @@ def _operand_texts(layer: Layer, j: int, names: dict[Node, str]) -> dict[Node, s
     return texts
 
 
-def _layer_names(layer: Layer) -> dict[Node, str]:
-    """Choose the names of all values in the method of a layer."""
-    repeat = layer.repeat
-    carried = {arg: layer.carried[j] for arg, j in _carried_nodes(repeat)}
-    # A value that is two arguments in the written round has no single name: both names are reserved instead.
+def _given_names(layer: Layer) -> dict[Node, str]:
+    """Return the names of the values that a layer is given, where each is one argument of the written round."""
+    given = {arg: layer.carried[j] for arg, j in _carried_nodes(layer.repeat)}
     uses = Counter(nodes[1] for nodes in layer.outer)
     outer = {}
     for nodes, name in layer.outer.items():
-        if uses[nodes[1]] == 1 and nodes[1] not in carried:
+        if uses[nodes[1]] == 1 and nodes[1] not in given:
             outer[nodes[1]] = name
-    reserved = {*layer.weights.values(), *layer.outer.values()} - {*outer.values()}
-    return choose_names(list(repeat.operators), carried | outer, repeat.leaving(1), reserved=reserved)
+    return given | outer
+
+
+def _layer_names(layer: Layer) -> dict[Node, str]:
+    """Choose the names of all values in the method of a layer."""
+    repeat, given = layer.repeat, _given_names(layer)
+    # A value that is two arguments in the written round has no single name: both names are reserved instead.
+    reserved = {*layer.weights.values(), *layer.outer.values()} - {*given.values()}
+    return choose_names(list(repeat.operators), given, repeat.leaving(1), reserved=reserved)
 
 
 class _Numbers:
@@ -280,7 +303,7 @@ def _write_call(
         ends = dict.fromkeys([paths[0], paths[-1]])
         writer.add(2, f"# {' and '.join(ends)}")
     results = [names[node] for node in run.finals]
-    writer.add(2, f"{', '.join(results)} = self.{layer.name}({', '.join(passed)})")
+    writer.add(2, f"{', '.join(results)} = {call_text(layer.name, layer.recipe, passed)}")
 
 
 def _write_loop(
@@ -312,7 +335,7 @@ def _write_loop(
         comment = f"{modules[0].path(run.first)} to {modules[-1].path(run.stop - 1)}"
     counter = "i" if any(re.search(r"\bi\b", text) for text in passed) else "_"
     writer.add(2, f"for {counter} in range({bounds}):", comment)
-    writer.add(3, f"{', '.join(results)} = self.{layer.name}({', '.join(passed)})")
+    writer.add(3, f"{', '.join(results)} = {call_text(layer.name, layer.recipe, passed)}")
 
 
 def _outer_texts(
@@ -328,7 +351,7 @@ def _outer_texts(
         if len(text) > MAX_INLINE_CHARS and not is_one:
             listed = _free(f"{name}_of", {*names.values(), *lists})
             lists.add(listed)
-            _write_list(writer, listed, texts)
+            writer.add_list(listed, texts)
             text = f"{listed}[{run.steps.count}]"
         passed.append(text)
     return passed
@@ -338,12 +361,3 @@ def _weights_at(weights: Weights, name: str, number: int | str) -> str:
     """Return `w.transformer.h[3]`; `name` is the layer's argument for it: `w` or `w0`, `b` or `b1`."""
     # Outside of the layer, `w` and `b` are all weights of the stage: `w0` is an item of its `w`.
     return f"{weight_text(name[0], weights.prefix)}[{number}]"
-
-
-def _write_list(writer: Writer, name: str, values: Sequence[str]) -> None:
-    """Write a list of one value per layer, wrapped."""
-    writer.add(2, f"{name} = (")
-    text = ", ".join(values) + ","
-    for line in textwrap.wrap(text, WIDTH - 12, break_long_words=False, break_on_hyphens=False):
-        writer.add(3, line)
-    writer.add(2, ")")

@@ -10,7 +10,7 @@ layer (`repeats.py`), and `Block`s of operators that several stages compute inst
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -21,6 +21,7 @@ from autoptd.codegen.loops import carried_name
 from autoptd.codegen.names import choose_names
 from autoptd.codegen.repeats import Repeat, find_repeats
 from autoptd.codegen.runs import Run, find_runs
+from autoptd.ir.names import layer_of
 from autoptd.ir.notes import note, ops, output, placeholders
 from autoptd.ir.periods import MIN_OPERATORS
 
@@ -46,7 +47,8 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Block:
-    """Operators that all of `stages` compute, contiguous in a stage's body from index `start` on.
+    """Operators that become a method, contiguous in a stage's body from index `start` on: computed by all of `stages`, or
+    with values that backward computes again.
 
     `results` are those that are read outside of the block, on any stage.
     """
@@ -165,6 +167,8 @@ def divide(graph: Graph, crossing: Sequence[Crossing], stages: int) -> list[Part
         part.calls = [run for run in part.runs if rounds[id(run.repeat)] > 1]
         part.add_calls(_own_runs(part))
     _add_blocks(parts)
+    for part in parts:
+        part.add_calls(list(_pieces(part)))
     return parts
 
 
@@ -242,6 +246,20 @@ def _add_blocks(parts: Sequence[Part]) -> None:
                 results = _results(run, homes)
                 for part in homes:
                     part.add_calls([Block(tuple(run), results, part.body.index(run[0]))])
+
+
+def _pieces(part: Part) -> Iterator[Block]:
+    """Yield what is left of layers outside of methods, and has values that backward computes again."""
+    for low, high in part.gaps():
+        pieces: list[list[Node]] = []
+        for node in part.body[low:high]:
+            layer = layer_of(note(node).module)
+            if not pieces or layer_of(note(pieces[-1][0]).module) != layer:
+                pieces.append([])
+            pieces[-1].append(node)
+        for nodes in pieces:
+            if any(note(node).extra.get("dropped") for node in nodes):
+                yield Block(tuple(nodes), _results(nodes, [part]), part.body.index(nodes[0]))
 
 
 def _runs_of(nodes: Sequence[Node], apart: set[Node]) -> list[list[Node]]:

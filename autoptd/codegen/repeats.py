@@ -175,7 +175,17 @@ def _signature(node: Node) -> tuple[str, ...]:
     dtypes = [x.dtype for x in results]
     # Shapes of operands too: the shapes in an emitted comment must be true in every round.
     read = [_shape(arg) for arg in node.all_input_nodes]
-    return str(node.target), str(literals), note(node).axis, str(_shape(node)), str(dtypes), str(read)
+    # A layer that keeps other values is another one.
+    kept = [note(node).extra.get(mark, "") for mark in ("again", "dropped")]
+    return (
+        str(node.target),
+        str(literals),
+        note(node).axis,
+        str(_shape(node)),
+        str(dtypes),
+        str(read),
+        str(kept),
+    )
 
 
 def _shape(node: Node) -> Any:

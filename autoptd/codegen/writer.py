@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import keyword
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch.fx import Node
@@ -62,6 +62,14 @@ class Writer:
             break_long_words=False,
             break_on_hyphens=False,
         )
+
+    def add_list(self, name: str, values: Sequence[str]) -> None:
+        """Add a variable of a method that is a list of values, wrapped."""
+        self.add(2, f"{name} = (")
+        text = ", ".join(values) + ","
+        for line in textwrap.wrap(text, WIDTH - 12, break_long_words=False, break_on_hyphens=False):
+            self.add(3, line)
+        self.add(2, ")")
 
     def bind(self, values: Mapping[str, str]) -> None:
         """Add the first statement of a method: variables and what they stand for."""

@@ -21,7 +21,6 @@ class Missing(NamedTuple):
 NOT_YET = {
     "c": Missing("context parallelism", (1,)),
     "zero": Missing("ZeRO beyond its first stage", (0, 1, None)),
-    "recompute": Missing("activation recomputation", (None, False)),
     "dropout_exact": Missing("fused attention with random numbers of its own", (True,)),
 }
 

@@ -1,4 +1,4 @@
-"""The names that emitted files use for their own purposes: no input, argument or variable may take one.
+"""The names that emitted files use for their own purposes: no input, argument or variable may take one; names of layers.
 
 An argument of the user's may hide any other builtin (`input`); a variable of ours hides none.
 """
@@ -19,3 +19,12 @@ METHODS = frozenset({"at"})
 def free_name(wanted: str) -> str:
     """Return `wanted`, or `wanted_` where a variable must not be called that."""
     return wanted if wanted.isidentifier() and wanted not in RESERVED else f"{wanted}_"
+
+
+def layer_of(path: str) -> str:
+    """Return a module's path up to its first number, else its first name: `transformer.h.3` for all inside that layer."""
+    parts = path.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: i + 1])
+    return parts[0]

@@ -160,7 +160,7 @@ def softmax_here(z: Tensor, real: int, out: Tensor) -> tuple[Tensor, Tensor]:
         torch.amax(share, 1, out=total[at]).reciprocal_()
         empty = maximum[at].isneginf()
         # Columns of -inf only: other ranks may have better ones. To ask first would make a CUDA device wait.
-        if empty.is_cuda or bool(empty.any()):
+        if empty.device.type != "cpu" or bool(empty.any()):
             share.masked_fill_(empty.unsqueeze(1), 0.0)
             total[at].masked_fill_(empty, 0.0)
     out[:, real:] = 0.0

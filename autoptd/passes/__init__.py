@@ -1,4 +1,5 @@
-"""Graph to graph, one file a pass: annotate, communicate, find_fusions, cut, localize, substitute, hook_gemms, mark_owned.
+"""Graph to graph, one file a pass: annotate, communicate, find_fusions, cut, localize, substitute, keep,
+hook_gemms, mark_owned.
 
 What they share lies in folders: `ops` (what is known of an operator), `axes` (which dims run together), `solve` (the types
 over a mesh axis), `stages` (where to cut, and what fits).
@@ -12,6 +13,7 @@ from autoptd.passes.dump import describe
 from autoptd.passes.fusion.chain import Groups
 from autoptd.passes.fusion.fuse import find_fusions, substitute
 from autoptd.passes.hook_gemms import adds_to_gradient, hook_gemms
+from autoptd.passes.keep import keep
 from autoptd.passes.localize import localize
 from autoptd.passes.ops.costs import backward_flops, count_work, flops
 from autoptd.passes.ops.unlisted import register_rule
@@ -42,6 +44,7 @@ __all__ = [
     "find_fusions",
     "flops",
     "hook_gemms",
+    "keep",
     "localize",
     "mark_owned",
     "register_rule",

@@ -26,6 +26,7 @@ from autoptd.ir.fallback import Fallback
 from autoptd.ir.fusion import Fusion
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
+from autoptd.ir.saved import SavedForBackward
 from autoptd.ir.sizes import Sizes
 from autoptd.options import Options
 from autoptd.passes.axes.axes import Axes
@@ -47,6 +48,7 @@ class Findings:
     find_fusions: `groups`: operators that a fused one may stand for
     cut:          `cut`: where the model is cut, why, and what it costs
     substitute:   `fusions`: what was fused and what was not
+    keep:         `kept_bytes`: what every stage keeps of a microbatch from its forward to its backward
     """
 
     axes: Axes = field(init=False)
@@ -55,6 +57,7 @@ class Findings:
     groups: Groups = field(init=False)
     cut: Cut = field(init=False)
     fusions: tuple[Fusion, ...] = field(init=False)
+    kept_bytes: tuple[int, ...] = field(init=False)
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dataclass_fields__:
@@ -77,6 +80,7 @@ class Context:
     - `orders`: the schedule without its transfers.
     - `live`: microbatches in flight on every stage, at the fullest moment of each rank.
     - `makespan`: seconds of a step for seconds per stage (None: the schedule is too long to be simulated often).
+    - `saved_by`: what every operator of a LOCAL graph saves for backward.
     - `like`: a program of the same model; parameters are stored, and layers cut, as in that one.
     """
 
@@ -90,6 +94,7 @@ class Context:
     orders: Orders = field(default_factory=lambda: ONE_STAGE)
     live: Sequence[Sequence[int]] = ()
     makespan: Callable[[Sequence[float]], float] | None = None
+    saved_by: Callable[[Graph], SavedForBackward] = lambda graph: SavedForBackward()
     like: Program | None = None
     found: Findings = field(init=False, default_factory=Findings)
 

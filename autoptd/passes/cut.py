@@ -24,6 +24,7 @@ from torch.fx import Graph, Node
 from autoptd.errors import InternalError, PlanError
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
+from autoptd.ir.names import layer_of
 from autoptd.ir.notes import is_tensor, note, op_name, output
 from autoptd.ir.sizes import Sizes
 from autoptd.passes.context import Context
@@ -31,7 +32,7 @@ from autoptd.passes.ops.costs import flops, local_payload, rank_seconds
 from autoptd.passes.runner import Form, graph_pass
 from autoptd.passes.stages.balance import Cuts, Line, Value, evaluate, least_memory, place
 from autoptd.passes.stages.crossing import is_never_computed_again, place_values
-from autoptd.passes.stages.cut_pins import Places, layer_of
+from autoptd.passes.stages.cut_pins import Places
 from autoptd.passes.stages.memory import count_bytes
 from autoptd.program.costs import Cut
 

@@ -87,7 +87,7 @@ class Candidate:
     def _runtime_options(self) -> dict[str, Any]:
         """Return the keywords of `parallelize` that are not degrees, as far as the runtime has them."""
         found: dict[str, Any] = {"sequence_parallel": bool(self.options["sequence_parallel"])}
-        usual = {"zero": 0, "precision": "fp32"}
+        usual = {"zero": 0, "precision": "fp32", "recompute": "none"}
         for key, value in usual.items():
             asked = self.options.get(key)
             if asked not in (None, value) and not is_missing(key, asked):
@@ -121,7 +121,7 @@ class Candidate:
 def is_missing(keyword: str, value: Any) -> bool:
     """Tell whether the runtime does not have this value of a keyword of `parallelize`."""
     # The planner has names for what `Options` calls None.
-    usual = {"recompute": "none", "precision": "fp32"}
+    usual = {"precision": "fp32"}
     return keyword in NOT_YET and value not in NOT_YET[keyword].neutral and value != usual.get(keyword)
 
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 LOCAL_WORK = ("one rank keeps it", "slice", "zero-pad")
 LOCAL_KINDS = ("none", *LOCAL_WORK)
+# The conversion of a `Collective` that is made once more, in backward, for a value that was not kept.
+AGAIN = "computed again"
 # How often the payload goes around the ring.
 RING_PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
 
@@ -38,7 +40,8 @@ class Call:
     """One collective or send in which `rank` takes part.
 
     `axis` says along which mesh axes or sub-axes the ranks of the group differ: "tp", "dp", "dp x tp", "pp", "tp:(2)4".
-    `phase` is "forward", "backward", or "step" for what comes once a step; `stage` is -1 there. `why` is not compared.
+    `phase` is "forward", "backward", "recompute" (backward makes values again that were not kept), or
+    "step" for what comes once a step; `stage` is -1 there. `why` is not compared.
     """
 
     rank: int
@@ -123,13 +126,14 @@ def expected_calls(
             # An evaluation has no backward, and sums no gradients.
             if kind in LOCAL_KINDS or (direction == "backward" and not training):
                 continue
+            phase = "recompute" if collective.conversion == AGAIN else direction
             call = Call(
                 rank,
                 kind,
                 collective.axis,
                 collective.payload_bytes,
                 collective.group_size,
-                phase=collective.scope if is_once else direction,
+                phase=collective.scope if is_once else phase,
                 stage=-1 if is_once else collective.stage,
                 site=call_site(collective),
                 why=collective.why,

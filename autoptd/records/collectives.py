@@ -22,7 +22,7 @@ from autoptd.ir.placement import AxisConversion
 from autoptd.options import Options
 from autoptd.program.buckets import BucketPlan, plan_buckets
 from autoptd.program.call_order import check_call_order
-from autoptd.program.calls import joint_axis
+from autoptd.program.calls import AGAIN, LOCAL_KINDS, joint_axis
 from autoptd.program.specs import GATHER, Collective, ParamSpec, TransferBuffer
 
 LOSSES = ("cross_entropy", "linear_cross_entropy")
@@ -77,6 +77,9 @@ def _conversion(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Collectiv
         why=record.why,
         pp_ranks=(rank,),
     )
+    if record.extra.get("again") and forward not in LOCAL_KINDS:
+        why = "values that were not kept are computed again"
+        return [call, dataclasses.replace(call, conversion=AGAIN, forward="none", backward=forward, why=why)]
     # Linear layers that read a gathered value keep the shard, and gather it again for the weight's gradient.
     if "uses" not in record.extra:
         return [call]

@@ -300,7 +300,7 @@ class Executor:
                 arrived[spec.name] = message[spec.name].requires_grad_(wants_grad)
         batch = {name: self._microbatches[number][name] for name in self.program.stages[stage].inputs}
         self._stages[stage].drawing = self._drawing(number)
-        results = list(self._stages[stage].forward(**arrived, **batch))
+        results = list(self._stages[stage].run(**arrived, **batch))
         loss = None
         if stage == self.program.loss_stage:
             loss = results.pop()

@@ -230,7 +230,10 @@ def _place(at: str, site: str) -> tuple[str, int, str]:
         action = parse(site)
         name = f"stage {action.stage} to {action.peer}"
     # `at` is "F2.1": ("forward", 2); outside of actions ("step", -1).
-    return *phase_of(at), name
+    phase, stage = phase_of(at)
+    # What backward itself communicates says so: this is a forward line that runs again.
+    is_again = phase == "backward" and not site.endswith(" backward") and not site.startswith("SEND_")
+    return "recompute" if is_again else phase, stage, name
 
 
 def _nbytes(x: Tensor) -> int:

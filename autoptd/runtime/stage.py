@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import linecache
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from autoptd.errors import InternalError
+from autoptd.runtime.again import Activations
 from autoptd.runtime.dropout import Draw, Drawing
 from autoptd.runtime.fused import Fused
 from autoptd.runtime.inductor import compile_layers
@@ -39,6 +40,8 @@ class Stage:
     - `drawing`: the dropout masks of the next forward; None: no dropout.
     - `fused`: the fused operators.
     - `main_grads` and `deferred`: what an emitted `rt.linear` names as its `wgrad`.
+
+    - `activations`: what forwards save for backward, where methods of the stage have recipes.
 
     Of the class, `layers` is the file of the methods that it shares with other stages; `is_compiled`: they are compiled.
     """
@@ -65,6 +68,43 @@ class Stage:
         # Set before the first forward that needs gradients.
         self.main_grads: WeightGradient | None = None
         self.deferred = Deferred()
+        self.activations = Activations(self._repeat)
+        self._recomputes = any(name.endswith(RECIPE) for name in dir(type(self)))
+
+    def run(self, **values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run `forward`; what its methods drop is computed again in backward."""
+        if not self._recomputes or not torch.is_grad_enabled():
+            return self.forward(**values)
+        with self.activations:
+            return self.forward(**values)
+
+    def again(self, method: Callable[..., Any], recipe: Callable[..., Any], *args: Any) -> Any:
+        """Call `method`; `recipe` computes again, in backward, what that drops."""
+        if not self.activations.is_on:
+            return method(*args)
+        return self.activations.call(method, recipe, args, self.drawing)
+
+    def dropped(self, x: Any) -> Any:
+        """Return x, a tensor or several, which is not kept for backward: a recipe computes it again."""
+        if self.activations.is_on:
+            for each in (x,) if isinstance(x, torch.Tensor) else x:
+                self.activations.drop(each)
+        return x
+
+    def kept(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x, which is kept for the recipe of the running method."""
+        if self.activations.is_on:
+            self.activations.keep(x)
+        return x
+
+    @torch.no_grad()
+    def _repeat(self, recipe: Callable[..., Any], args: Sequence[Any], drawing: Drawing | None) -> Any:
+        """Run a recipe with the masks of its own microbatch: another one's forward may have been the last to run."""
+        current, self.drawing = self.drawing, drawing
+        try:
+            return recipe(*args)
+        finally:
+            self.drawing = current
 
     def draw(self, site: int) -> Draw | None:
         """Return the masks of one dropout of the model, by the number of its call; None: no dropout."""
@@ -84,8 +124,8 @@ class Stage:
         raise NotImplementedError
 
 
-# The file of the methods that several stages call.
-LAYERS = "layers.py"
+# The file of the methods that several stages call; the end of a recipe's name.
+LAYERS, RECIPE = "layers.py", "_again"
 Methods = Mapping[str, Callable[..., Any]]
 
 

@@ -106,7 +106,7 @@ def _run(stage: type[Stage], program: Program, index: int, world: World) -> Chec
     if this.counts:
         # Those of this microbatch alone, where the executor sums over all of them.
         this.totals = tuple(float(count) for count in this.count(**inputs))
-    results = this.forward(**arriving, **inputs)
+    results = this.run(**arriving, **inputs)
     names = list(spec.outputs)
     if index == program.loss_stage:
         names.append("loss")

@@ -32,6 +32,7 @@ from autoptd.errors import InternalError
 from autoptd.ir.actions import phase_of
 from autoptd.program.program import Program
 from autoptd.program.specs import Line
+from autoptd.runtime.stage import RECIPE
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,11 @@ class Counting(TorchDispatchMode):
         self._files, self._at = set(files), at
         self._line_of_node: dict[int, Place] = {}
         self._is_paused = False
+        # Whether the operator that runs is one of a recipe (`again.py`), in programs that have some.
+        self._is_again = False
+        self._has_recipes = any(
+            f"{RECIPE}(" in text for program in files.values() for text in program.sources.values()
+        )
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -92,6 +98,8 @@ class Counting(TorchDispatchMode):
 
     def _count(self, func: Any, args: Any, out: Any, place: Place | None) -> None:
         when = phase_of(self._at())
+        if place is not None and when[0] == "backward" and self._is_again:
+            when = ("recompute", when[1])
         flops = count_flops(func, args, out)
         if flops is not None:
             self.counts[when, place, "flops"] += flops
@@ -105,17 +113,21 @@ class Counting(TorchDispatchMode):
     def _place(self) -> Place | None:
         """Return the emitted line that runs, or that made the autograd node that runs."""
         number = autograd_node_number()
-        if number is not None:
+        # In backward, the lines of a recipe run within the node that needs their values.
+        self._is_again = number is not None and self._has_recipes
+        if number is not None and not self._is_again:
             return self._line_of_node.get(number)
         # In forward: the innermost emitted line on the stack. Autograd made the node of this operator before dispatching it.
         frame = sys._getframe(2)
         while frame is not None:
             if frame.f_code.co_filename in self._files:
                 place = (frame.f_code.co_filename, frame.f_lineno)
-                self._line_of_node.setdefault(last_node_number(), place)
+                if number is None:
+                    self._line_of_node.setdefault(last_node_number(), place)
                 return place
             frame = frame.f_back  # type: ignore[assignment]
-        return None
+        self._is_again = False
+        return None if number is None else self._line_of_node.get(number)
 
 
 def sum_work(rank: int, runs: Iterable[Counting]) -> list[Work]:
@@ -139,7 +151,7 @@ def sum_work(rank: int, runs: Iterable[Counting]) -> list[Work]:
     return sorted(works, key=order)
 
 
-PHASES = ("forward", "backward", "step")
+PHASES = ("forward", "backward", "recompute", "step")
 
 
 def _moves_nothing(func: Any) -> bool:

@@ -35,12 +35,13 @@ HOOKS = {"async_tensor_model_parallel_allreduce": True, "accumulate_allreduce_gr
 # As Megatron splits it: vocabulary in shards, f and g around the MLP.
 SHARD = [{"pattern": "embed.weight", "dim": 0, "axis": "tp"}]
 # Name -> layers, keywords. `one_block` has every pass do something; `deep` has first, middle and last stages with layers
-# that repeat; `alone` is one rank.
+# that repeat; `again` layers of which half are computed again; `alone` is one rank.
 PROGRAMS: dict[str, tuple[int, dict[str, Any]]] = {
     "one_block": (
         1,
-        {"t": 2, "p": 2, "num_microbatches": 2, "fuse": "eager", "plan": {"shard": SHARD}, **HOOKS},
+        {"t": 2, "p": 2, "num_microbatches": 2, "recompute": "full", "plan": {"shard": SHARD}, **HOOKS},
     ),
+    "again": (6, {"t": 2, "p": 2, "num_microbatches": 2, "recompute": "full:1/2"}),
     "deep": (6, {"t": 2, "p": 3, "num_microbatches": 2, "plan": {"cut": [2, 2, 2]}}),
     "alone": (1, {}),
 }
@@ -79,7 +80,8 @@ def calls(graph: Graph) -> tuple[str, ...]:
     lines = []
     for node in ops(graph):
         given = [*map(str, node.args), *(f"{name}={value}" for name, value in node.kwargs.items())]
-        mark = "  # owned" if note(node).extra.get("owned") else ""
+        marks = [name for name in ("owned", "again", "dropped") if note(node).extra.get(name)]
+        mark = f"  # {', '.join(marks)}" if marks else ""
         lines.append(f"{node} = {op_name(node)}({', '.join(given)}){mark}")
     return tuple(lines)
 

@@ -58,6 +58,7 @@ AXES: dict[str, tuple[Any, ...]] = {  # of each the simplest first
         "bf16-mixed",
     ),  # in float64, as everything here: storage apart from what stages use
     "zero": (0, 1),
+    "recompute": (None, "full", "selective", "full:1/2", ("*",)),
 }
 OWN = ("model", "dropout", "reload", "evaluate")  # what is no keyword
 BOUND = (  # which axes decide together what goes; of two groups, all that goes in each (test_covering.py)
@@ -82,6 +83,7 @@ OUTSIDE = {  # fields of Options that are not varied
     "fuse_only": "a part of fuse: parity/test_fusion.py",
     "reduce_dtype": "changes nothing in float64: parity/test_zero.py",
     "dp_shard": "wants 4 replicas: parity/test_zero.py",
+    "recompute_num_layers": "with recompute='full': parity/test_recompute.py",
     "memory": "what is chosen, not how it runs: test_fit.py",
     "memory_price": "likewise",
     "machine": "likewise; conftest.py has the one of the tests",

@@ -1,45 +1,84 @@
-"""Count what a rank keeps of one microbatch between its forward and its backward: used by tests and a benchmark."""
+"""What a rank keeps of one microbatch between its forward and its backward: used by tests and a benchmark.
+
+Counted are the storages that autograd saves, that recipes read and that gathers keep, each once, without parameters, buffers
+and the batch.
+"""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 from unittest import mock
 
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 import autoptd
+from autoptd.runtime.again import Saved
 from autoptd.runtime.regather import Regather
+from autoptd.runtime.stage import Stage
 
 
 def kept_bytes(model: nn.Module, call: tuple[Tensor, ...], t: int, **keywords: Any) -> int:
-    """Bytes of activations that autograd and the GEMMs of rank 0 keep between forward and backward of one microbatch."""
+    """Bytes of activations that rank 0 keeps of one microbatch."""
     pm = autoptd.parallelize(model, t, num_microbatches=1, backend="local", example_inputs=call, **keywords)
-    kept: dict[int, int] = {}
-    weights = {x.untyped_storage().data_ptr() for x in pm._ranks.here[0].params.leaves.values()}  # type: ignore[union-attr]
-    make = Regather.__init__
-
-    def pack(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in weights and x.is_floating_point():
-            kept[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    def note_shard(self: Regather, shard: Tensor, *args: Any) -> None:
-        make(self, shard, *args)
-        if threading.current_thread().name == "rank 0":
-            pack(shard)
-
-    stage = pm._ranks.here[0].executor._stages[0]  # type: ignore[union-attr]
-    right = stage.forward
-
-    def forward(**values: Tensor) -> tuple[Tensor, ...]:
-        with saved_tensors_hooks(pack, lambda x: x):
-            return right(**values)
-
-    stage.forward = forward
-    with mock.patch.object(Regather, "__init__", note_shard):
-        pm.step(*call)
+    kept = kept_by_stage(pm, call)
     pm.close()
     return sum(kept.values())
+
+
+def kept_by_stage(pm: autoptd.ParallelModel, call: tuple[Tensor, ...]) -> dict[int, int]:
+    """Bytes that the forward of the last microbatch leaves for backward on rank 0, of each of its stages."""
+    rank = pm._ranks.here[0]  # type: ignore[union-attr]
+    found: dict[int, int] = {}
+    with mock.patch.object(Regather, "__init__", _noting_shard()):
+        for number, stage in rank.executor._stages.items():
+            own = [*rank.params.weights_of_stage(number).values(), *rank.executor.buffers.values()]
+            _watch(stage, number, own, found)
+        pm.step(*call)
+    return found
+
+
+# By thread: the shards that gathers of the running forward keep.
+SHARDS: dict[str, list[Tensor]] = {}
+
+
+def _noting_shard() -> Any:
+    make = Regather.__init__
+
+    def noting(self: Regather, shard: Tensor, *args: Any) -> None:
+        make(self, shard, *args)
+        SHARDS.setdefault(threading.current_thread().name, []).append(shard.detach())
+
+    return noting
+
+
+def _watch(stage: Stage, number: int, own: list[Tensor], found: dict[int, int]) -> None:
+    """Have `found` filled by every forward of a stage; `own` are its parameters and buffers."""
+    stage._recomputes = True  # so that all is filed
+    activations, run = stage.activations, stage.run
+    save = activations.save
+    filed: list[weakref.ref[Saved]] = []
+
+    def noted(x: Tensor) -> Saved:
+        saved = save(x)
+        filed.append(weakref.ref(saved))
+        return saved
+
+    def watched(**values: Tensor) -> tuple[Tensor, ...]:
+        filed.clear()
+        shards = SHARDS[threading.current_thread().name] = []
+        results = run(**values)
+        batch = [x for x in values.values() if not x.requires_grad]
+        foreign = {x.untyped_storage()._cdata for x in (*own, *batch)}
+        held = [x for x in values.values() if x.requires_grad] + shards
+        for reference in filed:
+            saved = reference()
+            if saved is not None and saved._tensor is not None:
+                held.append(saved._tensor)
+        sizes = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in held}
+        found[number] = sum(nbytes for which, nbytes in sizes.items() if which not in foreign)
+        return results
+
+    stage.activations.save = noted  # type: ignore[method-assign]
+    stage.run = watched  # type: ignore[method-assign]

@@ -52,7 +52,9 @@ def test_every_value_of_a_field_is_known(name: str) -> None:
         default = {field.name: field.default for field in dataclasses.fields(Options)}[name]
         assert (declared(name) | {default}) - {None} <= known <= declared(name) | {default}
     else:
-        assert name == "order" or (name in ("t", "p", "d", "v", "num_microbatches") and min(known) >= 1)
+        assert name in ("order", "recompute") or (
+            name in ("t", "p", "d", "v", "num_microbatches") and min(known) >= 1
+        )
 
 
 @pytest.mark.parametrize("strength", [2, 3])

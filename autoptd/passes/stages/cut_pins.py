@@ -20,6 +20,7 @@ from itertools import accumulate, pairwise
 from torch.fx import Node
 
 from autoptd.errors import PlanError
+from autoptd.ir.names import layer_of
 from autoptd.ir.notes import is_tensor, note, op_name
 from autoptd.ir.plan import nearest
 
@@ -166,15 +167,6 @@ class Places:
             if not is_tensor(node) and last_read > position:
                 fact = f"{name} ends between {_label(node)} and the pieces that are taken of it, which cannot be sent"
                 raise PlanError(SITE, fact, f"{self.name(last_read)}, or another place")
-
-
-def layer_of(path: str) -> str:
-    """Return a module's path up to its first number, else its first name: `transformer.h.3` for all inside that layer."""
-    parts = path.split(".")
-    for i, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: i + 1])
-    return parts[0]
 
 
 def _label(node: Node) -> str:

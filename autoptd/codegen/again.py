@@ -1,0 +1,155 @@
+"""Write the recipe of a method: what computes again, in backward, the values that the method does not keep.
+
+In: the operators of a method, marked by `passes/keep.py`: `extra["again"]`, computed again; `extra["dropped"]`, not kept.
+Out: the calls around values in the method, and a second method with the operators that are computed again:
+
+    gelu = self.dropped(F.gelu(self.kept(c_fc)))
+
+    def layer_again(self, c_fc):
+        gelu = F.gelu(c_fc)
+        return (gelu,)
+
+Its arguments are those of the method that it needs, by their names, then the values that the method keeps for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+from torch.fx import Node
+
+from autoptd.codegen.body import write_body
+from autoptd.codegen.comments import conversion_work
+from autoptd.codegen.expressions import bound_axes
+from autoptd.codegen.names import choose_names
+from autoptd.codegen.writer import Writer
+from autoptd.ir import markers
+from autoptd.ir.mesh import Mesh
+from autoptd.ir.names import RESERVED
+from autoptd.ir.notes import note
+
+Listed = TypeVar("Listed")
+# (names of values in the recipe) -> how to express operator i of the method in it.
+Express = Callable[[dict[Node, str]], Callable[[int, Node], str]]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The operators of a method `name`, some of which are computed again."""
+
+    name: str
+    body: tuple[Node, ...]
+
+    @cached_property
+    def operators(self) -> list[Node]:
+        return [node for node in self.body if note(node).extra.get("again")]
+
+    @property
+    def dropped(self) -> list[Node]:
+        """What the recipe returns, in the order in which the method drops it."""
+        return [node for node in self.body if note(node).extra.get("dropped")]
+
+    @cached_property
+    def kept(self) -> list[Node]:
+        """What the recipe reads of the method's other operators."""
+        read = {arg for node in self.operators for arg in node.all_input_nodes}
+        return [node for node in self.body if node in read and not note(node).extra.get("again")]
+
+    def wrapped(self, node: Node, text: str) -> str:
+        """Return the expression of a value of the method, as it is kept or dropped."""
+        if note(node).extra.get("dropped"):
+            return f"self.dropped({text})"
+        return f"self.kept({text})" if node in self.kept else text
+
+    def call(self, passed: Sequence[str]) -> str:
+        """Return the call of the method."""
+        return f"self.again({', '.join([f'self.{self.name}', f'self.{self.name}_again', *passed])})"
+
+
+def recipe_of(name: str, body: Sequence[Node]) -> Recipe | None:
+    """Return the recipe of a method; None where it keeps everything."""
+    recipe = Recipe(name, tuple(body))
+    return recipe if recipe.dropped else None
+
+
+def call_text(name: str, recipe: Recipe | None, passed: Sequence[str]) -> str:
+    """Return the call of a method, through its recipe where it has one."""
+    return recipe.call(passed) if recipe is not None else f"self.{name}({', '.join(passed)})"
+
+
+def write_recipe(
+    writer: Writer,
+    recipe: Recipe,
+    mesh: Mesh,
+    arguments: Sequence[str],
+    given: dict[Node, str],
+    names: dict[Node, str],
+    express: Express,
+    layers: dict[str, str] | None = None,
+    lists: Mapping[str, Sequence[str]] | None = None,
+    bound: Mapping[str, str] | None = None,
+) -> None:
+    """Write the recipe behind its method.
+
+    `arguments` are the method's; `given` the values among them; `names` those of all values in the method; `lists` and
+    `bound` the variables that it begins with.
+    """
+    taken = {*arguments, *RESERVED}
+    kept: dict[Node, str] = {}
+    for node in recipe.kept:
+        kept[node] = _free(names[node], taken | {*kept.values()})
+    known = given | kept
+    computed, same = _computing(recipe.operators, known)
+    own = choose_names(computed, known, recipe.dropped, reserved=taken - {*known.values()})
+    own |= {node: own[source] for node, source in same.items()}
+    position = {node: i for i, node in enumerate(recipe.body)}
+    expression = express(own)
+    body = Writer()
+    write_body(body, computed, own, mesh, lambda i, node: expression(position[node], node), layers)
+    results = ", ".join(own[node] for node in recipe.dropped)
+    body.add(2, f"return ({results},)" if len(recipe.dropped) == 1 else f"return {results}")
+    # Words of comments are no names.
+    text = "\n".join(line.partition("#")[0] for line in body.lines)
+    needed = [name for name in arguments if re.search(rf"\b{name}\b", text)]
+    writer.add(1, f"def {recipe.name}_again({', '.join(['self', *needed, *kept.values()])}):")
+    writer.add(2, f'"""What backward needs of `{recipe.name}` and was not kept."""')
+    axes = bound_axes(computed)
+    writer.bind(axes | _needed(bound or {}, text))
+    for name, values in _needed(lists or {}, text).items():
+        writer.add_list(name, values)
+    writer.gap()
+    writer.extend(body)
+    writer.gap()
+
+
+def _computing(operators: Sequence[Node], known: Mapping[Node, str]) -> tuple[list[Node], dict[Node, Node]]:
+    """Divide operators into those that compute, and conversions that do nothing in forward, with what they read."""
+    computing: list[Node] = []
+    same: dict[Node, Node] = {}
+    for node in operators:
+        source = node.args[0] if node.target is markers.convert else None
+        is_idle = (
+            source is not None and conversion_work(node)[0] == "none" and not note(node).extra.get("dropped")
+        )
+        if is_idle and (source in known or source in same or source in computing):
+            same[node] = same.get(source, source)  # type: ignore[arg-type]
+        else:
+            computing.append(node)
+    return computing, same
+
+
+def _needed(values: Mapping[str, Listed], text: str) -> dict[str, Listed]:
+    """Select the variables that a text names."""
+    return {name: what for name, what in values.items() if re.search(rf"\b{name}\b", text)}
+
+
+def _free(wanted: str, taken: Collection[str]) -> str:
+    name, count = wanted, 1
+    while name in taken:
+        count += 1
+        name = f"{wanted}_{count}"
+    return name

@@ -1,0 +1,57 @@
+"""What the keyword `recompute` asks for: which values saved for backward are dropped, and computed again there.
+
+In: "full", "full:1/2", "selective", or globs of modules. Out: the same, checked.
+
+    check_recompute("full:1/2", 1, "eager")
+    full_share("full:1/2")      # Fraction(1, 2)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from autoptd.errors import PlanError
+
+Recompute = str | list[str] | None
+
+
+def check_recompute(asked: str | Sequence[str] | None, num_layers: int, fuse: Any) -> Recompute:
+    """Return what is asked for as a plan has it; PlanError for what there is not, or does not go together.
+
+    `num_layers` share one kept input; `fuse` is the backend of fused operators.
+    """
+    site = f"recompute={asked!r}"
+    if asked is None or asked is False:
+        asked = None
+    elif isinstance(asked, str):
+        if asked != "selective" and full_share(asked) is None:
+            remedy = "'full', 'selective', 'full:1/2', or a list of globs of modules: ['*.mlp']"
+            raise PlanError(site, "no such choice", remedy)
+    elif not isinstance(asked, Sequence) or not asked or not all(isinstance(glob, str) for glob in asked):
+        raise PlanError(
+            site,
+            "names nothing to compute again",
+            "'full', 'selective', 'full:1/2', or a list of globs: ['*.mlp']",
+        )
+    if asked is not None and fuse == "inductor":
+        fact = "what torch's compiler saves within a layer is its own"
+        raise PlanError(site, fact, "fuse='triton' or 'eager', or leave recompute out")
+    if num_layers > 1 and asked != "full":
+        fact = f"layers share a kept input with recompute='full' only, not {asked!r}"
+        raise PlanError(f"recompute_num_layers={num_layers}", fact, "leave it out")
+    return asked if isinstance(asked, str) or asked is None else list(asked)
+
+
+def full_share(asked: Any) -> Fraction | None:
+    """Return the share of layers that are computed again in full: 1 of "full", 1/2 of "full:1/2"; None of all else."""
+    found = re.fullmatch(r"full(?::(\d+)/(\d+))?", asked) if isinstance(asked, str) else None
+    if found is None:
+        return None
+    above, below = int(found[1] or 1), int(found[2] or 1)
+    return Fraction(above, below) if 0 < above <= below else None
+
+
+__all__ = ["Recompute", "check_recompute", "full_share"]

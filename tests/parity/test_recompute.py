@@ -1,0 +1,294 @@
+"""Recomputation: the same bits, the bytes that were promised, and no more arithmetic than backward needs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoptd
+from autoptd.errors import PlanError
+from autoptd.program.calls import expected_calls
+from autoptd.runtime import again
+from autoptd.runtime.stage import Stage
+from examples.gpt import GPT, GPTConfig
+from tests.parity.kept import kept_by_stage
+from tests.thin import thinned
+
+VOCAB, LENGTH, WIDTH = 32, 8, 16
+Found = dict[str, Tensor]
+MODES: tuple[Any, ...] = ("full", "selective", "full:1/2", ("*.mlp", "*.ln_1"), ("*",))
+
+
+def gpt(layers: int = 4, dropout: float = 0.0, width: int = WIDTH, length: int = LENGTH) -> GPT:
+    torch.manual_seed(0)
+    config = GPTConfig(
+        vocab_size=VOCAB, block_size=length, n_layer=layers, n_head=4, n_embd=width, dropout=dropout
+    )
+    return GPT(config)
+
+
+def batch(rows: int = 8, length: int = LENGTH) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    ids, targets = torch.randint(VOCAB, (2, rows, length))
+    return ids, targets
+
+
+def trained(model: nn.Module, steps: int = 2, **keywords: Any) -> Found:
+    """Losses, gradients and parameters of some steps."""
+    call = batch()
+    pm = autoptd.parallelize(model, backend="local", timeout=60, example_inputs=call, **keywords)
+    found: Found = {}
+    try:
+        optimizer = pm.optimizer(torch.optim.AdamW, lr=1e-2)
+        for step in range(steps):
+            found[f"loss {step}"] = pm.step(*call)
+            found |= {f"{name} gradient {step}": x for name, x in pm.gradients().items()}
+            optimizer.step()
+            optimizer.zero_grad()
+        return found | pm.state_dict()
+    finally:
+        pm.close()
+
+
+def differing(one: Found, other: Found) -> list[str]:
+    assert one.keys() == other.keys() and len(one) > 20
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"t": 2, "num_microbatches": 2},
+    {"t": 2, "p": 2, "num_microbatches": 4, "sequence_parallel": True},
+    {"t": 2, "fuse": False, "num_microbatches": 2},
+    {"p": 3, "schedule": "zb_h1", "num_microbatches": 4},
+    {"t": 2, "p": 2, "v": 2, "schedule": "zbv", "num_microbatches": 4, "sequence_parallel": True},
+    {
+        **{"t": 2, "p": 2, "d": 2, "v": 2, "zero": 1, "num_microbatches": 2},
+        "async_tensor_model_parallel_allreduce": True,
+        "accumulate_allreduce_grads_in_fp32": True,
+    },
+    {"p": 2, "delay_wgrad_compute": "before_reduce", "num_microbatches": 2},
+    {"t": 2, "p": 2, "precision": "bf16-mixed", "num_microbatches": 2},
+    {"t": 2, "p": 2, "precision": "bf16", "sequence_parallel": True, "num_microbatches": 2},
+    {"p": 2, "plan": {"cut": ["transformer.h.1.attn"]}, "num_microbatches": 2},  # within a layer
+)
+
+
+@cache
+def kept_whole(number: int, dropout: float) -> Found:
+    return trained(gpt(dropout=dropout), **SETTINGS[number])
+
+
+CASES = [(number, mode, rate) for number in range(len(SETTINGS)) for mode in MODES for rate in (0.0, 0.2)]
+
+
+@pytest.mark.parametrize(("number", "mode", "dropout"), thinned(CASES, map(str, CASES), every=3))
+def test_the_same_bits(number: int, mode: Any, dropout: float) -> None:
+    found = trained(gpt(dropout=dropout), recompute=mode, **SETTINGS[number])
+    assert differing(found, kept_whole(number, dropout)) == []
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_layers_that_share_a_kept_input(layers: int) -> None:
+    found = trained(gpt(dropout=0.2), recompute="full", recompute_num_layers=layers, **SETTINGS[1])
+    assert differing(found, kept_whole(1, 0.2)) == []
+
+
+def test_a_layer_that_does_not_repeat() -> None:
+    """It becomes a method of its own."""
+    model = gpt(layers=1, dropout=0.2)
+    found = trained(model, t=2, num_microbatches=2, recompute="full")
+    assert differing(found, trained(model, t=2, num_microbatches=2)) == []
+    program = autoptd.compile(model, t=2, recompute="full", example_inputs=batch())
+    assert "def h_0_again(self, x" in program.sources["stage_0.py"]
+
+
+def test_the_same_bits_in_16_bits() -> None:
+    models = [gpt(dropout=0.2).to(torch.bfloat16) for _ in range(2)]
+    found = [trained(model, t=2, recompute=mode) for model, mode in zip(models, (None, "full"), strict=True)]
+    assert differing(*found) == []
+
+
+@pytest.mark.parametrize("mode", [None, *MODES])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"fuse": False},
+        {"t": 2},
+        {"t": 2, "sequence_parallel": True},
+        {"p": 2},
+        {"p": 2, "schedule": "zb_h1"},
+    ],
+    ids=str,
+)
+def test_kept_bytes_are_those_that_were_told(asked: dict[str, Any], mode: Any) -> None:
+    call = batch(rows=4, length=64)
+    model = gpt(layers=3, dropout=0.2, width=64, length=64)
+    pm = autoptd.parallelize(
+        model, num_microbatches=1, backend="local", recompute=mode, example_inputs=call, **asked
+    )
+    told = pm.program.costs.cut.saved_bytes
+    found = kept_by_stage(pm, call)
+    pm.close()
+    assert found == {stage: told[stage] for stage in found} and min(found.values()) > 0
+
+
+def test_what_is_computed_again_is_what_backward_needs() -> None:
+    """All of a layer are 24 b s h^2 + 4 b s^2 h (Korthikanti et al. 2022, section 5); the last product is not needed."""
+    b, s, h, layers = 4, 64, 64, 3
+    call = batch(rows=b, length=s)
+    for tokens, collectives in (
+        (False, {"all-reduce": layers}),
+        (True, {"all-gather": 2, "reduce-scatter": 1}),
+    ):
+        model = gpt(layers=layers, width=h, length=s)
+        asked = {"t": 2, "num_microbatches": 1, "recompute": "full", "sequence_parallel": tokens}
+        # With a latency, values of this size would stay whole.
+        machine = autoptd.ir.machine.Machine(latency=1e-9)
+        pm = autoptd.parallelize(model, backend="local", machine=machine, example_inputs=call, **asked)
+        with pm.record() as record:
+            pm.step(*call)
+        calls = Counter(record.of(0))
+        assert calls == expected_calls(pm.program, 0)
+        again_calls = Counter(call.kind for call in calls.elements() if call.phase == "recompute")
+        times = 1 if not tokens else layers
+        assert again_calls == {kind: times * count for kind, count in collectives.items()}
+        flops = Counter[str]()
+        for work in record.flops:
+            if work.rank == 0:
+                flops[work.phase] += work.flops
+        pm.close()
+        assert flops["recompute"] * 2 == layers * (16 * b * s * h * h + 4 * b * s * s * h)
+
+
+def test_evaluation_keeps_nothing() -> None:
+    call = batch()
+    pm = autoptd.parallelize(gpt(dropout=0.2), p=2, recompute="full", backend="local", example_inputs=call)
+    losses = [pm.eval_step(*call)]
+    pm.step(*call)
+    losses.append(pm.eval_step(*call))
+    assert torch.equal(*losses)
+    pm.close()
+
+
+def test_what_was_dropped_is_let_go_with_its_last_reader() -> None:
+    """Nothing of a step is left when it is over, also where a stage is not run again."""
+    call = batch()
+    pm = autoptd.parallelize(gpt(dropout=0.2), recompute="full", backend="local", example_inputs=call)
+    alive: list[Any] = []
+    make = again.Dropped.fill
+    refs: list[again.StorageWeakRef] = []
+
+    def fill(self: again.Dropped, x: Tensor) -> None:
+        refs.append(again.StorageWeakRef(x.untyped_storage()))
+        alive.append(sum(not ref.expired() for ref in refs))
+        make(self, x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(again.Dropped, "fill", fill)
+        pm.step(*call)
+    pm.close()
+    of_layer = len(refs) // (4 * pm.program.num_microbatches)
+    assert max(alive) <= 2 * of_layer and all(ref.expired() for ref in refs)
+
+
+# Faults, each of which must show.
+
+
+def current_masks(patch: pytest.MonkeyPatch) -> None:
+    """The recipe draws the masks of the microbatch that ran last."""
+    patch.setattr(Stage, "_repeat", lambda self, recipe, args, drawing: torch.no_grad()(recipe)(*args))
+
+
+def other_order(patch: pytest.MonkeyPatch) -> None:
+    """Two dropped values are exchanged."""
+    repeat = Stage._repeat
+
+    def swapped(self: Stage, recipe: Callable[..., Any], args: Any, drawing: Any) -> Any:
+        values = list(repeat(self, recipe, args, drawing))
+        shapes = [x.shape for x in values]
+        i, j = next((i, j) for i in range(len(values)) for j in range(i) if shapes[i] == shapes[j])
+        values[i], values[j] = values[j], values[i]
+        return tuple(values)
+
+    patch.setattr(Stage, "_repeat", swapped)
+
+
+def by_address(patch: pytest.MonkeyPatch) -> None:
+    """Storages are known by their addresses, which are given out again."""
+    patch.setattr(again, "StorageWeakRef", lambda storage: storage.data_ptr())
+
+
+def last_inputs(patch: pytest.MonkeyPatch) -> None:
+    """A recipe reads what the microbatch after its own had."""
+    last: dict[str, list[Any]] = {}
+    make = again.Call.__init__
+    run = again.Call.run
+
+    def noted(self: again.Call, *args: Any) -> None:
+        make(self, *args)
+        last[self.name] = list(self._args or ())
+
+    def wrong(self: again.Call) -> None:
+        self._args = last[self.name]
+        run(self)
+
+    patch.setattr(again.Call, "__init__", noted)
+    patch.setattr(again.Call, "run", wrong)
+
+
+@pytest.mark.parametrize("plant", [current_masks, other_order, by_address, last_inputs])
+def test_faults_show(plant: Callable[[pytest.MonkeyPatch], None]) -> None:
+    asked: dict[str, Any] = {"p": 2, "num_microbatches": 4}
+    right = trained(gpt(dropout=0.2), **asked)
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        try:
+            wrong = trained(gpt(dropout=0.2), recompute="full", **asked)
+        except autoptd.RuntimeFault:
+            return
+    assert differing(right, wrong)
+
+
+def test_a_weight_gradient_of_another_microbatch_shows() -> None:
+    """Of zero-bubble schedules: a GEMM input that B made again is held until its W."""
+    asked: dict[str, Any] = {"p": 2, "num_microbatches": 4, "schedule": "zb_h1"}
+    right = trained(gpt(), recompute="full", **asked)
+    with pytest.MonkeyPatch.context() as patch:
+        held: list[Any] = []
+        take = again.Saved.take
+
+        def older(self: again.Saved) -> Tensor:
+            x = take(self)
+            held.append(x)
+            same = [y for y in held[:-1] if y.shape == x.shape]
+            return same[0] if same else x
+
+        patch.setattr(again.Saved, "take", older)
+        try:
+            wrong = trained(gpt(), recompute="full", **asked)
+        except autoptd.RuntimeFault:
+            return
+    assert differing(right, wrong)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"recompute": "some"}, "no such choice"),
+        ({"recompute": "full:3/2"}, "no such choice"),
+        ({"recompute": True}, "names nothing"),
+        ({"recompute": []}, "names nothing"),
+        ({"recompute": "full", "fuse": "inductor"}, "torch's compiler"),
+        ({"recompute": "selective", "recompute_num_layers": 2}, "recompute='full' only"),
+    ],
+)
+def test_bad_requests(asked: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        autoptd.compile(gpt(), example_inputs=batch(), **asked)
