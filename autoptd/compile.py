@@ -168,7 +168,7 @@ def _compile(
         plan=plan_record(options, batch, found.cut, params, found.fallbacks, weighed),
         costs=replace(
             passes.count_work(graph, options.mesh, of_one_device, of_a_rank),
-            cut=replace(found.cut, saved_bytes=found.kept_bytes),
+            cut=found.cut.with_saved(found.kept_bytes, ctx.live, ctx.ranks),
         ),
         buffers={name: value.detach() for name, value in captured.buffers.items()},
         looked_at=ctx.buffers.looked_at(),

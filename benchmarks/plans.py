@@ -166,7 +166,8 @@ def row(name: str, tokens: int, choice: bool | str) -> Row:
     machine, t = find_machine(MACHINE), model.t
     layers = [list(calls_of_layer(program, f"{model.layers}.{i}")) for i in range(LAYERS)]
     held = sum(math.prod(one.local_shape(program.mesh)) for one in program.params)
-    weight = passes.weigh(program.graphs["CONNECTED"], Sizes(program.mesh, 1, 1, 1), machine)
+    kept = sum(program.costs.cut.saved_bytes)
+    weight = passes.weigh(program.graphs["CONNECTED"], Sizes(program.mesh, 1, 1, 1), machine, kept)
 
     def told(calls: list[tuple[str, str, int]]) -> Row:
         found: Row = {}

@@ -108,7 +108,7 @@ class _Chooser:
         sizes, machine = ctx.sizes, ctx.machine
         self.sizes, self.backbone = sizes, backbone
         self.points = _find_points(backbone, sizes.mesh)
-        held = count_bytes(graph, backbone, sizes, ctx.options)
+        held = count_bytes(graph, backbone, ctx)
         work = [rank_seconds(node, sizes.mesh, machine) / _trace_factor(node, sizes) for node in backbone]
         self.line = Line(
             work,

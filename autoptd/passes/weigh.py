@@ -3,7 +3,7 @@
 In: a CONNECTED graph. Out: `Weight` (program/weighed.py), of one microbatch and one tensor rank, forward and backward; the
 memory of parameters does not include gradients and optimizer state. `weigh_known` compares a plan with the well-known ones.
 
-    weigh(graph, Sizes(Mesh(t=8), traced_rows=2, rows=1, pieces=8), machine).sent_bytes
+    weigh(graph, Sizes(Mesh(t=8), traced_rows=2, rows=1, pieces=8), machine, saved_bytes).sent_bytes
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from autoptd.passes.context import Context
 from autoptd.passes.hook_gemms import gather_again
 from autoptd.passes.ops.costs import collective_seconds, converted_bytes, flops, local_payload, rank_seconds
 from autoptd.passes.runner import Pass, Record, run_passes
-from autoptd.passes.stages.memory import read_from_outside, saved_bytes
+from autoptd.passes.stages.memory import read_from_outside
+from autoptd.passes.stages.preview import kept_bytes
 from autoptd.program.calls import LOCAL_KINDS, wire_bytes
 from autoptd.program.weighed import Weight, weighed_record
 
@@ -42,7 +43,7 @@ def weigh_known(
     options, machine = ctx.options, ctx.options.rank_machine
     if ctx.mesh.value_ranks == 1 or options.sequence_parallel != "auto":
         return None
-    weights, missing = {"auto": weigh(connected, ctx.sizes, machine)}, {}
+    weights, missing = {"auto": weigh(connected, ctx.sizes, machine, kept_bytes(connected, ctx))}, {}
     for sequence_parallel in (True, False):
         # Without the user's pins: Megatron's plan has none.
         known = replace(ctx, options=replace(options, sequence_parallel=sequence_parallel, plan=Plan()))
@@ -52,12 +53,12 @@ def weigh_known(
         except PlanError as error:
             missing[str(sequence_parallel)] = error.fact
         else:
-            weights[str(sequence_parallel)] = weigh(graph, ctx.sizes, machine)
+            weights[str(sequence_parallel)] = weigh(graph, ctx.sizes, machine, kept_bytes(graph, known))
     return weighed_record(weights, missing)
 
 
-def weigh(graph: Graph, sizes: Sizes, machine: Machine) -> Weight:
-    """Return what the plan costs on `machine`, per microbatch and tensor rank."""
+def weigh(graph: Graph, sizes: Sizes, machine: Machine, saved_bytes: float) -> Weight:
+    """Return what the plan costs on `machine`, per microbatch and tensor rank; `saved_bytes` are kept for backward."""
     # The trace may have more samples than a microbatch.
     mesh, share = sizes.mesh, sizes.rows / sizes.traced_rows
     seconds = sum(_seconds(node, mesh, machine) for node in ops(graph))
@@ -82,7 +83,7 @@ def weigh(graph: Graph, sizes: Sizes, machine: Machine) -> Weight:
         parameters=sum(count for count, _ in held),
         parameter_bytes=sum(count * itemsize for count, itemsize in held),
         least_parameters=sum(math.prod(shape(param)) for param in params) // mesh.value_ranks,
-        saved_bytes=round(saved_bytes(graph, sizes)),
+        saved_bytes=round(saved_bytes),
     )
 
 

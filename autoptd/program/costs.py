@@ -8,8 +8,8 @@ FLOPs are two per multiply-add, of matrix products only; everything is for one m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -61,6 +61,28 @@ class Cut:
     rank_seconds: tuple[float, ...] = ()
     rank_bytes: tuple[float, ...] = ()
     makespan: float = 0.0
+
+    def with_saved(self, saved: Sequence[float], live: Sequence[Sequence[int]], ranks: Sequence[int]) -> Cut:
+        """Return this cut with what its stages save of a microbatch, which the cut could only estimate.
+
+        `live` are the microbatches in flight on every stage, at the fullest moments; `ranks` the rank of every stage.
+        """
+        before, now = (_most_in_flight(each, live, ranks) for each in (self.saved_bytes, saved))
+        held = zip(self.rank_bytes, before, now, strict=True)
+        rank_bytes = tuple(nbytes - estimated + exact for nbytes, estimated, exact in held)
+        return replace(self, saved_bytes=tuple(saved), rank_bytes=rank_bytes)
+
+
+def _most_in_flight(
+    saved: Sequence[float], live: Sequence[Sequence[int]], ranks: Sequence[int]
+) -> list[float]:
+    """Return the bytes of the activations that every rank holds at its fullest moment."""
+    most = [0.0] * (max(ranks) + 1)
+    for moment in live:
+        # A moment has microbatches in flight on the stages of one rank only.
+        rank = ranks[max(range(len(moment)), key=moment.__getitem__)]
+        most[rank] = max(most[rank], sum(count * nbytes for count, nbytes in zip(moment, saved, strict=True)))
+    return most
 
 
 @dataclass(frozen=True)
