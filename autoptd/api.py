@@ -76,7 +76,7 @@ def parallelize(
     zero: int | None = None,
     dp_shard: int | None = None,
     reduce_dtype: str | None = None,
-    recompute: str | Sequence[str] | None = None,
+    recompute: str | Sequence[str] | bool | None = None,
     recompute_num_layers: int | None = None,
     memory: float | None = None,
     machine: str | Machine | Mapping[str, Any] | None = None,
@@ -118,7 +118,8 @@ def parallelize(
     zero: 1 divides the optimizer's state over the replicas (ZeRO stage 1), over groups of `dp_shard` of them if given.
     reduce_dtype: "bf16": with zero=1, gradients travel in 16 bits to the replica that adds them up in float32.
     recompute, recompute_num_layers: which activations backward computes again: "full" (all but the inputs of layers, or of
-        so many of them), "full:1/2", "selective" (attention's scores), or globs of modules.
+        so many of them), "full:1/2", "selective" (attention's scores), or globs of modules; by default what the model
+        wraps in `torch.utils.checkpoint`.
     memory: what a rank may hold, in bytes.
     machine: what the plan is weighed for: a name as `plan(cluster=)` takes it, such as "h100"
         (autoptd/machines), or a `Machine` (ir/machine.py).

@@ -37,7 +37,7 @@ from autoptd.program.program import Program
 from autoptd.program.transfers import plan_transfers
 from autoptd.program.weighed import found_text
 from autoptd.records.collectives import collectives
-from autoptd.records.fallbacks import warn_of_checkpoints, warn_of_fallbacks
+from autoptd.records.fallbacks import warn_of_fallbacks, warn_of_recompute
 from autoptd.records.header import about_stages
 from autoptd.records.plan import plan_record
 from autoptd.records.specs import (
@@ -120,7 +120,6 @@ def _compile(
     # One trace serves all ranks: the model is traced for one device, and split afterwards.
     traces = trace_rows(model, options, args, kwargs, batch, check)
     captured, traced = traces.captured, traces.captured.graph
-    warn_of_checkpoints(captured.checkpointed)
 
     # The passes, up to the cut as often as it takes to find a plan that fits in memory.
     graph, ctx = place(traced, make_context(options, traces, batch, like), record)
@@ -128,6 +127,7 @@ def _compile(
     weighed = passes.weigh_known(traced, record.graphs["CONNECTED"], ctx, up_to(Form.CONNECTED, PASSES))
     graph = run_passes(beyond(Form.CUT, PASSES), graph, ctx, record)
     options, found = ctx.options, ctx.found
+    warn_of_recompute(graph, options, captured.checkpointed)
 
     # What the runtime runs: crossings first, as orders and transfers follow from them.
     crossing = codegen.crossings(graph)
@@ -201,6 +201,7 @@ def make_context(options: Options, traces: Traces, batch: Batch, like: Program |
         orders=orders,
         live=schedule.in_flight_moments(orders),
         makespan=schedule.makespan_of(orders),
+        checkpointed=traces.captured.checkpointed if options.recompute is None else (),
         saved_by=partial(find_saved, mesh=options.mesh, rows=batch.rows),
         like=like,
     )

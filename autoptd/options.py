@@ -84,7 +84,8 @@ class Options:
         Sums over copies of a shard, over tp and over the owners of tied parameters stay in float32, as they are small.
     recompute: what backward computes again (passes/keep.py): "full", of every layer all but its input (Chen et al. 2016);
         "full:1/2", in half of each stage's layers; "selective", the scores of attention and what is made of them
-        (Korthikanti et al. 2022, section 5); a list of globs, what these modules make.
+        (Korthikanti et al. 2022, section 5); a list of globs, what these modules make. None: what the model itself wraps
+        in `torch.utils.checkpoint`; False: nothing.
     recompute_num_layers: with "full", the layers that share one kept input (Megatron's "uniform" method).
     machine: what plans are weighed for: a name as `plan(cluster=)` takes it, such as "h100"
         (autoptd/machines), or a `Machine` (ir/machine.py).
@@ -185,7 +186,7 @@ class Options:
         default="fp32",
         metadata=about("choice", "in which gradients travel with zero=1", choices=REDUCE_DTYPES, **IN_PLAN),
     )
-    recompute: str | Sequence[str] | None = field(
+    recompute: str | Sequence[str] | bool | None = field(
         default=None, metadata=about("text", "full, selective or full:1/2", **IN_PLAN)
     )
     recompute_num_layers: int = field(default=1, metadata=about("count", "that share an input", **IN_PLAN))

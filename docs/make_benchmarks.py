@@ -146,7 +146,7 @@ def _fusion(found: Found) -> list[str]:
 
 
 def _memory(found: Found) -> list[str]:
-    header = ["shape", "t", "sequence parallel", "paper", "without masks", "kept", "peak"]
+    header = ["shape", "recompute", "t", "sequence parallel", "paper", "without masks", "kept", "peak"]
     return [_table(header, [[row[name] for name in header] for row in found["rows"]])]
 
 

@@ -28,3 +28,8 @@ def layer_of(path: str) -> str:
         if part.isdigit():
             return ".".join(parts[: i + 1])
     return parts[0]
+
+
+def is_within(path: str, module: str) -> bool:
+    """Tell whether the module at `path` is `module`, or lies within it."""
+    return path == module or path.startswith(f"{module}.")

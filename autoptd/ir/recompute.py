@@ -15,17 +15,18 @@ from typing import Any
 
 from autoptd.errors import PlanError
 
-Recompute = str | list[str] | None
+# False: nothing, whatever the model asks for itself (`torch.utils.checkpoint`).
+Recompute = str | list[str] | bool | None
 
 
-def check_recompute(asked: str | Sequence[str] | None, num_layers: int, fuse: Any) -> Recompute:
+def check_recompute(asked: str | Sequence[str] | bool | None, num_layers: int, fuse: Any) -> Recompute:
     """Return what is asked for as a plan has it; PlanError for what there is not, or does not go together.
 
     `num_layers` share one kept input; `fuse` is the backend of fused operators.
     """
     site = f"recompute={asked!r}"
     if asked is None or asked is False:
-        asked = None
+        pass
     elif isinstance(asked, str):
         if asked != "selective" and full_share(asked) is None:
             remedy = "'full', 'selective', 'full:1/2', or a list of globs of modules: ['*.mlp']"
@@ -36,13 +37,13 @@ def check_recompute(asked: str | Sequence[str] | None, num_layers: int, fuse: An
             "names nothing to compute again",
             "'full', 'selective', 'full:1/2', or a list of globs: ['*.mlp']",
         )
-    if asked is not None and fuse == "inductor":
+    if asked and fuse == "inductor":
         fact = "what torch's compiler saves within a layer is its own"
         raise PlanError(site, fact, "fuse='triton' or 'eager', or leave recompute out")
     if num_layers > 1 and asked != "full":
         fact = f"layers share a kept input with recompute='full' only, not {asked!r}"
         raise PlanError(f"recompute_num_layers={num_layers}", fact, "leave it out")
-    return asked if isinstance(asked, str) or asked is None else list(asked)
+    return list(asked) if isinstance(asked, (list, tuple)) else asked  # type: ignore[return-value]
 
 
 def full_share(asked: Any) -> Fraction | None:

@@ -80,6 +80,7 @@ class Context:
     - `orders`: the schedule without its transfers.
     - `live`: microbatches in flight on every stage, at the fullest moment of each rank.
     - `makespan`: seconds of a step for seconds per stage (None: the schedule is too long to be simulated often).
+    - `checkpointed`: the modules that the model wraps in activation checkpoints.
     - `saved_by`: what every operator of a LOCAL graph saves for backward.
     - `like`: a program of the same model; parameters are stored, and layers cut, as in that one.
     """
@@ -94,6 +95,7 @@ class Context:
     orders: Orders = field(default_factory=lambda: ONE_STAGE)
     live: Sequence[Sequence[int]] = ()
     makespan: Callable[[Sequence[float]], float] | None = None
+    checkpointed: tuple[str, ...] = ()
     saved_by: Callable[[Graph], SavedForBackward] = lambda graph: SavedForBackward()
     like: Program | None = None
     found: Findings = field(init=False, default_factory=Findings)

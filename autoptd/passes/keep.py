@@ -39,8 +39,9 @@ def kept_by_stage(graph: Graph, ctx: Context) -> dict[int, set[Storage]]:
     if not saved.values:
         # A pass that is called by itself has no runtime to measure with.
         return {}
-    if ctx.options.recompute:
-        wish = choose(graph, ctx.options, saved)
+    # Under torch's compiler a layer's operators have no lines of their own.
+    if ctx.options.recompute or (ctx.checkpointed and ctx.options.fuse != "inductor"):
+        wish = choose(graph, ctx.options, ctx.checkpointed, saved)
         for nodes in by_stage(graph).values():
             _mark(nodes, wish, saved)
     return _kept(graph, saved)

@@ -7,6 +7,7 @@ In: a LOCAL graph, and what every operator saves. Out: a `Wish`: the storages th
 - *selective*: the scores of attention and what is made of them, up to what multiplies the values (Korthikanti et al. 2022,
   section 5).
 - globs: all that is saved of what these modules make.
+- None: the modules that the model wraps in `torch.utils.checkpoint`, each in full.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import NamedTuple
 
 from torch.fx import Graph, Node
 
-from autoptd.ir.names import layer_of
+from autoptd.ir.names import is_within, layer_of
 from autoptd.ir.notes import note, op_name, ops, value
 from autoptd.ir.recompute import full_share
 from autoptd.ir.saved import SavedForBackward, Storage
@@ -37,19 +38,19 @@ class Wish(NamedTuple):
     kept: set[Storage]
 
 
-def choose(graph: Graph, options: Options, saved: SavedForBackward) -> Wish:
-    """Return what `options.recompute` asks for."""
+def choose(graph: Graph, options: Options, checkpointed: Sequence[str], saved: SavedForBackward) -> Wish:
+    """Return what `options.recompute` asks for; None, what the modules in `checkpointed` do."""
     asked, made = options.recompute, _saved_by_maker(saved)
     wish = Wish(set(), set())
-    if (share := full_share(asked)) is not None:
-        for layers in _groups(graph, share, options.recompute_num_layers):
+    share = full_share(asked)
+    if share is not None or asked is None:
+        groups = _within(graph, checkpointed) if share is None else _groups(graph, share, options)
+        for layers in groups:
             _add_in_full(layers, saved, made, wish)
         wish.dropped.difference_update(wish.kept)
         return wish
     for nodes in by_stage(graph).values():
-        chosen = (
-            _scores(nodes) if asked == "selective" else [node for node in nodes if _is_of(node, asked or ())]
-        )
+        chosen = _scores(nodes) if asked == "selective" else [node for node in nodes if _is_of(node, asked)]
         wish.dropped.update(*(made.get(node, ()) for node in chosen))
     return wish
 
@@ -78,8 +79,16 @@ def _saved_by_maker(saved: SavedForBackward) -> dict[Node, set[Storage]]:
     return made
 
 
-def _groups(graph: Graph, share: Fraction, together: int) -> Iterator[list[Node]]:
+def _within(graph: Graph, modules: Sequence[str]) -> Iterator[list[Node]]:
+    """Yield the operators of every module, on every stage."""
+    for nodes in by_stage(graph).values():
+        for module in modules:
+            yield [node for node in nodes if is_within(note(node).module, module)]
+
+
+def _groups(graph: Graph, share: Fraction, options: Options) -> Iterator[list[Node]]:
     """Yield the operators of every layer that is computed again in full, or of several that share a kept input."""
+    together = options.recompute_num_layers
     for nodes in by_stage(graph).values():
         layers: dict[str, list[Node]] = {}
         for node in nodes:

@@ -1,4 +1,4 @@
-"""What tensor parallelism could not split, as records of a plan and as warnings.
+"""What tensor parallelism could not split, as records of a plan and as warnings; and what was not computed again.
 
 In: `Fallback`s, one per operator. Out: one record for all layers alike, and a warning where they cost much.
 
@@ -14,7 +14,12 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from torch.fx import Graph
+
 from autoptd.ir.fallback import Fallback
+from autoptd.ir.names import is_within
+from autoptd.ir.notes import note, ops
+from autoptd.options import Options
 from autoptd.program.program import Program
 
 # Share of the FLOPs of matrix products.
@@ -32,13 +37,24 @@ def merged_fallbacks(fallbacks: Sequence[Fallback]) -> list[dict[str, Any]]:
     return [{**dataclasses.asdict(key), "flops": flops} for key, flops in flops_of.items()]
 
 
-def warn_of_checkpoints(modules: Sequence[str]) -> None:
-    """Warn once that activation checkpoints in the model are not kept."""
-    if modules:
-        names = ", ".join(dict.fromkeys(map(any_layer, modules)))
+def warn_of_recompute(graph: Graph, options: Options, checkpointed: Sequence[str]) -> None:
+    """Warn where what was to be computed again is kept: by the keyword, or by activation checkpoints in the model."""
+    drops = [note(node).module for node in ops(graph) if "dropped" in note(node).extra]
+    if options.recompute and not drops:
+        why = (
+            "fused attention keeps no scores"
+            if options.recompute == "selective"
+            else "nothing is saved there"
+        )
+        warnings.warn(f"recompute={options.recompute!r} drops nothing: {why}", stacklevel=3)
+    if options.recompute is not None:
+        return
+    kept = [name for name in checkpointed if not any(is_within(module, name) for module in drops)]
+    if kept:
+        names = ", ".join(dict.fromkeys(map(any_layer, kept)))
         message = (
-            f"activation checkpointing in the model ({names}) is not honoured: these activations are kept, and "
-            "nothing is computed again. Numbers are the same, memory is that without it"
+            f"activation checkpointing in the model ({names}) is not honoured: these activations are kept. Numbers are "
+            "the same, memory is that without it"
         )
         warnings.warn(message, stacklevel=3)
 

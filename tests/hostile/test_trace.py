@@ -468,12 +468,19 @@ class Blocks(nn.Module):
         return h.square().mean()
 
 
-def test_checkpoints_with_dropout_are_computed_and_named() -> None:
+def test_checkpoints_with_dropout_are_computed_again() -> None:
+    model = Blocks(use_reentrant=False)
+    assert autoptd.verify(model, t=2, d=2, example_inputs=(IDS,), steps=2).passed
+    for asked, count in ((None, 1), (False, 0)):
+        program = autoptd.compile(model, t=2, recompute=asked, example_inputs=(IDS,))
+        assert program.sources["stage_0.py"].count("_again(self") == count
+
+
+def test_checkpoints_that_are_not_honoured_are_named() -> None:
     with pytest.warns(
         UserWarning, match=r"activation checkpointing in the model \(blocks.\*\) is not honoured"
-    ) as said:
-        autoptd.verify(Blocks(use_reentrant=False), t=2, d=2, example_inputs=(IDS,), steps=2)
-    assert sum("activation checkpointing" in str(one.message) for one in said) == 1
+    ):
+        autoptd.compile(Blocks(use_reentrant=False), fuse="inductor", example_inputs=(IDS,))
 
 
 def test_reentrant_checkpoints_are_refused_with_the_remedy() -> None:
@@ -491,8 +498,9 @@ def test_checkpoints_of_transformers(is_reentrant: bool) -> None:
         with pytest.raises(TraceError, match="use_reentrant=False"):
             autoptd.parallelize(model, **MESH, example_inputs=call)
         return
-    with pytest.warns(UserWarning, match=r"transformer.h.\*"):
-        autoptd.verify(model, d=2, example_inputs=call, steps=2)
+    autoptd.verify(model, d=2, example_inputs=call, steps=2)
+    program = autoptd.compile(model, p=2, example_inputs=call)
+    assert "self.again(" in program.sources["stage_0.py"]
 
 
 # The arguments of the call.
