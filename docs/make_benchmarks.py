@@ -146,8 +146,16 @@ def _fusion(found: Found) -> list[str]:
 
 
 def _memory(found: Found) -> list[str]:
-    header = ["shape", "recompute", "t", "sequence parallel", "paper", "without masks", "kept", "peak"]
+    header = ["shape", "recompute", "t", "sequence parallel", "paper", "without masks", "kept"]
     return [_table(header, [[row[name] for name in header] for row in found["rows"]])]
+
+
+def _recompute(found: Found) -> list[str]:
+    rows = []
+    for row in found["rows"]:
+        gain, memory = _ratio(row["time"]), f"{row['memory']:.2f}"
+        rows.append([row["setup"], row["ours"], row["theirs"], f"{row['ms']:.0f}", gain, memory])
+    return [_table(["setup", "this", "beside", "ms", "time", "memory"], rows)]
 
 
 def _collectives(found: Found) -> list[str]:

@@ -177,3 +177,14 @@ def test_what_the_package_says_it_has() -> None:
     assert callable(autoptd.compile) and module_or_function is autoptd.compile
     with pytest.raises(AttributeError, match="no attribute 'compil'"):
         _ = autoptd.compil
+
+
+EXCERPT = re.compile(r"<!-- emitted: (\S+) -->\n```python\n(.*?)```", re.S)
+
+
+def test_excerpts_of_emitted_files_are_of_those() -> None:
+    """The golden ones, which a test holds to what is emitted."""
+    found = [(name, text) for path in PAGES for name, text in EXCERPT.findall(path.read_text())]
+    assert len(found) >= 2
+    for name, text in found:
+        assert text in (ROOT / f"tests/golden/emitted/{name}.txt").read_text(), text

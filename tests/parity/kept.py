@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.runtime.again import Saved
+from autoptd.runtime.launch import Rank
 from autoptd.runtime.regather import Regather
 from autoptd.runtime.stage import Stage
 
@@ -29,14 +32,20 @@ def kept_bytes(model: nn.Module, call: tuple[Tensor, ...], t: int, **keywords: A
 
 def kept_by_stage(pm: autoptd.ParallelModel, call: tuple[Tensor, ...]) -> dict[int, int]:
     """Bytes that the forward of the last microbatch leaves for backward on rank 0, of each of its stages."""
-    rank = pm._ranks.here[0]  # type: ignore[union-attr]
+    with watched(pm._ranks.here[0]) as found:  # type: ignore[union-attr]
+        pm.step(*call)
+    return found
+
+
+@contextmanager
+def watched(rank: Rank) -> Iterator[dict[int, int]]:
+    """Have the forwards of a rank fill in the bytes that they leave for backward, by stage."""
     found: dict[int, int] = {}
     with mock.patch.object(Regather, "__init__", _noting_shard()):
         for number, stage in rank.executor._stages.items():
             own = [*rank.params.weights_of_stage(number).values(), *rank.executor.buffers.values()]
             _watch(stage, number, own, found)
-        pm.step(*call)
-    return found
+        yield found
 
 
 # By thread: the shards that gathers of the running forward keep.
@@ -65,7 +74,7 @@ def _watch(stage: Stage, number: int, own: list[Tensor], found: dict[int, int]) 
         filed.append(weakref.ref(saved))
         return saved
 
-    def watched(**values: Tensor) -> tuple[Tensor, ...]:
+    def watching(**values: Tensor) -> tuple[Tensor, ...]:
         filed.clear()
         shards = SHARDS[threading.current_thread().name] = []
         results = run(**values)
@@ -81,4 +90,4 @@ def _watch(stage: Stage, number: int, own: list[Tensor], found: dict[int, int]) 
         return results
 
     stage.activations.save = noted  # type: ignore[method-assign]
-    stage.run = watched  # type: ignore[method-assign]
+    stage.run = watching  # type: ignore[method-assign]
