@@ -241,6 +241,7 @@ def compile_evaluation(
     """
     price = trained.plan["options"]["memory_price"]
     # No bound: nothing is kept for backward.
+    options = replace(options, recompute=False, recompute_num_layers=1)
     options = replace(options, memory=math.inf, memory_price=price, plan=Plan())
     batch = plan_batch(options, args, kwargs, replicas)
     with tracing.evaluating(model), tracing.computing_in(model, options.precision):

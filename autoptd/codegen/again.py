@@ -104,7 +104,10 @@ def write_recipe(
         kept[node] = _free(names[node], taken | {*kept.values()})
     known = given | kept
     computed, same = _computing(recipe.operators, known)
-    own = choose_names(computed, known, recipe.dropped, reserved=taken - {*known.values()})
+    # What is read through an idle conversion has no reader here: its name is not given to another value.
+    held = dict.fromkeys(same.values(), len(computed))
+    reserved = (taken | {*(lists or ())}) - {*known.values()}
+    own = choose_names(computed, known, recipe.dropped, held=held, reserved=reserved)
     own |= {node: own[source] for node, source in same.items()}
     position = {node: i for i, node in enumerate(recipe.body)}
     expression = express(own)

@@ -10,11 +10,13 @@ is kept, and what is dropped.
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch.fx import Graph, Node
 
 from autoptd.ir.notes import is_tensor, note, ops
-from autoptd.ir.operators.table import is_listed
+from autoptd.ir.operators.table import is_listed, operator_of
 from autoptd.ir.saved import SavedForBackward, Storage
 from autoptd.passes.context import Context
 from autoptd.passes.hook_gemms import gather_again
@@ -83,16 +85,17 @@ def _arrives_at(node: Node) -> set[int]:
 def _mark(nodes: list[Node], wish: Wish, saved: SavedForBackward) -> None:
     """Mark the operators of a stage that make dropped values, and those that these need and are not kept."""
     own = set(nodes)
-    left = []
+    left: list[Node] = []
     for storage in wish.dropped:
         if storage.node in own and _is_repeatable(storage.node):
-            left.append(_maker(storage, saved))
+            left += _maker(storage, saved)
     if not left:
         return
     held = set().union(*(saved.of[node] for node in nodes))
     kept = held - set(map(saved.storage, left)) | wish.kept
     # Of these the shard is kept. Where a recipe needs the whole value, its gather is the one for backward, too.
     gathered = {node for node in nodes if gather_again(node)} - set(left)
+    kept -= {saved.storage(node) for node in gathered}
     kept |= {saved.storage(node.args[0]) for node in gathered}  # type: ignore[arg-type]
     for node in left:
         note(node).extra["dropped"] = _words(node, saved)
@@ -104,7 +107,7 @@ def _mark(nodes: list[Node], wish: Wish, saved: SavedForBackward) -> None:
         if node in gathered:
             note(node).extra["dropped"] = _words(node, saved)
         for arg in operands_of(node):
-            is_kept = is_tensor(arg) and saved.storage(arg) in kept and arg not in gathered
+            is_kept = is_tensor(arg) and saved.storage(arg) in kept
             if arg in own and not is_kept and _is_repeatable(arg):
                 left.append(arg)
 
@@ -114,17 +117,21 @@ def _words(node: Node, saved: SavedForBackward) -> str:
 
 
 def _is_repeatable(node: Node) -> bool:
-    """Tell whether an operator may run twice: one that is not listed may have effects, and keeps its result."""
-    target = node.target
-    return not isinstance(target, torch._ops.OpOverload) or target.namespace == "aten" or is_listed(target)
+    """Tell whether an operator gives the same once more; one that is not listed may have effects, and keeps its result."""
+    if node.target is operator.getitem:
+        return _is_repeatable(node.args[0])  # type: ignore[arg-type]
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return True
+    # The masks of dropout are a marker's, and drawn by their place.
+    is_known = node.target.namespace == "aten" or is_listed(node.target)
+    return is_known and not operator_of(node).is_random
 
 
-def _maker(storage: Storage, saved: SavedForBackward) -> Node:
-    """Return the node whose value a storage is: the piece that is taken of several results."""
-    node = storage.node
-    if is_tensor(node):
-        return node
-    return next(user for user in node.users if saved.storage(user) == storage)
+def _maker(storage: Storage, saved: SavedForBackward) -> list[Node]:
+    """Return the node whose value a storage is: of several results the piece that is taken; none that nobody takes."""
+    if is_tensor(storage.node):
+        return [storage.node]
+    return [user for user in storage.node.users if saved.storage(user) == storage][:1]
 
 
 __all__ = ["keep", "kept_by_stage"]

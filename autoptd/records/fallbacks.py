@@ -46,7 +46,7 @@ def warn_of_recompute(graph: Graph, options: Options, checkpointed: Sequence[str
             if options.recompute == "selective"
             else "nothing is saved there"
         )
-        warnings.warn(f"recompute={options.recompute!r} drops nothing: {why}", stacklevel=3)
+        warnings.warn(f"recompute={options.recompute!r} drops nothing: {why}", stacklevel=4)
     if options.recompute is not None:
         return
     kept = [name for name in checkpointed if not any(is_within(module, name) for module in drops)]
@@ -56,7 +56,7 @@ def warn_of_recompute(graph: Graph, options: Options, checkpointed: Sequence[str
             f"activation checkpointing in the model ({names}) is not honoured: these activations are kept. Numbers are "
             "the same, memory is that without it"
         )
-        warnings.warn(message, stacklevel=3)
+        warnings.warn(message, stacklevel=4)
 
 
 def warn_of_fallbacks(program: Program) -> None:

@@ -18,7 +18,7 @@ from autoptd.program.calls import expected_calls
 from autoptd.runtime.read_folder import open_folder
 from tests.parity.models import batch, gpt, uneven
 
-MESH = {"t": 2, "p": 2, "d": 2, "v": 2, "p2p": "scatter_gather"}
+MESH = {"t": 2, "p": 2, "d": 2, "v": 2, "p2p": "scatter_gather", "recompute": "full:1/2"}
 
 
 def main(folder: Path) -> None:
