@@ -82,10 +82,9 @@ class Options:
         copies (torch's hybrid sharding).
     reduce_dtype: "bf16" sends gradients to the replicas that sum them in 16 bits, with zero=1; they add up in float32.
         Sums over copies of a shard, over tp and over the owners of tied parameters stay in float32, as they are small.
-    recompute: what backward computes again (passes/keep.py): "full", of every layer all but its input (Chen et al. 2016);
-        "full:1/2", in half of each stage's layers; "selective", the scores of attention and what is made of them
-        (Korthikanti et al. 2022, section 5); a list of globs, what these modules make. None: what the model itself wraps
-        in `torch.utils.checkpoint`; False: nothing.
+    recompute: what backward computes again (passes/recompute.py): "full", of every layer all but its input; "full:1/2",
+        in half of each stage's layers; "selective", attention's scores and what is made of them; a list of globs, what
+        these modules make; None, what the model itself wraps in `torch.utils.checkpoint`; False, nothing.
     recompute_num_layers: with "full", the layers that share one kept input (Megatron's "uniform" method).
     machine: what plans are weighed for: a name as `plan(cluster=)` takes it, such as "h100"
         (autoptd/machines), or a `Machine` (ir/machine.py).

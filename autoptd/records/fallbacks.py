@@ -49,7 +49,10 @@ def warn_of_recompute(graph: Graph, options: Options, checkpointed: Sequence[str
         warnings.warn(f"recompute={options.recompute!r} drops nothing: {why}", stacklevel=4)
     if options.recompute is not None:
         return
-    kept = [name for name in checkpointed if not any(is_within(module, name) for module in drops)]
+    kept = []
+    for name in checkpointed:
+        if not any(is_within(module, name) for module in drops):
+            kept.append(name)
     if kept:
         names = ", ".join(dict.fromkeys(map(any_layer, kept)))
         message = (
