@@ -31,6 +31,7 @@ from autoptd.ir import markers
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.names import RESERVED
 from autoptd.ir.notes import note
+from autoptd.ir.quantities import microseconds_text
 
 Listed = TypeVar("Listed")
 # (names of values in the recipe) -> how to express operator i of the method in it.
@@ -46,7 +47,7 @@ class Recipe:
 
     @cached_property
     def operators(self) -> list[Node]:
-        return [node for node in self.body if note(node).extra.get("again")]
+        return [node for node in self.body if "again" in note(node).extra]
 
     @property
     def dropped(self) -> list[Node]:
@@ -57,7 +58,7 @@ class Recipe:
     def kept(self) -> list[Node]:
         """What the recipe reads of the method's other operators."""
         read = {arg for node in self.operators for arg in node.all_input_nodes}
-        return [node for node in self.body if node in read and not note(node).extra.get("again")]
+        return [node for node in self.body if node in read and "again" not in note(node).extra]
 
     def wrapped(self, node: Node, text: str) -> str:
         """Return the expression of a value of the method, as it is kept or dropped."""
@@ -119,7 +120,8 @@ def write_recipe(
     text = "\n".join(line.partition("#")[0] for line in body.lines)
     needed = [name for name in arguments if re.search(rf"\b{name}\b", text)]
     writer.add(1, f"def {recipe.name}_again({', '.join(['self', *needed, *kept.values()])}):")
-    writer.add(2, f'"""What backward needs of `{recipe.name}` and was not kept."""')
+    seconds = microseconds_text(sum(note(node).extra["again"] for node in recipe.operators))
+    writer.add(2, f'"""What backward needs of `{recipe.name}` and was not kept: in {seconds}."""')
     axes = bound_axes(computed)
     writer.bind(axes | _needed(bound or {}, text))
     for name, values in _needed(lists or {}, text).items():

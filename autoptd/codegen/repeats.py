@@ -176,7 +176,7 @@ def _signature(node: Node) -> tuple[str, ...]:
     # Shapes of operands too: the shapes in an emitted comment must be true in every round.
     read = [_shape(arg) for arg in node.all_input_nodes]
     # A layer that keeps other values is another one.
-    kept = [note(node).extra.get(mark, "") for mark in ("again", "dropped")]
+    kept = [mark in note(node).extra for mark in ("again", "dropped")]
     return (
         str(node.target),
         str(literals),

@@ -22,6 +22,11 @@ def parse_bytes(text: str) -> float:
     return float(text)
 
 
+def microseconds_text(seconds: float) -> str:
+    """Format the seconds of an operator: `40.0 us`."""
+    return f"{1e6 * seconds:,.1f} us" if seconds >= 1e-7 else "<0.1 us"
+
+
 def check_memory(memory: Any) -> float | None:
     """Return a rank's memory in bytes; PlanError for what is not a positive number of them."""
     if memory is None:
@@ -43,4 +48,4 @@ def check_degree(name: str, value: Any) -> None:
         raise PlanError(f"{name}={value!r}", fact, f"for example {name}=1")
 
 
-__all__ = ["check_degree", "check_memory", "parse_bytes"]
+__all__ = ["check_degree", "check_memory", "microseconds_text", "parse_bytes"]

@@ -95,7 +95,7 @@ def gather_again(node: Node) -> list[Node]:
             return []
     count = sum(note(gemm_operands(gemm)[1]).needs_grad for gemm in gemms)  # type: ignore[index]
     # What is computed again is made once for all that backward needs it for.
-    if note(node).extra.get("again") or not count:
+    if "again" in note(node).extra or not count:
         return []
     if any(note(gemm).stages != note(node).stages for gemm in gemms):
         return []

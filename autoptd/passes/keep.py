@@ -2,7 +2,7 @@
 
 In: LOCAL, what every operator saves (`ctx.saved_by`), and the keyword `recompute` (`recompute.py`). Out: marks that codegen
 writes out: `extra["dropped"]` of a value that is not kept, with the words above its line, and `extra["again"]` of the
-operators that backward runs again for such values. And the bytes that every stage keeps.
+operators that backward runs again for such values, their seconds. And the bytes that every stage keeps.
 
 A value is dropped whoever saved it. Nothing is computed again that no backward reads: a recipe has the operators between what
 is kept, and what is dropped.
@@ -17,9 +17,11 @@ from torch.fx import Graph, Node
 
 from autoptd.ir.notes import is_tensor, note, ops
 from autoptd.ir.operators.table import is_listed, operator_of
+from autoptd.ir.quantities import microseconds_text
 from autoptd.ir.saved import SavedForBackward, Storage
 from autoptd.passes.context import Context
 from autoptd.passes.hook_gemms import gather_again
+from autoptd.passes.ops.costs import forward_seconds
 from autoptd.passes.recompute import Wish, by_stage, choose, operands_of
 from autoptd.passes.runner import Form, graph_pass
 
@@ -45,7 +47,7 @@ def kept_by_stage(graph: Graph, ctx: Context) -> dict[int, set[Storage]]:
     if ctx.options.recompute or (ctx.checkpointed and ctx.options.fuse != "inductor"):
         wish = choose(graph, ctx.options, ctx.checkpointed, saved)
         for nodes in by_stage(graph).values():
-            _mark(nodes, wish, saved)
+            _mark(nodes, wish, saved, ctx)
     return _kept(graph, saved)
 
 
@@ -82,7 +84,7 @@ def _arrives_at(node: Node) -> set[int]:
     return readers - {*note(node).stages}
 
 
-def _mark(nodes: list[Node], wish: Wish, saved: SavedForBackward) -> None:
+def _mark(nodes: list[Node], wish: Wish, saved: SavedForBackward, ctx: Context) -> None:
     """Mark the operators of a stage that make dropped values, and those that these need and are not kept."""
     own = set(nodes)
     left: list[Node] = []
@@ -97,23 +99,19 @@ def _mark(nodes: list[Node], wish: Wish, saved: SavedForBackward) -> None:
     gathered = {node for node in nodes if gather_again(node)} - set(left)
     kept -= {saved.storage(node) for node in gathered}
     kept |= {saved.storage(node.args[0]) for node in gathered}  # type: ignore[arg-type]
-    for node in left:
-        note(node).extra["dropped"] = _words(node, saved)
+    dropped = set(left)
     while left:
         node = left.pop()
         if "again" in note(node).extra:
             continue
-        note(node).extra["again"] = True
-        if node in gathered:
-            note(node).extra["dropped"] = _words(node, saved)
+        seconds = note(node).extra["again"] = forward_seconds(node, ctx.mesh, ctx.machine)
+        if node in dropped or node in gathered:
+            words = f"not kept: {saved.storage(node).nbytes:,} B, again in {microseconds_text(seconds)}"
+            note(node).extra["dropped"] = words
         for arg in operands_of(node):
             is_kept = is_tensor(arg) and saved.storage(arg) in kept
             if arg in own and not is_kept and _is_repeatable(arg):
                 left.append(arg)
-
-
-def _words(node: Node, saved: SavedForBackward) -> str:
-    return f"not kept: {saved.storage(node).nbytes:,} B"
 
 
 def _is_repeatable(node: Node) -> bool:

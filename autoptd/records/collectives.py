@@ -77,7 +77,7 @@ def _conversion(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Collectiv
         why=record.why,
         pp_ranks=(rank,),
     )
-    if record.extra.get("again") and forward not in LOCAL_KINDS:
+    if "again" in record.extra and forward not in LOCAL_KINDS:
         why = "values that were not kept are computed again"
         return [call, dataclasses.replace(call, conversion=AGAIN, forward="none", backward=forward, why=why)]
     # Linear layers that read a gathered value keep the shard, and gather it again for the weight's gradient.

@@ -145,4 +145,5 @@ def gather(buffer: TransferBuffer, arrived: Tensor, group: Group) -> Tensor:
     """Return the whole buffer, flat [numel], from what this tensor rank received."""
     if buffer.parts == 1:
         return arrived
-    return group.all_gather(arrived, 0, buffer.site)[: buffer.numel]
+    site = f"{buffer.site} backward" if buffer.is_gradient else buffer.site
+    return group.all_gather(arrived, 0, site)[: buffer.numel]

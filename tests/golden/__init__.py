@@ -80,7 +80,7 @@ def calls(graph: Graph) -> tuple[str, ...]:
     lines = []
     for node in ops(graph):
         given = [*map(str, node.args), *(f"{name}={value}" for name, value in node.kwargs.items())]
-        marks = [name for name in ("owned", "again", "dropped") if note(node).extra.get(name)]
+        marks = [name for name in ("owned", "again", "dropped") if name in note(node).extra]
         mark = f"  # {', '.join(marks)}" if marks else ""
         lines.append(f"{node} = {op_name(node)}({', '.join(given)}){mark}")
     return tuple(lines)

@@ -155,6 +155,26 @@ def rank_seconds(node: Node, mesh: Mesh, machine: Machine) -> float:
     return 3 * max(flops(node) / pieces / machine.flops, moved / machine.memory_bandwidth)
 
 
+def forward_seconds(node: Node, mesh: Mesh, machine: Machine) -> float:
+    """Return the roofline time of a node of a LOCAL graph on one rank, forward alone, with its collective."""
+    if node.target is markers.convert:
+        source, target = converted_types(node)
+        # Of a shard and a whole value the latter is what the ranks communicate.
+        nbytes = max(map(_local_bytes, (node, *node.all_input_nodes)))
+        kind = CONVERSIONS[source.kind, target.kind].forward
+        return collective_seconds(kind, nbytes, mesh.degree(note(node).axis), machine)
+    work = flops(node, _local_size) / machine.flops
+    return max(work, moved_bytes(node, _local_size) / machine.memory_bandwidth)
+
+
+def _local_size(node: Node) -> tuple[int, ...]:
+    return note(node).extra["local_shapes"][0]  # type: ignore[no-any-return]
+
+
+def _local_bytes(node: Node) -> int:
+    return math.prod(_local_size(node)) * tensor(node).element_size()
+
+
 def local_payload(node: Node, mesh: Mesh) -> float:
     """Return the bytes of a node's value on one rank of a mesh."""
     return payload(node) / note(node).layout.pieces(mesh)

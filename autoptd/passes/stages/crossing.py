@@ -30,6 +30,7 @@ from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import is_tensor, note, ops
 from autoptd.ir.operators.record import operands
 from autoptd.ir.operators.table import operator_of
+from autoptd.ir.quantities import microseconds_text
 from autoptd.passes.ops.costs import flops, local_payload, rank_seconds
 
 # Operators on activations in a chain that is computed again.
@@ -103,14 +104,16 @@ class _Places:
         """Decide how `stage` gets every value that it reads: it is sent, or computed again."""
         for node in self.wanted[stage]:
             recipe = self._recipe(node, stage, {})
-            sending = _microseconds(self._seconds_to_send(node, stage))
+            sending = microseconds_text(self._seconds_to_send(node, stage))
             for (value, is_sent), seconds in recipe.items():
                 if is_sent:
-                    self.sent[value, stage] = _microseconds(seconds)
+                    self.sent[value, stage] = microseconds_text(seconds)
                 else:
                     self.computed.setdefault(value, set()).add(stage)
                     subject = "it" if value is node else node.name
-                    self.again[value, stage] = f"{_microseconds(seconds)}; to send {subject} takes {sending}"
+                    self.again[value, stage] = (
+                        f"{microseconds_text(seconds)}; to send {subject} takes {sending}"
+                    )
 
     def reason(self, node: Node) -> str:
         """Say why a node is on several stages, or sent; "" where it is read at home alone."""
@@ -188,10 +191,6 @@ class _Places:
 def send_seconds(node: Node, mesh: Mesh, machine: Machine) -> float:
     """Return the seconds of one message with a rank's part of a value."""
     return machine.message + local_payload(node, mesh) / machine.link_bandwidth
-
-
-def _microseconds(seconds: float) -> str:
-    return f"{1e6 * seconds:,.1f} us" if seconds >= 1e-7 else "<0.1 us"
 
 
 def _cost(recipe: Recipe) -> float:
