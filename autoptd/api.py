@@ -118,8 +118,8 @@ def parallelize(
     zero: 1 divides the optimizer's state over the replicas (ZeRO stage 1), over groups of `dp_shard` of them if given.
     reduce_dtype: "bf16": with zero=1, gradients travel in 16 bits to the replica that adds them up in float32.
     recompute, recompute_num_layers: which activations backward computes again: "full" (all but the inputs of layers, or of
-        so many of them), "full:1/2", "selective" (attention's scores), or globs of modules; by default what the model
-        wraps in `torch.utils.checkpoint`.
+        so many of them), "full:1/2", "selective" (attention's scores), globs of modules, or "auto" (the cheapest values,
+        until a rank fits into `memory`); by default what the model wraps in `torch.utils.checkpoint`.
     memory: what a rank may hold, in bytes.
     machine: what the plan is weighed for: a name as `plan(cluster=)` takes it, such as "h100"
         (autoptd/machines), or a `Machine` (ir/machine.py).

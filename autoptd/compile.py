@@ -30,8 +30,9 @@ from autoptd.ir.notes import note
 from autoptd.ir.plan import Plan
 from autoptd.ir.sizes import local_shape
 from autoptd.options import Options, make_options
-from autoptd.passes import Context, Form, Record, beyond, run_passes, up_to
-from autoptd.passes.stages.memory_price import find_memory_price
+from autoptd.passes import Context, Form, Record, run_passes, up_to
+from autoptd.passes.stages.memory_price import check_fits, find_memory_price
+from autoptd.program.costs import Cut
 from autoptd.program.follow import check_follows
 from autoptd.program.program import Program
 from autoptd.program.transfers import plan_transfers
@@ -121,11 +122,10 @@ def _compile(
     traces = trace_rows(model, options, args, kwargs, batch, check)
     captured, traced = traces.captured, traces.captured.graph
 
-    # The passes, up to the cut as often as it takes to find a plan that fits in memory.
+    # The passes, as often as it takes to find a plan that fits in memory.
     graph, ctx = place(traced, make_context(options, traces, batch, like), record)
     # "auto" beside the plans of Megatron and Korthikanti: two more runs, up to CONNECTED.
     weighed = passes.weigh_known(traced, record.graphs["CONNECTED"], ctx, up_to(Form.CONNECTED, PASSES))
-    graph = run_passes(beyond(Form.CUT, PASSES), graph, ctx, record)
     options, found = ctx.options, ctx.found
     warn_of_recompute(graph, options, captured.checkpointed)
 
@@ -168,7 +168,7 @@ def _compile(
         plan=plan_record(options, batch, found.cut, params, found.fallbacks, weighed),
         costs=replace(
             passes.count_work(graph, options.mesh, of_one_device, of_a_rank),
-            cut=found.cut.with_saved(found.kept_bytes, ctx.live, ctx.ranks),
+            cut=cut_of(ctx),
         ),
         buffers={name: value.detach() for name, value in captured.buffers.items()},
         looked_at=ctx.buffers.looked_at(),
@@ -208,17 +208,25 @@ def make_context(options: Options, traces: Traces, batch: Batch, like: Program |
 
 
 def place(traced: Graph, ctx: Context, record: Record) -> tuple[Graph, Context]:
-    """Run TRACED to CUT at the lowest price of memory at which a rank's bytes fit; the context returned has
-    that price.
+    """Run the passes at the lowest price of memory at which a rank's bytes fit; the context returned has that
+    price.
     """
 
     def solve(price: float) -> tuple[Graph, Context]:
         # A context without findings, so that each price starts from TRACED; 0 is None, as in a plan.
         priced = replace(ctx, options=replace(ctx.options, memory_price=price or None))
-        return run_passes(up_to(Form.CUT, PASSES), traced, priced, record), priced
+        graph = run_passes(PASSES, traced, priced, record)
+        # What is kept is known exactly now; the cut only had an estimate.
+        check_fits(cut_of(priced), priced.machine.memory)
+        return graph, priced
 
     unit = 1 / ctx.options.rank_machine.link_bandwidth
     return find_memory_price(solve, first=ctx.options.memory_price or 0.0, unit=unit)[0]
+
+
+def cut_of(ctx: Context) -> Cut:
+    """Return the cut that the passes found, with the bytes that are kept."""
+    return ctx.found.cut.with_saved(ctx.found.kept_bytes, ctx.live, ctx.ranks)
 
 
 def compile_evaluation(

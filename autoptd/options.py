@@ -186,7 +186,7 @@ class Options:
         metadata=about("choice", "in which gradients travel with zero=1", choices=REDUCE_DTYPES, **IN_PLAN),
     )
     recompute: str | Sequence[str] | bool | None = field(
-        default=None, metadata=about("text", "full, selective or full:1/2", **IN_PLAN)
+        default=None, metadata=about("text", "auto, full, selective or full:1/2", **IN_PLAN)
     )
     recompute_num_layers: int = field(default=1, metadata=about("count", "that share an input", **IN_PLAN))
     memory: float | str | None = field(  # a float, once checked

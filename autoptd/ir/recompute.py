@@ -1,6 +1,6 @@
 """What the keyword `recompute` asks for: which values saved for backward are dropped, and computed again there.
 
-In: "full", "full:1/2", "selective", or globs of modules. Out: the same, checked.
+In: "auto", "full", "full:1/2", "selective", or globs of modules. Out: the same, checked.
 
     check_recompute("full:1/2", 1, "eager")
     full_share("full:1/2")      # Fraction(1, 2)
@@ -28,14 +28,14 @@ def check_recompute(asked: str | Sequence[str] | bool | None, num_layers: int, f
     if asked is None or asked is False:
         pass
     elif isinstance(asked, str):
-        if asked != "selective" and full_share(asked) is None:
-            remedy = "'full', 'selective', 'full:1/2', or a list of globs of modules: ['*.mlp']"
+        if asked not in ("auto", "selective") and full_share(asked) is None:
+            remedy = "'auto', 'full', 'selective', 'full:1/2', or a list of globs of modules: ['*.mlp']"
             raise PlanError(site, "no such choice", remedy)
     elif not isinstance(asked, Sequence) or not asked or not all(isinstance(glob, str) for glob in asked):
         raise PlanError(
             site,
             "names nothing to compute again",
-            "'full', 'selective', 'full:1/2', or a list of globs: ['*.mlp']",
+            "'auto', 'full', 'selective', 'full:1/2', or a list of globs: ['*.mlp']",
         )
     if asked and fuse == "inductor":
         fact = "what torch's compiler saves within a layer is its own"

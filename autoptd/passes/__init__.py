@@ -18,7 +18,7 @@ from autoptd.passes.localize import localize
 from autoptd.passes.ops.costs import backward_flops, count_work, flops
 from autoptd.passes.ops.unlisted import register_rule
 from autoptd.passes.own import mark_owned
-from autoptd.passes.runner import Form, Record, beyond, run_passes, up_to
+from autoptd.passes.runner import Form, Record, run_passes, up_to
 from autoptd.passes.solve.assign import Assignment
 from autoptd.passes.solve.explain import explain_split
 from autoptd.passes.solve.fallbacks import unlisted_operators
@@ -33,7 +33,6 @@ __all__ = [
     "adds_to_gradient",
     "annotate",
     "backward_flops",
-    "beyond",
     "check_connected",
     "communicate",
     "conversion_row",

@@ -116,6 +116,11 @@ class Context:
             self.options.memory_price or 0.0, in_flight, copies
         )
 
+    @property
+    def kept_byte(self) -> float:
+        """The price of a byte that is kept from a microbatch's forward to its backward, in seconds."""
+        return (self.options.memory_price or 0.0) * max(map(max, self.live), default=0)
+
     @cached_property
     def sizes(self) -> Sizes:
         """The sizes that the local shape of a value depends on."""

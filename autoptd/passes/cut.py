@@ -160,7 +160,7 @@ class _Chooser:
         """Return pinned cuts, compared with those that would be chosen; TooFull where they do not fit."""
         cuts = evaluate(self.line, self.ranks, pinned, self.live, self.makespan_of)
         if max(cuts.held) > self.machine.memory:
-            raise self._too_full(max(cuts.held), "the cut that the plan pins")
+            raise too_full(max(cuts.held), self.machine.memory, "the cut that the plan pins")
         try:
             best, why = self.choose()
         except PlanError:
@@ -185,13 +185,21 @@ class _Chooser:
         if max_stages < len(self.ranks):
             fact = f"more stages than the model can be cut into: {max_stages} at most"
             return PlanError(f"p*v={len(self.ranks)}", fact, f"p*v <= {max_stages}, or a deeper model")
-        return self._too_full(least_memory(self.line, self.ranks, self.live), "the cut that spreads it best")
+        return too_full(
+            least_memory(self.line, self.ranks, self.live),
+            self.machine.memory,
+            "the cut that spreads it best",
+        )
 
-    def _too_full(self, needed: float, which: str) -> TooFull:
-        fact = f"with {which}, the fullest rank holds {_gib(needed)} and has {_gib(self.machine.memory)}"
-        fact += " (parameters, gradients, AdamW's two moments; activations of the microbatches in flight)"
-        remedy = "a larger t or p, smaller microbatches (a larger num_microbatches), a schedule with fewer of them in flight"
-        return TooFull("memory", fact, remedy + " (1f1b), sequence_parallel='auto', or more memory")
+
+def too_full(needed: float, memory: float, which: str) -> TooFull:
+    """Make the error for a rank that would hold more than its memory."""
+    fact = f"with {which}, the fullest rank holds {_gib(needed)} and has {_gib(memory)}"
+    fact += " (parameters, gradients, AdamW's two moments; activations of the microbatches in flight)"
+    remedy = "a larger t or p, smaller microbatches (a larger num_microbatches), a schedule with fewer of them in flight"
+    return TooFull(
+        "memory", fact, remedy + " (1f1b), sequence_parallel='auto', recompute='auto', or more memory"
+    )
 
 
 def _gib(nbytes: float) -> str:

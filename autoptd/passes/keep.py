@@ -10,19 +10,16 @@ is kept, and what is dropped.
 
 from __future__ import annotations
 
-import operator
-
-import torch
 from torch.fx import Graph, Node
 
 from autoptd.ir.notes import is_tensor, note, ops
-from autoptd.ir.operators.table import is_listed, operator_of
 from autoptd.ir.quantities import microseconds_text
 from autoptd.ir.saved import SavedForBackward, Storage
+from autoptd.passes.by_value import choose_by_value
 from autoptd.passes.context import Context
 from autoptd.passes.hook_gemms import gather_again
 from autoptd.passes.ops.costs import forward_seconds
-from autoptd.passes.recompute import Wish, by_stage, choose, operands_of
+from autoptd.passes.recompute import Wish, by_stage, choose, is_repeatable, operands_of
 from autoptd.passes.runner import Form, graph_pass
 
 
@@ -45,7 +42,10 @@ def kept_by_stage(graph: Graph, ctx: Context) -> dict[int, set[Storage]]:
         return {}
     # Under torch's compiler a layer's operators have no lines of their own.
     if ctx.options.recompute or (ctx.checkpointed and ctx.options.fuse != "inductor"):
-        wish = choose(graph, ctx.options, ctx.checkpointed, saved)
+        if ctx.options.recompute == "auto":
+            wish = choose_by_value(graph, ctx, saved)
+        else:
+            wish = choose(graph, ctx.options, ctx.checkpointed, saved)
         for nodes in by_stage(graph).values():
             _mark(nodes, wish, saved, ctx)
     return _kept(graph, saved)
@@ -89,7 +89,7 @@ def _mark(nodes: list[Node], wish: Wish, saved: SavedForBackward, ctx: Context) 
     own = set(nodes)
     left: list[Node] = []
     for storage in wish.dropped:
-        if storage.node in own and _is_repeatable(storage.node):
+        if storage.node in own and is_repeatable(storage.node):
             left += _maker(storage, saved)
     if not left:
         return
@@ -110,19 +110,8 @@ def _mark(nodes: list[Node], wish: Wish, saved: SavedForBackward, ctx: Context) 
             note(node).extra["dropped"] = words
         for arg in operands_of(node):
             is_kept = is_tensor(arg) and saved.storage(arg) in kept
-            if arg in own and not is_kept and _is_repeatable(arg):
+            if arg in own and not is_kept and is_repeatable(arg):
                 left.append(arg)
-
-
-def _is_repeatable(node: Node) -> bool:
-    """Tell whether an operator gives the same once more; one that is not listed may have effects, and keeps its result."""
-    if node.target is operator.getitem:
-        return _is_repeatable(node.args[0])  # type: ignore[arg-type]
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return True
-    # The masks of dropout are a marker's, and drawn by their place.
-    is_known = node.target.namespace == "aten" or is_listed(node.target)
-    return is_known and not operator_of(node).is_random
 
 
 def _maker(storage: Storage, saved: SavedForBackward) -> list[Node]:

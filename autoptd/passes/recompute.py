@@ -7,22 +7,26 @@ In: a LOCAL graph, and what every operator saves. Out: a `Wish`: the storages th
 - *selective*: the scores of attention and what is made of them, up to what multiplies the values (Korthikanti et al. 2022,
   section 5).
 - globs: all that is saved of what these modules make.
+- "auto": by value, at a price per byte (`by_value.py`).
 - None: the modules that the model wraps in `torch.utils.checkpoint`, each in full.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from fractions import Fraction
 from itertools import chain, product
 from typing import NamedTuple
 
+import torch
 from torch.fx import Graph, Node
 
 from autoptd.ir.names import is_within, layer_of
 from autoptd.ir.notes import note, op_name, ops, value
+from autoptd.ir.operators.table import is_listed, operator_of
 from autoptd.ir.recompute import full_share
 from autoptd.ir.saved import SavedForBackward, Storage
 from autoptd.options import Options
@@ -44,7 +48,11 @@ def choose(graph: Graph, options: Options, checkpointed: Sequence[str], saved: S
     wish = Wish(set(), set())
     share = full_share(asked)
     if share is not None or asked is None:
-        groups = _within(graph, checkpointed) if share is None else _groups(graph, share, options)
+        groups = (
+            _within(graph, checkpointed)
+            if share is None
+            else groups_of_layers(graph, share, options.recompute_num_layers)
+        )
         for layers in groups:
             _add_in_full(layers, saved, made, wish)
         wish.dropped.difference_update(wish.kept)
@@ -69,6 +77,17 @@ def operands_of(node: Node) -> list[Node]:
     return [arg for arg in node.all_input_nodes if arg.op == "call_function" and value(arg) is not None]
 
 
+def is_repeatable(node: Node) -> bool:
+    """Tell whether an operator gives the same once more; one that is not listed may have effects, and keeps its result."""
+    if node.target is operator.getitem:
+        return is_repeatable(node.args[0])  # type: ignore[arg-type]
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return True
+    # The masks of dropout are a marker's, and drawn by their place.
+    is_known = node.target.namespace == "aten" or is_listed(node.target)
+    return is_known and not operator_of(node).is_random
+
+
 def _saved_by_maker(saved: SavedForBackward) -> dict[Node, set[Storage]]:
     """Return what is saved, by anyone, of what every operator makes; without what is an operator's own."""
     made: dict[Node, set[Storage]] = {}
@@ -86,9 +105,8 @@ def _within(graph: Graph, modules: Sequence[str]) -> Iterator[list[Node]]:
             yield [node for node in nodes if is_within(note(node).module, module)]
 
 
-def _groups(graph: Graph, share: Fraction, options: Options) -> Iterator[list[Node]]:
+def groups_of_layers(graph: Graph, share: Fraction, together: int) -> Iterator[list[Node]]:
     """Yield the operators of every layer that is computed again in full, or of several that share a kept input."""
-    together = options.recompute_num_layers
     for nodes in by_stage(graph).values():
         layers: dict[str, list[Node]] = {}
         for node in nodes:
@@ -158,4 +176,4 @@ def _is_of(node: Node, globs: Sequence[str]) -> bool:
     return any(fnmatchcase(path, glob) for path, glob in product(paths, globs))
 
 
-__all__ = ["Wish", "by_stage", "choose", "operands_of"]
+__all__ = ["Wish", "by_stage", "choose", "groups_of_layers", "is_repeatable", "operands_of"]

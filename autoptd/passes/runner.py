@@ -228,9 +228,4 @@ def up_to(form: Form, passes: Sequence[Pass]) -> tuple[Pass, ...]:
     return tuple(each for each in passes if each.gives <= form)
 
 
-def beyond(form: Form, passes: Sequence[Pass]) -> tuple[Pass, ...]:
-    """Return the passes that follow `up_to(form, passes)`."""
-    return tuple(each for each in passes if each.gives > form)
-
-
-__all__ = ["Form", "Pass", "Record", "beyond", "graph_pass", "run_passes", "up_to"]
+__all__ = ["Form", "Pass", "Record", "graph_pass", "run_passes", "up_to"]

@@ -40,7 +40,8 @@ def merged_fallbacks(fallbacks: Sequence[Fallback]) -> list[dict[str, Any]]:
 def warn_of_recompute(graph: Graph, options: Options, checkpointed: Sequence[str]) -> None:
     """Warn where what was to be computed again is kept: by the keyword, or by activation checkpoints in the model."""
     drops = [note(node).module for node in ops(graph) if "dropped" in note(node).extra]
-    if options.recompute and not drops:
+    # By value: where there is room for everything.
+    if options.recompute and options.recompute != "auto" and not drops:
         why = (
             "fused attention keeps no scores"
             if options.recompute == "selective"

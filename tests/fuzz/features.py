@@ -154,7 +154,7 @@ CHOICES: dict[str, list[Any]] = {
     "call": ["names", "positions", "None between", "number between"],
     "steps": [2, 4],
     "reduce dtype": ["fp32", "bf16"],
-    "recompute": [None, "full", "selective", "full:1/2", ["*"], ["*norm*", "*act*"]],
+    "recompute": [None, "full", "selective", "full:1/2", ["*"], ["*norm*", "*act*"], "auto"],
 }
 
 

@@ -299,6 +299,8 @@ def _call(case: Case) -> list[str]:
     arguments += [f"dp_shard={case.dp_shard}"] if case.dp_shard else []
     arguments += [f"reduce_dtype='{case.reduce_dtype}'"] if case.reduce_dtype != "fp32" else []
     arguments += [f"recompute={case['recompute']!r}"] if case["recompute"] else []
+    # Of a byte, in seconds: about half of what could be made again is.
+    arguments += ["memory_price=1e-11"] if case["recompute"] == "auto" else []
     arguments += [f"machine={MACHINES[case['machine']]}"] if case["machine"] in MACHINES else []
     arguments += [f"sequence_parallel={case.sequence_parallel!r}"] if case.sequence_parallel else []
     lines = [f"call = {call}"]

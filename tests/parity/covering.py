@@ -58,8 +58,9 @@ AXES: dict[str, tuple[Any, ...]] = {  # of each the simplest first
         "bf16-mixed",
     ),  # in float64, as everything here: storage apart from what stages use
     "zero": (0, 1),
-    "recompute": (None, "full", "selective", "full:1/2", ("*",)),
+    "recompute": (None, "full", "selective", "full:1/2", ("*",), "auto"),
 }
+PRICE = 1e-11
 OWN = ("model", "dropout", "reload", "evaluate")  # what is no keyword
 BOUND = (  # which axes decide together what goes; of two groups, all that goes in each (test_covering.py)
     ("schedule", "p", "v", "num_microbatches", "delay_wgrad_compute"),
@@ -85,7 +86,7 @@ OUTSIDE = {  # fields of Options that are not varied
     "dp_shard": "wants 4 replicas: parity/test_zero.py",
     "recompute_num_layers": "with recompute='full': parity/test_recompute.py",
     "memory": "what is chosen, not how it runs: test_fit.py",
-    "memory_price": "likewise",
+    "memory_price": "likewise; with recompute='auto'",
     "machine": "likewise; conftest.py has the one of the tests",
     "plan": "pins what is chosen: test_plan.py",
 }
@@ -233,6 +234,9 @@ class Trainer:
 def run(case: Case) -> None:
     """Train a case beside the model on one device; AssertionError names the first value that differs."""
     kind, keywords = KINDS[case["model"]], {name: value for name, value in case.items() if name not in OWN}
+    if case["recompute"] == "auto":
+        # Of a byte, in seconds: for nothing all is kept.
+        keywords["memory_price"] = PRICE
     rows = ROWS * case["num_microbatches"] * case["d"]
     untouched, reference = kind.make(case["dropout"]), kind.make(case["dropout"])
     plain = torch.optim.AdamW(reference.parameters(), lr=LR, eps=1e-3)

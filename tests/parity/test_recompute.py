@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -91,6 +92,50 @@ CASES = [(number, mode, rate) for number in range(len(SETTINGS)) for mode in MOD
 def test_the_same_bits(number: int, mode: Any, dropout: float) -> None:
     found = trained(gpt(dropout=dropout), recompute=mode, **SETTINGS[number])
     assert differing(found, kept_whole(number, dropout)) == []
+
+
+PRICES = (None, 1e-12, 1e-11, 1e-8, 1e-6)
+
+
+@pytest.mark.parametrize(("number", "price"), thinned([*product(range(len(SETTINGS)), PRICES)], every=11))
+def test_values_chosen_by_price(number: int, price: float | None) -> None:
+    """Beside a run of the same price, which counts in the layout as well."""
+    keywords = {**SETTINGS[number], "memory_price": price}
+    found = trained(gpt(dropout=0.2), recompute="auto", **keywords)
+    assert differing(found, trained(gpt(dropout=0.2), **keywords)) == []
+
+
+def test_a_higher_price_keeps_fewer_bytes() -> None:
+    """Without a layout to choose: from all that is saved down to what layers cannot make again."""
+
+    def kept(recompute: Any, price: float | None = None) -> int:
+        program = autoptd.compile(gpt(), recompute=recompute, memory_price=price, example_inputs=batch())
+        return sum(program.costs.cut.saved_bytes)
+
+    ladder = [kept("auto", price) for price in PRICES]
+    assert ladder == sorted(ladder, reverse=True) and ladder[0] == kept(None)
+    assert kept("full") in ladder and len(set(ladder)) >= 3
+
+
+def test_the_least_price_that_fits_into_memory() -> None:
+    keywords: dict[str, Any] = {"p": 2, "num_microbatches": 4, "example_inputs": batch()}
+    whole = autoptd.compile(gpt(), recompute="auto", **keywords)
+    least = autoptd.compile(gpt(), recompute="auto", memory_price=1e-6, **keywords)
+    assert not whole.plan["options"]["memory_price"]
+    most, fewest = max(whole.costs.cut.rank_bytes), max(least.costs.cut.rank_bytes)
+    prices = []
+    for share in (0.9, 0.5, 0.1):
+        memory = fewest + share * (most - fewest)
+        program = autoptd.compile(gpt(), recompute="auto", memory=memory, **keywords)
+        assert max(program.costs.cut.rank_bytes) <= memory
+        prices.append(program.plan["options"]["memory_price"])
+        again = autoptd.compile(gpt(), recompute="auto", plan=program.plan, **keywords)
+        assert again.sources == program.sources
+    assert prices == sorted(prices) and prices[0] > 0
+    with pytest.raises(PlanError, match="recompute='auto'"):
+        autoptd.compile(gpt(), memory=1.1 * fewest, **keywords)
+    with pytest.raises(PlanError, match="the fullest rank holds"):
+        autoptd.compile(gpt(), recompute="auto", memory=0.5 * fewest, **keywords)
 
 
 @pytest.mark.parametrize("layers", [2, 3])

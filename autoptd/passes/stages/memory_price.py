@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from autoptd.passes.cut import TooFull
+from autoptd.passes.cut import TooFull, too_full
+from autoptd.program.costs import Cut
 
 # The price is a power of two, times the time of a byte on a link: from a sixteenth of that to 16384 times.
 MIN_POWER, MAX_POWER = -4, 14
@@ -47,4 +48,11 @@ def find_memory_price(solve: Callable[[float], T], first: float, unit: float) ->
     return plan, unit * 2**fits
 
 
-__all__ = ["find_memory_price"]
+def check_fits(cut: Cut, memory: float) -> None:
+    """Raise TooFull where a rank holds more than its memory."""
+    most = max(cut.rank_bytes, default=0.0)
+    if most > memory:
+        raise too_full(most, memory, "the best cut found")
+
+
+__all__ = ["check_fits", "find_memory_price"]

@@ -1,0 +1,121 @@
+"""Choose for every value of a layer whether it is kept for backward or made again: recompute="auto".
+
+In: a LOCAL graph, what every operator saves, and the price of a kept byte (`Context.kept_byte`). Out: a `Wish`, as of the
+choices that users name (`recompute.py`). Each layer is chosen for alone and exactly (`solve/kept.py`); equal ones are solved
+once.
+
+What a layer reads from outside, and what is read behind it, it can only keep.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+from torch.fx import Graph, Node
+
+from autoptd.ir.notes import is_tensor, ops
+from autoptd.ir.saved import SavedForBackward, Storage
+from autoptd.passes.context import Context
+from autoptd.passes.hook_gemms import gather_again
+from autoptd.passes.ops.costs import forward_seconds
+from autoptd.passes.recompute import Wish, groups_of_layers, is_repeatable, operands_of
+from autoptd.passes.solve.kept import Region, runs_again
+
+
+def choose_by_value(graph: Graph, ctx: Context, saved: SavedForBackward) -> Wish:
+    """Return the cheapest choice for every layer."""
+    wish = Wish(set(), set())
+    # Not kept as a whole: its readers keep the shard, and gather it again.
+    shards = {
+        saved.storage(node): saved.storage(node.all_input_nodes[0])
+        for node in ops(graph)
+        if gather_again(node)
+    }
+    needed = {
+        shards.get(storage, storage)
+        for each in saved.of.values()
+        for storage in each
+        if not storage.is_private
+    }
+    for layer in groups_of_layers(graph, Fraction(1), 1):
+        _Layer(layer, ctx, saved, needed, shards).choose(wish)
+    return wish
+
+
+class _Layer:
+    """The operators and storages of a layer, by number."""
+
+    def __init__(
+        self,
+        layer: list[Node],
+        ctx: Context,
+        saved: SavedForBackward,
+        needed: set[Storage],
+        shards: dict[Storage, Storage],
+    ) -> None:
+        self.saved, self.needed, self.shards, self.price = saved, needed, shards, ctx.kept_byte
+        self.storages: dict[Storage, int] = {}
+        self.makes = [self._made(node) for node in layer]
+        # A view makes nothing, and costs nothing.
+        makers = [(node, made) for node, made in zip(layer, self.makes, strict=True) if made]
+        self.makes = [made for _, made in makers]
+        self.reads = [self._read(node) for node, _ in makers]
+        self.seconds = [self._seconds(node, ctx) for node, _ in makers]
+        self.bound = self._bound(set(layer), layer)
+
+    def choose(self, wish: Wish) -> None:
+        """Add the cheapest choice to a wish."""
+        again = runs_again(self._region(), self.price)
+        made = {storage for i in again for storage in self.makes[i]}
+        read = {storage for i in again for storage in self.reads[i]}
+        # Of a gathered value that is the whole: the shard is what would be kept of it.
+        made_again = made & self.needed - self.bound
+        wish.dropped.update(storage for storage in made_again if storage not in self.shards.values())
+        wish.dropped.update(whole for whole, shard in self.shards.items() if shard in made_again)
+        wish.kept.update(read - made)
+
+    def _region(self) -> Region:
+        for storages in (*self.makes, *self.reads):
+            for storage in storages:
+                self.storages.setdefault(storage, len(self.storages))
+        number = self.storages.__getitem__
+
+        def numbers(storages: set[Storage]) -> frozenset[int]:
+            return frozenset(map(number, storages & self.storages.keys()))
+
+        return Region(
+            makes=tuple(tuple(map(number, each)) for each in self.makes),
+            reads=tuple(tuple(map(number, each)) for each in self.reads),
+            seconds=tuple(self.seconds),
+            nbytes=tuple(storage.nbytes for storage in self.storages),
+            needed=numbers(self.needed),
+            free=numbers(self.bound & self.needed),
+            never_kept=numbers(set(self.shards)),
+        )
+
+    def _made(self, node: Node) -> list[Storage]:
+        made = (value.storage for value in self.saved.values.get(node, ()))
+        return list(dict.fromkeys(storage for storage in made if storage.node is node))
+
+    def _read(self, node: Node) -> list[Storage]:
+        return list(dict.fromkeys(self.saved.storage(arg) for arg in operands_of(node) if is_tensor(arg)))
+
+    def _seconds(self, node: Node, ctx: Context) -> float:
+        if not is_repeatable(node):
+            return math.inf
+        # Backward gathers it in any case.
+        return (
+            0.0 if self.saved.storage(node) in self.shards else forward_seconds(node, ctx.mesh, ctx.machine)
+        )
+
+    def _bound(self, own: set[Node], layer: list[Node]) -> set[Storage]:
+        """Return the storages that others than this layer make, or read."""
+        bound = {storage for read in self.reads for storage in read if storage.node not in own}
+        for node in layer:
+            if any(user not in own for user in node.users):
+                bound |= {value.storage for value in self.saved.values.get(node, ())}
+        return bound
+
+
+__all__ = ["choose_by_value"]
