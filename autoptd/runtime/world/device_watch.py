@@ -132,6 +132,8 @@ class DeviceWatch:
         self._board, self._world, self._abort = board, world, abort
         self._marks = Marks(make_probe)
         self._is_over = Event()
+        # The first fault is one, however often this thread comes upon it.
+        self._has_told = False
         self._thread = Thread(target=self._serve, name="device watch", daemon=True)
         self._thread.start()
         # Like the board's thread: it must end before the interpreter does.
@@ -163,11 +165,11 @@ class DeviceWatch:
         found = self._marks.late(BEAT)
         board.behind = None if found is None else (found[0].at, found[0].call)
         if board.is_known and not board.is_out:
-            _tell(board.first_fault())
+            self._tell(board.first_fault())
             if not self._comes_out():
                 self._end_world()
         elif (fault := self._fault_of_wait(found)) is not None:
-            _tell(fault)
+            self._tell(fault)
             self._end_world()
 
     def _fault_of_wait(self, found: tuple[Mark, float] | None) -> RuntimeFault | None:
@@ -201,9 +203,10 @@ class DeviceWatch:
             with suppress(RuntimeError):
                 self._abort()
 
-
-def _tell(fault: RuntimeFault) -> None:
-    print(f"autoptd: {type(fault).__name__}: {fault}", file=sys.stderr, flush=True)
+    def _tell(self, fault: RuntimeFault) -> None:
+        if not self._has_told:
+            self._has_told = True
+            print(f"autoptd: {type(fault).__name__}: {fault}", file=sys.stderr, flush=True)
 
 
 # How to ask the device, by the backends on which calls do not fail but wait there.
