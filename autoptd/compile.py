@@ -31,7 +31,13 @@ from autoptd.ir.plan import Plan
 from autoptd.ir.sizes import local_shape
 from autoptd.options import Options, make_options
 from autoptd.passes import Context, Form, Record, run_passes, up_to
-from autoptd.passes.stages.memory_price import check_fits, find_memory_price
+from autoptd.passes.stages.memory_price import (
+    check_fits,
+    check_rates,
+    excess_bytes,
+    find_memory_price,
+    prices_from,
+)
 from autoptd.program.costs import Cut
 from autoptd.program.follow import check_follows
 from autoptd.program.program import Program
@@ -65,6 +71,9 @@ PASSES = (
     passes.hook_gemms,
     passes.mark_owned,
 )
+
+# Cuts that are tried again because more bytes are kept than they foresaw.
+MORE_CUTS = 2
 
 
 def compile(model: nn.Module, *, example_inputs: Any, **keywords: Any) -> Program:
@@ -165,7 +174,7 @@ def _compile(
         fuse=options.fuse or False,
         unlisted=tuple(passes.unlisted_operators(graph)),
         weighted=any(file.counts for file in files.stages),
-        plan=plan_record(options, batch, found.cut, params, found.fallbacks, weighed),
+        plan=plan_record(options, batch, found.cut, params, found.fallbacks, weighed, found.kept.rates),
         costs=replace(
             passes.count_work(graph, options.mesh, of_one_device, of_a_rank),
             cut=cut_of(ctx),
@@ -211,22 +220,31 @@ def place(traced: Graph, ctx: Context, record: Record) -> tuple[Graph, Context]:
     """Run the passes at the lowest price of memory at which a rank's bytes fit; the context returned has that
     price.
     """
+    machine, first = ctx.options.rank_machine, ctx.options.memory_price or 0.0
+    unit = 1 / machine.link_bandwidth
 
     def solve(price: float) -> tuple[Graph, Context]:
-        # A context without findings, so that each price starts from TRACED; 0 is None, as in a plan.
-        priced = replace(ctx, options=replace(ctx.options, memory_price=price or None))
+        # A context without findings, so that each attempt starts from TRACED; 0 is None, as in a plan.
+        options = replace(ctx.options, memory_price=price or None)
+        priced = replace(ctx, options=options, price_range=prices_from(first, unit))
         graph = run_passes(PASSES, traced, priced, record)
-        # What is kept is known exactly now; the cut only had an estimate.
-        check_fits(cut_of(priced), priced.machine.memory)
+        for _ in range(MORE_CUTS):
+            # What is kept is known exactly now; the cut had an estimate, and leaves room for the rest next time.
+            excess = excess_bytes(cut_of(priced), machine.memory)
+            if not excess:
+                break
+            priced = replace(priced, reserve=priced.reserve + excess)
+            graph = run_passes(PASSES, traced, priced, record)
+        check_fits(cut_of(priced), machine.memory)
+        check_rates(priced.found.kept.rates, priced)
         return graph, priced
 
-    unit = 1 / ctx.options.rank_machine.link_bandwidth
-    return find_memory_price(solve, first=ctx.options.memory_price or 0.0, unit=unit)[0]
+    return find_memory_price(solve, first, unit)[0]
 
 
 def cut_of(ctx: Context) -> Cut:
     """Return the cut that the passes found, with the bytes that are kept."""
-    return ctx.found.cut.with_saved(ctx.found.kept_bytes, ctx.live, ctx.ranks)
+    return ctx.found.cut.with_kept(ctx.found.kept, ctx.live, ctx.ranks)
 
 
 def compile_evaluation(

@@ -139,7 +139,9 @@ class _Known:
 
 
 def _tensor(memory: torch.Tensor, like: Value) -> torch.Tensor:
-    whole = memory.view(like.dtype) if like.dtype != torch.uint8 else memory
+    # No mode that reads the model's own casts otherwise (`verify`) may read this one.
+    with torch._C.DisableTorchFunction():
+        whole = memory.view(like.dtype) if like.dtype != torch.uint8 else memory
     return whole.as_strided(like.shape, like.stride, like.offset).requires_grad_(like.requires_grad)
 
 

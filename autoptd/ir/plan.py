@@ -9,7 +9,8 @@ decisions that are pinned. Every key is optional:
      "shard": [{"pattern": "h.*.mlp.c_fc.weight", "dim": 0, "axis": "tp"}]}
 
 `cut` has the layers of each stage, or the p*v - 1 modules to cut behind: ["h.2", "h.6", "h.10"]; `shard` is
-explained in `passes/solve/shard_pins.py`.
+explained in `passes/solve/shard_pins.py`. `keep` is what the pipeline ranks pay to keep a byte less of a
+microbatch, with recompute="auto" (`ir/kept.py`): {"rank": 0, "price": 0.0, "more": 1e-9, "share": 0.25}.
 
 `fallbacks`, `weighed` (the plan over tp beside the known ones: program/weighed.py) and `planner` (why the
 planner chose this: planner/plan.py) are reports and pin nothing.
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from autoptd.errors import PlanError
+from autoptd.ir.kept import Rate, read_rates
 from autoptd.ir.mesh import DEGREES
 
 VERSION = 1
@@ -36,22 +38,24 @@ KEYS = (
     "options",
     "cut",
     "shard",
+    "keep",
     "fallbacks",
     "weighed",
     "planner",
 )
 MESH = (*DEGREES, "v", "order")
-JSON_KINDS = {"mesh": dict, "options": dict, "cut": list, "shard": list}
+JSON_KINDS = {"mesh": dict, "options": dict, "cut": list, "shard": list, "keep": list}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is pinned: `cut`, numbers of layers or names (`passes/stages/cut_pins.py`), and `shard`
-    (`solve/shard_pins.py`).
+    """What is pinned: `cut`, numbers of layers or names (`passes/stages/cut_pins.py`), `shard`
+    (`solve/shard_pins.py`), and `keep`, a rate for every pipeline rank.
     """
 
     cut: tuple[int, ...] | tuple[str, ...] | None = None
     shard: tuple[Mapping[str, Any], ...] = ()
+    keep: tuple[Rate, ...] = ()
 
 
 def read_plan(
@@ -80,7 +84,9 @@ def read_plan(
         if keywords.get(name) is not None and keywords[name] != value:
             fact = f"the plan says {name}={value!r}, the keyword {name}={keywords[name]!r}"
             raise PlanError(f"plan and {name}=", fact, "leave one of the two out")
-    return planned, Plan(_cut(plan.get("cut")), tuple(plan.get("shard", ())))
+    return planned, Plan(
+        _cut(plan.get("cut")), tuple(plan.get("shard", ())), read_rates(plan.get("keep", ()))
+    )
 
 
 def check_known(site: str, record: Mapping[str, Any], known: Any) -> None:

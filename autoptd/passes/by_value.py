@@ -1,8 +1,7 @@
 """Choose for every value of a layer whether it is kept for backward or made again: recompute="auto".
 
-In: a LOCAL graph, what every operator saves, and the price of a kept byte (`Context.kept_byte`). Out: a `Wish`, as of the
-choices that users name (`recompute.py`). Each layer is chosen for alone and exactly (`solve/kept.py`); equal ones are solved
-once.
+In: a LOCAL graph, what every operator saves, and what a stage pays for a byte less (`Rate`). Out: a `Wish`, as of the choices
+that users name (`recompute.py`). Each layer is chosen for alone and exactly (`solve/kept.py`); equal ones are solved once.
 
 What a layer reads from outside, and what is read behind it, it can only keep.
 """
@@ -10,11 +9,13 @@ What a layer reads from outside, and what is read behind it, it can only keep.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 
 from torch.fx import Graph, Node
 
-from autoptd.ir.notes import is_tensor, ops
+from autoptd.ir.kept import Rate
+from autoptd.ir.notes import is_tensor, note, ops
 from autoptd.ir.saved import SavedForBackward, Storage
 from autoptd.passes.context import Context
 from autoptd.passes.hook_gemms import gather_again
@@ -23,24 +24,43 @@ from autoptd.passes.recompute import Wish, groups_of_layers, is_repeatable, oper
 from autoptd.passes.solve.kept import Region, runs_again
 
 
-def choose_by_value(graph: Graph, ctx: Context, saved: SavedForBackward) -> Wish:
-    """Return the cheapest choice for every layer."""
-    wish = Wish(set(), set())
-    # Not kept as a whole: its readers keep the shard, and gather it again.
-    shards = {
-        saved.storage(node): saved.storage(node.all_input_nodes[0])
-        for node in ops(graph)
-        if gather_again(node)
-    }
-    needed = {
-        shards.get(storage, storage)
-        for each in saved.of.values()
-        for storage in each
-        if not storage.is_private
-    }
-    for layer in groups_of_layers(graph, Fraction(1), 1):
-        _Layer(layer, ctx, saved, needed, shards).choose(wish)
-    return wish
+class ByValue:
+    """The layers of a graph, each with the cheapest choice for every price that was asked for."""
+
+    def __init__(self, graph: Graph, ctx: Context, saved: SavedForBackward) -> None:
+        # Not kept as a whole: its readers keep the shard, and gather it again.
+        shards = {
+            saved.storage(node): saved.storage(node.all_input_nodes[0])
+            for node in ops(graph)
+            if gather_again(node)
+        }
+        needed = {
+            shards.get(storage, storage)
+            for each in saved.of.values()
+            for storage in each
+            if not storage.is_private
+        }
+        # Layers by stage.
+        self._layers: dict[int, list[_Layer]] = {}
+        for layer in groups_of_layers(graph, Fraction(1), 1):
+            stage = note(layer[0]).stages[0]
+            self._layers.setdefault(stage, []).append(_Layer(layer, ctx, saved, needed, shards))
+
+    @property
+    def most_layers(self) -> int:
+        """The layers of the stage that has most of them; at least 1."""
+        return max(map(len, self._layers.values()), default=1)
+
+    def choose(self, rate_of_stage: Callable[[int], Rate]) -> Wish:
+        """Return the cheapest choice for every layer, at the rate of its stage."""
+        wish = Wish(set(), set())
+        for stage, layers in self._layers.items():
+            rate = rate_of_stage(stage)
+            for layer, price in zip(layers, rate.of_layers(len(layers)), strict=True):
+                chosen = layer.choose(price)
+                wish.dropped.update(chosen.dropped)
+                wish.kept.update(chosen.kept)
+        return wish
 
 
 class _Layer:
@@ -54,7 +74,7 @@ class _Layer:
         needed: set[Storage],
         shards: dict[Storage, Storage],
     ) -> None:
-        self.saved, self.needed, self.shards, self.price = saved, needed, shards, ctx.kept_byte
+        self.saved, self.needed, self.shards = saved, needed, shards
         self.storages: dict[Storage, int] = {}
         self.makes = [self._made(node) for node in layer]
         # A view makes nothing, and costs nothing.
@@ -63,17 +83,22 @@ class _Layer:
         self.reads = [self._read(node) for node, _ in makers]
         self.seconds = [self._seconds(node, ctx) for node, _ in makers]
         self.bound = self._bound(set(layer), layer)
+        self.region = self._region()
+        self.choices: dict[float, Wish] = {}
 
-    def choose(self, wish: Wish) -> None:
-        """Add the cheapest choice to a wish."""
-        again = runs_again(self._region(), self.price)
+    def choose(self, price: float) -> Wish:
+        """Return the cheapest choice at a price."""
+        if price in self.choices:
+            return self.choices[price]
+        again = runs_again(self.region, price)
         made = {storage for i in again for storage in self.makes[i]}
         read = {storage for i in again for storage in self.reads[i]}
         # Of a gathered value that is the whole: the shard is what would be kept of it.
         made_again = made & self.needed - self.bound
-        wish.dropped.update(storage for storage in made_again if storage not in self.shards.values())
-        wish.dropped.update(whole for whole, shard in self.shards.items() if shard in made_again)
-        wish.kept.update(read - made)
+        dropped = {storage for storage in made_again if storage not in self.shards.values()}
+        dropped |= {whole for whole, shard in self.shards.items() if shard in made_again}
+        self.choices[price] = Wish(dropped, read - made)
+        return self.choices[price]
 
     def _region(self) -> Region:
         for storages in (*self.makes, *self.reads):
@@ -118,4 +143,4 @@ class _Layer:
         return bound
 
 
-__all__ = ["choose_by_value"]
+__all__ = ["ByValue"]

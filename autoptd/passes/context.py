@@ -24,6 +24,7 @@ from autoptd.ir.actions import Action, Kind, Orders, ranks_of_stages
 from autoptd.ir.buffers import Buffers
 from autoptd.ir.fallback import Fallback
 from autoptd.ir.fusion import Fusion
+from autoptd.ir.kept import Kept
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.saved import SavedForBackward
@@ -48,7 +49,7 @@ class Findings:
     find_fusions: `groups`: operators that a fused one may stand for
     cut:          `cut`: where the model is cut, why, and what it costs
     substitute:   `fusions`: what was fused and what was not
-    keep:         `kept_bytes`: what every stage keeps of a microbatch from its forward to its backward
+    keep:         `kept`: what every stage keeps of a microbatch from its forward to its backward, and makes again
     """
 
     axes: Axes = field(init=False)
@@ -57,7 +58,7 @@ class Findings:
     groups: Groups = field(init=False)
     cut: Cut = field(init=False)
     fusions: tuple[Fusion, ...] = field(init=False)
-    kept_bytes: tuple[int, ...] = field(init=False)
+    kept: Kept = field(init=False)
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dataclass_fields__:
@@ -79,7 +80,10 @@ class Context:
     - `buffers`: the values of the model's buffers, from which constants are evaluated.
     - `orders`: the schedule without its transfers.
     - `live`: microbatches in flight on every stage, at the fullest moment of each rank.
-    - `makespan`: seconds of a step for seconds per stage (None: the schedule is too long to be simulated often).
+    - `makespan`: seconds of a step for seconds per stage, and those to make values again there (None: the schedule is too
+      long to be simulated often).
+    - `price_range`: the prices of memory at which a rank may choose what it keeps, ascending (`memory_price.py`).
+    - `reserve`: bytes of a rank that the cut leaves free, because an earlier one was off by so many.
     - `checkpointed`: the modules that the model wraps in activation checkpoints.
     - `saved_by`: what every operator of a LOCAL graph saves for backward.
     - `like`: a program of the same model; parameters are stored, and layers cut, as in that one.
@@ -94,7 +98,9 @@ class Context:
     buffers: Buffers = field(default_factory=lambda: Buffers({}))
     orders: Orders = field(default_factory=lambda: ONE_STAGE)
     live: Sequence[Sequence[int]] = ()
-    makespan: Callable[[Sequence[float]], float] | None = None
+    makespan: Callable[[Sequence[float], Sequence[float]], float] | None = None
+    price_range: tuple[float, ...] = ()
+    reserve: float = 0.0
     checkpointed: tuple[str, ...] = ()
     saved_by: Callable[[Graph], SavedForBackward] = lambda graph: SavedForBackward()
     like: Program | None = None
@@ -117,9 +123,17 @@ class Context:
         )
 
     @property
-    def kept_byte(self) -> float:
+    def byte_price(self) -> float:
         """The price of a byte that is kept from a microbatch's forward to its backward, in seconds."""
-        return (self.options.memory_price or 0.0) * max(map(max, self.live), default=0)
+        return self._of_kept(self.options.memory_price or 0.0)
+
+    @property
+    def byte_prices(self) -> tuple[float, ...]:
+        """What a rank may pay to keep such a byte less, ascending."""
+        return tuple(map(self._of_kept, self.price_range)) or (self.byte_price,)
+
+    def _of_kept(self, price: float) -> float:
+        return price * max(map(max, self.live), default=0)
 
     @cached_property
     def sizes(self) -> Sizes:

@@ -30,9 +30,10 @@ from autoptd.ir.sizes import Sizes
 from autoptd.passes.context import Context
 from autoptd.passes.ops.costs import flops, local_payload, rank_seconds
 from autoptd.passes.runner import Form, graph_pass
-from autoptd.passes.stages.balance import Cuts, Line, Value, evaluate, least_memory, place
+from autoptd.passes.stages.balance import Cuts, evaluate, least_memory, place
 from autoptd.passes.stages.crossing import is_never_computed_again, place_values
 from autoptd.passes.stages.cut_pins import Places
+from autoptd.passes.stages.line import Line, Value
 from autoptd.passes.stages.memory import count_bytes
 from autoptd.program.costs import Cut
 
@@ -85,10 +86,11 @@ def cut(graph: Graph, ctx: Context) -> None:
         why=why,
         flops=tuple(sum(map(flops, backbone[stage])) for stage in stages),
         seconds=tuple(sum(chooser.line.work[stage]) for stage in stages),
-        saved_bytes=tuple(sum(chooser.line.saved[stage]) for stage in stages),
+        saved_bytes=cuts.saved,
         rank_seconds=tuple(cuts.loads),
         rank_bytes=tuple(cuts.held),
         makespan=cuts.makespan,
+        again_seconds=cuts.again,
     )
 
 
@@ -105,6 +107,7 @@ class _Chooser:
 
     def __init__(self, graph: Graph, backbone: list[Node], ctx: Context) -> None:
         self.ranks, self.machine, self.live, self.makespan_of = ctx.ranks, ctx.machine, ctx.live, ctx.makespan
+        self.memory, self.reserve = ctx.machine.memory - ctx.reserve, ctx.reserve
         sizes, machine = ctx.sizes, ctx.machine
         self.sizes, self.backbone = sizes, backbone
         self.points = _find_points(backbone, sizes.mesh)
@@ -115,7 +118,7 @@ class _Chooser:
             [point.at for point in self.points],
             _values(backbone, sizes, machine),
             held.kept,
-            held.saved,
+            held.levels,
             held.shared,
         )
 
@@ -158,9 +161,9 @@ class _Chooser:
 
     def follow(self, pinned: Sequence[int]) -> tuple[Cuts, str]:
         """Return pinned cuts, compared with those that would be chosen; TooFull where they do not fit."""
-        cuts = evaluate(self.line, self.ranks, pinned, self.live, self.makespan_of)
-        if max(cuts.held) > self.machine.memory:
-            raise too_full(max(cuts.held), self.machine.memory, "the cut that the plan pins")
+        cuts = evaluate(self.line, self.ranks, pinned, self.live, self.memory, self.makespan_of)
+        if max(cuts.held) > self.memory:
+            raise too_full(max(cuts.held) + self.reserve, self.machine.memory, "the cut that the plan pins")
         try:
             best, why = self.choose()
         except PlanError:
@@ -173,11 +176,7 @@ class _Chooser:
         return cuts, f"as the plan says: {what} takes {how} than with the cut that would be chosen"
 
     def _solve(self, points: Sequence[int]) -> Cuts | None:
-        return place(self._line(points), self.ranks, self.live, self.machine.memory, self.makespan_of)
-
-    def _line(self, points: Sequence[int]) -> Line:
-        line = self.line
-        return Line(line.work, points, line.values, line.kept, line.saved, line.shared)
+        return place(replace(self.line, points=points), self.ranks, self.live, self.memory, self.makespan_of)
 
     def _refusal(self) -> PlanError:
         """Make the error for a model without a cut: too few places, or too little memory."""
@@ -186,7 +185,7 @@ class _Chooser:
             fact = f"more stages than the model can be cut into: {max_stages} at most"
             return PlanError(f"p*v={len(self.ranks)}", fact, f"p*v <= {max_stages}, or a deeper model")
         return too_full(
-            least_memory(self.line, self.ranks, self.live),
+            least_memory(self.line, self.ranks, self.live) + self.reserve,
             self.machine.memory,
             "the cut that spreads it best",
         )

@@ -10,48 +10,135 @@ is kept, and what is dropped.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from torch.fx import Graph, Node
 
+from autoptd.errors import PlanError
+from autoptd.ir.kept import Kept, Rate
 from autoptd.ir.notes import is_tensor, note, ops
 from autoptd.ir.quantities import microseconds_text
 from autoptd.ir.saved import SavedForBackward, Storage
-from autoptd.passes.by_value import choose_by_value
+from autoptd.passes.by_value import ByValue
 from autoptd.passes.context import Context
 from autoptd.passes.hook_gemms import gather_again
 from autoptd.passes.ops.costs import forward_seconds
 from autoptd.passes.recompute import Wish, by_stage, choose, is_repeatable, operands_of
 from autoptd.passes.runner import Form, graph_pass
 
+# What a stage holds, and the first operator that has it held.
+Holders = dict[Storage, Node]
 
-@graph_pass(takes=Form.LOCAL, gives=Form.LOCAL, finds=("kept_bytes",))
+
+@graph_pass(takes=Form.LOCAL, gives=Form.LOCAL, finds=("kept",))
 def keep(graph: Graph, ctx: Context) -> None:
     """Mark what is dropped, and what is computed again; find the bytes that stages keep."""
-    kept = kept_by_stage(graph, ctx)
-    ctx.found.kept_bytes = tuple(_bytes_of(kept.get(stage, set())) for stage in range(len(ctx.ranks)))
+    keeper = Keeper(graph, ctx)
+    rates = _pinned(ctx) or (keeper.find_rates() if keeper.is_by_value else ())
+    keeper.mark(rates)
+    ctx.found.kept = keeper.kept(rates)
 
 
-def _bytes_of(held: set[Storage]) -> int:
+def _pinned(ctx: Context) -> tuple[Rate, ...]:
+    """Return the rates that the plan pins, if any."""
+    pinned, asked = ctx.options.plan.keep, ctx.options.recompute
+    # An evaluation (False) keeps nothing.
+    if not pinned or asked is False:
+        return ()
+    if asked != "auto":
+        raise PlanError(
+            "plan: keep", f"goes with recompute='auto', not {asked!r}", "leave one of the two out"
+        )
+    if len(pinned) != (count := max(ctx.ranks) + 1):
+        fact = f"has rates for {len(pinned)} pipeline ranks, there are {count}"
+        raise PlanError("plan: keep", fact, "one for each, or leave it out")
+    return pinned
+
+
+class Keeper:
+    """The choice of what is kept, for a LOCAL graph: it marks the graph, as often as asked."""
+
+    def __init__(self, graph: Graph, ctx: Context) -> None:
+        self.graph, self.ctx = graph, ctx
+        self._saved = ctx.saved_by(graph)
+        self._stages = by_stage(graph)
+        asked, options = ctx.options.recompute, ctx.options
+        # A pass that is called by itself has no runtime to measure with. Under torch's compiler a layer's operators have no
+        # lines of their own.
+        self._is_asked = bool(
+            self._saved.values and (asked or (ctx.checkpointed and options.fuse != "inductor"))
+        )
+        self.is_by_value = self._is_asked and asked == "auto"
+        self._by_value = ByValue(graph, ctx, self._saved) if self.is_by_value else None
+
+    def mark(self, rates: Sequence[Rate] = ()) -> None:
+        """Mark the graph anew; by value at the rates of the pipeline ranks."""
+        if not self._is_asked:
+            return
+        ctx = self.ctx
+        for node in self.graph.nodes:
+            note(node).extra.pop("again", None)
+            note(node).extra.pop("dropped", None)
+        if self._by_value is not None:
+            wish = self._by_value.choose(lambda stage: rates[ctx.ranks[stage]])
+        else:
+            wish = choose(self.graph, ctx.options, ctx.checkpointed, self._saved)
+        for nodes in self._stages.values():
+            _mark(nodes, wish, self._saved, ctx)
+
+    def held(self) -> dict[int, Holders]:
+        """Return what every stage holds of a microbatch from its forward to its backward, as the graph is marked."""
+        return _held(self.graph, self._saved) if self._saved.values else {}
+
+    def kept(self, rates: Sequence[Rate] = ()) -> Kept:
+        """Return bytes and seconds, as the graph is marked."""
+        held, again = self.held(), dict.fromkeys(range(len(self.ctx.ranks)), 0.0)
+        for node in ops(self.graph):
+            if "again" in note(node).extra:
+                again[note(node).stages[0]] += note(node).extra["again"]
+        nbytes = tuple(_bytes_of(held.get(stage, {})) for stage in again)
+        return Kept(nbytes, tuple(again.values()), tuple(rates))
+
+    def find_rates(self) -> tuple[Rate, ...]:
+        """Return the least rate of every pipeline rank at which its bytes fit, exactly; the highest where none does."""
+        ctx, prices = self.ctx, self.ctx.byte_prices
+        # A rank goes from price to price, layer by layer.
+        each = self._by_value.most_layers if self._by_value is not None else 1
+        last = (len(prices) - 1) * each
+
+        def rate(step: int) -> Rate:
+            low, layers = divmod(step, each)
+            return Rate(prices[low], prices[min(low + 1, len(prices) - 1)], layers / each)
+
+        def fits(steps: list[int]) -> list[bool]:
+            self.mark([rate(step) for step in steps])
+            cut = ctx.found.cut.with_kept(self.kept(), ctx.live, ctx.ranks)
+            return [nbytes <= ctx.machine.memory for nbytes in cut.rank_bytes]
+
+        return tuple(map(rate, _least(fits, last, count=max(ctx.ranks) + 1)))
+
+
+def _least(fits: Callable[[list[int]], list[bool]], last: int, count: int) -> list[int]:
+    """Return the least steps of `count` ranks that fit, each from 0 to `last`; `last` where none does."""
+    too_low, enough = [-1] * count, [last] * count
+    tried = [0] * count
+    while any(low < high - 1 for low, high in zip(too_low, enough, strict=True)):
+        for rank, is_enough in enumerate(fits(tried)):
+            if is_enough:
+                enough[rank] = min(tried[rank], enough[rank])
+            else:
+                too_low[rank] = min(max(tried[rank], too_low[rank]), enough[rank] - 1)
+        tried = [
+            (low + high) // 2 if low < high - 1 else high for low, high in zip(too_low, enough, strict=True)
+        ]
+    return enough
+
+
+def _bytes_of(held: Holders) -> int:
     return sum(storage.nbytes for storage in held)
 
 
-def kept_by_stage(graph: Graph, ctx: Context) -> dict[int, set[Storage]]:
-    """Mark a LOCAL graph; return what every stage holds of a microbatch from its forward to its backward."""
-    saved = ctx.saved_by(graph)
-    if not saved.values:
-        # A pass that is called by itself has no runtime to measure with.
-        return {}
-    # Under torch's compiler a layer's operators have no lines of their own.
-    if ctx.options.recompute or (ctx.checkpointed and ctx.options.fuse != "inductor"):
-        if ctx.options.recompute == "auto":
-            wish = choose_by_value(graph, ctx, saved)
-        else:
-            wish = choose(graph, ctx.options, ctx.checkpointed, saved)
-        for nodes in by_stage(graph).values():
-            _mark(nodes, wish, saved, ctx)
-    return _kept(graph, saved)
-
-
-def _kept(graph: Graph, saved: SavedForBackward) -> dict[int, set[Storage]]:
+def _held(graph: Graph, saved: SavedForBackward) -> dict[int, Holders]:
     """Return what operators save and is not dropped, what is computed again reads, and what arrives with a gradient."""
     dropped = {saved.storage(node) for node in ops(graph) if "dropped" in note(node).extra}
     # A value that is gathered again is held as its shard.
@@ -59,7 +146,7 @@ def _kept(graph: Graph, saved: SavedForBackward) -> dict[int, set[Storage]]:
     for node in ops(graph):
         if gather_again(node):
             shards[saved.storage(node)] = saved.storage(operands_of(node)[0])
-    kept: dict[int, set[Storage]] = {}
+    kept: dict[int, Holders] = {}
     for node in ops(graph):
         held = set(saved.of.get(node, ()))
         if "again" in note(node).extra:
@@ -68,9 +155,11 @@ def _kept(graph: Graph, saved: SavedForBackward) -> dict[int, set[Storage]]:
         held = {shards.get(storage, storage) for storage in held - dropped}
         held = {storage for storage in held if storage.node.op != "placeholder"}
         for stage in note(node).stages:
-            kept.setdefault(stage, set()).update(held)
+            of_stage = kept.setdefault(stage, {})
+            for storage in held:
+                of_stage.setdefault(storage, node)
         for stage in _arrives_at(node):
-            kept.setdefault(stage, set()).add(saved.storage(node))
+            kept.setdefault(stage, {}).setdefault(saved.storage(node), node)
     return kept
 
 
@@ -121,4 +210,4 @@ def _maker(storage: Storage, saved: SavedForBackward) -> list[Node]:
     return [user for user in storage.node.users if saved.storage(user) == storage][:1]
 
 
-__all__ = ["keep", "kept_by_stage"]
+__all__ = ["Keeper", "keep"]

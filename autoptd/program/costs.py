@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autoptd.ir.kept import Kept
+
 
 @dataclass(frozen=True)
 class GemmCosts:
@@ -49,8 +51,9 @@ class ProductCosts:
 class Cut:
     """Where the model is cut and why: `after` are the last modules of all stages but the last one.
 
-    FLOPs (forward, of the whole model), seconds and bytes saved for backward are per stage and microbatch; seconds of a
-    microbatch and bytes held, per pipeline rank. `makespan`: seconds of the simulated schedule.
+    FLOPs (forward, of the whole model), seconds, bytes kept for backward and seconds in which it makes the rest again are per
+    stage and microbatch; seconds of a microbatch and bytes held, per pipeline rank. `makespan`: seconds of the simulated
+    schedule.
     """
 
     after: tuple[str, ...] = ()
@@ -61,16 +64,25 @@ class Cut:
     rank_seconds: tuple[float, ...] = ()
     rank_bytes: tuple[float, ...] = ()
     makespan: float = 0.0
+    again_seconds: tuple[float, ...] = ()
 
-    def with_saved(self, saved: Sequence[float], live: Sequence[Sequence[int]], ranks: Sequence[int]) -> Cut:
-        """Return this cut with what its stages save of a microbatch, which the cut could only estimate.
+    def with_kept(self, kept: Kept, live: Sequence[Sequence[int]], ranks: Sequence[int]) -> Cut:
+        """Return this cut with what its stages keep of a microbatch and make again, which the cut could only estimate.
 
         `live` are the microbatches in flight on every stage, at the fullest moments; `ranks` the rank of every stage.
         """
-        before, now = (_most_in_flight(each, live, ranks) for each in (self.saved_bytes, saved))
+        before, now = (_most_in_flight(each, live, ranks) for each in (self.saved_bytes, kept.nbytes))
         held = zip(self.rank_bytes, before, now, strict=True)
-        rank_bytes = tuple(nbytes - estimated + exact for nbytes, estimated, exact in held)
-        return replace(self, saved_bytes=tuple(saved), rank_bytes=rank_bytes)
+        rank_seconds = list(self.rank_seconds)
+        for rank, estimated, exact in zip(ranks, self.again_seconds, kept.again, strict=True):
+            rank_seconds[rank] += exact - estimated
+        return replace(
+            self,
+            saved_bytes=tuple(map(float, kept.nbytes)),
+            again_seconds=kept.again,
+            rank_bytes=tuple(nbytes - estimated + exact for nbytes, estimated, exact in held),
+            rank_seconds=tuple(rank_seconds),
+        )
 
 
 def _most_in_flight(

@@ -10,6 +10,7 @@ from typing import Any
 
 from autoptd.batch import Batch
 from autoptd.ir.fallback import Fallback
+from autoptd.ir.kept import Rate, rows_of
 from autoptd.ir.mesh import ORDER
 from autoptd.ir.sub_axes import base
 from autoptd.ir.types import ValueType
@@ -26,6 +27,7 @@ def plan_record(
     params: tuple[ParamSpec, ...],
     fallbacks: Sequence[Fallback],
     weighed: dict[str, Any] | None,
+    rates: Sequence[Rate],
 ) -> dict[str, Any]:
     """Return what `plan.json` has: the decisions, and reports (fallbacks, `weighed` plans) for people."""
     mesh: dict[str, Any] = {**options.mesh.degrees, "v": options.v}
@@ -41,6 +43,8 @@ def plan_record(
         "shard": _shard_pins(options, params),
         "fallbacks": merged_fallbacks(fallbacks),
     }
+    if rates:
+        record["keep"] = rows_of(rates)
     # For people alone: `ir/plan.py` reads past it.
     return {**record, "weighed": weighed} if weighed else record
 

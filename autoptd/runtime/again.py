@@ -41,12 +41,13 @@ Runner = Callable[[Callable[..., Any], Sequence[Any], Drawing | None], Any]
 class Saved:
     """A tensor that autograd saved, or that a recipe reads: itself, or how it is a view of a value that was dropped."""
 
-    __slots__ = ("__weakref__", "_dropped", "_tensor", "_view")
+    __slots__ = ("__weakref__", "_dropped", "_dtype", "_is_conj", "_is_neg", "_tensor", "_view")
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor: Tensor | None = tensor
         self._dropped: Dropped | None = None
-        self._view = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        self._dtype, self._is_conj, self._is_neg = tensor.dtype, tensor.is_conj(), tensor.is_neg()
+        self._view = (tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def let_go(self, dropped: Dropped) -> None:
         self._tensor, self._dropped = None, dropped
@@ -56,10 +57,12 @@ class Saved:
         if self._dropped is None:
             return self._tensor  # type: ignore[return-value]
         value = self._dropped.value()
-        size, stride, offset, dtype = self._view
-        if value.dtype != dtype:
-            raise InternalError(self._dropped.site, f"is {value.dtype} again, and was saved as {dtype}")
-        return value.as_strided(size, stride, offset)
+        # By its storage: a view may read complex numbers as pairs of real ones, or conjugate them when it is read. No mode
+        # that reads the model's own casts otherwise (`verify`) may read this dtype.
+        with torch._C.DisableTorchFunction():
+            view = value.new_empty(0, dtype=self._dtype).set_(value.untyped_storage(), *self._view)
+        view = torch._conj(view) if self._is_conj else view
+        return torch._neg_view(view) if self._is_neg else view
 
 
 class Dropped:

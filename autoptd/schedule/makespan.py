@@ -1,10 +1,10 @@
 """How long a schedule takes for given seconds per stage: what the cut is chosen by.
 
 In: orders. Out: a function of the seconds that every stage takes for a microbatch, forward and backward (1 :
-2, and where weight gradients are apart, half of the backward is theirs). None for schedules that are too long
-to be run many times.
+2, and where weight gradients are apart, half of the backward is theirs), and of those that backward takes
+besides, to make again what was not kept. None for schedules that are too long to be run many times.
 
-    makespan_of(one_f_one_b(p=2, m=4))([3.0, 3.0])
+    makespan_of(one_f_one_b(p=2, m=4))([3.0, 3.0], [0.0, 0.0])
     # 15.0
 """
 
@@ -19,19 +19,20 @@ from autoptd.schedule.simulate import simulate
 MAX_ACTIONS = 10_000
 # The simulation wants times above 0.
 MIN_SECONDS = 1e-12
+MakespanOf = Callable[[Sequence[float], Sequence[float]], float]
 
 
-def makespan_of(orders: Sequence[Sequence[Action]]) -> Callable[[Sequence[float]], float] | None:
-    """Return the makespan as a function of the seconds of every stage.
+def makespan_of(orders: Sequence[Sequence[Action]]) -> MakespanOf | None:
+    """Return the makespan as a function of the seconds of every stage, and of those to make values again.
 
     None for more than `MAX_ACTIONS` actions.
     """
     if sum(map(len, orders)) > MAX_ACTIONS:
         return None
 
-    def makespan(stages: Sequence[float]) -> float:
+    def makespan(stages: Sequence[float], again: Sequence[float]) -> float:
         third = [max(seconds, MIN_SECONDS) / 3 for seconds in stages]
-        backward = [2 * seconds for seconds in third]
+        backward = [2 * seconds + more for seconds, more in zip(third, again, strict=True)]
         return simulate(orders, forward=third, backward=backward, weight_gradient=third).makespan
 
     return makespan

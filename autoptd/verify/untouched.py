@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from autoptd.errors import TraceError
+from autoptd.errors import PlanError, TraceError
 from autoptd.verify.widening import relative_difference
 
 # How far a loss in this dtype may be off one in float64, relative.
@@ -44,6 +44,15 @@ def check_copy(model: nn.Module, ours: list[torch.Tensor], copied: list[torch.Te
 def rounding_of(model: nn.Module) -> float:
     """Return the rounding of the coarsest dtype of a parameter."""
     return max((ROUNDING.get(p.dtype, 0.0) for p in model.parameters()), default=1e-6)
+
+
+def finite_losses(losses: list[torch.Tensor], precision: str | None) -> list[torch.Tensor]:
+    """Return the losses of the model before it overflows in its own dtype; refuse one whose first loss does."""
+    count = next((step for step, loss in enumerate(losses) if not torch.isfinite(loss).all()), len(losses))
+    if not count:
+        fact = f"the model's own first loss is {float(losses[0])}: it overflows"
+        raise PlanError(f"precision={precision!r}", fact, "precision='bf16', or smaller values")
+    return losses[:count]
 
 
 def allowance(rounding: float, losses: list[torch.Tensor], exact: list[torch.Tensor]) -> float:

@@ -43,7 +43,7 @@ from autoptd.runtime.check_call import check_call
 from autoptd.trace import OFF, Autocast, check_module, check_precision, computing_in, modes_of
 from autoptd.trace.loss import WithLoss
 from autoptd.verify.fresh import Call, fresh_calls, given_calls
-from autoptd.verify.untouched import ROUNDING, allowance, check_copy, put_back, rounding_of
+from autoptd.verify.untouched import ROUNDING, allowance, check_copy, finite_losses, put_back, rounding_of
 from autoptd.verify.widen import Widen, widen_inputs, widen_model, widen_options
 from autoptd.verify.widening import check_widening, kernels_of, masks_of, relative_difference
 
@@ -163,7 +163,8 @@ def verify(
             wanted = losses
             if options.precision:
                 with computing_in(model, options.precision):
-                    wanted = first_losses(model, own, narrow, calls, autocast_here(model, options))
+                    made = first_losses(model, own, narrow, calls, autocast_here(model, options))
+                wanted = finite_losses(made, options.precision)
             allowed = allowance(_rounding(model, options), wanted, exact)
             found = compare_first_losses(model, own, narrow, calls, wanted, allowed)
         report = replace(report, differences=report.differences + tuple(found))
@@ -321,7 +322,7 @@ def compare_first_losses(
             ours = pm.step(*calls[step][0], **calls[step][1])
             is_same = ours.dtype == loss.dtype
             name = "loss" if is_same else f"loss, of {ours.dtype} for {loss.dtype},"
-            # A loss of another dtype is wrong however close its number.
+            # Another dtype is wrong however close the number.
             size = relative_difference(ours, loss, 0.0) if is_same else float("inf")
             found.append(Difference("own dtype", name, step, size, allowed=allowed))
             optimizer.step()
@@ -337,8 +338,6 @@ def first_losses(
     """Return the losses of the first two calls (one, where there is no more), a step between, under `autocast`.
 
     One as well where that step is none: in float16 a gradient may overflow, and then an update is skipped.
-
-    `model` is put back.
     """
     losses = []
     with put_back(model):

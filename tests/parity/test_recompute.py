@@ -128,7 +128,9 @@ def test_the_least_price_that_fits_into_memory() -> None:
         memory = fewest + share * (most - fewest)
         program = autoptd.compile(gpt(), recompute="auto", memory=memory, **keywords)
         assert max(program.costs.cut.rank_bytes) <= memory
-        prices.append(program.plan["options"]["memory_price"])
+        prices.append(
+            max(row["price"] + row["share"] * (row["more"] - row["price"]) for row in program.plan["keep"])
+        )
         again = autoptd.compile(gpt(), recompute="auto", plan=program.plan, **keywords)
         assert again.sources == program.sources
     assert prices == sorted(prices) and prices[0] > 0
@@ -136,6 +138,90 @@ def test_the_least_price_that_fits_into_memory() -> None:
         autoptd.compile(gpt(), memory=1.1 * fewest, **keywords)
     with pytest.raises(PlanError, match="the fullest rank holds"):
         autoptd.compile(gpt(), recompute="auto", memory=0.5 * fewest, **keywords)
+
+
+def test_what_ranks_pay_is_least() -> None:
+    """The rank with most in flight makes values again, the others keep theirs, and one layer less would not fit."""
+    keywords: dict[str, Any] = {"p": 4, "num_microbatches": 8, "example_inputs": batch(), "recompute": "auto"}
+    model = gpt(layers=8)
+    cut = [2, 2, 2, 2]
+    whole = autoptd.compile(model, plan={"cut": cut}, memory=1e15, **keywords)
+    held = whole.costs.cut.rank_bytes
+    assert not any(whole.costs.cut.again_seconds) and max(held) == held[0]
+    bound = autoptd.compile(model, plan={"cut": cut}, memory=0.97 * max(held), **keywords)
+    again = bound.costs.cut.again_seconds
+    assert again[0] > 0.0 == max(again[1:]) and max(bound.costs.cut.rank_bytes) <= 0.97 * max(held)
+    # The pinned rates are what was chosen; with one layer less at the higher rate the rank would not fit.
+    keep = bound.plan["keep"]
+    assert autoptd.compile(model, plan=bound.plan, **keywords).sources == bound.sources
+    less = [{**keep[0], "share": keep[0]["share"] - 0.5}, *keep[1:]]
+    if less[0]["share"] < 0:
+        prices = sorted({row["more"] for row in keep} | {row["price"] for row in keep})
+        below = max(price for price in prices if price < keep[0]["price"])
+        less[0] = {"rank": 0, "price": below, "more": keep[0]["price"], "share": 0.5}
+    with pytest.raises(PlanError, match="memory"):
+        autoptd.compile(model, plan={"cut": cut, "keep": less}, memory=0.97 * max(held), **keywords)
+
+
+def test_less_memory_takes_no_less_time() -> None:
+    """Ten budgets from all that is saved down to what full recomputation holds, which takes longer than ours there."""
+    keywords: dict[str, Any] = {"p": 3, "num_microbatches": 6, "example_inputs": batch(rows=6)}
+    model = gpt(layers=9, width=64)
+    full, none = (autoptd.compile(model, recompute=asked, **keywords).costs.cut for asked in ("full", None))
+    least, most = max(full.rank_bytes), max(none.rank_bytes)
+    budgets = [most - share / 9 * (most - least) for share in range(10)]
+    cuts = [
+        autoptd.compile(model, recompute="auto", memory=memory, **keywords).costs.cut for memory in budgets
+    ]
+    seconds = [cut.makespan for cut in cuts]
+    assert seconds == sorted(seconds) and seconds[0] == none.makespan and seconds[-1] < full.makespan
+    for cut, memory in zip(cuts, budgets, strict=True):
+        assert max(cut.rank_bytes) <= memory
+
+
+@pytest.mark.parametrize(
+    ("keep", "asked", "words"),
+    [
+        ([{"rank": 0, "price": 0.0, "more": 0.0, "share": 0.0}], "auto", "1 pipeline ranks, there are 2"),
+        ([{"rank": 0, "price": 0.0}], "auto", "for pipeline rank 0"),
+        ([{"rank": 1, "price": 0.0, "more": 0.0, "share": 0.0}], "auto", "for pipeline rank 0"),
+        ([{"rank": 0, "price": 0.0, "more": -1.0, "share": 0.0}], "auto", "for pipeline rank 0"),
+        ([{"rank": k, "price": 0.0, "more": 0.0, "share": 0.0} for k in range(2)], "full", "goes with"),
+    ],
+)
+def test_bad_pins(keep: list[dict[str, Any]], asked: str, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        autoptd.compile(gpt(), p=2, recompute=asked, plan={"keep": keep}, example_inputs=batch())
+
+
+class Turned(nn.Module):
+    """Layers that compute with complex numbers, made of pairs of real ones, read as these, and conjugated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(ids)
+        angles = torch.outer(torch.arange(ids.shape[1]), 10.0 ** -torch.arange(WIDTH // 2))
+        turns = torch.polar(torch.ones_like(angles), angles)
+        for layer in self.layers:
+            pairs = torch.view_as_complex(layer(x).unflatten(-1, (-1, 2)))
+            turned = pairs * turns
+            x = x + torch.view_as_real(turned * pairs.conj() + turned.conj().sin()).flatten(-2).tanh()
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("asked", [{"recompute": ["layers.*"]}, {"recompute": "auto", "memory_price": 1e-6}])
+def test_complex_numbers(asked: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Turned()
+    price = {name: value for name, value in asked.items() if name != "recompute"}
+    kept = trained(model, p=2, num_microbatches=2, **price)
+    assert differing(trained(model, p=2, num_microbatches=2, **asked), kept) == []
+    autoptd.verify(model, p=2, num_microbatches=2, example_inputs=batch(), **asked)
 
 
 @pytest.mark.parametrize("layers", [2, 3])

@@ -222,3 +222,27 @@ def test_ranks_run_the_attention_that_the_model_runs(rate: float, monkeypatch: p
     model.transformer.drop.p = rate
     autoptd.verify(model, t=2, example_inputs=tokens(0), steps=1)
     assert fused == {rate == 0}
+
+
+class Growing(nn.Module):
+    """Training makes values larger, until float16 cannot hold them."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)
+        self.scale = scale
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(ids)
+        loss = F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+        return 1e-3 * (loss - (self.scale * x).square().square().mean())
+
+
+def test_a_model_that_overflows_by_itself() -> None:
+    """What float16 cannot hold is no difference between model and ranks."""
+    torch.manual_seed(0)
+    report = autoptd.verify(Growing(5.06), precision="fp16", example_inputs=tokens(0), steps=2)
+    compared = [one.step for one in report.differences if one.what == "own dtype"]
+    assert report.passed and compared == [0]
+    with pytest.raises(autoptd.PlanError, match=r"precision='fp16': the model's own first loss is -inf"):
+        autoptd.verify(Growing(30.0), precision="fp16", example_inputs=tokens(0), steps=2)

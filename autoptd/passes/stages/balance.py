@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, combinations_with_replacement
 
 import numpy as np
 
-Array = np.ndarray
+from autoptd.passes.stages.line import Array, Line, Table
+
 # Times that differ by less than this factor are equal.
 SLACK = 1 + 1e-9
 # Weight of the pace of the chunks (`_score`). Found by simulation: within 2% of the best cut of small interleaved pipelines.
@@ -31,47 +32,24 @@ MAX_COMBINATIONS = 20_000
 MAX_ROUNDS, CUTS_PER_ROUND = 4, 16
 # Of few cuts, more moves are tried: further ones, and two cuts at once.
 MAX_BOUNDARIES_FOR_ALL_MOVES = 40
-# Seconds of every stage -> seconds of the schedule.
-MakespanOf = Callable[[Sequence[float]], float]
-
-
-@dataclass(frozen=True)
-class Value:
-    """The result of operator `made`, read by operators `reads` (ascending): a stage takes `seconds` to send or receive it."""
-
-    made: int
-    reads: tuple[int, ...]
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Line:
-    """Operators in model order.
-
-    `work[i]`: seconds of operator i on one rank; `points`: operators behind which the line may be cut, ascending; `values`:
-    what may cross. `kept[i]` and `saved[i]`: bytes that a rank holds for operator i once (parameters and their state), and
-    for every microbatch in flight. `shared`: bytes that a rank holds once if it has any of some operators (a tied weight).
-    """
-
-    work: Sequence[float]
-    points: Sequence[int]
-    values: Sequence[Value] = ()
-    kept: Sequence[float] = ()
-    saved: Sequence[float] = ()
-    shared: Sequence[tuple[float, tuple[int, ...]]] = ()
+# Seconds of every stage, and those of what backward makes again -> seconds of the schedule.
+MakespanOf = Callable[[Sequence[float], Sequence[float]], float]
 
 
 @dataclass(frozen=True)
 class Cuts:
     """`chosen[k]` is the last operator of stage k; `loads`: seconds per pipeline rank, of which none can be below `bound`.
 
-    `held`: bytes per pipeline rank; `makespan`: seconds of the schedule, or of the busiest rank where it is not simulated.
+    `held`: bytes per pipeline rank; `saved` and `again`: bytes kept of a microbatch, and seconds to make the rest again, per
+    stage; `makespan`: seconds of the schedule, or of the busiest rank where it is not simulated.
     """
 
     chosen: tuple[int, ...]
     loads: tuple[float, ...]
     bound: float
     held: tuple[float, ...]
+    saved: tuple[float, ...]
+    again: tuple[float, ...]
     makespan: float
 
     @property
@@ -93,13 +71,15 @@ def place(
     """
     if len(line.points) < len(ranks) - 1:
         return None
-    table = _Table(line, ranks, live, memory)
-    ends = _balance(table, table.costs(), memory)
+    table = Table(line, ranks, live, memory)
     if len(set(ranks)) < len(ranks):
         # Several stages per rank: the balanced stages are only where the search begins, once by time and once by memory.
-        starts = [_balance(table, table.costs(), np.inf), _balance(table, table.bytes_of(0.0), np.inf)]
+        starts = [_balance(table, [costs] * len(ranks)) for costs in (table.costs(), table.bytes_of(0.0))]
         ends = _improve(table, [start for start in starts if start is not None])
-    if ends is None or table.held(ends).max() > memory:
+    else:
+        by_peak = {peak: table.costs(peak) for peak in set(table.peaks())}
+        ends = _balance(table, [by_peak[peak] for peak in table.peaks()])
+    if ends is None or table.excess(ends) > 0.0:
         return None
     if makespan_of:
         ends = _simulated(table, ends, makespan_of)
@@ -111,11 +91,12 @@ def evaluate(
     ranks: Sequence[int],
     chosen: Sequence[int],
     live: Sequence[Sequence[int]] = (),
+    memory: float = np.inf,
     makespan_of: MakespanOf | None = None,
 ) -> Cuts:
     """Return the loads and bytes of cuts that were chosen elsewhere."""
-    only = Line(line.work, tuple(chosen), line.values, line.kept, line.saved, line.shared)
-    table = _Table(only, ranks, live, np.inf)
+    only = replace(line, points=tuple(chosen))
+    table = Table(only, ranks, live, memory)
     return _cuts(table, only, np.arange(table.size), makespan_of)
 
 
@@ -124,136 +105,38 @@ def least_memory(line: Line, ranks: Sequence[int], live: Sequence[Sequence[int]]
 
     Exact for one stage per rank; with several, the best that the search finds.
     """
-    table = _Table(line, ranks, live, 0.0)
-    peaks = table.peaks()
-    per_stage = np.stack([table.bytes_of(float(peak)) for peak in peaks])
-    ends = _balance(table, per_stage, np.inf)
+    table = Table(line, ranks, live, 0.0)
+    ends = _balance(table, [table.bytes_of(peak) for peak in table.peaks()])
     if ends is not None and len(set(ranks)) < len(ranks):
         ends = _improve(table, [ends])
     return float(table.held(ends).max()) if ends is not None else np.inf
 
 
-def _cuts(table: _Table, line: Line, ends: Array, makespan_of: MakespanOf | None) -> Cuts:
-    loads = table.per_rank(table.stages(ends))
+def _cuts(table: Table, line: Line, ends: Array, makespan_of: MakespanOf | None) -> Cuts:
+    again = table.again(ends)
+    loads = table.per_rank(table.stages(ends) + again)
     has_chunks = len(set(table.ranks.tolist())) < len(table.ranks)
     # With one stage per rank the answer is the best one; with several, none is better than equal shares of all the work.
     bound = float(np.sum(line.work)) / len(loads) if has_chunks else float(loads.max())
     chosen = tuple(int(line.points[i - 1]) for i in ends[1:-1])
-    seconds = makespan_of(table.stages(ends).tolist()) if makespan_of else float(loads.max())
-    return Cuts(chosen, tuple(map(float, loads)), bound, tuple(map(float, table.held(ends))), seconds)
+    numbers = (tuple(map(float, each)) for each in (table.held(ends), table.saved(ends), again))
+    return Cuts(
+        chosen, tuple(map(float, loads)), bound, *numbers, makespan=_makespan(table, ends, makespan_of)
+    )
 
 
-class _Table:
-    """Costs of every stage between two boundaries; boundary 0 is the start of the line, the last one its end."""
-
-    def __init__(
-        self, line: Line, ranks: Sequence[int], live: Sequence[Sequence[int]], memory: float
-    ) -> None:
-        self.ranks, self.memory = np.asarray(ranks), memory
-        self.live = np.asarray(live, dtype=float).reshape(-1, len(ranks))
-        # The first operator behind every boundary.
-        self.at = np.array([0, *(point + 1 for point in line.points), len(line.work)])
-        self.work = self._sums_before(line.work)
-        self.kept = self._sums_before(line.kept)
-        self.saved = self._sums_before(line.saved)
-        self.whole = max(float(self.work[-1]), 1e-30)
-        self.size = len(self.at)
-        self.links = np.zeros((self.size, self.size))
-        for value in line.values:
-            self._add_value(value)
-        self.shared = [(nbytes, self._has(readers)) for nbytes, readers in line.shared]
-
-    def _sums_before(self, of_operators: Sequence[float]) -> Array:
-        """Sum the operators before every boundary; a stage has the difference of two of these."""
-        per_operator = of_operators if len(of_operators) else np.zeros(int(self.at[-1]))
-        return np.concatenate([[0.0], np.cumsum(per_operator)])[self.at]
-
-    def _add_value(self, value: Value) -> None:
-        """Add the seconds of a value to every stage that sends or receives it.
-
-        A stage that makes it and ends before its last reader sends it; one that begins behind it and has a reader receives it.
-        """
-        first, last = np.searchsorted(self.at, [value.made, value.reads[-1]], side="right")
-        if first == last:
-            return
-        # Stages that begin before it is made and end before it is last read.
-        self.links[:first, first:last] += value.seconds
-        # Stages that begin behind it, and reach the next reader from there.
-        for i in range(first, last):
-            reader = value.reads[np.searchsorted(value.reads, self.at[i])]
-            self.links[i, np.searchsorted(self.at, reader, side="right") :] += value.seconds
-
-    def _has(self, readers: tuple[int, ...]) -> Array:
-        """Tell for every stage (i, j) whether it has one of these operators."""
-        sums = np.zeros(int(self.at[-1]) + 1)
-        sums[np.asarray(readers) + 1] = 1
-        # counts[i]: how many of them lie before boundary i; a stage has one if the count grows.
-        counts = np.cumsum(sums)[self.at]
-        return counts[None, :] > counts[:, None]
-
-    def costs(self) -> Array:
-        """Return the seconds [i, j] of the stage from boundary i to boundary j; infinite where j <= i."""
-        return self._forward(self.work[None, :] - self.work[:, None] + self.links)
-
-    def bytes_of(self, live: float) -> Array:
-        """Return the bytes [i, j] of the stage from i to j, with `live` microbatches in flight."""
-        held = self.kept[None, :] - self.kept[:, None] + live * (self.saved[None, :] - self.saved[:, None])
-        return self._forward(held + sum(nbytes * has for nbytes, has in self.shared))
-
-    def _forward(self, table: Array) -> Array:
-        """Forbid stages that do not run forward."""
-        table[np.tril_indices(self.size)] = np.inf
-        return table
-
-    def peaks(self) -> Array:
-        """Return the most microbatches in flight on every stage."""
-        return self.live.max(0) if len(self.live) else np.zeros(len(self.ranks))
-
-    def stages(self, ends: Array) -> Array:
-        """Return the seconds of every stage; stage k runs from boundary ends[k] to ends[k + 1].
-
-        `ends` is one such row, or a batch of rows in its first dims; so it is in all methods.
-        """
-        return np.diff(self.work[ends], axis=-1) + self.links[ends[..., :-1], ends[..., 1:]]  # type: ignore[no-any-return]
-
-    def held(self, ends: Array) -> Array:
-        """Return the bytes of every pipeline rank, at the fullest moment of each."""
-        once = self.per_rank(np.diff(self.kept[ends], axis=-1))
-        saved = np.diff(self.saved[ends], axis=-1)
-        in_flight = np.zeros_like(once)
-        for moment in self.live:
-            # A moment has microbatches in flight on the stages of one rank only.
-            rank = self.ranks[int(np.argmax(moment))]
-            in_flight[..., rank] = np.maximum(in_flight[..., rank], saved @ moment)
-        for nbytes, has in self.shared:
-            once += nbytes * (self.per_rank(has[ends[..., :-1], ends[..., 1:]].astype(float)) > 0)
-        return once + in_flight  # type: ignore[no-any-return]
-
-    def excess(self, ends: Array) -> Array:
-        """Return the bytes by which the fullest rank exceeds its memory."""
-        if math.isinf(self.memory):
-            return np.zeros(ends.shape[:-1])
-        return np.maximum(self.held(ends).max(-1) - self.memory, 0.0)  # type: ignore[no-any-return]
-
-    def per_rank(self, stages: Array) -> Array:
-        """Sum what stages have over those of every rank."""
-        sums = np.zeros((*stages.shape[:-1], int(self.ranks.max()) + 1))
-        for k, rank in enumerate(self.ranks):
-            sums[..., rank] += stages[..., k]
-        return sums
+def _makespan(table: Table, ends: Array, makespan_of: MakespanOf | None) -> float:
+    stages, again = table.stages(ends), table.again(ends)
+    if makespan_of is None:
+        return float(table.per_rank(stages + again).max())
+    return makespan_of(stages.tolist(), again.tolist())
 
 
-def _balance(table: _Table, costs: Array, memory: float) -> Array | None:
+def _balance(table: Table, per_stage: Sequence[Array]) -> Array | None:
     """Find the boundaries with the cheapest costliest stage, of those the ones with the least sum of squares (exact).
 
-    `costs` is one table for all stages, or one for each. No stage may hold more than `memory`; None if that is impossible.
+    `per_stage` is a table of costs for each stage, infinite where there may be none; None if all are.
     """
-    count, peaks = len(table.ranks), table.peaks()
-    per_stage = list(costs) if costs.ndim == 3 else [costs] * count
-    if not math.isinf(memory):
-        has_room = {peak: table.bytes_of(peak) <= memory for peak in set(peaks.tolist())}
-        for k, peak in enumerate(peaks.tolist()):
-            per_stage[k] = np.where(has_room[peak], per_stage[k], np.inf)
     # costliest[j]: the least cost of the costliest stage, if the stages so far end at boundary j.
     costliest = np.full(table.size, np.inf)
     costliest[0] = 0.0
@@ -276,7 +159,7 @@ def _balance(table: _Table, costs: Array, memory: float) -> Array | None:
     return np.array(ends[::-1])
 
 
-def _every(table: _Table) -> Array | None:
+def _every(table: Table) -> Array | None:
     """Return all combinations of cuts, a row each; None if they are too many."""
     inner, cuts = table.size - 2, len(table.ranks) - 1
     if math.comb(inner, cuts) > MAX_COMBINATIONS:
@@ -285,7 +168,7 @@ def _every(table: _Table) -> Array | None:
     return np.pad(chosen, ((0, 0), (1, 1)), constant_values=((0, 0), (0, table.size - 1)))
 
 
-def _improve(table: _Table, starts: Sequence[Array]) -> Array:
+def _improve(table: Table, starts: Sequence[Array]) -> Array:
     """Try all combinations where they are few; otherwise move cuts, from each start, for as long as the score falls."""
     candidates = _every(table)
     if candidates is None:
@@ -293,7 +176,7 @@ def _improve(table: _Table, starts: Sequence[Array]) -> Array:
     return candidates[_best(_score(table, candidates))]  # type: ignore[no-any-return]
 
 
-def _descend(table: _Table, ends: Array) -> Array:
+def _descend(table: Table, ends: Array) -> Array:
     moves = _moves(len(ends))
     score = _score(table, ends[None])[0]
     while True:
@@ -308,9 +191,9 @@ def _descend(table: _Table, ends: Array) -> Array:
         ends, score = tried[best], scores[best]
 
 
-def _simulated(table: _Table, ends: Array, makespan_of: MakespanOf) -> Array:
+def _simulated(table: Table, ends: Array, makespan_of: MakespanOf) -> Array:
     """Return the cuts around `ends` with the least makespan: those with the best scores are simulated, a few times over."""
-    moves, makespans = _moves(len(ends)), {tuple(ends): makespan_of(table.stages(ends).tolist())}
+    moves, makespans = _moves(len(ends)), {tuple(ends): _makespan(table, ends, makespan_of)}
     for _ in range(MAX_ROUNDS if len(moves) else 0):
         tried = ends + moves
         # Boundaries must ascend, and all ranks must fit.
@@ -320,7 +203,7 @@ def _simulated(table: _Table, ends: Array, makespan_of: MakespanOf) -> Array:
             break
         for row in tried[_order(_score(table, tried))[:CUTS_PER_ROUND]]:
             if tuple(row) not in makespans:
-                makespans[tuple(row)] = makespan_of(table.stages(row).tolist())
+                makespans[tuple(row)] = _makespan(table, row, makespan_of)
         first = min(makespans, key=makespans.__getitem__)
         if makespans[first] * SLACK >= makespans[tuple(ends)]:
             break
@@ -358,14 +241,14 @@ def _best(scores: Array) -> int:
     return int(_order(scores)[0])
 
 
-def _score(table: _Table, ends: Array) -> Array:
+def _score(table: Table, ends: Array) -> Array:
     """Return a row per row of `ends`; the least, compared like tuples, is the best.
 
     Its columns: bytes too many; the busiest rank, plus a quarter of the pace of the chunks; the sum of the squares of the
     stages. The latter two are shares of all the work. Ranks run chunk c of neighbouring microbatches at the same time, so the
     costliest stage of each chunk sets the pace.
     """
-    stages = table.stages(ends)
+    stages = table.stages(ends) + table.again(ends)
     loads = table.per_rank(stages)
     chunks = len(table.ranks) // loads.shape[-1]
     pace = stages.reshape(*stages.shape[:-1], chunks, -1).max(-1).sum(-1)
@@ -375,4 +258,4 @@ def _score(table: _Table, ends: Array) -> Array:
     return np.round(np.stack([table.excess(ends), busiest, squares], -1), 12)
 
 
-__all__ = ["Cuts", "Line", "Value", "evaluate", "least_memory", "place"]
+__all__ = ["Cuts", "evaluate", "least_memory", "place"]

@@ -5,7 +5,7 @@ In: a CONNECTED graph. Out: `Held`, per position of the backbone. The assumption
 - A trained parameter is held with its gradient and AdamW's state, in the dtypes and the parts of the request
   (ir/state_bytes.py); a frozen one and a buffer once. It counts once on every rank that reads it.
 - What is saved for backward is that of the program on one stage (`preview.py`): exact, but for what a cut changes. A value
-  counts where it is made; what crosses is held by the stage that reads it as well.
+  counts where it is first saved, so that what crosses is held by the stage that reads it.
 
     held = count_bytes(graph, backbone, ctx)
     sum(held.kept)        # bytes of parameters with their state that have one reader
@@ -23,15 +23,16 @@ from autoptd.ir.notes import note, tensor
 from autoptd.ir.sizes import Sizes, local_shapes
 from autoptd.options import Options
 from autoptd.passes.context import Context
-from autoptd.passes.stages.preview import saved_per_operator
+from autoptd.passes.stages.line import Level
+from autoptd.passes.stages.preview import kept_per_operator
 
 
 @dataclass(frozen=True)
 class Held:
-    """Per position: bytes held once, and per microbatch in flight; `shared`: (bytes, positions) of what several read."""
+    """Per position: bytes held once, and what is kept of a microbatch; `shared`: (bytes, positions) of what several read."""
 
     kept: tuple[float, ...]
-    saved: tuple[float, ...]
+    levels: Sequence[Level]
     shared: tuple[tuple[float, tuple[int, ...]], ...]
 
 
@@ -57,8 +58,8 @@ def count_bytes(graph: Graph, backbone: Sequence[Node], ctx: Context) -> Held:
                 shared[key] = shared.get(key, 0.0) + nbytes
             else:
                 kept[min(positions, default=0)] += nbytes
-    saved = tuple(saved_per_operator(graph, backbone, ctx))
-    return Held(tuple(kept), saved, tuple((nbytes, key) for key, nbytes in sorted(shared.items())))
+    levels = kept_per_operator(graph, backbone, ctx)
+    return Held(tuple(kept), levels, tuple((nbytes, key) for key, nbytes in sorted(shared.items())))
 
 
 def _bytes_kept(node: Node, sizes: Sizes, options: Options) -> float:

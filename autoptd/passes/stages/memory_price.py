@@ -4,6 +4,9 @@ In: a function that solves for one price and raises `TooFull` where its plan doe
 that does, and the price: extra seconds per microbatch for a byte of a rank, beside its usual cost (`ir/machine.py`). A
 parameter counts four times (gradient and two moments), a byte saved for backward once for every microbatch in flight.
 
+Where ranks choose by price what they keep (recompute="auto"), each pays what it takes to fit (`keep.py`); the layout over tp
+has one price for all, and is right where no rank pays more.
+
 First comes the plan without an extra price. If it does not fit, a price so high that seconds hardly count is tried: if not
 even that plan fits, the model is refused. Between the two the price is bisected, in powers of two of the time that a byte
 takes on a link.
@@ -13,9 +16,11 @@ takes on a link.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from autoptd.ir.kept import Rate
+from autoptd.passes.context import Context
 from autoptd.passes.cut import TooFull, too_full
 from autoptd.program.costs import Cut
 
@@ -48,11 +53,34 @@ def find_memory_price(solve: Callable[[float], T], first: float, unit: float) ->
     return plan, unit * 2**fits
 
 
+def prices_from(first: float, unit: float) -> tuple[float, ...]:
+    """Return the prices at which a rank may choose what it keeps: the first one, and those above it that are tried."""
+    ladder = (unit * 2**power for power in range(MIN_POWER, MAX_POWER + 1))
+    return (first, *(each for each in ladder if each > first))
+
+
+def excess_bytes(cut: Cut, memory: float) -> float:
+    """Return the bytes by which the fullest rank exceeds its memory."""
+    return max(max(cut.rank_bytes, default=0.0) - memory, 0.0)
+
+
 def check_fits(cut: Cut, memory: float) -> None:
     """Raise TooFull where a rank holds more than its memory."""
-    most = max(cut.rank_bytes, default=0.0)
-    if most > memory:
-        raise too_full(most, memory, "the best cut found")
+    if excess_bytes(cut, memory):
+        raise too_full(max(cut.rank_bytes), memory, "the best cut found")
 
 
-__all__ = ["check_fits", "find_memory_price"]
+def check_rates(rates: Sequence[Rate], ctx: Context) -> None:
+    """Raise TooFull where a rank pays more to keep a byte less than the layout over tp was chosen at.
+
+    Then bytes may be cheaper to save there. A plan that pins what ranks pay has chosen.
+    """
+    if ctx.mesh.value_ranks == 1 or ctx.options.plan.keep:
+        return
+    highest = max((rate.more if rate.share else rate.price for rate in rates), default=0.0)
+    # Of the first price, ranks pay no more than it.
+    if highest > ctx.byte_price:
+        raise TooFull("memory", f"a byte costs {highest:g} s in backward", "a higher price for the layout")
+
+
+__all__ = ["check_fits", "check_rates", "excess_bytes", "find_memory_price", "prices_from"]

@@ -1,8 +1,9 @@
 """What the program on one stage would save for backward, before it is cut.
 
-In: a CONNECTED graph with its fusions found. Out: the bytes that a rank keeps of a microbatch, by the operator that makes them.
+In: a CONNECTED graph with its fusions found. Out: the bytes that a rank keeps of a microbatch, by the operator that
+makes them, and the seconds to make again what it does not keep.
 
-    bytes_of = saved_per_operator(graph, backbone, ctx)
+    levels = kept_per_operator(graph, backbone, ctx)
 
 A copy of the graph is made local and fused as if all of it were on one stage, and counted as the real stages are
 (`passes/keep.py`). Where a share of the layers is computed again, every layer has its share of that.
@@ -13,40 +14,65 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 from torch.fx import Graph, Node
 
+from autoptd.ir.kept import Rate
 from autoptd.ir.notes import copy_nodes, note
 from autoptd.ir.recompute import full_share
-from autoptd.ir.saved import Storage
 from autoptd.passes.context import Context
 from autoptd.passes.fusion.chain import Groups
 from autoptd.passes.fusion.fuse import substitute
-from autoptd.passes.keep import kept_by_stage
+from autoptd.passes.keep import Holders, Keeper
 from autoptd.passes.localize import localize
+from autoptd.passes.stages.line import Level
 
 # Of `extra`: where in the backbone an operator of the copy comes from.
 POSITION = "position"
 
 
-def saved_per_operator(graph: Graph, backbone: Sequence[Node], ctx: Context) -> list[float]:
-    """Return the bytes that every operator of the backbone leaves for backward."""
+def kept_per_operator(graph: Graph, backbone: Sequence[Node], ctx: Context) -> list[Level]:
+    """Return the bytes that every operator of the backbone leaves for backward, and the seconds to make the rest again.
+
+    Of several prices for a kept byte each is a level.
+    """
     share = full_share(ctx.options.recompute)
     if share is None or share == 1:
-        return _count(_kept(graph, backbone, ctx), len(backbone))
+        return _levels(graph, backbone, ctx)
     by_share = []
-    for recompute, part in (("full", share), (None, 1 - share)):
-        asked = replace(ctx, options=replace(ctx.options, recompute=recompute))
-        counted = _count(_kept(graph, backbone, _with_groups(asked, _groups(ctx))), len(backbone))
-        by_share.append([float(part) * nbytes for nbytes in counted])
-    return [sum(each) for each in zip(*by_share, strict=True)]
+    for recompute, part in (("full", float(share)), (None, 1 - float(share))):
+        asked = _with_groups(replace(ctx, options=replace(ctx.options, recompute=recompute)), _groups(ctx))
+        (level,) = _levels(graph, backbone, asked)
+        by_share.append((part * np.array(level.saved), part * np.array(level.again)))
+    saved, again = (sum(parts) for parts in zip(*by_share, strict=True))
+    return [Level(saved, again)]
 
 
 def kept_bytes(graph: Graph, ctx: Context) -> int:
-    """Return the bytes that a rank keeps of a microbatch of the whole graph."""
-    return sum(storage.nbytes for storage in _kept(graph, (), ctx))
+    """Return the bytes that a rank keeps of a microbatch of the whole graph, at the layout's price of a byte."""
+    keeper = Keeper(*_on_one_stage(graph, (), ctx))
+    keeper.mark([_rate(ctx.byte_price)])
+    return sum(storage.nbytes for storage in keeper.held().get(0, ()))
 
 
-def _kept(graph: Graph, backbone: Sequence[Node], ctx: Context) -> set[Storage]:
+def _levels(graph: Graph, backbone: Sequence[Node], ctx: Context) -> list[Level]:
+    local, here = _on_one_stage(graph, backbone, ctx)
+    keeper = Keeper(local, here)
+    levels: list[Level] = []
+    for price in ctx.byte_prices if keeper.is_by_value else (0.0,):
+        keeper.mark([_rate(price)])
+        level = _count(local, keeper.held().get(0, {}), len(backbone))
+        if not levels or sum(level.saved) < sum(levels[-1].saved):
+            levels.append(level)
+    return levels
+
+
+def _rate(price: float) -> Rate:
+    return Rate(price, price, 0.0)
+
+
+def _on_one_stage(graph: Graph, backbone: Sequence[Node], ctx: Context) -> tuple[Graph, Context]:
+    """Return a LOCAL copy of a graph, all of it on one stage, and the context of that."""
     copy, copies = copy_nodes(graph)
     for node in copy.nodes:
         note(node).stages = (0,)
@@ -58,8 +84,7 @@ def _kept(graph: Graph, backbone: Sequence[Node], ctx: Context) -> set[Storage]:
     chosen = tuple(group.on(named) for group in groups.chosen)
     here = _with_groups(ctx, replace(groups, chosen=chosen, refused=()))
     localize.run(copy, here)
-    fused = substitute(copy, here)
-    return kept_by_stage(fused, here).get(0, set())
+    return substitute(copy, here), here
 
 
 class _Named(dict[Node, Node]):
@@ -84,13 +109,20 @@ def _with_groups(ctx: Context, groups: Groups) -> Context:
     return found
 
 
-def _count(kept: set[Storage], length: int) -> list[float]:
-    counted = [0.0] * length
-    for storage in kept:
-        position = note(storage.node).extra.get(POSITION)
-        if position is not None:
-            counted[position] += storage.nbytes
-    return counted
+def _count(local: Graph, kept: Holders, length: int) -> Level:
+    """Count bytes and seconds at the operators of the backbone; what is none of these has the place of the one before it.
+
+    A value counts where it is first saved: the stage that reads it holds it, not the one that sends it.
+    """
+    saved, again = [0.0] * length, [0.0] * length
+    places: dict[Node, int] = {}
+    place = 0
+    for node in local.nodes:
+        place = places[node] = note(node).extra.get(POSITION, place)
+        again[place] += note(node).extra.get("again", 0.0)
+    for storage, holder in kept.items():
+        saved[places[holder]] += storage.nbytes
+    return Level(saved, again)
 
 
-__all__ = ["kept_bytes", "saved_per_operator"]
+__all__ = ["kept_bytes", "kept_per_operator"]

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from autoptd.ir.actions import ranks_of_stages
 from autoptd.passes.stages import balance
-from autoptd.passes.stages.balance import Line, Value, evaluate, least_memory, place
+from autoptd.passes.stages.balance import evaluate, least_memory, place
+from autoptd.passes.stages.line import Level, Line, Value
 from autoptd.schedule import build_orders, makespan_of
 
 
@@ -89,7 +90,7 @@ def test_several_stages_per_rank(line: Line, ranks: list[int], by_moves: bool) -
 
 def test_memory_is_a_bound() -> None:
     """The fastest cut would put three layers on one rank; its memory has room for two, and one microbatch more in flight."""
-    line = Line([1.0] * 4 + [3.0], range(4), kept=[10.0] * 5, saved=[1.0] * 5)
+    line = Line([1.0] * 4 + [3.0], range(4), kept=[10.0] * 5, levels=[Level([1.0] * 5, [0.0] * 5)])
     free = place(line, [0, 1])
     assert free is not None and free.chosen in ((2,), (3,))
     live = [(2, 0), (0, 1)]
@@ -107,7 +108,9 @@ def held_of(
     for rank in sorted(set(ranks)):
         mine = {k: range(a + 1, b + 1) for k, (a, b) in enumerate(bounds) if ranks[k] == rank}
         every = [i for one in mine.values() for i in one]
-        flying = max(sum(moment[k] * line.saved[i] for k in mine for i in mine[k]) for moment in live)
+        flying = max(
+            sum(moment[k] * line.levels[0].saved[i] for k in mine for i in mine[k]) for moment in live
+        )
         shared = sum(nbytes for nbytes, readers in line.shared if set(readers) & set(every))
         held.append(sum(line.kept[i] for i in every) + flying + shared)
     return held
@@ -120,7 +123,7 @@ def test_memory_against_all_ways(line: Line, ranks: list[int], data: st.DataObje
     sizes = st.sampled_from([0.0, 1.0, 4.0])
     kept, saved = ([data.draw(sizes) for _ in line.work] for _ in range(2))
     shared = [(3.0, (0, len(line.work) - 1)), (2.0, (1, 2))]
-    line = Line(line.work, line.points, line.values, kept, saved, shared)
+    line = Line(line.work, line.points, line.values, kept, [Level(saved, [0.0] * len(saved))], shared)
     live = [
         [data.draw(st.integers(0, 3)) * (rank == one) for rank in ranks]
         for one in set(ranks)
@@ -161,6 +164,7 @@ def test_the_cut_against_the_best_simulated_one(name: str, p: int, v: int) -> No
     orders = build_orders(name, p, v, 8)
     ranks, finish = ranks_of_stages(orders), makespan_of(orders)
     assert finish is not None
+    nothing = [0.0] * (p * v)
     ratios = []
     for seed in range(8):
         draw = random.Random(seed)
@@ -172,9 +176,11 @@ def test_the_cut_against_the_best_simulated_one(name: str, p: int, v: int) -> No
         )
         line = Line([draw.choice([0.1, 0.3]), *layers, draw.choice([0.5, 2.0, 4.0])], range(size - 1))
         ways = combinations(line.points, p * v - 1)
-        best = min(finish(stages_of(line, chosen)) for chosen in ways)
+        best = min(finish(stages_of(line, chosen), nothing) for chosen in ways)
         found = place(line, ranks, makespan_of=finish)
-        assert found is not None and found.makespan == pytest.approx(finish(stages_of(line, found.chosen)))
+        assert found is not None and found.makespan == pytest.approx(
+            finish(stages_of(line, found.chosen), nothing)
+        )
         ratios.append(found.makespan / best)
         assert ratios[-1] <= (1.02 if seed % 2 else 1.2), seed
     assert sum(ratios) / len(ratios) <= 1.03
