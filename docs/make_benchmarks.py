@@ -153,7 +153,8 @@ def _memory(found: Found) -> list[str]:
 def _recompute(found: Found) -> list[str]:
     rows = []
     for row in found["rows"]:
-        gain, memory = _ratio(row["time"]), f"{row['memory']:.2f}"
+        median, low, high = row["time"]
+        gain, memory = f"{median:.3f} ({low:.3f} to {high:.3f})", f"{row['memory']:.2f}"
         rows.append([row["setup"], row["ours"], row["theirs"], f"{row['ms']:.0f}", gain, memory])
     return [_table(["setup", "this", "beside", "ms", "time", "memory"], rows)]
 
@@ -235,6 +236,7 @@ TABLES: dict[str, Callable[[Found], list[str]]] = {
     "zero": _zero,
     "fusion": _fusion,
     "memory": _memory,
+    "recompute": _recompute,
     "collectives": _collectives,
     "overhead": _overhead,
     "schedules": _schedules,

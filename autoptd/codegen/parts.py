@@ -56,10 +56,7 @@ class Block:
     nodes: tuple[Node, ...]
     results: tuple[Node, ...]
     start: int
-
-    @property
-    def stages(self) -> tuple[int, ...]:
-        return note(self.nodes[0]).stages
+    stages: tuple[int, ...]
 
     @property
     def end(self) -> int:
@@ -245,7 +242,7 @@ def _add_blocks(parts: Sequence[Part]) -> None:
             if len(run) >= MIN_BLOCK and all(_is_free(part, run) for part in homes):
                 results = _results(run, homes)
                 for part in homes:
-                    part.add_calls([Block(tuple(run), results, part.body.index(run[0]))])
+                    part.add_calls([Block(tuple(run), results, part.body.index(run[0]), stages)])
 
 
 def _pieces(part: Part) -> Iterator[Block]:
@@ -259,7 +256,8 @@ def _pieces(part: Part) -> Iterator[Block]:
             pieces[-1].append(node)
         for nodes in pieces:
             if any(note(node).extra.get("dropped") for node in nodes):
-                yield Block(tuple(nodes), _results(nodes, [part]), part.body.index(nodes[0]))
+                start = part.body.index(nodes[0])
+                yield Block(tuple(nodes), _results(nodes, [part]), start, (part.index,))
 
 
 def _runs_of(nodes: Sequence[Node], apart: set[Node]) -> list[list[Node]]:
@@ -279,14 +277,15 @@ def _is_free(part: Part, nodes: Sequence[Node]) -> bool:
 
 
 def _results(nodes: Sequence[Node], homes: Sequence[Part]) -> tuple[Node, ...]:
-    """Return the nodes that one of their stages reads outside of them, or returns."""
+    """Return the nodes that one of these stages reads outside of them, or returns."""
+    stages = {part.index for part in homes}
     results = []
     for node in nodes:
         readers: set[int] = set()
         for user in node.users:
             if user not in nodes:
                 readers.update(note(user).stages)
-        is_read = not readers.isdisjoint(note(node).stages)
+        is_read = not readers.isdisjoint(stages)
         if is_read or any(node in part.results for part in homes):
             results.append(node)
     return tuple(results)

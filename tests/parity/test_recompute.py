@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.errors import PlanError
+from autoptd.ir.notes import note
 from autoptd.program.calls import expected_calls
 from autoptd.runtime import again
 from autoptd.runtime.stage import Stage
@@ -222,6 +223,52 @@ def test_complex_numbers(asked: dict[str, Any]) -> None:
     kept = trained(model, p=2, num_microbatches=2, **price)
     assert differing(trained(model, p=2, num_microbatches=2, **asked), kept) == []
     autoptd.verify(model, p=2, num_microbatches=2, example_inputs=batch(), **asked)
+
+
+class Parallel(nn.Module):
+    """One layer, whose attention and MLP read the same value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(61, 8)
+        self.layers = nn.ModuleList([ParallelBlock()])
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 61, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.norm(self.layers[0](2.0 * self.embed(ids)))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+class ParallelBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out, self.up, self.down = (nn.Linear(8, 8) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (2, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = self.out(y.transpose(1, 2).flatten(-2))
+        return x + 0.7 * (y + self.down(nn.functional.gelu(self.up(x))))
+
+
+def test_a_layer_that_begins_with_what_two_stages_compute() -> None:
+    """The part that one of them has is a method of that one."""
+    torch.manual_seed(0)
+    asked: dict[str, Any] = {"t": 2, "p": 2, "v": 2, "num_microbatches": 4, "schedule": "interleaved"}
+    asked["plan"] = {"cut": ["layers.0:scaled_dot_product_attention[0]", "layers.0", "norm"]}
+    asked["machine"] = autoptd.ir.machine.Machine(latency=1e-9)
+    model = Parallel()
+    program = autoptd.compile(model, recompute="full", example_inputs=batch(), **asked)
+    assert "_ = self.again(" not in "".join(program.sources.values())
+    assert (0, 1) in stages_of_operators(program).values()
+    assert differing(trained(model, recompute="full", **asked), trained(model, **asked)) == []
+
+
+def stages_of_operators(program: autoptd.Program) -> dict[str, tuple[int, ...]]:
+    return {
+        node.name: note(node).stages for node in program.graphs["CUT"].nodes if node.op == "call_function"
+    }
 
 
 @pytest.mark.parametrize("layers", [2, 3])
