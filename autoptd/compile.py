@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Graph
 
 from autoptd import codegen, passes, schedule
 from autoptd import trace as tracing
@@ -30,16 +29,8 @@ from autoptd.ir.notes import note
 from autoptd.ir.plan import Plan
 from autoptd.ir.sizes import local_shape
 from autoptd.options import Options, make_options
-from autoptd.passes import Context, Form, Record, run_passes, up_to
-from autoptd.passes.stages.memory_price import (
-    check_fits,
-    check_rates,
-    excess_bytes,
-    find_memory_price,
-    outbids,
-    prices_from,
-)
-from autoptd.program.costs import Cut
+from autoptd.passes import Context, Form, Record, up_to
+from autoptd.place import PASSES, cut_of, place
 from autoptd.program.follow import check_follows
 from autoptd.program.program import Program
 from autoptd.program.transfers import plan_transfers
@@ -60,21 +51,6 @@ from autoptd.reports.pictures import painter
 from autoptd.runtime.batch import is_call_of
 from autoptd.runtime.devices import default_fusion
 from autoptd.saved import find_saved
-
-PASSES = (
-    passes.annotate,
-    passes.communicate,
-    passes.find_fusions,
-    passes.cut,
-    passes.localize,
-    passes.substitute,
-    passes.keep,
-    passes.hook_gemms,
-    passes.mark_owned,
-)
-
-# Cuts that are tried again because more bytes are kept than they foresaw.
-MORE_CUTS = 2
 
 
 def compile(model: nn.Module, *, example_inputs: Any, **keywords: Any) -> Program:
@@ -175,7 +151,9 @@ def _compile(
         fuse=options.fuse or False,
         unlisted=tuple(passes.unlisted_operators(graph)),
         weighted=any(file.counts for file in files.stages),
-        plan=plan_record(options, batch, found.cut, params, found.fallbacks, weighed, found.kept.rates),
+        plan=plan_record(
+            options, batch, cut_of(ctx), params, found.fallbacks, weighed, found.kept.rates, ctx.ranks
+        ),
         costs=replace(
             passes.count_work(graph, options.mesh, of_one_device, of_a_rank),
             cut=cut_of(ctx),
@@ -217,51 +195,6 @@ def make_context(options: Options, traces: Traces, batch: Batch, like: Program |
     )
 
 
-def place(traced: Graph, ctx: Context, record: Record) -> tuple[Graph, Context]:
-    """Run the passes at the lowest price of memory at which a rank's bytes fit; the context returned has that
-    price.
-
-    Where ranks pay to keep less (recompute="auto") and tokens may be split, splitting them may be cheaper: the
-    lowest price that no rank outbids is tried as well, and the faster plan is taken.
-    """
-    machine, first = ctx.options.rank_machine, ctx.options.memory_price or 0.0
-    unit = 1 / machine.link_bandwidth
-
-    def solve(price: float) -> tuple[Graph, Context]:
-        # A context without findings, so that each attempt starts from TRACED; 0 is None, as in a plan.
-        options = replace(ctx.options, memory_price=price or None)
-        priced = replace(ctx, options=options, price_range=prices_from(first, unit))
-        graph = run_passes(PASSES, traced, priced, record)
-        for _ in range(MORE_CUTS):
-            # What is kept is known exactly now; the cut had an estimate, and leaves room for the rest next time.
-            excess = excess_bytes(cut_of(priced), machine.memory)
-            if not excess:
-                break
-            priced = replace(priced, reserve=priced.reserve + excess)
-            graph = run_passes(PASSES, traced, priced, record)
-        check_fits(cut_of(priced), machine.memory)
-        return graph, priced
-
-    def solve_without_outbidding(price: float) -> tuple[Graph, Context]:
-        graph, priced = solve(price)
-        check_rates(priced)
-        return graph, priced
-
-    (graph, found), price = find_memory_price(solve, first, unit)
-    if outbids(found) and ctx.options.sequence_parallel == "auto":
-        (other_graph, other), _ = find_memory_price(solve_without_outbidding, first, unit)
-        if cut_of(other).makespan < cut_of(found).makespan:
-            return other_graph, other
-        # The record is that of the last run.
-        graph, found = solve(price)
-    return graph, found
-
-
-def cut_of(ctx: Context) -> Cut:
-    """Return the cut that the passes found, with the bytes that are kept."""
-    return ctx.found.cut.with_kept(ctx.found.kept, ctx.live, ctx.ranks)
-
-
 def compile_evaluation(
     model: nn.Module,
     options: Options,
@@ -282,7 +215,7 @@ def compile_evaluation(
     """
     price = trained.plan["options"]["memory_price"]
     # No bound: nothing is kept for backward.
-    options = replace(options, recompute=False, recompute_num_layers=1)
+    options = replace(options, recompute=False, recompute_num_layers=1, zero=trained.plan["options"]["zero"])
     options = replace(options, memory=math.inf, memory_price=price, plan=Plan())
     batch = plan_batch(options, args, kwargs, replicas)
     with tracing.evaluating(model), tracing.computing_in(model, options.precision):

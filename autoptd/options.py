@@ -27,6 +27,7 @@ from autoptd.ir.placement import Sharing, sharing_of
 from autoptd.ir.plan import Plan, nearest, read_plan
 from autoptd.ir.quantities import check_degree, check_memory
 from autoptd.ir.recompute import check_recompute
+from autoptd.ir.relief import relieved
 from autoptd.ir.schedules import SCHEDULES, ZERO_BUBBLE, check_schedule, is_path
 from autoptd.ir.state_bytes import StateBytes, state_bytes
 
@@ -64,7 +65,8 @@ class Options:
         and Triton is installed, else "eager".
     fuse_only: the fused operators that may be used, if not all: those of `program.fusions`.
     memory: what a rank may hold, in bytes: parameters with gradients and AdamW's two moments, and the
-        activations of the microbatches in flight; None: the machine's (the default has no bound).
+        activations of the microbatches in flight; None: the machine's (the default has no bound). With it, those of
+        sequence_parallel, recompute and zero that are not given are "auto".
     memory_price: seconds per microbatch that each byte of a rank costs more. Where the fastest plan over tp
         does not fit, it is raised until one does (`memory_price.py`); a saved plan has it, and so gives the
         same program again.
@@ -77,7 +79,8 @@ class Options:
         on all ranks, where a gradient is not finite. From the `hysteresis`-th such update on each halves the scale,
         down to `min_loss_scale`; `loss_scale_window` updates in a row without one double it, and count anew.
     zero: 1 divides the optimizer's state over the replicas (Rajbhandari et al. 2020, stage 1): each updates a range
-        of the parameters, which are gathered behind the update. The numbers are those of zero=0.
+        of the parameters, which are gathered behind the update. The numbers are those of zero=0. "auto": where it
+        takes that to fit.
     dp_shard: replicas that share one copy of that state, a divisor of d, neighbours; None: all. The others hold
         copies (torch's hybrid sharding).
     reduce_dtype: "bf16" sends gradients to the replicas that sum them in 16 bits, with zero=1; they add up in float32.
@@ -95,24 +98,21 @@ class Options:
         too); 0 never does.
     plan: pinned decisions (`ir/plan.py`).
 
-    Three keywords, all off by default, are hooks on the backward of linear layers (runtime/linear.py),
-    under Megatron's names. A layer with a hook is a Python autograd function: about 10% slower at h=64, not
-    at all from h=256 (benchmarks).
+    Three keywords, all off by default, are hooks on the backward of linear layers (runtime/linear.py), under Megatron's
+    names. A layer with a hook is a Python autograd function: about 10% slower at h=64, not at all from h=256 (benchmarks).
 
     async_tensor_model_parallel_allreduce: the all-reduce of the input's gradient of a column-split layer
-        runs beside the GEMM of the weight's gradient. Gains up to the shorter of the two per layer, where
-        communication needs no compute. An input that several layers share (separate q, k, v) keeps its own
-        all-reduce, which is not hidden. On GPUs up to Hopper it wants CUDA_DEVICE_MAX_CONNECTIONS=1, so
-        that the all-reduce starts before that GEMM.
+        runs beside the GEMM of the weight's gradient. An input that several layers share (separate q, k, v) keeps
+        its own, which is not hidden. On GPUs up to Hopper it wants CUDA_DEVICE_MAX_CONNECTIONS=1, so that the
+        all-reduce starts before that GEMM.
     accumulate_allreduce_grads_in_fp32: gradients add up over microbatches, and over ranks, in float32
         (float64 for float64), whatever the parameters' dtype: `parameter.main_grad`. `parameter.grad` is
         its copy in the parameter's dtype. Costs 4 bytes a parameter and twice the reduced bytes where that
         dtype is bf16. Linear layers add to the sum from within the GEMM (Megatron's
         gradient_accumulation_fusion), with float32 parameters too.
     delay_wgrad_compute: B leaves the GEMMs of the weights' gradients to actions W, so that an earlier stage
-        need not wait for them: "after_b" runs W right behind its B; "before_reduce" all W of a stage before
-        its gradients are reduced, which keeps every microbatch's inputs and output gradients of these
-        layers until then.
+        need not wait for them: "after_b" runs W right behind its B; "before_reduce" all W of a stage before its
+        gradients are reduced, which keeps every microbatch's inputs and output gradients of these layers until then.
     """
 
     t: int = field(default=1, metadata=about("count", "tensor-parallel degree"))
@@ -173,9 +173,9 @@ class Options:
     min_loss_scale: float = field(
         default=1.0, metadata=about("float", "of a dynamic scale (default 1)", **FOR_TRAINING)
     )
-    zero: int = field(
+    zero: int | str = field(
         default=0,
-        metadata=about("number", "stage of ZeRO: 1 shards the optimizer", choices=(0, 1), **IN_PLAN),
+        metadata=about("stage", "of ZeRO: 1 shards the optimizer; auto", choices=(0, 1, "auto"), **IN_PLAN),
     )
     dp_shard: int | None = field(
         default=None,
@@ -387,7 +387,7 @@ def make_options(*, plan: Any = None, **keywords: Any) -> Options:
             raise PlanError(f"{name}=", "no such keyword", remedy)
     keywords = {name: value for name, value in keywords.items() if value is not None}
     if plan is None:
-        return Options(**keywords)
+        return Options(**relieved(keywords))
     # These two as a plan has them, so that the two can be compared.
     if isinstance(keywords.get("schedule"), os.PathLike):
         keywords["schedule"] = os.fspath(keywords["schedule"])
@@ -397,4 +397,4 @@ def make_options(*, plan: Any = None, **keywords: Any) -> Options:
     planned, pinned = read_plan(plan, keywords, in_plan)
     planned = {name: value for name, value in planned.items() if value is not None}
     # Keywords win, and can only repeat the plan: `read_plan` refused those that contradict it.
-    return Options(**{**planned, **keywords, "plan": pinned})
+    return Options(**relieved({**planned, **keywords}), plan=pinned)

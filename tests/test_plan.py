@@ -276,7 +276,7 @@ def test_a_stage_of_views_alone_is_refused() -> None:
 def test_memory_moves_the_cut_and_is_refused_where_nothing_fits() -> None:
     free = compile_gpt(8, p=4, num_microbatches=8)
     held = free.costs.cut.rank_bytes
-    bound = compile_gpt(8, p=4, num_microbatches=8, memory=0.97 * max(held))
+    bound = compile_gpt(8, p=4, num_microbatches=8, memory=0.97 * max(held), recompute=False)
     assert max(bound.costs.cut.rank_bytes) <= 0.97 * max(held) and bound.plan["cut"] != free.plan["cut"]
     assert bound.plan["options"]["memory"] == 0.97 * max(held)
     with pytest.raises(
@@ -285,7 +285,14 @@ def test_memory_moves_the_cut_and_is_refused_where_nothing_fits() -> None:
         compile_gpt(8, p=4, num_microbatches=8, memory=max(held) / 4)
     assert "num_microbatches" in caught.value.remedy and "larger t or p" in caught.value.remedy
     with pytest.raises(PlanError, match="memory: with the cut that the plan pins"):
-        compile_gpt(8, p=4, num_microbatches=8, memory=0.97 * max(held), plan={"cut": free.plan["cut"]})
+        compile_gpt(
+            8,
+            p=4,
+            num_microbatches=8,
+            memory=0.97 * max(held),
+            recompute=False,
+            plan={"cut": free.plan["cut"]},
+        )
 
 
 def test_memory_knows_schedule_and_parameters() -> None:

@@ -334,6 +334,10 @@ def _bytes(text: str) -> float:
         raise ArgumentTypeError(f"{text!r} is not a number of bytes: 80e9, 80GB or 80GiB") from error
 
 
+def _stage(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
+
+
 def _switch(text: str) -> bool | str:
     return {"true": True, "false": False}.get(text.lower(), text)
 
@@ -369,6 +373,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "text": {},
     "count": {"type": int, "metavar": "N"},
     "number": {"type": int},
+    "stage": {"type": _stage, "metavar": "N"},
     "float": {"type": float, "metavar": "X"},
     # None rather than False: a flag that was not given must not contradict a plan or a file.
     "on": {"action": "store_true", "default": None},

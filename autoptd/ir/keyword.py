@@ -20,7 +20,7 @@ class Missing(NamedTuple):
 
 NOT_YET = {
     "c": Missing("context parallelism", (1,)),
-    "zero": Missing("ZeRO beyond its first stage", (0, 1, None)),
+    "zero": Missing("ZeRO beyond its first stage", (0, 1, "auto", None)),
     "dropout_exact": Missing("fused attention with random numbers of its own", (True,)),
 }
 

@@ -12,8 +12,8 @@ decisions that are pinned. Every key is optional:
 explained in `passes/solve/shard_pins.py`. `keep` is what the pipeline ranks pay to keep a byte less of a
 microbatch, with recompute="auto" (`ir/kept.py`): {"rank": 0, "price": 0.0, "more": 1e-9, "share": 0.25}.
 
-`fallbacks`, `weighed` (the plan over tp beside the known ones: program/weighed.py) and `planner` (why the
-planner chose this: planner/plan.py) are reports and pin nothing.
+`fallbacks`, `relief` (what it took to fit into `memory=`), `weighed` (the plan over tp beside the known ones:
+program/weighed.py) and `planner` (why the planner chose this: planner/plan.py) are reports and pin nothing.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ KEYS = (
     "shard",
     "keep",
     "fallbacks",
+    "relief",
     "weighed",
     "planner",
 )

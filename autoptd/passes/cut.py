@@ -107,6 +107,7 @@ class _Chooser:
 
     def __init__(self, graph: Graph, backbone: list[Node], ctx: Context) -> None:
         self.ranks, self.machine, self.live, self.makespan_of = ctx.ranks, ctx.machine, ctx.live, ctx.makespan
+        self.ctx = ctx
         self.memory, self.reserve = ctx.machine.memory - ctx.reserve, ctx.reserve
         sizes, machine = ctx.sizes, ctx.machine
         self.sizes, self.backbone = sizes, backbone
@@ -163,7 +164,7 @@ class _Chooser:
         """Return pinned cuts, compared with those that would be chosen; TooFull where they do not fit."""
         cuts = evaluate(self.line, self.ranks, pinned, self.live, self.memory, self.makespan_of)
         if max(cuts.held) > self.memory:
-            raise too_full(max(cuts.held) + self.reserve, self.machine.memory, "the cut that the plan pins")
+            raise too_full(max(cuts.held) + self.reserve, self.ctx, "the cut that the plan pins")
         try:
             best, why = self.choose()
         except PlanError:
@@ -186,19 +187,24 @@ class _Chooser:
             return PlanError(f"p*v={len(self.ranks)}", fact, f"p*v <= {max_stages}, or a deeper model")
         return too_full(
             least_memory(self.line, self.ranks, self.live) + self.reserve,
-            self.machine.memory,
+            self.ctx,
             "the cut that spreads it best",
         )
 
 
-def too_full(needed: float, memory: float, which: str) -> TooFull:
-    """Make the error for a rank that would hold more than its memory."""
-    fact = f"with {which}, the fullest rank holds {_gib(needed)} and has {_gib(memory)}"
+def too_full(needed: float, ctx: Context, which: str) -> TooFull:
+    """Make the error for a rank that would hold more than its memory, with what is left to ask for."""
+    fact = f"with {which}, the fullest rank holds {_gib(needed)} and has {_gib(ctx.machine.memory)}"
     fact += " (parameters, gradients, AdamW's two moments; activations of the microbatches in flight)"
-    remedy = "a larger t or p, smaller microbatches (a larger num_microbatches), a schedule with fewer of them in flight"
-    return TooFull(
-        "memory", fact, remedy + " (1f1b), sequence_parallel='auto', recompute='auto', or more memory"
-    )
+    options = ctx.options
+    left = {
+        "sequence_parallel='auto'": ctx.mesh.value_ranks > 1 and not options.sequence_parallel,
+        "recompute='auto'": options.recompute != "auto",
+        "zero=1": ctx.mesh.replicas > 1 and not options.zero,
+    }
+    remedies = ["a larger t or p", "smaller microbatches (a larger num_microbatches)"]
+    remedies += ["a schedule with fewer of them in flight (1f1b)", *(each for each in left if left[each])]
+    return TooFull("memory", fact, f"{', '.join(remedies)}, or more memory")
 
 
 def _gib(nbytes: float) -> str:

@@ -28,8 +28,9 @@ def plan_record(
     fallbacks: Sequence[Fallback],
     weighed: dict[str, Any] | None,
     rates: Sequence[Rate],
+    ranks: Sequence[int],
 ) -> dict[str, Any]:
-    """Return what `plan.json` has: the decisions, and reports (fallbacks, `weighed` plans) for people."""
+    """Return what `plan.json` has: the decisions, and reports (fallbacks, `weighed` plans, what it took to fit) for people."""
     mesh: dict[str, Any] = {**options.mesh.degrees, "v": options.v}
     if options.order != ORDER:
         mesh["order"] = options.order
@@ -45,8 +46,23 @@ def plan_record(
     }
     if rates:
         record["keep"] = rows_of(rates)
+    if options.memory is not None:
+        record["relief"] = _relief(options, cut, ranks)
     # For people alone: `ir/plan.py` reads past it.
     return {**record, "weighed": weighed} if weighed else record
+
+
+def _relief(options: Options, cut: Cut, ranks: Sequence[int]) -> dict[str, Any]:
+    """Return what it took to fit into `memory=`; seconds of a microbatch, by pipeline rank."""
+    again = [0.0] * (max(ranks) + 1)
+    for rank, seconds in zip(ranks, cut.again_seconds, strict=True):
+        again[rank] += seconds
+    return {
+        "fullest_rank_bytes": max(cut.rank_bytes),
+        "zero": options.zero,
+        "byte_price": options.memory_price or 0.0,
+        "again_seconds": again,
+    }
 
 
 def _shard_pins(options: Options, params: tuple[ParamSpec, ...]) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from autoptd.verify.widening import relative_difference
 # How far a loss in this dtype may be off one in float64, relative.
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 # Of two runs that round differently, one may be nearer to float64 by chance, by so many times.
-AMPLIFIED = 8
+AMPLIFIED = 16
 
 
 def check_copy(model: nn.Module, ours: list[torch.Tensor], copied: list[torch.Tensor]) -> None:

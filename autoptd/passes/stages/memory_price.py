@@ -63,10 +63,10 @@ def excess_bytes(cut: Cut, memory: float) -> float:
     return max(max(cut.rank_bytes, default=0.0) - memory, 0.0)
 
 
-def check_fits(cut: Cut, memory: float) -> None:
+def check_fits(cut: Cut, ctx: Context) -> None:
     """Raise TooFull where a rank holds more than its memory."""
-    if excess_bytes(cut, memory):
-        raise too_full(max(cut.rank_bytes), memory, "the best cut found")
+    if excess_bytes(cut, ctx.machine.memory):
+        raise too_full(max(cut.rank_bytes), ctx, "the best cut found")
 
 
 def outbids(ctx: Context) -> bool:

@@ -68,12 +68,17 @@ def test_tokens_are_split_where_nothing_else_fits() -> None:
     free = compiled(sequence_parallel="auto", machine=machine)
     bound = 0.7 * held(free)
     assert "reduce-scatter" not in kinds(free) and free.plan["options"]["memory_price"] is None
-    program = compiled(sequence_parallel="auto", memory=bound, machine=machine)
+    program = compiled(sequence_parallel="auto", recompute=False, memory=bound, machine=machine)
     assert held(program) <= bound and kinds(program) == {"reduce-scatter"}
     assert program.plan["options"]["memory_price"] > 0
-    for request in ({"memory": bound}, {"sequence_parallel": "auto", "memory": bound / 2}):  # at any price
-        with pytest.raises(PlanError, match="memory: with the cut that spreads it best"):
+    pinned = {"sequence_parallel": False, "recompute": False, "memory": bound}
+    for request, left in ((pinned, ("sequence_parallel=", "recompute=")), ({"memory": bound / 3}, ())):
+        with pytest.raises(PlanError, match="memory: with the cut that spreads it best") as caught:
             compiled(machine=machine, **request)
+        named = {
+            name for name in ("sequence_parallel=", "recompute=", "zero=") if name in caught.value.remedy
+        }
+        assert named == set(left)
 
 
 def test_dearer_bytes_are_never_more_bytes() -> None:
@@ -85,8 +90,34 @@ def test_dearer_bytes_are_never_more_bytes() -> None:
 def test_its_own_plan_gives_the_same_program_and_what_the_model_computes() -> None:
     request: dict[str, Any] = {"t": 2, "p": 2, "sequence_parallel": "auto", "example_inputs": batch()}
     bound = 0.97 * held(autoptd.compile(gpt(2).double(), **request))
+    request["recompute"] = False
     program = autoptd.compile(gpt(2).double(), memory=bound, **request)
     assert program.plan["options"]["memory_price"] > 0
     again = autoptd.compile(gpt(2).double(), plan=program.plan, example_inputs=batch())
     assert again.fingerprint() == program.fingerprint()
     autoptd.verify(gpt(2).double(), memory=bound, steps=2, **request)
+
+
+def test_a_bound_on_memory_opens_what_was_not_asked_for() -> None:
+    """First the replicas share the optimizer's state, then ranks compute again; nothing, where all of it fits."""
+    request: dict[str, Any] = {"p": 2, "d": 2, "num_microbatches": 4, "example_inputs": batch()}
+    free = autoptd.compile(gpt(4), **request)
+    state = autoptd.compile(gpt(4), zero=1, **request)
+    assert free.plan["options"]["zero"] == 0 and "relief" not in free.plan
+    least = autoptd.compile(gpt(4), zero=1, recompute="auto", memory_price=1e-6, **request)
+    chosen = []
+    for memory in (held(free), held(state), (held(state) + held(least)) / 2):
+        program = autoptd.compile(gpt(4), memory=memory, **request)
+        options, relief = program.plan["options"], program.plan["relief"]
+        assert held(program) == relief["fullest_rank_bytes"] <= memory
+        assert options["recompute"] == options["sequence_parallel"] == "auto"
+        chosen.append((options["zero"], relief["again_seconds"][0] > 0))
+        again = autoptd.compile(gpt(4), plan=program.plan, example_inputs=batch())
+        assert again.fingerprint() == program.fingerprint() and again.plan == program.plan
+        autoptd.verify(gpt(4).double(), memory=2 * memory, steps=2, **request)
+    assert chosen == [(0, False), (1, False), (1, True)]
+    kept = autoptd.compile(gpt(4), memory=0.99 * held(free), zero=0, sequence_parallel=False, **request)
+    assert kept.plan["options"]["zero"] == 0 and kept.plan["relief"]["again_seconds"][0] > 0
+    # A choice that goes with another one is made with that one.
+    with pytest.raises(PlanError, match="zero=1, or leave dp_shard out"):
+        autoptd.compile(gpt(4), memory=held(free), dp_shard=2, **request)
