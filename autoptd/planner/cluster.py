@@ -99,7 +99,8 @@ class Software:
     gradient and optimizer state (memory.py). `master_weights`: 16-bit weights have a float32 copy, gradient
     and moments; else all of these are 16 bits wide too. `copies_fp16_gradients`: in float16, the gradient of
     the float32 copy stands beside one of 16 bits (Megatron-LM). `factor`: what all of a step's time is multiplied
-    with, the one number that is fitted for a generation of software. `context_bytes`: memory that is no
+    with, the one number that is fitted for a generation of software. `replays`: what full recomputation of a layer runs
+    again, "all" of it or what is "needed" by its backward: not the last product. `context_bytes`: memory that is no
     tensor's (CUDA, NCCL, libraries), `slack`: fraction of tensors that the allocator adds.
     """
 
@@ -118,6 +119,7 @@ class Software:
     master_weights: bool = True
     copies_fp16_gradients: bool = True
     factor: float = 1.0
+    replays: str = "all"
     context_bytes: float = 3.5e9
     slack: float = 0.1
 

@@ -16,6 +16,7 @@ SC'21's count.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +80,12 @@ class Operator:
 def layer_operators(shape: Shape, sizes: Sizes, attention: str) -> list[Operator]:
     """Return one transformer layer, in order; `attention` is "unfused" (scores in memory) or "flash"."""
     return [*attention_operators(shape, sizes, attention), *mlp_operators(shape, sizes)]
+
+
+def needed_again(operators: Sequence[Operator]) -> list[Operator]:
+    """Return what a layer's backward reads of its forward: all before the last product."""
+    last = max(i for i, operator in enumerate(operators) if operator.has_weight)
+    return list(operators[:last])
 
 
 def attention_operators(shape: Shape, sizes: Sizes, attention: str) -> list[Operator]:
@@ -220,9 +227,9 @@ def head_operators(shape: Shape, sizes: Sizes) -> list[Operator]:
     ]
 
 
-def model_flops(shape: Shape, rows: Number, recompute: str = "none") -> Number:
+def model_flops(shape: Shape, rows: Number, recompute: str = "none", *, replays_all: bool = True) -> Number:
     """Count the FLOPs of a step of `rows` sequences on all ranks: of the model alone, or with what
-    `recompute` computes again.
+    `recompute` computes again, of whole layers or what their backward needs.
 
     For a GPT "none" is 72 B s L h^2 (1 + s/(6h) + V/(12 L h)), and "full" is SC'21's equation 3.
     """
@@ -230,7 +237,9 @@ def model_flops(shape: Shape, rows: Number, recompute: str = "none") -> Number:
     layer = layer_operators(shape, sizes, "unfused")
     forward = sum(operator.forward_flops for operator in layer)
     core = sum(operator.forward_flops for operator in layer if operator.part == CORE)
-    again = core if recompute == "selective" else full_share(recompute) * forward
+    repeated = layer if replays_all else needed_again(layer)
+    whole = sum(operator.forward_flops for operator in repeated)
+    again = core if recompute == "selective" else full_share(recompute) * whole
     head = sum(operator.forward_flops for operator in head_operators(shape, sizes))
     return shape.layers * (3 * forward + again) + 3 * head
 
@@ -244,4 +253,5 @@ __all__ = [
     "kv_width",
     "layer_operators",
     "model_flops",
+    "needed_again",
 ]

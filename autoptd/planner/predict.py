@@ -109,7 +109,7 @@ def predict(
         totals,
         memory,
         float(model_flops(shape, batch)) / per_gpu,
-        float(model_flops(shape, batch, recompute)) / per_gpu,
+        float(model_flops(shape, batch, recompute, replays_all=cluster.software.replays == "all")) / per_gpu,
         setting.num_microbatches,
         tuple(layers),
         max(totals) <= cluster.gpu.memory_bytes,

@@ -22,6 +22,7 @@ from autoptd.planner.counts import (
     head_operators,
     kv_width,
     layer_operators,
+    needed_again,
 )
 from autoptd.planner.layout import end_parameters, layer_parameters, vocab_rows
 from autoptd.planner.network import Network
@@ -125,9 +126,14 @@ class _Counter:
         core = self.clock.forwards(operator for operator in operators if operator.part == CORE)
         # The share of layers that backward computes again from their inputs, exchanges included.
         redone = self.setting.full_share
-        again = core if self.setting.recompute == "selective" else redone * forward
+        is_selective, is_all = self.setting.recompute == "selective", self.cluster.software.replays == "all"
+        repeated = forward if is_all else self.clock.forwards(needed_again(operators))
+        again = core if is_selective else redone * repeated
         overlap = self.cluster.software.dp_overlap
         tp_forward, tp_backward = self._exchanges(forward, backward)
+        # The sum behind the last product is not repeated: of two, and with sequence parallelism of four calls one.
+        needed = 0.75 if self.setting.sequence_parallel else 0.5
+        exchanged = 1.0 if is_all else needed
         ring_forward, ring_backward = self._ring(operators)
         parameters = layer_parameters(self.shape, self.setting.t)
         fetch_forward, fetch_backward = self._fetch(parameters, self.cluster.software.fetches)
@@ -136,7 +142,7 @@ class _Counter:
             backward,
             again,
             tp_forward + ring_forward,
-            tp_backward + ring_backward + (tp_forward + ring_forward) * redone,
+            tp_backward + ring_backward + (tp_forward * exchanged + ring_forward) * redone,
             _exposed(fetch_forward, forward, overlap),
             _exposed(fetch_backward, backward, overlap),
         )

@@ -53,10 +53,11 @@ def predict_program(
     found = _Reader(program, cluster)
     # Orders and messages are the program's own; `predict` rebuilds them from the degrees.
     stages = [found.stage(index) for index in range(len(program.stages))]
+    again = [found.again(index) for index in range(len(stages))]
     forward, backward, weight_gradient = [], [], []
-    for stage in stages:
+    for stage, repeated in zip(stages, again, strict=True):
         forward.append(max(stage.whole_forward, MIN_SECONDS))
-        backward.append(max(stage.whole_backward, MIN_SECONDS))
+        backward.append(max(stage.whole_backward + repeated, MIN_SECONDS))
         weight_gradient.append(max(stage.backward / 2, MIN_SECONDS))
     run = simulate(
         program.orders, forward=forward, backward=backward, weight_gradient=weight_gradient, link=found.link
@@ -66,7 +67,7 @@ def predict_program(
     mine = [stage for stage, rank in zip(stages, ranks, strict=True) if rank == busiest]
     parts = {
         "compute": m * sum(stage.forward + stage.backward for stage in mine),
-        "recompute": 0.0,
+        "recompute": m * sum(again[index] for index, rank in enumerate(ranks) if rank == busiest),
         "tp_comm": m * sum(stage.exposed_forward + stage.exposed_backward for stage in mine),
         "pp_comm": 0.0,
         "bubble": run.makespan - run.busy[busiest],
@@ -77,10 +78,19 @@ def predict_program(
     seconds = sum(breakdown.values())
     kinds = _memory(program, run, cluster.software)
     memory = tuple(map(sum, zip(*kinds.values(), strict=True)))
-    # Forward, and a backward of two forwards, of all microbatches and replicas; nothing is computed twice.
+    # Forward, and a backward of two forwards, of all microbatches and replicas.
     flops = 3 * program.costs.total_flops * m * program.mesh.d / (program.mesh.size * seconds)
+    repeated = sum(program.costs.again_flops_per_stage) / max(sum(program.costs.flops_per_stage), 1)
     return Prediction(
-        seconds, breakdown, memory, kinds, flops, flops, m, (), max(memory) <= cluster.gpu.memory_bytes
+        seconds,
+        breakdown,
+        memory,
+        kinds,
+        flops,
+        flops * (1 + repeated / 3),
+        m,
+        (),
+        max(memory) <= cluster.gpu.memory_bytes,
     )
 
 
@@ -127,6 +137,17 @@ class _Reader:
             exposed_forward=(1 - overlap) * forward,
             exposed_backward=(1 - beside) * backward,
         )
+
+    def again(self, index: int) -> float:
+        """Time what backward of a microbatch computes again; its collectives are among those of backward."""
+        costs = self.program.costs
+        if not any(costs.again_kernels_per_stage[index : index + 1]):
+            return 0.0
+        products, count = self.products(index)
+        share = costs.again_flops_per_stage[index] / max(costs.flops_per_stage[index], 1)
+        moved = costs.again_moved_bytes_per_stage[index] / self.clock.copy_rate
+        starts = costs.again_kernels_per_stage[index] - share * count
+        return share * products[0] + moved + max(starts, 0.0) * self.cluster.gpu.kernel_seconds
 
     def products(self, index: int) -> tuple[tuple[float, float], int]:
         """Time the products of a stage, forward and backward, and count the kernels of its forward

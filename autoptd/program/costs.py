@@ -103,7 +103,7 @@ class Costs:
 
     `total_flops` is the forward of the whole model, `redundant_gemm_flops` what every tensor rank computes in full.
     `moved_bytes_per_stage` is what operators other than products read and write in forward, `kernels_per_stage` the
-    number of operators that are not views.
+    number of operators that are not views; `again_...` are what backward computes once more of each.
     """
 
     flops_per_stage: tuple[int, ...] = ()
@@ -112,6 +112,9 @@ class Costs:
     redundant_gemm_flops: int = 0
     moved_bytes_per_stage: tuple[int, ...] = ()
     kernels_per_stage: tuple[int, ...] = ()
+    again_flops_per_stage: tuple[int, ...] = ()
+    again_moved_bytes_per_stage: tuple[int, ...] = ()
+    again_kernels_per_stage: tuple[int, ...] = ()
     gemms: tuple[GemmCosts, ...] = ()
     products: tuple[ProductCosts, ...] = ()
     cut: Cut = Cut()

@@ -12,6 +12,7 @@ In: a `Program`, and the spans of a record if there is one. Out: `Run`s, and the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -58,13 +59,15 @@ def simulated_run(program: Program) -> viz.Run:
     seconds = program.costs.cut.seconds
     if not seconds:
         return _run("simulated", program, schedules.simulate(program.orders).spans, False, "")
-    # Of three parts, forward takes one and backward two: with W, one of these is the weights'.
+    # Of three parts, forward takes one and backward two: with W, one of these is the weights'. To make values
+    # again takes backward more.
     third = [max(time, MIN_SECONDS) / 3 for time in seconds]
-    backward = [2 * time for time in third]
+    again = program.costs.cut.again_seconds or [0.0] * len(third)
+    backward = [2 * time + more for time, more in zip(third, again, strict=True)]
     result = schedules.simulate(program.orders, forward=third, backward=backward, weight_gradient=third)
     machine = program.plan.get("options", {}).get("machine") or "the default machine"
     remark = f"stages take the time that the cost model gives them on {machine}, messages between them none"
-    return _run("simulated", program, result.spans, True, remark)
+    return replace(_run("simulated", program, result.spans, True, remark), again=again)
 
 
 def executed_run(program: Program, spans: Sequence[Span]) -> viz.Run:

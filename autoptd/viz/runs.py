@@ -40,7 +40,8 @@ class Message:
 class Run:
     """One step: per pipeline rank its actions, and what they hold for backward.
 
-    Times are seconds, or multiples of a forward; `memory` is in bytes, or in microbatches of a chunk.
+    Times are seconds, or multiples of a forward; `memory` is in bytes, or in microbatches of a chunk. `again`: of the time of
+    a backward, by stage, what it takes to make again what was not kept.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Run:
     memory: Sequence[Curve] = ()
     in_bytes: bool = False
     remark: str = ""
+    again: Sequence[float] = ()
 
     @property
     def unit(self) -> str:

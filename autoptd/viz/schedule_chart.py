@@ -1,10 +1,10 @@
 """Draw when every pipeline rank computes what: a row per rank, a box per action, time to the right.
 
 In: one or more `Run`s of a step (simulated, executed). Out: the text of an SVG file, the same bytes for the
-same input. Boxes carry the microbatch; forwards are blue, backwards green, weight gradients that run on their
-own (W) orange, and the shade is the model chunk, dark for the first and light for the last (Narayanan et al.,
-SC'21, figure 4). Grey is idle time: the bubble. Thin lines are messages. The strip below a row is what its
-rank holds for backward.
+same input. Boxes carry the microbatch; forwards are blue, backwards green (hatched: what they make again), weight
+gradients that run on their own (W) orange, and the shade is the model chunk, dark for the first and light for the
+last (Narayanan et al., SC'21, figure 4). Grey is idle time: the bubble. Thin lines are messages. The strip below
+a row is what its rank holds for backward.
 
 Of many ranks the first and the last are drawn, and of a long step its beginning and its end: the picture says
 so.
@@ -37,6 +37,9 @@ MIN_WIDTH, MAX_WIDTH = 640.0, 2400.0
 MAX_RANKS, MAX_MESSAGES = 16, 600
 DARK = {Kind.F: (31, 83, 160), Kind.B: (28, 112, 62), Kind.W: (163, 84, 18)}
 LIGHT = {Kind.F: (176, 208, 246), Kind.B: (176, 226, 190), Kind.W: (247, 210, 168)}
+# What backward makes again.
+HATCH = """<defs><pattern id="again" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
+<rect width="2" height="5" fill="#fff" fill-opacity="0.55"/></pattern></defs>"""
 NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradients"}
 STYLE = """
   text { font-family: Verdana, "DejaVu Sans", Helvetica, Arial, sans-serif; font-size: 11px; fill: #26303b }
@@ -79,6 +82,8 @@ def schedule_svg(runs: Sequence[Run], orders: Sequence[Sequence[Action]] = (), *
     height = ceil(y)
     size = f'width="{right}" height="{height}" viewBox="0 0 {right} {height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
+    if any(any(run.again) for run in runs):
+        body.insert(0, HATCH)
     drawn = "\n".join([f'<rect width="{right}" height="{height}" fill="#fff"/>', *body])
     return "\n".join([head, f"<style>{STYLE}{dark_rules(drawn, DARK_STYLE)}</style>", drawn, "</svg>"]) + "\n"
 
@@ -250,6 +255,10 @@ class _Panel:
         # What takes no time is a line.
         width = _n(max(right - left, 0.5))
         box = f'<rect x="{_n(left)}" y="{_n(y)}" width="{width}" height="{ROW}" fill="{color}"/>'
+        again = run.again[action.stage] * scale.pixels if run.again and action.kind is Kind.B else 0.0
+        if again:
+            size = f'width="{_n(min(again, right - left))}" height="{ROW}"'
+            box += f'<rect x="{_n(left)}" y="{_n(y)}" {size} fill="url(#again)"/>'
         label = _label(str(action.microbatch), (left + right) / 2, y + ROW / 2 + 4, right - left, is_dark)
         return f'<g class="box">{hint}{box}{label}</g>'
 
@@ -334,6 +343,11 @@ def _legend(panels: Sequence[_Panel]) -> Iterator[str]:
     if any(panel.run.memory for panel in panels):
         yield f'<rect class="held" x="{_n(x)}" y="42" width="14" height="14"/>'
         yield f'<text x="{_n(x + 20)}" y="53">held for backward</text>'
+        x += 150
+    if any(any(panel.run.again) for panel in panels):
+        yield f'<rect x="{_n(x)}" y="42" width="14" height="14" fill="{_shade(Kind.B, 0, 1)[0]}"/>'
+        yield f'<rect x="{_n(x)}" y="42" width="14" height="14" fill="url(#again)"/>'
+        yield f'<text x="{_n(x + 20)}" y="53">made again</text>'
 
 
 def _label(text: str, x: float, y: float, width: float, is_dark: bool) -> str:

@@ -53,6 +53,22 @@ def test_a_program_and_its_shape_predict_alike() -> None:
     assert traced.num_microbatches == 4 and len(traced.memory) == 2 and traced.fits
 
 
+def test_what_is_computed_again_takes_its_time() -> None:
+    program = program_of({"t": 2, "p": 2, "d": 2, "recompute": "full"})
+    whole = predict_program(program_of({"t": 2, "p": 2, "d": 2}), ideal())
+    traced = predict_program(program, ideal())
+    asked = {"t": 2, "p": 2, "d": 2, "batch": ROWS, "microbatch": 2, "precision": "fp32"}
+    shape = predict(SHAPE, ideal(), recompute="full", **asked)  # type: ignore[arg-type]
+    assert traced.breakdown["recompute"] == pytest.approx(shape.breakdown["recompute"], rel=0.1)
+    assert traced.breakdown["compute"] == whole.breakdown["compute"] and not whole.breakdown["recompute"]
+    assert traced.step_seconds > whole.step_seconds
+    assert (
+        traced.hardware_flops_per_gpu
+        > traced.flops_per_gpu
+        == pytest.approx(whole.flops_per_gpu * whole.step_seconds / traced.step_seconds)
+    )
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_on_a_real_cluster_too(sequence_parallel: bool) -> None:
     """Products are as fast as their sizes let them, memory has what `predict` adds: as far apart as

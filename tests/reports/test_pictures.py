@@ -32,6 +32,21 @@ def test_the_simulated_step_takes_the_stages_seconds_and_holds_their_bytes() -> 
     assert run.in_seconds and run.in_bytes and first == cut.saved_bytes[1] > 0
 
 
+def test_what_a_backward_makes_again_is_hatched() -> None:
+    program = gpt(2, p=2, recompute="full")
+    run, cut = simulated_run(program), program.costs.cut
+    for row in run.spans:
+        for action, start, end in row:
+            more = 0.0 if action.kind is Kind.F else cut.again_seconds[action.stage]
+            share = 1 if action.kind is Kind.F else 2
+            assert end - start == pytest.approx(share * cut.seconds[action.stage] / 3 + more)
+    text = schedule_svg([run], program.orders)
+    backwards = sum(action.kind is Kind.B for row in run.spans for action, _, _ in row)
+    # One of them in the legend.
+    assert min(cut.again_seconds) > 0 and text.count('fill="url(#again)"') == backwards + 1
+    assert "#again" not in schedule_svg([simulated_run(gpt(2, p=2))])
+
+
 def test_bytes_saved_are_those_of_a_microbatch_and_shrink_with_t() -> None:
     one, two = (sum(gpt(2, t=t).costs.cut.saved_bytes) for t in (1, 2))
     assert one / 2 < two < one

@@ -73,7 +73,10 @@ def count_work(graph: Graph, mesh: Mesh, whole: Size, local: Size) -> Costs:
         redundant = forward if mesh.value_ranks > 1 and is_whole(node) else 0
         for stage in note(node).stages:
             stage_sums = sums.setdefault(stage, Counter())
-            stage_sums.update(moved=moved_bytes(node, local), kernels=int(has_kernel(node)))
+            work = Counter(moved=moved_bytes(node, local), kernels=int(has_kernel(node)))
+            stage_sums.update(work)
+            if "again" in note(node).extra:
+                stage_sums.update(again_moved=work["moved"], again_kernels=work["kernels"], again=forward)
             # "gemms" by module for people; "products" by size, which says how fast they run.
             if total:
                 row = gemms.setdefault((stage, star(note(node).module), op_name(node)), Counter())
@@ -89,6 +92,9 @@ def count_work(graph: Graph, mesh: Mesh, whole: Size, local: Size) -> Costs:
         redundant_gemm_flops=sum(count["redundant"] for count in by_stage),
         moved_bytes_per_stage=tuple(count["moved"] for count in by_stage),
         kernels_per_stage=tuple(count["kernels"] for count in by_stage),
+        again_flops_per_stage=tuple(count["again"] for count in by_stage),
+        again_moved_bytes_per_stage=tuple(count["again_moved"] for count in by_stage),
+        again_kernels_per_stage=tuple(count["again_kernels"] for count in by_stage),
         gemms=tuple(GemmCosts(*key, **row) for key, row in gemms.items()),
         products=tuple(ProductCosts(*key, **row) for key, row in by_size.items()),
     )
