@@ -29,7 +29,7 @@ from autoptd.ir.notes import note
 from autoptd.ir.plan import Plan
 from autoptd.ir.sizes import local_shape
 from autoptd.options import Options, make_options
-from autoptd.passes import Context, Form, Record, up_to
+from autoptd.passes import Context, Findings, Form, Record, up_to
 from autoptd.place import PASSES, cut_of, place
 from autoptd.program.follow import check_follows
 from autoptd.program.program import Program
@@ -161,8 +161,15 @@ def _compile(
         buffers={name: value.detach() for name, value in captured.buffers.items()},
         looked_at=ctx.buffers.looked_at(),
         graphs=record.graphs,
-        explainer=partial(passes.explain_split, found.assignments, remark=found_text(weighed)),
+        explainer=partial(explain, found, found_text(weighed)),
         painter=painter(of_a_rank),
+    )
+
+
+def explain(found: Findings, remark: str, path: str) -> str:
+    """Return how a module is split, and how its values are kept for backward."""
+    return passes.explain_split(found.assignments, path, remark) + passes.explain_kept(
+        found.kept_values, path
     )
 
 

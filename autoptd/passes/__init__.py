@@ -7,9 +7,10 @@ over a mesh axis), `stages` (where to cut, and what fits).
 
 from autoptd.passes.annotate import annotate
 from autoptd.passes.communicate import check_connected, communicate, conversion_row
-from autoptd.passes.context import Context
+from autoptd.passes.context import Context, Findings
 from autoptd.passes.cut import cut
 from autoptd.passes.dump import describe
+from autoptd.passes.explain_kept import explain_kept
 from autoptd.passes.fusion.chain import Groups
 from autoptd.passes.fusion.fuse import find_fusions, substitute
 from autoptd.passes.hook_gemms import adds_to_gradient, hook_gemms
@@ -27,6 +28,7 @@ from autoptd.passes.weigh import weigh, weigh_known
 __all__ = [
     "Assignment",
     "Context",
+    "Findings",
     "Form",
     "Groups",
     "Record",
@@ -39,6 +41,7 @@ __all__ = [
     "count_work",
     "cut",
     "describe",
+    "explain_kept",
     "explain_split",
     "find_fusions",
     "flops",

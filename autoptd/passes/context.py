@@ -31,6 +31,7 @@ from autoptd.ir.saved import SavedForBackward
 from autoptd.ir.sizes import Sizes
 from autoptd.options import Options
 from autoptd.passes.axes.axes import Axes
+from autoptd.passes.explain_kept import KeptValue
 from autoptd.passes.fusion.chain import Groups
 from autoptd.passes.solve.assign import Assignment
 from autoptd.program.costs import Cut
@@ -49,7 +50,8 @@ class Findings:
     find_fusions: `groups`: operators that a fused one may stand for
     cut:          `cut`: where the model is cut, why, and what it costs
     substitute:   `fusions`: what was fused and what was not
-    keep:         `kept`: what every stage keeps of a microbatch from its forward to its backward, and makes again
+    keep:         `kept`: what every stage keeps of a microbatch from its forward to its backward, and makes again;
+                  `kept_values`: how every value is kept, for people
     """
 
     axes: Axes = field(init=False)
@@ -59,6 +61,7 @@ class Findings:
     cut: Cut = field(init=False)
     fusions: tuple[Fusion, ...] = field(init=False)
     kept: Kept = field(init=False)
+    kept_values: tuple[KeptValue, ...] = field(init=False)
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dataclass_fields__:

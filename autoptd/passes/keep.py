@@ -10,17 +10,19 @@ is kept, and what is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 from torch.fx import Graph, Node
 
 from autoptd.errors import PlanError
 from autoptd.ir.kept import Kept, Rate
-from autoptd.ir.notes import is_tensor, note, ops
+from autoptd.ir.notes import is_tensor, note, op_name, ops
 from autoptd.ir.quantities import microseconds_text
 from autoptd.ir.saved import SavedForBackward, Storage
 from autoptd.passes.by_value import ByValue
 from autoptd.passes.context import Context
+from autoptd.passes.explain_kept import KeptValue
 from autoptd.passes.hook_gemms import gather_again
 from autoptd.passes.ops.costs import forward_seconds
 from autoptd.passes.recompute import Wish, by_stage, choose, is_repeatable, operands_of
@@ -30,13 +32,14 @@ from autoptd.passes.runner import Form, graph_pass
 Holders = dict[Storage, Node]
 
 
-@graph_pass(takes=Form.LOCAL, gives=Form.LOCAL, finds=("kept",))
+@graph_pass(takes=Form.LOCAL, gives=Form.LOCAL, finds=("kept", "kept_values"))
 def keep(graph: Graph, ctx: Context) -> None:
     """Mark what is dropped, and what is computed again; find the bytes that stages keep."""
     keeper = Keeper(graph, ctx)
     rates = _pinned(ctx) or (keeper.find_rates() if keeper.is_by_value else ())
     keeper.mark(rates)
     ctx.found.kept = keeper.kept(rates)
+    ctx.found.kept_values = tuple(keeper.values())
 
 
 def _pinned(ctx: Context) -> tuple[Rate, ...]:
@@ -98,6 +101,25 @@ class Keeper:
                 again[note(node).stages[0]] += note(node).extra["again"]
         nbytes = tuple(_bytes_of(held.get(stage, {})) for stage in again)
         return Kept(nbytes, tuple(again.values()), tuple(rates))
+
+    def values(self) -> Iterator[KeptValue]:
+        """Yield how every value is kept that an operator saves, as the graph is marked."""
+        ctx = self.ctx
+        for stage, holders in sorted(self.held().items()):
+            in_flight = max((moment[stage] for moment in ctx.live), default=1)
+            dropped = [
+                self._saved.storage(node)
+                for node in self._stages.get(stage, ())
+                if "dropped" in note(node).extra
+            ]
+            for storage in [*holders, *dropped]:
+                maker = storage.node
+                can_be = maker.op == "call_function" and is_repeatable(maker)
+                seconds = forward_seconds(maker, ctx.mesh, ctx.machine) if can_be else math.inf
+                name, operator = note(maker).module, op_name(maker)
+                if storage.is_private:
+                    operator += ", for its own backward"
+                yield KeptValue(name, operator, storage.nbytes, storage not in holders, seconds, in_flight)
 
     def find_rates(self) -> tuple[Rate, ...]:
         """Return the least rate of every pipeline rank at which its bytes fit, exactly; the highest where none does."""

@@ -139,8 +139,8 @@ class Program:
         """Explain how tp splits the parameters and matrix products of a module (or one parameter), and why.
 
         For every alternative the text has its additional cost over the chosen plan, in seconds per microbatch with
-        memory priced in. PlanError for a name that the model does not have, and for a loaded program: the solver's
-        tables are not saved.
+        memory priced in. Rows follow on the values that backward needs: kept or made again, and what the other way takes.
+        PlanError for a name that the model does not have, and for a loaded program: the solver's tables are not saved.
         """
         if self.explainer is None:
             raise PlanError(

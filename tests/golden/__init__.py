@@ -16,12 +16,13 @@ from unittest import mock
 import torch
 from torch.fx import Graph
 
-from autoptd.compile import PASSES, compile_program
+from autoptd.compile import compile_program
 from autoptd.ir.machine import Machine
 from autoptd.ir.notes import note, op_name, ops
 from autoptd.options import make_options
 from autoptd.passes import Record, describe
 from autoptd.passes.fusion import losses
+from autoptd.place import PASSES
 from autoptd.program.program import Program
 from autoptd.viz.collectives import collectives_markdown
 from tests.golden.model import Small

@@ -91,6 +91,7 @@ OUTSIDE = {  # fields of Options that are not varied
     "plan": "pins what is chosen: test_plan.py",
 }
 LEFT_OUT = {
+    ("zero", "auto"): "the choice between 0 and 1: passes/stages/test_memory_price.py",
     ("fuse", "triton"): "needs a CUDA device; the interpreter takes minutes: kernels/test_triton.py",
     ("precision", "fp16-mixed"): "bf16-mixed with the loss scale of fp16: parity/test_mixed.py",
     ("fuse", "inductor"): "torch's compiler takes minutes: runtime/test_inductor.py",

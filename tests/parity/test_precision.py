@@ -210,7 +210,7 @@ def test_verify_allows_what_rounding_does_to_the_model_itself(monkeypatch: pytes
     report = autoptd.verify(model, t=4, precision="bf16", example_inputs=batch(2, 16), steps=2)
     own = report.worst("own dtype")
     # Off by more than a rounding, as one device's own loss is off that in float64.
-    assert 2.0**-6 < own.size <= own.allowed < 0.1
+    assert 2.0**-6 < own.size <= own.allowed < 0.2
 
 
 def test_verify_knows_in_which_dtype_gradients_travel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,7 +140,7 @@ def test_tensor_collectives_of_a_layer_are_those_of_the_program() -> None:
 def symbols_of(program: autoptd.Program) -> tuple[Symbols, list[Node]]:
     """The symbols of a compiled program's sizes, and its matrix products."""
     assert program.explainer is not None
-    assignment = program.explainer.args[0]["tp"]  # type: ignore[attr-defined]
+    assignment = program.explainer.args[0].assignments["tp"]  # type: ignore[attr-defined]
     nodes = {node.name: node for node in assignment.problem.variable if flops(node)}
     return Symbols(assignment.splitter, assignment.letters), list(nodes.values())
 

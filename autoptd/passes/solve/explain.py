@@ -154,7 +154,7 @@ def explain_split(assignments: Mapping[str, Assignment], path: str, remark: str 
             texts.append(_explain_axis(assignment, assignment.problem, path, remark))
     if not texts:
         degrees = ", ".join(f"{AXES[axis].degree}=1" for axis in assignments)
-        return f"{path}: {degrees}, nothing is split\n"
+        return f"{path or 'the model'}: {degrees}, nothing is split\n"
     return "\n".join(texts)
 
 

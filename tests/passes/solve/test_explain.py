@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -55,3 +57,20 @@ def test_a_parameter_a_norm_and_a_name_that_does_not_exist() -> None:
     with pytest.raises(autoptd.PlanError, match=r"transformer\.h\.0\.mlp"):
         program.explain("transformer.h.0.mpl")
     assert "t=1" in autoptd.compile(gpt(2), example_inputs=batch()).explain("transformer")
+
+
+def test_values_that_backward_needs() -> None:
+    program = autoptd.compile(
+        gpt(1), p=1, example_inputs=batch(4), recompute=["*.mlp"], num_microbatches=2, memory=1e12
+    )
+    rows: dict[str, tuple[int, str]] = {}
+    total = 0
+    for line in program.explain("").split("to make it again\n")[1].splitlines():
+        name, nbytes, now, _ = re.split(r"  +", line.strip())
+        rows[name] = int(nbytes.replace(",", "")), now
+        total += rows[name][0] if now.startswith("kept, of ") else 0
+    hidden = 4 * 2 * 8 * 32  # bytes: float32, 2 rows of 8 tokens, 32 wide
+    assert rows["transformer.h.0.mlp.c_fc: aten.linear"] == (4 * hidden, "made again")
+    assert rows["transformer.h.0.mlp.gelu: aten.gelu"] == (4 * hidden, "made again")
+    assert rows["transformer.h.0.attn.c_attn: aten.linear"] == (3 * hidden, "kept, of 1 microbatch at most")
+    assert total == program.costs.cut.saved_bytes[0]

@@ -42,7 +42,7 @@ def test_every_formula_that_is_shown_is_the_number_that_was_minimised(
         make(), t=4, example_inputs=inputs, async_tensor_model_parallel_allreduce=True, **request_
     )
     assert program.explainer is not None
-    assignment = program.explainer.args[0]["tp"]  # type: ignore[attr-defined]
+    assignment = program.explainer.args[0].assignments["tp"]  # type: ignore[attr-defined]
     nodes = [node for node in assignment.problem.variable if flops(node)]
     symbols = Symbols(assignment.splitter, assignment.letters)
     seen = 0
