@@ -86,9 +86,13 @@ class _Search:
         """
         (graph, found), price = find_memory_price(self._solve, self.first, self.unit)
         if outbids(found) and found.options.sequence_parallel == "auto":
-            (other_graph, other), _ = find_memory_price(self._solve_without_outbidding, self.first, self.unit)
-            if cut_of(other).makespan < cut_of(found).makespan:
-                return other_graph, other
+            # Where that does not fit, there is one that does.
+            with suppress(TooFull):
+                (other_graph, other), _ = find_memory_price(
+                    self._solve_without_outbidding, self.first, self.unit
+                )
+                if cut_of(other).makespan < cut_of(found).makespan:
+                    return other_graph, other
             # The record is that of the last run.
             graph, found = self._solve(price)
         return graph, found

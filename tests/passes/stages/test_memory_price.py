@@ -10,6 +10,7 @@ import torch
 
 import autoptd
 from autoptd.errors import PlanError
+from autoptd.passes import Context
 from autoptd.passes.cut import TooFull
 from autoptd.passes.stages.memory_price import MAX_POWER, MIN_POWER, find_memory_price
 from autoptd.program.program import Program
@@ -121,3 +122,24 @@ def test_a_bound_on_memory_opens_what_was_not_asked_for() -> None:
     # A choice that goes with another one is made with that one.
     with pytest.raises(PlanError, match="zero=1, or leave dp_shard out"):
         autoptd.compile(gpt(4), memory=held(free), dp_shard=2, **request)
+
+
+def test_a_plan_that_fits_is_kept_where_none_without_outbidding_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    request: dict[str, Any] = {
+        "t": 2,
+        "example_inputs": batch(),
+        "recompute": "auto",
+        "sequence_parallel": "auto",
+    }
+    memory = 0.98 * held(autoptd.compile(gpt(4), **request))
+    expected = autoptd.compile(gpt(4), memory=memory, **request)
+    raised = []
+
+    def refuse(ctx: Context) -> None:
+        raised.append(ctx)
+        raise TooFull("memory", "ranks pay more for a byte than the layout", "a higher price for the layout")
+
+    monkeypatch.setattr("autoptd.place.outbids", lambda ctx: True)
+    monkeypatch.setattr("autoptd.place.check_rates", refuse)
+    assert autoptd.compile(gpt(4), memory=memory, **request).fingerprint() == expected.fingerprint()
+    assert raised
