@@ -7,8 +7,7 @@ autograd: operands, results, and what the operator alone knows of (the log-sum-e
     found.of[gelu]                              # {Storage(c_fc, 524288)}
 
 What runs is what a rank runs, the runtime's functions included, with autograd and its saved-tensor hooks, so nothing is
-listed here. Equal expressions on equal operands run once. Attention runs as on a CPU, the rest on the meta device: the
-kernel of attention that a device chooses decides whether scores are saved.
+listed here. Equal expressions on equal operands run once, on the meta device; attention by the kernel of a CPU.
 """
 
 from __future__ import annotations
@@ -24,17 +23,15 @@ from torch.fx import Graph, Node
 
 from autoptd import runtime
 from autoptd.codegen.expressions import expression
-from autoptd.compat import FakeTensorMode
 from autoptd.errors import InternalError
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name, site, tensor, value
 from autoptd.ir.saved import SavedForBackward, Storage, Value
 from autoptd.ir.sub_axes import is_sub_axis
+from autoptd.on_meta import AsOnCpu
 from autoptd.runtime.dropout import Draw
 from autoptd.runtime.fused import Fused
 from autoptd.runtime.world.shapes import ShapeGroup
-
-ATTENTION = "aten.scaled_dot_product_attention"
 
 
 class _Outcome(NamedTuple):
@@ -101,25 +98,14 @@ class _Known:
         key = repr((text, list(map(len, operands)), seen))
         if key not in self._outcomes:
             try:
-                self._outcomes[key] = self._evaluate(node, text, operands, storages)
+                self._outcomes[key] = self._evaluate(text, operands, storages)
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 raise InternalError(site(node), f"fails without numbers: {error}") from error
         return self._outcomes[key]
 
-    def _evaluate(
-        self, node: Node, text: str, operands: Sequence[tuple[Value, ...]], storages: list[Storage]
-    ) -> _Outcome:
-        if op_name(node) != ATTENTION:
-            return self._evaluate_on("meta", text, operands, storages)
-        with FakeTensorMode():
-            return self._evaluate_on("cpu", text, operands, storages)
-
-    def _evaluate_on(
-        self, device: str, text: str, operands: Sequence[tuple[Value, ...]], storages: list[Storage]
-    ) -> _Outcome:
-        self._self.device = torch.device(device)
+    def _evaluate(self, text: str, operands: Sequence[tuple[Value, ...]], storages: list[Storage]) -> _Outcome:
         memory = {
-            storage: torch.empty(storage.nbytes, dtype=torch.uint8, device=device) for storage in storages
+            storage: torch.empty(storage.nbytes, dtype=torch.uint8, device="meta") for storage in storages
         }
         names = dict(self._names)
         for i, pieces in enumerate(operands):
@@ -131,7 +117,7 @@ class _Known:
             packed.append(x)
             return x
 
-        with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x):
+        with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x), AsOnCpu():
             # The text is our own.
             result = eval(text, names)
         results = list(result) if isinstance(result, (tuple, list)) else [result]

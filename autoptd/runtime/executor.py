@@ -238,6 +238,11 @@ class Executor:
         # Else stages wait where they read. Compiled code reads past that, and a wait is no action's time.
         if self.watch is not None or self.program.fuse == "inductor":
             self.params.wait()
+        self._execute(microbatches, order)
+
+    def _execute(
+        self, microbatches: Sequence[Microbatch], order: Sequence[tuple[Action, str]]
+    ) -> None:
         self._begin(microbatches)
         self._loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
         self._set_totals()

@@ -345,7 +345,7 @@ class RankParameters:
 
 def from_rank_0(world: World, name: str, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return rank 0's `x` on this rank's device; a collective."""
-    if x.is_meta:
+    if x.is_meta and world.device.type != "meta":
         raise PlanError(
             name, "is on the meta device and has no values", "model.to_empty(...) and initialise it"
         )

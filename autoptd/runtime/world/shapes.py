@@ -1,7 +1,7 @@
-"""A group of ranks that are not there: its results have the shapes of a real group's, and no numbers.
+"""A world in which nobody else is there: its results have the shapes of a real one's, and no numbers.
 
-In: tensors on the meta device. Out: tensors on it, in new memory. What a rank would save is found with it, and no world
-is started.
+In: tensors on the meta device. Out: tensors on it, in new memory. What a rank would save, and how much memory a step takes,
+is found with it (`saved.py`, `rehearsal.py`), and no rank is started.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
-from autoptd.runtime.world.world import Done, Group, Pending, equal_parts
+from autoptd.ir.mesh import Mesh
+from autoptd.runtime.world.world import Channel, Done, Group, Like, Pending, World, equal_parts
 
 
 class ShapeGroup(Group):
-    """The handle of the first of `size` ranks."""
+    """The handle of one of `size` ranks, as a rule the first."""
 
-    def __init__(self, size: int) -> None:
-        super().__init__(tuple(range(size)), 0)
+    def __init__(self, size: int, index: int = 0) -> None:
+        super().__init__(tuple(range(size)), index)
 
     def all_reduce(self, x: torch.Tensor, site: str, op: str = "sum") -> torch.Tensor:
         return torch.empty_like(x)
@@ -56,3 +57,38 @@ class ShapeGroup(Group):
 
     def gather_objects(self, obj: Any, site: str) -> list[Any]:
         return [obj] * self.size
+
+
+class ShapeChannel(Channel):
+    """Both ends of a channel: what is sent is gone, what is received has shapes."""
+
+    def send(self, tensors: Sequence[torch.Tensor], site: str) -> Pending:
+        return Done()
+
+    def receive(self, like: Sequence[Like], site: str) -> Pending:
+        return Done([torch.empty(tuple(shape), dtype=dtype, device="meta") for shape, dtype in like])
+
+
+class ShapeWorld(World):
+    """The world of one rank on the meta device; it has whatever groups and channels are asked for."""
+
+    def __init__(self, rank: int, mesh: Mesh) -> None:
+        super().__init__(rank, mesh, torch.device("meta"), timeout=0.0)
+
+    def outgoing(self, peer_rank: int) -> Channel:
+        return ShapeChannel()
+
+    def incoming(self, peer_rank: int) -> Channel:
+        return ShapeChannel()
+
+    def report_fault(self, exc: BaseException) -> None:
+        pass
+
+    def raise_first_fault(self) -> None:
+        pass
+
+    def _group_of(self, ranks: tuple[int, ...]) -> Group:
+        return self._solo if len(ranks) == 1 else ShapeGroup(len(ranks), ranks.index(self.rank))
+
+
+__all__ = ["ShapeChannel", "ShapeGroup", "ShapeWorld"]
