@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from autoptd.planner.plan import plan
     from autoptd.planner.predict import predict
     from autoptd.planner.traced import predict_program
+    from autoptd.rehearsal import peak_memory
     from autoptd.reports.diff import diff
     from autoptd.reports.progress import Progress
 
@@ -31,6 +32,7 @@ HOMES = {  # module -> the public names that it has
     "planner.plan": ("plan",),
     "planner.predict": ("predict",),
     "planner.traced": ("predict_program",),
+    "rehearsal": ("peak_memory",),
     "reports.diff": ("diff",),
     "reports.progress": ("Progress",),
 }
@@ -49,6 +51,7 @@ __all__ = [
     "compile",
     "diff",
     "parallelize",
+    "peak_memory",
     "plan",
     "predict",
     "predict_program",

@@ -22,6 +22,7 @@ from autoptd import trace as tracing
 from autoptd.auto import planned
 from autoptd.batch import Batch, Traces, capture_rows, plan_batch, split_call, trace_rows
 from autoptd.errors import PlanError
+from autoptd.fit import Written, fit
 from autoptd.ir.activity import activity
 from autoptd.ir.buffers import Buffers
 from autoptd.ir.mesh import Mesh
@@ -106,14 +107,22 @@ def _compile(
     batch = plan_batch(options, args, kwargs, replicas)
     # One trace serves all ranks: the model is traced for one device, and split afterwards.
     traces = trace_rows(model, options, args, kwargs, batch, check)
-    captured, traced = traces.captured, traces.captured.graph
+    write = partial(_place_and_write, traces, batch, handed, record)
+    program, graph, ctx = fit(write, make_context(options, traces, batch, like))
+    warn_of_recompute(graph, ctx.options, traces.captured.checkpointed)
+    return program
 
+
+def _place_and_write(
+    traces: Traces, batch: Batch, handed: Mapping[str, torch.dtype], record: Record, ctx: Context
+) -> Written:
+    """Run the passes and write the program."""
+    captured, traced = traces.captured, traces.captured.graph
     # The passes, as often as it takes to find a plan that fits in memory.
-    graph, ctx = place(traced, make_context(options, traces, batch, like), record)
+    graph, ctx = place(traced, ctx, record)
     # "auto" beside the plans of Megatron and Korthikanti: two more runs, up to CONNECTED.
     weighed = passes.weigh_known(traced, record.graphs["CONNECTED"], ctx, up_to(Form.CONNECTED, PASSES))
     options, found = ctx.options, ctx.found
-    warn_of_recompute(graph, options, captured.checkpointed)
 
     # What the runtime runs: crossings first, as orders and transfers follow from them.
     crossing = codegen.crossings(graph)
@@ -128,7 +137,7 @@ def _compile(
     # Shapes of nodes, for counts of FLOPs: of a microbatch on one device, and on a rank.
     of_one_device = partial(local_shape, sizes=replace(ctx.sizes, mesh=Mesh()))
     of_a_rank = partial(local_shape, sizes=replace(ctx.sizes, mesh=options.mesh))
-    return Program(
+    program = Program(
         mesh=options.mesh,
         v=options.v,
         num_microbatches=batch.num_microbatches,
@@ -164,6 +173,7 @@ def _compile(
         explainer=partial(explain, found, found_text(weighed)),
         painter=painter(of_a_rank),
     )
+    return Written(program, graph, ctx)
 
 
 def explain(found: Findings, remark: str, path: str) -> str:

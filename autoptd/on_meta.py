@@ -50,7 +50,7 @@ def _attention(
 ) -> Tensor:
     how = {"scale": scale, "enable_gqa": enable_gqa}
     if not _is_flash((q, k, v, attn_mask), dropout_p, is_causal, how):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, **how)  # type: ignore[arg-type]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, **how)  # type: ignore[arg-type, call-arg]
     # What torch does in front of the kernel.
     if enable_gqa:
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
@@ -67,7 +67,7 @@ def _is_flash(
         fakes = [None if x is None else _fake(x) for x in operands]
         # Torch names the kernel in the graph alone.
         fakes[0].requires_grad_()  # type: ignore[union-attr]
-        made = F.scaled_dot_product_attention(*fakes, dropout_p, is_causal, **how)  # type: ignore[arg-type]
+        made = F.scaled_dot_product_attention(*fakes, dropout_p, is_causal, **how)  # type: ignore[arg-type, call-arg]
         return "FlashAttentionForCpu" in made.grad_fn.name()  # type: ignore[union-attr]
 
 

@@ -61,8 +61,12 @@ def place(traced: Graph, ctx: Context, record: Record) -> Placed:
 
 
 def cut_of(ctx: Context) -> Cut:
-    """Return the cut that the passes found, with the bytes that are kept."""
-    return ctx.found.cut.with_kept(ctx.found.kept, ctx.live, ctx.ranks)
+    """Return the cut that the passes found, with the bytes that are kept, and the seconds of a step by what that takes."""
+    cut = ctx.found.cut.with_kept(ctx.found.kept, ctx.live, ctx.ranks)
+    if ctx.makespan is None:
+        return replace(cut, makespan=max(cut.rank_seconds))
+    stages = [own + links for own, links in zip(cut.seconds, cut.link_seconds, strict=True)]
+    return replace(cut, makespan=ctx.makespan(stages, cut.again_seconds))
 
 
 def _with_zero(ctx: Context, zero: int) -> Context:
@@ -74,7 +78,6 @@ class _Search:
 
     def __init__(self, traced: Graph, ctx: Context, record: Record) -> None:
         self.traced, self.ctx, self.record = traced, ctx, record
-        self.memory = ctx.options.rank_machine.memory
         self.first = ctx.options.memory_price or 0.0
         self.unit = 1 / ctx.options.rank_machine.link_bandwidth
 
@@ -108,7 +111,7 @@ class _Search:
         graph = self._run_passes(priced)
         for _ in range(MORE_CUTS):
             # What is kept is known exactly now; the cut had an estimate, and leaves room for the rest next time.
-            excess = excess_bytes(cut_of(priced), self.memory)
+            excess = excess_bytes(cut_of(priced), priced)
             if not excess:
                 break
             priced = replace(priced, reserve=priced.reserve + excess)

@@ -4,7 +4,7 @@ In: a program. Out: for every pipeline rank, the bytes of its fullest moment, an
 what a rank runs: the emitted stages, autograd, recomputation, messages, the sums of gradients. A storage counts from the
 operator that makes it to its last reader; the moments of AdamW are those of the ledger (`program/memory.py`).
 
-    rehearse(program)[0]                        # Peak(nbytes=71204864, at="B0.1")
+    peak_memory(program)[0]                     # Peak(nbytes=71204864, at="B0.1")
 
 Two microbatches run; the others repeat the second one, in the order of the schedule. Not counted: the batch itself, what
 kernels and the optimizer's step use in between, and what an allocator wastes.
@@ -51,8 +51,8 @@ class _Change(NamedTuple):
     net: int
 
 
-def rehearse(program: Program) -> tuple[Peak, ...]:
-    """Return the fullest moment of every pipeline rank."""
+def peak_memory(program: Program) -> tuple[Peak, ...]:
+    """Return the fullest moment of a step with AdamW, of every pipeline rank."""
     # Kernels of a device have nothing to compute.
     fuse = "eager" if program.fuse else False
     buffers = {name: buffer.to("meta") for name, buffer in program.buffers.items()}
@@ -210,4 +210,4 @@ class _Shapes(Mapping[str, torch.Tensor]):
         return len(self._specs)
 
 
-__all__ = ["LiveBytes", "Peak", "rehearse"]
+__all__ = ["LiveBytes", "Peak", "peak_memory"]

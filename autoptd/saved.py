@@ -103,7 +103,9 @@ class _Known:
                 raise InternalError(site(node), f"fails without numbers: {error}") from error
         return self._outcomes[key]
 
-    def _evaluate(self, text: str, operands: Sequence[tuple[Value, ...]], storages: list[Storage]) -> _Outcome:
+    def _evaluate(
+        self, text: str, operands: Sequence[tuple[Value, ...]], storages: list[Storage]
+    ) -> _Outcome:
         memory = {
             storage: torch.empty(storage.nbytes, dtype=torch.uint8, device="meta") for storage in storages
         }

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import autoptd
 from autoptd.errors import PlanError
 from autoptd.program.program import Program
+from tests.parity.kept import fullest
 from tests.parity.models import VOCAB, batch, gpt, separate, skipping
 from tests.passes.test_cut import layers_of
 from tests.thin import thinned
@@ -275,21 +276,21 @@ def test_a_stage_of_views_alone_is_refused() -> None:
 
 def test_memory_moves_the_cut_and_is_refused_where_nothing_fits() -> None:
     free = compile_gpt(8, p=4, num_microbatches=8)
-    held = free.costs.cut.rank_bytes
-    bound = compile_gpt(8, p=4, num_microbatches=8, memory=0.97 * max(held), recompute=False)
-    assert max(bound.costs.cut.rank_bytes) <= 0.97 * max(held) and bound.plan["cut"] != free.plan["cut"]
-    assert bound.plan["options"]["memory"] == 0.97 * max(held)
+    memory = 0.97 * fullest(free)
+    bound = compile_gpt(8, p=4, num_microbatches=8, memory=memory, recompute=False)
+    assert fullest(bound) <= memory and bound.plan["cut"] != free.plan["cut"]
+    assert bound.plan["options"]["memory"] == memory
     with pytest.raises(
-        PlanError, match=r"memory: with the cut that spreads it best, the fullest rank holds [\d,]+ bytes"
+        PlanError, match=r"memory: with the cut that spreads it best, the fullest rank takes [\d,]+ bytes"
     ) as caught:
-        compile_gpt(8, p=4, num_microbatches=8, memory=max(held) / 4)
+        compile_gpt(8, p=4, num_microbatches=8, memory=memory / 4)
     assert "num_microbatches" in caught.value.remedy and "larger t or p" in caught.value.remedy
     with pytest.raises(PlanError, match="memory: with the cut that the plan pins"):
         compile_gpt(
             8,
             p=4,
             num_microbatches=8,
-            memory=0.97 * max(held),
+            memory=memory,
             recompute=False,
             plan={"cut": free.plan["cut"]},
         )

@@ -13,7 +13,7 @@ A context that is made from another with `dataclasses.replace` has found nothing
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -87,6 +87,7 @@ class Context:
       long to be simulated often).
     - `price_range`: the prices of memory at which a rank may choose what it keeps, ascending (`memory_price.py`).
     - `reserve`: bytes of a rank that the cut leaves free, because an earlier one was off by so many.
+    - `working`: bytes that every pipeline rank needs beside what it holds; empty as long as they are not known.
     - `checkpointed`: the modules that the model wraps in activation checkpoints.
     - `saved_by`: what every operator of a LOCAL graph saves for backward.
     - `like`: a program of the same model; parameters are stored, and layers cut, as in that one.
@@ -104,6 +105,7 @@ class Context:
     makespan: Callable[[Sequence[float], Sequence[float]], float] | None = None
     price_range: tuple[float, ...] = ()
     reserve: float = 0.0
+    working: tuple[float, ...] = ()
     checkpointed: tuple[str, ...] = ()
     saved_by: Callable[[Graph], SavedForBackward] = lambda graph: SavedForBackward()
     like: Program | None = None
@@ -124,6 +126,21 @@ class Context:
         return self.options.rank_machine.with_memory_priced(
             self.options.memory_price or 0.0, in_flight, copies
         )
+
+    def needed_bytes(self, cut: Cut) -> list[float]:
+        """Return what every pipeline rank needs with a cut: what it holds, and what it needs beside."""
+        working = self.working or (0.0,) * len(cut.rank_bytes)
+        return [held + more for held, more in zip(cut.rank_bytes, working, strict=True)]
+
+    def held_bytes(self, needed: Sequence[float]) -> tuple[float, ...]:
+        """Return what pipeline ranks hold, of what they need."""
+        working = self.working or (0.0,) * len(needed)
+        return tuple(both - more for both, more in zip(needed, working, strict=True))
+
+    def with_working(self, nbytes: Sequence[float]) -> Context:
+        """Return this context, without findings, with bytes put aside: those of now where they are more."""
+        before = self.working or (0.0,) * len(nbytes)
+        return replace(self, working=tuple(map(max, before, nbytes)))
 
     @property
     def byte_price(self) -> float:

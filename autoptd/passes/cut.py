@@ -88,9 +88,10 @@ def cut(graph: Graph, ctx: Context) -> None:
         seconds=tuple(sum(chooser.line.work[stage]) for stage in stages),
         saved_bytes=cuts.saved,
         rank_seconds=tuple(cuts.loads),
-        rank_bytes=tuple(cuts.held),
+        rank_bytes=ctx.held_bytes(cuts.held),
         makespan=cuts.makespan,
         again_seconds=cuts.again,
+        link_seconds=cuts.links,
     )
 
 
@@ -121,6 +122,7 @@ class _Chooser:
             held.kept,
             held.levels,
             held.shared,
+            ctx.working,
         )
 
     def choose(self) -> tuple[Cuts, str]:
@@ -194,8 +196,11 @@ class _Chooser:
 
 def too_full(needed: float, ctx: Context, which: str) -> TooFull:
     """Make the error for a rank that would hold more than its memory, with what is left to ask for."""
-    fact = f"with {which}, the fullest rank holds {_gib(needed)} and has {_gib(ctx.machine.memory)}"
-    fact += " (parameters, gradients, AdamW's two moments; activations of the microbatches in flight)"
+    fact = f"with {which}, the fullest rank takes {_size(needed)} and has {_size(ctx.machine.memory)}"
+    parts = "parameters, gradients, AdamW's two moments; activations of the microbatches in flight"
+    if ctx.working:
+        parts += f"; up to {_size(max(ctx.working))} between operators"
+    fact += f" ({parts})"
     options = ctx.options
     left = {
         "sequence_parallel='auto'": ctx.mesh.value_ranks > 1 and not options.sequence_parallel,
@@ -207,8 +212,11 @@ def too_full(needed: float, ctx: Context, which: str) -> TooFull:
     return TooFull("memory", fact, f"{', '.join(remedies)}, or more memory")
 
 
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:,.2f} GiB" if nbytes >= GIB / 100 else f"{nbytes:,.0f} bytes"
+def _size(nbytes: float) -> str:
+    for unit, size in (("GiB", GIB), ("MiB", 2**20)):
+        if nbytes >= size:
+            return f"{nbytes / size:,.2f} {unit}"
+    return f"{nbytes:,.0f} bytes"
 
 
 def _trace_factor(node: Node, sizes: Sizes) -> int:

@@ -135,7 +135,7 @@ class Keeper:
         def fits(steps: list[int]) -> list[bool]:
             self.mark([rate(step) for step in steps])
             cut = ctx.found.cut.with_kept(self.kept(), ctx.live, ctx.ranks)
-            return [nbytes <= ctx.machine.memory for nbytes in cut.rank_bytes]
+            return [nbytes <= ctx.machine.memory for nbytes in ctx.needed_bytes(cut)]
 
         return tuple(map(rate, _least(fits, last, count=max(ctx.ranks) + 1)))
 

@@ -51,9 +51,10 @@ class ProductCosts:
 class Cut:
     """Where the model is cut and why: `after` are the last modules of all stages but the last one.
 
-    FLOPs (forward, of the whole model), seconds, bytes kept for backward and seconds in which it makes the rest again are per
-    stage and microbatch; seconds of a microbatch and bytes held, per pipeline rank. `makespan`: seconds of the simulated
-    schedule.
+    FLOPs (forward, of the whole model), seconds of operators, bytes kept for backward, seconds in which it makes the rest again
+    and in which it sends and receives are per stage and microbatch; seconds of a microbatch and bytes held, per pipeline rank.
+    `makespan`: seconds of the simulated schedule. `peak_bytes`: what a rank's step takes at its fullest moment, where that was
+    rehearsed (`fit.py`).
     """
 
     after: tuple[str, ...] = ()
@@ -65,6 +66,13 @@ class Cut:
     rank_bytes: tuple[float, ...] = ()
     makespan: float = 0.0
     again_seconds: tuple[float, ...] = ()
+    link_seconds: tuple[float, ...] = ()
+    peak_bytes: tuple[float, ...] = ()
+
+    @property
+    def working_bytes(self) -> tuple[float, ...]:
+        """What every rank takes at its fullest moment beside what it holds."""
+        return tuple(peak - held for peak, held in zip(self.peak_bytes, self.rank_bytes, strict=True))
 
     def with_kept(self, kept: Kept, live: Sequence[Sequence[int]], ranks: Sequence[int]) -> Cut:
         """Return this cut with what its stages keep of a microbatch and make again, which the cut could only estimate.

@@ -240,9 +240,7 @@ class Executor:
             self.params.wait()
         self._execute(microbatches, order)
 
-    def _execute(
-        self, microbatches: Sequence[Microbatch], order: Sequence[tuple[Action, str]]
-    ) -> None:
+    def _execute(self, microbatches: Sequence[Microbatch], order: Sequence[tuple[Action, str]]) -> None:
         self._begin(microbatches)
         self._loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
         self._set_totals()

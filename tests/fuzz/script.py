@@ -308,7 +308,7 @@ def _call(case: Case) -> list[str]:
         lines += [*_other(case), f"check_loaded(model, other, {', '.join(arguments)}, example_inputs=call)"]
     if case["room"]:
         lines += [f"program = autoptd.compile(model, {', '.join(arguments)}, example_inputs=call)"]
-        arguments += [f"memory=int({case['room']} * max(program.costs.cut.rank_bytes))"]
+        arguments += [f"memory=int({case['room']} * max(autoptd.peak_memory(program)).nbytes)"]
     return [
         *lines,
         f"autoptd.verify(model, {', '.join(arguments)}, example_inputs=call, steps={case['steps']})",

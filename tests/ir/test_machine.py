@@ -88,5 +88,5 @@ def test_the_plan_is_weighed_for_it() -> None:
     split, still, whole = ({one.use.layout["tp"].kind for one in program.params} for program in programs)
     assert split > {"S"} and still > {"S"} and whole == {"I"}
     assert programs[2].plan["options"]["machine"] == costs[2]
-    with pytest.raises(PlanError, match="the fullest rank holds"):
+    with pytest.raises(PlanError, match="the fullest rank takes"):
         autoptd.compile(gpt(2), t=2, example_inputs=batch(), machine=Machine(memory=1e3))

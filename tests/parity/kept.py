@@ -91,3 +91,8 @@ def _watch(stage: Stage, number: int, own: list[Tensor], found: dict[int, int]) 
 
     stage.activations.save = noted  # type: ignore[method-assign]
     stage.run = watching  # type: ignore[method-assign]
+
+
+def fullest(program: autoptd.Program) -> int:
+    """Bytes that the fullest rank takes in a step."""
+    return max(peak.nbytes for peak in autoptd.peak_memory(program))

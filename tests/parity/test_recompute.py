@@ -19,7 +19,7 @@ from autoptd.program.calls import expected_calls
 from autoptd.runtime import again
 from autoptd.runtime.stage import Stage
 from examples.gpt import GPT, GPTConfig
-from tests.parity.kept import kept_by_stage
+from tests.parity.kept import fullest, kept_by_stage
 from tests.thin import thinned
 
 VOCAB, LENGTH, WIDTH = 32, 8, 16
@@ -123,12 +123,12 @@ def test_the_least_price_that_fits_into_memory() -> None:
     whole = autoptd.compile(gpt(), recompute="auto", **keywords)
     least = autoptd.compile(gpt(), recompute="auto", memory_price=1e-6, **keywords)
     assert not whole.plan["options"]["memory_price"]
-    most, fewest = max(whole.costs.cut.rank_bytes), max(least.costs.cut.rank_bytes)
+    most, fewest = fullest(whole), fullest(least)
     prices = []
     for share in (0.9, 0.5, 0.1):
         memory = fewest + share * (most - fewest)
         program = autoptd.compile(gpt(), recompute="auto", memory=memory, **keywords)
-        assert max(program.costs.cut.rank_bytes) <= memory
+        assert fullest(program) <= memory
         prices.append(
             max(row["price"] + row["share"] * (row["more"] - row["price"]) for row in program.plan["keep"])
         )
@@ -137,7 +137,7 @@ def test_the_least_price_that_fits_into_memory() -> None:
     assert prices == sorted(prices) and prices[0] > 0
     with pytest.raises(PlanError, match="recompute='auto'"):
         autoptd.compile(gpt(), recompute=False, memory=1.1 * fewest, **keywords)
-    with pytest.raises(PlanError, match="the fullest rank holds"):
+    with pytest.raises(PlanError, match="the fullest rank takes"):
         autoptd.compile(gpt(), recompute="auto", memory=0.5 * fewest, **keywords)
 
 
@@ -147,11 +147,11 @@ def test_what_ranks_pay_is_least() -> None:
     model = gpt(layers=8)
     cut = [2, 2, 2, 2]
     whole = autoptd.compile(model, plan={"cut": cut}, memory=1e15, **keywords)
-    held = whole.costs.cut.rank_bytes
-    assert not any(whole.costs.cut.again_seconds) and max(held) == held[0]
-    bound = autoptd.compile(model, plan={"cut": cut}, memory=0.97 * max(held), **keywords)
+    peaks = whole.costs.cut.peak_bytes
+    assert not any(whole.costs.cut.again_seconds) and max(peaks) == peaks[0]
+    bound = autoptd.compile(model, plan={"cut": cut}, memory=0.97 * max(peaks), **keywords)
     again = bound.costs.cut.again_seconds
-    assert again[0] > 0.0 == max(again[1:]) and max(bound.costs.cut.rank_bytes) <= 0.97 * max(held)
+    assert again[0] > 0.0 == max(again[1:]) and max(bound.costs.cut.peak_bytes) <= 0.97 * max(peaks)
     # The pinned rates are what was chosen; with one layer less at the higher rate the rank would not fit.
     keep = bound.plan["keep"]
     assert autoptd.compile(model, plan=bound.plan, **keywords).sources == bound.sources
@@ -161,23 +161,24 @@ def test_what_ranks_pay_is_least() -> None:
         below = max(price for price in prices if price < keep[0]["price"])
         less[0] = {"rank": 0, "price": below, "more": keep[0]["price"], "share": 0.5}
     with pytest.raises(PlanError, match="memory"):
-        autoptd.compile(model, plan={"cut": cut, "keep": less}, memory=0.97 * max(held), **keywords)
+        autoptd.compile(model, plan={"cut": cut, "keep": less}, memory=0.97 * max(peaks), **keywords)
 
 
 def test_less_memory_takes_no_less_time() -> None:
     """Ten budgets from all that is saved down to what full recomputation holds, which takes longer than ours there."""
     keywords: dict[str, Any] = {"p": 3, "num_microbatches": 6, "example_inputs": batch(rows=6)}
     model = gpt(layers=9, width=64)
-    full, none = (autoptd.compile(model, recompute=asked, **keywords).costs.cut for asked in ("full", None))
-    least, most = max(full.rank_bytes), max(none.rank_bytes)
+    full, none = (autoptd.compile(model, recompute=asked, **keywords) for asked in ("full", None))
+    least, most = fullest(full), fullest(none)
     budgets = [most - share / 9 * (most - least) for share in range(10)]
     cuts = [
         autoptd.compile(model, recompute="auto", memory=memory, **keywords).costs.cut for memory in budgets
     ]
     seconds = [cut.makespan for cut in cuts]
-    assert seconds == sorted(seconds) and seconds[0] == none.makespan and seconds[-1] < full.makespan
+    assert seconds == sorted(seconds) and seconds[0] == none.costs.cut.makespan
+    assert seconds[-1] < full.costs.cut.makespan
     for cut, memory in zip(cuts, budgets, strict=True):
-        assert max(cut.rank_bytes) <= memory
+        assert max(cut.peak_bytes) <= memory
 
 
 @pytest.mark.parametrize(

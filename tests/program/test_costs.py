@@ -22,6 +22,8 @@ CUT = [
     "rank_bytes",
     "makespan",
     "again_seconds",
+    "link_seconds",
+    "peak_bytes",
 ]
 
 

@@ -41,7 +41,8 @@ class Cuts:
     """`chosen[k]` is the last operator of stage k; `loads`: seconds per pipeline rank, of which none can be below `bound`.
 
     `held`: bytes per pipeline rank; `saved` and `again`: bytes kept of a microbatch, and seconds to make the rest again, per
-    stage; `makespan`: seconds of the schedule, or of the busiest rank where it is not simulated.
+    stage; `links`: seconds in which it sends and receives. `makespan`: seconds of the schedule, or of the busiest rank where
+    it is not simulated.
     """
 
     chosen: tuple[int, ...]
@@ -50,6 +51,7 @@ class Cuts:
     held: tuple[float, ...]
     saved: tuple[float, ...]
     again: tuple[float, ...]
+    links: tuple[float, ...]
     makespan: float
 
     @property
@@ -77,8 +79,9 @@ def place(
         starts = [_balance(table, [costs] * len(ranks)) for costs in (table.costs(), table.bytes_of(0.0))]
         ends = _improve(table, [start for start in starts if start is not None])
     else:
-        by_peak = {peak: table.costs(peak) for peak in set(table.peaks())}
-        ends = _balance(table, [by_peak[peak] for peak in table.peaks()])
+        needs = table.needs()
+        by_need = {need: table.costs(need) for need in set(needs)}
+        ends = _balance(table, [by_need[need] for need in needs])
     if ends is None or table.excess(ends) > 0.0:
         return None
     if makespan_of:
@@ -106,7 +109,7 @@ def least_memory(line: Line, ranks: Sequence[int], live: Sequence[Sequence[int]]
     Exact for one stage per rank; with several, the best that the search finds.
     """
     table = Table(line, ranks, live, 0.0)
-    ends = _balance(table, [table.bytes_of(peak) for peak in table.peaks()])
+    ends = _balance(table, [table.bytes_of(peak) + beside for peak, beside in table.needs()])
     if ends is not None and len(set(ranks)) < len(ranks):
         ends = _improve(table, [ends])
     return float(table.held(ends).max()) if ends is not None else np.inf
@@ -119,7 +122,9 @@ def _cuts(table: Table, line: Line, ends: Array, makespan_of: MakespanOf | None)
     # With one stage per rank the answer is the best one; with several, none is better than equal shares of all the work.
     bound = float(np.sum(line.work)) / len(loads) if has_chunks else float(loads.max())
     chosen = tuple(int(line.points[i - 1]) for i in ends[1:-1])
-    numbers = (tuple(map(float, each)) for each in (table.held(ends), table.saved(ends), again))
+    numbers = (
+        tuple(map(float, each)) for each in (table.held(ends), table.saved(ends), again, table.crossing(ends))
+    )
     return Cuts(
         chosen, tuple(map(float, loads)), bound, *numbers, makespan=_makespan(table, ends, makespan_of)
     )

@@ -41,7 +41,7 @@ class Line:
     `work[i]`: seconds of operator i on one rank; `points`: operators behind which the line may be cut, ascending; `values`:
     what may cross. `kept[i]`: bytes that a rank holds for operator i once (parameters and their state); `levels`: what it may
     keep of every microbatch, each level fewer bytes and more seconds than the one before. `shared`: bytes that a rank holds
-    once if it has any of some operators (a tied weight).
+    once if it has any of some operators (a tied weight). `beside`: what every pipeline rank needs whatever its stages are.
     """
 
     work: Sequence[float]
@@ -50,6 +50,7 @@ class Line:
     kept: Sequence[float] = ()
     levels: Sequence[Level] = ()
     shared: Sequence[tuple[float, tuple[int, ...]]] = ()
+    beside: Sequence[float] = ()
 
 
 class Table:
@@ -82,6 +83,7 @@ class Table:
         for value in line.values:
             self._add_value(value)
         self.shared = [(nbytes, self._has(readers)) for nbytes, readers in line.shared]
+        self.beside = np.asarray(line.beside or np.zeros(int(self.ranks.max()) + 1), dtype=float)
 
     def _sums_before(self, of_operators: Sequence[float]) -> Array:
         """Sum the operators before every boundary; a stage has the difference of two of these."""
@@ -111,16 +113,18 @@ class Table:
         counts = np.cumsum(sums)[self.at]
         return counts[None, :] > counts[:, None]
 
-    def costs(self, live: float = 0.0) -> Array:
+    def costs(self, need: tuple[float, float] | None = None) -> Array:
         """Return the seconds [i, j] of the stage from boundary i to boundary j; infinite where j <= i.
 
-        With `live` microbatches in flight on a rank that has no other stage: infinite too where it does not fit.
+        Of a rank that has no other stage, with its microbatches in flight and the bytes that it needs beside: infinite too
+        where it does not fit.
         """
         seconds = self.work[None, :] - self.work[:, None] + self.links
         again = self._again[:, None, :] - self._again[:, :, None]
-        if not live:
+        if need is None or np.isinf(self.memory):
             return self._forward(seconds + again[0])
-        held = np.stack([self.bytes_of(live, level) for level in range(len(again))])
+        live, beside = need
+        held = np.stack([beside + self.bytes_of(live, level) for level in range(len(again))])
         seconds = seconds + _at_level(again, _lowest_that_fits(held, self.memory))
         return self._forward(np.where(held[-1] <= self.limit, seconds, np.inf))
 
@@ -135,13 +139,18 @@ class Table:
         table[np.tril_indices(self.size)] = np.inf
         return table
 
-    def peaks(self) -> list[float]:
-        """Return the most microbatches in flight on every stage."""
-        return (self.live.max(0) if len(self.live) else np.zeros(len(self.ranks))).tolist()  # type: ignore[no-any-return]
+    def needs(self) -> list[tuple[float, float]]:
+        """Return for every stage the most microbatches in flight, and the bytes that its rank needs beside."""
+        peaks = self.live.max(0) if len(self.live) else np.zeros(len(self.ranks))
+        return list(zip(peaks.tolist(), self.beside[self.ranks].tolist(), strict=True))
 
     def stages(self, ends: Array) -> Array:
         """Return the seconds of every stage, without what is made again."""
-        return np.diff(self.work[ends], axis=-1) + self.links[ends[..., :-1], ends[..., 1:]]  # type: ignore[no-any-return]
+        return np.diff(self.work[ends], axis=-1) + self.crossing(ends)  # type: ignore[no-any-return]
+
+    def crossing(self, ends: Array) -> Array:
+        """Return the seconds in which every stage sends and receives."""
+        return self.links[ends[..., :-1], ends[..., 1:]]  # type: ignore[no-any-return]
 
     def again(self, ends: Array) -> Array:
         """Return the seconds of every stage in which backward makes again what is not kept."""
@@ -160,7 +169,7 @@ class Table:
         return _lowest_that_fits(np.stack(held), self.memory)
 
     def held(self, ends: Array) -> Array:
-        """Return the bytes of every pipeline rank, at the fullest moment of each."""
+        """Return the bytes of every pipeline rank, at the fullest moment of each, with what it needs beside."""
         return self._once(ends) + self._in_flight(self.saved(ends))  # type: ignore[no-any-return]
 
     def excess(self, ends: Array) -> Array:
@@ -181,8 +190,9 @@ class Table:
         return _at_level(of_stages, self.levels(ends)[..., self.ranks])
 
     def _once(self, ends: Array) -> Array:
-        """Return what every rank holds whatever is in flight."""
+        """Return what every rank needs whatever is in flight."""
         once = self.per_rank(np.diff(self.kept[ends], axis=-1))
+        once += self.beside
         for nbytes, has in self.shared:
             once += nbytes * (self.per_rank(has[ends[..., :-1], ends[..., 1:]].astype(float)) > 0)
         return once

@@ -58,15 +58,15 @@ def prices_from(first: float, unit: float) -> tuple[float, ...]:
     return (first, *(each for each in ladder if each > first))
 
 
-def excess_bytes(cut: Cut, memory: float) -> float:
+def excess_bytes(cut: Cut, ctx: Context) -> float:
     """Return the bytes by which the fullest rank exceeds its memory."""
-    return max(max(cut.rank_bytes, default=0.0) - memory, 0.0)
+    return max(max(ctx.needed_bytes(cut), default=0.0) - ctx.machine.memory, 0.0)
 
 
 def check_fits(cut: Cut, ctx: Context) -> None:
     """Raise TooFull where a rank holds more than its memory."""
-    if excess_bytes(cut, ctx.machine.memory):
-        raise too_full(max(cut.rank_bytes), ctx, "the best cut found")
+    if excess_bytes(cut, ctx):
+        raise too_full(max(ctx.needed_bytes(cut)), ctx, "the best cut found")
 
 
 def outbids(ctx: Context) -> bool:

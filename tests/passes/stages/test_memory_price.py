@@ -15,6 +15,7 @@ from autoptd.passes.cut import TooFull
 from autoptd.passes.stages.memory_price import MAX_POWER, MIN_POWER, find_memory_price
 from autoptd.program.program import Program
 from examples.gpt import GPT, GPTConfig
+from tests.parity.kept import fullest
 from tests.parity.models import batch, gpt
 
 
@@ -52,6 +53,7 @@ def compiled(**keywords: Any) -> Program:
 
 
 def held(program: Program) -> float:
+    """What the fullest rank holds beside the work of operators."""
     return max(program.costs.cut.rank_bytes)
 
 
@@ -67,14 +69,14 @@ def kinds(program: Program) -> set[str]:
 def test_tokens_are_split_where_nothing_else_fits() -> None:
     machine = autoptd.Machine(latency=4e-6)  # two collectives in the place of one cost something
     free = compiled(sequence_parallel="auto", machine=machine)
-    bound = 0.7 * held(free)
+    bound = 0.78 * fullest(free)
     assert "reduce-scatter" not in kinds(free) and free.plan["options"]["memory_price"] is None
     program = compiled(sequence_parallel="auto", recompute=False, memory=bound, machine=machine)
-    assert held(program) <= bound and kinds(program) == {"reduce-scatter"}
+    assert fullest(program) <= bound and kinds(program) == {"reduce-scatter"}
     assert program.plan["options"]["memory_price"] > 0
     pinned = {"sequence_parallel": False, "recompute": False, "memory": bound}
     for request, left in ((pinned, ("sequence_parallel=", "recompute=")), ({"memory": bound / 3}, ())):
-        with pytest.raises(PlanError, match="memory: with the cut that spreads it best") as caught:
+        with pytest.raises(PlanError, match=r"memory: with the .* the fullest rank takes") as caught:
             compiled(machine=machine, **request)
         named = {
             name for name in ("sequence_parallel=", "recompute=", "zero=") if name in caught.value.remedy
@@ -90,7 +92,7 @@ def test_dearer_bytes_are_never_more_bytes() -> None:
 
 def test_its_own_plan_gives_the_same_program_and_what_the_model_computes() -> None:
     request: dict[str, Any] = {"t": 2, "p": 2, "sequence_parallel": "auto", "example_inputs": batch()}
-    bound = 0.97 * held(autoptd.compile(gpt(2).double(), **request))
+    bound = 0.98 * fullest(autoptd.compile(gpt(2).double(), **request))
     request["recompute"] = False
     program = autoptd.compile(gpt(2).double(), memory=bound, **request)
     assert program.plan["options"]["memory_price"] > 0
@@ -107,21 +109,23 @@ def test_a_bound_on_memory_opens_what_was_not_asked_for() -> None:
     assert free.plan["options"]["zero"] == 0 and "relief" not in free.plan
     least = autoptd.compile(gpt(4), zero=1, recompute="auto", memory_price=1e-6, **request)
     chosen = []
-    for memory in (held(free), held(state), (held(state) + held(least)) / 2):
+    for memory in (fullest(free), fullest(state), (fullest(state) + fullest(least)) / 2):
         program = autoptd.compile(gpt(4), memory=memory, **request)
         options, relief = program.plan["options"], program.plan["relief"]
-        assert held(program) == relief["fullest_rank_bytes"] <= memory
+        assert (
+            held(program) == relief["fullest_rank_bytes"] < fullest(program) == relief["peak_bytes"] <= memory
+        )
         assert options["recompute"] == options["sequence_parallel"] == "auto"
         chosen.append((options["zero"], relief["again_seconds"][0] > 0))
         again = autoptd.compile(gpt(4), plan=program.plan, example_inputs=batch())
         assert again.fingerprint() == program.fingerprint() and again.plan == program.plan
         autoptd.verify(gpt(4).double(), memory=2 * memory, steps=2, **request)
     assert chosen == [(0, False), (1, False), (1, True)]
-    kept = autoptd.compile(gpt(4), memory=0.99 * held(free), zero=0, sequence_parallel=False, **request)
+    kept = autoptd.compile(gpt(4), memory=0.99 * fullest(free), zero=0, sequence_parallel=False, **request)
     assert kept.plan["options"]["zero"] == 0 and kept.plan["relief"]["again_seconds"][0] > 0
     # A choice that goes with another one is made with that one.
     with pytest.raises(PlanError, match="zero=1, or leave dp_shard out"):
-        autoptd.compile(gpt(4), memory=held(free), dp_shard=2, **request)
+        autoptd.compile(gpt(4), memory=fullest(free), dp_shard=2, **request)
 
 
 def test_a_plan_that_fits_is_kept_where_none_without_outbidding_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +135,7 @@ def test_a_plan_that_fits_is_kept_where_none_without_outbidding_does(monkeypatch
         "recompute": "auto",
         "sequence_parallel": "auto",
     }
-    memory = 0.98 * held(autoptd.compile(gpt(4), **request))
+    memory = 0.98 * fullest(autoptd.compile(gpt(4), **request))
     expected = autoptd.compile(gpt(4), memory=memory, **request)
     raised = []
 

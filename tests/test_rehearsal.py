@@ -1,0 +1,135 @@
+"""The predicted peak of every rank, beside all storages that are alive while it runs a step, on tensors with numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import autoptd
+from autoptd.ir.actions import Action
+from autoptd.program.program import Program
+from autoptd.rehearsal import LiveBytes
+from autoptd.runtime.batch import cut
+from autoptd.runtime.executor import Executor
+from autoptd.runtime.guard import unguarded
+from autoptd.runtime.launch import Rank
+from autoptd.runtime.parameters import RankParameters
+from autoptd.runtime.world.processes import DistributedChannel
+from autoptd.runtime.world.world import Done, Pending
+from benchmarks.lib.one_rank import one_rank
+from examples.gpt import GPT, GPTConfig
+from tests.thin import thinned
+
+ROWS, LENGTH, VOCAB = 8, 64, 256
+CELLS: list[dict[str, Any]] = [
+    {},
+    {"recompute": "full"},
+    {"d": 2, "zero": 1, "recompute": "auto", "memory_price": 1e-9},
+    {"t": 2, "sequence_parallel": True, "recompute": "selective"},
+    {"p": 2, "schedule": "gpipe", "recompute": "full:1/2"},
+    {"p": 2, "schedule": "zb_h1"},
+    {"p": 2, "schedule": "zb_h1", "recompute": "full"},
+    {"p": 2, "v": 2, "schedule": "interleaved", "recompute": "full"},
+    {"p": 2, "v": 2, "schedule": "zbv", "d": 2, "zero": 1},
+    {"p": 2, "d": 2, "zero": 1, "precision": "bf16"},
+    {"p": 2, "d": 2, "zero": 1, "precision": "bf16", "recompute": "full", "schedule": "zb_h1"},
+    {"p": 2, "t": 2, "d": 2, "zero": 1, "sequence_parallel": True, "recompute": "full", "schedule": "gpipe"},
+    {"p": 4, "recompute": "full", "fuse": False},
+    {"t": 2, "d": 2, "precision": "bf16", "recompute": "full"},
+]
+
+
+def model() -> GPT:
+    with torch.device("meta"):
+        return GPT(
+            GPTConfig(n_embd=128, n_head=4, n_layer=4, block_size=LENGTH, vocab_size=VOCAB, dropout=0.1)
+        )
+
+
+def batch(replicas: int = 1, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    ids = torch.zeros((ROWS * replicas, LENGTH), dtype=torch.long, device=device)
+    return ids, ids.clone()
+
+
+@pytest.mark.parametrize("asked", thinned(CELLS, every=5), ids=str)
+def test_the_fullest_moment(asked: dict[str, Any]) -> None:
+    asked = {"num_microbatches": 4, **asked}
+    program = autoptd.compile(model(), example_inputs=batch(asked.get("d", 1), "meta"), **asked)
+    peaks = autoptd.peak_memory(program)
+    for place, peak in enumerate(peaks):
+        measured = measured_peak(program, place, asked)
+        assert measured * 0.99 <= peak.nbytes <= measured * 1.01, (place, peak, measured)
+
+
+def measured_peak(program: Program, place: int, asked: dict[str, Any]) -> int:
+    """Most bytes that were alive at once on the first rank of a place, in a step between two others, with AdamW's moments."""
+    number, call = program.mesh.ranks_at(place)[0], batch()
+    with mock.patch.object(DistributedChannel, "send", _sent):
+        rank = one_rank(model(), call, rank=number, device="cpu", **asked)
+        try:
+            step(rank, call)
+            live = LiveBytes()
+            for x in held_by(rank.params, rank.executor):
+                live.add(x)
+            live.most = live.now
+            with live:
+                step(rank, call)
+        finally:
+            rank.world.close()
+            dist.destroy_process_group()
+    return live.most + program.memory(number).moments
+
+
+def _sent(channel: DistributedChannel, tensors: Sequence[Tensor], site: str) -> Pending:
+    """A message that is taken at once: nobody is there, and how long a send takes would be a matter of threads."""
+    return Done()
+
+
+def held_by(params: RankParameters, executor: Executor) -> Iterator[Tensor]:
+    yield from (*params.local.values(), *params.stored.values(), *params.leaves.values())
+    for bucket in params.shared:
+        yield from (bucket.use, bucket.range)
+    yield from executor.buffers.values()
+
+
+def step(rank: Rank, call: tuple[Tensor, Tensor]) -> None:
+    """A step; gradients are gone afterwards, as behind an optimizer's."""
+    microbatches = cut(rank.executor.program, call, {}, rank.executor.inputs, 0, rank.world.device)
+    rank.executor.step(microbatches, nan="ignore")
+    with unguarded():
+        for x in (*rank.params.local.values(), *rank.params.stored.values()):
+            x.grad = None
+
+
+def test_what_is_kept_too_long_shows() -> None:
+    asked: dict[str, Any] = {"p": 2, "num_microbatches": 4}
+    program = autoptd.compile(model(), example_inputs=batch(1, "meta"), **asked)
+    peaks = autoptd.peak_memory(program)
+    original, kept = Executor._backward, []
+
+    def backward(self: Executor, action: Action) -> None:
+        kept.append(self._saved[action.stage, action.microbatch])
+        original(self, action)
+
+    with mock.patch.object(Executor, "_backward", backward):
+        assert measured_peak(program, 1, asked) > 1.01 * peaks[1].nbytes
+
+
+def test_memory_is_a_promise() -> None:
+    """What a bound leaves holds for the fullest moment, not for what is kept alone; a program says where that is."""
+    asked: dict[str, Any] = {"p": 2, "num_microbatches": 4, "example_inputs": batch(1, "meta")}
+    free = autoptd.compile(model(), **asked)
+    assert free.costs.cut.peak_bytes == ()
+    held, most = max(free.costs.cut.rank_bytes), max(autoptd.peak_memory(free))
+    assert held < most.nbytes
+    bound = (held + most.nbytes) / 2
+    program = autoptd.compile(model(), memory=bound, **asked)
+    assert max(program.costs.cut.peak_bytes) == program.plan["relief"]["peak_bytes"] <= bound
+    assert [peak.nbytes for peak in autoptd.peak_memory(program)] == list(program.costs.cut.peak_bytes)
+    assert any(program.costs.cut.again_seconds)
