@@ -54,7 +54,7 @@ class ParallelModel(StartedModel):
     With `backend="local"` they are threads of this process, else this process is one of them.
 
     `program` is the compiled model, or None: see `lazy`. `state` is the model's state dict: its parameters,
-    and persistent buffers. With `weights` the parameters' values are those of this folder instead; `format`
+    and persistent buffers. With `weights` the parameters' values are those of this source instead; `format`
     says how the model is saved as one. `compile_eval` compiles for the first `eval_step`, on the layout of
     the program that trains; without it, evaluation runs that program's forward. Both compile the model while
     it is `holding` the buffers of now. `draw` adds pictures to `show`. `arguments` are the names of the

@@ -1,6 +1,6 @@
 """A model that is compiled when its arguments are known, and whose ranks are then started.
 
-In: a program, or a way to compile one; options; the model's state dict, or a folder of weights. Out: the
+In: a program, or a way to compile one; options; the model's state dict, or a source of weights. Out: the
 program, the running ranks, and this process's place among them: what the verbs of `ParallelModel` work on.
 
     pm = ParallelModel.lazy(compile, options, model.state_dict())
@@ -30,8 +30,8 @@ from autoptd.runtime.devices import device_of_ranks
 from autoptd.runtime.launch import LocalRanks, ProcessRank, RunningRanks, is_launched, own_rank
 from autoptd.runtime.loss_scale import LossScale
 from autoptd.runtime.model_buffers import ModelBuffers
-from autoptd.runtime.read_folder import Folder
 from autoptd.runtime.save_pretrained import FolderFormat
+from autoptd.runtime.sources import Source
 from autoptd.runtime.timeline import Span
 
 # (args, kwargs, whose rows these are of how many replicas, whether to compare trace and model once) -> the program
@@ -64,7 +64,7 @@ class StartedModel:
         compile_eval: CompileEval | None = None,
         holding: Holding | None = None,
         draw: Draw | None = None,
-        weights: Folder | None = None,
+        weights: Source | None = None,
         format: FolderFormat | None = None,
         arguments: Sequence[str] = (),
         shared: SharedBuffers | None = None,

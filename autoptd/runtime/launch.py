@@ -1,6 +1,6 @@
 """The ranks that this process runs: all of them as threads, or one as a process among others.
 
-In: a program and the parameters' values: full tensors by name, or a folder of them. Out: `LocalRanks` or `ProcessRank`, with
+In: a program and the parameters' values: full tensors by name, or a source of them. Out: `LocalRanks` or `ProcessRank`, with
 one interface: `run(what, fn)` calls `fn` on every rank and returns the result of the first rank of this process.
 
     ranks = LocalRanks(program, state, timeout=60.0)
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -26,7 +26,7 @@ from autoptd.runtime.devices import has_launcher
 from autoptd.runtime.executor import Executor, communicators_of
 from autoptd.runtime.guard import unguarded
 from autoptd.runtime.parameters import RankParameters, Values
-from autoptd.runtime.read_folder import Folder
+from autoptd.runtime.sources import Source
 from autoptd.runtime.timeline import Delays, Timeline
 from autoptd.runtime.world.processes import DistributedWorld
 from autoptd.runtime.world.threads import Ranks, ThreadWorld
@@ -177,8 +177,8 @@ def make_rank(program: Program, world: World, full: Values) -> Rank:
     """Return one rank, ready to step; a collective of all ranks."""
     # Before any other collective: ranks of two programs would call different ones, and wait for each other.
     check_same_program(program, world)
-    if isinstance(full, Folder):
-        check_same_folder(full, world)
+    if not isinstance(full, Mapping):
+        check_same_source(full, world)
     params = RankParameters(program, world, full)
     executor = Executor(program, world, params)
     return Rank(world, params, executor, executor)
@@ -228,13 +228,13 @@ def check_same_program(program: Program, world: World) -> None:
         )
 
 
-def check_same_folder(folder: Folder, world: World) -> None:
-    """Raise RuntimeFault on all ranks unless all see the same files: nodes may have old copies of their own."""
-    prints = world.everyone().gather_objects(folder.fingerprint(), "fingerprint of the weights")
+def check_same_source(source: Source, world: World) -> None:
+    """Raise RuntimeFault on all ranks unless all have the same values: nodes may have old copies of files."""
+    prints = world.everyone().gather_objects(source.fingerprint(), "fingerprint of the weights")
     others = [rank for rank, text in enumerate(prints) if text != prints[0]]
     if others:
-        fact = f"rank {', '.join(map(str, others))} found other files in {str(folder.path)!r} than rank 0"
-        raise RuntimeFault(f"rank {world.rank}", fact, "give every node the same folder")
+        fact, remedy = source.difference()
+        raise RuntimeFault(f"rank {world.rank}", f"rank {', '.join(map(str, others))} {fact}", remedy)
 
 
 def check_same_layout(trained: Program, evaluated: Program) -> None:

@@ -20,7 +20,7 @@ from autoptd.errors import PlanError
 from autoptd.ir.buffers import SharedBuffers
 from autoptd.program.program import Program
 from autoptd.runtime.launch import RunningRanks
-from autoptd.runtime.read_folder import Folder
+from autoptd.runtime.sources import Source
 
 LOAD_BEFORE = "load it before: model.load_state_dict(...), then parallelize(model, ...)"
 LOAD_THEM_BEFORE = LOAD_BEFORE.replace("load it", "load them")
@@ -35,10 +35,10 @@ class ModelBuffers:
         # Names whose values were loaded since the ranks were started.
         self.loaded: set[str] = set()
 
-    def take(self, program: Program, state: Mapping[str, torch.Tensor], weights: Folder | None) -> Program:
+    def take(self, program: Program, state: Mapping[str, torch.Tensor], weights: Source | None) -> Program:
         """Keep the buffers of `state`, and return the program with them in it.
 
-        A buffer on meta comes from the folder `weights`, else from the program. PlanError where the program
+        A buffer on meta comes from the source `weights`, else from the program. PlanError where the program
         was compiled for other values.
         """
         parameters = {name for spec in program.params for name in (spec.name, *spec.aliases)}

@@ -27,13 +27,13 @@ from autoptd.program.program import Program
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.guard import GuardedParameter, guard_gradient, unguarded
 from autoptd.runtime.namespace import Namespace, find
-from autoptd.runtime.read_folder import Folder, Reader
 from autoptd.runtime.shards import take_shard
+from autoptd.runtime.sources import Reader, Source
 from autoptd.runtime.storage import SharedBucket, alias
 from autoptd.runtime.world.world import Group, World
 
-# Initial values of parameters: full tensors by name, or a folder that has them.
-Values = Mapping[str, torch.Tensor] | Folder
+# Initial values of parameters: full tensors by name, or a source of them.
+Values = Mapping[str, torch.Tensor] | Source
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -71,7 +71,7 @@ class MainGrad:
 class RankParameters:
     """The parameters of one rank. Creating it is a collective: rank 0's values are broadcast, as by DDP.
 
-    From a `Folder` every rank reads its own part instead, so that no rank holds a whole tensor. `specs` are those of the
+    From a `Source` every rank reads its own part instead, so that no rank holds a whole tensor. `specs` are those of the
     whole program, `local` and `leaves` hold this rank's by the parameter's (first) name.
     """
 
@@ -123,7 +123,7 @@ class RankParameters:
 
     def _first_values(self, full: Values) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
         """Yield this rank's part of every parameter that it owns, contiguous."""
-        if isinstance(full, Folder):
+        if not isinstance(full, Mapping):
             reader = full.reader()
             for spec in self.specs:
                 if self.is_owner(spec):

@@ -8,6 +8,7 @@ names. Out: names, shapes and dtypes from the headers; whole tensors, or some ro
     folder.reader().rows("lm_head.weight", dim=0, rows=rows)      # these rows, in this order
 
 Where the model's names differ from those in the files (by a prefix), `renamed` returns the folder with the model's names.
+A folder is a `Source` (sources.py).
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class Folder:
         """Return the same tensors under other names, given as old name -> new name."""
         return replace(self, entries={names.get(name, name): entry for name, entry in self.entries.items()})
 
-    def reader(self) -> Reader:
-        return Reader(self)
+    def reader(self) -> FolderReader:
+        return FolderReader(self)
 
     def fingerprint(self) -> str:
         """Hash the names and lengths of the files, and samples of their bytes: weights of another step hash differently."""
@@ -79,8 +80,11 @@ class Folder:
                     digest.update(opened.read(SAMPLE_BYTES))
         return digest.hexdigest()[:16]
 
+    def difference(self) -> tuple[str, str]:
+        return f"found other files in {str(self.path)!r} than rank 0", "give every node the same folder"
 
-class Reader:
+
+class FolderReader:
     """Reads the files of a folder, each opened once; not thread-safe."""
 
     def __init__(self, folder: Folder) -> None:

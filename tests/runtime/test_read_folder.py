@@ -12,7 +12,7 @@ import torch
 
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
-from autoptd.runtime.launch import check_same_folder
+from autoptd.runtime.launch import check_same_source
 from autoptd.runtime.read_folder import INDEX, SINGLE, open_folder, runs
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 
@@ -76,9 +76,9 @@ def test_ranks_that_see_other_files_are_named(tmp_path: Path) -> None:
         (tmp_path / str(rank)).mkdir()
         save_file({"x": torch.full((4000,), value)}, tmp_path / str(rank) / SINGLE)
         folders.append(open_folder(tmp_path / str(rank)))
-    run_ranks(ThreadWorld(Mesh(d=2)), lambda world: check_same_folder(folders[world.rank], world))
+    run_ranks(ThreadWorld(Mesh(d=2)), lambda world: check_same_source(folders[world.rank], world))
     with pytest.raises(RuntimeFault, match=r"rank 2 found other files in .* than rank 0"):
-        run_ranks(ThreadWorld(Mesh(d=3)), lambda world: check_same_folder(folders[world.rank], world))
+        run_ranks(ThreadWorld(Mesh(d=3)), lambda world: check_same_source(folders[world.rank], world))
 
 
 def test_folders_without_safetensors(tmp_path: Path) -> None:
