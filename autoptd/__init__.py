@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autoptd.api import Machine, ParallelModel, Program, compile, parallelize, verify
+    from autoptd.deferred import deferred, materialize
     from autoptd.errors import AutoptdError, InternalError, PlanError, RuntimeFault, TraceError
     from autoptd.passes import register_rule
     from autoptd.planner.plan import plan
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 
 HOMES = {  # module -> the public names that it has
     "api": ("Machine", "ParallelModel", "Program", "compile", "parallelize", "verify"),
+    "deferred": ("deferred", "materialize"),
     "errors": ("AutoptdError", "InternalError", "PlanError", "RuntimeFault", "TraceError"),
     "passes": ("register_rule",),
     "planner.plan": ("plan",),
@@ -49,7 +51,9 @@ __all__ = [
     "RuntimeFault",
     "TraceError",
     "compile",
+    "deferred",
     "diff",
+    "materialize",
     "parallelize",
     "peak_memory",
     "plan",

@@ -25,6 +25,7 @@ from torch import nn
 from autoptd.auto import planned
 from autoptd.batch import split_call
 from autoptd.compile import compile, compile_evaluation, compile_program
+from autoptd.deferred import is_deferred, traceable
 from autoptd.errors import PlanError
 from autoptd.ir.machine import Machine
 from autoptd.match_folder import fitting, format_of, with_values
@@ -35,6 +36,7 @@ from autoptd.records.fallbacks import warn_of_fallbacks
 from autoptd.reports.excepthook import print_errors_once
 from autoptd.reports.pictures import draw_program
 from autoptd.runtime.read_folder import open_folder
+from autoptd.runtime.sources import Source
 from autoptd.started_model import is_local
 from autoptd.trace import check_module, check_precision, modes_of
 from autoptd.trace.storage import shared_buffers
@@ -146,14 +148,7 @@ def parallelize(
     check_module(model)
     options = make_options(**planned(model, example_inputs, requested))
     check_precision(model, options.precision)
-    folder = None
-    # Names and shapes are checked before anything is traced: a wrong folder costs seconds, not minutes.
-    if weights is not None:
-        folder = fitting(model, open_folder(weights))
-        model = with_values(model, folder)
-    elif any(parameter.is_meta for parameter in model.parameters()):
-        remedy = "build it on a real device, or pass weights='a folder with its safetensors'"
-        raise PlanError("model", "its weights are on meta: there is nothing to train", remedy)
+    model, source = with_source(model, weights)
     modes: dict[nn.Module, bool] = {}
 
     def compile_for(args: tuple[Any, ...], kwargs: dict[str, Any], replicas: int, check: bool) -> Program:
@@ -173,7 +168,7 @@ def parallelize(
         return compile_evaluation(model, options, args, kwargs, trained, modes, replicas=replicas)
 
     keywords: dict[str, Any] = {
-        "weights": folder,
+        "weights": source,
         "arguments": argument_names(model),
         "format": format_of(model),
         "compile_eval": compile_eval,
@@ -186,6 +181,24 @@ def parallelize(
         args, kwargs = split_call(example_inputs)
         pm.compile_now(args, kwargs)
     return pm
+
+
+def with_source(model: nn.Module, weights: str | os.PathLike[str] | None) -> tuple[nn.Module, Source | None]:
+    """Return the model as it is traced, and where its ranks take their parameters from; None for its own values.
+
+    PlanError where they have none.
+    """
+    source: Source | None = None
+    if is_deferred(model):
+        model, source = traceable(model)
+    # Names and shapes are checked before anything is traced: a wrong folder costs seconds, not minutes.
+    if weights is not None:
+        source = folder = fitting(model, open_folder(weights))
+        return with_values(model, folder), source
+    if any(parameter.is_meta for parameter in model.parameters()):
+        remedy = "build it in `with autoptd.deferred():`, or pass weights='a folder with its safetensors'"
+        raise PlanError("model", "its weights are on meta: there is nothing to train", remedy)
+    return model, source
 
 
 @contextmanager

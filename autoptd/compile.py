@@ -21,6 +21,7 @@ from autoptd import codegen, passes, schedule
 from autoptd import trace as tracing
 from autoptd.auto import planned
 from autoptd.batch import Batch, Traces, capture_rows, plan_batch, split_call, trace_rows
+from autoptd.deferred import is_deferred, traceable
 from autoptd.errors import PlanError
 from autoptd.fit import Written, fit
 from autoptd.ir.activity import activity
@@ -63,6 +64,8 @@ def compile(model: nn.Module, *, example_inputs: Any, **keywords: Any) -> Progra
     """
     options = make_options(**planned(model, example_inputs, keywords))
     tracing.check_precision(model, options.precision)
+    if is_deferred(model):
+        model, _ = traceable(model)
     args, kwargs = split_call(example_inputs)
     program = compile_program(model, options, args, kwargs, replicas=options.mesh.replicas)
     warn_of_fallbacks(program)

@@ -215,10 +215,12 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def fake_parameter(parameter: nn.Parameter, mode: FakeTensorMode) -> nn.Parameter:
-    """Make a parameter without memory that says that it is on the CPU."""
+def fake_parameter(
+    parameter: nn.Parameter, mode: FakeTensorMode, device: str | torch.device = "cpu"
+) -> nn.Parameter:
+    """Make a parameter without memory that says that it is on a device."""
     with mode:
-        x = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu")
+        x = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
         return nn.Parameter(x, requires_grad=parameter.requires_grad)
 
 

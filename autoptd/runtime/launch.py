@@ -233,8 +233,15 @@ def check_same_source(source: Source, world: World) -> None:
     prints = world.everyone().gather_objects(source.fingerprint(), "fingerprint of the weights")
     others = [rank for rank, text in enumerate(prints) if text != prints[0]]
     if others:
-        fact, remedy = source.difference()
+        parts = world.everyone().gather_objects(source.parts(), "parts of the weights")
+        names = {name for other in others for name in differing(parts[0], parts[other])}
+        fact, remedy = source.difference([name for name in {**parts[0], **parts[others[0]]} if name in names])
         raise RuntimeFault(f"rank {world.rank}", f"rank {', '.join(map(str, others))} {fact}", remedy)
+
+
+def differing(one: Mapping[str, str], two: Mapping[str, str]) -> list[str]:
+    """Return the names under which two mappings have different values, or only one of them has any."""
+    return [name for name in {**one, **two} if one.get(name) != two.get(name)]
 
 
 def check_same_layout(trained: Program, evaluated: Program) -> None:

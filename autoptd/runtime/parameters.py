@@ -347,7 +347,7 @@ def from_rank_0(world: World, name: str, x: torch.Tensor, dtype: torch.dtype | N
     """Return rank 0's `x` on this rank's device; a collective."""
     if x.is_meta and world.device.type != "meta":
         raise PlanError(
-            name, "is on the meta device and has no values", "model.to_empty(...) and initialise it"
+            name, "is on the meta device and has no values", "build the model in `with autoptd.deferred():`"
         )
     if world.rank == 0:
         own = x.detach().to(world.device, dtype)

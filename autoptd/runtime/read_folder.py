@@ -69,19 +69,26 @@ class Folder:
 
     def fingerprint(self) -> str:
         """Hash the names and lengths of the files, and samples of their bytes: weights of another step hash differently."""
-        digest = hashlib.sha256()
+        return hashlib.sha256(repr(sorted(self.parts().items())).encode()).hexdigest()[:16]
+
+    def parts(self) -> dict[str, str]:
+        """Hash each file."""
+        found = {}
         for file in sorted({entry.file for entry in self.entries.values()}):
             size = file.stat().st_size
-            digest.update(f"{file.name} {size}".encode())
+            state = hashlib.sha256(f"{size}".encode())
             with file.open("rb") as opened:
                 # Hashing whole files would read every weight on every rank before the start.
                 for start in (0, size // 2, max(size - SAMPLE_BYTES, 0)):
                     opened.seek(start)
-                    digest.update(opened.read(SAMPLE_BYTES))
-        return digest.hexdigest()[:16]
+                    state.update(opened.read(SAMPLE_BYTES))
+            found[file.name] = state.hexdigest()[:16]
+        return found
 
-    def difference(self) -> tuple[str, str]:
-        return f"found other files in {str(self.path)!r} than rank 0", "give every node the same folder"
+    def difference(self, names: list[str]) -> tuple[str, str]:
+        """Return (fact, remedy) for a rank that found other files of these names."""
+        fact = f"found other files in {str(self.path)!r} than rank 0 ({', '.join(names)})"
+        return fact, "give every node the same folder"
 
 
 class FolderReader:

@@ -55,8 +55,12 @@ class Source(Protocol):
         """Return a hash of what the values depend on: ranks whose sources differ have different ones."""
         ...
 
-    def difference(self) -> tuple[str, str]:
-        """Return (fact, remedy) for ranks whose fingerprints differ; the fact follows "rank 1, 3 "."""
+    def parts(self) -> Mapping[str, str]:
+        """Return hashes of what the fingerprint is made of, by name: asked for where fingerprints differ."""
+        ...
+
+    def difference(self, names: list[str]) -> tuple[str, str]:
+        """Return (fact, remedy) for ranks where the parts `names` differ; the fact follows "rank 1, 3 "."""
         ...
 
 

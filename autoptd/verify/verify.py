@@ -33,6 +33,7 @@ from torch import nn
 from autoptd.auto import planned
 from autoptd.batch import autocast_here, split_call
 from autoptd.compile import compile_evaluation, compile_program
+from autoptd.deferred import materialize
 from autoptd.errors import InternalError, PlanError, RuntimeFault, TraceError
 from autoptd.ir.activity import activity
 from autoptd.kernels.forms import wide
@@ -131,9 +132,9 @@ def verify(
     check_module(model)
     check_precision(model, options.precision)
     if any(p.is_meta for p in model.parameters()):
-        raise PlanError(
-            "verify", "the model is on meta: there are no weights to compare", "build it on a real device"
-        )
+        remedy = "build it on a real device, or in `with autoptd.deferred():`"
+        raise PlanError("verify", "the model is on meta: there are no weights to compare", remedy)
+    model = materialize(model)
     own = None
     if checks_own_dtype(model):
         own = compile_program(model, options, *call, replicas=options.mesh.replicas)

@@ -1,0 +1,142 @@
+"""A model without memory, whose weights are made where they are needed.
+
+In: a constructor. Out: a model of fake tensors that know how they are made (runtime/recording.py). `parallelize` lets
+each rank make its own slices, `materialize` makes all of them here; both have the same bits.
+
+    with autoptd.deferred(seed=0):
+        model = GPT(GPTConfig(n_layer=96, n_embd=12288))
+    pm = autoptd.parallelize(model, t=8, p=8)        # no rank ever holds more than its slices and one parameter
+    model = autoptd.materialize(model)               # one device, the same weights
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from autoptd.compat import FakeTensor
+from autoptd.errors import PlanError
+from autoptd.match_folder import fake_mode, fake_parameter
+from autoptd.runtime.recipes import Recipes, recording_of
+from autoptd.runtime.recording import Recording
+from autoptd.trace.attributes import attribute_tensors
+from autoptd.trace.storage import tied_names
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@contextmanager
+def deferred(seed: int = 0, *, order: bool = False) -> Iterator[None]:
+    """Build models in this `with` block without memory; their constructors are recorded, and run later, piece by piece.
+
+    The model is then handed to `parallelize`, `compile`, `verify` or `materialize`. Every draw has a seed of its own, a
+    hash of `seed` and of the parameter's name in that model: weights are the same on every mesh, and a layer that is
+    added changes no other. With `order`, draws follow one another as in the usual constructor, and the weights are to
+    the bit those of `torch.manual_seed(seed); model = ...`: each rank then draws everything. torch's generator is left
+    as it was. Values that the constructor reads (`.item()`) are made for it.
+
+    Behind the block, the model can be changed (`model.bfloat16()`, `weight.data.mul_(2)`, other modules put into it),
+    but nothing in it drawn anew. PlanError for what cannot be recorded: blocks in each other, tensors on the meta device,
+    sparse tensors, and writing to tensors from outside.
+    """
+    if isinstance(torch.empty(0, device="cpu"), FakeTensor):
+        raise PlanError("autoptd.deferred", "is within another block of fake tensors", "one block around all")
+    with Recording(seed, order=order).open():
+        yield
+
+
+def materialize(model: Model) -> Model:
+    """Return a copy of a deferred model with its values: those that every mesh starts from.
+
+    A model with values of its own is returned as it is.
+    """
+    if not is_deferred(model):
+        return model
+    tensors = named_tensors(model)
+    recipes = Recipes(tensors)
+    made = recipes.make(recipes.entries)
+    values = {id(x): made[name] for name, x in tensors.items()}
+    return copied(model, lambda x: like(x, values[id(x)] if id(x) in values else value_of(x)))
+
+
+def traceable(model: nn.Module) -> tuple[nn.Module, Recipes]:
+    """Return a copy of a deferred model whose parameters are plain fake tensors, all else with values; and the recipes
+    of its parameters.
+    """
+    tensors = named_tensors(model)
+    recipes = Recipes(tensors)
+    mode, parameters = fake_mode(), {id(parameter) for parameter in model.parameters()}
+    # At once: buffers may share memory.
+    made = recipes.make(name for name, x in tensors.items() if id(x) not in parameters)
+    values = {id(tensors[name]): x for name, x in made.items()}
+
+    def replace(x: Tensor) -> Tensor:
+        if isinstance(x, nn.Parameter):
+            return fake_parameter(x, mode, x.device)
+        return like(x, values[id(x)] if id(x) in values else value_of(x))
+
+    return copied(model, replace), recipes
+
+
+def is_deferred(model: nn.Module) -> bool:
+    """Tell whether any tensor of a model was made in a deferred block."""
+    return any(recording_of(x) is not None for x in chain(model.parameters(), model.buffers()))
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return all tensors that the model and its modules hold, each under its first name: parameters first."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    named: dict[str, Tensor] = {name: parameters[name] for name in tied_names(model)}
+    for name, x in chain(model.named_buffers(), attribute_tensors(model)):
+        named.setdefault(name, x)
+    return named
+
+
+def value_of(x: Tensor) -> Tensor:
+    """Make a tensor that has no name."""
+    return Recipes({"": x}).make([""])[""]
+
+
+def like(x: Tensor, value: Tensor) -> Tensor:
+    """Return `value` as what `x` stands for: a parameter, on its device, with what users have set on it."""
+    value = value.detach().to(x.device)
+    if isinstance(x, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=x.requires_grad)
+    with fake_mode():
+        usual = vars(nn.Parameter(torch.empty(0)))
+    for name, attribute in vars(x).items():
+        if name not in usual:
+            setattr(value, name, attribute)
+    return value
+
+
+def copied(model: Model, replace: Callable[[Tensor], Tensor]) -> Model:
+    """Copy a model; `replace` makes the copies of its fake tensors."""
+    with _Replacing(replace):
+        return copy.deepcopy(model)
+
+
+class _Replacing(TorchFunctionMode):
+    """A context in which `copy.deepcopy` of a fake tensor is what a function makes of it."""
+
+    def __init__(self, replace: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._replace = replace
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.__deepcopy__ or not isinstance(args[0], FakeTensor):
+            return func(*args, **(kwargs or {}))
+        x, memo = args
+        if id(x) not in memo:
+            memo[id(x)] = self._replace(x)
+        return memo[id(x)]
+
+
+__all__ = ["deferred", "is_deferred", "materialize", "traceable"]
