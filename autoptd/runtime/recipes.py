@@ -140,7 +140,8 @@ class RecipeReader:
         whole = self._recipes.whole(name)
         part = whole.index_select(dim, (rows - 1).clamp(min=0).to(whole.device))
         padding = (rows == 0).nonzero().flatten().to(whole.device)
-        return part.index_fill_(dim, padding, 0) if len(padding) else part
+        # Not in place: ranks in one process compare how often a parameter was written to.
+        return part.index_fill(dim, padding, 0) if len(padding) else part
 
 
 class _Prints:

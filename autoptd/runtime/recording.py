@@ -14,6 +14,7 @@ nothing can be drawn, and no values are to be had. What the constructor itself a
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
@@ -86,12 +87,21 @@ class Recording(FakeTensorMode):
         self.tape.roots = streams.roots
         try:
             with self._as_one_operator(), _Arrays(), self:
+                self._warn_at_once()
                 yield
             self._check_seen()
         finally:
             self._streams = None
             self._seen.clear()
             streams.close()
+
+    def _warn_at_once(self) -> None:
+        """Let torch give the warning that it gives once, where `copy.deepcopy` asks a fake tensor for its address."""
+        self._is_inside = True
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.empty(1).data_ptr()
+        self._is_inside = False
 
     def place_of(self, x: Tensor) -> Place:
         """Return where a fake tensor of this recording lies."""

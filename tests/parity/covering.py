@@ -38,6 +38,7 @@ AXES: dict[str, tuple[Any, ...]] = {  # of each the simplest first
     "dropout": (0.0, 0.2),
     "reload": ("no", "same mesh", "other mesh"),  # a state dict of model and optimizer, after the second step
     "evaluate": (False, True),  # after the first and the last step
+    "initial": ("given", "deferred"),  # the model has its values, or the ranks make them
     "schedule": ("1f1b", "gpipe", "interleaved", "looped_bfs", "zb_h1", "zb_2p", "zbv"),
     "t": (1, 2, 3),
     "p": (1, 2, 3),
@@ -61,7 +62,7 @@ AXES: dict[str, tuple[Any, ...]] = {  # of each the simplest first
     "recompute": (None, "full", "selective", "full:1/2", ("*",), "auto"),
 }
 PRICE = 1e-11
-OWN = ("model", "dropout", "reload", "evaluate")  # what is no keyword
+OWN = ("model", "dropout", "reload", "evaluate", "initial")  # what is no keyword
 BOUND = (  # which axes decide together what goes; of two groups, all that goes in each (test_covering.py)
     ("schedule", "p", "v", "num_microbatches", "delay_wgrad_compute"),
     ("t", "sequence_parallel"),
@@ -239,7 +240,7 @@ def run(case: Case) -> None:
         # Of a byte, in seconds: for nothing all is kept.
         keywords["memory_price"] = PRICE
     rows = ROWS * case["num_microbatches"] * case["d"]
-    untouched, reference = kind.make(case["dropout"]), kind.make(case["dropout"])
+    untouched, reference = models(kind, case)
     plain = torch.optim.AdamW(reference.parameters(), lr=LR, eps=1e-3)
     ours = Trainer(kind, untouched, kind.batch(rows, 0), keywords)
     try:
@@ -267,6 +268,15 @@ def run(case: Case) -> None:
                 ours = ours.moved_to(Trainer(kind, untouched, batch, other))
     finally:
         ours.pm.close()
+
+
+def models(kind: Kind, case: Case) -> tuple[nn.Module, nn.Module]:
+    """The model that is handed over, and the one on one device."""
+    if case["initial"] == "given":
+        return kind.make(case["dropout"]), kind.make(case["dropout"])
+    with autoptd.deferred():
+        model = kind.make(case["dropout"])
+    return model, autoptd.materialize(model)
 
 
 def other_mesh(keywords: Case) -> Case:
