@@ -236,7 +236,7 @@ class Recording(FakeTensorMode):
         """Note that the next step draws."""
         number, tape = len(self.tape.steps), self.tape
         if self._streams is None:
-            fact = f"{function} draws values of a deferred model behind its block"
+            fact = f"{function} draws values of a deferred model after its block"
             raise PlanError(
                 SITE, fact, "draw in the block: with autoptd.deferred(): model = ...; init(model)"
             )
