@@ -187,6 +187,10 @@ class Mesh:
             return self.strides[base(axis)] * (self.degree(base(axis)) // parse(axis).end)
         return self.strides[axis]
 
+    def place(self, rank: int, axis: str) -> int:
+        """Return the place of a rank along an axis or sub-axis."""
+        return rank // self.stride(axis) % self.degree(axis)
+
     def coordinate(self, rank: int) -> Coordinate:
         """Return the coordinate of a rank."""
         return Coordinate(**{axis: rank // self.strides[axis] % self.degree(axis) for axis in self.axes})

@@ -1,0 +1,140 @@
+"""Which parts of every parameter each rank of a program stores, and which rank writes, or reads, which of them.
+
+In: a program. Out: rectangles of full tensors (`ir/pieces.py`) by rank. All of it is computed from integers, by every rank
+for itself: nothing is communicated to plan a checkpoint.
+
+    stored(program, rank=5)["h.0.attn.c_attn.weight"]          # three rectangles: q, k and v
+    shares = share_stage(program, 0, {"wte.weight": {"exp_avg": 4, "exp_avg_sq": 4}})
+    shares.items[5]                                            # what rank 5 writes
+
+Ranks that store the same elements, replicas and tensor ranks with copies, divide them by bytes. A tied parameter belongs to
+the first pipeline rank that uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autoptd.ir.layout import copy_axes
+from autoptd.ir.mesh import Mesh
+from autoptd.ir.pieces import Item, Range, Rectangle, own_runs, pieces, share
+from autoptd.ir.placement import itemsize
+from autoptd.program.buckets import BucketPlan, plan_buckets
+from autoptd.program.program import Program
+from autoptd.program.specs import ParamSpec
+
+# By parameter: the tensors that an optimizer's state has of its shape, with the bytes of an element.
+StateKeys = Mapping[str, Mapping[str, int]]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What each rank at one place of the pipeline writes, and by parameter the rank that stores its first element."""
+
+    items: dict[int, list[Item]]
+    first: dict[str, int]
+
+
+def stored(program: Program, rank: int) -> dict[str, list[Rectangle]]:
+    """Return what a rank stores of every parameter that its stages use; with ZeRO that may be nothing of some."""
+    mesh = program.mesh
+    pipeline_rank = mesh.pipeline_rank_of(rank)
+    places = flat_places(program, pipeline_rank)
+    return {
+        spec.name: _stored(spec, mesh, rank, places.get(spec.name))
+        for spec in program.params
+        if pipeline_rank in spec.owners(program.ranks)
+    }
+
+
+def flat_places(program: Program, pipeline_rank: int) -> dict[str, tuple[BucketPlan, int]]:
+    """Return by parameter the bucket that replicas share, and where in it the parameter begins."""
+    mesh = program.mesh
+    places: dict[str, tuple[BucketPlan, int]] = {}
+    for plan in plan_buckets(program.params, program.orders, program.ranks, mesh, pipeline_rank):
+        if plan.sharing_axis and mesh.degree(plan.sharing_axis) > 1:
+            places |= {place.spec.name: (plan, place.start) for place in plan.places(mesh)}
+    return places
+
+
+def _stored(spec: ParamSpec, mesh: Mesh, rank: int, place: tuple[BucketPlan, int] | None) -> list[Rectangle]:
+    flat = None
+    local = spec.local_shape(mesh)
+    if place is not None:
+        flat = flat_range(spec, mesh, rank, place)
+        if flat.start >= flat.end:
+            return []
+    axis = spec.shard_axis(mesh)
+    if axis is None:
+        return pieces(spec.shape, None, (), flat=flat)
+    dim = spec.cut_dim
+    is_padded = bool(spec.padded_size(mesh))
+    index = mesh.place(rank, axis)
+    runs = own_runs(spec.shape[dim], spec.outer, index, mesh.degree(axis), is_padded)
+    return pieces(spec.shape, dim, runs, local[dim], flat)
+
+
+def flat_range(spec: ParamSpec, mesh: Mesh, rank: int, place: tuple[BucketPlan, int]) -> Range:
+    """Return which elements of its part of a parameter a rank stores; of none, the end is not behind the start."""
+    plan, first = place
+    width = plan.numel(mesh) // plan.parts(mesh)
+    begin = mesh.place(rank, plan.sharing_axis) * width - first
+    numel = 1
+    for size in spec.local_shape(mesh):
+        numel *= size
+    return Range(max(begin, 0), min(begin + width, numel))
+
+
+def holders(spec: ParamSpec, mesh: Mesh, rank: int) -> tuple[int, ...]:
+    """Return the ranks at the same place of the pipeline that store the same of a parameter as `rank` does."""
+    return mesh.group(rank, holder_axes(spec, mesh))
+
+
+def holder_axes(spec: ParamSpec, mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes and sub-axes along which ranks store the same of a parameter, in one order on all ranks."""
+    axes = [axis for axis in copy_axes(spec.use.layout, mesh) if mesh.degree(axis) > 1]
+    for axis in mesh.batch_axes:
+        parts = mesh.parts(axis, [spec.sharing_axis] if spec.sharing_axis else [])
+        axes += [part for part in parts if part != spec.sharing_axis and mesh.degree(part) > 1]
+    return tuple(axes)
+
+
+def share_stage(program: Program, pipeline_rank: int, keys: StateKeys) -> Shares:
+    """Divide the parameters that belong to a place of the pipeline, and the optimizer's state of them, over its ranks.
+
+    With ZeRO, what a rank gets depends only on the keys of parameters of which it stores something.
+    """
+    mesh = program.mesh
+    places = flat_places(program, pipeline_rank)
+    ranks = mesh.ranks_at(pipeline_rank)
+    items: dict[int, list[Item]] = {rank: [] for rank in ranks}
+    first: dict[str, int] = {}
+    # What is cut into flat ranges is divided for itself: a rank does not know the keys in the other ranges.
+    for is_flat in (True, False):
+        held: dict[tuple[int, ...], list[Item]] = {}
+        for spec in program.params:
+            if spec.owners(program.ranks)[0] == pipeline_rank and (spec.name in places) == is_flat:
+                for group in sorted({holders(spec, mesh, rank) for rank in ranks}):
+                    found = _stored(spec, mesh, group[0], places.get(spec.name))
+                    held.setdefault(group, []).extend(_items(spec, found, keys.get(spec.name, {})))
+                    if _has_first(found) or spec.name not in first:
+                        first[spec.name] = group[0]
+        loads = dict.fromkeys(ranks, 0)
+        # What few ranks hold first: the others fill up what that leaves uneven.
+        for group in sorted(held, key=lambda group: (len(group), group)):
+            for rank, some in share(held[group], loads, group).items():
+                items[rank] += some
+    return Shares(items, first)
+
+
+def _items(spec: ParamSpec, found: list[Rectangle], keys: Mapping[str, int]) -> list[Item]:
+    sizes = {"": itemsize(spec.storage.dtype), **dict(sorted(keys.items()))}
+    return [Item(spec.name, key, part, size) for key, size in sizes.items() for part in found]
+
+
+def _has_first(found: list[Rectangle]) -> bool:
+    return any(not any(part.offsets) for part in found)
+
+
+__all__ = ["Shares", "StateKeys", "flat_range", "holder_axes", "holders", "share_stage", "stored"]

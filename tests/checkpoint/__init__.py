@@ -1,0 +1,1 @@
+"""Checkpoints: what ranks hold, the files, and what comes back from them."""
