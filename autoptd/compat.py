@@ -42,20 +42,18 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "PreDispatchMode",
+]
+__all__ += [
     "TorchDispatchMode",
     "autograd_node_number",
     "bound_device",
     "default_store",
     "env_store",
     "gather_into",
-    "interpreter_fault",
-    "last_node_number",
-    "light_export",
-    "new_group",
-    "plain_checkpoints",
-    "scatter_into",
 ]
-__all__ += ["add_mm", "mm_as", "set_grad_dtype", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
+__all__ += ["interpreter_fault", "last_node_number", "light_export", "new_group", "plain_checkpoints"]
+__all__ += ["add_mm", "mm_as", "scatter_into", "set_grad_dtype", "storage_info"]
+__all__ += ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 __all__ += ["enable_python_dispatcher", "quiet_fakes", "traced_through", "without_modes"]
 
 
@@ -398,3 +396,11 @@ def interpreter_fault() -> str:
 def _loop(n):  # type: ignore[no-untyped-def]  # Triton gives annotations a meaning of its own
     for _ in range(n):
         pass
+
+
+def storage_info(file: str, offset: int, nbytes: int) -> Any:
+    """Return where an item is, as the metadata of torch.distributed.checkpoint says it."""
+    # Its import takes most of a second, and only a save needs it.
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, nbytes)

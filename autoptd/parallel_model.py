@@ -14,9 +14,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,30 +24,20 @@ from autoptd.errors import PlanError
 from autoptd.ir.mesh import Coordinate
 from autoptd.program.memory import StateMemory
 from autoptd.program.program import Picture
-from autoptd.runtime import check_batch, check_copies, check_state
+from autoptd.runtime import check_batch, check_copies
 from autoptd.runtime.batch import cut, flatten, is_call_in_one, take_rows
 from autoptd.runtime.check_call import check_call
-from autoptd.runtime.full_values import check_loaded, gather_gradients, gather_parameters, load_parameters
 from autoptd.runtime.grad_norm import clip_gradients
 from autoptd.runtime.launch import Rank, RunningRanks
 from autoptd.runtime.memory import count_memory
-from autoptd.runtime.model_buffers import LOAD_THEM_BEFORE, copy_buffers
 from autoptd.runtime.optimizer import make_optimizer
 from autoptd.runtime.record import Record, recording
-from autoptd.runtime.save_pretrained import contents_of, parse_size, save_folder
 from autoptd.runtime.stepclock import StepTimes, measured
-from autoptd.started_model import StartedModel
+from autoptd.state import LoadResult, StatefulModel
 from autoptd.viz import graph_picture
 
 
-class LoadResult(NamedTuple):
-    """Names that a state dict lacked, and names that it had too many; both empty when strict."""
-
-    missing_keys: list[str]
-    unexpected_keys: list[str]
-
-
-class ParallelModel(StartedModel):
+class ParallelModel(StatefulModel):
     """A model on t*p*d ranks.
 
     With `backend="local"` they are threads of this process, else this process is one of them.
@@ -96,6 +85,7 @@ class ParallelModel(StartedModel):
             ranks.unrecorded.run(check_copies.SITE, lambda rank: check_copies.check_copies(rank.params, call))
         with self._batch_checked(ranks, "step", call, flatten(args, kwargs)[0]):
             loss = ranks.run("step", step)
+        self._losses.append(loss)
         if self._loss_scale is not None:
             self._loss_scale.renew()
         return loss
@@ -241,7 +231,7 @@ class ParallelModel(StartedModel):
             for rank in self._started("memory").here
         }
 
-    # parameters and state
+    # parameters
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield (first original name, local tensor) of the parameters of this rank, number of dims kept.
@@ -265,99 +255,6 @@ class ParallelModel(StartedModel):
                 "rank_parameters", f"rank {rank} is not in this process", "a rank of this process"
             )
         return dict(found[0].params.local)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return full CPU tensors under all original names, persistent buffers too, on rank 0 ({} elsewhere).
-
-        Collective.
-        """
-        ranks = self._started("state_dict")
-        found = ranks.run("state_dict", lambda rank: gather_parameters(rank.params))
-        if not ranks.has_rank_0:
-            return {}
-        # Copies: who changes a state dict must not change the model.
-        found |= {name: x.to("cpu", copy=True) for name, x in self._buffers.values.items()}
-        # In the model's order.
-        return {name: found[name] for name in dict.fromkeys([*self._names, *found])}
-
-    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> LoadResult:
-        """Load full tensors by original names: those of `state_dict` or of the unmodified model.
-
-        Every rank passes all.
-
-        PlanError, and nothing is loaded, where a buffer has other values than the program relies on (a mask
-        that was proven causal, and is not read any more): load those into the model, before `parallelize`.
-        """
-        ranks = self._started("load_state_dict")
-        if self._is_process:
-            ranks.unrecorded.run(
-                check_state.SITE, lambda rank: check_state.check_state(rank.world, state_dict)
-            )
-        missing, unexpected = check_loaded(self.program, self._buffers.values, state_dict)
-        if strict and (missing or unexpected):
-            fact = f"missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}"
-            raise PlanError("load_state_dict", fact, "a state dict of this model, or strict=False")
-        # Buffers first: if they are refused, no parameter has changed yet.
-        brought = self._buffers.values_of(state_dict)
-        self._hold_to(brought, ranks)
-        self._buffers.load(brought)
-
-        def load(rank: Rank) -> None:
-            load_parameters(rank.params, state_dict)
-            # A set: where eval mode is training's forward, both are the same executor.
-            for executor in {rank.executor, rank.evaluator}:
-                copy_buffers(executor.buffers, brought)
-
-        ranks.run("load_state_dict", load)
-        return LoadResult(missing, unexpected)
-
-    def _hold_to(self, brought: Mapping[str, torch.Tensor], ranks: RunningRanks) -> None:
-        """Make sure that what was proven of buffers holds for other values, by compiling again.
-
-        Else PlanError.
-
-        An evaluation of other values is compiled again at the next `eval_step`.
-        """
-        program = self.program
-        if self._eval_program is not None and self._eval_program.differing(brought):
-            self._eval_program = None
-        changed = program.differing(brought)
-        if not changed:
-            return
-        if self._compile is not None:
-            args, kwargs, replicas = self._call
-            with self._holding({**self._buffers.now(ranks), **brought}):
-                again = self._compile(args, kwargs, replicas, False)
-            # The same program came out: only the digests of what was read are new.
-            if replace(again, looked_at=()).fingerprint() == replace(program, looked_at=()).fingerprint():
-                self._program = replace(program, looked_at=again.looked_at)
-                return
-        what = (
-            "is another model with these values" if self._compile is not None else "was compiled for others"
-        )
-        fact = f"brings other values of {', '.join(changed)}, which were read while compiling: the program {what}"
-        raise PlanError("load_state_dict", fact, LOAD_THEM_BEFORE)
-
-    def save_pretrained(self, folder: str | Path, max_shard_size: int | str = "5GB") -> None:
-        """Write the model as Hugging Face's `save_pretrained` does: safetensors under the original names, and
-        its config.
-
-        Files hold at most `max_shard_size` bytes; rank 0 writes them, and holds one at a time. What an
-        earlier save wrote there stays complete until this one is. RuntimeFault on all ranks when rank 0
-        cannot write. Collective.
-        """
-        limit = parse_size(max_shard_size)
-        ranks, how, specs = self._started("save_pretrained"), self._format, self.program.params
-        others = {name: x.cpu().contiguous() for name, x in self._buffers.values.items()}
-        what = contents_of(specs, others, self._names, how)
-        ranks.run("save_pretrained", lambda rank: save_folder(rank.params, what, Path(folder), limit, how))
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """Return full CPU gradients under all original names on rank 0 ({} elsewhere); absent where none.
-
-        Collective.
-        """
-        return self._started("gradients").run("gradients", lambda rank: gather_gradients(rank.params))
 
     # the rest
 

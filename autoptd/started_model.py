@@ -11,6 +11,7 @@ program, the running ranks, and this process's place among them: what the verbs 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -20,7 +21,7 @@ from typing import Any, Self
 import torch
 
 from autoptd.compat import tree_map
-from autoptd.errors import PlanError
+from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ir.buffers import SharedBuffers
 from autoptd.ir.mesh import Coordinate
 from autoptd.options import Options
@@ -39,6 +40,8 @@ Compile = Callable[[tuple[Any, ...], dict[str, Any], int, bool], Program]
 # (args, kwargs, the program that trains) -> the program that evaluates
 CompileEval = Callable[[tuple[Any, ...], dict[str, Any], Program], Program]
 Draw = Callable[[Program, Path, Sequence[Span]], None]
+# How many losses are remembered.
+LOSSES = 20
 # A context in which the model has these buffers.
 Holding = Callable[[Mapping[str, torch.Tensor]], AbstractContextManager[None]]
 
@@ -87,6 +90,10 @@ class StartedModel:
         self._loss_scale = LossScale.of(options)
         # Those that the user still has.
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        # Of the last steps.
+        self._losses: deque[torch.Tensor] = deque(maxlen=LOSSES)
+        # Why the ranks' values cannot be used, if so.
+        self._unusable = ""
         self._buffers = ModelBuffers(shared or SharedBuffers())
         self._program: Program | None = None
         self._eval_program: Program | None = None
@@ -153,9 +160,10 @@ class StartedModel:
             args, kwargs = self._in_full(args, kwargs)
             # What `step` gets: this replica's rows for a process, the global batch for threads.
             self._compile_for(args, kwargs, 1 if self._is_process else self.options.mesh.replicas)
-        assert self._program is not None and self._ranks is not None
-        self._ranks.check_equal_copies()
-        return self._program, self._ranks
+        assert self._program is not None
+        ranks = self._started("step")
+        ranks.check_equal_copies()
+        return self._program, ranks
 
     def _arranged(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -186,10 +194,12 @@ class StartedModel:
         # The ranks hold copies: the model's own tensors, and what made them, may be freed.
         self._state, self._weights = {}, None
 
-    def _started(self, what: str) -> RunningRanks:
+    def _started(self, what: str, is_loading: bool = False) -> RunningRanks:
         if self._ranks is None:
             fact = "the model is compiled at the first step, there are no ranks yet"
             raise PlanError(f"pm.{what}", fact, "pass example_inputs= to parallelize, or call pm.step before")
+        if self._unusable and not is_loading:
+            raise RuntimeFault(f"pm.{what}", self._unusable, "pm.load(...) of another checkpoint")
         return self._ranks
 
 

@@ -65,11 +65,11 @@ class NamedOptimizer(optim.Optimizer):
         if not any(params.world.rank == 0 for params in self.binding.ranks):
             return {}
         scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state_dict()}
-        return {"state": state, "param_groups": self._named_groups(), **scale}
+        return {"state": state, "param_groups": self.named_groups(), **scale}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict of full tensors, the same on every rank; PlanError where its groups are others."""
-        self._check_saved(state_dict["param_groups"])
+        self.check_saved(state_dict["param_groups"], "optimizer.load_state_dict")
         # In torch's format groups hold numbers instead of parameters.
         own = super().state_dict()["param_groups"]
         pairs = zip(state_dict["param_groups"], own, strict=True)
@@ -102,9 +102,8 @@ class NamedOptimizer(optim.Optimizer):
             for params in self.binding.ranks:
                 params.zero_gradients(chain.from_iterable(self.binding.groups), set_to_none)
 
-    def _check_saved(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def check_saved(self, groups: Sequence[Mapping[str, Any]], site: str) -> None:
         """Raise PlanError unless the saved groups hold the parameters that this optimizer's hold."""
-        site = "optimizer.load_state_dict"
         saved = [list(group["params"]) for group in groups]
         numbered = [name for names in saved for name in names if isinstance(name, int)]
         if numbered:
@@ -128,7 +127,8 @@ class NamedOptimizer(optim.Optimizer):
         if findings:
             raise PlanError(site, f"{'; '.join(findings)}, unlike this optimizer's", remedy)
 
-    def _named_groups(self) -> list[dict[str, Any]]:
+    def named_groups(self) -> list[dict[str, Any]]:
+        """Return the groups with the names of their parameters."""
         pairs = zip(self.param_groups, self.binding.groups, strict=True)
         return [{**group, "params": list(names)} for group, names in pairs]
 

@@ -1,0 +1,127 @@
+"""Whether a checkpoint is one of this model: names, shapes, dtypes, atoms, tied names; all findings at once.
+
+In: a checkpoint and a program. Out: (missing, unexpected) names, or a PlanError that lists what does not fit. Nothing is
+loaded before.
+
+    missing, unexpected = check_model(checkpoint, program, buffers, strict=True)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from autoptd.errors import PlanError
+from autoptd.program.program import Program
+from autoptd.program.specs import ParamSpec
+from autoptd.runtime.checkpoint.manifest import Manifest, fqn
+from autoptd.runtime.checkpoint.read import Checkpoint
+from autoptd.runtime.checkpoint.save import about_model
+
+SITE = "pm.load"
+MOST_NAMED = 5
+
+
+def check_model(
+    checkpoint: Checkpoint, program: Program, buffers: Mapping[str, torch.Tensor], strict: bool
+) -> tuple[list[str], list[str]]:
+    """Return the names that the checkpoint lacks, and those that it has too many; both are refused if `strict`."""
+    manifest = checkpoint.manifest
+    own = {name for spec in program.params for name in spec.aliases} | buffers.keys()
+    filled = {spec.name for spec in program.params if math.prod(spec.shape)} | buffers.keys()
+    missing = sorted(filled - checkpoint.names.keys())
+    unexpected = sorted(checkpoint.names.keys() - own)
+    findings = []
+    if strict and missing:
+        findings.append(f"lacks {some(missing)}")
+    if strict and unexpected:
+        findings.append(f"has {some(unexpected)} too many")
+    for spec in program.params:
+        findings += misfits(spec, manifest)
+    for name, x in buffers.items():
+        record = manifest.tensors.get(fqn(name, ""))
+        if record is not None and record.shape != tuple(x.shape):
+            findings.append(f"{name} has shape {record.shape}, not {tuple(x.shape)}")
+    if strict:
+        findings += other_ties(program, manifest)
+        findings += other_atoms(program, manifest)
+    if findings:
+        remedy = "a checkpoint of this model, with the same sizes"
+        raise PlanError(SITE, f"{checkpoint.path}: {some(findings, '; ')}", remedy)
+    check_seed(program, manifest, strict)
+    return missing, unexpected
+
+
+def some(names: Collection[str], separator: str = ", ") -> str:
+    """List a few names."""
+    shown = list(names)[:MOST_NAMED]
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return separator.join(shown) + more
+
+
+def misfits(spec: ParamSpec, manifest: Manifest) -> Iterator[str]:
+    """Yield why a tensor of the checkpoint cannot become a parameter."""
+    record = manifest.tensors.get(fqn(spec.name, ""))
+    if record is None:
+        return
+    if record.shape != spec.shape:
+        yield f"{spec.name} has shape {record.shape}, not {spec.shape}"
+    elif record.dtype != spec.storage.dtype:
+        yield f"{spec.name} is {record.dtype}, not {spec.storage.dtype}"
+
+
+def other_ties(program: Program, manifest: Manifest) -> Iterator[str]:
+    """Yield the parameters that were tied to others than now."""
+    saved: Mapping[str, Any] | None = manifest.about.get("names")
+    if saved is None:
+        return
+    for spec in program.params:
+        was = set(saved.get(spec.name, [spec.name]))
+        if was != set(spec.aliases) and fqn(spec.name, "") in manifest.tensors:
+            yield f"{spec.name} was tied to {ties(was - {spec.name})}, and is to {ties({*spec.aliases} - {spec.name})}"
+
+
+def ties(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
+
+
+def other_atoms(program: Program, manifest: Manifest) -> Iterator[str]:
+    """Yield the parameters that have the same shape, made of other atoms: 4 heads of 8 are not 8 heads of 4."""
+    saved: Mapping[str, Any] = manifest.about.get("model", {})
+    for name, entry in about_model(program).items():
+        was = saved.get(name)
+        if was is not None and plain(was["dims"]) != plain(entry["dims"]):
+            yield f"{name} was {atoms_text(was['dims'])}, and is {atoms_text(entry['dims'])}"
+
+
+def plain(dims: Any) -> Any:
+    """Return nested sequences as lists."""
+    return [plain(item) for item in dims] if isinstance(dims, (list, tuple)) else dims
+
+
+def atoms_text(dims: Any) -> str:
+    return str(plain(dims))
+
+
+def check_seed(program: Program, manifest: Manifest, strict: bool) -> None:
+    """Raise PlanError where dropout would go on with other masks."""
+    seed = manifest.about.get("seed", program.seed)
+    if strict and program.dropouts and seed != program.seed:
+        fact = f"was saved with seed={seed}, and dropout draws its masks by seed={program.seed} now"
+        raise PlanError(SITE, fact, f"parallelize(..., seed={seed}); or strict=False")
+
+
+def check_state(manifest: Manifest) -> None:
+    """Raise PlanError where parameters of the optimizer have neither a state nor a note that they had none."""
+    record = manifest.optimizer or {}
+    known = {*manifest.state, *manifest.values, *record.get("stateless", ())}
+    names = [name for group in record.get("groups", ()) for name in group["params"]]
+    if lost := [name for name in names if name not in known]:
+        fact = f"has no optimizer state of {some(lost)}, and of others it has"
+        raise PlanError(SITE, fact, "another checkpoint; or load without optimizer=, and strict=False")
+
+
+__all__ = ["check_model", "check_state"]

@@ -1,0 +1,279 @@
+"""Make a folder of what all ranks wrote into a checkpoint, at once: a folder without `.part-` in its name is complete.
+
+In: a folder `step-00001000.part-<token>` with the files and reports of all ranks. Out: `step-00001000`, with `.metadata`
+for other programs and `checkpoint.json` for this one. Whatever the moment at which a process ends, the folder of that name
+is the new checkpoint or the one before, complete (or stands beside as `.old-<token>`: `find`).
+
+    part = begin(Path("ckpts/step-00001000"), token)        # one rank; then all write into it
+    finish(part, folder, ranks, about, names, extra)        # one rank, when all have left their reports
+
+Files are on the disk before the folder that names them, the folder before the rename, the rename before anything is removed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from autoptd.compat import storage_info
+from autoptd.errors import PlanError, RuntimeFault
+from autoptd.runtime.checkpoint.disk import (
+    NewFile,
+    make_folder,
+    new_file,
+    remove_file,
+    remove_folder,
+    rename,
+    sync_folder,
+    write_file,
+)
+from autoptd.runtime.checkpoint.manifest import (
+    EXTRA,
+    GROUPS,
+    MANIFEST,
+    METADATA,
+    MODEL,
+    Chunk,
+    Manifest,
+    TensorRecord,
+    fqn,
+)
+from autoptd.runtime.checkpoint.write import Report, Written, data_file, take_report
+
+PART, OLD = ".part-", ".old-"
+
+
+def new_token() -> str:
+    """Return a token of one save: two runs never write into the same folder."""
+    return secrets.token_hex(4)
+
+
+def part_of(folder: Path, token: str) -> Path:
+    """Return where a checkpoint is written before it is complete."""
+    return folder.with_name(f"{folder.name}{PART}{token}")
+
+
+def is_complete(folder: Path) -> bool:
+    """Tell whether a folder is a checkpoint that was committed."""
+    return PART not in folder.name and (folder / MANIFEST).is_file()
+
+
+def find(folder: Path) -> Path:
+    """Return where a checkpoint is: in its folder, or beside it if a save that replaced it did not end.
+
+    PlanError where there is none.
+    """
+    if is_complete(folder):
+        return folder
+    old = [path for path in beside(folder, OLD) if is_complete(path)]
+    if old:
+        return max(old, key=lambda path: path.stat().st_mtime)
+    raise PlanError(str(folder), *why_none(folder))
+
+
+def why_none(folder: Path) -> tuple[str, str]:
+    """Return (fact, remedy) for a path at which there is no checkpoint."""
+    remedy = "the path of a folder that pm.save wrote"
+    if folder.is_file():
+        return "is a file", f"{remedy}; torch.load and pm.load_state_dict for what torch.save wrote"
+    if not folder.exists():
+        if beside(folder, PART):
+            return "was never completed: there is only what a save that ended early left", remedy
+        return "there is no such folder", remedy
+    if PART in folder.name:
+        return "is what a save that ended early left", remedy
+    if not any(folder.iterdir()):
+        return "is an empty folder", remedy
+    if pickled := [*folder.glob("*.bin"), *folder.glob("*.pt")]:
+        return f"holds pickled values ({pickled[0].name}), which are not read", remedy
+    return f"has no {MANIFEST}", remedy
+
+
+def beside(folder: Path, mark: str) -> list[Path]:
+    """Return the folders that saves of `folder` made beside it."""
+    if not folder.parent.is_dir():
+        return []
+    return sorted(path for path in folder.parent.iterdir() if path.name.startswith(folder.name + mark))
+
+
+def begin(folder: Path, token: str) -> Path:
+    """Make the folder that is written into; PlanError where another thing than a checkpoint would be replaced."""
+    if folder.exists() and not is_complete(folder) and (folder.is_file() or any(folder.iterdir())):
+        fact = "is a file" if folder.is_file() else "holds other files than those of a checkpoint"
+        raise PlanError(str(folder), f"{fact}, and would be replaced", "another folder, or an empty one")
+    try:
+        make_parents(folder.parent)
+        make_folder(part_of(folder, token))
+    except OSError as error:
+        raise PlanError(str(folder), f"cannot be written: {error}", "a folder that can be") from error
+    return part_of(folder, token)
+
+
+def make_parents(folder: Path) -> None:
+    """Make a folder and those above it, where they are missing, and bring their names to the disk."""
+    if folder.is_dir():
+        return
+    make_parents(folder.parent)
+    make_folder(folder)
+    sync_folder(folder.parent)
+
+
+class _OnDisk:
+    """The files of torch's writer, made by `disk.py`."""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[NewFile]:
+        with new_file(Path(path)) as file:
+            yield file
+
+    def concat_path(self, path: Any, suffix: str) -> Path:
+        return Path(path) / suffix
+
+    def exists(self, path: Any) -> bool:
+        return Path(path).exists()
+
+    def rm_file(self, path: Any) -> None:
+        remove_file(Path(path))
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        rename(Path(path), Path(new_path))
+
+
+def finish(
+    part: Path,
+    folder: Path,
+    ranks: Sequence[int],
+    about: Mapping[str, Any],
+    names: Mapping[str, Sequence[str]],
+    extra: bytes,
+) -> None:
+    """Commit what `ranks` wrote: RuntimeFault where one of them failed, or its files are not here.
+
+    `names` has all names of tied parameters by the first one; `extra` is the content of `extra.pt`.
+    """
+    reports = [take_report(part, rank) for rank in ranks]
+    check_reports(part, reports)
+    manifest = collect(reports, about)
+    note_stateless(manifest)
+    manifest.files[METADATA] = write_metadata(part, reports, manifest, names)
+    write_file(part / EXTRA, extra)
+    manifest.files[EXTRA] = {"bytes": len(extra), "crc32": zlib.crc32(extra)}
+    write_file(part / MANIFEST, manifest.text())
+    sync_folder(part)
+    old = folder.with_name(f"{folder.name}{OLD}{part.name.rpartition(PART)[2]}")
+    if is_replaced := is_complete(folder):
+        rename(folder, old)
+    rename(part, folder)
+    sync_folder(folder.parent)
+    if is_replaced:
+        remove_folder(old)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what saves of this folder left that did not end, behind one that did."""
+    for path in [*beside(folder, PART), *beside(folder, OLD)]:
+        remove_folder(path)
+
+
+def check_reports(part: Path, reports: Sequence[Report]) -> None:
+    """Raise RuntimeFault that names the ranks that could not write, or whose files are not in this folder."""
+    findings = [f"rank {report.rank}: {report.error}" for report in reports if report.error]
+    for report in reports:
+        for file, record in report.files.items():
+            path = part / file
+            if not path.is_file() or path.stat().st_size != record["bytes"]:
+                findings.append(f"rank {report.rank}: {file} is not complete in the folder that rank 0 sees")
+    if findings:
+        remedy = "a folder with room that all nodes share; what was saved before is intact"
+        raise RuntimeFault("pm.save", "; ".join(findings[:5]), remedy)
+
+
+def collect(reports: Sequence[Report], about: Mapping[str, Any]) -> Manifest:
+    """Return the manifest of what all ranks wrote."""
+    manifest = Manifest(dict(about))
+    for report in reports:
+        manifest.files |= report.files
+        manifest.values |= report.values
+        for item in report.items:
+            if item.at < 0:
+                continue
+            name = fqn(item.name, item.key)
+            record = manifest.tensors.setdefault(name, TensorRecord(item.shape, item.dtype))
+            record.chunks.append(Chunk(item.offsets, item.sizes, data_file(report.rank), item.at))
+            keys = manifest.state.setdefault(item.name, []) if item.key else []
+            if item.key and item.key not in keys:
+                keys.append(item.key)
+    return manifest
+
+
+def note_stateless(manifest: Manifest) -> None:
+    """Note which parameters of the optimizer have no state: frozen ones, and those that had no gradient yet."""
+    record = manifest.about.get("optimizer")
+    if record is not None:
+        names = [name for group in record["groups"] for name in group["params"]]
+        known = manifest.state.keys() | manifest.values.keys()
+        stateless = [name for name in names if name not in known]
+        manifest.about["optimizer"] = {**record, "stateless": stateless}
+
+
+def write_metadata(
+    part: Path, reports: Sequence[Report], manifest: Manifest, names: Mapping[str, Sequence[str]]
+) -> dict[str, int]:
+    """Write `.metadata`, by which torch.distributed.checkpoint reads the folder; return its entry in the manifest."""
+    from torch.distributed.checkpoint import FileSystemWriter
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    entries: dict[str, Any] = {name: tensor_entry(record) for name, record in manifest.tensors.items()}
+    paths: dict[str, tuple[Any, ...]] = {}
+    results: list[WriteResult] = []
+    for report in reports:
+        for item in report.items:
+            info = storage_info(data_file(report.rank), item.start, item.nbytes)
+            if item.at < 0:
+                entries[item.name] = BytesStorageMetadata()
+                paths[item.name] = path_of_group(item.name)
+                results.append(WriteResult(MetadataIndex(item.name), item.nbytes, info))
+                continue
+            for name, path in _all_names(item, names).items():
+                entries[name], paths[name] = entries[fqn(item.name, item.key)], path
+                results.append(WriteResult(MetadataIndex(name, item.offsets), item.nbytes, info))
+    writer = FileSystemWriter(part, sync_files=False)
+    writer.fs = cast(Any, _OnDisk())
+    writer.finish(Metadata(entries, planner_data=paths), [results])
+    data = (part / METADATA).read_bytes()
+    return {"bytes": len(data), "crc32": zlib.crc32(data)}
+
+
+def _all_names(item: Written, names: Mapping[str, Sequence[str]]) -> dict[str, tuple[Any, ...]]:
+    """Return under which names others find an item, a tied parameter under several, and where in nested dicts."""
+    if item.key:
+        return {fqn(item.name, item.key): ("optimizer", "state", item.name, item.key)}
+    return {MODEL + name: ("model", name) for name in [item.name, *names.get(item.name, ())]}
+
+
+def path_of_group(name: str) -> tuple[Any, ...]:
+    """Return where `optimizer.param_groups.0.lr` is in nested dicts and lists."""
+    number, _, key = name.removeprefix(GROUPS).partition(".")
+    return "optimizer", "param_groups", int(number), key
+
+
+def tensor_entry(record: TensorRecord) -> Any:
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in record.chunks]
+    dtype = getattr(torch, record.dtype)
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(record.shape), chunks)
+
+
+__all__ = ["OLD", "PART", "begin", "beside", "find", "finish", "is_complete", "new_token", "part_of", "sweep"]

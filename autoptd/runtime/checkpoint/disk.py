@@ -1,0 +1,145 @@
+"""Files of a checkpoint that are there, complete, or not at all: every operation on the disk that a save makes.
+
+In: paths and bytes. Out: files whose bytes are on the disk when they are closed, with a CRC32 of every MiB.
+
+    with new_file(folder / "__0_0.distcp") as file:
+        torch.save(tensor, file)
+    file.nbytes, file.crcs
+    sync_folder(folder); rename(folder, final); sync_folder(final.parent)
+
+A rename is on the disk only when its folder is synced, and what it names only if that was synced before.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+# Bytes that share a CRC32.
+BLOCK_BYTES = 1 << 20
+
+
+class NewFile:
+    """A file that is written from start to end."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._buffer = bytearray()
+        self.nbytes = 0
+        self.crcs: list[int] = []
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        view = memoryview(data).cast("B")
+        self._count(view)
+        # What is large is not copied: torch writes a tensor's memory in one piece.
+        if len(view) >= BLOCK_BYTES:
+            self._drain()
+            self._put(view)
+            return len(view)
+        self._buffer += view
+        if len(self._buffer) >= BLOCK_BYTES:
+            self._drain()
+        return len(view)
+
+    def tell(self) -> int:
+        return self.nbytes
+
+    def flush(self) -> None:
+        """Do nothing: torch flushes behind every tensor, and small ones are collected here."""
+
+    def finish(self) -> None:
+        """Bring all bytes to the disk."""
+        self._drain()
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    @property
+    def crc(self) -> int:
+        """The CRC32 of the file, if it has one block at most."""
+        assert len(self.crcs) <= 1
+        return self.crcs[0] if self.crcs else 0
+
+    def _count(self, view: memoryview) -> None:
+        """Add bytes to the CRC of the last block, and begin new ones."""
+        while view:
+            room = -self.nbytes % BLOCK_BYTES
+            if not room:
+                self.crcs.append(0)
+                room = BLOCK_BYTES
+            self.crcs[-1] = zlib.crc32(view[:room], self.crcs[-1])
+            self.nbytes += len(view[:room])
+            view = view[room:]
+
+    def _drain(self) -> None:
+        self._put(memoryview(self._buffer))
+        self._buffer = bytearray()
+
+    def _put(self, view: memoryview) -> None:
+        while view:
+            view = view[os.write(self._descriptor, view) :]
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[NewFile]:
+    """Open a file that is not there yet; behind the block its bytes are on the disk."""
+    file = NewFile(path)
+    try:
+        yield file
+        file.finish()
+    finally:
+        file.close()
+
+
+def write_file(path: Path, data: bytes) -> None:
+    with new_file(path) as file:
+        file.write(data)
+
+
+def make_folder(path: Path) -> None:
+    os.mkdir(path)
+
+
+def rename(old: Path, new: Path) -> None:
+    os.rename(old, new)
+
+
+def sync_folder(path: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_file(path: Path) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder of files; one that is not there is no error."""
+    with suppress(FileNotFoundError):
+        for name in os.listdir(path):
+            remove_file(path / name)
+        os.rmdir(path)
+
+
+__all__ = [
+    "BLOCK_BYTES",
+    "NewFile",
+    "make_folder",
+    "new_file",
+    "remove_file",
+    "remove_folder",
+    "rename",
+    "sync_folder",
+    "write_file",
+]

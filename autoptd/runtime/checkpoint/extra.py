@@ -1,0 +1,164 @@
+"""What a checkpoint holds beside the model and the optimizer: states of schedulers and loaders, random numbers.
+
+In: objects with `state_dict` and `load_state_dict`, by name. Out: `extra.pt`, which `torch.load(weights_only=True)` reads: it
+can hold tensors, numbers, strings, lists, tuples and dicts, and what it cannot is refused when it is saved.
+
+    mine = own_state({"scheduler": scheduler}, device)          # bytes of this process
+    data = merged([mine, ...], replicas=[0, ...])               # of all; the content of the file
+    restore(read_extra(data, site), {"scheduler": scheduler}, place)
+
+Replicas may have states of their own (positions in their parts of the data): they are kept once where they are equal.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoptd.errors import PlanError
+
+SAVE, LOAD = "pm.save", "pm.load"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which process this is of how many, and of which replica of how many."""
+
+    process: int
+    processes: int
+    replica: int
+    replicas: int
+
+
+def own_state(extra: Mapping[str, Any], device: torch.device) -> bytes:
+    """Return the states of this process; PlanError for an object without state, or a state that would not come back."""
+    states = {}
+    for name, item in extra.items():
+        if not hasattr(item, "state_dict") or not hasattr(item, "load_state_dict"):
+            fact = f"is a {type(item).__name__}, without state_dict and load_state_dict"
+            raise PlanError(f"extra[{name!r}]", fact, "an object that has both, such as a scheduler")
+        states[name] = item.state_dict()
+        try:
+            loaded(dumped(states[name]))
+        except Exception as error:
+            fact = f"has a state that could not be read back without unpickling code: {first_line(error)}"
+            remedy = "tensors, numbers, strings, lists, tuples and dicts in its state_dict"
+            raise PlanError(f"extra[{name!r}]", fact, remedy) from error
+    return dumped({"extra": states, "random": random_state(device)})
+
+
+def dumped(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def loaded(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+def merged(states: Sequence[bytes], replicas: Sequence[int]) -> bytes:
+    """Return the content of the file: random numbers of each process, the extra states of each replica.
+
+    `replicas` has the replica of each process whose extra states count, -1 for the others.
+    """
+    each = [loaded(data) for data in states]
+    count = max(replicas) + 1
+    by_replica = [each[replicas.index(number)]["extra"] for number in range(count)]
+    extra = {}
+    for name, first in by_replica[0].items():
+        versions = [states_of[name] for states_of in by_replica]
+        is_same = all(same(first, version) for version in versions)
+        extra[name] = versions[:1] if is_same else versions
+    return dumped({"extra": extra, "random": [state["random"] for state in each], "replicas": count})
+
+
+def same(one: Any, other: Any) -> bool:
+    """Tell whether two states are equal, to the bit."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def read_extra(data: bytes, site: str) -> dict[str, Any]:
+    """Return the content of the file; PlanError where that would take running code, or it is damaged."""
+    try:
+        content: dict[str, Any] = loaded(data)
+    except Exception as error:
+        fact = f"cannot be read without unpickling code: {first_line(error)}"
+        raise PlanError(site, fact, "another checkpoint: none of AutoPTD has such a file") from error
+    return content
+
+
+def check_extra(content: Mapping[str, Any], extra: Mapping[str, Any], place: Place) -> None:
+    """Raise PlanError unless the file has states of all objects, for this replica."""
+    saved = content["extra"]
+    if missing := [name for name in extra if name not in saved]:
+        fact = f"has no extra state of {', '.join(missing)}, but of {', '.join(saved) or 'nothing'}"
+        raise PlanError(LOAD, fact, "the objects that pm.save was given in extra=, under the same names")
+    for name, item in extra.items():
+        if not hasattr(item, "load_state_dict"):
+            fact = f"is a {type(item).__name__}, without load_state_dict"
+            raise PlanError(f"extra[{name!r}]", fact, "the object that was saved")
+        if len(saved[name]) not in (1, place.replicas):
+            fact = (
+                f"{len(saved[name])} replicas were at places of their own, and there are {place.replicas} now"
+            )
+            remedy = (
+                "the same d; or a loader of global batches, of which pm.local_batch takes this replica's rows"
+            )
+            raise PlanError(f"extra[{name!r}]", fact, remedy)
+
+
+def restore(content: Mapping[str, Any], extra: Mapping[str, Any], place: Place, device: torch.device) -> None:
+    """Give objects their states, and this process its random numbers if there are as many processes as were."""
+    for name, item in extra.items():
+        versions = content["extra"][name]
+        item.load_state_dict(versions[place.replica % len(versions)])
+    saved = content["random"]
+    if len(saved) == place.processes:
+        set_random_state(saved[place.process], device)
+    else:
+        text = f"{len(saved)} processes had random numbers of their own, and there are {place.processes} now"
+        warnings.warn(f"{LOAD}: {text}: these go on from other ones", stacklevel=2)
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Return the state of the random number generators of torch, Python and NumPy."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        state["numpy"] = (kind, [int(key) for key in keys], *rest)
+    return state
+
+
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in state:
+        numpy.random.set_state(state["numpy"])
+
+
+__all__ = ["Place", "check_extra", "merged", "own_state", "read_extra", "restore"]

@@ -1,0 +1,81 @@
+"""What a checkpoint says of an optimizer: its class, its groups with their settings, the loss scale.
+
+In: an optimizer that `pm.optimizer` made. Out: JSON, and for other programs the same settings as Python objects; on loading,
+the settings of the groups set anew. Tensors of its state are elsewhere: `stage.py`, `restore.py`.
+
+    record = optimizer_record(optimizer, stateless={"head.bias": "has had no gradient"})
+    check_optimizer(optimizer, record, strict=True)
+    set_groups(optimizer, record)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from autoptd.errors import PlanError
+from autoptd.runtime.checkpoint.manifest import GROUPS
+from autoptd.runtime.checkpoint.values import decode, encode
+from autoptd.runtime.optimizer import NamedOptimizer
+
+SITE = "pm.load"
+# How an update is computed, not what it computes: that is this machine's, not the one's that saved.
+HOW = ("fused", "foreach", "capturable", "differentiable")
+
+
+def class_name(optimizer: NamedOptimizer) -> str:
+    return type(optimizer).__name__
+
+
+def optimizer_record(optimizer: NamedOptimizer) -> dict[str, Any]:
+    """Return what is saved of an optimizer beside its state; PlanError for a setting that would not come back."""
+    groups = []
+    for number, group in enumerate(optimizer.named_groups()):
+        site = f"optimizer group {number}"
+        groups.append({key: encode(value, f"{site}: {key}") for key, value in group.items()})
+    scale = optimizer.loss_scale
+    return {
+        "class": class_name(optimizer),
+        "groups": groups,
+        "skipped": optimizer.skipped,
+        "loss_scale": None if scale is None else scale.state_dict(),
+    }
+
+
+def group_objects(optimizer: NamedOptimizer) -> dict[str, Any]:
+    """Return the settings of the groups by their names in torch.distributed.checkpoint."""
+    objects: dict[str, Any] = {}
+    for number, group in enumerate(optimizer.named_groups()):
+        objects |= {f"{GROUPS}{number}.{key}": value for key, value in group.items()}
+    return objects
+
+
+def check_optimizer(optimizer: NamedOptimizer, record: Mapping[str, Any], strict: bool) -> None:
+    """Raise PlanError unless the optimizer is of the class that was saved, with the same parameters in its groups."""
+    if strict and record["class"] != class_name(optimizer):
+        fact = f"has the state of a {record['class']}, and is loaded into a {class_name(optimizer)}"
+        remedy = f"pm.optimizer(torch.optim.{record['class']}, ...); or strict=False, which takes what fits"
+        raise PlanError(SITE, fact, remedy)
+    optimizer.check_saved(record["groups"], SITE)
+
+
+def set_groups(optimizer: NamedOptimizer, record: Mapping[str, Any]) -> None:
+    """Set learning rates and all other settings of the groups to what was saved."""
+    unknown, missing = dict[str, None](), dict[str, None]()
+    for group, saved in zip(optimizer.param_groups, record["groups"], strict=True):
+        for key, value in saved.items():
+            if key != "params" and key not in HOW:
+                unknown |= {} if key in group else {key: None}
+                group[key] = decode(value)
+        missing |= dict.fromkeys(key for key in group if key not in saved and key not in HOW)
+    if unknown or missing:
+        text = f"kept {', '.join(unknown) or 'nothing'} that this {class_name(optimizer)} does not know"
+        text += f", and its own {', '.join(missing) or 'settings'} that were not saved"
+        warnings.warn(f"{SITE}: {text}: it was saved with another version of torch", stacklevel=2)
+    optimizer.skipped = record.get("skipped", 0)
+    if optimizer.loss_scale is not None and record.get("loss_scale"):
+        optimizer.loss_scale.load_state_dict(record["loss_scale"])
+
+
+__all__ = ["check_optimizer", "group_objects", "optimizer_record", "set_groups"]

@@ -1,0 +1,145 @@
+"""Save a checkpoint, all ranks at once: `pm.save`, and the parts of it that may run apart from training.
+
+In: what this process says of the run (`Contents`), and each rank's parameters. Out: a committed folder, or the same error on
+all ranks. Three functions do the work, and only the first one needs the ranks to stand still:
+
+    staged = stage_rank(params, contents, copied)     # on the rank's thread: tensors as they are now
+    write_share(part, staged, contents)               # any thread: files, and a report for the rank that commits
+    commit(part, folder, ranks, contents, extra)      # any thread of rank 0, when all reports are there
+
+They communicate through the folder alone; `save_rank` adds the collectives by which ranks agree, one after each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autoptd.errors import PlanError
+from autoptd.program.program import Program
+from autoptd.runtime.checkpoint.commit import begin, finish, new_token, part_of, sweep
+from autoptd.runtime.checkpoint.disk import remove_folder
+from autoptd.runtime.checkpoint.extra import merged
+from autoptd.runtime.checkpoint.restore import agree
+from autoptd.runtime.checkpoint.stage import Copy, OptimizerState, Staged, StagedTensor, shown, stage
+from autoptd.runtime.checkpoint.write import leave_report, write_rank
+from autoptd.runtime.parameters import RankParameters
+from autoptd.runtime.world.world import World
+
+SITE = "pm.save"
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What is saved beside parameters: what the manifest says of the run, the groups' settings, buffers, the state.
+
+    `names` has the names of each tied parameter by the first one. `own_state` returns the bytes of this process
+    (`extra.own_state`); it may raise.
+    """
+
+    about: Mapping[str, Any]
+    names: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    state: OptimizerState | None = None
+
+
+def about_model(program: Program) -> dict[str, Any]:
+    """Return what a checkpoint says of the parameters: their atoms, and in which dtype they were used."""
+    entries = {}
+    for spec in program.params:
+        dims = [[getattr(atom, "blocks", atom) for atom in atoms] for atoms in spec.dims]
+        entries[spec.name] = {"dims": dims, "use": spec.use.dtype, "dtype": spec.dtype}
+    return entries
+
+
+def tied_names(program: Program) -> dict[str, list[str]]:
+    """Return all names of the parameters that have several, by the first one."""
+    return {spec.name: list(spec.aliases) for spec in program.params if len(spec.aliases) > 1}
+
+
+def stage_rank(params: RankParameters, contents: Contents, copy: Copy = shown) -> Staged:
+    """Collect what a rank writes; rank 0 has the buffers."""
+    staged = stage(params, contents.state, copy)
+    if params.world.rank == 0:
+        for name, x in contents.buffers.items():
+            staged.tensors.append(StagedTensor(name, "", tuple(x.shape), (0,) * x.dim(), copy(x.detach())))
+    return staged
+
+
+def write_share(part: Path, staged: Staged, contents: Contents) -> None:
+    """Write what a rank staged, and leave its report."""
+    report = write_rank(part, staged, contents.objects if staged.rank == 0 else {})
+    leave_report(part, report)
+
+
+def commit(part: Path, folder: Path, ranks: Sequence[int], contents: Contents, extra: bytes) -> None:
+    """Make the folder a checkpoint, when `ranks` have left their reports; then remove what earlier saves of it left."""
+    finish(part, folder, ranks, contents.about, contents.names, extra)
+    sweep(folder)
+
+
+def save_rank(
+    params: RankParameters, folder: Path, prepare: Callable[[], tuple[Contents, bytes | None]]
+) -> None:
+    """Save; a collective of all ranks. `prepare` returns what this process adds, and its bytes of `extra.pt`, if any."""
+    world = params.world
+    token, first = world.everyone().gather_objects((new_token(), str(folder)), SITE)[0]
+    contents, own = agree(world, SITE, partial(_prepared, prepare, folder, first))
+    part = part_of(folder, token)
+    try:
+        agree(world, SITE, partial(begin, folder, token) if world.rank == 0 else _nothing)
+        agree(world, SITE, lambda: _write(part, params, contents))
+        agree_on_commit(world, part, folder, contents, own)
+    except BaseException:
+        # Nobody is writing any more: all ranks took part in the call that failed.
+        if world.rank == 0:
+            remove_folder(part)
+        raise
+
+
+def agree_on_commit(world: World, part: Path, folder: Path, contents: Contents, own: bytes | None) -> None:
+    """Let rank 0 commit with the states of all processes; a collective."""
+    states = world.everyone().gather_objects((own, replica_of_state(world)), SITE)
+    found = [(data, replica) for data, replica in states if data is not None]
+
+    def act() -> None:
+        if world.rank == 0:
+            extra = merged([data for data, _ in found], [replica for _, replica in found])
+            commit(part, folder, range(world.mesh.size), contents, extra)
+
+    agree(world, SITE, act)
+
+
+def replica_of_state(world: World) -> int:
+    """Return the replica whose extra states this rank hands in; -1 where another rank does."""
+    mesh = world.mesh
+    leads = world.leads((*mesh.value_axes, *mesh.stage_axes))
+    return world.replica if leads else -1
+
+
+def _prepared(
+    prepare: Callable[[], tuple[Contents, bytes | None]], folder: Path, first: str
+) -> tuple[Contents, bytes | None]:
+    if str(folder) != first:
+        raise PlanError(SITE, f"got the folder {str(folder)!r}, and rank 0 {first!r}", "one folder for all")
+    return prepare()
+
+
+def _write(part: Path, params: RankParameters, contents: Contents) -> None:
+    if not part.is_dir():
+        fact = f"rank 0 has made {str(part)!r}, and it is not there"
+        raise PlanError(SITE, fact, "a folder that all nodes share")
+    write_share(part, stage_rank(params, contents), contents)
+
+
+def _nothing() -> None:
+    """What the other ranks do meanwhile."""
+
+
+__all__ = ["Contents", "about_model", "commit", "save_rank", "stage_rank", "tied_names", "write_share"]

@@ -1,0 +1,138 @@
+"""What a rank puts into a checkpoint: its share of parameters and moments, as they are now.
+
+In: a rank's parameters, and the optimizer's state of them. Out: `Staged`, tensors with their places in full tensors, from
+which `write.py` makes files. Nothing is communicated.
+
+    staged = stage(rank.params, optimizer.state, copied)
+
+With `shown`, tensors are views: nobody may train before they are written. `copied` makes them independent of what happens
+next; whoever has a better copy (to pinned memory, on a stream) passes its own function.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autoptd.ir.pieces import Rectangle, Sizes
+from autoptd.program.pieces import share_stage
+from autoptd.runtime.checkpoint.manifest import fqn
+from autoptd.runtime.checkpoint.values import encode
+from autoptd.runtime.guard import unguarded
+from autoptd.runtime.parameters import RankParameters
+
+# Turns what a rank stores into what is written later.
+Copy = Callable[[torch.Tensor], torch.Tensor]
+OptimizerState = Mapping[torch.Tensor, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class StagedTensor:
+    """A rectangle of the tensor that a checkpoint has under `name` and `key`, and that has `shape` in full."""
+
+    name: str
+    key: str
+    shape: Sizes
+    offsets: Sizes
+    x: torch.Tensor
+
+    @property
+    def fqn(self) -> str:
+        return fqn(self.name, self.key)
+
+
+@dataclass
+class Staged:
+    """What one rank writes: tensors, and by parameter what its optimizer's state has beside tensors, as JSON."""
+
+    rank: int
+    tensors: list[StagedTensor] = field(default_factory=list)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(item.x.nbytes for item in self.tensors)
+
+
+def shown(x: torch.Tensor) -> torch.Tensor:
+    """Return the same memory: for a save that is over before anything changes."""
+    return x
+
+
+def copied(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy in the host's memory."""
+    return x.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+@unguarded()
+@torch.no_grad()
+def stage(params: RankParameters, state: OptimizerState | None, copy: Copy = shown) -> Staged:
+    """Collect what this rank writes of parameters, and of the optimizer's `state` if there is one."""
+    world = params.world
+    params.wait()
+    params.absorb_edits()
+    staged = Staged(world.rank)
+    held = {name: (state or {}).get(x, {}) for name, x in params.stored.items()}
+    shares = share_stage(params.program, world.pipeline_rank, keys_of(params, held))
+    specs = {spec.name: spec for spec in params.specs}
+    for item in shares.items[world.rank]:
+        source = held[item.name][item.key] if item.key else params.stored[item.name]
+        x = copy(view_of(source, item.rectangle))
+        staged.tensors.append(
+            StagedTensor(item.name, item.key, specs[item.name].shape, item.rectangle.offsets, x)
+        )
+    for name, first in shares.first.items():
+        if first == world.rank:
+            _stage_others(staged, name, params.stored[name], held[name], copy)
+    return staged
+
+
+def _stage_others(
+    staged: Staged, name: str, stored: torch.Tensor, state: Mapping[str, Any], copy: Copy
+) -> None:
+    """Add what an optimizer's state has of a parameter beside tensors of its shape: step counts, numbers."""
+    for key, value in sorted(state.items()):
+        if not isinstance(value, torch.Tensor):
+            site = f"optimizer state {key!r} of {name}"
+            staged.values.setdefault(name, {})[key] = encode(value, site)
+        elif not is_like(key, value, stored):
+            # Equal on all ranks, as all steps are.
+            zero = (0,) * value.dim()
+            staged.tensors.append(StagedTensor(name, key, tuple(value.shape), zero, copy(value.detach())))
+
+
+def keys_of(params: RankParameters, held: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+    """Return, for what this rank stores, the state's tensors of the parameter's shape, with the bytes of an element."""
+    keys: dict[str, dict[str, int]] = {}
+    for name, state in held.items():
+        stored = params.stored[name]
+        keys[name] = {
+            key: value.element_size()
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor) and is_like(key, value, stored)
+        }
+    return keys
+
+
+def is_like(key: str, value: torch.Tensor, stored: torch.Tensor) -> bool:
+    """Tell whether a tensor of an optimizer's state has an element for each of its parameter.
+
+    A step count is 0-d, as the moments of a 0-d parameter are.
+    """
+    return value.shape == stored.shape and not (key == "step" and value.dim() == 0)
+
+
+def view_of(x: torch.Tensor, part: Rectangle) -> torch.Tensor:
+    """Return the elements of a rectangle in what a rank stores: a view."""
+    numel = math.prod(part.block)
+    view = x.detach().view(-1).narrow(0, part.start, numel).view(part.block)
+    for dim, (at, size) in enumerate(zip(part.at, part.sizes, strict=True)):
+        view = view.narrow(dim, at, size)
+    return view
+
+
+__all__ = ["Staged", "StagedTensor", "copied", "is_like", "keys_of", "shown", "stage", "view_of"]

@@ -1,0 +1,56 @@
+"""Values that are no tensors of a model, as JSON that gives them back exactly: tuples, small tensors, infinities.
+
+In: what an optimizer has in a group, or in the state of a parameter. Out: plain JSON, and the value again.
+
+    encode((0.9, 0.95))                 # {"tuple": [0.9, 0.95]}
+    decode({"tuple": [0.9, 0.95]})      # (0.9, 0.95)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from autoptd.errors import PlanError
+from autoptd.runtime.parameters import dtype_of
+
+PLAIN = (bool, int, str, type(None))
+
+
+def encode(value: Any, site: str) -> Any:
+    """Return a value as JSON; PlanError for one that would not come back."""
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"float": str(value)}
+    if isinstance(value, tuple):
+        return {"tuple": [encode(item, site) for item in value]}
+    if isinstance(value, list):
+        return [encode(item, site) for item in value]
+    if isinstance(value, torch.Tensor):
+        numbers = encode(value.detach().cpu().tolist(), site)
+        return {"tensor": numbers, "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: encode(item, site) for key, item in value.items()}}
+    fact = f"is a {type(value).__name__}, which a checkpoint cannot hold"
+    raise PlanError(site, fact, "numbers, strings, tensors, tuples, lists and dicts of these")
+
+
+def decode(value: Any) -> Any:
+    """Return what `encode` was given."""
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "float" in value:
+        return float(value["float"])
+    if "tuple" in value:
+        return tuple(map(decode, value["tuple"]))
+    if "tensor" in value:
+        return torch.tensor(decode(value["tensor"]), dtype=dtype_of(value["dtype"]))
+    return {key: decode(item) for key, item in value["dict"].items()}
+
+
+__all__ = ["decode", "encode"]

@@ -1,0 +1,195 @@
+"""Write what a rank staged into its file of a checkpoint, in the format of torch.distributed.checkpoint.
+
+In: `Staged`. Out: `__<rank>_0.distcp`, items as `torch.save` writes them, end to end; `__<rank>_0.crc`, a CRC32 for each MiB
+of it; and a `Report` that says where everything is. Nothing is communicated, so any thread may do it.
+
+    report = write_rank(part, staged, {"optimizer.param_groups.0.lr": 3e-4})
+    leave_report(part, report)                        # for the rank that commits
+
+An item is a zip archive without compression, so that the bytes of a tensor are read from where they are, unpickled by nobody.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autoptd.errors import InternalError
+from autoptd.ir.pieces import Sizes
+from autoptd.runtime.checkpoint.disk import NewFile, new_file, remove_file, rename, write_file
+from autoptd.runtime.checkpoint.stage import Staged
+from autoptd.runtime.guard import unguarded
+
+# Of a zip archive's header of a file: the bytes, and where in them the lengths of the two fields behind it are.
+HEADER_BYTES, LENGTHS = 30, slice(26, 30)
+
+
+@dataclass
+class Written:
+    """One item of a file: from byte `start` on in `nbytes`; the elements begin at byte `at`, -1 for no tensor."""
+
+    name: str
+    key: str
+    dtype: str
+    shape: Sizes
+    offsets: Sizes
+    sizes: Sizes
+    start: int
+    nbytes: int
+    at: int = -1
+
+
+@dataclass
+class Report:
+    """What one rank has written; `error` says why it could not."""
+
+    rank: int
+    items: list[Written] = field(default_factory=list)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    files: dict[str, dict[str, int]] = field(default_factory=dict)
+    error: str = ""
+
+
+def data_file(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+def crc_file(file: str) -> str:
+    """Return the name of the file with the CRCs of a data file."""
+    return file.removesuffix(".distcp") + ".crc"
+
+
+@unguarded()
+@torch.no_grad()
+def write_rank(folder: Path, staged: Staged, objects: Mapping[str, Any]) -> Report:
+    """Write a rank's file: its tensors, and `objects` by name, for other programs."""
+    report = Report(staged.rank, values=staged.values)
+    if not staged.tensors and not objects:
+        return report
+    name = data_file(staged.rank)
+    with new_file(folder / name) as file:
+        for label, value in objects.items():
+            start, nbytes = _save(value, file)
+            report.items.append(Written(label, "", "", (), (), (), start, nbytes))
+        for item in staged.tensors:
+            x = compact(item.x)
+            start, nbytes = _save(x, file)
+            dtype = str(x.dtype).removeprefix("torch.")
+            places = (item.shape, item.offsets, tuple(x.shape))
+            report.items.append(Written(item.name, item.key, dtype, *places, start, nbytes, 0))
+    with (folder / name).open("rb") as opened:
+        for written in report.items:
+            if written.at == 0:
+                written.at = data_offset(opened.fileno(), written.start, written.nbytes)
+    crcs = struct.pack(f"<{len(file.crcs)}I", *file.crcs)
+    write_file(folder / crc_file(name), crcs)
+    report.files = {
+        name: {"bytes": file.nbytes},
+        crc_file(name): {"bytes": len(crcs), "crc32": zlib.crc32(crcs)},
+    }
+    return report
+
+
+def compact(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the host whose memory has its elements only: torch.save writes all of a tensor's memory."""
+    x = x.detach().cpu()
+    is_own = x.untyped_storage().nbytes() == x.nbytes
+    return x if is_own and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+
+
+def _save(value: Any, file: NewFile) -> tuple[int, int]:
+    """Append an item; return where it begins, and its bytes."""
+    start = file.tell()
+    torch.save(value, file)  # type: ignore[arg-type]  # it writes, and nothing else is asked of it
+    return start, file.tell() - start
+
+
+class _Window(io.RawIOBase):
+    """Some bytes of a file, as a file of their own."""
+
+    def __init__(self, descriptor: int, start: int, nbytes: int) -> None:
+        self._descriptor, self._start, self._nbytes = descriptor, start, nbytes
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self._nbytes - self._at))
+        data = os.pread(self._descriptor, count, self._start + self._at)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def window(descriptor: int, start: int, nbytes: int) -> io.RawIOBase:
+    """Return `nbytes` of a file from `start` on as a file of their own."""
+    return _Window(descriptor, start, nbytes)
+
+
+def data_offset(descriptor: int, start: int, nbytes: int) -> int:
+    """Return where in a file the elements of a tensor begin, which `torch.save` wrote from `start` on."""
+    with zipfile.ZipFile(window(descriptor, start, nbytes)) as archive:
+        [entry] = [entry for entry in archive.infolist() if entry.filename.endswith("/data/0")]
+    if entry.compress_type != zipfile.ZIP_STORED:
+        raise InternalError("torch.save", "compresses what it writes")
+    header = os.pread(descriptor, HEADER_BYTES, start + entry.header_offset)
+    return start + entry.header_offset + HEADER_BYTES + sum(struct.unpack("<HH", header[LENGTHS]))
+
+
+def report_file(rank: int) -> str:
+    return f"report-{rank}.json"
+
+
+def leave_report(folder: Path, report: Report) -> None:
+    """Write a report into the folder: complete, or not there yet."""
+    aside = folder / f"{report_file(report.rank)}.new"
+    write_file(aside, json.dumps(asdict(report)).encode())
+    rename(aside, folder / report_file(report.rank))
+
+
+def take_report(folder: Path, rank: int) -> Report:
+    """Read the report of a rank, and remove it."""
+    record = json.loads((folder / report_file(rank)).read_bytes())
+    items = []
+    for entry in record.pop("items"):
+        for key in ("shape", "offsets", "sizes"):
+            entry[key] = tuple(entry[key])
+        items.append(Written(**entry))
+    remove_file(folder / report_file(rank))
+    return Report(items=items, **record)
+
+
+__all__ = [
+    "Report",
+    "Written",
+    "crc_file",
+    "data_file",
+    "data_offset",
+    "leave_report",
+    "report_file",
+    "take_report",
+    "window",
+    "write_rank",
+]

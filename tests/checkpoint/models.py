@@ -1,0 +1,70 @@
+"""What checkpoints are tried on: models, optimizers, and a loop of steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import autoptd
+from tests.parity.models import batch, gpt
+
+VOCAB = 61
+
+
+def tied_gpt(dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Fused q|k|v, tied embeddings whose 61 rows no t divides, one frozen parameter."""
+    model = gpt(layers=2, vocab=VOCAB).to(dtype)
+    model.transformer.h[0].ln_1.bias.requires_grad_(False)
+    return model
+
+
+def running(
+    model: nn.Module | None = None,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    settings: dict[str, Any] | None = None,
+    **keywords: Any,
+) -> tuple[autoptd.ParallelModel, torch.optim.Optimizer]:
+    """The model on a mesh of threads, and its optimizer."""
+    keywords = {"backend": "local", "timeout": 30, "example_inputs": data(0), **keywords}
+    if model is None:
+        model = tied_gpt(torch.float32 if "precision" in keywords else torch.float64)
+    pm = autoptd.parallelize(model, **keywords)
+    return pm, pm.optimizer(optimizer, **(settings or {"lr": 1e-2}))
+
+
+def data(step: int) -> tuple[Tensor, Tensor]:
+    return tuple(x.roll(step, 0) for x in batch(8, VOCAB))  # type: ignore[return-value]
+
+
+def train(pm: autoptd.ParallelModel, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    """Train from where the model is; return the losses."""
+    losses = []
+    for _ in range(steps):
+        losses.append(float(pm.step(*data(pm.steps))))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def state_of(pm: autoptd.ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """All of the state, in full, by name."""
+    found: dict[str, Any] = {f"model.{name}": x for name, x in pm.state_dict().items()}
+    state = optimizer.state_dict()
+    for name, entries in state["state"].items():
+        found |= {f"{name}.{key}": value for key, value in entries.items()}
+    for number, group in enumerate(state["param_groups"]):
+        found |= {f"group {number}.{key}": value for key, value in group.items()}
+    return {**found, "steps": pm.steps, "loss_scale": state.get("loss_scale")}
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Equal to the bit."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, Tensor):
+            assert found[name].dtype == value.dtype, name
+            assert torch.equal(found[name], value), name
+        else:
+            assert found[name] == value, name
