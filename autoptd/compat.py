@@ -35,24 +35,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 # What fake tensors raise where a number or a size depends on values.
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
-__all__ = [
-    "DATA_DEPENDENT",
-    "FakeTensor",
-    "FakeTensorMode",
-    "OpOverload",
-    "OpOverloadPacket",
-    "PreDispatchMode",
-]
-__all__ += [
-    "TorchDispatchMode",
-    "autograd_node_number",
-    "bound_device",
-    "default_store",
-    "env_store",
-    "gather_into",
-]
-__all__ += ["interpreter_fault", "last_node_number", "light_export", "new_group", "plain_checkpoints"]
-__all__ += ["add_mm", "mm_as", "scatter_into", "set_grad_dtype", "storage_info"]
+__all__ = ["DATA_DEPENDENT", "FakeTensor", "FakeTensorMode", "OpOverload", "OpOverloadPacket"]
+__all__ += ["PreDispatchMode", "TorchDispatchMode", "autograd_node_number", "bound_device", "default_store"]
+__all__ += ["env_store", "gather_into", "interpreter_fault", "last_node_number", "light_export", "new_group"]
+__all__ += ["add_mm", "mm_as", "plain_checkpoints", "scatter_into", "set_grad_dtype", "storage_info"]
 __all__ += ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 __all__ += ["enable_python_dispatcher", "quiet_fakes", "traced_through", "without_modes"]
 

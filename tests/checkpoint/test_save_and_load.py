@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from tests.checkpoint.models import assert_same, running, state_of, tied_gpt, train
+from tests.checkpoint.models import assert_same, running, state_of, train
 
 MESHES: list[dict[str, Any]] = [
     {},
@@ -35,6 +34,12 @@ MIXED: list[dict[str, Any]] = [
     {"precision": "fp16", "t": 2, "p": 2},
     {"precision": "bf16-mixed", "t": 2, "d": 2},
 ]
+# A loss scale is that of the run that goes on, or of none.
+SAME_SCALE = [
+    (one, other)
+    for one, other in product(MIXED, MIXED)
+    if one["precision"].startswith("fp16") == other["precision"].startswith("fp16")
+]
 OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
     (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
@@ -44,11 +49,11 @@ OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
 ]
 
 
-def chosen(pairs: list[tuple[Any, Any]]) -> list[Any]:
-    """One pair in six by default, spread evenly, and the others where all is asked for."""
+def chosen(pairs: list[tuple[Any, Any]], one_in: int) -> list[Any]:
+    """One pair in so many by default, spread evenly, and the others where all is asked for."""
     marked = []
     for source, target in pairs:
-        is_usual = zlib.crc32(repr((source, target)).encode()) % 6 == 0
+        is_usual = zlib.crc32(repr((source, target)).encode()) % one_in == 0
         marks = () if is_usual else (pytest.mark.thorough,)
         marked.append(pytest.param(source, target, marks=marks, id=f"{text(source)} to {text(target)}"))
     return marked
@@ -77,16 +82,13 @@ def round_trip(tmp_path: Path, source: dict[str, Any], target: dict[str, Any], *
     other.close()
 
 
-@pytest.mark.parametrize(("source", "target"), chosen(list(product(MESHES, MESHES))))
+@pytest.mark.parametrize(("source", "target"), chosen(list(product(MESHES, MESHES)), 20))
 def test_any_mesh_to_any_other(tmp_path: Path, source: dict[str, Any], target: dict[str, Any]) -> None:
     at = MESHES.index(source) + MESHES.index(target)
     cls, settings = OPTIMIZERS[at % len(OPTIMIZERS)]
     round_trip(tmp_path, source, target, optimizer=cls, settings=settings)
 
 
-@pytest.mark.parametrize(("source", "target"), chosen(list(product(MIXED, MIXED))))
+@pytest.mark.parametrize(("source", "target"), chosen(SAME_SCALE, 5))
 def test_any_precision_to_any_other(tmp_path: Path, source: dict[str, Any], target: dict[str, Any]) -> None:
-    if ("fp16" in source["precision"]) != ("fp16" in target["precision"]):
-        # The loss scale is that of the run that goes on, or of none.
-        pytest.skip("state_of compares loss scales")
     round_trip(tmp_path, source, target)

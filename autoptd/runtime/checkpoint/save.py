@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from autoptd.errors import PlanError
+from autoptd.ir.types import Segmented
 from autoptd.program.program import Program
 from autoptd.runtime.checkpoint.commit import begin, finish, new_token, part_of, sweep
 from autoptd.runtime.checkpoint.disk import remove_folder
@@ -53,9 +54,14 @@ def about_model(program: Program) -> dict[str, Any]:
     """Return what a checkpoint says of the parameters: their atoms, and in which dtype they were used."""
     entries = {}
     for spec in program.params:
-        dims = [[getattr(atom, "blocks", atom) for atom in atoms] for atoms in spec.dims]
+        dims = [atom_sizes(atoms) for atoms in spec.dims]
         entries[spec.name] = {"dims": dims, "use": spec.use.dtype, "dtype": spec.dtype}
     return entries
+
+
+def atom_sizes(atoms: Sequence[int]) -> list[Any]:
+    """Return the atoms of a dim, of a segmented one the sizes of its segments."""
+    return [atom.blocks if isinstance(atom, Segmented) else atom for atom in atoms]
 
 
 def tied_names(program: Program) -> dict[str, list[str]]:
