@@ -132,7 +132,7 @@ class StartedModel:
     @property
     def program(self) -> Program:
         """The compiled program."""
-        self._started("program")
+        self._started("program", even_unusable=True)
         assert self._program is not None
         return self._program
 
@@ -194,11 +194,11 @@ class StartedModel:
         # The ranks hold copies: the model's own tensors, and what made them, may be freed.
         self._state, self._weights = {}, None
 
-    def _started(self, what: str, is_loading: bool = False) -> RunningRanks:
+    def _started(self, what: str, even_unusable: bool = False) -> RunningRanks:
         if self._ranks is None:
             fact = "the model is compiled at the first step, there are no ranks yet"
             raise PlanError(f"pm.{what}", fact, "pass example_inputs= to parallelize, or call pm.step before")
-        if self._unusable and not is_loading:
+        if self._unusable and not even_unusable:
             raise RuntimeFault(f"pm.{what}", self._unusable, "pm.load(...) of another checkpoint")
         return self._ranks
 

@@ -102,7 +102,7 @@ class StatefulModel(StartedModel):
         optimizer, or files that are not whole. With strict=False, what fits is loaded. RuntimeFault where bytes of a file
         were changed: the model then has to load another checkpoint before it goes on.
         """
-        ranks = self._started("load", is_loading=True).unrecorded
+        ranks = self._started("load", even_unusable=True).unrecorded
         opened = attempted(lambda: self._opened(Path(folder), optimizer, extra or {}, strict))
         found = ranks.run(LOAD, lambda rank: agree(rank.world, LOAD, opened))
         ranks.run(LOAD, lambda rank: check_same(rank, found.checkpoint))
@@ -148,7 +148,7 @@ class StatefulModel(StartedModel):
         """Return the optimizer; PlanError for one that is not of this model."""
         if isinstance(optimizer, NamedOptimizer):
             held = {id(params) for params in optimizer.binding.ranks}
-            if any(id(rank.params) in held for rank in self._started("save", is_loading=True).here):
+            if any(id(rank.params) in held for rank in self._started("save", even_unusable=True).here):
                 return optimizer
         fact = f"is a {type(optimizer).__name__} over other tensors than those of this model"
         raise PlanError(f"{site}(optimizer=)", fact, "one that pm.optimizer(...) has made")
