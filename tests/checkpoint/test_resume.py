@@ -1,0 +1,157 @@
+"""A2: a run that was saved and resumed is, to the bit, the run that went on: with all that a training loop has."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoptd
+from autoptd.errors import PlanError
+from tests.checkpoint.models import VOCAB, assert_same, running, state_of, tied_gpt
+
+
+class Rows:
+    """A loader of global batches with a position: shuffled rows, epoch by epoch."""
+
+    def __init__(self, rows: int = 40, batch: int = 8) -> None:
+        self.batch, self.epoch, self.at = batch, 0, 0
+        generator = torch.Generator().manual_seed(5)
+        self.data = torch.randint(0, VOCAB, (rows, 9), generator=generator)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            order = torch.randperm(len(self.data), generator=torch.Generator().manual_seed(self.epoch))
+            while self.at < len(order):
+                rows = self.data[order[self.at : self.at + self.batch]]
+                self.at += self.batch
+                yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+            self.epoch, self.at = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "at": self.at, "last": [self.epoch, (self.at, 0.5)]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.at = state["epoch"], state["at"]
+
+
+class Run:
+    """A training script: dropout, clipping, a scheduler, a shuffled loader, random numbers of its own."""
+
+    def __init__(self, **keywords: Any) -> None:
+        model = tied_gpt()
+        model.transformer.drop = nn.Dropout(0.2)
+        self.pm, self.optimizer = running(model, **keywords)
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 1e-2, total_steps=30)
+        self.loader = Rows()
+        self.extra = {"scheduler": self.scheduler, "loader": self.loader}
+        self.losses: list[float] = []
+        self.noise: list[float] = []
+
+    def train(self, steps: int) -> None:
+        for _, batch in zip(range(steps), self.loader, strict=False):
+            self.losses.append(float(self.pm.step(*batch)))
+            self.pm.clip_grad_norm_(0.5)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            self.noise.append(float(torch.rand(())) + random.random())
+
+    def save(self, folder: Path) -> None:
+        self.pm.save(folder, optimizer=self.optimizer, extra=self.extra)
+
+    def load(self, folder: Path) -> None:
+        self.pm.load(folder, optimizer=self.optimizer, extra=self.extra)
+
+
+MESHES = [{"t": 2, "p": 2, "d": 2}, {"d": 2, "zero": 1}]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_resumed_is_the_run_that_went_on(tmp_path: Path, mesh: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    whole = Run(**mesh)
+    whole.train(7)
+    whole.save(tmp_path / "saved")
+    whole.train(13)
+    resumed = Run(**mesh)
+    torch.manual_seed(9)
+    random.seed(9)
+    resumed.load(tmp_path / "saved")
+    resumed.train(13)
+    assert resumed.losses == whole.losses[7:]
+    assert resumed.noise == whole.noise[7:]
+    assert_same(state_of(resumed.pm, resumed.optimizer), state_of(whole.pm, whole.optimizer))
+    assert resumed.scheduler.get_last_lr() == whole.scheduler.get_last_lr()
+    whole.pm.close()
+    resumed.pm.close()
+
+
+class Noisy(nn.Module):
+    """A persistent buffer that a user sets, which the loss depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(8))
+        self.register_buffer("empty", torch.ones(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.head(x) * self.scale).square().mean()
+
+
+def test_buffers_come_back(tmp_path: Path) -> None:
+    x = torch.randn(4, 8)
+    pm = autoptd.parallelize(Noisy(), t=2, example_inputs=(x,), backend="local")
+    state = pm.state_dict()
+    pm.load_state_dict({**state, "scale": torch.arange(8.0)})
+    loss = pm.step(x)
+    pm.save(tmp_path / "saved")
+    pm.load_state_dict(state)
+    assert pm.step(x) != loss
+    pm.load(tmp_path / "saved")
+    assert torch.equal(pm.state_dict()["scale"], torch.arange(8.0))
+    assert pm.step(x) == loss
+    pm.close()
+
+
+def test_an_optimizer_that_has_not_stepped_yet(tmp_path: Path) -> None:
+    """And one of some parameters: there is no state of the others, and loading takes away what was there."""
+    pm = running(t=2)[0]
+    optimizer = pm.optimizer(torch.optim.AdamW, [{"params": ["*.bias"]}, {"params": "*wte*", "lr": 3.0}])
+    pm.save(tmp_path / "saved", optimizer=optimizer)
+    expected = state_of(pm, optimizer)
+    pm.step(*Rows().__iter__().__next__())
+    optimizer.step()
+    optimizer.param_groups[1]["lr"] = 7.0
+    pm.load(tmp_path / "saved", optimizer=optimizer)
+    assert_same(state_of(pm, optimizer), expected)
+    assert optimizer.param_groups[1]["lr"] == 3.0
+    pm.close()
+
+
+def test_replicas_with_positions_of_their_own() -> None:
+    """Their states are kept one by one, and only as many replicas take them up."""
+    from autoptd.runtime.checkpoint.extra import Place, check_extra, merged, own_state, read_extra, restore
+
+    places = []
+    for at in (0, 8):
+        loader = Rows()
+        loader.at = at
+        places.append(own_state({"loader": loader, "same": Rows()}, torch.device("cpu")))
+    content = read_extra(merged(places, [0, 1]), "extra.pt")
+    assert len(content["extra"]["loader"]) == 2 and len(content["extra"]["same"]) == 1
+    loader = Rows()
+    with pytest.raises(PlanError, match="2 replicas were at places of their own, and there are 4 now"):
+        check_extra(content, {"loader": loader}, Place(0, 4, 0, 4))
+    check_extra(content, {"same": loader}, Place(0, 4, 0, 4))
+    restore(content, {"loader": loader}, Place(1, 2, 1, 2), torch.device("cpu"))
+    assert loader.at == 8
+    with pytest.warns(UserWarning, match="2 processes had random numbers of their own, and there are 4 now"):
+        restore(content, {"same": loader}, Place(0, 4, 0, 4), torch.device("cpu"))
