@@ -22,9 +22,10 @@ from autoptd.ir.mesh import DEGREES
 from autoptd.runtime import check_state
 from autoptd.runtime.checkpoint import check
 from autoptd.runtime.checkpoint.extra import Place, check_extra, own_state, read_extra, restore
+from autoptd.runtime.checkpoint.foreign import open_any
 from autoptd.runtime.checkpoint.groups import check_optimizer, group_objects, optimizer_record, set_groups
 from autoptd.runtime.checkpoint.manifest import EXTRA, read_checked
-from autoptd.runtime.checkpoint.read import Checkpoint, open_checkpoint
+from autoptd.runtime.checkpoint.read import Checkpoint
 from autoptd.runtime.checkpoint.restore import Restoration, agree
 from autoptd.runtime.checkpoint.save import Contents, about_model, save_rank, tied_names
 from autoptd.runtime.full_values import check_loaded, gather_gradients, gather_parameters, load_parameters
@@ -157,7 +158,8 @@ class StatefulModel(StartedModel):
         self, folder: Path, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any], strict: bool
     ) -> Opened:
         """Open a checkpoint and check it against the model, the optimizer, and `extra`."""
-        checkpoint = open_checkpoint(folder)
+        tied = [spec.aliases for spec in self.program.params if len(spec.aliases) > 1]
+        checkpoint = open_any(folder).named(tied)
         manifest = checkpoint.manifest
         names = check.check_model(checkpoint, self.program, self._buffers.values, strict)
         saved = manifest.optimizer
@@ -165,12 +167,13 @@ class StatefulModel(StartedModel):
             if saved is None:
                 fact = f"{checkpoint.path} has no state of an optimizer"
                 raise PlanError(LOAD, fact, "pm.load(folder) without optimizer=, to go on with a new one")
-            check.check_state(manifest)
+            check.check_state(self.program, manifest)
             check_optimizer(self._own(optimizer, LOAD), saved, strict)
         elif saved is not None and strict:
             fact = f"{checkpoint.path} has the state of a {saved['class']}, which would be lost"
             raise PlanError(LOAD, fact, "optimizer=pm.optimizer(...); or strict=False for the weights alone")
-        content: Mapping[str, Any] = {"extra": {}, "random": []}
+        # Another program's has neither.
+        content: Mapping[str, Any] = {"extra": {}, "random": None}
         if EXTRA in manifest.files:
             data = read_checked(checkpoint.path, manifest, EXTRA)
             content = read_extra(data, str(checkpoint.path / EXTRA))
@@ -212,7 +215,7 @@ class StatefulModel(StartedModel):
         if isinstance(optimizer, NamedOptimizer) and manifest.optimizer is not None:
             set_groups(optimizer, manifest.optimizer)
         for rank in ranks.here:
-            rank.executor.steps = int(manifest.about.get("steps", 0))
+            rank.executor.steps = int(manifest.about.get("steps", rank.executor.steps))
         self._losses.clear()
         self._losses.extend(
             torch.tensor(loss, dtype=torch.float64) for loss in manifest.about.get("losses", ())

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from torch import nn
 
 import autoptd
 from autoptd.errors import PlanError, RuntimeFault
+from tests.checkpoint.damage import edit
 from tests.checkpoint.models import assert_same, running, state_of, tied_gpt, train
 from tests.parity.models import gpt
 
@@ -41,16 +40,6 @@ def written(model: Running, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(written: Path, tmp_path: Path) -> Path:
     """A checkpoint of its own, for a test to damage."""
     return Path(shutil.copytree(written, tmp_path / "saved"))
-
-
-def edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the manifest, with a CRC32 that fits."""
-    path = folder / "checkpoint.json"
-    record = json.loads(path.read_text())
-    del record["crc32"]
-    change(record)
-    body = json.dumps(record)[1:] + "\n"
-    path.write_text(f'{{"crc32": {zlib.crc32(body.encode())},\n{body}')
 
 
 def refused(

@@ -32,7 +32,7 @@ def check_model(
     manifest = checkpoint.manifest
     own = {name for spec in program.params for name in spec.aliases} | buffers.keys()
     filled = {spec.name for spec in program.params if math.prod(spec.shape)} | buffers.keys()
-    missing = sorted(filled - checkpoint.names.keys())
+    missing = sorted(name for name in filled if fqn(name, "") not in manifest.tensors)
     unexpected = sorted(checkpoint.names.keys() - own)
     findings = []
     if strict and missing:
@@ -114,12 +114,15 @@ def check_seed(program: Program, manifest: Manifest, strict: bool) -> None:
         raise PlanError(SITE, fact, f"parallelize(..., seed={seed}); or strict=False")
 
 
-def check_state(manifest: Manifest) -> None:
+def check_state(program: Program, manifest: Manifest) -> None:
     """Raise PlanError where parameters of the optimizer have neither a state nor a note that they had none."""
     record = manifest.optimizer or {}
-    known = {*manifest.state, *manifest.values, *record.get("stateless", ())}
+    known = {*manifest.state, *manifest.values}
+    # Frozen ones never have one; without any, it was saved before its first step, or needs none.
+    frozen = {spec.name for spec in program.params if not spec.requires_grad}
     names = [name for group in record.get("groups", ()) for name in group["params"]]
-    if lost := [name for name in names if name not in known]:
+    lost = [name for name in names if name not in known | frozen | {*record.get("stateless", ())}]
+    if known and lost:
         fact = f"has no optimizer state of {some(lost)}, and of others it has"
         raise PlanError(SITE, fact, "another checkpoint; or load without optimizer=, and strict=False")
 

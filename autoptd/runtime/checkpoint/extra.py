@@ -133,6 +133,8 @@ def restore(content: Mapping[str, Any], extra: Mapping[str, Any], place: Place, 
         versions = content["extra"][name]
         item.load_state_dict(versions[place.replica % len(versions)])
     saved = content["random"]
+    if saved is None:
+        return
     if len(saved) == place.processes:
         set_random_state(saved[place.process], device)
     else:

@@ -53,7 +53,8 @@ def group_objects(optimizer: NamedOptimizer) -> dict[str, Any]:
 
 def check_optimizer(optimizer: NamedOptimizer, record: Mapping[str, Any], strict: bool) -> None:
     """Raise PlanError unless the optimizer is of the class that was saved, with the same parameters in its groups."""
-    if strict and record["class"] != class_name(optimizer):
+    # None: another program's, which did not say.
+    if strict and record["class"] not in (None, class_name(optimizer)):
         fact = f"has the state of a {record['class']}, and is loaded into a {class_name(optimizer)}"
         remedy = f"pm.optimizer(torch.optim.{record['class']}, ...); or strict=False, which takes what fits"
         raise PlanError(SITE, fact, remedy)

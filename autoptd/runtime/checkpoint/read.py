@@ -15,10 +15,10 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,6 +32,7 @@ from autoptd.runtime.checkpoint.manifest import (
     Manifest,
     TensorRecord,
     check_files,
+    fqn,
     read_checked,
     read_manifest,
 )
@@ -87,6 +88,30 @@ class Checkpoint:
     def reader(self) -> Reader:
         return Reader(self)
 
+    def named(self, tied: Iterable[Sequence[str]]) -> Checkpoint:
+        """Return the checkpoint under the first ones of a model's names: others may have chosen another one."""
+        tensors, names = dict(self.manifest.tensors), dict(self.names)
+        renamed: dict[str, str] = {}
+        for first, *others in tied:
+            known = next((name for name in (first, *others) if name in names), None)
+            if known is not None:
+                tensors[MODEL + first] = tensors[names[known]]
+                # Copies under other names are not read.
+                names |= dict.fromkeys((first, *others), MODEL + first)
+            renamed |= dict.fromkeys(others, first)
+        state, values = dict(self.manifest.state), dict(self.manifest.values)
+        for name in renamed.keys() & state.keys():
+            state[renamed[name]] = keys = state.pop(name)
+            for key in keys:
+                tensors[fqn(renamed[name], key)] = tensors[fqn(name, key)]
+        for name in renamed.keys() & values.keys():
+            values[renamed[name]] = values.pop(name)
+        about = dict(self.manifest.about)
+        if (record := about.get("optimizer")) is not None:
+            about["optimizer"] = {**record, "groups": renamed_groups(record["groups"], renamed)}
+        manifest = replace(self.manifest, about=about, tensors=tensors, state=state, values=values)
+        return replace(self, manifest=manifest, names=names)
+
     def fingerprint(self) -> str:
         """Return a hash that differs where the files do."""
         return f"{zlib.crc32(self.manifest.text()):08x}"
@@ -96,6 +121,15 @@ class Checkpoint:
             f"found another checkpoint in {str(self.path)!r} than rank 0",
             "give every node the same folder",
         )
+
+
+def renamed_groups(groups: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer with other names of some parameters, each once."""
+    found = []
+    for group in groups:
+        params = dict.fromkeys(names.get(name, name) for name in group["params"])
+        found.append({**group, "params": list(params)})
+    return found
 
 
 def entry_of(record: TensorRecord) -> Entry:
@@ -176,11 +210,10 @@ class Reader:
         record = self._tensors[want.fqn]
         dtype = dtype_of(record.dtype)
         for chunk in record.chunks:
-            begin = tuple(map(max, chunk.offsets, want.offsets))
-            end = tuple(map(min, ends_of(chunk.offsets, chunk.sizes), ends_of(want.offsets, want.sizes)))
-            sizes = tuple(stop - first for first, stop in zip(begin, end, strict=True))
-            if min(sizes, default=1) <= 0:
+            found = common(chunk, want)
+            if found is None:
                 continue
+            begin, sizes = found
             into = want.into
             for dim, size in enumerate(sizes):
                 into = into.narrow(dim, begin[dim] - want.offsets[dim], size)
@@ -226,6 +259,14 @@ class Reader:
 
 
 REMEDY = "load the checkpoint before it"
+
+
+def common(chunk: Chunk, want: Want) -> tuple[Sizes, Sizes] | None:
+    """Return (offsets, sizes) of what a chunk has of a wanted rectangle; None where that is nothing."""
+    begin = tuple(map(max, chunk.offsets, want.offsets))
+    end = tuple(map(min, ends_of(chunk.offsets, chunk.sizes), ends_of(want.offsets, want.sizes)))
+    sizes = tuple(stop - first for first, stop in zip(begin, end, strict=True))
+    return (begin, sizes) if min(sizes, default=1) > 0 else None
 
 
 def ends_of(offsets: Sizes, sizes: Sizes) -> Sizes:

@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 
@@ -143,9 +143,9 @@ class _Window(io.RawIOBase):
         return len(data)
 
 
-def window(descriptor: int, start: int, nbytes: int) -> io.RawIOBase:
+def window(descriptor: int, start: int, nbytes: int) -> IO[bytes]:
     """Return `nbytes` of a file from `start` on as a file of their own."""
-    return _Window(descriptor, start, nbytes)
+    return cast(IO[bytes], _Window(descriptor, start, nbytes))
 
 
 def data_offset(descriptor: int, start: int, nbytes: int) -> int:
