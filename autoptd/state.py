@@ -29,7 +29,7 @@ from autoptd.runtime.checkpoint.read import Checkpoint
 from autoptd.runtime.checkpoint.restore import Restoration, agree
 from autoptd.runtime.checkpoint.save import Contents, about_model, save_rank, tied_names
 from autoptd.runtime.full_values import check_loaded, gather_gradients, gather_parameters, load_parameters
-from autoptd.runtime.launch import Rank, RunningRanks, check_same_folder
+from autoptd.runtime.launch import Rank, RunningRanks, check_same_source
 from autoptd.runtime.model_buffers import LOAD_THEM_BEFORE, copy_buffers
 from autoptd.runtime.optimizer import NamedOptimizer
 from autoptd.runtime.save_pretrained import contents_of, parse_size, save_folder
@@ -334,7 +334,7 @@ def attempted(act: Callable[[], Any]) -> Callable[[], Any]:
 
 def check_same(rank: Rank, checkpoint: Checkpoint) -> None:
     """Raise RuntimeFault on all ranks unless all see the same checkpoint."""
-    check_same_folder(checkpoint, rank.world)  # type: ignore[arg-type]
+    check_same_source(checkpoint, rank.world)  # type: ignore[arg-type]
 
 
 __all__ = ["LoadResult", "StatefulModel"]

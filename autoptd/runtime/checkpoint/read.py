@@ -116,7 +116,10 @@ class Checkpoint:
         """Return a hash that differs where the files do."""
         return f"{zlib.crc32(self.manifest.text()):08x}"
 
-    def difference(self) -> tuple[str, str]:
+    def parts(self) -> dict[str, str]:
+        return {str(self.path): self.fingerprint()}
+
+    def difference(self, names: list[str]) -> tuple[str, str]:
         return (
             f"found another checkpoint in {str(self.path)!r} than rank 0",
             "give every node the same folder",
