@@ -62,7 +62,7 @@ def peak_memory(program: Program) -> tuple[Peak, ...]:
 
 def _peak(program: Program, place: int) -> Peak:
     """Rehearse the first rank at a place in the pipeline."""
-    rank, live = program.mesh.ranks_at(place)[0], LiveBytes()
+    rank, live = program.mesh.ranks_at(place)[0], _LiveOnMeta()
     with live, unguarded():
         world = ShapeWorld(rank, program.mesh)
         params = RankParameters(program, world, _Shapes(program.params))
@@ -103,9 +103,6 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            # A number that Python reads.
-            return torch.zeros((), dtype=args[0].dtype, device="cpu").item()
         made = func(*args, **(kwargs or {}))
         for x in tree_leaves(made):
             if isinstance(x, torch.Tensor):
@@ -126,6 +123,20 @@ class LiveBytes(TorchDispatchMode):
         self._alive[key] = weakref.ref(storage, end)
         self.now += nbytes
         self.most = max(self.most, self.now)
+
+
+class _LiveOnMeta(LiveBytes):
+    """The same, where all tensors are on the meta device, those included that a model makes on a device that it names."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            # A number that Python reads.
+            return torch.zeros((), dtype=args[0].dtype, device="cpu").item()
+        if any(arg.name == "device" for arg in func._schema.arguments):
+            kwargs = {**(kwargs or {}), "device": torch.device("meta")}
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class _Watch:

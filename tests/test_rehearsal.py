@@ -9,7 +9,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import autoptd
 from autoptd.ir.actions import Action
@@ -119,6 +120,20 @@ def test_what_is_kept_too_long_shows() -> None:
 
     with mock.patch.object(Executor, "_backward", backward):
         assert measured_peak(program, 1, asked) > 1.01 * peaks[1].nbytes
+
+
+def test_tensors_that_a_model_makes_itself() -> None:
+    """On a device of their own, and read by Python."""
+
+    def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
+        weight = torch.linspace(0.2, 1.2, VOCAB)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), weight=weight, ignore_index=-100)
+
+    net = nn.Sequential(nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB))
+    call = dict(zip(("input", "targets"), batch(), strict=True))
+    program = autoptd.compile(net, num_microbatches=2, loss_fn=loss_fn, example_inputs=call)
+    (peak,) = autoptd.peak_memory(program)
+    assert peak.nbytes > program.costs.cut.rank_bytes[0]
 
 
 def test_memory_is_a_promise() -> None:
