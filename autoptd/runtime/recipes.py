@@ -13,6 +13,7 @@ among that tensor's draws. So all ranks draw the same, and what is added to a mo
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -27,8 +28,8 @@ from autoptd.runtime.recording import Recording
 from autoptd.runtime.replay import Replay, seed_of
 from autoptd.runtime.tape import Constant, Place, Tape
 
-# Ranks that are threads ask for the same tensors at about the same time.
-WHOLE_TENSORS = 2
+# Of whole tensors that stay: ranks that are threads ask for the same ones at about the same time.
+KEPT_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,10 @@ class Recipes:
         """Make a tensor, which belongs to everybody who asks for it: one thread at a time makes one."""
         with self._lock:
             if name not in self._whole:
-                while len(self._whole) >= WHOLE_TENSORS:
+                entry = self.entries[name]
+                size = math.prod(entry.shape) * entry.dtype.itemsize
+                # Before the next one is made: a large one is never held beside another.
+                while self._whole and sum(x.nbytes for x in self._whole.values()) + size > KEPT_BYTES:
                     self._whole.popitem(last=False)
                 self._whole[name] = self._make([name])[0]
             return self._whole[name]

@@ -73,11 +73,23 @@ def test_rows_are_those_of_the_whole() -> None:
     assert reader.whole("layer.weight").abs().sum() > 0, "each gets memory of its own"
 
 
-def test_two_whole_tensors_are_kept_at_most() -> None:
-    source = recipes(lambda m: setattr(m, "layers", nn.ModuleList(nn.Linear(3, 3) for _ in range(4))))
+def test_a_large_tensor_is_never_held_beside_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoptd.runtime.recipes.KEPT_BYTES", 100)
+    # Of 64 bytes each, and biases of 16.
+    source = recipes(lambda m: setattr(m, "layers", nn.ModuleList(nn.Linear(4, 4) for _ in range(4))))
+    replay = next(iter(source._replay_of.values()))
+    make, held = replay.make, []
+
+    def noting(places: Any) -> list[Tensor]:
+        made = make(places)
+        held.append(sum(x.nbytes for x in [*made, *source._whole.values()]))
+        return made
+
+    monkeypatch.setattr(replay, "make", noting)
     for name in source.entries:
         source.reader().whole(name)
-        assert len(source._whole) <= 2
+        source.reader().whole(name)
+    assert len(held) == 8 and max(held) <= 100
 
 
 @pytest.mark.parametrize("order", [False, True])
