@@ -334,7 +334,7 @@ def attempted(act: Callable[[], Any]) -> Callable[[], Any]:
 
 def check_same(rank: Rank, checkpoint: Checkpoint) -> None:
     """Raise RuntimeFault on all ranks unless all see the same checkpoint."""
-    check_same_source(checkpoint, rank.world)  # type: ignore[arg-type]
+    check_same_source(checkpoint, rank.world)
 
 
 __all__ = ["LoadResult", "StatefulModel"]

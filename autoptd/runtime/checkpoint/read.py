@@ -117,7 +117,7 @@ class Checkpoint:
         return f"{zlib.crc32(self.manifest.text()):08x}"
 
     def parts(self) -> dict[str, str]:
-        return {str(self.path): self.fingerprint()}
+        return {"checkpoint.json": self.fingerprint()}
 
     def difference(self, names: list[str]) -> tuple[str, str]:
         return (
