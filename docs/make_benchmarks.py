@@ -192,6 +192,22 @@ def _schedules(found: Found) -> list[str]:
     ]
 
 
+def _initial(found: Found) -> list[str]:
+    made, rows = found["record"], []
+    seconds = [f"{made[name]:.2f}" for name in ("record s", "seeds s", "hash s")]
+    row = [f"{made['parameters'] / 1e12:.3f}T", made["operators"], *seconds]
+    header = ["parameters", "operators", "record, s", "seeds, s", "hash, s", "peak, GiB", "of it torch"]
+    first = _table(header, [[*row, *(f"{made[name] / 2**30:.2f}" for name in ("peak bytes", "torch bytes"))]])
+    for one in found["ranks"]:
+        sizes = [one[f"{name} bytes"] / 2**30 for name in ("slices", "largest", "compiled", "peak", "bound")]
+        size = f"{one['parameters'] / 1e9:.2f}B, {one['case']} of 64"
+        rows.append(
+            [size, *(f"{x:.2f}" for x in sizes), f"{one['drawn'] / 1e6:.0f}", f"{one['seconds']:.1f}"]
+        )
+    header = ["", "slices, GiB", "largest parameter", "compiled", "peak", "bound", "million drawn", "seconds"]
+    return [first, _table(header, rows)]
+
+
 def _plans(found: Found) -> list[str]:
     header = ["model", "t", "tokens", "sequence parallel", "parameters", "forward", "backward", "Megatron"]
     header += ["layer, us", "Megatron's, us", "microbatch, ms", "kept, MiB"]
@@ -242,6 +258,7 @@ TABLES: dict[str, Callable[[Found], list[str]]] = {
     "schedules": _schedules,
     "plans": _plans,
     "registers": _registers,
+    "initial": _initial,
 }
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,8 +18,11 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.cli import main
+from autoptd.deferred import named_tensors
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
+from autoptd.runtime.launch import check_same_source
+from autoptd.runtime.recipes import Recipes
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Communicators, World
 from examples.gpt import GPT, GPTConfig
@@ -270,6 +274,27 @@ def _hang(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
         return refusal(lambda: run_ranks(ThreadWorld(Mesh(t=2, p=2), communicators, timeout=0.3), body))
     finally:
         leave.set()
+
+
+@shows("docs/howto/huge-models.md", "RuntimeFault: rank 0")
+def _other_initial_values(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    sources = []
+    for rank in range(2):
+        numpy.random.seed(rank)
+        with autoptd.deferred():
+            model = nn.ModuleDict({"head": nn.Linear(4, 4)})
+            model["head"].bias.data.copy_(torch.from_numpy(numpy.random.rand(4)))
+        sources.append(Recipes(named_tensors(model)))
+    return refusal(
+        lambda: run_ranks(ThreadWorld(Mesh(d=2)), lambda world: check_same_source(sources[world.rank], world))
+    )
+
+
+@shows("docs/howto/huge-models.md", "PlanError: model")
+def _on_meta(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    with torch.device("meta"):
+        model = GPT(GPTConfig())
+    return refusal(lambda: autoptd.parallelize(model, t=2, backend="local", example_inputs=gpt_batch()))
 
 
 MEASURED = {  # (page, the words a block begins with): numbers of the machine, not compared

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ def train(asked: Namespace) -> int:
     torch.manual_seed(seed)
     subject = find_model(asked.model, read_pairs("set", asked.set))
     options = make_options(**keywords)
-    with activity(f"building {asked.model}"):
+    building = autoptd.deferred(seed) if asked.deferred else nullcontext()
+    with activity(f"building {asked.model}"), building:
         model, given = make_with_weights(subject, asked.dtype)
     if given is not None:
         fact = "its factory brings a batch of its own: text does not fit it"

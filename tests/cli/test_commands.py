@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+import autoptd
 from autoptd.cli import main
 from autoptd.cli.data import batches, load_tokens
 from autoptd.cli.programs import _fallbacks
 from autoptd.runtime import standalone
 from autoptd.runtime.standalone import check_stage
+from examples.gpt import make_gpt
 from tests.viz.programs import deep
 
 GPT = "examples/gpt.py:make_gpt --set n_layer=2 --set n_embd=16 --set n_head=2 --seq 8".split()
@@ -216,3 +218,15 @@ def test_what_all_ranks_would_say_is_said_once(
     assert main(["train", *GPT, "--t", "4", "--steps", "1"]) == 2
     said = capsys.readouterr().err
     assert ("PlanError: world size 2" in said) == (local_rank == "0") and (local_rank == "0" or not said)
+
+
+def test_train_of_a_deferred_model_begins_with_its_weights(tmp_path: Path) -> None:
+    with autoptd.deferred(3):
+        model = make_gpt(n_layer=2)
+    x, y = next(batches(load_tokens(None), 4, 8, 1, 3))
+    with torch.no_grad():
+        wanted = float(autoptd.materialize(model)(x, y)[1])
+    run = "train examples/gpt.py:make_gpt --set n_layer=2 --t 2 --backend local --steps 1 --batch 4 --seq 8 --seed 3"
+    assert main([*run.split(), "--deferred", "--log", str(tmp_path / "run.jsonl")]) == 0
+    log = json.loads((tmp_path / "run.jsonl").read_text().splitlines()[0])
+    assert log["loss"] == pytest.approx(wanted, rel=1e-5)
