@@ -40,7 +40,8 @@ from autoptd.runtime.checkpoint.write import crc_file
 from autoptd.runtime.parameters import dtype_of
 
 # Bytes that are read at once, and between two parts that are read together.
-MOST_BYTES, GAP_BYTES = 64 << 20, 64 << 10
+MOST_BYTES, GAP_BYTES = 32 << 20, 64 << 10
+SCRATCH_BYTES = MOST_BYTES + 2 * BLOCK_BYTES
 
 
 class Want(NamedTuple):
@@ -158,8 +159,11 @@ class Reader:
         self._tensors = checkpoint.manifest.tensors
         self.nbytes = 0
         self._crcs: dict[str, memoryview] = {}
-        # What was read last: the file, its first byte there, and the bytes.
-        self._last = ("", 0, memoryview(b""))
+        # Blocks that were read last: the file, the first byte there, and how many bytes of `_scratch` they are.
+        self._last = ("", 0, 0)
+        # Kept for all that is read: memory of many sizes that is freed again is not all given back.
+        self._scratch = bytearray(0)
+        self._aligned = torch.empty(0, dtype=torch.uint8)
 
     def fill(self, wants: Iterable[Want]) -> None:
         """Fill the tensors of `wants`; RuntimeFault where a block was changed, or a file cannot be read."""
@@ -170,11 +174,12 @@ class Reader:
                 if tile.file not in descriptors:
                     path = self._checkpoint.path / tile.file
                     descriptors[tile.file] = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-                copy_tile(tile, self._bytes(descriptors[tile.file], tile))
+                self._copy(tile, self._bytes(descriptors[tile.file], tile))
         except OSError as error:
             raise RuntimeFault(str(self._checkpoint.path), f"cannot be read: {error}", REMEDY) from error
         finally:
-            self._last = ("", 0, memoryview(b""))
+            self._last = ("", 0, 0)
+            self._scratch, self._aligned = bytearray(0), self._aligned[:0].clone()
             for descriptor in descriptors.values():
                 os.close(descriptor)
 
@@ -227,16 +232,28 @@ class Reader:
         first = tile.start // BLOCK_BYTES * BLOCK_BYTES
         size: int = self._checkpoint.manifest.files[tile.file]["bytes"]
         end = min(-(-tile.end // BLOCK_BYTES) * BLOCK_BYTES, size)
-        file, begin, known = self._last
+        file, begin, count = self._last
+        if len(self._scratch) < end - first:
+            self._scratch, count = bytearray(max(end - first, SCRATCH_BYTES)), 0
+        known = memoryview(self._scratch)
         # Tiles come in the order of the file: the next one may begin in a block that was read for the last one.
-        kept = known[first - begin :] if file == tile.file and first >= begin else known[:0]
-        if first + len(kept) < end:
-            data = memoryview(bytearray(end - first))
-            data[: len(kept)] = kept
-            self._read(descriptor, tile, first + len(kept), data[len(kept) :])
-            self._last = (tile.file, first, data)
-        _, begin, known = self._last
+        kept = begin + count - first if file == tile.file and begin <= first < begin + count else 0
+        if first + kept < end:
+            known[:kept] = known[first - begin : first - begin + kept]
+            self._read(descriptor, tile, first + kept, known[kept : end - first])
+            begin = first
+            self._last = (tile.file, begin, end - first)
         return known[tile.start - begin : tile.end - begin]
+
+    @torch.no_grad()
+    def _copy(self, tile: Tile, data: memoryview) -> None:
+        """Copy the elements of a tile to where they go."""
+        if self._aligned.numel() < len(data):
+            self._aligned = torch.empty(max(len(data), SCRATCH_BYTES), dtype=torch.uint8)
+        # The elements of a file may begin at any byte, and those of a tensor may not.
+        raw = self._aligned[: len(data)]
+        raw.copy_(torch.frombuffer(data, dtype=torch.uint8))
+        tile.into.copy_(raw.view(tile.dtype).as_strided(tile.into.shape, tile.strides))
 
     def _read(self, descriptor: int, tile: Tile, start: int, into: memoryview) -> None:
         """Read blocks from byte `start` on, and check them."""
@@ -321,14 +338,6 @@ def _split(
     for row in range(0, into.shape[dim], count):
         part = into.narrow(dim, row, min(count, into.shape[dim] - row))
         yield from _split(fqn, file, start + row * width, strides, part, dtype)
-
-
-@torch.no_grad()
-def copy_tile(tile: Tile, data: memoryview) -> None:
-    """Copy the elements of a tile to where they go."""
-    # Cloned, because the elements of a file may begin at any byte, and those of a tensor may not.
-    raw = torch.frombuffer(data, dtype=torch.uint8).clone().view(tile.dtype)
-    tile.into.copy_(raw.as_strided(tile.into.shape, tile.strides))
 
 
 def verify_files(checkpoint: Checkpoint) -> list[str]:

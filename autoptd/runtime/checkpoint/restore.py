@@ -31,8 +31,8 @@ from autoptd.runtime.parameters import RankParameters, dtype_of, owners
 from autoptd.runtime.storage import alias
 from autoptd.runtime.world.world import World
 
-# Bytes of a tensor that are handed on at once.
-MOST_BYTES = 64 << 20
+# Bytes of a tensor that are handed on at once: the host gives back small memory that is freed, and keeps larger.
+MOST_BYTES = 4 << 20
 Result = TypeVar("Result")
 OptimizerState = MutableMapping[torch.Tensor, dict[str, Any]]
 

@@ -1,0 +1,26 @@
+"""Checkpoints of real processes over gloo: resumed to the bit, read by another mesh, and errors that all ranks share."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.processes.test_processes import finish, start
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.thorough)])
+def test_processes_save_and_resume(tmp_path: Path, ranks: int) -> None:
+    script = str(Path(__file__).parent / "save_and_resume.py")
+    results = finish(start(script, ranks, str(tmp_path)), timeout=240)
+    assert [code for code, _, _ in results] == [0] * ranks, "\n".join(err[-2000:] for _, _, err in results)
+    told = json.loads(results[0][1].splitlines()[-1])
+    went_on, resumed, other = told["losses"]
+    assert resumed == went_on
+    assert max(abs(one - two) for one, two in zip(other, went_on, strict=True)) <= 1e-12
+    differs, none, changed = told["errors"]
+    assert "got the folder" in differs and "there is no such folder" in none
+    assert "__3_0.distcp" in changed and "was changed after it was written" in changed
