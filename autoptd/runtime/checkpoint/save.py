@@ -13,6 +13,7 @@ They communicate through the folder alone; `save_rank` adds the collectives by w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -98,14 +99,16 @@ def save_rank(
     token, first = world.everyone().gather_objects((new_token(), str(folder)), SITE)[0]
     contents, own = agree(world, SITE, partial(_prepared, prepare, folder, first))
     part = part_of(folder, token)
+    agree(world, SITE, partial(begin, folder, token) if world.rank == 0 else _nothing)
     try:
-        agree(world, SITE, partial(begin, folder, token) if world.rank == 0 else _nothing)
         agree(world, SITE, lambda: _write(part, params, contents))
         agree_on_commit(world, part, folder, contents, own)
     except BaseException:
         # Nobody is writing any more: all ranks took part in the call that failed.
         if world.rank == 0:
-            remove_folder(part)
+            # What fails here as well is the error's consequence: it is left for the next save to remove.
+            with suppress(OSError):
+                remove_folder(part)
         raise
 
 
