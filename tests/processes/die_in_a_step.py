@@ -1,9 +1,11 @@
 """Kill a rank in the middle of a step, once for every case given, and print as JSON how each of the other ranks ended.
 
+Or stop it by SIGSTOP: its connections stay open, and where it hosts the store that answers no more.
+
 Ranks are real processes over gloo. They are forked here: torch is imported once, and a mesh compiled once for all its cases,
 which run side by side. `seconds` are those that a rank lived on after the kill.
 
-    python die_in_a_step.py '[[{"p": 2}, 1, "B1.1"], [{"p": 2}, 0, "SEND_F0.2>1"]]'
+    python die_in_a_step.py '[[{"p": 2}, 1, "B1.1", "SIGKILL"], [{"p": 2}, 0, "SEND_F0.2>1", "SIGSTOP"]]'
     # [{"0": {"code": 1, "seconds": 2.7, "error": "RuntimeFault: ..."}}, {"1": ...}]
 """
 
@@ -15,6 +17,7 @@ import signal
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,8 @@ from autoptd.runtime.parameters import RankParameters
 from tests.parity.models import batch, gpt
 from tests.ports import free_port
 
-TIMEOUT = 20.0
+# Seconds; of a launch in which a rank is stopped, as the others wait for as long.
+TIMEOUT, TIMEOUT_OF_STOPPED = 20.0, 6.0
 UPDATE = "update"
 Batch = tuple[torch.Tensor, ...]
 
@@ -43,15 +47,19 @@ def compiled(mesh: dict[str, Any]) -> tuple[Program, Options, Batch]:
     return compile_program(gpt(2), options, share, {}, replicas=1, check=False), options, share
 
 
-def run_rank(made: tuple[Program, Options, Batch], is_victim: bool, action: str, folder: Path) -> None:
+def run_rank(
+    made: tuple[Program, Options, Batch], is_victim: bool, action: str, how: str, folder: Path
+) -> None:
     """Two steps; the victim is killed at `action` of the second, or where it would publish an update before it."""
     program, options, share = made
+    if how == "SIGSTOP":
+        options = replace(options, timeout=TIMEOUT_OF_STOPPED)
     pm = ParallelModel(program, options, gpt(2).state_dict())
     pm.step(*share)
 
     def die(*_: object) -> None:
         (folder / "killed").write_text(str(time.monotonic()))
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.Signals[how])
 
     if action == UPDATE:
         if is_victim:
@@ -65,7 +73,7 @@ def run_rank(made: tuple[Program, Options, Batch], is_victim: bool, action: str,
 
 
 def fork_ranks(
-    made: tuple[Program, Options, Batch], victim: int, action: str, folder: Path
+    made: tuple[Program, Options, Batch], victim: int, action: str, how: str, folder: Path
 ) -> dict[int, int]:
     """Start the ranks of one case; returns rank -> process id. Each writes to `folder` when it ends, and what it raises."""
     folder.mkdir()
@@ -79,7 +87,7 @@ def fork_ranks(
             os.environ.update({key: str(value) for key, value in env.items()}, MASTER_ADDR="127.0.0.1")
             error = "none"
             try:
-                run_rank(made, rank == victim, action, folder)
+                run_rank(made, rank == victim, action, how, folder)
             except BaseException as exc:
                 error = f"{type(exc).__name__}: {exc}"
             (folder / str(rank)).write_text(f"{time.monotonic()} {error}")
@@ -92,13 +100,16 @@ def main(cases: list[Any]) -> None:
     with tempfile.TemporaryDirectory() as root:
         folders = [Path(root) / str(number) for number in range(len(cases))]
         started = [
-            fork_ranks(programs[str(mesh)], victim, action, folder)
-            for (mesh, victim, action), folder in zip(cases, folders, strict=True)
+            fork_ranks(programs[str(mesh)], victim, action, how, folder)
+            for (mesh, victim, action, how), folder in zip(cases, folders, strict=True)
         ]
         results = []
-        for (_, victim, _), folder, pids in zip(cases, folders, started, strict=True):
-            codes = {rank: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for rank, pid in pids.items()}
-            if codes.pop(victim) != -signal.SIGKILL:
+        for (_, victim, _, _), folder, pids in zip(cases, folders, started, strict=True):
+            others = {rank: pid for rank, pid in pids.items() if rank != victim}
+            codes = {rank: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for rank, pid in others.items()}
+            # One that is stopped does not end by itself; of one that ended, the code stays what it is.
+            os.kill(pids[victim], signal.SIGKILL)
+            if os.waitstatus_to_exitcode(os.waitpid(pids[victim], 0)[1]) != -signal.SIGKILL:
                 raise RuntimeError(f"rank {victim} was not killed: {(folder / str(victim)).read_text()}")
             killed = float((folder / "killed").read_text())
             ends = {rank: (folder / str(rank)).read_text().split(" ", 1) for rank in codes}

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from autoptd.ir.actions import Kind, parse
 from tests.ports import free_port
 from tests.processes import share_updates
-from tests.processes.die_in_a_step import UPDATE
+from tests.processes.die_in_a_step import TIMEOUT_OF_STOPPED, UPDATE
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -102,11 +103,8 @@ DEATHS = [  # mesh, which rank dies at which action of the step
 def test_a_rank_killed_at_any_kind_of_action_ends_the_others_and_is_named() -> None:
     """Every other rank ends before the timeout, and says who died and for what it waited itself: action and microbatch."""
     assert {parse(action).kind for _, _, action in DEATHS if action != UPDATE} == set(Kind)
-    command = [sys.executable, str(HERE / "die_in_a_step.py"), json.dumps(DEATHS)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for (mesh, victim, action), others in zip(DEATHS, json.loads(done.stdout.splitlines()[-1]), strict=True):
+    ends = ends_of_others([(*death, "SIGKILL") for death in DEATHS])
+    for (mesh, victim, action), others in zip(DEATHS, ends, strict=True):
         assert len(others) == mesh.get("p", 1) * mesh.get("d", 1) - 1
         for rank, end in others.items():
             told = f"rank {victim} killed at {action}; rank {rank} said after {end['seconds']:.1f} s:\n{end['error']}"
@@ -115,6 +113,31 @@ def test_a_rank_killed_at_any_kind_of_action_ends_the_others_and_is_named() -> N
             assert any(
                 re.search(one.replace("RANK", rank), end["error"]) for one in waits_of(mesh, action)
             ), told
+
+
+def test_where_the_host_of_the_store_is_stopped_every_rank_ends() -> None:
+    """Its connections stay open: calls of the others end by their timeout, and requests to the store never do."""
+    ends = ends_of_others([(FOUR, 0, "F0.2", "SIGSTOP"), (TWO, 0, "B0.1", "SIGSTOP")])
+    for (mesh, action), others in zip([(FOUR, "F0.2"), (TWO, "B0.1")], ends, strict=True):
+        assert len(others) == mesh["p"] * mesh.get("d", 1) - 1
+        for rank, end in others.items():
+            told = (
+                f"rank 0 stopped at {action}; rank {rank} said after {end['seconds']:.1f} s:\n{end['error']}"
+            )
+            assert end["code"] == 1 and 0 <= end["seconds"] < TIMEOUT_OF_STOPPED + 15, told
+            assert (
+                "RuntimeFault: rank" in end["error"]
+                and "the store does not answer: rank 0, or" in end["error"]
+            ), told
+
+
+def ends_of_others(cases: list[tuple[dict[str, int], int, str, str]]) -> list[dict[str, Any]]:
+    """How each rank ended but the one that `die_in_a_step.py` killed or stopped, case by case."""
+    command = [sys.executable, str(HERE / "die_in_a_step.py"), json.dumps(cases)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
 def waits_of(mesh: dict[str, int], action: str) -> list[str]:
