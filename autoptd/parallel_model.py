@@ -82,7 +82,10 @@ class ParallelModel(StatefulModel):
 
         # Outside of the step: its collectives are no part of the program, and not recorded.
         if check_copies.is_due(call, self.options.check_every):
-            ranks.unrecorded.run(check_copies.SITE, lambda rank: check_copies.check_copies(rank.params, call))
+            states = [made.state for made in self._living_optimizers()]
+            ranks.unrecorded.run(
+                check_copies.SITE, lambda rank: check_copies.check_copies(rank.params, states, call)
+            )
         with self._batch_checked(ranks, "step", call, flatten(args, kwargs)[0]):
             loss = ranks.run("step", step)
         self._losses.append(loss)
@@ -225,7 +228,7 @@ class ParallelModel(StatefulModel):
 
         `program.memory(rank)` predicts the same, for AdamW.
         """
-        optimizers = [made for ref in self._optimizers if (made := ref()) is not None]
+        optimizers = self._living_optimizers()
         return {
             rank.world.rank: count_memory(rank.params, rank.executor.__dict__.get("gradients"), optimizers)
             for rank in self._started("memory").here

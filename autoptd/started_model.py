@@ -151,6 +151,10 @@ class StartedModel:
         if self._ranks is not None:
             self._ranks.close()
 
+    def _living_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return those of the optimizers made here that the user still has."""
+        return [made for ref in self._optimizers if (made := ref()) is not None]
+
     def _running(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, RunningRanks]:
         """Return the program and its ranks; compile for this call if there is no program yet."""
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
