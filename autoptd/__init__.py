@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autoptd.api import Machine, ParallelModel, Program, compile, parallelize, verify
+    from autoptd.batches import Batches, ignore_signals
     from autoptd.deferred import deferred, materialize
     from autoptd.errors import AutoptdError, InternalError, PlanError, RuntimeFault, TraceError
     from autoptd.passes import register_rule
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 
 HOMES = {  # module -> the public names that it has
     "api": ("Machine", "ParallelModel", "Program", "compile", "parallelize", "verify"),
+    "batches": ("Batches", "ignore_signals"),
     "deferred": ("deferred", "materialize"),
     "errors": ("AutoptdError", "InternalError", "PlanError", "RuntimeFault", "TraceError"),
     "passes": ("register_rule",),
@@ -42,6 +44,7 @@ HOME_OF = {name: home for home, names in HOMES.items() for name in names}
 
 __all__ = [
     "AutoptdError",
+    "Batches",
     "InternalError",
     "Machine",
     "ParallelModel",
@@ -53,6 +56,7 @@ __all__ = [
     "compile",
     "deferred",
     "diff",
+    "ignore_signals",
     "materialize",
     "parallelize",
     "peak_memory",

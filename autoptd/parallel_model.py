@@ -117,7 +117,7 @@ class ParallelModel(StatefulModel):
 
         Set it, on all ranks, when a run is resumed.
         """
-        return self._started("steps").here[0].executor.steps
+        return 0 if self._ranks is None else self._ranks.here[0].executor.steps
 
     @steps.setter
     def steps(self, count: int) -> None:

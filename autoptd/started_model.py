@@ -146,6 +146,12 @@ class StartedModel:
         """This process's rank; the first one where they are all here."""
         return own_rank() if self._is_process else 0
 
+    @property
+    def share(self) -> tuple[int, int]:
+        """Which rows of a global batch `step` takes here: (number of the replica, how many there are); (0, 1) in local."""
+        mesh = self.options.mesh
+        return (mesh.replica_of(self._rank), mesh.replicas) if self._is_process else (0, 1)
+
     def close(self) -> None:
         """Stop the ranks (threads, or the process group if it was made here); no call may follow."""
         if self._ranks is not None:
