@@ -31,6 +31,7 @@ from autoptd.runtime.dropout import Drawing
 from autoptd.runtime.fused import Fused
 from autoptd.runtime.gradients import Gradients
 from autoptd.runtime.linear import WeightTerm
+from autoptd.runtime.losses import sum_loss
 from autoptd.runtime.messages import Messages
 from autoptd.runtime.nan import NanWatch, nan_fault
 from autoptd.runtime.parameters import RankParameters, from_rank_0, owners
@@ -376,9 +377,8 @@ class Executor:
     def _global_loss(self) -> torch.Tensor:
         """Sum the loss over replicas, and give it to all ranks in the dtype that the loss stage computes."""
         self.world.at = "loss"
+        total = sum_loss(self.world, self._loss)
         mesh = self.world.mesh
-        # Not over the axes that divide a layer's values: their ranks compute the same loss.
-        total = self.world.hops((*mesh.batch_axes, *mesh.stage_axes)).all_reduce(self._loss, "loss")
         if mesh.pipeline_ranks == 1:
             return total.to(self._seen_dtype)
         if self._loss_dtype is None:

@@ -1,13 +1,16 @@
-"""The counts that a weighted-mean loss divides by: known from the labels, before the first forward.
+"""The counts that a weighted-mean loss divides by, known from the labels, before the first forward; and the loss of all ranks.
 
-In: labels of one microbatch. Out: their count.
+In: labels of one microbatch; what a rank computed of the loss. Out: their count; the sum.
 
     count_labels(torch.tensor([3, -100, 5]), ignore_index=-100)     # tensor(2., dtype=torch.float64)
+    total = sum_loss(world, own)                                    # a collective
 """
 
 from __future__ import annotations
 
 import torch
+
+from autoptd.runtime.world.world import World
 
 
 def count_labels(
@@ -24,3 +27,18 @@ def count_labels(
     # Class 0 stands in for ignored labels, which may be out of range.
     picked = weight.detach()[torch.where(valid, targets, 0)]
     return (picked * valid).sum().double()
+
+
+def sum_loss(world: World, own: torch.Tensor) -> torch.Tensor:
+    """Return the sum of `own` (0-d, float64) over all ranks that compute a part of the loss; a collective.
+
+    Whether a rank is asked to stop (`stop.py`) travels beside it, and takes no round of its own but over tp.
+    """
+    mesh, stop = world.mesh, world.stop
+    sent = own if stop is None else torch.stack([own, stop.mine()])
+    # Not over the axes that divide a layer's values: their ranks compute the same loss.
+    total = world.hops((*mesh.batch_axes, *mesh.stage_axes)).all_reduce(sent, "loss")
+    if stop is not None:
+        total, asked = total.unbind()
+        stop.look(world.hops(mesh.value_axes).all_reduce(asked, "loss"))
+    return total

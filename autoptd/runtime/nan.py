@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from autoptd.errors import RuntimeFault
+from autoptd.runtime.host_flag import HostFlag
 
 
 class StepLoss(NamedTuple):
@@ -22,46 +23,23 @@ class StepLoss(NamedTuple):
     own: torch.Tensor
 
 
-class _Check(NamedTuple):
-    """A step's check for NaN: `flag` is in host memory, valid once the event `copied` is done (None: valid now)."""
-
-    loss: StepLoss
-    flag: torch.Tensor
-    copied: torch.cuda.Event | None
-
-
 class NanWatch:
     """The check that all ranks make at the end of every step; with `is_late`, of the step before."""
 
     def __init__(self, device: torch.device) -> None:
         self.is_late = device.type == "cuda"
-        self._pending: _Check | None = None
+        self._pending: tuple[StepLoss, HostFlag] | None = None
 
     def look(self, step: int, loss: torch.Tensor, own: torch.Tensor) -> StepLoss | None:
         """Return the step whose check is due, if its loss was NaN, else None."""
-        check: _Check | None = _start_check(StepLoss(step, own), loss.isnan())
+        check: tuple[StepLoss, HostFlag] | None = StepLoss(step, own), HostFlag(loss.isnan())
         if self.is_late:
             check, self._pending = self._pending, check
-        if check is None:
-            return None
-        if check.copied is not None:
-            check.copied.synchronize()
-        if not bool(check.flag):
+        if check is None or not check[1].read():
             return None
         # The step since then used the NaN gradients: its own check would only report the same fault again.
         self._pending = None
-        return check.loss
-
-
-def _start_check(loss: StepLoss, flag: torch.Tensor) -> _Check:
-    if not flag.is_cuda:
-        return _Check(loss, flag, None)
-    host = torch.empty((), dtype=torch.bool, pin_memory=True)
-    # Pinned memory makes the copy asynchronous.
-    host.copy_(flag, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-    return _Check(loss, host, copied)
+        return check[0]
 
 
 __all__ = ["NanWatch", "StepLoss"]
