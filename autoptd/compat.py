@@ -275,13 +275,13 @@ def _gemm_adds_to(wide: torch.dtype, narrow: torch.dtype, device: torch.device) 
 
 
 def new_group(
-    name: str, ranks: Sequence[int], backend: str, timeout: timedelta, max_ctas: int | None = None
+    name: str, ranks: Sequence[int], backend: str, timeout: timedelta, max_ctas: int | None, desc: str
 ) -> dist.ProcessGroup | None:
     """Call `dist.new_group` under a name of ours, on all ranks; None for those that are not in `ranks`.
 
     torch names a group by how many groups the process has made (or hashes that with the ranks): where one
     process has made another number of them, its name is another, and all wait for it. `max_ctas` bounds the
-    SMs that NCCL takes for the group.
+    SMs that NCCL takes for the group; the flight recorder tells `desc`.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -293,7 +293,7 @@ def new_group(
             timeout=timeout,
             backend=backend,
             pg_options=_nccl_options(backend, timeout, max_ctas),
-            group_desc=name,
+            group_desc=desc,
         )
     finally:
         c10d._process_group_name = own

@@ -208,7 +208,7 @@ def check_backend(facts: Facts, timeout: float) -> MeshReport:
     try:
         world = DistributedWorld(Mesh(), Communicators(), facts.device, timeout, facts.backend)
         # A world of one rank has no groups: made by hand, so that the backend itself runs.
-        handle = new_group("autoptd doctor", (0,), facts.backend, limit)
+        handle = new_group("autoptd doctor", (0,), facts.backend, limit, None, "autoptd doctor")
         checks = Checks(world)
         if handle is not None:
             with on_device(world.device):

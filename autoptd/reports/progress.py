@@ -37,6 +37,7 @@ from autoptd.errors import PlanError
 from autoptd.ir.machine_files import read_gpus
 from autoptd.ir.mesh import Coordinate
 from autoptd.parallel_model import ParallelModel
+from autoptd.reports.slow_ranks import SlowRanks
 from autoptd.runtime.stepclock import StepTimes
 from autoptd.started_model import is_local
 from autoptd.viz.words import bytes_text, count_text
@@ -73,6 +74,7 @@ class Progress:
         self.seconds: list[float] = []
         # Times of each rank in the last step that was measured.
         self.times: tuple[StepTimes, ...] = ()
+        self._slow = SlowRanks(pm.options.mesh)
         self._steps_begun = 0
         self._is_measured = False
         self._stream = stream if stream is not None else sys.stderr
@@ -99,6 +101,9 @@ class Progress:
         if not self._is_measured:
             return self.pm.step(*args, **kwargs)
         loss, self.times = self.pm.measured_step(*args, **kwargs)
+        # Threads share the cores of one host: who is slow changes with whom the system runs.
+        for text in () if is_local(self.pm.options) else self._slow.look(self.times):
+            self._say(text)
         return loss
 
     def add(
@@ -192,6 +197,12 @@ class Progress:
             if output is not None:
                 output.close()
         self._log = self._board = None
+
+    def _say(self, text: str) -> None:
+        """Print a line between those of the progress."""
+        if not self._is_quiet:
+            self._stream.write(f"\r\x1b[K{text}\n" if self._is_live else f"{text}\n")
+            self._stream.flush()
 
     def _print(self, record: dict[str, Any], is_last: bool = False) -> None:
         """Print a line: one that is overwritten at a terminal, else one every ten seconds."""

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from socket import gethostname
 from typing import Any, TypeVar
 
 import torch
@@ -44,6 +45,7 @@ class StepTimes:
     communication: float
     waiting: float
     peak_bytes: int
+    host: str = ""
 
 
 class _Watch:
@@ -111,7 +113,9 @@ def _times_of(world: World, watch: _Watch, spans: Sequence[Span], seconds: float
     communication = inside + watch.seconds(watch.between)
     # Spans and calls are timed at slightly different moments, so the rest may come out just below 0.
     waiting = max(0.0, seconds - compute - communication)
-    return StepTimes(world.rank, seconds, compute, communication, waiting, peak_bytes(world.device))
+    return StepTimes(
+        world.rank, seconds, compute, communication, waiting, peak_bytes(world.device), gethostname()
+    )
 
 
 @contextmanager

@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from autoptd.errors import InternalError, RuntimeFault
 from autoptd.runtime.world.pages import Pages
+from autoptd.runtime.world.recorder import Recorder
 from autoptd.runtime.world.world import World, fault_site
 
 # Seconds between two beats of a rank.
@@ -75,7 +76,9 @@ class FaultBoard:
 
     def __init__(self, store: dist.Store, world: World, *, notes_calls: bool = False) -> None:
         self._world = world
-        self._pages = Pages(_name_of_run(store), world.rank) if notes_calls else None
+        run = _name_of_run(store)
+        self._pages = Pages(run, world.rank) if notes_calls else None
+        self.recorder = Recorder(world.rank, run)
         # The last call that this rank made.
         self._last: Call | None = None
         # Whether the rank is in that call now.
@@ -147,7 +150,7 @@ class FaultBoard:
             raise InternalError(
                 fault_site(self._world.rank, self._world.at), "asks for a first fault, and none is known"
             )
-        return _as_fault(self._first, self._world, self._last)
+        return self._as_fault(self._first, self._last)
 
     def raise_first(self) -> None:
         """Raise the first fault if one is known; not again in a world that went on after it."""
@@ -197,7 +200,7 @@ class FaultBoard:
             first = self._first or first
         else:
             self._linger()
-        return _as_fault(first, self._world, call)
+        return self._as_fault(first, call)
 
     def absent(self) -> list[int]:
         """Return the ranks that have no board yet; none where the store gives no answer."""
@@ -259,6 +262,15 @@ class FaultBoard:
         else:
             # The store is gone: keep the fault for this rank.
             self._first = self._first or fault
+            self.recorder.dump()
+
+    def _as_fault(self, first: dict[str, Any], call: Call | None) -> RuntimeFault:
+        """Return the first fault as this rank shows it."""
+        fact, world = first["error"] + (f" ({first['cause']})" if first.get("cause") else ""), self._world
+        if first["rank"] != world.rank:
+            fact += f" [seen by {fault_site(world.rank, world.at)}{f' in {call}' if call else ''}]"
+        remedy = f"look at that rank's own output, or raise timeout= if it was only slow{self.recorder.hint}"
+        return RuntimeFault(fault_site(first["rank"], first["at"]), fact, remedy)
 
     def _linger(self) -> None:
         """Rank 0, which may host the store, stays until every beat thread has read the first fault."""
@@ -269,6 +281,8 @@ class FaultBoard:
         """Return whether a first fault is known."""
         if self._first is None and store.check([FIRST]) and (text := store.get(FIRST)):
             self._first = json.loads(text)
+            # Every rank's, in its own thread: also of the one that failed.
+            self.recorder.dump()
         return self._first is not None
 
     def _set_beat(self, store: dist.Store, count: int) -> None:
@@ -349,17 +363,6 @@ def _describe(ranks: Sequence[int], lasts: dict[int, tuple[str, Call | None]], w
 
 def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
-
-
-def _as_fault(first: dict[str, Any], world: World, call: Call | None) -> RuntimeFault:
-    fact = first["error"] + (f" ({first['cause']})" if first.get("cause") else "")
-    if first["rank"] != world.rank:
-        fact += f" [seen by {fault_site(world.rank, world.at)}{f' in {call}' if call else ''}]"
-    return RuntimeFault(
-        fault_site(first["rank"], first["at"]),
-        fact,
-        "look at that rank's own output, or raise timeout= if it was only slow",
-    )
 
 
 class WaitingCall:

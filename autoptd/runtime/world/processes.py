@@ -43,6 +43,7 @@ from autoptd.runtime.devices import process_device
 from autoptd.runtime.world.device_watch import PROBES, WATCHDOG_MARGIN, DeviceWatch, abort_groups
 from autoptd.runtime.world.faults import Call, FaultBoard, WaitingCall
 from autoptd.runtime.world.layouts import as_real, fresh, in_place_of, parts_first, sum_in_order
+from autoptd.runtime.world.recorder import describe, set_defaults
 from autoptd.runtime.world.rendezvous import default_backend, init_from_env
 from autoptd.runtime.world.send_watcher import SendWatcher
 from autoptd.runtime.world.world import (
@@ -83,6 +84,7 @@ class DistributedWorld(World):
             torch.cuda.set_device(target)
         self._owns_default = not dist.is_initialized()
         self._group_limit = timedelta(seconds=timeout + (WATCHDOG_MARGIN if self.backend in PROBES else 0.0))
+        set_defaults()
         if self._owns_default:
             init_from_env(self.backend, timeout, self._group_limit)
         if dist.get_world_size() != mesh.size:
@@ -98,6 +100,7 @@ class DistributedWorld(World):
         # Gloo may end a process by SIGABRT, without a word: its calls are noted where other ranks can read them.
         self.board = FaultBoard(store, self, notes_calls=self.backend == "gloo")
         self._handles: list[dist.ProcessGroup] = []
+        self.board.recorder.groups = self._handles
         self._watch: DeviceWatch | None = None
         with self.call(Call("the creation of groups", "start")):
             try:
@@ -139,14 +142,15 @@ class DistributedWorld(World):
         along_pp = set(self.mesh.groups(self.mesh.stage_axes))
         handles: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for number, ranks in enumerate(communicators.groups(self.mesh)):
-            ctas = P2P_CTAS if ranks in along_pp else None
-            if (handle := self._communicator(f"group {number}", ranks, ctas)) is not None:
+            ctas, what = P2P_CTAS if ranks in along_pp else None, describe(self.mesh, communicators, ranks)
+            if (handle := self._communicator(f"group {number}", ranks, ctas, what)) is not None:
                 handles[ranks] = handle
         down: dist.ProcessGroup | None = None
         for ranks in sorted(along_pp):
             if len(ranks) > 1:
                 # Made by all processes, also for pipelines that they are not in: those get None.
-                handle = self._communicator(f"down {ranks[0]}", ranks, P2P_CTAS)
+                what = f"{describe(self.mesh, communicators, ranks)}, downwards"
+                handle = self._communicator(f"down {ranks[0]}", ranks, P2P_CTAS, what)
                 if handle is not None:
                     down = handle
         for ranks, handle in handles.items():
@@ -174,10 +178,10 @@ class DistributedWorld(World):
             dist.recv(warm, source, group=handle)
 
     def _communicator(
-        self, what: str, ranks: tuple[int, ...], max_ctas: int | None
+        self, number: str, ranks: tuple[int, ...], max_ctas: int | None, what: str
     ) -> dist.ProcessGroup | None:
-        name = f"autoptd {self._number} {what}"
-        handle = new_group(name, ranks, self.backend, self._group_limit, max_ctas)
+        name = f"autoptd {self._number} {number}"
+        handle = new_group(name, ranks, self.backend, self._group_limit, max_ctas, what)
         if handle is not None:
             # Aborted together after a fault.
             self._handles.append(handle)
