@@ -46,7 +46,7 @@ class SlowRanks:
 
 def _sentence(slow: StepTimes, ranks: Sequence[StepTimes], usual: float) -> str:
     others = ", ".join(str(rank.rank) for rank in ranks if rank is not slow)
-    how = f"in {IN_A_ROW} measured steps in a row it computed for more than {LIMIT} times the median of the ranks with the same work"
+    how = f"in {IN_A_ROW} measured steps in a row it computed for over {LIMIT} times the median of ranks with the same work"
     now = f"now {slow.compute:.3g} s, median {usual:.3g} s; the others are {others}"
     return f"rank {slow.rank} on {slow.host} is slow: {how} ({now})"
 
