@@ -32,13 +32,13 @@ def count_labels(
 def sum_loss(world: World, own: torch.Tensor) -> torch.Tensor:
     """Return the sum of `own` (0-d, float64) over all ranks that compute a part of the loss; a collective.
 
-    Whether a rank is asked to stop (`stop.py`) travels beside it, and takes no round of its own but over tp.
+    What ranks have to tell each other (`flags.py`) travels beside it, and takes no round of its own but over tp.
     """
-    mesh, stop = world.mesh, world.stop
-    sent = own if stop is None else torch.stack([own, stop.mine()])
+    mesh, flags = world.mesh, world.flags
+    sent = own if flags is None else torch.stack([own, flags.mine()])
     # Not over the axes that divide a layer's values: their ranks compute the same loss.
     total = world.hops((*mesh.batch_axes, *mesh.stage_axes)).all_reduce(sent, "loss")
-    if stop is not None:
-        total, asked = total.unbind()
-        stop.look(world.hops(mesh.value_axes).all_reduce(asked, "loss"))
+    if flags is not None:
+        total, told = total.unbind()
+        flags.look(world.hops(mesh.value_axes).all_reduce(told, "loss"))
     return total

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from autoptd.errors import RuntimeFault
-from autoptd.runtime.host_flag import HostFlag
+from autoptd.runtime.host_value import HostValue
 
 
 class StepLoss(NamedTuple):
@@ -28,11 +28,11 @@ class NanWatch:
 
     def __init__(self, device: torch.device) -> None:
         self.is_late = device.type == "cuda"
-        self._pending: tuple[StepLoss, HostFlag] | None = None
+        self._pending: tuple[StepLoss, HostValue] | None = None
 
     def look(self, step: int, loss: torch.Tensor, own: torch.Tensor) -> StepLoss | None:
         """Return the step whose check is due, if its loss was NaN, else None."""
-        check: tuple[StepLoss, HostFlag] | None = StepLoss(step, own), HostFlag(loss.isnan())
+        check: tuple[StepLoss, HostValue] | None = StepLoss(step, own), HostValue(loss.isnan())
         if self.is_late:
             check, self._pending = self._pending, check
         if check is None or not check[1].read():

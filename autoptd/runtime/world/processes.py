@@ -123,6 +123,11 @@ class DistributedWorld(World):
         if self._watch is not None:
             self._watch.mark()
 
+    def new_store(self, name: str) -> dist.Store:
+        """Return a store of this world's, over a connection of its own: for one more thread."""
+        store = dist.PrefixStore(f"autoptd {self._number} {name}", default_store())
+        return store.clone()  # type: ignore[attr-defined, no-any-return]
+
     def close(self) -> None:
         """End the default process group if this world made it; the ranks should have finished together."""
         if self._watch is not None:

@@ -27,7 +27,7 @@ import torch
 
 from autoptd.errors import InternalError
 from autoptd.ir.mesh import MESH_AXES, Mesh
-from autoptd.runtime.stop import StopWatch
+from autoptd.runtime.flags import FlagWatch
 
 # Shape and dtype of a tensor to come.
 Like = tuple[Sequence[int], torch.dtype]
@@ -300,8 +300,8 @@ class World(ABC):
         self.coordinate = mesh.coordinate(rank)
         self.replica, self.pipeline_rank = mesh.replica_of(rank), mesh.pipeline_rank_of(rank)
         self.at = "start"
-        # While somebody wants to know of signals.
-        self.stop: StopWatch | None = None
+        # While ranks have more to tell each other than the loss.
+        self.flags: FlagWatch | None = None
         self._solo = SoloGroup(rank)
         # `group`, once asked for.
         self._along: dict[tuple[str, ...], Group] = {}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from autoptd.runtime.stop import Signals, StopWatch
+from autoptd.runtime.flags import Flags, FlagWatch, Signals
 from tests.runtime.tied_model import Case, make_batch
 from tests.test_parallel_model import parallel
 
@@ -32,8 +32,7 @@ def test_all_ranks_learn_of_it_in_the_same_step(case: Any, asked: int) -> None:
         losses = [pm.step(*batch), pm.eval_step(*batch)]
     with parallel(case) as pm:
         signals = [Signals(()) for _ in range(pm.program.mesh.size)]
-        for rank, own in zip(pm._ranks.here, signals, strict=True):
-            rank.world.stop = StopWatch(own, rank.world.device)
+        watch(pm, signals)
         assert torch.equal(pm.step(*batch), losses[0])
         assert known(pm) == {False}
         signals[asked].seen = signal.SIGTERM
@@ -46,9 +45,9 @@ def test_all_ranks_learn_of_it_in_the_same_step(case: Any, asked: int) -> None:
 def test_where_the_host_runs_ahead_it_is_known_one_step_later() -> None:
     with parallel(Case(t=2)) as pm:
         signals = [Signals(()), Signals(())]
-        for rank, own in zip(pm._ranks.here, signals, strict=True):
-            rank.world.stop = StopWatch(own, rank.world.device)
-            rank.world.stop._is_late = True
+        watch(pm, signals)
+        for rank in pm._ranks.here:
+            rank.world.flags.is_late = True
         signals[1].seen = signal.SIGTERM
         pm.step(*make_batch())
         assert known(pm) == {False}
@@ -56,8 +55,28 @@ def test_where_the_host_runs_ahead_it_is_known_one_step_later() -> None:
         assert known(pm) == {True}
 
 
+def watch(pm: Any, signals: list[Signals]) -> None:
+    """Each rank has signals of its own."""
+    for rank, own in zip(pm._ranks.here, signals, strict=True):
+        read = lambda own=own: Flags(stop=own.seen is not None)  # noqa: E731
+        rank.world.flags = FlagWatch(read, rank.world.device)
+
+
 def known(pm: Any) -> set[bool]:
-    return {rank.world.stop.is_agreed for rank in pm._ranks.here}
+    return {rank.world.flags.known.stop for rank in pm._ranks.here}
+
+
+def test_flags_are_told_apart_in_their_sum() -> None:
+    told = [Flags(stop=True), Flags(), Flags(busy=True), Flags(stop=True, busy=True)]
+    cpu = torch.device("cpu")
+    watches = [FlagWatch(lambda one=one: one, cpu) for one in told]  # type: ignore[misc]
+    watches[0].look(sum(one.mine() for one in watches))  # type: ignore[arg-type]
+    assert watches[0].known == Flags(stop=True, failed=False, busy=True)
+    # As many ranks as have ever trained together, and more.
+    watches[0].look(
+        torch.tensor(100_000.0 * int(FlagWatch(lambda: Flags(failed=True), cpu).mine()), dtype=torch.float64)
+    )
+    assert watches[0].known == Flags(failed=True)
 
 
 def test_the_handler_only_notes_the_signal_and_gives_back_what_was_there() -> None:
