@@ -1,7 +1,7 @@
 """Checkpoints of a run, written beside training: every so many steps, when a signal asks the run to end, and found again.
 
-In: a `ParallelModel`, its optimizer, a folder. Out: `step-00001000` and so on in the folder, the last `keep` of them; a run that
-goes on where the last complete one was saved, on any mesh.
+In: a `ParallelModel`, its optimizer, a folder. Out: `step-00001000` and so on in the folder, the last `keep` of them; a run
+that goes on where the last complete one was saved, on any mesh.
 
     with pm.checkpointer("ckpts", opt, every=500, keep=3, extra={"scheduler": sched}) as ckpt:
         ckpt.resume()
@@ -32,7 +32,7 @@ from autoptd.errors import PlanError, RuntimeFault
 from autoptd.runtime.checkpoint.commit import new_token
 from autoptd.runtime.checkpoint.extra import own_state
 from autoptd.runtime.checkpoint.restore import agree
-from autoptd.runtime.checkpoint.save import replica_of_state, stage_rank
+from autoptd.runtime.checkpoint.save import stage_rank
 from autoptd.runtime.checkpoint.series import (
     Lock,
     checkpoints,
@@ -42,6 +42,7 @@ from autoptd.runtime.checkpoint.series import (
     remove_leftovers,
     step_of,
 )
+from autoptd.runtime.checkpoint.stage import Staged
 from autoptd.runtime.checkpoint.staging import staging_of
 from autoptd.runtime.checkpoint.writer import SITE, Job, Writer
 from autoptd.runtime.flags import Flags, FlagWatch, Signals
@@ -75,10 +76,12 @@ class Checkpointer:
         for name, value in (("every", every), ("keep", keep)):
             # True is an int, and no number of steps.
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise PlanError(f"{SITE}({name}={value!r})", "not a number of at least 1", f"for example {name}=3")
+                raise PlanError(
+                    f"{SITE}({name}={value!r})", "not a number of at least 1", f"for example {name}=3"
+                )
         self._pm, self.folder, self._optimizer = pm, Path(folder), optimizer
-        self._ranks = pm.started_ranks("checkpointer").unrecorded
-        self._own = None if optimizer is None else pm.own_optimizer(optimizer, SITE)
+        self._ranks = pm._started("checkpointer").unrecorded
+        self._own = None if optimizer is None else pm._own(optimizer, SITE)
         self.every, self.keep, self._extra = every, keep, dict(extra or {})
         self._lock, self._signals = Lock(self.folder), Signals(SIGNALS)
         self._staging = [staging_of(rank.world.device) for rank in self._ranks.here]
@@ -93,12 +96,14 @@ class Checkpointer:
         self._losses_before: list[float] = []
 
     def __enter__(self) -> Checkpointer:
-        self._writer = self._all("start", self._begin)
+        self._all("start", self._begin)
         first = self._ranks.here[0].world
         for rank in self._ranks.here:
             rank.world.flags = FlagWatch(self._flags, rank.world.device)
-        processes = first.mesh.size if self._pm.is_process else 1
-        self._writer = Writer(mailbox_of(first, f"checkpoints {self._token}"), first.rank, first.mesh.size, processes)
+        processes = first.mesh.size if self._pm._is_process else 1
+        self._writer = Writer(
+            mailbox_of(first, f"checkpoints {self._token}"), first.rank, first.mesh.size, processes
+        )
         self._signals.open()
         if self._own is not None:
             self._hook = self._own.register_step_pre_hook(lambda *_: self.release())
@@ -138,13 +143,13 @@ class Checkpointer:
         where all are damaged, PlanError where the model is another one.
         """
         self._wait()
-        found = self._from_rank_0("look for checkpoints", lambda: self._candidates())
+        found = self._from_rank_0("look for checkpoints", self._candidates)
         damaged: list[str] = []
         for path in found:
             fault = self._from_rank_0("check", partial(damage_of, path)) or self._load(path)
             if not fault:
                 self._put_aside(found[: len(damaged)], damaged)
-                self._losses_before = self._pm.last_losses()
+                self._losses_before = [float(loss) for loss in self._pm._losses]
                 self._say(f"resumed from {path}, behind step {self._pm.steps}")
                 return path
             damaged.append(fault)
@@ -174,7 +179,9 @@ class Checkpointer:
             self._start()
         elif self._is_due and not self._told_late:
             self._told_late = True
-            self._say(f"a save is still being written when the next one is due, at step {now}: it waits for that")
+            self._say(
+                f"a save is still being written when the next one is due, at step {now}: it waits for that"
+            )
         return True
 
     def save(self) -> Path:
@@ -190,32 +197,33 @@ class Checkpointer:
     def _start(self) -> None:
         """Copy the state, and let the thread write it."""
         self._warn_of_later_ones()
-        self._pm.compare_copies_before_save()
+        # Where saves are rarer than comparisons, one more is nothing: no replica's lost bit is saved.
+        if 0 < self._pm.options.check_every <= self.every:
+            self._pm._compare_copies()
         self._is_due, step = False, self._pm.steps
-        contents = self._pm.contents_to_save(self._own)
-        staged = []
+        contents = self._pm._contents(self._own)
+        staged: dict[int, Staged] = {}
 
         def run(rank: Rank) -> None:
             index = self._ranks.here.index(rank)
-            self._staging[index].begin()
-            made[index] = stage_rank(rank.params, contents, self._staging[index])
-            self._staging[index].seal()
+            staging = self._staging[index]
+            staging.begin()
+            staged[index] = stage_rank(rank.params, contents, staging)
+            staging.seal()
 
-        made: list[Any] = [None] * len(self._ranks.here)
         self._ranks.run(SITE, run)
-        staged = made
         first = self._ranks.here[0].world
         mesh = first.mesh
-        replicas = replicas_of_states(mesh) if self._pm.is_process else {0: 0}
+        replicas = replicas_of_states(mesh) if self._pm._is_process else {0: 0}
         job = Job(
             folder=self.folder / name_of(step),
             token=f"{self._token}-{step}",
-            staged=staged,
+            staged=tuple(staged.values()),
             staging=self._staging,
             contents=contents,
             state=own_state(self._extra, first.device),
             replicas=replicas,
-            losses=self._pm.loss_tensors(),
+            losses=tuple(self._pm._losses),
             keep=self.keep,
         )
         self._saved_step = step
@@ -259,7 +267,7 @@ class Checkpointer:
 
     # starting, resuming
 
-    def _begin(self, rank: Rank) -> Any:
+    def _begin(self, rank: Rank) -> None:
         """Agree on a folder, and lock it."""
         world, asked = rank.world, (str(self.folder), self.every, self.keep, sorted(self._extra))
         gathered = world.everyone().gather_objects((asked, new_token()), SITE)
@@ -298,7 +306,9 @@ class Checkpointer:
     def _put_aside(self, paths: list[Path], reasons: list[str]) -> None:
         for path, reason in zip(paths, reasons, strict=True):
             aside = self._from_rank_0("put aside", partial(put_aside, path, self._token))
-            self._say(f"{path.name} is damaged ({reason}): it is now {aside.name}, and the one before is taken")
+            self._say(
+                f"{path.name} is damaged ({reason}): it is now {aside.name}, and the one before is taken"
+            )
 
     def _warn_of_later_ones(self) -> None:
         """Warn once where the folder has checkpoints of later steps: a resume would take those."""
@@ -308,7 +318,9 @@ class Checkpointer:
         later = [path for path in checkpoints(self.folder) if step_of(path) > self._pm.steps]
         if later:
             fact = f"{self.folder} has {later[0].name}, which resume() would take, and this run saves step {self._pm.steps}"
-            warnings.warn(f"{fact}: call resume(), remove what is not wanted, or use another folder", stacklevel=4)
+            warnings.warn(
+                f"{fact}: call resume(), remove what is not wanted, or use another folder", stacklevel=4
+            )
 
     def _look_at(self, loss: float) -> None:
         """Warn where the first loss behind a resume is far from those before."""
@@ -317,7 +329,9 @@ class Checkpointer:
             return
         usual, spread = statistics.fmean(before), statistics.pstdev(before)
         if loss > usual + SPIKE * max(spread, 1e-6 * abs(usual)):
-            self._say(f"the first loss is {loss:.4g}; before the checkpoint it was {usual:.4g}: are the data the same?")
+            self._say(
+                f"the first loss is {loss:.4g}; before the checkpoint it was {usual:.4g}: are the data the same?"
+            )
 
     def _all(self, what: str, fn: Callable[[Rank], Result]) -> Result:
         return self._ranks.run(f"{SITE}: {what}", fn)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoptd.checkpointer import Checkpointer
 from autoptd.errors import PlanError
 from autoptd.ir.mesh import Coordinate
 from autoptd.program.memory import StateMemory
@@ -82,10 +83,7 @@ class ParallelModel(StatefulModel):
 
         # Outside of the step: its collectives are no part of the program, and not recorded.
         if check_copies.is_due(call, self.options.check_every):
-            states = [made.state for made in self._living_optimizers()]
-            ranks.unrecorded.run(
-                check_copies.SITE, lambda rank: check_copies.check_copies(rank.params, states, call)
-            )
+            self._compare_copies()
         with self._batch_checked(ranks, "step", call, flatten(args, kwargs)[0]):
             loss = ranks.run("step", step)
         self._losses.append(loss)
@@ -144,6 +142,13 @@ class ParallelModel(StatefulModel):
 
         with self._batch_checked(ranks, "eval_step", self._evaluations, flatten(args, kwargs)[0]):
             return ranks.run("eval_step", evaluate)
+
+    def _compare_copies(self) -> None:
+        """Raise RuntimeFault on all ranks where copies of parameters, or of their state, differ. Collective."""
+        states, call = [made.state for made in self._living_optimizers()], self._calls
+        self._started("step").unrecorded.run(
+            check_copies.SITE, lambda rank: check_copies.check_copies(rank.params, states, call)
+        )
 
     def _batch_checked(
         self, ranks: RunningRanks, call: str, count: int, leaves: Sequence[Any]
@@ -233,6 +238,21 @@ class ParallelModel(StatefulModel):
             rank.world.rank: count_memory(rank.params, rank.executor.__dict__.get("gradients"), optimizers)
             for rank in self._started("memory").here
         }
+
+    def checkpointer(
+        self,
+        folder: str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        every: int,
+        keep: int | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Checkpointer:
+        """Return what saves the run every so many steps, keeps the last `keep` checkpoints, and resumes.
+
+        For a `with` block; `step(loss)` of it behind each step. See `autoptd.checkpointer`. Collective.
+        """
+        return Checkpointer(self, folder, optimizer, every=every, keep=keep, extra=extra)
 
     # parameters
 

@@ -27,7 +27,7 @@ from autoptd.runtime.checkpoint.groups import check_optimizer, group_objects, op
 from autoptd.runtime.checkpoint.manifest import EXTRA, read_checked
 from autoptd.runtime.checkpoint.read import Checkpoint
 from autoptd.runtime.checkpoint.restore import Restoration, agree
-from autoptd.runtime.checkpoint.save import Contents, about_model, save_rank, tied_names
+from autoptd.runtime.checkpoint.save import Contents, about_model, save_rank, tied_names, with_losses
 from autoptd.runtime.full_values import check_loaded, gather_gradients, gather_parameters, load_parameters
 from autoptd.runtime.launch import Rank, RunningRanks, check_same_source
 from autoptd.runtime.model_buffers import LOAD_THEM_BEFORE, copy_buffers
@@ -76,7 +76,9 @@ class StatefulModel(StartedModel):
 
         def prepare() -> tuple[Contents, bytes]:
             made = None if optimizer is None else self._own(optimizer, SAVE)
-            return self._contents(made), own_state(extra or {}, ranks.here[0].world.device)
+            return with_losses(self._contents(made), self._losses), own_state(
+                extra or {}, ranks.here[0].world.device
+            )
 
         # Once for all ranks of this process; what it raises, all ranks raise.
         contents = attempted(prepare)
@@ -134,7 +136,6 @@ class StatefulModel(StartedModel):
             "seed": program.seed,
             "mesh": {**{name: getattr(program.mesh, name) for name in DEGREES}, "order": program.mesh.order},
             "options": {key: str(value) for key, value in asdict(options).items() if value is not None},
-            "losses": [float(loss) for loss in self._losses],
             "names": tied_names(program),
             "model": about_model(program),
             "buffers": list(self._buffers.values),

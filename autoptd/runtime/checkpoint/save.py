@@ -12,9 +12,9 @@ They communicate through the folder alone; `save_rank` adds the collectives by w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,11 @@ class Contents:
     objects: Mapping[str, Any] = field(default_factory=dict)
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     state: OptimizerState | None = None
+
+
+def with_losses(contents: Contents, losses: Iterable[torch.Tensor]) -> Contents:
+    """Return the contents with the last losses, for which a device is waited for."""
+    return replace(contents, about={**contents.about, "losses": [float(loss) for loss in losses]})
 
 
 def about_model(program: Program) -> dict[str, Any]:
@@ -151,4 +156,13 @@ def _nothing() -> None:
     """What the other ranks do meanwhile."""
 
 
-__all__ = ["Contents", "about_model", "commit", "save_rank", "stage_rank", "tied_names", "write_share"]
+__all__ = [
+    "Contents",
+    "about_model",
+    "commit",
+    "save_rank",
+    "stage_rank",
+    "tied_names",
+    "with_losses",
+    "write_share",
+]

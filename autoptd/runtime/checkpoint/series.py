@@ -107,7 +107,9 @@ class Lock:
                 holder = os.pread(self._descriptor, 200, 0).decode(errors="replace").strip()
                 self.free()
                 fact = f"another run writes its checkpoints there ({holder or 'unknown process'})"
-                raise PlanError(str(self._path.parent), fact, "end that run first, or give this one another folder")
+                raise PlanError(
+                    str(self._path.parent), fact, "end that run first, or give this one another folder"
+                )
             time.sleep(0.1)
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
@@ -131,4 +133,14 @@ class Lock:
         return True
 
 
-__all__ = ["LOCK", "Lock", "checkpoints", "damage_of", "name_of", "prune", "put_aside", "remove_leftovers", "step_of"]
+__all__ = [
+    "LOCK",
+    "Lock",
+    "checkpoints",
+    "damage_of",
+    "name_of",
+    "prune",
+    "put_aside",
+    "remove_leftovers",
+    "step_of",
+]

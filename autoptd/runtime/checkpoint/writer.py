@@ -17,7 +17,7 @@ import atexit
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
@@ -28,7 +28,7 @@ from autoptd.errors import RuntimeFault
 from autoptd.runtime.checkpoint.commit import begin, part_of
 from autoptd.runtime.checkpoint.disk import remove_file, remove_folder, write_file
 from autoptd.runtime.checkpoint.extra import merged
-from autoptd.runtime.checkpoint.save import Contents, commit, write_share
+from autoptd.runtime.checkpoint.save import Contents, commit, with_losses, write_share
 from autoptd.runtime.checkpoint.series import prune
 from autoptd.runtime.checkpoint.stage import Staged
 from autoptd.runtime.checkpoint.staging import Staging
@@ -204,8 +204,7 @@ class Writer:
         for rank in job.replicas:
             states.append((job.part / state_file(rank)).read_bytes())
             remove_file(job.part / state_file(rank))
-        about = {**job.contents.about, "losses": [float(loss) for loss in job.losses]}
-        contents = replace(job.contents, about=about)
+        contents = with_losses(job.contents, job.losses)
         extra = merged(states, list(job.replicas.values()))
         commit(job.part, job.folder, range(self.size), contents, extra)
         prune(job.folder.parent, job.keep, job.folder, job.token)
