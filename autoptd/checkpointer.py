@@ -50,7 +50,7 @@ from autoptd.runtime.launch import Rank
 from autoptd.runtime.world.mailbox import mailbox_of
 
 if TYPE_CHECKING:
-    from autoptd.parallel_model import ParallelModel
+    from autoptd.state import StatefulModel
 
 Result = TypeVar("Result")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -65,7 +65,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        pm: ParallelModel,
+        pm: StatefulModel,
         folder: str | Path,
         optimizer: torch.optim.Optimizer | None,
         *,

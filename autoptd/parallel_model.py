@@ -109,19 +109,6 @@ class ParallelModel(StatefulModel):
 
         return measured(self._started("measured_step"), step)
 
-    @property
-    def steps(self) -> int:
-        """How often `step` was called: its number draws the dropout masks.
-
-        Set it, on all ranks, when a run is resumed.
-        """
-        return 0 if self._ranks is None else self._ranks.here[0].executor.steps
-
-    @steps.setter
-    def steps(self, count: int) -> None:
-        for rank in self._started("steps").here:
-            rank.executor.steps = count
-
     def eval_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the loss of the global batch without gradients, the model in eval mode. Collective."""
         trained, ranks = self._running(args, kwargs)
@@ -142,13 +129,6 @@ class ParallelModel(StatefulModel):
 
         with self._batch_checked(ranks, "eval_step", self._evaluations, flatten(args, kwargs)[0]):
             return ranks.run("eval_step", evaluate)
-
-    def _compare_copies(self) -> None:
-        """Raise RuntimeFault on all ranks where copies of parameters, or of their state, differ. Collective."""
-        states, call = [made.state for made in self._living_optimizers()], self._calls
-        self._started("step").unrecorded.run(
-            check_copies.SITE, lambda rank: check_copies.check_copies(rank.params, states, call)
-        )
 
     def _batch_checked(
         self, ranks: RunningRanks, call: str, count: int, leaves: Sequence[Any]

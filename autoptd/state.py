@@ -19,7 +19,7 @@ import torch
 
 from autoptd.errors import PlanError
 from autoptd.ir.mesh import DEGREES
-from autoptd.runtime import check_state
+from autoptd.runtime import check_copies, check_state
 from autoptd.runtime.checkpoint import check
 from autoptd.runtime.checkpoint.extra import Place, check_extra, own_state, read_extra, restore
 from autoptd.runtime.checkpoint.foreign import open_any
@@ -55,6 +55,19 @@ class Opened(NamedTuple):
 
 class StatefulModel(StartedModel):
     """A running model whose state is saved and loaded."""
+
+    @property
+    def steps(self) -> int:
+        """How often `step` was called: its number draws the dropout masks.
+
+        Set it, on all ranks, when a run is resumed.
+        """
+        return 0 if self._ranks is None else self._ranks.here[0].executor.steps
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        for rank in self._started("steps").here:
+            rank.executor.steps = count
 
     # checkpoints
 
@@ -222,6 +235,13 @@ class StatefulModel(StartedModel):
             torch.tensor(loss, dtype=torch.float64) for loss in manifest.about.get("losses", ())
         )
         restore(found.extra, extra, self._place(), ranks.here[0].world.device)
+
+    def _compare_copies(self) -> None:
+        """Raise RuntimeFault on all ranks where copies of parameters, or of their state, differ. Collective."""
+        states, call = [made.state for made in self._living_optimizers()], self._calls
+        self._started("step").unrecorded.run(
+            check_copies.SITE, lambda rank: check_copies.check_copies(rank.params, states, call)
+        )
 
     # full tensors
 
