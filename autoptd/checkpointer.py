@@ -91,7 +91,7 @@ class Checkpointer:
         self._is_due = self._told_late = self._told_ahead = False
         # How many more steps it takes until flags tell of the save that was started last.
         self._unseen = 0
-        self._saved_step = -1
+        self._saved_step = self._seen_step = -1
         # Those before a resume, until the first loss behind it.
         self._losses_before: list[float] = []
 
@@ -115,6 +115,9 @@ class Checkpointer:
         try:
             if exc is None:
                 self._wait()
+                # One that had to wait is made now, where the loop has ended behind a call of `step`.
+                if self._is_due and self._seen_step == self._pm.steps:
+                    self.save()
             elif self._signals.seen is not None and "DataLoader worker" in str(exc):
                 exc.add_note("a signal ended it: give the DataLoader worker_init_fn=autoptd.ignore_signals")
         finally:
@@ -166,7 +169,8 @@ class Checkpointer:
         """
         if self._losses_before and loss is not None:
             self._look_at(float(loss))
-        known, now = self._known, self._pm.steps
+        known = self._known
+        self._seen_step = now = self._pm.steps
         if known.failed:
             self._raise_failed()
         if known.stop:

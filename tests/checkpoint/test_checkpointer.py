@@ -167,6 +167,16 @@ def test_a_save_that_is_due_while_one_is_written_waits(
     pm.close()
 
 
+def test_one_that_still_waits_at_the_end_is_made_there(tmp_path: Path, held: Callable[[], None]) -> None:
+    pm, opt = running(d=2)
+    with pm.checkpointer(tmp_path, opt, every=2) as ckpt:
+        for _ in range(5):
+            ckpt.step(one_step(pm, opt))
+        held()
+    assert names(tmp_path) == ["step-00000002", "step-00000005"]
+    pm.close()
+
+
 def test_the_last_ones_are_kept_and_leftovers_go(tmp_path: Path) -> None:
     pm, opt = running(d=2)
     leftovers = ["step-00000004.part-0a", "step-00000001.gone-0b"]
