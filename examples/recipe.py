@@ -55,8 +55,8 @@ def make_model(args: Namespace) -> GPT:
     return GPT(GPTConfig(VOCAB_SIZE, args.length, args.layers, args.heads, args.hidden))
 
 
-def make_batches(args: Namespace) -> Iterator[tuple[Tensor, Tensor]]:
-    return batches(load_tokens(args.data), args.batch, args.length, args.steps, args.seed)
+def make_batches(args: Namespace, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    return batches(load_tokens(args.data), args.batch, args.length, args.steps, args.seed, start)
 
 
 class Log:

@@ -26,15 +26,17 @@ def load_tokens(path: str | Path | None = None) -> Tensor:
 
 
 def batches(
-    tokens: Tensor, batch: int, length: int, steps: int, seed: int
+    tokens: Tensor, batch: int, length: int, steps: int, seed: int, start: int = 0
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield `steps` pairs (x, y) of shape [batch, length], drawn at random places that follow from the seed alone."""
+    """Yield pairs (x, y) of shape [batch, length] for steps `start` to `steps`, at places that follow from the seed alone."""
     if len(tokens) <= length:
         raise ValueError(f"a text of {len(tokens)} bytes is too short for length={length}")
     generator = torch.Generator().manual_seed(seed)
     window = torch.arange(length + 1)
-    for _ in range(steps):
+    for step in range(steps):
         starts = torch.randint(len(tokens) - length, (batch, 1), generator=generator)
+        if step < start:
+            continue
         rows = tokens[starts + window]
         yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 

@@ -4,6 +4,7 @@ In: the command line. Out: `<out>/parallel.json` with the losses, and everything
 
     torchrun --nproc-per-node 8 -- examples/train.py --t 2 --p 2 --d 2 --v 2
     python examples/train.py --t 2 --p 2 --d 2 --v 2 --backend local              # the same, ranks are threads
+    torchrun --nproc-per-node 4 -- examples/train.py --t 2 --p 2 --save ckpts --resume      # goes on where it was ended
 
 The `--` is for torchrun: without it, it takes the script's `--d` for one of its own options, abbreviated, and stops.
 """
@@ -11,6 +12,7 @@ The `--` is for torchrun: without it, it takes the script's `--d` for one of its
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from contextlib import nullcontext
 
 import torch
 from recipe import MAX_GRAD_NORM, add_arguments, make_batches, make_model, save_losses
@@ -32,14 +34,22 @@ def train(args: Namespace) -> None:
         example_inputs=next(make_batches(args)),
     )
     opt = pm.optimizer(torch.optim.AdamW, lr=args.lr)
-    with autoptd.Progress(pm, tokens=args.batch * args.length, steps=args.steps, log=args.log) as progress:
-        for batch in make_batches(args):
-            loss = progress.step(*pm.local_batch(*batch))  # pm.step, measured from time to time
-            norm = pm.clip_grad_norm_(MAX_GRAD_NORM)
-            opt.step()
-            opt.zero_grad()
-            progress.add(loss, norm)
-    if progress.is_first:
+    tokens = args.batch * args.length
+    with (
+        pm.checkpointer(args.save, opt, every=args.save_every, keep=3) if args.save else nullcontext() as ckpt
+    ):
+        if ckpt and args.resume:
+            ckpt.resume()
+        with autoptd.Progress(pm, tokens=tokens, steps=args.steps, log=args.log) as progress:
+            for batch in make_batches(args, start=pm.steps):
+                loss = progress.step(*pm.local_batch(*batch))  # pm.step, measured from time to time
+                norm = pm.clip_grad_norm_(MAX_GRAD_NORM)
+                opt.step()
+                opt.zero_grad()
+                progress.add(loss, norm)
+                if ckpt and not ckpt.step(loss):  # saves when it is due; False once a signal has asked to end
+                    break
+    if progress.is_first and progress.losses:
         save_losses(args, args.out / "parallel.json", progress.losses, progress.tokens_per_second)
     pm.show(args.out)
     pm.close()
@@ -57,6 +67,11 @@ def parse_arguments() -> Namespace:
     parser.add_argument("--schedule", help="gpipe, 1f1b, interleaved, looped_bfs, zb_h1, zb_2p or zbv")
     parser.add_argument("--backend", help="local (ranks are threads), gloo or nccl")
     parser.add_argument("--log", help="file for a JSON object a step")
+    parser.add_argument("--save", help="folder for checkpoints")
+    parser.add_argument("--save-every", type=int, default=20, help="steps (default %(default)s)")
+    parser.add_argument(
+        "--resume", action="store_true", help="from the last checkpoint in --save, if there is one"
+    )
     return parser.parse_args()
 
 

@@ -35,19 +35,22 @@ def load_tokens(path: str | None) -> torch.Tensor:
 
 
 def batches(
-    tokens: torch.Tensor, batch: int, length: int, steps: int, seed: int
+    tokens: torch.Tensor, batch: int, length: int, steps: int, seed: int, start: int = 0
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield `steps` pairs of [batch, length] ids, at places that follow from the seed alone: the same on
-    every rank.
+    """Yield pairs of [batch, length] ids for steps `start` to `steps`, at places that follow from the seed alone:
+    the same on every rank, and in a run that goes on.
     """
     if len(tokens) <= length:
         fact = f"a text of {len(tokens)} bytes is too short for rows of {length}"
         raise PlanError("--data", fact, f"a longer text, or --seq {max(1, len(tokens) // 2)}")
     generator = torch.Generator().manual_seed(seed)
     window = torch.arange(length + 1)
-    for _ in range(steps):
+    for step in range(steps):
         # [batch, 1] + [length + 1]: a window from a random place for each row.
-        rows = tokens[torch.randint(len(tokens) - length, (batch, 1), generator=generator) + window]
+        places = torch.randint(len(tokens) - length, (batch, 1), generator=generator)
+        if step < start:
+            continue
+        rows = tokens[places + window]
         yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 

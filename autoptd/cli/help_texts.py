@@ -38,6 +38,7 @@ EXAMPLES = {
   autoptd verify gpt2 --set n_layer=2 --set n_embd=64 --set n_head=4 --t 4 --seq 16""",
     "train": """  autoptd train examples/gpt.py:make_gpt --t 2 --p 2 --backend local --steps 20
   torchrun --nproc-per-node 4 -m -- autoptd train examples/gpt.py:make_gpt --t 2 --p 2 --log run.jsonl
+  torchrun --nproc-per-node 4 -m -- autoptd train ... --save ckpts --keep 3 --resume       # the same command again goes on
   autoptd train --config run.toml --lr 1e-4""",
     "simulate": """  autoptd simulate --p 4 --num-microbatches 8
   autoptd simulate --p 4 --num-microbatches 8 --schedule zb_h1 --out schedule.svg

@@ -26,7 +26,7 @@ SIZES = ("layers", "hidden", "heads", "seq", "vocab", "ffn", "kv_heads", "head_d
 # Flags that are at least 1, of all commands but plan.
 DEGREES = tuple(name for name, keyword in KEYWORDS.items() if keyword.flag == "count")
 WITHOUT_FLAG = [name for name, keyword in KEYWORDS.items() if not keyword.flag and name != "loss_fn"]
-COUNTS = ("batch", "rows", "seq", "vocab", "steps", "ranks", *DEGREES)
+COUNTS = ("batch", "rows", "seq", "vocab", "steps", "save_every", "keep", "ranks", *DEGREES)
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
@@ -240,6 +240,10 @@ def _add_training(parser: ArgumentParser) -> None:
     run.add_argument(
         "--measure-every", type=int, default=10, metavar="N", help="where time goes, every N steps; 0: never"
     )
+    run.add_argument("--save", metavar="DIR", help="where checkpoints are written, beside training")
+    run.add_argument("--save-every", type=int, default=100, metavar="N", help="steps (default %(default)s)")
+    run.add_argument("--keep", type=int, metavar="K", help="the last checkpoints (default: all)")
+    run.add_argument("--resume", action="store_true", help="from the last one of --save, if there is one")
     run.add_argument("--out", metavar="DIR", help="write program, pictures and report.html of the run there")
 
 

@@ -9,7 +9,8 @@ import os
 import sys
 import time
 from argparse import Namespace
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -69,31 +70,71 @@ def train(asked: Namespace) -> int:
         keywords["machine"] = machine_here(device)
     pm = autoptd.parallelize(model, example_inputs=as_call(model, *first), **keywords)
     optimizer = pm.optimizer(torch.optim.AdamW, lr=asked.lr, weight_decay=asked.weight_decay)
-    watched: dict[str, Any] = {"log": asked.log, "tensorboard": asked.tensorboard, "peak": asked.peak}
-    watched["quiet"] = asked.quiet
+    progress: Any = None
     try:
-        with autoptd.Progress(
-            pm, tokens=rows * length, steps=asked.steps, measure_every=asked.measure_every, **watched
-        ) as progress:
-            for x, y in batches(tokens, rows, length, asked.steps, seed):
-                args, keys = _call(pm, as_call(model, x, y))
-                loss = progress.step(*args, **keys)
-                norm = pm.clip_grad_norm_(asked.clip)
-                optimizer.step()
-                optimizer.zero_grad()
-                progress.add(loss, norm, lr=optimizer.param_groups[0]["lr"])
+        with _checkpoints(asked, pm, optimizer) as ckpt:
+            watched: dict[str, Any] = {"log": asked.log, "tensorboard": asked.tensorboard, "peak": asked.peak}
+            watched |= {"quiet": asked.quiet, "measure_every": asked.measure_every}
+            with autoptd.Progress(pm, tokens=rows * length, steps=asked.steps, **watched) as progress:
+                pairs = batches(tokens, rows, length, asked.steps, seed, start=pm.steps)
+                _train(asked, pm, optimizer, progress, ckpt, (as_call(model, x, y) for x, y in pairs))
     # Ctrl-C reaches all ranks; those that wait for another see it as that one's fault.
     except (KeyboardInterrupt, RuntimeFault) as error:
         if not is_interrupt(error):
             raise
-        _report_interrupt(asked, pm, len(progress.losses))
+        _report_interrupt(asked, pm, 0 if progress is None else progress.first + len(progress.losses))
         # The shells' convention: 128 plus the number of the signal.
         return 130
     if asked.out:
         _write(asked, pm, as_call(model, *first))
     pm.close()
-    _say(f"loss {progress.losses[0]:.4f} -> {progress.losses[-1]:.4f} in {asked.steps} steps")
+    if progress.losses:
+        _say(f"loss {progress.losses[0]:.4f} -> {progress.losses[-1]:.4f} in {len(progress.losses)} steps")
+    else:
+        _say(f"nothing to do: step {progress.first} of {asked.steps} was done before")
     return 0
+
+
+def _checkpoints(
+    asked: Namespace, pm: autoptd.ParallelModel, optimizer: torch.optim.Optimizer
+) -> AbstractContextManager[Any]:
+    """Return what saves the run as asked, resumed if that is asked; nothing without --save."""
+    if asked.save is None:
+        if asked.resume:
+            raise PlanError("--resume", "says no folder", "--save DIR, where the run before has saved")
+        return nullcontext()
+    ckpt = pm.checkpointer(asked.save, optimizer, every=asked.save_every, keep=asked.keep)
+    return resumed(ckpt) if asked.resume else ckpt
+
+
+@contextmanager
+def resumed(ckpt: Any) -> Iterator[Any]:
+    """Open a checkpointer, and go on from its last checkpoint."""
+    with ckpt:
+        ckpt.resume()
+        yield ckpt
+
+
+def _train(
+    asked: Namespace,
+    pm: autoptd.ParallelModel,
+    optimizer: Any,
+    progress: Any,
+    ckpt: Any,
+    calls: Iterable[Any],
+) -> None:
+    """Train on all calls, or until a signal asks to end; what comes of the last step is saved."""
+    for call in calls:
+        args, keys = _call(pm, call)
+        loss = progress.step(*args, **keys)
+        norm = pm.clip_grad_norm_(asked.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        progress.add(loss, norm, lr=optimizer.param_groups[0]["lr"])
+        if ckpt is not None and not ckpt.step(loss):
+            return
+    if ckpt is not None:
+        ckpt.save()
 
 
 def _report_interrupt(asked: Namespace, pm: autoptd.ParallelModel, steps: int) -> None:

@@ -69,6 +69,8 @@ class Progress:
         self.pm, self.tokens, self.steps, self.measure_every = pm, tokens, steps, measure_every
         self._peak = peak
         self.is_first = pm.coordinate == Coordinate()
+        # The steps of a run that is resumed go on from those before.
+        self.first = pm.steps
         self.losses: list[float] = []
         # Seconds of every step, from the end of the one before.
         self.seconds: list[float] = []
@@ -82,7 +84,7 @@ class Progress:
         # At a terminal one line is overwritten; a file or a pipe gets a new one each time.
         self._is_live = self._stream.isatty()
         self._printed_at = 0.0
-        self._log = _open(log) if log is not None and self.is_first else None
+        self._log = _open(log, "a" if self.first else "w") if log is not None and self.is_first else None
         self._board = _board(tensorboard) if tensorboard is not None and self.is_first else None
         self._last = time.perf_counter()
 
@@ -133,7 +135,11 @@ class Progress:
     def _record(self, seconds: float, grad_norm: float | None) -> dict[str, Any]:
         """Return what is logged of the last step; the shares of time only where it was measured."""
         flops = self.model_flops / seconds
-        record: dict[str, Any] = {"step": len(self.losses), "loss": self.losses[-1], "seconds": seconds}
+        record: dict[str, Any] = {
+            "step": self.first + len(self.losses),
+            "loss": self.losses[-1],
+            "seconds": seconds,
+        }
         if grad_norm is not None:
             record["grad_norm"] = grad_norm
         record |= {"tokens_per_second": self.tokens / seconds, "model_flops_per_second": flops}
@@ -293,10 +299,10 @@ def peak_here(pm: ParallelModel) -> float | None:
     return known_peak(torch.cuda.get_device_name(devices.pop()), dtype)
 
 
-def _open(path: str | Path) -> TextIO:
+def _open(path: str | Path, mode: str) -> TextIO:
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        return Path(path).open("w")
+        return Path(path).open(mode)  # type: ignore[return-value]
     except OSError as error:
         raise PlanError(f"log={str(path)!r}", f"cannot be written: {error}", "another path") from error
 

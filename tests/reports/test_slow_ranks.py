@@ -44,7 +44,7 @@ def test_stages_are_not_alike() -> None:
 @pytest.mark.parametrize("is_local", [False, True])
 def test_progress_says_it_where_ranks_are_processes(is_local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "is_local", lambda options: is_local)
-    pm = mock.MagicMock()
+    pm = mock.MagicMock(steps=0)
     pm.coordinate, pm.options = progress.Coordinate(), SimpleNamespace(mesh=Mesh(d=2))
     pm.measured_step.return_value = (0.0, times(1.0, 2.0))
     stream: Any = io.StringIO()
