@@ -24,6 +24,7 @@ from autoptd import trace as tracing
 from autoptd.compat import tree_flatten, tree_unflatten
 from autoptd.errors import AutoptdError, PlanError, TraceError
 from autoptd.ir.activity import activity
+from autoptd.ir.garbage import paused_collection
 from autoptd.options import Options
 from autoptd.runtime.batch import batch_rows
 from autoptd.runtime.devices import device_of_ranks
@@ -145,13 +146,14 @@ def trace_rows(
             compare_rows(model, options, captured, call, batch)
     whole = None
     if batch.pieces > 1:
-        with activity(f"tracing {batch.whole_rows} samples"):
+        with activity(f"tracing {batch.whole_rows} samples"), paused_collection():
             call = resize(args, kwargs, batch, batch.whole_rows)
             autocast = autocast_here(model, options)
             whole = tracing.capture_again(captured, model, *call, options.loss_fn, autocast)
     return Traces(captured, whole)
 
 
+@paused_collection()
 def capture_rows(
     model: nn.Module, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch
 ) -> tracing.Captured:

@@ -26,6 +26,7 @@ from autoptd.errors import PlanError
 from autoptd.fit import Written, fit
 from autoptd.ir.activity import activity
 from autoptd.ir.buffers import Buffers
+from autoptd.ir.garbage import paused_collection
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note
 from autoptd.ir.plan import Plan
@@ -116,6 +117,7 @@ def _compile(
     return program
 
 
+@paused_collection()
 def _place_and_write(
     traces: Traces, batch: Batch, handed: Mapping[str, torch.dtype], record: Record, ctx: Context
 ) -> Written:

@@ -31,7 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         asked = parse(given)
         with shown(asked.quiet):
-            return COMMANDS[asked.command](asked)
+            status = COMMANDS[asked.command](asked)
+        # Here, where a reader that is gone is no error.
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         # The shells' convention: 128 plus the number of the signal.
         return 130
