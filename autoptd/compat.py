@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -44,10 +41,11 @@ __all__ += ["enable_python_dispatcher", "quiet_fakes", "traced_through", "withou
 
 
 @contextmanager
-def light_export(run: Callable[[Any, tuple[Any, ...]], None] | None = None) -> Iterator[None]:
+def light_export(stacks: Any, run: Callable[[Any, tuple[Any, ...]], None] | None = None) -> Iterator[None]:
     """Let torch.export do without what nobody reads, a third of its time.
 
-    That is: frames of torch's own in every node's stack trace, and Python code of every graph on the way.
+    That is: Python code of every graph on the way, and torch's own frames in every node's stack trace; `stacks`
+    stands for torch's CapturedTraceback.
     With `run`, it calls `run(forward, args)` where it would trace, in all the surroundings of a trace (fake
     parameters in the model); `run` ends with an exception.
     """
@@ -59,7 +57,7 @@ def light_export(run: Callable[[Any, tuple[Any, ...]], None] | None = None) -> I
     known, tracer = names.get("CapturedTraceback"), export["make_fx"]
     with _use_lazy_graph_module(True), _quiet_failures(export):
         if known is not None:
-            names["CapturedTraceback"] = _UserFrames
+            names["CapturedTraceback"] = stacks
         if run is not None:
             export["make_fx"] = lambda forward, **_: lambda *args: run(forward, args)
         try:
@@ -147,31 +145,6 @@ def _lstm_of_one_shape() -> Iterator[None]:
         yield
     finally:
         names["one_layer_lstm"] = known
-
-
-class _UserFrames:
-    """The part of torch's CapturedTraceback that tracing uses: the stack, but for torch's own frames."""
-
-    OWN = os.path.dirname(torch.__file__) + os.sep
-
-    def __init__(self, frames: list[traceback.FrameSummary]) -> None:
-        self._frames = frames
-
-    @classmethod
-    def extract(cls, **_: object) -> _UserFrames:
-        frames, frame = [], sys._getframe(1)
-        while frame is not None:
-            code = frame.f_code
-            if not code.co_filename.startswith(cls.OWN):
-                line = traceback.FrameSummary(
-                    code.co_filename, frame.f_lineno, code.co_name, lookup_line=False
-                )
-                frames.append(line)
-            frame = frame.f_back  # type: ignore[assignment]
-        return cls(frames[::-1])
-
-    def summary(self) -> traceback.StackSummary:
-        return traceback.StackSummary.from_list(self._frames)
 
 
 @contextmanager

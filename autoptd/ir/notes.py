@@ -8,12 +8,13 @@ str(note(node).layout) == "batch: S(0, 0), tp: S(2, 1)"      # its types, once a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from autoptd.ir import markers
 from autoptd.ir.fallback import Fallback
@@ -60,6 +61,13 @@ class Note:
     stages: tuple[int, ...] = ()
     stages_why: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
+
+    def copy(self) -> Note:
+        """Return a note with the same facts that can be changed by itself."""
+        # `dataclasses.replace` takes ten times as long, and every node of every form of the graph is copied.
+        made = object.__new__(Note)
+        made.__dict__.update(self.__dict__, extra=dict(self.extra))
+        return made
 
 
 @dataclass(frozen=True)
@@ -170,11 +178,14 @@ def copy_nodes(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
     """Copy a graph; return the copy, and its node for every node of the original."""
     new = Graph()
     mapping: dict[Node, Node] = {}
+    copy_of = mapping.__getitem__
     for node in graph.nodes:
-        copied = new.node_copy(node, lambda old: mapping[old])
-        # `node_copy` shares meta: without records of its own, annotating the copy would change the original.
+        # Not `node_copy`: it looks through all arguments for symbols, of which there are none.
+        copied = new.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+        copied.args, copied.kwargs = map_arg(node.args, copy_of), map_arg(node.kwargs, copy_of)
+        # Meta shares no record: annotating the copy would change the original.
         copied.meta = dict(node.meta)
         if KEY in copied.meta:
-            copied.meta[KEY] = replace(copied.meta[KEY], extra=dict(copied.meta[KEY].extra))
+            copied.meta[KEY] = copied.meta[KEY].copy()
         mapping[node] = copied
     return new, mapping

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from autoptd.ir.actions import Action
-from autoptd.schedule.simulate import simulate
+from autoptd.schedule.simulate import Complete
 
 # A schedule of more actions takes over 30 ms a run.
 MAX_ACTIONS = 10_000
@@ -29,10 +29,14 @@ def makespan_of(orders: Sequence[Sequence[Action]]) -> MakespanOf | None:
     """
     if sum(map(len, orders)) > MAX_ACTIONS:
         return None
+    # What durations do not change is looked at once.
+    complete = Complete.of(orders)
+    complete.check_messages()
 
     def makespan(stages: Sequence[float], again: Sequence[float]) -> float:
         third = [max(seconds, MIN_SECONDS) / 3 for seconds in stages]
         backward = [2 * seconds + more for seconds, more in zip(third, again, strict=True)]
-        return simulate(orders, forward=third, backward=backward, weight_gradient=third).makespan
+        sweep = complete.run(third, backward, third)
+        return max(ends[-1] for ends in sweep.ends)
 
     return makespan

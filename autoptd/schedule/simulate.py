@@ -23,6 +23,7 @@ for room on the device; gloo, whose isend completes when received).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from operator import itemgetter
 
@@ -61,18 +62,49 @@ def simulate(
     serve. Left out, they are those of the transfers in the orders, or the chain 0 -> 1 -> 2 ... where there
     are none (values then move by themselves as soon as they are made).
     """
-    wanted = guess_links(orders) if links is None else links
-    ids = find_ids(orders, wanted)
-    rows = [ids.of(order) for order in orders] if ids else []
-    if ids is None or not is_complete(ids, rows):
-        raise _refusal(orders, wanted)
-    durations = _durations(ids, forward, backward, weight_gradient)
-    sweep = Sweep(ids, orders, rows, durations, _link_time(link))
-    if not sweep.to_the_end():
-        raise _refusal(orders, wanted, sweep.deadlock)
-    if not have_one_order(ids, rows):
-        raise _refusal(orders, wanted, lambda: find_crossed(orders))
+    complete = Complete.of(orders, links)
+    sweep = complete.run(forward, backward, weight_gradient, link)
+    complete.check_messages()
     return Simulation(orders, sweep.starts, sweep.ends)
+
+
+@dataclass(frozen=True)
+class Complete:
+    """Orders in which every rank does all that it must, and nothing else; they can be run with any durations."""
+
+    orders: Sequence[Sequence[Action]]
+    links: Sequence[Link]
+    ids: ActionIds
+    rows: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(cls, orders: Sequence[Sequence[Action]], links: Sequence[Link] | None = None) -> Complete:
+        """Return what `orders` must have to serve `links`; PlanError where they have not."""
+        wanted = guess_links(orders) if links is None else links
+        ids = find_ids(orders, wanted)
+        rows = [ids.of(order) for order in orders] if ids else []
+        if ids is None or not is_complete(ids, rows):
+            raise _refusal(orders, wanted)
+        return cls(orders, wanted, ids, rows)
+
+    def run(
+        self,
+        forward: float | Sequence[float],
+        backward: float | Sequence[float],
+        weight_gradient: float | Sequence[float],
+        link: LinkTimes = 0,
+    ) -> Sweep:
+        """Run all actions; PlanError where they do not end."""
+        durations = _durations(self.ids, forward, backward, weight_gradient)
+        sweep = Sweep(self.ids, self.orders, self.rows, durations, _link_time(link))
+        if not sweep.to_the_end():
+            raise _refusal(self.orders, self.links, sweep.deadlock)
+        return sweep
+
+    def check_messages(self) -> None:
+        """Raise PlanError where ranks do not issue their messages in one order."""
+        if not have_one_order(self.ids, self.rows):
+            raise _refusal(self.orders, self.links, lambda: find_crossed(self.orders))
 
 
 def find_ids(orders: Sequence[Sequence[Action]], links: Sequence[Link]) -> ActionIds | None:
@@ -209,4 +241,4 @@ def _refusal(
     return PlanError("schedule", fact, remedy)
 
 
-__all__ = ["LinkTimes", "Simulation", "simulate"]
+__all__ = ["Complete", "LinkTimes", "Simulation", "simulate"]

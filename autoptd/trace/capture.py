@@ -38,6 +38,7 @@ from autoptd.trace.normalize import normalize
 from autoptd.trace.read import VALUE_REMEDY, check_kept, read_graph
 from autoptd.trace.retrace import IGNORED, NO_GRAD, REGION_RESULT, Differs, Followed, Follower, Raw
 from autoptd.trace.storage import tied_names
+from autoptd.trace.user_frames import UserFrames
 from autoptd.trace.watch import Operands, checkpoint_sites, watch_tracing
 from autoptd.trace.watched import Watched, check_changes
 
@@ -241,7 +242,7 @@ def _export(
             met = around.enter_context(watch_tracing(wrapper.model))
             around.enter_context(casting.autocast.ambient())
             around.enter_context(torch.enable_grad())
-            around.enter_context(light_export(run))
+            around.enter_context(light_export(UserFrames(), run))
             around.enter_context(traced_through(casting.call))
             around.enter_context(suppress(Followed))
             exported = torch.export.export(wrapper, args, kwargs, strict=False)

@@ -8,7 +8,7 @@ In: the first trace as it was before `normalize` (`Raw`), and the forward with o
 torch.export would give, or None where the forward does anything else; a full trace then says what.
 
     follower = Follower(raw)
-    with light_export(follower.run):
+    with light_export(UserFrames(), follower.run):
         torch.export.export(...)        # ends with `Followed` or `Differs`
     follower.graph()
 """

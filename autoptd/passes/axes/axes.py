@@ -63,9 +63,9 @@ class Letter:
 class Axes:
     """The axes of a whole graph, and the letters of its operators.
 
-    Of every node: `_dims`, the axes of its dims; `_links`, the rows of its operator; `_unlisted`, what is known of an
-    operator without a row; `_read`, its operands as traced (later passes put conversions in between); `_pieces`, the factors
-    that a slice takes, where that is a segment.
+    Of every node: `_dims`, the axes of its dims; `_atoms`, their factors, once all operators are connected; `_links`, the rows
+    of its operator; `_unlisted`, what is known of an operator without a row; `_read`, its operands as traced (later passes put
+    conversions in between); `_pieces`, the factors that a slice takes, where that is a segment.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -81,6 +81,7 @@ class Axes:
                 if node.op == "call_function":
                     self._connect(node)
         # Only now: an operator at the end of the model may refine the first weight.
+        self._atoms = {node: [proper_atoms(dim) for dim in dims] for node, dims in self._dims.items()}
         self._drop_segments(graph)
         for node in self._dims:
             note(node).dims = self.sizes(node)
@@ -100,7 +101,7 @@ class Axes:
         return unit(self.atoms(node, place[0])[place[1]])
 
     def atoms(self, node: Node, dim: int) -> list[Axis]:
-        return proper_atoms(self._dims[node][dim])
+        return self._atoms[node][dim]
 
     def ids(self, node: Node) -> list[list[int]]:
         """Return the ids of the axes of every dim of a node's value."""

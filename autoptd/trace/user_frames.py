@@ -1,0 +1,51 @@
+"""Where a node of a trace comes from: the stack of the line that made it, without torch's own frames.
+
+UserFrames().extract().summary()     # the frames of the model, and of what calls it
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+import torch
+
+
+class UserFrames:
+    """In the place of torch's CapturedTraceback while a model is traced: gives the stack, but for torch's own frames.
+
+    A line is the same in all stacks that go through it: of repeated layers all lines are.
+    """
+
+    OWN = os.path.dirname(torch.__file__) + os.sep
+
+    def __init__(self) -> None:
+        self._lines: dict[tuple[str, int, str], traceback.FrameSummary] = {}
+
+    def extract(self, **_: object) -> _Stack:
+        frames, frame = [], sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            if not code.co_filename.startswith(self.OWN):
+                # Not by `code`: equal ones may be of different files.
+                line = code.co_filename, frame.f_lineno, code.co_name
+                frames.append(self._lines.get(line) or self._summary(line))
+            frame = frame.f_back  # type: ignore[assignment]
+        return _Stack(frames[::-1])
+
+    def _summary(self, line: tuple[str, int, str]) -> traceback.FrameSummary:
+        return self._lines.setdefault(line, traceback.FrameSummary(*line, lookup_line=False))
+
+
+class _Stack:
+    """The part of a captured stack that torch asks for."""
+
+    def __init__(self, frames: list[traceback.FrameSummary]) -> None:
+        self._frames = frames
+
+    def summary(self) -> traceback.StackSummary:
+        return traceback.StackSummary.from_list(self._frames)
+
+
+__all__ = ["UserFrames"]
