@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -24,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
@@ -44,29 +46,44 @@ __all__ += ["enable_python_dispatcher", "quiet_fakes", "traced_through", "withou
 def light_export(stacks: Any, run: Callable[[Any, tuple[Any, ...]], None] | None = None) -> Iterator[None]:
     """Let torch.export do without what nobody reads, a third of its time.
 
-    That is: Python code of every graph on the way, and torch's own frames in every node's stack trace; `stacks`
-    stands for torch's CapturedTraceback.
+    That is: Python code of every graph on the way, what is known of a node besides its fake value, and torch's own
+    frames in every node's stack trace; `stacks` stands for torch's CapturedTraceback.
     With `run`, it calls `run(forward, args)` where it would trace, in all the surroundings of a trace (fake
     parameters in the model); `run` ends with an exception.
     """
     # It takes torch's compiler with it, two seconds that a rank does without.
     from torch.export import _trace
 
-    names, export = vars(torch.fx.proxy), vars(_trace)
-    # A release that does not have it records stacks in its own way.
-    known, tracer = names.get("CapturedTraceback"), export["make_fx"]
-    with _use_lazy_graph_module(True), _quiet_failures(export):
-        if known is not None:
-            names["CapturedTraceback"] = stacks
+    with ExitStack() as around:
+        around.enter_context(_use_lazy_graph_module(True))
+        around.enter_context(_quiet_failures(vars(_trace)))
+        around.enter_context(_lstm_of_one_shape())
+        # A release that does not have it records stacks in its own way.
+        around.enter_context(_replaced(torch.fx.proxy, CapturedTraceback=stacks))
+        # The fake value of a node says the same, and a size that is a symbol is refused.
+        around.enter_context(_replaced(proxy_tensor, _extract_tensor_metadata=_nothing))
+        around.enter_context(_replaced(_trace, _replace_unbacked_bindings=_nothing))
         if run is not None:
-            export["make_fx"] = lambda forward, **_: lambda *args: run(forward, args)
-        try:
-            with _lstm_of_one_shape():
-                yield
-        finally:
-            export["make_fx"] = tracer
-            if known is not None:
-                names["CapturedTraceback"] = known
+            assert hasattr(_trace, "make_fx")
+            follow = lambda forward, **_: lambda *args: run(forward, args)  # noqa: E731
+            around.enter_context(_replaced(_trace, make_fx=follow))
+        yield
+
+
+@contextmanager
+def _replaced(module: types.ModuleType, **others: Any) -> Iterator[None]:
+    """Give names of a module other values in a block: those that this release of torch has."""
+    names = vars(module)
+    known = {name: names[name] for name in others if name in names}
+    names.update({name: others[name] for name in known})
+    try:
+        yield
+    finally:
+        names.update(known)
+
+
+def _nothing(*_: object, **__: object) -> None:
+    pass
 
 
 class PreDispatchMode(SchemaCheckMode):

@@ -81,7 +81,7 @@ class Axes:
                 if node.op == "call_function":
                     self._connect(node)
         # Only now: an operator at the end of the model may refine the first weight.
-        self._atoms = {node: [proper_atoms(dim) for dim in dims] for node, dims in self._dims.items()}
+        self._atoms = {node: list(map(proper_atoms, dims)) for node, dims in self._dims.items()}
         self._drop_segments(graph)
         for node in self._dims:
             note(node).dims = self.sizes(node)
