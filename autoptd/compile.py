@@ -236,9 +236,10 @@ def compile_evaluation(
     elsewhere than training does.
     """
     price = trained.plan["options"]["memory_price"]
-    # No bound: nothing is kept for backward.
-    options = replace(options, recompute=False, recompute_num_layers=1, zero=trained.plan["options"]["zero"])
-    options = replace(options, memory=math.inf, memory_price=price, plan=Plan())
+    zero = trained.plan["options"]["zero"]
+    # No bound and no pins: nothing is kept for backward.
+    options = replace(options, recompute=False, recompute_num_layers=1, plan=Plan(), zero=zero)
+    options = replace(options, memory=math.inf, memory_price=price)
     batch = plan_batch(options, args, kwargs, replicas)
     with tracing.evaluating(model), tracing.computing_in(model, options.precision):
         evaluated = capture_rows(model, options, args, kwargs, batch)

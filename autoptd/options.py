@@ -238,7 +238,7 @@ class Options:
         object.__setattr__(self, "memory", check_memory(self.memory))
         self._check_schedule()
         self._check_storage()
-        again = check_recompute(self.recompute, self.recompute_num_layers, self.fuse)
+        again = check_recompute(self.recompute, self.recompute_num_layers, self.fuse, self.plan.keep)
         object.__setattr__(self, "recompute", again)
         self._check_loss_scale()
         self._check_numbers()

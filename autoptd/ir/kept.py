@@ -1,8 +1,10 @@
-"""What a program keeps for backward, and what ranks paid to keep less: recompute="auto".
+"""What a program keeps for backward, what ranks paid to keep less (recompute="auto"), and what a plan pins of both.
 
-In: the result of `passes.keep`. Out: `Kept`, and the rows of `plan.json` that pin its rates.
+In: the result of `passes.keep`. Out: `Kept`, and the entries of `keep` in `plan.json`: the rate of a pipeline rank, or the way
+in which the values of some modules are kept.
 
     Rate(price=0.0, more=1e-9, share=0.25).of_layers(4)     # [1e-9, 0.0, 0.0, 0.0]
+    read_keep([{"pattern": "*.mlp.gelu", "way": "again"}])  # ((), (KeepPin("*.mlp.gelu", "again"),))
 """
 
 from __future__ import annotations
@@ -32,6 +34,19 @@ class Rate(NamedTuple):
         return [self.more] * dearer + [self.price] * (count - dearer)
 
 
+class KeepPin(NamedTuple):
+    """How the values are kept that the modules or operators like `pattern` make: `whole`, as a `shard`, or made `again`."""
+
+    pattern: str
+    way: str
+
+    def __str__(self) -> str:
+        return f"{self.pattern} {HOW[self.way]}"
+
+
+HOW = {"whole": "kept whole", "shard": "kept as a shard", "again": "made again"}
+
+
 @dataclass(frozen=True)
 class Kept:
     """Per stage: bytes kept of a microbatch, and seconds to make again what is not; per pipeline rank its rate ("auto")."""
@@ -41,23 +56,41 @@ class Kept:
     rates: tuple[Rate, ...] = ()
 
 
-def rows_of(rates: Sequence[Rate]) -> list[dict[str, Any]]:
-    """Return rates as a plan has them."""
-    return [{"rank": rank, **rate._asdict()} for rank, rate in enumerate(rates)]
+def rows_of(rates: Sequence[Rate], pins: Sequence[KeepPin]) -> list[dict[str, Any]]:
+    """Return rates and pins as a plan has them."""
+    priced = [{"rank": rank, **rate._asdict()} for rank, rate in enumerate(rates)]
+    return [*priced, *(pin._asdict() for pin in pins)]
 
 
-def read_rates(rows: Sequence[Any]) -> tuple[Rate, ...]:
-    """Return the rates in a plan; PlanError where these are none, or not of ranks 0, 1, ..."""
-    rates = []
-    for rank, row in enumerate(rows):
-        numbers = row if isinstance(row, dict) else {}
-        rate = [numbers.get(name) for name in Rate._fields]
-        is_rate = set(numbers) == {"rank", *Rate._fields} and numbers["rank"] == rank
-        if not is_rate or not all(isinstance(x, (int, float)) and x >= 0 for x in rate):
-            remedy = f'{{"rank": {rank}, "price": 0.0, "more": 1e-9, "share": 0.25}}, seconds a byte; or leave "keep" out'
-            raise PlanError("plan: keep", f"is {row!r} for pipeline rank {rank}", remedy)
-        rates.append(Rate(*map(float, rate)))  # type: ignore[arg-type]
-    return tuple(rates)
+def read_keep(rows: Sequence[Any]) -> tuple[tuple[Rate, ...], tuple[KeepPin, ...]]:
+    """Return the rates and the pins in a plan; PlanError for an entry that is neither."""
+    rates: list[Rate] = []
+    pins: list[KeepPin] = []
+    for row in rows:
+        if isinstance(row, dict) and not row.keys().isdisjoint(KeepPin._fields):
+            pins.append(_read_pin(row))
+        else:
+            rates.append(_read_rate(row, len(rates)))
+    return tuple(rates), tuple(pins)
 
 
-__all__ = ["Kept", "Rate", "read_rates", "rows_of"]
+def _read_pin(row: dict[str, Any]) -> KeepPin:
+    is_pin = row.keys() == {*KeepPin._fields} and isinstance(row["pattern"], str)
+    if not is_pin or row["way"] not in HOW:
+        remedy = '{"pattern": "*.mlp.gelu", "way": "again"}, or "whole" or "shard"'
+        raise PlanError("plan: keep", f"{row!r} is no entry", remedy)
+    return KeepPin(**row)
+
+
+def _read_rate(row: Any, rank: int) -> Rate:
+    """Return the rate of a pipeline rank; PlanError where there is none, or it is another rank's."""
+    numbers = row if isinstance(row, dict) else {}
+    rate = [numbers.get(name) for name in Rate._fields]
+    is_rate = set(numbers) == {"rank", *Rate._fields} and numbers["rank"] == rank
+    if not is_rate or not all(isinstance(x, (int, float)) and x >= 0 for x in rate):
+        remedy = f'{{"rank": {rank}, "price": 0.0, "more": 1e-9, "share": 0.25}}, seconds a byte; or leave "keep" out'
+        raise PlanError("plan: keep", f"is {row!r} for pipeline rank {rank}", remedy)
+    return Rate(*map(float, rate))  # type: ignore[arg-type]
+
+
+__all__ = ["HOW", "KeepPin", "Kept", "Rate", "read_keep", "rows_of"]

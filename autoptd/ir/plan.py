@@ -6,11 +6,14 @@ decisions that are pinned. Every key is optional:
     {"version": 1, "mesh": {"t": 2, "p": 4}, "num_microbatches": 8, "schedule": "1f1b",
      "options": {"seed": 1},
      "cut": [3, 4, 4, 1],
-     "shard": [{"pattern": "h.*.mlp.c_fc.weight", "dim": 0, "axis": "tp"}]}
+     "shard": [{"pattern": "h.*.mlp.c_fc.weight", "dim": 0, "axis": "tp"}],
+     "keep": [{"pattern": "h.*.mlp.gelu", "way": "again"}]}
 
 `cut` has the layers of each stage, or the p*v - 1 modules to cut behind: ["h.2", "h.6", "h.10"]; `shard` is
-explained in `passes/solve/shard_pins.py`. `keep` is what the pipeline ranks pay to keep a byte less of a
-microbatch, with recompute="auto" (`ir/kept.py`): {"rank": 0, "price": 0.0, "more": 1e-9, "share": 0.25}.
+explained in `passes/solve/shard_pins.py`, the entries of `keep` with a pattern in `passes/keep_pins.py`. The others say
+what a pipeline rank pays to keep a byte less of a microbatch, with recompute="auto" (`ir/kept.py`):
+
+    {"rank": 0, "price": 0.0, "more": 1e-9, "share": 0.25}
 
 `fallbacks`, `relief` (what it took to fit into `memory=`), `weighed` (the plan over tp beside the known ones:
 program/weighed.py) and `planner` (why the planner chose this: planner/plan.py) are reports and pin nothing.
@@ -26,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from autoptd.errors import PlanError
-from autoptd.ir.kept import Rate, read_rates
+from autoptd.ir.kept import KeepPin, Rate, read_keep
 from autoptd.ir.mesh import DEGREES
 
 VERSION = 1
@@ -51,12 +54,13 @@ JSON_KINDS = {"mesh": dict, "options": dict, "cut": list, "shard": list, "keep":
 @dataclass(frozen=True)
 class Plan:
     """What is pinned: `cut`, numbers of layers or names (`passes/stages/cut_pins.py`), `shard`
-    (`solve/shard_pins.py`), and `keep`, a rate for every pipeline rank.
+    (`solve/shard_pins.py`), `rates`, one for every pipeline rank, and how values are kept (`passes/keep_pins.py`).
     """
 
     cut: tuple[int, ...] | tuple[str, ...] | None = None
     shard: tuple[Mapping[str, Any], ...] = ()
-    keep: tuple[Rate, ...] = ()
+    rates: tuple[Rate, ...] = ()
+    keep: tuple[KeepPin, ...] = ()
 
 
 def read_plan(
@@ -85,9 +89,8 @@ def read_plan(
         if keywords.get(name) is not None and keywords[name] != value:
             fact = f"the plan says {name}={value!r}, the keyword {name}={keywords[name]!r}"
             raise PlanError(f"plan and {name}=", fact, "leave one of the two out")
-    return planned, Plan(
-        _cut(plan.get("cut")), tuple(plan.get("shard", ())), read_rates(plan.get("keep", ()))
-    )
+    rates, pins = read_keep(plan.get("keep", ()))
+    return planned, Plan(_cut(plan.get("cut")), tuple(plan.get("shard", ())), rates, pins)
 
 
 def check_known(site: str, record: Mapping[str, Any], known: Any) -> None:

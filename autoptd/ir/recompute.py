@@ -2,7 +2,7 @@
 
 In: "auto", "full", "full:1/2", "selective", or globs of modules. Out: the same, checked.
 
-    check_recompute("full:1/2", 1, "eager")
+    check_recompute("full:1/2", num_layers=1, fuse="eager")
     full_share("full:1/2")      # Fraction(1, 2)
 """
 
@@ -14,15 +14,18 @@ from fractions import Fraction
 from typing import Any
 
 from autoptd.errors import PlanError
+from autoptd.ir.kept import KeepPin
 
 # False: nothing, whatever the model asks for itself (`torch.utils.checkpoint`).
 Recompute = str | list[str] | bool | None
 
 
-def check_recompute(asked: str | Sequence[str] | bool | None, num_layers: int, fuse: Any) -> Recompute:
+def check_recompute(
+    asked: str | Sequence[str] | bool | None, num_layers: int, fuse: Any, pins: Sequence[KeepPin] = ()
+) -> Recompute:
     """Return what is asked for as a plan has it; PlanError for what there is not, or does not go together.
 
-    `num_layers` share one kept input; `fuse` is the backend of fused operators.
+    `num_layers` share one kept input; `fuse` is the backend of fused operators; `pins` are the plan's.
     """
     site = f"recompute={asked!r}"
     if asked is None or asked is False:
@@ -40,6 +43,10 @@ def check_recompute(asked: str | Sequence[str] | bool | None, num_layers: int, f
     if asked and fuse == "inductor":
         fact = "what torch's compiler saves within a layer is its own"
         raise PlanError(site, fact, "fuse='triton' or 'eager', or leave recompute out")
+    for pin in pins:
+        if pin.way == "again" and (asked is False or fuse == "inductor"):
+            other = "recompute=False" if asked is False else "fuse='inductor'"
+            raise PlanError(f"plan: keep, and {other}", f"the plan has {pin}", "leave one of the two out")
     if num_layers > 1 and asked != "full":
         fact = f"layers share a kept input with recompute='full' only, not {asked!r}"
         raise PlanError(f"recompute_num_layers={num_layers}", fact, "leave it out")

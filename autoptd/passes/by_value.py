@@ -1,7 +1,7 @@
 """Choose for every value of a layer whether it is kept for backward or made again: recompute="auto".
 
-In: a LOCAL graph, what every operator saves, and what a stage pays for a byte less (`Rate`). Out: a `Wish`, as of the choices
-that users name (`recompute.py`). Each layer is chosen for alone and exactly (`solve/kept.py`); equal ones are solved once.
+In: a LOCAL graph, what every operator saves, what a plan pins of that, and what a stage pays for a byte less (`Rate`). Out: a
+`Wish`, as of the choices XX
 
 What a layer reads from outside, and what is read behind it, it can only keep.
 """
@@ -15,25 +15,21 @@ from fractions import Fraction
 from torch.fx import Graph, Node
 
 from autoptd.ir.kept import Rate
-from autoptd.ir.notes import is_tensor, note, ops
+from autoptd.ir.notes import is_tensor, note
 from autoptd.ir.saved import SavedForBackward, Storage
 from autoptd.passes.context import Context
-from autoptd.passes.hook_gemms import gather_again
+from autoptd.passes.keep_pins import Pinned
 from autoptd.passes.ops.costs import forward_seconds
-from autoptd.passes.recompute import Wish, groups_of_layers, is_repeatable, operands_of
+from autoptd.passes.recompute import Wish, find_gathered, groups_of_layers, is_repeatable, operands_of
 from autoptd.passes.solve.kept import Region, runs_again
 
 
 class ByValue:
     """The layers of a graph, each with the cheapest choice for every price that was asked for."""
 
-    def __init__(self, graph: Graph, ctx: Context, saved: SavedForBackward) -> None:
+    def __init__(self, graph: Graph, ctx: Context, saved: SavedForBackward, pinned: Pinned) -> None:
         # Not kept as a whole: its readers keep the shard, and gather it again.
-        shards = {
-            saved.storage(node): saved.storage(node.all_input_nodes[0])
-            for node in ops(graph)
-            if gather_again(node)
-        }
+        shards = {each.whole: each.shard for each in find_gathered(graph, saved)}
         needed = {
             shards.get(storage, storage)
             for each in saved.of.values()
@@ -44,7 +40,7 @@ class ByValue:
         self._layers: dict[int, list[_Layer]] = {}
         for layer in groups_of_layers(graph, Fraction(1), 1):
             stage = note(layer[0]).stages[0]
-            self._layers.setdefault(stage, []).append(_Layer(layer, ctx, saved, needed, shards))
+            self._layers.setdefault(stage, []).append(_Layer(layer, ctx, saved, needed, shards, pinned))
 
     @property
     def most_layers(self) -> int:
@@ -73,8 +69,12 @@ class _Layer:
         saved: SavedForBackward,
         needed: set[Storage],
         shards: dict[Storage, Storage],
+        pinned: Pinned,
     ) -> None:
         self.saved, self.needed, self.shards = saved, needed, shards
+        # What is made again at any price is there only where its maker runs.
+        self.never_kept = {*shards, *pinned.again}
+        self.never_kept |= {shard for whole, shard in shards.items() if whole in pinned.again}
         self.storages: dict[Storage, int] = {}
         self.makes = [self._made(node) for node in layer]
         # A view makes nothing, and costs nothing.
@@ -82,7 +82,7 @@ class _Layer:
         self.makes = [made for _, made in makers]
         self.reads = [self._read(node) for node, _ in makers]
         self.seconds = [self._seconds(node, ctx) for node, _ in makers]
-        self.bound = self._bound(set(layer), layer)
+        self.bound = self._bound(set(layer), layer) | pinned.kept
         self.region = self._region()
         self.choices: dict[float, Wish] = {}
 
@@ -116,7 +116,7 @@ class _Layer:
             nbytes=tuple(storage.nbytes for storage in self.storages),
             needed=numbers(self.needed),
             free=numbers(self.bound & self.needed),
-            never_kept=numbers(set(self.shards)),
+            never_kept=numbers(self.never_kept),
         )
 
     def _made(self, node: Node) -> list[Storage]:

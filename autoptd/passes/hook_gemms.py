@@ -94,8 +94,8 @@ def gather_again(node: Node) -> list[Node]:
         else:
             return []
     count = sum(note(gemm_operands(gemm)[1]).needs_grad for gemm in gemms)  # type: ignore[index]
-    # What is computed again is made once for all that backward needs it for.
-    if "again" in note(node).extra or not count:
+    # What is computed again is made once for all that backward needs it for; a plan may pin that it is kept whole.
+    if "again" in note(node).extra or "whole" in note(node).extra or not count:
         return []
     if any(note(gemm).stages != note(node).stages for gemm in gemms):
         return []

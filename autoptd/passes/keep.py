@@ -1,8 +1,9 @@
 """Mark the values saved for backward that are dropped after their forward, and what computes them again (LOCAL -> LOCAL).
 
-In: LOCAL, what every operator saves (`ctx.saved_by`), and the keyword `recompute` (`recompute.py`). Out: marks that codegen
-writes out: `extra["dropped"]` of a value that is not kept, with the words above its line, and `extra["again"]` of the
-operators that backward runs again for such values, their seconds. And the bytes that every stage keeps.
+In: LOCAL, what every operator saves (`ctx.saved_by`), the keyword `recompute` (`recompute.py`), and pins (`keep_pins.py`). Out:
+marks that codegen writes out: `extra["dropped"]` of a value that is not kept, with the words above its line, `extra["again"]`
+of the operators that backward runs again for such values, their seconds, and `extra["whole"]` of a gather that it does not
+repeat. And the bytes that every stage keeps.
 
 A value is dropped whoever saved it. Nothing is computed again that no backward reads: a recipe has the operators between what
 is kept, and what is dropped.
@@ -24,8 +25,9 @@ from autoptd.passes.by_value import ByValue
 from autoptd.passes.context import Context
 from autoptd.passes.explain_kept import KeptValue
 from autoptd.passes.hook_gemms import gather_again
+from autoptd.passes.keep_pins import find_pinned
 from autoptd.passes.ops.costs import forward_seconds
-from autoptd.passes.recompute import Wish, by_stage, choose, is_repeatable, operands_of
+from autoptd.passes.recompute import Wish, by_stage, choose, find_gathered, is_repeatable, operands_of
 from autoptd.passes.runner import Form, graph_pass
 
 # What a stage holds, and the first operator that has it held.
@@ -36,6 +38,8 @@ Holders = dict[Storage, Node]
 def keep(graph: Graph, ctx: Context) -> None:
     """Mark what is dropped, and what is computed again; find the bytes that stages keep."""
     keeper = Keeper(graph, ctx)
+    if keeper.pinned.error is not None:
+        raise keeper.pinned.error
     rates = _pinned(ctx) or (keeper.find_rates() if keeper.is_by_value else ())
     keeper.mark(rates)
     ctx.found.kept = keeper.kept(rates)
@@ -44,7 +48,7 @@ def keep(graph: Graph, ctx: Context) -> None:
 
 def _pinned(ctx: Context) -> tuple[Rate, ...]:
     """Return the rates that the plan pins, if any."""
-    pinned, asked = ctx.options.plan.keep, ctx.options.recompute
+    pinned, asked = ctx.options.plan.rates, ctx.options.recompute
     # An evaluation (False) keeps nothing.
     if not pinned or asked is False:
         return ()
@@ -66,13 +70,19 @@ class Keeper:
         self._saved = ctx.saved_by(graph)
         self._stages = by_stage(graph)
         asked, options = ctx.options.recompute, ctx.options
+        pins = options.plan.keep
         # A pass that is called by itself has no runtime to measure with. Under torch's compiler a layer's operators have no
         # lines of their own.
         self._is_asked = bool(
-            self._saved.values and (asked or (ctx.checkpointed and options.fuse != "inductor"))
+            self._saved.values
+            and (asked or pins or (ctx.checkpointed and options.fuse != "inductor"))
+            and asked is not False
         )
+        self.pinned = find_pinned(graph, self._saved, pins if self._is_asked else ())
+        for node in self.pinned.gathers:
+            note(node).extra["whole"] = True
         self.is_by_value = self._is_asked and asked == "auto"
-        self._by_value = ByValue(graph, ctx, self._saved) if self.is_by_value else None
+        self._by_value = ByValue(graph, ctx, self._saved, self.pinned) if self.is_by_value else None
 
     def mark(self, rates: Sequence[Rate] = ()) -> None:
         """Mark the graph anew; by value at the rates of the pipeline ranks."""
@@ -86,6 +96,7 @@ class Keeper:
             wish = self._by_value.choose(lambda stage: rates[ctx.ranks[stage]])
         else:
             wish = choose(self.graph, ctx.options, ctx.checkpointed, self._saved)
+        wish = self.pinned.of(wish)
         for nodes in self._stages.values():
             _mark(nodes, wish, self._saved, ctx)
 
@@ -164,10 +175,7 @@ def _held(graph: Graph, saved: SavedForBackward) -> dict[int, Holders]:
     """Return what operators save and is not dropped, what is computed again reads, and what arrives with a gradient."""
     dropped = {saved.storage(node) for node in ops(graph) if "dropped" in note(node).extra}
     # A value that is gathered again is held as its shard.
-    shards: dict[Storage, Storage] = {}
-    for node in ops(graph):
-        if gather_again(node):
-            shards[saved.storage(node)] = saved.storage(operands_of(node)[0])
+    shards = {each.whole: each.shard for each in find_gathered(graph, saved)}
     kept: dict[int, Holders] = {}
     for node in ops(graph):
         held = set(saved.of.get(node, ()))

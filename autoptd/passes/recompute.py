@@ -6,7 +6,7 @@ In: a LOCAL graph, and what every operator saves. Out: a `Wish`: the storages th
   first half of each stage's layers: the last ones are kept, whose backward comes first.
 - *selective*: the scores of attention and what is made of them, up to what multiplies the values (Korthikanti et al. 2022,
   section 5).
-- globs: all that is saved of what these modules make.
+- globs: all that is saved of what these modules make, or operators in them (`*.mlp:gelu`).
 - "auto": by value, at a price per byte (`by_value.py`).
 - None: the modules that the model wraps in `torch.utils.checkpoint`, each in full.
 """
@@ -18,7 +18,8 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from fractions import Fraction
-from itertools import chain, product
+from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from autoptd.ir.operators.table import is_listed, operator_of
 from autoptd.ir.recompute import full_share
 from autoptd.ir.saved import SavedForBackward, Storage
 from autoptd.options import Options
+from autoptd.passes.hook_gemms import gather_again
 from autoptd.passes.ops.costs import flops
 
 SOFTMAX = ("aten.softmax", "masked_softmax")
@@ -42,9 +44,16 @@ class Wish(NamedTuple):
     kept: set[Storage]
 
 
+class Gathered(NamedTuple):
+    """The memory of an input of linear layers that is kept as its shard and gathered again."""
+
+    whole: Storage
+    shard: Storage
+
+
 def choose(graph: Graph, options: Options, checkpointed: Sequence[str], saved: SavedForBackward) -> Wish:
     """Return what `options.recompute` asks for; None, what the modules in `checkpointed` do."""
-    asked, made = options.recompute, _saved_by_maker(saved)
+    asked, made = options.recompute, saved_by_maker(saved)
     wish = Wish(set(), set())
     share = full_share(asked)
     if share is not None or asked is None:
@@ -58,9 +67,23 @@ def choose(graph: Graph, options: Options, checkpointed: Sequence[str], saved: S
         wish.dropped.difference_update(wish.kept)
         return wish
     for nodes in by_stage(graph).values():
-        chosen = _scores(nodes) if asked == "selective" else [node for node in nodes if _is_of(node, asked)]
+        if asked == "selective":
+            chosen = _scores(nodes)
+        else:
+            chosen = [node for node in nodes if any(map(partial(is_of, node), asked))]
         wish.dropped.update(*(made.get(node, ()) for node in chosen))
+        own = set(chosen)
+        wish.dropped.update(each.whole for each in find_gathered(graph, saved) if each.shard.node in own)
     return wish
+
+
+def find_gathered(graph: Graph, saved: SavedForBackward) -> list[Gathered]:
+    """Return what is kept as its shard. Where the shard is not kept, either, recipes make the whole of it."""
+    found = []
+    for node in ops(graph):
+        if gather_again(node):
+            found.append(Gathered(saved.storage(node), saved.storage(node.all_input_nodes[0])))
+    return found
 
 
 def by_stage(graph: Graph) -> dict[int, list[Node]]:
@@ -88,12 +111,14 @@ def is_repeatable(node: Node) -> bool:
     return is_known and not operator_of(node).is_random
 
 
-def _saved_by_maker(saved: SavedForBackward) -> dict[Node, set[Storage]]:
-    """Return what is saved, by anyone, of what every operator makes; without what is an operator's own."""
+def saved_by_maker(saved: SavedForBackward) -> dict[Node, set[Storage]]:
+    """Return what is saved of what every operator makes, by itself or others on its stage; without what is its own."""
     made: dict[Node, set[Storage]] = {}
-    for storages in saved.of.values():
+    for node, storages in saved.of.items():
         for storage in storages:
-            if not storage.is_private:
+            # What another stage saves was sent to it.
+            is_here = not {*note(node).stages}.isdisjoint(note(storage.node).stages)
+            if is_here and not storage.is_private:
                 made.setdefault(storage.node, set()).add(storage)
     return made
 
@@ -169,11 +194,31 @@ def _is_product(node: Node) -> bool:
     return bool(flops(node)) and not any(note(arg).kind == "param" for arg in node.all_input_nodes)
 
 
-def _is_of(node: Node, globs: Sequence[str]) -> bool:
-    """Tell whether a glob names the module of a node, or one around that."""
+def is_of(node: Node, glob: str) -> bool:
+    """Tell whether a glob names the module of a node, or one around that; behind a colon, the operator: `*.mlp:gelu`."""
+    modules, colon, operators = glob.partition(":")
+    if colon and not fnmatchcase(label_of(node), operators):
+        return False
     parts = note(node).module.split(".")
     paths = [".".join(parts[:k]) for k in range(1, len(parts) + 1)]
-    return any(fnmatchcase(path, glob) for path, glob in product(paths, globs))
+    return any(fnmatchcase(path, modules) for path in paths)
 
 
-__all__ = ["Wish", "by_stage", "choose", "groups_of_layers", "is_repeatable", "operands_of"]
+def label_of(node: Node) -> str:
+    """Return the name of an operator as globs have it: `gelu`, `linear`, `s_to_r` of a gather."""
+    return note(node).conversion or op_name(node).removeprefix("aten.")
+
+
+__all__ = [
+    "Gathered",
+    "Wish",
+    "by_stage",
+    "choose",
+    "find_gathered",
+    "groups_of_layers",
+    "is_of",
+    "is_repeatable",
+    "label_of",
+    "operands_of",
+    "saved_by_maker",
+]

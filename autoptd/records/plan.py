@@ -44,8 +44,8 @@ def plan_record(
         "shard": _shard_pins(options, params),
         "fallbacks": merged_fallbacks(fallbacks),
     }
-    if rates:
-        record["keep"] = rows_of(rates)
+    if rates or options.plan.keep:
+        record["keep"] = rows_of(rates, options.plan.keep)
     if options.memory is not None:
         record["relief"] = _relief(options, cut, ranks)
     # For people alone: `ir/plan.py` reads past it.

@@ -74,7 +74,7 @@ def outbids(ctx: Context) -> bool:
 
     Then bytes may be cheaper to save there. A plan that pins what ranks pay has chosen.
     """
-    if ctx.mesh.value_ranks == 1 or ctx.options.plan.keep:
+    if ctx.mesh.value_ranks == 1 or ctx.options.plan.rates:
         return False
     rates = ctx.found.kept.rates
     return max((rate.more if rate.share else rate.price for rate in rates), default=0.0) > ctx.byte_price
