@@ -67,10 +67,7 @@ def choose(graph: Graph, options: Options, checkpointed: Sequence[str], saved: S
         wish.dropped.difference_update(wish.kept)
         return wish
     for nodes in by_stage(graph).values():
-        if asked == "selective":
-            chosen = _scores(nodes)
-        else:
-            chosen = [node for node in nodes if any(map(partial(is_of, node), asked))]
+        chosen = _scores(nodes) if asked == "selective" else _named(nodes, asked)
         wish.dropped.update(*(made.get(node, ()) for node in chosen))
         own = set(chosen)
         wish.dropped.update(each.whole for each in find_gathered(graph, saved) if each.shard.node in own)
@@ -192,6 +189,10 @@ def _reached(node: Node, following: Callable[[Node], list[Node]], own: set[Node]
 def _is_product(node: Node) -> bool:
     """Tell whether a node multiplies two computed values."""
     return bool(flops(node)) and not any(note(arg).kind == "param" for arg in node.all_input_nodes)
+
+
+def _named(nodes: list[Node], globs: Sequence[str]) -> list[Node]:
+    return [node for node in nodes if any(map(partial(is_of, node), globs))]
 
 
 def is_of(node: Node, glob: str) -> bool:
