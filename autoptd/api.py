@@ -28,14 +28,13 @@ from autoptd.compile import compile, compile_evaluation, compile_program
 from autoptd.deferred import is_deferred, traceable
 from autoptd.errors import PlanError
 from autoptd.ir.machine import Machine
-from autoptd.match_folder import fitting, format_of, with_values
+from autoptd.match_folder import fitting, format_of, open_weights, with_values
 from autoptd.options import make_options
 from autoptd.parallel_model import ParallelModel
 from autoptd.program.program import Program
 from autoptd.records.fallbacks import warn_of_fallbacks
 from autoptd.reports.excepthook import print_errors_once
 from autoptd.reports.pictures import draw_program
-from autoptd.runtime.read_folder import open_folder
 from autoptd.runtime.sources import Source
 from autoptd.started_model import is_local
 from autoptd.trace import check_module, check_precision, modes_of
@@ -128,8 +127,8 @@ def parallelize(
         (autoptd/machines), or a `Machine` (ir/machine.py).
     plan: a plan.json (its path, or a dict) whose decisions are taken (`ir/plan.py`).
     weights: a folder with model.safetensors, or several files and their index, as `save_pretrained` of
-        transformers writes it. Each rank reads its own part; the values of the model, which may be on meta,
-        do not matter.
+        transformers writes it; or a checkpoint, of `save` or of torch.distributed.checkpoint. Each rank reads
+        its own part; the values of the model, which may be on meta, do not matter.
     later: catches keywords of features that do not exist yet.
 
     `t="auto"` (p, d, v, num_microbatches likewise) lets the planner choose it, and whatever else of these
@@ -193,7 +192,7 @@ def with_source(model: nn.Module, weights: str | os.PathLike[str] | None) -> tup
         model, source = traceable(model)
     # Names and shapes are checked before anything is traced: a wrong folder costs seconds, not minutes.
     if weights is not None:
-        source = folder = fitting(model, open_folder(weights))
+        source = folder = fitting(model, open_weights(weights))
         return with_values(model, folder), source
     if any(parameter.is_meta for parameter in model.parameters()):
         remedy = "build it in `with autoptd.deferred():`, or pass weights='a folder with its safetensors'"

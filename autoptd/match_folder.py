@@ -1,11 +1,11 @@
-"""What a model and a folder of Hugging Face's format have to do with each other: names, shapes, buffers,
-config.
+"""What a model and a folder of Hugging Face's format, or a checkpoint, have to do with each other: names,
+shapes, buffers, config.
 
 In: the user's model, its parameters perhaps on meta, and the folder's path. Out: the folder under the model's
 names, checked, and the model to be traced, whose parameters on meta are fake tensors: they have a real device
 and no memory.
 
-    folder = fitting(model, open_folder("llama-8b"))      # PlanError lists all that does not fit
+    folder = fitting(model, open_weights("llama-8b"))     # PlanError lists all that does not fit
     model = with_values(model, folder)                    # a copy; buffers have their values
 
 Nothing here knows a model's class. What models of transformers tell about themselves is used where it is
@@ -16,6 +16,7 @@ there: `base_model_prefix`, `initialize_weights`, `all_tied_weights_keys`,
 from __future__ import annotations
 
 import copy
+import os
 import re
 from collections.abc import Collection, Iterable
 from functools import partial
@@ -27,12 +28,22 @@ from torch import nn
 
 from autoptd.compat import FakeTensorMode
 from autoptd.errors import PlanError
-from autoptd.runtime.read_folder import Folder
+from autoptd.runtime.checkpoint.foreign import is_checkpoint, open_any
+from autoptd.runtime.checkpoint.read import Checkpoint
+from autoptd.runtime.read_folder import Folder, open_folder
 from autoptd.runtime.save_pretrained import FolderFormat
 from autoptd.trace.storage import tied_names
 
+# What has a model's parameters and persistent buffers by name.
+Weights = Folder | Checkpoint
 
-def fitting(model: nn.Module, folder: Folder) -> Folder:
+
+def open_weights(path: str | os.PathLike[str]) -> Weights:
+    """Open a folder of Hugging Face's format, or a checkpoint; PlanError for anything else."""
+    return open_any(path) if is_checkpoint(path) else open_folder(path)
+
+
+def fitting(model: nn.Module, folder: Weights) -> Weights:
     """Return the folder under the names of the model.
 
     PlanError lists all that is missing, unexpected or of another shape.
@@ -61,14 +72,14 @@ def fitting(model: nn.Module, folder: Folder) -> Folder:
     if facts or wrong:
         remedy = "a folder of this model: of the same class, built from the folder's own config"
         raise PlanError(f"weights={str(folder.path)!r}", "; ".join(facts + wrong), remedy)
-    return Folder(folder.path, {name: found[name] for name in wanted if name in found})
+    return folder.only(wanted)
 
 
 def _matches(name: str, patterns: Iterable[re.Pattern[str]]) -> bool:
     return any(pattern.search(name) for pattern in patterns)
 
 
-def misfits(name: str, mine: torch.Tensor, folder: Folder) -> list[str]:
+def misfits(name: str, mine: torch.Tensor, folder: Weights) -> list[str]:
     """Say what keeps the folder's tensor from becoming this one."""
     entry = folder.entries[name]
     if entry.shape != tuple(mine.shape):
@@ -155,7 +166,7 @@ def derived_names(model: nn.Module) -> list[re.Pattern[str]]:
     return [re.compile(pattern) for pattern in (*patterns, *ignored)]
 
 
-def with_values(model: nn.Module, folder: Folder) -> nn.Module:
+def with_values(model: nn.Module, folder: Weights) -> nn.Module:
     """Return a copy that can be traced: fake parameters for those on meta, the folder's persistent buffers,
     and the buffers on meta with the values that the model gives them. Everything else is the model's own.
 

@@ -19,6 +19,7 @@ import torch
 
 from autoptd.errors import PlanError
 from autoptd.ir.mesh import DEGREES
+from autoptd.program.prints import prints_of
 from autoptd.runtime import check_copies, check_state
 from autoptd.runtime.checkpoint import check
 from autoptd.runtime.checkpoint.extra import Place, check_extra, own_state, read_extra, restore
@@ -151,6 +152,7 @@ class StatefulModel(StartedModel):
             "options": {key: str(value) for key, value in asdict(options).items() if value is not None},
             "names": tied_names(program),
             "model": about_model(program),
+            "prints": prints_of(program),
             "buffers": list(self._buffers.values),
         }
         if optimizer is None:

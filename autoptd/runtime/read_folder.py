@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,10 @@ class Folder:
     def renamed(self, names: Mapping[str, str]) -> Folder:
         """Return the same tensors under other names, given as old name -> new name."""
         return replace(self, entries={names.get(name, name): entry for name, entry in self.entries.items()})
+
+    def only(self, names: Iterable[str]) -> Folder:
+        """Return those of the tensors that have one of these names."""
+        return replace(self, entries={name: self.entries[name] for name in names if name in self.entries})
 
     def reader(self) -> FolderReader:
         return FolderReader(self)

@@ -159,6 +159,26 @@ def test_other_heads_of_equal_shapes(written: Path) -> None:
     other(model, written, r"c_attn.weight was \[\[3, 4, 8\], \[32\]\], and is \[\[3, 8, 4\], \[32\]\]")
 
 
+class Positive(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.relu()
+
+
+def test_another_activation(written: Path, folder: Path) -> None:
+    """All shapes are equal. Another torch may have traced the same model differently: it is told, and loaded."""
+    model = tied_gpt()
+    model.transformer.h[1].mlp.gelu = Positive()
+    other(model, written, r"transformer.h.1.mlp(.gelu)? was made of other operators")
+    model = tied_gpt()
+    model.transformer.ln_f.eps = 1e-3
+    other(model, written, r"transformer.ln_f was made of other operators, or other numbers in them")
+    edit(folder, lambda record: record.update(torch="1.0"))
+    pm, optimizer = running(model)
+    with pytest.warns(UserWarning, match=r"transformer.ln_f was made of .* with torch 1.0"):
+        pm.load(folder, optimizer=optimizer)
+    pm.close()
+
+
 def test_another_optimizer(written: Path) -> None:
     other(tied_gpt(), written, "has the state of a AdamW, and is loaded into a SGD", torch.optim.SGD)
 

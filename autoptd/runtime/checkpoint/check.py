@@ -9,12 +9,14 @@ loaded before.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from autoptd.errors import PlanError
+from autoptd.program.prints import prints_of
 from autoptd.program.program import Program
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.checkpoint.manifest import Manifest, fqn
@@ -48,6 +50,7 @@ def check_model(
     if strict:
         findings += other_ties(program, manifest)
         findings += other_atoms(program, manifest)
+        findings += other_operators(program, manifest)
     if findings:
         remedy = "a checkpoint of this model, with the same sizes"
         raise PlanError(SITE, f"{checkpoint.path}: {some(findings, '; ')}", remedy)
@@ -95,6 +98,20 @@ def other_atoms(program: Program, manifest: Manifest) -> Iterator[str]:
         was = saved.get(name)
         if was is not None and plain(was["dims"]) != plain(entry["dims"]):
             yield f"{name} was {atoms_text(was['dims'])}, and is {atoms_text(entry['dims'])}"
+
+
+def other_operators(program: Program, manifest: Manifest) -> Iterator[str]:
+    """Yield the first module that computed something else; another torch may trace it differently, which is a warning."""
+    saved: Mapping[str, str] = manifest.about.get("prints", {})
+    prints = prints_of(program)
+    module = next((module for module, text in prints.items() if saved.get(module, text) != text), None)
+    if module is None:
+        return
+    text = f"{module or 'the model'} was made of other operators, or other numbers in them"
+    if manifest.about["torch"] == torch.__version__:
+        yield text
+    else:
+        warnings.warn(f"{SITE}: {text}, with torch {manifest.about['torch']}", stacklevel=2)
 
 
 def plain(dims: Any) -> Any:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from autoptd.errors import PlanError, RuntimeFault
-from autoptd.runtime.checkpoint.commit import PART
+from autoptd.runtime.checkpoint.commit import OLD, PART, beside
 from autoptd.runtime.checkpoint.manifest import (
     MANIFEST,
     METADATA,
@@ -131,6 +131,14 @@ def read_item(checkpoint: ForeignCheckpoint, place: tuple[str, int]) -> Any:
         raise PlanError(str(path), fact, "do not use this folder, unless you know who wrote it") from error
     except (RuntimeError, OSError, EOFError, ValueError) as error:
         raise RuntimeFault(str(path), f"cannot be read: {str(error).splitlines()[0]}", REMEDY) from error
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Tell whether there is a checkpoint at a path, or one beside it that a save was replacing."""
+    folder = Path(path)
+    if (folder / MANIFEST).is_file() or (folder / METADATA).is_file():
+        return True
+    return not folder.exists() and bool(beside(folder, OLD))
 
 
 def open_any(path: str | os.PathLike[str]) -> Checkpoint:
@@ -250,4 +258,4 @@ def optimizer_of(groups: Mapping[Any, dict[str, Any]]) -> dict[str, Any] | None:
     return {"class": None, "groups": found}
 
 
-__all__ = ["ForeignCheckpoint", "open_any", "open_foreign"]
+__all__ = ["ForeignCheckpoint", "is_checkpoint", "open_any", "open_foreign"]

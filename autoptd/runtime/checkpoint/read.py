@@ -89,6 +89,14 @@ class Checkpoint:
     def reader(self) -> Reader:
         return Reader(self)
 
+    def renamed(self, names: Mapping[str, str]) -> Checkpoint:
+        """Return the same parameters and buffers under other names, given as old name -> new name."""
+        return replace(self, names={names.get(name, name): fqn for name, fqn in self.names.items()})
+
+    def only(self, names: Iterable[str]) -> Checkpoint:
+        """Return those of the parameters and buffers that have one of these names."""
+        return replace(self, names={name: self.names[name] for name in names if name in self.names})
+
     def named(self, tied: Iterable[Sequence[str]]) -> Checkpoint:
         """Return the checkpoint under the first ones of a model's names: others may have chosen another one."""
         tensors, names = dict(self.manifest.tensors), dict(self.names)

@@ -1,0 +1,45 @@
+"""Prints of a model's modules: what they compute, without sizes, so that a checkpoint knows that it is of this model.
+
+In: a program that was compiled here. Out: per module a hash of its operators and the numbers in them, in order: `gelu` for
+`relu` shows, as do another epsilon and another base of rotary angles, where no shape does.
+
+    prints_of(program)["transformer.h.0.mlp.gelu"]          # "5d4a09fb"
+
+Casts and dropout are left out: another precision, and another rate, make no other model. A program that was read from a folder
+has no graph, and no prints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from autoptd.ir.notes import note
+from autoptd.program.program import Program
+
+# Parts of the names of operators that are left out.
+LEFT_OUT = ("_to_copy", ".to.", "dropout", "detach", "alias", "clone", "contiguous", "getitem")
+
+
+def prints_of(program: Program) -> dict[str, str]:
+    """Return the print of every module that computes something, in the order of the model."""
+    graph = program.graphs.get("TRACED")
+    lines: dict[str, list[str]] = {}
+    for node in graph.nodes if graph is not None else ():
+        if node.op != "call_function" or any(part in str(node.target) for part in LEFT_OUT):
+            continue
+        numbers = [repr(value) for value in (*node.args, *node.kwargs.values()) if is_literal(value)]
+        lines.setdefault(note(node).module, []).append(" ".join([str(node.target), *numbers]))
+    return {module: _hash("\n".join(some)) for module, some in lines.items()}
+
+
+def is_literal(value: Any) -> bool:
+    """Tell whether an argument is a number that is no size, or a choice such as `approximate="tanh"`."""
+    return isinstance(value, (float, str))
+
+
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+__all__ = ["prints_of"]
