@@ -30,6 +30,7 @@ from autoptd.runtime.fused_optimizer import lay_out, takes_fused
 from autoptd.runtime.grad_norm import grad_norm
 from autoptd.runtime.guard import lower, raise_again, unguarded
 from autoptd.runtime.loss_scale import LossScale
+from autoptd.runtime.numbered import is_numbered, named
 from autoptd.runtime.padding import clear_padding, padding_of
 from autoptd.runtime.parameters import RankParameters, dtype_of, shard_of
 
@@ -68,7 +69,12 @@ class NamedOptimizer(optim.Optimizer):
         return {"state": state, "param_groups": self.named_groups(), **scale}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict of full tensors, the same on every rank; PlanError where its groups are others."""
+        """Load a state dict of full tensors, the same on every rank; PlanError where its groups are others.
+
+        One of a torch optimizer over the unmodified model's parameters is taken, too: see `numbered.py`.
+        """
+        if is_numbered(state_dict):
+            state_dict = named(state_dict, self.binding.ranks[0].specs, self.binding.groups)
         self.check_saved(state_dict["param_groups"], "optimizer.load_state_dict")
         # In torch's format groups hold numbers instead of parameters.
         own = super().state_dict()["param_groups"]
@@ -105,15 +111,6 @@ class NamedOptimizer(optim.Optimizer):
     def check_saved(self, groups: Sequence[Mapping[str, Any]], site: str) -> None:
         """Raise PlanError unless the saved groups hold the parameters that this optimizer's hold."""
         saved = [list(group["params"]) for group in groups]
-        numbered = [name for names in saved for name in names if isinstance(name, int)]
-        if numbered:
-            fact = f"is a torch optimizer's own: it numbers its {sum(map(len, saved))} parameters, and has no names"
-            remedy = "a state dict of pm.optimizer(...); or put names for numbers, in 'state' and in 'param_groups'"
-            raise PlanError(
-                site,
-                fact,
-                remedy + ": those of model.named_parameters(), in the order of the torch optimizer",
-            )
         remedy = "make the optimizer with the groups that were saved"
         if len(saved) != len(self.binding.groups):
             fact = f"{len(saved)} groups were saved, this optimizer has {len(self.binding.groups)}"

@@ -100,6 +100,21 @@ def test_we_read_plain_torch(tmp_path: Path, mesh: dict[str, Any]) -> None:
     check_losses(goes_on(tmp_path / "saved", **mesh), expected)
 
 
+def test_we_read_what_torch_saves(tmp_path: Path) -> None:
+    """A file of the state dicts, whose optimizer numbers its parameters."""
+    own, optimizer = one_device()
+    plain_losses(own, optimizer, 0, 2)
+    torch.save({"model": own.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "saved.pt")
+    expected = plain_losses(own, optimizer, 2, 3)
+    pm, ours = running(model(), torch.optim.AdamW, {"lr": 3.0}, t=2, p=2)
+    saved = torch.load(tmp_path / "saved.pt", weights_only=True)
+    pm.load_state_dict(saved["model"])
+    pm.load_optimizer_state_dict(ours, saved["optimizer"])
+    pm.steps = 2
+    check_losses(train(pm, ours, 3), expected)
+    pm.close()
+
+
 @pytest.mark.thorough
 @pytest.mark.processes
 def test_fsdp_there_and_back(tmp_path: Path) -> None:

@@ -109,10 +109,14 @@ def test_the_state_dict_of_a_torch_optimizer() -> None:
     model(X, Y).backward()
     theirs = torch.optim.AdamW(model.parameters(), lr=0.1)
     theirs.step()
-    with pytest.raises(
-        PlanError, match=r"a torch optimizer's own: it numbers its 4 parameters, and has no names"
-    ):
-        opt.load_state_dict(theirs.state_dict())
+    opt.load_state_dict(theirs.state_dict())
+    moments, own = opt.state_dict()["state"], theirs.state_dict()["state"]
+    for number, (name, _) in enumerate(model.named_parameters()):
+        torch.testing.assert_close(moments[name]["exp_avg"], own[number]["exp_avg"], rtol=0, atol=0)
+    reverse = torch.optim.AdamW(list(model.parameters())[::-1], lr=0.1)
+    reverse.step()
+    with pytest.raises(PlanError, match=r"a torch optimizer's own.* exp_avg of parameter 0 has shape"):
+        opt.load_state_dict(reverse.state_dict())
     some = pm.optimizer(torch.optim.AdamW, ["*.weight"], lr=0.1)
     with pytest.raises(PlanError, match=r"group 0 lacks down\.bias, up\.bias, unlike this optimizer's"):
         opt.load_state_dict(some.state_dict())
@@ -121,6 +125,10 @@ def test_the_state_dict_of_a_torch_optimizer() -> None:
     two = pm.optimizer(torch.optim.AdamW, [{"params": ["up.*"]}, {"params": ["down.*"]}], lr=0.1)
     with pytest.raises(PlanError, match=r"1 groups were saved, this optimizer has 2"):
         two.load_state_dict(opt.state_dict())
+    with pytest.raises(
+        PlanError, match=r"with \[4\] numbered parameters in its groups, and this one has \[2, 2\]"
+    ):
+        two.load_state_dict(theirs.state_dict())
     pm.close()
 
 
