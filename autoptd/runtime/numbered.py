@@ -1,6 +1,6 @@
 """State dicts of torch's own optimizers, which number parameters, under the model's names.
 
-In: a state dict of an optimizer over `model.parameters()`, or over groups of them in the order of the model. Out: the same, with names
+In: a state dict of an optimizer over `model.parameters()`, or over groups of them in that order. Out: the same, with names
 for numbers: they are given in the order of the groups, and within a group in that of the model.
 
     named({"state": {0: {...}}, "param_groups": [{"params": [0, 1]}]}, specs, [("up.weight", "up.bias")])

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import autoptd
+from autoptd.runtime.guard import unguarded
+from autoptd.runtime.parameters import shard_of
 from tests.parity.models import batch, gpt
 
 VOCAB = 61
@@ -57,6 +59,17 @@ def state_of(pm: autoptd.ParallelModel, optimizer: torch.optim.Optimizer) -> dic
     for number, group in enumerate(state["param_groups"]):
         found |= {f"group {number}.{key}": value for key, value in group.items()}
     return {**found, "steps": pm.steps, "loss_scale": state.get("loss_scale")}
+
+
+def assert_used(pm: autoptd.ParallelModel) -> None:
+    """What stages compute with is what is stored, in their dtype, on every rank."""
+    full = pm.state_dict()
+    for rank in pm._ranks.here:
+        for spec in rank.params.specs:
+            if (used := rank.params.local.get(spec.name)) is not None:
+                expected = shard_of(spec, full[spec.name], rank.world).to(used.dtype)
+                with unguarded():
+                    assert torch.equal(used.detach(), expected), spec.name
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:

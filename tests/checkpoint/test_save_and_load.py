@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.models import assert_same, running, state_of, train
+from tests.checkpoint.models import assert_same, assert_used, running, state_of, train
 
 MESHES: list[dict[str, Any]] = [
     {},
@@ -75,6 +75,7 @@ def round_trip(tmp_path: Path, source: dict[str, Any], target: dict[str, Any], *
     train(other, others, 1)
     other.load(tmp_path / "saved", optimizer=others)
     assert_same(state_of(other, others), expected)
+    assert_used(other)
     bound = 1e-2 if "precision" in source else 1e-12
     for one, two in zip(train(pm, optimizer, 3), train(other, others, 3), strict=True):
         assert abs(one - two) <= bound
