@@ -92,6 +92,8 @@ class StartedModel:
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         # Of the last steps.
         self._losses: deque[torch.Tensor] = deque(maxlen=LOSSES)
+        # What checkpoints say of a program, once it was asked for.
+        self._told: tuple[Program, dict[str, Any]] | None = None
         # Why the ranks' values cannot be used, if so.
         self._unusable = ""
         self._buffers = ModelBuffers(shared or SharedBuffers())

@@ -19,7 +19,9 @@ import torch
 
 from autoptd.errors import PlanError
 from autoptd.ir.mesh import DEGREES
+from autoptd.options import Options
 from autoptd.program.prints import prints_of
+from autoptd.program.program import Program
 from autoptd.runtime import check_copies, check_state
 from autoptd.runtime.checkpoint import check
 from autoptd.runtime.checkpoint.extra import Place, check_extra, own_state, read_extra, restore
@@ -144,17 +146,11 @@ class StatefulModel(StartedModel):
     def _contents(self, optimizer: NamedOptimizer | None) -> Contents:
         """Return what this process says of the run."""
         program, options = self.program, self.options
-        about = {
-            "torch": torch.__version__,
-            "steps": self._started("save").here[0].executor.steps,
-            "seed": program.seed,
-            "mesh": {**{name: getattr(program.mesh, name) for name in DEGREES}, "order": program.mesh.order},
-            "options": {key: str(value) for key, value in asdict(options).items() if value is not None},
-            "names": tied_names(program),
-            "model": about_model(program),
-            "prints": prints_of(program),
-            "buffers": list(self._buffers.values),
-        }
+        # Of the program once: a save must not wait for it.
+        if self._told is None or self._told[0] is not program:
+            self._told = (program, about_program(program, options))
+        steps = self._started("save").here[0].executor.steps
+        about = {"steps": steps, **self._told[1], "buffers": list(self._buffers.values)}
         if optimizer is None:
             return Contents(about, tied_names(program), buffers=self._buffers.values)
         about["optimizer"] = optimizer_record(optimizer)
@@ -353,6 +349,19 @@ def attempted(act: Callable[[], Any]) -> Callable[[], Any]:
 
         return fail
     return lambda: result
+
+
+def about_program(program: Program, options: Options) -> dict[str, Any]:
+    """Return what a checkpoint says of the program and the request that it was compiled for."""
+    return {
+        "torch": torch.__version__,
+        "seed": program.seed,
+        "mesh": {**{name: getattr(program.mesh, name) for name in DEGREES}, "order": program.mesh.order},
+        "options": {key: str(value) for key, value in asdict(options).items() if value is not None},
+        "names": tied_names(program),
+        "model": about_model(program),
+        "prints": prints_of(program),
+    }
 
 
 def check_same(rank: Rank, checkpoint: Checkpoint) -> None:
