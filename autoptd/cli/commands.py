@@ -26,6 +26,7 @@ FUNCTIONS = {
     "plan": ("plan", "plan"),
     "measure": ("measure", "measure"),
     "doctor": ("doctor", "doctor"),
+    "checkpoint": ("checkpoint", "checkpoint"),
     "completion": ("completion", "completion"),
 }
 

@@ -20,6 +20,13 @@ with right results, in the order of schedules, and how fast beside the link; a w
 
 Under torchrun all ranks take part; alone it checks one process and ranks as threads. Ends with 0 if all is right
 (slowness alone is no failure), 1 if something is wrong."""
+CHECKPOINT = """Look after checkpoints, in one process: no GPU, no model.
+
+ACTION is one of
+  list      the checkpoints of a run, and what saves left that did not end
+  show      what one holds: its step, mesh, sizes, groups of the optimizer, last losses
+  verify    read every byte and compare it with its CRC32; ends with 1 if any was changed
+  convert   write its weights as safetensors (--to hf), or with the optimizer as one file of torch.save (--to torch)"""
 PLAN = "Search for the fastest (t, p, d, v, b) on a cluster. No GPU, no weights."
 
 # By command; "" is `autoptd --help` itself.
@@ -53,8 +60,13 @@ EXAMPLES = {
     "doctor": """  autoptd doctor                                                        # one process, and ranks as threads
   torchrun --nproc-per-node 8 -m -- autoptd doctor                      # all links of a node
   torchrun --nnodes 2 --nproc-per-node 8 ... -m -- autoptd doctor --t 8 --p 2 --json doctor.json""",
+    "checkpoint": """  autoptd checkpoint list ckpts
+  autoptd checkpoint show ckpts/step-00001000
+  autoptd checkpoint verify ckpts/step-00001000
+  autoptd checkpoint convert ckpts/step-00001000 --to hf --out weights
+  autoptd checkpoint convert ckpts/step-00001000 --to torch --out model.pt""",
     "completion": """  autoptd completion bash > ~/.local/share/bash-completion/completions/autoptd
   eval "$(autoptd completion zsh)"                                      # in ~/.zshrc, behind compinit""",
 }
 
-__all__ = ["DOCTOR", "EXAMPLES", "MODEL", "PLAN", "SHOW"]
+__all__ = ["CHECKPOINT", "DOCTOR", "EXAMPLES", "MODEL", "PLAN", "SHOW"]

@@ -8,17 +8,17 @@ In: the words after `autoptd`. Out: a namespace, `command` and one attribute per
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from autoptd import __version__
-from autoptd.cli.help_texts import DOCTOR, EXAMPLES, MODEL, PLAN, SHOW
+from autoptd.cli.flags import FLAGS, as_bytes, as_level, as_numbers, as_switch
+from autoptd.cli.help_texts import CHECKPOINT, DOCTOR, EXAMPLES, MODEL, PLAN, SHOW
 from autoptd.cli.settings import read_settings
 from autoptd.errors import PlanError
 from autoptd.ir.elsewhere import remedy_for
 from autoptd.ir.plan import nearest
-from autoptd.ir.quantities import parse_bytes
 from autoptd.ir.schedules import SCHEDULES
 from autoptd.options import KEYWORDS
 
@@ -160,6 +160,9 @@ def make_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     )
     _add_examination(doctor)
 
+    checkpoint = command("checkpoint", "list, show, verify or convert checkpoints", CHECKPOINT)
+    _add_checkpoints(checkpoint)
+
     completion = command("completion", "print what completes commands and flags in a shell")
     completion.add_argument("shell", choices=("bash", "zsh"))
     return parser, commands
@@ -270,6 +273,16 @@ def _add_examination(parser: ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write all that was found")
 
 
+def _add_checkpoints(parser: ArgumentParser) -> None:
+    parser.add_argument("action", metavar="ACTION", choices=("list", "show", "verify", "convert"))
+    parser.add_argument("folder", metavar="DIR", help="a checkpoint; for list, the folder of a run")
+    parser.add_argument(
+        "--to", choices=("hf", "torch"), help="for convert: safetensors, or one file of torch.save"
+    )
+    parser.add_argument("--out", metavar="PATH", help="for convert: the folder (hf) or file (torch) to write")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
 def _add_simulation(parser: ArgumentParser) -> None:
     parser.add_argument("--p", type=int, required=True, help="pipeline ranks")
     parser.add_argument(
@@ -305,17 +318,17 @@ def _add_planning(parser: ArgumentParser) -> None:
         default="dgx-a100",
         help="h100, dgx-h100, ..., or a TOML file (default %(default)s)",
     )
-    where.add_argument("--memory", type=_bytes, metavar="BYTES", help="of a GPU: 80e9, 80GB or 80GiB")
+    where.add_argument("--memory", type=as_bytes, metavar="BYTES", help="of a GPU: 80e9, 80GB or 80GiB")
     constraints = parser.add_argument_group(
         "constraints: a value, or several; the planner chooses what is left out"
     )
     for name in ("t", "p", "d", "c", "v", "microbatch"):
-        constraints.add_argument(f"--{name}", type=_numbers, metavar="N[,N]")
+        constraints.add_argument(f"--{name}", type=as_numbers, metavar="N[,N]")
     constraints.add_argument(
-        "--sequence-parallel", nargs="?", const=True, type=_switch, metavar="true|false|any"
+        "--sequence-parallel", nargs="?", const=True, type=as_switch, metavar="true|false|any"
     )
     constraints.add_argument("--recompute", metavar="none|selective|full|full:1/2|any")
-    constraints.add_argument("--zero", type=_level, metavar="0|1|2|3|any")
+    constraints.add_argument("--zero", type=as_level, metavar="0|1|2|3|any")
     constraints.add_argument(
         "--precision", "--dtype", metavar="fp32|bf16|fp16", help="of the weights (default fp32)"
     )
@@ -336,37 +349,6 @@ def _add_planning(parser: ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="flags from a TOML, YAML or JSON file")
 
 
-def _bytes(text: str) -> float:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise ArgumentTypeError(f"{text!r} is not a number of bytes: 80e9, 80GB or 80GiB") from error
-
-
-def _stage(text: str) -> int | str:
-    return int(text) if text.isdigit() else text
-
-
-def _switch(text: str) -> bool | str:
-    return {"true": True, "false": False}.get(text.lower(), text)
-
-
-def _split(text: str) -> list[str]:
-    return text.split(",")
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise ArgumentTypeError(f"{text!r} is not a number, or numbers with commas: 2 or 1,2,4") from error
-
-
-def _level(text: str) -> int | str:
-    # "any", or a mistake that the planner names.
-    return int(text) if text.isdigit() else text
-
-
 def _config_of(arguments: Sequence[str]) -> str | None:
     # By hand, as the file's values must be known before argparse runs.
     for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
@@ -375,23 +357,6 @@ def _config_of(arguments: Sequence[str]) -> str | None:
         if word.startswith("--config="):
             return word.partition("=")[2]
     return None
-
-
-# How a flag of a keyword is read (`options.Keyword.flag`): what argparse is given for it.
-FLAGS: dict[str, dict[str, Any]] = {
-    "text": {},
-    "count": {"type": int, "metavar": "N"},
-    "number": {"type": int},
-    "stage": {"type": _stage, "metavar": "N"},
-    "float": {"type": float, "metavar": "X"},
-    # None rather than False: a flag that was not given must not contradict a plan or a file.
-    "on": {"action": "store_true", "default": None},
-    # `--flag`, `--flag true` and `--flag false`.
-    "switch": {"type": _switch, "nargs": "?", "const": True},
-    "choice": {"type": _switch},
-    "list": {"type": _split},
-    "bytes": {"type": _bytes, "metavar": "BYTES"},
-}
 
 
 def _names(parser: ArgumentParser) -> set[str]:

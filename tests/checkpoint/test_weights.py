@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from tests.checkpoint.models import data, running, tied_gpt, train
 from tests.parity.models import gpt
 
 
-def on_meta(model: nn.Module) -> nn.Module:
-    return model.to("meta")
+def on_meta(make: Callable[[], nn.Module] = tied_gpt) -> nn.Module:
+    """A model without values; made there, as `.to("meta")` would untie it."""
+    with torch.device("meta"):
+        return make()
 
 
 @pytest.mark.parametrize("mesh", [{}, {"t": 2, "p": 2}, {"d": 2, "zero": 1}], ids=str)
@@ -28,9 +31,7 @@ def test_weights_of_a_checkpoint(tmp_path: Path, mesh: dict[str, Any]) -> None:
     expected = pm.state_dict()
     pm.close()
     weights = tmp_path / "saved"
-    other = autoptd.parallelize(
-        on_meta(tied_gpt()), **mesh, weights=weights, example_inputs=data(0), backend="local"
-    )
+    other = autoptd.parallelize(on_meta(), **mesh, weights=weights, example_inputs=data(0), backend="local")
     found = other.state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], x) for name, x in expected.items())
@@ -43,7 +44,7 @@ def test_weights_of_another_program(tmp_path: Path) -> None:
     model = tied_gpt()
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "saved")
     pm = autoptd.parallelize(
-        on_meta(tied_gpt()), t=2, weights=tmp_path / "saved", example_inputs=data(0), backend="local"
+        on_meta(), t=2, weights=tmp_path / "saved", example_inputs=data(0), backend="local"
     )
     found = pm.state_dict()
     assert all(torch.equal(found[name], x) for name, x in model.state_dict().items())
@@ -55,4 +56,4 @@ def test_weights_of_another_model(tmp_path: Path) -> None:
     pm.save(tmp_path / "saved")
     pm.close()
     with pytest.raises(PlanError, match=r"missing: transformer.h.\*.ln_1.weight"):
-        autoptd.parallelize(on_meta(gpt(layers=4, vocab=61).double()), weights=tmp_path / "saved")
+        autoptd.parallelize(on_meta(lambda: gpt(layers=4, vocab=61).double()), weights=tmp_path / "saved")
