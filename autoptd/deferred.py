@@ -87,7 +87,7 @@ def traceable(model: nn.Module) -> tuple[nn.Module, Recipes]:
 
 def is_deferred(model: nn.Module) -> bool:
     """Tell whether any tensor of a model was made in a deferred block."""
-    return any(recording_of(x) is not None for x in chain(model.parameters(), model.buffers()))
+    return any(recording_of(x) is not None for x in named_tensors(model).values())
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:

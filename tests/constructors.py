@@ -152,6 +152,67 @@ def shared(m: Any) -> None:
     m.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
 
 
+def distributions(m: Any) -> None:
+    m.gamma = nn.Parameter(torch.distributions.Gamma(torch.tensor([1.0, 2.0]), torch.ones(2)).sample((3,)))
+    m.simplex = nn.Parameter(torch.distributions.Dirichlet(torch.ones(4)).sample())
+    m.counts = nn.Parameter(torch.poisson(torch.ones(5) * 3))
+    m.like = nn.Parameter(torch.randn_like(m.gamma) + torch.randint_like(m.gamma, 0, 5))
+
+
+def parts_of_one(m: Any) -> None:
+    fused = torch.empty(9, 4)
+    q, k, v = fused.chunk(3)
+    nn.init.xavier_uniform_(q)
+    nn.init.normal_(k)
+    nn.init.zeros_(v)
+    m.fused = nn.Parameter(fused)
+    table = torch.zeros(9, 4)
+    table[torch.arange(3) * 2] = torch.randn(3, 4)
+    table[table > 0.5] = 7
+    m.table = nn.Parameter(table.scatter_(0, torch.randint(0, 9, (1, 4)), 1.0))
+    m.more = nn.Parameter(torch.ones(3).resize_(6).clone()[:3])
+    m.joined = torch.zeros(3)
+    m.joined.set_(other := torch.randn(4))
+    other.mul_(2)
+
+
+def trained(m: Any) -> None:
+    m.layer = nn.Linear(8, 1)
+    optimizer = torch.optim.AdamW(m.layer.parameters())
+    for _ in range(2):
+        m.layer(torch.randn(5, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    m.scaled = nn.Linear(8, 8)
+    x = torch.randn(16, 8)
+    with torch.no_grad():
+        while abs(m.scaled(x).std() - 1) > 0.05:
+            m.scaled.weight /= m.scaled(x).std()
+
+
+def arrays(m: Any) -> None:
+    array = numpy.random.RandomState(0).randn(4, 3).astype(numpy.float32)
+    m.w = nn.Parameter(torch.from_numpy(array.copy()))
+    with torch.no_grad():
+        m.w[:2].normal_()
+    m.register_buffer("table", torch.as_tensor(array))
+    m.register_buffer("again", torch.from_numpy(array))
+    m.register_buffer("bytes", torch.frombuffer(bytearray(b"abcdefgh"), dtype=torch.uint8))
+
+
+def matrices(m: Any) -> None:
+    u, s, v = torch.linalg.svd(torch.randn(6, 4))
+    m.u, m.s, m.v = nn.Parameter(u), nn.Parameter(s.diag()), nn.Parameter(v)
+    m.complex = nn.Parameter(torch.randn(3, 4, dtype=torch.cfloat))
+    m.spectrum = nn.Parameter(torch.fft.rfft(torch.randn(8)).abs())
+    m.exponential = nn.Parameter(torch.matrix_exp(torch.randn(3, 3)))
+    m.last = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+
+
+def only_lists(m: Any) -> None:
+    m.pair = (torch.randn(2), [torch.randn(3)])
+
+
 KINDS: dict[str, Callable[[], nn.Module]] = {
     build.__name__: (lambda build=build: Holder(build))
     for build in (
@@ -164,6 +225,12 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
         generators,
         dtypes,
         shared,
+        distributions,
+        parts_of_one,
+        trained,
+        arrays,
+        matrices,
+        only_lists,
     )
 } | {
     "lstm": lambda: nn.LSTM(5, 6, 2, bidirectional=True),

@@ -122,7 +122,10 @@ class Recipes:
         """Return (fact, remedy) for a rank that makes other values of these tensors."""
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
         fact = f"makes other initial values of {shown or 'its tensors'} than rank 0: its constructor ran otherwise"
-        remedy = "draw with torch, or seed what else it draws from (random.seed(0), numpy.random.seed(0)), on all ranks"
+        remedy = (
+            "draw in the block, with torch; or seed what else draws, alike on all ranks: random.seed(0), "
+            "numpy.random.seed(0)"
+        )
         return fact, remedy
 
 

@@ -73,7 +73,11 @@ class Recording(FakeTensorMode):
         self._streams: Streams | None = None
         # By identity: tensors with values that were read, and copies of them.
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
+        # By address: storages that began as copies of memory that is not torch's own.
+        self._arrays: dict[int, list[int]] = {}
         self._is_inside = False
+        # For what the constructor asks: it keeps the states of streams.
+        self._replay = Replay(self.tape, {})
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         # Copies of its tensors are tensors of the same recording.
@@ -90,9 +94,11 @@ class Recording(FakeTensorMode):
                 self._warn_at_once()
                 yield
             self._check_seen()
+            self._check_arrays()
         finally:
             self._streams = None
             self._seen.clear()
+            self._arrays.clear()
             streams.close()
 
     def _warn_at_once(self) -> None:
@@ -139,7 +145,8 @@ class Recording(FakeTensorMode):
             self.fake_tensor_converter.tensor_memo.clear()
 
     def _run(self, func: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is aten.lift_fresh.default:
+        lifted = args[0] if func is aten.lift_fresh.default else None
+        if lifted is not None:
             # A tensor of torch.tensor or NumPy. Lifted, it would be a constant that torch computes with unseen.
             func = aten.clone.default
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -164,6 +171,10 @@ class Recording(FakeTensorMode):
             result = self._answer(func, *operands)
         draw = (kwargs.get("generator"),) if is_draw else None
         self._record(func, *operands, tree_leaves(result), written, draw)
+        # torch can enlarge memory of its own, but not an array's.
+        if lifted is not None and not (memory := lifted.untyped_storage()).resizable() and memory.nbytes():
+            made = self.place_of(result)  # type: ignore[arg-type]
+            self._arrays.setdefault(memory.data_ptr(), []).append(made.storage)
         return result
 
     def _encode(self, operands: Any) -> Any:
@@ -198,6 +209,15 @@ class Recording(FakeTensorMode):
         if changed:
             fact = f"values of shape {tuple(changed[0].shape)} from outside of torch were changed after they were read"
             raise PlanError(SITE, fact, "fill an array before it becomes a tensor")
+
+    def _check_arrays(self) -> None:
+        """Refuse what would be written to one tensor and seen in another, as both are one array of NumPy."""
+        for storages in self._arrays.values():
+            # Beyond the copy.
+            is_written = any(len(self.tape.writers[storage]) > 1 for storage in storages)
+            if len(storages) > 1 and is_written:
+                fact = "two tensors share the memory of one array, and a constructor writes to it"
+                raise PlanError(SITE, fact, "torch.tensor(array), which copies it")
 
     def _record(
         self,
@@ -277,7 +297,7 @@ class Recording(FakeTensorMode):
         for number in tape.makers({x.storage for x in tree_leaves((args, kwargs)) if isinstance(x, Place)}):
             if tape.is_named(number):
                 tape.asked.setdefault(number, len(tape.asked))
-        return Replay(tape, {}).call(func, args, kwargs)
+        return self._replay.call(func, args, kwargs)
 
     @contextmanager
     def _as_one_operator(self) -> Iterator[None]:

@@ -82,11 +82,15 @@ class Replay:
         args, kwargs = self._real(step.args, held), self._real(step.kwargs, held)
         if step.draw is not None:
             self._seed(number, step.draw)
+        sizes = {storage: held[storage].nbytes() for storage in step.writes if storage in held}
         results = [x for x in tree_leaves(step.function(*args, **kwargs)) if isinstance(x, Tensor)]
         if step.draw is not None and not self.tape.is_named(number):
             self._states[number] = torch.default_generator.get_state()
         if step.function in UNINITIALIZED:
             results[0].zero_()
+        if step.function is aten.resize_.default:
+            for storage, size in sizes.items():
+                _bytes(held[storage])[size:] = 0
         known = {held[storage].data_ptr() for storage in step.reads if storage in held}
         for place, x in zip(step.results, results, strict=True):
             if place.storage not in held:
@@ -152,6 +156,10 @@ class Replay:
         held: Storages = {}
         self._tensor(place, held).copy_(x)
         return held[place.storage]
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload,no-any-return]
 
 
 @contextmanager

@@ -156,6 +156,13 @@ def fills_an_array_later(m: Any) -> None:
     array[1] = 5.0
 
 
+def shares_an_array(m: Any) -> None:
+    array = numpy.ones(3, dtype=numpy.float32)
+    m.w = nn.Parameter(torch.from_numpy(array))
+    m.register_buffer("same", torch.from_numpy(array))
+    m.w.data.mul_(2)
+
+
 def nested(m: Any) -> None:
     with autoptd.deferred():
         linear(m)
@@ -170,6 +177,7 @@ REFUSED: dict[Callable[[Any], None], str] = {
     rewinds: "order=True",
     fills_an_array_later: "changed after they were read",
     nested: "another block",
+    shares_an_array: "memory of one array",
 }
 
 
