@@ -28,6 +28,8 @@ def slices(m: Any) -> None:
         m.w[4:].zero_()
         m.w.data.mul_(2.0)
         m.w[:, 1] = m.w[:, 0]
+        m.one = nn.Parameter(torch.randn(3, 3))
+        m.one.fill_(m.one[1, 1])
     m.v = nn.Parameter(torch.randn(6, 4).t())
     m.v.data.copy_(m.w.t())
     m.v.data[0, :3] += 1

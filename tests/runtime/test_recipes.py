@@ -18,6 +18,8 @@ from autoptd.ir.mesh import Mesh
 from autoptd.runtime.launch import check_same_source
 from autoptd.runtime.recipes import Recipes, recording_of
 from autoptd.runtime.recording import Recording
+from autoptd.runtime.replay import Replay
+from autoptd.runtime.tape import Constant, Place, Step, Tape
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from tests.constructors import Holder
 
@@ -58,6 +60,63 @@ def test_what_is_overwritten_is_not_made() -> None:
     bias = ["uniform_", "normal_"]
     assert functions(model, model.layer.bias) == bias
     assert functions(model, model.copied) == [*bias, "copy_"]
+
+
+def test_a_function_that_draws_until_all_is_accepted_is_one_step() -> None:
+    def build(m: Any) -> None:
+        linear(m)
+        nn.init.trunc_normal_(m.layer.weight, generator=torch.Generator().manual_seed(3))
+        nn.init.trunc_normal_(m.layer.bias)
+
+    model = deferred(build)
+    for x in (model.layer.weight, model.layer.bias):
+        assert functions(model, x) == ["_no_grad_trunc_normal_"]
+    assert not model.layer.bias.fake_mode.tape.asked
+
+
+def by_hand(*functions: Callable[[Tensor], Tensor]) -> tuple[Tape, list[Place]]:
+    """A tape of a constant and of functions, each of the result of the one before."""
+    tape, places = Tape(seed=0, order=False), []
+    value: Any = Constant(torch.arange(6.0).view(2, 3))
+    for number, function in enumerate(functions):
+        tape.sizes.append(24)
+        tape.writers.append([])
+        places.append(Place(number, torch.float32, (2, 3), (3, 1), 0))
+        reads = frozenset({number - 1}) if number else frozenset[int]()
+        made = frozenset({number})
+        tape.add(Step(function, (value,), {}, (places[-1],), reads, made, made, torch.float32))
+        value = places[-1]
+    return tape, places
+
+
+def test_a_result_has_memory_of_its_own_in_the_layout_that_was_recorded() -> None:
+    tape, places = by_hand(
+        lambda x: x, lambda x: x.mul_(2), lambda x: x, lambda x: (x * 1).t().contiguous().t()
+    )
+    wanted = torch.arange(6.0).view(2, 3)
+    for _ in range(2):
+        first, second, third, fourth = Replay(tape, {}).make(places)
+        assert torch.equal(first, wanted * 2) and torch.equal(fourth, wanted * 2) and fourth.is_contiguous()
+        assert len({x.data_ptr() for x in (first, second, third, fourth)}) == 4
+
+
+def test_a_replay_runs_on_one_thread_and_puts_back_what_was() -> None:
+    threads, before = torch.get_num_threads(), torch.get_rng_state()
+    seen: list[Any] = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.extend([torch.get_num_threads(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")])
+        return x + torch.rand(2, 3)
+
+    tape, places = by_hand(look)
+    torch.set_num_threads(3)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            Replay(tape, {}).make(places)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)
+    assert seen == [1, False, False] and torch.equal(torch.get_rng_state(), before)
 
 
 def test_rows_are_those_of_the_whole() -> None:
@@ -109,22 +168,6 @@ def test_any_order_of_asking_gives_the_same(order: bool) -> None:
 def test_memory_that_nobody_fills_is_zero() -> None:
     source = recipes(lambda m: setattr(m, "w", nn.Parameter(torch.empty(1000))))
     assert torch.equal(source.reader().whole("w"), torch.zeros(1000))
-
-
-def test_more_threads_change_no_bit() -> None:
-    def build(m: Any) -> None:
-        m.layer = torch.nn.utils.parametrizations.weight_norm(nn.Linear(700, 900))
-        m.total = nn.Parameter(torch.randn(500_000).sum())
-
-    threads = torch.get_num_threads()
-    made = []
-    for number in (1, 3):
-        torch.set_num_threads(number)
-        source = recipes(build)
-        made.append(source.make(source.entries))
-        assert torch.get_num_threads() == number
-    torch.set_num_threads(threads)
-    assert all(torch.equal(made[0][name], made[1][name]) for name in made[0])
 
 
 def writes_outside(m: Any) -> None:
@@ -225,6 +268,7 @@ def test_tensors_from_outside_keep_their_values() -> None:
         m.register_buffer("table", table)
         m.register_buffer("twice", table * 2)
         m.weight = nn.Parameter(table.clone())
+        given[2].fill_(9.0)
         nn.init.constant_(m.weight, 4.0)
 
     model = deferred(build)
@@ -232,6 +276,7 @@ def test_tensors_from_outside_keep_their_values() -> None:
     given.add_(1)
     table.add_(1)
     values = made.make(made.entries)
+    assert float(given[2, 0]) == 10.0, "what is outside is written to at once"
     assert torch.equal(values["twice"], torch.full((3,), 2.0))
     assert torch.equal(values["weight"], torch.full((3,), 4.0))
     # Those that are the model's own tensors are read when they are needed, as without the block.
@@ -321,6 +366,24 @@ def test_in_order_what_was_drawn_before_counts() -> None:
             prints[order, rank] = recipes(build, order=order).fingerprint()
     assert prints[False, 0] == prints[False, 1] and prints[True, 0] != prints[True, 1]
     assert recipes(linear, seed=1).fingerprint() != recipes(linear, seed=2).fingerprint()
+
+
+def test_a_rank_that_asks_for_a_value_draws_others() -> None:
+    def build(m: Any) -> None:
+        linear(m)
+        if RANK[0]:
+            m.layer.bias.sum().item()
+
+    found = []
+    for rank in range(2):
+        RANK[0] = rank
+        found.append(recipes(build))
+    parts = [source.parts() for source in found]
+    assert (
+        parts[0]["layer.weight"] == parts[1]["layer.weight"]
+        and parts[0]["layer.bias"] != parts[1]["layer.bias"]
+    )
+    assert not torch.equal(*(source.reader().whole("layer.bias") for source in found))
 
 
 def test_a_replaced_parameter_counts_with_its_values() -> None:
