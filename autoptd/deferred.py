@@ -131,12 +131,10 @@ class _Replacing(TorchFunctionMode):
         self._replace = replace
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not Tensor.__deepcopy__ or not isinstance(args[0], FakeTensor):
-            return func(*args, **(kwargs or {}))
-        x, memo = args
-        if id(x) not in memo:
-            memo[id(x)] = self._replace(x)
-        return memo[id(x)]
+        # Once for each tensor: `deepcopy` remembers what it has copied.
+        if func is Tensor.__deepcopy__ and isinstance(args[0], FakeTensor):
+            return self._replace(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 __all__ = ["deferred", "is_deferred", "materialize", "traceable"]

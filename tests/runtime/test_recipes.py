@@ -21,7 +21,9 @@ from autoptd.runtime.recording import Recording
 from autoptd.runtime.replay import Replay
 from autoptd.runtime.tape import Constant, Place, Step, Tape
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
+from examples.gpt import make_gpt
 from tests.constructors import Holder
+from tests.parity.models import batch
 
 
 def deferred(build: Callable[[Any], None], **how: Any) -> nn.Module:
@@ -352,6 +354,15 @@ def test_random_numbers_from_elsewhere_are_a_fault_on_all_ranks(
     words = rf"rank 1 makes other initial values of {name} than rank 0.*seed"
     with pytest.raises(RuntimeFault, match=words):
         run_ranks(world, lambda world: check_same_source(sources[world.rank], world))
+
+
+def test_ranks_compare_before_they_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = iter("abc")
+    monkeypatch.setattr(Recipes, "fingerprint", lambda self: next(texts))
+    with autoptd.deferred():
+        model = make_gpt(n_layer=1)
+    with pytest.raises(RuntimeFault, match="other initial values of its tensors"):
+        autoptd.parallelize(model, d=2, example_inputs=batch(), backend="local", timeout=20)
 
 
 def test_in_order_what_was_drawn_before_counts() -> None:
