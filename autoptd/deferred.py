@@ -12,7 +12,7 @@ each rank make its own slices, `materialize` makes all of them here; both have t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, TypeVar
@@ -42,7 +42,7 @@ def deferred(seed: int = 0, *, order: bool = False) -> Iterator[None]:
     the bit those of `torch.manual_seed(seed); model = ...`: each rank then draws everything. torch's generator is left
     as it was. Values that the constructor reads (`.item()`) are made for it.
 
-    Behind the block, the model can be changed (`model.bfloat16()`, `weight.data.mul_(2)`, other modules put into it),
+    After the block, the model can be changed (`model.bfloat16()`, `weight.data.mul_(2)`, other modules put into it),
     but nothing in it drawn anew. PlanError for what cannot be recorded: blocks in each other, tensors on the meta device,
     sparse tensors, and writing to tensors from outside.
     """
@@ -72,17 +72,29 @@ def traceable(model: nn.Module) -> tuple[nn.Module, Recipes]:
     """
     tensors = named_tensors(model)
     recipes = Recipes(tensors)
-    mode, parameters = fake_mode(), {id(parameter) for parameter in model.parameters()}
+    parameters = stand_ins(model)
     # At once: buffers may share memory.
     made = recipes.make(name for name, x in tensors.items() if id(x) not in parameters)
     values = {id(tensors[name]): x for name, x in made.items()}
 
     def replace(x: Tensor) -> Tensor:
-        if isinstance(x, nn.Parameter):
-            return fake_parameter(x, mode, x.device)
         return like(x, values[id(x)] if id(x) in values else value_of(x))
 
-    return copied(model, replace), recipes
+    return copied(model, replace, parameters), recipes
+
+
+def stand_ins(model: nn.Module) -> dict[int, Tensor]:
+    """Return parameters without memory by the identity of those that they stand for, tied as they are."""
+    mode, parameters = fake_mode(), dict(model.named_parameters(remove_duplicate=False))
+    found: dict[int, Tensor] = {}
+    for first, *others in tied_names(model).values():
+        own = parameters[first]
+        fake = found[id(own)] = fake_parameter(own, mode, own.device)
+        for name in others:
+            # Frozen ones may be two objects over the same memory.
+            if id(parameters[name]) not in found:
+                found[id(parameters[name])] = nn.Parameter(fake.detach(), requires_grad=False)
+    return found
 
 
 def is_deferred(model: nn.Module) -> bool:
@@ -94,7 +106,8 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return all tensors that the model and its modules hold, each under its first name: parameters first."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     named: dict[str, Tensor] = {name: parameters[name] for name in tied_names(model)}
-    for name, x in chain(model.named_buffers(), attribute_tensors(model)):
+    # Frozen parameters that are tied may be two objects, over the same memory.
+    for name, x in chain(model.named_parameters(), model.named_buffers(), attribute_tensors(model)):
         named.setdefault(name, x)
     return named
 
@@ -117,10 +130,12 @@ def like(x: Tensor, value: Tensor) -> Tensor:
     return value
 
 
-def copied(model: Model, replace: Callable[[Tensor], Tensor]) -> Model:
-    """Copy a model; `replace` makes the copies of its fake tensors."""
+def copied(
+    model: Model, replace: Callable[[Tensor], Tensor], known: Mapping[int, Tensor] | None = None
+) -> Model:
+    """Copy a model. Copies are in `known` by identity; `replace` makes those of other fake tensors."""
     with _Replacing(replace):
-        return copy.deepcopy(model)
+        return copy.deepcopy(model, dict(known or {}))
 
 
 class _Replacing(TorchFunctionMode):

@@ -245,6 +245,35 @@ class Tables(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
+class FrozenTwice(nn.Module):
+    """Two frozen parameters over the same memory, which count as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Embedding(61, 16), nn.Embedding(61, 16)
+        self.first.weight.requires_grad_(False)
+        self.second.weight = nn.Parameter(self.first.weight.detach(), requires_grad=False)
+        self.head = nn.Linear(16, 61)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.head(self.first(ids) + self.second(ids).square())
+        return nn.functional.cross_entropy(x.flatten(0, 1), targets.flatten())
+
+
+def test_frozen_parameters_over_the_same_memory_are_one() -> None:
+    with autoptd.deferred(seed=4):
+        model = FrozenTwice()
+    made = autoptd.materialize(model)
+    first, second = made.first.weight, made.second.weight
+    assert first.data_ptr() == second.data_ptr()
+    pm = autoptd.parallelize(model, t=2, example_inputs=batch(8, 61), backend="local", timeout=60)
+    try:
+        assert float(pm.step(*batch(8, 61))) == pytest.approx(float(made(*batch(8, 61))), rel=1e-5)
+        assert torch.equal(pm.state_dict()["second.weight"], first)
+    finally:
+        pm.close()
+
+
 def test_buffers_and_plain_tensors_have_their_values() -> None:
     with autoptd.deferred(seed=4):
         model = Tables().double()
