@@ -240,9 +240,7 @@ def _add_training(parser: ArgumentParser) -> None:
         metavar="FLOPS",
         help="of a rank, for the MFU (default: a known GPU's, for the dtype of the parameters)",
     )
-    run.add_argument(
-        "--measure-every", type=int, default=10, metavar="N", help="where time goes, every N steps; 0: never"
-    )
+    run.add_argument("--measure-every", type=int, default=10, metavar="N", help="where time goes; 0: never")
     run.add_argument("--save", metavar="DIR", help="where checkpoints are written, beside training")
     run.add_argument("--save-every", type=int, default=100, metavar="N", help="steps (default %(default)s)")
     run.add_argument("--keep", type=int, metavar="K", help="the last checkpoints (default: all)")
