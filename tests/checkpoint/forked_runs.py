@@ -50,8 +50,8 @@ class Texts:
         return self.ids[row], self.ids[row].roll(-1)
 
 
-def compiled(mesh: dict[str, Any]) -> Made:
-    options = Options(**mesh, num_microbatches=2, backend="gloo", timeout=TIMEOUT)
+def compiled(mesh: dict[str, Any], timeout: float = TIMEOUT) -> Made:
+    options = Options(**mesh, num_microbatches=2, backend="gloo", timeout=timeout)
     share = batch(ROWS // mesh.get("d", 1))
     return compile_program(gpt(2).double(), options, share, {}, replicas=1, check=False), options
 

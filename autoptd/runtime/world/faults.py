@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from autoptd.errors import InternalError, RuntimeFault
 from autoptd.runtime.world.pages import Pages
-from autoptd.runtime.world.recorder import Recorder
+from autoptd.runtime.world.recorder import Recorder, ranges_text
 from autoptd.runtime.world.world import World, fault_site
 
 # Seconds between two beats of a rank.
@@ -315,9 +315,7 @@ class FaultBoard:
                 )
                 return f"call {call.number} of ranks {_listed(call.ranks)} is not the same on {mine}, and {theirs}"
         if before is None or after is None:
-            dead = [rank for rank in others if self._pages is not None and self._pages.is_dead(rank)]
-            lost = "the store does not answer: rank 0, or what else hosts the store, is gone, or this node is cut off"
-            return "; ".join([_describe(dead, lasts, "gone"), lost]) if dead else lost
+            return self._blame_lost_store(others, lasts)
         gone = [rank for rank in others if after[rank]["count"] == before[rank]["count"]]
         if gone:
             return _describe(gone, lasts, "gone")
@@ -325,6 +323,17 @@ class FaultBoard:
         if hung:
             return _describe(hung, {rank: (after[rank]["at"], None) for rank in hung}, "hung or slow")
         return _describe(others, lasts, "waiting as well")
+
+    def _blame_lost_store(self, others: Sequence[int], lasts: dict[int, tuple[str, Call | None]]) -> str:
+        """Say which ranks of this machine are gone; that it may be cut off, and who is on others."""
+        lost = "the store does not answer: rank 0, or what else hosts the store, is gone, or this node is cut off"
+        if self._pages is None:
+            return lost
+        elsewhere = [rank for rank in others if self._pages.read(rank) is None]
+        if elsewhere:
+            lost += f" from rank{'s' * (len(elsewhere) > 1)} {ranges_text(elsewhere)}"
+        dead = [rank for rank in others if self._pages.is_dead(rank)]
+        return "; ".join([_describe(dead, lasts, "gone"), lost]) if dead else lost
 
     def _last_of(self, rank: int, beats: Beats | None) -> tuple[str, Call | None]:
         """What a rank was executing, and its last call: by its page, where it is on this machine, else by its
