@@ -31,6 +31,7 @@ from autoptd.runtime.checkpoint.manifest import EXTRA, read_checked
 from autoptd.runtime.checkpoint.read import Checkpoint
 from autoptd.runtime.checkpoint.restore import Restoration, agree
 from autoptd.runtime.checkpoint.save import Contents, about_model, save_rank, tied_names, with_losses
+from autoptd.runtime.fingerprint import fingerprint_of_model
 from autoptd.runtime.full_values import check_loaded, gather_gradients, gather_parameters, load_parameters
 from autoptd.runtime.launch import Rank, RunningRanks, check_same_source
 from autoptd.runtime.model_buffers import LOAD_THEM_BEFORE, copy_buffers
@@ -240,6 +241,15 @@ class StatefulModel(StartedModel):
         self._started("step").unrecorded.run(
             check_copies.SITE, lambda rank: check_copies.check_copies(rank.params, states, call)
         )
+
+    def fingerprint(self) -> str:
+        """Return 64 bits of all parameters as they are stored, as text. Collective.
+
+        The same on every mesh, for the same values: one flipped bit, or two rows in each other's place, change it.
+        `fingerprint_of_values(dict(model.named_parameters()))` of autoptd.runtime.fingerprint is that of one device.
+        """
+        ranks = self._started("fingerprint").unrecorded
+        return ranks.run("fingerprint", lambda rank: fingerprint_of_model(rank.params))
 
     # full tensors
 

@@ -16,11 +16,14 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 
 import torch
 
+from autoptd.ir.layout import copy_axes
 from autoptd.program.specs import ParamSpec
-from autoptd.runtime.parameters import RankParameters, own_entries
+from autoptd.runtime.guard import unguarded
+from autoptd.runtime.parameters import RankParameters, dtype_of, own_entries
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Elements at a time: on the CPU so few that intermediate values stay in the cache, elsewhere so few that they fit.
@@ -68,10 +71,13 @@ def fingerprint(
     return total
 
 
-def fingerprint_of(params: RankParameters, spec: ParamSpec) -> torch.Tensor:
-    """Return the fingerprint of this rank's part of a parameter; those of all parts add up to that of the whole."""
+def fingerprint_of(params: RankParameters, spec: ParamSpec, part: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the fingerprint of this rank's part of a parameter; those of all parts add up to that of the whole.
+
+    `part` is what is laid out like it, by default what stages use.
+    """
     # Entries are owned as 1, 2, ... because `own_entries` fills up padding with 0: after the subtraction, padding is -1.
-    x = params.local[spec.name]
+    x = params.local[spec.name] if part is None else part
     if not spec.shard:
         return fingerprint(x, spec.name)
     entries = own_entries(spec, torch.arange(1, spec.shape[spec.cut_dim] + 1), 0, params.world) - 1
@@ -83,6 +89,37 @@ def fingerprint_of(params: RankParameters, spec: ParamSpec) -> torch.Tensor:
     columns = whole_columns.index_select(spec.cut_dim - 1, entries.clamp(min=0))
     width = [-1 if dim == spec.cut_dim - 1 else 1 for dim in range(len(sizes))]
     return fingerprint(x, spec.name, columns=columns.where(entries.view(width) >= 0, -1).flatten())
+
+
+@unguarded()
+def fingerprint_of_model(params: RankParameters) -> str:
+    """Return the fingerprint of all parameters as they are stored: the same on every mesh; a collective of all ranks."""
+    world = params.world
+    total = torch.zeros((), dtype=torch.int64, device=world.device)
+    params.wait()
+    params.absorb_edits()
+    for spec in params.specs:
+        if not params.is_first_owner(spec):
+            continue
+        # Of what replicas share the storage of, all of them get all.
+        part = params.local_of(spec.name, params.stored.get(spec.name), dtype_of(spec.storage.dtype))
+        copied = copy_axes(spec.use.layout, world.mesh)
+        if world.leads(world.mesh.batch_axes) and all(world.group((axis,)).index == 0 for axis in copied):
+            total += fingerprint_of(params, spec, part)
+    return text_of(world.everyone().all_reduce(total, "fingerprint"))
+
+
+def fingerprint_of_values(values: Mapping[str, torch.Tensor]) -> str:
+    """Return the fingerprint of full tensors: of `dict(model.named_parameters())`, that of the model on any mesh."""
+    total = torch.zeros((), dtype=torch.int64)
+    for name, x in values.items():
+        total += fingerprint(x, name).cpu()
+    return text_of(total)
+
+
+def text_of(total: torch.Tensor) -> str:
+    """Return a fingerprint as 16 hexadecimal digits."""
+    return f"{int(total) % (1 << 64):016x}"
 
 
 def hash_words(x: torch.Tensor, most: int = 1 << 16) -> torch.Tensor:
@@ -106,4 +143,11 @@ def _key(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-__all__ = ["fingerprint", "fingerprint_of", "hash_words"]
+__all__ = [
+    "fingerprint",
+    "fingerprint_of",
+    "fingerprint_of_model",
+    "fingerprint_of_values",
+    "hash_words",
+    "text_of",
+]
