@@ -30,7 +30,7 @@ import torch
 
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.runtime.checkpoint.commit import new_token
-from autoptd.runtime.checkpoint.extra import own_state
+from autoptd.runtime.checkpoint.extra import check_objects, own_state
 from autoptd.runtime.checkpoint.restore import agree
 from autoptd.runtime.checkpoint.save import stage_rank
 from autoptd.runtime.checkpoint.series import (
@@ -282,8 +282,8 @@ class Checkpointer:
             if asked != gathered[0][0]:
                 fact = f"was asked for {asked}, and rank 0 for {gathered[0][0]}"
                 raise PlanError(SITE, fact, "the same folder, every=, keep= and extra= on all ranks")
-            # What cannot be saved is told now, and not after hours.
-            own_state(self._extra, world.device)
+            # Their states are not asked for yet: torchdata's loader begins its epoch when it is asked.
+            check_objects(self._extra)
             if world.rank == 0:
                 self._lock.take()
 

@@ -39,11 +39,9 @@ class Place:
 
 def own_state(extra: Mapping[str, Any], device: torch.device) -> bytes:
     """Return the states of this process; PlanError for an object without state, or a state that would not come back."""
+    check_objects(extra)
     states = {}
     for name, item in extra.items():
-        if not hasattr(item, "state_dict") or not hasattr(item, "load_state_dict"):
-            fact = f"is a {type(item).__name__}, without state_dict and load_state_dict"
-            raise PlanError(f"extra[{name!r}]", fact, "an object that has both, such as a scheduler")
         states[name] = item.state_dict()
         try:
             loaded(dumped(states[name]))
@@ -52,6 +50,14 @@ def own_state(extra: Mapping[str, Any], device: torch.device) -> bytes:
             remedy = "tensors, numbers, strings, lists, tuples and dicts in its state_dict"
             raise PlanError(f"extra[{name!r}]", fact, remedy) from error
     return dumped({"extra": states, "random": random_state(device)})
+
+
+def check_objects(extra: Mapping[str, Any]) -> None:
+    """Raise PlanError for an object without state."""
+    for name, item in extra.items():
+        if not hasattr(item, "state_dict") or not hasattr(item, "load_state_dict"):
+            fact = f"is a {type(item).__name__}, without state_dict and load_state_dict"
+            raise PlanError(f"extra[{name!r}]", fact, "an object that has both, such as a scheduler")
 
 
 def dumped(value: Any) -> bytes:
