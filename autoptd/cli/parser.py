@@ -222,11 +222,7 @@ def _add_training(parser: ArgumentParser) -> None:
         action="store_true",
         help="begin with random weights, where the folder MODEL has some of its own",
     )
-    run.add_argument(
-        "--deferred",
-        action="store_true",
-        help="build the model without memory; each rank makes its own slices of the weights",
-    )
+    run.add_argument("--deferred", action="store_true", help="each rank makes its own slices of the weights")
     run.add_argument("--data", metavar="FILE", help="text (default: Python's own help topics)")
     run.add_argument("--steps", type=int, default=100, help="(default %(default)s)")
     run.add_argument("--lr", type=float, default=1e-3, help="of AdamW (default %(default)s)")
