@@ -46,10 +46,15 @@ def deferred(seed: int = 0, *, order: bool = False) -> Iterator[None]:
     but nothing in it drawn anew. PlanError for what cannot be recorded: blocks in each other, tensors on the meta device,
     sparse tensors, and writing to tensors from outside.
     """
-    if isinstance(torch.empty(0, device="cpu"), FakeTensor):
-        raise PlanError("autoptd.deferred", "is within another block of fake tensors", "one block around all")
+    check_outside("autoptd.deferred", "one block around all")
     with Recording(seed, order=order).open():
         yield
+
+
+def check_outside(site: str, remedy: str) -> None:
+    """Refuse what is called where tensors are fake."""
+    if isinstance(torch.empty(0, device="cpu"), FakeTensor):
+        raise PlanError(site, "is used within a block of fake tensors", remedy)
 
 
 def materialize(model: Model) -> Model:
@@ -59,6 +64,7 @@ def materialize(model: Model) -> Model:
     """
     if not is_deferred(model):
         return model
+    check_outside("autoptd.materialize", "call it after the block")
     tensors = named_tensors(model)
     recipes = Recipes(tensors)
     made = recipes.make(recipes.entries)
@@ -70,6 +76,7 @@ def traceable(model: nn.Module) -> tuple[nn.Module, Recipes]:
     """Return a copy of a deferred model whose parameters are plain fake tensors, all else with values; and the recipes
     of its parameters.
     """
+    check_outside("model", "hand it over after the block")
     tensors = named_tensors(model)
     recipes = Recipes(tensors)
     parameters = stand_ins(model)

@@ -83,6 +83,10 @@ class Recording(FakeTensorMode):
         # Copies of its tensors are tensors of the same recording.
         return self
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        remedy = "model = autoptd.materialize(model), or pm.save(folder)"
+        raise PlanError(SITE, "a deferred model has no values that could be saved", remedy)
+
     @contextmanager
     def open(self) -> Iterator[None]:
         """Record what runs in a `with` block."""
@@ -256,10 +260,9 @@ class Recording(FakeTensorMode):
         """Note that the next step draws."""
         number, tape = len(self.tape.steps), self.tape
         if self._streams is None:
-            fact = f"{function} draws values of a deferred model after its block"
-            raise PlanError(
-                SITE, fact, "draw in the block: with autoptd.deferred(): model = ...; init(model)"
-            )
+            fact = f"{function} draws for a deferred model after its block"
+            remedy = "draw in the block; to run the model, give it values: autoptd.materialize(model)"
+            raise PlanError(SITE, fact, remedy)
         with without_modes():
             draw = self._streams.draw(number, generator)
         if draw.root == 0 and not tape.order and number in self._streams.rewound:
@@ -290,6 +293,10 @@ class Recording(FakeTensorMode):
         # What is written to the tensor's own array would reach the tensor.
         array.flags.writeable = False
         return array
+
+    def list_of(self, x: Tensor) -> Any:
+        """Return the values of a fake tensor as numbers; made once, not for each of them."""
+        return self._called(Tensor.tolist, (self.place_of(x),), {})
 
     def _called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call a function on real operands. From then on, what they draw is known."""
@@ -328,8 +335,10 @@ class _Arrays(TorchFunctionMode):
     """Gives arrays of NumPy where a constructor asks for them, which torch has for real tensors only."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.numpy, Tensor.__array__) and isinstance(args[0], FakeTensor):
-            mode = args[0].fake_mode
+        mode = args[0].fake_mode if args and isinstance(args[0], FakeTensor) else None
+        if func is Tensor.tolist and isinstance(mode, Recording):
+            return mode.list_of(args[0])
+        if func in (Tensor.numpy, Tensor.__array__) and mode is not None:
             array = mode.array_of(args[0]) if isinstance(mode, Recording) else func(*args)
             dtype = args[1] if func is Tensor.__array__ and len(args) > 1 else None
             return array if dtype is None else array.astype(dtype)

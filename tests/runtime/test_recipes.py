@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 from collections.abc import Callable
 from typing import Any
@@ -161,6 +162,10 @@ def shares_an_array(m: Any) -> None:
     m.w.data.mul_(2)
 
 
+def materializes(m: Any) -> None:
+    autoptd.materialize(nn.Linear(3, 3))
+
+
 def nested(m: Any) -> None:
     with autoptd.deferred():
         linear(m)
@@ -174,7 +179,8 @@ REFUSED: dict[Callable[[Any], None], str] = {
     sparse: "sparse",
     rewinds: "order=True",
     fills_an_array_later: "changed after they were read",
-    nested: "another block",
+    materializes: "after the block",
+    nested: "within a block",
     shares_an_array: "memory of one array",
 }
 
@@ -202,6 +208,8 @@ AFTER: dict[str, tuple[Callable[[Any], Any], str]] = {
     "until accepted": (lambda m: nn.init.trunc_normal_(m.layer.weight), "autoptd.deferred"),
     "item": (lambda m: m.layer.weight.sum().item(), "materialize"),
     "copy into a real tensor": (lambda m: torch.zeros(6).copy_(m.layer.bias), "outside of the block"),
+    "save": (lambda m: torch.save(m.state_dict(), io.BytesIO()), "materialize"),
+    "forward": (lambda m: nn.functional.dropout(m.layer(torch.ones(2, 8))), "materialize"),
     "print a number": (lambda m: float(m.layer.weight[0, 0]), "materialize"),
     "two blocks": (lambda m: m.layer.bias + deferred(linear).layer.bias, "two deferred blocks"),
 }
