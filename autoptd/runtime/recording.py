@@ -103,6 +103,8 @@ class Recording(FakeTensorMode):
             self._streams = None
             self._seen.clear()
             self._arrays.clear()
+            # With the values that were asked for last.
+            self._replay = Replay(self.tape, {})
             streams.close()
 
     def _warn_at_once(self) -> None:
@@ -294,10 +296,6 @@ class Recording(FakeTensorMode):
         array.flags.writeable = False
         return array
 
-    def list_of(self, x: Tensor) -> Any:
-        """Return the values of a fake tensor as numbers; made once, not for each of them."""
-        return self._called(Tensor.tolist, (self.place_of(x),), {})
-
     def _called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call a function on real operands. From then on, what they draw is known."""
         tape = self.tape
@@ -336,8 +334,6 @@ class _Arrays(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         mode = args[0].fake_mode if args and isinstance(args[0], FakeTensor) else None
-        if func is Tensor.tolist and isinstance(mode, Recording):
-            return mode.list_of(args[0])
         if func in (Tensor.numpy, Tensor.__array__) and mode is not None:
             array = mode.array_of(args[0]) if isinstance(mode, Recording) else func(*args)
             dtype = args[1] if func is Tensor.__array__ and len(args) > 1 else None

@@ -266,6 +266,14 @@ def test_a_draw_that_was_asked_for_stays_what_it_was() -> None:
     assert Recipes(named_tensors(model)).reader().whole("w").max() == 1.0
 
 
+def test_values_are_those_of_the_time_when_they_are_asked_for() -> None:
+    with autoptd.deferred():
+        x = torch.zeros(3)
+        before = x[0].item()
+        x[:2].fill_(2.0)
+        assert (before, x[0].item(), x.tolist()) == (0.0, 2.0, [2.0, 2.0, 0.0])
+
+
 def test_arrays_that_are_handed_out_cannot_be_written_to() -> None:
     with pytest.raises(ValueError, match="read-only"), autoptd.deferred():
         torch.zeros(3).numpy()[0] = 1.0
