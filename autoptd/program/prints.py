@@ -17,7 +17,7 @@ from typing import Any
 from autoptd.ir.notes import note
 from autoptd.program.program import Program
 
-# Parts of the names of operators that are left out.
+# What precision, evaluation and memory add to a graph or take away: parts of the names of operators.
 LEFT_OUT = ("_to_copy", ".to.", "dropout", "detach", "alias", "clone", "contiguous", "getitem")
 
 

@@ -113,6 +113,7 @@ ELSEWHERE = {
     "passes/fusion/norms.py: SQUARES": "a pattern",
     "passes/reader_names.py: NORM": "a pattern, for names that people know",
     "passes/solve/batch.py: REMEDIES": "what a user of an operator may want instead",
+    "program/prints.py: LEFT_OUT": "what precision and evaluation add to a graph or take away",
     "runtime/work.py: SAME_PRODUCTS": "what torch's registry of formulas lacks",
     "runtime/work.py: VECTOR_PRODUCTS": "what torch's registry of formulas lacks",
     "runtime/work.py: SILENT": "what torch's schema does not say of kernels",
