@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 from functools import cache
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -36,7 +37,12 @@ from tests.parity.kinds import KINDS, Batch, Kind, call
 AXES: dict[str, tuple[Any, ...]] = {  # of each the simplest first
     "model": tuple(KINDS),
     "dropout": (0.0, 0.2),
-    "reload": ("no", "same mesh", "other mesh"),  # a state dict of model and optimizer, after the second step
+    "reload": (
+        "no",
+        "same mesh",
+        "other mesh",
+        "checkpoint",
+    ),  # after the second step: a state dict of model and optimizer; a folder, to another mesh
     "evaluate": (False, True),  # after the first and the last step
     "initial": ("given", "deferred"),  # the model has its values, or the ranks make them
     "schedule": ("1f1b", "gpipe", "interleaved", "looped_bfs", "zb_h1", "zb_2p", "zbv"),
@@ -232,6 +238,14 @@ class Trainer:
         self.pm.close()
         return other
 
+    def saved_for(self, other: Trainer) -> Trainer:
+        """`other`, with a checkpoint of this one, which is closed."""
+        with TemporaryDirectory() as folder:
+            self.pm.save(f"{folder}/saved", optimizer=self.optimizer)
+            self.pm.close()
+            other.pm.load(f"{folder}/saved", optimizer=other.optimizer)
+        return other
+
 
 def run(case: Case) -> None:
     """Train a case beside the model on one device; AssertionError names the first value that differs."""
@@ -264,8 +278,10 @@ def run(case: Case) -> None:
                     {"": evaluated(kind, reference, batch)},
                 )
             if case["reload"] != "no" and step == 1:
-                other = other_mesh(keywords) if case["reload"] == "other mesh" else keywords
-                ours = ours.moved_to(Trainer(kind, untouched, batch, other))
+                other = keywords if case["reload"] == "same mesh" else other_mesh(keywords)
+                there = Trainer(kind, untouched, batch, other)
+                move = Trainer.saved_for if case["reload"] == "checkpoint" else Trainer.moved_to
+                ours = move(ours, there)
     finally:
         ours.pm.close()
 
