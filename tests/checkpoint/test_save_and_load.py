@@ -76,7 +76,8 @@ def round_trip(tmp_path: Path, source: dict[str, Any], target: dict[str, Any], *
     other.load(tmp_path / "saved", optimizer=others)
     assert_same(state_of(other, others), expected)
     assert_used(other)
-    bound = 1e-2 if "precision" in source else 1e-12
+    # A loss that is computed in 16 bits has steps of 2**-6 here, of which another mesh may take some.
+    bound = 2**-4 if "precision" in source else 1e-12
     for one, two in zip(train(pm, optimizer, 3), train(other, others, 3), strict=True):
         assert abs(one - two) <= bound
     pm.close()
