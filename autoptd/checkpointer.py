@@ -105,6 +105,8 @@ class Checkpointer:
             mailbox_of(first, f"checkpoints {self._token}"), first.rank, first.mesh.size, processes
         )
         self._signals.open()
+        if not self._signals.is_open:
+            self._say("signals are not taken: Python gives them to the main thread only")
         if self._own is not None:
             self._hook = self._own.register_step_pre_hook(lambda *_: self.release())
         return self

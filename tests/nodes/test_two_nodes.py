@@ -25,7 +25,7 @@ from tests.ports import free_port
 ROOT = Path(__file__).parents[2]
 TIMEOUT, STEPS = 6.0, 16
 
-pytestmark = [pytest.mark.nodes, pytest.mark.processes]
+pytestmark = [pytest.mark.nodes, pytest.mark.processes, pytest.mark.thorough]
 
 
 class Nodes:
@@ -169,7 +169,6 @@ def test_the_link_is_cut_in_a_step_and_the_run_goes_on_afterwards(nodes: Nodes, 
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.thorough
 def test_nodes_with_disks_of_their_own_are_named(nodes: Nodes, tmp_path: Path) -> None:
     """The path is the same on both, and what rank 0 makes there is not to be seen on the other: a slow test, as it waits."""
     (tmp_path / "same").mkdir()
@@ -184,7 +183,6 @@ def test_nodes_with_disks_of_their_own_are_named(nodes: Nodes, tmp_path: Path) -
         ), told
 
 
-@pytest.mark.thorough
 def test_torchrun_over_a_slow_link(nodes: Nodes, tmp_path: Path) -> None:
     """The commands of docs/howto/multi-node.md, with 5 ms each way where the kernel can delay."""
     delay = [
