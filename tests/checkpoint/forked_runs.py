@@ -141,7 +141,7 @@ def ends(pids: list[int]) -> list[int]:
 
 def kills(mesh: dict[str, Any], count: int, root: Path) -> dict[str, Any]:
     """Kill a random rank, or all, at random times, and start anew, until the run has come to its end."""
-    made, steps, draw = compiled(mesh), 3 * count, random.Random(0)
+    made, steps, draw = compiled(mesh), 10 * count, random.Random(0)
     size = made[0].mesh.size
     plain, killed = root / "plain", root / "killed"
     codes = ends(fork_all(size, plain, lambda say: train(made, plain, steps, steps + 1)))
@@ -151,18 +151,17 @@ def kills(mesh: dict[str, Any], count: int, root: Path) -> dict[str, Any]:
         if attempt == count:
             codes += ends(pids)
             break
-        # Not before it has begun: starting takes the most time.
-        deadline = time.monotonic() + 60
-        while len(said(killed, 0)) <= attempt and time.monotonic() < deadline:
-            time.sleep(0.01)
+        # Not before it has begun, which takes the most time; every other time, not before it has saved something.
+        wait_until(lambda attempt=attempt: len(said(killed, 0)) > attempt)
+        if attempt % 2:
+            wait_until(lambda last=last: last_step(killed) > max(last, 0) or last == steps)
         time.sleep(draw.uniform(0.0, 0.6))
         victims = [draw.choice(pids)] if draw.random() < 0.7 else pids
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
         # As a launcher does, which sees it a little later.
         time.sleep(draw.uniform(0.0, 0.2))
-        complete = series.checkpoints(killed / "ckpts")
-        last = series.step_of(complete[0]) if complete else 0
+        last = last_step(killed)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         ends(pids)
@@ -179,6 +178,18 @@ def kills(mesh: dict[str, Any], count: int, root: Path) -> dict[str, Any]:
         "names": names,
         "steps": steps,
     }
+
+
+def wait_until(is_so: Callable[[], bool], limit: float = 60.0) -> None:
+    deadline = time.monotonic() + limit
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def last_step(folder: Path) -> int:
+    """The step of the last complete checkpoint; 0 before there is one."""
+    complete = series.checkpoints(folder / "ckpts")
+    return series.step_of(complete[0]) if complete else 0
 
 
 def signals(mesh: dict[str, Any], phases: list[str], root: Path) -> list[dict[str, Any]]:
