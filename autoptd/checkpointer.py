@@ -109,6 +109,7 @@ class Checkpointer:
             self._say("signals are not taken: Python gives them to the main thread only")
         if self._own is not None:
             self._hook = self._own.register_step_pre_hook(lambda *_: self.release())
+        self._pm._release = self.release
         return self
 
     def __exit__(
@@ -129,6 +130,7 @@ class Checkpointer:
                 rank.world.flags = None
             if self._hook is not None:
                 self._hook.remove()
+            self._pm._release = lambda: None
             self._lock.free()
 
     def release(self) -> None:

@@ -96,6 +96,8 @@ class StartedModel:
         self._told: tuple[Program, dict[str, Any]] | None = None
         # Why the ranks' values cannot be used, if so.
         self._unusable = ""
+        # Called before parameters and moments are overwritten: a save may still be copying them.
+        self._release: Callable[[], None] = lambda: None
         self._buffers = ModelBuffers(shared or SharedBuffers())
         self._program: Program | None = None
         self._eval_program: Program | None = None

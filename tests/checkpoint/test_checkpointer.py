@@ -129,19 +129,25 @@ class LateStaging(Staging):
     ready = release
 
 
-def test_the_optimizer_waits_for_the_copies(
-    tmp_path: Path, held: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("how", ["step", "load_state_dict", "load"])
+def test_whoever_overwrites_the_state_waits_for_the_copies(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "staging_of", lambda device: LateStaging())
     monkeypatch.setattr(LateStaging, "ready", lambda self: held_back.wait(60) and self.release())
     held_back = threading.Event()
-    held()
     pm, opt = running(d=2)
+    pm.save(tmp_path / "first", optimizer=opt)
     with pm.checkpointer(tmp_path, opt, every=1) as ckpt:
-        one_step(pm, opt)
+        loss = one_step(pm, opt)
         expected = state_of(pm, opt)
-        ckpt.step()
-        one_step(pm, opt)
+        ckpt.step(loss)
+        if how == "step":
+            one_step(pm, opt)
+        elif how == "load_state_dict":
+            pm.load_state_dict({name: x * 0 for name, x in pm.state_dict().items()})
+        else:
+            pm.load(tmp_path / "first", optimizer=opt)
         held_back.set()
     other, others = running()
     with other.checkpointer(tmp_path, others, every=9) as ckpt:
