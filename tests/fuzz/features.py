@@ -155,7 +155,7 @@ CHOICES: dict[str, list[Any]] = {
     "steps": [2, 4],
     "reduce dtype": ["fp32", "bf16"],
     "recompute": [None, "full", "selective", "full:1/2", ["*"], ["*norm*", "*act*"], "auto"],
-    "room": [None, 0.9, 0.75],  # of what the fullest rank takes without a bound on memory
+    "room": [None, 0.97, 0.9],  # of what the fullest rank takes without a bound on memory
 }
 
 
