@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autoptd
+from autoptd.rehearsal import peak_memory
 from autoptd.reports.summary import summarize
 from benchmarks.gpu.device import Device, ceilings
 from benchmarks.gpu.machine import card
@@ -29,7 +30,7 @@ from benchmarks.gpu.rows import Found, Setting
 from benchmarks.lib import one_rank
 from benchmarks.lib.pairs import Turns, interval, ratio_of, take_turns
 
-REFERENCE = "ours, fused"  # what the others' times are divided by
+REFERENCE = "ours, fused"  # whose time the others' are divided by, as a rule
 TURN = 0.05  # seconds that a turn takes at least, so that its ends do not show
 Step = Callable[[], object]
 
@@ -91,7 +92,7 @@ def ours(model: nn.Module, call: Call, **asked: Any) -> Form:
 
     step()
     held = bytes_of(list(pm.parameters()), optimizer)
-    predicted = summarize(pm.program).ranks[0].total_bytes
+    predicted = peak_memory(pm.program)[0].nbytes
     return Form(step, lambda: step(False), held, predicted, pm.close)
 
 
@@ -129,9 +130,19 @@ def of_rank(
 
 
 def measure(
-    forms: dict[str, Form], setting: Setting, *, layers: int, tokens: int, flops: float, seconds: float
+    forms: dict[str, Form],
+    setting: Setting,
+    *,
+    layers: int,
+    tokens: int,
+    flops: float,
+    seconds: float,
+    reference: str = REFERENCE,
 ) -> tuple[list[Found], Found]:
-    """A row per form, and what holds for all: the ceilings of this minute, the card's clocks."""
+    """A row per form, and what holds for all: the ceilings of this minute, the card's clocks.
+
+    The times of the others are divided by that of the form `reference`.
+    """
     device = setting.device
     runs = {name: form.step for name, form in forms.items()}
     turns = turns_of(runs, device, seconds, fewest=6 if setting.is_toy else 15)
@@ -139,7 +150,7 @@ def measure(
     if device.is_cuda:
         about |= {key: text for key, text in card().items() if key in ("SM clock, MHz", "power, W")}  # type: ignore[assignment]
     rows = [
-        row_of(name, form, turns, device, layers, tokens, flops, about["GEMM FLOP/s"])
+        row_of(name, form, turns, device, layers, tokens, flops, about["GEMM FLOP/s"], reference)
         for name, form in forms.items()
     ]
     return rows, about
@@ -170,6 +181,7 @@ def row_of(
     tokens: int,
     flops: float,
     ceiling: float,
+    reference: str,
 ) -> Found:
     wall = statistics.median(turns[name].wall)
     peak = form.held + device.peak(form.step)
@@ -180,8 +192,10 @@ def row_of(
         "model FLOP/s": flops / wall,
     }
     row |= {"share of the GEMM ceiling": flops / wall / ceiling, "turns": len(turns[name].wall)}
-    if REFERENCE in turns and name != REFERENCE:
-        row["its time over that of ours, fused"] = ratio_of(turns[name].wall, turns[REFERENCE].wall)._asdict()
+    if reference in turns and name != reference:
+        row[f"its time over that of {reference}"] = ratio_of(
+            turns[name].wall, turns[reference].wall
+        )._asdict()
     row |= {"peak bytes": peak}
     if form.predicted:
         row |= {"predicted bytes": form.predicted, "predicted over measured": form.predicted / peak}

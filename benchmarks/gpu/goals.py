@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import again as again_rows
 from benchmarks.gpu.rows import Found, Journal
 
 FUSED, COMPILED = "ours, fused", "torch.compile"
@@ -26,17 +27,21 @@ def goals(folder: Path) -> list[list[str]]:
     rows = []
     for model in ("nanoGPT 124M", "Llama 1.34B"):
         ratio = _of(fast.get(model), COMPILED, RATIO)
-        text = f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})" if ratio else "not run"
-        rows.append([f"{model}: torch.compile's time over ours", f">= {FASTER}", text])
+        rows.append([f"{model}: torch.compile's time over ours", f">= {FASTER}", _interval_text(ratio)])
     for model in ("Llama 1.34B", STAGE):
         share = _of(fast.get(model), FUSED, SHARE)
         rows.append(
             [f"{model}: share of the GEMM ceiling", f">= {BUSY:.0%}", f"{share:.1%}" if share else "not run"]
         )
     for model in fast:
-        memory = _of(fast[model], FUSED, MEMORY)
+        memory = _of(fast[model], FUSED, MEMORY) or _of(fast[model], again_rows.FULL, MEMORY)
         if memory:
             rows.append([f"{model}: predicted over measured memory", f"1 +- {NEAR}", f"{memory:.3f}"])
+    again = fast.get("GPT 1.3B, computed again")
+    # Theirs over ours: at least 1 / 0.93 without early stop.
+    for theirs, aim in ((again_rows.WHOLE, ">= 1.075"), (again_rows.THEIRS, ">= 1.0")):
+        ratio = _of(again, theirs, f"its time over that of {again_rows.FULL}")
+        rows.append([f"full recomputation: time of {theirs} over ours", aim, _interval_text(ratio)])
     compared = [
         row
         for row in kernels
@@ -49,6 +54,10 @@ def goals(folder: Path) -> list[list[str]]:
         [f"fused operators that win less than {WORTH} beside eager and torch.compile", "off there", found]
     )
     return rows
+
+
+def _interval_text(ratio: Any) -> str:
+    return f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})" if ratio else "not run"
 
 
 def _of(row: Found | None, form: str, key: str) -> Any:

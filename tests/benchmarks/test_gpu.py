@@ -341,6 +341,9 @@ def test_goals_are_told_beside_what_was_found(tmp_path: Path) -> None:
         "done",
         forms=[ours, {"form": "torch.compile", "its time over that of ours, fused": ratio}],
     )
+    again = [{"form": "ours, full", "predicted over measured": 1.02}]
+    again.append({"form": "checkpoint", "its time over that of ours, full": ratio})
+    fast.put("GPT 1.3B, computed again", "done", forms=again)
     forms = [{"form": name} for name in ("ours", "eager", "torch.compile")]
     kernels.put("swiglu, x, with torch.compile", "done", wins=1.01, forms=forms)
     kernels.put("rotary, x", "done", wins=0.5, forms=forms[:2])  # beside eager alone: says nothing yet
@@ -348,6 +351,9 @@ def test_goals_are_told_beside_what_was_found(tmp_path: Path) -> None:
     assert found["Llama 1.34B: torch.compile's time over ours"] == "1.100 (1.000 to 1.200)"
     assert found["Llama 1.34B: share of the GEMM ceiling"] == "50.0%"
     assert found["nanoGPT 124M: torch.compile's time over ours"] == "not run"
+    assert found["full recomputation: time of checkpoint over ours"] == "1.100 (1.000 to 1.200)"
+    assert found["full recomputation: time of checkpoint, no early stop over ours"] == "not run"
+    assert found["GPT 1.3B, computed again: predicted over measured memory"] == "1.020"
     assert "swiglu, x (1.01)" in found.values()
 
 

@@ -182,6 +182,38 @@ def test_less_memory_takes_no_less_time() -> None:
         assert max(cut.peak_bytes) <= memory
 
 
+PIPELINES: tuple[dict[str, Any], ...] = (
+    {"p": 2, "num_microbatches": 4},
+    {"p": 4, "num_microbatches": 8},
+    {"p": 2, "v": 2, "num_microbatches": 4},
+    {"p": 4, "schedule": "zb_h1", "num_microbatches": 8},
+)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=str)
+def test_ten_budgets_and_whole_layers_in_equal_bytes(pipeline: dict[str, Any]) -> None:
+    """From the least to the most that a rank can take at its fullest moment; beside layers that are computed again in full."""
+    model = gpt(layers=8, width=64)
+
+    def cut(recompute: Any, **asked: Any) -> Any:
+        asked = {"memory": 1e15, "example_inputs": batch(), **pipeline, **asked}
+        return autoptd.compile(model, recompute=recompute, **asked).costs.cut
+
+    least, most = (max(cut("auto", memory_price=price).peak_bytes) for price in (1e-6, None))
+    budgets = [least + share / 9 * (most - least) for share in range(10)]
+    cuts = [cut("auto", memory=memory) for memory in budgets]
+    for found, memory in zip(cuts, budgets, strict=True):
+        assert max(found.peak_bytes) <= memory
+    seconds = [found.makespan for found in cuts]
+    assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
+    for asked in ("full", "full:1/2", "full:1/4"):
+        whole = cut(asked)
+        by_value = cut("auto", memory=max(whole.peak_bytes))
+        assert max(by_value.peak_bytes) <= max(whole.peak_bytes)
+        assert by_value.makespan <= whole.makespan
+
+
 @pytest.mark.parametrize(
     ("keep", "asked", "words"),
     [
