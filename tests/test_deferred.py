@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import autoptd
 from autoptd.compat import FakeTensor
 from autoptd.deferred import named_tensors
+from autoptd.runtime.fingerprint import fingerprint_of_values
 from autoptd.runtime.parameters import shard_of
 from autoptd.runtime.recipes import Recipes
 from examples.gpt import GPT, GPTConfig
@@ -109,9 +110,11 @@ MESHES = (
 def test_every_mesh_starts_from_the_same_bits(mesh: dict[str, Any]) -> None:
     sizes: dict[str, Any] = {"n_head": 8} if mesh.get("t") == 8 else {}
     model = deferred_gpt(seed=3, **sizes)
-    wanted = autoptd.materialize(model).state_dict()
+    made = autoptd.materialize(model)
+    wanted = made.state_dict()
     pm = autoptd.parallelize(model, **mesh, example_inputs=batch(8, 61), backend="local", timeout=60)
     try:
+        assert pm.fingerprint() == fingerprint_of_values(dict(made.named_parameters()))
         state = pm.state_dict()
         for name, x in wanted.items():
             assert torch.equal(state[name], x), name
