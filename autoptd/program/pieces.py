@@ -110,12 +110,16 @@ def share_stage(program: Program, pipeline_rank: int, keys: StateKeys) -> Shares
     ranks = mesh.ranks_at(pipeline_rank)
     items: dict[int, list[Item]] = {rank: [] for rank in ranks}
     first: dict[str, int] = {}
+    groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
     # What is cut into flat ranges is divided for itself: a rank does not know the keys in the other ranges.
     for is_flat in (True, False):
         held: dict[tuple[int, ...], list[Item]] = {}
         for spec in program.params:
             if spec.owners(program.ranks)[0] == pipeline_rank and (spec.name in places) == is_flat:
-                for group in sorted({holders(spec, mesh, rank) for rank in ranks}):
+                axes = holder_axes(spec, mesh)
+                if axes not in groups:
+                    groups[axes] = sorted({mesh.group(rank, axes) for rank in ranks})
+                for group in groups[axes]:
                     found = _stored(spec, mesh, group[0], places.get(spec.name))
                     held.setdefault(group, []).extend(_items(spec, found, keys.get(spec.name, {})))
                     if _has_first(found) or spec.name not in first:
