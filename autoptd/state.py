@@ -141,6 +141,7 @@ class StatefulModel(StartedModel):
                 copy_buffers(executor.buffers, brought)
 
         ranks.run(LOAD, run)
+        ranks.run(LOAD, lambda rank: check.check_fingerprint(found.checkpoint, rank.params))
         self._go_on(found, optimizer, extra or {}, ranks)
         self._unusable = ""
         return found.names

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -91,6 +91,17 @@ def fingerprint_of(params: RankParameters, spec: ParamSpec, part: torch.Tensor |
     return fingerprint(x, spec.name, columns=columns.where(entries.view(width) >= 0, -1).flatten())
 
 
+def fingerprint_of_rectangle(x: torch.Tensor, name: str, shape: Sequence[int], offsets: Sequence[int]) -> int:
+    """Return the fingerprint of a rectangle of a tensor of `shape`, which begins at `offsets`."""
+    if not shape:
+        return int(fingerprint(x, name))
+    rows = torch.arange(offsets[0], offsets[0] + x.shape[0])
+    columns = torch.zeros(1, dtype=torch.int64)
+    for size, first, count in zip(shape[1:], offsets[1:], x.shape[1:], strict=True):
+        columns = (columns[:, None] * size + torch.arange(first, first + count)).flatten()
+    return int(fingerprint(x, name, rows, columns))
+
+
 @unguarded()
 def fingerprint_of_model(params: RankParameters) -> str:
     """Return the fingerprint of all parameters as they are stored: the same on every mesh; a collective of all ranks."""
@@ -117,7 +128,7 @@ def fingerprint_of_values(values: Mapping[str, torch.Tensor]) -> str:
     return text_of(total)
 
 
-def text_of(total: torch.Tensor) -> str:
+def text_of(total: torch.Tensor | int) -> str:
     """Return a fingerprint as 16 hexadecimal digits."""
     return f"{int(total) % (1 << 64):016x}"
 
@@ -147,6 +158,7 @@ __all__ = [
     "fingerprint",
     "fingerprint_of",
     "fingerprint_of_model",
+    "fingerprint_of_rectangle",
     "fingerprint_of_values",
     "hash_words",
     "text_of",

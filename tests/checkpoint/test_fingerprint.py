@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from autoptd.errors import AutoptdError, RuntimeFault
+from autoptd.runtime.checkpoint import read
 from autoptd.runtime.checkpoint.read import open_checkpoint
 from autoptd.runtime.fingerprint import fingerprint_of_values
 from tests.checkpoint.models import running, tied_gpt, train
@@ -60,3 +62,34 @@ def test_masters_count_where_they_are_what_is_stored() -> None:
     model = tied_gpt(torch.float32)
     assert pm.fingerprint() == fingerprint_of_values(dict(model.named_parameters()))
     pm.close()
+
+
+def test_a_checkpoint_has_it_and_a_load_is_held_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pm, opt = running(t=2, p=2)
+    train(pm, opt, 1)
+    pm.save(tmp_path / "saved", optimizer=opt)
+    saved = open_checkpoint(tmp_path / "saved").manifest.about["fingerprint"]
+    assert saved == pm.fingerprint()
+    other, fresh = running(d=2, zero=1)
+    other.load(tmp_path / "saved", optimizer=fresh)
+    assert other.fingerprint() == saved
+    copy = read.Reader._copy
+
+    def swapped(reader: read.Reader, tile: read.Tile, data: memoryview) -> None:
+        """The right bytes, which their CRC confirms, in the wrong places."""
+        copy(reader, tile, data)
+        if tile.into.dim() == 2:
+            tile.into.copy_(tile.into.flip(0))
+
+    monkeypatch.setattr(read.Reader, "_copy", swapped)
+    with pytest.raises(RuntimeFault, match="fingerprint"):
+        other.load(tmp_path / "saved", optimizer=fresh)
+    monkeypatch.undo()
+    with pytest.raises(AutoptdError, match="did not end"):
+        other.fingerprint()
+    other.load(tmp_path / "saved", optimizer=fresh)
+    assert other.fingerprint() == saved
+    for each in (pm, other):
+        each.close()

@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 
-from autoptd.errors import PlanError
+from autoptd.errors import PlanError, RuntimeFault
 from autoptd.program.prints import prints_of
 from autoptd.program.program import Program
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.checkpoint.manifest import Manifest, fqn
 from autoptd.runtime.checkpoint.read import Checkpoint
 from autoptd.runtime.checkpoint.save import about_model
+from autoptd.runtime.fingerprint import fingerprint_of_model
+from autoptd.runtime.parameters import RankParameters
 
 SITE = "pm.load"
 MOST_NAMED = 5
@@ -142,6 +144,29 @@ def check_state(program: Program, manifest: Manifest) -> None:
     if known and lost:
         fact = f"has no optimizer state of {some(lost)}, and of others it has"
         raise PlanError(SITE, fact, "another checkpoint; or load without optimizer=, and strict=False")
+
+
+def check_fingerprint(checkpoint: Checkpoint, params: RankParameters) -> None:
+    """Raise RuntimeFault where the weights are not those that were saved, bit by bit; a collective of all ranks.
+
+    Weights of another dtype, or under other names, were not saved as they are stored here.
+    """
+    saved = checkpoint.manifest.about.get("fingerprint")
+    specs = params.program.params
+    is_same = all(is_as_saved(spec, checkpoint.manifest) for spec in specs)
+    if saved is None or not is_same:
+        return
+    found = fingerprint_of_model(params)
+    if found != saved:
+        fact = f"the weights have the fingerprint {found} after loading, and had {saved} when they were saved"
+        raise RuntimeFault(f"{SITE}: {checkpoint.path}", fact, "load the checkpoint before it, and report it")
+
+
+def is_as_saved(spec: ParamSpec, manifest: Manifest) -> bool:
+    """Tell whether a parameter was saved under its name, in the dtype in which it is stored."""
+    record = manifest.tensors.get(fqn(spec.name, ""))
+    known = manifest.about.get("model", {})
+    return record is not None and record.dtype == spec.storage.dtype and spec.name in known
 
 
 __all__ = ["check_model", "check_state"]

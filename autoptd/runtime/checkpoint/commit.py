@@ -45,6 +45,7 @@ from autoptd.runtime.checkpoint.manifest import (
     fqn,
 )
 from autoptd.runtime.checkpoint.write import Report, Written, data_file, take_report
+from autoptd.runtime.fingerprint import text_of
 
 PART, OLD = ".part-", ".old-"
 
@@ -209,6 +210,9 @@ def collect(reports: Sequence[Report], about: Mapping[str, Any]) -> Manifest:
             keys = manifest.state.setdefault(item.name, []) if item.key else []
             if item.key and item.key not in keys:
                 keys.append(item.key)
+    buffers = about.get("buffers", ())
+    prints = (item.print for report in reports for item in report.items if item.name not in buffers)
+    manifest.about["fingerprint"] = text_of(sum(prints))
     return manifest
 
 

@@ -28,6 +28,7 @@ from autoptd.errors import InternalError
 from autoptd.ir.pieces import Sizes
 from autoptd.runtime.checkpoint.disk import NewFile, new_file, remove_file, rename, write_file
 from autoptd.runtime.checkpoint.stage import Staged
+from autoptd.runtime.fingerprint import fingerprint_of_rectangle
 from autoptd.runtime.guard import unguarded
 
 # Of a zip archive's header of a file: the bytes, and where in them the lengths of the two fields behind it are.
@@ -36,7 +37,10 @@ HEADER_BYTES, LENGTHS = 30, slice(26, 30)
 
 @dataclass
 class Written:
-    """One item of a file: from byte `start` on in `nbytes`; the elements begin at byte `at`, -1 for no tensor."""
+    """One item of a file: from byte `start` on in `nbytes`; the elements begin at byte `at`, -1 for no tensor.
+
+    `print` is the fingerprint of what it has of the model; 0 for an optimizer's state.
+    """
 
     name: str
     key: str
@@ -47,6 +51,7 @@ class Written:
     start: int
     nbytes: int
     at: int = -1
+    print: int = 0
 
 
 @dataclass
@@ -86,7 +91,8 @@ def write_rank(folder: Path, staged: Staged, objects: Mapping[str, Any]) -> Repo
             start, nbytes = _save(x, file)
             dtype = str(x.dtype).removeprefix("torch.")
             places = (item.shape, item.offsets, tuple(x.shape))
-            report.items.append(Written(item.name, item.key, dtype, *places, start, nbytes, 0))
+            own = 0 if item.key else fingerprint_of_rectangle(x, item.name, item.shape, item.offsets)
+            report.items.append(Written(item.name, item.key, dtype, *places, start, nbytes, 0, own))
     with (folder / name).open("rb") as opened:
         for written in report.items:
             if written.at == 0:
