@@ -208,6 +208,18 @@ def _initial(found: Found) -> list[str]:
     return [first, _table(header, rows)]
 
 
+def _checkpoints(found: Found) -> list[str]:
+    nbytes, seconds, stalls, rows = found["bytes"], found["seconds"], found["stalls"], []
+    for name, taken in seconds.items():
+        plain = seconds["plain writes" if "save" in name or "write" in name else "plain reads"]
+        rows.append([name, f"{taken:.2f}", f"{nbytes / taken / 1e9:.2f}", f"{plain / taken:.2f}"])
+    first = _table([f"{nbytes / 1e6:.0f} MB", "seconds", "GB/s", "of plain"], rows)
+    rows = [["copying a share", f"{1e3 * stalls['clone']:.0f}", ""]]
+    for name in ("pm.checkpointer", "dcp.async_save"):
+        rows.append([name, *(f"{1e3 * stalls[name][what]:.0f}" for what in ("stall", "step"))])
+    return [first, _table(["asynchronous", "stall, ms", "a step, ms"], rows)]
+
+
 def _plans(found: Found) -> list[str]:
     header = ["model", "t", "tokens", "sequence parallel", "parameters", "forward", "backward", "Megatron"]
     header += ["layer, us", "Megatron's, us", "microbatch, ms", "kept, MiB"]
@@ -259,6 +271,7 @@ TABLES: dict[str, Callable[[Found], list[str]]] = {
     "plans": _plans,
     "registers": _registers,
     "initial": _initial,
+    "checkpoints": _checkpoints,
 }
 
 

@@ -1,0 +1,281 @@
+"""Checkpoints of a run: seconds to save and load, and how long training stands still, beside torch.distributed.checkpoint.
+
+The GPT of examples/gpt.py trains with AdamW on 4 processes of one thread over gloo: ours at t=2, d=2, torch's FSDP2 over all
+four. What is saved is parameters and both moments in float32, each element once.
+
+- save: `pm.save`, `dcp.save`, and `torch.save` of the state that `pm.state_dict()` and the optimizer's gather on rank 0.
+- load: `pm.load` and `dcp.load` into a running model, from the page cache.
+- plain: every process writes its quarter of as many bytes into a file and syncs it; reads one. No format, no checks.
+- stall: the slowest of the steps around an asynchronous save less the median of the others. Ours is `pm.checkpointer` around
+  a training loop; `dcp.async_save` is called between two steps, with a group of its own. Beside them the seconds in which a
+  process copies what it writes.
+
+Seconds of the slowest rank, medians over turns; all forms take turns in the same processes.
+
+    python benchmarks/checkpoints.py           # a table, benchmarks/results/checkpoints.json and checkpoints.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from matplotlib.figure import Figure
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import autoptd
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.lib.processes import spawn
+from benchmarks.lib.report import save, save_picture
+from examples.gpt import GPT, GPTConfig
+
+Row = dict[str, Any]
+Run = Callable[[], object]
+RANKS = 4
+CONFIG = GPTConfig(vocab_size=8192, n_embd=512, n_head=8, n_layer=8, block_size=64, dropout=0.0)
+ADAMW = {"lr": 1e-3, "weight_decay": 0.1}
+ROWS = 4
+# Steps between two saves of the loop that is watched.
+BETWEEN = 6
+
+
+class Ours:
+    """`parallelize` at t=2, d=2."""
+
+    def __init__(self, model: GPT, ids: Tensor, targets: Tensor) -> None:
+        self.pm = autoptd.parallelize(model, t=2, d=2, num_microbatches=1, example_inputs=(ids, targets))
+        self.optimizer = self.pm.optimizer(torch.optim.AdamW, **ADAMW)
+        self.batch = self.pm.local_batch(ids, targets)
+
+    def step(self) -> None:
+        self.pm.step(*self.batch)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def save(self, folder: Path) -> None:
+        self.pm.save(folder, optimizer=self.optimizer)
+
+    def load(self, folder: Path) -> None:
+        self.pm.load(folder, optimizer=self.optimizer)
+
+    def gathered(self, folder: Path) -> None:
+        state = {"model": self.pm.state_dict(), "optimizer": self.optimizer.state_dict()}
+        if dist.get_rank() == 0:
+            with (folder.parent / f"{folder.name}.pt").open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+        dist.barrier()
+
+    def own_tensors(self) -> list[Tensor]:
+        """What this process would copy if every rank copied an equal share."""
+        held = [*self.pm.parameters()]
+        for state in self.optimizer.state.values():
+            held += [x for x in state.values() if isinstance(x, Tensor) and x.dim()]
+        # Two replicas hold the same, and each saves half.
+        return [x.detach().reshape(-1)[: x.numel() // 2] for x in held]
+
+
+class Theirs:
+    """FSDP2 over all ranks, saved by torch.distributed.checkpoint."""
+
+    def __init__(self, model: GPT, ids: Tensor, targets: Tensor) -> None:
+        mesh = dist.init_device_mesh("cpu", (RANKS,))
+        self.model: Any = GPT(model.config)
+        self.model.load_state_dict(model.state_dict())
+        for block in self.model.transformer.h:
+            fully_shard(block, mesh=mesh, reshard_after_forward=False)
+        fully_shard(self.model, mesh=mesh, reshard_after_forward=False)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **ADAMW)
+        self.ids, self.targets = (x.chunk(RANKS)[dist.get_rank()] for x in (ids, targets))
+
+    def step(self) -> None:
+        self.model(self.ids, self.targets)[1].backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def save(self, folder: Path) -> None:
+        dcp.save(self.state(), checkpoint_id=folder)
+
+    def load(self, folder: Path) -> None:
+        state = self.state()
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+
+
+def measure(turns: int, root: str) -> Row:
+    """Measure on one of the processes."""
+    warnings.filterwarnings("ignore")
+    torch.manual_seed(0)
+    model = GPT(CONFIG)
+    ids, targets = (torch.randint(0, 256, (ROWS, CONFIG.block_size)) for _ in range(2))
+    ours, theirs = Ours(model, ids, targets), Theirs(model, ids, targets)
+    for each in (ours, theirs):
+        each.step()
+    nbytes = 3 * 4 * sum(x.numel() for x in {id(x): x for x in model.parameters()}.values())
+    folder = Path(root)
+    saved = {
+        "plain writes": lambda k: plain_write(folder / f"plain-{dist.get_rank()}", nbytes // RANKS),
+        "pm.save": lambda k: ours.save(folder / "ours"),
+        "dcp.save": lambda k: theirs.save(folder / "theirs" / str(k)),
+        "torch.save, gathered": lambda k: ours.gathered(folder / "gathered"),
+    }
+    loaded = {
+        "plain reads": lambda k: (folder / f"plain-{dist.get_rank()}").read_bytes(),
+        "pm.load": lambda k: ours.load(folder / "ours"),
+        "dcp.load": lambda k: theirs.load(folder / "theirs" / "0"),
+    }
+    seconds = {**in_turns(saved, turns), **in_turns(loaded, turns)}
+    tensors = ours.own_tensors()
+    stalls = {
+        "clone": slowest(timed(lambda: [x.clone() for x in tensors]) for _ in range(turns)),
+        "pm.checkpointer": stall_of_ours(ours, folder / "run", turns),
+        "dcp.async_save": stall_of_theirs(theirs, folder / "async", turns),
+    }
+    return {"bytes": nbytes, "seconds": seconds, "stalls": stalls}
+
+
+def in_turns(runs: dict[str, Callable[[int], object]], turns: int) -> dict[str, float]:
+    """Return the median seconds of the slowest rank."""
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(turns):
+        for name, run in runs.items():
+            dist.barrier()
+            taken[name].append(slowest([timed(lambda run=run, turn=turn: run(turn))]))  # type: ignore[misc]
+    return {name: statistics.median(each) for name, each in taken.items()}
+
+
+def timed(run: Run) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def slowest(seconds: Any) -> float:
+    """Return the median here, on the rank where it is largest."""
+    everyone: list[float] = [0.0] * RANKS
+    dist.all_gather_object(everyone, statistics.median(seconds))
+    return max(everyone)
+
+
+def plain_write(path: Path, nbytes: int) -> None:
+    block = memoryview(bytearray(os.urandom(1 << 20)) * 16)
+    with path.open("wb", buffering=0) as file:
+        for start in range(0, nbytes, len(block)):
+            file.write(block[: min(len(block), nbytes - start)])
+        os.fsync(file.fileno())
+
+
+def stall_of_ours(ours: Ours, folder: Path, turns: int) -> dict[str, float]:
+    """Save every few steps; the loop waits for nothing else."""
+    taken = []
+    with ours.pm.checkpointer(folder, ours.optimizer, every=BETWEEN, keep=1) as ckpt:
+        for _ in range(turns * BETWEEN):
+
+            def step() -> None:
+                ours.step()
+                ckpt.step()
+
+            taken.append((timed(step), ours.pm.steps % BETWEEN))
+    around = [seconds for seconds, at in taken if at in (0, 1)]
+    return stall_of(around, [seconds for seconds, at in taken if at not in (0, 1)], turns)
+
+
+def stall_of_theirs(theirs: Theirs, folder: Path, turns: int) -> dict[str, float]:
+    """The call between two steps, and the steps around it."""
+    around, others = [], []
+    # Its thread communicates: in the group of the training loop it would meet the loop's own calls.
+    group = dist.new_group()
+    for turn in range(turns):
+        for at in range(BETWEEN):
+            if at:
+                (around if at == 1 else others).append(timed(theirs.step))
+                continue
+            dist.barrier()
+            start = time.perf_counter()
+            theirs.step()
+            future = dcp.async_save(theirs.state(), checkpoint_id=folder / str(turn), process_group=group)
+            around.append(time.perf_counter() - start)
+        future.result()
+    return stall_of(around, others, turns)
+
+
+def stall_of(around: list[float], others: list[float], turns: int) -> dict[str, float]:
+    """Of each save the slower of the two steps around it, less a usual step."""
+    usual = statistics.median(others)
+    pairs = [max(around[2 * k : 2 * k + 2]) for k in range(len(around) // 2)]
+    return {"stall": slowest([most - usual for most in pairs]), "step": slowest(others)}
+
+
+def show(found: Row) -> None:
+    nbytes, seconds, stalls = found["bytes"], found["seconds"], found["stalls"]
+    print(f"{nbytes / 1e6:.0f} MB of parameters and moments, {RANKS} processes, torch {torch.__version__}")
+    for name, taken in seconds.items():
+        base = seconds["plain writes" if "save" in name or "write" in name else "plain reads"]
+        print(f"  {name:<24}{taken:>8.2f} s{nbytes / taken / 1e9:>8.2f} GB/s{base / taken:>8.2f} of plain")
+    print(f"  {'copying a share':<24}{1e3 * stalls['clone']:>8.0f} ms")
+    for name in ("pm.checkpointer", "dcp.async_save"):
+        stall, step = stalls[name]["stall"], stalls[name]["step"]
+        print(f"  {name:<24}{1e3 * stall:>8.0f} ms stall, a step takes {1e3 * step:.0f} ms", flush=True)
+
+
+def picture(found: Row) -> Figure:
+    figure = Figure(figsize=(8, 2.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    seconds, stalls = found["seconds"], found["stalls"]
+    left.barh(list(seconds), [found["bytes"] / taken / 1e9 for taken in seconds.values()])
+    left.set_xlabel("GB/s")
+    names = ["pm.checkpointer", "dcp.async_save"]
+    right.barh(
+        ["copying a share", *names],
+        [1e3 * stalls["clone"], *(1e3 * stalls[name]["stall"] for name in names)],
+    )
+    right.set_xlabel("training stands still, ms a save")
+    for axes in (left, right):
+        axes.invert_yaxis()
+        axes.tick_params(labelsize=8)
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--folder", type=Path, help="where checkpoints are written; a temporary folder")
+    args = parser.parse_args()
+    root = Path(tempfile.mkdtemp(dir=args.folder))
+    try:
+        found = spawn(measure, RANKS, args.turns, str(root))
+    finally:
+        shutil.rmtree(root)
+    show(found)
+    save("checkpoints", found)
+    save_picture("checkpoints", picture(found))
+
+
+if __name__ == "__main__":
+    main()
