@@ -79,19 +79,24 @@ class Checkpointer:
                 raise PlanError(
                     f"{SITE}({name}={value!r})", "not a number of at least 1", f"for example {name}=3"
                 )
-        self._pm, self.folder, self._optimizer = pm, Path(folder), optimizer
+        # Wherever the process works later.
+        self._pm, self._asked, self.folder = pm, str(folder), Path(folder).absolute()
+        self._optimizer = optimizer
         self._ranks = pm._started("checkpointer").unrecorded
         self._own = None if optimizer is None else pm._own(optimizer, SITE)
         self.every, self.keep, self._extra = every, keep, dict(extra or {})
         self._lock, self._signals = Lock(self.folder), Signals(SIGNALS)
         self._staging = [staging_of(rank.world.device) for rank in self._ranks.here]
-        self._token = ""
+        # Of the run; each save adds its number.
+        self._token, self._count = "", 0
         self._writer: Writer | None = None
         self._hook: Any = None
         self._is_due = self._told_late = self._told_ahead = False
         # How many more steps it takes until flags tell of the save that was started last.
         self._unseen = 0
-        self._saved_step = self._seen_step = -1
+        self._seen_step = -1
+        # The step that was saved last, and how often the run had been set back by then; None if that failed.
+        self._saved: tuple[int, int] | None = None
         # Those before a resume, until the first loss behind it.
         self._losses_before: list[float] = []
 
@@ -182,7 +187,7 @@ class Checkpointer:
             self._say(f"asked to end by a signal: saved {self.folder / name_of(now)}")
             return False
         self._unseen = max(0, self._unseen - 1)
-        self._is_due |= now % self.every == 0 and now != self._saved_step
+        self._is_due |= now % self.every == 0 and self._saved != (now, self._pm._jumps)
         if self._is_due and not self._is_busy(known):
             self._start()
         elif self._is_due and not self._told_late:
@@ -193,11 +198,13 @@ class Checkpointer:
         return True
 
     def save(self) -> Path:
-        """Save now, and return the checkpoint when it is complete. Collective."""
+        """Save now, and return the checkpoint when it is complete. Collective.
+
+        Also where this step was saved before: parameters may have been changed since.
+        """
         self._wait()
-        if self._saved_step != self._pm.steps:
-            self._start()
-            self._wait()
+        self._start()
+        self._wait()
         return self.folder / name_of(self._pm.steps)
 
     # a save
@@ -209,6 +216,7 @@ class Checkpointer:
         if 0 < self._pm.options.check_every <= self.every:
             self._pm._compare_copies()
         self._is_due, step = False, self._pm.steps
+        self._count += 1
         contents = self._pm._contents(self._own)
         staged: dict[int, Staged] = {}
 
@@ -225,7 +233,7 @@ class Checkpointer:
         replicas = replicas_of_states(mesh) if self._pm._is_process else {0: 0}
         job = Job(
             folder=self.folder / name_of(step),
-            token=f"{self._token}-{step}",
+            token=f"{self._token}-{self._count}",
             staged=tuple(staged.values()),
             staging=self._staging,
             contents=contents,
@@ -234,7 +242,7 @@ class Checkpointer:
             losses=tuple(self._pm._losses),
             keep=self.keep,
         )
-        self._saved_step = step
+        self._saved = (step, self._pm._jumps)
         # The flags of the next step tell of it; where they are known a step late, those of the one behind.
         flags = first.flags
         self._unseen = 2 if flags is not None and flags.is_late else 1
@@ -244,10 +252,12 @@ class Checkpointer:
         """Wait for the save under way; RuntimeFault on all ranks if it failed."""
         self._writer_here.wait(self._pm.options.timeout)
         if error := self._writer_here.take_error():
+            self._saved = None
             raise failed_fault(error)
 
     def _raise_failed(self) -> None:
         """Raise what failed on all ranks; some may still be in the save."""
+        self._saved = None
         self._writer_here.wait(self._pm.options.timeout)
         own = self._writer_here.take_error()
         texts = self._all("failed save", lambda rank: rank.world.everyone().gather_objects(own, SITE))
@@ -277,7 +287,7 @@ class Checkpointer:
 
     def _begin(self, rank: Rank) -> None:
         """Agree on a folder, and lock it."""
-        world, asked = rank.world, (str(self.folder), self.every, self.keep, sorted(self._extra))
+        world, asked = rank.world, (self._asked, self.every, self.keep, sorted(self._extra))
         gathered = world.everyone().gather_objects((asked, new_token()), SITE)
 
         def check() -> None:

@@ -80,6 +80,8 @@ class StartedModel:
         # Calls of `step`. All ranks agree on it; `steps`, which the user may set, need not.
         self._calls = 0
         self._evaluations = 0
+        # How often `steps` was set to another number than the next one.
+        self._jumps = 0
         self._state = {name: x.detach() for name, x in state.items()}
         self._names = list(self._state)
         self._compile, self._compile_eval, self._draw = compile, compile_eval, draw

@@ -70,7 +70,11 @@ class StatefulModel(StartedModel):
 
     @steps.setter
     def steps(self, count: int) -> None:
-        for rank in self._started("steps").here:
+        self._set_steps(count, self._started("steps"))
+
+    def _set_steps(self, count: int, ranks: RunningRanks) -> None:
+        self._jumps += 1
+        for rank in ranks.here:
             rank.executor.steps = count
 
     # checkpoints
@@ -229,8 +233,7 @@ class StatefulModel(StartedModel):
         manifest = found.checkpoint.manifest
         if isinstance(optimizer, NamedOptimizer) and manifest.optimizer is not None:
             set_groups(optimizer, manifest.optimizer)
-        for rank in ranks.here:
-            rank.executor.steps = int(manifest.about.get("steps", rank.executor.steps))
+        self._set_steps(int(manifest.about.get("steps", self.steps)), ranks)
         self._losses.clear()
         self._losses.extend(
             torch.tensor(loss, dtype=torch.float64) for loss in manifest.about.get("losses", ())

@@ -17,7 +17,7 @@ import torch
 
 from autoptd.errors import PlanError
 from autoptd.ir.activity import activity
-from autoptd.runtime.checkpoint.commit import PART
+from autoptd.runtime.checkpoint.commit import PART, marked
 from autoptd.runtime.checkpoint.disk import remove_folder, rename
 from autoptd.runtime.checkpoint.foreign import open_any
 from autoptd.runtime.checkpoint.manifest import MANIFEST, MODEL, Manifest, TensorRecord, fqn
@@ -42,7 +42,7 @@ def list_run(asked: Namespace) -> int:
         raise PlanError(str(folder), "there is no such folder", "the folder of a run's checkpoints")
     paths = checkpoints(folder) or [path for path in sorted(folder.iterdir()) if (path / MANIFEST).is_file()]
     rows = [row_of(path) for path in paths]
-    left = sorted(path.name for path in folder.iterdir() if PART in path.name)
+    left = sorted(path.name for path in folder.iterdir() if marked(path, PART))
     if asked.json:
         print(json.dumps({"checkpoints": rows, "unfinished": left}, indent=1))
         return 0

@@ -64,7 +64,7 @@ def test_an_empty_folder(model: Running, tmp_path: Path) -> None:
 
 
 def test_only_what_a_save_left(model: Running, folder: Path) -> None:
-    part = folder.rename(folder.with_name("saved.part-1"))
+    part = folder.rename(folder.with_name("saved.part-11111111"))
     refused(model, folder, "was never completed")
     refused(model, part, "is what a save that ended early left")
 

@@ -185,7 +185,7 @@ def test_one_that_still_waits_at_the_end_is_made_there(tmp_path: Path, held: Cal
 
 def test_the_last_ones_are_kept_and_leftovers_go(tmp_path: Path) -> None:
     pm, opt = running(d=2)
-    leftovers = ["step-00000004.part-0a", "step-00000001.gone-0b"]
+    leftovers = ["step-00000004.part-0a0a0a0a", "step-00000001.gone-0b0b0b0b-7"]
     for name in leftovers:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__0_0.distcp").write_bytes(b"half")
@@ -197,13 +197,13 @@ def test_the_last_ones_are_kept_and_leftovers_go(tmp_path: Path) -> None:
             ckpt.save()
     assert names(tmp_path) == ["notes", "step-00000003", "step-00000004"]
     # One that was being replaced, and whose successor was not there yet.
-    (tmp_path / "step-00000004").rename(tmp_path / "step-00000004.old-0c")
+    (tmp_path / "step-00000004").rename(tmp_path / "step-00000004.old-0c0c0c0c")
     other, others = running()
     with other.checkpointer(tmp_path, others, every=100, keep=2) as ckpt:
         assert ckpt.resume() == tmp_path / "step-00000004" and other.steps == 4
         one_step(other, others)
         ckpt.save()
-    assert names(tmp_path) == ["notes", "step-00000004.old-0c", "step-00000005"]
+    assert names(tmp_path) == ["notes", "step-00000004.old-0c0c0c0c", "step-00000005"]
     pm.close()
     other.close()
 

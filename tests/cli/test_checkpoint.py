@@ -28,12 +28,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
 
 
 def test_list_and_show(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
-    (saved[0] / "step-00000003.part-1").mkdir()
+    (saved[0] / "step-00000003.part-11111111").mkdir()
     assert main(["checkpoint", "list", str(saved[0])]) == 0
     text = capsys.readouterr().out
     assert "step-00000002   step 2" in text and "t=2 p=1 d=2" in text
-    assert "step-00000003.part-1   of a save that is under way, or ended early" in text
-    (saved[0] / "step-00000003.part-1").rmdir()
+    assert "step-00000003.part-11111111   of a save that is under way, or ended early" in text
+    (saved[0] / "step-00000003.part-11111111").rmdir()
     folder = str(saved[0] / "step-00000002")
     assert main(["checkpoint", "show", folder]) == 0
     text = capsys.readouterr().out

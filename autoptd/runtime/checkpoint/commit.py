@@ -12,6 +12,7 @@ Files are on the disk before the folder that names them, the folder before the r
 
 from __future__ import annotations
 
+import re
 import secrets
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,6 +49,8 @@ from autoptd.runtime.checkpoint.write import Report, Written, data_file, take_re
 from autoptd.runtime.fingerprint import text_of
 
 PART, OLD = ".part-", ".old-"
+# `new_token`, and a number behind it where a run saves: what is named otherwise is the user's.
+TOKEN = r"[0-9a-f]{8}(-\d+)?"
 
 
 def new_token() -> str:
@@ -56,13 +59,21 @@ def new_token() -> str:
 
 
 def part_of(folder: Path, token: str) -> Path:
-    """Return where a checkpoint is written before it is complete."""
+    """Return where a checkpoint is written before it is complete; PlanError for a path without a name, such as `..`."""
+    if folder.name in ("", ".."):
+        raise PlanError(str(folder), "names no folder of its own", "the path of a new folder, with its name")
     return folder.with_name(f"{folder.name}{PART}{token}")
+
+
+def marked(path: Path, mark: str) -> str:
+    """Return the name of the checkpoint for which a save made `path`, with a mark and a token; "" where none did."""
+    found = re.fullmatch(f"(.+){re.escape(mark)}{TOKEN}", path.name, re.DOTALL)
+    return found[1] if found else ""
 
 
 def is_complete(folder: Path) -> bool:
     """Tell whether a folder is a checkpoint that was committed."""
-    return PART not in folder.name and (folder / MANIFEST).is_file()
+    return not marked(folder, PART) and (folder / MANIFEST).is_file()
 
 
 def find(folder: Path) -> Path:
@@ -87,7 +98,7 @@ def why_none(folder: Path) -> tuple[str, str]:
         if beside(folder, PART):
             return "was never completed: there is only what a save that ended early left", remedy
         return "there is no such folder", remedy
-    if PART in folder.name:
+    if marked(folder, PART):
         return "is what a save that ended early left", remedy
     if not any(folder.iterdir()):
         return "is an empty folder", remedy
@@ -100,11 +111,16 @@ def beside(folder: Path, mark: str) -> list[Path]:
     """Return the folders that saves of `folder` made beside it."""
     if not folder.parent.is_dir():
         return []
-    return sorted(path for path in folder.parent.iterdir() if path.name.startswith(folder.name + mark))
+    return sorted(path for path in folder.parent.iterdir() if marked(path, mark) == folder.name)
 
 
 def begin(folder: Path, token: str) -> Path:
     """Make the folder that is written into; PlanError where another thing than a checkpoint would be replaced."""
+    if folder.is_symlink():
+        fact = f"is a symbolic link to {str(folder.readlink())!r}, and would be replaced"
+        raise PlanError(str(folder), fact, "the path of a folder; a link to it can be made behind the save")
+    if marked(folder, PART) or marked(folder, OLD):
+        raise PlanError(str(folder), "is named like what a save leaves that did not end", "another name")
     if folder.exists() and not is_complete(folder) and (folder.is_file() or any(folder.iterdir())):
         fact = "is a file" if folder.is_file() else "holds other files than those of a checkpoint"
         raise PlanError(str(folder), f"{fact}, and would be replaced", "another folder, or an empty one")
@@ -280,4 +296,16 @@ def tensor_entry(record: TensorRecord) -> Any:
     return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(record.shape), chunks)
 
 
-__all__ = ["OLD", "PART", "begin", "beside", "find", "finish", "is_complete", "new_token", "part_of", "sweep"]
+__all__ = [
+    "OLD",
+    "PART",
+    "begin",
+    "beside",
+    "find",
+    "finish",
+    "is_complete",
+    "marked",
+    "new_token",
+    "part_of",
+    "sweep",
+]

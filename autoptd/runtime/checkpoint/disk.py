@@ -125,10 +125,13 @@ def remove_file(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder of files; one that is not there is no error."""
+    """Remove a folder, and not what links in it lead to; one that is not there is no error."""
+    if path.is_symlink():
+        return remove_file(path)
     with suppress(FileNotFoundError):
         for name in os.listdir(path):
-            remove_file(path / name)
+            inside = path / name
+            (remove_folder if inside.is_dir() else remove_file)(inside)
         os.rmdir(path)
 
 

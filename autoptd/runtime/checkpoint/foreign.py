@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from autoptd.errors import PlanError, RuntimeFault
-from autoptd.runtime.checkpoint.commit import OLD, PART, beside
+from autoptd.runtime.checkpoint.commit import OLD, PART, beside, marked
 from autoptd.runtime.checkpoint.manifest import (
     MANIFEST,
     METADATA,
@@ -144,7 +144,7 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
 def open_any(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint of AutoPTD's, or one that another program wrote; PlanError where there is neither."""
     folder = Path(path)
-    if (folder / METADATA).is_file() and not (folder / MANIFEST).is_file() and PART not in folder.name:
+    if (folder / METADATA).is_file() and not (folder / MANIFEST).is_file() and not marked(folder, PART):
         return open_foreign(folder)
     return open_checkpoint(folder)
 

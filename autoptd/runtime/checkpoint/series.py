@@ -18,7 +18,7 @@ import warnings
 from pathlib import Path
 
 from autoptd.errors import PlanError
-from autoptd.runtime.checkpoint.commit import OLD, PART, find, is_complete, make_parents
+from autoptd.runtime.checkpoint.commit import OLD, PART, find, is_complete, make_parents, marked
 from autoptd.runtime.checkpoint.disk import remove_folder, rename
 from autoptd.runtime.checkpoint.manifest import check_files, read_checked, read_manifest
 
@@ -43,7 +43,7 @@ def checkpoints(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     # One that was being replaced stands beside its name.
-    names = {path.name.split(OLD)[0] for path in folder.iterdir() if is_complete(path)}
+    names = {marked(path, OLD) or path.name for path in folder.iterdir() if is_complete(path)}
     return sorted((folder / name for name in names if step_of(folder / name) >= 0), key=step_of, reverse=True)
 
 
@@ -71,9 +71,9 @@ def put_aside(path: Path, token: str) -> Path:
 def remove_leftovers(folder: Path) -> None:
     """Remove what saves and removals left that did not end; only where no run writes."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        name, mark, _ = path.name.partition(OLD)
-        is_replaced = bool(mark) and is_complete(folder / name)
-        if PART in path.name or GONE in path.name or is_replaced:
+        name = marked(path, OLD)
+        is_replaced = bool(name) and is_complete(folder / name)
+        if path.is_dir() and (marked(path, PART) or marked(path, GONE) or is_replaced):
             remove_folder(path)
 
 
