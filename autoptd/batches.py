@@ -17,6 +17,7 @@ The permutation is computed row by row (a Feistel cipher), however long the data
 from __future__ import annotations
 
 import hashlib
+import operator
 import os
 import signal
 from collections.abc import Iterator, Sized
@@ -58,7 +59,14 @@ class Batches:
             fact = f"a {type(dataset).__name__} has no length, and rows that cannot be asked for by number"
             remedy = "a dataset with __len__ and __getitem__; or a loader that keeps its position, by extra= of pm.checkpointer"
             raise PlanError(SITE, fact, remedy)
-        if not isinstance(batch, int) or not 1 <= batch <= len(dataset):
+        numbers = {"batch": batch, "seed": seed, "start": start}
+        for name, value in numbers.items():
+            # A seed of 1.0 would be another one than 1, and NumPy's integers are integers.
+            if not hasattr(value, "__index__") or isinstance(value, bool) or (name == "start" and value < 0):
+                fact = "is no whole number" + (" of at least 0" if name == "start" else "")
+                raise PlanError(f"{SITE}: {name}={value!r}", fact, f"for example {name}=1")
+        batch, seed, start = (operator.index(value) for value in numbers.values())
+        if not 1 <= batch <= len(dataset):
             fact = f"a dataset of {len(dataset)} rows has no batch of so many"
             raise PlanError(f"{SITE}: batch={batch!r}", fact, "1 to that many rows")
         self.rows, self.batch, self.seed = len(dataset), batch, seed
@@ -82,6 +90,11 @@ class Batches:
         """The number of the next step: how many came before it."""
         return self.start if self._pm is None else self._pm.steps
 
+    @property
+    def _jumps(self) -> int:
+        """How often the number of the next step was set: a loader with workers is ahead by more than some jumps."""
+        return 0 if self._pm is None else self._pm._jumps
+
     def rows_of(self, step: int) -> list[int]:
         """Return the rows that this process reads for step number `step` (from 0)."""
         epoch, number = divmod(step, len(self))
@@ -99,6 +112,7 @@ class _Epoch:
 
     def __init__(self, batches: Batches, first: int) -> None:
         self._batches, self._first, self._next = batches, first, first
+        self._jumps = batches._jumps
         self._end = (first // len(batches) + 1) * len(batches)
 
     def __iter__(self) -> _Epoch:
@@ -108,10 +122,10 @@ class _Epoch:
         if self._next == self._end:
             raise StopIteration
         now = self._batches.step
-        if self._batches._pm is not None and not self._first <= now <= self._next:
-            fact = (
-                f"began at step {self._first} and gave batches up to {self._next - 1}, and pm.steps is {now}"
-            )
+        is_set = self._batches._jumps != self._jumps
+        if self._batches._pm is not None and (is_set or not self._first <= now <= self._next):
+            how = "was set to" if is_set else "is"
+            fact = f"began at step {self._first} and gave batches up to {self._next - 1}, and pm.steps {how} {now}"
             remedy = "begin to iterate behind resume() and whatever else sets pm.steps; a batch a step"
             raise PlanError(SITE, fact, remedy)
         self._next += 1

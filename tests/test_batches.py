@@ -37,7 +37,7 @@ class Rows(Dataset[int]):
 
 def replica(number: int, of: int, steps: int = 0) -> Any:
     """What `Batches` asks a ParallelModel for."""
-    return SimpleNamespace(share=(number, of), steps=steps)
+    return SimpleNamespace(share=(number, of), steps=steps, _jumps=0)
 
 
 def read(number: int, of: int, workers: int, begin: int, end: int) -> list[list[int]]:
@@ -114,6 +114,8 @@ class Stream(IterableDataset[int]):
         (lambda: Batches(Stream(), 4), "a Stream has no length"),  # type: ignore[arg-type]
         (lambda: Batches(Rows(), 44), "batch=44: a dataset of 43 rows"),
         (lambda: Batches(Rows(), 0), "batch=0"),
+        (lambda: Batches(Rows(), 4, seed=1.0), "seed=1.0: is no whole number"),  # type: ignore[arg-type]
+        (lambda: Batches(Rows(), 4, start=-1), "start=-1: is no whole number of at least 0"),
         (lambda: Batches(Rows(), 6, pm=replica(0, 4)), "batch=6: does not divide over 4 replicas"),
     ],
 )
@@ -130,6 +132,19 @@ def test_a_position_that_changes_under_way_is_refused() -> None:
     pm.steps = 3
     with pytest.raises(PlanError, match=r"began at step 0 .* up to 0, and pm.steps is 3.*behind resume\(\)"):
         next(rows)
+
+
+def test_a_loader_that_is_ahead_does_not_hide_a_resume() -> None:
+    """Its workers were given more batches than the run jumps over."""
+    pm = autoptd.parallelize(gpt(1), d=2, backend="local", example_inputs=batch(8))
+    batches = Batches(Rows(), 8, pm=pm)
+    for begin in (2, 0):
+        rows = iter(DataLoader(Rows(), batch_sampler=batches, num_workers=1))
+        pm.steps = begin
+        with pytest.raises(PlanError, match=f"began at step .* up to ., and pm.steps was set to {begin}"):
+            next(rows)
+    assert next(iter(Batches(Rows(), np.int64(8), np.int64(3)))) == Batches(Rows(), 8, 3).rows_of(0)
+    pm.close()
 
 
 def test_ranks_that_are_threads_take_the_global_batch() -> None:
