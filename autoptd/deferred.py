@@ -12,6 +12,7 @@ each rank make its own slices, `materialize` makes all of them here; both have t
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -47,8 +48,22 @@ def deferred(seed: int = 0, *, order: bool = False) -> Iterator[None]:
     sparse tensors, and writing to tensors from outside.
     """
     check_outside("autoptd.deferred", "one block around all")
-    with Recording(seed, order=order).open():
+    with Recording(checked_seed(seed), order=order).open():
         yield
+
+
+def checked_seed(seed: int) -> int:
+    """Return a seed as torch takes it; PlanError for another value."""
+    # True is an int, and no seed.
+    if (
+        not hasattr(seed, "__index__")
+        or isinstance(seed, bool)
+        or not -(2**63) <= operator.index(seed) < 2**64
+    ):
+        raise PlanError(
+            f"autoptd.deferred(seed={seed!r})", "is no whole number of 64 bits", "for example seed=0"
+        )
+    return operator.index(seed)
 
 
 def check_outside(site: str, remedy: str) -> None:
@@ -116,6 +131,13 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     # Frozen parameters that are tied may be two objects, over the same memory.
     for name, x in chain(model.named_parameters(), model.named_buffers(), attribute_tensors(model)):
         named.setdefault(name, x)
+    for name, x in named.items():
+        # A fake tensor has no memory, unless a real one's was put in its place.
+        if isinstance(x, FakeTensor) and x.untyped_storage().device.type != "meta":
+            remedy = (
+                "copy values into it: parameter.data.copy_(values); or put a new nn.Parameter in its place"
+            )
+            raise PlanError(name, "its .data was replaced by a tensor with values", remedy)
     return named
 
 

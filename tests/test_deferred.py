@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import autoptd
 from autoptd.compat import FakeTensor
 from autoptd.deferred import named_tensors
+from autoptd.errors import PlanError
 from autoptd.runtime.fingerprint import fingerprint_of_values
 from autoptd.runtime.parameters import shard_of
 from autoptd.runtime.recipes import Recipes
@@ -261,6 +262,18 @@ class FrozenTwice(nn.Module):
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         x = self.head(self.first(ids) + self.second(ids).square())
         return nn.functional.cross_entropy(x.flatten(0, 1), targets.flatten())
+
+
+def test_memory_that_was_replaced_and_seeds_that_are_none_are_refused() -> None:
+    with autoptd.deferred():
+        model = nn.Linear(4, 4)
+    model.weight.data = torch.zeros(4, 4)
+    for use in (autoptd.materialize, lambda x: autoptd.parallelize(x, t=2, backend="local")):
+        with pytest.raises(PlanError, match=r"^weight: its \.data was replaced by a tensor with values"):
+            use(model)
+    for seed in (1.0, True, None, 2**64):
+        with pytest.raises(PlanError, match="is no whole number of 64 bits"), autoptd.deferred(seed):  # type: ignore[arg-type]
+            pass
 
 
 def test_frozen_parameters_over_the_same_memory_are_one() -> None:
