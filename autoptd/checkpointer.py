@@ -31,6 +31,7 @@ import torch
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.runtime.checkpoint.commit import new_token
 from autoptd.runtime.checkpoint.extra import check_objects, own_state
+from autoptd.runtime.checkpoint.groups import warn_of_others
 from autoptd.runtime.checkpoint.restore import agree
 from autoptd.runtime.checkpoint.save import stage_rank
 from autoptd.runtime.checkpoint.series import (
@@ -333,6 +334,8 @@ class Checkpointer:
         if self._told_ahead or not self._ranks.has_rank_0:
             return
         self._told_ahead = True
+        if self._own is not None:
+            warn_of_others(self._own, self._pm._living_optimizers(), self._extra.values())
         later = [path for path in checkpoints(self.folder) if step_of(path) > self._pm.steps]
         if later:
             fact = f"{self.folder} has {later[0].name}, which resume() would take, and this run saves step {self._pm.steps}"

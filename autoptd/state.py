@@ -10,6 +10,7 @@ reads. Calls marked *collective* are made by all ranks.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,7 +27,14 @@ from autoptd.runtime import check_copies, check_state
 from autoptd.runtime.checkpoint import check
 from autoptd.runtime.checkpoint.extra import Place, check_extra, own_state, read_extra, restore
 from autoptd.runtime.checkpoint.foreign import open_any
-from autoptd.runtime.checkpoint.groups import check_optimizer, group_objects, optimizer_record, set_groups
+from autoptd.runtime.checkpoint.groups import (
+    check_optimizer,
+    group_objects,
+    optimizer_record,
+    set_groups,
+    takes_state,
+    warn_of_others,
+)
 from autoptd.runtime.checkpoint.manifest import EXTRA, read_checked
 from autoptd.runtime.checkpoint.read import Checkpoint
 from autoptd.runtime.checkpoint.restore import Restoration, agree
@@ -55,6 +63,7 @@ class Opened(NamedTuple):
     checkpoint: Checkpoint
     names: LoadResult
     extra: Mapping[str, Any]
+    takes_state: bool
 
 
 class StatefulModel(StartedModel):
@@ -62,15 +71,16 @@ class StatefulModel(StartedModel):
 
     @property
     def steps(self) -> int:
-        """How often `step` was called: its number draws the dropout masks.
-
-        Set it, on all ranks, when a run is resumed.
-        """
+        """How often `step` was called, whose number draws the dropout masks; set it on all ranks to resume a run."""
         return 0 if self._ranks is None else self._ranks.here[0].executor.steps
 
     @steps.setter
     def steps(self, count: int) -> None:
-        self._set_steps(count, self._started("steps"))
+        if not hasattr(count, "__index__") or count < 0:
+            raise PlanError(
+                f"pm.steps={count!r}", "is no whole number of at least 0", "for example pm.steps = 0"
+            )
+        self._set_steps(operator.index(count), self._started("steps"))
 
     def _set_steps(self, count: int, ranks: RunningRanks) -> None:
         self._jumps += 1
@@ -97,6 +107,8 @@ class StatefulModel(StartedModel):
 
         def prepare() -> tuple[Contents, bytes]:
             made = None if optimizer is None else self._own(optimizer, SAVE)
+            if made is not None:
+                warn_of_others(made, self._living_optimizers(), (extra or {}).values())
             return with_losses(self._contents(made), self._losses), own_state(
                 extra or {}, ranks.here[0].world.device
             )
@@ -129,7 +141,8 @@ class StatefulModel(StartedModel):
         ranks = self._started("load", even_unusable=True).unrecorded
         opened = attempted(lambda: self._opened(Path(folder), optimizer, extra or {}, strict))
         found = ranks.run(LOAD, lambda rank: agree(rank.world, LOAD, opened))
-        ranks.run(LOAD, lambda rank: check_same(rank, found.checkpoint))
+        ranks.run(LOAD, lambda rank: check_same_source(found.checkpoint, rank.world))
+        optimizer = optimizer if found.takes_state else None
         # Before parameters: if their values are refused, none has changed.
         brought = self._read_buffers(found.checkpoint, ranks)
         self._hold_to(brought, ranks)
@@ -181,13 +194,15 @@ class StatefulModel(StartedModel):
         checkpoint = open_any(folder).named(tied)
         manifest = checkpoint.manifest
         names = check.check_model(checkpoint, self.program, self._buffers.values, strict)
-        saved = manifest.optimizer
+        saved, takes = manifest.optimizer, False
         if optimizer is not None:
             if saved is None:
                 fact = f"{checkpoint.path} has no state of an optimizer"
                 raise PlanError(LOAD, fact, "pm.load(folder) without optimizer=, to go on with a new one")
             check.check_state(self.program, manifest)
-            check_optimizer(self._own(optimizer, LOAD), saved, strict)
+            own = self._own(optimizer, LOAD)
+            check_optimizer(own, saved, strict)
+            takes = takes_state(own, saved)
         elif saved is not None and strict:
             fact = f"{checkpoint.path} has the state of a {saved['class']}, which would be lost"
             raise PlanError(LOAD, fact, "optimizer=pm.optimizer(...); or strict=False for the weights alone")
@@ -197,7 +212,7 @@ class StatefulModel(StartedModel):
             data = read_checked(checkpoint.path, manifest, EXTRA)
             content = read_extra(data, str(checkpoint.path / EXTRA))
         check_extra(content, extra, self._place())
-        return Opened(checkpoint, LoadResult(*names), content)
+        return Opened(checkpoint, LoadResult(*names), content, takes)
 
     def _place(self) -> Place:
         mesh = self.options.mesh
@@ -378,11 +393,6 @@ def about_program(program: Program, options: Options) -> dict[str, Any]:
         "model": about_model(program),
         "prints": prints_of(program),
     }
-
-
-def check_same(rank: Rank, checkpoint: Checkpoint) -> None:
-    """Raise RuntimeFault on all ranks unless all see the same checkpoint."""
-    check_same_source(checkpoint, rank.world)
 
 
 __all__ = ["LoadResult", "StatefulModel"]

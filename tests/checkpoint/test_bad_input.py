@@ -264,6 +264,17 @@ def test_a_changed_byte_of_a_small_file(model: Running, written: Path, folder: P
     model[0].load(written, optimizer=model[1])
 
 
+class Broken:
+    def __init__(self, saves: bool) -> None:
+        self.saves = saves
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.saves else {}["state"]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("at")
+
+
 class Stateless:
     """Not a thing that a checkpoint can hold."""
 
@@ -287,6 +298,34 @@ def test_extra_that_is_not_there_or_would_not_come_back(
     assert list(tmp_path.iterdir()) == []
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     refused(model, written, "has no extra state of scheduler, but of nothing", extra={"scheduler": scheduler})
+
+
+def test_extra_that_fails_is_named(written: Path, tmp_path: Path) -> None:
+    pm, _ = running(t=2)
+    with pytest.raises(PlanError, match=r"extra\['loader'\]: its state_dict raised KeyError"):
+        pm.save(tmp_path / "saved", extra={"loader": Broken(saves=False)})
+    pm.save(tmp_path / "saved", extra={"loader": Broken(saves=True)})
+    with pytest.raises(PlanError, match=r"extra\['loader'\]: its load_state_dict raised KeyError: 'at'"):
+        pm.load(tmp_path / "saved", extra={"loader": Broken(saves=True)})
+    with pytest.warns(UserWarning, match="the states of loader were saved as well, and are not asked for"):
+        pm.load(tmp_path / "saved")
+    for steps in ("5", 5.0, -1):
+        with pytest.raises(PlanError, match="is no whole number"):
+            pm.steps = steps  # type: ignore[assignment]
+    pm.close()
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.optim.SGD, pytest.param(torch.optim.NAdam, marks=pytest.mark.thorough)]
+)
+def test_the_state_of_another_class_is_left_out(written: Path, kind: Any) -> None:
+    """strict=False asks for what fits, and its first step would not have found what it reads."""
+    pm, optimizer = running(None, kind, {"lr": 0.5}, t=2)
+    with pytest.warns(UserWarning, match=f"the state of a AdamW is none of a {kind.__name__}"):
+        pm.load(written, optimizer=optimizer, strict=False)
+    assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.5
+    train(pm, optimizer, 1)
+    pm.close()
 
 
 def test_a_folder_that_cannot_be_written(model: Running, tmp_path: Path) -> None:

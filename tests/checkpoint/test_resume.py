@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.errors import PlanError
-from tests.checkpoint.models import VOCAB, assert_same, running, state_of, tied_gpt
+from tests.checkpoint.models import VOCAB, assert_same, running, state_of, tied_gpt, train
 
 
 class Rows:
@@ -134,6 +136,77 @@ def test_an_optimizer_that_has_not_stepped_yet(tmp_path: Path) -> None:
     assert_same(state_of(pm, optimizer), expected)
     assert optimizer.param_groups[1]["lr"] == 3.0
     pm.close()
+
+
+def test_two_optimizers(tmp_path: Path) -> None:
+    """One of them goes into extra; where it does not, that is told, as its state would be lost."""
+
+    def start() -> tuple[Any, Any, Any]:
+        pm = running(d=2, zero=1)[0]
+        kinds = (torch.optim.AdamW, ["*.bias"], 1e-2), (torch.optim.SGD, ["*.weight"], 1e-1)
+        return pm, *(pm.optimizer(kind, names, lr=lr, weight_decay=0.1) for kind, names, lr in kinds)
+
+    def one_step(pm: Any, *optimizers: Any) -> float:
+        loss = pm.step(*next(iter(Rows())))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return float(loss)
+
+    pm, first, second = whole = start()
+    second.param_groups[0]["momentum"] = 0.9
+    one_step(*whole)
+    with pytest.warns(UserWarning, match="the state of another SGD over other parameters is not saved"):
+        pm.save(tmp_path / "saved", optimizer=first)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pm.save(tmp_path / "saved", optimizer=first, extra={"second": second})
+        resumed = start()
+        resumed[0].load(tmp_path / "saved", optimizer=resumed[1], extra={"second": resumed[2]})
+    assert [one_step(*resumed) for _ in range(2)] == [one_step(*whole) for _ in range(2)]
+    pm.close()
+    resumed[0].close()
+
+
+def test_an_optimizer_in_extra_has_its_state_on_rank_0_alone() -> None:
+    """Processes of other replicas have nothing to add, and load what rank 0 handed in."""
+    from autoptd.runtime.checkpoint.extra import merged, own_state, read_extra
+
+    pm, optimizer = running()
+    parts = []
+    for full in (True, False):
+        state = optimizer.state_dict() if full else {}
+        with mock.patch.object(type(optimizer), "state_dict", lambda _, state=state: state):
+            parts.append(own_state({"second": optimizer}, torch.device("cpu")))
+    assert len(read_extra(merged(parts, [0, 1]), "extra.pt")["extra"]["second"]) == 1
+    pm.close()
+
+
+class Scaled(nn.Module):
+    """A parameter without dims, like the numbers that some optimizers keep beside moments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = tied_gpt()
+        self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        return self.model(ids, targets)[1] * self.scale
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.optim.NAdam, pytest.param(torch.optim.ASGD, marks=pytest.mark.thorough)]
+)
+def test_numbers_of_a_parameter_without_dims_keep_their_dtype(tmp_path: Path, kind: Any) -> None:
+    whole, optimizer = running(Scaled(), kind, t=2)
+    train(whole, optimizer, 2)
+    whole.save(tmp_path / "saved", optimizer=optimizer)
+    resumed, again = running(Scaled(), kind, t=2)
+    resumed.load(tmp_path / "saved", optimizer=again)
+    assert train(resumed, again, 2) == train(whole, optimizer, 2)
+    assert_same(state_of(resumed, again), state_of(whole, optimizer))
+    whole.close()
+    resumed.close()
 
 
 def test_replicas_with_positions_of_their_own() -> None:

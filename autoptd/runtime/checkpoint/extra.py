@@ -23,8 +23,11 @@ from typing import Any
 import torch
 
 from autoptd.errors import PlanError
+from autoptd.runtime.optimizer import NamedOptimizer
 
 SAVE, LOAD = "pm.save", "pm.load"
+# The state of an object on a rank that has none of its own.
+OF_RANK_0 = "autoptd: of rank 0"
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,14 @@ def own_state(extra: Mapping[str, Any], device: torch.device) -> bytes:
     check_objects(extra)
     states = {}
     for name, item in extra.items():
-        states[name] = item.state_dict()
+        try:
+            states[name] = item.state_dict()
+        except Exception as error:
+            fact = f"its state_dict raised {type(error).__name__}: {first_line(error)}"
+            raise PlanError(f"extra[{name!r}]", fact, "an object whose state can be asked for") from error
+        if isinstance(item, NamedOptimizer) and not states[name]:
+            # Rank 0 has it in full.
+            states[name] = OF_RANK_0
         try:
             loaded(dumped(states[name]))
         except Exception as error:
@@ -84,7 +94,7 @@ def merged(states: Sequence[bytes], replicas: Sequence[int]) -> bytes:
     by_replica = [each[replicas.index(number)]["extra"] for number in range(count)]
     extra = {}
     for name, first in by_replica[0].items():
-        versions = [states_of[name] for states_of in by_replica]
+        versions = [states_of[name] for states_of in by_replica if not same(states_of[name], OF_RANK_0)]
         is_same = all(same(first, version) for version in versions)
         extra[name] = versions[:1] if is_same else versions
     return dumped({"extra": extra, "random": [state["random"] for state in each], "replicas": count})
@@ -119,6 +129,9 @@ def check_extra(content: Mapping[str, Any], extra: Mapping[str, Any], place: Pla
     if missing := [name for name in extra if name not in saved]:
         fact = f"has no extra state of {', '.join(missing)}, but of {', '.join(saved) or 'nothing'}"
         raise PlanError(LOAD, fact, "the objects that pm.save was given in extra=, under the same names")
+    if left := [name for name in saved if name not in extra]:
+        text = f"the states of {', '.join(left)} were saved as well, and are not asked for in extra="
+        warnings.warn(f"{LOAD}: {text}", stacklevel=3)
     for name, item in extra.items():
         if not hasattr(item, "load_state_dict"):
             fact = f"is a {type(item).__name__}, without load_state_dict"
@@ -137,7 +150,12 @@ def restore(content: Mapping[str, Any], extra: Mapping[str, Any], place: Place, 
     """Give objects their states, and this process its random numbers if there are as many processes as were."""
     for name, item in extra.items():
         versions = content["extra"][name]
-        item.load_state_dict(versions[place.replica % len(versions)])
+        try:
+            item.load_state_dict(versions[place.replica % len(versions)])
+        except Exception as error:
+            fact = f"its load_state_dict raised {type(error).__name__}: {first_line(error)}"
+            remedy = "the object that was saved, of the same class and settings; then load again"
+            raise PlanError(f"extra[{name!r}]", fact, remedy) from error
     saved = content["random"]
     if saved is None:
         return

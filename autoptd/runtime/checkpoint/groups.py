@@ -11,7 +11,7 @@ the settings of the groups set anew. Tensors of its state are elsewhere: `stage.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from autoptd.errors import PlanError
@@ -51,6 +51,26 @@ def group_objects(optimizer: NamedOptimizer) -> dict[str, Any]:
     return objects
 
 
+def takes_state(optimizer: NamedOptimizer, record: Mapping[str, Any]) -> bool:
+    """Tell whether an optimizer can go on with the state that was saved, of its own class or of a twin; else warn."""
+    both = {record["class"], class_name(optimizer)}
+    if None in both or len(both) == 1 or both == {"Adam", "AdamW"}:
+        return True
+    text = f"the state of a {record['class']} is none of a {class_name(optimizer)}, which is left as it is"
+    warnings.warn(f"{SITE}: {text}", stacklevel=4)
+    return False
+
+
+def warn_of_others(optimizer: NamedOptimizer, others: Iterable[Any], extra: Collection[Any]) -> None:
+    """Warn of optimizers of other parameters, which have a state that is not saved."""
+    mine = {id(x) for group in optimizer.param_groups for x in group["params"]}
+    for other in others:
+        is_saved = other is optimizer or any(other is item for item in extra)
+        if not is_saved and any(id(x) not in mine for x in other.state):
+            text = f"the state of another {class_name(other)} over other parameters is not saved"
+            warnings.warn(f"pm.save: {text}: give it in extra=, by a name", stacklevel=3)
+
+
 def check_optimizer(optimizer: NamedOptimizer, record: Mapping[str, Any], strict: bool) -> None:
     """Raise PlanError unless the optimizer is of the class that was saved, with the same parameters in its groups."""
     # None: another program's, which did not say.
@@ -71,9 +91,10 @@ def set_groups(optimizer: NamedOptimizer, record: Mapping[str, Any]) -> None:
                 group[key] = decode(value)
         missing |= dict.fromkeys(key for key in group if key not in saved and key not in HOW)
     if unknown or missing:
-        text = f"kept {', '.join(unknown) or 'nothing'} that this {class_name(optimizer)} does not know"
-        text += f", and its own {', '.join(missing) or 'settings'} that were not saved"
-        warnings.warn(f"{SITE}: {text}: it was saved with another version of torch", stacklevel=2)
+        text = [f"took {', '.join(unknown)}, which this {class_name(optimizer)} did not have"] * bool(unknown)
+        text += [f"left {', '.join(missing)} as they are, which were not saved"] * bool(missing)
+        why = "a scheduler was there only then, or only now; or it was another version of torch"
+        warnings.warn(f"{SITE}: {' and '.join(text)}: {why}", stacklevel=2)
     optimizer.skipped = record.get("skipped", 0)
     if optimizer.loss_scale is not None and record.get("loss_scale"):
         optimizer.loss_scale.load_state_dict(record["loss_scale"])

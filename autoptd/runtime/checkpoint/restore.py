@@ -110,10 +110,9 @@ class Restoration:
         own = self.state.get(stored, {}).get(key)
         if isinstance(own, torch.Tensor) and own.shape == stored.shape and own.is_contiguous():
             return own
-        # As torch's optimizers do with what they load, and make: in the parameter's dtype, on its device.
+        # In the dtype that was saved, with the same bits: NAdam's products are float32 whatever the parameter is.
         saved = dtype_of(self.checkpoint.manifest.tensors[fqn(name, key)].dtype)
-        dtype = stored.dtype if saved.is_floating_point else saved
-        return torch.zeros(stored.shape, dtype=dtype, device=stored.device)
+        return torch.zeros(stored.shape, dtype=saved, device=stored.device)
 
     def _want(self, item: Item) -> Want:
         part = item.rectangle
