@@ -81,6 +81,10 @@ class Checkpointer:
                     f"{SITE}({name}={value!r})", "not a number of at least 1", f"for example {name}=3"
                 )
         # Wherever the process works later.
+        if not str(folder):
+            raise PlanError(
+                f"{SITE}({str(folder)!r})", "names no folder", "for example 'ckpts'; '.' for this one"
+            )
         self._pm, self._asked, self.folder = pm, str(folder), Path(folder).absolute()
         self._optimizer = optimizer
         self._ranks = pm._started("checkpointer").unrecorded

@@ -7,6 +7,7 @@ In: the folder of a checkpoint, or of a run. Out: text or JSON; converted files.
 from __future__ import annotations
 
 import json
+import os
 from argparse import Namespace
 from collections.abc import Iterator
 from datetime import datetime
@@ -171,10 +172,12 @@ def convert(asked: Namespace) -> int:
         missing = "--to" if asked.to is None else "--out"
         raise PlanError(missing, "is missing", "for example: --to hf --out weights")
     out = Path(asked.out)
-    if out.exists():
+    # A link that leads nowhere is there, too.
+    if os.path.lexists(out):
         raise PlanError(f"--out {out}", "is there already", "another path, or remove it")
     opened = open_any(asked.folder)
     if asked.to == "torch":
+        out.parent.mkdir(parents=True, exist_ok=True)
         torch.save(state_dicts(opened), out)
     else:
         write_weights(opened, out)

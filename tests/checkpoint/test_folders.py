@@ -62,6 +62,9 @@ def test_a_name_with_part_in_it_is_a_name(run: Running, tmp_path: Path) -> None:
 def test_a_path_without_a_name(run: Running, name: str) -> None:
     with pytest.raises(PlanError, match="names no folder of its own"):
         run[0].save(name)
+    if not name:
+        with pytest.raises(PlanError, match="names no folder"):
+            run[0].checkpointer(name, every=1)
 
 
 def test_links_are_not_replaced_and_what_they_lead_to_is_kept(run: Running, tmp_path: Path) -> None:

@@ -92,8 +92,11 @@ def test_convert_to_safetensors(saved: Saved, tmp_path: Path) -> None:
 
 def test_convert_to_torch(saved: Saved, tmp_path: Path) -> None:
     folder = str(saved[0] / "step-00000002")
-    assert main(["checkpoint", "convert", folder, "--to", "torch", "--out", str(tmp_path / "all.pt")]) == 0
-    states = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert (
+        main(["checkpoint", "convert", folder, "--to", "torch", "--out", str(tmp_path / "new" / "all.pt")])
+        == 0
+    )
+    states = torch.load(tmp_path / "new" / "all.pt", weights_only=True)
     model = tied_gpt(torch.float32)
     model.load_state_dict(states["model"])
     for name, x in model.state_dict().items():
