@@ -71,12 +71,11 @@ class Recorder:
 def flight_record(groups: Sequence[dist.ProcessGroup]) -> bytes | None:
     """Return what torch's flight recorder has of this process, as `torchfrtrace` reads it; None if nothing."""
     c10d = torch._C._distributed_c10d
-    # Of NCCL where torch has it, else of gloo.
-    dump = getattr(c10d, "_dump_nccl_trace", None) or getattr(c10d, "_dump_fr_trace", None)
-    if dump is None:
-        return None
-    record = pickle.loads(dump(includeStackTraces=False))
-    if not record.get("entries"):
+    # Of NCCL where that ran, else of gloo: a torch that is built with NCCL has both.
+    dumps = [getattr(c10d, name, None) for name in ("_dump_nccl_trace", "_dump_fr_trace")]
+    records = (pickle.loads(dump(includeStackTraces=False)) for dump in dumps if dump is not None)
+    record = next((each for each in records if each.get("entries")), None)
+    if record is None:
         return None
     # That of gloo does not say who is in a group, without which nothing is matched.
     known = record["pg_config"]
