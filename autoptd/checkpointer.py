@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from autoptd.errors import PlanError, RuntimeFault
-from autoptd.runtime.checkpoint.commit import new_token
+from autoptd.runtime.checkpoint.commit import new_token, path_of
 from autoptd.runtime.checkpoint.extra import check_objects, own_state
 from autoptd.runtime.checkpoint.groups import warn_of_others
 from autoptd.runtime.checkpoint.restore import agree
@@ -76,7 +76,9 @@ class Checkpointer:
     ) -> None:
         for name, value in (("every", every), ("keep", keep)):
             # True is an int, and no number of steps.
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            if (value is not None or name == "every") and (
+                not isinstance(value, int) or isinstance(value, bool) or value < 1
+            ):
                 raise PlanError(
                     f"{SITE}({name}={value!r})", "not a number of at least 1", f"for example {name}=3"
                 )
@@ -85,7 +87,7 @@ class Checkpointer:
             raise PlanError(
                 f"{SITE}({str(folder)!r})", "names no folder", "for example 'ckpts'; '.' for this one"
             )
-        self._pm, self._asked, self.folder = pm, str(folder), Path(folder).absolute()
+        self._pm, self._asked, self.folder = pm, str(folder), path_of(folder, SITE).absolute()
         self._optimizer = optimizer
         self._ranks = pm._started("checkpointer").unrecorded
         self._own = None if optimizer is None else pm._own(optimizer, SITE)
@@ -135,6 +137,7 @@ class Checkpointer:
                 exc.add_note("a signal ended it: give the DataLoader worker_init_fn=autoptd.ignore_signals")
         finally:
             self._writer_here.close(0.0 if exc is None else GRACE)
+            self._writer = None
             self._signals.close()
             for rank in self._ranks.here:
                 rank.world.flags = None
@@ -183,6 +186,7 @@ class Checkpointer:
         """
         if self._losses_before and loss is not None:
             self._look_at(float(loss))
+        _ = self._writer_here  # PlanError outside of the block
         known = self._known
         self._seen_step = now = self._pm.steps
         if known.failed:

@@ -25,6 +25,7 @@ from autoptd.program.prints import prints_of
 from autoptd.program.program import Program
 from autoptd.runtime import check_copies, check_state
 from autoptd.runtime.checkpoint import check
+from autoptd.runtime.checkpoint.commit import path_of
 from autoptd.runtime.checkpoint.extra import Place, check_extra, own_state, read_extra, restore
 from autoptd.runtime.checkpoint.foreign import open_any
 from autoptd.runtime.checkpoint.groups import (
@@ -121,7 +122,7 @@ class StatefulModel(StartedModel):
                 found, state = contents()
                 return found, state if rank.world.rank == first else None
 
-            save_rank(rank.params, Path(folder), own)
+            save_rank(rank.params, folder, own)
 
         ranks.unrecorded.run(SAVE, run)
 
@@ -139,7 +140,7 @@ class StatefulModel(StartedModel):
         were changed: the model then has to load another checkpoint before it goes on.
         """
         ranks = self._started("load", even_unusable=True).unrecorded
-        opened = attempted(lambda: self._opened(Path(folder), optimizer, extra or {}, strict))
+        opened = attempted(lambda: self._opened(path_of(folder, LOAD), optimizer, extra or {}, strict))
         found = ranks.run(LOAD, lambda rank: agree(rank.world, LOAD, opened))
         ranks.run(LOAD, lambda rank: check_same_source(found.checkpoint, rank.world))
         optimizer = optimizer if found.takes_state else None

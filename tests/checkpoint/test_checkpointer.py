@@ -471,6 +471,12 @@ def test_one_at_a_time_and_only_in_its_block(tmp_path: Path) -> None:
     closed = pm.checkpointer(tmp_path, opt, every=1)
     with pytest.raises(PlanError, match="is not open"):
         closed.step()
+    with closed:
+        assert closed.resume() is None
+    # Nothing would be saved any more.
+    for act in (closed.step, closed.save, closed.resume):
+        with pytest.raises(PlanError, match="is not open"):
+            act()
     with (
         pm.checkpointer(tmp_path / "a", opt, every=1),
         pytest.raises(PlanError, match="another one of this model is open"),

@@ -67,6 +67,20 @@ def test_a_path_without_a_name(run: Running, name: str) -> None:
             run[0].checkpointer(name, every=1)
 
 
+def test_what_is_no_path(run: Running) -> None:
+    """An address would be a folder here, which is gone with the machine."""
+    pm = run[0]
+    acts = pm.save, pm.load, lambda folder: pm.checkpointer(folder, every=1)
+    for act in acts:
+        with pytest.raises(PlanError, match="'s3://bucket/run' is an address, not a folder"):
+            act("s3://bucket/run")
+        for folder in (None, 3, b"run"):
+            with pytest.raises(PlanError, match="is no path of a folder"):
+                act(folder)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="every=None"):
+        pm.checkpointer("run", every=None)  # type: ignore[arg-type]
+
+
 def test_links_are_not_replaced_and_what_they_lead_to_is_kept(run: Running, tmp_path: Path) -> None:
     pm, opt = run
     pm.save(tmp_path / "first", optimizer=opt)

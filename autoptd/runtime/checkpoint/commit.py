@@ -12,6 +12,7 @@ Files are on the disk before the folder that names them, the folder before the r
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import zlib
@@ -56,6 +57,18 @@ TOKEN = r"[0-9a-f]{8}(-\d+)?"
 def new_token() -> str:
     """Return a token of one save: two runs never write into the same folder."""
     return secrets.token_hex(4)
+
+
+def path_of(folder: str | os.PathLike[str], site: str) -> Path:
+    """Return a folder's path; PlanError for what is none, such as the address of a store."""
+    text = os.fspath(folder) if isinstance(folder, (str, os.PathLike)) else None
+    if not isinstance(text, str):
+        raise PlanError(site, f"{folder!r} is no path of a folder", "for example 'ckpts/step-1000'")
+    if "://" in text:
+        raise PlanError(
+            site, f"{text!r} is an address, not a folder", "a folder in which the store is mounted"
+        )
+    return Path(text)
 
 
 def part_of(folder: Path, token: str) -> Path:
@@ -307,5 +320,6 @@ __all__ = [
     "marked",
     "new_token",
     "part_of",
+    "path_of",
     "sweep",
 ]

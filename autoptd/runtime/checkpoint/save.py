@@ -24,7 +24,7 @@ import torch
 from autoptd.errors import PlanError
 from autoptd.ir.types import Segmented
 from autoptd.program.program import Program
-from autoptd.runtime.checkpoint.commit import begin, finish, new_token, part_of, sweep
+from autoptd.runtime.checkpoint.commit import begin, finish, new_token, part_of, path_of, sweep
 from autoptd.runtime.checkpoint.disk import remove_folder
 from autoptd.runtime.checkpoint.extra import merged
 from autoptd.runtime.checkpoint.restore import agree
@@ -97,10 +97,10 @@ def commit(part: Path, folder: Path, ranks: Sequence[int], contents: Contents, e
 
 
 def save_rank(
-    params: RankParameters, folder: Path, prepare: Callable[[], tuple[Contents, bytes | None]]
+    params: RankParameters, where: str | Path, prepare: Callable[[], tuple[Contents, bytes | None]]
 ) -> None:
     """Save; a collective of all ranks. `prepare` returns what this process adds, and its bytes of `extra.pt`, if any."""
-    world = params.world
+    world, folder = params.world, path_of(where, SITE)
     token, first = world.everyone().gather_objects((new_token(), str(folder)), SITE)[0]
     contents, own = agree(world, SITE, partial(_prepared, prepare, folder, first))
     part = part_of(folder, token)
