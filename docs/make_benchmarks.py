@@ -159,6 +159,19 @@ def _recompute(found: Found) -> list[str]:
     return [_table(["setup", "this", "beside", "ms", "time", "memory"], rows)]
 
 
+def _recompute_plans(found: Found) -> list[str]:
+    rows = []
+    for row in found["rows"]:
+        gain = f"{row['gain']:.3f}" if row["beside"] else ""
+        seconds, nbytes = f"{row['seconds']:.2f}", f"{row['GiB']:.1f}"
+        again = [f"{row[f'again, {which} stage']:.1%}" for which in ("first", "last")]
+        chosen = f"{row['chosen in']:.2f}" if row["recompute"] == "auto" else ""
+        what = [row["model"], row["tokens"], row["recompute"], row["beside"] or ""]
+        rows.append([*what, seconds, nbytes, gain, *again, chosen])
+    header = ["model", "sequence parallel", "recompute", "in the bytes of", "step, s", "GiB", "faster"]
+    return [_table([*header, "again, first stage", "last stage", "chosen in, s"], rows)]
+
+
 def _collectives(found: Found) -> list[str]:
     def told(row: Found, by: str) -> str:
         calls = row[f"{by} calls"]
@@ -265,6 +278,7 @@ TABLES: dict[str, Callable[[Found], list[str]]] = {
     "fusion": _fusion,
     "memory": _memory,
     "recompute": _recompute,
+    "recompute_plans": _recompute_plans,
     "collectives": _collectives,
     "overhead": _overhead,
     "schedules": _schedules,

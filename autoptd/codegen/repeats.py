@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
+from functools import cached_property, partial
+from itertools import groupby, pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from autoptd.codegen.expressions import expression
+from autoptd.ir.names import layer_of
 from autoptd.ir.notes import note, value
 from autoptd.ir.periods import Period, find_periods
 
@@ -143,7 +144,9 @@ class Repeat:
 
 def find_repeats(body: list[Node], results: set[Node]) -> list[Repeat]:
     """Return the repeats in a list of operators, in order; `results` are read after it."""
-    periods = find_periods(body, [_signature(node) for node in body], results, _is_alike, _rank)
+    signatures = {node: _signature(node) for node in body}
+    rank = partial(_rank, body, signatures)
+    periods = find_periods(body, list(signatures.values()), results, _is_alike, rank)
     return [_repeat(body, period) for period in periods]
 
 
@@ -309,8 +312,12 @@ def _numbered(nodes: Sequence[Node]) -> list[tuple[Weights, str]]:
     return ways
 
 
-def _rank(at: Period) -> tuple[int, ...] | None:
+def _rank(
+    body: Sequence[Node], signatures: Mapping[Node, tuple[str, ...]], at: Period
+) -> tuple[int, ...] | None:
     """Rank by the number of `Weights`: with the fewest, a period begins where a layer begins. None: not worth a loop."""
+    if _joins_equal_layers(body[at.start + at.length : at.start + 2 * at.length], signatures):
+        return None
     weights = weights_of(at)
     # The same operators repeat from every start, also from the middle of a layer: that one would have weights
     # of h[i] and h[i + 1].
@@ -318,6 +325,15 @@ def _rank(at: Period) -> tuple[int, ...] | None:
     if not is_numbered and (at.length < MIN_OPERATORS or not _has_weights(at)):
         return None
     return (len(weights),)
+
+
+def _joins_equal_layers(operators: Sequence[Node], signatures: Mapping[Node, tuple[str, ...]]) -> bool:
+    """Tell whether one recipe would make the values of equal layers again at once, which a recipe each makes one by one."""
+    if not any("dropped" in note(node).extra for node in operators):
+        return False
+    layers = groupby(operators, key=lambda node: layer_of(note(node).module))
+    texts = [[signatures[node] for node in layer] for _, layer in layers]
+    return any(one == other and len(one) >= MIN_OPERATORS for one, other in pairwise(texts))
 
 
 def _has_weights(at: Period) -> bool:

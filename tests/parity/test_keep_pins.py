@@ -116,6 +116,12 @@ def test_a_pin_is_about_the_bytes_that_it_names() -> None:
     assert saved(("*.mlp.gelu", "whole"), recompute="full") - full == 4 * half
     assert saved(("*.mlp.c_fc", "shard"), recompute="full") - full == half
     assert saved(("*.c_fc:s_to_r", "whole"), recompute="full") - full == 2 * half
+    # The shard of a norm's result is kept, and what a recipe gathers.
+    assert saved(("*.ln_2", "whole"), recompute="full") - full == half
+    again = [
+        compiled(*pins, recompute="full").costs.cut.again_seconds[0] for pins in ((), (("*.ln_2", "whole"),))
+    ]
+    assert again[0] > again[1]
     dear = {"recompute": "auto", "memory_price": 1e-6}
     # Of the two cheapest choices, one has what the other makes again.
     assert saved(("*.mlp.gelu", "whole"), **dear) - saved(**dear) == 4 * half

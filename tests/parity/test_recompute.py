@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -305,6 +306,18 @@ def stages_of_operators(program: autoptd.Program) -> dict[str, tuple[int, ...]]:
     return {
         node.name: note(node).stages for node in program.graphs["CUT"].nodes if node.op == "call_function"
     }
+
+
+def test_equal_layers_have_a_recipe_each() -> None:
+    """Three layers that keep less and one that keeps more, twice: one recipe of four layers would hold what all four make."""
+    keep = [{"rank": rank, "price": 0.0, "more": 1e-6, "share": 0.75} for rank in range(2)]
+    asked: dict[str, Any] = {"p": 2, "num_microbatches": 2, "plan": {"cut": [4, 4], "keep": keep}}
+    program = autoptd.compile(gpt(layers=8), recompute="auto", example_inputs=batch(), **asked)
+    recipes = [line for text in program.sources.values() for line in re.findall(r"def \w+_again\(.*", text)]
+    assert recipes and not [line for line in recipes if "w1" in line]
+    found = trained(gpt(layers=8, dropout=0.2), recompute="auto", **asked)
+    asked["plan"] = {"cut": [4, 4]}
+    assert differing(found, trained(gpt(layers=8, dropout=0.2), **asked)) == []
 
 
 @pytest.mark.parametrize("layers", [2, 3])
