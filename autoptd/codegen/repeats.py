@@ -332,7 +332,7 @@ def _joins_equal_layers(operators: Sequence[Node], signatures: Mapping[Node, tup
     if not any("dropped" in note(node).extra for node in operators):
         return False
     layers = groupby(operators, key=lambda node: layer_of(note(node).module))
-    texts = [[signatures[node] for node in layer] for _, layer in layers]
+    texts = [list(map(signatures.__getitem__, layer)) for _, layer in layers]
     return any(one == other and len(one) >= MIN_OPERATORS for one, other in pairwise(texts))
 
 

@@ -48,7 +48,7 @@ def collectives() -> Found:
     from autoptd.runtime.world.world import Communicators
 
     world = DistributedWorld(Mesh(), Communicators(), device=device.name, timeout=30.0)
-    handle = new_group("a group of one", (0,), dist.get_backend(), timedelta(seconds=30), 4)
+    handle = new_group("a group of one", (0,), dist.get_backend(), timedelta(seconds=30), 4, "of one")
     assert handle is not None
     group = DistributedGroup(world, handle, (0,))
     x = torch.randn(1 << 10, device=device.name)
@@ -86,7 +86,7 @@ def memory() -> Found:
     dist.all_reduce(x)
     before, count = device.free(), 10
     for number in range(count):
-        handle = new_group(f"group {number}", (0,), dist.get_backend(), timedelta(seconds=30), 4)
+        handle = new_group(f"group {number}", (0,), dist.get_backend(), timedelta(seconds=30), 4, "of one")
         dist.all_reduce(x, group=handle)
     device.sync()
     held = (before - device.free()) / count if device.is_cuda else 0.0

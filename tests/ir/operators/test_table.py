@@ -114,6 +114,8 @@ ELSEWHERE = {
     "passes/reader_names.py: NORM": "a pattern, for names that people know",
     "passes/solve/batch.py: REMEDIES": "what a user of an operator may want instead",
     "program/prints.py: LEFT_OUT": "what precision and evaluation add to a graph or take away",
+    "runtime/recording.py: OVERWRITING": "what fills a tensor without reading it, which torch's schema does not say",
+    "runtime/replay.py: UNINITIALIZED": "what gives memory that nobody has filled, which torch's schema does not say",
     "runtime/work.py: SAME_PRODUCTS": "what torch's registry of formulas lacks",
     "runtime/work.py: VECTOR_PRODUCTS": "what torch's registry of formulas lacks",
     "runtime/work.py: SILENT": "what torch's schema does not say of kernels",
