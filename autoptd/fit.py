@@ -68,4 +68,4 @@ def _with_peaks(program: Program, peaks: tuple[Peak, ...]) -> Program:
     return replace(program, plan=plan, costs=replace(program.costs, cut=cut))
 
 
-__all__ = ["MAX_REHEARSALS", "Written", "fit"]
+__all__ = ["Written", "fit"]
