@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torch.fx import Graph
 
 from autoptd.passes import Context
-from autoptd.passes.cut import too_full
+from autoptd.passes.cut import TooFull, too_full
 from autoptd.program.program import Program
 from autoptd.rehearsal import Peak, peak_memory
 
@@ -38,8 +38,16 @@ class Written(NamedTuple):
 
 def fit(write: Callable[[Context], Written], ctx: Context) -> Written:
     """Return a program whose step fits on every rank; TooFull where none was found."""
+    refused: TooFull | None = None
     for _ in range(MAX_REHEARSALS):
-        written = write(ctx)
+        try:
+            written = write(ctx)
+        except TooFull as error:
+            # What was put aside is what a plan takes that holds more: one that holds less may take less.
+            if not any(ctx.working):
+                raise
+            refused, ctx = refused or error, ctx.with_less_working(error.excess)
+            continue
         if not _may_be_full(written):
             return written
         peaks = peak_memory(written.program)
@@ -48,7 +56,7 @@ def fit(write: Callable[[Context], Written], ctx: Context) -> Written:
         if max(cut.peak_bytes) <= ctx.machine.memory:
             return written
         ctx = ctx.with_working(cut.working_bytes)
-    raise too_full(max(cut.peak_bytes), written.ctx, "the plan that came closest")
+    raise refused or too_full(max(cut.peak_bytes), written.ctx, "the plan that came closest")
 
 
 def _may_be_full(written: Written) -> bool:

@@ -5,25 +5,27 @@ else, of what the request leaves open (`relief.py`), in this order:
 
 - zero="auto": the replicas share the optimizer's state, which takes no longer.
 - recompute="auto": every pipeline rank pays for keeping less what it takes to fit (`passes/keep.py`).
-- the layout over tp, tokens included with sequence_parallel="auto", at a price for bytes (`passes/stages/memory_price.py`).
+- the layout over tp, tokens included with sequence_parallel="auto", at a price for bytes (`passes/stages/memory_price.py`): the
+  fastest of all layouts that fit, since splitting tokens may take less memory and less time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from torch.fx import Graph
 
 from autoptd import passes
+from autoptd.ir.layout import Layout
+from autoptd.ir.notes import note
 from autoptd.passes import Context, Record, run_passes
 from autoptd.passes.cut import TooFull
 from autoptd.passes.stages.memory_price import (
     check_fits,
-    check_rates,
     excess_bytes,
     find_memory_price,
-    outbids,
     prices_from,
 )
 from autoptd.program.costs import Cut
@@ -82,32 +84,60 @@ class _Search:
         self.unit = 1 / ctx.options.rank_machine.link_bandwidth
 
     def run(self) -> Placed:
-        """Return the plan of the lowest price that fits.
+        """Return the plan of the lowest price that fits; where a bound on memory leaves tokens open, the fastest that fits.
 
-        Where ranks pay to keep less and tokens may be split, splitting them may be cheaper: the lowest price that no rank
-        outbids is tried as well, and the faster plan is taken.
+        A dearer byte may make a faster plan, for the layout is chosen operator by operator and the schedule is not: so every
+        layout that any price makes is tried. A plan that pins what it took has chosen.
         """
-        (graph, found), price = find_memory_price(self._solve, self.first, self.unit)
-        if outbids(found) and found.options.sequence_parallel == "auto":
-            # Where that does not fit, there is one that does.
+        options = self.ctx.options
+        is_open = options.memory is not None and options.sequence_parallel == "auto"
+        has_chosen = options.memory_price is not None or options.plan.rates
+        if not is_open or has_chosen or self.ctx.mesh.value_ranks == 1:
+            return find_memory_price(self._solve, self.first, self.unit)[0]
+        return self._fastest(self._layout_prices())
+
+    def _fastest(self, prices: Sequence[float]) -> Placed:
+        """Return the fastest plan of these prices, of equal ones the first; TooFull where none fits."""
+        seconds: dict[float, float] = {}
+        for price in prices:
             with suppress(TooFull):
-                (other_graph, other), _ = find_memory_price(
-                    self._solve_without_outbidding, self.first, self.unit
-                )
-                if cut_of(other).makespan < cut_of(found).makespan:
-                    return other_graph, other
-            # The record is that of the last run.
-            graph, found = self._solve(price)
-        return graph, found
+                placed = self._solve(price)
+                seconds[price] = cut_of(placed[1]).makespan
+        # The record is that of the last run. Where none fits, the highest price says how much is missing.
+        best = min(seconds, key=seconds.__getitem__, default=prices[-1])
+        return placed if best == prices[-1] and seconds else self._solve(best)
+
+    def _layout_prices(self) -> list[float]:
+        """Return the lowest price of every layout: of two prices with the same one, those between have it, too."""
+        prices = prices_from(self.first, self.unit)
+        layouts = {0: self._layout(prices[0]), len(prices) - 1: self._layout(prices[-1])}
+        found = [prices[0]]
+
+        def search(low: int, high: int) -> None:
+            if layouts[low] == layouts[high]:
+                return
+            if high - low == 1:
+                found.append(prices[high])
+                return
+            middle = (low + high) // 2
+            layouts[middle] = self._layout(prices[middle])
+            search(low, middle)
+            search(middle, high)
+
+        search(0, len(prices) - 1)
+        return found
+
+    def _layout(self, price: float) -> list[Layout]:
+        """Return the layout of every value that a price makes."""
+        graph = run_passes(PASSES[:1], self.traced, self._priced(price), self.record)
+        return [note(node).layout for node in graph.nodes]
 
     def cheapest(self) -> Placed:
         """Return the plan of the first price; TooFull where that does not fit."""
         return self._solve(self.first)
 
     def _solve(self, price: float) -> Placed:
-        # A context without findings, so that each attempt starts from TRACED; 0 is None, as in a plan.
-        options = replace(self.ctx.options, memory_price=price or None)
-        priced = replace(self.ctx, options=options, price_range=prices_from(self.first, self.unit))
+        priced = self._priced(price)
         graph = self._run_passes(priced)
         for _ in range(MORE_CUTS):
             # What is kept is known exactly now; the cut had an estimate, and leaves room for the rest next time.
@@ -119,10 +149,10 @@ class _Search:
         check_fits(cut_of(priced), priced)
         return graph, priced
 
-    def _solve_without_outbidding(self, price: float) -> Placed:
-        graph, priced = self._solve(price)
-        check_rates(priced)
-        return graph, priced
+    def _priced(self, price: float) -> Context:
+        """Return a context without findings, so that each attempt starts from TRACED; 0 is None, as in a plan."""
+        options = replace(self.ctx.options, memory_price=price or None)
+        return replace(self.ctx, options=options, price_range=prices_from(self.first, self.unit))
 
     def _run_passes(self, ctx: Context) -> Graph:
         return run_passes(PASSES, self.traced, ctx, self.record)

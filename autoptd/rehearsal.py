@@ -188,8 +188,11 @@ class _Rehearsal(Executor):
         }
 
     def _set_totals(self) -> None:
-        for stage in self._stages.values():
-            stage.totals = (1.0,) * 64
+        for index, stage in self._stages.items():
+            if stage.counts:
+                batch = self._batch()
+                counts = stage.count(**{name: batch[name] for name in self.program.stages[index].inputs})
+                stage.totals = (1.0,) * len(counts)
 
     def _load(self, index: int) -> Stage:
         stage = super()._load(index)

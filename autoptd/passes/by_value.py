@@ -1,8 +1,8 @@
 """Choose for every value of a layer whether it is kept for backward or made again: recompute="auto".
 
 In: a LOCAL graph, what every operator saves, what a plan pins of that, and what a stage pays for a byte less (`Rate`). Out: a
-`Wish`, as of the choices that users name (`recompute.py`). Each layer is chosen for alone and exactly (`solve/kept.py`); equal ones
-are solved once.
+`Wish`, as of the choices that users name (`recompute.py`). Each layer is chosen for alone and exactly (`solve/kept.py`);
+equal ones are solved once.
 
 What a layer reads from outside, and what is read behind it, it can only keep.
 """

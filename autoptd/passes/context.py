@@ -142,6 +142,10 @@ class Context:
         before = self.working or (0.0,) * len(nbytes)
         return replace(self, working=tuple(map(max, before, nbytes)))
 
+    def with_less_working(self, nbytes: float) -> Context:
+        """Return this context, without findings, with so many bytes fewer put aside on every rank."""
+        return replace(self, working=tuple(max(more - nbytes, 0.0) for more in self.working))
+
     @property
     def byte_price(self) -> float:
         """The price of a byte that is kept from a microbatch's forward to its backward, in seconds."""

@@ -45,7 +45,9 @@ GIB = 1 << 30
 
 
 class TooFull(PlanError):
-    """No cut leaves every rank within its memory."""
+    """No cut leaves every rank within its memory: on the fullest, `excess` bytes are too many."""
+
+    excess: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,9 @@ def too_full(needed: float, ctx: Context, which: str) -> TooFull:
     }
     remedies = ["a larger t or p", "smaller microbatches (a larger num_microbatches)"]
     remedies += ["a schedule with fewer of them in flight (1f1b)", *(each for each in left if left[each])]
-    return TooFull("memory", fact, f"{', '.join(remedies)}, or more memory")
+    error = TooFull("memory", fact, f"{', '.join(remedies)}, or more memory")
+    error.excess = max(needed - ctx.machine.memory, 0.0)
+    return error
 
 
 def _size(nbytes: float) -> str:

@@ -180,14 +180,7 @@ class _Prints:
 
     def _chain(self, number: int) -> str:
         """Hash all draws of a stream down to one."""
-        waiting = []
-        at: int | None = number
-        while at is not None and at not in self._chains:
-            waiting.append(at)
-            draw = self._tape.steps[at].draw
-            assert draw is not None
-            at = draw.before
-        for step in reversed(waiting):
+        for step in self._tape.draws_down_to(number, self._chains):
             draw = self._tape.steps[step].draw
             assert draw is not None
             root = digest(self._tape.roots[draw.root]) if draw.before is None else self._chains[draw.before]

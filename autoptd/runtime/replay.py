@@ -112,14 +112,7 @@ class Replay:
 
     def _start(self, draw: Draw) -> Tensor:
         """Return the state in which a draw of a stream begins; make the draws before it that were not made yet."""
-        missing = []
-        before = draw.before
-        while before is not None and before not in self._states:
-            missing.append(before)
-            earlier = self.tape.steps[before].draw
-            assert earlier is not None
-            before = earlier.before
-        for number in reversed(missing):
+        for number in self.tape.draws_down_to(draw.before, self._states):
             reads = self.tape.steps[number].reads
             self._step(number, self._run(self.tape.makers(reads, before=number), reads))
         return self.tape.roots[draw.root] if draw.before is None else self._states[draw.before]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,16 @@ class Tape:
         """Tell whether a step draws from a seed of its own, and not in its turn from a stream."""
         draw = self.steps[number].draw
         return draw is not None and draw.root == 0 and not self.order
+
+    def draws_down_to(self, number: int | None, known: Container[int]) -> list[int]:
+        """Return the draws of a stream down to step `number`, in order, from the first one that is not `known`."""
+        found: list[int] = []
+        while number is not None and number not in known:
+            found.append(number)
+            draw = self.steps[number].draw
+            assert draw is not None
+            number = draw.before
+        return found[::-1]
 
     def makers(self, storages: Iterable[int], before: int | None = None) -> list[int]:
         """Return the steps, ascending, that make what the storages hold (before step `before` runs)."""

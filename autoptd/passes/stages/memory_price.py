@@ -5,7 +5,7 @@ that does, and the price: extra seconds per microbatch for a byte of a rank, bes
 parameter counts four times (gradient and two moments), a byte saved for backward once for every microbatch in flight.
 
 Where ranks choose by price what they keep (recompute="auto"), each pays what it takes to fit (`keep.py`); the layout over tp
-has one price for all, the same where no rank outbids it.
+has one price for all.
 
 First comes the plan without an extra price. If it does not fit, a price so high that seconds hardly count is tried: if not
 even that plan fits, the model is refused. Between the two the price is bisected, in powers of two of the time that a byte
@@ -69,21 +69,4 @@ def check_fits(cut: Cut, ctx: Context) -> None:
         raise too_full(max(ctx.needed_bytes(cut)), ctx, "the best cut found")
 
 
-def outbids(ctx: Context) -> bool:
-    """Tell whether a rank pays more to keep a byte less than the layout over tp was chosen at.
-
-    Then bytes may be cheaper to save there. A plan that pins what ranks pay has chosen.
-    """
-    if ctx.mesh.value_ranks == 1 or ctx.options.plan.rates:
-        return False
-    rates = ctx.found.kept.rates
-    return max((rate.more if rate.share else rate.price for rate in rates), default=0.0) > ctx.byte_price
-
-
-def check_rates(ctx: Context) -> None:
-    """Raise TooFull where a rank outbids the layout."""
-    if outbids(ctx):
-        raise TooFull("memory", "ranks pay more for a byte than the layout", "a higher price for the layout")
-
-
-__all__ = ["check_fits", "check_rates", "excess_bytes", "find_memory_price", "outbids", "prices_from"]
+__all__ = ["check_fits", "excess_bytes", "find_memory_price", "prices_from"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 
 import autoptd
 from autoptd.errors import PlanError
-from autoptd.passes import Context
 from autoptd.passes.cut import TooFull
 from autoptd.passes.stages.memory_price import MAX_POWER, MIN_POWER, find_memory_price
 from autoptd.program.program import Program
@@ -128,22 +128,40 @@ def test_a_bound_on_memory_opens_what_was_not_asked_for() -> None:
         autoptd.compile(gpt(4), memory=fullest(free), dp_shard=2, **request)
 
 
-def test_a_plan_that_fits_is_kept_where_none_without_outbidding_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    request: dict[str, Any] = {
-        "t": 2,
-        "example_inputs": batch(),
-        "recompute": "auto",
-        "sequence_parallel": "auto",
-    }
-    memory = 0.98 * fullest(autoptd.compile(gpt(4), **request))
-    expected = autoptd.compile(gpt(4), memory=memory, **request)
-    raised = []
+OPEN: dict[str, Any] = {"t": 2, "p": 2, "num_microbatches": 4}
 
-    def refuse(ctx: Context) -> None:
-        raised.append(ctx)
-        raise TooFull("memory", "ranks pay more for a byte than the layout", "a higher price for the layout")
 
-    monkeypatch.setattr("autoptd.place.outbids", lambda ctx: True)
-    monkeypatch.setattr("autoptd.place.check_rates", refuse)
-    assert autoptd.compile(gpt(4), memory=memory, **request).fingerprint() == expected.fingerprint()
-    assert raised
+@pytest.mark.parametrize("shares", [(0.0, 0.4, 1.0), pytest.param(range(0, 11), marks=pytest.mark.thorough)])
+def test_more_memory_takes_no_longer_where_tokens_may_be_split(shares: Sequence[float]) -> None:
+    """Splitting them takes less memory and less time here: a bound with room for the slower layout must not choose it."""
+    model, request = gpt(layers=6, width=64), {**OPEN, "example_inputs": batch(rows=12), "recompute": "auto"}
+    free = fullest(autoptd.compile(model, sequence_parallel=False, **request))
+    least = fullest(autoptd.compile(model, sequence_parallel=True, memory_price=1e-3, **request))
+    seconds = []
+    for share in shares:
+        memory = least + share / max(shares) * (free - least)
+        cut = autoptd.compile(model, memory=memory, **request).costs.cut
+        assert max(cut.peak_bytes) <= memory
+        seconds.append(cut.makespan)
+    assert seconds == sorted(seconds, reverse=True)
+    plain = autoptd.compile(model, sequence_parallel=False, memory=free, **request)
+    assert seconds[-1] < plain.costs.cut.makespan
+
+
+def test_a_plan_of_the_fastest_layout_gives_the_same_program() -> None:
+    model, request = gpt(layers=6, width=64), {**OPEN, "example_inputs": batch(rows=12)}
+    memory = 0.9 * fullest(autoptd.compile(model, **request))
+    program = autoptd.compile(model, memory=memory, **request)
+    again = autoptd.compile(model, plan=program.plan, example_inputs=request["example_inputs"])
+    assert again.fingerprint() == program.fingerprint() and again.plan == program.plan
+
+
+def test_what_the_least_plan_takes_is_enough() -> None:
+    """The first plan holds more, and so does what is put aside for it: the bound must not be refused for that."""
+    request: dict[str, Any] = {"p": 2, "v": 2, "schedule": "interleaved", "num_microbatches": 4}
+    request |= {"example_inputs": batch(rows=12), "recompute": "auto"}
+    model = gpt(layers=6, width=64)
+    memory = fullest(autoptd.compile(model, memory_price=1e-3, **request))
+    assert fullest(autoptd.compile(model, memory=memory, **request)) <= memory
+    with pytest.raises(PlanError, match="the fullest rank takes"):
+        autoptd.compile(model, memory=0.97 * memory, **request)
