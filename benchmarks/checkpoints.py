@@ -48,7 +48,7 @@ from examples.gpt import GPT, GPTConfig
 Row = dict[str, Any]
 Run = Callable[[], object]
 RANKS = 4
-CONFIG = GPTConfig(vocab_size=8192, n_embd=512, n_head=8, n_layer=8, block_size=64, dropout=0.0)
+CONFIG = GPTConfig(vocab_size=8192, n_embd=1024, n_head=16, n_layer=8, block_size=64, dropout=0.0)
 ADAMW = {"lr": 1e-3, "weight_decay": 0.1}
 ROWS = 4
 # Steps between two saves of the loop that is watched.
@@ -77,7 +77,8 @@ class Ours:
     def gathered(self, folder: Path) -> None:
         state = {"model": self.pm.state_dict(), "optimizer": self.optimizer.state_dict()}
         if dist.get_rank() == 0:
-            with (folder.parent / f"{folder.name}.pt").open("wb") as file:
+            folder.mkdir(parents=True)
+            with (folder / "state.pt").open("wb") as file:
                 torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
@@ -140,17 +141,19 @@ def measure(turns: int, root: str) -> Row:
     nbytes = 3 * 4 * sum(x.numel() for x in {id(x): x for x in model.parameters()}.values())
     folder = Path(root)
     saved = {
-        "plain writes": lambda k: plain_write(folder / f"plain-{dist.get_rank()}", nbytes // RANKS),
-        "pm.save": lambda k: ours.save(folder / "ours"),
+        "plain writes": lambda k: plain_write(folder / "plain" / str(k), nbytes // RANKS),
+        "pm.save": lambda k: ours.save(folder / "ours" / str(k)),
         "dcp.save": lambda k: theirs.save(folder / "theirs" / str(k)),
-        "torch.save, gathered": lambda k: ours.gathered(folder / "gathered"),
+        "torch.save, gathered": lambda k: ours.gathered(folder / "gathered" / str(k)),
     }
     loaded = {
-        "plain reads": lambda k: (folder / f"plain-{dist.get_rank()}").read_bytes(),
-        "pm.load": lambda k: ours.load(folder / "ours"),
+        "plain reads": lambda k: (folder / "plain" / "0" / str(dist.get_rank())).read_bytes(),
+        "pm.load": lambda k: ours.load(folder / "ours" / "0"),
         "dcp.load": lambda k: theirs.load(folder / "theirs" / "0"),
     }
-    seconds = {**in_turns(saved, turns), **in_turns(loaded, turns)}
+    places = dict(zip(saved, ("plain", "ours", "theirs", "gathered"), strict=True))
+    seconds = {**in_turns(saved, turns, lambda name, k: clear(folder / places[name] / str(k - 1)))}
+    seconds |= in_turns(loaded, turns)
     tensors = ours.own_tensors()
     stalls = {
         "clone": slowest(timed(lambda: [x.clone() for x in tensors]) for _ in range(turns)),
@@ -160,11 +163,20 @@ def measure(turns: int, root: str) -> Row:
     return {"bytes": nbytes, "seconds": seconds, "stalls": stalls}
 
 
-def in_turns(runs: dict[str, Callable[[int], object]], turns: int) -> dict[str, float]:
-    """Return the median seconds of the slowest rank."""
+def clear(folder: Path) -> None:
+    """Remove what the turn before has written; that of the first turn stays, to be read."""
+    if folder.name != "0" and dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def in_turns(
+    runs: dict[str, Callable[[int], object]], turns: int, before: Callable[[str, int], None] = lambda *_: None
+) -> dict[str, float]:
+    """Return the median seconds of the slowest rank; `before` each of them, not measured."""
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(turns):
         for name, run in runs.items():
+            before(name, turn)
             dist.barrier()
             taken[name].append(slowest([timed(lambda run=run, turn=turn: run(turn))]))  # type: ignore[misc]
     return {name: statistics.median(each) for name, each in taken.items()}
@@ -183,7 +195,9 @@ def slowest(seconds: Any) -> float:
     return max(everyone)
 
 
-def plain_write(path: Path, nbytes: int) -> None:
+def plain_write(folder: Path, nbytes: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / str(dist.get_rank())
     block = memoryview(bytearray(os.urandom(1 << 20)) * 16)
     with path.open("wb", buffering=0) as file:
         for start in range(0, nbytes, len(block)):

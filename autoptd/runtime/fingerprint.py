@@ -27,7 +27,7 @@ from autoptd.runtime.parameters import RankParameters, dtype_of, own_entries
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Elements at a time: on the CPU so few that intermediate values stay in the cache, elsewhere so few that they fit.
-CPU_CHUNK_ELEMENTS = 1 << 15
+CPU_CHUNK_ELEMENTS = 1 << 16
 CHUNK_ELEMENTS = 1 << 24
 # The multipliers of splitmix64: odd, so that multiplication is a bijection, and without a pattern in their bits.
 GOLDEN, SILVER = -0x61C8864680B583EB, -0x40A7B892E31B1A47
@@ -63,11 +63,15 @@ def fingerprint(
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     chunk = CPU_CHUNK_ELEMENTS if x.device.type == "cpu" else CHUNK_ELEMENTS
     height = max(1, chunk // max(1, bits.shape[1]))
+    mixed, folded = (
+        torch.empty(min(bits.numel(), chunk), dtype=torch.int64, device=x.device) for _ in range(2)
+    )
     for some_rows, offsets in zip(bits.split(height), offset.split(height), strict=True):
         for part, factors in zip(some_rows.split(chunk, 1), factor.split(chunk), strict=True):
+            mix, fold = (buffer[: part.numel()].view(part.shape) for buffer in (mixed, folded))
             # Widened first: torch is ten times slower on operands of two dtypes.
-            mixed = part.to(torch.int64, copy=True).add_(offsets).mul_(factors)
-            total += mixed.bitwise_xor_(mixed >> 32).sum()
+            mix.copy_(part).add_(offsets).mul_(factors)
+            total += mix.bitwise_xor_(torch.bitwise_right_shift(mix, 32, out=fold)).sum()
     return total
 
 

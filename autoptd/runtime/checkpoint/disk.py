@@ -33,12 +33,14 @@ class NewFile:
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         view = memoryview(data).cast("B")
-        self._count(view)
-        # What is large is not copied: torch writes a tensor's memory in one piece.
+        # What is large is not copied. Its blocks are still in the processor's cache when they are written.
         if len(view) >= BLOCK_BYTES:
             self._drain()
-            self._put(view)
+            for at in range(0, len(view), BLOCK_BYTES):
+                self._count(part := view[at : at + BLOCK_BYTES])
+                self._put(part)
             return len(view)
+        self._count(view)
         self._buffer += view
         if len(self._buffer) >= BLOCK_BYTES:
             self._drain()

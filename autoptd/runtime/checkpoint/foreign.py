@@ -37,7 +37,7 @@ from autoptd.runtime.checkpoint.manifest import (
 )
 from autoptd.runtime.checkpoint.read import REMEDY, Checkpoint, Reader, Want, common, open_checkpoint
 from autoptd.runtime.checkpoint.values import encode
-from autoptd.runtime.checkpoint.write import window
+from autoptd.runtime.checkpoint.window import window
 
 RECORDS = "torch.distributed.checkpoint.metadata"
 KNOWN = {

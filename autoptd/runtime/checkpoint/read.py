@@ -40,7 +40,7 @@ from autoptd.runtime.checkpoint.write import crc_file
 from autoptd.runtime.parameters import dtype_of
 
 # Bytes that are read at once, and between two parts that are read together.
-MOST_BYTES, GAP_BYTES = 32 << 20, 64 << 10
+MOST_BYTES, GAP_BYTES = 4 << 20, 64 << 10
 SCRATCH_BYTES = MOST_BYTES + 2 * BLOCK_BYTES
 
 
@@ -171,7 +171,6 @@ class Reader:
         self._last = ("", 0, 0)
         # Kept for all that is read: memory of many sizes that is freed again is not all given back.
         self._scratch = bytearray(0)
-        self._aligned = torch.empty(0, dtype=torch.uint8)
 
     def fill(self, wants: Iterable[Want]) -> None:
         """Fill the tensors of `wants`; RuntimeFault where a block was changed, or a file cannot be read."""
@@ -187,7 +186,7 @@ class Reader:
             raise RuntimeFault(str(self._checkpoint.path), f"cannot be read: {error}", REMEDY) from error
         finally:
             self._last = ("", 0, 0)
-            self._scratch, self._aligned = bytearray(0), self._aligned[:0].clone()
+            self._scratch = bytearray(0)
             for descriptor in descriptors.values():
                 os.close(descriptor)
 
@@ -256,11 +255,10 @@ class Reader:
     @torch.no_grad()
     def _copy(self, tile: Tile, data: memoryview) -> None:
         """Copy the elements of a tile to where they go."""
-        if self._aligned.numel() < len(data):
-            self._aligned = torch.empty(max(len(data), SCRATCH_BYTES), dtype=torch.uint8)
-        # The elements of a file may begin at any byte, and those of a tensor may not.
-        raw = self._aligned[: len(data)]
-        raw.copy_(torch.frombuffer(data, dtype=torch.uint8))
+        raw = torch.frombuffer(data, dtype=torch.uint8)
+        # Where it is not as we write it, elements may begin at any byte, and those of a tensor may not.
+        if raw.data_ptr() % tile.dtype.itemsize:
+            raw = raw.clone()
         tile.into.copy_(raw.view(tile.dtype).as_strided(tile.into.shape, tile.strides))
 
     def _read(self, descriptor: int, tile: Tile, start: int, into: memoryview) -> None:

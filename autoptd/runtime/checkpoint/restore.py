@@ -13,26 +13,31 @@ What is read goes straight to where it stays: no tensor is there twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
 
 from autoptd.errors import AutoptdError, PlanError, RuntimeFault
-from autoptd.ir.pieces import Item
+from autoptd.ir.pieces import Item, Rectangle
 from autoptd.program.pieces import Shares, holder_axes, holders, share_stage
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.check_batch import merge_over_ranks
 from autoptd.runtime.checkpoint.manifest import Manifest, fqn
 from autoptd.runtime.checkpoint.read import Checkpoint, Want
 from autoptd.runtime.checkpoint.stage import view_of
-from autoptd.runtime.checkpoint.values import decode
+from autoptd.runtime.checkpoint.values import decode, encode
 from autoptd.runtime.parameters import RankParameters, dtype_of, owners
 from autoptd.runtime.storage import alias
 from autoptd.runtime.world.world import World
 
-# Bytes of a tensor that are handed on at once: the host gives back small memory that is freed, and keeps larger.
+SITE = "pm.load"
+# Bytes that are handed on at once: the host gives back small memory that is freed, and keeps larger.
 MOST_BYTES = 4 << 20
+# A multiple of the bytes of every element.
+ALIGNMENT = 16
 Result = TypeVar("Result")
 OptimizerState = MutableMapping[torch.Tensor, dict[str, Any]]
 
@@ -52,6 +57,7 @@ class Restoration:
         # By parameter and key: what this rank stores of it.
         self._into: dict[tuple[str, str], torch.Tensor] = {}
         self._small: dict[tuple[str, str], torch.Tensor] = {}
+        self._shares = lru_cache(self._share)
 
     @property
     def nbytes(self) -> int:
@@ -84,9 +90,11 @@ class Restoration:
         world = self.params.world
         self._spread_copies()
         self._spread_tied()
-        small = merge_over_ranks(world, {world.rank: self._small}, "load")
-        for some in small.values():
-            self._small |= some
+        # Most are single numbers: as such they are sent in a fraction of the time.
+        numbers = {name: x if x.dim() else encode(x, SITE) for name, x in self._small.items()}
+        for some in merge_over_ranks(world, {world.rank: numbers}, SITE).values():
+            for name, value in some.items():
+                self._small[name] = value if isinstance(value, torch.Tensor) else decode(value)
         self._set_state()
         # What stages use follows what is stored; then nothing is left that looks like an edit by the user.
         self.params.publish()
@@ -96,7 +104,7 @@ class Restoration:
     def _has(self, item: Item) -> bool:
         return fqn(item.name, item.key) in self.checkpoint.manifest.tensors
 
-    def _shares(self, pipeline_rank: int) -> Shares:
+    def _share(self, pipeline_rank: int) -> Shares:
         # In bytes of the file, so that all ranks divide it alike.
         tensors = self.checkpoint.manifest.tensors
         keys = {}
@@ -123,16 +131,17 @@ class Restoration:
         """Let each share be handed on by the rank that read it, to those that store the same."""
         world = self.params.world
         mesh = world.mesh
-        shares = self._shares(world.pipeline_rank)
-        for rank, items in sorted(shares.items.items()):
+        for rank, items in sorted(self._shares(world.pipeline_rank).items.items()):
+            views: dict[tuple[str, ...], list[torch.Tensor]] = {}
             for item in items:
                 spec = self._specs[item.name]
                 axes = holder_axes(spec, mesh)
-                if not axes or not self._has(item) or rank not in holders(spec, mesh, world.rank):
-                    continue
-                for part in parts_of(item):
-                    view = view_of(self._into[item.name, item.key], part.rectangle)
-                    view.copy_(broadcast_from(world, axes, rank, view.contiguous(), f"load {item.name}"))
+                if axes and self._has(item) and rank in holders(spec, mesh, world.rank):
+                    into = self._into[item.name, item.key]
+                    views.setdefault(axes, []).extend(view_of(into, part) for part in parts_of(item))
+            for axes, some in views.items():
+                for together in batches_of(some):
+                    hand_on(world, axes, rank, together)
 
     def _spread_tied(self) -> None:
         """Let the first owner of a tied parameter hand it to the others, which store the same of it."""
@@ -180,16 +189,48 @@ def split_keys(manifest: Manifest, spec: ParamSpec) -> tuple[list[str], list[str
     return like, others
 
 
-def parts_of(item: Item) -> Iterator[Item]:
+def parts_of(item: Item) -> Iterator[Rectangle]:
     """Yield an item in parts of at most `MOST_BYTES`."""
     part = item.rectangle
     if item.nbytes <= MOST_BYTES:
-        yield item
+        yield part
         return
     rows = part.sizes[part.cut_dim]
     step = max(1, rows * MOST_BYTES // item.nbytes)
     for row in range(0, rows, step):
-        yield item._replace(rectangle=part.rows(row, min(row + step, rows)))
+        yield part.rows(row, min(row + step, rows))
+
+
+def batches_of(views: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield tensors in groups of about `MOST_BYTES`, in order: a call for each of them would mostly wait."""
+    batch: list[torch.Tensor] = []
+    nbytes = 0
+    for view in views:
+        if batch and nbytes + view.nbytes > MOST_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(view)
+        nbytes += view.nbytes
+    if batch:
+        yield batch
+
+
+def hand_on(world: World, axes: tuple[str, ...], source: int, views: Sequence[torch.Tensor]) -> None:
+    """Give what rank `source` has in `views` to the ranks that differ from it along `axes` only; a collective of them."""
+    ends = list(accumulate(-(-view.nbytes // ALIGNMENT) * ALIGNMENT for view in views))
+    packed = torch.empty(ends[-1], dtype=torch.uint8, device=views[0].device)
+
+    def placed(buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for view, start in zip(views, [0, *ends], strict=False):
+            yield view, buffer[start : start + view.nbytes].view(view.dtype).view(view.shape)
+
+    if world.rank == source:
+        for view, place in placed(packed):
+            place.copy_(view)
+    received = broadcast_from(world, axes, source, packed, f"{SITE}: copies")
+    if world.rank != source:
+        for view, place in placed(received):
+            view.copy_(place)
 
 
 def broadcast_from(

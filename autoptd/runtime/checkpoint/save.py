@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from autoptd.errors import PlanError
+from autoptd.ir.garbage import paused_collection
 from autoptd.ir.types import Segmented
 from autoptd.program.program import Program
 from autoptd.runtime.checkpoint.commit import begin, finish, new_token, part_of, path_of, sweep
@@ -92,7 +93,8 @@ def write_share(part: Path, staged: Staged, contents: Contents) -> None:
 
 def commit(part: Path, folder: Path, ranks: Sequence[int], contents: Contents, extra: bytes) -> None:
     """Make the folder a checkpoint, when `ranks` have left their reports; then remove what earlier saves of it left."""
-    finish(part, folder, ranks, contents.about, contents.names, extra)
+    with paused_collection():
+        finish(part, folder, ranks, contents.about, contents.names, extra)
     sweep(folder)
 
 

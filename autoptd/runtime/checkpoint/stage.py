@@ -15,11 +15,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from autoptd.ir.pieces import Rectangle, Sizes
-from autoptd.program.pieces import share_stage
+from autoptd.program.pieces import Shares, StateKeys, share_stage
 from autoptd.runtime.checkpoint.manifest import fqn
 from autoptd.runtime.checkpoint.values import encode
 from autoptd.runtime.guard import unguarded
@@ -28,6 +29,7 @@ from autoptd.runtime.parameters import RankParameters
 # Turns what a rank stores into what is written later.
 Copy = Callable[[torch.Tensor], torch.Tensor]
 OptimizerState = Mapping[torch.Tensor, Mapping[str, Any]]
+_shares: WeakKeyDictionary[RankParameters, tuple[StateKeys, Shares]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def stage(params: RankParameters, state: OptimizerState | None, copy: Copy = sho
     params.absorb_edits()
     staged = Staged(world.rank)
     held = {name: (state or {}).get(x, {}) for name, x in params.stored.items()}
-    shares = share_stage(params.program, world.pipeline_rank, keys_of(params, held))
+    shares = shares_of(params, keys_of(params, held))
     specs = {spec.name: spec for spec in params.specs}
     for item in shares.items[world.rank]:
         source = held[item.name][item.key] if item.key else params.stored[item.name]
@@ -103,6 +105,14 @@ def _stage_others(
             # Equal on all ranks, as all steps are.
             zero = (0,) * value.dim()
             staged.tensors.append(StagedTensor(name, key, tuple(value.shape), zero, copy(value.detach())))
+
+
+def shares_of(params: RankParameters, keys: StateKeys) -> Shares:
+    """Return what each rank at this place of the pipeline writes; the same at every save, and remembered."""
+    known = _shares.get(params)
+    if known is None or known[0] != keys:
+        known = _shares[params] = (keys, share_stage(params.program, params.world.pipeline_rank, keys))
+    return known[1]
 
 
 def keys_of(params: RankParameters, held: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, int]]:

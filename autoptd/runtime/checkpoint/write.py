@@ -11,28 +11,25 @@ An item is a zip archive without compression, so that the bytes of a tensor are 
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import struct
-import zipfile
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 
-from autoptd.errors import InternalError
 from autoptd.ir.pieces import Sizes
+from autoptd.runtime.checkpoint.archive import around_of, bytes_of
 from autoptd.runtime.checkpoint.disk import NewFile, new_file, remove_file, rename, write_file
 from autoptd.runtime.checkpoint.stage import Staged
 from autoptd.runtime.fingerprint import fingerprint_of_rectangle
 from autoptd.runtime.guard import unguarded
 
-# Of a zip archive's header of a file: the bytes, and where in them the lengths of the two fields behind it are.
-HEADER_BYTES, LENGTHS = 30, slice(26, 30)
+# A multiple of the bytes of every element: items begin at such bytes of a file, and their elements too.
+ALIGNMENT = 64
 
 
 @dataclass
@@ -88,15 +85,11 @@ def write_rank(folder: Path, staged: Staged, objects: Mapping[str, Any]) -> Repo
             report.items.append(Written(label, "", "", (), (), (), start, nbytes))
         for item in staged.tensors:
             x = compact(item.x)
-            start, nbytes = _save(x, file)
+            start, at, nbytes = _save_tensor(x, file)
             dtype = str(x.dtype).removeprefix("torch.")
             places = (item.shape, item.offsets, tuple(x.shape))
             own = 0 if item.key else fingerprint_of_rectangle(x, item.name, item.shape, item.offsets)
-            report.items.append(Written(item.name, item.key, dtype, *places, start, nbytes, 0, own))
-    with (folder / name).open("rb") as opened:
-        for written in report.items:
-            if written.at == 0:
-                written.at = data_offset(opened.fileno(), written.start, written.nbytes)
+            report.items.append(Written(item.name, item.key, dtype, *places, start, nbytes, at, own))
     crcs = struct.pack(f"<{len(file.crcs)}I", *file.crcs)
     write_file(folder / crc_file(name), crcs)
     report.files = {
@@ -113,55 +106,26 @@ def compact(x: torch.Tensor) -> torch.Tensor:
     return x if is_own and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
 
 
+def _save_tensor(x: torch.Tensor, file: NewFile) -> tuple[int, int, int]:
+    """Append a tensor; return where its item begins, where its elements do, and the bytes of the item."""
+    if not x.nbytes:
+        start, nbytes = _save(x, file)
+        return start, start, nbytes
+    head, tail = around_of(x)
+    file.write(bytes(-file.tell() % ALIGNMENT))
+    start = file.tell()
+    file.write(head)
+    at = file.tell()
+    file.write(bytes_of(x))
+    file.write(tail)
+    return start, at, file.tell() - start
+
+
 def _save(value: Any, file: NewFile) -> tuple[int, int]:
     """Append an item; return where it begins, and its bytes."""
     start = file.tell()
     torch.save(value, file)  # type: ignore[arg-type]  # it writes, and nothing else is asked of it
     return start, file.tell() - start
-
-
-class _Window(io.RawIOBase):
-    """Some bytes of a file, as a file of their own."""
-
-    def __init__(self, descriptor: int, start: int, nbytes: int) -> None:
-        self._descriptor, self._start, self._nbytes = descriptor, start, nbytes
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        count = max(0, min(len(buffer), self._nbytes - self._at))
-        data = os.pread(self._descriptor, count, self._start + self._at)
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-
-def window(descriptor: int, start: int, nbytes: int) -> IO[bytes]:
-    """Return `nbytes` of a file from `start` on as a file of their own."""
-    return cast(IO[bytes], _Window(descriptor, start, nbytes))
-
-
-def data_offset(descriptor: int, start: int, nbytes: int) -> int:
-    """Return where in a file the elements of a tensor begin, which `torch.save` wrote from `start` on."""
-    with zipfile.ZipFile(window(descriptor, start, nbytes)) as archive:
-        [entry] = [entry for entry in archive.infolist() if entry.filename.endswith("/data/0")]
-    if entry.compress_type != zipfile.ZIP_STORED:
-        raise InternalError("torch.save", "compresses what it writes")
-    header = os.pread(descriptor, HEADER_BYTES, start + entry.header_offset)
-    return start + entry.header_offset + HEADER_BYTES + sum(struct.unpack("<HH", header[LENGTHS]))
 
 
 def report_file(rank: int) -> str:
@@ -171,7 +135,8 @@ def report_file(rank: int) -> str:
 def leave_report(folder: Path, report: Report) -> None:
     """Write a report into the folder: complete, or not there yet."""
     aside = folder / f"{report_file(report.rank)}.new"
-    write_file(aside, json.dumps(asdict(report)).encode())
+    record = {**vars(report), "items": [vars(item) for item in report.items]}
+    write_file(aside, json.dumps(record).encode())
     rename(aside, folder / report_file(report.rank))
 
 
@@ -192,10 +157,8 @@ __all__ = [
     "Written",
     "crc_file",
     "data_file",
-    "data_offset",
     "leave_report",
     "report_file",
     "take_report",
-    "window",
     "write_rank",
 ]
