@@ -120,6 +120,12 @@ def make_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     show.add_argument("--out", metavar="DIR", help="write the pictures and report.html there")
     show.add_argument("--explain", metavar="MODULE", help="say how tp splits a module or parameter, and why")
     show.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    show.add_argument(
+        "--storage-bandwidth", type=float, metavar="GB/S", help="of all ranks together: how long a save takes"
+    )
+    show.add_argument(
+        "--mtbf", type=float, metavar="HOURS", help="between faults of the whole job: how often to save"
+    )
 
     compile = command(
         "compile", "write the program: a Python file per stage, the plan, pictures, a report", MODEL

@@ -7,6 +7,7 @@ samples that were asked for.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from argparse import Namespace
@@ -25,6 +26,7 @@ from autoptd.ir.activity import activity
 from autoptd.ir.plan import load_plan
 from autoptd.options import KEYWORDS
 from autoptd.program.program import Program
+from autoptd.reports.checkpoint_costs import checkpoint_costs
 from autoptd.reports.pictures import draw_program
 from autoptd.reports.report import write_report
 from autoptd.reports.summary import summarize
@@ -91,12 +93,14 @@ def show(asked: Namespace) -> int:
         for name, known in KNOWN.items():
             print(f"{name:14} {known.kind:8} {known.source}")
         return 0
+    bandwidth, mtbf = storage_of(asked)
     words, program = make_program(asked)
-    summary = summarize(program)
+    summary, costs = summarize(program), checkpoint_costs(program, bandwidth, mtbf)
     if asked.json:
-        print(json.dumps({"model": asked.model, **summary.record()}, indent=1))
+        record = {"model": asked.model, **summary.record(), "checkpoint": costs.record()}
+        print(json.dumps(record, indent=1))
     else:
-        print(f"{words}\n{summary}")
+        print(f"{words}\n{summary}\n{costs}")
         for line in _fallbacks(program, asked.out):
             print(line)
     if asked.explain:
@@ -105,6 +109,18 @@ def show(asked: Namespace) -> int:
     if asked.out:
         _write(program, Path(asked.out), asked.model)
     return 0
+
+
+def storage_of(asked: Namespace) -> tuple[float | None, float | None]:
+    """Return the storage's bytes a second and the hours between faults, as far as they are given."""
+    for name in ("storage_bandwidth", "mtbf"):
+        value = getattr(asked, name)
+        if value is not None and not 0 < value < math.inf:
+            flag = f"--{name.replace('_', '-')} {value:g}"
+            raise PlanError(flag, "is not above 0", "GB/s, or hours: for example 50")
+    if asked.mtbf is not None and asked.storage_bandwidth is None:
+        raise PlanError("--mtbf", "needs the seconds of a save", "--storage-bandwidth GB/s as well")
+    return asked.storage_bandwidth and 1e9 * asked.storage_bandwidth, asked.mtbf
 
 
 def compile(asked: Namespace) -> int:
@@ -139,4 +155,4 @@ def _write(program: Program, folder: Path, name: str) -> None:
     print(f"wrote {folder}/report.html, and its pictures and tables as files", file=sys.stderr)
 
 
-__all__ = ["compile", "example_inputs", "keywords_of", "make_program", "rows_of", "show"]
+__all__ = ["compile", "example_inputs", "keywords_of", "make_program", "rows_of", "show", "storage_of"]

@@ -13,7 +13,7 @@ the first pipeline rank that uses it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoptd.ir.layout import copy_axes
@@ -105,22 +105,17 @@ def share_stage(program: Program, pipeline_rank: int, keys: StateKeys) -> Shares
 
     With ZeRO, what a rank gets depends only on the keys of parameters of which it stores something.
     """
-    mesh = program.mesh
-    places = flat_places(program, pipeline_rank)
-    ranks = mesh.ranks_at(pipeline_rank)
+    ranks = program.mesh.ranks_at(pipeline_rank)
     items: dict[int, list[Item]] = {rank: [] for rank in ranks}
     first: dict[str, int] = {}
     groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
+    places = flat_places(program, pipeline_rank)
     # What is cut into flat ranges is divided for itself: a rank does not know the keys in the other ranges.
     for is_flat in (True, False):
         held: dict[tuple[int, ...], list[Item]] = {}
-        for spec in program.params:
-            if spec.owners(program.ranks)[0] == pipeline_rank and (spec.name in places) == is_flat:
-                axes = holder_axes(spec, mesh)
-                if axes not in groups:
-                    groups[axes] = sorted({mesh.group(rank, axes) for rank in ranks})
-                for group in groups[axes]:
-                    found = _stored(spec, mesh, group[0], places.get(spec.name))
+        for spec in owned(program, pipeline_rank):
+            if (spec.name in places) == is_flat:
+                for group, found in stored_by_groups(spec, program.mesh, ranks, places, groups):
                     held.setdefault(group, []).extend(_items(spec, found, keys.get(spec.name, {})))
                     if _has_first(found) or spec.name not in first:
                         first[spec.name] = group[0]
@@ -132,6 +127,44 @@ def share_stage(program: Program, pipeline_rank: int, keys: StateKeys) -> Shares
     return Shares(items, first)
 
 
+def checkpoint_bytes(program: Program, keys: StateKeys) -> tuple[int, int]:
+    """Return the bytes that all ranks write together: of parameters, and of the optimizer's state of them."""
+    sums = [0, 0]
+    for pipeline_rank in range(program.mesh.pipeline_ranks):
+        groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
+        ranks = program.mesh.ranks_at(pipeline_rank)
+        places = flat_places(program, pipeline_rank)
+        for spec in owned(program, pipeline_rank):
+            found = stored_by_groups(spec, program.mesh, ranks, places, groups)
+            count = sum(part.numel for _, parts in found for part in parts)
+            sums[0] += count * itemsize(spec.storage.dtype)
+            sums[1] += count * sum(keys.get(spec.name, {}).values())
+    return sums[0], sums[1]
+
+
+def owned(program: Program, pipeline_rank: int) -> list[ParamSpec]:
+    """Return the parameters that a place of the pipeline writes: of tied ones, the first place that uses it does."""
+    return [spec for spec in program.params if spec.owners(program.ranks)[0] == pipeline_rank]
+
+
+def stored_by_groups(
+    spec: ParamSpec,
+    mesh: Mesh,
+    ranks: Sequence[int],
+    places: Mapping[str, tuple[BucketPlan, int]],
+    groups: dict[tuple[str, ...], list[tuple[int, ...]]],
+) -> Iterator[tuple[tuple[int, ...], list[Rectangle]]]:
+    """Yield the groups of `ranks` that store the same of a parameter, and what: all of it together, once.
+
+    `groups` keeps, by their axes, those that were looked for before.
+    """
+    axes = holder_axes(spec, mesh)
+    if axes not in groups:
+        groups[axes] = sorted({mesh.group(rank, axes) for rank in ranks})
+    for group in groups[axes]:
+        yield group, _stored(spec, mesh, group[0], places.get(spec.name))
+
+
 def _items(spec: ParamSpec, found: list[Rectangle], keys: Mapping[str, int]) -> list[Item]:
     sizes = {"": itemsize(spec.storage.dtype), **dict(sorted(keys.items()))}
     return [Item(spec.name, key, part, size) for key, size in sizes.items() for part in found]
@@ -141,4 +174,13 @@ def _has_first(found: list[Rectangle]) -> bool:
     return any(not any(part.offsets) for part in found)
 
 
-__all__ = ["Shares", "StateKeys", "flat_range", "holder_axes", "holders", "share_stage", "stored"]
+__all__ = [
+    "Shares",
+    "StateKeys",
+    "checkpoint_bytes",
+    "flat_range",
+    "holder_axes",
+    "holders",
+    "share_stage",
+    "stored",
+]

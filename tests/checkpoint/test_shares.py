@@ -26,7 +26,7 @@ from autoptd.ir.mesh import Mesh
 from autoptd.ir.pieces import Item
 from autoptd.ir.placement import placements, sharing_of
 from autoptd.ir.types import I, R, S, Segmented
-from autoptd.program.pieces import share_stage, stored
+from autoptd.program.pieces import checkpoint_bytes, share_stage, stored
 from autoptd.program.program import Program
 from autoptd.program.specs import ParamSpec
 from tests.checkpoint.models import data, tied_gpt
@@ -138,6 +138,10 @@ def test_each_element_is_written_once_by_a_rank_that_stores_it(program: Program)
             part = item.rectangle
             wholes = [own.common(part.offsets, part.sizes) for own in held[item.name]]
             assert part in wholes, f"rank {rank} does not store {item}"
+    keys = {spec.name: KEYS if spec.requires_grad else {} for spec in program.params}
+    assert sum(checkpoint_bytes(program, keys)) == sum(
+        item.nbytes for some in items.values() for item in some
+    )
 
 
 @pytest.mark.parametrize(
