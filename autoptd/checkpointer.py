@@ -1,7 +1,7 @@
 """Checkpoints of a run, written beside training: every so many steps, when a signal asks the run to end, and found again.
 
-In: a `ParallelModel`, its optimizer, a folder. Out: `step-00001000` and so on in the folder, the last `keep` of them; a run
-that goes on where the last complete one was saved, on any mesh.
+In: a `ParallelModel`, its optimizer, a folder; how often, or "auto" (`pace.py`). Out: `step-00001000` and so on in the folder,
+the last `keep` of them; a run that goes on where the last complete one was saved, on any mesh.
 
     with pm.checkpointer("ckpts", opt, every=500, keep=3, extra={"scheduler": sched}) as ckpt:
         ckpt.resume()
@@ -32,6 +32,7 @@ from autoptd.errors import PlanError, RuntimeFault
 from autoptd.runtime.checkpoint.commit import new_token, path_of
 from autoptd.runtime.checkpoint.extra import check_objects, own_state
 from autoptd.runtime.checkpoint.groups import warn_of_others
+from autoptd.runtime.checkpoint.pace import checked_pace
 from autoptd.runtime.checkpoint.restore import agree
 from autoptd.runtime.checkpoint.save import stage_rank
 from autoptd.runtime.checkpoint.series import (
@@ -70,18 +71,12 @@ class Checkpointer:
         folder: str | Path,
         optimizer: torch.optim.Optimizer | None,
         *,
-        every: int,
+        every: int | str,
+        mtbf: float | None,
         keep: int | None,
         extra: Mapping[str, Any] | None,
     ) -> None:
-        for name, value in (("every", every), ("keep", keep)):
-            # True is an int, and no number of steps.
-            if (value is not None or name == "every") and (
-                not isinstance(value, int) or isinstance(value, bool) or value < 1
-            ):
-                raise PlanError(
-                    f"{SITE}({name}={value!r})", "not a number of at least 1", f"for example {name}=3"
-                )
+        self._pace = checked_pace(every, keep, mtbf, SITE)
         # Wherever the process works later.
         if not str(folder):
             raise PlanError(
@@ -111,7 +106,7 @@ class Checkpointer:
         self._all("start", self._begin)
         first = self._ranks.here[0].world
         for rank in self._ranks.here:
-            rank.world.flags = FlagWatch(self._flags, rank.world.device)
+            rank.world.flags = FlagWatch(partial(self._flags, rank.world.rank == 0), rank.world.device)
         processes = first.mesh.size if self._pm._is_process else 1
         self._writer = Writer(
             mailbox_of(first, f"checkpoints {self._token}"), first.rank, first.mesh.size, processes
@@ -186,7 +181,9 @@ class Checkpointer:
         """
         if self._losses_before and loss is not None:
             self._look_at(float(loss))
-        _ = self._writer_here  # PlanError outside of the block
+        self._pace.observe(self._writer_here.is_busy)  # PlanError outside of the block
+        if news := self._pace.news():
+            self._say(news)
         known = self._known
         self._seen_step = now = self._pm.steps
         if known.failed:
@@ -196,7 +193,9 @@ class Checkpointer:
             self._say(f"asked to end by a signal: saved {self.folder / name_of(now)}")
             return False
         self._unseen = max(0, self._unseen - 1)
-        self._is_due |= now % self.every == 0 and self._saved != (now, self._pm._jumps)
+        # What was told before the last save is about that one.
+        is_due = self._pace.is_due(now, known.due and not self._unseen)
+        self._is_due |= is_due and self._saved != (now, self._pm._jumps)
         if self._is_due and not self._is_busy(known):
             self._start()
         elif self._is_due and not self._told_late:
@@ -214,6 +213,7 @@ class Checkpointer:
         self._wait()
         self._start()
         self._wait()
+        self._pace.forget()
         return self.folder / name_of(self._pm.steps)
 
     # a save
@@ -222,9 +222,11 @@ class Checkpointer:
         """Copy the state, and let the thread write it."""
         self._warn_of_later_ones()
         # Where saves are rarer than comparisons, one more is nothing: no replica's lost bit is saved.
-        if 0 < self._pm.options.check_every <= self.every:
+        step, before = self._pm.steps, 0 if self._saved is None else self._saved[0]
+        if 0 < self._pm.options.check_every <= self._pace.gap(step, before):
             self._pm._compare_copies()
-        self._is_due, step = False, self._pm.steps
+        self._is_due = False
+        self._pace.begin()
         self._count += 1
         contents = self._pm._contents(self._own)
         staged: dict[int, Staged] = {}
@@ -276,10 +278,10 @@ class Checkpointer:
         """Tell, on all ranks alike, whether a save may be under way on one of them."""
         return known.busy or self._unseen > 0
 
-    def _flags(self) -> Flags:
-        """What this process has to tell."""
-        writer = self._writer_here
-        return Flags(self._signals.seen is not None, writer.has_failed, writer.is_busy)
+    def _flags(self, decides: bool) -> Flags:
+        """What a rank of this process has to tell; one rank of all `decides` when a save is due."""
+        writer, due = self._writer_here, decides and self._pace.wants
+        return Flags(self._signals.seen is not None, writer.has_failed, writer.is_busy, due)
 
     @property
     def _known(self) -> Flags:
@@ -296,7 +298,7 @@ class Checkpointer:
 
     def _begin(self, rank: Rank) -> None:
         """Agree on a folder, and lock it."""
-        world, asked = rank.world, (self._asked, self.every, self.keep, sorted(self._extra))
+        world, asked = rank.world, (self._asked, self.every, self._pace.mtbf, self.keep, sorted(self._extra))
         gathered = world.everyone().gather_objects((asked, new_token()), SITE)
 
         def check() -> None:
@@ -304,7 +306,7 @@ class Checkpointer:
                 raise PlanError(SITE, "another one of this model is open", "one checkpointer at a time")
             if asked != gathered[0][0]:
                 fact = f"was asked for {asked}, and rank 0 for {gathered[0][0]}"
-                raise PlanError(SITE, fact, "the same folder, every=, keep= and extra= on all ranks")
+                raise PlanError(SITE, fact, "the same folder, every=, mtbf=, keep= and extra= on all ranks")
             # Their states are not asked for yet: torchdata's loader begins its epoch when it is asked.
             check_objects(self._extra)
             if world.rank == 0:

@@ -224,15 +224,18 @@ class ParallelModel(StatefulModel):
         folder: str | Path,
         optimizer: torch.optim.Optimizer | None = None,
         *,
-        every: int,
+        every: int | str,
+        mtbf: float | None = None,
         keep: int | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> Checkpointer:
         """Return what saves the run every so many steps, keeps the last `keep` checkpoints, and resumes.
 
-        For a `with` block; `step(loss)` of it behind each step. See `autoptd.checkpointer`. Collective.
+        For a `with` block; `step(loss)` of it behind each step. See `autoptd.checkpointer`. Collective. With
+        `every="auto"` by Young's rule: every sqrt(2 * what a save takes, as measured * `mtbf`), where `mtbf` is the
+        mean hours between two faults of the whole job.
         """
-        return Checkpointer(self, folder, optimizer, every=every, keep=keep, extra=extra)
+        return Checkpointer(self, folder, optimizer, every=every, mtbf=mtbf, keep=keep, extra=extra)
 
     # parameters
 

@@ -44,6 +44,15 @@ def as_level(text: str) -> int | str:
     return int(text) if text.isdigit() else text
 
 
+def as_count_or_auto(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"{text!r} is neither a number nor auto") from error
+
+
 # How a flag of a keyword is read (`options.Keyword.flag`): what argparse is given for it.
 FLAGS: dict[str, dict[str, Any]] = {
     "text": {},
@@ -60,4 +69,4 @@ FLAGS: dict[str, dict[str, Any]] = {
     "bytes": {"type": as_bytes, "metavar": "BYTES"},
 }
 
-__all__ = ["FLAGS", "as_bytes", "as_level", "as_numbers", "as_switch"]
+__all__ = ["FLAGS", "as_bytes", "as_count_or_auto", "as_level", "as_numbers", "as_switch"]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from autoptd import __version__
-from autoptd.cli.flags import FLAGS, as_bytes, as_level, as_numbers, as_switch
+from autoptd.cli.flags import FLAGS, as_bytes, as_count_or_auto, as_level, as_numbers, as_switch
 from autoptd.cli.help_texts import CHECKPOINT, DOCTOR, EXAMPLES, MODEL, PLAN, SHOW
 from autoptd.cli.settings import read_settings
 from autoptd.errors import PlanError
@@ -244,7 +244,14 @@ def _add_training(parser: ArgumentParser) -> None:
     )
     run.add_argument("--measure-every", type=int, default=10, metavar="N", help="where time goes; 0: never")
     run.add_argument("--save", metavar="DIR", help="where checkpoints are written, beside training")
-    run.add_argument("--save-every", type=int, default=100, metavar="N", help="steps (default %(default)s)")
+    run.add_argument(
+        "--save-every",
+        type=as_count_or_auto,
+        default=100,
+        metavar="N|auto",
+        help="steps; auto: by what a save takes, and --mtbf (default %(default)s)",
+    )
+    run.add_argument("--mtbf", type=float, metavar="HOURS", help="between faults of the whole job")
     run.add_argument("--keep", type=int, metavar="K", help="the last checkpoints (default: all)")
     run.add_argument("--resume", action="store_true", help="from the last one of --save, if there is one")
     run.add_argument("--out", metavar="DIR", help="write program, pictures and report.html of the run there")

@@ -103,7 +103,8 @@ def _checkpoints(
         if asked.resume:
             raise PlanError("--resume", "says no folder", "--save DIR, where the run before has saved")
         return nullcontext()
-    ckpt = pm.checkpointer(asked.save, optimizer, every=asked.save_every, keep=asked.keep)
+    often = {"every": asked.save_every, "mtbf": asked.mtbf}
+    ckpt = pm.checkpointer(asked.save, optimizer, **often, keep=asked.keep)
     return resumed(ckpt) if asked.resume else ckpt
 
 

@@ -25,11 +25,15 @@ MOST_RANKS = 1 << 17
 
 
 class Flags(NamedTuple):
-    """What one rank says, or what some rank says: `stop` was asked for, a save has `failed`, one is under way (`busy`)."""
+    """What one rank says, or what some rank says: `stop` was asked for, a save has `failed`, one is under way (`busy`).
+
+    A save is `due` where the time decides: only rank 0 says so, and float64 has no room for a count of it.
+    """
 
     stop: bool = False
     failed: bool = False
     busy: bool = False
+    due: bool = False
 
 
 class Signals:

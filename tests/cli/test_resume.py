@@ -45,7 +45,13 @@ def test_two_parts_are_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize(
     "words, told",
-    [("--resume", "--resume: says no folder"), ("--save ckpts --save-every 0", "--save-every 0: is below 1")],
+    [
+        ("--resume", "--resume: says no folder"),
+        ("--save ckpts --save-every 0", "--save-every 0: is below 1"),
+        ("--save ckpts --save-every often", "--save-every: 'often' is neither a number nor auto"),
+        ("--save ckpts --save-every auto", "every='auto'): how often the run fails is not given"),
+        ("--save ckpts --mtbf 3", "every=100 says how often to save"),
+    ],
 )
 def test_what_is_refused(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *GPT, *LOCAL, "--steps", "1", *words.split()]) == 2

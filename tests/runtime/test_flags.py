@@ -72,6 +72,10 @@ def test_flags_are_told_apart_in_their_sum() -> None:
     watches = [FlagWatch(lambda one=one: one, cpu) for one in told]  # type: ignore[misc]
     watches[0].look(sum(one.mine() for one in watches))  # type: ignore[arg-type]
     assert watches[0].known == Flags(stop=True, failed=False, busy=True)
+    first = FlagWatch(lambda: Flags(True, True, True, due=True), cpu)
+    others = 100_000.0 * int(FlagWatch(lambda: Flags(True, True, True), cpu).mine())
+    first.look(first.mine() + others)
+    assert first.known == Flags(True, True, True, True)
     # As many ranks as have ever trained together, and more.
     watches[0].look(
         torch.tensor(100_000.0 * int(FlagWatch(lambda: Flags(failed=True), cpu).mine()), dtype=torch.float64)
