@@ -1,7 +1,7 @@
 """`autoptd checkpoint list|show|verify|convert`: checkpoints, looked after by one process without a model.
 
-In: the folder of a checkpoint, or of a run. Out: text or JSON; converted files. One tensor is in memory at a time, but for
-`--to torch`, which torch.save takes whole.
+In: the folder of a checkpoint, or of a run; for `convert --from`, what another program wrote. Out: text or JSON; converted
+files. One tensor is in memory at a time: `--to torch`, of which torch.save takes all, keeps them in a file beside meanwhile.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import torch
 
 from autoptd.errors import PlanError
 from autoptd.ir.activity import activity
+from autoptd.runtime.checkpoint.adopt import from_hf, from_torch, write_checkpoint
 from autoptd.runtime.checkpoint.commit import PART, marked
-from autoptd.runtime.checkpoint.disk import remove_folder, rename
+from autoptd.runtime.checkpoint.disk import remove_file, remove_folder, rename
 from autoptd.runtime.checkpoint.foreign import open_any
 from autoptd.runtime.checkpoint.manifest import MANIFEST, MODEL, Manifest, TensorRecord, fqn
 from autoptd.runtime.checkpoint.read import Checkpoint, open_checkpoint, verify_files
@@ -28,6 +29,9 @@ from autoptd.runtime.checkpoint.values import decode
 from autoptd.runtime.parameters import dtype_of
 from autoptd.runtime.read_folder import SINGLE
 from autoptd.runtime.write_safetensors import write_safetensors
+
+# Tensors below this stay in memory.
+SMALL_BYTES = 1 << 16
 
 
 def checkpoint(asked: Namespace) -> int:
@@ -119,6 +123,8 @@ def facts_of(opened: Checkpoint) -> dict[str, Any]:
         }
         given = {key: value for key, value in about["options"].items() if key in ("precision", "zero", "v")}
         facts["options"] = " ".join(f"{key}={value}" for key, value in given.items())
+    elif "source" in about:
+        facts["written by"] = f"autoptd checkpoint convert, of {about['source']}"
     else:
         facts["written by"] = "another program, with torch.distributed.checkpoint"
     facts["model"] = (
@@ -168,19 +174,26 @@ def verify(asked: Namespace) -> int:
 
 def convert(asked: Namespace) -> int:
     """Write a checkpoint's content for others."""
-    if asked.to is None or asked.out is None:
-        missing = "--to" if asked.to is None else "--out"
+    if asked.to and asked.source:
+        raise PlanError("--to and --from", "say two directions", "one of the two, then the other")
+    if not (asked.to or asked.source) or asked.out is None:
+        missing = "--out" if asked.to or asked.source else "--to or --from"
         raise PlanError(missing, "is missing", "for example: --to hf --out weights")
     out = Path(asked.out)
     # A link that leads nowhere is there, too.
     if os.path.lexists(out):
         raise PlanError(f"--out {out}", "is there already", "another path, or remove it")
-    opened = open_any(asked.folder)
-    if asked.to == "torch":
+    if asked.source:
+        content = {"torch": from_torch, "hf": from_hf}[asked.source](Path(asked.folder))
+        with activity(f"writing {out}"):
+            write_checkpoint(content, out)
+        if content.left:
+            print(f"not taken: {', '.join(content.left)}")
+    elif asked.to == "torch":
         out.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(state_dicts(opened), out)
+        torch.save(state_dicts(open_any(asked.folder), out), out)
     else:
-        write_weights(opened, out)
+        write_weights(open_any(asked.folder), out)
     print(f"{out}: written")
     return 0
 
@@ -211,21 +224,21 @@ def dtype_in_model(manifest: Manifest, name: str, record: TensorRecord) -> torch
     return dtype_of(entry["dtype"] if entry else record.dtype)
 
 
-def state_dicts(opened: Checkpoint) -> dict[str, Any]:
-    """Return {"model": ..., "optimizer": ...} as full tensors by name."""
+def state_dicts(opened: Checkpoint, out: Path) -> dict[str, Any]:
+    """Return {"model": ..., "optimizer": ...} as full tensors by name, which are on the disk beside `out`."""
     manifest, reader = opened.manifest, opened.reader()
     model: dict[str, torch.Tensor] = {}
     shared: dict[str, torch.Tensor] = {}
     for name, home in opened.names.items():
         if home not in shared:
-            record = manifest.tensors[home]
-            shared[home] = reader.tensor(home).to(dtype_in_model(manifest, home.removeprefix(MODEL), record))
+            dtype = dtype_in_model(manifest, home.removeprefix(MODEL), manifest.tensors[home])
+            shared[home] = spilled(reader.tensor(home).to(dtype), out)
         model[name] = shared[home]
     found: dict[str, Any] = {"model": model}
     if manifest.optimizer is not None:
         state: dict[str, dict[str, Any]] = {}
         for name, keys in manifest.state.items():
-            state[name] = {key: reader.tensor(fqn(name, key)) for key in keys}
+            state[name] = {key: spilled(reader.tensor(fqn(name, key)), out) for key in keys}
         for name, values in manifest.values.items():
             state.setdefault(name, {}).update({key: decode(value) for key, value in values.items()})
         groups = []
@@ -233,6 +246,19 @@ def state_dicts(opened: Checkpoint) -> dict[str, Any]:
             groups.append({key: decode(value) for key, value in group.items()})
         found["optimizer"] = {"state": state, "param_groups": groups}
     return found
+
+
+def spilled(x: torch.Tensor, out: Path) -> torch.Tensor:
+    """Return a copy in a file without a name, whose memory the host can take back; a small tensor itself."""
+    if x.nbytes < SMALL_BYTES:
+        return x
+    file = out.with_name(f"{out.name}{PART}convert")
+    remove_file(file)
+    # Untyped: not every dtype can be mapped.
+    storage = torch.UntypedStorage.from_file(str(file), shared=True, nbytes=x.nbytes)
+    remove_file(file)
+    copy = torch.empty(0, dtype=x.dtype).set_(storage, 0, x.shape)  # type: ignore[call-overload]
+    return copy.copy_(x)  # type: ignore[no-any-return]
 
 
 __all__ = ["checkpoint"]

@@ -26,7 +26,8 @@ ACTION is one of
   list      the checkpoints of a run, and what saves left that did not end
   show      what one holds: its step, mesh, sizes, groups of the optimizer, last losses
   verify    read every byte and compare it with its CRC32; ends with 1 if any was changed
-  convert   write its weights as safetensors (--to hf), or with the optimizer as one file of torch.save (--to torch)"""
+  convert   write its weights as safetensors (--to hf), or with the optimizer as one file of torch.save (--to torch);
+            or make a checkpoint of such a folder or file (--from hf, --from torch)"""
 PLAN = "Search for the fastest (t, p, d, v, b) on a cluster. No GPU, no weights."
 
 # By command; "" is `autoptd --help` itself.
@@ -65,7 +66,8 @@ EXAMPLES = {
   autoptd checkpoint show ckpts/step-00001000
   autoptd checkpoint verify ckpts/step-00001000
   autoptd checkpoint convert ckpts/step-00001000 --to hf --out weights
-  autoptd checkpoint convert ckpts/step-00001000 --to torch --out model.pt""",
+  autoptd checkpoint convert ckpts/step-00001000 --to torch --out model.pt
+  autoptd checkpoint convert model.pt --from torch --out ckpts/step-00000000""",
     "completion": """  autoptd completion bash > ~/.local/share/bash-completion/completions/autoptd
   eval "$(autoptd completion zsh)"                                      # in ~/.zshrc, behind compinit""",
 }

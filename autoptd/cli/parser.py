@@ -282,11 +282,18 @@ def _add_examination(parser: ArgumentParser) -> None:
 
 def _add_checkpoints(parser: ArgumentParser) -> None:
     parser.add_argument("action", metavar="ACTION", choices=("list", "show", "verify", "convert"))
-    parser.add_argument("folder", metavar="DIR", help="a checkpoint; for list, the folder of a run")
+    parser.add_argument(
+        "folder", metavar="PATH", help="a checkpoint; for list, the folder of a run; what --from says"
+    )
     parser.add_argument(
         "--to", choices=("hf", "torch"), help="for convert: safetensors, or one file of torch.save"
     )
-    parser.add_argument("--out", metavar="PATH", help="for convert: the folder (hf) or file (torch) to write")
+    parser.add_argument(
+        "--from", dest="source", choices=("hf", "torch"), help="for convert: PATH is one of these instead"
+    )
+    parser.add_argument(
+        "--out", metavar="PATH", help="for convert: the folder (of --to torch, file) to write"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -42,6 +42,8 @@ def fingerprint(
     These default to 0, 1, ...; entries with a negative row or column are padding, and are not counted.
     """
     x = x.detach()
+    if not x.numel():
+        return torch.zeros((), dtype=torch.int64, device=x.device)
     if x.is_complex():
         x = torch.view_as_real(x)
     count = x.shape[0] if x.dim() else 1

@@ -115,7 +115,8 @@ def test_convert_to_torch(saved: Saved, tmp_path: Path) -> None:
     [
         ("list none", "none: there is no such folder"),
         ("show none", "none: there is no such folder"),
-        ("convert .", "--to: is missing"),
+        ("convert .", "--to or --from: is missing"),
+        ("convert . --to hf --from hf --out a", "say two directions"),
         ("convert . --to hf", "--out: is missing"),
         ("convert . --to hf --out .", "is there already"),
         ("remove .", "invalid choice: 'remove'"),
