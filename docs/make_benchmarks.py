@@ -233,6 +233,13 @@ def _checkpoints(found: Found) -> list[str]:
     return [first, _table(["asynchronous", "stall, ms", "a step, ms"], rows)]
 
 
+def _restart(found: Found) -> list[str]:
+    row = found["median"]
+    parts = [name for name in row if name not in ("again", "total")]
+    rows = [[part, f"{row[part]:.2f}", f"{row[part] / row['total']:.0%}"] for part in parts]
+    return [_table(["part", "seconds", "of it"], [*rows, ["total", f"{row['total']:.2f}", ""]])]
+
+
 def _plans(found: Found) -> list[str]:
     header = ["model", "t", "tokens", "sequence parallel", "parameters", "forward", "backward", "Megatron"]
     header += ["layer, us", "Megatron's, us", "microbatch, ms", "kept, MiB"]
@@ -286,6 +293,7 @@ TABLES: dict[str, Callable[[Found], list[str]]] = {
     "registers": _registers,
     "initial": _initial,
     "checkpoints": _checkpoints,
+    "restart": _restart,
 }
 
 
