@@ -33,7 +33,7 @@ from autoptd.runtime.checkpoint.commit import new_token, path_of
 from autoptd.runtime.checkpoint.extra import check_objects, own_state
 from autoptd.runtime.checkpoint.groups import warn_of_others
 from autoptd.runtime.checkpoint.pace import checked_pace
-from autoptd.runtime.checkpoint.restore import agree
+from autoptd.runtime.checkpoint.restore import agree, attempted
 from autoptd.runtime.checkpoint.save import stage_rank
 from autoptd.runtime.checkpoint.series import (
     Lock,
@@ -248,7 +248,8 @@ class Checkpointer:
             staged=tuple(staged.values()),
             staging=self._staging,
             contents=contents,
-            state=own_state(self._extra, first.device),
+            # Asked now. One that fails on this process alone is told to all, as anything that fails in a save.
+            state=attempted(partial(own_state, self._extra, first.device)),
             replicas=replicas,
             losses=tuple(self._pm._losses),
             keep=self.keep,
@@ -393,7 +394,7 @@ def replicas_of_states(mesh: Any) -> dict[int, int]:
 
 
 def failed_fault(error: str) -> RuntimeFault:
-    remedy = "see to the folder and its disk; the checkpoints before it are as they were"
+    remedy = "see to its cause, and save again; the checkpoints before it are as they were"
     return RuntimeFault(SITE, f"a save failed: {error}", remedy)
 
 

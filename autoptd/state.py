@@ -11,7 +11,7 @@ reads. Calls marked *collective* are made by all ranks.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ from autoptd.runtime.checkpoint.groups import (
 )
 from autoptd.runtime.checkpoint.manifest import EXTRA, read_checked
 from autoptd.runtime.checkpoint.read import Checkpoint
-from autoptd.runtime.checkpoint.restore import Restoration, agree
+from autoptd.runtime.checkpoint.restore import Restoration, agree, attempted
 from autoptd.runtime.checkpoint.save import Contents, about_model, save_rank, tied_names, with_losses
 from autoptd.runtime.fingerprint import fingerprint_of_model
 from autoptd.runtime.full_values import check_loaded, gather_gradients, gather_parameters, load_parameters
@@ -367,20 +367,6 @@ class StatefulModel(StartedModel):
         Collective.
         """
         return self._started("gradients").run("gradients", lambda rank: gather_gradients(rank.params))
-
-
-def attempted(act: Callable[[], Any]) -> Callable[[], Any]:
-    """Call a function now; return one that returns what it returned, or raises what it raised, as often as asked."""
-    try:
-        result = act()
-    except Exception as error:
-        caught = error
-
-        def fail() -> Any:
-            raise caught
-
-        return fail
-    return lambda: result
 
 
 def about_program(program: Program, options: Options) -> dict[str, Any]:

@@ -63,6 +63,7 @@ def main(folder: Path) -> None:
     own = folder / f"{rank}"
     errors = [refused(lambda: pm.save(own), PlanError)]
     errors.append(refused(lambda: pm.load(folder / "none"), PlanError))
+    errors += refused_states(pm, optimizer, rank, folder / "refused")
     damage(folder / "saved" / "__3_0.distcp", rank)
     errors.append(refused(lambda: pm.load(folder / "saved", optimizer=optimizer), RuntimeFault))
     damage(folder / "saved" / "__3_0.distcp", rank)
@@ -75,6 +76,30 @@ def main(folder: Path) -> None:
         pm.close()
     if rank == 0:
         print(json.dumps({"losses": losses, "errors": errors}), flush=True)
+
+
+class Loader:
+    """Its state can be asked for on all ranks but one."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}["position"] if self.rank == 1 else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+def refused_states(pm: autoptd.ParallelModel, optimizer: Any, rank: int, folder: Path) -> list[str]:
+    """Two ways to save what fails on one rank; both leave nothing."""
+    extra = {"loader": Loader(rank)}
+    errors = [refused(lambda: pm.save(folder, optimizer=optimizer, extra=extra), PlanError)]
+    with pm.checkpointer(folder, optimizer, every=100, extra=extra) as ckpt:
+        errors.append(refused(ckpt.save, RuntimeFault))
+    dist.barrier()
+    assert os.listdir(folder) == [".lock"]
+    return errors
 
 
 def damage(file: Path, rank: int) -> None:

@@ -437,7 +437,9 @@ def test_a_loader_goes_on_where_it_was(tmp_path: Path) -> None:
         ckpt.resume()
     assert again.at == 20 and again.epochs[0].tolist() == [4, 2, 3]
     with (
-        pytest.raises(PlanError, match=r"extra\['loader'\]: has a state that could not be read back"),
+        pytest.raises(
+            RuntimeFault, match=r"rank 0: extra\['loader'\]: has a state that could not be read back"
+        ),
         pm.checkpointer(tmp_path, opt, every=100, extra={"loader": Pickled()}) as ckpt,
     ):
         ckpt.save()

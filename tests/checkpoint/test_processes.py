@@ -21,6 +21,8 @@ def test_processes_save_and_resume(tmp_path: Path, ranks: int) -> None:
     went_on, resumed, other = told["losses"]
     assert resumed == went_on
     assert max(abs(one - two) for one, two in zip(other, went_on, strict=True)) <= 1e-12
-    differs, none, changed = told["errors"]
+    differs, none, state, in_thread, changed = told["errors"]
     assert "got the folder" in differs and "there is no such folder" in none
+    fact = "extra['loader']: its state_dict raised KeyError: 'position'"
+    assert state.startswith(f"{fact} (on rank 1).") and f"a save failed: rank 1: {fact}." in in_thread
     assert "__3_0.distcp" in changed and "was changed after it was written" in changed

@@ -272,4 +272,18 @@ def agree(world: World, site: str, act: Callable[[], Result]) -> Result:
     return result  # type: ignore[return-value]
 
 
-__all__ = ["Restoration", "agree", "broadcast_from", "split_keys"]
+def attempted(act: Callable[[], Any]) -> Callable[[], Any]:
+    """Call a function now; return one that returns what it returned, or raises what it raised, as often as asked."""
+    try:
+        result = act()
+    except Exception as error:
+        caught = error
+
+        def fail() -> Any:
+            raise caught
+
+        return fail
+    return lambda: result
+
+
+__all__ = ["Restoration", "agree", "attempted", "broadcast_from", "split_keys"]

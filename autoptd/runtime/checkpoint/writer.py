@@ -46,9 +46,10 @@ END = 2.0
 
 @dataclass
 class Job:
-    """One save: into `folder`, by way of `.part-<token>`. `state` is this process's part of `extra.pt`, if it has one.
+    """One save: into `folder`, by way of `.part-<token>`.
 
-    `replicas` has for each rank with a state the replica whose extra states count, -1 for none.
+    `state` returns this process's part of `extra.pt`, or raises why there is none: then all processes are told that the save
+    failed. `replicas` has for each rank with a state the replica whose extra states count, -1 for none.
     """
 
     folder: Path
@@ -56,7 +57,7 @@ class Job:
     staged: Sequence[Staged]
     staging: Sequence[Staging]
     contents: Contents
-    state: bytes
+    state: Callable[[], bytes]
     replicas: dict[int, int]
     losses: Sequence[torch.Tensor] = ()
     keep: int | None = None
@@ -165,9 +166,10 @@ class Writer:
             return
         self._await_files(job, [job.part], "made by rank 0")
         self._progress = float("inf")
+        state = job.state()
         for staged in job.staged:
             write_share(job.part, staged, job.contents)
-        write_file(job.part / state_file(self.rank), job.state)
+        write_file(job.part / state_file(self.rank), state)
 
     def _begun(self, job: Job) -> str | None:
         """Return "" once the folder is made, what failed if it cannot be, None before."""
