@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -49,6 +50,23 @@ def held() -> Iterator[Callable[[], None]]:
     with mock.patch.object(writer, "write_share", wait):
         yield gate.set
     gate.set()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a niceness of each thread")
+def test_the_thread_lets_training_have_the_cores(tmp_path: Path) -> None:
+    pm, opt = running()
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    found = []
+
+    def wait(*args: Any) -> None:
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    with mock.patch.object(writer, "write_share", wait), pm.checkpointer(tmp_path, opt, every=1) as ckpt:
+        one_step(pm, opt)
+        with pytest.raises(RuntimeFault):
+            ckpt.save()
+    assert found == [max(own, writer.NICENESS)] and os.getpriority(os.PRIO_PROCESS, 0) == own
+    pm.close()
 
 
 @pytest.mark.parametrize("mesh", [MESH, {"d": 2, "zero": 1}], ids=str)

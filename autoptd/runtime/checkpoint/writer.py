@@ -14,13 +14,15 @@ shares, and commits.
 from __future__ import annotations
 
 import atexit
+import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Event, Thread
+from threading import Event, Thread, get_native_id
 
 import torch
 
@@ -40,6 +42,8 @@ SITE = "pm.checkpointer"
 BETWEEN = 0.02
 # Seconds after which a shared file system shows a file that another node has written.
 LATE_FILES = 30.0
+# About a tenth of a core that others want, too.
+NICENESS = 10
 # Seconds that a process waits for its thread as it ends.
 END = 2.0
 
@@ -129,6 +133,7 @@ class Writer:
         self._thread.join(timeout=END)
 
     def _serve(self) -> None:
+        give_way()
         while (job := self._jobs.get()) is not None:
             try:
                 self._error = self._save(job)
@@ -228,6 +233,17 @@ class Writer:
     def _pause(self) -> None:
         if self._over.wait(BETWEEN):
             raise Abandoned
+
+
+def give_way() -> None:
+    """Let other threads have the cores first: Linux has a niceness of each thread.
+
+    Where training takes all cores, as on a CPU, steps would stand still for the seconds of the write.
+    """
+    if sys.platform == "linux":
+        thread = get_native_id()
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 def state_file(rank: int) -> str:
