@@ -321,7 +321,8 @@ class Checkpointer:
         self._token = gathered[0][1]
 
     def _candidates(self) -> list[Path]:
-        remove_leftovers(self.folder)
+        if left := remove_leftovers(self.folder):
+            self._say(f"what earlier runs left could not be removed: {', '.join(left)}")
         return checkpoints(self.folder)
 
     def _load(self, path: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -156,3 +157,56 @@ def test_a_step_that_was_saved_before_is_saved_as_it_is_now(run: Running, tmp_pa
         expected = state_of(pm, opt)
         pm.load(ckpt.save(), optimizer=opt)
         assert_same(state_of(pm, opt), expected)
+
+
+def refuse(patch: pytest.MonkeyPatch, call: str, part: str) -> None:
+    """Let a call of `os` fail for paths that have `part` in them, as it does where files are another user's."""
+    right = getattr(os, call)
+
+    def refused(path: Any, *others: Any) -> Any:
+        if part in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return right(path, *others)
+
+    patch.setattr(os, call, refused)
+
+
+@pytest.mark.parametrize("call, part", [("unlink", "step-00000001.gone"), ("rename", "step-00000001")])
+def test_one_that_cannot_be_removed_ends_no_run(
+    tmp_path: Path,
+    call: str,
+    part: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What is told is that the new one is there, and what stays; once, and training goes on."""
+    pm, opt = running()
+    with pm.checkpointer(tmp_path, opt, every=1, keep=1) as ckpt:
+        for step in range(4):
+            train(pm, opt, 1)
+            if step == 1:
+                refuse(monkeypatch, call, part)
+            assert ckpt.step()
+            ckpt._writer_here.wait(60)
+    told = capsys.readouterr().err
+    assert f"{tmp_path / 'step-00000002'} is saved and complete; what is not needed any more" in told
+    assert f"could not be removed: {tmp_path / part}" in told and "(Permission denied)" in told
+    assert told.count("could not be removed") == 1
+    first, *others = names(tmp_path)
+    assert first.startswith(part) and others == ["step-00000004"]
+    with pm.checkpointer(tmp_path, opt, every=1, keep=1) as ckpt:
+        assert ckpt.resume() == tmp_path / "step-00000004"
+    told = capsys.readouterr().err
+    assert ("what earlier runs left could not be removed" in told) == (call == "unlink")
+    pm.close()
+
+
+def test_what_a_save_has_replaced_and_cannot_remove_is_a_warning(
+    run: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pm, opt = run
+    pm.save(tmp_path / "best", optimizer=opt)
+    refuse(monkeypatch, "unlink", ".old-")
+    with pytest.warns(UserWarning, match=r"best is saved and complete; .* could not be removed: .*best.old-"):
+        pm.save(tmp_path / "best", optimizer=opt)
+    pm.load(tmp_path / "best", optimizer=opt)

@@ -5,7 +5,7 @@ for other programs and `checkpoint.json` for this one. Whatever the moment at wh
 is the new checkpoint or the one before, complete (or stands beside as `.old-<token>`: `find`).
 
     part = begin(Path("ckpts/step-00001000"), token)        # one rank; then all write into it
-    finish(part, folder, ranks, about, names, extra)        # one rank, when all have left their reports
+    finish(part, folder, ranks, about, names, extra)        # one rank, when all have left their reports; then `sweep(folder)`
 
 Files are on the disk before the folder that names them, the folder before the rename, the rename before anything is removed.
 """
@@ -27,10 +27,10 @@ from autoptd.compat import storage_info
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.runtime.checkpoint.disk import (
     NewFile,
+    left_of,
     make_folder,
     new_file,
     remove_file,
-    remove_folder,
     rename,
     sync_folder,
     write_file,
@@ -197,18 +197,15 @@ def finish(
     write_file(part / MANIFEST, manifest.text())
     sync_folder(part)
     old = folder.with_name(f"{folder.name}{OLD}{part.name.rpartition(PART)[2]}")
-    if is_replaced := is_complete(folder):
+    if is_complete(folder):
         rename(folder, old)
     rename(part, folder)
     sync_folder(folder.parent)
-    if is_replaced:
-        remove_folder(old)
 
 
-def sweep(folder: Path) -> None:
-    """Remove what saves of this folder left that did not end, behind one that did."""
-    for path in [*beside(folder, PART), *beside(folder, OLD)]:
-        remove_folder(path)
+def sweep(folder: Path) -> list[str]:
+    """Remove what this save has replaced, and what others of this folder left that did not end; return what stays, and why."""
+    return [fact for path in [*beside(folder, PART), *beside(folder, OLD)] for fact in left_of(path)]
 
 
 def check_reports(part: Path, reports: Sequence[Report]) -> None:

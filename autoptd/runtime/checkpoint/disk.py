@@ -137,9 +137,19 @@ def remove_folder(path: Path) -> None:
         os.rmdir(path)
 
 
+def left_of(path: Path) -> list[str]:
+    """Remove a folder that is not needed; return what could not be removed, and why."""
+    try:
+        remove_folder(path)
+    except OSError as error:
+        return [f"{path} ({error.strerror or error})"]
+    return []
+
+
 __all__ = [
     "BLOCK_BYTES",
     "NewFile",
+    "left_of",
     "make_folder",
     "new_file",
     "remove_file",

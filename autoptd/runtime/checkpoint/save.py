@@ -12,6 +12,7 @@ They communicate through the folder alone; `save_rank` adds the collectives by w
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -91,11 +92,21 @@ def write_share(part: Path, staged: Staged, contents: Contents) -> None:
     leave_report(part, report)
 
 
-def commit(part: Path, folder: Path, ranks: Sequence[int], contents: Contents, extra: bytes) -> None:
-    """Make the folder a checkpoint, when `ranks` have left their reports; then remove what earlier saves of it left."""
+def commit(part: Path, folder: Path, ranks: Sequence[int], contents: Contents, extra: bytes) -> list[str]:
+    """Make the folder a checkpoint, when `ranks` have left their reports; then remove what earlier saves of it left.
+
+    What cannot be removed is returned: the checkpoint is complete all the same.
+    """
     with paused_collection():
         finish(part, folder, ranks, contents.about, contents.names, extra)
-    sweep(folder)
+    return sweep(folder)
+
+
+def text_of_left(folder: Path, left: Sequence[str]) -> str:
+    """Say that a save has succeeded, and what it could not remove."""
+    return (
+        f"{folder} is saved and complete; what is not needed any more could not be removed: {', '.join(left)}"
+    )
 
 
 def save_rank(
@@ -127,7 +138,8 @@ def agree_on_commit(world: World, part: Path, folder: Path, contents: Contents, 
     def act() -> None:
         if world.rank == 0:
             extra = merged([data for data, _ in found], [replica for _, replica in found])
-            commit(part, folder, range(world.mesh.size), contents, extra)
+            if left := commit(part, folder, range(world.mesh.size), contents, extra):
+                warnings.warn(f"{SITE}: {text_of_left(folder, left)}", stacklevel=2)
 
     agree(world, SITE, act)
 
@@ -164,6 +176,7 @@ __all__ = [
     "commit",
     "save_rank",
     "stage_rank",
+    "text_of_left",
     "tied_names",
     "with_losses",
     "write_share",

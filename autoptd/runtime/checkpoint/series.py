@@ -19,7 +19,7 @@ from pathlib import Path
 
 from autoptd.errors import PlanError
 from autoptd.runtime.checkpoint.commit import OLD, PART, find, is_complete, make_parents, marked
-from autoptd.runtime.checkpoint.disk import remove_folder, rename
+from autoptd.runtime.checkpoint.disk import left_of, rename
 from autoptd.runtime.checkpoint.manifest import check_files, read_checked, read_manifest
 
 GONE, DAMAGED, LOCK = ".gone-", ".damaged-", ".lock"
@@ -68,24 +68,31 @@ def put_aside(path: Path, token: str) -> Path:
     return aside
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove what saves and removals left that did not end; only where no run writes."""
+def remove_leftovers(folder: Path) -> list[str]:
+    """Remove what saves and removals left that did not end; return what stays, and why. Only where no run writes."""
+    left: list[str] = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         name = marked(path, OLD)
         is_replaced = bool(name) and is_complete(folder / name)
         if path.is_dir() and (marked(path, PART) or marked(path, GONE) or is_replaced):
-            remove_folder(path)
+            left += left_of(path)
+    return left
 
 
-def prune(folder: Path, keep: int | None, newest: Path, token: str) -> None:
-    """Remove all but the last `keep` checkpoints, and never the one that was just written."""
-    found = checkpoints(folder)
+def prune(folder: Path, keep: int | None, newest: Path, token: str) -> list[str]:
+    """Remove all but the last `keep` checkpoints, and never the one that was just written; return what stays, and why."""
+    found, left = checkpoints(folder), list[str]()
     for path in found[keep:] if keep is not None else []:
         if path != newest:
             gone = path.with_name(f"{path.name}{GONE}{token}")
             # A half-removed folder must not look like a checkpoint.
-            rename(find(path), gone)
-            remove_folder(gone)
+            try:
+                rename(find(path), gone)
+            except OSError as error:
+                left.append(f"{path} ({error.strerror or error})")
+            else:
+                left += left_of(gone)
+    return left
 
 
 class Lock:

@@ -30,7 +30,7 @@ from autoptd.errors import RuntimeFault
 from autoptd.runtime.checkpoint.commit import begin, part_of
 from autoptd.runtime.checkpoint.disk import remove_file, remove_folder, write_file
 from autoptd.runtime.checkpoint.extra import merged
-from autoptd.runtime.checkpoint.save import Contents, commit, with_losses, write_share
+from autoptd.runtime.checkpoint.save import Contents, commit, text_of_left, with_losses, write_share
 from autoptd.runtime.checkpoint.series import prune
 from autoptd.runtime.checkpoint.stage import Staged
 from autoptd.runtime.checkpoint.staging import Staging
@@ -88,6 +88,7 @@ class Writer:
     processes: int
     is_busy: bool = False
     _error: str = ""
+    _told_left: bool = False
     _jobs: SimpleQueue[Job | None] = field(default_factory=SimpleQueue)
     _idle: Event = field(default_factory=Event)
     _over: Event = field(default_factory=Event)
@@ -213,8 +214,12 @@ class Writer:
             remove_file(job.part / state_file(rank))
         contents = with_losses(job.contents, job.losses)
         extra = merged(states, list(job.replicas.values()))
-        commit(job.part, job.folder, range(self.size), contents, extra)
-        prune(job.folder.parent, job.keep, job.folder, job.token)
+        left = commit(job.part, job.folder, range(self.size), contents, extra)
+        left += prune(job.folder.parent, job.keep, job.folder, job.token)
+        if left and not self._told_left:
+            # The save has succeeded, and the run goes on.
+            self._told_left = True
+            print(f"autoptd: {text_of_left(job.folder, left)}", file=sys.stderr, flush=True)
 
     def _await_files(self, job: Job, paths: Sequence[Path], what: str) -> None:
         """Wait until files of others are to be seen; RuntimeFault that names those that are not."""
