@@ -89,6 +89,9 @@ class Writer:
     is_busy: bool = False
     _error: str = ""
     _told_left: bool = False
+    # It was waited for too long; for whom, if the store says it.
+    _is_late: bool = False
+    _missing: str = "another rank is gone, or the store does not answer"
     _jobs: SimpleQueue[Job | None] = field(default_factory=SimpleQueue)
     _idle: Event = field(default_factory=Event)
     _over: Event = field(default_factory=Event)
@@ -121,8 +124,9 @@ class Writer:
         """Wait for the save under way; RuntimeFault where nothing went on for `limit` seconds."""
         while not self._idle.wait(BETWEEN):
             if time.monotonic() - self._progress > limit:
+                self._is_late = True
                 self.close()
-                fact = f"a save has not gone on for {limit:g} s: another rank is gone, or the store does not answer"
+                fact = f"a save has not gone on for {limit:g} s: {self._missing}"
                 raise RuntimeFault(SITE, fact, "look at the other ranks' own output, or raise timeout=")
 
     def close(self, patience: float = 0.0) -> None:
@@ -140,6 +144,8 @@ class Writer:
                 self._error = self._save(job)
             except Abandoned:
                 self._error = "the run ended before it was complete"
+                if self._is_late:
+                    self._missing = self._who_is_missing(job)
             except Exception as exc:
                 # The store is gone.
                 self._error = f"rank {self.rank}: {type(exc).__name__}: {exc}"
@@ -157,6 +163,7 @@ class Writer:
         except Exception as exc:
             self.box.put(job.key("error"), f"rank {self.rank}: {exc or type(exc).__name__}")
         self._progress = time.monotonic()
+        self.box.put(job.key(f"ended {self.rank}"), "")
         self.box.add(job.key("ended"))
         if self.rank == 0:
             self.box.put(job.key("outcome"), self._lead(job))
@@ -203,6 +210,15 @@ class Writer:
             with suppress(OSError):
                 remove_folder(job.part)
         return error
+
+    def _who_is_missing(self, job: Job) -> str:
+        ranks = [rank for rank in range(self.processes) if self.box.get(job.key(f"ended {rank}")) is None]
+        if self._begun(job) is None:
+            # The others wait for it.
+            ranks = [0]
+        if not ranks:
+            return "all ranks have ended their parts, and rank 0 does not complete it"
+        return f"no part of it came from rank {', '.join(map(str, ranks))}: all ranks have to call save"
 
     def _commit(self, job: Job) -> None:
         files = [job.part / report_file(rank) for rank in range(self.size)]
