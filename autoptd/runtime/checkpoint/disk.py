@@ -30,6 +30,7 @@ class NewFile:
         self._buffer = bytearray()
         self.nbytes = 0
         self.crcs: list[int] = []
+        self.failure: OSError | None = None
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         view = memoryview(data).cast("B")
@@ -84,8 +85,12 @@ class NewFile:
         self._buffer = bytearray()
 
     def _put(self, view: memoryview) -> None:
-        while view:
-            view = view[os.write(self._descriptor, view) :]
+        try:
+            while view:
+                view = view[os.write(self._descriptor, view) :]
+        except OSError as error:
+            self.failure = error
+            raise
 
 
 @contextmanager
@@ -95,6 +100,9 @@ def new_file(path: Path) -> Iterator[NewFile]:
     try:
         yield file
         file.finish()
+    except Exception as error:
+        # torch.save covers what failed by an error of its own: the archive does not end where it should.
+        raise file.failure or error
     finally:
         file.close()
 
