@@ -34,7 +34,7 @@ from autoptd.runtime.checkpoint.extra import check_objects, own_state
 from autoptd.runtime.checkpoint.groups import warn_of_others
 from autoptd.runtime.checkpoint.pace import checked_pace
 from autoptd.runtime.checkpoint.restore import agree, attempted
-from autoptd.runtime.checkpoint.save import stage_rank
+from autoptd.runtime.checkpoint.save import replicas_of_states, stage_rank
 from autoptd.runtime.checkpoint.series import (
     Lock,
     checkpoints,
@@ -381,17 +381,6 @@ class Checkpointer:
     def _say(self, text: str) -> None:
         if self._ranks.has_rank_0:
             print(f"autoptd: {text}", file=sys.stderr, flush=True)
-
-
-def replicas_of_states(mesh: Any) -> dict[int, int]:
-    """Return for each rank the replica whose extra states it hands in, -1 where another rank does."""
-    others = (*mesh.value_axes, *mesh.stage_axes)
-    found = {}
-    for rank in range(mesh.size):
-        coordinate = mesh.coordinate(rank)
-        leads = not any(coordinate[axis] for axis in others)
-        found[rank] = mesh.replica_of(rank) if leads else -1
-    return found
 
 
 def failed_fault(error: str) -> RuntimeFault:

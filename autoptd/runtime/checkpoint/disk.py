@@ -101,8 +101,10 @@ def new_file(path: Path) -> Iterator[NewFile]:
         yield file
         file.finish()
     except Exception as error:
-        # torch.save covers what failed by an error of its own: the archive does not end where it should.
-        raise file.failure or error
+        if file.failure not in (None, error):
+            # torch.save covers what failed by an error of its own: the archive does not end where it should.
+            raise file.failure from error
+        raise
     finally:
         file.close()
 

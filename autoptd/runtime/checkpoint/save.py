@@ -24,6 +24,7 @@ import torch
 
 from autoptd.errors import PlanError
 from autoptd.ir.garbage import paused_collection
+from autoptd.ir.mesh import Mesh
 from autoptd.ir.types import Segmented
 from autoptd.program.program import Program
 from autoptd.runtime.checkpoint.commit import begin, finish, new_token, part_of, path_of, sweep
@@ -151,6 +152,17 @@ def replica_of_state(world: World) -> int:
     return world.replica if leads else -1
 
 
+def replicas_of_states(mesh: Mesh) -> dict[int, int]:
+    """Return for each rank the replica whose extra states it hands in, -1 where another rank does."""
+    others = (*mesh.value_axes, *mesh.stage_axes)
+    found = {}
+    for rank in range(mesh.size):
+        coordinate = mesh.coordinate(rank)
+        leads = not any(coordinate[axis] for axis in others)
+        found[rank] = mesh.replica_of(rank) if leads else -1
+    return found
+
+
 def _prepared(
     prepare: Callable[[], tuple[Contents, bytes | None]], folder: Path, first: str
 ) -> tuple[Contents, bytes | None]:
@@ -174,6 +186,7 @@ __all__ = [
     "Contents",
     "about_model",
     "commit",
+    "replicas_of_states",
     "save_rank",
     "stage_rank",
     "text_of_left",
