@@ -46,7 +46,7 @@ from autoptd.runtime.checkpoint.series import (
 )
 from autoptd.runtime.checkpoint.stage import Staged
 from autoptd.runtime.checkpoint.staging import staging_of
-from autoptd.runtime.checkpoint.writer import SITE, Job, Writer
+from autoptd.runtime.checkpoint.writer import SITE, Job, Writer, replicas_of_states
 from autoptd.runtime.flags import Flags, FlagWatch, Signals
 from autoptd.runtime.launch import Rank
 from autoptd.runtime.world.mailbox import mailbox_of
@@ -182,8 +182,7 @@ class Checkpointer:
         if self._losses_before and loss is not None:
             self._look_at(float(loss))
         self._pace.observe(self._writer_here.is_busy)  # PlanError outside of the block
-        if news := self._pace.news():
-            self._say(news)
+        self._say(self._pace.news())
         known = self._known
         self._seen_step = now = self._pm.steps
         if known.failed:
@@ -379,7 +378,7 @@ class Checkpointer:
         return self._all(what, run)  # type: ignore[no-any-return]
 
     def _say(self, text: str) -> None:
-        if self._ranks.has_rank_0:
+        if text and self._ranks.has_rank_0:
             print(f"autoptd: {text}", file=sys.stderr, flush=True)
 
 

@@ -9,6 +9,8 @@ four. What is saved is parameters and both moments in float32, each element once
 - stall: the slowest of the steps around an asynchronous save less the median of the others. Ours is `pm.checkpointer` around
   a training loop; `dcp.async_save` is called between two steps, with a group of its own. Beside them the seconds in which a
   process copies what it writes.
+- of one rank: four processes load what one has saved by pm.save, which dcp.load reads as well, ours at t=4; with the bytes
+  that the rank reads that reads most. dcp's reader takes a saved tensor whole, whatever it needs of it.
 
 Seconds of the slowest rank, medians over turns; all forms take turns in the same processes.
 
@@ -28,6 +30,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -38,6 +41,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 
 import autoptd
+from autoptd.runtime.checkpoint.restore import Restoration
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -58,8 +62,9 @@ BETWEEN = 6
 class Ours:
     """`parallelize` at t=2, d=2."""
 
-    def __init__(self, model: GPT, ids: Tensor, targets: Tensor) -> None:
-        self.pm = autoptd.parallelize(model, t=2, d=2, num_microbatches=1, example_inputs=(ids, targets))
+    def __init__(self, model: GPT, ids: Tensor, targets: Tensor, **keywords: Any) -> None:
+        keywords = keywords or {"t": 2, "d": 2}
+        self.pm = autoptd.parallelize(model, num_microbatches=1, example_inputs=(ids, targets), **keywords)
         self.optimizer = self.pm.optimizer(torch.optim.AdamW, **ADAMW)
         self.batch = self.pm.local_batch(ids, targets)
 
@@ -118,9 +123,9 @@ class Theirs:
     def save(self, folder: Path) -> None:
         dcp.save(self.state(), checkpoint_id=folder)
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, reader: dcp.FileSystemReader | None = None) -> None:
         state = self.state()
-        dcp.load(state, checkpoint_id=folder)
+        dcp.load(state, checkpoint_id=folder, storage_reader=reader)
         set_state_dict(
             self.model,
             self.optimizer,
@@ -160,7 +165,49 @@ def measure(turns: int, root: str) -> Row:
         "pm.checkpointer": stall_of_ours(ours, folder / "run", turns),
         "dcp.async_save": stall_of_theirs(theirs, folder / "async", turns),
     }
-    return {"bytes": nbytes, "seconds": seconds, "stalls": stalls}
+    found = {"bytes": nbytes, "seconds": seconds, "stalls": stalls}
+    return {**found, "of one rank": of_one_rank(theirs, model, ids, targets, turns, folder / "one")}
+
+
+class CountingReader(dcp.FileSystemReader):
+    """Counts the bytes of the items that it reads."""
+
+    nbytes = 0
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        self.nbytes += sum(self.storage_data[item.storage_index].length for item in plan.items)
+        return super().read_data(plan, planner)
+
+
+def of_one_rank(
+    theirs: Theirs, model: GPT, ids: Tensor, targets: Tensor, turns: int, folder: Path
+) -> dict[str, Row]:
+    """Let one process save, and all load: seconds, and the bytes of the rank that reads most."""
+    if dist.get_rank() == 0:
+        alone = Ours(model, ids, targets, backend="local")
+        alone.step()
+        alone.save(folder)
+        alone.pm.close()
+    ours, read = Ours(model, ids, targets, t=RANKS), dict.fromkeys(("pm.load", "dcp.load"), 0)
+    ours.step()
+
+    def by_ours(turn: int) -> None:
+        with mock.patch.object(Restoration, "spread", counted):
+            ours.load(folder)
+
+    def counted(self: Restoration) -> None:
+        read["pm.load"] = self.nbytes
+        spread(self)
+
+    def by_theirs(turn: int) -> None:
+        reader = CountingReader(folder)
+        theirs.load(folder, reader)
+        read["dcp.load"] = reader.nbytes
+
+    spread = Restoration.spread
+    seconds = in_turns({"pm.load": by_ours, "dcp.load": by_theirs}, turns)
+    most = {name: int(slowest([nbytes])) for name, nbytes in read.items()}
+    return {name: {"seconds": taken, "bytes": most[name]} for name, taken in seconds.items()}
 
 
 def clear(folder: Path) -> None:
@@ -256,6 +303,10 @@ def show(found: Row) -> None:
     for name in ("pm.checkpointer", "dcp.async_save"):
         stall, step = stalls[name]["stall"], stalls[name]["step"]
         print(f"  {name:<24}{1e3 * stall:>8.0f} ms stall, a step takes {1e3 * step:.0f} ms", flush=True)
+    for name, row in found["of one rank"].items():
+        print(
+            f"  {name + ' of one rank':<24}{row['seconds']:>8.2f} s, a rank reads {row['bytes'] / 1e6:.0f} MB"
+        )
 
 
 def picture(found: Row) -> Figure:

@@ -230,7 +230,11 @@ def _checkpoints(found: Found) -> list[str]:
     rows = [["copying a share", f"{1e3 * stalls['clone']:.0f}", ""]]
     for name in ("pm.checkpointer", "dcp.async_save"):
         rows.append([name, *(f"{1e3 * stalls[name][what]:.0f}" for what in ("stall", "step"))])
-    return [first, _table(["asynchronous", "stall, ms", "a step, ms"], rows)]
+    tables = [first, _table(["asynchronous", "stall, ms", "a step, ms"], rows)]
+    if one := found.get("of one rank"):
+        rows = [[name, f"{row['seconds']:.2f}", f"{row['bytes'] / 1e6:.0f}"] for name, row in one.items()]
+        tables.append(_table(["what one rank saved, by four", "seconds", "MB that a rank reads"], rows))
+    return tables
 
 
 def _restart(found: Found) -> list[str]:
