@@ -52,6 +52,9 @@ def flat_places(program: Program, pipeline_rank: int) -> dict[str, tuple[BucketP
     """Return by parameter the bucket that replicas share, and where in it the parameter begins."""
     mesh = program.mesh
     places: dict[str, tuple[BucketPlan, int]] = {}
+    # Buckets of a large model take a while to plan.
+    if not any(spec.sharing_axis for spec in program.params):
+        return places
     for plan in plan_buckets(program.params, program.orders, program.ranks, mesh, pipeline_rank):
         if plan.sharing_axis and mesh.degree(plan.sharing_axis) > 1:
             places |= {place.spec.name: (plan, place.start) for place in plan.places(mesh)}
@@ -129,16 +132,19 @@ def share_stage(program: Program, pipeline_rank: int, keys: StateKeys) -> Shares
 
 def checkpoint_bytes(program: Program, keys: StateKeys) -> tuple[int, int]:
     """Return the bytes that all ranks write together: of parameters, and of the optimizer's state of them."""
-    sums = [0, 0]
+    sums, counts = [0, 0], dict[object, int]()
     for pipeline_rank in range(program.mesh.pipeline_ranks):
         groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
         ranks = program.mesh.ranks_at(pipeline_rank)
         places = flat_places(program, pipeline_rank)
         for spec in owned(program, pipeline_rank):
-            found = stored_by_groups(spec, program.mesh, ranks, places, groups)
-            count = sum(part.numel for _, parts in found for part in parts)
-            sums[0] += count * itemsize(spec.storage.dtype)
-            sums[1] += count * sum(keys.get(spec.name, {}).values())
+            # Layers are alike, unless each of their parameters lies elsewhere in a flat range.
+            kind = spec.name if spec.name in places else (spec.shape, spec.dims, spec.use, spec.storage)
+            if kind not in counts:
+                found = stored_by_groups(spec, program.mesh, ranks, places, groups)
+                counts[kind] = sum(part.numel for _, parts in found for part in parts)
+            sums[0] += counts[kind] * itemsize(spec.storage.dtype)
+            sums[1] += counts[kind] * sum(keys.get(spec.name, {}).values())
     return sums[0], sums[1]
 
 
