@@ -4,7 +4,8 @@ examples/train.py on 8 processes of one thread over gloo, t=2, p=2, d=2, under t
 steps. When the run has saved, one rank gets SIGKILL. torchrun ends the others and starts all of them again; they load the last
 complete checkpoint and go on. Each part is that of the rank on which it ends last:
 
-- end: from the kill until the last old process is gone: ranks notice, report, and torchrun, which has sent them SIGTERM, waits.
+- fault: from the kill until the last rank has noticed, knows who is gone, and has left its checkpointer.
+- end: until the last old process is gone; torchrun, which has sent them SIGTERM, waits.
 - agent: until torchrun has made the last new process.
 - import: Python, torch, autoptd.
 - model: the script builds its model, reads its text.
@@ -59,7 +60,7 @@ PARTS = {
     "load": "resume ends",
     "step": "step",
 }
-ALL_PARTS = ("end", *PARTS)
+ALL_PARTS = ("fault", "end", *PARTS)
 
 
 def start(root: Path, sizes: list[str]) -> subprocess.Popen[bytes]:
@@ -129,7 +130,10 @@ def one_turn(root: Path, sizes: list[str]) -> Row:
         # torchrun hands it on; the ranks save, and end.
         run.terminate()
         run.wait(LIMIT)
-    times = {"end": ended}
+    failed = [
+        mark["at"] for rank in range(RANKS) for mark in marks_of(root, 0, rank) if mark["what"] == "failed"
+    ]
+    times = {"fault": max(failed, default=killed), "end": ended}
     for part, what in PARTS.items():
         times[part] = max(at_of(marks_of(root, 1, rank), what) for rank in range(RANKS))
     first = min(mark["step"] for mark in marks_of(root, 1, 0) if mark["what"] == "step")

@@ -61,9 +61,10 @@ def main(folder: Path, arguments: list[str]) -> None:
     import autoptd
     from autoptd.checkpointer import Checkpointer
 
-    marks.add("imported")
     marks.around(torch.distributed, "init_process_group", "group")
+    # Asking for it imports the compiler.
     marks.around(autoptd, "parallelize", "parallelize")
+    marks.add("imported")
     marks.around(Checkpointer, "resume", "resume")
     right = Checkpointer.step
 
@@ -75,7 +76,12 @@ def main(folder: Path, arguments: list[str]) -> None:
     script = Path(__file__).parents[2] / "examples" / "train.py"
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
-    runpy.run_path(str(script), run_name="__main__")
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except BaseException:
+        # Behind what the run says of the fault, and the end of its checkpointer.
+        marks.add("failed")
+        raise
 
 
 if __name__ == "__main__":
