@@ -46,7 +46,7 @@ from autoptd.runtime.checkpoint.series import (
 )
 from autoptd.runtime.checkpoint.stage import Staged
 from autoptd.runtime.checkpoint.staging import staging_of
-from autoptd.runtime.checkpoint.writer import SITE, Job, Writer, replicas_of_states
+from autoptd.runtime.checkpoint.writer import SITE, Job, Writer
 from autoptd.runtime.flags import Flags, FlagWatch, Signals
 from autoptd.runtime.launch import Rank
 from autoptd.runtime.world.mailbox import mailbox_of

@@ -27,7 +27,6 @@ from threading import Event, Thread, get_native_id
 import torch
 
 from autoptd.errors import RuntimeFault
-from autoptd.ir.mesh import Mesh
 from autoptd.runtime.checkpoint.commit import begin, part_of
 from autoptd.runtime.checkpoint.disk import remove_file, remove_folder, write_file
 from autoptd.runtime.checkpoint.extra import merged
@@ -272,15 +271,4 @@ def state_file(rank: int) -> str:
     return f"state-{rank}.pt"
 
 
-def replicas_of_states(mesh: Mesh) -> dict[int, int]:
-    """Return for each rank the replica whose extra states it hands in, -1 where another rank does."""
-    others = (*mesh.value_axes, *mesh.stage_axes)
-    found = {}
-    for rank in range(mesh.size):
-        coordinate = mesh.coordinate(rank)
-        leads = not any(coordinate[axis] for axis in others)
-        found[rank] = mesh.replica_of(rank) if leads else -1
-    return found
-
-
-__all__ = ["Job", "Writer", "replicas_of_states"]
+__all__ = ["Job", "Writer"]
