@@ -303,3 +303,30 @@ def test_buffers_and_plain_tensors_have_their_values() -> None:
         assert torch.equal(pm.state_dict()["kept"], reference.kept)
     finally:
         pm.close()
+
+
+class Normed(nn.Module):
+    """Its parametrization writes to buffers with `out=`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).square().mean()
+
+
+def test_buffers_that_the_forward_changes_are_refused_alike() -> None:
+    told = []
+    plain = Normed()
+    with autoptd.deferred():
+        without_memory = Normed()
+    for model in (plain, without_memory):
+        with pytest.raises(PlanError, match="weight.0._u is changed by the forward. Remedy: keep") as caught:
+            autoptd.compile(model, t=2, example_inputs=(torch.ones(4, 8),))
+        told.append(str(caught.value))
+    assert told[0] == told[1]
+    # Not in eval mode: it is then a model like others.
+    pm = autoptd.parallelize(plain.eval(), t=2, backend="local", example_inputs=(torch.ones(4, 8),))
+    assert float(pm.step(torch.ones(4, 8))) == pytest.approx(float(plain(torch.ones(4, 8))), rel=1e-5)
+    pm.close()

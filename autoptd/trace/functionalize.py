@@ -44,6 +44,8 @@ def functionalize(graph: Graph) -> None:
         # Readers behind a write read what it left, under whatever name they know it.
         node.args = map_arg(node.args, lambda arg: latest.get(arg, arg))
         node.kwargs = map_arg(node.kwargs, lambda arg: latest.get(arg, arg))
+        for target in _outs(node):
+            _check_fresh(node, _views_to_base(target), position, latest)
         if not _writes(node):
             continue
         target = node.args[0]
@@ -72,6 +74,15 @@ def _writes(node: Node) -> bool:
     return (
         name.startswith("aten.") and name.endswith("_") and not name.endswith("__") and name != "aten.detach_"
     )
+
+
+def _outs(node: Node) -> list[Node]:
+    """What an operator is told to write its results to, by `out=`."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    names = [arg.name for arg in node.target._schema.arguments if arg.kwarg_only and arg.is_out]
+    found = (node.kwargs.get(name) for name in names)
+    return [target for target in found if isinstance(target, Node)]
 
 
 def _is_same(target: Node, source: Any) -> bool:
@@ -119,7 +130,7 @@ def _check_fresh(node: Node, views: list[Node], position: dict[Node, int], lates
         is_norm = record.name.endswith(("num_batches_tracked", "running_mean", "running_var"))
         if is_norm:
             fact += ": batch norm in training mixes the samples of the batch"
-        raise PlanError(site(node), fact, NORMS if is_norm else "keep buffers constant in forward")
+        raise PlanError(site(node), fact, NORMS if is_norm else "keep buffers constant in forward, or model.eval()")
     if record.kind == "param":
         fact = f"parameter {record.name} is changed in place"
         raise TraceError(site(node), fact, "do not write to parameters in forward")
