@@ -11,14 +11,14 @@ from typing import Any
 
 from autoptd.errors import PlanError
 
-UNIT_BYTES = {"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "KB": 1e3, "MB": 1e6, "GB": 1e9}
+UNIT_BYTES = {"kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "kb": 1e3, "mb": 1e6, "gb": 1e9}
 
 
 def parse_bytes(text: str) -> float:
-    """Return the bytes of `80e9`, `80GB` or `80GiB`; ValueError for what is not a number of bytes."""
+    """Return the bytes of `80e9`, `80GB` or `80 gib`, in any case; ValueError for what is not a number of bytes."""
     for unit, nbytes in UNIT_BYTES.items():
-        if text.endswith(unit):
-            return float(text.removesuffix(unit)) * nbytes
+        if text.strip().lower().endswith(unit):
+            return float(text.strip().lower().removesuffix(unit)) * nbytes
     return float(text)
 
 
