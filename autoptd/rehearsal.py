@@ -22,7 +22,7 @@ import torch
 from autoptd.compat import TorchDispatchMode, tree_leaves
 from autoptd.ir.actions import Action
 from autoptd.on_meta import AsOnCpu
-from autoptd.program.program import Program
+from autoptd.program.program import Program, check_program
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.again import Activations
 from autoptd.runtime.executor import Executor
@@ -53,6 +53,7 @@ class _Change(NamedTuple):
 
 def peak_memory(program: Program) -> tuple[Peak, ...]:
     """Return the fullest moment of a step with AdamW, of every pipeline rank."""
+    check_program("autoptd.peak_memory", program)
     # Kernels of a device have nothing to compute.
     fuse = "eager" if program.fuse else False
     buffers = {name: buffer.to("meta") for name, buffer in program.buffers.items()}

@@ -148,3 +148,18 @@ def test_memory_is_a_promise() -> None:
     assert max(program.costs.cut.peak_bytes) == program.plan["relief"]["peak_bytes"] <= bound
     assert [peak.nbytes for peak in autoptd.peak_memory(program)] == list(program.costs.cut.peak_bytes)
     assert any(program.costs.cut.again_seconds)
+
+
+def test_a_running_model_is_no_program() -> None:
+    small = GPT(GPTConfig(n_embd=16, n_head=2, n_layer=1, block_size=LENGTH, vocab_size=VOCAB))
+    pm = autoptd.parallelize(small, example_inputs=batch(4), backend="local")
+    try:
+        for call in (autoptd.peak_memory, lambda it: autoptd.predict_program(it, "dgx-h100")):
+            told = r"takes a Program, and got a ParallelModel\. Remedy: its program: pm\.program"
+            with pytest.raises(autoptd.PlanError, match=told):
+                call(pm)
+            with pytest.raises(autoptd.PlanError, match=r"got a GPT\. Remedy: what autoptd\.compile"):
+                call(model())  # type: ignore[arg-type]
+            assert call(pm.program)
+    finally:
+        pm.close()

@@ -29,7 +29,7 @@ from autoptd.planner.setting import Setting
 from autoptd.planner.terms import OPTIMIZER_BYTES, Passes
 from autoptd.planner.time import Clock
 from autoptd.program.costs import ProductCosts
-from autoptd.program.program import Program
+from autoptd.program.program import Program, check_program
 from autoptd.program.specs import Collective
 from autoptd.schedule import Simulation, simulate
 
@@ -49,6 +49,7 @@ def predict_program(
     what it steps; "activations" at the fullest moment of the simulated step; and the allocator's slack and the context,
     as `predict` adds them.
     """
+    check_program("autoptd.predict_program", program)
     cluster = find_cluster(cluster).with_software(software)
     found = _Reader(program, cluster)
     # Orders and messages are the program's own; `predict` rebuilds them from the degrees.

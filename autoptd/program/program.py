@@ -295,4 +295,12 @@ def _placement(record: dict[str, Any]) -> Placement:
     return Placement(**{**record, "layout": Layout(types)})
 
 
-__all__ = ["Picture", "Program"]
+def check_program(site: str, given: Any) -> None:
+    """Raise PlanError for what is no program: a running model, mostly, which has one."""
+    if not isinstance(given, Program):
+        has_one = isinstance(getattr(given, "program", None), Program)
+        remedy = "its program: pm.program" if has_one else "what autoptd.compile returns"
+        raise PlanError(site, f"takes a Program, and got a {type(given).__name__}", remedy)
+
+
+__all__ = ["Picture", "Program", "check_program"]
