@@ -322,7 +322,9 @@ def test_buffers_that_the_forward_changes_are_refused_alike() -> None:
     with autoptd.deferred():
         without_memory = Normed()
     for model in (plain, without_memory):
-        with pytest.raises(PlanError, match="weight.0._u is changed by the forward. Remedy: keep") as caught:
+        with pytest.raises(
+            PlanError, match=r"weight\.0\._u is changed by the forward\. Remedy: keep"
+        ) as caught:
             autoptd.compile(model, t=2, example_inputs=(torch.ones(4, 8),))
         told.append(str(caught.value))
     assert told[0] == told[1]

@@ -130,7 +130,9 @@ def _check_fresh(node: Node, views: list[Node], position: dict[Node, int], lates
         is_norm = record.name.endswith(("num_batches_tracked", "running_mean", "running_var"))
         if is_norm:
             fact += ": batch norm in training mixes the samples of the batch"
-        raise PlanError(site(node), fact, NORMS if is_norm else "keep buffers constant in forward, or model.eval()")
+        raise PlanError(
+            site(node), fact, NORMS if is_norm else "keep buffers constant in forward, or model.eval()"
+        )
     if record.kind == "param":
         fact = f"parameter {record.name} is changed in place"
         raise TraceError(site(node), fact, "do not write to parameters in forward")

@@ -228,3 +228,45 @@ def test_replicas_with_positions_of_their_own() -> None:
     assert loader.at == 8
     with pytest.warns(UserWarning, match="2 processes had random numbers of their own, and there are 4 now"):
         restore(content, {"same": loader}, Place(0, 4, 0, 4), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.optim.AdamW, pytest.param(torch.optim.SGD, marks=pytest.mark.thorough)]
+)
+def test_settings_that_are_numbers_of_numpy(tmp_path: Path, kind: Any) -> None:
+    """They come back as such, since products with them are rounded in their dtype; a scheduler that has them goes on."""
+    numpy = pytest.importorskip("numpy")
+
+    def start() -> tuple[Any, Any, Any]:
+        settings: dict[str, Any] = {"lr": numpy.float32(1e-3), "weight_decay": numpy.float64(0.1)}
+        if kind is torch.optim.AdamW:
+            settings["betas"] = (numpy.float64(0.9), 0.95)
+        pm, optimizer = running(None, kind, settings, t=2)
+        return pm, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
+
+    def go_on(pm: Any, optimizer: Any, scheduler: Any) -> list[float]:
+        losses = []
+        for _ in range(3):
+            losses += train(pm, optimizer, 1)
+            scheduler.step()
+        return losses
+
+    whole = start()
+    go_on(*whole)
+    whole[0].save(tmp_path / "saved", optimizer=whole[1])
+    expected = go_on(*whole)
+    resumed = start()
+    resumed[0].load(tmp_path / "saved", optimizer=resumed[1])
+    resumed[2].load_state_dict({**resumed[2].state_dict(), "last_epoch": 3, "_step_count": 4})
+    assert go_on(*resumed) == expected
+    assert_same(state_of(*resumed[:2]), state_of(*whole[:2]))
+    for one, other in zip(resumed[1].param_groups, whole[1].param_groups, strict=True):
+        assert {key: type(value) for key, value in one.items()} == {
+            key: type(value) for key, value in other.items()
+        }
+    # For other programs they are Python's.
+    lr = {"optimizer.param_groups.0.lr": None}
+    torch.distributed.checkpoint.load(lr, checkpoint_id=str(tmp_path / "saved"), no_dist=True)
+    assert type(lr["optimizer.param_groups.0.lr"]) is float
+    whole[0].close()
+    resumed[0].close()

@@ -16,7 +16,7 @@ from typing import Any
 
 from autoptd.errors import PlanError
 from autoptd.runtime.checkpoint.manifest import GROUPS
-from autoptd.runtime.checkpoint.values import decode, encode
+from autoptd.runtime.checkpoint.values import decode, encode, without_numpy
 from autoptd.runtime.optimizer import NamedOptimizer
 
 SITE = "pm.load"
@@ -47,7 +47,7 @@ def group_objects(optimizer: NamedOptimizer) -> dict[str, Any]:
     """Return the settings of the groups by their names in torch.distributed.checkpoint."""
     objects: dict[str, Any] = {}
     for number, group in enumerate(optimizer.named_groups()):
-        objects |= {f"{GROUPS}{number}.{key}": value for key, value in group.items()}
+        objects |= {f"{GROUPS}{number}.{key}": without_numpy(value) for key, value in group.items()}
     return objects
 
 

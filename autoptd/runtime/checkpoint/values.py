@@ -1,4 +1,4 @@
-"""Values that are no tensors of a model, as JSON that gives them back exactly: tuples, small tensors, infinities.
+"""Values that are no tensors of a model, as JSON that gives them back exactly: tuples, small tensors, NumPy's numbers.
 
 In: what an optimizer has in a group, or in the state of a parameter. Out: plain JSON, and the value again.
 
@@ -9,6 +9,7 @@ In: what an optimizer has in a group, or in the state of a parameter. Out: plain
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ PLAIN = (bool, int, str, type(None))
 
 def encode(value: Any, site: str) -> Any:
     """Return a value as JSON; PlanError for one that would not come back."""
+    if is_numpy_number(value):
+        # Of its own type: products with a float32 are rounded to float32, those with its value as a float are not.
+        return {"numpy": value.dtype.name, "value": encode(value.item(), site)}
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, float):
@@ -46,6 +50,10 @@ def decode(value: Any) -> Any:
         return value
     if "float" in value:
         return float(value["float"])
+    if "numpy" in value:
+        import numpy
+
+        return numpy.dtype(value["numpy"]).type(decode(value["value"]))
     if "tuple" in value:
         return tuple(map(decode, value["tuple"]))
     if "tensor" in value:
@@ -53,4 +61,22 @@ def decode(value: Any) -> Any:
     return {key: decode(item) for key, item in value["dict"].items()}
 
 
-__all__ = ["decode", "encode"]
+def is_numpy_number(value: Any) -> bool:
+    """Tell whether a value is a number of NumPy's, as schedules that are computed by it set as a learning rate."""
+    numpy = sys.modules.get("numpy")
+    # A long double is none of Python's numbers.
+    return (
+        numpy is not None
+        and isinstance(value, numpy.generic)
+        and isinstance(value.item(), (bool, int, float))
+    )
+
+
+def without_numpy(value: Any) -> Any:
+    """Return a value for other programs: numbers of NumPy's as Python's, which are read without unpickling code."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(without_numpy, value))
+    return value.item() if is_numpy_number(value) else value
+
+
+__all__ = ["decode", "encode", "without_numpy"]
