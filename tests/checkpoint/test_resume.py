@@ -270,3 +270,24 @@ def test_settings_that_are_numbers_of_numpy(tmp_path: Path, kind: Any) -> None:
     assert type(lr["optimizer.param_groups.0.lr"]) is float
     whole[0].close()
     resumed[0].close()
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.optim.NAdam, pytest.param(torch.optim.ASGD, marks=pytest.mark.thorough)]
+)
+def test_numbers_without_dims_go_from_zero_to_zero_and_back(tmp_path: Path, kind: Any) -> None:
+    """With zero=1 a parameter without dims is stored as one element, as its moments are, and its numbers are not."""
+    whole, optimizer = running(Scaled(), kind, d=2)
+    expected = train(whole, optimizer, 5)
+    losses: list[float] = []
+    for number, mesh in enumerate([{"zero": 1}, {}, {"zero": 1}, {"zero": 1}, {}]):
+        pm, again = running(Scaled(), kind, d=2, **mesh)
+        if number:
+            pm.load(tmp_path / str(number - 1), optimizer=again)
+        losses += train(pm, again, 1)
+        pm.save(tmp_path / str(number), optimizer=again)
+        if number == 4:
+            assert_same(state_of(pm, again), state_of(whole, optimizer))
+        pm.close()
+    assert losses == expected
+    whole.close()
