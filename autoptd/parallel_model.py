@@ -25,7 +25,7 @@ from autoptd.errors import PlanError
 from autoptd.ir.mesh import Coordinate
 from autoptd.program.memory import StateMemory
 from autoptd.program.program import Picture
-from autoptd.runtime import check_batch, check_copies
+from autoptd.runtime import check_batch, check_copies, check_ranks
 from autoptd.runtime.batch import cut, flatten, is_call_in_one, take_rows
 from autoptd.runtime.check_call import check_call
 from autoptd.runtime.grad_norm import clip_gradients
@@ -206,6 +206,25 @@ class ParallelModel(StatefulModel):
         if self._loss_scale is not None:
             self._loss_scale.saw(norm)
         return norm
+
+    def check_ranks(self, *args: Any, **kwargs: Any) -> None:
+        """Raise RuntimeFault on all ranks where replicas do not compute the same, bit by bit. Collective.
+
+        Takes a global batch, the same on all ranks, of which every replica runs the first one's rows, twice, forward and
+        backward; nothing of it is kept. What differs is named with its rank: a weight that lost a bit, or a device that
+        computes wrongly. Needs kernels that give the same bits each time (`torch.use_deterministic_algorithms`), and says
+        where they do not. With one replica, only whether each rank computes the same twice.
+        """
+        ranks, program, mesh = self._started("check_ranks"), self.program, self.options.mesh
+        args, kwargs = take_rows(program, *self._arranged(args, kwargs), mesh.replicas, 0)
+        check_call(program, args, kwargs, 1)
+        scale = None if self._loss_scale is None else self._loss_scale.value
+
+        def check(rank: Rank) -> None:
+            rows = cut(program, args, kwargs, rank.executor.inputs, 0, rank.world.device)
+            check_ranks.check_ranks(rank, rows, scale)
+
+        ranks.unrecorded.run(check_ranks.SITE, check)
 
     def memory(self) -> dict[int, StateMemory]:
         """Count the bytes that the ranks of this process hold, by rank: parameters, gradients (of the last step),

@@ -47,7 +47,7 @@ def check_copies(params: RankParameters, states: Sequence[OptimizerState], step:
     params.wait()
     findings: list[str] = []
     for group, copies in _comparisons(params, states):
-        findings += _compare(group, copies)
+        findings += compare(group, copies, SITE)
     if agree_on_largest(world, torch.tensor(int(bool(findings)), device=world.device), SITE):
         by_rank = merge_over_ranks(world, {world.rank: findings}, SITE)
         # All ranks of a group find the same.
@@ -114,13 +114,13 @@ def _print_of_stored(
     return total
 
 
-def _compare(group: Group, mine: Prints) -> list[str]:
+def compare(group: Group, mine: Prints, site: str) -> list[str]:
     """Describe what differs between the ranks of a group: on which of them, where most have the same."""
     if group.size == 1 or not mine:
         return []
     own = torch.stack(list(mine.values()))
     # [rank, name]
-    prints = group.all_gather(own.unsqueeze(0), 0, SITE).t().tolist()
+    prints = group.all_gather(own.unsqueeze(0), 0, site).t().tolist()
     findings = []
     for name, values in zip(mine, prints, strict=True):
         usual, count = Counter(values).most_common(1)[0]
@@ -135,4 +135,4 @@ def _compare(group: Group, mine: Prints) -> list[str]:
     return findings
 
 
-__all__ = ["check_copies", "is_due"]
+__all__ = ["check_copies", "compare", "is_due"]

@@ -119,6 +119,8 @@ class Executor:
             # Looked up late: `gradients` does not exist before the first step.
             Kind.REDUCE: lambda action: self.gradients.reduce(action.stage),
         }
+        # Of whose rows dropout draws the masks.
+        self.replica = world.replica
         self._begin(())
 
     @cached_property
@@ -329,7 +331,7 @@ class Executor:
         """The dropout masks of a microbatch, by its first row in the global batch; None in an evaluation."""
         if not torch.is_grad_enabled():
             return None
-        first = (self.world.replica * self.program.num_microbatches + number) * self._rows
+        first = (self.replica * self.program.num_microbatches + number) * self._rows
         return Drawing(self.program.seed, self.steps, first, self._rows)
 
     def _backward(self, action: Action) -> None:

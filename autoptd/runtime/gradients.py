@@ -74,6 +74,8 @@ class Bucket:
         self.is_tied = bool(plan.tied)
         self.places, self.numel = plan.places(world.mesh), plan.numel(world.mesh)
         self.is_shared = bool(plan.sharing_axis)
+        # Is shown the gradients of this rank before they are summed; by `check_ranks`.
+        self.note: Callable[[str, torch.Tensor], None] | None = None
         # Parameters that got a gradient on this rank in any step (a fact of the program), and on any owner, once known.
         self.present: set[str] = set()
         self.present_anywhere: set[str] | None = None
@@ -104,6 +106,9 @@ class Bucket:
             if leaf.grad is not None and leaf.grad.data_ptr() != self.flat[start:].data_ptr():
                 self.flat[start:end].copy_(leaf.grad.reshape(-1))
             leaf.grad = None
+        if self.note is not None:
+            for spec, start, end in self.places:
+                self.note(spec.name, self.flat[start:end])
         self.pending = self._start_sums(self.early, Done(self.flat))
         self.flat = None
 

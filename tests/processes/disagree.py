@@ -95,6 +95,17 @@ def torch_clips(pm: ParallelModel, rank: int, update: Callable[[], Any]) -> None
     torch.nn.utils.clip_grad_norm_(pm.parameters(), 1.0)
 
 
+def computed_wrongly(pm: ParallelModel, rank: int, update: Callable[[], Any]) -> None:
+    pm.check_ranks(*batch(8))
+    if rank == 3:
+        pm.rank_parameters(rank)["transformer.wpe.weight"].data.mul_(2)
+    pm.check_ranks(*batch(8))
+
+
+def checked_by_rank(pm: ParallelModel, rank: int, update: Callable[[], Any]) -> None:
+    pm.check_ranks(*(x.roll(rank, 0) for x in batch(8)))
+
+
 def main() -> None:
     pipeline, replicas = {"t": 2, "p": 2}, {"t": 2, "d": 2}
     told = {
@@ -110,6 +121,8 @@ def main() -> None:
             (pipeline, torch_clips),
             (pipeline, evaluated_by_rank),
             (pipeline, loaded_by_rank),
+            (replicas, computed_wrongly),
+            (replicas, checked_by_rank),
         )
     }
     print(json.dumps(told))

@@ -35,6 +35,11 @@ def test_ranks_that_differ_are_named_on_all_ranks() -> None:
     assert said["torch_clips t=2 p=2"].startswith("PlanError: torch.nn.utils clipping")
     evaluated = said["evaluated_by_rank t=2 p=2"]
     assert evaluated.startswith("RuntimeFault: eval_step 1: ranks 1, 2, 3 got other inputs"), evaluated
+    wrong = said["computed_wrongly t=2 d=2"]
+    assert wrong.startswith("RuntimeFault: pm.check_ranks: the same rows give other bits: "), wrong
+    assert "the output of stage 0 is not the same on ranks 1, 3" in wrong
+    checked = said["checked_by_rank t=2 d=2"]
+    assert "is not the same on ranks 0, 2" in checked and "pass the same global batch" in checked, checked
     loaded = said["loaded_by_rank t=2 p=2"]
     what = "rank 3 got another state dict than rank 0: transformer.wpe.weight differs."
     assert loaded.startswith(f"RuntimeFault: load_state_dict: {what}"), loaded
