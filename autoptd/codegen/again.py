@@ -15,7 +15,7 @@ Its arguments are those of the method that it needs, by their names, then the va
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -31,6 +31,7 @@ from autoptd.ir import markers
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.names import RESERVED
 from autoptd.ir.notes import note
+from autoptd.ir.operators.table import operator_of
 from autoptd.ir.quantities import microseconds_text
 
 Listed = TypeVar("Listed")
@@ -47,7 +48,12 @@ class Recipe:
 
     @cached_property
     def operators(self) -> list[Node]:
-        return [node for node in self.body if "again" in note(node).extra]
+        """What the recipe computes: the operators behind what it returns that are computed again."""
+        needed = set(self.dropped)
+        for node in reversed(self.body):
+            if node in needed and "again" in note(node).extra:
+                needed.update(node.all_input_nodes)
+        return [node for node in self.body if node in needed and "again" in note(node).extra]
 
     @property
     def dropped(self) -> list[Node]:
@@ -72,9 +78,28 @@ class Recipe:
 
 
 def recipe_of(name: str, body: Sequence[Node]) -> Recipe | None:
-    """Return the recipe of a method; None where it keeps everything."""
+    """Return the recipe of a method; None where it keeps everything.
+
+    A sum in the memory of an argument is kept: the recipe would find the sum in its place, which has the bytes of the argument.
+    """
+    again = {node for node in body if "again" in note(node).extra}
+    for node in body:
+        if node in again and note(node).extra.get("owned") and not again.issuperset(summed_in_place(node)):
+            del note(node).extra["again"]
+            note(node).extra.pop("dropped", None)
     recipe = Recipe(name, tuple(body))
     return recipe if recipe.dropped else None
+
+
+def summed_in_place(node: Node) -> Iterator[Node]:
+    """Yield the operators behind the memory in which `node` sums: views, and what allocates it (`passes/own.py`)."""
+    if note(node).conversion == "p_to_i":
+        at = node.args[0]
+        while isinstance(at, Node) and at.op == "call_function":
+            yield at
+            if operator_of(at).is_fresh:
+                return
+            at = at.args[0]
 
 
 def call_text(name: str, recipe: Recipe | None, passed: Sequence[str]) -> str:

@@ -138,3 +138,31 @@ def test_saved_stages_run_alone(tmp_path: Any) -> None:
     for number in range(3):
         stage = load_stage(program.sources[f"stage_{number}.py"], f"stage_{number}.py", layers)
         assert check_stage(stage, tmp_path).wrong == []
+
+
+class Merged(nn.Module):
+    """Layers that end in the sum of two partial sums: the next one begins with their all-reduce, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.up = nn.ModuleList(nn.Linear(WIDTH, 32) for _ in range(3))
+        self.down = nn.ModuleList(nn.Linear(32, WIDTH) for _ in range(3))
+        self.join = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        first = x = self.embed(ids)
+        for up, down in zip(self.up, self.down, strict=True):
+            x = F.layer_norm(down(F.gelu(up(x))) + self.join(torch.cat([x, first], -1)), [WIDTH])
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def test_a_sum_in_the_memory_of_an_argument_is_kept() -> None:
+    torch.manual_seed(0)
+    model, batch = Merged(), torch.randint(VOCAB, (2, 4, 8)).unbind()
+    asked = {"t": 2, "sequence_parallel": False, "recompute": ["*"], "example_inputs": batch}
+    program = autoptd.compile(model, **asked)
+    method = program.sources["stage_0.py"].split("def layer(")[1].split("\n    def ")
+    assert "x = self.kept(rt.p_to_i(x, tp, owned=True" in method[0]
+    assert "layer_again(" in method[1] and "p_to_i" not in method[1] and "down" not in method[1]
+    autoptd.verify(model, **asked, timeout=30)  # raises where anything differs
