@@ -193,6 +193,13 @@ def _headline(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
+@shows("docs/howto/checkpoints.md", "$ autoptd show gpt-1t")
+def _checkpoint_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    words = "show gpt-1t --t 8 --p 64 --d 6 --precision bf16 --storage-bandwidth 273 --mtbf 3.1"
+    assert main(words.split()) == 0
+    return f"$ autoptd {words}\n{capsys.readouterr().out}"
+
+
 @shows("README.md", "PlanError: num_microbatches=3")
 def _microbatches(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return refusal(
@@ -327,8 +334,9 @@ def test_every_block_of_output_is_held() -> None:
 
 
 def each_block() -> list[Any]:
-    """The keys of `SHOWN`; what takes a minute is thorough."""
-    slow = {("README.md", "175 G parameters"): [pytest.mark.thorough]}
+    """The keys of `SHOWN`; what compiles a hundred layers is thorough."""
+    large = (("README.md", "175 G parameters"), ("docs/howto/checkpoints.md", "$ autoptd show gpt-1t"))
+    slow = dict.fromkeys(large, [pytest.mark.thorough])
     return [
         pytest.param(key, id=f"{Path(key[0]).stem}: {key[1]}", marks=slow.get(key, []))
         for key in sorted(SHOWN)
