@@ -336,7 +336,7 @@ def test_every_block_of_output_is_held() -> None:
 def each_block() -> list[Any]:
     """The keys of `SHOWN`; what compiles a hundred layers is thorough."""
     large = (("README.md", "175 G parameters"), ("docs/howto/checkpoints.md", "$ autoptd show gpt-1t"))
-    slow = dict.fromkeys(large, [pytest.mark.thorough])
+    slow = {key: [pytest.mark.thorough] for key in large}
     return [
         pytest.param(key, id=f"{Path(key[0]).stem}: {key[1]}", marks=slow.get(key, []))
         for key in sorted(SHOWN)
