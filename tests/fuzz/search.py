@@ -126,7 +126,7 @@ def run_round(
         if case == SIMPLEST and tally.ran and not failures:  # every run of hypothesis begins with it
             return
         try:
-            refusal = _refusal(case, run)
+            refusal = refusal_of(case, run)
         except Exception as error:
             if not failures:
                 tally.count(case, "failed")
@@ -147,7 +147,7 @@ def run_round(
     return None
 
 
-def _refusal(case: Case, run: Run) -> str:
+def refusal_of(case: Case, run: Run) -> str:
     """Run a case: the kind of its refusal, or "" when it passed."""
     try:
         run(case)
