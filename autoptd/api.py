@@ -48,9 +48,11 @@ def parallelize(
     p: int | str | None = None,
     d: int | str | None = None,
     *,
+    c: int | None = None,
     v: int | str | None = None,
     order: str | None = None,
     sequence_parallel: bool | str | None = None,
+    context: str | None = None,
     example_inputs: Any = None,
     loss_fn: Callable[..., Any] | None = None,
     num_microbatches: int | str | None = None,
@@ -85,15 +87,18 @@ def parallelize(
     weights: str | os.PathLike[str] | None = None,
     **later: Any,
 ) -> ParallelModel:
-    """Return `model` running on t*p*d ranks: t tensor, p pipeline, d data parallel (Narayanan et al., SC'21).
+    """Return `model` running on t*p*d*c ranks: t tensor, p pipeline, d data parallel (Narayanan et al., SC'21), c context
+    parallel.
 
     The model is not changed; its weights are copied. What is left out is the plan's, else the default of
     `Options`.
 
+    c: divides the tokens of every sequence, and so its activations (DeepSpeed-Ulysses, Jacobs et al. 2023).
     v: model chunks per pipeline rank.
-    order: the mesh axes, fastest first ("tp-dp-pp": tensor-parallel ranks are neighbours).
+    order: the mesh axes, fastest first ("tp-cp-dp-pp": tensor-parallel ranks are neighbours).
     sequence_parallel: True splits norms, dropouts and residuals by tokens over tp; "auto" splits whatever is
         cheapest.
+    context: with c > 1, how attention sees all tokens: "ulysses" or "auto", see `Options`.
     example_inputs: the global batch of a step, on every backend: a tuple of positional arguments of the model,
         or a mapping of keyword arguments. d divides its rows. Without it, the model is compiled at the first
         `step`, for what that gets.

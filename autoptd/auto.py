@@ -65,6 +65,8 @@ def planned(model: nn.Module, example_inputs: Any, keywords: Mapping[str, Any]) 
     # What the planner may not choose; `sequence_parallel="auto"` leaves it the choice, and stays in `given`.
     constraints = {name: given[name] for name in KEPT if given.get(name, AUTO) != AUTO}
     constraints |= {name: fixed[name] for name in ("t", "p", "d", "v") if name in fixed}
+    # The tokens are divided only where that is asked for.
+    constraints |= {"c": given["c"]} if "c" in given else {}
     if "num_microbatches" in fixed:
         constraints["microbatch"] = _microbatch(rows, given)
     # The model's config may allow longer sequences than the batch has.

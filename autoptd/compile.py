@@ -33,7 +33,7 @@ from autoptd.ir.plan import Plan
 from autoptd.ir.sizes import local_shape
 from autoptd.options import Options, make_options
 from autoptd.passes import Context, Findings, Form, Record, up_to
-from autoptd.place import PASSES, cut_of, place
+from autoptd.place import cut_of, passes_for, place
 from autoptd.program.follow import check_follows
 from autoptd.program.program import Program
 from autoptd.program.transfers import plan_transfers
@@ -126,7 +126,9 @@ def _place_and_write(
     # The passes, as often as it takes to find a plan that fits in memory.
     graph, ctx = place(traced, ctx, record)
     # "auto" beside the plans of Megatron and Korthikanti: two more runs, up to CONNECTED.
-    weighed = passes.weigh_known(traced, record.graphs["CONNECTED"], ctx, up_to(Form.CONNECTED, PASSES))
+    weighed = passes.weigh_known(
+        traced, record.graphs["CONNECTED"], ctx, up_to(Form.CONNECTED, passes_for(ctx.mesh))
+    )
     options, found = ctx.options, ctx.found
 
     # What the runtime runs: crossings first, as orders and transfers follow from them.

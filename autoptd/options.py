@@ -19,7 +19,7 @@ from typing import Any
 from autoptd.errors import PlanError
 from autoptd.ir.elsewhere import remedy_for
 from autoptd.ir.fusion import FUSED
-from autoptd.ir.keyword import FOR_TRAINING, HOOK, IN_PLAN, NOT_YET, Keyword, about
+from autoptd.ir.keyword import CONTEXT, FOR_TRAINING, HOOK, IN_PLAN, Keyword, about, without_missing
 from autoptd.ir.machine import Machine, find_machine, machine_record
 from autoptd.ir.machine_files import machine_names
 from autoptd.ir.mesh import DEGREES, ORDER, Mesh
@@ -35,7 +35,7 @@ P2P = ("auto", "scatter_gather", "direct")
 DELAYS = ("after_b", "before_reduce")
 BACKENDS = ("local", "gloo", "nccl")
 LOSS_SCALE = ("loss_scale", "initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
-# The dtype in which stages compute, by the keyword `precision`.
+# What stages compute in, by the keyword `precision`.
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "bf16-mixed": "bfloat16", "fp16-mixed": "float16"}
 REDUCE_DTYPES = ("fp32", "bf16")
 FUSE = ("eager", "triton", "inductor", False)
@@ -43,7 +43,7 @@ FUSE = ("eager", "triton", "inductor", False)
 
 @dataclass(frozen=True)
 class Options:
-    """One request: t, p, d degrees, v model chunks per pipeline rank, and how to run.
+    """One request: t, p, d, c degrees, v model chunks per pipeline rank, and how to run.
 
     order: which ranks are neighbours: the mesh axes, fastest first.
     num_microbatches: per replica and step; None takes the largest divisor of the replica's rows that is at
@@ -56,6 +56,9 @@ class Options:
         and residuals are a t-th (values of some KB stay whole: starting a second collective would cost
         more); all-gathers and reduce-scatters replace the all-reduces, at the same bytes. "auto" may split
         anything by tokens, where that is cheapest; reports compare its plan with the known ones.
+    context: with c > 1, how attention sees all tokens: "ulysses", by all-to-alls, after which a rank has all tokens of
+        some heads (Jacobs et al. 2023), which c must divide; "auto", whatever is cheapest: where attention is written
+        out also whole keys for a rank's own queries, and attention of all heads where nothing divides.
     p2p: how a value that is equal on all tensor ranks travels between stages: "direct", each rank sends all
         of it; "scatter_gather", each sends 1/t and the receivers gather (SC'21, section 4.1); "auto",
         whichever is faster on the described machine (ir/machine.py; the rule: program/transfers.py).
@@ -118,6 +121,7 @@ class Options:
     t: int = field(default=1, metadata=about("count", "tensor-parallel degree"))
     p: int = field(default=1, metadata=about("count", "pipeline-parallel degree"))
     d: int = field(default=1, metadata=about("count", "data-parallel degree"))
+    c: int = field(default=1, metadata=about("count", "context-parallel degree: parts of the tokens"))
     v: int = field(default=1, metadata=about("count", "model chunks per pipeline rank"))
     order: str = field(
         default=ORDER,
@@ -135,6 +139,7 @@ class Options:
             "switch", "split tokens too", metavar="auto", choices=(True, False, "auto"), **IN_PLAN
         ),
     )
+    context: str = field(default="auto", metadata=CONTEXT)
     p2p: str = field(
         default="auto",
         metadata=about("choice", "how stages send where t > 1", choices=P2P, **IN_PLAN),
@@ -228,7 +233,6 @@ class Options:
                 remedy = ", ".join(map(repr, keyword.choices)) + " or None" * (item.default is None)
                 raise PlanError(f"{item.name}={value!r}", "no such choice", remedy)
         _ = self.mesh.axes  # PlanError where the order is none of its axes
-        # The one default that depends on another field.
         if self.schedule is None:
             object.__setattr__(self, "schedule", "interleaved" if self.v > 1 else "1f1b")
         if is_path(self.schedule):
@@ -254,6 +258,9 @@ class Options:
             raise PlanError(f"schedule={self.schedule!r}", fact, remedy)
         if not isinstance(self.schedule, Path):
             check_schedule(str(self.schedule), self.v)
+        if self.context != "auto" and self.c == 1:
+            fact = "c=1 leaves every rank all tokens"
+            raise PlanError(f"context={self.context!r}", fact, "c > 1, or leave it out")
         if self.v > 1 and self.p == 1:
             fact = "several model chunks per pipeline rank gain nothing without a pipeline (p=1)"
             raise PlanError(f"v={self.v}", fact, "v=1, or p >= 2")
@@ -367,20 +374,13 @@ KEYWORDS: dict[str, Keyword] = {item.name: item.metadata["keyword"] for item in 
 
 
 def make_options(*, plan: Any = None, **keywords: Any) -> Options:
-    """Return Options from the keywords of `parallelize`, `compile` or `verify`; refuse what does not exist
-    yet.
+    """Return Options from the keywords of `parallelize`, `compile` or `verify`; refuse what does not exist yet.
 
     `plan` is a dict or the path of a plan.json; a keyword may not contradict it. A keyword that is None is
     left out.
     """
-    # Before unknown keywords: `c=2` is known here, and refused by its feature's name.
-    for name, missing in NOT_YET.items():
-        value = keywords.get(name, missing.neutral[0])
-        if name not in KEYWORDS:
-            keywords.pop(name, None)
-        if value not in missing.neutral:
-            fact = f"{missing.feature} is not there yet"
-            raise PlanError(f"{name}={value!r}", fact, f"leave the keyword {name} out")
+    # Before unknown keywords: `summa=True` is known here, and refused by its feature's name.
+    keywords = without_missing(keywords, KEYWORDS)
     for name in keywords:
         if name not in KEYWORDS:
             remedy = remedy_for(name) or nearest(name, sorted(KEYWORDS))

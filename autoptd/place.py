@@ -19,8 +19,9 @@ from torch.fx import Graph
 
 from autoptd import passes
 from autoptd.ir.layout import Layout
+from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note
-from autoptd.passes import Context, Record, run_passes
+from autoptd.passes import Context, Pass, Record, run_passes
 from autoptd.passes.cut import TooFull
 from autoptd.passes.stages.memory_price import (
     check_fits,
@@ -41,9 +42,18 @@ PASSES = (
     passes.hook_gemms,
     passes.mark_owned,
 )
+# Where ranks divide the tokens, too: behind the conversions over tp.
+SPLIT_TOKENS_AT = PASSES.index(passes.communicate) + 1
 # Cuts that are tried again because more bytes are kept than they foresaw.
 MORE_CUTS = 2
 Placed = tuple[Graph, Context]
+
+
+def passes_for(mesh: Mesh) -> tuple[Pass, ...]:
+    """Return the passes that bring a TRACED graph to LOCAL for the ranks of a mesh."""
+    if not mesh.token_axes:
+        return PASSES
+    return (*PASSES[:SPLIT_TOKENS_AT], passes.split_tokens, *PASSES[SPLIT_TOKENS_AT:])
 
 
 def place(traced: Graph, ctx: Context, record: Record) -> Placed:
@@ -155,7 +165,7 @@ class _Search:
         return replace(self.ctx, options=options, price_range=prices_from(self.first, self.unit))
 
     def _run_passes(self, ctx: Context) -> Graph:
-        return run_passes(PASSES, self.traced, ctx, self.record)
+        return run_passes(passes_for(ctx.mesh), self.traced, ctx, self.record)
 
 
-__all__ = ["PASSES", "cut_of", "place"]
+__all__ = ["PASSES", "cut_of", "passes_for", "place"]

@@ -123,8 +123,10 @@ def test_nan_loss_may_pass() -> None:
 
 
 FUTURE = {
-    "c": 2,
     "zero": 2,
+    "context": "ring",
+    "token_order": "zigzag",
+    "summa": True,
 }
 
 

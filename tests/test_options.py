@@ -11,7 +11,8 @@ import pytest
 import autoptd
 from autoptd.cli.parser import FLAGS, make_parser, parse
 from autoptd.cli.programs import keywords_of
-from autoptd.options import KEYWORDS, NOT_YET, Keyword, Options
+from autoptd.ir.keyword import NOT_YET
+from autoptd.options import KEYWORDS, Keyword, Options
 
 NO_OPTIONS = {
     "model",

@@ -83,5 +83,7 @@ def _count_call(loss: Node, text: Callable[[Node], str]) -> str:
 
 
 def _whole(node: Node) -> Node:
-    """Return a value as it is before its conversion: counts need no communication."""
-    return node.args[0] if node.target is markers.convert else node  # type: ignore[return-value]
+    """Return a value as it is before its conversions: of all labels, which are counted without communication."""
+    while node.target is markers.convert:
+        node = node.args[0]  # type: ignore[assignment]
+    return node

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from autoptd.ir import markers
-from autoptd.ir.notes import note, op_name, tensor
+from autoptd.ir.notes import axes_of, note, op_name, tensor
 from autoptd.ir.operators.table import operator_of
 from autoptd.ir.sub_axes import is_sub_axis
 from autoptd.ir.types import CONVERSIONS
@@ -79,14 +79,17 @@ def _call(node: Node, args: list[str], keywords: dict[str, str]) -> str:
 
 
 def group_text(node: Node) -> str:
-    """Return the group of the call of `node`: the variable of a mesh axis (`bound_axes`), or the group of a sub-axis."""
-    axis = note(node).axis
-    return f'self.groups["{axis}"]' if is_sub_axis(axis) else axis
+    """Return the group of the call of `node`: the variable of a mesh axis (`bound_axes`), or the group of a sub-axis.
+
+    Of several axes, a tuple of these.
+    """
+    groups = [f'self.groups["{axis}"]' if is_sub_axis(axis) else axis for axis in axes_of(node)]
+    return groups[0] if len(groups) == 1 else f"({', '.join(groups)})"
 
 
 def bound_axes(nodes: Iterable[Node]) -> dict[str, str]:
     """Return the variables that the expressions of some nodes use, one for each mesh axis, and their values."""
-    axes = sorted({note(node).axis for node in nodes} - {""})
+    axes = sorted({axis for node in nodes for axis in axes_of(node)})
     return {axis: f'self.groups["{axis}"]' for axis in axes if not is_sub_axis(axis)}
 
 

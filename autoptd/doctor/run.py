@@ -33,14 +33,14 @@ from autoptd.doctor.watch import PATIENCE, watch, watching_store
 from autoptd.errors import AutoptdError, PlanError, RuntimeFault
 from autoptd.ir.activity import activity
 from autoptd.ir.machine_files import machine_of_device
-from autoptd.ir.mesh import DEGREES, Mesh
+from autoptd.ir.mesh import USUAL_DEGREES, Mesh
 from autoptd.planner.cluster import Cluster, find_cluster
 from autoptd.runtime.world.processes import DistributedGroup, DistributedWorld
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Communicators, on_device
 
 # Ranks as threads, where no mesh is asked for: the smallest with several ranks along every axis.
-THREADS = Mesh.of(dict.fromkeys(DEGREES, 2))
+THREADS = Mesh.of(dict.fromkeys(USUAL_DEGREES, 2))
 MAX_THREADS = 64
 # Elements of the tensors that threads are checked with.
 SMALL_COUNTS = (1, 1021, 1 << 16)

@@ -18,7 +18,6 @@ RANKS = "leave it out: t * p * d ranks run, as many as torchrun starts (--nproc-
 ROWS = "num_microbatches=m: a replica's rows of the batch are divided by it"
 ZERO = "zero=1 divides the optimizer's state over the replicas, dp_shard=k over groups of k; stages 2 and 3 are not there yet"
 RECOMPUTE = "activation recomputation is not there yet: leave it out"
-CONTEXT = "context parallelism is not there yet: leave it out"
 CLIPPING = "leave it out: pm.clip_grad_norm_(1.0) behind pm.step"
 OPTIMIZER = "leave it out: pm.optimizer(torch.optim.AdamW, lr=3e-4)"
 DATA = "leave it out: pm.local_batch(x, y) cuts the global batch to this replica's rows"
@@ -56,7 +55,7 @@ _REMEDIES = {
     "example_inputs=(x, y)": "inputs example_input sample_inputs dummy_inputs example_args args input",
     "seed=": "random_seed rng_seed manual_seed",
     "memory=, in bytes of a rank": "max_memory memory_limit memory_budget gpu_memory",
-    'order="tp-dp-pp", the mesh axes, fastest first': "rank_order mesh_order mesh_dim_names",
+    'order="tp-cp-dp-pp", the mesh axes, fastest first': "rank_order mesh_order mesh_dim_names",
     "leave it out: torch's default process group is used where there is one": (
         "process_group group device_mesh mesh pg init_process_group"
     ),
@@ -80,7 +79,9 @@ _REMEDIES = {
         "gradient_checkpointing activation_checkpointing activation_checkpoint recompute_granularity recompute_method "
         "checkpointing recomputation remat ac"
     ),
-    CONTEXT: "cp cp_size context_parallel context_parallel_size context_parallel_degree ulysses_degree ring_degree",
+    "it is called c here": (
+        "cp cp_size context_parallel context_parallel_size context_parallel_degree ulysses_degree ring_degree"
+    ),
     CLIPPING: "max_grad_norm clip_grad clip_grad_norm gradient_clipping max_norm",
     OPTIMIZER: "optimizer optim optimizer_cls lr learning_rate weight_decay",
     UNNEEDED: (

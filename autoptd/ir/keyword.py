@@ -7,8 +7,11 @@ In: how the command line reads it, its choices, where it is asked for. Out: meta
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from autoptd.errors import PlanError
 
 
 class Missing(NamedTuple):
@@ -19,10 +22,24 @@ class Missing(NamedTuple):
 
 
 NOT_YET = {
-    "c": Missing("context parallelism", (1,)),
+    "context": Missing("attention over gathered or rotating keys", ("auto", "ulysses", None)),
+    "token_order": Missing("zigzag order of tokens", ("auto", "contiguous", None)),
+    "summa": Missing("SUMMA", (False, None)),
     "zero": Missing("ZeRO beyond its first stage", (0, 1, "auto", None)),
     "dropout_exact": Missing("fused attention with random numbers of its own", (True,)),
 }
+
+
+def without_missing(keywords: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Return the keywords without those of features that do not exist, none of which is asked for; PlanError if one is.
+
+    Those in `known` exist in part, and stay.
+    """
+    for name, missing in NOT_YET.items():
+        if keywords.get(name, missing.neutral[0]) not in missing.neutral:
+            fact = f"{missing.feature} is not there yet"
+            raise PlanError(f"{name}={keywords[name]!r}", fact, f"leave the keyword {name} out")
+    return {name: value for name, value in keywords.items() if name in known or name not in NOT_YET}
 
 
 @dataclass(frozen=True)
@@ -32,7 +49,7 @@ class Keyword:
     `flag` says how the command line reads it, a key of `FLAGS` in cli/parser.py; "" for a keyword without a
     flag. `help` and `metavar` are argparse's; `is_for_training`: only `autoptd train` has the flag.
     `choices` are the values that it may have, where they can be listed. `is_planned`: plan.json has it
-    under "options", in the order of the fields.
+    under "options", in the order of the fields; with `only_with`, where this degree is above 1.
     """
 
     flag: str = ""
@@ -40,6 +57,7 @@ class Keyword:
     metavar: str | None = None
     choices: tuple[Any, ...] = ()
     is_planned: bool = False
+    only_with: str = ""
     is_for_training: bool = False
 
     def allows(self, value: Any) -> bool:
@@ -53,5 +71,9 @@ def about(flag: str = "", help: str | None = None, **more: Any) -> dict[str, Key
 
 
 HOOK = about("on", choices=(False, True), is_planned=True)
+# How attention sees all tokens where ranks have a part of them each.
+CONTEXT = about(
+    "choice", "of attention where c > 1", choices=("auto", "ulysses"), is_planned=True, only_with="c"
+)
 FOR_TRAINING: dict[str, Any] = {"is_for_training": True}
 IN_PLAN: dict[str, Any] = {"is_planned": True}

@@ -26,7 +26,17 @@ from itertools import pairwise
 from autoptd.errors import InternalError
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.sub_axes import SubAxis, base, covers, is_sub_axis, parse
-from autoptd.ir.types import Dims, I, Outer, ValueType, outer_size, padded_size, shard_size, type_text
+from autoptd.ir.types import (
+    Dims,
+    I,
+    Outer,
+    Segmented,
+    ValueType,
+    outer_size,
+    padded_size,
+    shard_size,
+    type_text,
+)
 
 # No axis of the mesh: its "ranks" are the microbatches of all replicas.
 BATCH = "batch"
@@ -98,8 +108,11 @@ class Layout:
 
     @property
     def letter(self) -> str:
-        """The letter of its type over the mesh: S if an axis cuts the value, else P, R or I."""
+        """The letter of its type over all axes of the mesh: S if one cuts the value, else P, R or I."""
         letters = {kind.kind for _, kind in self.over_mesh}
+        # Neither the value nor its cotangent is equal on all ranks: as with shards.
+        if letters >= {"P", "R"}:
+            return "S"
         return next((letter for letter in "SPR" if letter in letters), I.kind)
 
     @property
@@ -175,7 +188,7 @@ class Layout:
         """Return the atoms of one rank's part of a value with these dims."""
         sizes = [list(atoms) for atoms in dims]
         for dim, atom, pieces in self.cuts(mesh):
-            sizes[dim][atom] = shard_size(sizes[dim][atom], pieces)
+            sizes[dim][atom] = _shard(sizes[dim][atom], pieces)
         return tuple(map(tuple, sizes))
 
     def local_shape(self, dims: Dims, mesh: Mesh) -> tuple[int, ...]:
@@ -208,6 +221,13 @@ def copy_axes(layout: Layout, mesh: Mesh) -> list[str]:
         parts = mesh.parts(axis, layout.over(axis).sub_axes)
         axes += [part for part in parts if layout[part].is_whole]
     return axes
+
+
+def _shard(size: int, pieces: int) -> int:
+    """Return the size of a shard of an atom; one of several segments has a chunk of each."""
+    if isinstance(size, Segmented):
+        return Segmented([block // pieces for block in size.blocks])
+    return shard_size(size, pieces)
 
 
 def _place(entry: tuple[str, ValueType]) -> tuple[str, int]:

@@ -89,4 +89,6 @@ def _fused(name: str) -> Callable[..., Any]:
 
 # Operators of autoptd/kernels, which take what passes/fusion gives them.
 FUSED = {name: _fused(name) for name in OURS}
+# What stands between a value and its reader: entry by entry the value, or its first rows.
+PLACED = (convert, share, first_rows)
 MARKERS = (convert, share, first_rows, vocab_embedding, cross_entropy, mean, dropout, linear, *FUSED.values())

@@ -1,8 +1,8 @@
 """The device mesh: its named axes, which rank sits where, and which ranks form a group.
 
 In: degrees and an order of axes. Out: coordinates, ranks and groups; nothing else decides them. By default
-tp is fastest, then dp, pp slowest (Narayanan et al., SC'21, section 3: tensor-parallel ranks are
-neighbours, pipeline ranks are far apart); `order` says otherwise.
+tp is fastest, then cp, dp, and pp slowest (Narayanan et al., SC'21, section 3: tensor-parallel ranks are
+neighbours, pipeline ranks are far apart); `order` says otherwise. cp is named only where it has ranks.
 
     Mesh(t=2, p=2, d=2).coordinate(5) == Coordinate(pp=1, tp=1)
     Mesh(t=2, p=2, d=2, order="tp-pp-dp").coordinate(5) == Coordinate(dp=1, tp=1)
@@ -31,30 +31,42 @@ class Role(Enum):
     """What the ranks along a mesh axis divide among themselves."""
 
     VALUES = "the values within a layer"
+    TOKENS = "the tokens of every sample, and so the values within a layer"
     BATCH = "the samples of the global batch"
     STAGES = "the stages of the model"
 
 
+# Of axes whose ranks compute one layer of the same samples together.
+WITHIN_A_LAYER = (Role.VALUES, Role.TOKENS)
+
+
 class MeshAxis(NamedTuple):
-    """One kind of parallelism: `degree` is its keyword in `parallelize`, `word` its name in texts."""
+    """One kind of parallelism: `degree` is its keyword in `parallelize`, `word` its name in texts.
+
+    `is_optional`: a mesh that has one rank along it does not have the axis at all.
+    """
 
     name: str
     degree: str
     role: Role
     word: str
+    is_optional: bool = False
 
 
 # In the default order, fastest first. A new kind of parallelism begins with its row here.
 TABLE = (
     MeshAxis("tp", "t", Role.VALUES, "tensor"),
+    MeshAxis("cp", "c", Role.TOKENS, "context", is_optional=True),
     MeshAxis("dp", "d", Role.BATCH, "data"),
     MeshAxis("pp", "p", Role.STAGES, "pipeline"),
 )
 AXES = {axis.name: axis for axis in TABLE}
 MESH_AXES = tuple(AXES)
 # The keywords of the axes, in the order in which people write them.
-DEGREES = ("t", "p", "d")
+DEGREES = ("t", "p", "d", "c")
 BY_DEGREE = {axis.degree: axis for axis in sorted(TABLE, key=lambda axis: DEGREES.index(axis.degree))}
+# Those that every mesh has.
+USUAL_DEGREES = tuple(degree for degree, axis in BY_DEGREE.items() if not axis.is_optional)
 ORDER = "-".join(MESH_AXES)
 
 
@@ -105,14 +117,15 @@ def _coordinate(places: Mapping[str, int]) -> Coordinate:
 
 @dataclass(frozen=True)
 class Mesh:
-    """t x p x d ranks: `t` tensor, `p` pipeline and `d` data parallel; `order` names the axes, fastest
-    first.
+    """t x p x d x c ranks: `t` tensor, `p` pipeline, `d` data and `c` context parallel; `order` names the
+    axes, fastest first.
     """
 
     t: int = 1
     p: int = 1
     d: int = 1
     order: str = ORDER
+    c: int = 1
 
     @classmethod
     def of(cls, degrees: Mapping[str, int], order: str = ORDER) -> Mesh:
@@ -147,8 +160,8 @@ class Mesh:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Number of ranks along every axis, by the keyword of `parallelize`."""
-        return {name: int(getattr(self, name)) for name in DEGREES}
+        """Number of ranks along every axis that the mesh has, by the keyword of `parallelize`."""
+        return {name: int(getattr(self, name)) for name in DEGREES if self._has(BY_DEGREE[name])}
 
     def product_text(self, axes: Sequence[str]) -> str:
         """Format how many ranks there are along some axes together: `d=2`, of several axes `t*p=8`."""
@@ -159,8 +172,21 @@ class Mesh:
         """Return the mesh of the ranks along some axes, all other axes having one rank."""
         return Mesh.of({AXES[axis].degree: self.degree(axis) for axis in axes}, self.order)
 
+    @property
+    def has_usual_order(self) -> bool:
+        """Whether its ranks are those of the default order."""
+        return self.axes == Mesh.of(self.degrees).axes
+
+    def _has(self, axis: MeshAxis) -> bool:
+        return not axis.is_optional or int(getattr(self, axis.degree)) > 1
+
     @cached_property
     def axes(self) -> tuple[str, ...]:
+        """All axes that the mesh has, fastest first."""
+        return tuple(axis for axis in self._every_axis if self._has(AXES[axis]))
+
+    @cached_property
+    def _every_axis(self) -> tuple[str, ...]:
         """All axes, fastest first; those that `order` leaves out have one rank, and are slowest."""
         named = read_order(self.order)
         left_out = tuple(axis for axis in AXES if axis not in named)
@@ -185,7 +211,8 @@ class Mesh:
         if is_sub_axis(axis):
             # t=8, "tp:(2)4": its 4 ranks are neighbours (8 // 8 = 1); "tp:(1)2": 4 apart (8 // 2).
             return self.strides[base(axis)] * (self.degree(base(axis)) // parse(axis).end)
-        return self.strides[axis]
+        # Along an axis that the mesh does not have, a rank has no neighbour.
+        return self.strides.get(axis, self.size)
 
     def place(self, rank: int, axis: str) -> int:
         """Return the place of a rank along an axis or sub-axis."""
@@ -197,7 +224,7 @@ class Mesh:
 
     def rank(self, at: Mapping[str, int]) -> int:
         """Return the rank at a coordinate."""
-        return sum(self.strides[axis] * place for axis, place in at.items())
+        return sum(self.stride(axis) * place for axis, place in at.items())
 
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
         """Return the ranks that differ from `rank` along `axes` only, in ascending order, `rank` included."""
@@ -212,14 +239,19 @@ class Mesh:
         # Every member gives the same tuple.
         return sorted({self.group(rank, axes) for rank in range(self.size)})
 
-    def axes_of(self, role: Role) -> tuple[str, ...]:
-        """Return the axes of one role, fastest first."""
-        return tuple(axis for axis in self.axes if AXES[axis].role is role)
+    def axes_of(self, *roles: Role) -> tuple[str, ...]:
+        """Return the axes of some roles, fastest first."""
+        return tuple(axis for axis in self.axes if AXES[axis].role in roles)
 
     @property
     def value_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks have other parts of values and parameters."""
-        return self.axes_of(Role.VALUES)
+        """The axes along which ranks have other parts of values."""
+        return self.axes_of(*WITHIN_A_LAYER)
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """Those of them along which ranks have other tokens, and the same parameters."""
+        return self.axes_of(Role.TOKENS)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -277,11 +309,11 @@ class Mesh:
 
     def __str__(self) -> str:
         degrees = " ".join(f"{name}={degree}" for name, degree in self.degrees.items())
-        return degrees if self.order == ORDER else f"{degrees} order={self.order}"
+        return degrees if self.has_usual_order else f"{degrees} order={self.order}"
 
 
 def read_order(order: str) -> tuple[str, ...]:
-    """Return the axes that `"tp-dp-pp"` names, fastest first; PlanError for anything else."""
+    """Return the axes that `"tp-cp-dp-pp"` names, fastest first; PlanError for anything else."""
     named = tuple(order.split("-")) if isinstance(order, str) else ()
     if not named or set(named) - AXES.keys() or len(set(named)) != len(named):
         remedy = f"mesh axes, each once, fastest first, with dashes: order={ORDER!r}"

@@ -39,8 +39,9 @@ from autoptd.ir.types import CONVERSIONS, FLAT, Conversion, R, ValueType
 # How often storage becomes use: once a step, or for every microbatch.
 Scope = Literal["step", "microbatch"]
 SUMS = frozenset({"all-reduce", "reduce-scatter"})
-# Gradients are summed over replicas first, then within a layer, then over the owners of a tied parameter.
-ORDER_OF_SUMS = (Role.BATCH, Role.VALUES, Role.STAGES)
+# Gradients are summed over replicas first, then over other tokens, then within a layer, then over the owners of a
+# tied parameter.
+ORDER_OF_SUMS = (Role.BATCH, Role.TOKENS, Role.VALUES, Role.STAGES)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ def drop(x: torch.Tensor, rate: float, places: Places, out: torch.Tensor | None 
 
     The result is `out`, if there is one: contiguous, and x itself may be it.
     """
-    if x.is_cuda and has_triton():
+    # The kernel numbers the shards of one axis.
+    if x.is_cuda and has_triton() and not places.around:
         from autoptd.kernels.dropout_triton import drop_triton
 
         return drop_triton(x, rate, places, out)
@@ -85,28 +86,31 @@ def _numbers_before(size: torch.Size, places: Places, device: torch.device) -> t
 
     `_numbers_after` is to be added, modulo 2**32.
     """
-    count, after = size[0], size[2]
-    block = places.block or count * after
-    if block < after:
-        found = torch.arange(count, device=device) * (after * places.degree)
-    # A block holds whole runs of the columns that lie after the rows.
-    else:
-        width = block // after
-        starts = torch.arange(count // width, device=device) * (block * places.degree)
-        found = (starts[:, None] + torch.arange(width, device=device) * after).flatten()
-    return (found + places.index * block).to(torch.int32)
+    width = size[2]
+    found = torch.arange(size[0], device=device) * width
+    for block, degree, _ in places.shards:
+        if block < width:
+            # Each run of the columns after the rows gets longer.
+            found, width = found * degree, width * degree
+        # A block holds whole such runs.
+        else:
+            found += found // block * (block * (degree - 1))
+    # Where this rank's blocks begin: last, as the blocks around are longer, and begin at their own multiples.
+    return (found + sum(shard.part * shard.block for shard in places.shards)).to(torch.int32)
 
 
 def _numbers_after(
     start: int, stop: int, size: torch.Size, places: Places, device: torch.device
 ) -> torch.Tensor:
     """What the indices [start, stop) after the rows add to the number of a column."""
-    block = places.block or size[0] * size[2]
-    if block >= size[2] and stop <= WORD >> 1:
+    width = size[2]
+    if all(shard.block >= width for shard in places.shards) and stop <= WORD >> 1:
         return torch.arange(start, stop, dtype=torch.int32, device=device)
     found = torch.arange(start, stop, device=device)
-    if block < size[2]:
-        found += found // block * (block * (places.degree - 1))
+    for block, degree, _ in places.shards:
+        if block < width:
+            found += found // block * (block * (degree - 1))
+            width *= degree
     return found.to(torch.int32)
 
 

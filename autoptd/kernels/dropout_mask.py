@@ -10,10 +10,19 @@ In: seed, step and site, and where a shard lies in the global value. Out: intege
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autoptd.errors import InternalError
 
 WORD = 1 << 32
+
+
+class Shard(NamedTuple):
+    """Which columns a rank has: blocks of `block`, every one part `part` of `degree`."""
+
+    block: int
+    degree: int
+    part: int
 
 
 @dataclass(frozen=True)
@@ -22,7 +31,8 @@ class Places:
 
     Row i of the local value is global row `first_row + i`. Columns are numbered through everything but the
     rows, in order; of them a shard has blocks of `block`, every one the `index`-th of `degree` (`block` = 0:
-    all columns are here).
+    all columns are here). `around`: of what these shards make together, ranks along other axes have a part
+    again; innermost first, with blocks of the columns that the shards within make.
     """
 
     row_key: int
@@ -31,6 +41,13 @@ class Places:
     block: int = 0
     degree: int = 1
     index: int = 0
+    around: tuple[Shard, ...] = ()
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """All shards, innermost first."""
+        own = (Shard(self.block, self.degree, self.index),) if self.block else ()
+        return own + self.around
 
 
 def keys(seed: int, step: int, site: int) -> tuple[int, int]:

@@ -44,7 +44,8 @@ def bias_dropout_add(
     dtypes = {each.dtype for each in (x, bias, residual) if each is not None}
     if x.shape != residual.shape or len(dtypes) > 1 or (bias is not None and bias.shape != x.shape[-1:]):
         return bias_dropout_add_plain(x, bias, residual, rate=rate, places=places, size=size)
-    triton = takes_triton(backend, x, "bias_dropout_add")
+    # The kernel numbers the shards of one axis.
+    triton = takes_triton(backend, x, "bias_dropout_add") and not (places and places.around)
     # Without a mask torch's additions are as good, but for the one kernel of Triton with a bias.
     if places is None and (bias is None or not triton):
         return residual + x if bias is None else (x + bias).add_(residual)

@@ -1,4 +1,4 @@
-"""Graph to graph, one file a pass: annotate, communicate, find_fusions, cut, localize, substitute, keep,
+"""Graph to graph, one file a pass: annotate, communicate, split_tokens, find_fusions, cut, localize, substitute, keep,
 hook_gemms, mark_owned.
 
 What they share lies in folders: `ops` (what is known of an operator), `axes` (which dims run together), `solve` (the types
@@ -19,10 +19,11 @@ from autoptd.passes.localize import localize
 from autoptd.passes.ops.costs import backward_flops, count_work, flops
 from autoptd.passes.ops.unlisted import register_rule
 from autoptd.passes.own import mark_owned
-from autoptd.passes.runner import Form, Record, run_passes, up_to
+from autoptd.passes.runner import Form, Pass, Record, run_passes, up_to
 from autoptd.passes.solve.assign import Assignment
 from autoptd.passes.solve.explain import explain_split
 from autoptd.passes.solve.fallbacks import unlisted_operators
+from autoptd.passes.split_tokens import split_tokens
 from autoptd.passes.weigh import weigh, weigh_known
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "Findings",
     "Form",
     "Groups",
+    "Pass",
     "Record",
     "adds_to_gradient",
     "annotate",
@@ -51,6 +53,7 @@ __all__ = [
     "mark_owned",
     "register_rule",
     "run_passes",
+    "split_tokens",
     "substitute",
     "unlisted_operators",
     "up_to",

@@ -45,11 +45,11 @@ def communicate(graph: Graph, ctx: Context) -> None:
     """Insert conversions over every axis, and shares of whole addends in sums over the batch."""
     # One axis after the other: a conversion over one leaves the types over all others as they are.
     for assignment in ctx.found.assignments.values():
-        _meet_readers(graph, assignment, ctx.mesh)
+        meet_readers(graph, assignment, ctx.mesh)
     _divide_addends(graph, ctx.pieces)
 
 
-def _meet_readers(graph: Graph, assignment: Assignment, mesh: Mesh) -> None:
+def meet_readers(graph: Graph, assignment: Assignment, mesh: Mesh) -> None:
     """Give every reader its operands in the types that it needs over the axis of the assignment."""
     axis = assignment.axis
     order = {node: i for i, node in enumerate(graph.nodes)}

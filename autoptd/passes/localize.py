@@ -23,13 +23,14 @@ from torch.fx.node import map_arg
 from autoptd.compat import FakeTensorMode
 from autoptd.errors import InternalError
 from autoptd.ir import markers
-from autoptd.ir.layout import BATCH, Layout
-from autoptd.ir.notes import note, op_name, ops, shape, site, tensor, value
+from autoptd.ir.layout import Layout
+from autoptd.ir.notes import Note, joined, note, op_name, ops, shape, site, tensor, value
 from autoptd.ir.operators.record import argument, operands, set_arguments
 from autoptd.ir.operators.table import operator_of
 from autoptd.ir.sizes import Sizes, local_shapes
 from autoptd.ir.steps import shard_places
-from autoptd.ir.types import Dims, I, S, ValueType, outer_size, padded_size
+from autoptd.ir.sub_axes import base
+from autoptd.ir.types import Dims, S, ValueType, outer_size, padded_size
 from autoptd.passes.context import Context
 from autoptd.passes.runner import CALLS, Form, graph_pass
 
@@ -96,7 +97,7 @@ def _vocabulary(node: Node, table: Node, kind: ValueType | None, sizes: Sizes) -
 
     `kind` is the type of `table` over that axis, by default the one in its note.
     """
-    axes = [axis for axis, form in note(node).forms.items() if axis != BATCH and form]
+    axes = [axis for axis, form in note(node).forms.items() if form.startswith("vocab_")]
     if not axes:
         return 0
     axis = axes[0]
@@ -125,11 +126,29 @@ def _local_dropout(node: Node, sizes: Sizes) -> None:
     def place(kind: ValueType) -> tuple[int, int] | None:
         return (kind.dim, outer_size(dims, kind)) if kind.kind == "S" else None
 
-    record.axis = record.layout.chunk_axis(record.dims, sizes.mesh) or ""
+    chunks = _chunks(record, sizes)
+    record.axis = joined(axis for axis, _ in chunks)
     # (dim, elements of that dim before them): what `rt.dropout` numbers the mask's rows by.
     batch = place(record.extra["rows"])
-    shard = place(record.layout.shards[0][1] if record.axis else I)
+    shards = [place(kind) for _, kind in chunks]
+    shard = tuple(shards) if len(shards) > 1 else next(iter(shards), None)
     node.target, node.args = markers.dropout, (node.args[0], node.args[1], record.extra["site"], batch, shard)
+
+
+def _chunks(record: Note, sizes: Sizes) -> list[tuple[str, ValueType]]:
+    """Return the axes or sub-axes along which the chunks of a value lie, with the first type over each; the outermost first."""
+    found: list[tuple[str, ValueType]] = []
+    for axis in sizes.mesh.value_axes:
+        layout = record.layout.over(axis)
+        chunk_axis = layout.chunk_axis(record.dims, sizes.mesh)
+        if chunk_axis is not None:
+            found.append((chunk_axis, layout.shards[0][1]))
+
+    def place(chunk: tuple[str, ValueType]) -> tuple[int, int, bool]:
+        axis, kind = chunk
+        return kind.dim, kind.atom, base(axis) == record.extra.get("inner_axis")
+
+    return sorted(found, key=place)
 
 
 def _divided(dims: Dims, cuts: Iterable[tuple[int, int, int]]) -> list[list[int]]:

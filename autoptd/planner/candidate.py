@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autoptd.options import NOT_YET
+from autoptd.ir.keyword import NOT_YET
 
 DEGREES = ("t", "p", "d", "c", "v", "b", "m")
 # How an option is named when it is on.
@@ -77,9 +77,7 @@ class Candidate:
         for key in NOT_YET:
             if key in self.options and is_missing(key, self.options[key]):
                 found[key] = self.options[key]
-        # A degree, so it is not among the options above; placement is a choice that only the planner has.
-        if self.degrees["c"] > 1 and "c" in NOT_YET:
-            found["c"] = self.degrees["c"]
+        # A choice that only the planner has.
         if self.options.get("placement") is not None:
             found["placement"] = dict(self.options["placement"])
         return found
@@ -99,9 +97,10 @@ class Candidate:
 
         What the runtime lacks is only named.
         """
+        c = self.degrees["c"]
         return {
             "version": 1,
-            "mesh": {key: self.degrees[key] for key in ("t", "p", "d", "v")},
+            "mesh": {key: self.degrees[key] for key in "tpdv"} | ({"c": c} if c > 1 else {}),
             "num_microbatches": self.degrees["m"],
             "schedule": self.options["schedule"],
             "options": self._runtime_options(),

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from autoptd.errors import PlanError
+from autoptd.ir.keyword import NOT_YET
 from autoptd.ir.schedules import SCHEDULES
-from autoptd.options import NOT_YET
 from autoptd.planner.cluster import ELEMENT_BYTES, Cluster, find_cluster
 from autoptd.planner.search import Columns, divisors
 from autoptd.planner.setting import RECOMPUTE
@@ -60,10 +60,10 @@ class Request:
     def wants(self, column: str, value: int) -> bool:
         """Tell whether a value of a degree is wanted.
 
-        C only where it is asked for, while the runtime does not have it.
+        C only where it is asked for: whether a model's tokens can be divided is not known here.
         """
         if column == "c" and "c" not in self.pinned:
-            return value == 1 or "c" not in NOT_YET
+            return value == 1
         return column not in self.pinned or value in self.pinned[column]
 
     def only(self, configs: Columns) -> np.ndarray:

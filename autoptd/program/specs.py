@@ -12,7 +12,7 @@ from functools import cached_property
 
 from autoptd.errors import InternalError
 from autoptd.ir.layout import Layout
-from autoptd.ir.mesh import Mesh, Role, role_of
+from autoptd.ir.mesh import WITHIN_A_LAYER, Mesh, role_of
 from autoptd.ir.placement import AxisConversion, Placement, Scope, conversions, itemsize
 from autoptd.ir.types import Dims, Outer, ValueType, outer_size
 
@@ -152,7 +152,7 @@ class ParamSpec:
     @property
     def _within_layer(self) -> Layout:
         """Its use over the axes along which ranks divide a layer's values."""
-        types = {axis: kind for axis, kind in self.use.layout.over_mesh if role_of(axis) is Role.VALUES}
+        types = {axis: kind for axis, kind in self.use.layout.over_mesh if role_of(axis) in WITHIN_A_LAYER}
         return Layout(types)
 
     def type_text(self) -> str:

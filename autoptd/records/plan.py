@@ -11,7 +11,6 @@ from typing import Any
 from autoptd.batch import Batch
 from autoptd.ir.fallback import Fallback
 from autoptd.ir.kept import Rate, rows_of
-from autoptd.ir.mesh import ORDER
 from autoptd.ir.sub_axes import base
 from autoptd.ir.types import ValueType
 from autoptd.options import KEYWORDS, Options
@@ -32,14 +31,14 @@ def plan_record(
 ) -> dict[str, Any]:
     """Return what `plan.json` has: the decisions, and reports (fallbacks, `weighed` plans, what it took to fit) for people."""
     mesh: dict[str, Any] = {**options.mesh.degrees, "v": options.v}
-    if options.order != ORDER:
+    if not options.mesh.has_usual_order:
         mesh["order"] = options.order
     record = {
         "version": 1,
         "mesh": mesh,
         "num_microbatches": batch.num_microbatches,
         "schedule": str(options.schedule),
-        "options": {name: getattr(options, name) for name, keyword in KEYWORDS.items() if keyword.is_planned},
+        "options": {name: getattr(options, name) for name in _planned(options)},
         "cut": list(cut.after),
         "shard": _shard_pins(options, params),
         "fallbacks": merged_fallbacks(fallbacks),
@@ -50,6 +49,16 @@ def plan_record(
         record["relief"] = _relief(options, cut, ranks)
     # For people alone: `ir/plan.py` reads past it.
     return {**record, "weighed": weighed} if weighed else record
+
+
+def _planned(options: Options) -> list[str]:
+    """Return the names of the keywords that a plan has under "options"."""
+    planned = {name: keyword for name, keyword in KEYWORDS.items() if keyword.is_planned}
+    return [
+        name
+        for name, keyword in planned.items()
+        if not keyword.only_with or getattr(options, keyword.only_with) > 1
+    ]
 
 
 def _relief(options: Options, cut: Cut, ranks: Sequence[int]) -> dict[str, Any]:

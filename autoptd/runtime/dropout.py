@@ -18,8 +18,11 @@ import torch
 
 from autoptd.kernels import residual as residual_kernel
 from autoptd.kernels.dropout import drop
-from autoptd.kernels.dropout_mask import Places, keys
+from autoptd.kernels.dropout_mask import Places, Shard, keys
 from autoptd.runtime.world.world import Group
+
+# Where a value is cut: a dim, and the elements of that dim before the atom that is cut.
+Cut = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -51,14 +54,14 @@ def dropout(
     rate: float,
     draw: Draw | None,
     batch: int | tuple[int, int] | None = None,
-    shard: tuple[int, int] | None = None,
-    group: Group | None = None,
+    shard: Cut | tuple[Cut, ...] | None = None,
+    group: Group | tuple[Group, ...] | None = None,
 ) -> torch.Tensor:
     """Zero elements of x by the mask of `draw` and scale the others by 1 / (1 - rate); without a draw return x itself.
 
     `batch` is where x has the rows of the batch: a dim, or (dim, elements of that dim before the rows); None: nowhere,
     and its mask is that of row 0. `shard` says in the same form where x is split over the ranks of `group` (see
-    `shards.py`).
+    `shards.py`); of several axes both are tuples, the outermost cut first.
     """
     if draw is None:
         return x
@@ -73,8 +76,8 @@ def bias_dropout_add(
     rate: float,
     draw: Draw | None,
     batch: int | tuple[int, int] | None = None,
-    shard: tuple[int, int] | None = None,
-    group: Group | None = None,
+    shard: Cut | tuple[Cut, ...] | None = None,
+    group: Group | tuple[Group, ...] | None = None,
     *,
     backend: str = "eager",
 ) -> torch.Tensor:
@@ -89,8 +92,8 @@ def where(
     x: torch.Tensor,
     draw: Draw,
     batch: int | tuple[int, int] | None,
-    shard: tuple[int, int] | None,
-    group: Group | None,
+    shard: Cut | tuple[Cut, ...] | None,
+    group: Group | tuple[Group, ...] | None,
 ) -> tuple[tuple[int, int, int], Places]:
     """Return x's shape as [before, rows, after], and the places of its elements in the mask of `draw`: see `dropout`."""
     if batch is None:
@@ -100,17 +103,38 @@ def where(
         batch = (batch, 1) if isinstance(batch, int) else batch
         before, rows, first_row = math.prod(x.shape[: batch[0]]) * batch[1], draw.rows, draw.first_row
     size = (before, rows, x.numel() // (before * rows))
-    block, degree, index = 0, 1, 0
-    if shard is not None and group is not None and group.size > 1:
+    innermost, *around = _shards(x, rows, batch, shard, group) or [Shard(0, 1, 0)]
+    named = keys(draw.seed, draw.step, draw.site)
+    return size, Places(*named, first_row, *innermost, around=tuple(around))
+
+
+def _shards(
+    x: torch.Tensor,
+    rows: int,
+    batch: tuple[int, int] | None,
+    shard: Cut | tuple[Cut, ...] | None,
+    group: Group | tuple[Group, ...] | None,
+) -> list[Shard]:
+    """Return the shards of x, innermost first."""
+    if shard is None or group is None:
+        return []
+    groups = group if isinstance(group, tuple) else (group,)
+    cuts: tuple[Any, ...] = shard if isinstance(group, tuple) else (shard,)
+    found: list[Shard] = []
+    for (dim, entries), ranks in reversed(list(zip(cuts, groups, strict=True))):
+        if ranks.size == 1:
+            continue
         # Within a row, x is `blocks` blocks of `block` elements; in the global value each is `degree` times
         # as long. Attention weights [b, heads / t, s, s] that are split at (1, 1) have one block, of heads /
         # t * s * s.
-        blocks = math.prod(x.shape[: shard[0]]) * shard[1]
-        if batch is not None and batch < shard:
+        blocks = math.prod(x.shape[:dim]) * entries
+        if batch is not None and batch < (dim, entries):
             # The product above has counted the rows too, where they come before the split.
             blocks //= rows
-        block, degree, index = x.numel() // rows // blocks, group.size, group.index
-    return size, Places(*keys(draw.seed, draw.step, draw.site), first_row, block, degree, index)
+        # As long as the shards within make it.
+        longer = math.prod(inner.degree for inner in found)
+        found.append(Shard(x.numel() // rows // blocks * longer, ranks.size, ranks.index))
+    return found
 
 
 class _Dropped(torch.autograd.Function):

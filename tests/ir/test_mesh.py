@@ -76,7 +76,7 @@ def test_roles():
 
 def test_a_coordinate_is_a_mapping_by_name():
     at = Coordinate(pp=1)
-    assert (at.pp, at["dp"], dict(at)) == (1, 0, {"tp": 0, "dp": 0, "pp": 1})
+    assert (at.pp, at["dp"], dict(at)) == (1, 0, {"tp": 0, "cp": 0, "dp": 0, "pp": 1})
     assert at == Coordinate(pp=1, tp=0) != Coordinate()
     assert pickle.loads(pickle.dumps(at)) == copy.deepcopy(at) == at
     with pytest.raises(InternalError, match="no mesh axis ep"):

@@ -49,8 +49,9 @@ AXES: dict[str, tuple[Any, ...]] = {  # of each the simplest first
     "t": (1, 2, 3),
     "p": (1, 2, 3),
     "d": (1, 2),
+    "c": (1, 2),
     "v": (1, 2, 3),
-    "order": ("tp-dp-pp", "pp-dp-tp", "dp-pp-tp"),
+    "order": ("tp-cp-dp-pp", "pp-dp-cp-tp", "dp-pp-tp-cp"),
     "num_microbatches": (1, 2, 3, 4),
     "sequence_parallel": (False, True, "auto"),
     "p2p": ("auto", "direct", "scatter_gather"),
@@ -77,6 +78,7 @@ BOUND = (  # which axes decide together what goes; of two groups, all that goes 
 
 OUTSIDE = {  # fields of Options that are not varied
     "loss_fn": "with the kind of model",
+    "context": "'ulysses' refuses what does not divide: parity/test_context.py",
     "seed": "draws other masks, by the same way: runtime/test_dropout.py",
     "device": "tests marked gpu",
     "backend": "real processes: processes/",
@@ -207,11 +209,11 @@ def _cross_out(left: dict[Values, None], case: Case, strength: int) -> None:
 
 def name_of(case: Case) -> str:
     """A short name: what differs from the simplest."""
-    mesh = f"t{case['t']}p{case['p']}d{case['d']}v{case['v']}m{case['num_microbatches']}"
+    mesh = f"t{case['t']}p{case['p']}d{case['d']}c{case['c']}v{case['v']}m{case['num_microbatches']}"
     said = {
         name: value
         for name, value in case.items()
-        if name not in ("t", "p", "d", "v", "num_microbatches", "model")
+        if name not in ("t", "p", "d", "c", "v", "num_microbatches", "model")
     }
     short = [f"{name}={value}" for name, value in said.items() if value != AXES[name][0]]
     return "-".join([case["model"], mesh, *short])

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-VOCAB, LENGTH, WIDTH, HEADS = 30, 6, 12, 6  # heads and tokens divide over t = 2 and t = 3
+VOCAB, LENGTH, WIDTH, HEADS = 30, 12, 12, 6  # heads and tokens divide over t = 2 and t = 3, tokens over t x c
 Batch = dict[str, Tensor]
 
 

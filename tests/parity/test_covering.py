@@ -53,7 +53,7 @@ def test_every_value_of_a_field_is_known(name: str) -> None:
         assert (declared(name) | {default}) - {None} <= known <= declared(name) | {default}
     else:
         assert name in ("order", "recompute") or (
-            name in ("t", "p", "d", "v", "num_microbatches") and min(known) >= 1
+            name in ("t", "p", "d", "c", "v", "num_microbatches") and min(known) >= 1
         )
 
 

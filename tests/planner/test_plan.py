@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 import autoptd
 from autoptd.errors import PlanError
+from autoptd.ir.keyword import NOT_YET
 from autoptd.ir.schedules import SCHEDULES
-from autoptd.options import NOT_YET, make_options
+from autoptd.options import make_options
 from autoptd.planner import default
 from autoptd.planner.cluster import find_cluster
 from autoptd.planner.default import DefaultModel

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from autoptd.ir import markers
 from autoptd.ir.notes import op_name, shape, tensor, value
 from autoptd.ir.operators.links import same_dim
 from autoptd.ir.operators.record import EVERY, FIRST, Link, Member, Operator, argument, operands
@@ -230,4 +231,6 @@ OPERATORS = [
     Operator("aten.stack", links=stack_links, linear=EVERY, text="torch.stack"),
     Operator("aten.pad", links=pad_links, text="F.pad"),
     Operator("aten.constant_pad_nd", links=pad_links),
+    # What stands between a value and its reader
+    *(Operator(marker.__name__, linear=FIRST) for marker in markers.PLACED),
 ]

@@ -12,12 +12,15 @@ In: a TRACED graph. Out: `note(node).dims`, the atom sizes of every dim, and the
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
 
-from autoptd.ir.notes import note, op_name, shape, value
+from autoptd.ir import markers
+from autoptd.ir.notes import note, op_name, ops, shape, value
+from autoptd.ir.operators.links import same_dim
 from autoptd.ir.operators.record import Link, Member, operands
 from autoptd.ir.operators.table import links
 from autoptd.ir.types import Segmented
@@ -113,6 +116,22 @@ class Axes:
     def ids_of(self, node: Node, letter: Letter) -> list[int]:
         """Return the ids of the axes that carry a letter of `node`, in its operands and its result."""
         return [id(self.atoms(value, dim)[atom]) for value, (dim, atom) in letter.everywhere(node)]
+
+    def connected(self, graph: Graph) -> Axes:
+        """Return these axes for the graph as it is now: conversions have those of what they convert, and the letters of an
+        operator are about the operands that it reads now.
+        """
+        now = copy(self)
+        now._dims, now._atoms, now._links = dict(self._dims), dict(self._atoms), dict(self._links)
+        now._read, now._letters = {}, {}
+        for node in ops(graph):
+            if node.target in markers.PLACED:
+                source = node.args[0]
+                now._dims[node], now._atoms[node] = now._dims[source], now._atoms[source]
+                now._links[node] = [same_dim(dim) for dim, size in enumerate(shape(node)) if size != 1]
+            if node in now._dims:
+                now._read[node] = operands(node)
+        return now
 
     def has(self, node: Node) -> bool:
         """Tell whether `node` is a value of the traced graph, whose dims have axes."""

@@ -96,7 +96,7 @@ def assign_tensor(graph: Graph, splitter: Splitter) -> Assignment:
     for node, strategy in chosen.items():
         record = note(node)
         record.layout = record.layout.replacing(splitter.axis, strategy.gives)
-        record.why = strategy.why
+        record.why = _joined(record.why, strategy.why, splitter.axis)
         if strategy.form:
             record.forms = {**record.forms, splitter.axis: strategy.form}
     price = partial(edge_price, splitter)
@@ -111,6 +111,11 @@ def assign_tensor(graph: Graph, splitter: Splitter) -> Assignment:
         entries=entries,
         enters=enters,
     )
+
+
+def _joined(before: str, why: str, axis: str) -> str:
+    """Return the reason of a split, behind that of another axis where there is one."""
+    return f"{before}; over {axis} {why}" if before and why != before else why
 
 
 def find_plan(graph: Graph, splitter: Splitter) -> dict[Node, Strategy]:
@@ -151,9 +156,9 @@ def _solve_graph(graph: Graph, splitter: Splitter) -> Solved:
 def _try_graph(graph: Graph, splitter: Splitter) -> Solved:
     """Solve; the price of the answer is infinite where there is none."""
     # What depends on no parameter (masks, positions) is computed whole on every rank, and has no variable.
-    solved = [node for node in graph.nodes if note(node).of_params and node.op != "output"]
+    solved = [node for node in graph.nodes if splitter.decides(node) and node.op != "output"]
     splits = {node: splitter.splits(node) for node in solved if node.op == "call_function"}
-    ties = find_ties(graph, splits, splitter.shards, splitter.pins)
+    ties = find_ties(graph, splits, splitter.facts, splitter.pins)
     try:
         solution = _solve(solved, _Strategies(splitter, ties.same), splitter, ties)
         # Pins may keep the outcome of a vote, which ties no layers: try without ties.

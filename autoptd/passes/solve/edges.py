@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from autoptd.ir.layout import Layout
 from autoptd.ir.machine import Machine
-from autoptd.ir.notes import note, op_name, payload, value
+from autoptd.ir.notes import note, op_name, value
 from autoptd.ir.operators.table import operator_of
 from autoptd.ir.steps import Step
 from autoptd.ir.types import R, ValueType, padded_size
@@ -65,7 +65,7 @@ def entry_factors(
     conversions = _table(partial(edge_price, splitter, node), gives, kinds)
     factors: list[Factor] = [((variable[node], i), conversions)]
     # Without it the cheapest first layer would often be unlike all others, for nanoseconds.
-    extra = odd_layer_price(payload(node), splitter.degree, splitter.machine)
+    extra = odd_layer_price(splitter.nbytes(node), splitter.degree, splitter.machine)
 
     def price_of_difference(entered: Layout, read: Layout) -> float:
         is_odd = entered != read or not splitter.is_plain(node, entered)
@@ -162,7 +162,7 @@ def _saved_price(
     """Return the seconds that saving the value of `node` for backward of `reader` is worth; the savers share one copy."""
     if reader not in savers:
         return 0.0
-    machine, t, nbytes = splitter.machine, splitter.degree, payload(node)
+    machine, t, nbytes = splitter.machine, splitter.degree, splitter.nbytes(node)
     if gathers_again(splitter, reader, source, target):
         seconds = nbytes / t * machine.per_saved_byte
         seconds += collective_seconds("all-gather", nbytes, t, machine)
@@ -193,14 +193,14 @@ def edge_price(
         return math.inf
     seconds = 0.0
     for step in path:
-        nbytes, degree = payload(node) / step.others, splitter.mesh.degree(step.axis)
+        nbytes, degree = splitter.nbytes(node) / step.others, splitter.mesh.degree(step.axis)
         seconds += count(step.before, step.after, nbytes, degree, splitter.machine)
     return seconds
 
 
 def _is_possible(splitter: Splitter, node: Node, path: list[Step]) -> bool:
     # The pieces of a split are converted one by one, behind their getitem.
-    if isinstance(value(node), (tuple, list)):
+    if isinstance(value(node), (tuple, list)) or not splitter.may_convert(node, path):
         return False
     for step in path:
         kinds, degree = (step.before, step.after), splitter.mesh.degree(step.axis)

@@ -19,6 +19,7 @@ import re
 from torch.fx import Graph, Node
 
 from autoptd.ir.fallback import Fallback, divisors
+from autoptd.ir.mesh import AXES
 from autoptd.ir.notes import note, op_name, ops
 from autoptd.ir.operators.record import operands
 from autoptd.ir.types import ValueType
@@ -124,12 +125,13 @@ def _blocked(
     if not named or not (is_whole or of_heads) or any(noun in COUNTED for noun in split_axes):
         return None
     texts = [f"{size} {noun}" if noun in COUNTED else f"{noun} {size}" for size, noun in named]
+    degree = AXES[splitter.axis].degree
     verb = "do" if of_heads or len(named) > 1 else "does"
-    fact = f"{' and '.join(texts)} {verb} not divide over t={splitter.degree}"
+    fact = f"{' and '.join(texts)} {verb} not divide over {degree}={splitter.degree}"
     fits = ", ".join(map(str, divisors(size for size, _ in named)))
     # FLOPs that are repeated on every rank; an operator that is split otherwise repeats none.
     repeated = flops(node) if is_whole else 0
-    return Fallback(note(node).module, op_name(node), fact, f"t in {{{fits}}}", repeated)
+    return Fallback(note(node).module, op_name(node), fact, f"{degree} in {{{fits}}}", repeated)
 
 
 def _noun(node: Node, letter: Letter, splitter: Splitter, nouns: dict[int, str]) -> str:

@@ -6,8 +6,8 @@ axis, with reasons; what was solved, in `ctx.found.assignments`.
 - The batch follows by rule from the inputs that carry it (`batch.py`): samples are never mixed.
 - An axis of the mesh that divides values is solved: whatever is cheapest of what it may split (`assign.py`).
 
-A new mesh axis is a row of `policies`: an axis of context parallelism would be `Solved("cp",
-frozenset({Part.TOKENS}))`.
+A new mesh axis is a row of `policies`. That of context parallelism is solved behind the conversions over tp, by a pass of its
+own (`passes/split_tokens.py`).
 
     for policy in policies(ctx):
         policy.assign(graph, axes, ctx)
@@ -23,7 +23,7 @@ from torch.fx import Graph
 
 from autoptd.errors import PlanError
 from autoptd.ir.layout import BATCH
-from autoptd.ir.mesh import AXES
+from autoptd.ir.mesh import AXES, Role
 from autoptd.ir.notes import note, placeholders
 from autoptd.options import Options
 from autoptd.passes.axes.axes import Axes
@@ -101,10 +101,10 @@ class Solved:
 
 
 def policies(ctx: Context) -> tuple[Policy, ...]:
-    """Return the policies of all axes that values have types over, in the order in which they assign them."""
+    """Return the policies of the axes whose types are found in a TRACED graph, in the order in which they assign them."""
     # By axis. A new one of Role.VALUES raises KeyError here until it has a policy.
     solved = {WEIGHT_AXIS: _tensor_policy(ctx.options)}
-    return (ByRule(), *(solved[axis] for axis in ctx.mesh.value_axes))
+    return (ByRule(), *(solved[axis] for axis in ctx.mesh.axes_of(Role.VALUES)))
 
 
 def _tensor_policy(options: Options) -> Solved:
@@ -120,7 +120,7 @@ def _pins(graph: Graph, ctx: Context, axis: str) -> Pins:
     """Return the parameters pinned over an axis: by the plan, or all of the program whose layout this one must match."""
     # An evaluation reads parameters where training stored them: its own plan would move them.
     if ctx.like is None:
-        pinned = read_shard(ctx.options.plan.shard, ctx.mesh.value_axes, WEIGHT_AXIS)
+        pinned = read_shard(ctx.options.plan.shard, [WEIGHT_AXIS], WEIGHT_AXIS)
         return find_pins(graph, pinned[axis])
     return keep_layouts(graph, layouts_of(ctx.like))
 

@@ -106,6 +106,31 @@ class Splitter:
         """The extra seconds for a saved byte where every rank saves it."""
         return EAGER / self.machine.link_bandwidth if self.kept else 0.0
 
+    def decides(self, node: Node) -> bool:
+        """Tell whether a node has types to be found; what depends on no parameter is whole on every rank."""
+        return note(node).of_params
+
+    def nbytes(self, node: Node) -> float:
+        """Return the bytes of the value that the ranks along the axis have together."""
+        return payload(node)
+
+    def seconds(self, node: Node) -> float:
+        """Return the seconds of an operator, where the axis does not split it."""
+        return compute_seconds(node, self.machine)
+
+    def repeating(self, node: Node) -> float:
+        """Return the extra seconds of an operator that every rank runs whole."""
+        # A matrix product that is repeated pays a little more.
+        return self.machine.redundant if flops(node) else 0.0
+
+    def may_convert(self, node: Node, path: list[Step]) -> bool:
+        """Tell whether a value that other axes cut may be converted by these steps."""
+        return True
+
+    def facts(self, node: Node) -> list[Layout]:
+        """Return all that tells a value from others of its shape."""
+        return self.shards(node)
+
     def over(self, kind: ValueType) -> Layout:
         """Return the layout with one type over the axis."""
         return Layout({self.axis: kind})
@@ -227,15 +252,10 @@ def _whole(operand: Node, splitter: Splitter, kind: ValueType = R) -> Layout:
     return splitter.over(kind if note(operand).of_params else I)
 
 
-def _seconds_in_full(node: Node, machine: Machine) -> float:
-    """Return the seconds of an operator that every rank runs whole; a matrix product that is repeated pays a little more."""
-    return compute_seconds(node, machine) + (machine.redundant if flops(node) else 0.0)
-
-
 def _whole_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
     # Backward of a linear operator may run on partial gradients: then its result may be R.
     kinds = (I, R) if splitter.axes.is_linear(node) else (I,)
-    seconds = _seconds_in_full(node, splitter.machine)
+    seconds = splitter.seconds(node) + splitter.repeating(node)
     strategies = []
     for kind in kinds:
         needs = {operand: _whole(operand, splitter, kind) for operand in operands(node)}
@@ -253,7 +273,7 @@ def _split_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
         pieces = math.prod(splitter.mesh.degree(axis) for axis, _ in split.letters)
         # Only matrix products are credited for a split: for the rest, splitting must not cost a collective but earns
         # nothing (sharding the residual stream to save on its adds would trade every all-reduce for two collectives).
-        seconds = compute_seconds(node, machine) / (pieces if flops(node) else 1)
+        seconds = splitter.seconds(node) / (pieces if flops(node) else 1)
         gives = split.gives or splitter.over(P)
         if split.form in NO_COLLECTIVE_FORMS:
             # It reduces three small values inside.
@@ -270,7 +290,7 @@ def _split_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
 
 
 def _pending_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
-    seconds = _seconds_in_full(node, splitter.machine)
+    seconds = splitter.seconds(node) + splitter.repeating(node)
     # A sum stays pending only where that saves something: half a latency decides against it where nothing is saved.
     if operator_of(node).is_sum:
         seconds += splitter.machine.latency / 2
@@ -312,7 +332,7 @@ def parameter_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
 
     They are: whole with a whole gradient (I), whole with a gradient summed once per step (R), or sharded.
     """
-    machine, mesh, nbytes = splitter.machine, splitter.mesh, payload(node)
+    machine, mesh, nbytes = splitter.machine, splitter.mesh, splitter.nbytes(node)
     keep = nbytes * machine.per_parameter_byte
 
     def sum_once(types: Layout) -> float:

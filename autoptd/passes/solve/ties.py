@@ -42,19 +42,20 @@ class Ties:
 def find_ties(
     graph: Graph,
     splits: dict[Node, list[Split]],
-    shards: Callable[[Node], list[Layout]],
+    known: Callable[[Node], list[Layout]],
     pins: Mapping[Node, Pin],
 ) -> Ties:
     """Find the ties of a graph.
 
-    `splits` are the ways in which each operator may be split, `shards` gives the types in which a value may be stored in
-    shards, and `pins` is what the user decided: a pinned parameter is not like one that is not.
+    `splits` are the ways in which each operator may be split, `known` gives the types that tell a value from others of its
+    shape (those in which it may be stored in shards), and `pins` is what the user decided: a pinned parameter is not like one
+    that is not.
     """
     body = list(ops(graph))
     facts: dict[Node, str] = {}
     for node in graph.nodes:
         if node.op != "output" and value(node) is not None:
-            facts[node] = _facts(node, shards) + (pins[node].where if node in pins else "")
+            facts[node] = _facts(node, known) + (pins[node].where if node in pins else "")
     periods = find_periods(
         body,
         [_signature(node, splits.get(node, []), facts) for node in body],
@@ -101,11 +102,11 @@ def _signature(node: Node, splits: list[Split], facts: dict[Node, str]) -> str:
     return repr((op_name(node), str(literals), split_texts, linear, facts.get(node), operand_facts))
 
 
-def _facts(node: Node, shards: Callable[[Node], list[Layout]]) -> str:
+def _facts(node: Node, known: Callable[[Node], list[Layout]]) -> str:
     """Write down what the solver looks at in a value."""
     record, result = note(node), value(node)
     results = result if isinstance(result, (tuple, list)) else [result]
     sizes = [tuple(part.shape) for part in results]
     # What has no gradient is wanted as I where other values are wanted as R, and nobody saves it.
     roles = record.of_params, record.needs_grad, record.kind == "param"
-    return repr((sizes, tensor(node).dtype, record.dims, list(map(str, shards(node))), roles))
+    return repr((sizes, tensor(node).dtype, record.dims, list(map(str, known(node))), roles))

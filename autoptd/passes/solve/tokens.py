@@ -1,0 +1,217 @@
+"""What context-parallel ranks may split: tokens everywhere, and heads where an operator needs all tokens.
+
+In: a CONNECTED graph, whose values have types over tp already, and whose conversions over tp are operators like others. Out: a
+`Splitter` over cp.
+
+- *Tokens* are the dims of inputs that are neither the batch nor multiplied with a weight, and the sequences of attention.
+- An operator that reads tokens and cannot be split by them (attention, a scan) may be split by another letter, its *heads*,
+  and so may all operators without weights around it. Parameters are whole: their gradients are summed over cp.
+
+A dim may be cut by tp and cp both. Of tokens a rank has the tp-th part of its cp-th part; of heads the cp-th part of its tp-th
+part. So what is the inner part can be converted while the outer one stays, and not the other way around.
+
+    splitter = TokenSplitter(graph, axes.connected(graph), axis, ctx)
+    splitter.splits(attention)      # by its heads
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from torch.fx import Graph, Node
+
+from autoptd.ir import markers
+from autoptd.ir.layout import Layout
+from autoptd.ir.notes import note, op_name, ops, payload
+from autoptd.ir.operators.record import operands
+from autoptd.ir.steps import Step
+from autoptd.ir.sub_axes import base
+from autoptd.ir.types import S, ValueType
+from autoptd.passes.axes.axes import Axes, Letter, Place
+from autoptd.passes.context import Context
+from autoptd.passes.ops.costs import compute_seconds, flops
+from autoptd.passes.solve.strategies import EAGER, Part, Splitter
+
+ATTENTION = "aten.scaled_dot_product_attention"
+# What an operator that all ranks repeat costs more, though it could be split: c is asked for so that ranks have parts of all
+# activations, and far less than a millisecond is saved by repeating a small one.
+REPEATED = 1e-3
+
+
+class TokenSplitter(Splitter):
+    """What the ranks along cp may split of a graph; `axes` are those of the graph with its conversions."""
+
+    def __init__(self, graph: Graph, axes: Axes, axis: str, ctx: Context) -> None:
+        tokens = frozenset({Part.TOKENS})
+        super().__init__(graph, axes, axis, ctx.mesh, ctx.machine, ctx.batched, may_split=tokens, pins={})
+        # KV heads that several ranks share are read whole, of all tokens.
+        self.factors.pairs = {}
+        self.is_ulysses = ctx.options.context == "ulysses"
+        self.of_inputs = _of_inputs(graph)
+        self.tokens = (self.tokens | self._sequences(graph)) - self._of_weights(graph)
+        self.tokens -= self.padding.vocabularies
+        self.heads = self._find_heads(graph)
+
+    def _sequences(self, graph: Graph) -> set[int]:
+        """Return the axes of the sequences of attention: those of patches come from no input."""
+        found: set[int] = set()
+        for node in ops(graph):
+            if op_name(node) == ATTENTION:
+                for operand in operands(node)[:3]:
+                    found.update(self.axes.ids(operand)[-2])
+        return found - self.never_split
+
+    def _of_weights(self, graph: Graph) -> set[int]:
+        """Return the axes of parameters that something is multiplied with: no tokens, though an input may have them."""
+        found: set[int] = set()
+        for node in ops(graph):
+            if flops(node) or op_name(node).startswith("aten.conv"):
+                for operand in filter(self._is_weight, operands(node)):
+                    for ids in self.axes.ids(operand):
+                        found.update(ids)
+        return found
+
+    def _is_weight(self, node: Node) -> bool:
+        return note(node).of_params and node not in self.of_inputs
+
+    def multiplies_activations(self, node: Node) -> bool:
+        """Tell whether an operator is a product of two activations, as in attention."""
+        return bool(flops(node)) and not any(map(self._is_weight, operands(node)))
+
+    def _find_heads(self, graph: Graph) -> set[int]:
+        """Return the axes by which operators may be split that read tokens, and cannot be split by them."""
+        found: set[int] = set()
+        for node in ops(graph):
+            if not self.axes.has(node) or node not in self.of_inputs or not note(node).of_params:
+                continue
+            if self.multiplies_activations(node) or (
+                self.reads_tokens(node) and not self._is_by_tokens(node)
+            ):
+                for letter in self.axes.letters(node):
+                    ids = self.axes.ids_of(node, letter)
+                    if letter.out is not None and letter.places and self.tokens.isdisjoint(ids):
+                        found.update(ids)
+        return found - self.never_split - self.padding.vocabularies
+
+    def reads_tokens(self, node: Node) -> bool:
+        """Tell whether an operand has a dim of tokens."""
+        return any(not self.tokens.isdisjoint(_flat(self.axes.ids(read))) for read in operands(node))
+
+    def _is_by_tokens(self, node: Node) -> bool:
+        letters = self.axes.letters(node)
+        return any(self.tokens.issuperset(self.axes.ids_of(node, letter)) for letter in letters)
+
+    def free_letters(self, node: Node) -> list[Letter]:
+        """Return the letters of an operator that cp may split, whether or not it divides them."""
+        return [letter for letter in self.axes.letters(node) if self._is_free(node, letter)]
+
+    def _is_free(self, node: Node, letter: Letter) -> bool:
+        ids = self.axes.ids_of(node, letter)
+        if not self.never_split.isdisjoint(ids) or letter.form.startswith("vocab_"):
+            return False
+        if not all(self._is_nested(value, place) for value, place in letter.everywhere(node)):
+            return False
+        if node.target is markers.convert and not self._keeps_outer(node, letter):
+            return False
+        if self.tokens.issuperset(ids):
+            # Heads alone, where Ulysses is asked for.
+            return not (self.is_ulysses and self.multiplies_activations(node))
+        if not self.heads.issuperset(ids):
+            return False
+        return not any(map(self._is_weight, operands(node) if flops(node) else letter.places))
+
+    def _is_nested(self, value: Node, place: Place) -> bool:
+        """Tell whether cp may cut an atom: not one that another axis cuts already, unless all its ranks divide it."""
+        cut = math.prod(self.mesh.degree(axis) for axis in self._cutting(value, place))
+        return cut == 1 or self.axes.unit(value, place) % (cut * self.degree) == 0
+
+    def _cutting(self, value: Node, place: Place) -> Iterator[str]:
+        """Yield the other axes that cut an atom."""
+        return (axis for axis, kind in self._others(value).shards if kind == S(*place))
+
+    def axes_of_tokens(self, graph: Graph) -> list[str]:
+        """Return the other axes that cut tokens anywhere."""
+        found: dict[str, None] = {}
+        for node in ops(graph):
+            if self.axes.has(node):
+                for axis, kind in self._others(node).shards:
+                    if self._is_token(node, (kind.dim, kind.atom)):
+                        found[base(axis)] = None
+        return list(found)
+
+    def _others(self, value: Node) -> Layout:
+        layout = note(value).layout
+        return Layout({axis: kind for axis, kind in layout.over_mesh if base(axis) != self.axis})
+
+    def _keeps_outer(self, node: Node, letter: Letter) -> bool:
+        """Tell whether a conversion over another axis leaves alone what is outer to the part of cp.
+
+        Of tokens cp is the outer part; of all else it is the inner one, below which nothing may be converted.
+        """
+        source, place = next(iter(letter.places.items()))
+        if self._is_token(node, place):
+            return True
+        before, after = (self._others(value)[note(node).axis] for value in (source, node))
+        return S(*place) not in (before, after)
+
+    def inner_axis(self, node: Node) -> str:
+        """Return the axis that has the inner part of an atom that cp cuts, too; "" where there is none."""
+        for _, kind in note(node).layout.over(self.axis).shards:
+            place = kind.dim, kind.atom
+            for axis in self._cutting(node, place):
+                return base(axis) if self._is_token(node, place) else self.axis
+        return ""
+
+    def may_convert(self, node: Node, path: list[Step]) -> bool:
+        """Tell whether no other axis has an inner part of what is converted."""
+        kinds: set[ValueType] = {kind for step in path for kind in (step.before, step.after)}
+        places = [(kind.dim, kind.atom) for kind in kinds if kind.kind == "S"]
+        return not any(self._is_token(node, place) and any(self._cutting(node, place)) for place in places)
+
+    def _is_token(self, node: Node, place: Place) -> bool:
+        return self.axes.ids(node)[place[0]][place[1]] in self.tokens
+
+    def decides(self, node: Node) -> bool:
+        """Tell whether a node has types to be found.
+
+        Of what depends on no parameter that is a conversion over tp alone: cp slices before it.
+        """
+        return note(node).of_params or node.target is markers.convert
+
+    def nbytes(self, node: Node) -> float:
+        return payload(node) / self._others(node).pieces(self.mesh)
+
+    def seconds(self, node: Node) -> float:
+        # A contracted letter is in the operands alone.
+        pieces = max(self._others(value).pieces(self.mesh) for value in (node, *node.all_input_nodes))
+        return compute_seconds(node, self.machine) / pieces
+
+    def repeating(self, node: Node) -> float:
+        extra = super().repeating(node)
+        is_activation = note(node).of_params and node in self.of_inputs
+        return extra + (REPEATED if is_activation and self.splits(node) else 0.0)
+
+    @property
+    def per_whole_byte(self) -> float:
+        """The extra seconds for a saved byte where every rank saves it."""
+        return EAGER / self.machine.link_bandwidth
+
+    def facts(self, node: Node) -> list[Layout]:
+        return [note(node).layout]
+
+
+def _of_inputs(graph: Graph) -> set[Node]:
+    """Return the values that depend on inputs."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if note(node).kind == "input" or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _flat(dims: list[list[int]]) -> Iterator[int]:
+    return (each for ids in dims for each in ids)
+
+
+__all__ = ["TokenSplitter"]

@@ -1,0 +1,136 @@
+"""Divide the tokens over cp: types and conversions over a second axis (CONNECTED -> CONNECTED).
+
+In: a graph with types and conversions over tp. Out: the same with types and conversions over cp; what was solved, in
+`ctx.found.assignments`. Without context-parallel ranks nothing changes.
+
+The plan over tp is given here. That its conversions are operators of this problem settles in which order a value is converted
+over both axes: an all-to-all over cp stands before or behind an all-gather over tp, whichever is cheaper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch.fx import Graph, Node
+
+from autoptd.errors import InternalError, PlanError
+from autoptd.ir import markers
+from autoptd.ir.fallback import divisors
+from autoptd.ir.mesh import AXES, Mesh
+from autoptd.ir.notes import note, op_name, ops, placeholders, site
+from autoptd.ir.steps import shard_places
+from autoptd.passes.communicate import check_axes, meet_readers
+from autoptd.passes.context import Context
+from autoptd.passes.runner import CALLS, Form, graph_pass
+from autoptd.passes.solve.assign import Assignment, assign_tensor
+from autoptd.passes.solve.fallbacks import fallbacks, note_fallbacks
+from autoptd.passes.solve.strategies import is_split
+from autoptd.passes.solve.symbols import name_axes
+from autoptd.passes.solve.tokens import TokenSplitter
+
+
+def check_tokens(graph: Graph, ctx: Context) -> None:
+    """Verify the graph against the table of types over every axis, with the conversions over the others."""
+    check_axes(graph, ctx)
+    findings = []
+    for axis in ctx.mesh.token_axes:
+        findings += [text for node in ops(graph) for text in _changed(node, axis)]
+    if findings:
+        raise InternalError("CONNECTED", "; ".join(findings))
+
+
+def _changed(node: Node, axis: str) -> Iterator[str]:
+    """Yield where a conversion over another axis is one over `axis`, too."""
+    if node.target in markers.PLACED and note(node).axis != axis:
+        before, after = (note(value).layout[axis] for value in (node.args[0], node))  # type: ignore[arg-type]
+        if before != after:
+            yield f"{site(node)} converts over {note(node).axis}, and {before} to {after} over {axis}"
+
+
+@graph_pass(
+    takes=Form.CONNECTED,
+    gives=Form.CONNECTED,
+    changes=(CALLS, "layout", "forms", "why", "fallback"),
+    ensures=check_tokens,
+)
+def split_tokens(graph: Graph, ctx: Context) -> None:
+    """Fill the types over cp of every node, and insert the conversions."""
+    for axis in ctx.mesh.token_axes:
+        _split(graph, axis, ctx)
+
+
+def _split(graph: Graph, axis: str, ctx: Context) -> None:
+    splitter = TokenSplitter(graph, ctx.found.axes.connected(graph), axis, ctx)
+    _check_sizes(graph, splitter)
+    assignment = assign_tensor(graph, splitter)
+    _check_split(assignment, splitter)
+    note_fallbacks(graph, assignment, splitter)
+    assignment.letters = name_axes(graph, splitter)
+    ctx.found.assignments[axis] = assignment
+    found = (replace(each, flops=each.flops * ctx.rows // ctx.traced_rows) for each in fallbacks(graph))
+    ctx.found.fallbacks = tuple(found)
+    for node in ops(graph):
+        # Masks are numbered in the whole value: a rank must know which part of it is its own.
+        if op_name(node) == "aten.dropout":
+            note(node).extra["inner_axis"] = splitter.inner_axis(node)
+    meet_readers(graph, assignment, ctx.mesh)
+    _place_again(graph, ctx.mesh)
+
+
+def _place_again(graph: Graph, mesh: Mesh) -> None:
+    """Say of every conversion where its shards lie in what is left of a value by both axes."""
+    for node in ops(graph):
+        if node.target is markers.convert:
+            source, name = node.args[:2]
+            layouts = (note(source).layout, note(node).layout)  # type: ignore[arg-type]
+            node.args = (source, name, *shard_places(note(node).dims, note(node).axis, layouts, mesh))
+
+
+def _check_sizes(graph: Graph, splitter: TokenSplitter) -> None:
+    """Raise PlanError for a model without tokens, and for numbers of tokens that do not divide."""
+    sizes = sorted(_token_sizes(graph, splitter))
+    degree, letter = splitter.mesh.product_text([splitter.axis]), AXES[splitter.axis].degree
+    if not sizes:
+        fact = (
+            "the model has no tokens: no dim of an input beside the batch that no weight is multiplied with"
+        )
+        raise PlanError(degree, fact, f"{letter}=1")
+    # Under sequence parallelism tp divides what cp leaves of them.
+    cut_by = splitter.axes_of_tokens(graph)
+    ranks = splitter.degree
+    for axis in cut_by:
+        ranks *= splitter.mesh.degree(axis)
+    if all(size % ranks for size in sizes):
+        over = splitter.mesh.product_text([*cut_by, splitter.axis])
+        fact = f"{' and '.join(map(str, sizes))} tokens do not divide over {over}"
+        fits = ", ".join(map(str, divisors(sizes)))
+        raise PlanError(degree, fact, f"a multiple of {ranks} tokens, or {letter} in {{{fits}}}")
+
+
+def _token_sizes(graph: Graph, splitter: TokenSplitter) -> set[int]:
+    """Return the numbers of tokens: of inputs, and of attention over what comes from no input."""
+    sizes: set[int] = set()
+    for node in (*placeholders(graph, "input"), *ops(graph)):
+        if splitter.axes.has(node) and (node.op == "placeholder" or splitter.multiplies_activations(node)):
+            for dim in range(len(note(node).dims)):
+                atoms = splitter.axes.atoms(node, dim)
+                sizes.update(axis.size for axis in atoms if id(axis) in splitter.tokens)
+    return sizes
+
+
+def _check_split(assignment: Assignment, splitter: TokenSplitter) -> None:
+    """Raise PlanError where nothing is split, and where attention is not split by heads though that was asked for."""
+    degree, letter = splitter.mesh.product_text([splitter.axis]), AXES[splitter.axis].degree
+    if not any(map(is_split, assignment.strategies.values())):
+        raise PlanError(degree, "no operator can be split by tokens", f"{letter}=1")
+    for node, strategy in assignment.strategies.items():
+        if splitter.is_ulysses and splitter.multiplies_activations(node) and not is_split(strategy):
+            sizes = sorted({way.size for way in splitter.blocked(node)})
+            heads = f"{' and '.join(map(str, sizes)) or 'its'} heads"
+            fits = ", ".join(map(str, divisors(sizes))) if sizes else "1"
+            fact = f"context='ulysses' splits attention by heads, and {heads} do not divide over {degree}"
+            raise PlanError(site(node), fact, f"{letter} in {{{fits}}}, or context='auto'")
+
+
+__all__ = ["check_tokens", "split_tokens"]
