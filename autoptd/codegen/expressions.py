@@ -16,9 +16,9 @@ import torch
 from torch.fx import Node
 
 from autoptd.ir import markers
-from autoptd.ir.notes import axes_of, note, op_name, tensor
+from autoptd.ir.notes import note, op_name, tensor
 from autoptd.ir.operators.table import operator_of
-from autoptd.ir.sub_axes import is_sub_axis
+from autoptd.ir.sub_axes import is_sub_axis, parts_of
 from autoptd.ir.types import CONVERSIONS
 from autoptd.program.calls import LOCAL_KINDS
 
@@ -83,13 +83,13 @@ def group_text(node: Node) -> str:
 
     Of several axes, a tuple of these.
     """
-    groups = [f'self.groups["{axis}"]' if is_sub_axis(axis) else axis for axis in axes_of(node)]
+    groups = [f'self.groups["{axis}"]' if is_sub_axis(axis) else axis for axis in parts_of(note(node).axis)]
     return groups[0] if len(groups) == 1 else f"({', '.join(groups)})"
 
 
 def bound_axes(nodes: Iterable[Node]) -> dict[str, str]:
     """Return the variables that the expressions of some nodes use, one for each mesh axis, and their values."""
-    axes = sorted({axis for node in nodes for axis in axes_of(node)})
+    axes = sorted({axis for node in nodes for axis in parts_of(note(node).axis)})
     return {axis: f'self.groups["{axis}"]' for axis in axes if not is_sub_axis(axis)}
 
 

@@ -24,7 +24,7 @@ from itertools import pairwise, product
 from typing import NamedTuple
 
 from autoptd.errors import InternalError, PlanError
-from autoptd.ir.sub_axes import SubAxis, base, is_sub_axis, parse
+from autoptd.ir.sub_axes import SubAxis, base, is_sub_axis, parse, parts_of
 
 
 class Role(Enum):
@@ -137,7 +137,9 @@ class Mesh:
         return math.prod(map(self.degree, AXES))
 
     def degree(self, axis: str) -> int:
-        """Return the number of ranks along one mesh axis or sub-axis."""
+        """Return the number of ranks along one mesh axis or sub-axis, or along several (`dp x cp`)."""
+        if len(axes := parts_of(axis)) > 1:
+            return math.prod(map(self.degree, axes))
         if is_sub_axis(axis):
             return parse(axis).size
         return int(getattr(self, AXES[axis].degree))
@@ -257,6 +259,11 @@ class Mesh:
     def batch_axes(self) -> tuple[str, ...]:
         """The axes along which ranks have other samples."""
         return self.axes_of(Role.BATCH)
+
+    @property
+    def gradient_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks have other samples or tokens, and sum the gradients of equal parameters."""
+        return self.axes_of(Role.BATCH, Role.TOKENS)
 
     @property
     def stage_axes(self) -> tuple[str, ...]:

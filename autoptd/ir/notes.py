@@ -7,7 +7,7 @@ str(note(node).layout) == "batch: S(0, 0), tp: S(2, 1)"      # its types, once a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -38,7 +38,7 @@ class Note:
                  locally), `why`, `fallback` (why it is not split as one would expect)
     communicate: `conversion` (name of the conversion a node performs), `axis` (the mesh axis or sub-axis over
                  which a node communicates, or finds its place in a whole value: then there may be several,
-                 see `joined`)
+                 `sub_axes.joined`)
     cut:         `stages` that compute the node, ascending (the first one sends it); `stages_why`: why, where
                  that is not plain
     all:         `extra`, what one pass leaves for another, by name
@@ -135,16 +135,6 @@ def op_name(node: Node) -> str:
 @cache
 def _overload_name(overload: torch._ops.OpOverload) -> str:
     return str(overload._schema.name).replace("::", ".")
-
-
-def joined(axes: Iterable[str]) -> str:
-    """Name several axes, along all of which a node finds its place: `cp x tp`."""
-    return " x ".join(axes)
-
-
-def axes_of(node: Node) -> list[str]:
-    """Return the mesh axes or sub-axes over which a node communicates, or finds its place in a whole value."""
-    return note(node).axis.split(" x ") if note(node).axis else []
 
 
 def converted_types(node: Node) -> tuple[ValueType, ValueType]:

@@ -12,6 +12,7 @@ gradient goes through on its way from use to storage.
 | tp   | I       | R   | all-reduce    | every tensor rank computes a partial sum                       |
 | tp   | S       | S   | -             | a rank uses the shard that it stores                           |
 | part of tp | I | R   | all-reduce    | the ranks of a sub-axis share a KV head, stored by each        |
+| cp   | I       | R   | all-reduce    | every context rank sees other tokens; one sum with that of dp  |
 | pp   | I       | R   | all-reduce    | tied: stages of several pipeline ranks, its *owners*, use it   |
 | dp   | FLAT    | R   | reduce-scatter | ZeRO: the optimizer's state is divided over the replicas      |
 
@@ -33,7 +34,7 @@ from typing import Literal, NamedTuple
 
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import AXES, Mesh, Role, role_of
-from autoptd.ir.sub_axes import SubAxis
+from autoptd.ir.sub_axes import SubAxis, is_sub_axis, joined, parts_of
 from autoptd.ir.types import CONVERSIONS, FLAT, Conversion, R, ValueType
 
 # How often storage becomes use: once a step, or for every microbatch.
@@ -61,14 +62,18 @@ class Placement:
 
 
 class AxisConversion(NamedTuple):
-    """A row of `CONVERSIONS`, over one mesh axis."""
+    """A row of `CONVERSIONS`, over one mesh axis or sub-axis; or over several, all of whose ranks sum at once."""
 
     axis: str
     row: Conversion
 
     @property
+    def axes(self) -> tuple[str, ...]:
+        return parts_of(self.axis)
+
+    @property
     def role(self) -> Role:
-        return role_of(self.axis)
+        return role_of(self.axes[0])
 
     @property
     def is_sum(self) -> bool:
@@ -139,6 +144,27 @@ def conversions(storage: Layout, use: Layout) -> tuple[AxisConversion, ...]:
     ordered = sorted(axes, key=place)
     rows = [(axis, _row(storage[axis], use[axis])) for axis in ordered]
     return tuple(AxisConversion(axis, row) for axis, row in rows if row is not None)
+
+
+# Roles of the axes over which one sum does: their ranks hold equal parameters, of other samples or tokens.
+JOINED_SUMS = (Role.BATCH, Role.TOKENS)
+
+
+def joined_sums(sums: Sequence[AxisConversion], mesh: Mesh) -> tuple[AxisConversion, ...]:
+    """Return these sums with one all-reduce for all axes along which ranks have other samples or tokens."""
+    found: list[AxisConversion] = []
+    together: list[AxisConversion] = []
+    for step in sums:
+        is_joined = step.role in JOINED_SUMS and step.row.backward == "all-reduce"
+        (together if is_joined and not is_sub_axis(step.axis) else found).append(step)
+    if len(together) < 2:
+        return tuple(sums)
+    # Named as groups are: slowest first.
+    axes = sorted((step.axis for step in together), key=mesh.axes.index, reverse=True)
+    one = AxisConversion(joined(axes), together[0].row)
+    # Behind what scatters, before the sums of other roles.
+    before = [step for step in found if step.role in JOINED_SUMS]
+    return (*before, one, *(step for step in found if step.role not in JOINED_SUMS))
 
 
 def _row(storage: ValueType, use: ValueType) -> Conversion | None:

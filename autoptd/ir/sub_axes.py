@@ -9,15 +9,19 @@ have a type over it (`Layout`).
     str(SubAxis("tp", 2, 4))                # "tp:(2)4"
     base("tp:(2)4")                         # "tp"
     covers("tp", "tp:(2)4")                 # True
+
+Several axes together are named one after the other: ranks along `dp x cp` differ along either.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from autoptd.errors import InternalError
 
+JOINT = " x "
 PATTERN = re.compile(r"(\w+):\((\d+)\)(\d+)")
 
 
@@ -48,6 +52,16 @@ def parse(axis: str) -> SubAxis:
     if found is None:
         raise InternalError(axis, "is not the name of a sub-axis")
     return SubAxis(found[1], int(found[2]), int(found[3]))
+
+
+def joined(axes: Iterable[str]) -> str:
+    """Name several axes together: `dp x cp`."""
+    return JOINT.join(axes)
+
+
+def parts_of(axes: str) -> tuple[str, ...]:
+    """Return the axes or sub-axes that a name stands for; of "" none."""
+    return tuple(axes.split(JOINT)) if axes else ()
 
 
 def base(axis: str) -> str:

@@ -24,12 +24,12 @@ from autoptd.compat import FakeTensorMode
 from autoptd.errors import InternalError
 from autoptd.ir import markers
 from autoptd.ir.layout import Layout
-from autoptd.ir.notes import Note, joined, note, op_name, ops, shape, site, tensor, value
+from autoptd.ir.notes import Note, note, op_name, ops, shape, site, tensor, value
 from autoptd.ir.operators.record import argument, operands, set_arguments
 from autoptd.ir.operators.table import operator_of
 from autoptd.ir.sizes import Sizes, local_shapes
 from autoptd.ir.steps import shard_places
-from autoptd.ir.sub_axes import base
+from autoptd.ir.sub_axes import base, joined
 from autoptd.ir.types import Dims, S, ValueType, outer_size, padded_size
 from autoptd.passes.context import Context
 from autoptd.passes.runner import CALLS, Form, graph_pass

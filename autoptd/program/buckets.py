@@ -8,7 +8,8 @@ with equal sums share buckets.
 With ZeRO the first sum of a bucket is a reduce-scatter: the bucket is a flat buffer (`BucketPlan.places`), of which
 every rank of `sharing_axis` has an equal range, whatever parameters it cuts.
 
-A sum over dp may start inside a backward, as soon as a bucket is complete: dp has no other calls there. Sums over tp and
+A sum over dp, or over dp and cp together, may start inside a backward, as soon as a bucket is complete: their ranks have no
+other calls there. Sums over tp, or over cp alone, and
 over owners start after the last action: tensor ranks complete a bucket at different places of a backward, whose own
 calls over tp would then come in another order on each of them.
 
@@ -25,7 +26,7 @@ from typing import NamedTuple
 
 from autoptd.ir.actions import Kind, Orders
 from autoptd.ir.mesh import Mesh, Role
-from autoptd.ir.placement import AxisConversion, itemsize
+from autoptd.ir.placement import AxisConversion, itemsize, joined_sums
 from autoptd.program.specs import ParamSpec
 
 # Bytes of a bucket: enough for the full bandwidth of a link, but no more than a quarter of what a rank has, so that most
@@ -169,7 +170,7 @@ def plan_buckets(
         if not spec.requires_grad or pipeline_rank not in owners:
             continue
         # Types are over all mesh axes, also those of one rank.
-        sums = tuple(step for step in spec.sums if _group_size(step, owners, mesh) > 1)
+        sums = joined_sums([step for step in spec.sums if _group_size(step, owners, mesh) > 1], mesh)
         # Tied ones are not grouped by when they complete, which differs from owner to owner.
         dtypes = (spec.storage.sum_dtype, spec.storage.dtype, spec.use.dtype, spec.wire_dtype)
         key = (sums, owners, dtypes, completed(spec) if len(owners) == 1 else -1)

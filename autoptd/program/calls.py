@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.sub_axes import SubAxis
+from autoptd.ir.sub_axes import SubAxis, joined
 
 # The planner uses `wire_bytes` too, and `autoptd plan` must not import torch, which a program needs.
 if TYPE_CHECKING:
@@ -90,12 +90,12 @@ def axis_text(mesh: Mesh, ranks: Sequence[int]) -> str:
             texts.append(str(factor))
         elif len(along) > 1:
             texts.append(axis)
-    return " x ".join(texts)
+    return joined(texts)
 
 
 def joint_axis(mesh: Mesh, axes: Sequence[str]) -> str:
     """Name some axes together, without those of one rank: what `axis_text` says of a group along them."""
-    return " x ".join(axis for axis in reversed(mesh.axes) if axis in axes and mesh.degree(axis) > 1)
+    return joined(axis for axis in reversed(mesh.axes) if axis in axes and mesh.degree(axis) > 1)
 
 
 def star(text: str) -> str:

@@ -56,7 +56,7 @@ START = {"all-reduce": _all_reduce, "reduce-scatter": _reduce_scatter}
 
 def _bound(sums: Sequence[AxisConversion], plan: BucketPlan, world: World) -> list[StartSum]:
     """Return the functions that start these sums of a bucket on this rank's groups."""
-    return [START[row.backward](world.group((axis,)), plan) for axis, row in sums]
+    return [START[step.row.backward](world.group(step.axes), plan) for step in sums]
 
 
 class Bucket:

@@ -155,6 +155,7 @@ CHOICES: dict[str, list[Any]] = {
     "steps": [2, 4],
     "reduce dtype": ["fp32", "bf16"],
     "recompute": [None, "full", "selective", "full:1/2", ["*"], ["*norm*", "*act*"], "auto"],
+    "context": [1, 2, 4],  # ranks with a part of the tokens each
     "room": [None, 0.97, 0.9],  # of what the fullest rank takes without a bound on memory
 }
 
@@ -237,6 +238,14 @@ class Case:
         return False if asked == "no" else "auto"
 
     @property
+    def c(self) -> int:
+        """Ranks that the tokens divide over, beside those of t where these split them too; 16 at most of all."""
+        t, p, d, _ = self["mesh"]
+        asked: int = self["context"]
+        tokens = self["length"] // t if self.sequence_parallel and self["length"] % t == 0 else self["length"]
+        return asked if tokens % asked == 0 and t * p * d * asked <= 16 else 1
+
+    @property
     def num_microbatches(self) -> int:
         count, p = self["microbatches"], self["mesh"][1]
         return p * (count % 2 + 1) if self.schedule == "interleaved" else count
@@ -317,6 +326,7 @@ class Case:
             "skips": self.skips,
             "hooks": self.hooks,
             "precision": self.precision,
+            "context": self.c,
             "dp shard": self.dp_shard,
             "reduce dtype": self.reduce_dtype,
             "queries per key": self.queries_per_key,

@@ -35,7 +35,7 @@ Like = tuple[Sequence[int], torch.dtype]
 
 @dataclass(frozen=True)
 class Communicators:
-    """The communicators a program uses beside those along tp, dp and pp.
+    """The communicators a program uses beside those along the mesh axes.
 
     `owners` are sets of pipeline ranks that hold copies of one parameter; `links` are
     (source, target) pipeline ranks; `sub_axes` are those that values or parameters have types over.
@@ -50,8 +50,8 @@ class Communicators:
         found: list[tuple[int, ...]] = []
         for axis in (*MESH_AXES, *self.sub_axes):
             found += mesh.groups((axis,))
-        # Of all ranks that share the values of a layer: they gather what was sent to them in parts.
-        found += mesh.groups(mesh.value_axes)
+        # Ranks within a layer gather what was sent in parts; those with other samples or tokens sum gradients.
+        found += mesh.groups(mesh.value_axes) + mesh.groups(mesh.gradient_axes)
         # One in each pipeline; that of all stages is the group along pp, which is made once.
         for pp_ranks in self.owners:
             found += sorted({owner_ranks(mesh, rank, pp_ranks) for rank in range(mesh.size)})
@@ -333,7 +333,7 @@ class World(ABC):
         return not any(self.coordinate[axis] for axis in axes)
 
     def everyone(self) -> Hops:
-        """Return all ranks, reached along tp, dp and pp one after the other."""
+        """Return all ranks, reached along one axis after the other."""
         return self.hops(MESH_AXES)
 
     def outgoing(self, peer_rank: int) -> Channel:
