@@ -24,12 +24,13 @@ from functools import cached_property
 from itertools import pairwise
 
 from autoptd.errors import InternalError
-from autoptd.ir.mesh import Mesh
+from autoptd.ir.mesh import Mesh, Role, role_of
 from autoptd.ir.sub_axes import SubAxis, base, covers, is_sub_axis, parse
 from autoptd.ir.types import (
     Dims,
     I,
     Outer,
+    P,
     Segmented,
     ValueType,
     outer_size,
@@ -212,6 +213,11 @@ class Layout:
             is_named = kind.kind == "S" or not is_sub_axis(axis)
             texts.append(type_text(kind, dims, axis) if is_named else f"{kind}({axis})")
         return ", ".join(texts) or "I"
+
+
+def loss_over(axis: str) -> Layout:
+    """Return the type of the loss over a mesh axis: whole, but pending where ranks have other tokens, as other samples."""
+    return Layout({axis: P} if role_of(axis) is Role.TOKENS else {})
 
 
 def copy_axes(layout: Layout, mesh: Mesh) -> list[str]:

@@ -266,6 +266,11 @@ class Mesh:
         return self.axes_of(Role.BATCH, Role.TOKENS)
 
     @property
+    def loss_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks have parts of the loss, in the order in which these are added up."""
+        return (*self.batch_axes, *self.token_axes, *self.stage_axes)
+
+    @property
     def stage_axes(self) -> tuple[str, ...]:
         """The axes along which ranks have other stages."""
         return self.axes_of(Role.STAGES)

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from autoptd.errors import InternalError
 from autoptd.ir import markers
-from autoptd.ir.layout import BATCH, Layout
+from autoptd.ir.layout import BATCH, Layout, loss_over
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import Note, converted_types, note, ops, output, placeholders, set_note, site
 from autoptd.ir.operators.record import operands
@@ -221,8 +221,8 @@ def check_connected(graph: Graph, axes: Axes, axis: str, mesh: Mesh) -> None:
     findings = [text for node in ops(graph) for text in _findings(node, table)]
     findings += [text for node in placeholders(graph, "param") for text in _odd_shards(node, table)]
     loss = output(graph).args[0]
-    if isinstance(loss, Node) and (types := note(loss).layout.over(axis)) != Layout():
-        findings.append(f"the loss is {types}, not whole")
+    if isinstance(loss, Node) and (types := note(loss).layout.over(axis)) != loss_over(axis):
+        findings.append(f"the loss is {types}, not {loss_over(axis)}")
     if findings:
         raise InternalError("CONNECTED", "; ".join(findings))
 

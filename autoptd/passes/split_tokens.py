@@ -16,18 +16,20 @@ from torch.fx import Graph, Node
 
 from autoptd.errors import InternalError, PlanError
 from autoptd.ir import markers
-from autoptd.ir.fallback import divisors
+from autoptd.ir.fallback import Fallback, divisors
 from autoptd.ir.mesh import AXES, Mesh
-from autoptd.ir.notes import note, op_name, ops, placeholders, site
+from autoptd.ir.notes import note, op_name, ops, payload, placeholders, site
+from autoptd.ir.operators.record import operands
 from autoptd.ir.steps import shard_places
 from autoptd.passes.communicate import check_axes, meet_readers
 from autoptd.passes.context import Context
+from autoptd.passes.ops.costs import flops
 from autoptd.passes.runner import CALLS, Form, graph_pass
 from autoptd.passes.solve.assign import Assignment, assign_tensor
 from autoptd.passes.solve.fallbacks import fallbacks, note_fallbacks
 from autoptd.passes.solve.strategies import is_split
 from autoptd.passes.solve.symbols import name_axes
-from autoptd.passes.solve.tokens import TokenSplitter
+from autoptd.passes.solve.tokens import GATHERED_REMEDY, SHIFTED_REMEDY, TokenSplitter
 
 
 def check_tokens(graph: Graph, ctx: Context) -> None:
@@ -66,6 +68,7 @@ def _split(graph: Graph, axis: str, ctx: Context) -> None:
     assignment = assign_tensor(graph, splitter)
     _check_split(assignment, splitter)
     note_fallbacks(graph, assignment, splitter)
+    _note_gathers(assignment, splitter)
     assignment.letters = name_axes(graph, splitter)
     ctx.found.assignments[axis] = assignment
     found = (replace(each, flops=each.flops * ctx.rows // ctx.traced_rows) for each in fallbacks(graph))
@@ -76,6 +79,18 @@ def _split(graph: Graph, axis: str, ctx: Context) -> None:
             note(node).extra["inner_axis"] = splitter.inner_axis(node)
     meet_readers(graph, assignment, ctx.mesh)
     _place_again(graph, ctx.mesh)
+
+
+def _note_gathers(assignment: Assignment, splitter: TokenSplitter) -> None:
+    """Note operators that run whole on gathered tokens: an uneven slice, a sort."""
+    for node, strategy in assignment.strategies.items():
+        if is_split(strategy) or note(node).fallback is not None:
+            continue
+        nbytes = sum(payload(read) for read in operands(node) if splitter.gathered(node, read))
+        if nbytes:
+            fact = f"needs all tokens: {nbytes:,} B of the trace are gathered over {splitter.axis}"
+            remedy = SHIFTED_REMEDY if op_name(node) == "aten.slice" else GATHERED_REMEDY
+            note(node).fallback = Fallback(note(node).module, op_name(node), fact, remedy, flops(node))
 
 
 def _place_again(graph: Graph, mesh: Mesh) -> None:

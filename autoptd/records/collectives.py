@@ -184,8 +184,8 @@ def _step_collectives(
     for rank, plans in enumerate(buckets):
         for plan in plans:
             calls += _bucket_sums(plan, rank, ranks, mesh)
-    # Not over the others: ranks that share the values of a layer all have the whole loss.
-    for axis in (*mesh.batch_axes, *mesh.stage_axes):
+    # Not over the others: tensor ranks all have the whole loss.
+    for axis in mesh.loss_axes:
         call = Collective(
             site="loss",
             stage=options.num_stages - 1,

@@ -17,6 +17,7 @@ from typing import Any
 from torch.fx import Graph
 
 from autoptd.ir.fallback import Fallback
+from autoptd.ir.mesh import AXES
 from autoptd.ir.names import is_within
 from autoptd.ir.notes import note, ops
 from autoptd.options import Options
@@ -78,8 +79,10 @@ def warn_of_fallbacks(program: Program) -> None:
     reasons = []
     for (fact, remedy), sites in sites_of.items():
         reasons.append(f"{', '.join(dict.fromkeys(sites))}: {fact} ({remedy})")
+    mesh = program.mesh
+    words = [AXES[axis].word for axis in mesh.value_axes if mesh.degree(axis) > 1]
     message = (
-        f"{100 * share:.0f} % of the FLOPs of matrix products are done by every tensor rank in full. "
+        f"{100 * share:.0f} % of the FLOPs of matrix products are done by every {' or '.join(words)} rank in full. "
         f"{'; '.join(reasons)}. See program.fallbacks"
     )
     warnings.warn(message, stacklevel=3)

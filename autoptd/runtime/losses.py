@@ -36,9 +36,10 @@ def sum_loss(world: World, own: torch.Tensor) -> torch.Tensor:
     """
     mesh, flags = world.mesh, world.flags
     sent = own if flags is None else torch.stack([own, flags.mine()])
-    # Not over the axes that divide a layer's values: their ranks compute the same loss.
-    total = world.hops((*mesh.batch_axes, *mesh.stage_axes)).all_reduce(sent, "loss")
+    # Not over the other axes: tensor ranks compute the same loss.
+    total = world.hops(mesh.loss_axes).all_reduce(sent, "loss")
     if flags is not None:
         total, told = total.unbind()
-        flags.look(world.hops(mesh.value_axes).all_reduce(told, "loss"))
+        others = tuple(axis for axis in mesh.axes if axis not in mesh.loss_axes)
+        flags.look(world.hops(others).all_reduce(told, "loss"))
     return total

@@ -161,7 +161,6 @@ EDITS = {
         'F.cross_entropy(logits, targets, reduction="sum") / self.totals[0]',
         'F.cross_entropy(logits, targets, reduction="mean") / (2 * 4)',
     ),
-    "a loss that is not summed": ("rt.p_to_i(loss, cp,", "rt.i_to_r(loss, cp,"),
     "labels are counted in a part of the tokens": (
         "rt.count_labels(targets, ignore_index=-100)",
         "rt.count_labels(targets[:4], ignore_index=-100)",
@@ -283,6 +282,32 @@ def test_a_sum_of_equal_gradients_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     kinds = {spec.name: spec.use.layout["cp"].kind for spec in program.params}
     assert kinds["head.weight"] == "I" and kinds["embed.weight"] == "R"
     autoptd.verify(Pooled(), c=2, example_inputs=batch(), steps=1)
+    with monkeypatch.context() as patch:
+        edited = edit_source(patch, "loss = rt.i_to_p(loss, cp)", "loss = loss * 1")
+        with pytest.raises(autoptd.InternalError, match="differs"):
+            autoptd.verify(Pooled(), c=2, example_inputs=batch(), steps=1)
+        assert edited
     edit_types(monkeypatch, "head.weight", R)
     with pytest.raises(autoptd.InternalError, match="differs"):
         autoptd.verify(Pooled(), c=2, example_inputs=batch(), steps=1)
+
+
+def test_what_gathers_tokens_is_told() -> None:
+    """Logits that are cut where labels are shifted, and heads that c does not divide."""
+    found = autoptd.compile(shifted(), c=2, example_inputs=batch()).fallbacks
+    assert [(fallback.op, fallback.remedy[:6]) for fallback in found] == [("aten.slice", "labels")]
+    with pytest.warns(UserWarning, match="every context rank.*6 heads do not divide over c=4"):
+        keywords = {"loss_fn": smoothed, "example_inputs": LONG}
+        program = autoptd.compile(KINDS["loss_fn"].make(0.0), c=4, **keywords)
+    assert {fallback.remedy for fallback in program.fallbacks} == {"c in {1, 2, 3, 6}"}
+    autoptd.verify(KINDS["loss_fn"].make(0.0), c=4, **keywords, steps=1)
+
+
+def test_explain_is_honest() -> None:
+    program = autoptd.compile(gpt(2), c=2, t=2, sequence_parallel=True, example_inputs=batch())
+    text = program.explain("transformer.h.0.attn")
+    assert "tp first, then over cp with that: both together may be cheaper" in text
+    assert "all-to-all forward, all-to-all backward" in text and "a c-th of them" in text
+    assert "could split counts 1,000 us more" in text
+    alone = autoptd.compile(gpt(2), c=2, example_inputs=batch()).explain("transformer.h.0.attn")
+    assert "may be cheaper" not in alone

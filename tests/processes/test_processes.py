@@ -76,6 +76,14 @@ def test_four_processes_share_two_kv_heads() -> None:
     assert max(found["worst"].values()) <= 1e-9 and found["axes"] == ["tp", "tp:(2)2"], found
 
 
+def test_four_processes_divide_tokens_and_samples() -> None:
+    results = finish(start("divide_tokens.py", 4), timeout=180)
+    assert [code for code, _, _ in results] == [0] * 4, "\n".join(err[-2000:] for _, _, err in results)
+    found = json.loads(results[0][1].splitlines()[-1])
+    assert max(found["worst"].values()) <= 1e-9, found
+    assert {"all-to-all over cp", "all-reduce over dp x cp"} <= set(found["kinds"]), found
+
+
 def test_four_processes_share_the_update_in_one_world_after_the_other() -> None:
     """Each world finds its own addresses in the store that all of them share."""
     results = finish(start("share_updates.py", 4), timeout=180)

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from torch.fx import Graph, Node
 
-from autoptd.ir.layout import Layout
+from autoptd.ir.layout import Layout, loss_over
 from autoptd.ir.notes import note
 from autoptd.ir.operators.record import operands
 from autoptd.passes.ops.costs import conversion_seconds
@@ -62,7 +62,9 @@ class Assignment:
 
     def needs(self, reader: Node, operand: Node) -> Layout:
         """Return the types in which `reader` wants `operand`: I where its strategy says nothing of it."""
-        if reader.op == "output" or reader not in self.strategies:
+        if reader.op == "output":
+            return loss_over(self.axis)
+        if reader not in self.strategies:
             return Layout()
         return self.strategies[reader].needs[operand]
 

@@ -32,18 +32,22 @@ TypeVariable = tuple[int, list[Layout]]
 Price = Callable[[ValueType, ValueType, float, int, Machine], float]
 
 
-def wanted(node: Node, readers: list[Node], strategies: dict[Node, list[Strategy]]) -> list[Layout]:
+def wanted(
+    node: Node, readers: list[Node], strategies: dict[Node, list[Strategy]], splitter: Splitter
+) -> list[Layout]:
     """Return the types in which the readers of `node` may want it: all choices of one reader, then those of the next."""
     types: list[Layout] = []
     for reader in readers:
-        types += _needs(node, reader, strategies)
+        types += _needs(node, reader, strategies, splitter)
     return types
 
 
-def _needs(node: Node, reader: Node, strategies: dict[Node, list[Strategy]]) -> list[Layout]:
+def _needs(
+    node: Node, reader: Node, strategies: dict[Node, list[Strategy]], splitter: Splitter
+) -> list[Layout]:
     """Return the types of `node` that `reader` wants, one for each of its strategies."""
     if reader.op == "output":
-        return [Layout()]
+        return [splitter.loss]
     return [strategy.needs[node] for strategy in strategies[reader]]
 
 
@@ -98,7 +102,7 @@ def edge_factors(
     if shared is not None:
         factors.append(((i, shared[0]), _table(cost, gives, shared[1])))
     for reader in readers:
-        needs = _needs(node, reader, strategies)
+        needs = _needs(node, reader, strategies, splitter)
         saved = partial(_saved_price, splitter, node, reader, savers)
         names: tuple[int, ...] = (i,)
         if shared is None:

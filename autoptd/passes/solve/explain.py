@@ -105,7 +105,7 @@ def formulas(assignment: Assignment, symbols: Symbols, node: Node) -> list[Formu
     assert assignment.splitter is not None
     strategies = assignment.strategies
     split = any(types.shards for types in strategies[node].needs.values())
-    share = ", a t-th of them on each rank" if split else ", on every rank"
+    share = f", a {AXES[assignment.axis].degree}-th of them on each rank" if split else ", on every rank"
     costs = [Formula("product:", symbols.flops(node), f"FLOPs forward{share}", flops(node))]
     # (what, value, the types it is wanted in)
     reads = [(f"reads {_name(operand)}", operand, types) for operand, types in strategies[node].needs.items()]
@@ -185,6 +185,7 @@ def _explain_axis(assignment: Assignment, problem: Problem, path: str, remark: s
         lines.append(remark)
     if assignment.splitter.kept is not None:
         lines.append(KEPT_PLAN_REMARK)
+    lines += assignment.splitter.remarks
     return "\n".join(lines) + "\n"
 
 

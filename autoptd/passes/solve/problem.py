@@ -120,7 +120,7 @@ class Variables:
             source = entry
         shared: TypeVariable | None = None
         if is_shared:
-            shared = self._add_variable(source[1] + wanted(node, readers, self.strategies))
+            shared = self._add_variable(source[1] + wanted(node, readers, self.strategies, self.splitter))
         tables += edge_factors(node, readers, self.strategies, self.variable, source, shared, self.splitter)
         return tables, shared
 

@@ -16,7 +16,7 @@ from enum import Enum
 from torch.fx import Graph, Node
 
 from autoptd.errors import PlanError
-from autoptd.ir.layout import Layout
+from autoptd.ir.layout import Layout, loss_over
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name, payload
@@ -110,9 +110,16 @@ class Splitter:
         """Tell whether a node has types to be found; what depends on no parameter is whole on every rank."""
         return note(node).of_params
 
+    # For people, about the axis as a whole.
+    remarks: tuple[str, ...] = ()
+
+    def other_pieces(self, node: Node) -> int:
+        """Return in how many pieces axes that were solved before cut a value."""
+        return 1
+
     def nbytes(self, node: Node) -> float:
         """Return the bytes of the value that the ranks along the axis have together."""
-        return payload(node)
+        return payload(node) / self.other_pieces(node)
 
     def seconds(self, node: Node) -> float:
         """Return the seconds of an operator, where the axis does not split it."""
@@ -130,6 +137,11 @@ class Splitter:
     def facts(self, node: Node) -> list[Layout]:
         """Return all that tells a value from others of its shape."""
         return self.shards(node)
+
+    @property
+    def loss(self) -> Layout:
+        """The type of the loss over the axis: whole, or what the sums over samples add up, once a step."""
+        return loss_over(self.axis)
 
     def over(self, kind: ValueType) -> Layout:
         """Return the layout with one type over the axis."""

@@ -80,7 +80,8 @@ class Symbols:
 
     def conversion(self, node: Node, step: Step) -> Expression:
         """Return the seconds of one conversion step of a value, as `costs.conversion_seconds` gives them."""
-        nbytes = math.prod(self.shape(node)) * tensor(node).element_size() / step.others
+        pieces = step.others * self.splitter.other_pieces(node)
+        nbytes = math.prod(self.shape(node)) * tensor(node).element_size() / pieces
         # A sub-axis has a number of ranks of its own, and no letter.
         degree = self.degree if step.axis == self.splitter.axis else self.splitter.mesh.degree(step.axis)
         return conversion_seconds(step.before, step.after, nbytes, degree, self.machine)

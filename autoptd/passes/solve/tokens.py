@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 
 from autoptd.ir import markers
 from autoptd.ir.layout import Layout
-from autoptd.ir.notes import note, op_name, ops, payload
+from autoptd.ir.notes import note, op_name, ops
 from autoptd.ir.operators.record import operands
 from autoptd.ir.steps import Step
 from autoptd.ir.sub_axes import base
@@ -34,6 +34,9 @@ from autoptd.passes.ops.costs import compute_seconds, flops
 from autoptd.passes.solve.strategies import EAGER, Part, Splitter
 
 ATTENTION = "aten.scaled_dot_product_attention"
+GATHERED_REMEDY = "nothing: right, but slower; or a form that keeps tokens apart"
+# Cut logits, as most models shift their labels.
+SHIFTED_REMEDY = "labels that are shifted and padded with the label -100, and whole logits"
 # What an operator that all ranks repeat costs more, though it could be split: c is asked for so that ranks have parts of all
 # activations, and far less than a millisecond is saved by repeating a small one.
 REPEATED = 1e-3
@@ -155,9 +158,17 @@ class TokenSplitter(Splitter):
         before, after = (self._others(value)[note(node).axis] for value in (source, node))
         return S(*place) not in (before, after)
 
+    def gathered(self, node: Node, operand: Node) -> bool:
+        """Tell whether an operator reads all tokens of a value of which ranks have a part each."""
+        is_part = any(self._is_token(operand, (kind.dim, kind.atom)) for _, kind in self._own(operand).shards)
+        return is_part and note(node).of_params and node.target is not markers.convert
+
+    def _own(self, value: Node) -> Layout:
+        return note(value).layout.over(self.axis)
+
     def inner_axis(self, node: Node) -> str:
         """Return the axis that has the inner part of an atom that cp cuts, too; "" where there is none."""
-        for _, kind in note(node).layout.over(self.axis).shards:
+        for _, kind in self._own(node).shards:
             place = kind.dim, kind.atom
             for axis in self._cutting(node, place):
                 return base(axis) if self._is_token(node, place) else self.axis
@@ -179,18 +190,30 @@ class TokenSplitter(Splitter):
         """
         return note(node).of_params or node.target is markers.convert
 
-    def nbytes(self, node: Node) -> float:
-        return payload(node) / self._others(node).pieces(self.mesh)
+    def other_pieces(self, node: Node) -> int:
+        return self._others(node).pieces(self.mesh)
 
     def seconds(self, node: Node) -> float:
         # A contracted letter is in the operands alone.
-        pieces = max(self._others(value).pieces(self.mesh) for value in (node, *node.all_input_nodes))
+        pieces = max(map(self.other_pieces, (node, *node.all_input_nodes)))
         return compute_seconds(node, self.machine) / pieces
 
     def repeating(self, node: Node) -> float:
         extra = super().repeating(node)
         is_activation = note(node).of_params and node in self.of_inputs
         return extra + (REPEATED if is_activation and self.splits(node) else 0.0)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Say what the prices are beside seconds, and what was not weighed together."""
+        more = f"over {self.axis}, what all ranks repeat and could split counts {1e6 * REPEATED:,.0f} us more"
+        given = [axis for axis in self.mesh.value_axes if axis != self.axis and self.mesh.degree(axis) > 1]
+        if not given:
+            return (more,)
+        return (
+            more,
+            f"over {', '.join(given)} first, then over {self.axis} with that: both together may be cheaper",
+        )
 
     @property
     def per_whole_byte(self) -> float:
@@ -214,4 +237,4 @@ def _flat(dims: list[list[int]]) -> Iterator[int]:
     return (each for ids in dims for each in ids)
 
 
-__all__ = ["TokenSplitter"]
+__all__ = ["GATHERED_REMEDY", "SHIFTED_REMEDY", "TokenSplitter"]
