@@ -142,7 +142,7 @@ def _check_split(assignment: Assignment, splitter: TokenSplitter) -> None:
     for node, strategy in assignment.strategies.items():
         if splitter.is_ulysses and splitter.multiplies_activations(node) and not is_split(strategy):
             sizes = sorted({way.size for way in splitter.blocked(node)})
-            heads = f"{' and '.join(map(str, sizes)) or 'its'} heads"
+            heads = f"{' and '.join(map(str, sizes)) or 'its'} heads{splitter.whose}"
             fits = ", ".join(map(str, divisors(sizes))) if sizes else "1"
             fact = f"context='ulysses' splits attention by heads, and {heads} do not divide over {degree}"
             raise PlanError(site(node), fact, f"{letter} in {{{fits}}}, or context='auto'")

@@ -303,6 +303,17 @@ def test_what_gathers_tokens_is_told() -> None:
     autoptd.verify(KINDS["loss_fn"].make(0.0), c=4, **keywords, steps=1)
 
 
+def test_heads_of_a_tensor_rank() -> None:
+    """Four heads, two of them on a tensor rank, for four ranks with other tokens."""
+    with pytest.warns(UserWarning, match="every tensor or context rank"):
+        program = autoptd.compile(gpt(2), c=4, t=2, example_inputs=batch())
+    facts = {fallback.fact for fallback in program.fallbacks}
+    assert facts == {"2 heads of a tensor rank do not divide over c=4"}
+    with pytest.raises(autoptd.PlanError, match=r"2 heads of a tensor rank.*c in \{1, 2\}"):
+        autoptd.compile(gpt(2), c=4, t=2, context="ulysses", example_inputs=batch())
+    autoptd.verify(gpt(2), c=4, t=2, example_inputs=batch(), steps=1)
+
+
 def test_explain_is_honest() -> None:
     program = autoptd.compile(gpt(2), c=2, t=2, sequence_parallel=True, example_inputs=batch())
     text = program.explain("transformer.h.0.attn")

@@ -127,7 +127,7 @@ def _blocked(
     texts = [f"{size} {noun}" if noun in COUNTED else f"{noun} {size}" for size, noun in named]
     degree = AXES[splitter.axis].degree
     verb = "do" if of_heads or len(named) > 1 else "does"
-    fact = f"{' and '.join(texts)} {verb} not divide over {degree}={splitter.degree}"
+    fact = f"{' and '.join(texts)}{splitter.whose} {verb} not divide over {degree}={splitter.degree}"
     fits = ", ".join(map(str, divisors(size for size, _ in named)))
     # FLOPs that are repeated on every rank; an operator that is split otherwise repeats none.
     repeated = flops(node) if is_whole else 0
@@ -156,7 +156,7 @@ def axis_nouns(graph: Graph, splitter: Splitter) -> dict[int, str]:
             continue
         # By letter. A letter that runs along two axes has grouped queries: KV heads, then the query heads of each.
         groups: dict[str, list[int]] = {}
-        for letter in splitter.free_letters(node):
+        for letter in splitter.wanted_letters(node):
             if letter.out is not None and (len(letter.places) > 1 or letter.name == "repeat"):
                 groups.setdefault(letter.name, []).append(splitter.axes.ids_of(node, letter)[0])
         for name, (first, *others) in groups.items():

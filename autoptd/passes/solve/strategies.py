@@ -110,8 +110,9 @@ class Splitter:
         """Tell whether a node has types to be found; what depends on no parameter is whole on every rank."""
         return note(node).of_params
 
-    # For people, about the axis as a whole.
+    # For people: about the axis as a whole, and whose sizes it divides.
     remarks: tuple[str, ...] = ()
+    whose = ""
 
     def other_pieces(self, node: Node) -> int:
         """Return in how many pieces axes that were solved before cut a value."""
@@ -191,6 +192,10 @@ class Splitter:
             if not is_factored and not self.padding.divides(node, letter):
                 letters.append(letter)
         return letters
+
+    def wanted_letters(self, node: Node) -> list[Letter]:
+        """Return the letters of an operator that the axis would split if its ranks divided them."""
+        return self.free_letters(node)
 
     def free_letters(self, node: Node) -> list[Letter]:
         """Return the letters of an operator that the axis may split, whether or not it divides them."""

@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch.fx import Graph, Node
 
 from autoptd.ir import markers
 from autoptd.ir.layout import Layout
+from autoptd.ir.mesh import AXES
 from autoptd.ir.notes import note, op_name, ops
 from autoptd.ir.operators.record import operands
 from autoptd.ir.steps import Step
@@ -88,13 +90,15 @@ class TokenSplitter(Splitter):
         for node in ops(graph):
             if not self.axes.has(node) or node not in self.of_inputs or not note(node).of_params:
                 continue
-            if self.multiplies_activations(node) or (
-                self.reads_tokens(node) and not self._is_by_tokens(node)
-            ):
-                for letter in self.axes.letters(node):
-                    ids = self.axes.ids_of(node, letter)
-                    if letter.out is not None and letter.places and self.tokens.isdisjoint(ids):
-                        found.update(ids)
+            is_product = self.multiplies_activations(node)
+            if not is_product and (not self.reads_tokens(node) or self._is_by_tokens(node)):
+                continue
+            for letter in self.axes.letters(node):
+                # Both factors of a product have its heads. What one alone has is the size of a head: the other is whole.
+                is_shared = len(letter.places) > 1 or letter.name == "repeat" or not is_product
+                ids = self.axes.ids_of(node, letter)
+                if letter.out is not None and letter.places and is_shared and self.tokens.isdisjoint(ids):
+                    found.update(ids)
         return found - self.never_split - self.padding.vocabularies
 
     def reads_tokens(self, node: Node) -> bool:
@@ -107,13 +111,22 @@ class TokenSplitter(Splitter):
 
     def free_letters(self, node: Node) -> list[Letter]:
         """Return the letters of an operator that cp may split, whether or not it divides them."""
-        return [letter for letter in self.axes.letters(node) if self._is_free(node, letter)]
+        return [letter for letter in self.wanted_letters(node) if self._is_nested(node, letter)]
 
-    def _is_free(self, node: Node, letter: Letter) -> bool:
+    def blocked(self, node: Node) -> list[Letter]:
+        """Return the letters by which `node` would be split if c divided them, with the sizes that other axes leave."""
+        letters = []
+        for letter in self.wanted_letters(node):
+            if not (self._is_nested(node, letter) and self.padding.divides(node, letter)):
+                letters.append(replace(letter, size=letter.size // self._most_cut(node, letter)))
+        return letters
+
+    def wanted_letters(self, node: Node) -> list[Letter]:
+        return [letter for letter in self.axes.letters(node) if self._is_wanted(node, letter)]
+
+    def _is_wanted(self, node: Node, letter: Letter) -> bool:
         ids = self.axes.ids_of(node, letter)
         if not self.never_split.isdisjoint(ids) or letter.form.startswith("vocab_"):
-            return False
-        if not all(self._is_nested(value, place) for value, place in letter.everywhere(node)):
             return False
         if node.target is markers.convert and not self._keeps_outer(node, letter):
             return False
@@ -124,10 +137,15 @@ class TokenSplitter(Splitter):
             return False
         return not any(map(self._is_weight, operands(node) if flops(node) else letter.places))
 
-    def _is_nested(self, value: Node, place: Place) -> bool:
-        """Tell whether cp may cut an atom: not one that another axis cuts already, unless all its ranks divide it."""
-        cut = math.prod(self.mesh.degree(axis) for axis in self._cutting(value, place))
-        return cut == 1 or self.axes.unit(value, place) % (cut * self.degree) == 0
+    def _is_nested(self, node: Node, letter: Letter) -> bool:
+        """Tell whether cp may cut what other axes leave of a letter."""
+        cut = self._most_cut(node, letter)
+        return cut == 1 or letter.size % (cut * self.degree) == 0
+
+    def _most_cut(self, node: Node, letter: Letter) -> int:
+        """Return in how many pieces other axes cut a letter."""
+        places = letter.everywhere(node)
+        return max(math.prod(map(self.mesh.degree, self._cutting(*each))) for each in places)
 
     def _cutting(self, value: Node, place: Place) -> Iterator[str]:
         """Yield the other axes that cut an atom."""
@@ -204,16 +222,24 @@ class TokenSplitter(Splitter):
         return extra + (REPEATED if is_activation and self.splits(node) else 0.0)
 
     @property
+    def whose(self) -> str:  # type: ignore[override]
+        """Say whose part is divided, where other axes divide a layer, too."""
+        words = [AXES[axis].word for axis in self._given]
+        return f" of a {' and '.join(words)} rank" if words else ""
+
+    @property
+    def _given(self) -> list[str]:
+        """The other axes whose ranks share the values of a layer."""
+        return [axis for axis in self.mesh.value_axes if axis != self.axis and self.mesh.degree(axis) > 1]
+
+    @property
     def remarks(self) -> tuple[str, ...]:  # type: ignore[override]
         """Say what the prices are beside seconds, and what was not weighed together."""
         more = f"over {self.axis}, what all ranks repeat and could split counts {1e6 * REPEATED:,.0f} us more"
-        given = [axis for axis in self.mesh.value_axes if axis != self.axis and self.mesh.degree(axis) > 1]
-        if not given:
+        if not self._given:
             return (more,)
-        return (
-            more,
-            f"over {', '.join(given)} first, then over {self.axis} with that: both together may be cheaper",
-        )
+        first = ", ".join(self._given)
+        return more, f"over {first} first, then over {self.axis} with that: both together may be cheaper"
 
     @property
     def per_whole_byte(self) -> float:
