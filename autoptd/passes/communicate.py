@@ -246,7 +246,7 @@ class _Table:
 
     def parts(self, *nodes: Node) -> tuple[str, ...]:
         """Return the axis, or else the sub-axes over each of which the values of all nodes have a type."""
-        every = [part for node in nodes for part in note(node).layout.sub_axes]
+        every = [part for node in nodes for part in note(node).layout.over(self.axis).sub_axes]
         return self.mesh.parts(self.axis, every)
 
 

@@ -58,7 +58,7 @@ class BoxText:
     def split(self, node: Node, box: Box) -> tuple[str, str]:
         """Return how an operator is split, in words and as a colour."""
         record = note(node)
-        kind = record.layout["tp"].kind
+        kind = record.layout.over("tp").letter
         if not self.is_split:
             return "", colours.SMALL
         # The solver's reason alone tells this split from other shards of rows.
@@ -67,7 +67,7 @@ class BoxText:
         if operator_of(node).factors:
             # A bias follows its matrix: only what has two dims tells how a product is split.
             matrices = [made or param for _, param, made in box.params if len(tensor(param).shape) > 1]
-            weights = [note(matrix).layout["tp"].kind for matrix in matrices]
+            weights = [note(matrix).layout.over("tp").letter for matrix in matrices]
             if kind == "P":
                 return "row split: each rank sums over its inputs", colours.ROW
             if kind == "S" and "S" in weights:
@@ -99,7 +99,10 @@ class BoxText:
         if not self.is_split:
             return shape_text(node)
         record = note(node)
-        kind = type_text(record.layout["tp"], record.dims, "tp").replace("S(tp, ", "S(")
+        # Over tp alone, which is then the only axis that cuts, it is not named.
+        kind = record.layout.text(record.dims)
+        if all(axis == "tp" for axis, _ in record.layout.over_mesh):
+            kind = type_text(record.layout["tp"], record.dims, "tp").replace("S(tp, ", "S(")
         return f"{shape_text(node)}  {kind}"
 
     def tooltip(self, box: Box) -> str:

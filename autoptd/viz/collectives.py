@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 
 from autoptd.ir.mesh import Coordinate
 from autoptd.ir.sub_axes import base
-from autoptd.program.calls import LOCAL_KINDS, Call, expected_calls, star, wire_bytes
+from autoptd.program.calls import LOCAL_KINDS, Call, expected_calls, joint_axis, star, wire_bytes
 from autoptd.program.program import Program
 from autoptd.program.specs import GATHER, Collective
 from autoptd.viz.words import bytes_text, count_text, letter
@@ -54,7 +54,7 @@ def _totals(program: Program) -> Iterator[str]:
         return
     yield from _header("over", "what", "when", "calls", "payload", "sent", "by a rank of", "other ranks")
     # What moves most often first; an axis that is not listed comes last.
-    order = {"tp": 0, "dp": 1, "dp x tp": 2, "pp": 3}
+    order = {"tp": 0, "cp": 0.5, "dp": 1, "dp x cp": 1.5, "dp x tp": 2, "pp": 3}
     for key in sorted(rows, key=lambda key: (order.get(key[0], 9), key[2] == "once a step", key[1], key[2])):
         sent = [0] * program.mesh.p
         for rank, calls in rows[key].items():
@@ -92,19 +92,24 @@ def _others_text(sent: list[int], busiest: int) -> str:
 
 
 def _per_microbatch(program: Program) -> Iterator[str]:
-    calls = [call for call in program.collectives if base(call.axis) == "tp" and not _is_local(call)]
+    for axis in program.mesh.value_axes:
+        yield from _over_axis(program, axis)
+
+
+def _over_axis(program: Program, axis: str) -> Iterator[str]:
+    within = [call for call in program.collectives if call.scope == "microbatch" and base(call.axis) == axis]
     # What is gathered again of a message stands with the messages.
-    over_tp = [call for call in calls if call.conversion != GATHER]
-    if not over_tp:
+    found = [call for call in within if call.conversion != GATHER and not _is_local(call)]
+    if not found:
         return
-    yield "## Over tp, in every microbatch"
+    yield f"## Over {axis}, in every microbatch"
     yield ""
     yield "`x N`: so many sites of this kind. Megatron's f is I to R, its g is P to I."
     yield ""
     yield from _header(
         "site", "x", "stages", "conversion", "forward", "backward", "payload", "ranks", "sent", "reason"
     )
-    for sites in _kinds(over_tp):
+    for sites in _kinds(found):
         call = sites[0]
         kinds = call.forward, call.backward
         wire = sum(wire_bytes(kind, call.payload_bytes, call.group_size) for kind in kinds)
@@ -123,7 +128,8 @@ def _messages(program: Program) -> Iterator[str]:
         size = f"{len(buffer.names)} {what}{plural}, {buffer.numel} {buffer.dtype}"
         afterwards = ""
         if buffer.parts > 1:
-            afterwards = f"all-gather over tp, {bytes_text(buffer.parts * buffer.sent_bytes)}"
+            over = joint_axis(program.mesh, program.mesh.value_axes)
+            afterwards = f"all-gather over {over}, {bytes_text(buffer.parts * buffer.sent_bytes)}"
         row = (size, bytes_text(buffer.sent_bytes), afterwards, buffer.why)
         links_of.setdefault(row, []).append(f"{buffer.source} to {buffer.target}")
     if not links_of:
@@ -155,7 +161,8 @@ def _per_step(program: Program) -> Iterator[str]:
 
 
 def _local(program: Program) -> Iterator[str]:
-    found = [call for call in program.collectives if base(call.axis) == "tp" and _is_local(call)]
+    axes = program.mesh.value_axes
+    found = [call for call in program.collectives if base(call.axis) in axes and _is_local(call)]
     if not found:
         return
     yield "## Changes of type without communication"

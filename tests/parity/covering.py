@@ -298,8 +298,11 @@ def models(kind: Kind, case: Case) -> tuple[nn.Module, nn.Module]:
 
 
 def other_mesh(keywords: Case) -> Case:
-    """One on which everything lies in another place: without tensor ranks where there are some, and the other way around."""
+    """One on which everything lies in another place: without tensor ranks where there are some, and the other way around; of
+    ranks with other tokens likewise.
+    """
     mesh = {"t": 2, "p": 1, "d": 2, "v": 1} if keywords["t"] == 1 else {"t": 1, "p": 2, "d": 1, "v": 1}
+    mesh |= {"c": 3 - keywords["c"]}
     return mesh | {"accumulate_allreduce_grads_in_fp32": keywords["accumulate_allreduce_grads_in_fp32"]}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import autoptd
 from autoptd.ir.types import I, R, ValueType
 from autoptd.program.calls import expected_calls
 from autoptd.program.program import Program
+from autoptd.viz.collectives import collectives_markdown
 from tests.parity.kept import kept_bytes
 from tests.parity.kinds import KINDS, smoothed
 from tests.parity.models import LENGTH, VOCAB, batch, gpt, separate, skipping, uneven
@@ -115,6 +117,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, list[dict[str, Any]]]] 
     "written out, learned positions, a mask in a buffer": (separate, uneven(TARGETS), [{"c": 2, "t": 2}, {"c": 4}]),
     "rotary, grouped queries": (lambda: llama(3), uneven(TARGETS), [{"c": 2, "p": 2}, {"c": 4}, {"c": 2, "t": 2}]),
     "one KV head": (lambda: llama(2, kv=1), TARGETS, [{"c": 2}, {"c": 4}, {"c": 2, "t": 2}]),
+    "KV heads that tensor ranks share": (
+        lambda: llama(3, width=32, heads=8),
+        uneven(TARGETS),
+        [{"c": 2, "t": 4}, {"c": 2, "t": 4, "sequence_parallel": True}],
+    ),
     "rotary, q, k and v of a head side by side": (lambda: neox(3), TARGETS, [{"c": 2, "t": 2}]),
     "labels are shifted, documents, windows": (shifted, uneven(TARGETS), [{"c": 2}, {"c": 2, "t": 2}, {"c": 4}]),
     "a rank without labels": (lambda: gpt(2), HALVES, [{"c": 2}, {"c": 2, "d": 2}]),
@@ -322,3 +329,19 @@ def test_explain_is_honest() -> None:
     assert "could split counts 1,000 us more" in text
     alone = autoptd.compile(gpt(2), c=2, example_inputs=batch()).explain("transformer.h.0.attn")
     assert "may be cheaper" not in alone
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"c": 2, "t": 2, "p": 2, "sequence_parallel": True}, {"c": 2, "t": 4}], ids=str
+)
+def test_a_program_is_saved_and_drawn(mesh: dict[str, Any], tmp_path: Path) -> None:
+    program = autoptd.compile(llama(4, width=32, heads=8), **mesh, example_inputs=batch())
+    program.save(tmp_path)
+    loaded = Program.load(tmp_path)
+    assert (loaded.mesh, loaded.params, loaded.sources) == (program.mesh, program.params, program.sources)
+    assert (
+        all(program.graph(level).dot for level in ("model", "layer"))
+        and "S(cp, dim 1" in program.graph("full").dot
+    )
+    table = collectives_markdown(program)
+    assert "## Over cp, in every microbatch" in table and "all-to-all" in table
