@@ -271,7 +271,7 @@ def _whole(operand: Node, splitter: Splitter, kind: ValueType = R) -> Layout:
 
 def _whole_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
     # Backward of a linear operator may run on partial gradients: then its result may be R.
-    kinds = (I, R) if splitter.axes.is_linear(node) else (I,)
+    kinds = (I, R) if splitter.axes.is_linear(node) and note(node).of_params else (I,)
     seconds = splitter.seconds(node) + splitter.repeating(node)
     strategies = []
     for kind in kinds:
