@@ -21,6 +21,7 @@ from autoptd.ir.mesh import AXES, Mesh
 from autoptd.ir.notes import note, op_name, ops, payload, placeholders, site
 from autoptd.ir.operators.record import operands
 from autoptd.ir.steps import shard_places
+from autoptd.ir.sub_axes import base
 from autoptd.passes.communicate import check_axes, meet_readers
 from autoptd.passes.context import Context
 from autoptd.passes.ops.costs import flops
@@ -35,9 +36,13 @@ from autoptd.passes.solve.tokens import GATHERED_REMEDY, SHIFTED_REMEDY, TokenSp
 def check_tokens(graph: Graph, ctx: Context) -> None:
     """Verify the graph against the table of types over every axis, with the conversions over the others."""
     check_axes(graph, ctx)
-    findings = []
+    findings: list[str] = []
     for axis in ctx.mesh.token_axes:
-        findings += [text for node in ops(graph) for text in _changed(node, axis)]
+        splitter = ctx.found.assignments[axis].splitter
+        for node in ops(graph):
+            findings += _changed(node, axis)
+            if node.target is markers.convert and isinstance(splitter, TokenSplitter):
+                findings += _outer_parts(node, splitter)
     if findings:
         raise InternalError("CONNECTED", "; ".join(findings))
 
@@ -48,6 +53,16 @@ def _changed(node: Node, axis: str) -> Iterator[str]:
         before, after = (note(value).layout[axis] for value in (node.args[0], node))  # type: ignore[arg-type]
         if before != after:
             yield f"{site(node)} converts over {note(node).axis}, and {before} to {after} over {axis}"
+
+
+def _outer_parts(node: Node, splitter: TokenSplitter) -> Iterator[str]:
+    """Yield where a conversion moves the outer part of an atom, of which another axis has the inner part."""
+    own = base(note(node).axis)
+    for layout in (note(node.args[0]).layout, note(node).layout):  # type: ignore[arg-type]
+        for axis, kind in layout.shards:
+            others = [base(other) for other, same in layout.shards if same == kind and base(other) != own]
+            if base(axis) == own and others and own != splitter.inner_of(node, kind):
+                yield f"{site(node)} converts over {own} what is cut over {', '.join(others)} within"
 
 
 @graph_pass(

@@ -204,7 +204,7 @@ def is_launched(mesh: Mesh, backend: str | None) -> bool:
     if size != mesh.size:
         raise PlanError(
             f"world size {size}",
-            f"t*p*d is {mesh.size} ({mesh})",
+            f"{'*'.join(mesh.degrees)} is {mesh.size} ({mesh})",
             f"torchrun --nproc-per-node {mesh.size} ..., or t, p, d whose product is {size}",
         )
     return True

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.ir.types import I, R, ValueType
+from autoptd.passes.solve.tokens import TokenSplitter
 from autoptd.program.calls import expected_calls
 from autoptd.program.program import Program
 from autoptd.viz.collectives import collectives_markdown
@@ -345,3 +346,12 @@ def test_a_program_is_saved_and_drawn(mesh: dict[str, Any], tmp_path: Path) -> N
     )
     table = collectives_markdown(program)
     assert "## Over cp, in every microbatch" in table and "all-to-all" in table
+
+
+@pytest.mark.parametrize("mesh", [{"c": 2, "t": 2, "sequence_parallel": True}, {"c": 2, "t": 2}], ids=str)
+def test_an_outer_part_that_is_moved_is_found(monkeypatch: pytest.MonkeyPatch, mesh: dict[str, Any]) -> None:
+    """Of tokens cp has the outer part, of heads tp: the check knows what the solver must not choose."""
+    autoptd.compile(gpt(2), **mesh, example_inputs=batch())
+    monkeypatch.setattr(TokenSplitter, "inner_of", lambda self, node, kind: "neither")
+    with pytest.raises(autoptd.InternalError, match=r"what is cut over (tp|cp) within"):
+        autoptd.compile(gpt(2), **mesh, example_inputs=batch())

@@ -184,6 +184,13 @@ class TokenSplitter(Splitter):
     def _own(self, value: Node) -> Layout:
         return note(value).layout.over(self.axis)
 
+    def inner_of(self, node: Node, kind: ValueType) -> str:
+        """Return the axis that has the inner part of an atom that cp cuts as well as another."""
+        while not self.axes.has(node):
+            node = node.args[0]  # type: ignore[assignment]
+        is_token = self._is_token(node, (kind.dim, kind.atom))
+        return next(iter(self._given), "") if is_token else self.axis
+
     def inner_axis(self, node: Node) -> str:
         """Return the axis that has the inner part of an atom that cp cuts, too; "" where there is none."""
         for _, kind in self._own(node).shards:
