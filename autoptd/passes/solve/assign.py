@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from torch.fx import Graph, Node
 
+from autoptd.ir import markers
 from autoptd.ir.layout import Layout, loss_over
 from autoptd.ir.notes import note
 from autoptd.ir.operators.record import operands
@@ -98,7 +99,9 @@ def assign_tensor(graph: Graph, splitter: Splitter) -> Assignment:
     for node, strategy in chosen.items():
         record = note(node)
         record.layout = record.layout.replacing(splitter.axis, strategy.gives)
-        record.why = _joined(record.why, strategy.why, splitter.axis)
+        # A conversion over another axis is there for a reason of its own.
+        if node.target not in markers.PLACED:
+            record.why = _joined(record.why, strategy.why, splitter.axis)
         if strategy.form:
             record.forms = {**record.forms, splitter.axis: strategy.form}
     price = partial(edge_price, splitter)
