@@ -42,11 +42,13 @@ def test_what_is_chosen_is_what_the_planner_finds_best() -> None:
         {"v": "auto", "p": 2, "sequence_parallel": True, "t": 2},
         {"num_microbatches": "auto", "d": 4},
         {"t": "auto", "d": 2, "num_microbatches": 4},
+        {"t": "auto", "p": 1, "c": 2},
     ],
 )
 def test_what_is_given_stays_and_the_rest_runs(given: dict[str, Any]) -> None:
     program = autoptd.compile(model(), **given, gpus=4, example_inputs=batch())
     found = {"t": program.mesh.t, "p": program.mesh.p, "d": program.mesh.d, "v": program.v}
+    found["c"] = program.mesh.c
     found |= {"schedule": program.schedule_name, "num_microbatches": program.num_microbatches}
     found["sequence_parallel"] = program.plan["options"]["sequence_parallel"]
     assert program.mesh.size == 4

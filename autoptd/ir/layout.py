@@ -207,10 +207,10 @@ class Layout:
         """Format the layout for people: `I`, or the types over all axes of the mesh, with the atoms that
         are cut in brackets.
         """
-        texts = []
+        texts, axes = [], {base(axis) for axis, _ in self.over_mesh}
         for axis, kind in self.over_mesh:
-            # An S names its axis; of the others, only those over a sub-axis have to.
-            is_named = kind.kind == "S" or not is_sub_axis(axis)
+            # An S names its axis; of the others, only those over a sub-axis, or beside other axes, have to.
+            is_named = kind.kind == "S" or (len(axes) == 1 and not is_sub_axis(axis))
             texts.append(type_text(kind, dims, axis) if is_named else f"{kind}({axis})")
         return ", ".join(texts) or "I"
 

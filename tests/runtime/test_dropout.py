@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import autoptd
 from autoptd import runtime as rt
 from autoptd.runtime import fused
 from autoptd.runtime.dropout import Draw, bias_dropout_add, dropout
+from autoptd.runtime.shards import take_shard
 from tests.parity.models import batch
 from tests.parity.test_dropout import gpt, styled
 from tests.thin import thinned
@@ -169,3 +171,30 @@ def test_the_fused_end_of_a_block_draws_the_same_masks(batch: Any, shard: tuple[
     wanted = residual + dropout(x + bias, 0.4, draw, batch, shard, tp)
     assert torch.equal(bias_dropout_add(x, bias, residual, 0.4, draw, batch, shard, tp), wanted)
     assert torch.equal(bias_dropout_add(x, bias, residual, 0.4, None), residual + (x + bias))
+
+
+CUTS = [  # [rows, heads, tokens, size] as (dim, entries before) of each cut, outermost first
+    ((1, 1), (2, 1)),
+    ((2, 1), (2, 1)),
+    ((1, 1), (1, 1)),
+    ((1, 2), (2, 1)),
+    ((1, 1), (3, 1)),
+    ((2, 1), (3, 2)),
+]
+
+
+@pytest.mark.parametrize("rows_at", [0, 2], ids=["rows first", "rows between"])
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+def test_shards_of_two_axes_draw_parts_of_one_mask(cuts: tuple[tuple[int, int], ...], rows_at: int) -> None:
+    """To the bit: as `take_shard` cuts the whole mask, the outer axis first."""
+    if rows_at == 2 and any(dim == 2 for dim, _ in cuts):
+        pytest.skip("the rows are cut by the batch")
+    degrees, draw = (2, 3), Draw(0, 1, 5, 0, 12 if rows_at == 2 else 2)
+    x = torch.ones(2, 12, 12, 12, dtype=torch.float64)
+    whole = dropout(x, 0.4, draw, rows_at)
+    for indices in itertools.product(*map(range, degrees)):
+        mine, ones = whole, x
+        for (dim, entries), degree, index in zip(cuts, degrees, indices, strict=True):
+            mine, ones = (take_shard(y, dim, entries, index, degree) for y in (mine, ones))
+        groups = tuple(SimpleNamespace(size=size, index=i) for size, i in zip(degrees, indices, strict=True))
+        assert torch.equal(dropout(ones, 0.4, draw, rows_at, cuts, groups), mine)  # type: ignore[arg-type]
