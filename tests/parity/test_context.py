@@ -116,7 +116,7 @@ def edit_types(monkeypatch: pytest.MonkeyPatch, name: str, kind: ValueType) -> N
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, list[dict[str, Any]]]] = {
     "written out, learned positions, a mask in a buffer": (separate, uneven(TARGETS), [{"c": 2, "t": 2}, {"c": 4}]),
-    "written out, heads that do not divide": (lambda: Separate(2, width=24, heads=3), uneven(TARGETS), [{"c": 2}, {"c": 4, "t": 2}]),
+    "written out, odd heads": (lambda: Separate(2, width=24, heads=3), uneven(TARGETS), [{"c": 2}, {"c": 4, "t": 2}]),
     "rotary, grouped queries": (lambda: llama(3), uneven(TARGETS), [{"c": 2, "p": 2}, {"c": 4}, {"c": 2, "t": 2}]),
     "one KV head": (lambda: llama(2, kv=1), TARGETS, [{"c": 2}, {"c": 4}, {"c": 2, "t": 2}]),
     "KV heads that tensor ranks share": (
