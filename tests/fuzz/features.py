@@ -155,8 +155,8 @@ CHOICES: dict[str, list[Any]] = {
     "steps": [2, 4],
     "reduce dtype": ["fp32", "bf16"],
     "recompute": [None, "full", "selective", "full:1/2", ["*"], ["*norm*", "*act*"], "auto"],
-    "context": [1, 2, 4],  # ranks with a part of the tokens each
     "room": [None, 0.97, 0.9],  # of what the fullest rank takes without a bound on memory
+    "context": [1, 2, 4],  # ranks with a part of the tokens each
 }
 
 
