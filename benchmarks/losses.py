@@ -1,0 +1,89 @@
+"""Which losses train alike on every mesh: each of 24 on four meshes against one device, and the bytes it moves over tp.
+
+A cell is right (`autoptd.verify` in float64, 1e-9), refused with its remedy, or WRONG. Beside it, the bytes that the loss moves
+over tp in a microbatch, of the program's own record, and what a gather of its logits would take.
+
+    python -m benchmarks.losses                 # writes benchmarks/results/losses.json
+    python -m benchmarks.losses --only masked_mean zloss
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import autoptd
+from autoptd.errors import AutoptdError, InternalError, RuntimeFault
+from benchmarks.lib.loss_cases import CASES, LENGTH, ROWS, VOCAB, Case
+
+RESULTS = Path(__file__).parent / "results" / "losses.json"
+MESHES: dict[str, dict[str, int]] = {
+    "m=4": {"num_microbatches": 4},
+    "d=2": {"d": 2},
+    "t=2": {"t": 2},
+    "t=2 p=2 d=2 m=2": {"t": 2, "p": 2, "d": 2, "num_microbatches": 2},
+}
+# Whole rows in one microbatch: what the bytes of a table are of.
+BYTES_AT: dict[str, int] = {"t": 2, "num_microbatches": 1}
+# The modules of the decoder, whose collectives are no part of a loss.
+DECODER = "decoder"
+FLOAT = 4
+
+
+def cell(case: Case, mesh: dict[str, int]) -> dict[str, Any]:
+    """What becomes of a loss on a mesh."""
+    try:
+        report = autoptd.verify(case.make(), example_inputs=case.call(), steps=3, **mesh)
+    except (InternalError, RuntimeFault) as error:
+        return {"is": "WRONG", "fact": str(error).splitlines()[0][:300]}
+    except AutoptdError as error:
+        return {"is": "refused", "fact": error.fact, "remedy": error.remedy}
+    return {"is": "right", "largest": max(difference.size for difference in report.differences)}
+
+
+def loss_bytes(case: Case) -> dict[str, int] | None:
+    """Bytes over tp of everything behind the decoder, in a microbatch of all rows; None where t=2 is refused."""
+    try:
+        program = autoptd.compile(case.make(), example_inputs=case.call(), **BYTES_AT)
+    except AutoptdError:
+        return None
+    moved = 0
+    for call in program.collectives:
+        kinds = [kind for kind in (call.forward, call.backward) if kind != "none"]
+        if call.axis == "tp" and call.scope == "microbatch" and DECODER not in call.site:
+            moved += call.payload_bytes * len(kinds)
+    return {"bytes": moved, "logits": ROWS * LENGTH * VOCAB * FLOAT, "a value a token": ROWS * LENGTH * FLOAT}
+
+
+def main() -> None:
+    """Fill the table, and print it line by line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="*", default=list(CASES))
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for name in asked.only:
+        cells = {mesh: cell(CASES[name], degrees) for mesh, degrees in MESHES.items()}
+        row = {"name": name, "about": CASES[name].about, "cells": cells, "tp": loss_bytes(CASES[name])}
+        rows.append(row)
+        print(name, *(one["is"] for one in cells.values()), row["tp"], flush=True)
+        for fact in dict.fromkeys(
+            f"{one['fact']} | {one.get('remedy')}" for one in cells.values() if "fact" in one
+        ):
+            print("   ", fact)
+    every = [one["is"] for row in rows for one in row["cells"].values()]
+    counts = {kind: every.count(kind) for kind in ("right", "refused", "WRONG")}
+    print(counts)
+    if set(asked.only) == set(CASES):
+        asked.out.write_text(json.dumps({"counts": counts, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
