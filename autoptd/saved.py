@@ -185,6 +185,9 @@ class _Stage:
     def draw(self, site: int) -> Draw:
         return Draw(0, 0, site, 0, self.rows)
 
+    def batch_sum(self, number: int, *, dtype: torch.dtype, shape: Sequence[int] = ()) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
     def main_grads(self, gemm: Any) -> None:
         pass
 

@@ -29,9 +29,10 @@ MESHES: dict[str, dict[str, int]] = {
 }
 # Whole rows in one microbatch: what the bytes of a table are of.
 BYTES_AT: dict[str, int] = {"t": 2, "num_microbatches": 1}
-# The modules of the decoder, whose collectives are no part of a loss.
-DECODER = "decoder"
+# Collectives of the decoder, and the sum of a head's input gradient, are no part of a loss.
+DECODER, HEADS = "decoder", ("lm_head", "heads")
 FLOAT = 4
+KINDS = {"all-reduce", "all-gather", "reduce-scatter", "all-to-all"}
 
 
 def cell(case: Case, mesh: dict[str, int]) -> dict[str, Any]:
@@ -53,8 +54,8 @@ def loss_bytes(case: Case) -> dict[str, int] | None:
         return None
     moved = 0
     for call in program.collectives:
-        kinds = [kind for kind in (call.forward, call.backward) if kind != "none"]
-        if call.axis == "tp" and call.scope == "microbatch" and DECODER not in call.site:
+        kinds = {call.forward, call.backward if not call.site.startswith(HEADS) else "none"} & KINDS
+        if call.axis == "tp" and call.scope == "microbatch" and not call.site.startswith(DECODER):
             moved += call.payload_bytes * len(kinds)
     return {"bytes": moved, "logits": ROWS * LENGTH * VOCAB * FLOAT, "a value a token": ROWS * LENGTH * FLOAT}
 

@@ -252,6 +252,12 @@ def _mean(node: Node, text: Text, site: str) -> str:
     return mean if wide == after else f"({mean}).to({after})"
 
 
+def _batch_sum(node: Node, text: Text, site: str) -> str:
+    """Return `self.batch_sum(0, dtype=torch.int64)`; of several numbers, with their shape."""
+    shape = f"shape={list(tensor(node).shape)}, " if tensor(node).dim() else ""
+    return f"self.batch_sum({node.args[1]}, {shape}dtype={tensor(node).dtype})"
+
+
 def _vocab_embedding(node: Node, text: Text, site: str) -> str:
     ids, weight, padding = node.args
     keywords = {}
@@ -338,6 +344,7 @@ MARKER_TEXTS: dict[str, Callable[[Node, Text, str], str]] = {
     "first_rows": lambda node, text, site: (
         f"{text(node.args[0])}.narrow({node.args[1]}, 0, {note(node).extra['local_shapes'][0][node.args[1]]})"
     ),
+    "batch_sum": _batch_sum,
     "share": lambda node, text, site: f"{text(node.args[0])} / {_operand(literal(node.args[1], text))}",  # type: ignore[arg-type]
     "cross_entropy": _cross_entropy,
     "dropout": _dropout,

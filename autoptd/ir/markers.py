@@ -33,6 +33,13 @@ def first_rows(x: Any, dim: int) -> Any:
     raise InternalError("first_rows", "a marker was executed")
 
 
+def batch_sum(x: Any, index: int = -1) -> Any:
+    """Return the sum of `x` over all microbatches and replicas: x depends on inputs only, so it is known
+    before the first forward.
+    """
+    raise InternalError("batch_sum", "a marker was executed")
+
+
 def vocab_embedding(ids: Any, weight: Any, padding_idx: int = -1, *, size: int = 0) -> Any:
     """Look ids up in this rank's rows: a partial sum over tp. `size`: all rows of a padded vocabulary."""
     raise InternalError("vocab_embedding", "a marker was executed")
@@ -89,4 +96,7 @@ def _fused(name: str) -> Callable[..., Any]:
 
 # Operators of autoptd/kernels, which take what passes/fusion gives them.
 FUSED = {name: _fused(name) for name in OURS}
-MARKERS = (convert, share, first_rows, vocab_embedding, cross_entropy, mean, dropout, linear, *FUSED.values())
+MARKERS = (
+    *(convert, share, first_rows, batch_sum, vocab_embedding, cross_entropy, mean, dropout, linear),
+    *FUSED.values(),
+)

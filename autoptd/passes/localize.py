@@ -30,6 +30,7 @@ from autoptd.ir.operators.table import operator_of
 from autoptd.ir.sizes import Sizes, local_shapes
 from autoptd.ir.steps import shard_places
 from autoptd.ir.types import Dims, I, S, ValueType, outer_size, padded_size
+from autoptd.passes.batch_sums import number_sums
 from autoptd.passes.context import Context
 from autoptd.passes.runner import CALLS, Form, graph_pass
 
@@ -59,10 +60,14 @@ def localize(graph: Graph, ctx: Context) -> None:
             _local_mean(node, sizes)
         elif name == "aten.dropout":
             _local_dropout(node, sizes)
+        elif node.target is markers.batch_sum:
+            # Its place among the sums is its only argument beside the value.
+            continue
         elif node.target is markers.convert:
             _local_placement(node, sizes)
         else:
             set_arguments(node, _local_sizes(node, sizes))
+    number_sums(graph)
     for node in graph.nodes:
         if value(node) is not None and node.op != "output":
             record = note(node)

@@ -181,6 +181,7 @@ def _step_collectives(
     calls = []
     for stage, rank in enumerate(ranks):
         calls += _label_count(graph, stage, rank, mesh)
+        calls += _batch_sums(graph, stage, rank, mesh)
     for rank, plans in enumerate(buckets):
         for plan in plans:
             calls += _bucket_sums(plan, rank, ranks, mesh)
@@ -225,6 +226,30 @@ def _label_count(graph: Graph, stage: int, rank: int, mesh: Mesh) -> list[Collec
             pp_ranks=(rank,),
         )
         calls.append(call)
+    return calls
+
+
+def _batch_sums(graph: Graph, stage: int, rank: int, mesh: Mesh) -> list[Collective]:
+    """Return the sums over the batch that are known before the first forward, those of a round in one call."""
+    calls = []
+    own = [node for node in ops(graph) if stage in note(node).stages]
+    for sums in codegen.batch_sums(own):
+        for axis in mesh.batch_axes:
+            call = Collective(
+                site="sums over the batch",
+                stage=stage,
+                conversion="batch sums",
+                axis=axis,
+                forward="all-reduce",
+                backward="none",
+                # A float64 for every entry.
+                payload_bytes=8 * sum(tensor(node).numel() for node in sums),
+                group_size=mesh.degree(axis),
+                why="sums over inputs of the global batch, which are read before the first forward",
+                scope="step",
+                pp_ranks=(rank,),
+            )
+            calls.append(call)
     return calls
 
 

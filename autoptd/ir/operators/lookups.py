@@ -121,8 +121,6 @@ OPERATORS = [
         counts_labels=True,
         variable="loss",
     ),
-    Operator("aten.nll_loss", counts_labels=True),
-    Operator("aten.nll_loss_nd", counts_labels=True),
     *(Operator(f"aten.{name}", links=pointwise_links, reduces=True) for name in POINTWISE_LOSSES),
     Operator("aten.cosine_embedding_loss", "... h*, ... h*, ... -> ...", reduces=True),
     Operator("aten.triplet_margin_loss", "... h*, ... h*, ... h* -> ...", reduces=True),

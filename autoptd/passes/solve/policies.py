@@ -63,7 +63,8 @@ class ByRule:
         assign_batch(graph, axes, set(ctx.batched), ctx.pieces, constants)
         place_rows(graph, set(ctx.batched), ctx.pieces, ctx.buffers)
         if ctx.whole is not None:
-            check_literals(graph, ctx.whole, constants)
+            traces_all = ctx.traced_rows == ctx.rows * ctx.pieces
+            check_literals(graph, ctx.whole, constants, traces_all=traces_all)
 
 
 @dataclass(frozen=True)

@@ -482,7 +482,6 @@ LETTERS = {
     ("sdpa grouped bias per head", "aten.scaled_dot_product_attention"): {"b0", "e"},
     ("sdpa bias per head", "aten.scaled_dot_product_attention"): {"b0", "b1", "e"},
     ("cross_entropy", "aten.cross_entropy_loss"): {"vocabulary", "n0"},
-    ("cross_entropy of probabilities", "aten.cross_entropy_loss"): set(),
     ("softmax", "aten.softmax"): {"d0", "d1"},
     ("softmax middle", "aten.softmax"): {"d0", "d2"},
     ("cumsum", "aten.cumsum"): {"d0", "d2"},
