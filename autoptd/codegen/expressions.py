@@ -258,6 +258,16 @@ def _batch_sum(node: Node, text: Text, site: str) -> str:
     return f"self.batch_sum({node.args[1]}, {shape}dtype={tensor(node).dtype})"
 
 
+def _over_classes(node: Node, text: Text, site: str) -> str:
+    """Return `rt.classes_gather(log_softmax, labels, tp, dim=-1)`; a gather reduces nothing itself, and has no site."""
+    name = op_name(node)
+    keywords = _literals(node.kwargs, text)
+    if name != "classes_gather":
+        keywords["site"] = site
+    operands = [*(text(arg) for arg in node.args), group_text(node)]  # type: ignore[arg-type]
+    return f"rt.{name}({_join(operands, keywords)})"
+
+
 def _vocab_embedding(node: Node, text: Text, site: str) -> str:
     ids, weight, padding = node.args
     keywords = {}
@@ -347,6 +357,7 @@ MARKER_TEXTS: dict[str, Callable[[Node, Text, str], str]] = {
     "batch_sum": _batch_sum,
     "share": lambda node, text, site: f"{text(node.args[0])} / {_operand(literal(node.args[1], text))}",  # type: ignore[arg-type]
     "cross_entropy": _cross_entropy,
+    **dict.fromkeys(markers.OVER_CLASSES, _over_classes),
     "dropout": _dropout,
     "mean": _mean,
     **dict.fromkeys(markers.FUSED, _fused),

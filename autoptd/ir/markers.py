@@ -65,6 +65,26 @@ def cross_entropy(
     raise InternalError("cross_entropy", "a marker was executed")
 
 
+def _classes(name: str) -> Callable[..., Any]:
+    """Make the marker of an operator over classes that are split over ranks (`runtime/classes.py`).
+
+    It takes the operands, the dim and, where classes are padded, their number.
+    """
+
+    def marker(*operands: Any, dim: int, size: int = 0, **keywords: Any) -> Any:
+        raise InternalError(name, "a marker was executed")
+
+    marker.__name__ = name
+    return marker
+
+
+# By the form of the operator.
+OVER_CLASSES = {
+    f"classes_{name}": _classes(f"classes_{name}")
+    for name in ("log_softmax", "softmax", "logsumexp", "gather", "argmax")
+}
+
+
 def mean(x: Any, dims: list[int], keepdim: bool, count: int) -> Any:
     """Divide the sum over `dims` by the global `count` of entries."""
     raise InternalError("mean", "a marker was executed")
@@ -98,5 +118,6 @@ def _fused(name: str) -> Callable[..., Any]:
 FUSED = {name: _fused(name) for name in OURS}
 MARKERS = (
     *(convert, share, first_rows, batch_sum, vocab_embedding, cross_entropy, mean, dropout, linear),
+    *OVER_CLASSES.values(),
     *FUSED.values(),
 )

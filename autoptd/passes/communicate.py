@@ -32,7 +32,7 @@ from autoptd.passes.reader_names import reader_name
 from autoptd.passes.runner import CALLS, Form, graph_pass
 from autoptd.passes.solve.assign import Assignment
 from autoptd.passes.solve.batch import FIRST_ROWS, adds_number
-from autoptd.passes.solve.strategies import NO_COLLECTIVE_FORMS
+from autoptd.passes.solve.strategies import REDUCED_FORMS
 
 
 def check_axes(graph: Graph, ctx: Context) -> None:
@@ -328,7 +328,7 @@ def _is_split_by(node: Node, letter: Letter, types: dict[Node, ValueType], gives
     """
     if any(types.get(operand) != S(*place) for operand, place in letter.places.items()):
         return False
-    contracted = I if letter.form in NO_COLLECTIVE_FORMS else P
+    contracted = I if letter.form in REDUCED_FORMS else P
     expected = S(*letter.out) if letter.out is not None else contracted
     taken = set(letter.places)
     if letter.out is None and not letter.form:

@@ -25,7 +25,7 @@ from autoptd.errors import InternalError
 from autoptd.ir import markers
 from autoptd.ir.layout import BATCH, Layout
 from autoptd.ir.notes import note, op_name, ops, shape, site, tensor, value
-from autoptd.ir.operators.record import argument, operands, set_arguments
+from autoptd.ir.operators.record import CLASSES, argument, operands, set_arguments
 from autoptd.ir.operators.table import operator_of
 from autoptd.ir.sizes import Sizes, local_shapes
 from autoptd.ir.steps import shard_places
@@ -56,6 +56,8 @@ def localize(graph: Graph, ctx: Context) -> None:
             node.kwargs = {"size": _vocabulary(node, weight, S(0, 0), sizes)}
         elif name == "aten.cross_entropy_loss" and forms:
             _local_cross_entropy(node, totals, sizes)
+        elif any(form.startswith(CLASSES) for form in forms):
+            _local_classes(node, sizes)
         elif name == "aten.mean" and "mean" in forms:
             _local_mean(node, sizes)
         elif name == "aten.dropout":
@@ -107,6 +109,21 @@ def _vocabulary(node: Node, table: Node, kind: ValueType | None, sizes: Sizes) -
     axis = axes[0]
     note(node).axis = axis
     return padded_size(note(table).dims, kind or note(table).layout[axis], sizes.mesh.degree(axis))
+
+
+def _local_classes(node: Node, sizes: Sizes) -> None:
+    """Compute an operator over classes together with the other ranks, which have the other classes."""
+    read = operands(node)
+    dim = argument(node, "dim")
+    keywords = {"dim": dim[0] if isinstance(dim, (list, tuple)) else dim}
+    if argument(node, "keepdim"):
+        keywords["keepdim"] = True
+    if size := _vocabulary(node, read[0], None, sizes):
+        keywords["size"] = size
+    if tensor(node).dtype != tensor(read[0]).dtype and tensor(node).is_floating_point():
+        keywords["dtype"] = tensor(node).dtype
+    form = next(form for form in note(node).forms.values() if form.startswith(CLASSES))
+    node.target, node.args, node.kwargs = markers.OVER_CLASSES[form], tuple(read), keywords
 
 
 def _local_mean(node: Node, sizes: Sizes) -> None:

@@ -27,12 +27,12 @@ Loss = Callable[..., Any]
 class Model(nn.Module):
     """A decoder with the heads that the losses read, and one of the losses."""
 
-    def __init__(self, loss: Loss, heads: tuple[str, ...]) -> None:
+    def __init__(self, loss: Loss, heads: tuple[str, ...], vocab: int, width: int) -> None:
         super().__init__()
-        config = GPTConfig(VOCAB, LENGTH, LAYERS, n_head=2, n_embd=WIDTH)
+        config = GPTConfig(vocab, LENGTH, LAYERS, n_head=2, n_embd=width)
         self.decoder = Transformer(config)
-        self.lm_head = nn.Linear(WIDTH, VOCAB, bias=False)
-        self.heads = nn.ModuleDict({name: nn.Linear(WIDTH, HEADS[name]) for name in heads})
+        self.lm_head = nn.Linear(width, vocab, bias=False)
+        self.heads = nn.ModuleDict({name: nn.Linear(width, HEADS.get(name, vocab)) for name in heads})
         self.loss = loss
 
     def logits(self, ids: Tensor) -> Tensor:
@@ -42,8 +42,8 @@ class Model(nn.Module):
         return self.loss(self, ids, **given)
 
 
-# Outputs of the heads beside the vocabulary's.
-HEADS = {"value": 1, "second": VOCAB, "embed": WIDTH, "router": 4}
+# Outputs of the heads that are none of a vocabulary.
+HEADS = {"value": 1, "embed": 16, "router": 4}
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -166,7 +166,9 @@ def multi_token(model: Model, ids: Tensor, labels: Tensor) -> Tensor:
 def hf_shift(model: Model, ids: Tensor, labels: Tensor) -> Tensor:
     logits = model.logits(ids).float()
     shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
-    return F.cross_entropy(logits.view(-1, VOCAB), shifted.view(-1), ignore_index=-100, reduction="mean")
+    return F.cross_entropy(
+        logits.view(-1, logits.size(-1)), shifted.view(-1), ignore_index=-100, reduction="mean"
+    )
 
 
 def focal(model: Model, ids: Tensor, labels: Tensor) -> Tensor:
@@ -251,15 +253,15 @@ class Case:
     inputs: Mapping[str, Maker]
     heads: tuple[str, ...] = ()
 
-    def make(self) -> nn.Module:
+    def make(self, vocab: int = VOCAB, width: int = WIDTH) -> nn.Module:
         torch.manual_seed(0)
-        return Model(self.loss, self.heads)
+        return Model(self.loss, self.heads, vocab, width)
 
-    def call(self, rows: int = ROWS) -> dict[str, Tensor]:
+    def call(self, rows: int = ROWS, vocab: int = VOCAB) -> dict[str, Tensor]:
         """The global batch, the same on every call."""
         generator = torch.Generator().manual_seed(1)
-        call = {"ids": _labels(rows, VOCAB, generator)}
-        return call | {name: make(rows, VOCAB, generator) for name, make in self.inputs.items()}
+        call = {"ids": _labels(rows, vocab, generator)}
+        return call | {name: make(rows, vocab, generator) for name, make in self.inputs.items()}
 
 
 CASES = {

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import autoptd
 from autoptd.program.calls import expected_calls
 from benchmarks.lib.loss_cases import CASES, LENGTH, VOCAB, Case, Model, log_probs, token_losses
-from benchmarks.losses import MESHES
+from benchmarks.losses import MACHINE, MESHES
 from tests.parity.test_mutations import edit_source
 from tests.thin import thinned
 
@@ -25,7 +25,7 @@ CELLS = [(name, mesh) for name in CASES if name not in REFUSED for mesh in MESHE
 
 
 def check(case: Case, **mesh: Any) -> None:
-    autoptd.verify(case.make(), example_inputs=case.call(), steps=2, **mesh)
+    autoptd.verify(case.make(), example_inputs=case.call(), steps=2, **{"machine": MACHINE, **mesh})
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in REFUSED])

@@ -39,6 +39,11 @@ Moves = Literal["", "fold", "turn", "spread", "pieces", "part", "same", "cast"]
 Keeps = Literal["", "operands", "nothing", "probabilities"]
 
 
+# How forms begin that ranks compute together, of operators over classes that are split over them: a log_softmax, or a gather
+# of the chosen ones. Not over the batch: samples are not computed together.
+CLASSES = "classes_"
+
+
 @dataclass(frozen=True)
 class Member:
     """The dims of one tensor that take part in a link, in order.
@@ -58,8 +63,9 @@ class Link:
 
     `out` is None when the operator contracts them. `whole` says why the operator cannot be split along
     them ("" if it can). `form` names how a contraction over a split dim is computed locally ("" : the
-    same operator gives the partial sum). `segment` says that the result is (start, length) of the
-    operand's dim: one of several pieces of unequal sizes.
+    same operator gives the partial sum), or how ranks compute it together (`CLASSES`): then `mixes` says
+    why it keeps no samples apart. `segment` says that the result is (start, length) of the operand's dim:
+    one of several pieces of unequal sizes.
     """
 
     name: str
@@ -68,6 +74,7 @@ class Link:
     whole: str = ""
     form: str = ""
     segment: tuple[int, int] | None = None
+    mixes: str = ""
 
 
 @dataclass(frozen=True)
@@ -205,6 +212,7 @@ def _arguments(overload: Any) -> dict[str, tuple[int, Any]]:
 
 
 __all__ = [
+    "CLASSES",
     "EVERY",
     "FIRST",
     "Keeps",
