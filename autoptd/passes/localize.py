@@ -25,7 +25,7 @@ from autoptd.errors import InternalError
 from autoptd.ir import markers
 from autoptd.ir.layout import BATCH, Layout
 from autoptd.ir.notes import note, op_name, ops, shape, site, tensor, value
-from autoptd.ir.operators.record import CLASSES, argument, operands, set_arguments
+from autoptd.ir.operators.record import CLASSES, argument, is_over_classes, operands, set_arguments
 from autoptd.ir.operators.table import operator_of
 from autoptd.ir.sizes import Sizes, local_shapes
 from autoptd.ir.steps import shard_places
@@ -56,7 +56,7 @@ def localize(graph: Graph, ctx: Context) -> None:
             node.kwargs = {"size": _vocabulary(node, weight, S(0, 0), sizes)}
         elif name == "aten.cross_entropy_loss" and forms:
             _local_cross_entropy(node, totals, sizes)
-        elif any(form.startswith(CLASSES) for form in forms):
+        elif is_over_classes(node):
             _local_classes(node, sizes)
         elif name == "aten.mean" and "mean" in forms:
             _local_mean(node, sizes)

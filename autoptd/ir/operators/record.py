@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from torch.fx import Node
 
+from autoptd.ir.notes import note
 from autoptd.ir.sizes import Sizes
 
 # Gives the shape of a node's value: that of one device, or a rank's.
@@ -178,6 +179,11 @@ def operands(node: Node) -> list[Node]:
     return found
 
 
+def is_over_classes(node: Node) -> bool:
+    """Tell whether ranks compute an operator together, each with its classes (`CLASSES`)."""
+    return any(form.startswith(CLASSES) for form in note(node).forms.values())
+
+
 def argument(node: Node, name: str, default: Any = None) -> Any:
     """Return the argument `name` of a node, or its default: `default` where the schema has none."""
     # Past the end of the positional ones, where the schema has no such argument.
@@ -223,6 +229,7 @@ __all__ = [
     "Product",
     "Size",
     "argument",
+    "is_over_classes",
     "operands",
     "set_arguments",
 ]
