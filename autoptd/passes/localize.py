@@ -134,7 +134,7 @@ def _local_mean(node: Node, sizes: Sizes) -> None:
     count = math.prod(shape(x)[d] for d in dims)
     # The mean is over the samples of the whole batch, not over those of the trace.
     if note(x).layout.batch.kind == "S" and note(x).layout.batch.dim in dims:
-        count = count // sizes.traced_rows * sizes.global_rows
+        count = count * sizes.global_rows // sizes.traced_rows
     node.target, node.args, node.kwargs = markers.mean, (x, dims, bool(argument(node, "keepdim")), count), {}
 
 

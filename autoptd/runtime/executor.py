@@ -92,7 +92,7 @@ class Executor:
         self.watch: Watch | None = None
         # With their texts, which become `world.at`: formatting them anew would cost time in every step.
         self._order = [(action, str(action)) for action in program.orders[world.pipeline_rank]]
-        self._rows = program.rows
+        self._rows = program.mask_rows
         self._wires, self._messages = Wires(program), Messages(program, world)
         # Broadcasts, so all ranks need one order; copies, because the program's are the user's own storage.
         self.buffers: dict[str, torch.Tensor] = {}

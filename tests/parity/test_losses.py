@@ -19,7 +19,7 @@ from tests.thin import thinned
 batch_sums = importlib.import_module("autoptd.runtime.executor")
 
 # What mixes samples through parameters.
-REFUSED = ("contrastive", "load_balancing", "dpo_halves", "dpo_pairs")
+REFUSED = ("contrastive", "load_balancing")
 LARGE = "t=2 p=2 d=2 m=2"
 CELLS = [(name, mesh) for name in CASES if name not in REFUSED for mesh in MESHES if mesh != LARGE]
 

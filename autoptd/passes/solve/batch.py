@@ -51,9 +51,16 @@ BATCH_SUMS = "batch_sums"
 WHOLE_NUMBERS = "whole_numbers"
 
 
-def assign_batch(graph: Graph, axes: Axes, batched: set[str], pieces: int, constants: Constants) -> None:
+class MixedSamples(PlanError):
+    """An operator computes across rows of the batch."""
+
+
+def assign_batch(
+    graph: Graph, axes: Axes, batched: set[str], pieces: int, constants: Constants, atom: int = 0
+) -> None:
     """Fill the type over the batch of every node; `pieces` = microbatches x replicas (one piece: no split).
 
+    The batch is an `atom` of dim 0 of the inputs that have several there (`row_groups.py`).
     Raises PlanError, with site, fact and remedy, for what would mix samples.
     """
     # Whatever mixes samples is allowed then, as batch norm: there is only one batch.
@@ -64,11 +71,8 @@ def assign_batch(graph: Graph, axes: Axes, batched: set[str], pieces: int, const
         if record.kind == "param":
             record.layout = record.layout.having(BATCH, R)
         elif record.kind == "input" and record.name in batched:
-            if len(record.dims[0]) != 1 and shape(node)[0] != 1:
-                raise PlanError(
-                    record.name, f"the model folds the batch dim into {record.dims[0]}", RULE_REMEDY
-                )
-            record.layout = record.layout.having(BATCH, S(0, 0))
+            last = max(len(record.dims[0]) - 1, 0)
+            record.layout = record.layout.having(BATCH, S(0, min(atom, last)))
         elif node.op == "call_function":
             record.layout = record.layout.having(BATCH, _type_of(node, axes, constants))
     loss = output(graph).args[0]
@@ -185,11 +189,11 @@ def _mixing_error(node: Node, axes: Axes, split: dict[Node, ValueType]) -> PlanE
     """Make the error for an operator whose operands carry the batch, and that no rule splits by samples."""
     if not axes.is_known(node):
         fact = f"no rule knows {op_name(node)}, its operand carries the batch, and probing refused it: "
-        return PlanError(site(node), fact + axes.refused(node), UNKNOWN_REMEDY)
+        return MixedSamples(site(node), fact + axes.refused(node), UNKNOWN_REMEDY)
     operand, kind = next(iter(split.items()))
     reason = axes.whole_because(node, operand, (kind.dim, kind.atom))
     remedy = COUNT_REMEDY if UNCOUNTED in reason else REMEDIES.get(op_name(node), RULE_REMEDY)
-    return PlanError(site(node), f"{op_name(node)} mixes the samples of the batch ({reason})", remedy)
+    return MixedSamples(site(node), f"{op_name(node)} mixes the samples of the batch ({reason})", remedy)
 
 
 def _demand(node: Node, place: Place, axes: Axes, reader: Node) -> None:
