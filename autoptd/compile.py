@@ -122,7 +122,7 @@ def _compile(
         fewer = plan_batch(options, args, kwargs, replicas, groups.group)
         # A number that the user, or a schedule of theirs, gave.
         if fewer == batch:
-            raise
+            raise PlanError(groups.site, groups.fact, groups.remedy) from None
         (program, graph, ctx), traces = _write_with_groups(written, fewer)
     warn_of_recompute(graph, ctx.options, traces.captured.checkpointed)
     return program
@@ -138,14 +138,16 @@ def _write_with_groups(
     try:
         return write(batch)
     except passes.MixedSamples as error:
-        if (more := batch.with_more_rows) is None:
-            raise
-        try:
-            return write(more)
-        except passes.RowGroups:
-            raise
-        except AutoptdError:
-            raise error from None
+        mixed = PlanError(error.site, error.fact, error.remedy)
+    more = batch.with_more_rows
+    if more is None:
+        raise mixed
+    try:
+        return write(more)
+    except passes.RowGroups:
+        raise
+    except AutoptdError:
+        raise mixed from None
 
 
 @paused_collection()

@@ -10,7 +10,6 @@ over tp in a microbatch, of the program's own record, and what a gather of its l
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ import autoptd
 from autoptd.errors import AutoptdError, InternalError, RuntimeFault
 from autoptd.ir.machine import Machine
 from benchmarks.lib.loss_cases import CASES, LENGTH, Case
+from benchmarks.lib.report import RESULTS, save
 
-RESULTS = Path(__file__).parent / "results" / "losses.json"
 MESHES: dict[str, dict[str, int]] = {
     "m=4": {"num_microbatches": 4},
     "d=2": {"d": 2},
@@ -65,7 +64,7 @@ def loss_bytes(case: Case) -> dict[str, int] | None:
         if call.axis == "tp" and call.scope == "microbatch" and not call.site.startswith(DECODER):
             moved += call.payload_bytes * len(kinds)
     tokens = LARGE_ROWS * LENGTH
-    return {"bytes": moved, "logits": tokens * LARGE_VOCAB * FLOAT, "a token": moved / tokens}
+    return {"bytes": moved, "a token": moved / tokens, "logits a token": LARGE_VOCAB * FLOAT}
 
 
 def main() -> None:
@@ -91,7 +90,7 @@ def main() -> None:
     counts = {kind: every.count(kind) for kind in ("right", "refused", "WRONG")}
     print(counts)
     if set(asked.only) == set(CASES):
-        asked.out.write_text(json.dumps({"counts": counts, "rows": rows}, indent=1) + "\n")
+        save("losses", {"meshes": list(MESHES), "counts": counts, "rows": rows}, asked.out)
 
 
 if __name__ == "__main__":

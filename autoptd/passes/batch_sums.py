@@ -15,9 +15,9 @@ from torch.fx import Graph, Node
 
 from autoptd.ir import markers
 from autoptd.ir.layout import BATCH
-from autoptd.ir.notes import note, ops, set_note
+from autoptd.ir.notes import WHOLE_NUMBERS, note, ops, set_note
 from autoptd.ir.types import I
-from autoptd.passes.solve.batch import BATCH_SUMS, WHOLE_NUMBERS
+from autoptd.passes.solve.batch import BATCH_SUMS
 
 
 def take_whole_numbers(graph: Graph) -> None:

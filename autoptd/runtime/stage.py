@@ -16,6 +16,7 @@ from __future__ import annotations
 import linecache
 import types
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ class Stage:
         """Return one of `sums`, in the dtype and shape that the model has it in."""
         return self.sums[number].to(dtype).view(shape)
 
-    @property
+    @cached_property
     def rounds(self) -> list[Callable[..., dict[int, torch.Tensor]]]:
         """The methods that compute a microbatch's part of `sums`; each may read the sums of those before it."""
         names = [name for name in dir(type(self)) if name.startswith(BATCH_SUMS)]

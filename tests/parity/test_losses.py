@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,3 +176,22 @@ CLASSES = {
 @pytest.mark.parametrize("mesh", [LARGE, pytest.param("m=4", marks=pytest.mark.thorough)])
 def test_losses_over_classes_are_those_of_one_device(name: str, mesh: str) -> None:
     check(CLASSES[name], **MESHES[mesh])
+
+
+def test_a_checkpoint_of_another_mesh_knows_a_number_of_rows(tmp_path: Path) -> None:
+    """1 / rows is a number of the model: that of the global batch, whatever the microbatches."""
+
+    def scaled(model: Model, ids: Tensor, labels: Tensor) -> Tensor:
+        return token_losses(model.logits(ids), labels).sum() * (1.0 / ids.shape[0])
+
+    case = Case(scaled, "", CASES["div_numel"].inputs)
+    found = []
+    for mesh in ({"num_microbatches": 4}, {"d": 2, "num_microbatches": 2}, {"num_microbatches": 1}):
+        pm = autoptd.parallelize(case.make(), **mesh, backend="local", example_inputs=case.call())
+        if found:
+            pm.load(tmp_path / "x")
+        else:
+            pm.save(tmp_path / "x")
+        found.append(pm.step(**case.call()).item())
+        pm.close()
+    assert found == pytest.approx([found[0]] * 3, rel=1e-6)

@@ -25,7 +25,7 @@ from torch.fx.node import map_arg
 from autoptd.errors import PlanError
 from autoptd.ir.elsewhere import EXPERTS, NORMS
 from autoptd.ir.layout import BATCH
-from autoptd.ir.notes import note, op_name, output, shape, site, tensor, value
+from autoptd.ir.notes import WHOLE_NUMBERS, note, op_name, output, shape, site, tensor, value
 from autoptd.ir.operators.lookups import UNCOUNTED
 from autoptd.ir.operators.record import CLASSES, argument, operands
 from autoptd.ir.operators.table import is_pointwise, linear_groups, operator_of
@@ -47,12 +47,10 @@ REMEDIES = {"aten.batch_norm": NORMS, "aten.sort": f"{RULE_REMEDY}; {EXPERTS}"}
 FIRST_ROWS = "first_rows"
 # Operands that are read as batch sums.
 BATCH_SUMS = "batch_sums"
-# (args, kwargs) with the numbers of the whole batch.
-WHOLE_NUMBERS = "whole_numbers"
 
 
 class MixedSamples(PlanError):
-    """An operator computes across rows of the batch."""
+    """An operator computes across rows of the batch, as far as a trace shows; users get a PlanError."""
 
 
 def assign_batch(

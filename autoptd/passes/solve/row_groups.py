@@ -23,7 +23,7 @@ from autoptd.passes.solve.batch import RULE_REMEDY, assign_batch, check_literals
 
 
 class RowGroups(PlanError):
-    """A microbatch of `rows` has no whole number of the groups of rows that the model takes together."""
+    """A microbatch of `rows` has no whole number of the groups of rows that the model takes together; users get a PlanError."""
 
     def __init__(self, site: str, group: int, rows: int) -> None:
         self.group = group
