@@ -252,6 +252,12 @@ def _mean(node: Node, text: Text, site: str) -> str:
     return mean if wide == after else f"({mean}).to({after})"
 
 
+def _share(node: Node, text: Text, site: str) -> str:
+    """Return `x / 4`, an equal part of a whole value; of one piece, the value."""
+    x, pieces = node.args
+    return f"{text(x)} / {pieces}" if pieces != 1 else text(x)  # type: ignore[arg-type]
+
+
 def _batch_sum(node: Node, text: Text, site: str) -> str:
     """Return `self.batch_sum(0, dtype=torch.int64)`; of several numbers, with their shape."""
     shape = f"shape={list(tensor(node).shape)}, " if tensor(node).dim() else ""
@@ -355,7 +361,7 @@ MARKER_TEXTS: dict[str, Callable[[Node, Text, str], str]] = {
         f"{text(node.args[0])}.narrow({node.args[1]}, 0, {note(node).extra['local_shapes'][0][node.args[1]]})"
     ),
     "batch_sum": _batch_sum,
-    "share": lambda node, text, site: f"{text(node.args[0])} / {_operand(literal(node.args[1], text))}",  # type: ignore[arg-type]
+    "share": _share,
     "cross_entropy": _cross_entropy,
     **dict.fromkeys(markers.OVER_CLASSES, _over_classes),
     "dropout": _dropout,

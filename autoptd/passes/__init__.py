@@ -24,10 +24,12 @@ from autoptd.passes.solve.assign import Assignment
 from autoptd.passes.solve.batch import MixedSamples
 from autoptd.passes.solve.explain import explain_split
 from autoptd.passes.solve.fallbacks import unlisted_operators
+from autoptd.passes.solve.microbatch_losses import MARK
 from autoptd.passes.solve.row_groups import RowGroups
 from autoptd.passes.weigh import weigh, weigh_known
 
 __all__ = [
+    "MARK",
     "Assignment",
     "Context",
     "Findings",

@@ -24,7 +24,7 @@ from autoptd.compat import FakeTensorMode
 from autoptd.errors import InternalError
 from autoptd.ir import markers
 from autoptd.ir.layout import BATCH, Layout
-from autoptd.ir.notes import note, op_name, ops, shape, site, tensor, value
+from autoptd.ir.notes import OF_MICROBATCH, note, op_name, ops, shape, site, tensor, value
 from autoptd.ir.operators.record import CLASSES, argument, is_over_classes, operands, set_arguments
 from autoptd.ir.operators.table import operator_of
 from autoptd.ir.sizes import Sizes, local_shapes
@@ -33,6 +33,7 @@ from autoptd.ir.types import Dims, I, S, ValueType, outer_size, padded_size
 from autoptd.passes.batch_sums import number_sums
 from autoptd.passes.context import Context
 from autoptd.passes.runner import CALLS, Form, graph_pass
+from autoptd.passes.solve.microbatch_losses import MARK
 
 
 @graph_pass(
@@ -62,6 +63,9 @@ def localize(graph: Graph, ctx: Context) -> None:
             _local_mean(node, sizes)
         elif name == "aten.dropout":
             _local_dropout(node, sizes)
+        elif name == MARK:
+            # Of all microbatches, each adds an equal part.
+            node.target, node.args = markers.share, (node.args[0], sizes.pieces)
         elif node.target is markers.batch_sum:
             # Its place among the sums is its only argument beside the value.
             continue
@@ -132,9 +136,10 @@ def _local_mean(node: Node, sizes: Sizes) -> None:
     # mean() has no dims: all of them.
     dims = [d % tensor(x).dim() for d in dims] if dims else list(range(tensor(x).dim()))
     count = math.prod(shape(x)[d] for d in dims)
-    # The mean is over the samples of the whole batch, not over those of the trace.
+    # The mean is over the samples of the whole batch, or of a microbatch, not over those of the trace.
+    rows = sizes.rows if OF_MICROBATCH in note(node).extra else sizes.global_rows
     if note(x).layout.batch.kind == "S" and note(x).layout.batch.dim in dims:
-        count = count * sizes.global_rows // sizes.traced_rows
+        count = count * rows // sizes.traced_rows
     node.target, node.args, node.kwargs = markers.mean, (x, dims, bool(argument(node, "keepdim")), count), {}
 
 

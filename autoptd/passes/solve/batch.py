@@ -25,13 +25,14 @@ from torch.fx.node import map_arg
 from autoptd.errors import PlanError
 from autoptd.ir.elsewhere import EXPERTS, NORMS
 from autoptd.ir.layout import BATCH
-from autoptd.ir.notes import WHOLE_NUMBERS, note, op_name, output, shape, site, tensor, value
+from autoptd.ir.notes import OF_MICROBATCH, WHOLE_NUMBERS, note, op_name, output, shape, site, tensor, value
 from autoptd.ir.operators.lookups import UNCOUNTED
 from autoptd.ir.operators.record import CLASSES, argument, operands
 from autoptd.ir.operators.table import is_pointwise, linear_groups, operator_of
 from autoptd.ir.types import I, P, R, S, ValueType
 from autoptd.passes.axes.axes import Axes, Letter, Place
 from autoptd.passes.axes.constants import Constants
+from autoptd.passes.solve.microbatch_losses import MARK, note_marked
 
 RULE_REMEDY = (
     "keep samples apart (loss_fn with a mean or sum over samples), or run with d=1 and num_microbatches=1"
@@ -64,6 +65,7 @@ def assign_batch(
     # Whatever mixes samples is allowed then, as batch norm: there is only one batch.
     if pieces == 1:
         return
+    note_marked(graph)
     for node in graph.nodes:
         record = note(node)
         if record.kind == "param":
@@ -83,6 +85,8 @@ def assign_batch(
 
 
 def _type_of(node: Node, axes: Axes, constants: Constants) -> ValueType:
+    if op_name(node) == MARK:
+        return _marked_type(node)
     read = list(dict.fromkeys(operands(node)))
     types = {operand: note(operand).layout.batch for operand in read}
     split = {operand: kind for operand, kind in types.items() if kind.kind == "S"}
@@ -117,9 +121,22 @@ def _type_of(node: Node, axes: Axes, constants: Constants) -> ValueType:
             note(node).extra.setdefault(FIRST_ROWS, {})[operand] = place
         else:
             _demand(operand, place, axes, node)
+    # Of a microbatch alone, a sum or mean over its rows is whole.
+    if letter.out is None and OF_MICROBATCH in note(node).extra:
+        return R if note(node).of_params else I
     if letter.form and letter.out is None:
         note(node).forms = {**note(node).forms, BATCH: letter.form}
     return S(*letter.out) if letter.out is not None else P
+
+
+def _marked_type(node: Node) -> ValueType:
+    """Return the type of what is meant for every microbatch: a part of their mean; PlanError for what has no such value."""
+    (operand,) = operands(node)
+    kind = note(operand).layout.batch
+    if kind.is_whole:
+        return P
+    fact = "what it marks carries the batch" if kind.kind == "S" else "what it marks is also read elsewhere"
+    raise PlanError(site(node), fact, "mark a sum or mean over the rows, which nothing else reads")
 
 
 def _common_letter(node: Node, axes: Axes, split: dict[Node, ValueType]) -> Letter | None:
@@ -163,6 +180,10 @@ def _keep_partial(node: Node, partial: list[Node], split: bool) -> ValueType:
     fact = f"{op_name(node)} of a sum over samples is not a sum over samples"
     remedy = "let the loss be a sum or mean over samples, scaled and added to others only"
     remedy += ", or run with d=1 and num_microbatches=1"
+    if op_name(node) in ("aten.mul", "aten.square", "aten.pow", "aten.dot", "aten.matmul"):
+        remedy += (
+            "; autoptd.per_microbatch(x) marks an auxiliary loss that is meant for each microbatch by itself"
+        )
     if op_name(node) == "aten.nan_to_num":
         remedy = "leave it out: a step raises at a loss that is NaN, and goes on with nan='ignore'"
     if op_name(node) == "aten.div" and len(operands(node)) > 1:
@@ -258,6 +279,9 @@ def _takes_numbers(node: Node, other: Node) -> bool:
     linear in it.
     """
     pairs = zip(_literals(node), _literals(other), strict=True)
+    # What is of a microbatch would need that one's numbers.
+    if OF_MICROBATCH in note(node).extra:
+        return False
     are_numbers = all(type(a) is type(b) and type(a) in (int, float) for a, b in pairs if a != b)
     return are_numbers and is_pointwise(node) and not operator_of(node).is_random
 
