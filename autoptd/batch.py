@@ -13,7 +13,7 @@ rule).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,9 @@ from autoptd.options import Options
 from autoptd.runtime.batch import batch_rows
 from autoptd.runtime.devices import device_of_ranks
 
+# Rows of two pairs.
+PAIRS = 4
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -42,6 +45,14 @@ class Batch:
     num_microbatches: int
     pieces: int
     traced_rows: int
+
+    @property
+    def with_more_rows(self) -> Batch | None:
+        """This batch with two pairs of rows in its trace; None where that has as many, or the batch is not divided."""
+        step = self.rows * self.pieces
+        if self.pieces == 1 or self.traced_rows >= PAIRS or PAIRS % self.rows or step < PAIRS:
+            return None
+        return replace(self, traced_rows=PAIRS)
 
     @property
     def whole_rows(self) -> int:
@@ -60,8 +71,10 @@ def split_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (example_inputs,), {}
 
 
-def plan_batch(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], replicas: int) -> Batch:
-    """Decide microbatches: see `Options.num_microbatches` for the default.
+def plan_batch(
+    options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], replicas: int, group: int = 1
+) -> Batch:
+    """Decide microbatches: see `Options.num_microbatches` for the default, of which each has whole groups of rows.
 
     PlanError where the rows do not divide over `replicas` and microbatches.
     """
@@ -82,7 +95,7 @@ def plan_batch(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], 
             fact += "or of most where that has one entry)"
         raise PlanError("example_inputs", fact, f"a multiple of {replicas} rows")
     share = total // replicas
-    m = options.num_microbatches or default_microbatches(share, options.mesh.pipeline_ranks)
+    m = options.num_microbatches or default_microbatches(share // group, options.mesh.pipeline_ranks)
     if share % m:
         fits = [k for k in range(1, share + 1) if share % k == 0]
         fact = f"{share} rows of a replica do not divide into {m} microbatches"

@@ -9,7 +9,7 @@ No process group, no GPU and no weights in memory are needed: meta parameters co
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from autoptd import trace as tracing
 from autoptd.auto import planned
 from autoptd.batch import Batch, Traces, capture_rows, plan_batch, split_call, trace_rows
 from autoptd.deferred import is_deferred, traceable
-from autoptd.errors import PlanError
+from autoptd.errors import AutoptdError, PlanError
 from autoptd.fit import Written, fit
 from autoptd.ir.activity import activity
 from autoptd.ir.buffers import Buffers
@@ -109,12 +109,45 @@ def _compile(
 ) -> Program:
     options = settle(model, options)
     batch = plan_batch(options, args, kwargs, replicas)
-    # One trace serves all ranks: the model is traced for one device, and split afterwards.
-    traces = trace_rows(model, options, args, kwargs, batch, check)
-    write = partial(_place_and_write, traces, batch, handed, record)
-    program, graph, ctx = fit(write, make_context(options, traces, batch, like))
+
+    def written(batch: Batch) -> tuple[Written, Traces]:
+        # One trace serves all ranks: the model is traced for one device, and split afterwards.
+        traces = trace_rows(model, options, args, kwargs, batch, check)
+        write = partial(_place_and_write, traces, batch, handed, record)
+        return fit(write, make_context(options, traces, batch, like)), traces
+
+    try:
+        (program, graph, ctx), traces = _write_with_groups(written, batch)
+    except passes.RowGroups as groups:
+        fewer = plan_batch(options, args, kwargs, replicas, groups.group)
+        # A number that the user, or a schedule of theirs, gave.
+        if fewer == batch:
+            raise PlanError(groups.site, groups.fact, groups.remedy) from None
+        (program, graph, ctx), traces = _write_with_groups(written, fewer)
     warn_of_recompute(graph, ctx.options, traces.captured.checkpointed)
     return program
+
+
+def _write_with_groups(
+    write: Callable[[Batch], tuple[Written, Traces]], batch: Batch
+) -> tuple[Written, Traces]:
+    """Compile; with more rows in the trace where rows are mixed, which may belong together.
+
+    That shows only where a trace has several groups of them. Where they are mixed again, the first error is the one.
+    """
+    try:
+        return write(batch)
+    except passes.MixedSamples as error:
+        mixed = PlanError(error.site, error.fact, error.remedy)
+    more = batch.with_more_rows
+    if more is None:
+        raise mixed
+    try:
+        return write(more)
+    except passes.RowGroups:
+        raise
+    except AutoptdError:
+        raise mixed from None
 
 
 @paused_collection()

@@ -153,6 +153,7 @@ class ParallelModel(StatefulModel):
         if self._is_process:
             args, kwargs = self._arranged(args, kwargs)
             mesh = self.options.mesh
+            self._cut_unseen |= self._program is None and mesh.replicas > 1
             args, kwargs = take_rows(self._program, args, kwargs, mesh.replicas, mesh.replica_of(self._rank))
         if is_in_one:
             args, kwargs = self._in_full(args, kwargs)

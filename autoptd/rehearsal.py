@@ -25,6 +25,7 @@ from autoptd.on_meta import AsOnCpu
 from autoptd.program.program import Program, check_program
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.again import Activations
+from autoptd.runtime.batch_sums import set_batch_sums
 from autoptd.runtime.executor import Executor
 from autoptd.runtime.guard import unguarded
 from autoptd.runtime.parameters import RankParameters, dtype_of
@@ -194,6 +195,10 @@ class _Rehearsal(Executor):
                 batch = self._batch()
                 counts = stage.count(**{name: batch[name] for name in self.program.stages[index].inputs})
                 stage.totals = (1.0,) * len(counts)
+            if stage.rounds:
+                batch = self._batch()
+                inputs = {name: batch[name] for name in self.program.stages[index].inputs}
+                set_batch_sums(stage, [inputs], lambda own: own)
 
     def _load(self, index: int) -> Stage:
         stage = super()._load(index)

@@ -25,7 +25,7 @@ from autoptd import runtime
 from autoptd.codegen.expressions import expression
 from autoptd.errors import InternalError
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.notes import note, op_name, site, tensor, value
+from autoptd.ir.notes import note, op_name, placeholders, row_blocks, site, tensor, value
 from autoptd.ir.saved import SavedForBackward, Storage, Value
 from autoptd.ir.sub_axes import is_sub_axis
 from autoptd.on_meta import AsOnCpu
@@ -48,7 +48,9 @@ class _Outcome(NamedTuple):
 
 def find_saved(graph: Graph, mesh: Mesh, rows: int) -> SavedForBackward:
     """Run every distinct operator of a LOCAL graph; a microbatch has `rows` rows. InternalError if one does not run."""
-    found, known = SavedForBackward(), _Known(mesh, rows)
+    blocks = map(row_blocks, placeholders(graph, "input"))
+    # Masks number rows within a block of the batch.
+    found, known = SavedForBackward(), _Known(mesh, rows // max(blocks, default=1))
     for node in graph.nodes:
         if node.op == "placeholder" and value(node) is not None:
             found.values[node] = tuple(_given(node))
@@ -184,6 +186,9 @@ class _Stage:
 
     def draw(self, site: int) -> Draw:
         return Draw(0, 0, site, 0, self.rows)
+
+    def batch_sum(self, number: int, *, dtype: torch.dtype, shape: Sequence[int] = ()) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
 
     def main_grads(self, gemm: Any) -> None:
         pass

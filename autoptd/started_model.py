@@ -77,6 +77,8 @@ class StartedModel:
         self._arguments = tuple(arguments)
         # The form of the call that was compiled for: other spellings of it are brought into this form.
         self._form: CallForm | None = None
+        # Whether `local_batch` cut rows for one of several replicas before it was known which belong together.
+        self._cut_unseen = False
         # Calls of `step`. All ranks agree on it; `steps`, which the user may set, need not.
         self._calls = 0
         self._evaluations = 0
@@ -126,6 +128,9 @@ class StartedModel:
         self._call = (*tree_map(_stand_in, (args, kwargs)), replicas)
         with self._holding(self._state):
             program = self._compile(args, kwargs, replicas, True)
+        if self._cut_unseen and program.row_blocks > 1:
+            fact = f"the rows of {program.row_blocks} blocks of the batch belong together, which was not known when it was cut"
+            raise PlanError("local_batch", fact, "example_inputs= of parallelize, a global batch")
         self._start(program)
         self._form = CallForm(self._arguments, len(args), tuple(kwargs))
 

@@ -281,6 +281,21 @@ def _calls(counts: Found) -> str:
     return " ".join(f"{count} {short[kind]}" for kind, count in counts.items())
 
 
+def _losses(found: Found) -> list[str]:
+    rows = []
+    for row in found["rows"]:
+        cells = ["right" if cell["is"] == "right" else f"**{cell['is']}**" for cell in row["cells"].values()]
+        moved = row["tp"]
+        a_token = "" if moved is None else f"{moved['a token']:.4g}"
+        rows.append([f"`{row['name']}`", row["about"], *cells, a_token])
+    counts = ", ".join(f"{number} {kind}" for kind, number in found["counts"].items())
+    exact = [cell["largest"] for row in found["rows"] for cell in row["cells"].values() if "largest" in cell]
+    said = f"Cells: {counts}. The largest difference of a right one is {max(exact):.0e}."
+    logits = next(row["tp"]["logits a token"] for row in found["rows"] if row["tp"])
+    about = f"Bytes are those a token over tp; its logits are {logits:,.0f} bytes a token."
+    return [_table(["loss", "what it is", *found["meshes"], "bytes"], rows), f"{said} {about}"]
+
+
 TABLES: dict[str, Callable[[Found], list[str]]] = {
     "peers": _peers_and_lines,
     "peers_ceiling": _peers,
@@ -298,6 +313,7 @@ TABLES: dict[str, Callable[[Found], list[str]]] = {
     "initial": _initial,
     "checkpoints": _checkpoints,
     "restart": _restart,
+    "losses": _losses,
 }
 
 

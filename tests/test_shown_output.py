@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from autoptd.runtime.launch import check_same_source
 from autoptd.runtime.recipes import Recipes
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Communicators, World
+from benchmarks.lib.loss_cases import CASES
+from benchmarks.losses import BYTES_AT, LARGE_ROWS, LARGE_VOCAB, LARGE_WIDTH
 from examples.gpt import GPT, GPTConfig
 
 ROOT = Path(__file__).parents[1]
@@ -319,6 +322,38 @@ def own_models(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"__name__": "net"}
     exec(compile(NET, str(path), "exec"), found)
     return found
+
+
+LOSSES = "docs/howto/losses.md"
+
+
+def emitted_loss(name: str, **sizes: Any) -> str:
+    """What the last stage has of a loss."""
+    case = CASES[name]
+    model, call = case.make(*sizes.get("model", ())), case.call(*sizes.get("call", ()))
+    program = autoptd.compile(model, example_inputs=call, **sizes["mesh"])
+    return program.sources["stage_0.py"].replace("  # [64, 8, 1]", "")
+
+
+@shows(LOSSES, "        batch_sum")
+def a_masked_mean(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    return emitted_loss("masked_mean_clamped", mesh={"num_microbatches": 2})
+
+
+@shows(LOSSES, "        log_softmax")
+def log_probabilities(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    sizes = {"model": (LARGE_VOCAB, LARGE_WIDTH), "call": (LARGE_ROWS, LARGE_VOCAB)}
+    return emitted_loss("focal", mesh=BYTES_AT, **sizes)
+
+
+@shows(LOSSES, "PlanError: model: aten.matmul")
+def losses_that_mix_rows(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    refused = [CASES[name] for name in ("contrastive", "load_balancing")]
+    texts = []
+    for case in refused:
+        model, call = case.make(), case.call()
+        texts.append(refusal(partial(autoptd.compile, model, d=2, example_inputs=call)))
+    return "\n".join(texts)
 
 
 def test_every_block_of_output_is_held() -> None:

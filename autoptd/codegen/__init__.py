@@ -1,6 +1,7 @@
 """LOCAL graph -> source text: one readable Python file per stage and one of what they share, built by a small writer."""
 
 from autoptd.codegen.comments import collective_bytes, conversion_work, origin_text
+from autoptd.codegen.counts import batch_sums
 from autoptd.codegen.parts import Crossing, crossings
 from autoptd.codegen.program_files import ProgramFiles, write_program
 from autoptd.codegen.stage_file import About, StageFile
@@ -10,6 +11,7 @@ __all__ = [
     "Crossing",
     "ProgramFiles",
     "StageFile",
+    "batch_sums",
     "collective_bytes",
     "conversion_work",
     "crossings",

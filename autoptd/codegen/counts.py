@@ -1,14 +1,17 @@
-"""Write `count` of a loss stage: the counts that weighted means divide by, needed before the first forward.
+"""Write what a stage sums before the first forward: the counts that weighted means divide by, and batch sums.
 
-In: the losses of a stage. Out: a method that computes their counts from the labels of one microbatch:
+In: the losses and batch sums of a stage. Out: methods that compute them from the inputs of one microbatch:
 
     def count(self, targets):
         return (rt.count_labels(targets, ignore_index=-100),)
+
+    def batch_sums_0(self, mask):
+        return {0: mask.sum()}
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch.fx import Node
 
@@ -37,34 +40,65 @@ def write_count(writer: Writer, counted: list[Node], given: dict[Node, str]) -> 
     """Write the method, from the labels of one microbatch to the tuple of its counts; `given` are the stage's inputs."""
     # Labels depend on inputs and buffers alone, so they can be counted before any stage has run.
     counted_of = [_whole(arg) for node in counted for arg in labels_of(node)]
-    needed = _computation_of(counted_of)
-    inputs = {node: name for node, name in given.items() if node.op == "placeholder"}
-    names = choose_names(needed, inputs, counted_of)
-
-    def text(node: Node) -> str:
-        return operand_text(node, names)
-
-    read = set(counted_of)
-    for node in needed:
-        read.update(node.all_input_nodes)
-    writer.gap()
-    writer.add(1, f"def count(self, {', '.join(inputs.values())}):")
-    writer.add(2, '"""Number (or class weight) of the valid labels of one microbatch."""')
-    if any(note(arg).kind == "buffer" for arg in read):
-        writer.add(2, "b = self.buffers")
-    for node in needed:
-        writer.add(2, f"{names[node]} = {expression(node, text)}")
+    about = "Number (or class weight) of the valid labels of one microbatch."
+    text = _begin(writer, "count", about, counted_of, given)
     calls = [_count_call(node, text) for node in counted]
     writer.add(2, f"return ({', '.join(calls)},)")
 
 
+def batch_sums(nodes: Sequence[Node]) -> list[list[Node]]:
+    """Return the batch sums among some operators, by the rounds in which they are known."""
+    sums = [node for node in nodes if node.target is markers.batch_sum]
+    last = max((note(node).extra["round"] for node in sums), default=-1)
+    rounds: list[list[Node]] = [[] for _ in range(last + 1)]
+    for node in sums:
+        rounds[note(node).extra["round"]].append(node)
+    return rounds
+
+
+def write_sums(writer: Writer, number: int, sums: list[Node], given: dict[Node, str]) -> None:
+    """Write the method of a round, from the inputs of one microbatch to its part of every sum, by number."""
+    summed: list[Node] = [node.args[0] for node in sums]  # type: ignore[misc]
+    about = "This microbatch's part of sums over the batch, which are known before the first forward."
+    text = _begin(writer, f"batch_sums_{number}", about, summed, given)
+    parts = [f"{node.args[1]}: {text(value)}" for node, value in zip(sums, summed, strict=True)]
+    writer.add(2, f"return {{{', '.join(parts)}}}")
+
+
+def _begin(
+    writer: Writer, name: str, about: str, values: list[Node], given: dict[Node, str]
+) -> Callable[[Node], str]:
+    """Write a method up to where it has some values; return how it calls them."""
+    needed = _computation_of(values)
+    inputs = {node: name for node, name in given.items() if node.op == "placeholder"}
+    names = choose_names(needed, inputs, values)
+
+    def text(node: Node) -> str:
+        return operand_text(node, names)
+
+    read = set(values)
+    for node in needed:
+        read.update(node.all_input_nodes)
+    writer.gap()
+    writer.add(1, f"def {name}({', '.join(['self', *inputs.values()])}):")
+    writer.add(2, f'"""{about}"""')
+    if any(note(arg).kind == "buffer" for arg in read):
+        writer.add(2, "b = self.buffers")
+    for node in needed:
+        writer.add(2, f"{names[node]} = {expression(node, text)}")
+    return text
+
+
 def _computation_of(values: list[Node]) -> list[Node]:
-    """Return the operators that compute some values from placeholders, in an order in which they can run."""
+    """Return the operators that compute some values from placeholders, in an order in which they can run.
+
+    What batch sums are made of is not among them: they are known.
+    """
     needed: list[Node] = []
 
     def visit(node: Node) -> None:
         if node.op == "call_function" and node not in needed:
-            for arg in node.all_input_nodes:
+            for arg in node.all_input_nodes if node.target is not markers.batch_sum else ():
                 visit(arg)
             needed.append(node)
 

@@ -255,6 +255,28 @@ def _mean(node: Node, text: Text, site: str) -> str:
     return mean if wide == after else f"({mean}).to({after})"
 
 
+def _share(node: Node, text: Text, site: str) -> str:
+    """Return `x / 4`, an equal part of a whole value; of one piece, the value."""
+    x, pieces = node.args
+    return f"{text(x)} / {pieces}" if pieces != 1 else text(x)  # type: ignore[arg-type]
+
+
+def _batch_sum(node: Node, text: Text, site: str) -> str:
+    """Return `self.batch_sum(0, dtype=torch.int64)`; of several numbers, with their shape."""
+    shape = f"shape={list(tensor(node).shape)}, " if tensor(node).dim() else ""
+    return f"self.batch_sum({node.args[1]}, {shape}dtype={tensor(node).dtype})"
+
+
+def _over_classes(node: Node, text: Text, site: str) -> str:
+    """Return `rt.classes_gather(log_softmax, labels, tp, dim=-1)`; a gather reduces nothing itself, and has no site."""
+    name = op_name(node)
+    keywords = _literals(node.kwargs, text)
+    if name != "classes_gather":
+        keywords["site"] = site
+    operands = [*(text(arg) for arg in node.args), group_text(node)]  # type: ignore[arg-type]
+    return f"rt.{name}({_join(operands, keywords)})"
+
+
 def _vocab_embedding(node: Node, text: Text, site: str) -> str:
     ids, weight, padding = node.args
     keywords = {}
@@ -341,8 +363,10 @@ MARKER_TEXTS: dict[str, Callable[[Node, Text, str], str]] = {
     "first_rows": lambda node, text, site: (
         f"{text(node.args[0])}.narrow({node.args[1]}, 0, {note(node).extra['local_shapes'][0][node.args[1]]})"
     ),
-    "share": lambda node, text, site: f"{text(node.args[0])} / {_operand(literal(node.args[1], text))}",  # type: ignore[arg-type]
+    "batch_sum": _batch_sum,
+    "share": _share,
     "cross_entropy": _cross_entropy,
+    **dict.fromkeys(markers.OVER_CLASSES, _over_classes),
     "dropout": _dropout,
     "mean": _mean,
     **dict.fromkeys(markers.FUSED, _fused),

@@ -21,6 +21,7 @@ from autoptd.codegen.loops import carried_name
 from autoptd.codegen.names import choose_names
 from autoptd.codegen.repeats import Repeat, find_repeats
 from autoptd.codegen.runs import Run, find_runs
+from autoptd.ir import markers
 from autoptd.ir.names import layer_of
 from autoptd.ir.notes import note, ops, output, placeholders
 from autoptd.ir.periods import MIN_OPERATORS
@@ -81,7 +82,10 @@ class Block:
 
 @dataclass
 class Part:
-    """What a stage computes: its operators in order, the crossings that it reads and writes, the results of forward."""
+    """What a stage computes: its operators in order, the crossings that it reads and writes, the results of forward.
+
+    `summed` are the operators that only batch sums are made of: they run before the first forward.
+    """
 
     index: int
     body: list[Node]
@@ -89,11 +93,15 @@ class Part:
     leaving: list[Crossing]
     results: list[Node]
     calls: list[Run | Block] = field(default_factory=list)
+    summed: tuple[Node, ...] = ()
 
     def read(self, kind: str) -> list[Node]:
         """Return the inputs, parameters or buffers that it reads, in order of first use."""
         every = dict.fromkeys(
-            arg for node in self.body for arg in node.all_input_nodes if arg.op == "placeholder"
+            arg
+            for node in (*self.body, *self.summed)
+            for arg in node.all_input_nodes
+            if arg.op == "placeholder"
         )
         return [node for node in every if note(node).kind == kind]
 
@@ -175,13 +183,29 @@ def _part(graph: Graph, stage: int, crossing: Sequence[Crossing]) -> Part:
     # Last, behind what is sent: the executor takes the loss from the end.
     if stage in note(output(graph)).stages:
         results.append(output(graph).args[0])  # type: ignore[arg-type]
+    body = [node for node in ops(graph) if stage in note(node).stages]
+    summed = _only_summed(body, results)
     return Part(
         index=stage,
-        body=[node for node in ops(graph) if stage in note(node).stages],
+        body=[node for node in body if node not in summed],
         arriving=[each for each in crossing if stage in each.targets],
         leaving=leaving,
         results=results,
+        summed=tuple(node for node in body if node in summed),
     )
+
+
+def _only_summed(body: Sequence[Node], results: Sequence[Node]) -> set[Node]:
+    """Find the operators of a stage whose values only batch sums are made of."""
+    summed: set[Node] = set()
+    if not any(node.target is markers.batch_sum for node in body):
+        return summed
+    for node in reversed(body):
+        readers = [user for user in node.users if user in body]
+        is_summed = all(user.target is markers.batch_sum or user in summed for user in readers)
+        if readers and is_summed and node not in results:
+            summed.add(node)
+    return summed
 
 
 def _own_runs(part: Part) -> list[Run]:

@@ -17,7 +17,7 @@ from torch.fx import Node
 from autoptd.codegen.blocks import Method, write_method, write_method_call
 from autoptd.codegen.body import write_body
 from autoptd.codegen.comments import numbers_text, site_text, typed_text, value_text
-from autoptd.codegen.counts import counted_losses, write_count
+from autoptd.codegen.counts import batch_sums, counted_losses, write_count, write_sums
 from autoptd.codegen.expressions import bound_axes, expression
 from autoptd.codegen.loops import Layer, write_layer, write_run
 from autoptd.codegen.names import operand_text
@@ -99,6 +99,8 @@ def write_stage(
     counted = counted_losses(part.body)
     if counted:
         write_count(writer, counted, part.given)
+    for number, sums in enumerate(batch_sums(part.body)):
+        write_sums(writer, number, sums, part.given)
     _write_sums(writer, about.sums)
     writer = with_header(writer, about.header, about.legend)
     return StageFile(

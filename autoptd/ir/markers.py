@@ -33,6 +33,13 @@ def first_rows(x: Any, dim: int) -> Any:
     raise InternalError("first_rows", "a marker was executed")
 
 
+def batch_sum(x: Any, index: int = -1) -> Any:
+    """Return the sum of `x` over all microbatches and replicas: x depends on inputs only, so it is known
+    before the first forward.
+    """
+    raise InternalError("batch_sum", "a marker was executed")
+
+
 def vocab_embedding(ids: Any, weight: Any, padding_idx: int = -1, *, size: int = 0) -> Any:
     """Look ids up in this rank's rows: a partial sum over tp. `size`: all rows of a padded vocabulary."""
     raise InternalError("vocab_embedding", "a marker was executed")
@@ -56,6 +63,26 @@ def cross_entropy(
     sum is divided by that global count.
     """
     raise InternalError("cross_entropy", "a marker was executed")
+
+
+def _classes(name: str) -> Callable[..., Any]:
+    """Make the marker of an operator over classes that are split over ranks (`runtime/classes.py`).
+
+    It takes the operands, the dim and, where classes are padded, their number.
+    """
+
+    def marker(*operands: Any, dim: int, size: int = 0, **keywords: Any) -> Any:
+        raise InternalError(name, "a marker was executed")
+
+    marker.__name__ = name
+    return marker
+
+
+# By the form of the operator.
+OVER_CLASSES = {
+    f"classes_{name}": _classes(f"classes_{name}")
+    for name in ("log_softmax", "softmax", "logsumexp", "gather", "argmax")
+}
 
 
 def mean(x: Any, dims: list[int], keepdim: bool, count: int) -> Any:
@@ -91,4 +118,8 @@ def _fused(name: str) -> Callable[..., Any]:
 FUSED = {name: _fused(name) for name in OURS}
 # What stands between a value and its reader: entry by entry the value, or its first rows.
 PLACED = (convert, share, first_rows)
-MARKERS = (convert, share, first_rows, vocab_embedding, cross_entropy, mean, dropout, linear, *FUSED.values())
+MARKERS = (
+    *(convert, share, first_rows, batch_sum, vocab_embedding, cross_entropy, mean, dropout, linear),
+    *OVER_CLASSES.values(),
+    *FUSED.values(),
+)

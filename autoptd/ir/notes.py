@@ -24,6 +24,12 @@ from autoptd.ir.types import Dims, ValueType
 # Of `node.meta`.
 KEY = "autoptd"
 NO_TYPES = Layout()
+# Key of `Note.extra` of an operator that only `autoptd.per_microbatch` reads.
+OF_MICROBATCH = "of_microbatch"
+# Key of `Note.extra` of an operator: (args, kwargs) with the numbers that it has for the rows of a whole step.
+WHOLE_NUMBERS = "whole_numbers"
+# Key of `Note.extra` of an input: of how many blocks of its dim 0 a microbatch has equal parts.
+ROW_BLOCKS = "row_blocks"
 
 
 @dataclass
@@ -156,6 +162,11 @@ def site(node: Node) -> str:
     where = f" ({record.source})" if record.source else ""
     name = record.name if node.op == "placeholder" else op_name(node)
     return f"{record.module or 'model'}: {name}{where}"
+
+
+def row_blocks(node: Node) -> int:
+    """Return of how many blocks of an input's dim 0 a microbatch has equal parts."""
+    return note(node).extra.get(ROW_BLOCKS, 1)  # type: ignore[no-any-return]
 
 
 def placeholders(graph: Graph, kind: str) -> Iterator[Node]:

@@ -21,19 +21,25 @@ from autoptd.passes.ops.unlisted import register_rule
 from autoptd.passes.own import mark_owned
 from autoptd.passes.runner import Form, Pass, Record, run_passes, up_to
 from autoptd.passes.solve.assign import Assignment
+from autoptd.passes.solve.batch import MixedSamples
 from autoptd.passes.solve.explain import explain_split
 from autoptd.passes.solve.fallbacks import unlisted_operators
+from autoptd.passes.solve.microbatch_losses import MARK
+from autoptd.passes.solve.row_groups import RowGroups
 from autoptd.passes.split_tokens import split_tokens
 from autoptd.passes.weigh import weigh, weigh_known
 
 __all__ = [
+    "MARK",
     "Assignment",
     "Context",
     "Findings",
     "Form",
     "Groups",
+    "MixedSamples",
     "Pass",
     "Record",
+    "RowGroups",
     "adds_to_gradient",
     "annotate",
     "backward_flops",

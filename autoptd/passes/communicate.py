@@ -26,12 +26,13 @@ from autoptd.ir.sub_axes import base
 from autoptd.ir.types import CONVERSIONS, Conversion, I, P, R, S, ValueType, padded_size
 from autoptd.passes.axes.axes import Axes, Letter, Place
 from autoptd.passes.axes.padding import Padding
+from autoptd.passes.batch_sums import read_batch_sums, take_whole_numbers
 from autoptd.passes.context import Context
 from autoptd.passes.reader_names import reader_name
 from autoptd.passes.runner import CALLS, Form, graph_pass
 from autoptd.passes.solve.assign import Assignment
 from autoptd.passes.solve.batch import FIRST_ROWS, adds_number
-from autoptd.passes.solve.strategies import NO_COLLECTIVE_FORMS
+from autoptd.passes.solve.strategies import REDUCED_FORMS
 
 
 def check_axes(graph: Graph, ctx: Context) -> None:
@@ -42,10 +43,12 @@ def check_axes(graph: Graph, ctx: Context) -> None:
 
 @graph_pass(takes=Form.ANNOTATED, gives=Form.CONNECTED, changes=(CALLS,), ensures=check_axes)
 def communicate(graph: Graph, ctx: Context) -> None:
-    """Insert conversions over every axis, and shares of whole addends in sums over the batch."""
+    """Insert conversions over every axis, sums over the batch that are known, and shares of what is added to others."""
+    take_whole_numbers(graph)
     # One axis after the other: a conversion over one leaves the types over all others as they are.
     for assignment in ctx.found.assignments.values():
         meet_readers(graph, assignment, ctx.mesh)
+    read_batch_sums(graph)
     _divide_addends(graph, ctx.pieces)
 
 
@@ -325,7 +328,7 @@ def _is_split_by(node: Node, letter: Letter, types: dict[Node, ValueType], gives
     """
     if any(types.get(operand) != S(*place) for operand, place in letter.places.items()):
         return False
-    contracted = I if letter.form in NO_COLLECTIVE_FORMS else P
+    contracted = I if letter.form in REDUCED_FORMS else P
     expected = S(*letter.out) if letter.out is not None else contracted
     taken = set(letter.places)
     if letter.out is None and not letter.form:
@@ -357,7 +360,7 @@ def linear_groups_of(node: Node) -> list[tuple[Node, ...]]:
 
 
 def _origin(node: Node) -> Node:
-    """Return the value that conversions, shares and first rows were made of."""
-    while node.target in (markers.convert, markers.share, markers.first_rows):
+    """Return the value that conversions, shares, first rows and batch sums were made of."""
+    while node.target in (markers.convert, markers.share, markers.first_rows, markers.batch_sum):
         node = node.args[0]  # type: ignore[assignment]
     return node

@@ -164,6 +164,11 @@ class Context:
         """The sizes that the local shape of a value depends on."""
         return Sizes(self.mesh, self.traced_rows, self.rows, self.pieces)
 
+    @property
+    def traces_all(self) -> bool:
+        """Whether the trace has all rows of a step."""
+        return self.traced_rows == self.rows * self.pieces
+
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The pipeline rank of every stage."""

@@ -24,15 +24,17 @@ from autoptd.compat import FakeTensorMode
 from autoptd.errors import InternalError
 from autoptd.ir import markers
 from autoptd.ir.layout import Layout
-from autoptd.ir.notes import Note, note, op_name, ops, shape, site, tensor, value
-from autoptd.ir.operators.record import argument, operands, set_arguments
+from autoptd.ir.notes import OF_MICROBATCH, Note, note, op_name, ops, shape, site, tensor, value
+from autoptd.ir.operators.record import CLASSES, argument, is_over_classes, operands, set_arguments
 from autoptd.ir.operators.table import operator_of
 from autoptd.ir.sizes import Sizes, local_shapes
 from autoptd.ir.steps import shard_places
 from autoptd.ir.sub_axes import base, joined
 from autoptd.ir.types import Dims, S, ValueType, outer_size, padded_size
+from autoptd.passes.batch_sums import number_sums
 from autoptd.passes.context import Context
 from autoptd.passes.runner import CALLS, Form, graph_pass
+from autoptd.passes.solve.microbatch_losses import MARK
 
 
 @graph_pass(
@@ -56,14 +58,23 @@ def localize(graph: Graph, ctx: Context) -> None:
             node.kwargs = {"size": _vocabulary(node, weight, S(0, 0), sizes)}
         elif name == "aten.cross_entropy_loss" and forms:
             _local_cross_entropy(node, totals, sizes)
+        elif is_over_classes(node):
+            _local_classes(node, sizes)
         elif name == "aten.mean" and "mean" in forms:
             _local_mean(node, sizes)
         elif name == "aten.dropout":
             _local_dropout(node, sizes)
+        elif name == MARK:
+            # Of all microbatches, each adds an equal part.
+            node.target, node.args = markers.share, (node.args[0], sizes.pieces)
+        elif node.target is markers.batch_sum:
+            # Its place among the sums is its only argument beside the value.
+            continue
         elif node.target is markers.convert:
             _local_placement(node, sizes)
         else:
             set_arguments(node, _local_sizes(node, sizes))
+    number_sums(graph)
     for node in graph.nodes:
         if value(node) is not None and node.op != "output":
             record = note(node)
@@ -105,15 +116,31 @@ def _vocabulary(node: Node, table: Node, kind: ValueType | None, sizes: Sizes) -
     return padded_size(note(table).dims, kind or note(table).layout[axis], sizes.mesh.degree(axis))
 
 
+def _local_classes(node: Node, sizes: Sizes) -> None:
+    """Compute an operator over classes together with the other ranks, which have the other classes."""
+    read = operands(node)
+    dim = argument(node, "dim")
+    keywords = {"dim": dim[0] if isinstance(dim, (list, tuple)) else dim}
+    if argument(node, "keepdim"):
+        keywords["keepdim"] = True
+    if size := _vocabulary(node, read[0], None, sizes):
+        keywords["size"] = size
+    if tensor(node).dtype != tensor(read[0]).dtype and tensor(node).is_floating_point():
+        keywords["dtype"] = tensor(node).dtype
+    form = next(form for form in note(node).forms.values() if form.startswith(CLASSES))
+    node.target, node.args, node.kwargs = markers.OVER_CLASSES[form], tuple(read), keywords
+
+
 def _local_mean(node: Node, sizes: Sizes) -> None:
     x = operands(node)[0]
     dims = argument(node, "dim")
     # mean() has no dims: all of them.
     dims = [d % tensor(x).dim() for d in dims] if dims else list(range(tensor(x).dim()))
     count = math.prod(shape(x)[d] for d in dims)
-    # The mean is over the samples of the whole batch, not over those of the trace.
+    # The mean is over the samples of the whole batch, or of a microbatch, not over those of the trace.
+    rows = sizes.rows if OF_MICROBATCH in note(node).extra else sizes.global_rows
     if note(x).layout.batch.kind == "S" and note(x).layout.batch.dim in dims:
-        count = count // sizes.traced_rows * sizes.global_rows
+        count = count * rows // sizes.traced_rows
     node.target, node.args, node.kwargs = markers.mean, (x, dims, bool(argument(node, "keepdim")), count), {}
 
 

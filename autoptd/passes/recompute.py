@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import Graph, Node
 
+from autoptd.ir import markers
 from autoptd.ir.names import is_within, layer_of
 from autoptd.ir.notes import note, op_name, ops, value
 from autoptd.ir.operators.table import is_listed, operator_of
@@ -101,6 +102,9 @@ def is_repeatable(node: Node) -> bool:
     """Tell whether an operator gives the same once more; one that is not listed may have effects, and keeps its result."""
     if node.target is operator.getitem:
         return is_repeatable(node.args[0])  # type: ignore[arg-type]
+    # What ranks compute together would take its reductions again.
+    if node.target in markers.OVER_CLASSES.values():
+        return False
     if not isinstance(node.target, torch._ops.OpOverload):
         return True
     # The masks of dropout are a marker's, and drawn by their place.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from autoptd.ir.notes import note
+from autoptd.ir.notes import WHOLE_NUMBERS, note
 from autoptd.program.program import Program
 
 # What precision, evaluation and memory add to a graph or take away: parts of the names of operators.
@@ -23,12 +23,15 @@ LEFT_OUT = ("_to_copy", ".to.", "dropout", "detach", "alias", "clone", "contiguo
 
 def prints_of(program: Program) -> dict[str, str]:
     """Return the print of every module that computes something, in the order of the model."""
-    graph = program.graphs.get("TRACED")
+    graph, annotated = program.graphs.get("TRACED"), program.graphs.get("ANNOTATED")
+    # Numbers that follow the rows of the batch are those of a whole step, not those of a microbatch.
+    whole = {node.name: note(node).extra.get(WHOLE_NUMBERS) for node in annotated.nodes} if annotated else {}
     lines: dict[str, list[str]] = {}
     for node in graph.nodes if graph is not None else ():
         if node.op != "call_function" or any(part in str(node.target) for part in LEFT_OUT):
             continue
-        numbers = [repr(value) for value in (*node.args, *node.kwargs.values()) if is_literal(value)]
+        args, kwargs = whole.get(node.name) or (node.args, node.kwargs)
+        numbers = [repr(value) for value in (*args, *kwargs.values()) if is_literal(value)]
         lines.setdefault(note(node).module, []).append(" ".join([str(node.target), *numbers]))
     return {module: _hash("\n".join(some)) for module, some in lines.items()}
 

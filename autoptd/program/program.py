@@ -132,6 +132,16 @@ class Program:
         return next((spec.shape[0] for spec in self.inputs if spec.batched), 1)
 
     @property
+    def row_blocks(self) -> int:
+        """Of how many blocks of the batch a microbatch has equal parts: 2 where rows i and i + B/2 belong together."""
+        return next((spec.blocks for spec in self.inputs if spec.batched), 1)
+
+    @property
+    def mask_rows(self) -> int:
+        """Rows of a microbatch as dropout masks number them: within a block."""
+        return self.rows // self.row_blocks
+
+    @property
     def schedule(self) -> str:
         return format_orders(self.orders)
 

@@ -24,7 +24,8 @@ GATHER = "gather"
 class InputSpec:
     """One tensor of the batch: leaf number `leaf` of the flattened `(args, kwargs)` of `step`.
 
-    `shape` is that of one microbatch; `batched`: dim 0 is the batch.
+    `shape` is that of one microbatch; `batched`: dim 0 is the batch. A microbatch has an equal part of each of its
+    `blocks`: of 2, the rows i and those of the other half, i + B/2.
     """
 
     name: str
@@ -32,6 +33,7 @@ class InputSpec:
     batched: bool
     shape: tuple[int, ...]
     dtype: str
+    blocks: int = 1
 
 
 @dataclass(frozen=True)

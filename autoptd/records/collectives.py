@@ -9,6 +9,7 @@ order (`program/call_order.py`).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import torch
@@ -26,6 +27,16 @@ from autoptd.program.calls import AGAIN, LOCAL_KINDS, joint_axis
 from autoptd.program.specs import GATHER, Collective, ParamSpec, TransferBuffer
 
 LOSSES = ("cross_entropy", "linear_cross_entropy")
+# What operators over split classes reduce (`runtime/classes.py`): the word in the site, whether it is in backward, and why.
+MAXIMUM = ("maximum", False, "the largest score of every row")
+SUMS = (MAXIMUM, ("sum", False, "the sum of exponentials of every row"))
+GRADIENTS = ("gradients", True, "the sum of gradients of every row")
+CLASS_REDUCTIONS = {
+    "classes_log_softmax": (*SUMS, GRADIENTS),
+    "classes_softmax": (*SUMS, GRADIENTS),
+    "classes_logsumexp": SUMS,
+    "classes_argmax": (MAXIMUM, ("position", False, "the first class with the largest score")),
+}
 
 
 def collectives(
@@ -51,6 +62,8 @@ def collectives(
                 calls.append(_absorbed(node, stage, rank, mesh))
             elif op_name(node) in LOSSES and node.kwargs["vocab"]:
                 calls += _vocabulary_sums(node, stage, rank, mesh)
+            elif op_name(node) in CLASS_REDUCTIONS:
+                calls += _class_reductions(node, stage, rank, mesh)
     for buffer in buffers:
         calls += _transfer(buffer, ranks, mesh)
     # The same plans that the runtime makes of the program: what is listed here is what runs.
@@ -144,6 +157,33 @@ def _vocabulary_sums(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Coll
     return calls
 
 
+def _class_reductions(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Collective]:
+    """Return the reductions inside an operator over split classes: a number for every row each."""
+    record, x = note(node), node.args[0]
+    dims = list(note(x).extra["local_shapes"][0])  # type: ignore[arg-type]
+    del dims[node.kwargs["dim"]]  # type: ignore[arg-type]
+    calls = []
+    for name, is_backward, why in CLASS_REDUCTIONS[op_name(node)]:
+        if is_backward and not record.needs_grad:
+            continue
+        # Narrower scores are reduced in float32, positions as whole numbers.
+        itemsize = 8 if name == "position" else max(tensor(x).element_size(), 4)  # type: ignore[arg-type]
+        call = Collective(
+            site=f"{record.module or 'model'} {name} ({record.source})",
+            stage=stage,
+            conversion=op_name(node),
+            axis=record.axis,
+            forward="none" if is_backward else "all-reduce",
+            backward="all-reduce" if is_backward else "none",
+            payload_bytes=itemsize * math.prod(dims),
+            group_size=mesh.degree(record.axis),
+            why=why,
+            pp_ranks=(rank,),
+        )
+        calls.append(call)
+    return calls
+
+
 def _transfer(buffer: TransferBuffer, ranks: Sequence[int], mesh: Mesh) -> list[Collective]:
     """Return the send of a buffer, and the gather of a scattered one on the other side."""
     names = ", ".join(buffer.names)
@@ -181,6 +221,7 @@ def _step_collectives(
     calls = []
     for stage, rank in enumerate(ranks):
         calls += _label_count(graph, stage, rank, mesh)
+        calls += _batch_sums(graph, stage, rank, mesh)
     for rank, plans in enumerate(buckets):
         for plan in plans:
             calls += _bucket_sums(plan, rank, ranks, mesh)
@@ -225,6 +266,30 @@ def _label_count(graph: Graph, stage: int, rank: int, mesh: Mesh) -> list[Collec
             pp_ranks=(rank,),
         )
         calls.append(call)
+    return calls
+
+
+def _batch_sums(graph: Graph, stage: int, rank: int, mesh: Mesh) -> list[Collective]:
+    """Return the sums over the batch that are known before the first forward, those of a round in one call."""
+    calls = []
+    own = [node for node in ops(graph) if stage in note(node).stages]
+    for sums in codegen.batch_sums(own):
+        for axis in mesh.batch_axes:
+            call = Collective(
+                site="sums over the batch",
+                stage=stage,
+                conversion="batch sums",
+                axis=axis,
+                forward="all-reduce",
+                backward="none",
+                # A float64 for every entry.
+                payload_bytes=8 * sum(tensor(node).numel() for node in sums),
+                group_size=mesh.degree(axis),
+                why="sums over inputs of the global batch, which are read before the first forward",
+                scope="step",
+                pp_ranks=(rank,),
+            )
+            calls.append(call)
     return calls
 
 

@@ -16,7 +16,7 @@ from autoptd import codegen, passes
 from autoptd import trace as tracing
 from autoptd.batch import Batch
 from autoptd.ir.layout import Layout
-from autoptd.ir.notes import note, op_name, ops, placeholders, tensor
+from autoptd.ir.notes import note, op_name, ops, placeholders, row_blocks, tensor
 from autoptd.ir.placement import EVERY_REPLICA, placements
 from autoptd.ir.types import Dims, outer_size
 from autoptd.options import Options
@@ -103,7 +103,8 @@ def input_specs(graph: Graph, captured: tracing.Captured, batch: Batch) -> tuple
         size = tuple(tensor(node).shape)
         if is_batched:
             size = (batch.rows, *size[1:])
-        specs.append(InputSpec(note(node).name, leaf, is_batched, size, _dtype_name(tensor(node).dtype)))
+        dtype, blocks = _dtype_name(tensor(node).dtype), row_blocks(node)
+        specs.append(InputSpec(note(node).name, leaf, is_batched, size, dtype, blocks))
     return tuple(specs)
 
 

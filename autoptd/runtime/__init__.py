@@ -1,5 +1,12 @@
 """What emitted stage files import (`from autoptd import runtime as rt`), and what runs them."""
 
+from autoptd.runtime.classes import (
+    classes_argmax,
+    classes_gather,
+    classes_log_softmax,
+    classes_logsumexp,
+    classes_softmax,
+)
 from autoptd.runtime.conversions import (
     i_to_p,
     i_to_r,
@@ -31,6 +38,11 @@ __all__ = [
     "Stage",
     "World",
     "all_gather_again",
+    "classes_argmax",
+    "classes_gather",
+    "classes_log_softmax",
+    "classes_logsumexp",
+    "classes_softmax",
     "count_labels",
     "cross_entropy",
     "dropout",

@@ -124,15 +124,27 @@ def cut(
             # Ranks as threads are called with the rows of all replicas, a process with those of its own.
             rows = spec.shape[0] * count
             if x.shape[0] > rows:
-                x = x.narrow(0, replica * rows, rows)
+                x = part_of_rows(x, replica, x.shape[0] // rows, spec.blocks)
         x = _to(x, device)
         # Views: microbatches share the memory of the batch. What is not batched is whole in each of them.
         pieces = [x] * count
         if spec.batched and count > 1:
-            pieces = list(x.split(spec.shape[0]))
+            pieces = [part_of_rows(x, number, count, spec.blocks) for number in range(count)]
         for microbatch, piece in zip(microbatches, pieces, strict=True):
             microbatch[spec.name] = piece
     return microbatches
+
+
+def part_of_rows(x: torch.Tensor, number: int, parts: int, blocks: int = 1) -> torch.Tensor:
+    """Return one of equal parts of a batch: that part of each of its blocks, one behind the other.
+
+    Of a batch of one block it is a view.
+    """
+    if blocks == 1:
+        rows = x.shape[0] // parts
+        return x.narrow(0, number * rows, rows)
+    folded = x.unflatten(0, (blocks, parts, -1))
+    return folded.select(1, number).flatten(0, 1)
 
 
 def _to(x: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -158,16 +170,19 @@ def take_rows(
     if not tensors:
         return args, kwargs
     batched = [i for i in tensors if leaves[i].shape[0] == batch_rows(leaves, replicas)]
+    blocks = 1
     if program is not None:
         # Not its sizes: an evaluation may have others.
         check_structure(program, args, kwargs)
         batched = [spec.leaf for spec in program.inputs if spec.batched and spec.leaf in tensors]
+        blocks = program.row_blocks
     for i in batched:
-        rows, rest = divmod(leaves[i].shape[0], replicas)
-        if rest:
-            fact = f"{leaves[i].shape[0]} rows do not divide over d={replicas}"
+        rows = leaves[i].shape[0]
+        if rows % (replicas * blocks):
+            apart = f", of which those of {blocks} blocks belong together," if blocks > 1 else ""
+            fact = f"{rows} rows{apart} do not divide over d={replicas}"
             raise PlanError("local_batch", fact, "a batch that d divides: DataLoader(..., drop_last=True)")
-        leaves[i] = leaves[i].narrow(0, replica * rows, rows)
+        leaves[i] = part_of_rows(leaves[i], replica, replicas, blocks)
     return tree_unflatten(leaves, tree)  # type: ignore[return-value]
 
 

@@ -27,6 +27,7 @@ from autoptd.errors import InternalError
 from autoptd.ir.actions import Action, Kind
 from autoptd.kernels.forms import wide
 from autoptd.program.program import Program
+from autoptd.runtime.batch_sums import LABELS, SUMS, chosen_inputs, count_batch, set_batch_sums
 from autoptd.runtime.dropout import Drawing
 from autoptd.runtime.fused import Fused
 from autoptd.runtime.gradients import Gradients
@@ -91,7 +92,7 @@ class Executor:
         self.watch: Watch | None = None
         # With their texts, which become `world.at`: formatting them anew would cost time in every step.
         self._order = [(action, str(action)) for action in program.orders[world.pipeline_rank]]
-        self._rows = program.rows
+        self._rows = program.mask_rows
         self._wires, self._messages = Wires(program), Messages(program, world)
         # Broadcasts, so all ranks need one order; copies, because the program's are the user's own storage.
         self.buffers: dict[str, torch.Tensor] = {}
@@ -272,28 +273,26 @@ class Executor:
         watch.end(action)
 
     def _set_totals(self) -> None:
-        """Set what weighted-mean losses divide by: counts of labels, summed over all microbatches and replicas."""
-        self.world.at = "count of labels"
-        # In one order on all ranks: the sum below is a collective.
+        """Set what is known before the first forward: what weighted means divide by, and sums over the batch."""
+        group = self.world.hops(self.world.mesh.batch_axes)
+        # In one order on all ranks: the sums are collectives.
         for index, stage in sorted(self._stages.items()):
-            if not stage.counts:
-                continue
             names = self.program.stages[index].inputs
-            counts = []
-            for microbatch in self._microbatches:
-                inputs = {name: microbatch[name] for name in names}
-                counts.append(stage.count(**inputs))
-            # One row of counts per microbatch, one column per loss.
-            columns = [torch.stack(list(column)) for column in zip(*counts, strict=True)]
-            sums = torch.stack([column.sum().double() for column in columns])
-            sums = self.world.hops(self.world.mesh.batch_axes).all_reduce(sums, "count of labels")
-            self.world.mark()
-            dtype = self._loss_dtype or self._seen_dtype
-            if self._runs_ahead and dtype is not None:
-                stage.totals = sums.to(wide(dtype)).unbind()
-            else:
-                # The loss's dtype is unknown in the first step. Python numbers do not change it; tensors would.
-                stage.totals = tuple(sums.tolist())
+            inputs = chosen_inputs(self._microbatches, names)
+            if stage.counts:
+                self.world.at = LABELS
+                sums = group.all_reduce(count_batch(stage, inputs), LABELS)
+                self.world.mark()
+                dtype = self._loss_dtype or self._seen_dtype
+                if self._runs_ahead and dtype is not None:
+                    stage.totals = sums.to(wide(dtype)).unbind()
+                else:
+                    # The loss's dtype is unknown in the first step. Python numbers do not change it; tensors would.
+                    stage.totals = tuple(sums.tolist())
+            if stage.rounds:
+                self.world.at = SUMS
+                set_batch_sums(stage, inputs, lambda own: group.all_reduce(own, SUMS))
+                self.world.mark()
 
     def _forward(self, action: Action) -> None:
         stage, number = action.stage, action.microbatch

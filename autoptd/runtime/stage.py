@@ -16,6 +16,7 @@ from __future__ import annotations
 import linecache
 import types
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ class Stage:
     - `groups`: the ranks that it communicates with, by mesh axis or sub-axis.
     - `totals`: the global counts that weighted-mean losses divide by, sums over all microbatches and replicas, set
       before the first forward of every step (numbers or 0-d tensors).
+    - `sums`: sums over all microbatches and replicas of what depends on inputs only, by number, set likewise.
     - `drawing`: the dropout masks of the next forward; None: no dropout.
     - `fused`: the fused operators.
     - `main_grads` and `deferred`: what an emitted `rt.linear` names as its `wgrad`.
@@ -64,6 +66,7 @@ class Stage:
         self.buffers: Any = make_namespace(buffers, is_starred=self.is_compiled)
         self.device = device
         self.totals: tuple[float | torch.Tensor, ...] = ()
+        self.sums: dict[int, torch.Tensor] = {}
         self.drawing: Drawing | None = None
         # Set before the first forward that needs gradients.
         self.main_grads: WeightGradient | None = None
@@ -119,11 +122,23 @@ class Stage:
         """Run one microbatch: see the calling convention in `program/program.py`."""
         raise NotImplementedError
 
+    def batch_sum(self, number: int, *, dtype: torch.dtype, shape: Sequence[int] = ()) -> torch.Tensor:
+        """Return one of `sums`, in the dtype and shape that the model has it in."""
+        return self.sums[number].to(dtype).view(shape)
+
+    @cached_property
+    def rounds(self) -> list[Callable[..., dict[int, torch.Tensor]]]:
+        """The methods that compute a microbatch's part of `sums`; each may read the sums of those before it."""
+        names = [name for name in dir(type(self)) if name.startswith(BATCH_SUMS)]
+        return [getattr(self, name) for name in sorted(names, key=lambda name: int(name[len(BATCH_SUMS) :]))]
+
     def count(self, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return what `totals` sums, of one microbatch; emitted for weighted-mean losses only."""
         raise NotImplementedError
 
 
+# How the methods begin that sum over the batch before the first forward.
+BATCH_SUMS = "batch_sums_"
 # The file of the methods that several stages call; the end of a recipe's name.
 LAYERS, RECIPE = "layers.py", "_again"
 Methods = Mapping[str, Callable[..., Any]]

@@ -20,6 +20,7 @@ from torch import nn
 from autoptd.errors import AutoptdError, InternalError, PlanError
 from autoptd.program.program import Program
 from autoptd.program.specs import StageSpec
+from autoptd.runtime.batch_sums import set_batch_sums
 from autoptd.runtime.executor import groups_of
 from autoptd.runtime.linear import WeightTerm
 from autoptd.runtime.stage import Stage, give_layers, load_layers
@@ -106,6 +107,7 @@ def _run(stage: type[Stage], program: Program, index: int, world: World) -> Chec
     if this.counts:
         # Those of this microbatch alone, where the executor sums over all of them.
         this.totals = tuple(float(count) for count in this.count(**inputs))
+    set_batch_sums(this, [inputs], lambda own: own)
     results = this.run(**arriving, **inputs)
     names = list(spec.outputs)
     if index == program.loss_stage:

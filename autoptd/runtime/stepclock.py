@@ -28,7 +28,7 @@ from autoptd.runtime.world.world import World, on_device
 
 Result = TypeVar("Result")
 # Collectives of all ranks at the start or end of a step: most of their time is waiting for the slowest rank.
-SYNCHRONISING = ("loss", "count of labels", "dtype of the loss")
+SYNCHRONISING = ("loss", "count of labels", "sums over the batch", "dtype of the loss")
 
 
 @dataclass(frozen=True)

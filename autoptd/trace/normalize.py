@@ -21,6 +21,7 @@ from autoptd.ir.notes import note, op_name, set_note, shape, site, value
 from autoptd.ir.operators.record import argument
 from autoptd.ir.operators.table import operator_of
 from autoptd.trace import dropouts, indices
+from autoptd.trace.class_losses import has_soft_labels, rewrite_nll, rewrite_soft_labels
 from autoptd.trace.functionalize import functionalize
 
 aten = torch.ops.aten
@@ -100,8 +101,12 @@ def _normalize_one(graph: Graph, node: Node) -> None:
         _normalize_split(node)
     elif name == "aten.take_along_dim" and _is_gather(node):
         node.target, node.args = aten.gather.default, (node.args[0], node.args[2], node.args[1])
-    elif name == "aten.nll_loss_nd":
-        _normalize_nll(node)
+    elif name in ("aten.nll_loss_nd", "aten.nll_loss", "aten.nll_loss2d"):
+        _normalize_nll(graph, node)
+        return
+    elif name == "aten.cross_entropy_loss" and has_soft_labels(node):
+        rewrite_soft_labels(graph, node)
+        return
     elif name == "aten.embedding" and True in node.args[3:]:
         fact = (
             "embedding with scale_grad_by_freq or sparse gradients: they depend on how the batch is divided"
@@ -209,7 +214,7 @@ def _is_gather(node: Node) -> bool:
     return len(x) == len(index) and all(d == dim or x[d] == index[d] for d in range(len(x)))
 
 
-def _normalize_nll(node: Node) -> None:
+def _normalize_nll(graph: Graph, node: Node) -> None:
     """nll_loss of log-probabilities is cross_entropy of them: their log_softmax is they themselves."""
     x = node.args[0]
     # Reshaped and turned around, log-probabilities are still those.
@@ -222,6 +227,8 @@ def _normalize_nll(node: Node) -> None:
         x = x.args[0]
     if isinstance(x, Node) and op_name(x) == "aten.log_softmax":
         node.target = aten.cross_entropy_loss.default
+    else:
+        rewrite_nll(graph, node)
 
 
 def _normalize_broadcast(graph: Graph, node: Node) -> None:

@@ -1,5 +1,4 @@
-"""Prove that a partitioned model computes what the model computes: loss, every gradient, every updated
-parameter.
+"""Prove that a partitioned model computes what the model computes: loss, gradients, updated parameters.
 
     report = autoptd.verify(model, t=2, p=2, d=2, example_inputs=(ids, targets))
     print(report)           # largest difference of losses, gradients and parameters, by name
@@ -44,6 +43,7 @@ from autoptd.runtime.check_call import check_call
 from autoptd.trace import OFF, Autocast, check_module, check_precision, computing_in, modes_of
 from autoptd.trace.loss import WithLoss
 from autoptd.verify.fresh import Call, fresh_calls, given_calls
+from autoptd.verify.microbatches import loss_by_microbatch
 from autoptd.verify.untouched import ROUNDING, allowance, check_copy, finite_losses, put_back, rounding_of
 from autoptd.verify.widen import Widen, widen_inputs, widen_model, widen_options
 from autoptd.verify.widening import check_widening, kernels_of, masks_of, relative_difference
@@ -287,7 +287,7 @@ class Trained:
 def loss_of(model: nn.Module, program: Program, setting: Setting, call: Call, step: int) -> torch.Tensor:
     """Compute the loss of the unmodified model in float64, with the masks of this step (from 0 on)."""
     with Widen(), masks_of(program, step + 1):
-        return WithLoss(model, setting.options.loss_fn)(*call[0], **call[1])
+        return loss_by_microbatch(WithLoss(model, setting.options.loss_fn), program, *call)
 
 
 def compare_evaluation(
@@ -302,7 +302,7 @@ def compare_evaluation(
         return []
     with torch.no_grad(), Widen():
         evaluated = copy.deepcopy(reference).eval()
-        wanted = WithLoss(evaluated, setting.options.loss_fn)(*args, **kwargs)
+        wanted = loss_by_microbatch(WithLoss(evaluated, setting.options.loss_fn), pm.program, args, kwargs)
     return [Difference("evaluation", "loss", len(calls) - 1, relative_difference(ours, wanted, 0.0))]
 
 
@@ -344,7 +344,7 @@ def first_losses(
     with put_back(model):
         for step, (args, kwargs) in enumerate(calls[:2]):
             with masks_of(program, step + 1), autocast.around():
-                loss = WithLoss(model, setting.options.loss_fn)(*args, **kwargs)
+                loss = loss_by_microbatch(WithLoss(model, setting.options.loss_fn), program, args, kwargs)
             losses.append(loss.detach())
             if len(calls) > 1 and step == 0 and not take_step(model, loss, setting):
                 break

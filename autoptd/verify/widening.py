@@ -35,7 +35,7 @@ def masks_of(program: Program, step: int) -> Iterator[None]:
         yield
         return
     spec_of = {spec.site: spec for spec in program.dropouts}
-    rows = program.rows * program.num_microbatches * program.mesh.replicas
+    rows = program.mask_rows * program.num_microbatches * program.mesh.replicas
 
     def mask_of(site: int, x: torch.Tensor, keep: float) -> torch.Tensor:
         # Dropout of ones: an entry is 0, or 1 / keep.

@@ -15,7 +15,7 @@ from itertools import chain
 from torch.fx import Node
 
 from autoptd.ir import markers
-from autoptd.ir.notes import note, ops
+from autoptd.ir.notes import note, op_name, ops
 from autoptd.program.program import Program
 from autoptd.program.specs import Collective
 
@@ -56,6 +56,9 @@ def _sites(node: Node) -> list[tuple[str, str]]:
         # A cross-entropy over a split vocabulary reduces twice within one operator.
         sites = (f"{record.module or 'model'} {what} ({record.source})" for what in ("maximum", "sums"))
         return [(site, "vocab_parallel_cross_entropy") for site in sites]
+    if node.target in markers.OVER_CLASSES.values():
+        words = ("maximum", "sum", "position", "gradients")
+        return [(f"{record.module or 'model'} {what} ({record.source})", op_name(node)) for what in words]
     return []
 
 

@@ -440,9 +440,9 @@ def test_half_precision_has_room_for_its_last_bit() -> None:
 
 
 @pytest.mark.parametrize("rows", [3, 5])
-def test_a_forward_that_follows_the_parity_of_the_batch_is_refused(rows: int) -> None:
+def test_a_number_that_follows_the_parity_of_the_batch_is_that_of_all_rows(rows: int) -> None:
     model = Model(lambda self, x: (self.emb(x) * (1 + x.shape[0] % 2)).square().mean())
-    refused(model, IDS[:rows], match="number of rows", d=rows)
+    trained(model, IDS[:rows], mesh={"d": rows, "backend": "local"})
 
 
 @pytest.mark.parametrize("rows", [3, 7])

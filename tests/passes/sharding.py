@@ -26,13 +26,13 @@ from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name, set_note
 from autoptd.ir.operators import table as rules
-from autoptd.ir.operators.record import operands
+from autoptd.ir.operators.record import CLASSES, operands
 from autoptd.ir.types import Dims, I, P, R, S, Segmented, ValueType
 from autoptd.options import Options
 from autoptd.passes.axes.axes import Letter
 from autoptd.passes.context import Context
 from autoptd.passes.localize import check_local, localize
-from autoptd.passes.solve.strategies import NO_COLLECTIVE_FORMS
+from autoptd.passes.solve.strategies import REDUCED_FORMS
 from autoptd.runtime.dropout import Draw
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Communicators, Group, World
@@ -42,6 +42,7 @@ Env = dict[Node, Any]
 WITHOUT_GRADIENT = {"aten.cross_entropy_loss": 1, "aten.soft_margin_loss": 1}
 WITHOUT_GRADIENT["aten.binary_cross_entropy_with_logits"] = 2
 WITHOUT_GRADIENT |= {"aten.batch_norm": 3, "aten.multi_margin_loss": 1}  # running statistics, targets
+TOGETHER = ("vocab_", CLASSES)  # forms that ranks compute together, or by their place
 Answer = tuple[list[Tensor], dict[Node, Tensor]]  # pieces of the result, gradient of every float operand
 
 
@@ -92,11 +93,12 @@ def run_node(node: Node, env: Env, rows: ValueType = I) -> Any:
 
 def check_letter(node: Node, env: Env, letter: Letter, t: int, axis: str) -> list[str]:
     """Hold one letter: `axis` "tp" splits it over tensor ranks, "batch" over microbatches."""
-    gives = I if letter.form in NO_COLLECTIVE_FORMS else P if letter.out is None else S(*letter.out)
+    gives = I if letter.form in REDUCED_FORMS else P if letter.out is None else S(*letter.out)
     takes = {one: S(*letter.places[one]) if one in letter.places else R for one in operands(node)}
     if letter.out is None and not letter.form:
         takes |= dict.fromkeys(rules.addends(node, set(letter.places)), P)
-    return _check(node, env, takes, gives, letter.form if letter.out is None else "", t, axis)
+    form = letter.form if letter.out is None or letter.form.startswith(CLASSES) else ""
+    return _check(node, env, takes, gives, form, t, axis)
 
 
 def check_linear(node: Node, env: Env, group: tuple[Node, ...], t: int) -> list[str]:
@@ -123,7 +125,7 @@ def _check(
             lambda leaves: _run_local(local, leaves, env, place), inputs, mine, _without_gradient(node)
         )
 
-    if form in ("vocab_embedding", "vocab_cross_entropy"):
+    if form.startswith(TOGETHER):
         world = ThreadWorld(Mesh(t=t), Communicators(), timeout=20.0)
 
         def on_rank(one: World) -> Answer:
@@ -192,6 +194,8 @@ def _run_local(node: Node, leaves: Env, env: Env, group: Any) -> Any:
     if node.target is markers.mean:
         x, dims, keepdim, count = args
         return x.sum(dims, keepdim) / count
+    if node.target in markers.OVER_CLASSES.values():
+        return getattr(rt, node.target.__name__)(*args, group, **kwargs)  # type: ignore[union-attr]
     if node.target is markers.vocab_embedding:
         return rt.vocab_parallel_embedding(args[0], args[1], group, padding_idx=args[2], **kwargs)
     if node.target is markers.cross_entropy:

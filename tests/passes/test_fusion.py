@@ -506,7 +506,7 @@ def test_the_loss_of_a_head(views: str, reduction: str, bias: Tensor | None) -> 
 def test_targets_that_are_probabilities() -> None:
     model = Spelled(lambda x, t, w: F.cross_entropy(F.linear(x, w).flatten(0, 1), t), w=random(11, H))
     fusions = fused(model, random(B, S, H), random(B * S, 11).softmax(-1))
-    assert names(fusions) == [] and "its targets are class probabilities" in reasons(fusions)
+    assert names(fusions) == []
 
 
 def test_few_tokens_keep_their_logits() -> None:

@@ -10,6 +10,7 @@ letter that is missing on the right is contracted, a starred one stays whole.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import Node
@@ -123,6 +124,23 @@ def along(name: str, default: Any = -1) -> Callable[[Node], list[Link]]:
         ndim = len(shape(node))
         starred = dims_of(argument(node, name, default), ndim)
         return [same_dim(d, f"{op_name(node)} needs it whole" if d in starred else "") for d in range(ndim)]
+
+    return make
+
+
+def over_classes(links: Callable[[Node], list[Link]], form: str) -> Callable[[Node], list[Link]]:
+    """Return the links of an operator whose dim that needs all values at once may be split, in a form of `CLASSES`.
+
+    Of several such dims none is: the form knows one, which argument `dim` names.
+    """
+
+    def make(node: Node) -> list[Link]:
+        made, dim = links(node), argument(node, "dim")
+        needed = [link for link in made if link.whole]
+        is_one = isinstance(dim, int) or (isinstance(dim, (list, tuple)) and len(dim) == 1)
+        if len(needed) != 1 or not is_one:
+            return made
+        return [replace(link, whole="", form=form, mixes=link.whole) if link.whole else link for link in made]
 
     return make
 

@@ -6,7 +6,7 @@ import torch
 from torch.fx import Node
 
 from autoptd.ir.notes import note, op_name, shape, value
-from autoptd.ir.operators.links import pointwise_links, same_dim
+from autoptd.ir.operators.links import over_classes, pointwise_links, same_dim
 from autoptd.ir.operators.record import FIRST, Link, Member, Operator, argument, operands
 
 UNCOUNTED = (
@@ -110,7 +110,9 @@ POINTWISE_LOSSES += (
 
 OPERATORS = [
     Operator("aten.embedding", links=embedding_links, linear=FIRST, is_lookup=True),
-    Operator("aten.gather", links=gather_links, linear=FIRST, text="torch.gather"),
+    Operator(
+        "aten.gather", links=over_classes(gather_links, "classes_gather"), linear=FIRST, text="torch.gather"
+    ),
     Operator("aten.index", links=index_links, linear=FIRST),
     Operator("aten.index_select", links=index_links, linear=FIRST, text="torch.index_select"),
     Operator("aten.one_hot", links=one_hot_links),
@@ -121,8 +123,6 @@ OPERATORS = [
         counts_labels=True,
         variable="loss",
     ),
-    Operator("aten.nll_loss", counts_labels=True),
-    Operator("aten.nll_loss_nd", counts_labels=True),
     *(Operator(f"aten.{name}", links=pointwise_links, reduces=True) for name in POINTWISE_LOSSES),
     Operator("aten.cosine_embedding_loss", "... h*, ... h*, ... -> ...", reduces=True),
     Operator("aten.triplet_margin_loss", "... h*, ... h*, ... h* -> ...", reduces=True),
@@ -131,4 +131,6 @@ OPERATORS = [
     # Operators of the runtime: where the vocabulary is split.
     Operator("vocab_embedding", is_lookup=True, is_fresh=True, variable="rows"),
     Operator("cross_entropy", keeps="probabilities", variable="loss"),
+    Operator("classes_gather", is_fresh=True, variable="gather"),
+    *(Operator(f"classes_{name}", variable=name) for name in "log_softmax softmax logsumexp argmax".split()),
 ]

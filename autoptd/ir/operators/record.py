@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from torch.fx import Node
 
+from autoptd.ir.notes import note
 from autoptd.ir.sizes import Sizes
 
 # Gives the shape of a node's value: that of one device, or a rank's.
@@ -39,6 +40,11 @@ Moves = Literal["", "fold", "turn", "spread", "pieces", "part", "same", "cast"]
 Keeps = Literal["", "operands", "nothing", "probabilities"]
 
 
+# How forms begin that ranks compute together, of operators over classes that are split over them: a log_softmax, or a gather
+# of the chosen ones. Not over the batch: samples are not computed together.
+CLASSES = "classes_"
+
+
 @dataclass(frozen=True)
 class Member:
     """The dims of one tensor that take part in a link, in order.
@@ -58,8 +64,9 @@ class Link:
 
     `out` is None when the operator contracts them. `whole` says why the operator cannot be split along
     them ("" if it can). `form` names how a contraction over a split dim is computed locally ("" : the
-    same operator gives the partial sum). `segment` says that the result is (start, length) of the
-    operand's dim: one of several pieces of unequal sizes.
+    same operator gives the partial sum), or how ranks compute it together (`CLASSES`): then `mixes` says
+    why it keeps no samples apart. `segment` says that the result is (start, length) of the operand's dim:
+    one of several pieces of unequal sizes.
     """
 
     name: str
@@ -68,6 +75,7 @@ class Link:
     whole: str = ""
     form: str = ""
     segment: tuple[int, int] | None = None
+    mixes: str = ""
 
 
 @dataclass(frozen=True)
@@ -171,6 +179,11 @@ def operands(node: Node) -> list[Node]:
     return found
 
 
+def is_over_classes(node: Node) -> bool:
+    """Tell whether ranks compute an operator together, each with its classes (`CLASSES`)."""
+    return any(form.startswith(CLASSES) for form in note(node).forms.values())
+
+
 def argument(node: Node, name: str, default: Any = None) -> Any:
     """Return the argument `name` of a node, or its default: `default` where the schema has none."""
     # Past the end of the positional ones, where the schema has no such argument.
@@ -205,6 +218,7 @@ def _arguments(overload: Any) -> dict[str, tuple[int, Any]]:
 
 
 __all__ = [
+    "CLASSES",
     "EVERY",
     "FIRST",
     "Keeps",
@@ -215,6 +229,7 @@ __all__ = [
     "Product",
     "Size",
     "argument",
+    "is_over_classes",
     "operands",
     "set_arguments",
 ]

@@ -5,7 +5,15 @@ from __future__ import annotations
 from torch.fx import Node
 
 from autoptd.ir.notes import op_name, shape
-from autoptd.ir.operators.links import NORMAL, along, dims_of, pointwise_links, reduction, same_dim
+from autoptd.ir.operators.links import (
+    NORMAL,
+    along,
+    dims_of,
+    over_classes,
+    pointwise_links,
+    reduction,
+    same_dim,
+)
 from autoptd.ir.operators.record import EVERY, FIRST, Link, Member, Operator, argument, operands
 
 
@@ -101,9 +109,10 @@ OPERATORS = [
     Operator("aten.cumsum", links=along("dim"), linear=FIRST, text="torch.cumsum"),
     Operator("aten.amax", links=reduction(NORMAL), text=".amax"),
     Operator("aten.amin", links=reduction(NORMAL), text=".amin"),
-    Operator("aten.argmax", links=reduction(NORMAL), text="torch.argmax"),
+    Operator("aten.argmax", links=over_classes(reduction(NORMAL), "classes_argmax"), text="torch.argmax"),
     Operator("aten.argmin", links=reduction(NORMAL), text="torch.argmin"),
-    *(Operator(f"aten.{name}", links=reduction(NORMAL)) for name in "logsumexp any all var std prod".split()),
+    *(Operator(f"aten.{name}", links=reduction(NORMAL)) for name in "any all var std prod".split()),
+    Operator("aten.logsumexp", links=over_classes(reduction(NORMAL), "classes_logsumexp")),
     Operator("aten.linalg_vector_norm", links=reduction(NORMAL)),
     Operator("aten.max", links=extreme_links),
     Operator("aten.min", links=extreme_links),
@@ -113,8 +122,15 @@ OPERATORS = [
     Operator("aten._weight_norm", links=weight_norm_links),
     Operator("aten.batch_norm", links=batch_norm_links),
     Operator("aten.group_norm", links=sample_links),
-    Operator("aten.softmax", links=along("dim"), keeps="operands", text=".softmax"),
-    Operator("aten.log_softmax", links=along("dim"), text=".log_softmax"),
+    Operator(
+        "aten.softmax",
+        links=over_classes(along("dim"), "classes_softmax"),
+        keeps="operands",
+        text=".softmax",
+    ),
+    Operator(
+        "aten.log_softmax", links=over_classes(along("dim"), "classes_log_softmax"), text=".log_softmax"
+    ),
     Operator("aten._softmax", links=along("dim")),
     Operator("aten._safe_softmax", links=along("dim")),
     # What depends on the places along a dim.

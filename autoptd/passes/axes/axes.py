@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 from autoptd.ir import markers
 from autoptd.ir.notes import note, op_name, ops, shape, value
 from autoptd.ir.operators.links import same_dim
-from autoptd.ir.operators.record import Link, Member, operands
+from autoptd.ir.operators.record import CLASSES, Link, Member, operands
 from autoptd.ir.operators.table import links
 from autoptd.ir.types import Segmented
 from autoptd.passes.axes.axis import (
@@ -168,8 +168,8 @@ class Axes:
         read = self._read.get(node, [])
         for link in self._links.get(node, []):
             for i, member in link.operands.items():
-                if read[i] is operand and place[0] in member.dims and link.whole:
-                    return link.whole
+                if read[i] is operand and place[0] in member.dims and (link.whole or link.mixes):
+                    return link.whole or link.mixes
                 if read[i] is operand and place[0] in member.dims and link.segment is not None:
                     return "an uneven slice needs it whole"
         origin = self.origin(node)
@@ -271,7 +271,8 @@ class Axes:
             # An operand that is read twice must carry the letter in the same place.
             clash = any(places[operand] != at for operand, at in zip(nodes, operand_places, strict=True))
             # Ranks own consecutive ids: of a vocabulary in several pieces only the first factor may be split.
-            clash |= link.form.startswith("vocab_") and any(atom for _, atom in operand_places)
+            clash |= link.form.startswith(("vocab_", CLASSES)) and any(atom for _, atom in operand_places)
+            clash |= link.form.startswith(CLASSES) and bool(axis.segments)
             # It is read once more, by no member of the link: whole.
             clash |= any(read.count(operand) > nodes.count(operand) for operand in places)
             # Masks are numbered in equal blocks.

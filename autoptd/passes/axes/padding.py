@@ -5,8 +5,8 @@ the zeros: no sum runs over them, no value beside them depends on them, and thei
 such a size is split only where all of this holds:
 
 - it is a vocabulary: rows that an embedding looks up, or classes of a cross-entropy. Both have a local form that knows the true
-  size. (Other dims of odd sizes stay whole: see `fallbacks.py`.)
-- the operator is one of these two, or keeps the letter and its record says so: its value and derivative at finite padding are
+  size, and so have operators over classes (`runtime/classes.py`). (Other dims of odd sizes stay whole: see `fallbacks.py`.)
+- the operator is one of these, or keeps the letter and its record says so: its value and derivative at finite padding are
   finite, so that a cotangent of zero stays zero. An unknown or contracting reader gets the whole value instead: the
   conversions of `runtime/shards.py` leave the padding behind.
 - the vocabulary is a whole dim of every tensor that carries it.
@@ -20,7 +20,7 @@ from __future__ import annotations
 from torch.fx import Graph, Node
 
 from autoptd.ir.notes import note, op_name, ops
-from autoptd.ir.operators.record import operands
+from autoptd.ir.operators.record import CLASSES, operands
 from autoptd.ir.operators.table import operator_of
 from autoptd.passes.axes.axes import Axes, Letter, Place
 
@@ -56,7 +56,7 @@ class Padding:
 
 def is_exact(node: Node, letter: Letter) -> bool:
     """Tell whether zeros at the end of the last shards of `letter` change nothing."""
-    if letter.form.startswith("vocab_"):
+    if letter.form.startswith(("vocab_", CLASSES)):
         return True
     # Nothing may be divided by the zeros of the padding.
     if op_name(node) == "aten.div" and any(divisor in letter.places for divisor in operands(node)[1:]):

@@ -23,6 +23,7 @@ from torch.fx import Graph, Node
 from autoptd.ir import markers
 from autoptd.ir.fusion import CHUNK_BYTES, WIDEST, Fusion
 from autoptd.ir.notes import copy_nodes, note, op_name, ops, set_note, shape, value
+from autoptd.ir.operators.record import is_over_classes
 from autoptd.passes.axes.constants import Constants
 from autoptd.passes.context import Context
 from autoptd.passes.fusion import activations, attention, losses, norms, residual, rotary
@@ -103,6 +104,10 @@ def _checked(found: Found) -> Found:
     """Return a group if only its own operators read its inner values; otherwise the reason why it stays as it is."""
     if not isinstance(found, Group):
         return found
+    if any(map(is_over_classes, found.members)):
+        return Refusal(
+            found.op, found.result, "its classes are split over ranks, which compute them together"
+        )
     for member in sorted(found.members - {found.result}):
         outside = next((user for user in member.users if user not in found.members), None)
         # What reads nothing is a literal tensor, as `aten.full`: it simply stays for its other readers.

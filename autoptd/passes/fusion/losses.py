@@ -32,8 +32,6 @@ def linear_cross_entropy(node: Node) -> Found:
         return Refusal("linear_cross_entropy", node, f"the classes are dim 1 of {len(shape(logits))}")
     if any(isinstance(arg, Node) for arg in rest) or isinstance(node.kwargs.get("weight"), Node):
         return Refusal("linear_cross_entropy", node, "its classes have weights")
-    if value(targets).is_floating_point():
-        return Refusal("linear_cross_entropy", node, "its targets are class probabilities")
     # `logits[:, :-1].reshape(-1, vocab)` may come before the GEMM: x[:, :-1].reshape(-1, hidden).
     moved = []
     product = chain.uncast(logits)

@@ -5,8 +5,12 @@ first dim, values of parameters alone `R`, constants `I`, and a loss that contra
 microbatches and replicas add up to the loss of the global batch. An operator that has no rule keeping the batch letter is
 refused, with operator, module and remedy: samples must not be mixed.
 
-A second trace with the rows of the whole batch (`check_literals`) proves that no Python number in the graph depends on the
-batch size, and that constants which follow it are the same for every microbatch.
+A sum over the batch of what depends on inputs only (the tokens of a mask) is known before the first forward, so any operator
+may read it: it gets the sum of the whole batch, a *batch sum*.
+
+A second trace with the rows of the whole batch (`check_literals`) shows which Python numbers follow the batch size. What
+computes entry by entry takes those of the whole batch; nothing else may depend on it, and constants which follow it are the
+same for every microbatch.
 """
 
 from __future__ import annotations
@@ -16,17 +20,19 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from autoptd.errors import PlanError
 from autoptd.ir.elsewhere import EXPERTS, NORMS
 from autoptd.ir.layout import BATCH
-from autoptd.ir.notes import note, op_name, output, shape, site, tensor, value
+from autoptd.ir.notes import OF_MICROBATCH, WHOLE_NUMBERS, note, op_name, output, shape, site, tensor, value
 from autoptd.ir.operators.lookups import UNCOUNTED
-from autoptd.ir.operators.record import argument, operands
-from autoptd.ir.operators.table import linear_groups, operator_of
+from autoptd.ir.operators.record import CLASSES, argument, operands
+from autoptd.ir.operators.table import is_pointwise, linear_groups, operator_of
 from autoptd.ir.types import I, P, R, S, ValueType
 from autoptd.passes.axes.axes import Axes, Letter, Place
 from autoptd.passes.axes.constants import Constants
+from autoptd.passes.solve.microbatch_losses import MARK, note_marked
 
 RULE_REMEDY = (
     "keep samples apart (loss_fn with a mean or sum over samples), or run with d=1 and num_microbatches=1"
@@ -40,26 +46,33 @@ COUNT_REMEDY = "F.cross_entropy(..., reduction='none').mean(), and class weights
 REMEDIES = {"aten.batch_norm": NORMS, "aten.sort": f"{RULE_REMEDY}; {EXPERTS}"}
 # Key of Note.extra: operands whose rows are all equal -> the place where they meet the batch.
 FIRST_ROWS = "first_rows"
+# Operands that are read as batch sums.
+BATCH_SUMS = "batch_sums"
 
 
-def assign_batch(graph: Graph, axes: Axes, batched: set[str], pieces: int, constants: Constants) -> None:
+class MixedSamples(PlanError):
+    """An operator computes across rows of the batch, as far as a trace shows; users get a PlanError."""
+
+
+def assign_batch(
+    graph: Graph, axes: Axes, batched: set[str], pieces: int, constants: Constants, atom: int = 0
+) -> None:
     """Fill the type over the batch of every node; `pieces` = microbatches x replicas (one piece: no split).
 
+    The batch is an `atom` of dim 0 of the inputs that have several there (`row_groups.py`).
     Raises PlanError, with site, fact and remedy, for what would mix samples.
     """
     # Whatever mixes samples is allowed then, as batch norm: there is only one batch.
     if pieces == 1:
         return
+    note_marked(graph)
     for node in graph.nodes:
         record = note(node)
         if record.kind == "param":
             record.layout = record.layout.having(BATCH, R)
         elif record.kind == "input" and record.name in batched:
-            if len(record.dims[0]) != 1 and shape(node)[0] != 1:
-                raise PlanError(
-                    record.name, f"the model folds the batch dim into {record.dims[0]}", RULE_REMEDY
-                )
-            record.layout = record.layout.having(BATCH, S(0, 0))
+            last = max(len(record.dims[0]) - 1, 0)
+            record.layout = record.layout.having(BATCH, S(0, min(atom, last)))
         elif node.op == "call_function":
             record.layout = record.layout.having(BATCH, _type_of(node, axes, constants))
     loss = output(graph).args[0]
@@ -72,10 +85,17 @@ def assign_batch(graph: Graph, axes: Axes, batched: set[str], pieces: int, const
 
 
 def _type_of(node: Node, axes: Axes, constants: Constants) -> ValueType:
+    if op_name(node) == MARK:
+        return _marked_type(node)
     read = list(dict.fromkeys(operands(node)))
     types = {operand: note(operand).layout.batch for operand in read}
     split = {operand: kind for operand, kind in types.items() if kind.kind == "S"}
     partial = [operand for operand, kind in types.items() if kind.kind == "P"]
+    summed = [] if _keeps_partial(node, partial, bool(split)) else list(filter(_is_known, partial))
+    if summed:
+        note(node).extra[BATCH_SUMS] = summed
+        types |= dict.fromkeys(summed, I)
+        partial = [operand for operand in partial if operand not in summed]
     if not split and not partial:
         # Backward runs once per microbatch on a part of the gradient; the parts add up only if it is linear.
         if R in types.values() and not axes.is_linear(node):
@@ -93,42 +113,81 @@ def _type_of(node: Node, axes: Axes, constants: Constants) -> ValueType:
     for operand, place in letter.places.items():
         if operand in split:
             continue
+        if operand in summed:
+            fact = f"{site(operand)} is a sum over the batch with one entry per row of it"
+            raise PlanError(site(node), fact, "leave the expand out: a sum is broadcast")
         # An expanded mask [b, 1, s, s], for example: any b rows of it are right for any b samples.
         if constants.has_equal_rows(operand, place[0]):
             note(node).extra.setdefault(FIRST_ROWS, {})[operand] = place
         else:
             _demand(operand, place, axes, node)
+    # Of a microbatch alone, a sum or mean over its rows is whole.
+    if letter.out is None and OF_MICROBATCH in note(node).extra:
+        return R if note(node).of_params else I
     if letter.form and letter.out is None:
         note(node).forms = {**note(node).forms, BATCH: letter.form}
     return S(*letter.out) if letter.out is not None else P
+
+
+def _marked_type(node: Node) -> ValueType:
+    """Return the type of what is meant for every microbatch: a part of their mean; PlanError for what has no such value."""
+    (operand,) = operands(node)
+    kind = note(operand).layout.batch
+    if kind.is_whole:
+        return P
+    fact = "what it marks carries the batch" if kind.kind == "S" else "what it marks is also read elsewhere"
+    raise PlanError(site(node), fact, "mark a sum or mean over the rows, which nothing else reads")
 
 
 def _common_letter(node: Node, axes: Axes, split: dict[Node, ValueType]) -> Letter | None:
     """Return the letter that all operands with the batch have where they carry it."""
     wanted = {operand: (kind.dim, kind.atom) for operand, kind in split.items()}
     for letter in axes.letters(node):
-        # A microbatch is one run of samples, not a chunk of every segment.
-        if not letter.has_segments and wanted.items() <= letter.places.items():
+        # A microbatch is one run of samples, not a chunk of every segment, and computes nothing together with others.
+        is_apart = not letter.has_segments and not letter.form.startswith(CLASSES)
+        if is_apart and wanted.items() <= letter.places.items():
             return letter
     return None
 
 
-def _keep_partial(node: Node, partial: list[Node], split: bool) -> ValueType:
-    """Return P where an operator of a pending sum keeps it pending; PlanError where it does not.
+def _keeps_partial(node: Node, partial: list[Node], split: bool) -> bool:
+    """Tell whether an operator of pending sums gives a pending sum.
 
     Linear operators do; a whole addend is shared among the pieces.
     """
-    for group in linear_groups(node):
-        if not split and set(partial) <= set(group):
-            return P
-    if not split and (_is_float_cast(node) or adds_number(node)):
+    if split or not partial:
+        return False
+    is_linear = any(set(partial) <= set(group) for group in linear_groups(node))
+    return is_linear or _is_float_cast(node) or adds_number(node)
+
+
+def _is_known(node: Node) -> bool:
+    """Tell whether a value can be computed before the first forward: of inputs and buffers alone, nothing drawn."""
+    stack, seen = [node], {node}
+    while stack:
+        read = stack.pop()
+        if note(read).of_params or operator_of(read).is_random or tensor(read).is_complex():
+            return False
+        stack += [operand for operand in operands(read) if operand not in seen]
+        seen.update(operands(read))
+    return True
+
+
+def _keep_partial(node: Node, partial: list[Node], split: bool) -> ValueType:
+    """Return P where an operator of a pending sum keeps it pending; PlanError where it does not."""
+    if _keeps_partial(node, partial, split):
         return P
     fact = f"{op_name(node)} of a sum over samples is not a sum over samples"
     remedy = "let the loss be a sum or mean over samples, scaled and added to others only"
+    remedy += ", or run with d=1 and num_microbatches=1"
+    if op_name(node) in ("aten.mul", "aten.square", "aten.pow", "aten.dot", "aten.matmul"):
+        remedy += (
+            "; autoptd.per_microbatch(x) marks an auxiliary loss that is meant for each microbatch by itself"
+        )
     if op_name(node) == "aten.nan_to_num":
         remedy = "leave it out: a step raises at a loss that is NaN, and goes on with nan='ignore'"
     if op_name(node) == "aten.div" and len(operands(node)) > 1:
-        remedy += "; for a mean over some tokens, give the others the label -100 in F.cross_entropy"
+        remedy += "; a divisor may be any sum over inputs, and none over what parameters make"
     raise PlanError(site(node), fact, remedy)
 
 
@@ -149,11 +208,11 @@ def _mixing_error(node: Node, axes: Axes, split: dict[Node, ValueType]) -> PlanE
     """Make the error for an operator whose operands carry the batch, and that no rule splits by samples."""
     if not axes.is_known(node):
         fact = f"no rule knows {op_name(node)}, its operand carries the batch, and probing refused it: "
-        return PlanError(site(node), fact + axes.refused(node), UNKNOWN_REMEDY)
+        return MixedSamples(site(node), fact + axes.refused(node), UNKNOWN_REMEDY)
     operand, kind = next(iter(split.items()))
     reason = axes.whole_because(node, operand, (kind.dim, kind.atom))
     remedy = COUNT_REMEDY if UNCOUNTED in reason else REMEDIES.get(op_name(node), RULE_REMEDY)
-    return PlanError(site(node), f"{op_name(node)} mixes the samples of the batch ({reason})", remedy)
+    return MixedSamples(site(node), f"{op_name(node)} mixes the samples of the batch ({reason})", remedy)
 
 
 def _demand(node: Node, place: Place, axes: Axes, reader: Node) -> None:
@@ -179,11 +238,12 @@ def _demand(node: Node, place: Place, axes: Axes, reader: Node) -> None:
             raise PlanError(site(reader), fact, "pass it to the model as an input")
 
 
-def check_literals(graph: Graph, whole: Graph, constants: Constants) -> None:
+def check_literals(graph: Graph, whole: Graph, constants: Constants, *, traces_all: bool) -> None:
     """Compare traces of T rows and of the whole batch: sizes may differ where the batch is, any other number may not.
 
-    A literal that follows the batch size (`loss / x.shape[0]`) would be wrong in every microbatch. Constants may be computed
-    from it as long as what the rest of the model reads of them is the same in both traces.
+    A literal that follows the batch size (`loss / x.shape[0]`) would be wrong in every microbatch: what computes entry by
+    entry takes that of the whole batch (`traces_all`: the first trace has all of its rows). Constants may be computed from
+    it as long as what the rest of the model reads of them is the same in both traces.
     """
     ours, theirs = list(graph.nodes), list(whole.nodes)
     if [(n.op, str(n.target)) for n in ours] != [(n.op, str(n.target)) for n in theirs]:
@@ -200,11 +260,30 @@ def check_literals(graph: Graph, whole: Graph, constants: Constants) -> None:
             continue
         _check_growth(node, other, growth)
         if (not operator_of(node).sizes or _is_slice_elsewhere(node)) and _literals(node) != _literals(other):
+            if _takes_numbers(node, other):
+                if not traces_all:
+                    same = dict(zip(theirs, ours, strict=True)).__getitem__
+                    note(node).extra[WHOLE_NUMBERS] = map_arg((other.args, other.kwargs), same)
+                continue
             raise PlanError(
                 site(node),
                 f"a number in {op_name(node)} is computed from the number of rows ({_literals(node)})",
                 "use mean or sum reductions instead of dividing by the batch size",
             )
+
+
+def _takes_numbers(node: Node, other: Node) -> bool:
+    """Tell whether numbers of an operator may follow the batch size, as in `loss / x.shape[0]`.
+
+    What computes entry by entry does the same to every row, wherever that is, and what keeps a sum over samples pending is
+    linear in it.
+    """
+    pairs = zip(_literals(node), _literals(other), strict=True)
+    # What is of a microbatch would need that one's numbers.
+    if OF_MICROBATCH in note(node).extra:
+        return False
+    are_numbers = all(type(a) is type(b) and type(a) in (int, float) for a, b in pairs if a != b)
+    return are_numbers and is_pointwise(node) and not operator_of(node).is_random
 
 
 def _is_slice_elsewhere(node: Node) -> bool:

@@ -25,19 +25,28 @@ from autoptd.passes.solve.batch import assign_batch
 MAX_COLUMNS = 1 << 32
 
 
-def place_rows(graph: Graph, batched: set[str], pieces: int, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Fill `rows` of every dropout in `graph`; `batched` are the inputs that carry the batch.
+def place_rows(
+    graph: Graph, batched: set[str], pieces: int, buffers: Mapping[str, torch.Tensor], atom: int = 0
+) -> None:
+    """Fill `rows` of every dropout in `graph`; `batched` are the inputs that carry the batch, as `atom` of their dim 0.
 
     Raises PlanError for a dropout with too many elements per sample.
     """
     dropouts = [node for node in ops(graph) if op_name(node) == "aten.dropout"]
     if not dropouts:
         return
-    for node, kind in zip(dropouts, _batch_types(graph, dropouts, batched, pieces, buffers), strict=True):
+    kinds = _batch_types(graph, dropouts, batched, pieces, buffers, atom)
+    for node, kind in zip(dropouts, kinds, strict=True):
         rows = 1
         note(node).extra["rows"] = I
         if kind.kind == "S":
             rows = _size(note(node).dims[kind.dim], kind.atom)
+            # Where rows are numbered within a half, every dropout's must be.
+            if atom and not kind.atom:
+                fact = f"its rows are not in {note(node).dims[kind.dim]}, as those of the inputs are"
+                raise PlanError(
+                    site(node), fact, "neighbouring rows in pairs, view(-1, 2), in place of halves"
+                )
             note(node).extra["rows"] = kind
         columns = math.prod(shape(node)) // rows
         if columns > MAX_COLUMNS:
@@ -53,14 +62,19 @@ def _size(atoms: tuple[int, ...], atom: int) -> int:
 
 
 def _batch_types(
-    graph: Graph, dropouts: list[Node], batched: set[str], pieces: int, buffers: Mapping[str, torch.Tensor]
+    graph: Graph,
+    dropouts: list[Node],
+    batched: set[str],
+    pieces: int,
+    buffers: Mapping[str, torch.Tensor],
+    atom: int,
 ) -> list[ValueType]:
     if pieces > 1:
         return [note(node).layout.batch for node in dropouts]
     trial = copy_graph(graph)
     copies = dict(zip(graph.nodes, trial.nodes, strict=True))
     try:
-        assign_batch(trial, Axes(trial), batched, 2, Constants(buffers))
+        assign_batch(trial, Axes(trial), batched, 2, Constants(buffers), atom)
     except PlanError:
         return [I] * len(dropouts)
     return [note(copies[node]).layout.batch for node in dropouts]

@@ -33,6 +33,7 @@ from autoptd.passes.solve.assign import Assignment, assign_tensor, find_plan
 from autoptd.passes.solve.batch import assign_batch, check_literals
 from autoptd.passes.solve.dropout_rows import place_rows
 from autoptd.passes.solve.fallbacks import note_fallbacks
+from autoptd.passes.solve.row_groups import place_batch
 from autoptd.passes.solve.shard_pins import Pins, find_pins, keep_layouts, read_shard
 from autoptd.passes.solve.strategies import KeptPlan, Part, Splitter
 from autoptd.passes.solve.symbols import name_axes
@@ -60,10 +61,11 @@ class ByRule:
 
     def assign(self, graph: Graph, axes: Axes, ctx: Context) -> None:
         constants = Constants(ctx.buffers)
-        assign_batch(graph, axes, set(ctx.batched), ctx.pieces, constants)
-        place_rows(graph, set(ctx.batched), ctx.pieces, ctx.buffers)
+        atom = place_batch(graph, ctx)
+        assign_batch(graph, axes, set(ctx.batched), ctx.pieces, constants, atom)
+        place_rows(graph, set(ctx.batched), ctx.pieces, ctx.buffers, atom)
         if ctx.whole is not None:
-            check_literals(graph, ctx.whole, constants)
+            check_literals(graph, ctx.whole, constants, traces_all=ctx.traces_all)
 
 
 @dataclass(frozen=True)

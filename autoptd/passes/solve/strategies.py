@@ -19,8 +19,8 @@ from autoptd.errors import PlanError
 from autoptd.ir.layout import Layout, loss_over
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.notes import note, op_name, payload
-from autoptd.ir.operators.record import operands
+from autoptd.ir.notes import note, op_name, ops, payload
+from autoptd.ir.operators.record import CLASSES, operands
 from autoptd.ir.operators.table import addends, linear_groups, operator_of
 from autoptd.ir.steps import Step, steps
 from autoptd.ir.types import I, P, R, S, ValueType, division_text, shard_size
@@ -35,7 +35,10 @@ WHOLE = "whole on every rank"
 # whatever can be split by tokens is.
 EAGER = 10
 # Local forms that reduce inside: their result is I.
-NO_COLLECTIVE_FORMS = ("vocab_cross_entropy",)
+REDUCED_FORMS = ("vocab_cross_entropy", "classes_logsumexp", "classes_argmax")
+# Reductions of a value for each row, forward and backward, inside local forms.
+REDUCTIONS = {"vocab_cross_entropy": 3, "classes_logsumexp": 2, "classes_argmax": 2}
+REDUCTIONS |= {"classes_log_softmax": 3, "classes_softmax": 3}
 # The sum of a parameter's gradient happens once per step, and is shared by about this many microbatches.
 MICROBATCHES_PER_STEP = 8
 
@@ -95,7 +98,9 @@ class Splitter:
                 is_batch = dim == 0 and note(node).name in batched
                 (batch if is_batch else others).update(ids)
         # An axis that is the batch of one input is so for all, wherever they have it.
-        self.tokens = others - batch
+        self.classes = _classes(graph, axes)
+        # Nor are classes tokens, which a teacher's scores have as well.
+        self.tokens = others - batch - self.classes
         self.may_split = may_split
         self.never_split = set(batch)
         if Part.TOKENS not in may_split:
@@ -199,15 +204,42 @@ class Splitter:
 
     def free_letters(self, node: Node) -> list[Letter]:
         """Return the letters of an operator that the axis may split, whether or not it divides them."""
-        return [
-            letter for letter in self.axes.letters(node) if self._may_split(self.axes.ids_of(node, letter))
-        ]
+        return [letter for letter in self.axes.letters(node) if self._is_free(node, letter)]
+
+    def _is_free(self, node: Node, letter: Letter) -> bool:
+        ids = self.axes.ids_of(node, letter)
+        # Not the positions that attention's softmax runs over.
+        is_allowed = not letter.form.startswith(CLASSES) or not self.classes.isdisjoint(ids)
+        return is_allowed and self._may_split(ids)
 
     def _may_split(self, ids: Collection[int]) -> bool:
         """Tell whether the axis may split dims that run along these named axes."""
         if Part.WEIGHTS not in self.may_split and not self.tokens.issuperset(ids):
             return False
         return self.never_split.isdisjoint(ids)
+
+
+def _classes(graph: Graph, axes: Axes) -> set[int]:
+    """Return the ids of named axes that a softmax, or the like, runs over and that a layer's weight makes."""
+    scored: set[int] = set()
+    made: set[int] = set()
+    for node in ops(graph):
+        if not axes.has(node):
+            continue
+        for letter in axes.letters(node):
+            if letter.form.startswith(CLASSES):
+                scored.update(axes.ids_of(node, letter))
+        for operand in operands(node) if operator_of(node).factors else ():
+            if note(_moved(operand)).kind == "param":
+                made.update(*axes.ids(operand))
+    return scored & made
+
+
+def _moved(node: Node) -> Node:
+    """Return what a value is a view, a cast or a transpose of."""
+    while node.op == "call_function" and operator_of(node).moves and operands(node):
+        node = operands(node)[0]
+    return node
 
 
 @dataclass(frozen=True)
@@ -292,16 +324,18 @@ def _split_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
         # nothing (sharding the residual stream to save on its adds would trade every all-reduce for two collectives).
         seconds = splitter.seconds(node) / (pieces if flops(node) else 1)
         gives = split.gives or splitter.over(P)
-        if split.form in NO_COLLECTIVE_FORMS:
-            # It reduces three small values inside.
-            gives, seconds = splitter.over(I), seconds + 3 * machine.latency
+        if split.form in REDUCED_FORMS:
+            gives = splitter.over(I)
+        if split.is_contracted or split.form.startswith(CLASSES):
+            # Of values that are small beside its operand.
+            seconds += REDUCTIONS.get(split.form, 0) * machine.latency
         if split.is_contracted and not split.form:
             # One rank adds the bias.
             needs |= dict.fromkeys(addends(node, set(split.carriers)), splitter.over(P))
         origin = splitter.axes.origin(node)
         why = _split_why(node, split, pieces, splitter.degree)
         why = f"{origin}: {why}" if origin else why
-        form = split.form if split.is_contracted else ""
+        form = split.form if split.is_contracted or split.form.startswith(CLASSES) else ""
         strategies.append(Strategy(needs, gives, seconds, why, form))
     return strategies
 

@@ -25,6 +25,7 @@ from math import inf
 
 from torch.fx import Graph, Node
 
+from autoptd.ir import markers
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import is_tensor, note, ops
@@ -208,12 +209,17 @@ def _alone(home: Mapping[Node, int], mesh: Mesh, machine: Machine) -> set[Node]:
 
 
 def _counted(graph: Graph, home: Mapping[Node, int]) -> set[Node]:
-    """Find labels and class weights that a loss may divide by the sum of, with all that they are made from."""
+    """Find what is summed before the first forward, with all that it is made from.
+
+    It is the labels and class weights that a loss may divide by the sum of, and what batch sums are of.
+    """
     counted: set[Node] = set()
     stack: list[Node] = []
     for node in ops(graph):
         if operator_of(node).counts_labels:
             stack += operands(node)[1:]
+        elif node.target is markers.batch_sum:
+            stack.append(node)
     while stack:
         node = stack.pop()
         if node not in counted and node not in home:

@@ -23,7 +23,7 @@ from autoptd.ir.operators.table import TABLE, linear_groups
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.axes.padding import is_exact
 from examples.gpt import GPT, GPTConfig
-from tests.passes.sharding import check_letter, check_linear, trace_call, trace_model
+from tests.passes.sharding import TOGETHER, check_letter, check_linear, trace_call, trace_model
 from tests.test_compile import Einsum, UnequalFused
 
 Tensor = torch.Tensor
@@ -386,9 +386,7 @@ def claims_of(graph: Any, env: Any, axes: Axes) -> list[str]:
             for t in (t for t in (2, 3) if letter.size % t == 0):
                 where = f"{op_name(node)}, letter {letter.name} over {t}"
                 findings += [f"{where}: {text}" for text in check_letter(node, env, letter, t, "tp")]
-                if letter.form not in ("vocab_embedding", "vocab_cross_entropy") and takes_whole_dims(
-                    node, letter
-                ):
+                if not letter.form.startswith(TOGETHER) and takes_whole_dims(node, letter):
                     findings += [
                         f"{where} (batch): {text}" for text in check_letter(node, env, letter, t, "batch")
                     ]
@@ -482,9 +480,8 @@ LETTERS = {
     ("sdpa grouped bias per head", "aten.scaled_dot_product_attention"): {"b0", "e"},
     ("sdpa bias per head", "aten.scaled_dot_product_attention"): {"b0", "b1", "e"},
     ("cross_entropy", "aten.cross_entropy_loss"): {"vocabulary", "n0"},
-    ("cross_entropy of probabilities", "aten.cross_entropy_loss"): set(),
-    ("softmax", "aten.softmax"): {"d0", "d1"},
-    ("softmax middle", "aten.softmax"): {"d0", "d2"},
+    ("softmax", "aten.softmax"): {"d0", "d1", "d2"},
+    ("softmax middle", "aten.softmax"): {"d0", "d1", "d2"},
     ("cumsum", "aten.cumsum"): {"d0", "d2"},
     ("flip", "aten.flip"): {"d1"},
     ("roll flat", "aten.roll"): set(),
@@ -492,7 +489,7 @@ LETTERS = {
     ("sum dims", "aten.sum"): {"d0", "d1", "d2"},
     ("amax", "aten.amax"): {"d0", "d1"},
     ("amin all", "aten.amin"): set(),
-    ("logsumexp", "aten.logsumexp"): {"d0", "d2"},
+    ("logsumexp", "aten.logsumexp"): {"d0", "d1", "d2"},
     ("view that disagrees", "aten.view"): set(),
     ("slice thirds", "aten.slice"): {"d0", "d1", "d2"},
     ("slice uneven", "aten.slice"): {"d0", "d2"},

@@ -52,7 +52,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         loss_of(lambda self, x: x.as_strided((2, 3), (1, 1))),
         "no rule knows.*register_rule",
     ),
-    "fold of samples": (loss_of(lambda self, x: x.reshape(2, -1)), "folds the batch"),
+    "fold of samples": (loss_of(lambda self, x: x.reshape(2, -1)), "takes 2 rows together"),
     "fold with features": (
         loss_of(lambda self, x: x.reshape(-1, 8)),
         "mixes the samples|folds the batch|depends on",
@@ -67,14 +67,17 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         "sum over samples is not a sum",
     ),
     "product of two means": (
-        lambda self, x: x.mean() * F.linear(x, self.w).mean(),
+        lambda self, x: F.linear(x, self.w).square().mean() * F.linear(x, self.w).mean(),
         "sum over samples is not a sum",
     ),
     "mean times itself": (
         lambda self, x: mean_times_itself(F.linear(x, self.w).mean()),
         "is not a sum over samples",
     ),
-    "ratio of sums": (lambda self, x: F.linear(x, self.w).sum() / x.sum(), "sum over samples is not a sum"),
+    "ratio of sums": (
+        lambda self, x: F.linear(x, self.w).sum() / F.linear(x, self.w).square().sum(),
+        "sum over samples is not a sum",
+    ),
     "NaN of the mean": (
         lambda self, x: F.linear(x, self.w).mean().nan_to_num(),
         "nan_to_num of a sum over samples",
@@ -82,10 +85,6 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "cast of the mean to numbers": (
         lambda self, x: F.linear(x, self.w).mean().long() * x.mean(),
         "to of a sum over samples",
-    ),
-    "sum by size": (
-        lambda self, x: F.linear(x, self.w).sum() / x.shape[0],
-        "computed from the number of rows",
     ),
     "sum by tensor of size": (
         lambda self, x: F.linear(x, self.w).sum() / torch.tensor(float(x.shape[0])),
@@ -127,6 +126,10 @@ ALLOWED: dict[str, Callable[..., Any]] = {
     "one minus the sum": lambda self, x: (1 - F.linear(x, self.w).sum()).float().double() - 0.5,
     "two losses": lambda self, x: F.linear(x, self.w).mean() - 2 * (x @ self.w).square().sum(),
     "mean of means": lambda self, x: F.linear(x, self.w).mean(-1).mean(0),
+    "product with a mean of inputs": lambda self, x: x.mean() * F.linear(x, self.w).mean(),
+    "over a sum of inputs": lambda self, x: F.linear(x, self.w).sum() / x.sum().clamp(min=1),
+    "less the mean of each feature": lambda self, x: F.linear(x - x.mean(0, keepdim=True), self.w).mean(),
+    "sum by size": lambda self, x: F.linear(x, self.w).sum() / x.shape[0],
     "stacked losses": lambda self, x: F.linear(x, self.w).sum(0).mean(),
     "zeros like the batch": lambda self, x: (F.linear(x, self.w) + torch.zeros(x.shape[0], 6)).mean(),
     "ones expanded": lambda self, x: (F.linear(x, self.w) * torch.ones(1, 6).expand(x.shape[0], 6)).mean(),

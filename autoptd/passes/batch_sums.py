@@ -1,0 +1,85 @@
+"""Give readers sums over the whole batch, and numbers that follow its size (part of ANNOTATED -> CONNECTED).
+
+In: a graph whose readers name, in their notes, what they read as a batch sum (`solve/batch.py`). Out: a `markers.batch_sum`
+behind every such value, of type I over the batch; `number_sums` says, once stages are known, which one it is.
+
+A batch sum may be made of others (the variance of a mean): these are known one *round* earlier.
+
+    read_batch_sums(graph)      # mask.sum() -> batch_sum(mask.sum())
+    number_sums(graph)          # -> batch_sum(mask.sum(), 0), in round 0
+"""
+
+from __future__ import annotations
+
+from torch.fx import Graph, Node
+
+from autoptd.ir import markers
+from autoptd.ir.layout import BATCH
+from autoptd.ir.notes import WHOLE_NUMBERS, note, ops, set_note
+from autoptd.ir.types import I
+from autoptd.passes.solve.batch import BATCH_SUMS
+
+
+def take_whole_numbers(graph: Graph) -> None:
+    """Give operators the numbers that the model computes for the rows of the whole batch."""
+    for node in ops(graph):
+        if WHOLE_NUMBERS in note(node).extra:
+            node.args, node.kwargs = note(node).extra[WHOLE_NUMBERS]
+
+
+def read_batch_sums(graph: Graph) -> None:
+    """Insert the markers, in front of the conversions that readers want a sum in."""
+    made: dict[Node, Node] = {}
+    for reader in list(ops(graph)):
+        wanted = note(reader).extra.get(BATCH_SUMS, ())
+        for arg in list(reader.all_input_nodes) if wanted else ():
+            if _unconverted(arg) in wanted:
+                reader.replace_input_with(arg, _sum_of(graph, arg, made))
+    # Conversions that only readers of the sums had.
+    for arg in reversed(list(made)):
+        if arg.target is markers.convert and not arg.users:
+            graph.erase_node(arg)
+
+
+def _unconverted(node: Node) -> Node:
+    while node.target is markers.convert:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _sum_of(graph: Graph, arg: Node, made: dict[Node, Node]) -> Node:
+    """Return the batch sum of a value, in the types over other axes that it was converted to."""
+    if arg in made:
+        return made[arg]
+    if arg.target is markers.convert:
+        source = _sum_of(graph, arg.args[0], made)  # type: ignore[arg-type]
+        args, target = (source, *arg.args[1:]), arg.target
+    else:
+        args, target = (arg,), markers.batch_sum
+    with graph.inserting_after(arg):
+        result = graph.call_function(target, args, arg.kwargs if arg.target is markers.convert else {})
+    result.meta["val"] = arg.meta["val"]
+    record = set_note(result, note(arg).copy())
+    record.kind, record.layout = "op", record.layout.having(BATCH, I)
+    record.forms, record.extra = {}, {}
+    if target is markers.batch_sum:
+        record.why = "a sum over the whole batch, known before the first forward"
+    made[arg] = result
+    return result
+
+
+def number_sums(graph: Graph) -> None:
+    """Number the batch sums, and note the round in which each is known."""
+    rounds: dict[Node, int] = {}
+    number = 0
+    for node in graph.nodes:
+        # Of what it is made of, the last round.
+        known = max((rounds[read] for read in node.all_input_nodes), default=0)
+        rounds[node] = known
+        if node.target is markers.batch_sum:
+            node.args = (node.args[0], number)
+            note(node).extra["round"] = known
+            rounds[node], number = known + 1, number + 1
+
+
+__all__ = ["number_sums", "read_batch_sums", "take_whole_numbers"]

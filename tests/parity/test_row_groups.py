@@ -1,0 +1,133 @@
+"""Rows that belong together, neighbours or the same places of two halves: microbatches and replicas keep them together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import autoptd
+from autoptd.runtime.batch import part_of_rows, take_rows
+from benchmarks.lib.loss_cases import CASES, Case, Model, log_probs
+from benchmarks.losses import MESHES
+
+PAIRS, HALVES = CASES["dpo_pairs"], CASES["dpo_halves"]
+LARGE = "t=2 p=2 d=2 m=2"
+
+
+def gained(
+    model: Model, ids: Tensor, labels: Tensor, mask: Tensor, base: Tensor, rate: float = 0.0
+) -> Tensor:
+    hidden = F.dropout(model.decoder(ids), rate, model.training)
+    return (log_probs(model.lm_head(hidden), labels) * mask).sum(-1) - base
+
+
+def preference(chosen: Tensor, rejected: Tensor) -> Tensor:
+    return -F.logsigmoid(chosen - rejected).mean()
+
+
+def dropped_halves(model: Model, ids: Tensor, **given: Tensor) -> Tensor:
+    return preference(*gained(model, ids, **given, rate=0.3).chunk(2, 0))
+
+
+def dropped_pairs(model: Model, ids: Tensor, **given: Tensor) -> Tensor:
+    return preference(*gained(model, ids, **given, rate=0.3).view(-1, 2).unbind(1))
+
+
+def sliced(model: Model, ids: Tensor, mask: Tensor, **given: Tensor) -> Tensor:
+    """TRL's way: slices of halves, and a part of the loss over the chosen rows alone."""
+    half = ids.shape[0] // 2
+    gain = gained(model, ids, mask=mask, **given)
+    return preference(gain[:half], gain[half:]) - gain[:half].sum() / mask[:half].sum() + gain.square().mean()
+
+
+def viewed(model: Model, ids: Tensor, **given: Tensor) -> Tensor:
+    gain = gained(model, ids, **given).view(2, -1)
+    return preference(gain[0], gain[1])
+
+
+WAYS = {
+    "dropout in halves": dropped_halves,
+    "dropout in pairs": dropped_pairs,
+    "slices": sliced,
+    "view(2, -1)": viewed,
+}
+
+
+def case_of(loss: Callable[..., Tensor]) -> Case:
+    return Case(loss, "", PAIRS.inputs)
+
+
+def check(loss: Callable[..., Tensor], **mesh: Any) -> None:
+    case = case_of(loss)
+    autoptd.verify(case.make(), example_inputs=case.call(), steps=2, **mesh)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mesh", [LARGE, pytest.param("m=4", marks=pytest.mark.thorough)])
+def test_groups_stay_together(way: str, mesh: str) -> None:
+    check(WAYS[way], **MESHES[mesh])
+
+
+def test_the_default_number_of_microbatches_leaves_groups_whole() -> None:
+    for case, blocks in ((PAIRS, 1), (HALVES, 2)):
+        program = autoptd.compile(case.make(), d=2, example_inputs=case.call())
+        assert (program.num_microbatches, program.rows, program.row_blocks) == (2, 2, blocks)
+    with pytest.raises(autoptd.PlanError, match="takes 2 rows together, and a microbatch has 1"):
+        autoptd.compile(PAIRS.make(), num_microbatches=8, example_inputs=PAIRS.call())
+
+
+def test_rows_of_halves() -> None:
+    rows = torch.arange(8)
+    parts = [part_of_rows(rows, number, 2, 2).tolist() for number in range(2)]
+    assert parts == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert part_of_rows(rows, 1, 2).tolist() == [4, 5, 6, 7]
+
+
+def test_local_batch_takes_rows_of_both_halves() -> None:
+    program = autoptd.compile(HALVES.make(), d=2, example_inputs=HALVES.call())
+    call = HALVES.call()
+    shares = [take_rows(program, (), dict(call), 2, replica)[1] for replica in range(2)]
+    for name, whole in call.items():
+        chosen, rejected = whole.chunk(2, 0)
+        for share, one, other in zip(shares, chosen.chunk(2), rejected.chunk(2), strict=True):
+            assert torch.equal(share[name], torch.cat([one, other]))
+    with pytest.raises(autoptd.PlanError, match="those of 2 blocks belong together"):
+        take_rows(program, (), {name: x[:6] for name, x in call.items()}, 2, 0)
+
+
+def test_rows_that_were_cut_before_halves_were_known_are_refused() -> None:
+    pm = autoptd.parallelize(HALVES.make(), d=2, backend="local")
+    pm._cut_unseen = True
+    with pytest.raises(autoptd.PlanError, match="was not known when it was cut"):
+        pm.step(**HALVES.call())
+
+
+def test_halves_that_are_cut_as_runs_of_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "autoptd.runtime.batch.part_of_rows", lambda x, number, parts, blocks: part_of_rows(x, number, parts)
+    )
+    with pytest.raises(autoptd.InternalError, match="differs"):
+        check(HALVES.loss, d=2)
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda gain: preference(gain.view(2, -1)[0], gain.view(2, -1)[1].roll(1)),
+        lambda gain: preference(gain[::2].flip(0), gain[1::2]),
+        lambda gain: (gain.view(2, -1).softmax(1) * gain.view(2, -1)).mean(),
+    ],
+    ids=["rolled", "flipped", "softmax of a half"],
+)
+def test_what_mixes_groups_is_refused(mix: Callable[[Tensor], Tensor]) -> None:
+    def loss(model: Model, ids: Tensor, **given: Tensor) -> Tensor:
+        return mix(gained(model, ids, **given))
+
+    with pytest.raises(autoptd.PlanError):
+        check(loss, d=2)
+    check(loss, num_microbatches=1)

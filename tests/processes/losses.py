@@ -1,0 +1,62 @@
+"""Run by `test_losses.py` as one of 4 ranks over gloo: DPO in halves and a masked loss at (t, d) = (2, 2), beside one device.
+
+Rank 0 prints one JSON line: the largest difference of losses and gradients, by loss.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+
+import torch
+
+import autoptd
+from autoptd.program.calls import expected_calls
+from benchmarks.lib.loss_cases import CASES
+from benchmarks.losses import MACHINE
+
+NAMES = ("dpo_halves", "grpo_masked", "entropy_bonus")
+
+
+def worst(name: str) -> float:
+    """The largest difference of the loss and of its gradients, in three steps."""
+    case = CASES[name]
+    call = {key: x.double() if x.is_floating_point() else x for key, x in case.call().items()}
+    reference = case.make().double()
+    pm = autoptd.parallelize(
+        case.make().double(), t=2, d=2, num_microbatches=2, machine=MACHINE, example_inputs=call
+    )
+    ours = pm.optimizer(torch.optim.SGD, lr=1e-3)
+    theirs = torch.optim.SGD(reference.parameters(), lr=1e-3)
+    largest = 0.0
+    for step in range(3):
+        rolled = {key: x.roll(step, 0) for key, x in call.items()}
+        wanted = reference(**rolled)
+        wanted.backward()
+        share = pm.local_batch(**rolled)
+        with pm.record() as record:
+            loss = pm.step(**share)
+        if step and Counter(record.collectives) != expected_calls(pm.program, torch.distributed.get_rank()):
+            raise RuntimeError(f"executed were {record.collectives}")
+        largest = max(largest, abs(float(loss - wanted)) / abs(float(wanted)))
+        gradients = pm.gradients()
+        for key, p in reference.named_parameters() if gradients else ():
+            if p.grad is not None:
+                scale = max(float(p.grad.abs().max()), 1e-3)
+                largest = max(largest, float((gradients[key] - p.grad).abs().max()) / scale)
+        for each in (ours, theirs):
+            each.step()
+            each.zero_grad()
+    pm.close()
+    return largest
+
+
+def main() -> None:
+    found = {name: worst(name) for name in NAMES}
+    if os.environ["RANK"] == "0":
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
