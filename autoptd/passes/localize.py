@@ -108,7 +108,7 @@ def _vocabulary(node: Node, table: Node, kind: ValueType | None, sizes: Sizes) -
 
     `kind` is the type of `table` over that axis, by default the one in its note.
     """
-    axes = [axis for axis, form in note(node).forms.items() if form.startswith("vocab_")]
+    axes = [axis for axis, form in note(node).forms.items() if form.startswith(("vocab_", CLASSES))]
     if not axes:
         return 0
     axis = axes[0]

@@ -125,7 +125,7 @@ class Axes:
         now._dims, now._atoms, now._links = dict(self._dims), dict(self._atoms), dict(self._links)
         now._read, now._letters = {}, {}
         for node in ops(graph):
-            if node.target in markers.PLACED:
+            if node.target in (*markers.PLACED, markers.batch_sum):
                 source = node.args[0]
                 now._dims[node], now._atoms[node] = now._dims[source], now._atoms[source]
                 now._links[node] = [same_dim(dim) for dim, size in enumerate(shape(node)) if size != 1]

@@ -26,7 +26,7 @@ from autoptd.ir import markers
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import AXES
 from autoptd.ir.notes import note, op_name, ops
-from autoptd.ir.operators.record import operands
+from autoptd.ir.operators.record import CLASSES, operands
 from autoptd.ir.steps import Step
 from autoptd.ir.sub_axes import base
 from autoptd.ir.types import S, ValueType
@@ -126,7 +126,7 @@ class TokenSplitter(Splitter):
 
     def _is_wanted(self, node: Node, letter: Letter) -> bool:
         ids = self.axes.ids_of(node, letter)
-        if not self.never_split.isdisjoint(ids) or letter.form.startswith("vocab_"):
+        if not self.never_split.isdisjoint(ids) or letter.form.startswith(("vocab_", CLASSES)):
             return False
         if node.target is markers.convert and not self._keeps_outer(node, letter):
             return False
