@@ -29,7 +29,7 @@ def check(case: Case, **mesh: Any) -> None:
     autoptd.verify(case.make(), example_inputs=case.call(), steps=2, **{"machine": MACHINE, **mesh})
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in REFUSED])
+@pytest.mark.parametrize("name", thinned([name for name in CASES if name not in REFUSED], every=3))
 def test_a_loss_is_that_of_one_device_over_tensor_pipeline_and_replicas(name: str) -> None:
     check(CASES[name], **MESHES[LARGE])
 
