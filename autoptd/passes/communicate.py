@@ -32,7 +32,7 @@ from autoptd.passes.reader_names import reader_name
 from autoptd.passes.runner import CALLS, Form, graph_pass
 from autoptd.passes.solve.assign import Assignment
 from autoptd.passes.solve.batch import FIRST_ROWS, adds_number
-from autoptd.passes.solve.strategies import REDUCED_FORMS
+from autoptd.passes.solve.classes import REDUCED_FORMS
 
 
 def check_axes(graph: Graph, ctx: Context) -> None:

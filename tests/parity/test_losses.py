@@ -40,6 +40,11 @@ def test_a_loss_is_that_of_one_device(name: str, mesh: str) -> None:
     check(CASES[name], **MESHES[mesh])
 
 
+@pytest.mark.parametrize("name", thinned([name for name in CASES if name not in REFUSED], every=4))
+def test_a_loss_of_divided_tokens_is_that_of_one_device(name: str) -> None:
+    check(CASES[name], t=2, c=2, d=2)
+
+
 @pytest.mark.parametrize(
     ("name", "mesh"), thinned([(n, m) for n in REFUSED for m in MESHES if m != "t=2"], every=4)
 )

@@ -19,7 +19,7 @@ from autoptd.errors import PlanError
 from autoptd.ir.layout import Layout, loss_over
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.notes import note, op_name, ops, payload
+from autoptd.ir.notes import note, op_name, payload
 from autoptd.ir.operators.record import CLASSES, operands
 from autoptd.ir.operators.table import addends, linear_groups, operator_of
 from autoptd.ir.steps import Step, steps
@@ -27,6 +27,7 @@ from autoptd.ir.types import I, P, R, S, ValueType, division_text, shard_size
 from autoptd.passes.axes.axes import Axes, Letter
 from autoptd.passes.axes.padding import Padding
 from autoptd.passes.ops.costs import compute_seconds, conversion_seconds, flops
+from autoptd.passes.solve.classes import REDUCED_FORMS, REDUCTIONS, classes_of
 from autoptd.passes.solve.shard_pins import Pins
 from autoptd.passes.solve.splits import Factors, Split
 
@@ -34,11 +35,6 @@ WHOLE = "whole on every rank"
 # What a byte that every rank saves costs extra where Korthikanti's plan was asked for, in passes over a link: so much that
 # whatever can be split by tokens is.
 EAGER = 10
-# Local forms that reduce inside: their result is I.
-REDUCED_FORMS = ("vocab_cross_entropy", "classes_logsumexp", "classes_argmax")
-# Reductions of a value for each row, forward and backward, inside local forms.
-REDUCTIONS = {"vocab_cross_entropy": 3, "classes_logsumexp": 2, "classes_argmax": 2}
-REDUCTIONS |= {"classes_log_softmax": 3, "classes_softmax": 3}
 # The sum of a parameter's gradient happens once per step, and is shared by about this many microbatches.
 MICROBATCHES_PER_STEP = 8
 
@@ -98,7 +94,7 @@ class Splitter:
                 is_batch = dim == 0 and note(node).name in batched
                 (batch if is_batch else others).update(ids)
         # An axis that is the batch of one input is so for all, wherever they have it.
-        self.classes = _classes(graph, axes)
+        self.classes = classes_of(graph, axes)
         # Nor are classes tokens, which a teacher's scores have as well.
         self.tokens = others - batch - self.classes
         self.may_split = may_split
@@ -217,29 +213,6 @@ class Splitter:
         if Part.WEIGHTS not in self.may_split and not self.tokens.issuperset(ids):
             return False
         return self.never_split.isdisjoint(ids)
-
-
-def _classes(graph: Graph, axes: Axes) -> set[int]:
-    """Return the ids of named axes that a softmax, or the like, runs over and that a layer's weight makes."""
-    scored: set[int] = set()
-    made: set[int] = set()
-    for node in ops(graph):
-        if not axes.has(node):
-            continue
-        for letter in axes.letters(node):
-            if letter.form.startswith(CLASSES):
-                scored.update(axes.ids_of(node, letter))
-        for operand in operands(node) if operator_of(node).factors else ():
-            if note(_moved(operand)).kind == "param":
-                made.update(*axes.ids(operand))
-    return scored & made
-
-
-def _moved(node: Node) -> Node:
-    """Return what a value is a view, a cast or a transpose of."""
-    while node.op == "call_function" and operator_of(node).moves and operands(node):
-        node = operands(node)[0]
-    return node
 
 
 @dataclass(frozen=True)
