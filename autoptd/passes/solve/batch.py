@@ -41,9 +41,12 @@ UNKNOWN_REMEDY = (
     'autoptd.register_rule("ns::op", "b s d -> b s d") where it keeps samples apart, or plain operators '
 )
 UNKNOWN_REMEDY += "(sums, products, views, gather), or d=1 and num_microbatches=1"
+NUMBER_REMEDY = f"the number itself, as in loss / x.shape[0]; or {RULE_REMEDY}"
 COUNT_REMEDY = "F.cross_entropy(..., reduction='none').mean(), and class weights in a buffer"
 # Where an operator tells more of what the user wants.
 REMEDIES = {"aten.batch_norm": NORMS, "aten.sort": f"{RULE_REMEDY}; {EXPERTS}"}
+DEVIATION = f"of inputs, sums written out: (x - x.mean()).square().sum(); else {RULE_REMEDY}"
+REMEDIES |= {"aten.std": DEVIATION, "aten.var": DEVIATION}
 # Key of Note.extra: operands whose rows are all equal -> the place where they meet the batch.
 FIRST_ROWS = "first_rows"
 # Operands that are read as batch sums.
@@ -305,7 +308,7 @@ def _check_made(node: Node, other: Node) -> None:
     if ours.shape != theirs.shape or (has_values and not torch.equal(ours, theirs)):
         reader = next(iter(node.users))
         raise PlanError(
-            site(reader), "a constant is computed from the number of rows in the batch", RULE_REMEDY
+            site(reader), "a constant is computed from the number of rows in the batch", NUMBER_REMEDY
         )
 
 
@@ -330,7 +333,7 @@ def _check_constant(node: Node, other: Node, constants: Constants) -> None:
             raise PlanError(site(node), f"{fact} (on meta, or too large)", remedy)
         if not are_equal:
             raise PlanError(
-                site(node), "a constant is computed from the number of rows in the batch", RULE_REMEDY
+                site(node), "a constant is computed from the number of rows in the batch", NUMBER_REMEDY
             )
 
 
