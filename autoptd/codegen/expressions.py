@@ -258,7 +258,9 @@ def _mean(node: Node, text: Text, site: str) -> str:
 def _share(node: Node, text: Text, site: str) -> str:
     """Return `x / 4`, an equal part of a whole value; of one piece, the value."""
     x, pieces = node.args
-    return f"{text(x)} / {pieces}" if pieces != 1 else text(x)  # type: ignore[arg-type]
+    # By type: a number of a loop may stand for it.
+    is_whole = type(pieces) is int and pieces == 1
+    return text(x) if is_whole else f"{text(x)} / {_operand(literal(pieces, text))}"  # type: ignore[arg-type]
 
 
 def _batch_sum(node: Node, text: Text, site: str) -> str:

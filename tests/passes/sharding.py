@@ -194,6 +194,8 @@ def _run_local(node: Node, leaves: Env, env: Env, group: Any) -> Any:
     if node.target is markers.mean:
         x, dims, keepdim, count = args
         return x.sum(dims, keepdim) / count
+    if node.target is markers.share:
+        return args[0] / args[1]
     if node.target in markers.OVER_CLASSES.values():
         return getattr(rt, node.target.__name__)(*args, group, **kwargs)  # type: ignore[union-attr]
     if node.target is markers.vocab_embedding:

@@ -55,7 +55,7 @@ OPERATORS = [
     ),
     Operator("aten.pow", keeps="operands", text="**", variable="power"),
     # What is meant for every microbatch by itself (`autoptd/per_microbatch.py`).
-    Operator("autoptd.per_microbatch", links=pointwise_links, linear=FIRST),
+    Operator("autoptd.per_microbatch", links=no_links, linear=FIRST),
     # Linear: all addends share one mask.
     Operator("aten.dropout", links=pointwise_links, linear=FIRST, is_random=True),
     Operator("aten.gelu", keeps="operands", text="F.gelu"),

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import autoptd
 from autoptd.ir.notes import op_name, ops
 from autoptd.ir.operators import links, products
 from autoptd.ir.operators.record import FIRST, Operator
@@ -353,6 +354,7 @@ EXAMPLES: dict[str, Example] = {
     "maximum": (torch.maximum, [r(4, 6), r(6)]),
     "lerp": (torch.lerp, [r(4, 6), r(6), r(4, 1)]),
     "addcmul": (torch.addcmul, [r(4, 6), r(6), r(4, 1)]),
+    "per_microbatch": (lambda x: autoptd.per_microbatch(x.mean()), [r(4, 6)]),
     "compare": (lambda x, y: (x > y) & (x != 0), [r(4, 6), r(6)]),
     "or xor": (lambda x, y: (x > y) | (x != 0) ^ (y < 1), [r(4, 6), r(6)]),
     "full": (lambda x: x + torch.full((4, 6), 2.0), [r(4, 6)]),
