@@ -23,13 +23,22 @@ PROJECTIONS = ["q_proj", "v_proj", "up_proj", "down_proj"]
 
 
 def llama() -> nn.Module:
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, num_hidden_layers=2, max_position_embeddings=32, **sizes))
+    sizes = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=VOCAB, num_hidden_layers=2, max_position_embeddings=32, **sizes)
+    )
 
 
 def gpt2() -> nn.Module:
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=WIDTH, n_layer=2, n_head=4, **dropout))
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=WIDTH, n_layer=2, n_head=4, **dropout)
+    )
 
 
 def lora(**options: Any) -> peft.PeftConfig:
