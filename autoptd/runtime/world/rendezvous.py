@@ -19,8 +19,9 @@ import torch.distributed as dist
 from autoptd.compat import env_store
 from autoptd.errors import PlanError
 
-# How many default groups this process has made, by the address of the store.
-_MADE: Counter[str] = Counter()
+# The stores of this process, by what names them, and how many default groups it has made in each.
+_STORES: dict[tuple[object, ...], dist.Store] = {}
+_MADE: Counter[tuple[object, ...]] = Counter()
 
 
 def default_backend(device: torch.device) -> str:
@@ -39,19 +40,24 @@ def init_from_env(backend: str, timeout: float, group_limit: timedelta) -> None:
     """Make the default process group.
 
     Torchrun's restarts share one store, and so do the groups that a process makes one after the other: each
-    takes its own prefix, or a rank reads the address of one that is closed.
+    takes its own prefix, or a rank reads the address of one that is closed. The store lives as long as the
+    process: rank 0 serves it, and a rank that is a step ahead would find the old one, about to end.
     """
     wanted = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in wanted if name not in os.environ]
     if missing:
         fact = f"{', '.join(missing)} not set"
         raise PlanError("torch.distributed", fact, "start with torchrun, or use backend='local'")
-    store, rank, size = env_store(timedelta(seconds=timeout))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    named = (os.getpid(), *(os.environ[name] for name in wanted))
+    limit = timedelta(seconds=timeout)
+    if named not in _STORES:
+        _STORES[named] = env_store(limit)[0]
+    _STORES[named].set_timeout(limit)
     # All ranks of a store make all of its groups, so that each counts alike.
-    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    store = dist.PrefixStore(f"attempt {attempt} group {_MADE[address]}", store)
-    _MADE[address] += 1
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"attempt {attempt} group {_MADE[named]}", _STORES[named])
+    _MADE[named] += 1
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=group_limit)
 
 
