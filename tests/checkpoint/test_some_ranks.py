@@ -18,14 +18,14 @@ from tests.checkpoint.models import running, train
 
 
 def test_a_rank_that_does_not_save(tmp_path: Path) -> None:
-    pm, opt = running(t=2, d=2, timeout=1)
+    pm, opt = running(t=2, d=2, timeout=10)
 
     def run(rank: Rank) -> None:
         if rank.world.rank != 3:
             save_rank(rank.params, tmp_path / "saved", lambda: (Contents({}), None))
 
     assert pm._ranks is not None
-    told = r"waited 1 s for gather_objects 'pm.save'; not arrived: rank 3 at pm.save"
+    told = r"waited 10 s for gather_objects 'pm.save'; not arrived: rank 3 at pm.save"
     with pytest.raises(RuntimeFault, match=told):
         pm._ranks.run("pm.save", run)
     assert list(tmp_path.iterdir()) == []
