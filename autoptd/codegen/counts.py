@@ -39,7 +39,7 @@ def labels_of(loss: Node) -> list[Node]:
 def write_count(writer: Writer, counted: list[Node], given: dict[Node, str]) -> None:
     """Write the method, from the labels of one microbatch to the tuple of its counts; `given` are the stage's inputs."""
     # Labels depend on inputs and buffers alone, so they can be counted before any stage has run.
-    counted_of = [_whole(arg) for node in counted for arg in labels_of(node)]
+    counted_of = [markers.unconverted(arg) for node in counted for arg in labels_of(node)]
     about = "Number (or class weight) of the valid labels of one microbatch."
     text = _begin(writer, "count", about, counted_of, given)
     calls = [_count_call(node, text) for node in counted]
@@ -112,12 +112,5 @@ def _count_call(loss: Node, text: Callable[[Node], str]) -> str:
     targets, *weights = labels_of(loss)
     keywords = f"ignore_index={loss.kwargs['ignore_index']}"
     if weights:
-        keywords += f", weight={text(_whole(weights[0]))}"
-    return f"rt.count_labels({text(_whole(targets))}, {keywords})"
-
-
-def _whole(node: Node) -> Node:
-    """Return a value as it is before its conversions: of all labels, which are counted without communication."""
-    while node.target is markers.convert:
-        node = node.args[0]  # type: ignore[assignment]
-    return node
+        keywords += f", weight={text(markers.unconverted(weights[0]))}"
+    return f"rt.count_labels({text(markers.unconverted(targets))}, {keywords})"

@@ -106,10 +106,7 @@ def _wanted(node: Node, body: list[Node], i: int, names: dict[Node, str]) -> str
 
 def _keeps_name(node: Node, name: str, source: Node) -> bool:
     """Tell whether a result has the name of the first operand: a slice of labels is still called labels."""
-    if (
-        node.target in (markers.convert, markers.share, markers.first_rows, markers.batch_sum)
-        or name in KEEPING
-    ):
+    if node.target in (*markers.PLACED, markers.batch_sum) or name in KEEPING:
         return True
     if operator_of(node).keeps_name:
         return True

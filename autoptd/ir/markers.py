@@ -123,3 +123,10 @@ MARKERS = (
     *OVER_CLASSES.values(),
     *FUSED.values(),
 )
+
+
+def unconverted(node: Any) -> Any:
+    """Return the node that conversions were made of: a value in the types in which it is computed."""
+    while node.target is convert:
+        node = node.args[0]
+    return node

@@ -33,18 +33,12 @@ def read_batch_sums(graph: Graph) -> None:
     for reader in list(ops(graph)):
         wanted = note(reader).extra.get(BATCH_SUMS, ())
         for arg in list(reader.all_input_nodes) if wanted else ():
-            if _unconverted(arg) in wanted:
+            if markers.unconverted(arg) in wanted:
                 reader.replace_input_with(arg, _sum_of(graph, arg, made))
     # Conversions that only readers of the sums had.
     for arg in reversed(list(made)):
         if arg.target is markers.convert and not arg.users:
             graph.erase_node(arg)
-
-
-def _unconverted(node: Node) -> Node:
-    while node.target is markers.convert:
-        node = node.args[0]  # type: ignore[assignment]
-    return node
 
 
 def _sum_of(graph: Graph, arg: Node, made: dict[Node, Node]) -> Node:

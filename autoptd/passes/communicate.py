@@ -361,6 +361,6 @@ def linear_groups_of(node: Node) -> list[tuple[Node, ...]]:
 
 def _origin(node: Node) -> Node:
     """Return the value that conversions, shares, first rows and batch sums were made of."""
-    while node.target in (markers.convert, markers.share, markers.first_rows, markers.batch_sum):
+    while node.target in (*markers.PLACED, markers.batch_sum):
         node = node.args[0]  # type: ignore[assignment]
     return node

@@ -246,50 +246,45 @@ def _step_collectives(
 
 
 def _label_count(graph: Graph, stage: int, rank: int, mesh: Mesh) -> list[Collective]:
-    """Return the counts of labels that weighted means divide by: they are summed before the first forward."""
+    """Return the counts of labels that weighted means divide by."""
     losses = [node for node in ops(graph) if op_name(node) in LOSSES and node.kwargs["total"] >= 0]  # type: ignore[operator]
     count = sum(1 for node in losses if stage in note(node).stages)
+    why = "valid labels of the global batch, which the mean divides by"
+    return _known_before("count of labels", "label count", count, why, stage, rank, mesh) if count else []
+
+
+def _batch_sums(graph: Graph, stage: int, rank: int, mesh: Mesh) -> list[Collective]:
+    """Return the sums over the batch of what depends on inputs only, those of a round in one call."""
     calls = []
-    for axis in mesh.batch_axes if count else ():
+    own = [node for node in ops(graph) if stage in note(node).stages]
+    for sums in codegen.batch_sums(own):
+        count = sum(tensor(node).numel() for node in sums)
+        why = "sums over inputs of the global batch, which are read before the first forward"
+        calls += _known_before("sums over the batch", "batch sums", count, why, stage, rank, mesh)
+    return calls
+
+
+def _known_before(
+    site: str, what: str, count: int, why: str, stage: int, rank: int, mesh: Mesh
+) -> list[Collective]:
+    """Return the sum of `count` numbers over all replicas, before the first forward of a step."""
+    calls = []
+    for axis in mesh.batch_axes:
         call = Collective(
-            site="count of labels",
+            site=site,
             stage=stage,
-            conversion="label count",
+            conversion=what,
             axis=axis,
             forward="all-reduce",
             backward="none",
-            # An int64 or float64 of each loss.
+            # An int64 or float64 each.
             payload_bytes=8 * count,
             group_size=mesh.degree(axis),
-            why="valid labels of the global batch, which the mean divides by",
+            why=why,
             scope="step",
             pp_ranks=(rank,),
         )
         calls.append(call)
-    return calls
-
-
-def _batch_sums(graph: Graph, stage: int, rank: int, mesh: Mesh) -> list[Collective]:
-    """Return the sums over the batch that are known before the first forward, those of a round in one call."""
-    calls = []
-    own = [node for node in ops(graph) if stage in note(node).stages]
-    for sums in codegen.batch_sums(own):
-        for axis in mesh.batch_axes:
-            call = Collective(
-                site="sums over the batch",
-                stage=stage,
-                conversion="batch sums",
-                axis=axis,
-                forward="all-reduce",
-                backward="none",
-                # A float64 for every entry.
-                payload_bytes=8 * sum(tensor(node).numel() for node in sums),
-                group_size=mesh.degree(axis),
-                why="sums over inputs of the global batch, which are read before the first forward",
-                scope="step",
-                pp_ranks=(rank,),
-            )
-            calls.append(call)
     return calls
 
 

@@ -52,7 +52,7 @@ def about(options: Options, batch: Batch, ranks: Sequence[int], stage: int, wgra
     lines = [
         f"Stage {stage} of {options.num_stages}: model chunk {chunk} of pipeline rank {rank}.",
         "Written by AutoPTD, to be read, stepped through and run again. "
-        f"All {' and '.join(alike)} ranks have the same file.",
+        f"All {', '.join(alike[:-1])} and {alike[-1]} ranks have the same file.",
         f"plan: {mesh}, v={options.v}, {microbatches} of {rows} per replica, "
         f"schedule {options.schedule_name}.",
         f"Shapes are a rank's, of one microbatch. `w`: parameters, `b`: buffers, {', '.join(groups)}.",

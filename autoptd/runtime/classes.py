@@ -74,8 +74,9 @@ def classes_argmax(
     scores = _without_padding(x.to(wide(x.dtype)), group, dim, size)
     largest, place = scores.max(dim, keepdim=True)
     top = group.all_reduce(largest, f"{site} maximum", op="max")
-    # Of ranks with the maximum, the first one: the smallest number, as the largest negative one.
-    own = (-(place + group.index * x.shape[dim])).masked_fill(largest != top, -x.shape[dim] * group.size)
+    # Of ranks with the maximum, or with NaN, the first one: the smallest number, as the largest negative one.
+    elsewhere = (largest != top) & ~largest.isnan()
+    own = (-(place + group.index * x.shape[dim])).masked_fill(elsewhere, -x.shape[dim] * group.size)
     number = -group.all_reduce(own, f"{site} position", op="max")
     return number if keepdim else number.squeeze(dim)
 

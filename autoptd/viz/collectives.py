@@ -54,8 +54,11 @@ def _totals(program: Program) -> Iterator[str]:
         return
     yield from _header("over", "what", "when", "calls", "payload", "sent", "by a rank of", "other ranks")
     # What moves most often first; an axis that is not listed comes last.
-    order = {"tp": 0, "cp": 0.5, "dp": 1, "dp x cp": 1.5, "dp x tp": 2, "pp": 3}
-    for key in sorted(rows, key=lambda key: (order.get(key[0], 9), key[2] == "once a step", key[1], key[2])):
+    axes = ("tp", "cp", "dp", "dp x cp", "dp x tp", "pp")
+    order = {axis: place for place, axis in enumerate(axes)}
+    for key in sorted(
+        rows, key=lambda key: (order.get(key[0], len(axes)), key[2] == "once a step", key[1], key[2])
+    ):
         sent = [0] * program.mesh.p
         for rank, calls in rows[key].items():
             sent[rank] = sum(times * call.wire_bytes for call, times in calls)

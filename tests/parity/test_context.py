@@ -200,14 +200,14 @@ def test_a_mask_of_other_tokens_is_found(monkeypatch: pytest.MonkeyPatch, edit: 
     assert edited
 
 
-@pytest.mark.parametrize("c", [2, 4])
+# Not two KV heads over four ranks: their keys and values are gathered.
 @pytest.mark.parametrize(
-    ("model", "kv"), [(lambda: gpt(3), 32), (lambda: llama(3), 8)], ids=["gpt", "grouped"]
+    ("model", "kv", "c"),
+    [(lambda: gpt(3), 32, 2), (lambda: gpt(3), 32, 4), (lambda: llama(3), 8, 2)],
+    ids=["gpt, c=2", "gpt, c=4", "grouped, c=2"],
 )
 def test_traffic_of_a_layer_is_the_closed_form(model: Callable[[], nn.Module], kv: int, c: int) -> None:
     """b s (2 h_q + 2 h_kv) (c - 1) / c^2 elements a rank, layer and direction, to the byte."""
-    if kv == 8 and c == 4:
-        pytest.skip("two KV heads for four ranks: their keys and values are gathered")
     pm = autoptd.parallelize(model(), c=c, backend="local", example_inputs=batch())
     pm.step(*batch())
     with pm.record() as record:
@@ -329,6 +329,7 @@ def test_explain_is_honest() -> None:
     assert "tp first, then over cp with that: both together may be cheaper" in text
     assert "all-to-all forward, all-to-all backward" in text and "a c-th of them" in text
     assert "could split counts 1,000 us more" in text
+    assert "over cp split by tokens: 8 = 2 x 4" in "".join(program.sources.values())
     alone = autoptd.compile(gpt(2), c=2, example_inputs=batch()).explain("transformer.h.0.attn")
     assert "may be cheaper" not in alone
 

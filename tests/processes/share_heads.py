@@ -6,39 +6,21 @@ Rank 0 prints one JSON line: the largest differences.
 from __future__ import annotations
 
 import json
-from collections import Counter
 
 import torch
 
 import autoptd
-from autoptd.program.calls import expected_calls
 from tests.parity.models import batch
 from tests.parity.test_sharing import grouped, request
+from tests.processes.beside_one_device import differences
 
 
 def main() -> None:
     model, reference = grouped().double(), grouped().double()
     inputs = batch()
     pm = autoptd.parallelize(model, **request(4), timeout=120)
-    ours, theirs = pm.optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(reference.parameters(), lr=0.1)
-    worst = {"loss": 0.0, "norm": 0.0, "parameter": 0.0}
-    for _ in range(3):
-        wanted = reference(*inputs)
-        wanted.backward()
-        with pm.record() as record:
-            loss = pm.step(*inputs)
-        if Counter(record.collectives) != expected_calls(pm.program, torch.distributed.get_rank()):
-            raise RuntimeError(f"executed were {record.collectives}")
-        worst["loss"] = max(worst["loss"], abs(float(loss - wanted)))
-        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
-        worst["norm"] = max(worst["norm"], abs(float(pm.clip_grad_norm_(0.5) - norm)))
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-    state = pm.state_dict()
-    for name, p in reference.named_parameters() if state else ():
-        worst["parameter"] = max(worst["parameter"], float((state[name] - p).abs().max()))
-    axes = sorted({call.axis for call in record.collectives})
+    worst, calls = differences(pm, reference, inputs, inputs)
+    axes = sorted({call.axis for call in calls})
     rank = torch.distributed.get_rank()
     pm.close()
     if rank == 0:

@@ -100,6 +100,15 @@ def test_the_first_of_equal_scores_is_the_largest() -> None:
     assert all(made.tolist() == [1, 0] for made in on_ranks(2, run))
 
 
+def test_a_score_that_is_nan_is_the_largest() -> None:
+    x = torch.tensor([[1.0, 5.0, float("nan"), 7.0], [float("nan"), 1.0, 0.0, 2.0]])
+
+    def run(world: World) -> Tensor:
+        return rt.classes_argmax(x[:, 2 * world.rank : 2 * world.rank + 2], world.group(("tp",)), dim=-1)
+
+    assert all(made.tolist() == x.argmax(-1).tolist() for made in on_ranks(2, run))
+
+
 @pytest.mark.parametrize("name", ["log_softmax", "softmax", "logsumexp"])
 def test_narrow_scores_are_computed_in_float32(name: str) -> None:
     x = torch.randn(ROWS, 64).bfloat16()

@@ -19,7 +19,7 @@ from autoptd.errors import PlanError
 from autoptd.ir.layout import Layout, loss_over
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.notes import note, op_name, payload
+from autoptd.ir.notes import note, payload
 from autoptd.ir.operators.record import CLASSES, operands
 from autoptd.ir.operators.table import addends, linear_groups, operator_of
 from autoptd.ir.steps import Step, steps
@@ -29,6 +29,7 @@ from autoptd.passes.axes.padding import Padding
 from autoptd.passes.ops.costs import compute_seconds, conversion_seconds, flops
 from autoptd.passes.solve.classes import REDUCED_FORMS, REDUCTIONS, classes_of
 from autoptd.passes.solve.shard_pins import Pins
+from autoptd.passes.solve.split_words import alike_text, why_split
 from autoptd.passes.solve.splits import Factors, Split
 
 WHOLE = "whole on every rank"
@@ -114,6 +115,10 @@ class Splitter:
     # For people: about the axis as a whole, and whose sizes it divides.
     remarks: tuple[str, ...] = ()
     whose = ""
+
+    def name_of(self, node: Node, split: Split) -> str:
+        """Return what a split is by, for people."""
+        return split.name
 
     def other_pieces(self, node: Node) -> int:
         """Return in how many pieces axes that were solved before cut a value."""
@@ -306,7 +311,7 @@ def _split_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
             # One rank adds the bias.
             needs |= dict.fromkeys(addends(node, set(split.carriers)), splitter.over(P))
         origin = splitter.axes.origin(node)
-        why = _split_why(node, split, pieces, splitter.degree)
+        why = why_split(node, split, splitter.name_of(node, split), pieces, splitter.degree)
         why = f"{origin}: {why}" if origin else why
         form = split.form if split.is_contracted or split.form.startswith(CLASSES) else ""
         strategies.append(Strategy(needs, gives, seconds, why, form))
@@ -327,28 +332,6 @@ def _pending_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
             needs |= dict.fromkeys(group, splitter.over(P))
             strategies.append(Strategy(needs, splitter.over(P), seconds, "linear in a pending sum"))
     return strategies
-
-
-def _split_why(node: Node, split: Split, pieces: int, t: int) -> str:
-    each, padded = division_text(split.size, pieces), ", padded" if split.size % pieces else ""
-    each += alike_text(pieces, t)
-    row, column = f"row: its input arrives sharded, {each}", f"column{padded}: {each}"
-    # Megatron's words, for a reader who knows its paper: the weight's columns or rows in [in, out] order.
-    if op_name(node) == "aten.linear" and split.name in ("o", "i"):
-        return column if split.name == "o" else row
-    # {False}: a product of two activations, as q k^T, which has no columns or rows of a weight.
-    are_weights = {note(operand).kind == "param" for operand in split.carriers}
-    if operator_of(node).factors and are_weights != {False}:
-        if split.is_contracted:
-            return row
-        if are_weights == {True}:
-            return column
-    return f"split by {split.name}{padded}: {each}"
-
-
-def alike_text(pieces: int, t: int) -> str:
-    """Say how many ranks have the same piece, where there are fewer pieces than ranks."""
-    return f", {t // pieces} of {t} ranks share each" if pieces < t else ""
 
 
 def parameter_strategies(node: Node, splitter: Splitter) -> list[Strategy]:

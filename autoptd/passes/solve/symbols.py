@@ -67,8 +67,7 @@ class Symbols:
     def shape(self, node: Node) -> tuple[Expression, ...]:
         """Return the sizes of a value's dims."""
         # Conversions came after the axes were named; they have the shape of what they convert.
-        while node.target is markers.convert:
-            node = node.args[0]
+        node = markers.unconverted(node)
         if not self.splitter.axes.has(node):
             return tuple(map(sympy.Integer, shape(node)))
         dims = [self.splitter.axes.atoms(node, dim) for dim in range(len(shape(node)))]

@@ -33,6 +33,7 @@ from autoptd.ir.types import S, ValueType
 from autoptd.passes.axes.axes import Axes, Letter, Place
 from autoptd.passes.context import Context
 from autoptd.passes.ops.costs import compute_seconds, flops
+from autoptd.passes.solve.splits import Split
 from autoptd.passes.solve.strategies import EAGER, Part, Splitter
 
 ATTENTION = "aten.scaled_dot_product_attention"
@@ -214,6 +215,10 @@ class TokenSplitter(Splitter):
         Of what depends on no parameter that is a conversion over tp alone: cp slices before it.
         """
         return note(node).of_params or node.target is markers.convert
+
+    def name_of(self, node: Node, split: Split) -> str:
+        (_, letter), *_ = split.letters
+        return "tokens" if self.tokens.issuperset(self.axes.ids_of(node, letter)) else split.name
 
     def other_pieces(self, node: Node) -> int:
         return self._others(node).pieces(self.mesh)
