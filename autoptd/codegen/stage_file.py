@@ -99,7 +99,8 @@ def write_stage(
     counted = counted_losses(part.body)
     if counted:
         write_count(writer, counted, part.given)
-    for number, sums in enumerate(batch_sums(part.body)):
+    # One that only others are made of is not in the body.
+    for number, sums in enumerate(batch_sums((*part.body, *part.summed))):
         write_sums(writer, number, sums, part.given)
     _write_sums(writer, about.sums)
     writer = with_header(writer, about.header, about.legend)

@@ -76,7 +76,14 @@ def longest_mean(model: Model, ids: Tensor, labels: Tensor, lengths: Tensor) -> 
     return losses.sum() / lengths.float().mean() + rows * losses.square().sum()
 
 
+def sum_for_another(model: Model, ids: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """A sum that nothing reads but the sum that it is a part of."""
+    count = mask[:, :4].sum() + ((ids == 0).sum() + 1)
+    return (token_losses(model.logits(ids), labels) * mask).sum() / count
+
+
 OTHERS = {
+    "a sum that only another reads": Case(sum_for_another, "", CASES["masked_mean"].inputs),
     "a sum of a sum": Case(whitened, "", {**CASES["policy_clip"].inputs, **CASES["masked_mean"].inputs}),
     "a sum of several numbers": Case(by_class, "", CASES["div_numel"].inputs),
     "lengths and rows": Case(longest_mean, "", {**CASES["div_numel"].inputs, **CASES["reward_head"].inputs}),
