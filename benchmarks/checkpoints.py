@@ -6,9 +6,9 @@ four. What is saved is parameters and both moments in float32, each element once
 - save: `pm.save`, `dcp.save`, and `torch.save` of the state that `pm.state_dict()` and the optimizer's gather on rank 0.
 - load: `pm.load` and `dcp.load` into a running model, from the page cache.
 - plain: every process writes its quarter of as many bytes into a file and syncs it; reads one. No format, no checks.
-- stall: the slowest of the steps around an asynchronous save less the median of the others. Ours is `pm.checkpointer` around
-  a training loop; `dcp.async_save` is called between two steps, with a group of its own. Beside them the seconds in which a
-  process copies what it writes.
+- stall: the slower of the two steps around an asynchronous save, less the slower of two steps later on, when nothing is
+  saved. Ours is `pm.checkpointer` around a training loop; `dcp.async_save` is called between two steps, with a group of its
+  own. Beside them the seconds in which all processes clone what they write.
 - of one rank: four processes load what one has saved by pm.save, which dcp.load reads as well, ours at t=4; with the bytes
   that the rank reads that reads most. dcp's reader takes a saved tensor whole, whatever it needs of it.
 
@@ -52,11 +52,11 @@ from examples.gpt import GPT, GPTConfig
 Row = dict[str, Any]
 Run = Callable[[], object]
 RANKS = 4
-CONFIG = GPTConfig(vocab_size=8192, n_embd=1024, n_head=16, n_layer=8, block_size=64, dropout=0.0)
+CONFIG = GPTConfig(vocab_size=8192, n_embd=1024, n_head=16, n_layer=8, block_size=16, dropout=0.0)
 ADAMW = {"lr": 1e-3, "weight_decay": 0.1}
 ROWS = 4
-# Steps between two saves of the loop that is watched.
-BETWEEN = 6
+# Steps between two saves of the loop that is watched; a multiple of 4.
+BETWEEN = 12
 
 
 class Ours:
@@ -159,9 +159,7 @@ def measure(turns: int, root: str) -> Row:
     places = dict(zip(saved, ("plain", "ours", "theirs", "gathered"), strict=True))
     seconds = {**in_turns(saved, turns, lambda name, k: clear(folder / places[name] / str(k - 1)))}
     seconds |= in_turns(loaded, turns)
-    tensors = ours.own_tensors()
     stalls = {
-        "clone": slowest(timed(lambda: [x.clone() for x in tensors]) for _ in range(turns)),
         "pm.checkpointer": stall_of_ours(ours, folder / "run", turns),
         "dcp.async_save": stall_of_theirs(theirs, folder / "async", turns),
     }
@@ -253,44 +251,44 @@ def plain_write(folder: Path, nbytes: int) -> None:
 
 
 def stall_of_ours(ours: Ours, folder: Path, turns: int) -> dict[str, float]:
-    """Save every few steps; the loop waits for nothing else."""
-    taken = []
+    """Save every few steps; the loop waits for nothing else. Later on, clone what this process has written."""
+    taken, clones, tensors = [], [], ours.own_tensors()
     with ours.pm.checkpointer(folder, ours.optimizer, every=BETWEEN, keep=1) as ckpt:
-        for _ in range(turns * BETWEEN):
+        while ours.pm.steps % BETWEEN != BETWEEN - 1:
+            ours.step()
 
-            def step() -> None:
-                ours.step()
-                ckpt.step()
+        def step() -> None:
+            ours.step()
+            ckpt.step()
 
-            taken.append((timed(step), ours.pm.steps % BETWEEN))
-    around = [seconds for seconds, at in taken if at in (0, 1)]
-    return stall_of(around, [seconds for seconds, at in taken if at not in (0, 1)], turns)
+        for _ in range(turns):
+            taken += [timed(step) for _ in range(BETWEEN)]
+            clones.append(timed(lambda: [x.clone() for x in tensors]))
+    return {**stall_of(taken), "clone": slowest(clones)}
 
 
 def stall_of_theirs(theirs: Theirs, folder: Path, turns: int) -> dict[str, float]:
-    """The call between two steps, and the steps around it."""
-    around, others = [], []
+    """The call behind a step, and the steps after it."""
+    taken = []
     # Its thread communicates: in the group of the training loop it would meet the loop's own calls.
     group = dist.new_group()
     for turn in range(turns):
-        for at in range(BETWEEN):
-            if at:
-                (around if at == 1 else others).append(timed(theirs.step))
-                continue
-            dist.barrier()
-            start = time.perf_counter()
-            theirs.step()
-            future = dcp.async_save(theirs.state(), checkpoint_id=folder / str(turn), process_group=group)
-            around.append(time.perf_counter() - start)
+        dist.barrier()
+        start = time.perf_counter()
+        theirs.step()
+        future = dcp.async_save(theirs.state(), checkpoint_id=folder / str(turn), process_group=group)
+        taken.append(time.perf_counter() - start)
+        taken += [timed(theirs.step) for _ in range(BETWEEN - 1)]
         future.result()
-    return stall_of(around, others, turns)
+    return stall_of(taken)
 
 
-def stall_of(around: list[float], others: list[float], turns: int) -> dict[str, float]:
-    """Of each save the slower of the two steps around it, less a usual step."""
-    usual = statistics.median(others)
-    pairs = [max(around[2 * k : 2 * k + 2]) for k in range(len(around) // 2)]
-    return {"stall": slowest([most - usual for most in pairs]), "step": slowest(others)}
+def stall_of(taken: list[float]) -> dict[str, float]:
+    """The slower of the two steps around a save, less the slower of two steps elsewhere: of two, one is slower anyway."""
+    pairs = [max(taken[at : at + 2]) for at in range(0, len(taken), 2)]
+    usual = statistics.median(pair for k, pair in enumerate(pairs) if k % (BETWEEN // 2) >= BETWEEN // 4)
+    stall = slowest(pair - usual for pair in pairs[:: BETWEEN // 2])
+    return {"stall": stall, "step": slowest(taken)}
 
 
 def show(found: Row) -> None:
@@ -299,7 +297,7 @@ def show(found: Row) -> None:
     for name, taken in seconds.items():
         base = seconds["plain writes" if "save" in name or "write" in name else "plain reads"]
         print(f"  {name:<24}{taken:>8.2f} s{nbytes / taken / 1e9:>8.2f} GB/s{base / taken:>8.2f} of plain")
-    print(f"  {'copying a share':<24}{1e3 * stalls['clone']:>8.0f} ms")
+    print(f"  {'cloning a share':<24}{1e3 * stalls['pm.checkpointer']['clone']:>8.0f} ms")
     for name in ("pm.checkpointer", "dcp.async_save"):
         stall, step = stalls[name]["stall"], stalls[name]["step"]
         print(f"  {name:<24}{1e3 * stall:>8.0f} ms stall, a step takes {1e3 * step:.0f} ms", flush=True)
@@ -317,8 +315,8 @@ def picture(found: Row) -> Figure:
     left.set_xlabel("GB/s")
     names = ["pm.checkpointer", "dcp.async_save"]
     right.barh(
-        ["copying a share", *names],
-        [1e3 * stalls["clone"], *(1e3 * stalls[name]["stall"] for name in names)],
+        ["cloning a share", *names],
+        [1e3 * stalls["pm.checkpointer"]["clone"], *(1e3 * stalls[name]["stall"] for name in names)],
     )
     right.set_xlabel("training stands still, ms a save")
     for axes in (left, right):

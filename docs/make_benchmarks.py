@@ -227,7 +227,7 @@ def _checkpoints(found: Found) -> list[str]:
         plain = seconds["plain writes" if "save" in name or "write" in name else "plain reads"]
         rows.append([name, f"{taken:.2f}", f"{nbytes / taken / 1e9:.2f}", f"{plain / taken:.2f}"])
     first = _table([f"{nbytes / 1e6:.0f} MB", "seconds", "GB/s", "of plain"], rows)
-    rows = [["copying a share", f"{1e3 * stalls['clone']:.0f}", ""]]
+    rows = [["cloning a share", f"{1e3 * stalls['pm.checkpointer']['clone']:.0f}", ""]]
     for name in ("pm.checkpointer", "dcp.async_save"):
         rows.append([name, *(f"{1e3 * stalls[name][what]:.0f}" for what in ("stall", "step"))])
     tables = [first, _table(["asynchronous", "stall, ms", "a step, ms"], rows)]
