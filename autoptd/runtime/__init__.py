@@ -1,5 +1,6 @@
 """What emitted stage files import (`from autoptd import runtime as rt`), and what runs them."""
 
+from autoptd.ir.expert_mm import expert_mm
 from autoptd.runtime.classes import (
     classes_argmax,
     classes_gather,
@@ -46,6 +47,7 @@ __all__ = [
     "count_labels",
     "cross_entropy",
     "dropout",
+    "expert_mm",
     "i_to_p",
     "i_to_r",
     "i_to_s",

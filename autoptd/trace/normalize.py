@@ -22,6 +22,7 @@ from autoptd.ir.operators.record import argument
 from autoptd.ir.operators.table import operator_of
 from autoptd.trace import dropouts, indices
 from autoptd.trace.class_losses import has_soft_labels, rewrite_nll, rewrite_soft_labels
+from autoptd.trace.experts import rewrite_experts
 from autoptd.trace.functionalize import functionalize
 
 aten = torch.ops.aten
@@ -49,6 +50,7 @@ def normalize(graph: Graph) -> None:
             _normalize_one(graph, node)
     # Random operators count as impure: this drops dead dropouts as well.
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+    rewrite_experts(graph)
     for node in list(graph.nodes):
         # Inputs stay: a step is called with all of them.
         if node.op == "placeholder" and not node.users and note(node).kind != "input":

@@ -24,7 +24,16 @@ from autoptd.options import Options
 from autoptd.trace.attributes import map_attribute_tensors
 
 
-class Widen(TorchFunctionMode):
+class GroupedProducts(TorchFunctionMode):
+    """Computes the grouped products of experts in float64, for which torch has no kernel."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "_grouped_mm" and args[0].dtype == torch.float64:
+            func = _grouped_products
+        return func(*args, **(kwargs or {}))
+
+
+class Widen(GroupedProducts):
     """Turns requests for float32 into float64: a model's own upcasts must not truncate a float64 check."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -36,7 +45,13 @@ class Widen(TorchFunctionMode):
         # x.to(torch.float32), softmax(x, -1, torch.float32), zeros(..., dtype=torch.float32).
         wide = [torch.float64 if arg is torch.float32 else arg for arg in args]
         named = {key: torch.float64 if arg is torch.float32 else arg for key, arg in (kwargs or {}).items()}
-        return func(*wide, **named)
+        return super().__torch_function__(func, types, wide, named)
+
+
+def _grouped_products(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, **_: Any) -> torch.Tensor:
+    """Multiply rows [s, i] with the matrix [i, o] of their group, as `grouped_mm`, which has no kernel for float64."""
+    groups = torch.searchsorted(offs, torch.arange(len(x), device=x.device), right=True)
+    return torch.bmm(x.unsqueeze(1), weight[groups]).squeeze(1)
 
 
 def widen_model(model: nn.Module) -> nn.Module:
@@ -72,4 +87,4 @@ def widen_inputs(call: Any) -> Any:
     return tree_map(wide, call)
 
 
-__all__ = ["Widen", "widen_inputs", "widen_model", "widen_options"]
+__all__ = ["GroupedProducts", "Widen", "widen_inputs", "widen_model", "widen_options"]

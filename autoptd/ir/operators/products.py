@@ -204,6 +204,23 @@ def local_groups(node: Node, sizes: Sizes) -> dict[str, int]:
     return {"groups": x[len(x) - len(weight) + 1] // weight[1]}
 
 
+def expert_links(node: Node) -> list[Link]:
+    """Link expert_mm: rows with their expert's number; any row may have chosen any expert."""
+    return letter_links(node, "s i, e* i o, s -> s o")
+
+
+def expert_flops(node: Node, shape: Size) -> int:
+    """Count the forward FLOPs of expert_mm: one matrix a row, and no padding of groups."""
+    x, weight = (shape(operand) for operand in operands(node)[:2])
+    return 2 * x[0] * x[1] * weight[2]
+
+
+def expert_product(node: Node, shape: Size) -> Product:
+    """Return (1, rows, out, in), and the kernel's name."""
+    x, weight = (shape(operand) for operand in operands(node)[:2])
+    return (1, x[0], weight[2], x[1]), "experts"
+
+
 HEAD = "linear_cross_entropy"
 # Linear in each factor by itself: one of them may be a partial sum while the other is whole.
 GEMM = Operator("", linear=((0,), (1,)), factors=(0, 1), keeps="operands", is_fresh=True, is_finite=True)
@@ -229,6 +246,17 @@ OPERATORS = [
         factors=(1, 2),
         is_finite=False,
         text="torch.baddbmm",
+    ),
+    Operator(
+        "autoptd.expert_mm",
+        links=expert_links,
+        linear=((0,), (1,)),
+        flops=expert_flops,
+        product=expert_product,
+        keeps="operands",
+        is_fresh=True,
+        text="rt.expert_mm",
+        variable="experts",
     ),
     Operator("aten.dot", "k, k ->", linear=((0,), (1,))),
     Operator("aten.vdot", "k, k ->", linear=((0,), (1,))),

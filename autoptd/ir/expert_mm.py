@@ -1,0 +1,110 @@
+"""A product of every row with the matrix of its expert: what a mixture of experts computes, token by token.
+
+In: rows [s, i], the matrices of all experts [e, i, o], and the expert of each row [s]. Out: [s, o]. No row depends on another
+one, and no matrix is copied: rows are sorted by expert, multiplied group by group, and put back.
+
+    y = torch.ops.autoptd.expert_mm(x, weight, ids)        # y[k] = x[k] @ weight[ids[k]]
+
+`trace/experts.py` finds it in models that sort by themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAME = "autoptd.expert_mm"
+
+
+@torch.library.custom_op("autoptd::expert_mm", mutates_args=())
+def expert_mm(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    """Return [s, o] of rows [s, i], matrices [e, i, o] and the expert of each row [s], from 0 to e - 1."""
+    order, ends = _by_expert(ids, len(weight))
+    out = x.new_empty(len(x), weight.shape[2])
+    out[order] = _products(x[order], weight, ends)
+    return out
+
+
+@expert_mm.register_fake
+def _(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+@torch.library.custom_op("autoptd::expert_mm_backward", mutates_args=())
+def expert_mm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, ids: Tensor, for_x: bool, for_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of rows and matrices; one that is not asked for has no elements."""
+    order, ends = _by_expert(ids, len(weight))
+    sorted_grad = grad[order]
+    of_x, of_weight = x.new_empty(0), weight.new_empty(0)
+    if for_x:
+        of_x = torch.empty_like(x)
+        of_x[order] = _products(sorted_grad, weight.transpose(1, 2), ends)
+    if for_weight:
+        of_weight = _outer_products(x[order], sorted_grad, ends)
+    return of_x, of_weight
+
+
+@expert_mm_backward.register_fake
+def _(
+    grad: Tensor, x: Tensor, weight: Tensor, ids: Tensor, for_x: bool, for_weight: bool
+) -> tuple[Tensor, Tensor]:
+    of_x = torch.empty_like(x) if for_x else x.new_empty(0)
+    return of_x, weight.new_empty(weight.shape) if for_weight else weight.new_empty(0)
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    for_x, for_weight = ctx.needs_input_grad[:2]
+    of_x, of_weight = expert_mm_backward(grad, *ctx.saved_tensors, for_x, for_weight)
+    return of_x if for_x else None, of_weight if for_weight else None, None
+
+
+expert_mm.register_autograd(_backward, setup_context=_setup)
+
+
+def _by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Return the order that sorts rows by expert, and behind which row each expert's end."""
+    return ids.argsort(stable=True), torch.bincount(ids, minlength=experts).cumsum(0)
+
+
+def _is_fast(x: Tensor, other: Tensor) -> bool:
+    """Tell whether torch multiplies all groups in one kernel; elsewhere one by one, for which the host waits for their sizes."""
+    if not x.is_cuda or x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device) < (8, 0):
+        return False
+    # Rows and columns begin at multiples of 16 bytes.
+    return not any(size % 8 for size in (*x.shape, *other.shape[-2:]))
+
+
+def _products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Return the product of each group of rows with its matrix."""
+    if _is_fast(x, weight):
+        return torch.nn.functional.grouped_mm(x, weight, offs=ends.to(torch.int32))
+    out = x.new_empty(len(x), weight.shape[2])
+    start = 0
+    for end, matrix in zip(ends.tolist(), weight, strict=True):
+        if end > start:
+            torch.mm(x[start:end], matrix, out=out[start:end])
+        start = end
+    return out
+
+
+def _outer_products(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+    """Return the gradient of every matrix: zero where no row has chosen it."""
+    if _is_fast(x, grad):
+        return torch.nn.functional.grouped_mm(x.t(), grad, offs=ends.to(torch.int32))
+    out = x.new_empty(len(ends), x.shape[1], grad.shape[1])
+    start = 0
+    for end, matrix in zip(ends.tolist(), out, strict=True):
+        torch.mm(x[start:end].t(), grad[start:end], out=matrix)
+        start = end
+    return out
+
+
+__all__ = ["NAME", "expert_mm"]

@@ -1,0 +1,301 @@
+"""Experts whose tokens a model sorts, token by token: what it sorts, multiplies in groups and puts back is one product a row.
+
+In: a TRACED graph. Out: the same values without the sort. A mixture of experts brings the rows that chose the same expert
+together, and afterwards back in order; in between, every operator treats each row by itself. So the order does not matter: a
+grouped product becomes `expert_mm` of rows in the order of the tokens, and samples stay apart, as pipelines and replicas need it.
+
+    sorted, order = ids.sort()                          # [s], the expert of each row
+    rows = x[order // k];  ends = histc(sorted).cumsum(0)
+    y = grouped_mm(rows, weight, ends)                  # y = expert_mm(x of each choice, weight, ids)
+    back = empty_like(order); back[order] = arange(s)
+    out = y[back]                                       # out = y
+
+Proven from the graph alone: whatever else reads something sorted leaves the sort as it is, which is then refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from autoptd.ir import expert_mm  # noqa: F401  # registers the operator
+from autoptd.ir.notes import note, op_name, set_note, shape, value
+from autoptd.ir.operators.record import Member, argument, operands
+from autoptd.ir.operators.table import links
+
+aten = torch.ops.aten
+# Of operand rows, matrices and the ends of groups: torch's own, and what transformers takes in its place.
+PRODUCTS = ("aten._grouped_mm", "transformers.grouped_mm_fallback")
+# A dim that is all of a tensor's dim 0.
+ROWS = Member((0,))
+
+
+class NotByRow(Exception):
+    """Something that is sorted is read by what may depend on the order."""
+
+
+@dataclass
+class Sort:
+    """A sort of experts' numbers, and what follows from it.
+
+    `rows` are values whose dim 0 is in its order; `starts` bring values into that order, `ends` out of it; `products` are
+    grouped by it. `known` are the other readers, which are not needed any more.
+    """
+
+    node: Node
+    ids: Node
+    sorted: Node | None = None
+    order: Node | None = None
+    rows: set[Node] = field(default_factory=set)
+    starts: list[Node] = field(default_factory=list)
+    ends: list[Node] = field(default_factory=list)
+    products: list[Node] = field(default_factory=list)
+    known: set[Node] = field(default_factory=set)
+
+
+def rewrite_experts(graph: Graph) -> None:
+    """Rewrite all experts of a graph that sort their tokens."""
+    for node in graph.find_nodes(op="call_function", target=aten.sort.default):
+        try:
+            found = _follow(node)
+        except NotByRow:
+            continue
+        if found.products:
+            _rewrite(graph, found)
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+
+
+def _follow(node: Node) -> Sort:
+    """Follow what is sorted until it is back in order; NotByRow where the order may matter."""
+    ids = node.args[0]
+    if not isinstance(ids, Node) or len(shape(ids)) != 1 or argument(node, "descending"):
+        raise NotByRow
+    found = Sort(node, ids)
+    for piece in node.users:
+        if piece.args[1]:
+            found.order = piece
+        else:
+            found.sorted = piece
+            found.rows.add(piece)
+    if found.order is None:
+        raise NotByRow
+    found.known |= {node, found.order}
+    for reader in _readers(found):
+        _take(reader, found)
+    return found
+
+
+def _readers(found: Sort) -> Iterable[Node]:
+    """Yield, in the order of the graph, every node that reads what is sorted, or what tells the order."""
+    node = found.node.next
+    while node.op != "root":
+        read = set(node.all_input_nodes)
+        if node not in found.rows and read & (found.rows | found.known):
+            yield node
+        node = node.next
+
+
+def _take(node: Node, found: Sort) -> None:
+    """Say what one reader is; NotByRow where it is nothing that is known."""
+    if node in found.known:
+        return
+    name = op_name(node)
+    if _is_start(node, found):
+        found.starts.append(node)
+        found.rows.add(node)
+    elif name in PRODUCTS:
+        x, _, ends = operands(node)[:3]
+        if len(operands(node)) > 3 or x not in found.rows or not _are_ends(ends, found):
+            raise NotByRow
+        found.products.append(node)
+        found.rows.add(node)
+    elif name == "aten.index" and _index_of(node) is not None and _is_inverse(_index_of(node), found):
+        if node.args[0] not in found.rows:
+            raise NotByRow
+        found.ends.append(node)
+    elif name == "aten.index_add":
+        if not _adds_choices(node, found):
+            raise NotByRow
+        found.ends.append(node)
+    elif _tells_order(node, found):
+        found.known.add(node)
+    elif _is_by_row(node, found):
+        found.rows.add(node)
+    else:
+        raise NotByRow
+
+
+def _is_start(node: Node, found: Sort) -> bool:
+    """Tell whether a node is x[order], or x[order // k]: rows in order become sorted ones."""
+    index = _index_of(node)
+    if index is None or node.args[0] in found.rows | found.known:
+        return False
+    rows = shape(node.args[0])[0]  # type: ignore[arg-type]
+    return rows * _choices_of(index, found) == len_of(found.ids)
+
+
+def _choices_of(index: Node, found: Sort) -> int:
+    """Return k where `index` is order // k, 1 where it is the order; 0 for others."""
+    if index is found.order:
+        return 1
+    is_quotient = op_name(index) == "aten.floor_divide" or (
+        op_name(index) == "aten.div" and index.kwargs.get("rounding_mode") in ("floor", "trunc")
+    )
+    if is_quotient and index.args[0] is found.order and isinstance(index.args[1], int):
+        return index.args[1]
+    return 0
+
+
+def _index_of(node: Node) -> Node | None:
+    """Return the one tensor that indexes dim 0."""
+    if op_name(node) == "aten.index_select":
+        return node.args[2] if node.args[1] == 0 else None  # type: ignore[return-value]
+    if op_name(node) != "aten.index":
+        return None
+    indices = node.args[1]
+    is_first = isinstance(indices, (list, tuple)) and len(indices) == 1 and isinstance(indices[0], Node)
+    return indices[0] if is_first else None  # type: ignore[index, return-value]
+
+
+def _is_inverse(index: Node | None, found: Sort) -> bool:
+    """Tell whether an index is the inverse of the order: its argsort, or arange put where the order says."""
+    if index is None:
+        return False
+    if op_name(index) == "aten.argsort":
+        return index.args[0] is found.order and not argument(index, "descending")
+    if op_name(index) != "aten.index_put" or argument(index, "accumulate"):
+        return False
+    _, places, values = index.args[:3]
+    is_placed = isinstance(places, (list, tuple)) and list(places) == [found.order]
+    return is_placed and _is_arange(values, len_of(found.ids))
+
+
+def _is_arange(node: Any, count: int) -> bool:
+    if not isinstance(node, Node) or op_name(node) != "aten.arange":
+        return False
+    name = str(node.target)
+    start, step = 0, 1
+    if name == "aten.arange.default":
+        (end,) = node.args
+    else:
+        start, end, *steps = node.args
+        step = steps[0] if steps else 1
+    return (start, end, step) == (0, count, 1)
+
+
+def _are_ends(node: Node, found: Sort) -> bool:
+    """Tell whether a value has the row behind each expert's rows: cumsum of how many chose it."""
+    if op_name(node) != "aten.cumsum" or argument(node, "dim") not in (0, -1):
+        return False
+    counts = _uncast(node.args[0])
+    experts = shape(node)[0]
+    if op_name(counts) == "aten.histc":
+        bins, low, high = (argument(counts, name) for name in ("bins", "min", "max"))
+        is_counted = (bins, low, high) == (experts, 0, experts - 1)
+    else:
+        is_counted = op_name(counts) == "aten.bincount" and argument(counts, "weights") is None
+        is_counted = is_counted and argument(counts, "minlength") == experts
+    return is_counted and _uncast(counts.args[0]) in (found.sorted, found.ids)
+
+
+def _adds_choices(node: Node, found: Sort) -> bool:
+    """Tell whether index_add adds the rows of each token's choices to zeros."""
+    into, dim, index, rows = node.args[:4]
+    if not isinstance(into, Node) or not isinstance(index, Node) or rows not in found.rows:
+        return False
+    is_zero = op_name(into) in ("aten.zeros", "aten.zeros_like")
+    is_zero |= op_name(into) in ("aten.full", "aten.full_like") and argument(into, "fill_value") == 0
+    choices = _choices_of(index, found)
+    fits = choices > 0 and shape(into)[0] * choices == len_of(found.ids) and dim == 0
+    return is_zero and fits and argument(node, "alpha") == 1
+
+
+def _tells_order(node: Node, found: Sort) -> bool:
+    """Tell whether a node is part of how starts, ends and groups are told, and read by these only."""
+    if _choices_of(node, found) or _is_inverse(node, found) or _are_ends(node, found):
+        return True
+    # Its shape is read alone, or its values are counted: what reads it is looked at as well.
+    is_shape = op_name(node) in ("aten.empty_like", "aten.zeros_like") and node.args[0] is found.order
+    counts = op_name(node) in ("aten.histc", "aten.bincount")
+    is_cast = op_name(node) == "aten.to" and found.sorted in node.all_input_nodes
+    return is_shape or counts or (is_cast and all(op_name(user) == "aten.histc" for user in node.users))
+
+
+def _is_by_row(node: Node, found: Sort) -> bool:
+    """Tell whether each row of the result depends on the same row of what is sorted, and on nothing else that is."""
+    read = operands(node)
+    if found.known & set(read):
+        return False
+    if op_name(node) == "getitem":
+        return read[0] in found.rows
+    for link in links(node) or ():
+        is_of_rows = link.out == ROWS and not (link.whole or link.mixes or link.segment)
+        if is_of_rows and all(
+            link.operands.get(number) == (ROWS if operand in found.rows else None)
+            for number, operand in enumerate(read)
+        ):
+            return True
+    return False
+
+
+def _uncast(node: Any) -> Any:
+    while isinstance(node, Node) and op_name(node) == "aten.to":
+        node = node.args[0]
+    return node
+
+
+def len_of(node: Node) -> int:
+    return shape(node)[0]
+
+
+def _rewrite(graph: Graph, found: Sort) -> None:
+    """Let every row stay where its token is."""
+    if found.sorted is not None:
+        found.sorted.replace_all_uses_with(found.ids)
+    for node in found.starts:
+        x, index = node.args[0], _index_of(node)
+        assert isinstance(x, Node) and index is not None
+        count = _choices_of(index, found)
+        if count > 1:
+            sizes = shape(x)
+            x = _made(graph, node, aten.unsqueeze.default, x, 1)
+            x = _made(graph, node, aten.expand.default, x, [sizes[0], count, *sizes[1:]])
+            x = _made(graph, node, aten.reshape.default, x, [sizes[0] * count, *sizes[1:]])
+        _put(graph, node, x)
+    for node in found.products:
+        x, weight = node.args[:2]
+        _put(graph, node, _made(graph, node, torch.ops.autoptd.expert_mm.default, x, weight, found.ids))
+    for node in found.ends:
+        rows = node.args[0]
+        if op_name(node) == "aten.index_add":
+            into, _, _, rows = node.args[:4]
+            assert isinstance(rows, Node)
+            sizes, tokens = shape(rows), shape(into)[0]  # type: ignore[arg-type]
+            rows = _made(
+                graph, node, aten.reshape.default, rows, [tokens, sizes[0] // tokens, *sizes[1:]]
+            )
+            rows = _made(graph, node, aten.sum.dim_IntList, rows, [1])
+        _put(graph, node, rows)  # type: ignore[arg-type]
+
+
+def _made(graph: Graph, before: Node, target: Any, *args: Any) -> Node:
+    """Make an operator in front of a node, with its value, in the same module."""
+    with graph.inserting_before(before):
+        made = graph.call_function(target, args)
+    with torch.no_grad():
+        made.meta["val"] = target(*map_arg(args, value))
+    set_note(made, replace(note(before), extra={}))
+    return made
+
+
+def _put(graph: Graph, node: Node, by: Node) -> None:
+    node.replace_all_uses_with(by)
+    graph.erase_node(node)
+
+
+__all__ = ["rewrite_experts"]
