@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.fx.node import map_arg
 from autoptd.errors import PlanError, TraceError
 from autoptd.ir.elsewhere import NORMS
 from autoptd.ir.notes import is_tensor, note, op_name, ops, set_note, shape, site, value
+from autoptd.ir.operators.record import argument
 from autoptd.trace import dropouts
 
 aten = torch.ops.aten
@@ -204,10 +205,22 @@ def _put_back(calls: _Calls, view: Node, whole: Node, piece: Node) -> Node:
     size = shape(whole)[dim]
     if op_name(view) == "aten.select":
         piece = calls.make(aten.unsqueeze.default, piece, dim)
-    before = [calls.make(aten.slice.Tensor, whole, dim, 0, start)] if start else []
-    behind = [calls.make(aten.slice.Tensor, whole, dim, end, size)] if end < size else []
+    before = _parts_of(calls, whole, dim, 0, start)
+    behind = _parts_of(calls, whole, dim, end, size)
     parts = [*before, piece, *behind]
     return calls.make(aten.cat.default, parts, dim) if len(parts) > 1 else piece
+
+
+def _parts_of(calls: _Calls, whole: Node, dim: int, start: int, end: int) -> list[Node]:
+    """What `whole` has from `start` to `end`: of what was put together before, its parts, where they end there."""
+    if start == end:
+        return []
+    if op_name(whole) == "aten.cat" and argument(whole, "dim") % len(shape(whole)) == dim:
+        parts: list[Node] = list(whole.args[0])  # type: ignore[arg-type]
+        ends = list(accumulate((shape(part)[dim] for part in parts), initial=0))
+        if start in ends and end in ends:
+            return parts[ends.index(start) : ends.index(end)]
+    return [calls.make(aten.slice.Tensor, whole, dim, start, end)]
 
 
 def _pure(calls: _Calls, node: Node) -> Node:
