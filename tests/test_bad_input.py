@@ -231,14 +231,13 @@ def test_batch_norm_that_does_not_learn() -> None:
     assert autoptd.compile(model, d=2, example_inputs=(torch.randn(8, 8),)).sources
 
 
-@pytest.mark.parametrize("way", ["eager", "grouped_mm"])
-def test_experts_of_transformers(way: str) -> None:
+def test_experts_of_transformers_in_a_loop() -> None:
     sizes = {"hidden_size": 8, "intermediate_size": 16, "vocab_size": 16, "num_local_experts": 2}
     counts = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 1)
     config = transformers.MixtralConfig(**sizes, **counts)
-    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation=way)
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
     ids = torch.randint(16, (4, 4))
-    with pytest.raises(autoptd.AutoptdError, match=r'Remedy: .*experts_implementation="batched_mm"'):
+    with pytest.raises(autoptd.AutoptdError, match=r'Remedy: .*experts_implementation="grouped_mm"'):
         autoptd.compile(model, d=2, example_inputs={"input_ids": ids, "labels": ids})
 
 

@@ -25,9 +25,13 @@ UNNEEDED = "leave it out: nothing here needs it"
 
 # Modules of others, as they are met in a trace.
 NORMS = "LayerNorm or GroupNorm, or .eval() of the batch norm, which keeps its statistics as they are"
+SORTS = (
+    "for experts, tokens that are sorted, multiplied by torch.nn.functional.grouped_mm and put back in order, each by itself "
+    "in between"
+)
 EXPERTS = (
-    'for the experts of transformers, from_config(config, experts_implementation="batched_mm"), which gathers '
-    "weights by token"
+    'for the experts of transformers, from_config(config, experts_implementation="grouped_mm"), which sorts tokens '
+    "by expert"
 )
 
 _REMEDIES = {

@@ -1,21 +1,70 @@
-"""A product of every row with the matrix of its expert: what a mixture of experts computes, token by token.
+"""Products of rows with the matrices of their experts: what a mixture of experts computes.
 
-In: rows [s, i], the matrices of all experts [e, i, o], and the expert of each row [s]. Out: [s, o]. No row depends on another
-one, and no matrix is copied: rows are sorted by expert, multiplied group by group, and put back.
+In: rows, the matrices of all experts [e, i, o], and which rows belong to which. Out: [s, o]; no row depends on another one.
 
-    y = torch.ops.autoptd.expert_mm(x, weight, ids)        # y[k] = x[k] @ weight[ids[k]]
+    y = torch.ops.autoptd.grouped_mm(x, weight, ends)      # sorted: those of expert k end at ends[k]
+    y = torch.ops.autoptd.expert_mm(x, weight, ids)        # in any order: y[k] = x[k] @ weight[ids[k]]
 
-`trace/experts.py` finds it in models that sort by themselves.
+`GroupedProducts` puts the first in the place of torch's, which takes bfloat16 alone in a trace; `trace/experts.py` turns it
+into the second one, whose rows may be those of any microbatch. No matrix is copied: rows are sorted by expert, multiplied
+group by group, and put back.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 NAME = "autoptd.expert_mm"
+
+
+class GroupedProducts(TorchFunctionMode):
+    """Calls `product` of rows, matrices and ends in the place of torch's grouped product where `wanted` says so."""
+
+    def __init__(self, product: Callable[..., Tensor], wanted: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.product, self.wanted = product, wanted
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") != "_grouped_mm":
+            return func(*args, **(kwargs or {}))
+        return self._of(func, *args, **(kwargs or {}))
+
+    def _of(self, func: Any, x: Tensor, other: Tensor, offs: Tensor | None = None, **rest: Any) -> Tensor:
+        is_plain = x.dim() == 2 and other.dim() == 3 and offs is not None
+        if is_plain and self.wanted(x) and all(given is None for given in rest.values()):
+            return self.product(x, other, offs)
+        return func(x, other, offs=offs, **rest)  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("autoptd::grouped_mm", mutates_args=())
+def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Return [s, o] of rows [s, i] sorted by group, matrices [e, i, o], and where the rows of each group end [e]."""
+    return _products(x, weight, ends)
+
+
+@grouped_mm.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+@torch.library.custom_op("autoptd::grouped_mm_backward", mutates_args=())
+def grouped_mm_backward(grad: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of rows and matrices."""
+    return _products(grad, weight.transpose(1, 2), ends), _outer_products(x, grad, ends)
+
+
+@grouped_mm_backward.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _grouped_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    return (*grouped_mm_backward(grad, *ctx.saved_tensors), None)
 
 
 @torch.library.custom_op("autoptd::expert_mm", mutates_args=())
@@ -67,6 +116,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Non
 
 
 expert_mm.register_autograd(_backward, setup_context=_setup)
+grouped_mm.register_autograd(_grouped_backward, setup_context=_setup)
 
 
 def _by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -75,7 +125,7 @@ def _by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def _is_fast(x: Tensor, other: Tensor) -> bool:
-    """Tell whether torch multiplies all groups in one kernel; elsewhere one by one, for which the host waits for their sizes."""
+    """Tell whether torch multiplies all groups in one kernel; else one by one, for which the host waits for sizes."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device) < (8, 0):
         return False
     # Rows and columns begin at multiples of 16 bytes.
@@ -86,7 +136,8 @@ def _products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Return the product of each group of rows with its matrix."""
     if _is_fast(x, weight):
         return torch.nn.functional.grouped_mm(x, weight, offs=ends.to(torch.int32))
-    out = x.new_empty(len(x), weight.shape[2])
+    # Behind the last group, rows belong to none.
+    out = x.new_zeros(len(x), weight.shape[2])
     start = 0
     for end, matrix in zip(ends.tolist(), weight, strict=True):
         if end > start:
@@ -107,4 +158,4 @@ def _outer_products(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-__all__ = ["NAME", "expert_mm"]
+__all__ = ["NAME", "GroupedProducts", "expert_mm", "grouped_mm"]

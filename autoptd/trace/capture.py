@@ -28,6 +28,7 @@ from torch.fx import Graph, Node
 from autoptd.compat import OpOverload, light_export, traced_through, tree_flatten, tree_unflatten
 from autoptd.errors import AutoptdError, TraceError
 from autoptd.ir.elsewhere import EXPERTS
+from autoptd.ir.expert_mm import GroupedProducts, grouped_mm
 from autoptd.ir.names import USED
 from autoptd.ir.notes import copy_graph, note, op_name, ops, placeholders, site
 from autoptd.trace.autocast import OFF, Autocast, Casting, cast_once
@@ -244,6 +245,7 @@ def _export(
             around.enter_context(torch.enable_grad())
             around.enter_context(light_export(UserFrames(), run))
             around.enter_context(traced_through(casting.call))
+            around.enter_context(GroupedProducts(grouped_mm, lambda x: True))
             around.enter_context(suppress(Followed))
             exported = torch.export.export(wrapper, args, kwargs, strict=False)
         check_functions(met.functions)

@@ -2,7 +2,7 @@
 
 In: a TRACED graph. Out: the same values without the sort. A mixture of experts brings the rows that chose the same expert
 together, and afterwards back in order; in between, every operator treats each row by itself. So the order does not matter: a
-grouped product becomes `expert_mm` of rows in the order of the tokens, and samples stay apart, as pipelines and replicas need it.
+grouped product becomes `expert_mm` of rows in the order of the tokens, and samples stay apart, as pipelines and replicas need.
 
     sorted, order = ids.sort()                          # [s], the expert of each row
     rows = x[order // k];  ends = histc(sorted).cumsum(0)
@@ -23,14 +23,14 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from autoptd.ir import expert_mm  # noqa: F401  # registers the operator
-from autoptd.ir.notes import note, op_name, set_note, shape, value
+from autoptd.ir.expert_mm import expert_mm
+from autoptd.ir.notes import note, op_name, ops, set_note, shape, value
 from autoptd.ir.operators.record import Member, argument, operands
-from autoptd.ir.operators.table import links
+from autoptd.ir.operators.table import links, operator_of
 
 aten = torch.ops.aten
-# Of operand rows, matrices and the ends of groups: torch's own, and what transformers takes in its place.
-PRODUCTS = ("aten._grouped_mm", "transformers.grouped_mm_fallback")
+# Of rows, matrices and the ends of groups: ours, torch's own, and what transformers takes in its place.
+PRODUCTS = ("autoptd.grouped_mm", "aten._grouped_mm", "transformers.grouped_mm_fallback")
 # A dim that is all of a tensor's dim 0.
 ROWS = Member((0,))
 
@@ -41,10 +41,10 @@ class NotByRow(Exception):
 
 @dataclass
 class Sort:
-    """A sort of experts' numbers, and what follows from it.
+    """A sort of experts' numbers, or the order in which they would be, and what follows from it.
 
-    `rows` are values whose dim 0 is in its order; `starts` bring values into that order, `ends` out of it; `products` are
-    grouped by it. `known` are the other readers, which are not needed any more.
+    `sorted` has the numbers in order; `rows` are values whose dim 0 is in that order; `starts` bring values into it, `ends`
+    out of it; `products` are grouped by it. `known` are the other readers, which are not needed any more.
     """
 
     node: Node
@@ -60,7 +60,9 @@ class Sort:
 
 def rewrite_experts(graph: Graph) -> None:
     """Rewrite all experts of a graph that sort their tokens."""
-    for node in graph.find_nodes(op="call_function", target=aten.sort.default):
+    for node in list(ops(graph)):
+        if op_name(node) not in ("aten.sort", "aten.argsort"):
+            continue
         try:
             found = _follow(node)
         except NotByRow:
@@ -76,7 +78,9 @@ def _follow(node: Node) -> Sort:
     if not isinstance(ids, Node) or len(shape(ids)) != 1 or argument(node, "descending"):
         raise NotByRow
     found = Sort(node, ids)
-    for piece in node.users:
+    if op_name(node) == "aten.argsort":
+        found.order = node
+    for piece in node.users if found.order is None else ():
         if piece.args[1]:
             found.order = piece
         else:
@@ -108,6 +112,8 @@ def _take(node: Node, found: Sort) -> None:
     if _is_start(node, found):
         found.starts.append(node)
         found.rows.add(node)
+        if found.sorted is None and _is_same(node.args[0], found.ids):
+            found.sorted = node
     elif name in PRODUCTS:
         x, _, ends = operands(node)[:3]
         if len(operands(node)) > 3 or x not in found.rows or not _are_ends(ends, found):
@@ -190,17 +196,20 @@ def _is_arange(node: Any, count: int) -> bool:
 
 def _are_ends(node: Node, found: Sort) -> bool:
     """Tell whether a value has the row behind each expert's rows: cumsum of how many chose it."""
+    node = _uncast(node)
     if op_name(node) != "aten.cumsum" or argument(node, "dim") not in (0, -1):
         return False
     counts = _uncast(node.args[0])
     experts = shape(node)[0]
+    ids: Any = None
     if op_name(counts) == "aten.histc":
-        bins, low, high = (argument(counts, name) for name in ("bins", "min", "max"))
-        is_counted = (bins, low, high) == (experts, 0, experts - 1)
-    else:
-        is_counted = op_name(counts) == "aten.bincount" and argument(counts, "weights") is None
-        is_counted = is_counted and argument(counts, "minlength") == experts
-    return is_counted and _uncast(counts.args[0]) in (found.sorted, found.ids)
+        bins = tuple(argument(counts, name) for name in ("bins", "min", "max"))
+        ids = _uncast(counts.args[0]) if bins == (experts, 0, experts - 1) else None
+    elif op_name(counts) == "aten.sum" and argument(counts, "dim") == [0]:
+        chosen = _uncast(counts.args[0])
+        is_choice = op_name(chosen) == "aten.one_hot" and argument(chosen, "num_classes") == experts
+        ids = chosen.args[0] if is_choice else None
+    return ids is not None and (ids is found.sorted or _is_same(ids, found.ids))
 
 
 def _adds_choices(node: Node, found: Sort) -> bool:
@@ -221,9 +230,9 @@ def _tells_order(node: Node, found: Sort) -> bool:
         return True
     # Its shape is read alone, or its values are counted: what reads it is looked at as well.
     is_shape = op_name(node) in ("aten.empty_like", "aten.zeros_like") and node.args[0] is found.order
-    counts = op_name(node) in ("aten.histc", "aten.bincount")
+    is_count = op_name(node) == "aten.histc"
     is_cast = op_name(node) == "aten.to" and found.sorted in node.all_input_nodes
-    return is_shape or counts or (is_cast and all(op_name(user) == "aten.histc" for user in node.users))
+    return is_shape or is_count or (is_cast and all(op_name(user) == "aten.histc" for user in node.users))
 
 
 def _is_by_row(node: Node, found: Sort) -> bool:
@@ -243,6 +252,17 @@ def _is_by_row(node: Node, found: Sort) -> bool:
     return False
 
 
+def _is_same(one: Any, other: Any) -> bool:
+    """Tell whether two values of one dim have the same entries: a model may flatten twice."""
+    return len(shape(one)) == len(shape(other)) and _unfolded(one) is _unfolded(other)
+
+
+def _unfolded(node: Any) -> Any:
+    while isinstance(node, Node) and operator_of(node).moves == "fold":
+        node = node.args[0]
+    return node
+
+
 def _uncast(node: Any) -> Any:
     while isinstance(node, Node) and op_name(node) == "aten.to":
         node = node.args[0]
@@ -255,7 +275,7 @@ def len_of(node: Node) -> int:
 
 def _rewrite(graph: Graph, found: Sort) -> None:
     """Let every row stay where its token is."""
-    if found.sorted is not None:
+    if found.sorted is not None and found.sorted not in found.starts:
         found.sorted.replace_all_uses_with(found.ids)
     for node in found.starts:
         x, index = node.args[0], _index_of(node)
@@ -269,16 +289,14 @@ def _rewrite(graph: Graph, found: Sort) -> None:
         _put(graph, node, x)
     for node in found.products:
         x, weight = node.args[:2]
-        _put(graph, node, _made(graph, node, torch.ops.autoptd.expert_mm.default, x, weight, found.ids))
+        _put(graph, node, _made(graph, node, expert_mm._opoverload, x, weight, found.ids))
     for node in found.ends:
         rows = node.args[0]
         if op_name(node) == "aten.index_add":
             into, _, _, rows = node.args[:4]
             assert isinstance(rows, Node)
             sizes, tokens = shape(rows), shape(into)[0]  # type: ignore[arg-type]
-            rows = _made(
-                graph, node, aten.reshape.default, rows, [tokens, sizes[0] // tokens, *sizes[1:]]
-            )
+            rows = _made(graph, node, aten.reshape.default, rows, [tokens, sizes[0] // tokens, *sizes[1:]])
             rows = _made(graph, node, aten.sum.dim_IntList, rows, [1])
         _put(graph, node, rows)  # type: ignore[arg-type]
 

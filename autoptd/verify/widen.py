@@ -16,25 +16,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from autoptd.compat import tree_map
 from autoptd.errors import PlanError
+from autoptd.ir.expert_mm import GroupedProducts
 from autoptd.options import Options
 from autoptd.trace.attributes import map_attribute_tensors
 
 
-class GroupedProducts(TorchFunctionMode):
-    """Computes the grouped products of experts in float64, for which torch has no kernel."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") == "_grouped_mm" and args[0].dtype == torch.float64:
-            func = _grouped_products
-        return func(*args, **(kwargs or {}))
-
-
 class Widen(GroupedProducts):
     """Turns requests for float32 into float64: a model's own upcasts must not truncate a float64 check."""
+
+    def __init__(self) -> None:
+        super().__init__(_grouped_product, _is_float64)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The tracer calls this itself: it rebuilds a constant of the model, which keeps its dtype.
@@ -48,9 +42,18 @@ class Widen(GroupedProducts):
         return super().__torch_function__(func, types, wide, named)
 
 
-def _grouped_products(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, **_: Any) -> torch.Tensor:
-    """Multiply rows [s, i] with the matrix [i, o] of their group, as `grouped_mm`, which has no kernel for float64."""
-    groups = torch.searchsorted(offs, torch.arange(len(x), device=x.device), right=True)
+def in_float64() -> GroupedProducts:
+    """Let a model multiply groups of float64, for which torch has no kernel."""
+    return GroupedProducts(_grouped_product, _is_float64)
+
+
+def _is_float64(x: torch.Tensor) -> bool:
+    return x.dtype == torch.float64
+
+
+def _grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Written out, with a matrix for every row: it shares nothing with what ranks run."""
+    groups = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)
     return torch.bmm(x.unsqueeze(1), weight[groups]).squeeze(1)
 
 
@@ -87,4 +90,4 @@ def widen_inputs(call: Any) -> Any:
     return tree_map(wide, call)
 
 
-__all__ = ["GroupedProducts", "Widen", "widen_inputs", "widen_model", "widen_options"]
+__all__ = ["Widen", "in_float64", "widen_inputs", "widen_model", "widen_options"]

@@ -23,7 +23,7 @@ from autoptd.runtime.dropout import Draw, dropout
 from autoptd.trace import given_masks
 from autoptd.trace.loss import WithLoss
 from autoptd.trace.masks import written_out_attention
-from autoptd.verify.widen import GroupedProducts, Widen
+from autoptd.verify.widen import Widen, in_float64
 
 WIDENED_TOLERANCE = 1e-6
 
@@ -76,7 +76,7 @@ def check_widening(
         raise PlanError(
             "verify", "the model has no parameter that requires a gradient", "nothing is trained here"
         )
-    with masks_of(program, 1), GroupedProducts():
+    with masks_of(program, 1), in_float64():
         plain = WithLoss(model, options.loss_fn)(*args, **kwargs)
     narrow = torch.autograd.grad(plain, parameters, allow_unused=True)
     with Widen():

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers.integrations.moe  # noqa: F401  # registers a grouped product
 from torch import Tensor, nn
 
 VOCAB, LENGTH, WIDTH, HEADS = 30, 12, 12, 6  # heads and tokens divide over t = 2 and t = 3, tokens over t x c
@@ -150,6 +151,32 @@ class Experts(Model):
         return x
 
 
+class SortedExperts(Model):
+    """Two of three experts a token, whose tokens the model sorts for a grouped product, as transformers does."""
+
+    def __init__(self, drop: float) -> None:
+        super().__init__(drop)
+        self.blocks = nn.ModuleList(Block(drop) for _ in range(2))
+        self.gates = nn.ModuleList(nn.Linear(WIDTH, 3) for _ in range(2))
+        self.up = nn.ParameterList(torch.empty(3, 4 * WIDTH, WIDTH) for _ in range(2))
+        self.down = nn.ParameterList(torch.empty(3, WIDTH, 2 * WIDTH) for _ in range(2))
+
+    def body(self, x: Tensor) -> Tensor:
+        # Of float64, torch.nn.functional.grouped_mm has no kernel.
+        product = torch.ops.transformers.grouped_mm_fallback
+        for block, gate, up, down in zip(self.blocks, self.gates, self.up, self.down, strict=True):
+            x = block(x)
+            tokens = x.flatten(0, 1)
+            weights, chosen = gate(tokens).softmax(-1).topk(2)
+            ids, order = chosen.flatten().sort()
+            ends = torch.histc(ids.float(), 3, 0, 2).cumsum(0, dtype=torch.int32)
+            left, right = product(tokens[order // 2], up.transpose(1, 2), ends).chunk(2, -1)
+            made = product(F.silu(left) * right, down.transpose(1, 2), ends)
+            made = (made * weights.flatten()[order].unsqueeze(-1))[order.argsort()]
+            x = x + made.unflatten(0, (-1, 2)).sum(1).view_as(x)
+        return x
+
+
 class EncoderDecoder(Model):
     """A second input of another length, whose encoding all layers of the decoder read."""
 
@@ -222,6 +249,7 @@ KINDS: dict[str, Kind] = {
     "unet": Kind(UNet),
     "shared": Kind(Shared),
     "experts": Kind(Experts),
+    "sorted experts": Kind(SortedExperts),
     "encoder-decoder": Kind(EncoderDecoder, has_source=True),
     "loss_fn": Kind(Headless, labels="targets", loss_fn=smoothed),
 }

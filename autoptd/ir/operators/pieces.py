@@ -19,17 +19,20 @@ from autoptd.ir.sizes import Sizes, local_shapes
 
 
 def slice_links(node: Node) -> list[Link]:
-    """Link slice: one of several pieces of a dim, all equal or not; with a step it needs its dim whole."""
+    """Link slice: one of several pieces of a dim, all equal or not; every step-th entry, or some of these."""
     x = shape(operands(node)[0])
     dim, start, size = _piece(node)
     links = [same_dim(d) for d in range(len(x)) if d != dim]
     # Slices of the same tensor: q, k and v cut from one projection are equal pieces only if all of them are.
     pieces = [_piece(user) for user in operands(node)[0].users if op_name(user) == "aten.slice"]
     others = {length for d, _, length in pieces if d == dim and length not in (size, x[dim])}
-    has_steps = argument(node, "step") != 1
+    step = argument(node, "step")
     if size == x[dim]:
         links.append(same_dim(dim))
-    elif has_steps or size <= 1:
+    # Every step-th entry of all: [2880 * 2] is seen as 2880 x 2, and the slice keeps the major factor.
+    elif step > 1 and size > 1 and x[dim] == size * step:
+        links.append(Link(f"d{dim}", {0: Member((dim,), tail=step)}, Member((dim,))))
+    elif step != 1 or size <= 1:
         links.append(Link(f"d{dim}", {0: Member((dim,))}, None, "an uneven slice needs it whole"))
     # The k-th of n equal pieces: [3 * 768] is seen as 3 x 768, and the slice keeps the minor factor.
     elif x[dim] % size == 0 and start % size == 0 and not others:
@@ -156,13 +159,15 @@ def tile_links(node: Node) -> list[Link]:
 
 
 def local_bounds(node: Node, sizes: Sizes) -> dict[str, Any]:
-    """Scale the bounds of a slice of a split dim, which is only ever sliced into equal pieces."""
+    """Scale the bounds of a slice of a split dim, which is only ever sliced into equal pieces, or takes every step-th entry."""
     x = operands(node)[0]
     dim = argument(node, "dim") % tensor(x).dim()
     full, local = shape(x)[dim], local_shapes(x, sizes)[0][dim]
     if local == full:
         return {}
     start, end = argument(node, "start") or 0, argument(node, "end")
+    if argument(node, "step") != 1:
+        return {"start": _bound(start, full), "end": local}
     bounds = {"start": start, "end": full if end is None else end}
     # Of a padded dim, which is only ever taken whole, this is the whole shard.
     return {name: _bound(bound, full) * local // full for name, bound in bounds.items()}

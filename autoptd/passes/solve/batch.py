@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from autoptd.errors import PlanError
-from autoptd.ir.elsewhere import EXPERTS, NORMS
+from autoptd.ir.elsewhere import NORMS, SORTS
 from autoptd.ir.layout import BATCH
 from autoptd.ir.notes import OF_MICROBATCH, WHOLE_NUMBERS, note, op_name, output, shape, site, tensor, value
 from autoptd.ir.operators.lookups import UNCOUNTED
@@ -44,7 +44,7 @@ UNKNOWN_REMEDY += "(sums, products, views, gather), or d=1 and num_microbatches=
 NUMBER_REMEDY = f"the number itself, as in loss / x.shape[0]; or {RULE_REMEDY}"
 COUNT_REMEDY = "F.cross_entropy(..., reduction='none').mean(), and class weights in a buffer"
 # Where an operator tells more of what the user wants.
-REMEDIES = {"aten.batch_norm": NORMS, "aten.sort": f"{RULE_REMEDY}; {EXPERTS}"}
+REMEDIES = {"aten.batch_norm": NORMS, "aten.sort": f"{RULE_REMEDY}; {SORTS}"}
 DEVIATION = f"of inputs, sums written out: (x - x.mean()).square().sum(); else {RULE_REMEDY}"
 REMEDIES |= {"aten.std": DEVIATION, "aten.var": DEVIATION}
 # Key of Note.extra: operands whose rows are all equal -> the place where they meet the batch.

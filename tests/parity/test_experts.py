@@ -1,0 +1,139 @@
+"""Mixtures of experts of transformers, unmodified, with their default settings: trained as on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import autoptd
+from autoptd.ir.machine import Machine
+from tests.thin import thinned
+
+# Collectives start at once: models as small as these are split.
+MACHINE = Machine(latency=1e-9)
+VOCAB = 64
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "use_cache": False,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+CHOSEN = {"num_key_value_heads": 2, "num_experts_per_tok": 2}
+
+
+def mixtral() -> nn.Module:
+    config = transformers.MixtralConfig(**SIZES, **CHOSEN, intermediate_size=24, num_local_experts=3)
+    return transformers.MixtralForCausalLM(config)
+
+
+def qwen3() -> nn.Module:
+    sizes = {"head_dim": 4, "intermediate_size": 24, "moe_intermediate_size": 8, "num_experts": 5}
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES, **CHOSEN, **sizes))
+
+
+def olmoe() -> nn.Module:
+    sizes = {"intermediate_size": 8, "num_experts": 4}
+    return transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**SIZES, **CHOSEN, **sizes))
+
+
+def gpt_oss() -> nn.Module:
+    """Biases of experts, gates between the other channels, attention sinks and windows."""
+    sizes = {"head_dim": 4, "intermediate_size": 8, "num_local_experts": 4, "sliding_window": 4}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    config = transformers.GptOssConfig(**SIZES, **CHOSEN, **sizes, rope_parameters=rope)
+    return transformers.GptOssForCausalLM(config)
+
+
+def deepseek() -> nn.Module:
+    """A dense layer, then experts beside one that all tokens have; latent attention."""
+    heads = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
+    counts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
+    sizes = {"intermediate_size": 24, "moe_intermediate_size": 8, "first_k_dense_replace": 1}
+    groups = {"n_group": 1, "topk_group": 1, "q_lora_rank": None, "num_key_value_heads": 4}
+    config = transformers.DeepseekV2Config(**SIZES, **heads, **counts, **sizes, **groups)
+    return transformers.DeepseekV2ForCausalLM(config)
+
+
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "Mixtral": mixtral,
+    "Qwen3-MoE": qwen3,
+    "OLMoE": olmoe,
+    "GPT-OSS": gpt_oss,
+    "DeepSeek-V2": deepseek,
+}
+MESHES: tuple[dict[str, Any], ...] = (
+    {"t": 2, "p": 2, "d": 2, "num_microbatches": 2},
+    {"t": 2, "sequence_parallel": True, "d": 2, "zero": 1},
+    {"t": 2, "c": 2},
+    {"t": 4, "p": 2, "num_microbatches": 2, "recompute": "full"},
+    {"t": 2, "d": 2, "precision": "bf16-mixed"},
+)
+
+
+def model_of(family: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = FAMILIES[family]()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def batch(rows: int = 4) -> dict[str, torch.Tensor]:
+    ids = torch.randint(VOCAB, (rows, 8), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+CELLS = [(family, mesh) for mesh in range(len(MESHES)) for family in FAMILIES]
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"), thinned(CELLS, [f"{family}, {MESHES[mesh]}" for family, mesh in CELLS], every=4)
+)
+def test_experts_train_as_on_one_device(family: str, mesh: int) -> None:
+    model = model_of(family)
+    assert model.config._experts_implementation == "grouped_mm"
+    autoptd.verify(model, example_inputs=batch(), machine=MACHINE, steps=2, **MESHES[mesh])
+
+
+CONFIGS = {  # two layers, else as they are released
+    "Mixtral": transformers.MixtralConfig(num_hidden_layers=2, use_cache=False),
+    "Qwen3-MoE": transformers.Qwen3MoeConfig(num_hidden_layers=2, use_cache=False, num_experts=128),
+    "GPT-OSS": transformers.GptOssConfig(num_hidden_layers=2, use_cache=False),
+}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_expert_is_divided_inside_and_summed_once_a_layer(family: str) -> None:
+    """No tensor rank has a whole expert; what tokens get from all of theirs is summed once."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(CONFIGS[family], dtype=torch.bfloat16)
+        ids = torch.zeros(4, 2048, dtype=torch.long)
+    program = autoptd.compile(model, t=4, example_inputs={"input_ids": ids, "labels": ids}, machine="h100")
+    specs = [spec for spec in program.params if spec.name.endswith(("gate_up_proj", "down_proj"))]
+    assert len(specs) == 4
+    for spec in specs:
+        local, whole = spec.local_shape(program.mesh), spec.shape
+        assert 4 * torch.Size(local).numel() == torch.Size(whole).numel() and local[0] == whole[0]
+    assert not program.fallbacks
+    lines = "\n".join(program.sources.values()).splitlines()
+    # The two layers are one loop.
+    conversions = [line.split("rt.")[1] for line in lines if "mlp.experts" in line and ", tp, " in line]
+    assert len(conversions) == 1 and conversions[0].startswith("p_to_i(")
+
+
+def test_no_weight_is_gathered_by_token() -> None:
+    """Every row of 3 experts' matrices of 768 numbers would have its own."""
+    program = autoptd.compile(model_of("Mixtral"), example_inputs=batch(), machine=MACHINE)
+    text = "\n".join(program.sources.values())
+    # The two layers are one loop.
+    assert text.count("rt.expert_mm(") == 2 and "sort" not in text and "aten.index" not in text
