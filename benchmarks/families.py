@@ -186,6 +186,14 @@ def _other_transformers(layers: int) -> dict[str, Family]:
         "vocab_size": VOCAB,
         "use_cache": False,
     }
+    small_experts = {**experts, "num_experts": 4, "moe_intermediate_size": WIDTH, "pad_token_id": 0}
+    small_experts |= {"head_dim": WIDTH // HEADS, "bos_token_id": 1, "eos_token_id": 2}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    oss = {**experts, "head_dim": WIDTH // HEADS, "sliding_window": LENGTH // 2, "rope_parameters": rope}
+    latent = {**experts, "n_routed_experts": 4, "moe_intermediate_size": WIDTH, "first_k_dense_replace": 1}
+    latent |= {"kv_lora_rank": WIDTH // 2, "q_lora_rank": None, "n_group": 1, "topk_group": 1}
+    latent |= dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), WIDTH // HEADS)
+    latent |= {"n_shared_experts": 1, "num_key_value_heads": HEADS}
     by_token = {"experts_implementation": "batched_mm"}
     vit = {key: n for key, n in usual.items() if key not in ("vocab_size", "max_position_embeddings")}
     vit |= {"image_size": 16, "patch_size": 4, "num_labels": 8}
@@ -214,6 +222,12 @@ def _other_transformers(layers: int) -> dict[str, Family]:
     generates = "ForConditionalGeneration"
     return {
         "mixtral": made("Mixtral", "ForCausalLM", "other decoder", "experts", experts),
+        "qwen3-moe": made("Qwen3Moe", "ForCausalLM", "other decoder", "many small experts", small_experts),
+        "olmoe": made("Olmoe", "ForCausalLM", "other decoder", "experts, norms of q and k", small_experts),
+        "gpt-oss": made("GptOss", "ForCausalLM", "other decoder", "experts with biases, sinks, windows", oss),
+        "deepseek-v2": made(
+            "DeepseekV2", "ForCausalLM", "other decoder", "shared experts, latent attention", latent
+        ),
         "mixtral-batched": made(
             "Mixtral", "ForCausalLM", "other decoder", "weights gathered per token", {**experts, **by_token}
         ),
