@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
+from autoptd import runtime as rt
 from autoptd.codegen.expressions import expression
 from autoptd.ir import markers
 from autoptd.ir.notes import Note, op_name, ops, set_note
@@ -47,7 +48,7 @@ ALL = EXAMPLES | MORE
 def evaluate(node: Node, env: dict[Node, Any]) -> Any:
     names = {one: f"v{i}" for i, one in enumerate(env)}
     scope = {name: env[one] for one, name in names.items()}
-    scope |= {"torch": torch, "F": F, "self": SimpleNamespace(device="cpu")}
+    scope |= {"torch": torch, "F": F, "rt": rt, "self": SimpleNamespace(device="cpu")}
     return eval(expression(node, names.__getitem__), scope)
 
 
