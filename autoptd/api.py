@@ -24,7 +24,7 @@ from torch import nn
 
 from autoptd.auto import planned
 from autoptd.batch import split_call
-from autoptd.compile import compile, compile_evaluation, compile_program
+from autoptd.compile import compile, compile_evaluation, compile_program, compile_sizes
 from autoptd.deferred import is_deferred, traceable
 from autoptd.errors import PlanError
 from autoptd.ir.machine import Machine
@@ -64,6 +64,8 @@ def parallelize(
     timeout: float = 300.0,
     nan: str = "raise",
     check_every: int | None = None,
+    shapes: str | None = None,
+    max_programs: int | None = None,
     p2p: str | None = None,
     fuse: str | bool | None = None,
     fuse_only: Sequence[str] | None = None,
@@ -112,6 +114,9 @@ def parallelize(
     nan: "ignore" lets a NaN loss pass.
     check_every: every so many steps the ranks of a replica compare their batches, and copies of parameters
         (default 100; 0: never).
+    shapes: what a batch of another length or number of rows than `example_inputs` is: an error (None), or "exact": it
+        runs a program for these sizes, compiled when they first come, on the same parameters, optimizer and dropout
+        masks as one device; at most `max_programs` of them (default 16).
     p2p: how stages send where t > 1: "direct", "scatter_gather" or "auto".
     fuse, fuse_only: the backend of fused operators, "eager", "triton", "inductor" or False (default: by
         device), and those to use.
@@ -166,6 +171,15 @@ def parallelize(
             warn_of_fallbacks(program)
         return program
 
+    def compile_other(args: tuple[Any, ...], kwargs: dict[str, Any], trained: Program) -> Program:
+        replicas = options.mesh.replicas if is_local(options) else 1
+        program = compile_sizes(
+            model, options, args, kwargs, trained, modes, replicas=replicas, check=is_first_process()
+        )
+        if is_first_process():
+            warn_of_fallbacks(program)
+        return program
+
     def compile_eval(args: tuple[Any, ...], kwargs: dict[str, Any], trained: Program) -> Program:
         # What `eval_step` gets: the global batch for threads, this replica's rows for a process.
         replicas = options.mesh.replicas if is_local(options) else 1
@@ -176,6 +190,7 @@ def parallelize(
         "arguments": argument_names(model),
         "format": format_of(model),
         "compile_eval": compile_eval,
+        "compile_sizes": compile_other,
         "draw": draw_program,
         "shared": shared_buffers(model),
         "holding": partial(with_buffers, model),

@@ -26,6 +26,7 @@ from autoptd.errors import AutoptdError, PlanError, TraceError
 from autoptd.ir.activity import activity
 from autoptd.ir.garbage import paused_collection
 from autoptd.options import Options
+from autoptd.program.program import Program
 from autoptd.runtime.batch import batch_rows
 from autoptd.runtime.devices import device_of_ranks
 
@@ -72,11 +73,17 @@ def split_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def plan_batch(
-    options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], replicas: int, group: int = 1
+    options: Options,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    replicas: int,
+    group: int = 1,
+    like: Program | None = None,
 ) -> Batch:
     """Decide microbatches: see `Options.num_microbatches` for the default, of which each has whole groups of rows.
 
-    PlanError where the rows do not divide over `replicas` and microbatches.
+    `like` is a program of other sizes, whose arguments have the batch where these have it. PlanError where the rows do not
+    divide over `replicas` and microbatches.
     """
     leaves = tree_flatten((args, kwargs))[0]
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim()]
@@ -86,6 +93,8 @@ def plan_batch(
     total = batch_rows(leaves, replicas * (options.num_microbatches or 1))
     # Every tensor as long as the batch: ids, labels, masks. A tensor of another length goes whole to all.
     batched = tuple(i for i in tensors if leaves[i].shape[0] == total)
+    if like is not None:
+        batched = _batched_like(like, leaves, batched, total)
     if total % replicas:
         degrees = options.mesh.product_text(options.mesh.batch_axes)
         fact = f"the global batch's {total} rows do not divide over {degrees}"
@@ -108,6 +117,20 @@ def plan_batch(
     # A microbatch of one row is traced with two: a dim of size 1 is broadcast, and would be taken for no
     # batch.
     return Batch(batched, rows, m, pieces, rows if pieces == 1 else max(rows, 2))
+
+
+def _batched_like(like: Program, leaves: list[Any], batched: tuple[int, ...], total: int) -> tuple[int, ...]:
+    """Return which arguments have the batch in dim 0, as another program says: one may be as long as it by chance."""
+    if like.rows * like.num_microbatches * like.mesh.replicas == 1:
+        # In a batch of one row, all that has one row was as long as that.
+        return batched
+    known = {spec.leaf: spec.batched for spec in like.inputs}
+    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    for spec in like.inputs:
+        if spec.batched and spec.leaf in tensors and spec.leaf not in batched:
+            fact = f"is {list(leaves[spec.leaf].shape)}, and the batch has {total} rows"
+            raise PlanError(spec.name, fact, "as many rows in all that is part of the batch")
+    return tuple(i for i in batched if known.get(i, True))
 
 
 def default_microbatches(rows: int, pipeline_ranks: int) -> int:

@@ -34,7 +34,7 @@ from autoptd.ir.sizes import local_shape
 from autoptd.options import Options, make_options
 from autoptd.passes import Context, Findings, Form, Record, up_to
 from autoptd.place import cut_of, passes_for, place
-from autoptd.program.follow import check_follows
+from autoptd.program.follow import check_follows, check_trains_alike
 from autoptd.program.program import Program
 from autoptd.program.transfers import plan_transfers
 from autoptd.program.weighed import found_text
@@ -108,7 +108,7 @@ def _compile(
     record: Record,
 ) -> Program:
     options = settle(model, options)
-    batch = plan_batch(options, args, kwargs, replicas)
+    batch = plan_batch(options, args, kwargs, replicas, like=like)
 
     def written(batch: Batch) -> tuple[Written, Traces]:
         # One trace serves all ranks: the model is traced for one device, and split afterwards.
@@ -119,7 +119,7 @@ def _compile(
     try:
         (program, graph, ctx), traces = _write_with_groups(written, batch)
     except passes.RowGroups as groups:
-        fewer = plan_batch(options, args, kwargs, replicas, groups.group)
+        fewer = plan_batch(options, args, kwargs, replicas, groups.group, like)
         # A number that the user, or a schedule of theirs, gave.
         if fewer == batch:
             raise PlanError(groups.site, groups.fact, groups.remedy) from None
@@ -252,6 +252,31 @@ def make_context(options: Options, traces: Traces, batch: Batch, like: Program |
     )
 
 
+def compile_sizes(
+    model: nn.Module,
+    options: Options,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    trained: Program,
+    modes: Mapping[nn.Module, bool],
+    *,
+    replicas: int,
+    check: bool = True,
+) -> Program:
+    """Compile for batches of other sizes than those of `trained`, on its ranks and parameters.
+
+    The layout of parameters and the cut are those of `trained`; what backward keeps is found anew. `modes` are those of the
+    modules in training. PlanError where no such program is possible.
+    """
+    # Pinned are those decisions that parameters depend on, by `trained`, and no prices that fitted another size.
+    pins = replace(options.plan, cut=None, shard=(), rates=())
+    options = replace(options, zero=trained.plan["options"]["zero"], plan=pins)
+    with tracing.in_modes(modes):
+        program = compile_program(model, options, args, kwargs, replicas=replicas, check=check, like=trained)
+    check_trains_alike(trained, program)
+    return program
+
+
 def compile_evaluation(
     model: nn.Module,
     options: Options,
@@ -275,7 +300,7 @@ def compile_evaluation(
     # No bound and no pins: nothing is kept for backward.
     options = replace(options, recompute=False, recompute_num_layers=1, plan=Plan(), zero=zero)
     options = replace(options, memory=math.inf, memory_price=price)
-    batch = plan_batch(options, args, kwargs, replicas)
+    batch = plan_batch(options, args, kwargs, replicas, like=trained)
     with tracing.evaluating(model), tracing.computing_in(model, options.precision):
         evaluated = capture_rows(model, options, args, kwargs, batch)
         for node in tracing.dropouts(evaluated.graph):

@@ -25,10 +25,11 @@ from autoptd.ir.machine_files import machine_names
 from autoptd.ir.mesh import DEGREES, ORDER, Mesh
 from autoptd.ir.placement import Sharing, sharing_of
 from autoptd.ir.plan import Plan, nearest, read_plan
-from autoptd.ir.quantities import check_degree, check_memory
+from autoptd.ir.quantities import check_degree, check_memory, check_seconds, check_steps
 from autoptd.ir.recompute import check_recompute
 from autoptd.ir.relief import relieved
 from autoptd.ir.schedules import SCHEDULES, ZERO_BUBBLE, check_schedule, is_path
+from autoptd.ir.shapes import check_shapes
 from autoptd.ir.state_bytes import StateBytes, state_bytes
 
 P2P = ("auto", "scatter_gather", "direct")
@@ -99,6 +100,9 @@ class Options:
     check_every: 100 compares, in every 100th step, the batches of the ranks that must read the same (in the
         first three steps too), and the copies of parameters that must be equal (before the second step
         too); 0 never does.
+    shapes: None: all batches have the shapes of example_inputs; "exact": a batch of another length or number of rows runs a
+        program for that, compiled when it first comes, on the same parameters, of which there are at most `max_programs`
+        (None: 16).
     plan: pinned decisions (`ir/plan.py`).
 
     Three keywords, all off by default, are hooks on the backward of linear layers (runtime/linear.py), under Megatron's
@@ -217,6 +221,8 @@ class Options:
     timeout: float = field(default=300.0, metadata=about())
     nan: str = field(default="raise", metadata=about(choices=("raise", "ignore")))
     check_every: int = field(default=100, metadata=about())
+    shapes: str | None = field(default=None, metadata=about())
+    max_programs: int | None = field(default=None, metadata=about())
     plan: Plan = field(
         default_factory=Plan, metadata=about("text", "a plan.json whose decisions are taken", metavar="FILE")
     )
@@ -305,11 +311,7 @@ class Options:
 
     def _check_numbers(self) -> None:
         """Check seconds, bytes and steps, and that the fused operators exist."""
-        # True is an int, and no number of steps.
-        is_whole = isinstance(self.check_every, int) and not isinstance(self.check_every, bool)
-        if not is_whole or self.check_every < 0:
-            remedy = "for example 100; 0 for never"
-            raise PlanError(f"check_every={self.check_every!r}", "not a number of steps", remedy)
+        check_steps("check_every", self.check_every)
         unknown = sorted(set(self.fuse_only or ()) - set(FUSED))
         if isinstance(self.fuse_only, str) or unknown:
             remedy = f"a list of: {', '.join(FUSED)}"
@@ -317,10 +319,8 @@ class Options:
         if self.memory_price is not None and not 0 <= self.memory_price < math.inf:
             price = f"memory_price={self.memory_price}"
             raise PlanError(price, "not a price in seconds per byte", "leave it out")
-        # NaN is not above 0 either.
-        if not self.timeout > 0:
-            remedy = "for example timeout=300"
-            raise PlanError(f"timeout={self.timeout}", "not a positive number of seconds", remedy)
+        check_seconds("timeout", self.timeout)
+        check_shapes(self.shapes, self.max_programs)
 
     @property
     def mesh(self) -> Mesh:

@@ -46,10 +46,11 @@ class ParallelModel(StatefulModel):
     `program` is the compiled model, or None: see `lazy`. `state` is the model's state dict: its parameters,
     and persistent buffers. With `weights` the parameters' values are those of this source instead; `format`
     says how the model is saved as one. `compile_eval` compiles for the first `eval_step`, on the layout of
-    the program that trains; without it, evaluation runs that program's forward. Both compile the model while
-    it is `holding` the buffers of now. `draw` adds pictures to `show`. `arguments` are the names of the
-    model's own, by which a call is bound that passes them in another way than the first one. `shared` says
-    which of the model's buffers share their memory. Collective.
+    the program that trains; without it, evaluation runs that program's forward; `compile_sizes` compiles for
+    batches of other sizes likewise. All compile the model while it is `holding` the buffers of now. `draw`
+    adds pictures to `show`. `arguments` are the names of the model's own, by which a call is bound that
+    passes them in another way than the first one. `shared` says which of the model's buffers share their
+    memory. Collective.
     """
 
     # training
@@ -67,8 +68,9 @@ class ParallelModel(StatefulModel):
         if torch.is_inference_mode_enabled():
             fact = "inference_mode is on around it: there would be no gradients"
             raise PlanError("pm.step", fact, "leave it off here")
-        program, ranks = self._running(args, kwargs)
+        _, ranks = self._running(args, kwargs)
         args, kwargs = self._arranged(args, kwargs)
+        program = self._sized(args, kwargs)
         check_call(program, args, kwargs, ranks.replicas)
         # Before the step: after one that raised, all ranks still agree on the count.
         self._calls += 1
@@ -111,15 +113,9 @@ class ParallelModel(StatefulModel):
 
     def eval_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the loss of the global batch without gradients, the model in eval mode. Collective."""
-        trained, ranks = self._running(args, kwargs)
+        _, ranks = self._running(args, kwargs)
         args, kwargs = self._arranged(args, kwargs)
-        # Not before the first evaluation: some runs have none, and compiling takes as long as for training.
-        if self._eval_program is None and self._compile_eval is not None:
-            with self._holding(self._buffers.now(ranks)):
-                self._eval_program = self._compile_eval(args, kwargs, trained)
-            if self._eval_program is not trained:
-                self._buffers.attach_evaluator(ranks, trained, self._eval_program)
-        program = self._eval_program or trained
+        program = self._sized_evaluation(args, kwargs)
         check_call(program, args, kwargs, ranks.replicas)
         self._evaluations += 1
 
@@ -216,8 +212,10 @@ class ParallelModel(StatefulModel):
         computes wrongly. Needs kernels that give the same bits each time (`torch.use_deterministic_algorithms`), and says
         where they do not. With one replica, only whether each rank computes the same twice.
         """
-        ranks, program, mesh = self._started("check_ranks"), self.program, self.options.mesh
-        args, kwargs = take_rows(program, *self._arranged(args, kwargs), mesh.replicas, 0)
+        ranks, mesh = self._started("check_ranks"), self.options.mesh
+        whole = self._arranged(args, kwargs)
+        args, kwargs = take_rows(self.program, *whole, mesh.replicas, 0)
+        program = self._sized(args, kwargs) if self._is_process else self._sized(*whole)
         check_call(program, args, kwargs, 1)
         scale = None if self._loss_scale is None else self._loss_scale.value
 

@@ -24,8 +24,10 @@ from autoptd.compat import tree_map
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ir.buffers import SharedBuffers
 from autoptd.ir.mesh import Coordinate
+from autoptd.ir.shapes import MAX_PROGRAMS
 from autoptd.options import Options
 from autoptd.program.program import Program
+from autoptd.programs import EVALUATION, Programs
 from autoptd.runtime.batch import CallForm, is_call_in_one
 from autoptd.runtime.devices import device_of_ranks
 from autoptd.runtime.launch import LocalRanks, ProcessRank, RunningRanks, is_launched, own_rank
@@ -37,8 +39,8 @@ from autoptd.runtime.timeline import Span
 
 # (args, kwargs, whose rows these are of how many replicas, whether to compare trace and model once) -> the program
 Compile = Callable[[tuple[Any, ...], dict[str, Any], int, bool], Program]
-# (args, kwargs, the program that trains) -> the program that evaluates
-CompileEval = Callable[[tuple[Any, ...], dict[str, Any], Program], Program]
+# (args, kwargs, the program that trains) -> the program that evaluates, or trains with other sizes
+CompileLike = Callable[[tuple[Any, ...], dict[str, Any], Program], Program]
 Draw = Callable[[Program, Path, Sequence[Span]], None]
 # How many losses are remembered.
 LOSSES = 20
@@ -64,7 +66,8 @@ class StartedModel:
         state: Mapping[str, torch.Tensor],
         *,
         compile: Compile | None = None,
-        compile_eval: CompileEval | None = None,
+        compile_eval: CompileLike | None = None,
+        compile_sizes: CompileLike | None = None,
         holding: Holding | None = None,
         draw: Draw | None = None,
         weights: Source | None = None,
@@ -87,6 +90,7 @@ class StartedModel:
         self._state = {name: x.detach() for name, x in state.items()}
         self._names = list(self._state)
         self._compile, self._compile_eval, self._draw = compile, compile_eval, draw
+        self._compile_sizes = compile_sizes
         self._holding = holding or nullcontext
         # Stands in for the (args, kwargs, number of replicas whose rows they hold) that were compiled for.
         self._call: Any = None
@@ -106,6 +110,10 @@ class StartedModel:
         self._program: Program | None = None
         self._eval_program: Program | None = None
         self._ranks: RunningRanks | None = None
+        # Those of other sizes, where batches may have several.
+        self._programs: Programs | None = None
+        if options.shapes is not None:
+            self._programs = Programs(options.max_programs or MAX_PROGRAMS, are_processes=self._is_process)
         if program is not None:
             self._start(program)
 
@@ -148,6 +156,12 @@ class StartedModel:
         return self._program
 
     @property
+    def programs(self) -> tuple[Program, ...]:
+        """The programs that train, in the order in which their sizes came: with `shapes`, there may be several."""
+        first = self.program
+        return (first,) if self._programs is None else tuple(self._programs.trained)
+
+    @property
     def coordinate(self) -> Coordinate:
         """This rank's place on the mesh; rank 0's in local."""
         return self.options.mesh.coordinate(self._rank)
@@ -186,6 +200,37 @@ class StartedModel:
         ranks.check_equal_copies()
         return self._program, ranks
 
+    def _sized(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+        """Return the program that trains with the sizes of a call, which the ranks use from now on. Collective."""
+        first, ranks, like = self.program, self._started("step"), self._compile_sizes
+        if self._programs is None or like is None:
+            return first
+
+        def compile() -> Program:
+            with self._holding(self._buffers.now(ranks)):
+                return like(args, kwargs, first)
+
+        return self._programs.find("step", ranks, args, kwargs, compile)
+
+    def _sized_evaluation(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+        """Return the program that evaluates a call, which the ranks use from now on; compile it at first. Collective."""
+        trained, ranks, like = self.program, self._started("eval_step"), self._compile_eval
+        if self._programs is not None and like is not None:
+            programs = self._programs
+
+            def compile() -> Program:
+                with self._holding(self._buffers.now(ranks)):
+                    return like(args, kwargs, programs.trained_for(args, kwargs))
+
+            return programs.find(EVALUATION, ranks, args, kwargs, compile)
+        # Not before the first evaluation: some runs have none, and compiling takes as long as for training.
+        if self._eval_program is None and like is not None:
+            with self._holding(self._buffers.now(ranks)):
+                self._eval_program = like(args, kwargs, trained)
+            if self._eval_program is not trained:
+                self._buffers.attach_evaluator(ranks, trained, self._eval_program)
+        return self._eval_program or trained
+
     def _arranged(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -212,6 +257,8 @@ class StartedModel:
             device = str(device_of_ranks(self._state.values(), options.device, "local"))
         self._ranks = start(program, self._weights or self._state, device=device, timeout=options.timeout)
         self._program = program
+        if self._programs is not None:
+            self._programs.begin(program, self._ranks)
         # The ranks hold copies: the model's own tensors, and what made them, may be freed.
         self._state, self._weights = {}, None
 

@@ -155,7 +155,7 @@ class StatefulModel(StartedModel):
             plan = Restoration(found.checkpoint, rank.params, None if optimizer is None else optimizer.state)
             agree(rank.world, LOAD, plan.read)
             plan.spread()
-            for executor in {rank.executor, rank.evaluator}:
+            for executor in rank.executors:
                 copy_buffers(executor.buffers, brought)
 
         ranks.run(LOAD, run)
@@ -313,8 +313,7 @@ class StatefulModel(StartedModel):
 
         def load(rank: Rank) -> None:
             load_parameters(rank.params, state_dict)
-            # A set: where eval mode is training's forward, both are the same executor.
-            for executor in {rank.executor, rank.evaluator}:
+            for executor in rank.executors:
                 copy_buffers(executor.buffers, brought)
 
         ranks.run("load_state_dict", load)
@@ -327,6 +326,11 @@ class StatefulModel(StartedModel):
 
         An evaluation of other values is compiled again at the next `eval_step`.
         """
+        self._hold_first_to(brought, ranks)
+        if self._programs is not None:
+            self._programs.forget(brought, self.program, ranks)
+
+    def _hold_first_to(self, brought: Mapping[str, torch.Tensor], ranks: RunningRanks) -> None:
         program = self.program
         if self._eval_program is not None and self._eval_program.differing(brought):
             self._eval_program = None

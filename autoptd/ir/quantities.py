@@ -48,4 +48,27 @@ def check_degree(name: str, value: Any) -> None:
         raise PlanError(f"{name}={value!r}", fact, f"for example {name}=1")
 
 
-__all__ = ["check_degree", "check_memory", "microseconds_text", "parse_bytes"]
+def check_seconds(name: str, seconds: float) -> None:
+    """Raise PlanError for what is not a positive number of seconds."""
+    # NaN is not above 0 either.
+    if not seconds > 0:
+        remedy = f"for example {name}=300"
+        raise PlanError(f"{name}={seconds}", "not a positive number of seconds", remedy)
+
+
+def check_steps(name: str, steps: Any) -> None:
+    """Raise PlanError for what is not a whole number of steps, 0 for never."""
+    # True is an int, and no number of steps.
+    is_whole = isinstance(steps, int) and not isinstance(steps, bool)
+    if not is_whole or steps < 0:
+        raise PlanError(f"{name}={steps!r}", "not a number of steps", "for example 100; 0 for never")
+
+
+__all__ = [
+    "check_degree",
+    "check_memory",
+    "check_seconds",
+    "check_steps",
+    "microseconds_text",
+    "parse_bytes",
+]

@@ -8,7 +8,7 @@ differences in structure, shapes, dtypes and constants: what was expected and wh
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +20,28 @@ from autoptd.runtime.batch import check_structure, expected_shape, is_same_const
 from autoptd.runtime.parameters import dtype_of
 
 AGAIN = "or parallelize again for other sizes"
+OTHER_SIZES = "parallelize(..., shapes='exact'), which compiles for every size that comes"
+
+
+def check_kinds(program: Program, leaves: Sequence[Any]) -> None:
+    """Raise PlanError with every argument that is no tensor of the dtype and number of dims that were compiled."""
+    facts = []
+    for spec in program.inputs:
+        leaf, dtype = leaves[spec.leaf], dtype_of(spec.dtype)
+        is_tensor = isinstance(leaf, torch.Tensor)
+        if not is_tensor or leaf.dim() != len(spec.shape) or leaf.dtype != dtype:
+            facts.append(
+                f"{spec.name} is {value_text(leaf)}, compiled was a tensor {_text(spec.shape, dtype)}"
+            )
+    if facts:
+        remedy = "tensors of these dtypes and numbers of dims; their sizes may differ"
+        raise PlanError("step", "; ".join(facts), remedy)
 
 
 def check_call(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any], replicas: int) -> None:
     """Raise PlanError with every argument that is not as it was compiled."""
     leaves = check_structure(program, args, kwargs)
-    facts, why, remedies = [], "", []
+    facts, why, remedies, has_other_sizes = [], "", [], False
     for spec in program.inputs:
         leaf, shape, dtype = leaves[spec.leaf], expected_shape(program, spec, replicas), dtype_of(spec.dtype)
         if not isinstance(leaf, torch.Tensor):
@@ -36,6 +52,7 @@ def check_call(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any], 
             if spec.batched and _is_other_batch(leaf, shape):
                 why = _rows_text(program, spec, replicas)
             remedies.append(_remedy(program, spec, leaf, shape, replicas))
+            has_other_sizes |= leaf.dtype == dtype and leaf.dim() == len(shape)
     # The traced graph holds these values: another one given here would be ignored.
     for number, value in program.constants:
         if not is_same_constant(leaves[number], value):
@@ -43,7 +60,9 @@ def check_call(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any], 
             remedies.append("pass what example_inputs holds")
     if facts:
         # Inputs and targets have the same fault as a rule.
-        raise PlanError("step", "; ".join(facts) + why, f"{'; '.join(dict.fromkeys(remedies))}; {AGAIN}")
+        again = f"or {OTHER_SIZES}; " * has_other_sizes
+        remedy = f"{'; '.join(dict.fromkeys(remedies))}; {again}{AGAIN}"
+        raise PlanError("step", "; ".join(facts) + why, remedy)
 
 
 def _is_other_batch(leaf: torch.Tensor, shape: tuple[int, ...]) -> bool:
@@ -95,4 +114,4 @@ def _text(shape: Collection[int], dtype: torch.dtype) -> str:
     return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
 
 
-__all__ = ["check_call", "value_text"]
+__all__ = ["check_call", "check_kinds", "value_text"]

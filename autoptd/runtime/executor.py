@@ -35,13 +35,15 @@ from autoptd.runtime.linear import WeightTerm
 from autoptd.runtime.losses import sum_loss
 from autoptd.runtime.messages import Messages
 from autoptd.runtime.nan import NanWatch, nan_fault
-from autoptd.runtime.parameters import RankParameters, from_rank_0, owners
+from autoptd.runtime.parameters import RankParameters, owners
+from autoptd.runtime.rank_buffers import receive_buffers
 from autoptd.runtime.stage import LAYERS, Methods, Stage, load_layers, load_stage
 from autoptd.runtime.timeline import Watch
 from autoptd.runtime.wires import Wires
 from autoptd.runtime.world.world import Communicators, Group, World
 
 Microbatch = Mapping[str, torch.Tensor]
+Known = Mapping[str, torch.Tensor] | None
 FORWARD = (Kind.F, Kind.SEND_F, Kind.RECV_F)
 
 
@@ -81,10 +83,10 @@ class SavedForBackward:
 class Executor:
     """The stages of one rank, and what runs them. Creating it is a collective: rank 0's buffers are broadcast.
 
-    It can be used again after an exception, if all ranks stopped.
+    It can be used again after an exception, if all ranks stopped. Equal buffers that are `known` are shared.
     """
 
-    def __init__(self, program: Program, world: World, params: RankParameters) -> None:
+    def __init__(self, program: Program, world: World, params: RankParameters, known: Known = None) -> None:
         self.program, self.world, self.params = program, world, params
         self._fingerprint = program.fingerprint()
         self.steps = 0
@@ -94,10 +96,7 @@ class Executor:
         self._order = [(action, str(action)) for action in program.orders[world.pipeline_rank]]
         self._rows = program.mask_rows
         self._wires, self._messages = Wires(program), Messages(program, world)
-        # Broadcasts, so all ranks need one order; copies, because the program's are the user's own storage.
-        self.buffers: dict[str, torch.Tensor] = {}
-        for name, buffer in sorted(program.buffers.items()):
-            self.buffers[name] = from_rank_0(world, name, buffer).clone()
+        self.buffers = receive_buffers(program, world, known)
         self._stages: dict[int, Stage] = {}
         for spec in program.stages:
             if program.rank_of_stage(spec.index) == world.pipeline_rank:
@@ -131,6 +130,12 @@ class Executor:
         for stage in self._stages.values():
             stage.main_grads = gradients.add
         return gradients
+
+    def go_on_from(self, other: Executor) -> None:
+        """Run the next step in the place of another, which ran the last one for other sizes."""
+        if "gradients" in other.__dict__:
+            other.gradients.detach()
+        self.steps, self.watch, self._nan = other.steps, other.watch, other._nan
 
     @property
     def inputs(self) -> set[str]:
@@ -172,10 +177,8 @@ class Executor:
         self.gradients.commit(loss_scale)
         self.world.at = "between steps"
         if self.steps == 1 and self.world.rank == 0 and self.program.fuse == "inductor":
-            seconds = time.perf_counter() - began
-            print(
-                f"autoptd: the first step, with compiling its layers, took {seconds:.1f} s", file=sys.stderr
-            )
+            took = time.perf_counter() - began
+            print(f"autoptd: the first step, with compiling its layers, took {took:.1f} s", file=sys.stderr)
         return loss
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ backward they would come between its own calls over tp, at a different place on 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -181,12 +181,9 @@ class Gradients:
         self._results: dict[str, torch.Tensor] = {}
         # Whether a step ended well: until then, an aborted exchange between owners may be known to some of them only.
         self._is_agreed = False
-        # Hooks that are needed in the first step only: they see which of the others get a gradient at all.
-        self._first_hooks: list[Any] = []
-        for name in self._bucket_of:
-            hook = _growth_hook(weakref.ref(self), name)
-            handle = params.leaves[name].register_post_accumulate_grad_hook(hook)
-            self._first_hooks += [] if name in self._counted else [handle]
+        # By parameter. Those that are not counted are needed in the first step only: they see which get a gradient at all.
+        self._hooks: dict[str, Any] = {}
+        self.attach()
         # Bytes in which the gradients of the last step added up, and those that are rounded for the user.
         self.held_bytes = 0
         self.forget()
@@ -194,8 +191,22 @@ class Gradients:
     def _stages_here(self, program: Program, spec: ParamSpec) -> list[int]:
         return [stage for stage in spec.stages if program.rank_of_stage(stage) == self.world.pipeline_rank]
 
+    def attach(self) -> None:
+        """Notice what is added to the gradients of leaves."""
+        for name in self._counted if self._is_agreed else self._bucket_of:
+            if name not in self._hooks:
+                hook = _growth_hook(weakref.ref(self), name)
+                self._hooks[name] = self.params.leaves[name].register_post_accumulate_grad_hook(hook)
+
+    def detach(self, but: Container[str] = ()) -> None:
+        """Leave the leaves to a program for other sizes, or those alone that are not in `but`."""
+        for name in [name for name in self._hooks if name not in but]:
+            self._hooks.pop(name).remove()
+
     def begin(self) -> None:
         """Forget what an earlier, perhaps failed, step left, and make room for the sums of a new one."""
+        if not self._hooks:
+            self.attach()
         self.forget()
         self.held_bytes = 0
         for bucket in self.buckets:
@@ -285,8 +296,8 @@ class Gradients:
         self.params.hand_gradients()
         self.held_bytes += self.params.rounded_bytes()
         self._is_agreed = True
-        while self._first_hooks:
-            self._first_hooks.pop().remove()
+        if len(self._hooks) > len(self._counted):
+            self.detach(but=self._counted)
         self.drop()
 
     def _hand_over(self, name: str, grad: torch.Tensor) -> None:

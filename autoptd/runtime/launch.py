@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -33,16 +33,27 @@ from autoptd.runtime.world.threads import Ranks, ThreadWorld
 from autoptd.runtime.world.world import World, on_device
 
 Result = TypeVar("Result")
+# What ranks do, in errors, while a program for other sizes is compiled and loaded.
+COMPILING = "compiling for other sizes"
 
 
 @dataclass
 class Rank:
-    """One rank: its world, its parameters, and what runs the program; `evaluator` may run that of `model.eval()`."""
+    """One rank: its world, its parameters, and what runs the program; `evaluator` may run that of `model.eval()`.
+
+    Where batches have several sizes, these two run the program of the last call, and `others` has all by what it is for.
+    """
 
     world: World
     params: RankParameters
     executor: Executor
     evaluator: Executor
+    others: dict[Hashable, Executor] = field(default_factory=dict)
+
+    @property
+    def executors(self) -> list[Executor]:
+        """All that there are, each once."""
+        return list(dict.fromkeys((self.executor, self.evaluator, *self.others.values())))
 
 
 class RunningRanks(ABC):
@@ -93,18 +104,16 @@ class RunningRanks(ABC):
         timeline = Timeline(
             {rank.world.rank: clock for rank, clock in zip(self.here, clocks, strict=True)}, delays
         )
-        executors: dict[Executor, int] = {}
+        before = {executor: executor.watch for rank in self.here for executor in rank.executors}
         for rank in self.here:
-            # One object until there is a program for `model.eval()`: a mapping has it once.
-            executors |= dict.fromkeys((rank.executor, rank.evaluator), rank.world.rank)
-        before = {executor: executor.watch for executor in executors}
-        for executor, number in executors.items():
-            executor.watch = timeline.watches[number]
+            for executor in rank.executors:
+                executor.watch = timeline.watches[rank.world.rank]
         try:
             yield timeline
         finally:
-            for executor, watch in before.items():
-                executor.watch = watch
+            # Those that were made within the block have watches, too.
+            for executor in [executor for rank in self.here for executor in rank.executors]:
+                executor.watch = before.get(executor)
 
     def attach_evaluator(self, program: Program) -> None:
         """Let evaluations run `program`, the same model compiled in eval mode; a collective."""
@@ -116,6 +125,27 @@ class RunningRanks(ABC):
             rank.evaluator = Executor(program, rank.world, rank.params)
 
         self.run("eval_step", attach)
+
+    def attach(self, key: Hashable, program: Program) -> None:
+        """Make what runs `program`, the same model compiled for batches of other sizes, without using it yet; a collective."""
+
+        def attach(rank: Rank) -> None:
+            # That it reads parameters where they are was checked when it was compiled (program/follow.py).
+            check_same_program(program, rank.world)
+            known = {name: x for executor in rank.executors for name, x in executor.buffers.items()}
+            rank.others[key] = Executor(program, rank.world, rank.params, known)
+
+        self.unrecorded.run(COMPILING, attach)
+
+    def use(self, key: Hashable, *, evaluates: bool = False) -> None:
+        """Let steps, or evaluations, run the program that was attached as `key`."""
+        for rank in self.here:
+            chosen = rank.others[key]
+            if evaluates:
+                chosen.watch, rank.evaluator = rank.evaluator.watch, chosen
+            elif chosen is not rank.executor:
+                chosen.go_on_from(rank.executor)
+                rank.executor = chosen
 
 
 class LocalRanks(RunningRanks):

@@ -25,8 +25,9 @@ import torch
 from autoptd.ir.actions import parse, phase_of
 from autoptd.program.buckets import GRADIENTS, TIED, UPDATED
 from autoptd.program.calls import Call, axis_text, expected_calls, star
-from autoptd.runtime import check_batch, check_copies, check_state
-from autoptd.runtime.launch import Rank, RunningRanks
+from autoptd.program.program import Program
+from autoptd.runtime import check_batch, check_copies, check_sizes, check_state
+from autoptd.runtime.launch import COMPILING, Rank, RunningRanks
 from autoptd.runtime.timeline import Span, Timeline
 from autoptd.runtime.work import Counting, Work, sum_work
 from autoptd.runtime.world.world import Channel, Group, Pending, World
@@ -34,7 +35,7 @@ from autoptd.runtime.world.world import Channel, Group, Pending, World
 Result = TypeVar("Result")
 Tensor = torch.Tensor
 # Sites of collectives that are not part of the program, and therefore not recorded.
-CHECKS = (check_batch.SITE, check_copies.SITE, check_state.SITE)
+CHECKS = (check_batch.SITE, check_copies.SITE, check_sizes.SITE, check_state.SITE)
 # Arguments: kind, ranks of the group, bytes of the payload, site. The call is made in the `with` block.
 Note = Callable[[str, Sequence[int], int, str], AbstractContextManager[None]]
 
@@ -49,7 +50,9 @@ class RankRecord:
 
     def run(self, fn: Callable[[Rank], Result]) -> Result:
         """Call `fn(rank)`, counting what it computes."""
-        files = self.rank.executor.files() | self.rank.evaluator.files()
+        files: dict[str, Program] = {}
+        for executor in self.rank.executors:
+            files |= executor.files()
         counting = Counting(files, lambda: self.world.at)
         self.runs.append(counting)
         with counting:
@@ -58,8 +61,8 @@ class RankRecord:
     def reasons(self) -> dict[Call, str]:
         """Return why the compiled programs expect each of their calls."""
         reasons: dict[Call, list[str]] = {}
-        # Training and evaluation, where these are two programs: a recorded call may be of either.
-        for executor in dict.fromkeys((self.rank.executor, self.rank.evaluator)):
+        # Training and evaluation, where these are two programs, and those of other sizes: a recorded call may be of any.
+        for executor in self.rank.executors:
             for call in expected_calls(executor.program, self.world.rank, updating=True):
                 reasons.setdefault(call, []).append(call.why)
         return {call: "; ".join(dict.fromkeys(why)) for call, why in reasons.items()}
@@ -68,6 +71,9 @@ class RankRecord:
     def note(self, kind: str, group_ranks: Sequence[int], payload: int, site: str) -> Iterator[None]:
         """Record one call, made in the `with` block; what the communication itself computes is not this rank's work."""
         world = self.world
+        if world.at == COMPILING:
+            yield
+            return
         phase, stage, name = _place(world.at, site)
         axis = axis_text(world.mesh, group_ranks)
         self.calls.append(Call(world.rank, kind, axis, payload, len(group_ranks), phase, stage, name))

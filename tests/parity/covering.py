@@ -31,8 +31,9 @@ from autoptd import schedule
 from autoptd.errors import PlanError
 from autoptd.ir.schedules import SCHEDULES
 from autoptd.options import KEYWORDS, make_options
+from autoptd.runtime.batch import is_call_of
 from autoptd.verify.widening import masks_of
-from tests.parity.kinds import KINDS, Batch, Kind, call
+from tests.parity.kinds import KINDS, LENGTH, Batch, Kind, call
 
 AXES: dict[str, tuple[Any, ...]] = {  # of each the simplest first
     "model": tuple(KINDS),
@@ -67,6 +68,7 @@ AXES: dict[str, tuple[Any, ...]] = {  # of each the simplest first
     ),  # in float64, as everything here: storage apart from what stages use
     "zero": (0, 1),
     "recompute": (None, "full", "selective", "full:1/2", ("*",), "auto"),
+    "shapes": (None, "exact"),  # with it, every second step has another length and more rows
 }
 PRICE = 1e-11
 OWN = ("model", "dropout", "reload", "evaluate", "initial")  # what is no keyword
@@ -94,6 +96,7 @@ OUTSIDE = {  # fields of Options that are not varied
     "reduce_dtype": "changes nothing in float64: parity/test_zero.py",
     "dp_shard": "wants 4 replicas: parity/test_zero.py",
     "recompute_num_layers": "with recompute='full': parity/test_recompute.py",
+    "max_programs": "how many there may be: test_lengths.py",
     "memory": "what is chosen, not how it runs: test_fit.py",
     "memory_price": "likewise; with recompute='auto'",
     "machine": "likewise; conftest.py has the one of the tests",
@@ -262,10 +265,13 @@ def run(case: Case) -> None:
     try:
         for step in range(STEPS):
             batch = kind.batch(rows, step)
-            with masks_of(ours.pm.program, ours.pm.steps + 1):
+            if case["shapes"] is not None and step % 2:
+                batch = resized(kind, case, 2 * rows, step)
+            our_loss = ours.pm.step(**batch)
+            with masks_of(program_of(ours.pm, batch), ours.pm.steps):
                 loss = call(kind, reference, batch)
             loss.backward()
-            compare("loss", step, {"": ours.pm.step(**batch)}, {"": loss})
+            compare("loss", step, {"": our_loss}, {"": loss})
             gradients = {name: p.grad for name, p in aliases(reference).items() if p.grad is not None}
             compare("gradient", step, ours.pm.gradients(), gradients)
             for optimizer in (plain, ours.optimizer):
@@ -288,6 +294,21 @@ def run(case: Case) -> None:
         ours.pm.close()
 
 
+def resized(kind: Kind, case: Case, rows: int, step: int) -> Batch:
+    """A batch of another number of rows and of another length, which divides over the ranks that split tokens."""
+    length = LENGTH // 2 if LENGTH // 2 % (case["t"] * case["c"]) == 0 else LENGTH - 4
+    return {
+        name: x[:, :length] if x.dim() > 1 and x.shape[1] == LENGTH else x
+        for name, x in kind.batch(rows, step).items()
+    }
+
+
+def program_of(pm: autoptd.ParallelModel, batch: Batch) -> autoptd.Program:
+    """The program that ran a batch; there is one for its sizes."""
+    (program,) = (one for one in pm.programs if is_call_of(one, (), batch, one.mesh.replicas))
+    return program
+
+
 def models(kind: Kind, case: Case) -> tuple[nn.Module, nn.Module]:
     """The model that is handed over, and the one on one device."""
     if case["initial"] == "given":
@@ -303,7 +324,8 @@ def other_mesh(keywords: Case) -> Case:
     """
     mesh = {"t": 2, "p": 1, "d": 2, "v": 1} if keywords["t"] == 1 else {"t": 1, "p": 2, "d": 1, "v": 1}
     mesh |= {"c": 3 - keywords["c"]}
-    return mesh | {"accumulate_allreduce_grads_in_fp32": keywords["accumulate_allreduce_grads_in_fp32"]}
+    kept = ("accumulate_allreduce_grads_in_fp32", "shapes")
+    return mesh | {name: keywords[name] for name in kept}
 
 
 def aliases(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -52,7 +52,7 @@ def test_every_value_of_a_field_is_known(name: str) -> None:
         default = {field.name: field.default for field in dataclasses.fields(Options)}[name]
         assert (declared(name) | {default}) - {None} <= known <= declared(name) | {default}
     else:
-        assert name in ("order", "recompute") or (
+        assert name in ("order", "recompute", "shapes") or (
             name in ("t", "p", "d", "c", "v", "num_microbatches") and min(known) >= 1
         )
 

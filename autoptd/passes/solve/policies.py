@@ -16,7 +16,6 @@ own (`passes/split_tokens.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Protocol
 
 from torch.fx import Graph
@@ -34,7 +33,7 @@ from autoptd.passes.solve.batch import assign_batch, check_literals
 from autoptd.passes.solve.dropout_rows import place_rows
 from autoptd.passes.solve.fallbacks import note_fallbacks
 from autoptd.passes.solve.row_groups import place_batch
-from autoptd.passes.solve.shard_pins import Pins, find_pins, keep_layouts, read_shard
+from autoptd.passes.solve.shard_pins import Pin, Pins, find_pins, keep_layouts, read_shard
 from autoptd.passes.solve.strategies import KeptPlan, Part, Splitter
 from autoptd.passes.solve.symbols import name_axes
 from autoptd.program.follow import layouts_of
@@ -87,9 +86,16 @@ class Solved:
             _refuse_pins(pins, self.axis)
             ctx.found.assignments[self.axis] = Assignment(self.axis, {}, {}, lambda *_: 0.0, lambda *_: 0.0)
             return
-        make_splitter = partial(
-            Splitter, graph, axes, self.axis, ctx.mesh, ctx.machine, ctx.batched, pins=pins
-        )
+
+        def make_splitter(may_split: frozenset[Part]) -> Splitter:
+            made = Splitter(
+                graph, axes, self.axis, ctx.mesh, ctx.machine, ctx.batched, pins=pins, may_split=may_split
+            )
+            # Batches of other lengths read the same parameters: none is split by the tokens of this one.
+            if ctx.options.shapes is not None:
+                made.pins = {**_whole_in_tokens(graph, made), **pins}
+            return made
+
         splitter = make_splitter(may_split=self.may_split)
         if self.keeps_products:
             _check_tokens(graph, splitter)
@@ -125,6 +131,15 @@ def _pins(graph: Graph, ctx: Context, axis: str) -> Pins:
         pinned = read_shard(ctx.options.plan.shard, [WEIGHT_AXIS], WEIGHT_AXIS)
         return find_pins(graph, pinned[axis])
     return keep_layouts(graph, layouts_of(ctx.like))
+
+
+def _whole_in_tokens(graph: Graph, splitter: Splitter) -> Pins:
+    """Pin whole the parameters that have a dim of tokens: learned positions."""
+    pins: Pins = {}
+    for node in placeholders(graph, "param"):
+        if splitter.axes.has(node) and any(map(splitter.tokens.intersection, splitter.axes.ids(node))):
+            pins[node] = Pin(note(node).name, None)
+    return pins
 
 
 def _refuse_pins(pins: Pins, axis: str) -> None:

@@ -1,0 +1,81 @@
+"""Let all ranks agree on the sizes of a batch before anything is computed: each would run another program otherwise, and wait
+for messages that nobody sends.
+
+In: the sizes of one call on this rank, or why it cannot be run. Out: nothing, or one PlanError on all ranks together: that of
+the first rank that has one, else what sizes which ranks have. It costs a round of a few bytes along every mesh axis, before
+each step; on CUDA the host waits for it.
+
+    agree_on_sizes(world, Sizes("step", (("ids", (8, 96)),), ()), fault=None)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+
+from autoptd.errors import AutoptdError, PlanError
+from autoptd.runtime.world.world import World
+
+SITE = "check of the sizes"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The call, the shape of every tensor of it, by name, and its other arguments, by number, as text."""
+
+    call: str
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    constants: tuple[tuple[int, str], ...] = ()
+
+    def __str__(self) -> str:
+        texts = [f"{name} {list(shape)}" for name, shape in self.shapes]
+        return ", ".join([*texts, *(f"argument {number} = {text}" for number, text in self.constants)])
+
+    def number(self) -> int:
+        """Return 62 bits of a hash, the same in all processes."""
+        digest = hashlib.blake2b(repr(self).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 2
+
+
+def agree_on_sizes(world: World, sizes: Sizes | None, fault: AutoptdError | None) -> None:
+    """Raise PlanError on all ranks unless all have the same sizes, and none a `fault`; a collective."""
+    number = sizes.number() if sizes is not None else 0
+    # The largest of -x is the smallest of x.
+    mine = torch.tensor([int(fault is not None), number, -number], dtype=torch.int64, device=world.device)
+    is_bad, largest, smallest = world.everyone().all_reduce(mine, SITE, op="max").tolist()
+    if not is_bad and largest == -smallest:
+        return
+    told = None if fault is None else (fault.site, fault.fact, fault.remedy)
+    call = sizes.call if sizes is not None else ""
+    # Objects take a round trip per axis, so they are exchanged only once it is known that something is wrong.
+    every = world.everyone().gather_objects((told, call, str(sizes)), SITE)
+    for rank, (found, _, _) in enumerate(every):
+        if found is not None:
+            site, fact, remedy = found
+            is_all = all(other == found for other, _, _ in every)
+            raise PlanError(site, fact if is_all else f"{fact} (on rank {rank})", remedy) from fault
+    raise _difference(world, every)
+
+
+def _difference(world: World, every: list[tuple[None, str, str]]) -> PlanError:
+    """Return the error of ranks that have other sizes than rank 0."""
+    calls, texts = [call for _, call, _ in every], [text for _, _, text in every]
+    for rank, call in enumerate(calls):
+        if call != calls[0]:
+            fact = f"rank {rank} calls {call}, rank 0 {calls[0]}"
+            return PlanError(f"pm.{calls[0]}", fact, "call both on all ranks, in one order")
+    others = [rank for rank, text in enumerate(texts) if text != texts[0]]
+    replicas = {world.mesh.replica_of(rank) for rank in others}
+    who = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others[:8]))}{' ...' * (len(others) > 8)}"
+    fact = f"{who} got {texts[others[0]]}, rank 0 {texts[0]}"
+    remedy = "the same batch for all ranks of a replica"
+    if world.mesh.replica_of(0) not in replicas:
+        remedy = (
+            "batches of equal sizes for all replicas: pad to the longest of the global batch before it is cut"
+        )
+    return PlanError(f"pm.{calls[0]}", fact, remedy)
+
+
+__all__ = ["SITE", "Sizes", "agree_on_sizes"]
