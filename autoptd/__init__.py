@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from autoptd.batches import Batches, ignore_signals
     from autoptd.deferred import deferred, materialize
     from autoptd.errors import AutoptdError, InternalError, PlanError, RuntimeFault, TraceError
+    from autoptd.ir.shapes import Buckets
     from autoptd.passes import register_rule
     from autoptd.planner.plan import plan
     from autoptd.planner.predict import predict
@@ -32,6 +33,7 @@ HOMES = {  # module -> the public names that it has
     "batches": ("Batches", "ignore_signals"),
     "deferred": ("deferred", "materialize"),
     "errors": ("AutoptdError", "InternalError", "PlanError", "RuntimeFault", "TraceError"),
+    "ir.shapes": ("Buckets",),
     "passes": ("register_rule",),
     "per_microbatch": ("per_microbatch",),
     "planner.plan": ("plan",),
@@ -46,6 +48,7 @@ HOME_OF = {name: home for home, names in HOMES.items() for name in names}
 __all__ = [
     "AutoptdError",
     "Batches",
+    "Buckets",
     "InternalError",
     "Machine",
     "ParallelModel",

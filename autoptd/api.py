@@ -24,20 +24,32 @@ from torch import nn
 
 from autoptd.auto import planned
 from autoptd.batch import split_call
+from autoptd.compat import tree_leaves
 from autoptd.compile import compile, compile_evaluation, compile_program, compile_sizes
 from autoptd.deferred import is_deferred, traceable
 from autoptd.errors import PlanError
 from autoptd.ir.machine import Machine
+from autoptd.ir.shapes import EXACT, Buckets
 from autoptd.match_folder import fitting, format_of, open_weights, with_values
-from autoptd.options import make_options
+from autoptd.options import Options, make_options
 from autoptd.parallel_model import ParallelModel
 from autoptd.program.program import Program
+from autoptd.programs import EVALUATION
 from autoptd.records.fallbacks import warn_of_fallbacks
 from autoptd.reports.excepthook import print_errors_once
 from autoptd.reports.pictures import draw_program
 from autoptd.runtime.sources import Source
 from autoptd.started_model import is_local
-from autoptd.trace import check_module, check_precision, modes_of
+from autoptd.trace import (
+    check_module,
+    check_precision,
+    computing_in,
+    evaluating,
+    has_values,
+    in_modes,
+    modes_of,
+)
+from autoptd.trace.padding import Call, compare_padded
 from autoptd.trace.storage import shared_buffers
 from autoptd.verify.verify import verify
 
@@ -64,7 +76,7 @@ def parallelize(
     timeout: float = 300.0,
     nan: str = "raise",
     check_every: int | None = None,
-    shapes: str | None = None,
+    shapes: str | Buckets | None = None,
     max_programs: int | None = None,
     p2p: str | None = None,
     fuse: str | bool | None = None,
@@ -114,9 +126,10 @@ def parallelize(
     nan: "ignore" lets a NaN loss pass.
     check_every: every so many steps the ranks of a replica compare their batches, and copies of parameters
         (default 100; 0: never).
-    shapes: what a batch of another length or number of rows than `example_inputs` is: an error (None), or "exact": it
-        runs a program for these sizes, compiled when they first come, on the same parameters, optimizer and dropout
-        masks as one device; at most `max_programs` of them (default 16).
+    shapes: what a batch of another length or number of rows than `example_inputs` is: an error (None); "exact": it
+        runs a program for these sizes, compiled when they first come, on the same parameters and optimizer; at most
+        `max_programs` of them (default 16); "bucket", or `autoptd.Buckets`: it is padded to one of few lengths, where
+        the model is seen to pass over padding.
     p2p: how stages send where t > 1: "direct", "scatter_gather" or "auto".
     fuse, fuse_only: the backend of fused operators, "eager", "triton", "inductor" or False (default: by
         device), and those to use.
@@ -185,21 +198,50 @@ def parallelize(
         replicas = options.mesh.replicas if is_local(options) else 1
         return compile_evaluation(model, options, args, kwargs, trained, modes, replicas=replicas)
 
+    def prove(call: str, *calls: Any) -> None:
+        # One process is enough: all have the same model.
+        if is_first_process():
+            with evaluating(model) if call == EVALUATION else in_modes(modes):
+                check_passed_over(model, options, *calls)
+
     keywords: dict[str, Any] = {
         "weights": source,
         "arguments": argument_names(model),
         "format": format_of(model),
         "compile_eval": compile_eval,
         "compile_sizes": compile_other,
+        "prove": prove,
         "draw": draw_program,
         "shared": shared_buffers(model),
         "holding": partial(with_buffers, model),
     }
     pm = ParallelModel.lazy(compile_for, options, model.state_dict(), **keywords)
+    if example_inputs is None and options.shapes not in (None, EXACT):
+        fact = "buckets are for lengths up to that of example_inputs, and there are none"
+        raise PlanError(
+            f"shapes={options.shapes!r}", fact, "example_inputs=, a global batch of the largest length"
+        )
     if example_inputs is not None:
         args, kwargs = split_call(example_inputs)
         pm.compile_now(args, kwargs)
     return pm
+
+
+def check_passed_over(
+    model: nn.Module, options: Options, short: Call, padded: Call, others: Call, what: str
+) -> None:
+    """Raise PlanError unless the loss and all gradients of a call stay the same with padding."""
+    if not has_values(model):
+        fact = "the model has no values yet, so that it cannot be run to check that it passes over padding"
+        remedy = (
+            "autoptd.Buckets((512, 1024), check=False) where you know that it does, or a model with values"
+        )
+        raise PlanError("shapes=", fact, remedy)
+    # The model's own dtype shows more than a narrower one, which inputs may be in.
+    tensors = [x for x in tree_leaves(short) if isinstance(x, torch.Tensor)]
+    is_narrow = options.precision and any(x.is_floating_point() for x in tensors)
+    with computing_in(model, options.precision if is_narrow else None):
+        compare_padded(model, options.loss_fn, short, padded, others, what)
 
 
 def with_source(model: nn.Module, weights: str | os.PathLike[str] | None) -> tuple[nn.Module, Source | None]:
@@ -264,4 +306,4 @@ def is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-__all__ = ["Machine", "ParallelModel", "Program", "compile", "parallelize", "verify"]
+__all__ = ["Buckets", "Machine", "ParallelModel", "Program", "compile", "parallelize", "verify"]

@@ -29,7 +29,7 @@ from autoptd.ir.quantities import check_degree, check_memory, check_seconds, che
 from autoptd.ir.recompute import check_recompute
 from autoptd.ir.relief import relieved
 from autoptd.ir.schedules import SCHEDULES, ZERO_BUBBLE, check_schedule, is_path
-from autoptd.ir.shapes import check_shapes
+from autoptd.ir.shapes import Buckets, check_shapes
 from autoptd.ir.state_bytes import StateBytes, state_bytes
 
 P2P = ("auto", "scatter_gather", "direct")
@@ -101,8 +101,8 @@ class Options:
         first three steps too), and the copies of parameters that must be equal (before the second step
         too); 0 never does.
     shapes: None: all batches have the shapes of example_inputs; "exact": a batch of another length or number of rows runs a
-        program for that, compiled when it first comes, on the same parameters, of which there are at most `max_programs`
-        (None: 16).
+        program for that, compiled when it first comes, of which there are at most `max_programs` (None: 16); "bucket" or
+        `Buckets`: batches are padded to a few lengths.
     plan: pinned decisions (`ir/plan.py`).
 
     Three keywords, all off by default, are hooks on the backward of linear layers (runtime/linear.py), under Megatron's
@@ -221,7 +221,7 @@ class Options:
     timeout: float = field(default=300.0, metadata=about())
     nan: str = field(default="raise", metadata=about(choices=("raise", "ignore")))
     check_every: int = field(default=100, metadata=about())
-    shapes: str | None = field(default=None, metadata=about())
+    shapes: str | Buckets | None = field(default=None, metadata=about())
     max_programs: int | None = field(default=None, metadata=about())
     plan: Plan = field(
         default_factory=Plan, metadata=about("text", "a plan.json whose decisions are taken", metavar="FILE")

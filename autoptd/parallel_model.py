@@ -70,7 +70,7 @@ class ParallelModel(StatefulModel):
             raise PlanError("pm.step", fact, "leave it off here")
         _, ranks = self._running(args, kwargs)
         args, kwargs = self._arranged(args, kwargs)
-        program = self._sized(args, kwargs)
+        program, args, kwargs = self._sized(args, kwargs)
         check_call(program, args, kwargs, ranks.replicas)
         # Before the step: after one that raised, all ranks still agree on the count.
         self._calls += 1
@@ -115,7 +115,7 @@ class ParallelModel(StatefulModel):
         """Return the loss of the global batch without gradients, the model in eval mode. Collective."""
         _, ranks = self._running(args, kwargs)
         args, kwargs = self._arranged(args, kwargs)
-        program = self._sized_evaluation(args, kwargs)
+        program, args, kwargs = self._sized_evaluation(args, kwargs)
         check_call(program, args, kwargs, ranks.replicas)
         self._evaluations += 1
 
@@ -213,9 +213,13 @@ class ParallelModel(StatefulModel):
         where they do not. With one replica, only whether each rank computes the same twice.
         """
         ranks, mesh = self._started("check_ranks"), self.options.mesh
-        whole = self._arranged(args, kwargs)
-        args, kwargs = take_rows(self.program, *whole, mesh.replicas, 0)
-        program = self._sized(args, kwargs) if self._is_process else self._sized(*whole)
+        args, kwargs = self._arranged(args, kwargs)
+        # A program is that of what `step` takes: the rows of one replica, or of all of them.
+        if not self._is_process:
+            program, args, kwargs = self._sized(args, kwargs)
+        args, kwargs = take_rows(self.program, args, kwargs, mesh.replicas, 0)
+        if self._is_process:
+            program, args, kwargs = self._sized(args, kwargs)
         check_call(program, args, kwargs, 1)
         scale = None if self._loss_scale is None else self._loss_scale.value
 

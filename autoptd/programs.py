@@ -1,11 +1,12 @@
 """The programs of a run whose batches have several sizes: one for each, compiled when it first comes.
 
-In: the calls of `step` and `eval_step`, and a way to compile. Out: the program for a call, which the ranks use from then on.
-All share the ranks' parameters, and so the optimizer; all ranks take part in each call.
+In: the calls of `step` and `eval_step`, and a way to compile. Out: the program for a call, which the ranks use from then on,
+and the call, padded where that was asked for. All programs share the ranks' parameters, and so the optimizer; all ranks take
+part in each call.
 
-    programs = Programs(most=16, are_processes=False)
-    programs.begin(first, ranks)
-    program = programs.find("step", ranks, args, kwargs, compile)
+    programs = Programs(options, are_processes=False, prove=prove)
+    programs.begin(first, ranks, args, kwargs)
+    program, args, kwargs = programs.find("step", ranks, args, kwargs, compile)
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from typing import Any
 
 import torch
 
-from autoptd.errors import AutoptdError, PlanError, TraceError
+from autoptd.compat import tree_flatten, tree_unflatten
+from autoptd.errors import AutoptdError, PlanError, RuntimeFault, TraceError
+from autoptd.ir.shapes import EXACT, MAX_PROGRAMS, Buckets, bucket_lengths
+from autoptd.options import Options
 from autoptd.program.program import Program
 from autoptd.runtime import check_sizes
 from autoptd.runtime.batch import check_structure, expected_shape
@@ -23,9 +27,19 @@ from autoptd.runtime.check_call import check_kinds
 from autoptd.runtime.check_sizes import Sizes, agree_on_sizes
 from autoptd.runtime.checkpoint.restore import agree, attempted
 from autoptd.runtime.launch import COMPILING, RunningRanks
+from autoptd.runtime.pad_batch import BatchPadding, lead_of
+from autoptd.trace.padding import labels_of
 
 EVALUATION = "eval_step"
-Compile = Callable[[], Program]
+TOKENS, ROWS = "padded tokens", "added rows"
+# Rows of the runs that show whether padding changes anything.
+PROOF_ROWS = 4
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Compile = Callable[[Args, Kwargs], Program]
+# (the call's name, a call, the call with padding, that with other padding, what was added): PlanError where the model does
+# not pass over it
+Prove = Callable[..., None]
 
 
 class Programs:
@@ -34,17 +48,32 @@ class Programs:
     `are_processes`: the ranks may be called with different batches. Threads have one for all of them.
     """
 
-    def __init__(self, most: int, *, are_processes: bool) -> None:
-        self.most, self._are_processes = most, are_processes
+    def __init__(self, options: Options, *, are_processes: bool, prove: Prove | None) -> None:
+        self._options, self._are_processes, self._prove = options, are_processes, prove
+        self.most = options.max_programs or MAX_PROGRAMS
         self._by_sizes: dict[Sizes, Program] = {}
+        self._padding: BatchPadding | None = None
+        # The calls that rows were added to, without a change.
+        self._rows_proven: set[str] = set()
 
-    def begin(self, first: Program, ranks: RunningRanks) -> None:
-        """Take in the program that the ranks were started with."""
+    def begin(self, first: Program, ranks: RunningRanks, args: Args, kwargs: Kwargs) -> None:
+        """Take in the program that the ranks were started with, for such a call. A collective."""
         shapes = [(spec.name, expected_shape(first, spec, ranks.replicas)) for spec in first.inputs]
         sizes = Sizes("step", tuple(shapes), _texts(first, dict(first.constants)))
         self._first, self._by_sizes[sizes] = first, first
         for rank in ranks.here:
             rank.others[sizes] = rank.executor
+        shapes_of = self._options.shapes
+        if shapes_of == EXACT or shapes_of is None:
+            return
+        options, length = self._options, lead_of(first).shape[1]
+        unit = options.c * (options.t if options.sequence_parallel is True else 1)
+        lengths = bucket_lengths(shapes_of, length, unit)
+        self.most = options.max_programs or max(MAX_PROGRAMS, len(lengths))
+        labels, pad = labels_of(first.graphs["TRACED"]), dict(getattr(shapes_of, "pad", {}))
+        padding = self._padding = BatchPadding(first, lengths, labels, pad, ranks.replicas)
+        leaves, tree = tree_flatten((args, kwargs))
+        self._done(ranks, lambda: self._prove_length("step", padding, leaves, tree, length))
 
     @property
     def trained(self) -> list[Program]:
@@ -52,22 +81,83 @@ class Programs:
         return [program for sizes, program in self._by_sizes.items() if sizes.call != EVALUATION]
 
     def find(
-        self, call: str, ranks: RunningRanks, args: tuple[Any, ...], kwargs: dict[str, Any], compile: Compile
-    ) -> Program:
-        """Return the program for the sizes of a call, which the ranks use from now on. A collective.
+        self, call: str, ranks: RunningRanks, args: Args, kwargs: Kwargs, compile: Compile
+    ) -> tuple[Program, Args, Kwargs]:
+        """Return the program for a call, which the ranks use from now on, and the call as that takes it. A collective.
 
         PlanError on all ranks where they have other sizes, where there is no such program, or where it is one too many.
         """
-        sizes = self._agreed(call, ranks, args, kwargs)
+        if self._padding is None:
+            sizes, _ = self._agreed(ranks, lambda: (sizes_of(self._first, call, args, kwargs), 0))
+        else:
+            sizes, args, kwargs = self._padded(self._padding, call, ranks, args, kwargs)
         program = self._by_sizes.get(sizes)
         if program is None:
             self._check_count(sizes)
-            program = self._compiled(sizes, ranks, compile)
+            program = self._compiled(sizes, ranks, lambda: compile(args, kwargs))
             self._attach(sizes, program, ranks)
         ranks.use(sizes, evaluates=call == EVALUATION)
-        return program
+        return program, args, kwargs
 
-    def trained_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+    def _padded(
+        self, padding: BatchPadding, call: str, ranks: RunningRanks, args: Args, kwargs: Kwargs
+    ) -> tuple[Sizes, Args, Kwargs]:
+        """Return a call padded to the bucket that holds the longest of all ranks, and its sizes."""
+        leaves, tree = tree_flatten((args, kwargs))
+
+        def own() -> tuple[Sizes, int]:
+            sizes_of(self._first, call, args, kwargs)
+            length, rows = padding.measure(leaves)
+            # Lengths may differ from replica to replica, rows may not.
+            return Sizes(call, (("rows", (rows,)),), _texts(self._first, leaves)), length
+
+        sizes, longest = self._agreed(ranks, own)
+        bucket, rows = padding.bucket(longest), sizes.shapes[0][1][0]
+        if rows < padding.rows and call not in self._rows_proven:
+            self._done(ranks, lambda: self._prove_rows(call, padding, leaves, tree))
+            self._rows_proven.add(call)
+        padded = tree_unflatten(padding.padded(leaves, bucket, padding.rows), tree)
+        sizes = sizes_of(self._first, call, *padded)
+        if sizes not in self._by_sizes:
+            self._check_count(sizes)
+            self._done(ranks, lambda: self._prove_length(call, padding, leaves, tree, bucket))
+        return sizes, *padded
+
+    def _prove_length(
+        self, call: str, padding: BatchPadding, leaves: Sequence[Any], tree: Any, bucket: int
+    ) -> None:
+        """Raise PlanError unless the model passes over the tokens that fill a bucket up."""
+        have = min(padding.length_of(leaves), max(1, 3 * bucket // 4))
+        if bucket > 1 and self._is_checked:
+            short = padding.cut(leaves, have, PROOF_ROWS)
+            self._compare(call, tree, padding, short, padding.padded(short, bucket, padding.rows_of(short)))
+
+    def _prove_rows(self, call: str, padding: BatchPadding, leaves: Sequence[Any], tree: Any) -> None:
+        """Raise PlanError unless the model passes over rows whose labels are all ignored."""
+        if self._is_checked:
+            length = padding.length_of(leaves)
+            short = padding.cut(leaves, length, PROOF_ROWS)
+            more = padding.padded(short, length, padding.rows_of(short) + 1)
+            self._compare(call, tree, padding, short, more)
+
+    @property
+    def _is_checked(self) -> bool:
+        shapes = self._options.shapes
+        return not isinstance(shapes, Buckets) or shapes.check
+
+    def _compare(
+        self, call: str, tree: Any, padding: BatchPadding, short: Sequence[Any], padded: Sequence[Any]
+    ) -> None:
+        if self._prove is None:
+            fact = "there is no model to check that it passes over padding"
+            raise PlanError("shapes=", fact, "autoptd.parallelize(model, ...)")
+        length, rows = padding.length_of(short), padding.rows_of(short)
+        others = padding.with_other_tokens(padded, length, rows)
+        what = TOKENS if padding.length_of(padded) > length else ROWS
+        calls = [tree_unflatten(list(given), tree) for given in (short, padded, others)]
+        self._prove(call, *calls, what)
+
+    def trained_for(self, args: Args, kwargs: Kwargs) -> Program:
         """Return the program that trains with the sizes of an evaluation, if there is one, else the first."""
         return self._by_sizes.get(sizes_of(self._first, "step", args, kwargs), self._first)
 
@@ -85,20 +175,23 @@ class Programs:
                     del rank.others[sizes]
         self._first = first
 
-    def _agreed(self, call: str, ranks: RunningRanks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sizes:
-        """Return the sizes of a call, which all ranks have."""
+    def _agreed(self, ranks: RunningRanks, own: Callable[[], tuple[Sizes, int]]) -> tuple[Sizes, int]:
+        """Return the sizes of a call, which all ranks have, and the largest of their lengths."""
+        length = 0
         sizes: Sizes | None = None
         fault: AutoptdError | None = None
         try:
-            sizes = sizes_of(self._first, call, args, kwargs)
+            sizes, length = own()
         except AutoptdError as error:
             fault = error
         if self._are_processes:
-            ranks.unrecorded.run(check_sizes.SITE, lambda rank: agree_on_sizes(rank.world, sizes, fault))
+            length = ranks.unrecorded.run(
+                check_sizes.SITE, lambda rank: agree_on_sizes(rank.world, sizes, fault, length)
+            )
         if fault is not None:
             raise fault
         assert sizes is not None
-        return sizes
+        return sizes, length
 
     def _check_count(self, sizes: Sizes) -> None:
         """Raise PlanError where another program would be one too many."""
@@ -112,19 +205,29 @@ class Programs:
         )
         raise PlanError(f"pm.{sizes.call}", fact, remedy)
 
-    def _compiled(self, sizes: Sizes, ranks: RunningRanks, compile: Compile) -> Program:
+    def _compiled(self, sizes: Sizes, ranks: RunningRanks, compile: Callable[[], Program]) -> Program:
         """Compile on all ranks; where one of them cannot, all raise why."""
 
         def explained() -> Program:
+            site = f"pm.{sizes.call} with {sizes}"
             try:
                 return compile()
             except (PlanError, TraceError) as error:
-                site = f"pm.{sizes.call} with {sizes}"
                 raise PlanError(site, f"{error.site}: {error.fact}", error.remedy) from error
+            except AutoptdError:
+                raise
+            except Exception as error:
+                fact = f"cannot be compiled for: {type(error).__name__}: {error}"
+                raise RuntimeFault(site, fact, "other sizes, or see to what it says") from error
 
-        attempt = attempted(explained)
+        program: Program = self._done(ranks, explained)
+        return program
+
+    def _done(self, ranks: RunningRanks, act: Callable[[], Any]) -> Any:
+        """Do something in every process; where one of them cannot, all raise why."""
         if not self._are_processes:
-            return attempt()  # type: ignore[no-any-return]
+            return act()
+        attempt = attempted(act)
         return ranks.unrecorded.run(COMPILING, lambda rank: agree(rank.world, COMPILING, attempt))
 
     def _attach(self, sizes: Sizes, program: Program, ranks: RunningRanks) -> None:
@@ -138,7 +241,7 @@ class Programs:
         self._by_sizes[sizes] = program
 
 
-def sizes_of(first: Program, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sizes:
+def sizes_of(first: Program, call: str, args: Args, kwargs: Kwargs) -> Sizes:
     """Return the sizes of a call; PlanError where it differs from the compiled one in more than these."""
     leaves = check_structure(first, args, kwargs)
     check_kinds(first, leaves)

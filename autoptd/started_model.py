@@ -24,10 +24,9 @@ from autoptd.compat import tree_map
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ir.buffers import SharedBuffers
 from autoptd.ir.mesh import Coordinate
-from autoptd.ir.shapes import MAX_PROGRAMS
 from autoptd.options import Options
 from autoptd.program.program import Program
-from autoptd.programs import EVALUATION, Programs
+from autoptd.programs import EVALUATION, Programs, Prove
 from autoptd.runtime.batch import CallForm, is_call_in_one
 from autoptd.runtime.devices import device_of_ranks
 from autoptd.runtime.launch import LocalRanks, ProcessRank, RunningRanks, is_launched, own_rank
@@ -42,6 +41,8 @@ Compile = Callable[[tuple[Any, ...], dict[str, Any], int, bool], Program]
 # (args, kwargs, the program that trains) -> the program that evaluates, or trains with other sizes
 CompileLike = Callable[[tuple[Any, ...], dict[str, Any], Program], Program]
 Draw = Callable[[Program, Path, Sequence[Span]], None]
+# A program, and the call that it takes.
+SizedCall = tuple[Program, tuple[Any, ...], dict[str, Any]]
 # How many losses are remembered.
 LOSSES = 20
 # A context in which the model has these buffers.
@@ -68,6 +69,7 @@ class StartedModel:
         compile: Compile | None = None,
         compile_eval: CompileLike | None = None,
         compile_sizes: CompileLike | None = None,
+        prove: Prove | None = None,
         holding: Holding | None = None,
         draw: Draw | None = None,
         weights: Source | None = None,
@@ -113,7 +115,7 @@ class StartedModel:
         # Those of other sizes, where batches may have several.
         self._programs: Programs | None = None
         if options.shapes is not None:
-            self._programs = Programs(options.max_programs or MAX_PROGRAMS, are_processes=self._is_process)
+            self._programs = Programs(options, are_processes=self._is_process, prove=prove)
         if program is not None:
             self._start(program)
 
@@ -140,6 +142,8 @@ class StartedModel:
             fact = f"the rows of {program.row_blocks} blocks of the batch belong together, which was not known when it was cut"
             raise PlanError("local_batch", fact, "example_inputs= of parallelize, a global batch")
         self._start(program)
+        if self._programs is not None:
+            self._programs.begin(program, self._started("step"), args, kwargs)
         self._form = CallForm(self._arguments, len(args), tuple(kwargs))
 
     def __repr__(self) -> str:
@@ -200,25 +204,27 @@ class StartedModel:
         ranks.check_equal_copies()
         return self._program, ranks
 
-    def _sized(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-        """Return the program that trains with the sizes of a call, which the ranks use from now on. Collective."""
+    def _sized(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SizedCall:
+        """Return the program that trains with a call, which the ranks use from now on, and the call, padded where that was
+        asked for. Collective.
+        """
         first, ranks, like = self.program, self._started("step"), self._compile_sizes
         if self._programs is None or like is None:
-            return first
+            return first, args, kwargs
 
-        def compile() -> Program:
+        def compile(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
             with self._holding(self._buffers.now(ranks)):
                 return like(args, kwargs, first)
 
         return self._programs.find("step", ranks, args, kwargs, compile)
 
-    def _sized_evaluation(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-        """Return the program that evaluates a call, which the ranks use from now on; compile it at first. Collective."""
+    def _sized_evaluation(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SizedCall:
+        """Return the program that evaluates a call likewise; compile it at first. Collective."""
         trained, ranks, like = self.program, self._started("eval_step"), self._compile_eval
         if self._programs is not None and like is not None:
             programs = self._programs
 
-            def compile() -> Program:
+            def compile(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
                 with self._holding(self._buffers.now(ranks)):
                     return like(args, kwargs, programs.trained_for(args, kwargs))
 
@@ -229,7 +235,7 @@ class StartedModel:
                 self._eval_program = like(args, kwargs, trained)
             if self._eval_program is not trained:
                 self._buffers.attach_evaluator(ranks, trained, self._eval_program)
-        return self._eval_program or trained
+        return self._eval_program or trained, args, kwargs
 
     def _arranged(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -257,8 +263,6 @@ class StartedModel:
             device = str(device_of_ranks(self._state.values(), options.device, "local"))
         self._ranks = start(program, self._weights or self._state, device=device, timeout=options.timeout)
         self._program = program
-        if self._programs is not None:
-            self._programs.begin(program, self._ranks)
         # The ranks hold copies: the model's own tensors, and what made them, may be freed.
         self._state, self._weights = {}, None
 

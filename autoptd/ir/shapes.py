@@ -1,26 +1,54 @@
 """What a run does with batches of other lengths or numbers of rows than `example_inputs`: the keyword `shapes`.
 
-In: None, "exact", "bucket" or `Buckets`. Out: the same, checked.
+In: None, "exact", "bucket" or `Buckets`. Out: the same, checked; the lengths that batches are padded to.
 
     check_shapes("exact", max_programs=None)
-    Buckets((512, 1024, 2048)).fitting(700)             # 1024
+    bucket_lengths("bucket", 1024, unit=2)              # (64, 128, 256, 512, 1024)
+    bucket_lengths(Buckets((512, 1024)), 1024, unit=2)  # (512, 1024)
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from autoptd.errors import PlanError
 
-EXACT = "exact"
+EXACT, BUCKET = "exact", "bucket"
 # Programs of a run, if `max_programs` is not given: each has its graphs and emitted files in memory.
 MAX_PROGRAMS = 16
+# The smallest bucket that "bucket" makes is this part of the largest: below it, steps take hardly less time.
+SMALLEST_PART = 16
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The lengths that batches are padded to: `parallelize(shapes=autoptd.Buckets((512, 1024, 2048)))`.
+
+    A batch takes the smallest that holds it, and is padded at its end. Labels are padded with the `ignore_index` of the loss,
+    found in the model; everything else with 0, or with the number that `pad` has for an argument's name. That the loss and all
+    gradients are those of the batch without padding is checked for every bucket, by running the unmodified model on both;
+    `check=False` leaves that to you.
+    """
+
+    lengths: Sequence[int]
+    pad: Mapping[str, float] = field(default_factory=dict)
+    check: bool = True
+
+    def __post_init__(self) -> None:
+        lengths = self.lengths
+        is_list = isinstance(lengths, Sequence) and not isinstance(lengths, str) and len(lengths) > 0
+        if not is_list or not all(type(length) is int and length > 0 for length in lengths):
+            raise PlanError(f"Buckets({lengths!r})", "are no lengths", "for example Buckets((512, 1024))")
+        object.__setattr__(self, "lengths", tuple(sorted(set(lengths))))
 
 
 def check_shapes(shapes: Any, max_programs: Any) -> None:
     """Raise PlanError for what says nothing about shapes."""
-    if shapes is not None and shapes != EXACT:
-        remedy = "None: all batches are like example_inputs; 'exact': a program for every shape that comes"
+    if shapes is not None and shapes not in (EXACT, BUCKET) and not isinstance(shapes, Buckets):
+        remedy = "None: all batches are like example_inputs; 'exact': a program for every shape that comes; "
+        remedy += "'bucket' or autoptd.Buckets((512, 1024)): batches are padded"
         raise PlanError(f"shapes={shapes!r}", "no such choice", remedy)
     if max_programs is None:
         return
@@ -31,4 +59,21 @@ def check_shapes(shapes: Any, max_programs: Any) -> None:
         raise PlanError(f"max_programs={max_programs!r}", "not a number of programs", "for example 16")
 
 
-__all__ = ["EXACT", "MAX_PROGRAMS", "check_shapes"]
+def bucket_lengths(shapes: str | Buckets, length: int, unit: int) -> tuple[int, ...]:
+    """Return the lengths that batches are padded to, ascending; those of "bucket" are halves of the example's `length`, down
+    to a 16th, that `unit` divides.
+
+    PlanError where the example has none of the lengths that were given.
+    """
+    if isinstance(shapes, Buckets):
+        if length not in shapes.lengths:
+            fact = f"has {length} tokens, which is none of the buckets {tuple(shapes.lengths)}"
+            raise PlanError("example_inputs", fact, f"a batch of {shapes.lengths[-1]} tokens")
+        return tuple(shapes.lengths)
+    found = [length]
+    while found[-1] % 2 == 0 and found[-1] // 2 % unit == 0 and 2 * length <= found[-1] * SMALLEST_PART:
+        found.append(found[-1] // 2)
+    return tuple(reversed(found))
+
+
+__all__ = ["BUCKET", "EXACT", "MAX_PROGRAMS", "Buckets", "bucket_lengths", "check_shapes"]

@@ -20,7 +20,7 @@ from autoptd.runtime.batch import check_structure, expected_shape, is_same_const
 from autoptd.runtime.parameters import dtype_of
 
 AGAIN = "or parallelize again for other sizes"
-OTHER_SIZES = "parallelize(..., shapes='exact'), which compiles for every size that comes"
+OTHER_SIZES = "parallelize(..., shapes='exact' or 'bucket'), for batches of several sizes"
 
 
 def check_kinds(program: Program, leaves: Sequence[Any]) -> None:

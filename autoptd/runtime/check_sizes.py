@@ -39,14 +39,18 @@ class Sizes:
         return int.from_bytes(digest, "little") >> 2
 
 
-def agree_on_sizes(world: World, sizes: Sizes | None, fault: AutoptdError | None) -> None:
-    """Raise PlanError on all ranks unless all have the same sizes, and none a `fault`; a collective."""
+def agree_on_sizes(world: World, sizes: Sizes | None, fault: AutoptdError | None, length: int = 0) -> int:
+    """Raise PlanError on all ranks unless all have the same sizes, and none a `fault`; return their largest `length`.
+
+    A collective.
+    """
     number = sizes.number() if sizes is not None else 0
     # The largest of -x is the smallest of x.
-    mine = torch.tensor([int(fault is not None), number, -number], dtype=torch.int64, device=world.device)
-    is_bad, largest, smallest = world.everyone().all_reduce(mine, SITE, op="max").tolist()
+    told_to_all = [int(fault is not None), number, -number, length]
+    mine = torch.tensor(told_to_all, dtype=torch.int64, device=world.device)
+    is_bad, largest, smallest, longest = world.everyone().all_reduce(mine, SITE, op="max").tolist()
     if not is_bad and largest == -smallest:
-        return
+        return int(longest)
     told = None if fault is None else (fault.site, fault.fact, fault.remedy)
     call = sizes.call if sizes is not None else ""
     # Objects take a round trip per axis, so they are exchanged only once it is known that something is wrong.

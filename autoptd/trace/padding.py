@@ -1,0 +1,107 @@
+"""Whether a model passes over padding: the labels of its losses, and two runs, one of them padded.
+
+In: a TRACED graph; a call, the same call padded, and with other tokens in the padding. Out: the arguments that are labels, with
+the `ignore_index` of their loss; an error where the loss or a gradient differs.
+
+    labels_of(graph)                                                # {"labels": -100}
+    compare_padded(model, None, short, padded, others, "tokens")    # PlanError where anything differs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, Node
+
+from autoptd.errors import PlanError
+from autoptd.ir.notes import note, op_name, ops
+from autoptd.trace.differences import Reference
+from autoptd.trace.masks import given_masks
+from autoptd.trace.watched import Watched
+
+LOSS, IGNORE_INDEX = "aten.cross_entropy_loss", -100
+# By the dtype of the parameters: of a tensor's largest entry, and of the largest gradient what counts as one. Sums over more
+# tokens are rounded otherwise; float64 is not better, as norms may compute in float32.
+TOLERANCE, TOLERANCE_OF_HALF = (1e-4, 1e-2), (2.0**-6, 1.0)
+# Of that tolerance where sums are over the same numbers of tokens.
+SAME_SUMS = 1e-2
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def labels_of(graph: Graph) -> dict[str, int]:
+    """Return the arguments that cross-entropies read as labels, with what each ignores."""
+    found: dict[str, int] = {}
+    for node in ops(graph):
+        if op_name(node) != LOSS:
+            continue
+        ignored = node.args[4] if len(node.args) > 4 else node.kwargs.get("ignore_index", IGNORE_INDEX)
+        for source in _sources(node.args[1]):
+            found[note(source).name] = int(ignored)  # type: ignore[arg-type]
+    return found
+
+
+def _sources(node: Any) -> set[Node]:
+    """Return the inputs that a value is made of."""
+    found, waiting, seen = set(), [node], set()
+    while waiting:
+        one = waiting.pop()
+        if one in seen or not isinstance(one, Node):
+            continue
+        seen.add(one)
+        if note(one).kind == "input":
+            found.add(one)
+        waiting += one.all_input_nodes
+    return found
+
+
+def compare_padded(
+    model: nn.Module, loss_fn: Callable[..., Any] | None, short: Call, padded: Call, others: Call, what: str
+) -> None:
+    """Run the model, without dropout, on a call, on the same call with padding, and with other tokens in that.
+
+    PlanError where anything differs: between the first two by more than sums over more tokens are rounded otherwise, between
+    the last two, whose sums are the same, by hardly a bit.
+    """
+    watched = Watched(model, loss_fn)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    is_narrow = any(p.dtype.itemsize < 4 for p in parameters.values())
+    tolerance, share = TOLERANCE_OF_HALF if is_narrow else TOLERANCE
+
+    def run(call: Call) -> torch.Tensor:
+        with torch.enable_grad():
+            return watched(*call[0], **call[1])
+
+    with given_masks(keep_all):
+        loss = run(short)
+        if not bool(loss.isfinite()):
+            fact = f"the loss of the batch without {what} is {loss.item()}"
+            raise PlanError(SITE, fact, "a batch with labels that count")
+        excess = Reference(loss, parameters, share).differences(run(padded), parameters)
+        _refuse(excess, tolerance, f"the loss or its gradients change with {what}")
+        excess = Reference(run(padded), parameters, share).differences(run(others), parameters)
+        _refuse(excess, tolerance * SAME_SUMS, f"the model reads {what}")
+
+
+def _refuse(excess: dict[str, float], tolerance: float, fact: str) -> None:
+    """Raise PlanError for the first value, the loss before gradients, that differs by more than the tolerance."""
+    for name, size in sorted(excess.items(), key=lambda pair: pair[0] != "loss"):
+        if not size <= tolerance:
+            raise PlanError(SITE, f"{fact}: {name} differs by {size:.1e} of its largest entry", REMEDY)
+
+
+def keep_all(site: int, x: torch.Tensor, keep: float) -> torch.Tensor:
+    """Return the mask of a dropout that drops nothing."""
+    return torch.ones_like(x, dtype=torch.bool)
+
+
+SITE = "shapes: padding"
+REMEDY = (
+    "what makes it pass over padding (labels with ignore_index, a causal or padded attention mask, pad= of autoptd.Buckets), "
+    "or shapes='exact'"
+)
+
+
+__all__ = ["compare_padded", "keep_all", "labels_of"]
