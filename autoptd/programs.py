@@ -11,6 +11,7 @@ part in each call.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -67,7 +68,9 @@ class Programs:
         if shapes_of == EXACT or shapes_of is None:
             return
         options, length = self._options, lead_of(first).shape[1]
-        unit = options.c * (options.t if options.sequence_parallel is True else 1)
+        # Ranks that split tokens want equal parts of them.
+        unit = math.prod(map(options.mesh.degree, options.mesh.token_axes))
+        unit *= options.mesh.value_ranks if options.sequence_parallel is True else 1
         lengths = bucket_lengths(shapes_of, length, unit)
         self.most = options.max_programs or max(MAX_PROGRAMS, len(lengths))
         labels, pad = labels_of(first.graphs["TRACED"]), dict(getattr(shapes_of, "pad", {}))

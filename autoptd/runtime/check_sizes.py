@@ -76,9 +76,8 @@ def _difference(world: World, every: list[tuple[None, str, str]]) -> PlanError:
     fact = f"{who} got {texts[others[0]]}, rank 0 {texts[0]}"
     remedy = "the same batch for all ranks of a replica"
     if world.mesh.replica_of(0) not in replicas:
-        remedy = (
-            "batches of equal sizes for all replicas: pad to the longest of the global batch before it is cut"
-        )
+        remedy = "equal sizes for all replicas: pad to the longest of the global batch before it is cut; "
+        remedy += "shapes='bucket' pads lengths"
     return PlanError(f"pm.{calls[0]}", fact, remedy)
 
 
