@@ -1,0 +1,49 @@
+"""Real processes whose batches have several lengths: they train like one device, and batches that do not go together are one
+error on all of them, at once.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.processes.test_processes import finish, start
+
+pytestmark = pytest.mark.processes
+
+
+FEW = {
+    "trains t=2 p=2": (),
+    "one_length_differs p=2 d=2": ("PlanError: pm.step: rank 3 got idx [4, 6]", "rank 0 idx [4, 8]"),
+    "one_cannot_compile t=2 p=2": ("RuntimeFault: pm.step with idx [8, 6]", "MemoryError", "(on rank 1)"),
+    "padded_trains p=2 d=2 shapes=bucket": (),
+    "too_long t=2 p=2 shapes=bucket": ("PlanError: step: idx has 32 tokens, the largest bucket 8",),
+}
+MORE = {
+    "trains t=2 d=2 zero=1 sequence_parallel=True": (),
+    "rows_differ p=2 d=2": ("PlanError: pm.step: ranks 1, 3 got idx [2, 8]", "equal sizes for all"),
+    "calls_differ t=2 p=2": ("PlanError: pm.step: rank 2 calls eval_step, rank 0 step.",),
+    "one_passes_no_tensor t=2 p=2": ("PlanError: step: idx is 3", "(on rank 0)"),
+    "too_many p=2 d=2 max_programs=2": ("[4, 6] would be program 3, and there are 2", "max_programs=4"),
+    "too_long t=2 p=2": ("PlanError: pm.step with idx [8, 32]", "more than block_size=8"),
+    "padded_trains t=2 p=2 shapes=bucket": (),
+    "rows_differ p=2 d=2 shapes=bucket": ("PlanError: pm.step: ranks 1, 3 got rows [2]",),
+    "reads_padding p=2 d=2 shapes=bucket": ("PlanError: shapes: padding", "with padded tokens"),
+}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "arguments"), [(FEW, ()), pytest.param(MORE, ("more",), marks=pytest.mark.thorough)]
+)
+def test_batches_of_several_lengths_over_gloo(
+    wanted: dict[str, tuple[str, ...]], arguments: tuple[str, ...]
+) -> None:
+    results = finish(start("lengths.py", 4, *arguments), timeout=240)
+    assert [code for code, _, _ in results] == [0] * 4, "\n".join(err[-2000:] for _, _, err in results)
+    told = [json.loads(out.splitlines()[-1]) for _, out, _ in results]
+    assert all(one == told[0] for one in told), told  # nobody goes on alone, all say the same
+    assert list(told[0]) == list(wanted)
+    for situation, facts in wanted.items():
+        said = told[0][situation]
+        assert all(fact in said for fact in facts) and bool(said) == bool(facts), (situation, said)
