@@ -196,6 +196,37 @@ def _headline(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
+LENGTHS = "docs/howto/lengths.md"
+
+
+@shows(LENGTHS, "PlanError: pm.step")
+def _one_program_too_many(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    ids = torch.zeros(4, 16, dtype=torch.long)
+    about = {"backend": "local", "shapes": "exact", "max_programs": 2, "example_inputs": (ids, ids)}
+    pm = autoptd.parallelize(small_gpt(), t=2, **about)
+    try:
+        pm.step(ids[:, :8].contiguous(), ids[:, :8].contiguous())
+        return refusal(lambda: pm.step(ids[:, :12].contiguous(), ids[:, :12].contiguous()))
+    finally:
+        pm.close()
+
+
+@shows(LENGTHS, "PlanError: shapes: padding")
+def _padding_is_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    class Everything(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(8, 8), nn.Linear(8, 8)
+
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+            logits = self.head(self.embed(ids)).flatten(0, 1)
+            return F.cross_entropy(logits, labels.flatten(), reduction="none").mean()
+
+    ids = torch.zeros(4, 16, dtype=torch.long)
+    about = {"backend": "local", "shapes": "bucket", "example_inputs": (ids, ids)}
+    return refusal(lambda: autoptd.parallelize(Everything(), t=2, **about))
+
+
 @shows("docs/howto/checkpoints.md", "$ autoptd show gpt-1t")
 def _checkpoint_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     words = "show gpt-1t --t 8 --p 64 --d 6 --precision bf16 --storage-bandwidth 273 --mtbf 3.1"
