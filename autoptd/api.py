@@ -24,7 +24,7 @@ from torch import nn
 
 from autoptd.auto import planned
 from autoptd.batch import split_call
-from autoptd.compat import tree_leaves
+from autoptd.compat import tree_leaves, tree_map
 from autoptd.compile import compile, compile_evaluation, compile_program, compile_sizes
 from autoptd.deferred import is_deferred, traceable
 from autoptd.errors import PlanError
@@ -186,6 +186,7 @@ def parallelize(
 
     def compile_other(args: tuple[Any, ...], kwargs: dict[str, Any], trained: Program) -> Program:
         replicas = options.mesh.replicas if is_local(options) else 1
+        args, kwargs = beside(model, (args, kwargs))
         program = compile_sizes(
             model, options, args, kwargs, trained, modes, replicas=replicas, check=is_first_process()
         )
@@ -196,13 +197,16 @@ def parallelize(
     def compile_eval(args: tuple[Any, ...], kwargs: dict[str, Any], trained: Program) -> Program:
         # What `eval_step` gets: the global batch for threads, this replica's rows for a process.
         replicas = options.mesh.replicas if is_local(options) else 1
+        if options.shapes is not None:
+            args, kwargs = beside(model, (args, kwargs))
         return compile_evaluation(model, options, args, kwargs, trained, modes, replicas=replicas)
 
-    def prove(call: str, *calls: Any) -> None:
+    def prove(call: str, calls: Sequence[Call], what: str) -> None:
         # One process is enough: all have the same model.
         if is_first_process():
             with evaluating(model) if call == EVALUATION else in_modes(modes):
-                check_passed_over(model, options, *calls)
+                short, padded, others = (beside(model, one) for one in calls)
+                check_passed_over(model, options, short, padded, others, what)
 
     keywords: dict[str, Any] = {
         "weights": source,
@@ -225,6 +229,15 @@ def parallelize(
         args, kwargs = split_call(example_inputs)
         pm.compile_now(args, kwargs)
     return pm
+
+
+def beside(model: nn.Module, call: Call) -> Call:
+    """Return a call on the model's device: a step takes its tensors from anywhere, tracing does not."""
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1 or any(device.type == "meta" for device in devices):
+        return call
+    (home,) = devices
+    return tree_map(lambda leaf: leaf.to(home) if isinstance(leaf, torch.Tensor) else leaf, call)  # type: ignore[no-any-return]
 
 
 def check_passed_over(

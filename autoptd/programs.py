@@ -38,9 +38,8 @@ PROOF_ROWS = 4
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Compile = Callable[[Args, Kwargs], Program]
-# (the call's name, a call, the call with padding, that with other padding, what was added): PlanError where the model does
-# not pass over it
-Prove = Callable[..., None]
+# (the call's name, [a call, it with padding, it with other padding], what was added): PlanError where the model reads that
+Prove = Callable[[str, Sequence[tuple[Args, Kwargs]], str], None]
 
 
 class Programs:
@@ -157,8 +156,8 @@ class Programs:
         length, rows = padding.length_of(short), padding.rows_of(short)
         others = padding.with_other_tokens(padded, length, rows)
         what = TOKENS if padding.length_of(padded) > length else ROWS
-        calls = [tree_unflatten(list(given), tree) for given in (short, padded, others)]
-        self._prove(call, *calls, what)
+        calls: list[Any] = [tree_unflatten(list(given), tree) for given in (short, padded, others)]
+        self._prove(call, calls, what)
 
     def trained_for(self, args: Args, kwargs: Kwargs) -> Program:
         """Return the program that trains with the sizes of an evaluation, if there is one, else the first."""

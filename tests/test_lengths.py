@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import autoptd
 from autoptd import Buckets, ParallelModel, PlanError
 from autoptd.ir.shapes import bucket_lengths
+from tests.parity.kinds import KINDS
 from tests.parity.models import VOCAB, batch, gpt
 
 
@@ -264,6 +265,28 @@ def test_parameters_that_only_some_sizes_read() -> None:
         with pytest.raises(PlanError, match=r"more\.(weight|bias).* in the first program"):
             pm.step(*cut(8, 4))
         pm.step(*cut(8, 6))
+
+
+def test_parameters_that_were_frozen_meanwhile() -> None:
+    model = gpt(1)
+    with running(model, shapes="exact") as pm:
+        model.transformer.wte.weight.requires_grad_(False)
+        with pytest.raises(
+            PlanError, match=r"wte\.weight: is trained or frozen otherwise than in the first program"
+        ):
+            pm.step(*cut(8, 4))
+
+
+def test_gradients_that_other_ranks_sum_do_not_fit_shared_storage() -> None:
+    """Tokens that do not divide leave norms whole, whose gradients are no sums then."""
+    kind = KINDS["grouped"]
+    whole = kind.batch(4, 0)
+    short, even = ({name: x[:, :length] for name, x in whole.items()} for length in (5, 6))
+    keywords: dict[str, Any] = {"sequence_parallel": "auto", "d": 2, "zero": 1, "shapes": "exact"}
+    with running(kind.make(0.0), example_inputs=whole, num_microbatches=1, **keywords) as pm:
+        with pytest.raises(PlanError, match="zero=1: gradients are summed over other ranks"):
+            pm.step(**short)
+        pm.step(**even)
 
 
 def test_what_is_seen_of_steps_of_other_sizes() -> None:

@@ -70,7 +70,8 @@ def check_trains_alike(trained: Program, other: Program) -> None:
             "is read in other stages": home.stages != spec.stages,
             "is sharded in another way": before[spec.name] != after[spec.name],
             "is stored in another way": home.storage != spec.storage or home.has_master != spec.has_master,
-            f"is read as {spec.use.dtype}, in another dtype": home.use.dtype != spec.use.dtype,
+            "is trained or frozen otherwise": home.requires_grad != spec.requires_grad,
+            f"is read in another dtype ({spec.use.dtype})": home.use.dtype != spec.use.dtype,
         }
         for fact, is_so in facts.items():
             if is_so:

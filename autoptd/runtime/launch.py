@@ -132,6 +132,8 @@ class RunningRanks(ABC):
         def attach(rank: Rank) -> None:
             # That it reads parameters where they are was checked when it was compiled (program/follow.py).
             check_same_program(program, rank.world)
+            # A gather that is under way is waited for by the stages that were there when it began.
+            rank.params.wait()
             known = {name: x for executor in rank.executors for name, x in executor.buffers.items()}
             rank.others[key] = Executor(program, rank.world, rank.params, known)
 

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd import Buckets, ParallelModel
+from autoptd.runtime import storage
+from autoptd.runtime.world.world import Pending
 from tests.parity.covering import aliases, compare
 from tests.parity.models import LENGTH, batch, gpt
 
@@ -202,6 +204,37 @@ def test_loaded_buffers_hold_for_all_lengths(mesh: dict[str, int]) -> None:
         for size in ((8, 8), (8, 4), (8, 2)):
             compare("loss", 0, {"": pm.step(*cut(*size))}, {"": loss_of(other, *cut(*size))})
             compare("evaluation", 0, {"": pm.eval_step(*cut(*size))}, {"": loss_of(other, *cut(*size))})
+
+
+def test_a_program_that_comes_while_updates_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With zero=1 stages wait for a gather where they read: those that are made meanwhile read what has arrived."""
+    start = storage.start_gather
+
+    class Late(Pending):
+        """A gather that happens when it is waited for."""
+
+        def __init__(self, group: Any, flat: Tensor, site: str) -> None:
+            self.given = (group, flat, site)
+
+        def wait(self) -> Any:
+            return start(*self.given).wait()
+
+        def is_done(self) -> bool:
+            return False
+
+    monkeypatch.setattr(storage, "start_gather", Late)
+    calls = [cut(*size, step) for step, size in enumerate([(8, 8), (8, 4), (8, 8), (8, 6), (8, 4)])]
+    with running(gpt(2).double(), calls[0], d=2, zero=1, shapes="exact") as pm:
+        optimizer = pm.optimizer(torch.optim.AdamW, lr=LR, eps=1e-3)
+        model = gpt(2).double()
+        plain = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-3)
+        for step, call in enumerate(calls):
+            loss = loss_of(model, *call)
+            loss.backward()
+            compare("loss", step, {"": pm.step(*call)}, {"": loss})
+            for one in (plain, optimizer):
+                one.step()
+                one.zero_grad()
 
 
 def test_a_checkpoint_of_one_length_goes_on_at_another(tmp_path: Any) -> None:
