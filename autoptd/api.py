@@ -78,6 +78,7 @@ def parallelize(
     check_every: int | None = None,
     shapes: str | Buckets | None = None,
     max_programs: int | None = None,
+    program_cache: str | os.PathLike[str] | None = None,
     p2p: str | None = None,
     fuse: str | bool | None = None,
     fuse_only: Sequence[str] | None = None,
@@ -130,6 +131,8 @@ def parallelize(
         runs a program for these sizes, compiled when they first come, on the same parameters and optimizer; at most
         `max_programs` of them (default 16); "bucket", or `autoptd.Buckets`: it is padded to one of few lengths, where
         the model is seen to pass over padding.
+    program_cache: a folder in which programs for other sizes are kept, for the next run. It holds Python that is run: one
+        that nobody else can write to.
     p2p: how stages send where t > 1: "direct", "scatter_gather" or "auto".
     fuse, fuse_only: the backend of fused operators, "eager", "triton", "inductor" or False (default: by
         device), and those to use.

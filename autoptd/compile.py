@@ -38,6 +38,7 @@ from autoptd.program.follow import check_follows, check_trains_alike
 from autoptd.program.program import Program
 from autoptd.program.transfers import plan_transfers
 from autoptd.program.weighed import found_text
+from autoptd.program_cache import ProgramCache
 from autoptd.records.collectives import collectives
 from autoptd.records.fallbacks import warn_of_fallbacks, warn_of_recompute
 from autoptd.records.header import about_stages
@@ -114,7 +115,17 @@ def _compile(
         # One trace serves all ranks: the model is traced for one device, and split afterwards.
         traces = trace_rows(model, options, args, kwargs, batch, check)
         write = partial(_place_and_write, traces, batch, handed, record)
-        return fit(write, make_context(options, traces, batch, like)), traces
+        ctx = make_context(options, traces, batch, like)
+        # The first program is held to by others, by its graphs, which are not written.
+        if options.program_cache is None or like is None:
+            return fit(write, ctx), traces
+        cache = ProgramCache(options.program_cache)
+        key, graph = cache.key(traces, batch, ctx, handed), traces.captured.graph
+        if (kept := cache.load(key, traces.captured.buffers)) is not None:
+            return Written(kept, graph, ctx), traces
+        found = fit(write, ctx)
+        cache.store(key, found.program)
+        return found, traces
 
     try:
         (program, graph, ctx), traces = _write_with_groups(written, batch)
@@ -124,7 +135,8 @@ def _compile(
         if fewer == batch:
             raise PlanError(groups.site, groups.fact, groups.remedy) from None
         (program, graph, ctx), traces = _write_with_groups(written, fewer)
-    warn_of_recompute(graph, ctx.options, traces.captured.checkpointed)
+    if program.graphs:
+        warn_of_recompute(graph, ctx.options, traces.captured.checkpointed)
     return program
 
 

@@ -95,14 +95,13 @@ class Options:
     recompute_num_layers: with "full", the layers that share one kept input (Megatron's "uniform" method).
     machine: what plans are weighed for: a name as `plan(cluster=)` takes it, such as "h100"
         (autoptd/machines), or a `Machine` (ir/machine.py).
-    timeout: in seconds.
-    nan: "ignore" lets a NaN loss pass; CUDA sees one a step late.
+    timeout: in seconds. nan: "ignore" lets a NaN loss pass; CUDA sees one a step late.
     check_every: 100 compares, in every 100th step, the batches of the ranks that must read the same (in the
         first three steps too), and the copies of parameters that must be equal (before the second step
         too); 0 never does.
     shapes: None: all batches have the shapes of example_inputs; "exact": a batch of another length or number of rows runs a
         program for that, compiled when it first comes, of which there are at most `max_programs` (None: 16); "bucket" or
-        `Buckets`: batches are padded to a few lengths.
+        `Buckets`: batches are padded to a few lengths. Those behind the first are kept in the folder `program_cache`, if given.
     plan: pinned decisions (`ir/plan.py`).
 
     Three keywords, all off by default, are hooks on the backward of linear layers (runtime/linear.py), under Megatron's
@@ -223,6 +222,7 @@ class Options:
     check_every: int = field(default=100, metadata=about())
     shapes: str | Buckets | None = field(default=None, metadata=about())
     max_programs: int | None = field(default=None, metadata=about())
+    program_cache: str | os.PathLike[str] | None = field(default=None, metadata=about())
     plan: Plan = field(
         default_factory=Plan, metadata=about("text", "a plan.json whose decisions are taken", metavar="FILE")
     )

@@ -97,6 +97,7 @@ OUTSIDE = {  # fields of Options that are not varied
     "dp_shard": "wants 4 replicas: parity/test_zero.py",
     "recompute_num_layers": "with recompute='full': parity/test_recompute.py",
     "max_programs": "how many there may be: test_lengths.py",
+    "program_cache": "the same programs, read: test_program_cache.py",
     "memory": "what is chosen, not how it runs: test_fit.py",
     "memory_price": "likewise; with recompute='auto'",
     "machine": "likewise; conftest.py has the one of the tests",
