@@ -113,7 +113,7 @@ def parallelize(
     order: the mesh axes, fastest first ("tp-cp-dp-pp": tensor-parallel ranks are neighbours).
     sequence_parallel: True splits norms, dropouts and residuals by tokens over tp; "auto" splits whatever is
         cheapest.
-    context: with c > 1, how attention sees all tokens: "ulysses" or "auto", see `Options`.
+    context: with c > 1, how attention sees all tokens: "ulysses", "all_gather" or "auto", see `Options`.
     example_inputs: the global batch of a step, on every backend: a tuple of positional arguments of the model,
         or a mapping of keyword arguments. d divides its rows. Without it, the model is compiled at the first
         `step`, for what that gets.

@@ -58,8 +58,8 @@ class Options:
         more); all-gathers and reduce-scatters replace the all-reduces, at the same bytes. "auto" may split
         anything by tokens, where that is cheapest; reports compare its plan with the known ones.
     context: with c > 1, how attention sees all tokens: "ulysses", by all-to-alls, after which a rank has all tokens of
-        some heads (Jacobs et al. 2023), which c must divide; "auto", whatever is cheapest: where attention is written
-        out also whole keys for a rank's own queries, and attention of all heads where nothing divides.
+        some heads (Jacobs et al. 2023), which c must divide; "all_gather", by keys and values that are gathered for a
+        rank's own queries (Dubey et al. 2024), whatever the heads; "auto", the cheaper one for each attention.
     p2p: how a value that is equal on all tensor ranks travels between stages: "direct", each rank sends all
         of it; "scatter_gather", each sends 1/t and the receivers gather (SC'21, section 4.1); "auto",
         whichever is faster on the described machine (ir/machine.py; the rule: program/transfers.py).

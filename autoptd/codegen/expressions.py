@@ -308,6 +308,12 @@ def _mask_places(node: Node, batch: tuple[int, int] | None, shard: tuple[int, in
     return keywords
 
 
+def _causal_attention(node: Node, text: Text, site: str) -> str:
+    """Return `rt.causal_attention(q, k, v, cp)`."""
+    operands = [*(text(arg) for arg in node.args), group_text(node)]  # type: ignore[arg-type]
+    return f"rt.causal_attention({_join(operands, _literals(node.kwargs, text))})"
+
+
 def _linear(node: Node, text: Text, site: str) -> str:
     x, weight, bias = node.args
     keywords = {}
@@ -373,6 +379,7 @@ MARKER_TEXTS: dict[str, Callable[[Node, Text, str], str]] = {
     "mean": _mean,
     **dict.fromkeys(markers.FUSED, _fused),
     "bias_dropout_add": _bias_dropout_add,
+    "causal_attention": _causal_attention,
     "linear_cross_entropy": _linear_cross_entropy,
     "linear": _linear,
     "vocab_embedding": _vocab_embedding,

@@ -22,7 +22,7 @@ class Missing(NamedTuple):
 
 
 NOT_YET = {
-    "context": Missing("attention over gathered or rotating keys", ("auto", "ulysses", None)),
+    "context": Missing("attention over rotating keys", ("auto", "ulysses", "all_gather", None)),
     "token_order": Missing("zigzag order of tokens", ("auto", "contiguous", None)),
     "summa": Missing("SUMMA", (False, None)),
     "zero": Missing("ZeRO beyond its first stage", (0, 1, "auto", None)),
@@ -73,7 +73,11 @@ def about(flag: str = "", help: str | None = None, **more: Any) -> dict[str, Key
 HOOK = about("on", choices=(False, True), is_planned=True)
 # How attention sees all tokens where ranks have a part of them each.
 CONTEXT = about(
-    "choice", "of attention where c > 1", choices=("auto", "ulysses"), is_planned=True, only_with="c"
+    "choice",
+    "of attention where c > 1",
+    choices=("auto", "ulysses", "all_gather"),
+    is_planned=True,
+    only_with="c",
 )
 FOR_TRAINING: dict[str, Any] = {"is_for_training": True}
 IN_PLAN: dict[str, Any] = {"is_planned": True}

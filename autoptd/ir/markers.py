@@ -99,6 +99,11 @@ def dropout(
     raise InternalError("dropout", "a marker was executed")
 
 
+def causal_attention(q: Any, k: Any, v: Any, *, scale: float | None = None, enable_gqa: bool = False) -> Any:
+    """Causal attention of this rank's queries to the keys of all ranks that come before each."""
+    raise InternalError("causal_attention", "a marker was executed")
+
+
 def linear(x: Any, weight: Any, bias: Any, *, overlap: bool, wgrad: str, transposed: bool) -> Any:
     """Apply a linear layer with hooks on its backward: see passes/hook_gemms.py, and `rt.linear`."""
     raise InternalError("linear", "a marker was executed")
@@ -120,6 +125,7 @@ FUSED = {name: _fused(name) for name in OURS}
 PLACED = (convert, share, first_rows)
 MARKERS = (
     *(convert, share, first_rows, batch_sum, vocab_embedding, cross_entropy, mean, dropout, linear),
+    causal_attention,
     *OVER_CLASSES.values(),
     *FUSED.values(),
 )

@@ -25,7 +25,7 @@ from autoptd.errors import InternalError
 from autoptd.ir import markers
 from autoptd.ir.layout import Layout
 from autoptd.ir.notes import OF_MICROBATCH, Note, note, op_name, ops, shape, site, tensor, value
-from autoptd.ir.operators.record import CLASSES, argument, is_over_classes, operands, set_arguments
+from autoptd.ir.operators.record import CLASSES, QUERIES, argument, is_over_classes, operands, set_arguments
 from autoptd.ir.operators.table import operator_of
 from autoptd.ir.sizes import Sizes, local_shapes
 from autoptd.ir.steps import shard_places
@@ -64,6 +64,8 @@ def localize(graph: Graph, ctx: Context) -> None:
             _local_mean(node, sizes)
         elif name == "aten.dropout":
             _local_dropout(node, sizes)
+        elif QUERIES in forms and argument(node, "is_causal"):
+            _local_attention(node)
         elif name == MARK:
             # Of all microbatches, each adds an equal part.
             node.target, node.args = markers.share, (node.args[0], sizes.pieces)
@@ -142,6 +144,15 @@ def _local_mean(node: Node, sizes: Sizes) -> None:
     if note(x).layout.batch.kind == "S" and note(x).layout.batch.dim in dims:
         count = count * rows // sizes.traced_rows
     node.target, node.args, node.kwargs = markers.mean, (x, dims, bool(argument(node, "keepdim")), count), {}
+
+
+def _local_attention(node: Node) -> None:
+    """Count the places of a rank's queries in the whole sequence; with a mask, its rows say what they see."""
+    record = note(node)
+    record.axis = next(axis for axis, form in record.forms.items() if form == QUERIES)
+    given = {name: argument(node, name) for name in ("scale", "enable_gqa")}
+    node.target, node.args = markers.causal_attention, tuple(operands(node))
+    node.kwargs = {name: value for name, value in given.items() if value}
 
 
 def _local_dropout(node: Node, sizes: Sizes) -> None:

@@ -30,7 +30,7 @@ from autoptd.passes.solve.assign import Assignment, assign_tensor
 from autoptd.passes.solve.fallbacks import fallbacks, note_fallbacks
 from autoptd.passes.solve.strategies import is_split
 from autoptd.passes.solve.symbols import name_axes
-from autoptd.passes.solve.tokens import GATHERED_REMEDY, SHIFTED_REMEDY, TokenSplitter
+from autoptd.passes.solve.tokens import GATHERED_REMEDY, SHIFTED_REMEDY, TokenSplitter, is_repeat
 
 
 def check_tokens(graph: Graph, ctx: Context) -> None:
@@ -99,7 +99,7 @@ def _split(graph: Graph, axis: str, ctx: Context) -> None:
 def _note_gathers(assignment: Assignment, splitter: TokenSplitter) -> None:
     """Note operators that run whole on gathered tokens: an uneven slice, a sort."""
     for node, strategy in assignment.strategies.items():
-        if is_split(strategy) or note(node).fallback is not None:
+        if is_split(strategy) or note(node).fallback is not None or is_repeat(node):
             continue
         nbytes = sum(payload(read) for read in operands(node) if splitter.gathered(node, read))
         if nbytes:
@@ -150,17 +150,21 @@ def _token_sizes(graph: Graph, splitter: TokenSplitter) -> set[int]:
 
 
 def _check_split(assignment: Assignment, splitter: TokenSplitter) -> None:
-    """Raise PlanError where nothing is split, and where attention is not split by heads though that was asked for."""
+    """Raise PlanError where nothing is split, and where attention is not split as was asked for."""
     degree, letter = splitter.mesh.product_text([splitter.axis]), AXES[splitter.axis].degree
     if not any(map(is_split, assignment.strategies.values())):
         raise PlanError(degree, "no operator can be split by tokens", f"{letter}=1")
+    by = {"ulysses": ("heads", "all_gather"), "all_gather": ("queries", "auto")}
+    if splitter.context not in by:
+        return
+    (noun, other), context = by[splitter.context], splitter.context
     for node, strategy in assignment.strategies.items():
-        if splitter.is_ulysses and splitter.multiplies_activations(node) and not is_split(strategy):
+        if splitter.multiplies_activations(node) and not is_split(strategy):
             sizes = sorted({way.size for way in splitter.blocked(node)})
-            heads = f"{' and '.join(map(str, sizes)) or 'its'} heads{splitter.whose}"
+            counted = f"{' and '.join(map(str, sizes)) or 'its'} {noun}{splitter.whose}"
             fits = ", ".join(map(str, divisors(sizes))) if sizes else "1"
-            fact = f"context='ulysses' splits attention by heads, and {heads} do not divide over {degree}"
-            raise PlanError(site(node), fact, f"{letter} in {{{fits}}}, or context='auto'")
+            fact = f"{context=} splits attention by {noun}, and {counted} do not divide over {degree}"
+            raise PlanError(site(node), fact, f"{letter} in {{{fits}}}, or context={other!r}")
 
 
 __all__ = ["check_tokens", "split_tokens"]

@@ -1,6 +1,7 @@
 """What emitted stage files import (`from autoptd import runtime as rt`), and what runs them."""
 
 from autoptd.ir.expert_mm import expert_mm
+from autoptd.runtime.attention import causal_attention
 from autoptd.runtime.classes import (
     classes_argmax,
     classes_gather,
@@ -39,6 +40,7 @@ __all__ = [
     "Stage",
     "World",
     "all_gather_again",
+    "causal_attention",
     "classes_argmax",
     "classes_gather",
     "classes_log_softmax",

@@ -26,7 +26,7 @@ from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name, set_note
 from autoptd.ir.operators import table as rules
-from autoptd.ir.operators.record import CLASSES, operands
+from autoptd.ir.operators.record import CLASSES, QUERIES, operands
 from autoptd.ir.types import Dims, I, P, R, S, Segmented, ValueType
 from autoptd.options import Options
 from autoptd.passes.axes.axes import Letter
@@ -42,7 +42,7 @@ Env = dict[Node, Any]
 WITHOUT_GRADIENT = {"aten.cross_entropy_loss": 1, "aten.soft_margin_loss": 1}
 WITHOUT_GRADIENT["aten.binary_cross_entropy_with_logits"] = 2
 WITHOUT_GRADIENT |= {"aten.batch_norm": 3, "aten.multi_margin_loss": 1}  # running statistics, targets
-TOGETHER = ("vocab_", CLASSES)  # forms that ranks compute together, or by their place
+TOGETHER = ("vocab_", CLASSES, QUERIES)  # forms that ranks compute together, or by their place
 Answer = tuple[list[Tensor], dict[Node, Tensor]]  # pieces of the result, gradient of every float operand
 
 
@@ -97,7 +97,7 @@ def check_letter(node: Node, env: Env, letter: Letter, t: int, axis: str) -> lis
     takes = {one: S(*letter.places[one]) if one in letter.places else R for one in operands(node)}
     if letter.out is None and not letter.form:
         takes |= dict.fromkeys(rules.addends(node, set(letter.places)), P)
-    form = letter.form if letter.out is None or letter.form.startswith(CLASSES) else ""
+    form = letter.form if letter.out is None or letter.form.startswith((CLASSES, QUERIES)) else ""
     return _check(node, env, takes, gives, form, t, axis)
 
 
@@ -198,6 +198,8 @@ def _run_local(node: Node, leaves: Env, env: Env, group: Any) -> Any:
         return args[0] / args[1]
     if node.target in markers.OVER_CLASSES.values():
         return getattr(rt, node.target.__name__)(*args, group, **kwargs)  # type: ignore[union-attr]
+    if node.target is markers.causal_attention:
+        return rt.causal_attention(*args, group, **kwargs)
     if node.target is markers.vocab_embedding:
         return rt.vocab_parallel_embedding(args[0], args[1], group, padding_idx=args[2], **kwargs)
     if node.target is markers.cross_entropy:

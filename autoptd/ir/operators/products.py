@@ -11,7 +11,7 @@ from torch.fx import Node
 from autoptd.ir import markers
 from autoptd.ir.notes import note, shape
 from autoptd.ir.operators.links import letter_links, same_dim
-from autoptd.ir.operators.record import Link, Member, Operator, Product, Size, argument, operands
+from autoptd.ir.operators.record import QUERIES, Link, Member, Operator, Product, Size, argument, operands
 from autoptd.ir.sizes import Sizes, local_shapes
 
 
@@ -85,10 +85,10 @@ def convolution_links(node: Node) -> list[Link]:
 
 
 def attention_links(node: Node) -> list[Link]:
-    """Link scaled_dot_product_attention: batch dims, heads and the value's head_dim may be split; sequences
-    stay whole.
+    """Link scaled_dot_product_attention: batch dims, heads and the value's head_dim may be split; queries
+    where ranks have other tokens.
 
-    Softmax couples all keys, and `is_causal` counts positions from the first one. With `enable_gqa` the
+    Softmax couples all keys, and `is_causal` counts positions from the first query: see `QUERIES`. With `enable_gqa` the
     query heads are KV heads x repeat: the KV heads run through all three operands, the repeat through the
     query only.
     """
@@ -104,7 +104,8 @@ def attention_links(node: Node) -> list[Link]:
     queries = {0: Member((row,)), **_of_mask(node, -2, q[-2])}
     keys = {1: Member((row,)), 2: Member((row,)), **_of_mask(node, -1, k[-2])}
     channels = {0: Member((column,)), 1: Member((column,))}
-    links.append(Link("l", queries, Member((row,)), "attention positions are counted from the first query"))
+    counted = "attention positions are counted from the first query"
+    links.append(Link("l", queries, Member((row,)), form=QUERIES, mixes=counted))
     links.append(Link("m", keys, None, "softmax runs over all keys"))
     links.append(Link("k", channels, None, "scores need the whole head"))
     links.append(Link("e", {2: Member((column,))}, Member((column,))))
@@ -168,7 +169,8 @@ def attention_backward_flops(node: Node, shape: Size) -> int:
 def attention_product(node: Node, shape: Size) -> Product:
     """Return (batch, queries, keys, head_dim) and the kernel's name."""
     query, key = shape(operands(node)[0]), shape(operands(node)[1])
-    kind = "causal attention" if argument(node, "is_causal") else "attention"
+    is_causal = node.target is markers.causal_attention or argument(node, "is_causal")
+    kind = "causal attention" if is_causal else "attention"
     return (math.prod(query[:-2]), query[-2], key[-2], query[-1]), kind
 
 
@@ -287,7 +289,16 @@ OPERATORS = [
         Operator(f"aten.{name}.input", links=recurrent_links)
         for name in ("gru", "lstm", "rnn_tanh", "rnn_relu")
     ),
-    # Operators of the runtime: a GEMM with hooks, and a head that is fused with its loss.
+    # Operators of the runtime: causal attention of a rank's own queries, a GEMM with hooks, and a head that is fused with its
+    # loss.
+    Operator(
+        "causal_attention",
+        flops=attention_flops,
+        backward_flops=attention_backward_flops,
+        product=attention_product,
+        keeps="operands",
+        variable="attention",
+    ),
     Operator("linear", factors=(0, 1), is_fresh=True),
     Operator(HEAD, flops=head_flops, backward_flops=lambda node, shape: 0, product=head_product),
 ]

@@ -43,6 +43,9 @@ Keeps = Literal["", "operands", "nothing", "probabilities"]
 # How forms begin that ranks compute together, of operators over classes that are split over them: a log_softmax, or a gather
 # of the chosen ones. Not over the batch: samples are not computed together.
 CLASSES = "classes_"
+# The form of attention whose queries are split over ranks that have other tokens: keys and values are whole. Where it is
+# causal, a rank must know which places its queries have.
+QUERIES = "queries"
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,9 @@ class Link:
 
     `out` is None when the operator contracts them. `whole` says why the operator cannot be split along
     them ("" if it can). `form` names how a contraction over a split dim is computed locally ("" : the
-    same operator gives the partial sum), or how ranks compute it together (`CLASSES`): then `mixes` says
-    why it keeps no samples apart. `segment` says that the result is (start, length) of the operand's dim:
-    one of several pieces of unequal sizes.
+    same operator gives the partial sum), how ranks compute it together (`CLASSES`), or that a rank must know
+    its place (`QUERIES`); for the last two `mixes` says why it keeps no samples apart. `segment` says that
+    the result is (start, length) of the operand's dim: one of several pieces of unequal sizes.
     """
 
     name: str
@@ -221,6 +224,7 @@ __all__ = [
     "CLASSES",
     "EVERY",
     "FIRST",
+    "QUERIES",
     "Keeps",
     "Link",
     "Member",

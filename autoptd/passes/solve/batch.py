@@ -27,7 +27,7 @@ from autoptd.ir.elsewhere import NORMS, SORTS
 from autoptd.ir.layout import BATCH
 from autoptd.ir.notes import OF_MICROBATCH, WHOLE_NUMBERS, note, op_name, output, shape, site, tensor, value
 from autoptd.ir.operators.lookups import UNCOUNTED
-from autoptd.ir.operators.record import CLASSES, argument, operands
+from autoptd.ir.operators.record import CLASSES, QUERIES, argument, operands
 from autoptd.ir.operators.table import is_pointwise, linear_groups, operator_of
 from autoptd.ir.types import I, P, R, S, ValueType
 from autoptd.passes.axes.axes import Axes, Letter, Place
@@ -147,7 +147,7 @@ def _common_letter(node: Node, axes: Axes, split: dict[Node, ValueType]) -> Lett
     wanted = {operand: (kind.dim, kind.atom) for operand, kind in split.items()}
     for letter in axes.letters(node):
         # A microbatch is one run of samples, not a chunk of every segment, and computes nothing together with others.
-        is_apart = not letter.has_segments and not letter.form.startswith(CLASSES)
+        is_apart = not letter.has_segments and not letter.form.startswith((CLASSES, QUERIES))
         if is_apart and wanted.items() <= letter.places.items():
             return letter
     return None

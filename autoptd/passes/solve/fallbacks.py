@@ -113,10 +113,13 @@ def _blocked(
     """A matrix product that stays whole, or attention that is not split by heads, because t does not divide."""
     if not flops(node):
         return None
-    # The names of what is split already: None for an axis without a name.
-    split_axes: list[str | None] = []
+    taken: list[int] = []
     for operand, types in assignment.strategies[node].needs.items():
-        split_axes += [nouns.get(_axis_of(operand, kind, splitter)) for _, kind in types.shards]
+        taken += [_axis_of(operand, kind, splitter) for _, kind in types.shards]
+    if splitter.is_as_wanted(node, taken):
+        return None
+    # The names of what is split already: None for an axis without a name.
+    split_axes = [nouns.get(axis) for axis in taken]
     is_whole = not split_axes
     blocked = [(letter.size, _noun(node, letter, splitter, nouns)) for letter in splitter.blocked(node)]
     # Heads are what people know; that the head size does not divide either would only confuse.

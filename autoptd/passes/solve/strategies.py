@@ -20,7 +20,7 @@ from autoptd.ir.layout import Layout, loss_over
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, payload
-from autoptd.ir.operators.record import CLASSES, operands
+from autoptd.ir.operators.record import CLASSES, QUERIES, operands
 from autoptd.ir.operators.table import addends, linear_groups, operator_of
 from autoptd.ir.steps import Step, steps
 from autoptd.ir.types import I, P, R, S, ValueType, division_text, shard_size
@@ -115,6 +115,10 @@ class Splitter:
     # For people: about the axis as a whole, and whose sizes it divides.
     remarks: tuple[str, ...] = ()
     whose = ""
+
+    def is_as_wanted(self, node: Node, axes: Collection[int]) -> bool:
+        """Tell whether an operator that is split along these named axes need not be split by its heads."""
+        return False
 
     def name_of(self, node: Node, split: Split) -> str:
         """Return what a split is by, for people."""
@@ -211,7 +215,8 @@ class Splitter:
         ids = self.axes.ids_of(node, letter)
         # Not the positions that attention's softmax runs over.
         is_allowed = not letter.form.startswith(CLASSES) or not self.classes.isdisjoint(ids)
-        return is_allowed and self._may_split(ids)
+        # Tokens of attention are for ranks that have tokens of all else, too: see `TokenSplitter`.
+        return is_allowed and letter.form != QUERIES and self._may_split(ids)
 
     def _may_split(self, ids: Collection[int]) -> bool:
         """Tell whether the axis may split dims that run along these named axes."""
@@ -313,7 +318,7 @@ def _split_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
         origin = splitter.axes.origin(node)
         why = why_split(node, split, splitter.name_of(node, split), pieces, splitter.degree)
         why = f"{origin}: {why}" if origin else why
-        form = split.form if split.is_contracted or split.form.startswith(CLASSES) else ""
+        form = split.form if split.is_contracted or split.form.startswith((CLASSES, QUERIES)) else ""
         strategies.append(Strategy(needs, gives, seconds, why, form))
     return strategies
 

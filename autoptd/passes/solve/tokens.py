@@ -17,7 +17,7 @@ part. So what is the inner part can be converted while the outer one stays, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from torch.fx import Graph, Node
@@ -27,6 +27,7 @@ from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import AXES
 from autoptd.ir.notes import note, op_name, ops
 from autoptd.ir.operators.record import CLASSES, operands
+from autoptd.ir.operators.table import operator_of
 from autoptd.ir.steps import Step
 from autoptd.ir.sub_axes import base
 from autoptd.ir.types import S, ValueType
@@ -53,7 +54,7 @@ class TokenSplitter(Splitter):
         super().__init__(graph, axes, axis, ctx.mesh, ctx.machine, ctx.batched, may_split=tokens, pins={})
         # KV heads that several ranks share are read whole, of all tokens.
         self.factors.pairs = {}
-        self.is_ulysses = ctx.options.context == "ulysses"
+        self.context = ctx.options.context
         self.of_inputs = _of_inputs(graph)
         self.tokens = (self.tokens | self._sequences(graph)) - self._of_weights(graph)
         self.tokens -= self.padding.vocabularies
@@ -133,8 +134,9 @@ class TokenSplitter(Splitter):
             return False
         if self.tokens.issuperset(ids):
             # Heads alone, where Ulysses is asked for.
-            return not (self.is_ulysses and self.multiplies_activations(node))
-        if not self.heads.issuperset(ids):
+            return not (self.context == "ulysses" and self.multiplies_activations(node))
+        is_asked = self.context == "all_gather" and self.multiplies_activations(node)
+        if not self.heads.issuperset(ids) or is_asked:
             return False
         return not any(map(self._is_weight, operands(node) if flops(node) else letter.places))
 
@@ -216,6 +218,10 @@ class TokenSplitter(Splitter):
         """
         return note(node).of_params or node.target is markers.convert
 
+    def is_as_wanted(self, node: Node, axes: Collection[int]) -> bool:
+        """Tell whether an operator that is split along these named axes need not be split by its heads."""
+        return not self.tokens.isdisjoint(axes)
+
     def name_of(self, node: Node, split: Split) -> str:
         (_, letter), *_ = split.letters
         return "tokens" if self.tokens.issuperset(self.axes.ids_of(node, letter)) else split.name
@@ -231,7 +237,8 @@ class TokenSplitter(Splitter):
     def repeating(self, node: Node) -> float:
         extra = super().repeating(node)
         is_activation = note(node).of_params and node in self.of_inputs
-        return extra + (REPEATED if is_activation and self.splits(node) else 0.0)
+        # KV heads are gathered before they are repeated, not behind that.
+        return extra + (REPEATED if is_activation and not is_repeat(node) and self.splits(node) else 0.0)
 
     @property
     def whose(self) -> str:  # type: ignore[override]
@@ -262,6 +269,11 @@ class TokenSplitter(Splitter):
         return [note(node).layout]
 
 
+def is_repeat(node: Node) -> bool:
+    """Tell whether an operator gives its operand several times, or is the reshape behind that."""
+    return operator_of(node).moves in ("spread", "fold") or op_name(node).startswith("aten.repeat")
+
+
 def _of_inputs(graph: Graph) -> set[Node]:
     """Return the values that depend on inputs."""
     found: set[Node] = set()
@@ -275,4 +287,4 @@ def _flat(dims: list[list[int]]) -> Iterator[int]:
     return (each for ids in dims for each in ids)
 
 
-__all__ = ["GATHERED_REMEDY", "SHIFTED_REMEDY", "TokenSplitter"]
+__all__ = ["GATHERED_REMEDY", "SHIFTED_REMEDY", "TokenSplitter", "is_repeat"]

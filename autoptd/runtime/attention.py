@@ -1,0 +1,47 @@
+"""Causal attention of the queries that one rank has, to the keys of all ranks: only what lies before them is read.
+
+In: this rank's queries, q [..., l, k], and the whole keys and values, [..., s, k] and [..., s, e], of c ranks with l
+tokens each. Out: this rank's part of the result. Of the s keys the queries of rank i see the first (i + 1) l: that many
+are multiplied, not all of them under a mask.
+
+    y = causal_attention(q, k, v, cp)
+
+torch's `is_causal` counts queries and keys both from the first one, where here the last query sees the last key that is read.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from autoptd.runtime.world.world import Group
+
+Tensor = torch.Tensor
+
+
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: Group, *, scale: float | None = None, enable_gqa: bool = False
+) -> Tensor:
+    """Return softmax(q k^T * scale) v, where a query sees the keys up to its own place in the whole sequence."""
+    length = q.shape[-2]
+    return _from(group.index * length, q, k, v, scale, enable_gqa)
+
+
+def _from(first: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None, enable_gqa: bool) -> Tensor:
+    """Return causal attention of queries whose first one has place `first`."""
+    length = q.shape[-2]
+    seen = min(first + length, k.shape[-2])
+    mask: Tensor | None = None
+    if first and seen == first + length and q.is_cuda:
+        # The kernels of these devices need no mask in memory.
+        mask = causal_lower_right(length, seen)  # type: ignore[assignment]
+    elif first:
+        mask = torch.ones(length, seen, dtype=torch.bool, device=q.device).tril_(first)
+    k, v = k[..., :seen, :], v[..., :seen, :]
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+__all__ = ["causal_attention"]
