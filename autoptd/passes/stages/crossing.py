@@ -52,6 +52,9 @@ def place_values(graph: Graph, home: Mapping[Node, int], mesh: Mesh, machine: Ma
             stages = {home[node.args[0]]}  # type: ignore[index]
         elif node in places.computed:
             computed = places.computed[node]
+            if node not in home:
+                # What is made of parameters alone has its own operands on every stage, whatever others are sent.
+                computed |= {stage for stage in stages if (node, stage) not in places.sent}
             # Where it is computed and read. A stage that only reads it is sent it, by the first that computes it.
             is_sent = bool(stages - computed)
             stages &= computed

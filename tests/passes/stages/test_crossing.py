@@ -113,6 +113,20 @@ def test_masks_and_tables_are_computed_where_they_are_read() -> None:
     assert note(find(graph, "cos")).stages_why == "computed where it is read"
 
 
+@pytest.mark.parametrize("machine", [COMPUTE_AGAIN, SEND], ids=["again", "send"])
+def test_what_parameters_are_looked_up_by_is_there_before_activations_read_it(machine: Machine) -> None:
+    """Positions that an embedding of the first stage reads, and a mean over what came before in the last one."""
+
+    def between(net: Any, f: Any, x: Tensor) -> Tensor:
+        at = torch.arange(2) * 3 // 2
+        x = f[1](f[0](x) + F.embedding(at, f[1].weight))
+        return f[2](x / (at + 1.0)[:, None])
+
+    graph = placed(between, X, machine=machine)
+    assert note(find(graph, "arange")).stages[0] == note(find(graph, "embedding")).stages[0] == 0
+    assert find(graph, "arange") not in [one.node for one in codegen.crossings(graph)]
+
+
 @pytest.mark.parametrize("which", ["matmul", "sort"])
 def test_a_costly_value_of_inputs_is_computed_once_and_sent(which: str) -> None:
     def between(net: Any, f: Any, x: Tensor) -> Tensor:
