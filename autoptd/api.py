@@ -142,8 +142,8 @@ def parallelize(
         parameters that the optimizer steps.
     loss_scale: of fp16; by default dynamic, by `initial_loss_scale`, `loss_scale_window`, `hysteresis` and
         `min_loss_scale`, see `Options`.
-    zero: 1 divides the optimizer's state over the replicas (ZeRO stage 1), over groups of `dp_shard` of them if given;
-        "auto": where it takes that to fit into `memory`.
+    zero: 1 divides the optimizer's state over the d*c ranks that sum a gradient (ZeRO stage 1), over groups of `dp_shard` of
+        them if given; "auto": where it takes that to fit into `memory`.
     reduce_dtype: "bf16": with zero=1, gradients travel in 16 bits to the replica that adds them up in float32.
     recompute, recompute_num_layers: which activations backward computes again: "full" (all but the inputs of layers, or of
         so many of them), "full:1/2", "selective" (attention's scores), globs of modules, or "auto" (the cheapest values,

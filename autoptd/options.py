@@ -23,7 +23,7 @@ from autoptd.ir.keyword import CONTEXT, FOR_TRAINING, HOOK, IN_PLAN, Keyword, ab
 from autoptd.ir.machine import Machine, find_machine, machine_record
 from autoptd.ir.machine_files import machine_names
 from autoptd.ir.mesh import DEGREES, ORDER, Mesh
-from autoptd.ir.placement import Sharing, sharing_of
+from autoptd.ir.placement import Sharing, check_sharing, sharing_of
 from autoptd.ir.plan import Plan, nearest, read_plan
 from autoptd.ir.quantities import check_degree, check_memory, check_seconds, check_steps
 from autoptd.ir.recompute import check_recompute
@@ -82,11 +82,11 @@ class Options:
         scale, by the four keywords behind it (Megatron's). It starts as `initial_loss_scale`. An update is skipped,
         on all ranks, where a gradient is not finite. From the `hysteresis`-th such update on each halves the scale,
         down to `min_loss_scale`; `loss_scale_window` updates in a row without one double it, and count anew.
-    zero: 1 divides the optimizer's state over the replicas (Rajbhandari et al. 2020, stage 1): each updates a range
-        of the parameters, which are gathered behind the update. The numbers are those of zero=0. "auto": where it
-        takes that to fit.
-    dp_shard: replicas that share one copy of that state, a divisor of d, neighbours; None: all. The others hold
-        copies (torch's hybrid sharding).
+    zero: 1 divides the optimizer's state over replicas, and over c (Rajbhandari et al. 2020, stage 1): each updates a
+        range of the parameters, which are gathered behind the update. The numbers are those of zero=0. "auto": where
+        it takes that to fit.
+    dp_shard: neighbours that share one copy of that state, a divisor of d*c; None: all. The others hold copies
+        (torch's hybrid sharding).
     reduce_dtype: "bf16" sends gradients to the replicas that sum them in 16 bits, with zero=1; they add up in float32.
         Sums over copies of a shard, over tp and over the owners of tied parameters stay in float32, as they are small.
     recompute: what backward computes again (passes/recompute.py): "full", of every layer all but its input; "full:1/2",
@@ -283,14 +283,10 @@ class Options:
         if self.reduce_dtype != "fp32" and not self.zero:
             fact = "without zero=1 an all-reduce sums gradients, which would add up in 16 bits"
             raise PlanError(f"reduce_dtype={self.reduce_dtype!r}", fact, "zero=1, or leave it out")
-        if self.dp_shard is None:
-            return
-        if not self.zero:
+        if self.dp_shard is not None and not self.zero:
             remedy = "zero=1, or leave dp_shard out"
             raise PlanError(f"dp_shard={self.dp_shard}", "replicas share nothing without zero=1", remedy)
-        if self.d % self.dp_shard:
-            remedy = f"a divisor of {self.d}"
-            raise PlanError(f"dp_shard={self.dp_shard}", f"does not divide d={self.d}", remedy)
+        check_sharing(self.mesh, self.sharing_ranks)
 
     def _check_loss_scale(self) -> None:
         """Check that a loss scale is asked for where there is one, and that its numbers make one."""
@@ -337,22 +333,26 @@ class Options:
         return str(self.precision).endswith("-mixed")
 
     @property
+    def sharing_ranks(self) -> int:
+        """How many ranks share one copy of what the optimizer steps."""
+        return (self.dp_shard or self.d * self.c) if self.zero else 1
+
+    @property
     def sharing(self) -> Sharing:
-        """How the replicas share the storage of parameters."""
-        return sharing_of(self.mesh, (self.dp_shard or self.d) if self.zero else 1)
+        """How ranks share the storage of parameters."""
+        return sharing_of(self.mesh, self.sharing_ranks)
 
     def state_bytes(self, itemsize: int) -> StateBytes:
         """Return what an element of a trained parameter costs that stages use in a dtype of so many bytes."""
-        parts = (self.dp_shard or self.d) if self.zero else 1
         wide = max(itemsize, 4)
         if self.precision:
             # Under autocast, what is read in float32 has no copy.
             has_master = not self.is_mixed or itemsize < wide
-            return state_bytes(itemsize, wide, wide, has_master=has_master, parts=parts)
+            return state_bytes(itemsize, wide, wide, has_master=has_master, parts=self.sharing_ranks)
         # The sum of a float32 parameter is its gradient; float64 ones have no float32 gradient.
         has_main_grad = self.accumulate_allreduce_grads_in_fp32 and itemsize < 4
         sums = wide if has_main_grad else itemsize
-        return state_bytes(itemsize, itemsize, sums, has_main_grad=has_main_grad, parts=parts)
+        return state_bytes(itemsize, itemsize, sums, has_main_grad=has_main_grad, parts=self.sharing_ranks)
 
     @property
     def rank_machine(self) -> Machine:

@@ -3,7 +3,7 @@
 In: a TRACED graph and the context of a request. Out: the LOCAL graph with its context. Nothing gives way where everything fits;
 else, of what the request leaves open (`relief.py`), in this order:
 
-- zero="auto": the replicas share the optimizer's state, which takes no longer.
+- zero="auto": replicas, and ranks with other tokens, share the optimizer's state, which takes no longer.
 - recompute="auto": every pipeline rank pays for keeping less what it takes to fit (`passes/keep.py`).
 - the layout over tp, tokens included with sequence_parallel="auto", at a price for bytes (`passes/stages/memory_price.py`): the
   fastest of all layouts that fit, since splitting tokens may take less memory and less time.
@@ -61,7 +61,7 @@ def place(traced: Graph, ctx: Context, record: Record) -> Placed:
 
     TooFull where that is impossible.
     """
-    if ctx.options.zero == "auto" and ctx.mesh.replicas > 1:
+    if ctx.options.zero == "auto" and ctx.mesh.gradient_ranks > 1:
         with suppress(TooFull):
             graph, found = _Search(traced, _with_zero(ctx, 0), record).cheapest()
             if not any(cut_of(found).again_seconds):

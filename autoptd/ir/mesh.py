@@ -286,6 +286,11 @@ class Mesh:
         return math.prod(map(self.degree, self.batch_axes))
 
     @property
+    def gradient_ranks(self) -> int:
+        """How many ranks sum the gradient of a parameter that all of them have."""
+        return math.prod(map(self.degree, self.gradient_axes))
+
+    @property
     def pipeline_ranks(self) -> int:
         """How many ranks a pipeline has."""
         return math.prod(map(self.degree, self.stage_axes))

@@ -14,12 +14,12 @@ gradient goes through on its way from use to storage.
 | part of tp | I | R   | all-reduce    | the ranks of a sub-axis share a KV head, stored by each        |
 | cp   | I       | R   | all-reduce    | every context rank sees other tokens; one sum with that of dp  |
 | pp   | I       | R   | all-reduce    | tied: stages of several pipeline ranks, its *owners*, use it   |
-| dp   | FLAT    | R   | reduce-scatter | ZeRO: the optimizer's state is divided over the replicas      |
+| dp, cp | FLAT  | R   | reduce-scatter | ZeRO: the optimizer's state is divided over the ranks that sum a gradient |
 
 All rows but the last communicate nothing in forward: stages compute with the storage itself. The last one is
 an all-gather before the use (Rajbhandari et al. 2020, stage 1, "optimizer state partitioning"). Where `dp_shard`
-ranks of dp hold one copy of the storage, it stands over the faster sub-axis of dp, and the row I -> R over the
-slower one (hybrid sharding: "HSDP" in torch's words).
+ranks hold one copy of the storage, they are neighbours: the row stands over cp and the faster sub-axis of dp, or over
+that of cp, and the row I -> R over the slower ones (hybrid sharding: "HSDP" in torch's words).
 
     storage, use = placements(Layout({"tp": R}), "float32", stages=(0, 3))
     [(step.axis, step.row.backward) for step in conversions(storage.layout, use.layout)]
@@ -28,13 +28,16 @@ slower one (hybrid sharding: "HSDP" in torch's words).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal, NamedTuple
 
+from autoptd.errors import PlanError
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import AXES, Mesh, Role, role_of
-from autoptd.ir.sub_axes import SubAxis, is_sub_axis, joined, parts_of
+from autoptd.ir.sub_axes import SubAxis, base, joined, parts_of
 from autoptd.ir.types import CONVERSIONS, FLAT, Conversion, R, ValueType
 
 # How often storage becomes use: once a step, or for every microbatch.
@@ -82,27 +85,44 @@ class AxisConversion(NamedTuple):
 
 
 class Sharing(NamedTuple):
-    """How the replicas share the storage of parameters: `over` is the axis or sub-axis that cuts it, "" for none.
+    """How ranks share the storage of parameters: `over` are the axes and sub-axes that cut it.
 
-    `axes` are all axes and sub-axes along which ranks have other samples, `over` among them.
+    `axes` are all axes and sub-axes along which ranks have other samples or tokens, `over` among them.
     """
 
     axes: tuple[str, ...]
-    over: str = ""
+    over: tuple[str, ...] = ()
 
 
-def sharing_of(mesh: Mesh, dp_shard: int = 1) -> Sharing:
-    """Return how `dp_shard` neighbouring replicas share one copy of the storage; 1: every replica has its own."""
-    axes = mesh.batch_axes
-    if dp_shard == 1:
-        return Sharing(axes)
-    axis = axes[0]
-    before = mesh.degree(axis) // dp_shard
-    if before == 1:
-        return Sharing(axes, axis)
-    # Neighbours along dp hold the shards, so that the large sums run where links are fast.
-    over = str(SubAxis(axis, before, dp_shard))
-    return Sharing((*mesh.parts(axis, [over]), *axes[1:]), over)
+def sharing_of(mesh: Mesh, count: int = 1) -> Sharing:
+    """Return how `count` neighbours of those that sum a gradient share one copy of the storage; 1: each has its own."""
+    axes: list[str] = []
+    over: list[str] = []
+    # Neighbours hold the shards, so that the large sums run where links are fast.
+    for axis in mesh.gradient_axes:
+        degree = mesh.degree(axis)
+        size = math.gcd(count, degree)
+        part = axis if size == degree else str(SubAxis(axis, degree // size, size))
+        axes += mesh.parts(axis, [part]) if size > 1 else [axis]
+        over += [part] if size > 1 else []
+        # 1 where it is a part of this axis; what is left goes on along the next, slower one.
+        count //= size
+    return Sharing(tuple(axes), tuple(over))
+
+
+def check_sharing(mesh: Mesh, count: int) -> None:
+    """Raise PlanError unless `count` neighbours may share storage: a part of the fastest axis, or all of it and of the next."""
+    whole = 1
+    counts: list[int] = []
+    for axis in mesh.gradient_axes:
+        degree = mesh.degree(axis)
+        counts += [whole * size for size in range(1, degree + 1) if degree % size == 0]
+        whole *= degree
+    if count not in counts:
+        ranks = mesh.product_text(sorted(mesh.gradient_axes, reverse=True))
+        several = f", such as {', '.join(map(str, sorted({*counts} - {1})))}"
+        remedy = f"a divisor of {whole}{several if len(mesh.gradient_axes) > 1 else ''}"
+        raise PlanError(f"dp_shard={count}", f"does not divide {ranks} into neighbours", remedy)
 
 
 # Every replica stores all of a parameter.
@@ -118,15 +138,19 @@ def placements(
     parameter's.
     """
     types = dict(layout.over_mesh)
-    # R over an axis: its ranks have partial sums of the gradient.
-    types |= dict.fromkeys(sharing.axes, R)
+    # R over an axis: its ranks have partial sums of the gradient; of other tokens, where stages split these.
+    for part in sharing.axes:
+        if role_of(part) is Role.BATCH:
+            types[part] = R
+        elif layout[base(part)] == R:
+            types.pop(base(part), None)
+            types[part] = R
     if len(stages) > 1:
         types |= dict.fromkeys(_axes_of(Role.STAGES), R)
     use = Layout(types)
     # S is stored as it is used; R becomes I: what differs between the ranks is the gradient, which they sum.
     stored = dict(use.shards)
-    if sharing.over:
-        stored[sharing.over] = FLAT
+    stored |= {part: FLAT for part in sharing.over if types.get(part) == R}
     return Placement(Layout(stored), dtype, grad_dtype), Placement(use, dtype)
 
 
@@ -137,9 +161,9 @@ def conversions(storage: Layout, use: Layout) -> tuple[AxisConversion, ...]:
     # Over an axis that neither names, both are I: there is nothing to convert.
     axes = {axis for layout in (storage, use) for axis, _ in layout.over_mesh}
 
-    def place(axis: str) -> tuple[int, bool, str]:
+    def place(axis: str) -> tuple[bool, int, str]:
         # Scattered before anything else is summed: the sums that follow are of a shard.
-        return ORDER_OF_SUMS.index(role_of(axis)), not storage[axis].is_flat, axis
+        return not storage[axis].is_flat, ORDER_OF_SUMS.index(role_of(axis)), axis
 
     ordered = sorted(axes, key=place)
     rows = [(axis, _row(storage[axis], use[axis])) for axis in ordered]
@@ -151,20 +175,21 @@ JOINED_SUMS = (Role.BATCH, Role.TOKENS)
 
 
 def joined_sums(sums: Sequence[AxisConversion], mesh: Mesh) -> tuple[AxisConversion, ...]:
-    """Return these sums with one all-reduce for all axes along which ranks have other samples or tokens."""
+    """Return these sums with one for all axes of other samples or tokens over which gradients go through the same."""
     found: list[AxisConversion] = []
-    together: list[AxisConversion] = []
-    for step in sums:
-        is_joined = step.role in JOINED_SUMS and step.row.backward == "all-reduce"
-        (together if is_joined and not is_sub_axis(step.axis) else found).append(step)
-    if len(together) < 2:
-        return tuple(sums)
-    # Named as groups are: slowest first.
-    axes = sorted((step.axis for step in together), key=mesh.axes.index, reverse=True)
-    one = AxisConversion(joined(axes), together[0].row)
-    # Behind what scatters, before the sums of other roles.
-    before = [step for step in found if step.role in JOINED_SUMS]
-    return (*before, one, *(step for step in found if step.role not in JOINED_SUMS))
+    for row, steps in groupby(sums, key=lambda step: step.row if step.role in JOINED_SUMS else None):
+        alike = list(steps)
+        if row is None or len(alike) < 2:
+            found += alike
+        else:
+            # Named as groups are: slowest first.
+            found.append(AxisConversion(joined(slowest_first((step.axis for step in alike), mesh)), row))
+    return tuple(found)
+
+
+def slowest_first(axes: Iterable[str], mesh: Mesh) -> list[str]:
+    """Return axes and sub-axes in the order in which texts name a group along several."""
+    return sorted(axes, key=lambda axis: mesh.axes.index(base(axis)), reverse=True)
 
 
 def _row(storage: ValueType, use: ValueType) -> Conversion | None:

@@ -13,6 +13,7 @@ how far a shape's prediction is from this one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -215,7 +216,7 @@ class _Reader:
         nbytes = 0.0
         for spec in trained:
             # Each rank updates the range that it stores.
-            parts = mesh.degree(spec.sharing_axis) if spec.sharing_axis else 1
+            parts = math.prod(map(mesh.degree, spec.sharing_axes))
             nbytes += spec.local_bytes(mesh) / parts
         element = self.clock.element_bytes
         return nbytes / element * OPTIMIZER_BYTES[element] / self.clock.copy_rate

@@ -6,7 +6,7 @@ parameter says over which axes its gradient is summed (`ParamSpec.sums`, by the 
 with equal sums share buckets.
 
 With ZeRO the first sum of a bucket is a reduce-scatter: the bucket is a flat buffer (`BucketPlan.places`), of which
-every rank of `sharing_axis` has an equal range, whatever parameters it cuts.
+every rank along `sharing_axes` has an equal range, whatever parameters it cuts.
 
 A sum over dp, or over dp and cp together, may start inside a backward, as soon as a bucket is complete: their ranks have no
 other calls there. Sums over tp, or over cp alone, and
@@ -83,17 +83,17 @@ class BucketPlan:
         return self.site.replace(GRADIENTS, UPDATED, 1)
 
     @property
-    def sharing_axis(self) -> str:
-        """The axis or sub-axis whose ranks have a range each of the storage, "" if every rank has all of it."""
-        return self.params[0].sharing_axis
+    def sharing_axes(self) -> tuple[str, ...]:
+        """The axes and sub-axes whose ranks have a range each of the storage, () if every rank has all of it."""
+        return self.params[0].sharing_axes
 
     def parts(self, mesh: Mesh) -> int:
         """Return in how many equal ranges ranks store it."""
-        return mesh.degree(self.sharing_axis) if self.sharing_axis else 1
+        return math.prod(map(mesh.degree, self.sharing_axes))
 
     def places(self, mesh: Mesh) -> tuple[Place, ...]:
         """Return where each parameter's part of a rank lies in the flat buffer, in order."""
-        alignment = ALIGNMENT if self.sharing_axis else 1
+        alignment = ALIGNMENT if self.sharing_axes else 1
         places, end = [], 0
         for spec in self.params:
             start = _rounded_up(end, alignment)
@@ -104,7 +104,7 @@ class BucketPlan:
     def numel(self, mesh: Mesh) -> int:
         """Return the elements of the flat buffer, the padding included that makes the ranges equal."""
         end = self.places(mesh)[-1].end
-        return _rounded_up(end, self.parts(mesh) * ALIGNMENT) if self.sharing_axis else end
+        return _rounded_up(end, self.parts(mesh) * ALIGNMENT) if self.sharing_axes else end
 
     def nbytes(self, mesh: Mesh) -> int:
         """Return the bytes of its gradients on one rank, before they are summed."""
@@ -128,7 +128,7 @@ class BucketPlan:
 
     def gathered_bytes(self, mesh: Mesh) -> int:
         """Return the bytes of the parameters that are gathered after an update, in the dtype of their use."""
-        return self.numel(mesh) * itemsize(self.params[0].use.dtype) if self.sharing_axis else 0
+        return self.numel(mesh) * itemsize(self.params[0].use.dtype) if self.sharing_axes else 0
 
 
 class Place(NamedTuple):

@@ -105,7 +105,7 @@ def _shared(program: Program, pipeline_rank: int) -> set[tuple[object, ...]]:
     plans = plan_buckets(program.params, program.orders, program.ranks, program.mesh, pipeline_rank)
     found: set[tuple[object, ...]] = set()
     for plan in plans:
-        if plan.sharing_axis:
+        if plan.sharing_axes:
             places = plan.places(program.mesh)
             found.add(tuple((place.spec.name, place.start, place.end) for place in places))
     return found

@@ -72,7 +72,7 @@ def _range_bytes(plan: BucketPlan, mesh: Mesh) -> int:
 def _piece_bytes(plan: BucketPlan, mesh: Mesh, rank: int) -> int:
     """Return the bytes of the parameters in that range: an optimizer steps no padding."""
     width = plan.numel(mesh) // plan.parts(mesh)
-    start = mesh.group(rank, (plan.sharing_axis,)).index(rank) * width
+    start = mesh.group(rank, plan.sharing_axes).index(rank) * width
     elements = 0
     for place in plan.places(mesh):
         elements += max(0, min(place.end, start + width) - max(place.start, start))

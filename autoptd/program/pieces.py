@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from autoptd.ir.layout import copy_axes
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.pieces import Item, Range, Rectangle, own_runs, pieces, share
 from autoptd.ir.placement import itemsize
@@ -53,10 +52,10 @@ def flat_places(program: Program, pipeline_rank: int) -> dict[str, tuple[BucketP
     mesh = program.mesh
     places: dict[str, tuple[BucketPlan, int]] = {}
     # Buckets of a large model take a while to plan.
-    if not any(spec.sharing_axis for spec in program.params):
+    if not any(spec.sharing_axes for spec in program.params):
         return places
     for plan in plan_buckets(program.params, program.orders, program.ranks, mesh, pipeline_rank):
-        if plan.sharing_axis and mesh.degree(plan.sharing_axis) > 1:
+        if plan.parts(mesh) > 1:
             places |= {place.spec.name: (plan, place.start) for place in plan.places(mesh)}
     return places
 
@@ -82,7 +81,7 @@ def flat_range(spec: ParamSpec, mesh: Mesh, rank: int, place: tuple[BucketPlan, 
     """Return which elements of its part of a parameter a rank stores; of none, the end is not behind the start."""
     plan, first = place
     width = plan.numel(mesh) // plan.parts(mesh)
-    begin = mesh.place(rank, plan.sharing_axis) * width - first
+    begin = mesh.group(rank, plan.sharing_axes).index(rank) * width - first
     numel = 1
     for size in spec.local_shape(mesh):
         numel *= size
@@ -96,11 +95,7 @@ def holders(spec: ParamSpec, mesh: Mesh, rank: int) -> tuple[int, ...]:
 
 def holder_axes(spec: ParamSpec, mesh: Mesh) -> tuple[str, ...]:
     """Return the axes and sub-axes along which ranks store the same of a parameter, in one order on all ranks."""
-    axes = [axis for axis in copy_axes(spec.use.layout, mesh) if mesh.degree(axis) > 1]
-    for axis in mesh.batch_axes:
-        parts = mesh.parts(axis, [spec.sharing_axis] if spec.sharing_axis else [])
-        axes += [part for part in parts if part != spec.sharing_axis and mesh.degree(part) > 1]
-    return tuple(axes)
+    return tuple(axis for axis in spec.copy_axes(mesh) if mesh.degree(axis) > 1)
 
 
 def share_stage(program: Program, pipeline_rank: int, keys: StateKeys) -> Shares:

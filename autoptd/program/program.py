@@ -32,9 +32,9 @@ from autoptd.ir.buffers import digest
 from autoptd.ir.fallback import Fallback
 from autoptd.ir.fusion import Fusion
 from autoptd.ir.layout import Layout
-from autoptd.ir.mesh import Mesh
-from autoptd.ir.placement import Placement
-from autoptd.ir.sub_axes import is_sub_axis
+from autoptd.ir.mesh import Mesh, Role
+from autoptd.ir.placement import Placement, joined_sums
+from autoptd.ir.sub_axes import is_sub_axis, parts_of
 from autoptd.ir.types import Segmented, ValueType
 from autoptd.program.costs import Costs, read_costs, tupled
 from autoptd.program.memory import StateMemory, state_memory
@@ -178,8 +178,18 @@ class Program:
     def sub_axes(self) -> tuple[str, ...]:
         """The sub-axes over which anything is communicated, or parameters have types, in one order on all ranks."""
         axes = {axis for spec in self.params for axis in spec.use.layout.sub_axes}
-        axes |= {collective.axis for collective in self.collectives if is_sub_axis(collective.axis)}
-        return tuple(sorted(axes))
+        named = {axis for collective in self.collectives for axis in parts_of(collective.axis)}
+        return tuple(sorted(axes | {axis for axis in named if is_sub_axis(axis)}))
+
+    @cached_property
+    def joint_axes(self) -> tuple[tuple[str, ...], ...]:
+        """The axes and sub-axes along which ranks sum gradients together, several at once, in one order on all ranks."""
+        found: set[tuple[str, ...]] = set()
+        for sums in {spec.sums for spec in self.params}:
+            within_row = [step for step in sums if step.role is not Role.STAGES]
+            wide = [step for step in within_row if self.mesh.degree(step.axis) > 1]
+            found |= {step.axes for step in joined_sums(wide, self.mesh)}
+        return tuple(sorted(axes for axes in found if len(axes) > 1))
 
     def rank_of_stage(self, stage: int) -> int:
         """Return the pipeline rank that holds `stage`."""

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autoptd.errors import InternalError
-from autoptd.ir.layout import Layout
+from autoptd.ir.layout import Layout, copy_axes
 from autoptd.ir.mesh import WITHIN_A_LAYER, Mesh, role_of
 from autoptd.ir.placement import AxisConversion, Placement, Scope, conversions, itemsize
+from autoptd.ir.sub_axes import base
 from autoptd.ir.types import Dims, Outer, ValueType, outer_size
 
 # The conversion of a `Collective` that gathers a scattered transfer buffer.
@@ -124,10 +125,16 @@ class ParamSpec:
         return tuple(sorted({ranks[stage] for stage in self.stages}))
 
     @cached_property
-    def sharing_axis(self) -> str:
-        """The axis or sub-axis of replicas that divides its storage, "" where every replica stores it."""
-        flat = [axis for axis, kind in self.storage.layout.shards if kind.is_flat]
-        return flat[0] if flat else ""
+    def sharing_axes(self) -> tuple[str, ...]:
+        """The axes and sub-axes of replicas, and of other tokens, whose ranks divide its storage; () where each stores it."""
+        return tuple(axis for axis, kind in self.storage.layout.shards if kind.is_flat)
+
+    def copy_axes(self, mesh: Mesh) -> list[str]:
+        """Return the axes and sub-axes along which ranks store the same of it, in one order on all ranks."""
+        axes = copy_axes(self.use.layout, mesh)
+        for axis in mesh.batch_axes:
+            axes += mesh.parts(axis, [part for part in self.sharing_axes if base(part) == axis])
+        return [axis for axis in axes if axis not in self.sharing_axes]
 
     @property
     def has_main_grad(self) -> bool:

@@ -15,7 +15,7 @@ from itertools import groupby
 
 from autoptd.ir.mesh import Mesh, Role
 from autoptd.ir.placement import AxisConversion
-from autoptd.ir.sub_axes import base, is_sub_axis
+from autoptd.ir.sub_axes import base, is_sub_axis, joined, parts_of
 from autoptd.program.buckets import BucketPlan
 
 
@@ -30,7 +30,10 @@ def stage_sums(buckets: Sequence[BucketPlan], stage: int, mesh: Mesh) -> list[st
 
 
 def _axis_text(axis: str, mesh: Mesh) -> str:
-    return f"{axis}, {mesh.degree(axis)} of the ranks of {base(axis)}" if is_sub_axis(axis) else axis
+    if not is_sub_axis(axis):
+        return axis
+    whole = joined(base(part) for part in parts_of(axis))
+    return f"{axis}, {mesh.degree(axis)} of the ranks of {whole}"
 
 
 def _line(plans: Sequence[BucketPlan], mesh: Mesh) -> str:
@@ -47,7 +50,7 @@ def _line(plans: Sequence[BucketPlan], mesh: Mesh) -> str:
         text = ", then ".join(over)
         text = text if text.startswith("over") else f"over {text}"
         parts.append(f"{kind} {'its range' if parts else count} {text}")
-    if plans[0].sharing_axis:
+    if plans[0].sharing_axes:
         parts.append("what it updates of them is gathered")
     return "; ".join(parts)
 

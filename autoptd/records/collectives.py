@@ -19,7 +19,8 @@ from autoptd import codegen
 from autoptd.ir.actions import Orders, ranks_of_stages
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name, ops, tensor
-from autoptd.ir.placement import AxisConversion
+from autoptd.ir.placement import AxisConversion, slowest_first
+from autoptd.ir.sub_axes import joined
 from autoptd.options import Options
 from autoptd.program.buckets import BucketPlan, plan_buckets
 from autoptd.program.call_order import check_call_order
@@ -319,7 +320,7 @@ def _bucket_sums(plan: BucketPlan, rank: int, ranks: Sequence[int], mesh: Mesh) 
     calls = []
     for step in (*plan.early, *plan.late):
         calls.append(call(step, plan.site, "gradient sum", mesh.degree(step.axis), why, (rank,)))
-    if plan.sharing_axis:
+    if plan.sharing_axes:
         calls.append(_update(plan, stage, rank, mesh))
     # Listed once, by the first owner.
     if rank == plan.owners[0]:
@@ -332,16 +333,17 @@ def _bucket_sums(plan: BucketPlan, rank: int, ranks: Sequence[int], mesh: Mesh) 
 
 def _update(plan: BucketPlan, stage: int, rank: int, mesh: Mesh) -> Collective:
     """Return the gather of what the optimizer updated on each rank, which the next forward uses whole."""
+    axis = joined(slowest_first(plan.sharing_axes, mesh))
     return Collective(
         site=plan.gather_site,
         stage=stage,
         conversion="updated parameters",
-        axis=plan.sharing_axis,
+        axis=axis,
         forward="all-gather",
         backward="none",
         payload_bytes=plan.gathered_bytes(mesh),
         group_size=plan.parts(mesh),
-        why=f"{len(plan.params)} parameters, of which every rank of {plan.sharing_axis} updates a range",
+        why=f"{len(plan.params)} parameters, of which every rank of {axis} updates a range",
         scope="update",
         pp_ranks=(rank,),
     )

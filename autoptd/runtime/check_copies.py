@@ -11,14 +11,14 @@ a bit that memory lost. 64-bit fingerprints are compared (`fingerprint.py`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from autoptd.errors import RuntimeFault
 from autoptd.ir.layout import copy_axes
-from autoptd.ir.sub_axes import base
+from autoptd.ir.mesh import Role, role_of
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.check_batch import agree_on_largest, merge_over_ranks
 from autoptd.runtime.fingerprint import fingerprint, fingerprint_of
@@ -77,7 +77,7 @@ def _comparisons(params: RankParameters, states: Sequence[OptimizerState]) -> It
         for axis in (*mesh.batch_axes, *sorted(copied)):
             along.setdefault(axis, {})[spec.name] = used[spec.name]
         # What replicas share the storage of, each stores another part of.
-        for axis in (*_axes_of_copies(params, spec), *sorted(copied)):
+        for axis in _axes_of_copies(params, spec, copied):
             along.setdefault(axis, {})[f"the optimizer's state of {spec.name}"] = stored[spec.name]
     for axis in sorted(along):
         yield world.group((axis,)), along[axis]
@@ -87,14 +87,11 @@ def _comparisons(params: RankParameters, states: Sequence[OptimizerState]) -> It
         yield world.owners(ranks), {name: used[name] for name in tied}
 
 
-def _axes_of_copies(params: RankParameters, spec: ParamSpec) -> list[str]:
-    """Return the axes along which replicas store the same of a parameter."""
-    mesh, axes = params.world.mesh, []
-    sharing = spec.sharing_axis if params.is_shared(spec.name) else ""
-    for axis in mesh.batch_axes:
-        parts = [sharing] if sharing and base(sharing) == axis else []
-        axes += [part for part in mesh.parts(axis, parts) if part != sharing]
-    return axes
+def _axes_of_copies(params: RankParameters, spec: ParamSpec, copied: Collection[str]) -> list[str]:
+    """Return the axes along which ranks store the same of a parameter that is equal along those `copied`."""
+    mesh = params.world.mesh
+    axes = spec.copy_axes(mesh) if params.is_shared(spec.name) else [*mesh.batch_axes, *sorted(copied)]
+    return [axis for axis in axes if axis in copied or role_of(axis) is Role.BATCH]
 
 
 def _print_of_stored(

@@ -56,13 +56,12 @@ def communicators_of(program: Program) -> Communicators:
         for stage in crossing.targets:
             target = program.rank_of_stage(stage)
             # Ranks, not stages: with v > 1 several stages share a link, or a crossing stays on its rank.
-            links.add((source, target))
-            if crossing.has_grad:
-                links.add((target, source))
+            links |= {(source, target), (target, source)} if crossing.has_grad else {(source, target)}
     return Communicators(
         owners=tuple(sorted(ranks for ranks in shared if len(ranks) > 1)),
         links=tuple(sorted((source, target) for source, target in links if source != target)),
         sub_axes=program.sub_axes,
+        joint=program.joint_axes,
     )
 
 

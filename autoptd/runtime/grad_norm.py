@@ -13,8 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from autoptd.errors import PlanError
-from autoptd.ir.layout import copy_axes
-from autoptd.ir.sub_axes import base
 from autoptd.kernels.forms import wide
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.guard import unguarded
@@ -42,13 +40,7 @@ def grad_norm(params: RankParameters) -> torch.Tensor:
 
 def is_first_holder(spec: ParamSpec, world: World) -> bool:
     """Tell whether this rank is the first of those that store the same part of a parameter."""
-    mesh = world.mesh
-    # Stored by every replica, but where replicas share it.
-    copies = copy_axes(spec.use.layout, mesh)
-    for axis in mesh.batch_axes:
-        sharing = [spec.sharing_axis] if base(spec.sharing_axis) == axis else []
-        copies += [part for part in mesh.parts(axis, sharing) if part != spec.sharing_axis]
-    return all(world.group((axis,)).index == 0 for axis in copies)
+    return all(world.group((axis,)).index == 0 for axis in spec.copy_axes(world.mesh))
 
 
 @unguarded()

@@ -73,7 +73,7 @@ class Bucket:
         self.early, self.late = _bound(plan.early, plan, world), _bound(plan.late, plan, world)
         self.is_tied = bool(plan.tied)
         self.places, self.numel = plan.places(world.mesh), plan.numel(world.mesh)
-        self.is_shared = bool(plan.sharing_axis)
+        self.is_shared = bool(plan.sharing_axes)
         # Is shown the gradients of this rank before they are summed; by `check_ranks`.
         self.note: Callable[[str, torch.Tensor], None] | None = None
         # Parameters that got a gradient on this rank in any step (a fact of the program), and on any owner, once known.

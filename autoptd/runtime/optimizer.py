@@ -27,7 +27,7 @@ from autoptd.program.specs import ParamSpec
 from autoptd.runtime.elementwise import check_elementwise
 from autoptd.runtime.full_values import gather_full
 from autoptd.runtime.fused_optimizer import lay_out, takes_fused
-from autoptd.runtime.grad_norm import grad_norm
+from autoptd.runtime.grad_norm import grad_norm, is_first_holder
 from autoptd.runtime.guard import lower, raise_again, unguarded
 from autoptd.runtime.loss_scale import LossScale
 from autoptd.runtime.numbered import is_numbered, named
@@ -273,14 +273,10 @@ def gather_state(params: RankParameters, state: Mapping[torch.Tensor, Mapping[st
     world = params.world
     # First all ranks learn which state every parameter has: gathering a tensor is a collective of all of them.
     mine: State = {}
-    leads_replicas = world.leads(world.mesh.batch_axes)
-    # Copies of a parameter have equal state: one rank describes it for all.
-    if world.leads(world.mesh.value_axes):
-        for spec, x in _stored(params):
-            # Of what replicas share, the first one may store nothing.
-            counts = leads_replicas or params.is_shared(spec.name)
-            if counts and params.is_first_owner(spec) and x in state:
-                mine[spec.name] = {key: _described(value, x) for key, value in state[x].items()}
+    for spec, x in _stored(params):
+        # Copies of a parameter have equal state: one rank describes it for all.
+        if params.is_first_owner(spec) and is_first_holder(spec, world) and x in state:
+            mine[spec.name] = {key: _described(value, x) for key, value in state[x].items()}
     described: State = {}
     for part in world.everyone().gather_objects(mine, "optimizer state"):
         described |= part

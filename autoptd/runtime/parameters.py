@@ -43,7 +43,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 def check_use(spec: ParamSpec) -> None:
     """Raise InternalError unless this runtime can turn the storage of a parameter into what stages use."""
-    rows = [step for step in spec.conversions if step.axis != spec.sharing_axis]
+    rows = [step for step in spec.conversions if step.axis not in spec.sharing_axes]
     work = [f"{step.row.forward} over {step.axis}" for step in rows if step.row.forward != "none"]
     is_cast = spec.use.dtype != spec.storage.dtype
     if work or (is_cast and not spec.has_master) or spec.scope != "step":
@@ -95,7 +95,7 @@ class RankParameters:
             check_use(spec)
         parts = {spec.name: shard for spec, shard in self._first_values(full)}
         for plan in reversed(self._plans()):
-            if plan.sharing_axis and world.mesh.degree(plan.sharing_axis) > 1:
+            if plan.parts(world.mesh) > 1:
                 self._share(plan, parts)
         # What stages use of the others that are stored apart.
         self._copies: dict[str, torch.Tensor] = {}

@@ -47,7 +47,7 @@ class SharedBucket:
     def __init__(self, plan: BucketPlan, world: World, parts: Mapping[str, torch.Tensor]) -> None:
         mesh, first = world.mesh, plan.params[0]
         self.plan, self.places = plan, plan.places(mesh)
-        self.group = world.group((plan.sharing_axis,))
+        self.group = world.group(plan.sharing_axes)
         # Padding is zero: it is reduced and gathered with the rest.
         dtype = getattr(torch, first.use.dtype)
         self.use = torch.zeros(plan.numel(mesh), dtype=dtype, device=world.device)

@@ -19,6 +19,7 @@ MESHES: list[dict[str, Any]] = [
     {"t": 2, "p": 2},
     {"t": 4},
     {"d": 4, "zero": 1, "dp_shard": 2},
+    {"c": 2, "d": 2, "zero": 1},
     {"p": 2, "d": 2},
 ]
 

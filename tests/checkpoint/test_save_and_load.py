@@ -24,6 +24,7 @@ MESHES: list[dict[str, Any]] = [
     {"t": 2, "d": 4, "zero": 1},
     {"p": 2, "d": 4, "zero": 1, "dp_shard": 2},
     {"t": 2, "p": 2, "d": 2, "zero": 1},
+    {"c": 2, "d": 2, "zero": 1},
     {"d": 2, "order": "pp-tp-dp", "p": 2, "t": 2},
 ]
 # Those that compute from float32 storage are a family of their own, as that is what they save.

@@ -63,11 +63,12 @@ def largest_difference(pm: autoptd.ParallelModel, expected: dict[str, Tensor]) -
 MESHES = [
     {"d": 2},
     {"t": 2, "d": 2, "sequence_parallel": True},
+    {"c": 2, "d": 2},
     {"p": 2, "d": 3, "v": 2, "num_microbatches": 2},
 ]
 
 
-@pytest.mark.parametrize("mesh", MESHES[:2], ids=str)
+@pytest.mark.parametrize("mesh", MESHES[:3], ids=str)
 def test_the_bits_are_those_of_zero_0(mesh: dict[str, Any]) -> None:
     """Each sum is of the same two numbers, and the factor of clipping is rounded so that cutting the norm does not show."""
     states = []
@@ -89,6 +90,34 @@ def test_some_replicas_share(dp_shard: int) -> None:
     assert stored == held // dp_shard
     axes = {call.axis for call in pm.program.collectives if call.backward == "reduce-scatter"}
     assert axes == {1: set(), 2: {"dp:(2)2"}, 4: {"dp"}}[dp_shard]
+    pm.close()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dp_shard", "axes"),
+    [
+        ({"c": 2}, None, {"cp"}),
+        ({"c": 2, "d": 2}, None, {"dp x cp"}),
+        ({"c": 2, "d": 2, "p": 2, "order": "tp-dp-cp-pp"}, None, {"cp x dp"}),
+        ({"c": 2, "d": 2, "t": 2}, 2, {"cp"}),
+        ({"c": 2, "d": 4}, 4, {"dp:(2)2 x cp"}),
+        ({"c": 4, "d": 2}, 2, {"cp:(2)2"}),
+    ],
+    ids=str,
+)
+def test_ranks_with_other_tokens_share_too(
+    mesh: dict[str, int], dp_shard: int | None, axes: set[str]
+) -> None:
+    pm, optimizer = train(gpt().double(), dp_shard=dp_shard, zero=1, **mesh)
+    assert largest_difference(pm, one_device()) < 1e-9
+    stored = sum(x.numel() for group in optimizer.param_groups for x in group["params"])
+    copies = mesh["c"] * mesh.get("d", 1) // (dp_shard or mesh["c"] * mesh.get("d", 1))
+    held = sum(x.numel() for x in gpt().parameters())
+    if mesh.keys() <= {"c", "d"}:
+        assert stored == held * copies
+    assert {call.axis for call in pm.program.collectives if call.backward == "reduce-scatter"} == axes
+    state = optimizer.state_dict()["state"]
+    assert all(x["exp_avg"].shape == pm.state_dict()[name].shape for name, x in state.items())
     pm.close()
 
 
@@ -201,6 +230,7 @@ def test_the_optimizers_state_goes_to_any_mesh_and_back() -> None:
         {"d": 2, "zero": 1},
         {"t": 2, "p": 2},
         {"d": 4, "zero": 1, "dp_shard": 2},
+        {"c": 2, "d": 2, "zero": 1},
         {"p": 2, "d": 2},
     ]
     data = batch(8)
@@ -216,7 +246,7 @@ def test_the_optimizers_state_goes_to_any_mesh_and_back() -> None:
         pm.clip_grad_norm_(0.5)
         optimizer.step()
         optimizer.zero_grad()
-    assert largest_difference(pm, one_device()) < 1e-9
+    assert largest_difference(pm, one_device(steps=1 + len(meshes))) < 1e-9
     pm.close()
 
 
@@ -302,6 +332,10 @@ def test_a_broken_part_shows(monkeypatch: pytest.MonkeyPatch, broken: str) -> No
     [
         ({"d": 4, "dp_shard": 2}, "without zero=1"),
         ({"d": 4, "zero": 1, "dp_shard": 3}, "does not divide d=4"),
+        (
+            {"d": 3, "c": 4, "zero": 1, "dp_shard": 3},
+            r"does not divide d\*c=12 into neighbours.*such as 2, 4, 12",
+        ),
         ({"d": 2, "zero": 3}, "not there yet"),
         ({"d": 2, "reduce_dtype": "bf16"}, "without zero=1 an all-reduce"),
         ({"d": 2, "zero": 1, "reduce_dtype": "fp8"}, "no such choice"),

@@ -18,7 +18,7 @@ from autoptd.program.calls import expected_calls
 from tests.parity.models import batch, gpt
 
 # Reduce-scatter alone; with a sum over tp behind it; over half of the replicas, with a sum over the other half.
-MESHES: list[dict[str, Any]] = [{"p": 2, "d": 2}, {"t": 2, "d": 2}, {"d": 4, "dp_shard": 2}]
+MESHES: list[dict[str, Any]] = [{"p": 2, "d": 2}, {"t": 2, "d": 2}, {"d": 4, "dp_shard": 2}, {"c": 2, "d": 2}]
 STEPS = 3
 
 

@@ -19,6 +19,7 @@ GPT: list[dict[str, Any]] = [
     {"t": 2, "p": 2, "v": 2, "num_microbatches": 4},
     {"t": 2, "p": 2, "d": 2, "zero": 1},
     {"p": 2, "d": 4, "zero": 1, "dp_shard": 2, "precision": "bf16"},
+    {"c": 2, "d": 2, "zero": 1, "precision": "bf16"},
     {"d": 2, "precision": "fp16", "loss_scale": 2.0**10, "t": 2},
     {"t": 2, "d": 2, "accumulate_allreduce_grads_in_fp32": True},
     {"d": 3, "zero": 1, "precision": "bf16", "schedule": "gpipe"},

@@ -61,9 +61,10 @@ def test_a_flipped_bit_of_a_moment(key: str) -> None:
     pm.close()
 
 
-def test_a_flipped_bit_of_what_two_replicas_share_each_of_two_times() -> None:
-    """Four replicas, two of which share one state: rank 1 has the same part of it as rank 3."""
-    pm, opt = trained(d=4, zero=1, dp_shard=2)
+@pytest.mark.parametrize("mesh", [{"d": 4}, {"c": 2, "d": 2}], ids=str)
+def test_a_flipped_bit_of_what_two_ranks_share_each_of_two_times(mesh: dict[str, int]) -> None:
+    """Four ranks that sum gradients, two of which share one state: rank 1 has the same part of it as rank 3."""
+    pm, opt = trained(**mesh, zero=1, dp_shard=2)
     (own,) = (rank for rank in pm._ranks.here if rank.world.rank == 3)
     flip(opt.state[own.params.stored[NAME]]["exp_avg"])
     with pytest.raises(RuntimeFault, match=f"the optimizer's state of {NAME} is not the same on ranks 1, 3"):
@@ -84,7 +85,13 @@ def test_a_flipped_bit_of_a_master() -> None:
 
 
 @pytest.mark.parametrize(
-    "keywords", [{"d": 2, "zero": 1}, {"t": 2, "p": 2}, {"d": 4, "zero": 1, "dp_shard": 2}]
+    "keywords",
+    [
+        {"d": 2, "zero": 1},
+        {"c": 2, "d": 2, "zero": 1},
+        {"t": 2, "p": 2},
+        {"d": 4, "zero": 1, "dp_shard": 2},
+    ],
 )
 def test_equal_copies_pass(keywords: dict[str, Any]) -> None:
     pm, opt = trained(**keywords)

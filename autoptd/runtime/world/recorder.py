@@ -90,7 +90,7 @@ def flight_record(groups: Sequence[dist.ProcessGroup]) -> bytes | None:
 def describe(mesh: Mesh, communicators: Communicators, ranks: tuple[int, ...]) -> str:
     """Name a group by what it runs along, and its ranks: "dp of ranks 0, 4"; "tied" where they hold copies of a parameter."""
     single = ((axis,) for axis in (*MESH_AXES, *communicators.sub_axes))
-    for axes in (*single, mesh.value_axes, mesh.gradient_axes):
+    for axes in (*single, mesh.value_axes, mesh.gradient_axes, *communicators.joint):
         if ranks in mesh.groups(axes):
             return f"{'+'.join(axes)} of ranks {ranges_text(ranks)}"
     return f"tied over ranks {ranges_text(ranks)}"

@@ -38,29 +38,29 @@ class Communicators:
     """The communicators a program uses beside those along the mesh axes.
 
     `owners` are sets of pipeline ranks that hold copies of one parameter; `links` are
-    (source, target) pipeline ranks; `sub_axes` are those that values or parameters have types over.
+    (source, target) pipeline ranks; `sub_axes` are those that values or parameters have types over;
+    `joint` are axes and sub-axes along which ranks sum gradients together.
     """
 
     owners: tuple[tuple[int, ...], ...] = ()
     links: tuple[tuple[int, int], ...] = ()
     sub_axes: tuple[str, ...] = ()
+    joint: tuple[tuple[str, ...], ...] = ()
 
     def groups(self, mesh: Mesh) -> list[tuple[int, ...]]:
         """Rank sets of all groups of two ranks or more, each once, in the same order on every rank."""
         found: list[tuple[int, ...]] = []
-        for axis in (*MESH_AXES, *self.sub_axes):
-            found += mesh.groups((axis,))
+        single = [(axis,) for axis in (*MESH_AXES, *self.sub_axes)]
         # Ranks within a layer gather what was sent in parts; those with other samples or tokens sum gradients.
-        found += mesh.groups(mesh.value_axes) + mesh.groups(mesh.gradient_axes)
+        for axes in (*single, mesh.value_axes, mesh.gradient_axes, *self.joint):
+            found += mesh.groups(axes)
         # One in each pipeline; that of all stages is the group along pp, which is made once.
         for pp_ranks in self.owners:
             found += sorted({owner_ranks(mesh, rank, pp_ranks) for rank in range(mesh.size)})
         return [ranks for ranks in dict.fromkeys(found) if len(ranks) > 1]
 
     def channels(self, mesh: Mesh) -> list[tuple[int, int]]:
-        """Return (source rank, target rank) of all channels, in the same order on every rank: round
-        by round.
-        """
+        """Return (source rank, target rank) of all channels, in the same order on every rank: round by round."""
         found: list[tuple[int, int]] = []
         for source, target in in_rounds(self.links):
             # Rank k of a stage talks to rank k of the other one: the same replica and tensor rank.
@@ -69,8 +69,7 @@ class Communicators:
 
 
 def in_rounds(links: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Order links so that they connect soon, if each takes both its ranks for a while: in rounds of
-    disjoint ones.
+    """Order links so that they connect soon, if each takes both its ranks for a while: in rounds of disjoint ones.
 
     Between neighbours these are four, however long the pipeline is: 0-1, 2-3, ..., then 1-2, 3-4, ..., then
     the same downwards.
