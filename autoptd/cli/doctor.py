@@ -12,7 +12,7 @@ from argparse import Namespace
 from autoptd.cli.settings import check_writable
 from autoptd.doctor.run import Request, run_alone, run_launched
 from autoptd.errors import PlanError
-from autoptd.ir.mesh import USUAL_DEGREES
+from autoptd.ir.mesh import DEGREES
 from autoptd.planner.cluster import find_cluster
 
 LAUNCHED = ("RANK", "WORLD_SIZE")
@@ -30,7 +30,7 @@ def doctor(asked: Namespace) -> int:
         if asked.cluster is not None:
             find_cluster(asked.cluster)
     names = ("device", "backend", "timeout", "cluster", "json")
-    degrees = {name: degree for name in USUAL_DEGREES if (degree := getattr(asked, name)) is not None}
+    degrees = {name: degree for name in DEGREES if (degree := getattr(asked, name)) is not None}
     request = Request(degrees, **{name: getattr(asked, name) for name in names})
     return run_launched(request) if is_launched else run_alone(request)
 

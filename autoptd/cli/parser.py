@@ -18,6 +18,7 @@ from autoptd.cli.help_texts import CHECKPOINT, DOCTOR, EXAMPLES, MODEL, PLAN, SH
 from autoptd.cli.settings import read_settings
 from autoptd.errors import PlanError
 from autoptd.ir.elsewhere import remedy_for
+from autoptd.ir.mesh import BY_DEGREE
 from autoptd.ir.plan import nearest
 from autoptd.ir.schedules import SCHEDULES
 from autoptd.options import KEYWORDS
@@ -258,11 +259,10 @@ def _add_training(parser: ArgumentParser) -> None:
 
 
 def _add_examination(parser: ArgumentParser) -> None:
-    # No defaults: with any of the three given one mesh is checked, without them several.
-    for name, words in (("t", "tensor"), ("p", "pipeline"), ("d", "data")):
-        parser.add_argument(
-            f"--{name}", type=int, metavar="N", help=f"{words}-parallel degree (default: several meshes)"
-        )
+    # No defaults: with any of these given one mesh is checked, without them several.
+    for name, axis in BY_DEGREE.items():
+        words = f"{axis.word}-parallel degree"
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{words} (default: several meshes)")
     parser.add_argument(
         "--backend", choices=("gloo", "nccl"), help="(default: nccl on CUDA devices, else gloo)"
     )

@@ -21,7 +21,8 @@ from autoptd.doctor.timing import Pair, rounds_of, sizes_on, time_groups, time_l
 from autoptd.doctor.traffic import communicators_of_orders, play
 from autoptd.ir.actions import Orders
 from autoptd.ir.mesh import MESH_AXES, Mesh
-from autoptd.runtime.world.world import World, in_rounds
+from autoptd.program.calls import joint_axis
+from autoptd.runtime.world.world import Group, World, in_rounds
 
 # Elements of the tensors that calls are checked with.
 COUNTS = (1, 1021, 1 << 20)
@@ -75,10 +76,15 @@ def examine(
 def check_all(world: World, orders: Mapping[str, Orders], counts: Sequence[int] = COUNTS) -> Checks:
     """Check every group, every channel, every schedule."""
     checks, stages = Checks(world), world.mesh.pipeline_ranks
-    for axis in MESH_AXES:
-        world.at = f"doctor: group along {axis}"
-        if (group := world.group((axis,))).size > 1:
-            check_group(checks, axis, group, counts)
+    mesh = world.mesh
+    along: dict[str, Group] = {}
+    for axes in (*((axis,) for axis in MESH_AXES), mesh.value_axes, mesh.gradient_axes):
+        name = joint_axis(mesh, axes)
+        # Of several axes of which one alone has ranks, that one's was checked.
+        if name and name not in along:
+            along[name] = group = world.group(axes)
+            world.at = f"doctor: group along {name}"
+            check_group(checks, name, group, counts)
     communicators = communicators_of_orders(stages, orders.values())
     for owners in communicators.owners:
         world.at = "doctor: group of owners"

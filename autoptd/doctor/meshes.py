@@ -1,5 +1,5 @@
-"""Which meshes are looked at, if none is asked for: every axis has several ranks on one of them, and
-ranks that share values (tp) fill a node.
+"""Which meshes are looked at, if none is asked for: every axis but cp, which has ranks where it is asked for, has several
+on one of them, and ranks that share values (tp) fill a node.
 
 In: the number of ranks, and how many share a node. Out: meshes, in the order in which they are looked at.
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 
 from autoptd.errors import PlanError
-from autoptd.ir.mesh import MESH_AXES, TABLE, USUAL_DEGREES, Mesh, Role
+from autoptd.ir.mesh import DEGREES, MESH_AXES, TABLE, USUAL_DEGREES, Mesh, Role
 
 
 def meshes_for(size: int, per_node: int) -> list[Mesh]:
@@ -38,16 +38,18 @@ def asked_mesh(size: int, degrees: Mapping[str, int | None]) -> Mesh | None:
 
     PlanError where it does not fit.
     """
-    given = {name: degree for name in USUAL_DEGREES if (degree := degrees.get(name)) is not None}
+    given = {name: degree for name in DEGREES if (degree := degrees.get(name)) is not None}
     if not given:
         return None
-    known, is_full = math.prod(given.values()), len(given) == len(USUAL_DEGREES)
+    known, is_full = math.prod(given.values()), given.keys() >= set(USUAL_DEGREES)
     if size % known or (is_full and known != size):
         site = " ".join(f"{name}={degree}" for name, degree in given.items())
         fact = f"{size} ranks do not divide by {known}"
         if is_full:
-            fact = f"{'*'.join(USUAL_DEGREES)} is {known}, and there are {size} ranks"
-        remedy = f"{', '.join(USUAL_DEGREES)} whose product is {size}, or leave them out"
+            fact = f"{'*'.join(given)} is {known}, and there are {size} ranks"
+        remedy = (
+            f"{', '.join(given if is_full else USUAL_DEGREES)} whose product is {size}, or leave them out"
+        )
         raise PlanError(site, fact, remedy)
     # What is left of the ranks goes to the first open degree: more replicas before more stages.
     rows = [row for role in (Role.BATCH, Role.STAGES, Role.VALUES) for row in TABLE if row.role is role]

@@ -1,4 +1,4 @@
-"""Messages and sums over value and batch axes (tp and dp) under way at once, in the order in which a schedule has them.
+"""Messages and sums within layers and over replicas under way at once, in the order in which a schedule has them.
 
 In: a world, and the orders of a schedule. Out: what is wrong, in `Checks`. It is a training step without a
 model: an F sums over tp and sends on; a B starts a sum over tp, waits for it, and sends back; meanwhile a sum
@@ -18,6 +18,7 @@ from autoptd.doctor.calls import Checks, Result, over_stages, peer, settle
 from autoptd.doctor.patterns import message, share, total
 from autoptd.errors import InternalError
 from autoptd.ir.actions import RECVS, SENDS, Action, Kind, Orders, ranks_of_stages
+from autoptd.program.calls import joint_axis
 from autoptd.runtime.world.world import Communicators, Group, Pending
 from autoptd.schedule import add_transfers, build_orders
 
@@ -25,7 +26,7 @@ from autoptd.schedule import add_transfers, build_orders
 SCHEDULES = {"1f1b": 1, "interleaved": 2, "looped_bfs": 2, "zbv": 2}
 # Elements of messages, used in turn.
 LENGTHS = (257, 65_537, 1021)
-# Elements of a sum over a batch axis.
+# Elements of a sum over replicas.
 BUCKET = 1 << 20
 AWAITED_BY = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B}
 
@@ -77,10 +78,12 @@ class _Step:
         self._world, self._ranks = checks.world, ranks_of_stages(orders)
         mesh = self._world.mesh
         self._value_groups = {axis: self._world.group((axis,)) for axis in mesh.value_axes}
-        self._batch_groups = {axis: self._world.group((axis,)) for axis in mesh.batch_axes}
+        # Gradients are summed over all ranks with other samples or tokens at once.
+        axes = mesh.gradient_axes
+        self._gradient_groups = {joint_axis(mesh, axes) or axes[0]: self._world.group(axes)}
         self._arriving: dict[Action, Pending] = {}
         self._leaving: list[Pending] = []
-        # Sums over batch axes that are under way, each with its axis.
+        # Sums over replicas that are under way, each with its axes.
         self._sums: list[tuple[str, Pending]] = []
         # How many sums over value axes were made: their sizes take turns.
         self._count = 0
@@ -107,7 +110,7 @@ class _Step:
         for pending in self._leaving:
             pending.wait()
         for axis, pending in self._sums:
-            self._hold_sum("all_reduce_start", self._batch_groups[axis], axis, pending.wait())
+            self._hold_sum("all_reduce_start", self._gradient_groups[axis], axis, pending.wait())
         if self._arriving:
             raise InternalError(self._world.at, f"nobody took {', '.join(map(str, self._arriving))}")
 
@@ -156,8 +159,8 @@ class _Step:
             self._hold_sum("all_reduce", group, axis, got)
 
     def _start_sums(self) -> None:
-        """Start a sum over every batch axis, as a bucket of gradients does."""
-        for axis, group in self._batch_groups.items():
+        """Start a sum over replicas, as a bucket of gradients does."""
+        for axis, group in self._gradient_groups.items():
             flat = share(group.index, group.size, BUCKET, torch.float32, self._world.device)
             self._sums.append((axis, group.all_reduce_start(flat.clone(), f"doctor: sum over {axis}")))
 

@@ -11,6 +11,7 @@ import torch
 from autoptd.doctor.examine import MeshReport, examine
 from autoptd.doctor.traffic import all_orders, communicators_of_orders
 from autoptd.ir.mesh import Mesh
+from autoptd.ir.sub_axes import parts_of
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Channel, Group, Like, Pending
 
@@ -136,7 +137,7 @@ def examined(
     orders = all_orders(mesh.p)
     shared = ThreadWorld(mesh, communicators_of_orders(mesh.p, orders.values()), timeout=60.0)
     for (rank, axis), kind in (groups or {}).items():
-        ranks = mesh.group(rank, (axis,))
+        ranks = mesh.group(rank, parts_of(axis))
         shared.worlds[rank]._groups[ranks] = kind(shared.worlds[rank]._groups[ranks])
     for (source, target), kind in (channels or {}).items():
         shared.worlds[source]._outgoing[target] = kind(shared.worlds[source]._outgoing[target])

@@ -26,7 +26,9 @@ def wrong_lines(*args: object, **keys: object) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "mesh", [Mesh(), Mesh(t=3), Mesh(p=3), Mesh(d=2), Mesh(t=2, p=2, d=2), Mesh(p=5)], ids=str
+    "mesh",
+    [Mesh(), Mesh(t=3), Mesh(p=3), Mesh(d=2), Mesh(t=2, p=2, d=2), Mesh(p=5), Mesh(t=2, d=2, c=2)],
+    ids=str,
 )
 def test_all_is_right(mesh: Mesh) -> None:
     report = examined(mesh)
@@ -67,6 +69,13 @@ def test_whose_part_of_a_sum_is_wrong_is_named() -> None:
         "over tp of ranks 0-3 (t=4 p=1 d=1): the part of rank 2 is wrong on rank 0-3: all_reduce"
     )
     assert "of float32 (" in line
+
+
+def test_sums_over_other_tokens_and_samples_at_once_are_checked() -> None:
+    (line,) = wrong_lines(Mesh(c=2, d=2), groups={(2, "dp x cp"): WrongSum})
+    assert line.startswith(
+        "over dp x cp of ranks 0-3 (t=1 p=1 d=2 c=2): the part of rank 2 is wrong on rank 0-3: "
+    )
 
 
 def test_who_gets_a_part_wrong_is_named() -> None:

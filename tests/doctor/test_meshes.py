@@ -38,6 +38,8 @@ def test_each_axis_has_several_ranks_on_some_mesh(size: int) -> None:
 def test_a_part_of_a_mesh_is_made_whole() -> None:
     assert asked_mesh(8, {}) is None and asked_mesh(8, {"t": None}) is None
     assert asked_mesh(8, {"t": 2, "p": 2, "d": 2}) == asked_mesh(8, {"t": 2, "p": 2}) == Mesh(2, 2, 2)
+    assert asked_mesh(8, {"t": 2, "c": 2}) == Mesh(2, 1, 2, c=2)
+    assert asked_mesh(8, {"t": 1, "p": 2, "d": 2, "c": 2}) == Mesh(1, 2, 2, c=2)
     assert asked_mesh(8, {"t": 2}) == Mesh(2, 1, 4) and asked_mesh(8, {"d": 2, "p": 2}) == Mesh(2, 2, 2)
 
 
