@@ -240,6 +240,31 @@ def test_queries_that_do_not_divide_are_one_error() -> None:
         autoptd.compile(Pair(), c=3, context="all_gather", example_inputs=(ids, ids, source))
 
 
+class Segments(nn.Module):
+    """Tokens in segments, of which each sees all segments before its own."""
+
+    def __init__(self, width: int = 12, heads: int = 3) -> None:
+        super().__init__()
+        self.embed, self.qkv = nn.Embedding(VOCAB, width), nn.Linear(width, 3 * width)
+        self.head, self.heads = nn.Linear(width, VOCAB), heads
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.qkv(self.embed(ids)).flatten(1, 2)
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in x.chunk(3, -1))
+        z = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return F.cross_entropy(self.head(z.transpose(1, 2).flatten(2)).flatten(0, 1), labels.flatten())
+
+
+def test_queries_in_several_blocks_are_no_chunk() -> None:
+    """Two segments are one for each of two ranks; four ranks would have a part of each, and count places wrongly."""
+    ids, labels = torch.randint(VOCAB, (4, 2, 8)), torch.randint(VOCAB, (4, 16))
+    given: dict[str, Any] = {"example_inputs": (ids, labels)}
+    autoptd.verify(Segments(), c=2, context="all_gather", **given, steps=1)
+    autoptd.verify(Segments(), c=4, **given, steps=1)
+    with pytest.raises(autoptd.PlanError, match=r"attention by queries, and 2 queries do not.*c in \{1, 2\}"):
+        autoptd.compile(Segments(), c=4, context="all_gather", **given)
+
+
 @pytest.mark.parametrize("mesh", [{"c": 2, "t": 2, "sequence_parallel": True}, ALL_FIVE], ids=str)
 def test_masks_of_dropout_are_those_of_one_device(mesh: dict[str, Any]) -> None:
     autoptd.verify(dropping_gpt(), **mesh, context="all_gather", example_inputs=batch(), steps=1)

@@ -26,7 +26,7 @@ from autoptd.ir import markers
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import AXES
 from autoptd.ir.notes import note, op_name, ops
-from autoptd.ir.operators.record import CLASSES, operands
+from autoptd.ir.operators.record import CLASSES, QUERIES, argument, operands
 from autoptd.ir.operators.table import operator_of
 from autoptd.ir.steps import Step
 from autoptd.ir.sub_axes import base
@@ -133,6 +133,10 @@ class TokenSplitter(Splitter):
         if node.target is markers.convert and not self._keeps_outer(node, letter):
             return False
         if self.tokens.issuperset(ids):
+            # Places are counted in chunks of all queries, not of each of several blocks.
+            is_inner = letter.out is not None and letter.out[1] > 0
+            if is_inner and letter.form == QUERIES and argument(node, "is_causal"):
+                return False
             # Heads alone, where Ulysses is asked for.
             return not (self.context == "ulysses" and self.multiplies_activations(node))
         is_asked = self.context == "all_gather" and self.multiplies_activations(node)
