@@ -55,6 +55,8 @@ class TokenSplitter(Splitter):
         # KV heads that several ranks share are read whole, of all tokens.
         self.factors.pairs = {}
         self.context = ctx.options.context
+        # Of the shards of tokens: see `split_tokens.choose_order`.
+        self.order = ""
         self.of_inputs = _of_inputs(graph)
         self.tokens = (self.tokens | self._sequences(graph)) - self._of_weights(graph)
         self.tokens -= self.padding.vocabularies
@@ -110,6 +112,14 @@ class TokenSplitter(Splitter):
     def _is_by_tokens(self, node: Node) -> bool:
         letters = self.axes.letters(node)
         return any(self.tokens.issuperset(self.axes.ids_of(node, letter)) for letter in letters)
+
+    def splits(self, node: Node) -> list[Split]:
+        """Return the ways in which `node` may be split; by tokens that have 2c equal pieces, in the order of this graph."""
+        return [replace(split, order=self._order_of(node, split)) for split in super().splits(node)]
+
+    def _order_of(self, node: Node, split: Split) -> str:
+        is_token = all(self.tokens.issuperset(self.axes.ids_of(node, letter)) for _, letter in split.letters)
+        return self.order if is_token and split.size % (2 * self.degree) == 0 else ""
 
     def free_letters(self, node: Node) -> list[Letter]:
         """Return the letters of an operator that cp may split, whether or not it divides them."""
