@@ -61,7 +61,9 @@ def _outer_parts(node: Node, splitter: TokenSplitter) -> Iterator[str]:
     own = base(note(node).axis)
     for layout in (note(node.args[0]).layout, note(node).layout):  # type: ignore[arg-type]
         for axis, kind in layout.shards:
-            others = [base(other) for other, same in layout.shards if same == kind and base(other) != own]
+            place = kind.dim, kind.atom
+            others = [base(other) for other, same in layout.shards if (same.dim, same.atom) == place]
+            others = [other for other in others if other != own]
             if base(axis) == own and others and own != splitter.inner_of(node, kind):
                 yield f"{site(node)} converts over {own} what is cut over {', '.join(others)} within"
 

@@ -67,7 +67,8 @@ def join_shards(parts: Sequence[torch.Tensor], dim: int, blocks: Outer, size: in
         return torch.cat(list(parts), dim)
     if isinstance(blocks, Zigzag):
         halves = [_pieces(part, dim, blocks, 2) for part in parts]
-        first, second = ([half.narrow(dim + 1, i, 1) for half in halves] for i in range(2))
+        first = [half.narrow(dim + 1, 0, 1) for half in halves]
+        second = [half.narrow(dim + 1, 1, 1) for half in halves]
         return torch.cat([*first, *reversed(second)], dim + 1).flatten(dim, dim + 2)
     if not isinstance(blocks, int):
         widths = [_chunk(block, len(parts)) for block in blocks]

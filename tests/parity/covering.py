@@ -77,8 +77,7 @@ OWN = ("model", "dropout", "reload", "evaluate", "initial")  # what is no keywor
 BOUND = (  # which axes decide together what goes; of two groups, all that goes in each (test_covering.py)
     ("schedule", "p", "v", "num_microbatches", "delay_wgrad_compute"),
     ("t", "sequence_parallel"),
-    ("c", "context"),
-    ("c", "token_order"),
+    ("c", "context", "token_order"),
     ("accumulate_allreduce_grads_in_fp32", "precision"),
 )
 
@@ -301,7 +300,9 @@ def run(case: Case) -> None:
 
 def resized(kind: Kind, case: Case, rows: int, step: int) -> Batch:
     """A batch of another number of rows and of another length, which divides over the ranks that split tokens."""
-    length = LENGTH // 2 if LENGTH // 2 % (case["t"] * case["c"]) == 0 else LENGTH - 4
+    parts = [case["t"] * case["c"], 2 * case["c"] if case["token_order"] == "zigzag" else 1]
+    lengths = (LENGTH // 2, LENGTH - 4, LENGTH)
+    length = next(one for one in lengths if not any(one % count for count in parts))
     return {
         name: x[:, :length] if x.dim() > 1 and x.shape[1] == LENGTH else x
         for name, x in kind.batch(rows, step).items()

@@ -30,6 +30,7 @@ from tests.parity.test_mutations import edit_source
 from tests.thin import thinned
 
 IDS, TARGETS = batch()
+CHUNKS: dict[str, Any] = {"context": "all_gather", "token_order": "contiguous"}
 # Nothing is saved by fewer, larger collectives: what sends the fewest bytes is chosen, as at the sizes of large models.
 NO_LATENCY = replace(Machine(), latency=0.0)
 
@@ -78,7 +79,7 @@ EDITS = {
 def test_one_mistake_is_found(monkeypatch: pytest.MonkeyPatch, edit: tuple[str, str]) -> None:
     edited = edit_source(monkeypatch, *edit)
     with pytest.raises(autoptd.InternalError, match="differs"):
-        autoptd.verify(gpt(2), c=2, context="all_gather", example_inputs=batch(), steps=1)
+        autoptd.verify(gpt(2), c=2, **CHUNKS, example_inputs=batch(), steps=1)
     assert edited
 
 
@@ -203,7 +204,7 @@ def test_a_rank_keeps_its_queries_and_all_keys() -> None:
     """A layer keeps 1/c of what one device does, and its keys and values whole besides."""
     kept = {}
     for c in (1, 2, 4):
-        more = {"context": "all_gather"} if c > 1 else {}
+        more = CHUNKS if c > 1 else {}
         sizes = [kept_bytes(gpt(layers), batch(4), 1, c=c, **more) for layers in (1, 3)]
         kept[c] = (sizes[1] - sizes[0]) / 2
     whole = 2 * 4 * 4 * LENGTH * 32

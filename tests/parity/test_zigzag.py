@@ -11,8 +11,9 @@ import torch
 
 import autoptd
 from autoptd.program.calls import expected_calls
+from tests.parity.kept import kept_bytes
 from tests.parity.kinds import KINDS
-from tests.parity.models import batch, gpt, uneven
+from tests.parity.models import LENGTH, batch, gpt, uneven
 from tests.parity.rotary import llama
 from tests.parity.test_context import ALL_FIVE, CASES, GPT_MESHES, MODELS, UNEQUAL
 from tests.parity.test_dropout import gpt as dropping_gpt
@@ -121,6 +122,18 @@ def test_every_rank_multiplies_as_many_keys(order: str, c: int) -> None:
     pm.close()
     busiest = Fraction(max(flops.values()) * c, sum(flops.values()))
     assert busiest == (1 if order == "zigzag" else Fraction(2 * c, c + 1))
+
+
+@pytest.mark.parametrize("c", [2, 4])
+def test_two_pieces_keep_one_result_more(c: int) -> None:
+    """Attention keeps the results of both, and the next layer what they are together; and on CPUs the mask of the later piece."""
+    kept: dict[str, float] = {}
+    for order in ("zigzag", "contiguous"):
+        how = {"context": "all_gather", "token_order": order}
+        sizes = [kept_bytes(gpt(layers), batch(4), 1, c=c, **how) for layers in (1, 3)]
+        kept[order] = (sizes[1] - sizes[0]) / 2
+    result, mask = 4 * 4 * LENGTH // c * 32, 4 * LENGTH // (2 * c) * LENGTH
+    assert kept["zigzag"] == kept["contiguous"] + result + mask
 
 
 @pytest.mark.parametrize(
