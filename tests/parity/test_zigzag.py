@@ -126,7 +126,7 @@ def test_every_rank_multiplies_as_many_keys(order: str, c: int) -> None:
 
 @pytest.mark.parametrize("c", [2, 4])
 def test_two_pieces_keep_one_result_more(c: int) -> None:
-    """Attention keeps the results of both, and the next layer what they are together; and on CPUs the mask of the later piece."""
+    """Attention keeps the result of each, the next layer that of both; and on CPUs the later one has a mask."""
     kept: dict[str, float] = {}
     for order in ("zigzag", "contiguous"):
         how = {"context": "all_gather", "token_order": order}
