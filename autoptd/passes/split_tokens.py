@@ -106,7 +106,7 @@ def choose_order(graph: Graph, splitter: TokenSplitter, asked: str) -> str:
     """Return the order in which ranks have tokens, of `asked`: with "auto" zigzag where a rank's queries are causal.
 
     Then every rank has as many keys to multiply as any other; of chunks the last rank would have almost twice the mean. All
-    sequences have the one order, so the cheapest plan is the same.
+    sequences of 2c equal pieces have the one order, so the cheapest plan is the same.
     """
     if asked != "auto":
         return ZIGZAG if asked == ZIGZAG else ""
@@ -114,7 +114,8 @@ def choose_order(graph: Graph, splitter: TokenSplitter, asked: str) -> str:
     if not causal or splitter.context == "ulysses":
         return ""
     plan = find_plan(graph, splitter)
-    return ZIGZAG if any(plan[node].form == QUERIES for node in causal if node in plan) else ""
+    ours = [node for node in causal if node in plan and plan[node].form == QUERIES]
+    return ZIGZAG if any(splitter.has_pieces(node, plan[node].gives) for node in ours) else ""
 
 
 def _check_pieces(graph: Graph, splitter: TokenSplitter) -> None:

@@ -148,6 +148,8 @@ def test_two_pieces_keep_one_result_more(c: int) -> None:
 )
 def test_the_order_is_chosen_by_what_is_causal(keywords: dict[str, Any], is_zigzag: bool) -> None:
     program = autoptd.compile(gpt(2), c=2, **keywords, example_inputs=batch())
+    said = "tokens in zigzag order: of 4, rank i of 2 has the pieces i and 3 - i"
+    assert (said in program.explain("transformer.h.0.attn")) == is_zigzag
     assert ("rt.Zigzag" in "".join(program.sources.values())) == is_zigzag
     assert autoptd.compile(gpt(2), plan=program.plan, example_inputs=batch()).sources == program.sources
 
@@ -160,6 +162,19 @@ def test_tokens_that_have_no_pieces_stay_in_chunks() -> None:
     fact = r"token_order='zigzag': 6 tokens do not divide over 2\*c=4.*a multiple of 4 tokens"
     with pytest.raises(autoptd.PlanError, match=fact):
         autoptd.compile(gpt(2), c=2, token_order="zigzag", example_inputs=(ids, ids))
+
+
+def test_batches_are_padded_to_lengths_that_have_pieces() -> None:
+    """Of eight tokens and their halves; chunks would go down to two."""
+    losses = {}
+    for order in ("zigzag", "contiguous"):
+        how: dict[str, Any] = {"context": "all_gather", "token_order": order, "shapes": "bucket"}
+        pm = autoptd.parallelize(gpt(2), c=2, **how, backend="local", example_inputs=(IDS, TARGETS))
+        losses[order] = [float(pm.step(IDS[:, :length], TARGETS[:, :length])) for length in (8, 3, 2)]
+        found = [program.inputs[0].shape[1] for program in pm.programs]
+        assert found == ([8, 4] if order == "zigzag" else [8, 4, 2])
+        pm.close()
+    assert losses["zigzag"] == pytest.approx(losses["contiguous"], rel=1e-5)
 
 
 def test_an_order_without_ranks_is_one_error() -> None:

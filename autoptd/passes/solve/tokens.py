@@ -119,7 +119,15 @@ class TokenSplitter(Splitter):
 
     def _order_of(self, node: Node, split: Split) -> str:
         is_token = all(self.tokens.issuperset(self.axes.ids_of(node, letter)) for _, letter in split.letters)
-        return self.order if is_token and split.size % (2 * self.degree) == 0 else ""
+        return self.order if is_token and self._divides(split.size) else ""
+
+    def _divides(self, size: int) -> bool:
+        """Tell whether tokens have two equal pieces for every rank."""
+        return size % (2 * self.degree) == 0
+
+    def has_pieces(self, node: Node, gives: Layout) -> bool:
+        """Tell whether what ranks have parts of makes two equal pieces for every one."""
+        return all(self._divides(note(node).dims[kind.dim][kind.atom]) for _, kind in gives.shards)
 
     def free_letters(self, node: Node) -> list[Letter]:
         """Return the letters of an operator that cp may split, whether or not it divides them."""
@@ -268,11 +276,14 @@ class TokenSplitter(Splitter):
     @property
     def remarks(self) -> tuple[str, ...]:  # type: ignore[override]
         """Say what the prices are beside seconds, and what was not weighed together."""
-        more = f"over {self.axis}, what all ranks repeat and could split counts {1e6 * REPEATED:,.0f} us more"
-        if not self._given:
-            return (more,)
-        first = ", ".join(self._given)
-        return more, f"over {first} first, then over {self.axis} with that: both together may be cheaper"
+        said = [f"over {self.axis}, what all ranks repeat and could split counts {1e6 * REPEATED:,.0f} us more"]
+        if self._given:
+            first = ", ".join(self._given)
+            said.append(f"over {first} first, then over {self.axis} with that: both together may be cheaper")
+        if self.order:
+            pieces = f"rank i of {self.degree} has the pieces i and {2 * self.degree - 1} - i"
+            said.append(f"tokens in {self.order} order: of {2 * self.degree}, {pieces}")
+        return tuple(said)
 
     @property
     def per_whole_byte(self) -> float:
