@@ -276,7 +276,9 @@ class TokenSplitter(Splitter):
     @property
     def remarks(self) -> tuple[str, ...]:  # type: ignore[override]
         """Say what the prices are beside seconds, and what was not weighed together."""
-        said = [f"over {self.axis}, what all ranks repeat and could split counts {1e6 * REPEATED:,.0f} us more"]
+        said = [
+            f"over {self.axis}, what all ranks repeat and could split counts {1e6 * REPEATED:,.0f} us more"
+        ]
         if self._given:
             first = ", ".join(self._given)
             said.append(f"over {first} first, then over {self.axis} with that: both together may be cheaper")
