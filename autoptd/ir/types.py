@@ -22,6 +22,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autoptd.errors import InternalError
+
 # The atom sizes of every dim of a tensor; a dim of size 1 has no atoms.
 Dims = tuple[tuple[int, ...], ...]
 
@@ -137,6 +139,8 @@ def outer_size(dims: Sequence[Sequence[int]], kind: ValueType) -> Outer:
     # S over heads of [3 x 12 x 64]: a shard is one chunk of each of the 3 blocks q, k, v.
     count = math.prod(atoms[: kind.atom])
     if kind.order:
+        if isinstance(atoms[kind.atom], Segmented):
+            raise InternalError(str(kind), "unequal blocks are not stored in zigzag order")
         return Zigzag(count)
     if not atoms or not isinstance(sharded := atoms[kind.atom], Segmented):
         return count

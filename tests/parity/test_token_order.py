@@ -74,6 +74,8 @@ BETWEEN: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "the sum of halves": lambda m, x: (x[:, : LENGTH // 2] + x[:, LENGTH // 2 :]).repeat(1, 2, 1),
     "attention in windows": lambda m, x: m.attend(x.unflatten(1, (-1, 4))).flatten(1, 2),
     "attention in halves": lambda m, x: torch.cat([m.attend(half) for half in x.chunk(2, 1)], 1),
+    "attention in unequal parts": lambda m, x: torch.cat([m.attend(part) for part in x.split([4, 12], 1)], 1),
+    "unequal parts change places": lambda m, x: torch.cat(x.split([4, 12], 1)[::-1], 1),
     "means of windows": lambda m, x: F.pad(x, (0, 0, 2, 0)).unfold(1, 3, 1).mean(-1),
     "pooling": lambda m, x: F.avg_pool1d(x.transpose(1, 2), 2).repeat_interleave(2, -1).transpose(1, 2),
     "an index": lambda m, x: x[:, torch.arange(LENGTH - 1, -1, -1)],
