@@ -65,6 +65,7 @@ def parallelize(
     order: str | None = None,
     sequence_parallel: bool | str | None = None,
     context: str | None = None,
+    token_order: str | None = None,
     example_inputs: Any = None,
     loss_fn: Callable[..., Any] | None = None,
     num_microbatches: int | str | None = None,
@@ -114,6 +115,7 @@ def parallelize(
     sequence_parallel: True splits norms, dropouts and residuals by tokens over tp; "auto" splits whatever is
         cheapest.
     context: with c > 1, how attention sees all tokens: "ulysses", "all_gather" or "auto", see `Options`.
+    token_order: which tokens a rank has, "contiguous", "zigzag" or "auto", see `Options`.
     example_inputs: the global batch of a step, on every backend: a tuple of positional arguments of the model,
         or a mapping of keyword arguments. d divides its rows. Without it, the model is compiled at the first
         `step`, for what that gets.

@@ -19,7 +19,19 @@ from typing import Any
 from autoptd.errors import PlanError
 from autoptd.ir.elsewhere import remedy_for
 from autoptd.ir.fusion import FUSED
-from autoptd.ir.keyword import CONTEXT, FOR_TRAINING, HOOK, IN_PLAN, Keyword, about, without_missing
+from autoptd.ir.keyword import (
+    CONTEXT,
+    FOR_TRAINING,
+    FUSED_BY,
+    HOOK,
+    IN_PLAN,
+    SPLIT_TOKENS,
+    TOKEN_ORDER,
+    Keyword,
+    about,
+    check_tokens,
+    without_missing,
+)
 from autoptd.ir.machine import Machine, find_machine, machine_record
 from autoptd.ir.machine_files import machine_names
 from autoptd.ir.mesh import DEGREES, ORDER, Mesh
@@ -39,7 +51,6 @@ LOSS_SCALE = ("loss_scale", "initial_loss_scale", "loss_scale_window", "hysteres
 # What stages compute in, by the keyword `precision`.
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "bf16-mixed": "bfloat16", "fp16-mixed": "float16"}
 REDUCE_DTYPES = ("fp32", "bf16")
-FUSE = ("eager", "triton", "inductor", False)
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,8 @@ class Options:
     context: with c > 1, how attention sees all tokens: "ulysses", by all-to-alls, after which a rank has all tokens of
         some heads (Jacobs et al. 2023), which c must divide; "all_gather", by keys and values that are gathered for a
         rank's own queries (Dubey et al. 2024), whatever the heads; "auto", the cheaper one for each attention.
+    token_order: which tokens a rank has: "contiguous", a run of them; "zigzag", two, as far from either end: of a causal
+        triangle the same area on every rank. "auto": zigzag where a rank's queries are causal and 2c divides the tokens.
     p2p: how a value that is equal on all tensor ranks travels between stages: "direct", each rank sends all
         of it; "scatter_gather", each sends 1/t and the receivers gather (SC'21, section 4.1); "auto",
         whichever is faster on the described machine (ir/machine.py; the rule: program/transfers.py).
@@ -136,27 +149,14 @@ class Options:
         default=None, metadata=about("text", f"{', '.join(SCHEDULES)}, or a file with your own")
     )
     seed: int = field(default=0, metadata=about("number", "of the dropout masks", **IN_PLAN))
-    sequence_parallel: bool | str = field(
-        default=False,
-        metadata=about(
-            "switch", "split tokens too", metavar="auto", choices=(True, False, "auto"), **IN_PLAN
-        ),
-    )
+    sequence_parallel: bool | str = field(default=False, metadata=SPLIT_TOKENS)
     context: str = field(default="auto", metadata=CONTEXT)
+    token_order: str = field(default="auto", metadata=TOKEN_ORDER)
     p2p: str = field(
         default="auto",
         metadata=about("choice", "how stages send where t > 1", choices=P2P, **IN_PLAN),
     )
-    fuse: str | bool | None = field(
-        default=None,
-        metadata=about(
-            "choice",
-            "of fused operators: eager, triton, inductor, or false",
-            metavar="BACKEND",
-            choices=FUSE,
-            **IN_PLAN,
-        ),
-    )
+    fuse: str | bool | None = field(default=None, metadata=FUSED_BY)
     fuse_only: Sequence[str] | None = field(
         default=None, metadata=about("list", f"of {', '.join(FUSED)}, only these", metavar="A,B", **IN_PLAN)
     )
@@ -264,9 +264,7 @@ class Options:
             raise PlanError(f"schedule={self.schedule!r}", fact, remedy)
         if not isinstance(self.schedule, Path):
             check_schedule(str(self.schedule), self.v)
-        if self.context != "auto" and self.c == 1:
-            fact = "c=1 leaves every rank all tokens"
-            raise PlanError(f"context={self.context!r}", fact, "c > 1, or leave it out")
+        check_tokens(self.c, context=self.context, token_order=self.token_order)
         if self.v > 1 and self.p == 1:
             fact = "several model chunks per pipeline rank gain nothing without a pipeline (p=1)"
             raise PlanError(f"v={self.v}", fact, "v=1, or p >= 2")

@@ -20,6 +20,7 @@ import torch
 from autoptd.compat import tree_flatten, tree_unflatten
 from autoptd.errors import AutoptdError, PlanError, RuntimeFault, TraceError
 from autoptd.ir.shapes import EXACT, MAX_PROGRAMS, Buckets, bucket_lengths
+from autoptd.ir.types import ZIGZAG
 from autoptd.options import Options
 from autoptd.program.program import Program
 from autoptd.runtime import check_sizes
@@ -68,8 +69,10 @@ class Programs:
             return
         options, length = self._options, lead_of(first).shape[1]
         # Ranks that split tokens want equal parts of them.
-        unit = math.prod(map(options.mesh.degree, options.mesh.token_axes))
-        unit *= options.mesh.value_ranks if options.sequence_parallel is True else 1
+        parts = math.prod(map(options.mesh.degree, options.mesh.token_axes))
+        unit = parts * (options.mesh.value_ranks if options.sequence_parallel is True else 1)
+        if options.token_order == ZIGZAG:
+            unit = math.lcm(unit, 2 * parts)
         lengths = bucket_lengths(shapes_of, length, unit)
         self.most = options.max_programs or max(MAX_PROGRAMS, len(lengths))
         labels, pad = labels_of(first.graphs["TRACED"]), dict(getattr(shapes_of, "pad", {}))

@@ -125,7 +125,6 @@ def test_nan_loss_may_pass() -> None:
 FUTURE = {
     "zero": 2,
     "context": "ring",
-    "token_order": "zigzag",
     "summa": True,
 }
 

@@ -23,7 +23,6 @@ class Missing(NamedTuple):
 
 NOT_YET = {
     "context": Missing("attention over rotating keys", ("auto", "ulysses", "all_gather", None)),
-    "token_order": Missing("zigzag order of tokens", ("auto", "contiguous", None)),
     "summa": Missing("SUMMA", (False, None)),
     "zero": Missing("ZeRO beyond its first stage", (0, 1, "auto", None)),
     "dropout_exact": Missing("fused attention with random numbers of its own", (True,)),
@@ -66,6 +65,13 @@ class Keyword:
         return not self.choices or any(same)
 
 
+def check_tokens(c: int, **asked: str) -> None:
+    """Raise PlanError for what is asked of the tokens of c ranks where there is one."""
+    for name, value in asked.items():
+        if value != "auto" and c == 1:
+            raise PlanError(f"{name}={value!r}", "c=1 leaves every rank all tokens", "c > 1, or leave it out")
+
+
 def about(flag: str = "", help: str | None = None, **more: Any) -> dict[str, Keyword]:
     return {"keyword": Keyword(flag, help, **more)}
 
@@ -78,6 +84,23 @@ CONTEXT = about(
     choices=("auto", "ulysses", "all_gather"),
     is_planned=True,
     only_with="c",
+)
+TOKEN_ORDER = about(
+    "choice",
+    "of tokens where c > 1",
+    choices=("auto", "zigzag", "contiguous"),
+    is_planned=True,
+    only_with="c",
+)
+SPLIT_TOKENS = about(
+    "switch", "split tokens too", metavar="auto", choices=(True, False, "auto"), is_planned=True
+)
+FUSED_BY = about(
+    "choice",
+    "of fused operators: eager, triton, inductor, or false",
+    metavar="BACKEND",
+    choices=("eager", "triton", "inductor", False),
+    is_planned=True,
 )
 FOR_TRAINING: dict[str, Any] = {"is_for_training": True}
 IN_PLAN: dict[str, Any] = {"is_planned": True}

@@ -99,7 +99,9 @@ def dropout(
     raise InternalError("dropout", "a marker was executed")
 
 
-def causal_attention(q: Any, k: Any, v: Any, *, scale: float | None = None, enable_gqa: bool = False) -> Any:
+def causal_attention(
+    q: Any, k: Any, v: Any, *, scale: float | None = None, enable_gqa: bool = False, order: str = ""
+) -> Any:
     """Causal attention of this rank's queries to the keys of all ranks that come before each."""
     raise InternalError("causal_attention", "a marker was executed")
 

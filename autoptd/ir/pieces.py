@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autoptd.errors import InternalError
-from autoptd.ir.types import Outer, shard_size
+from autoptd.ir.types import Outer, Zigzag, shard_size
 
 Sizes = tuple[int, ...]
 
@@ -100,6 +100,8 @@ def own_runs(size: int, blocks: Outer, index: int, degree: int, is_padded: bool 
         width = shard_size(size, degree)
         real = min(max(size - index * width, 0), width)
         return [Run(index * width, 0, real)] if real else []
+    if isinstance(blocks, Zigzag):
+        raise InternalError(f"a dim of {size}", "is stored in zigzag order, as tokens alone are")
     lengths = [size // blocks] * blocks if isinstance(blocks, int) else blocks
     if sum(lengths) != size or any(length % degree for length in lengths):
         raise InternalError(f"a dim of {size}", f"is not {blocks} blocks that divide into {degree} shards")

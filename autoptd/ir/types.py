@@ -22,6 +22,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autoptd.errors import InternalError
+
 # The atom sizes of every dim of a tensor; a dim of size 1 has no atoms.
 Dims = tuple[tuple[int, ...], ...]
 
@@ -41,17 +43,19 @@ class Segmented(int):
 
 @dataclass(frozen=True)
 class ValueType:
-    """One of I, R, P, S; `dim` and `atom` say what an S splits."""
+    """One of I, R, P, S; `dim` and `atom` say what an S splits, `order` which parts of it a rank has (`ZIGZAG`)."""
 
     kind: str
     # -1 unless the kind is S.
     dim: int = -1
     atom: int = -1
+    order: str = ""
 
     def __str__(self) -> str:
         if self.is_flat:
             return "S(flat)"
-        return f"S({self.dim}, {self.atom})" if self.kind == "S" else self.kind
+        order = f", {self.order}" if self.order else ""
+        return f"S({self.dim}, {self.atom}{order})" if self.kind == "S" else self.kind
 
     @property
     def is_whole(self) -> bool:
@@ -70,9 +74,14 @@ P = ValueType("P")
 FLAT = ValueType("S")
 
 
-def S(dim: int, atom: int) -> ValueType:
-    """Return the type of a value of which one atom of one dim is split over the ranks."""
-    return ValueType("S", dim, atom)
+# Of 2n pieces the i-th of n ranks has the i-th from the front and the i-th from behind: of a causal triangle of scores each
+# rank has as much as any other.
+ZIGZAG = "zigzag"
+
+
+def S(dim: int, atom: int, order: str = "") -> ValueType:
+    """Return the type of a value of which one atom of one dim is split over the ranks, in chunks or in another order."""
+    return ValueType("S", dim, atom, order)
 
 
 @dataclass(frozen=True)
@@ -104,19 +113,35 @@ CONVERSIONS: dict[tuple[str, str], Conversion] = {
 
 # Padded shards of at least MIN_ALIGNED entries are multiples of ALIGNED.
 ALIGNED, MIN_ALIGNED = 64, 1024
-# How many equal blocks, or the sizes of unequal ones.
-Outer = int | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Zigzag:
+    """Shards in the order `ZIGZAG` of each of `blocks` equal blocks."""
+
+    blocks: int = 1
+
+    def __repr__(self) -> str:
+        return f"rt.Zigzag({self.blocks if self.blocks > 1 else ''})"
+
+
+# How many equal blocks, the sizes of unequal ones, or equal ones whose shards are no chunks.
+Outer = int | tuple[int, ...] | Zigzag
 
 
 def outer_size(dims: Sequence[Sequence[int]], kind: ValueType) -> Outer:
     """Return of how many blocks a shard is one contiguous chunk each: the elements of the dim before the
     sharded atom.
 
-    Of a `Segmented` atom, the sizes of the blocks.
+    Of a `Segmented` atom, the sizes of the blocks; of shards in zigzag order, a `Zigzag`.
     """
     atoms = dims[kind.dim]
     # S over heads of [3 x 12 x 64]: a shard is one chunk of each of the 3 blocks q, k, v.
     count = math.prod(atoms[: kind.atom])
+    if kind.order:
+        if isinstance(atoms[kind.atom], Segmented):
+            raise InternalError(str(kind), "unequal blocks are not stored in zigzag order")
+        return Zigzag(count)
     if not atoms or not isinstance(sharded := atoms[kind.atom], Segmented):
         return count
     behind = math.prod(atoms[kind.atom + 1 :])
@@ -134,7 +159,8 @@ def type_text(kind: ValueType, dims: Dims, axis: str) -> str:
         if isinstance(atom, Segmented):
             sizes[i] = "+".join(map(str, atom.blocks))
     sizes[kind.atom] = f"[{sizes[kind.atom]}]"
-    return f"S({axis}, dim {kind.dim}: {' x '.join(sizes)})"
+    order = f", {kind.order}" if kind.order else ""
+    return f"S({axis}, dim {kind.dim}: {' x '.join(sizes)}{order})"
 
 
 def shard_size(size: int, degree: int) -> int:

@@ -35,7 +35,7 @@ def drop(x: torch.Tensor, rate: float, places: Places, out: torch.Tensor | None 
     The result is `out`, if there is one: contiguous, and x itself may be it.
     """
     # The kernel numbers the shards of one axis.
-    if x.is_cuda and has_triton() and not places.around:
+    if x.is_cuda and has_triton() and places.is_simple:
         from autoptd.kernels.dropout_triton import drop_triton
 
         return drop_triton(x, rate, places, out)
@@ -46,13 +46,12 @@ def drop_torch(x: torch.Tensor, rate: float, places: Places, out: torch.Tensor |
     """Run `drop` by torch operators, in place and tile by tile."""
     x = x.contiguous()
     out = torch.empty_like(x) if out is None else out
-    before = _numbers_before(x.shape, places, x.device)
     rows = torch.arange(places.first_row, places.first_row + x.shape[1], device=x.device).to(torch.int32)
     rows, column_key = rows.bitwise_xor_(signed(places.row_key)), signed(places.column_key)
     # Rows and columns in one go: what counts is the number of calls.
     if x.numel() <= TILE:
-        after = _numbers_after(0, x.shape[2], x.shape, places, x.device)
-        columns = (before[:, None] + after).flatten().bitwise_xor_(column_key)
+        columns = _numbers(slice(0, x.shape[0]), slice(0, x.shape[2]), x.shape, places, x.device)
+        columns = columns.flatten().bitwise_xor_(column_key)
         words = premix_(torch.cat([rows, columns]))
         bits = words[: x.shape[1], None] ^ words[x.shape[1] :].view(x.shape[0], 1, x.shape[2])
         return _keep(x, bits, torch.empty_like(bits), rate, out)
@@ -60,8 +59,7 @@ def drop_torch(x: torch.Tensor, rate: float, places: Places, out: torch.Tensor |
     bits = torch.empty(TILE, dtype=torch.int32, device=x.device)
     spare = torch.empty_like(bits)
     for a, z, blocks in _tiles(x.shape):
-        after = _numbers_after(z.start, z.stop, x.shape, places, x.device)
-        columns = (before[a, None] + after).bitwise_xor_(column_key)
+        columns = _numbers(a, z, x.shape, places, x.device).bitwise_xor_(column_key)
         hashed_columns = premix_(columns, spare[: columns.numel()].view(columns.shape))[:, None]
         for r in blocks:
             part = x[a, r, z]
@@ -81,6 +79,25 @@ def _keep(
     return torch.mul(x, bits, out=out).mul_(1.0 / (1.0 - rate))
 
 
+def _numbers(
+    before: slice, after: slice, size: torch.Size, places: Places, device: torch.device
+) -> torch.Tensor:
+    """Return the global numbers [before, after] of columns, by their indices before and after the rows."""
+    if not places.has_zigzag:
+        numbers = _numbers_before(size, places, device)[before, None]
+        return numbers + _numbers_after(after.start, after.stop, size, places, device)
+    rows = torch.arange(before.start, min(before.stop, size[0]), device=device)
+    found = rows[:, None] * size[2] + torch.arange(after.start, after.stop, device=device)
+    for block, degree, part, is_zigzag in places.shards:
+        inside = found % block
+        first: int | torch.Tensor = part * block
+        if is_zigzag:
+            # Half a block in front of all that the other ranks have, and half behind it.
+            first = torch.where(inside < block // 2, part, 2 * degree - 2 - part) * (block // 2)
+        found = found // block * (block * degree) + inside + first
+    return found.to(torch.int32)
+
+
 def _numbers_before(size: torch.Size, places: Places, device: torch.device) -> torch.Tensor:
     """Global number of the first column of every index before the rows.
 
@@ -88,7 +105,7 @@ def _numbers_before(size: torch.Size, places: Places, device: torch.device) -> t
     """
     width = size[2]
     found = torch.arange(size[0], device=device) * width
-    for block, degree, _ in places.shards:
+    for block, degree, *_ in places.shards:
         if block < width:
             # Each run of the columns after the rows gets longer.
             found, width = found * degree, width * degree
@@ -107,7 +124,7 @@ def _numbers_after(
     if all(shard.block >= width for shard in places.shards) and stop <= WORD >> 1:
         return torch.arange(start, stop, dtype=torch.int32, device=device)
     found = torch.arange(start, stop, device=device)
-    for block, degree, _ in places.shards:
+    for block, degree, *_ in places.shards:
         if block < width:
             found += found // block * (block * (degree - 1))
             width *= degree

@@ -18,11 +18,14 @@ WORD = 1 << 32
 
 
 class Shard(NamedTuple):
-    """Which columns a rank has: blocks of `block`, every one part `part` of `degree`."""
+    """Which columns a rank has: blocks of `block`, every one part `part` of `degree`; or, `is_zigzag`, two halves of a block
+    that are the pieces `part` and 2 * degree - 1 - part of 2 * degree.
+    """
 
     block: int
     degree: int
     part: int
+    is_zigzag: bool = False
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,9 @@ class Places:
 
     Row i of the local value is global row `first_row + i`. Columns are numbered through everything but the
     rows, in order; of them a shard has blocks of `block`, every one the `index`-th of `degree` (`block` = 0:
-    all columns are here). `around`: of what these shards make together, ranks along other axes have a part
-    again; innermost first, with blocks of the columns that the shards within make.
+    all columns are here), or two pieces of it (`is_zigzag`). `around`: of what these shards make together,
+    ranks along other axes have a part again; innermost first, with blocks of the columns that the shards
+    within make.
     """
 
     row_key: int
@@ -41,13 +45,23 @@ class Places:
     block: int = 0
     degree: int = 1
     index: int = 0
+    is_zigzag: bool = False
     around: tuple[Shard, ...] = ()
 
     @property
     def shards(self) -> tuple[Shard, ...]:
         """All shards, innermost first."""
-        own = (Shard(self.block, self.degree, self.index),) if self.block else ()
+        own = (Shard(self.block, self.degree, self.index, self.is_zigzag),) if self.block else ()
         return own + self.around
+
+    @property
+    def has_zigzag(self) -> bool:
+        return any(shard.is_zigzag for shard in self.shards)
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether they are equal chunks of one axis, as the kernels for CUDA devices number them."""
+        return not self.around and not self.has_zigzag
 
 
 def keys(seed: int, step: int, site: int) -> tuple[int, int]:

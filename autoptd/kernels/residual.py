@@ -45,7 +45,7 @@ def bias_dropout_add(
     if x.shape != residual.shape or len(dtypes) > 1 or (bias is not None and bias.shape != x.shape[-1:]):
         return bias_dropout_add_plain(x, bias, residual, rate=rate, places=places, size=size)
     # The kernel numbers the shards of one axis.
-    triton = takes_triton(backend, x, "bias_dropout_add") and not (places and places.around)
+    triton = takes_triton(backend, x, "bias_dropout_add") and (places is None or places.is_simple)
     # Without a mask torch's additions are as good, but for the one kernel of Triton with a bias.
     if places is None and (bias is None or not triton):
         return residual + x if bias is None else (x + bias).add_(residual)

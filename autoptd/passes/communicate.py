@@ -324,12 +324,13 @@ def _is_row(node: Node, types: dict[Node, ValueType], gives: ValueType, axes: Ax
 def _is_split_by(node: Node, letter: Letter, types: dict[Node, ValueType], gives: ValueType) -> bool:
     """Tell whether these are the types of an operator that is split by a letter.
 
-    Every operand that has it is in shards, and so is the result, or it is a pending sum.
+    Every operand that has it is in shards, in one order, and so is the result, or it is a pending sum.
     """
-    if any(types.get(operand) != S(*place) for operand, place in letter.places.items()):
+    order = next((types[operand].order for operand in letter.places if operand in types), gives.order)
+    if any(types.get(operand) != S(*place, order) for operand, place in letter.places.items()):
         return False
     contracted = I if letter.form in REDUCED_FORMS else P
-    expected = S(*letter.out) if letter.out is not None else contracted
+    expected = S(*letter.out, order) if letter.out is not None else contracted
     taken = set(letter.places)
     if letter.out is None and not letter.form:
         # What is added to a pending sum (a bias) must be pending, too.

@@ -152,6 +152,7 @@ def _local_attention(node: Node) -> None:
     record.axis = next(axis for axis, form in record.forms.items() if form == QUERIES)
     given = {name: argument(node, name) for name in ("scale", "enable_gqa")}
     node.target, node.args = markers.causal_attention, tuple(operands(node))
+    given["order"] = record.layout[record.axis].order
     node.kwargs = {name: value for name, value in given.items() if value}
 
 

@@ -19,18 +19,19 @@ from autoptd.ir import markers
 from autoptd.ir.fallback import Fallback, divisors
 from autoptd.ir.mesh import AXES, Mesh
 from autoptd.ir.notes import note, op_name, ops, payload, placeholders, site
-from autoptd.ir.operators.record import operands
+from autoptd.ir.operators.record import QUERIES, argument, operands
 from autoptd.ir.steps import shard_places
 from autoptd.ir.sub_axes import base
+from autoptd.ir.types import ZIGZAG
 from autoptd.passes.communicate import check_axes, meet_readers
 from autoptd.passes.context import Context
 from autoptd.passes.ops.costs import flops
 from autoptd.passes.runner import CALLS, Form, graph_pass
-from autoptd.passes.solve.assign import Assignment, assign_tensor
+from autoptd.passes.solve.assign import Assignment, assign_tensor, find_plan
 from autoptd.passes.solve.fallbacks import fallbacks, note_fallbacks
 from autoptd.passes.solve.strategies import is_split
 from autoptd.passes.solve.symbols import name_axes
-from autoptd.passes.solve.tokens import GATHERED_REMEDY, SHIFTED_REMEDY, TokenSplitter, is_repeat
+from autoptd.passes.solve.tokens import ATTENTION, GATHERED_REMEDY, SHIFTED_REMEDY, TokenSplitter, is_repeat
 
 
 def check_tokens(graph: Graph, ctx: Context) -> None:
@@ -60,7 +61,9 @@ def _outer_parts(node: Node, splitter: TokenSplitter) -> Iterator[str]:
     own = base(note(node).axis)
     for layout in (note(node.args[0]).layout, note(node).layout):  # type: ignore[arg-type]
         for axis, kind in layout.shards:
-            others = [base(other) for other, same in layout.shards if same == kind and base(other) != own]
+            place = kind.dim, kind.atom
+            others = [base(other) for other, same in layout.shards if (same.dim, same.atom) == place]
+            others = [other for other in others if other != own]
             if base(axis) == own and others and own != splitter.inner_of(node, kind):
                 yield f"{site(node)} converts over {own} what is cut over {', '.join(others)} within"
 
@@ -80,6 +83,9 @@ def split_tokens(graph: Graph, ctx: Context) -> None:
 def _split(graph: Graph, axis: str, ctx: Context) -> None:
     splitter = TokenSplitter(graph, ctx.found.axes.connected(graph), axis, ctx)
     _check_sizes(graph, splitter)
+    splitter.order = choose_order(graph, splitter, ctx.options.token_order)
+    if ctx.options.token_order == ZIGZAG:
+        _check_pieces(graph, splitter)
     assignment = assign_tensor(graph, splitter)
     _check_split(assignment, splitter)
     note_fallbacks(graph, assignment, splitter)
@@ -94,6 +100,33 @@ def _split(graph: Graph, axis: str, ctx: Context) -> None:
             note(node).extra["inner_axis"] = splitter.inner_axis(node)
     meet_readers(graph, assignment, ctx.mesh)
     _place_again(graph, ctx.mesh)
+
+
+def choose_order(graph: Graph, splitter: TokenSplitter, asked: str) -> str:
+    """Return the order in which ranks have tokens, of `asked`: with "auto" zigzag where a rank's queries are causal.
+
+    Then every rank has as many keys to multiply as any other; of chunks the last rank would have almost twice the mean. All
+    sequences of 2c equal pieces have the one order, so the cheapest plan is the same.
+    """
+    if asked != "auto":
+        return ZIGZAG if asked == ZIGZAG else ""
+    causal = [node for node in ops(graph) if op_name(node) == ATTENTION and argument(node, "is_causal")]
+    if not causal or splitter.context == "ulysses":
+        return ""
+    plan = find_plan(graph, splitter)
+    ours = [node for node in causal if node in plan and plan[node].form == QUERIES]
+    return ZIGZAG if any(splitter.has_pieces(node, plan[node].gives) for node in ours) else ""
+
+
+def _check_pieces(graph: Graph, splitter: TokenSplitter) -> None:
+    """Raise PlanError where no sequence has two equal pieces for every rank."""
+    sizes, count = sorted(_token_sizes(graph, splitter)), 2 * splitter.degree
+    if all(size % count for size in sizes):
+        letter = AXES[splitter.axis].degree
+        fact = f"{' and '.join(map(str, sizes))} tokens do not divide over 2*{letter}={count}"
+        raise PlanError(
+            f"token_order={ZIGZAG!r}", fact, f"a multiple of {count} tokens, or token_order='auto'"
+        )
 
 
 def _note_gathers(assignment: Assignment, splitter: TokenSplitter) -> None:

@@ -290,7 +290,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Segmented):
         return list(value.blocks)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+        # The order of shards, which those of parameters do not have, is left out.
+        names = [item.name for item in dataclasses.fields(value)]
+        skipped = ("order",) if isinstance(value, ValueType) and not value.order else ()
+        return {name: _plain(getattr(value, name)) for name in names if name not in skipped}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value

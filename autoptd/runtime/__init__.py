@@ -1,6 +1,7 @@
 """What emitted stage files import (`from autoptd import runtime as rt`), and what runs them."""
 
 from autoptd.ir.expert_mm import expert_mm
+from autoptd.ir.types import Zigzag
 from autoptd.runtime.attention import causal_attention
 from autoptd.runtime.classes import (
     classes_argmax,
@@ -39,6 +40,7 @@ __all__ = [
     "Group",
     "Stage",
     "World",
+    "Zigzag",
     "all_gather_again",
     "causal_attention",
     "classes_argmax",

@@ -15,17 +15,35 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
+from autoptd.ir.types import ZIGZAG
 from autoptd.runtime.world.world import Group
 
 Tensor = torch.Tensor
 
 
 def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, group: Group, *, scale: float | None = None, enable_gqa: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    order: str = "",
 ) -> Tensor:
-    """Return softmax(q k^T * scale) v, where a query sees the keys up to its own place in the whole sequence."""
-    length = q.shape[-2]
-    return _from(group.index * length, q, k, v, scale, enable_gqa)
+    """Return softmax(q k^T * scale) v, where a query sees the keys up to its own place in the whole sequence.
+
+    With order="zigzag" the queries are two of 2c pieces (`shards.py`), and see 2c + 1 pieces of keys together, on every rank.
+    """
+    c, index = group.size, group.index
+    places = (index, 2 * c - 1 - index) if order == ZIGZAG else (index,)
+    length = q.shape[-2] // len(places)
+    parts = q.split(length, -2)
+    results = [
+        _from(place * length, part, k, v, scale, enable_gqa)
+        for place, part in zip(places, parts, strict=True)
+    ]
+    return torch.cat(results, -2) if len(results) > 1 else results[0]
 
 
 def _from(first: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None, enable_gqa: bool) -> Tensor:

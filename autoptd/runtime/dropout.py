@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
+from autoptd.ir.types import Zigzag
 from autoptd.kernels import residual as residual_kernel
 from autoptd.kernels.dropout import drop
 from autoptd.kernels.dropout_mask import Places, Shard, keys
 from autoptd.runtime.world.world import Group
 
-# Where a value is cut: a dim, and the elements of that dim before the atom that is cut.
-Cut = tuple[int, int]
+# Where a value is cut: a dim, and the elements of that dim before the atom that is cut, as a `Zigzag` in that order.
+Cut = tuple[int, int | Zigzag]
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ def where(
     size = (before, rows, x.numel() // (before * rows))
     innermost, *around = _shards(x, rows, batch, shard, group) or [Shard(0, 1, 0)]
     named = keys(draw.seed, draw.step, draw.site)
-    return size, Places(*named, first_row, *innermost, around=tuple(around))
+    block, degree, part, is_zigzag = innermost
+    return size, Places(*named, first_row, block, degree, part, is_zigzag, tuple(around))
 
 
 def _shards(
@@ -121,7 +123,8 @@ def _shards(
     groups = group if isinstance(group, tuple) else (group,)
     cuts: tuple[Any, ...] = shard if isinstance(group, tuple) else (shard,)
     found: list[Shard] = []
-    for (dim, entries), ranks in reversed(list(zip(cuts, groups, strict=True))):
+    for (dim, outer), ranks in reversed(list(zip(cuts, groups, strict=True))):
+        entries = outer.blocks if isinstance(outer, Zigzag) else outer
         if ranks.size == 1:
             continue
         # Within a row, x is `blocks` blocks of `block` elements; in the global value each is `degree` times
@@ -133,7 +136,8 @@ def _shards(
             blocks //= rows
         # As long as the shards within make it.
         longer = math.prod(inner.degree for inner in found)
-        found.append(Shard(x.numel() // rows // blocks * longer, ranks.size, ranks.index))
+        block = x.numel() // rows // blocks * longer
+        found.append(Shard(block, ranks.size, ranks.index, isinstance(outer, Zigzag)))
     return found
 
 

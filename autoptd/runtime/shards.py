@@ -8,6 +8,10 @@ grouped queries) are given by these sizes instead: blocks = (64, 32, 32).
     take_shard(torch.arange(6), dim=0, blocks=3, index=1, degree=2).tolist() == [1, 3, 5]
     join_shards([take_shard(x, 0, 3, i, 2) for i in range(2)], 0, 3)  # is x
 
+`Zigzag(3)` in place of 3: each block has 2 * degree pieces, of which rank i owns the pieces i and 2 * degree - 1 - i.
+
+    take_shard(torch.arange(8), 0, Zigzag(), index=0, degree=2).tolist() == [0, 1, 6, 7]
+
 A dim of `size` elements that the ranks do not divide (a vocabulary) is *padded*: shards are equally long
 (`ir.types.shard_size`), and zeros fill up the last ones. Callers pass `size` for such a dim; without it, a dim that the
 ranks do not divide is an InternalError:
@@ -23,7 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from autoptd.errors import InternalError
-from autoptd.ir.types import Outer, shard_size
+from autoptd.ir.types import Outer, Zigzag, shard_size
 
 
 def take_shard(
@@ -35,9 +39,13 @@ def take_shard(
     dim = dim % x.ndim
     if size:
         return _take_padded(x, dim, index, _padded_width(size, blocks, degree), size)
+    if isinstance(blocks, Zigzag):
+        pieces = _pieces(x, dim, blocks, 2 * degree)
+        both = (pieces.narrow(dim + 1, i, 1) for i in (index, 2 * degree - 1 - index))
+        return torch.cat(list(both), dim + 1).flatten(dim, dim + 2)
     if not isinstance(blocks, int):
-        pieces = [take_shard(block, dim, 1, index, degree) for block in x.split(list(blocks), dim)]
-        return torch.cat(pieces, dim)
+        parts = [take_shard(block, dim, 1, index, degree) for block in x.split(list(blocks), dim)]
+        return torch.cat(parts, dim)
     # [..., blocks, degree * width, ...]: this rank's `width` entries of every block.
     viewed = x.unflatten(dim, (blocks, _chunk(x.shape[dim], blocks * degree) * degree))
     width = viewed.shape[dim + 1] // degree
@@ -57,6 +65,11 @@ def join_shards(parts: Sequence[torch.Tensor], dim: int, blocks: Outer, size: in
         return torch.cat(real, dim)
     if blocks == 1:
         return torch.cat(list(parts), dim)
+    if isinstance(blocks, Zigzag):
+        halves = [_pieces(part, dim, blocks, 2) for part in parts]
+        first = [half.narrow(dim + 1, 0, 1) for half in halves]
+        second = [half.narrow(dim + 1, 1, 1) for half in halves]
+        return torch.cat([*first, *reversed(second)], dim + 1).flatten(dim, dim + 2)
     if not isinstance(blocks, int):
         widths = [_chunk(block, len(parts)) for block in blocks]
         by_rank = [part.split(widths, dim) for part in parts]
@@ -81,6 +94,14 @@ def pad_shard(
         # `min`: a shard of padding only starts beyond the end, where narrow refuses even no entries.
         whole.narrow(dim, min(index * width, size), real).copy_(x.narrow(dim, 0, real))
         return whole
+    if isinstance(blocks, Zigzag):
+        halves = _pieces(x, dim, blocks, 2)
+        size_of = [*halves.shape]
+        size_of[dim + 1] = 2 * degree
+        whole = x.new_zeros(size_of)
+        for i, place in enumerate((index, 2 * degree - 1 - index)):
+            whole.narrow(dim + 1, place, 1).copy_(halves.narrow(dim + 1, i, 1))
+        return whole.flatten(dim, dim + 2)
     if not isinstance(blocks, int):
         widths = [_chunk(block, degree) for block in blocks]
         return torch.cat([pad_shard(block, dim, 1, index, degree) for block in x.split(widths, dim)], dim)
@@ -97,7 +118,7 @@ def to_gather(x: torch.Tensor, dim: int, blocks: Outer) -> tuple[torch.Tensor, i
     if blocks == 1:
         return x, dim
     if not isinstance(blocks, int):
-        # Unequal blocks are no strided dim: gathered rank by rank, `join_shards` orders them.
+        # Unequal blocks, and pieces from both ends, are no strided dim: gathered rank by rank, `join_shards` orders them.
         return x.unsqueeze(0), 0
     return x.unflatten(dim, (blocks, _chunk(x.shape[dim], blocks))), dim + 1
 
@@ -165,6 +186,11 @@ def _padded_width(size: int, blocks: Outer, degree: int) -> int:
     if blocks != 1:
         raise InternalError(f"a padded dim of {size}", f"has {blocks} blocks, where one is planned")
     return shard_size(size, degree)
+
+
+def _pieces(x: torch.Tensor, dim: int, blocks: Zigzag, count: int) -> torch.Tensor:
+    """View a dim as [blocks, count, width]."""
+    return x.unflatten(dim, (blocks.blocks, count, _chunk(x.shape[dim], blocks.blocks * count)))
 
 
 def _chunk(size: int, parts: int) -> int:

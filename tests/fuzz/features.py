@@ -157,6 +157,8 @@ CHOICES: dict[str, list[Any]] = {
     "recompute": [None, "full", "selective", "full:1/2", ["*"], ["*norm*", "*act*"], "auto"],
     "room": [None, 0.97, 0.9],  # of what the fullest rank takes without a bound on memory
     "context": [1, 2, 4],  # ranks with a part of the tokens each
+    "attention by": ["auto", "all_gather"],  # such ranks
+    "token order": ["auto", "zigzag", "contiguous"],
 }
 
 
@@ -246,6 +248,17 @@ class Case:
         return asked if tokens % asked == 0 and t * p * d * asked <= 16 else 1
 
     @property
+    def by_gathers(self) -> bool:
+        """Gathered keys are refused for tokens that do not divide, as those of a memory may not."""
+        return self.c > 1 and self["attention by"] == "all_gather" and self["memory"] == "none"
+
+    @property
+    def token_order(self) -> str:
+        """Zigzag is refused without two pieces for every rank."""
+        has_pieces = self.c > 1 and self["length"] % (2 * self.c) == 0
+        return self["token order"] if has_pieces or self["token order"] != "zigzag" else "auto"
+
+    @property
     def num_microbatches(self) -> int:
         count, p = self["microbatches"], self["mesh"][1]
         return p * (count % 2 + 1) if self.schedule == "interleaved" else count
@@ -327,6 +340,8 @@ class Case:
             "hooks": self.hooks,
             "precision": self.precision,
             "context": self.c,
+            "attention by": ("all_gather" if self.by_gathers else "auto") if self.c > 1 else "none",
+            "token order": self.token_order if self.c > 1 else "none",
             "dp shard": self.dp_shard,
             "reduce dtype": self.reduce_dtype,
             "queries per key": self.queries_per_key,

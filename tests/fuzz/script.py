@@ -295,7 +295,9 @@ def _call(case: Case) -> list[str]:
     arguments += _hooks(case.hooks)
     arguments += [f"p2p='{case['p2p']}'"] if case["p2p"] != "auto" else []
     arguments += [f"precision='{case.precision}'"] if case.precision else []
-    arguments += [f"c={case.c}"] if case.c > 1 else []
+    if case.c > 1:
+        arguments += [f"c={case.c}", f"token_order={case.token_order!r}"]
+        arguments += ["context='all_gather'"] if case.by_gathers else []
     arguments += [f"zero={case['zero']}"] if case["zero"] else []
     arguments += [f"dp_shard={case.dp_shard}"] if case.dp_shard else []
     arguments += [f"reduce_dtype='{case.reduce_dtype}'"] if case.reduce_dtype != "fp32" else []

@@ -55,6 +55,8 @@ AXES: dict[str, tuple[Any, ...]] = {  # of each the simplest first
     "order": ("tp-cp-dp-pp", "pp-dp-cp-tp", "dp-pp-tp-cp"),
     "num_microbatches": (1, 2, 3, 4),
     "sequence_parallel": (False, True, "auto"),
+    "context": ("auto", "all_gather"),
+    "token_order": ("auto", "zigzag", "contiguous"),
     "p2p": ("auto", "direct", "scatter_gather"),
     "fuse": ("eager", False),
     "async_tensor_model_parallel_allreduce": (False, True),
@@ -75,12 +77,12 @@ OWN = ("model", "dropout", "reload", "evaluate", "initial")  # what is no keywor
 BOUND = (  # which axes decide together what goes; of two groups, all that goes in each (test_covering.py)
     ("schedule", "p", "v", "num_microbatches", "delay_wgrad_compute"),
     ("t", "sequence_parallel"),
+    ("c", "context", "token_order"),
     ("accumulate_allreduce_grads_in_fp32", "precision"),
 )
 
 OUTSIDE = {  # fields of Options that are not varied
     "loss_fn": "with the kind of model",
-    "context": "'ulysses' refuses what does not divide: parity/test_context.py",
     "seed": "draws other masks, by the same way: runtime/test_dropout.py",
     "device": "tests marked gpu",
     "backend": "real processes: processes/",
@@ -104,6 +106,7 @@ OUTSIDE = {  # fields of Options that are not varied
     "plan": "pins what is chosen: test_plan.py",
 }
 LEFT_OUT = {
+    ("context", "ulysses"): "refuses heads that do not divide: parity/test_context.py",
     ("zero", "auto"): "the choice between 0 and 1: passes/stages/test_memory_price.py",
     ("fuse", "triton"): "needs a CUDA device; the interpreter takes minutes: kernels/test_triton.py",
     ("precision", "fp16-mixed"): "bf16-mixed with the loss scale of fp16: parity/test_mixed.py",
@@ -297,7 +300,9 @@ def run(case: Case) -> None:
 
 def resized(kind: Kind, case: Case, rows: int, step: int) -> Batch:
     """A batch of another number of rows and of another length, which divides over the ranks that split tokens."""
-    length = LENGTH // 2 if LENGTH // 2 % (case["t"] * case["c"]) == 0 else LENGTH - 4
+    parts = [case["t"] * case["c"], 2 * case["c"] if case["token_order"] == "zigzag" else 1]
+    lengths = (LENGTH // 2, LENGTH - 4, LENGTH)
+    length = next(one for one in lengths if not any(one % count for count in parts))
     return {
         name: x[:, :length] if x.dim() > 1 and x.shape[1] == LENGTH else x
         for name, x in kind.batch(rows, step).items()

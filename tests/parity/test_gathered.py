@@ -30,6 +30,7 @@ from tests.parity.test_mutations import edit_source
 from tests.thin import thinned
 
 IDS, TARGETS = batch()
+CHUNKS: dict[str, Any] = {"context": "all_gather", "token_order": "contiguous"}
 # Nothing is saved by fewer, larger collectives: what sends the fewest bytes is chosen, as at the sizes of large models.
 NO_LATENCY = replace(Machine(), latency=0.0)
 
@@ -78,7 +79,7 @@ EDITS = {
 def test_one_mistake_is_found(monkeypatch: pytest.MonkeyPatch, edit: tuple[str, str]) -> None:
     edited = edit_source(monkeypatch, *edit)
     with pytest.raises(autoptd.InternalError, match="differs"):
-        autoptd.verify(gpt(2), c=2, context="all_gather", example_inputs=batch(), steps=1)
+        autoptd.verify(gpt(2), c=2, **CHUNKS, example_inputs=batch(), steps=1)
     assert edited
 
 
@@ -203,7 +204,7 @@ def test_a_rank_keeps_its_queries_and_all_keys() -> None:
     """A layer keeps 1/c of what one device does, and its keys and values whole besides."""
     kept = {}
     for c in (1, 2, 4):
-        more = {"context": "all_gather"} if c > 1 else {}
+        more = CHUNKS if c > 1 else {}
         sizes = [kept_bytes(gpt(layers), batch(4), 1, c=c, **more) for layers in (1, 3)]
         kept[c] = (sizes[1] - sizes[0]) / 2
     whole = 2 * 4 * 4 * LENGTH * 32
@@ -238,6 +239,31 @@ def test_queries_that_do_not_divide_are_one_error() -> None:
         autoptd.PlanError, match=r"attention by queries, and 10 queries do not.*context='auto'"
     ):
         autoptd.compile(Pair(), c=3, context="all_gather", example_inputs=(ids, ids, source))
+
+
+class Segments(nn.Module):
+    """Tokens in segments, of which each sees all segments before its own."""
+
+    def __init__(self, width: int = 12, heads: int = 3) -> None:
+        super().__init__()
+        self.embed, self.qkv = nn.Embedding(VOCAB, width), nn.Linear(width, 3 * width)
+        self.head, self.heads = nn.Linear(width, VOCAB), heads
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.qkv(self.embed(ids)).flatten(1, 2)
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in x.chunk(3, -1))
+        z = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return F.cross_entropy(self.head(z.transpose(1, 2).flatten(2)).flatten(0, 1), labels.flatten())
+
+
+def test_queries_in_several_blocks_are_no_chunk() -> None:
+    """Two segments are one for each of two ranks; four ranks would have a part of each, and count places wrongly."""
+    ids, labels = torch.randint(VOCAB, (4, 2, 8)), torch.randint(VOCAB, (4, 16))
+    given: dict[str, Any] = {"example_inputs": (ids, labels)}
+    autoptd.verify(Segments(), c=2, context="all_gather", **given, steps=1)
+    autoptd.verify(Segments(), c=4, **given, steps=1)
+    with pytest.raises(autoptd.PlanError, match=r"attention by queries, and 2 queries do not.*c in \{1, 2\}"):
+        autoptd.compile(Segments(), c=4, context="all_gather", **given)
 
 
 @pytest.mark.parametrize("mesh", [{"c": 2, "t": 2, "sequence_parallel": True}, ALL_FIVE], ids=str)

@@ -45,6 +45,19 @@ def gemma2() -> nn.Module:
     return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(num_attention_heads=4, **sizes, **LLAMA))
 
 
+def qwen3() -> nn.Module:
+    """Norms of the heads of queries and keys."""
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, **LLAMA))
+
+
+def gemma3() -> nn.Module:
+    """A window of three tokens and full attention by turns, each with rotary tables of its own."""
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 3}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8}
+    return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**sizes, **kinds, **LLAMA))
+
+
 def bloom() -> nn.Module:
     """ALiBi made from the mask, q, k, v of each head side by side, a GELU with a backward of its own."""
     sizes = {"n_layer": 2, "n_head": 4, "hidden_size": 32, "hidden_dropout": 0.1, **SMALL}
@@ -74,6 +87,29 @@ def test_family_with_parts_of_the_tokens(
     """Its positions, masks, windows and shifted labels are its own: nothing is handed in."""
     mesh = {"t": 2, "c": 2, "sequence_parallel": by_tokens}
     autoptd.verify(make().train(), **mesh, example_inputs=call_of(is_masked), steps=1)
+
+
+ZIGZAG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], bool]] = {  # with an attention mask
+    "llama with grouped queries": (grouped_llama, {"c": 4}, False),
+    "gemma3": (gemma3, {"c": 2, "t": 2, "sequence_parallel": True}, False),
+    "gpt2": (gpt2, {"c": 2, "p": 2, "zero": 1, "d": 2}, False),
+    "qwen3": (qwen3, {"c": 2, "t": 2}, False),
+    "qwen3 with padding": (qwen3, {"c": 2}, True),
+    "bloom": (bloom, {"c": 4}, True),
+    "gpt2 with eager attention": (lambda: gpt2(attn_implementation="eager"), {"c": 2, "t": 2}, False),
+    "gemma2": (gemma2, {"c": 4}, False),
+    "neox with a parallel residual": (neox, {"c": 2, "t": 2, "sequence_parallel": True}, False),
+}
+
+
+@pytest.mark.parametrize(("make", "mesh", "is_masked"), thinned(ZIGZAG.values(), ZIGZAG, every=3))
+@pytest.mark.parametrize("context", ["all_gather", pytest.param("auto", marks=pytest.mark.thorough)])
+def test_family_in_zigzag_order(
+    make: Callable[[], nn.Module], mesh: dict[str, Any], is_masked: bool, context: str
+) -> None:
+    """Positions, rotary tables, windows and the labels that the model shifts are those of each rank's two pieces."""
+    how: dict[str, Any] = {"context": context, "token_order": "zigzag", "example_inputs": call_of(is_masked)}
+    autoptd.verify(make().train(), **mesh, **how, steps=1)
 
 
 def call_of(is_masked: bool) -> dict[str, torch.Tensor]:

@@ -22,7 +22,12 @@ from autoptd.runtime.world.world import Communicators, World
 
 Tensor = torch.Tensor
 SHAPE = (12, 2, 24)
-SPLITS = {"dim 0": (0, 1), "dim 0, outer 3": (0, 3), "last dim, outer 2": (-1, 2)}
+SPLITS: dict[str, tuple[int, Any]] = {
+    "dim 0": (0, 1),
+    "dim 0, outer 3": (0, 3),
+    "last dim, outer 2": (-1, 2),
+    "last dim, zigzag": (-1, rt.Zigzag()),
+}
 COTANGENT = {"I": "equal", "R": "partial", "P": "equal", "S": "sharded"}
 VALUE = {"I": "equal", "R": "equal", "P": "partial", "S": "sharded"}
 
@@ -86,7 +91,15 @@ def test_conversion_is_its_definition(source: str, target: str, split: tuple[int
 @pytest.mark.parametrize("t", [2, 4])
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((0, 1), (2, 1)), ((0, 3), (2, 2)), ((2, 3), (-3, 1)), ((-1, 1), (2, 3)), ((0, 1), (-3, 1))],
+    [
+        ((0, 1), (2, 1)),
+        ((0, 3), (2, 2)),
+        ((2, 3), (-3, 1)),
+        ((-1, 1), (2, 3)),
+        ((0, 1), (-3, 1)),
+        ((2, rt.Zigzag()), (0, 3)),
+        ((0, 1), (2, rt.Zigzag())),
+    ],
 )
 def test_s_to_s(before: tuple[int, int], after: tuple[int, int], t: int) -> None:
     value, cotangent = draw(1), draw(2)
@@ -145,6 +158,20 @@ def test_padded_shards_round_trip(size: int, t: int) -> None:
     assert torch.equal(
         sum(rt.pad_shard(shard, 0, 1, index, t, size) for index, shard in enumerate(shards)), x
     )
+
+
+@pytest.mark.parametrize(("blocks", "degree"), [(1, 2), (3, 2), (2, 3), (1, 6)])
+def test_shards_in_zigzag_order(blocks: int, degree: int) -> None:
+    x = torch.arange(1, 25)
+    shards = [rt.take_shard(x, 0, rt.Zigzag(blocks), index, degree) for index in range(degree)]
+    for index, shard in enumerate(shards):
+        pieces = x.view(blocks, 2 * degree, -1)
+        assert torch.equal(shard, torch.cat((pieces[:, index], pieces[:, -1 - index]), 1).flatten())
+    assert torch.equal(rt.join_shards(shards, 0, rt.Zigzag(blocks)), x)
+    padded = [rt.pad_shard(shard, 0, rt.Zigzag(blocks), i, degree) for i, shard in enumerate(shards)]
+    assert torch.equal(sum(padded), x) and all(int((one != 0).sum()) == 24 // degree for one in padded)
+    with pytest.raises(InternalError, match="does not divide into 10 parts"):
+        rt.take_shard(x, 0, rt.Zigzag(), 0, 5)
 
 
 def test_a_dim_that_does_not_divide_is_refused_unless_its_size_is_said() -> None:

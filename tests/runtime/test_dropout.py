@@ -11,6 +11,7 @@ import torch
 
 import autoptd
 from autoptd import runtime as rt
+from autoptd.ir.types import Zigzag
 from autoptd.runtime import fused
 from autoptd.runtime.dropout import Draw, bias_dropout_add, dropout
 from autoptd.runtime.shards import take_shard
@@ -173,13 +174,17 @@ def test_the_fused_end_of_a_block_draws_the_same_masks(batch: Any, shard: tuple[
     assert torch.equal(bias_dropout_add(x, bias, residual, 0.4, None), residual + (x + bias))
 
 
-CUTS = [  # [rows, heads, tokens, size] as (dim, entries before) of each cut, outermost first
+CUTS: list[Any] = [  # [rows, heads, tokens, size] as (dim, entries before) of each cut, outermost first
     ((1, 1), (2, 1)),
     ((2, 1), (2, 1)),
     ((1, 1), (1, 1)),
     ((1, 2), (2, 1)),
     ((1, 1), (3, 1)),
     ((2, 1), (3, 2)),
+    ((2, Zigzag()), (2, 1)),
+    ((1, 1), (2, Zigzag())),
+    ((1, Zigzag(2)), (3, 2)),
+    ((0, Zigzag()), (1, Zigzag(2))),
 ]
 
 
@@ -191,8 +196,8 @@ CUTS = [  # [rows, heads, tokens, size] as (dim, entries before) of each cut, ou
 )
 def test_shards_of_two_axes_draw_parts_of_one_mask(cuts: tuple[tuple[int, int], ...], rows_at: int) -> None:
     """To the bit: as `take_shard` cuts the whole mask, the outer axis first."""
-    degrees, draw = (2, 3), Draw(0, 1, 5, 0, 12 if rows_at == 2 else 2)
-    x = torch.ones(2, 12, 12, 12, dtype=torch.float64)
+    degrees, draw = (2, 3), Draw(0, 1, 5, 0, 12 if rows_at == 2 else 4)
+    x = torch.ones(4, 24, 12, 12, dtype=torch.float64)
     whole = dropout(x, 0.4, draw, rows_at)
     for indices in itertools.product(*map(range, degrees)):
         mine, ones = whole, x

@@ -10,6 +10,7 @@ at a time. A mask for which there is no proof must be read: it is never taken fo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from autoptd.ir import markers
-from autoptd.ir.notes import value
+from autoptd.ir.notes import op_name, shape, value
 from autoptd.passes.axes.bounds import TILE, bounds_of
 from autoptd.passes.axes.constants import BLOCK, Constants
 from autoptd.passes.axes.pieces import Piece, Window, whole
@@ -57,6 +58,24 @@ def proves_causal(masked: Masked, size: tuple[int, ...], constants: Constants) -
     Only a mask of constants is examined, and hidden scores must be so low that their weight is 0.
     """
     return _can_be_window(masked, size, constants) and _is_window(masked, size[-1], constants)
+
+
+def causal_keywords(node: Node, constants: Constants) -> dict[str, Any] | None:
+    """Return the keywords but mask and `is_causal` of torch's attention whose mask proves to be causal; None for any other."""
+    if op_name(node) != "aten.scaled_dot_product_attention":
+        return None
+    q, k, _, *rest = node.args
+    given = dict(zip(("attn_mask", "dropout_p", "is_causal"), rest, strict=False)) | node.kwargs
+    mask = given.pop("attn_mask", None)
+    if mask is None or given.pop("dropout_p", 0.0) or given.pop("is_causal", False):
+        return None
+    # A bool mask says what may be seen; any other is added.
+    fill = -math.inf if value(mask).dtype == torch.bool else None
+    masked = Masked(node, mask, fill, hides=False)
+    scale = given.get("scale")
+    is_positive = scale is None or scale > 0
+    size = (*shape(q)[:-1], shape(k)[-2])
+    return given if is_positive and proves_causal(masked, size, constants) else None
 
 
 def proves_window(masked: Masked, size: tuple[int, ...], constants: Constants) -> int | None:

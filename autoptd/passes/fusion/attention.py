@@ -10,7 +10,6 @@ finite mask hides from all keys (as padding does) to have probabilities of 1 eac
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.fx import Node
 
 from autoptd.ir.notes import note, op_name, shape, value
 from autoptd.passes.axes.constants import Constants
-from autoptd.passes.axes.masks import Masked, leaves_keys, proves_causal
+from autoptd.passes.axes.masks import Masked, causal_keywords, leaves_keys, proves_causal
 from autoptd.passes.fusion.chain import (
     Chain,
     Found,
@@ -85,18 +84,9 @@ def attention(node: Node, constants: Constants) -> Found:
 
 
 def _of_torch(node: Node, constants: Constants) -> Found:
-    q, k, v, *rest = node.args
-    given = dict(zip(("attn_mask", "dropout_p", "is_causal"), rest, strict=False)) | node.kwargs
-    mask = given.pop("attn_mask", None)
-    if mask is None or given.pop("dropout_p", 0.0) or given.pop("is_causal", False) or splits(q, -2):
-        return None
-    # A bool mask says what may be seen; any other is added.
-    fill = -math.inf if value(mask).dtype == torch.bool else None
-    masked = Masked(node, mask, fill, hides=False)
-    scores_shape = (*shape(q)[:-1], shape(k)[-2])
-    scale = given.get("scale")
-    is_positive = scale is None or scale > 0
-    if not is_positive or not proves_causal(masked, scores_shape, constants):
+    q, k, v = node.args[:3]
+    given = None if splits(q, -2) else causal_keywords(node, constants)
+    if given is None:
         return None
     return Chain(node).group("attention", q, k, v, None, causal=True, **given)
 

@@ -37,11 +37,12 @@ from autoptd.passes.axes.axes import Axes, Letter
 class Split:
     """One way to split an operator: `letters` with the mesh axis or sub-axis that cuts each, slowest first.
 
-    Over the sub-axes `whole` the operator runs whole, with operands of type R.
+    Over the sub-axes `whole` the operator runs whole, with operands of type R. `order` is that of the shards.
     """
 
     letters: tuple[tuple[str, Letter], ...]
     whole: tuple[str, ...] = ()
+    order: str = ""
 
     @property
     def name(self) -> str:
@@ -69,7 +70,7 @@ class Split:
         """Return the types of an operand that is cut; over a sub-axis whose letter it does not have, it is R."""
         types = {}
         for axis, letter in self.letters:
-            types[axis] = S(*letter.places[operand]) if operand in letter.places else R
+            types[axis] = S(*letter.places[operand], self.order) if operand in letter.places else R
         return Layout(types | dict.fromkeys(self.whole, R))
 
     @property
@@ -79,7 +80,7 @@ class Split:
             return None
         types = {}
         for axis, letter in self.letters:
-            types[axis] = S(*letter.out) if letter.out is not None else R
+            types[axis] = S(*letter.out, self.order) if letter.out is not None else R
         return Layout(types | dict.fromkeys(self.whole, R))
 
 

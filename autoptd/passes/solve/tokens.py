@@ -26,7 +26,7 @@ from autoptd.ir import markers
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import AXES
 from autoptd.ir.notes import note, op_name, ops
-from autoptd.ir.operators.record import CLASSES, operands
+from autoptd.ir.operators.record import CLASSES, QUERIES, argument, operands
 from autoptd.ir.operators.table import operator_of
 from autoptd.ir.steps import Step
 from autoptd.ir.sub_axes import base
@@ -55,6 +55,8 @@ class TokenSplitter(Splitter):
         # KV heads that several ranks share are read whole, of all tokens.
         self.factors.pairs = {}
         self.context = ctx.options.context
+        # Of the shards of tokens: see `split_tokens.choose_order`.
+        self.order = ""
         self.of_inputs = _of_inputs(graph)
         self.tokens = (self.tokens | self._sequences(graph)) - self._of_weights(graph)
         self.tokens -= self.padding.vocabularies
@@ -111,6 +113,22 @@ class TokenSplitter(Splitter):
         letters = self.axes.letters(node)
         return any(self.tokens.issuperset(self.axes.ids_of(node, letter)) for letter in letters)
 
+    def splits(self, node: Node) -> list[Split]:
+        """Return the ways in which `node` may be split; by tokens that have 2c equal pieces, in the order of this graph."""
+        return [replace(split, order=self._order_of(node, split)) for split in super().splits(node)]
+
+    def _order_of(self, node: Node, split: Split) -> str:
+        is_token = all(self.tokens.issuperset(self.axes.ids_of(node, letter)) for _, letter in split.letters)
+        return self.order if is_token and self._divides(split.size) else ""
+
+    def _divides(self, size: int) -> bool:
+        """Tell whether tokens have two equal pieces for every rank."""
+        return size % (2 * self.degree) == 0
+
+    def has_pieces(self, node: Node, gives: Layout) -> bool:
+        """Tell whether what ranks have parts of makes two equal pieces for every one."""
+        return all(self._divides(note(node).dims[kind.dim][kind.atom]) for _, kind in gives.shards)
+
     def free_letters(self, node: Node) -> list[Letter]:
         """Return the letters of an operator that cp may split, whether or not it divides them."""
         return [letter for letter in self.wanted_letters(node) if self._is_nested(node, letter)]
@@ -133,6 +151,10 @@ class TokenSplitter(Splitter):
         if node.target is markers.convert and not self._keeps_outer(node, letter):
             return False
         if self.tokens.issuperset(ids):
+            # Places are counted in chunks of all queries, not of each of several blocks.
+            is_inner = letter.out is not None and letter.out[1] > 0
+            if is_inner and letter.form == QUERIES and argument(node, "is_causal"):
+                return False
             # Heads alone, where Ulysses is asked for.
             return not (self.context == "ulysses" and self.multiplies_activations(node))
         is_asked = self.context == "all_gather" and self.multiplies_activations(node)
@@ -254,11 +276,16 @@ class TokenSplitter(Splitter):
     @property
     def remarks(self) -> tuple[str, ...]:  # type: ignore[override]
         """Say what the prices are beside seconds, and what was not weighed together."""
-        more = f"over {self.axis}, what all ranks repeat and could split counts {1e6 * REPEATED:,.0f} us more"
-        if not self._given:
-            return (more,)
-        first = ", ".join(self._given)
-        return more, f"over {first} first, then over {self.axis} with that: both together may be cheaper"
+        said = [
+            f"over {self.axis}, what all ranks repeat and could split counts {1e6 * REPEATED:,.0f} us more"
+        ]
+        if self._given:
+            first = ", ".join(self._given)
+            said.append(f"over {first} first, then over {self.axis} with that: both together may be cheaper")
+        if self.order:
+            pieces = f"rank i of {self.degree} has the pieces i and {2 * self.degree - 1} - i"
+            said.append(f"tokens in {self.order} order: of {2 * self.degree}, {pieces}")
+        return tuple(said)
 
     @property
     def per_whole_byte(self) -> float:
