@@ -38,6 +38,8 @@ PAIRS = 4
 class Batch:
     """How a step's rows are divided: `rows` per microbatch, `num_microbatches` per replica, `pieces`
     microbatches over all replicas, `traced_rows` in the trace.
+
+    `mixes`: replicas have one microbatch each, and its operators may read rows of all of them; the trace has all rows.
     """
 
     # Numbers of the call's leaves that have the batch in dim 0.
@@ -46,6 +48,7 @@ class Batch:
     num_microbatches: int
     pieces: int
     traced_rows: int
+    mixes: bool = False
 
     @property
     def with_more_rows(self) -> Batch | None:
@@ -54,6 +57,13 @@ class Batch:
         if self.pieces == 1 or self.traced_rows >= PAIRS or PAIRS % self.rows or step < PAIRS:
             return None
         return replace(self, traced_rows=PAIRS)
+
+    @property
+    def in_one_microbatch(self) -> Batch:
+        """This batch with one microbatch a replica, in which rows may be mixed."""
+        rows = self.rows * self.num_microbatches
+        pieces = self.pieces // self.num_microbatches
+        return Batch(self.batched, rows, 1, pieces, rows * pieces, mixes=pieces > 1)
 
     @property
     def whole_rows(self) -> int:

@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 
 from autoptd.ir import markers
 from autoptd.ir.fallback import Fallback
-from autoptd.ir.layout import Layout
+from autoptd.ir.layout import Layout, typed_over
 from autoptd.ir.types import Dims, ValueType
 
 # Of `node.meta`.
@@ -145,7 +145,7 @@ def _overload_name(overload: torch._ops.OpOverload) -> str:
 
 def converted_types(node: Node) -> tuple[ValueType, ValueType]:
     """Return the types between which a conversion converts, over its axis."""
-    axis, source = note(node).axis, node.args[0]
+    axis, source = typed_over(note(node).axis), node.args[0]
     return note(source).layout[axis], note(node).layout[axis]  # type: ignore[arg-type]
 
 
