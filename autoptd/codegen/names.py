@@ -149,11 +149,7 @@ def assigned_name(body: list[Node], i: int) -> str:
 
 def _brings_to_layers(after: Node, node: Node) -> bool:
     """Tell whether `after` converts `node` to the type in which layers begin: it keeps the name of the value."""
-    return (
-        after.target is markers.convert
-        and after.args[0] is node
-        and converted_types(after)[0].kind != "P"
-    )
+    return after.target is markers.convert and after.args[0] is node and converted_types(after)[0].kind != "P"
 
 
 def _counts(node: Node) -> bool:

@@ -22,6 +22,8 @@ from autoptd.ir.types import CONVERSIONS, P, R, ValueType
 from autoptd.passes.reader_names import reader_name
 from autoptd.passes.solve.batch import TAKEN_WHOLE
 
+SHARED = "all replicas have this loss: each counts an equal part"
+
 
 def take_whole(graph: Graph, mesh: Mesh) -> None:
     """Insert the conversions behind those over other axes, one for all readers; divide a loss that is whole."""
@@ -61,7 +63,7 @@ def _share_loss(graph: Graph, loss: Node, mesh: Mesh) -> None:
     with graph.inserting_after(loss):
         share = graph.call_function(markers.share, (loss, mesh.replicas))
     share.meta["val"] = loss.meta["val"]
-    set_note(share, _placed(loss, loss, P))
+    set_note(share, _placed(loss, loss, P)).extra["reason"] = SHARED
     output(graph).replace_input_with(loss, share)
 
 

@@ -9,8 +9,8 @@ With ZeRO the first sum of a bucket is a reduce-scatter: the bucket is a flat bu
 every rank along `sharing_axes` has an equal range, whatever parameters it cuts.
 
 A sum over dp, or over dp and cp together, may start inside a backward, as soon as a bucket is complete: their ranks have no
-other calls there (where a model mixes samples they do, and it starts after the last action). Sums over tp, or over cp alone, and
-over owners start after the last action: tensor ranks complete a bucket at different places of a backward, whose own
+other calls there. Where a model mixes samples they do, and it starts after the last action. So do sums over tp, or over cp
+alone, and over owners: tensor ranks complete a bucket at different places of a backward, whose own
 calls over tp would then come in another order on each of them.
 
     for bucket in plan_buckets(program.params, program.orders, program.ranks, program.mesh, pipeline_rank=0):
@@ -57,9 +57,7 @@ class BucketPlan:
     @property
     def early(self) -> tuple[AxisConversion, ...]:
         """The sum that may start inside a backward, the first one; the others wait until all actions are over."""
-        return tuple(
-            step for step in self.sums[:1] if step.role in EARLY and self.busy.isdisjoint(step.axes)
-        )
+        return tuple(step for step in self.sums[:1] if step.role in EARLY and self.busy.isdisjoint(step.axes))
 
     @property
     def late(self) -> tuple[AxisConversion, ...]:
@@ -197,10 +195,10 @@ def plan_buckets(
     return sorted(plans, key=lambda plan: (max(map(completed, plan.params)), -plan.number))
 
 
-def busy_axes(collectives: Iterable[Collective]) -> frozenset[str]:
+def busy_axes(collectives: Iterable[Collective]) -> tuple[str, ...]:
     """Return the axes along which ranks have other samples, and communicate during actions nevertheless."""
     in_actions = {call.axis for call in collectives if call.scope == "microbatch" and call.axis in AXES}
-    return frozenset(axis for axis in in_actions if role_of(axis) in EARLY)
+    return tuple(sorted(axis for axis in in_actions if role_of(axis) in EARLY))
 
 
 def usual_bytes(params: Sequence[ParamSpec], mesh: Mesh) -> int:

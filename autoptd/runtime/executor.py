@@ -26,7 +26,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from autoptd.errors import InternalError
 from autoptd.ir.actions import Action, Kind
 from autoptd.kernels.forms import wide
-from autoptd.program.buckets import busy_axes
 from autoptd.program.program import Program
 from autoptd.runtime.batch_sums import LABELS, SUMS, chosen_inputs, count_batch, set_batch_sums
 from autoptd.runtime.dropout import Drawing
@@ -68,8 +67,7 @@ def communicators_of(program: Program) -> Communicators:
 
 def groups_of(program: Program, world: World) -> dict[str, Group]:
     """Return the groups that a stage may communicate over, by mesh axis or sub-axis."""
-    busy = sorted(busy_axes(program.collectives))
-    return {axis: world.group((axis,)) for axis in (*world.mesh.value_axes, *busy, *program.sub_axes)}
+    return {axis: world.group((axis,)) for axis in program.stage_axes}
 
 
 @dataclass

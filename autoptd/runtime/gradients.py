@@ -24,7 +24,7 @@ import torch
 from autoptd.compat import set_grad_dtype
 from autoptd.errors import InternalError
 from autoptd.ir.placement import AxisConversion
-from autoptd.program.buckets import BucketPlan, busy_axes, plan_buckets
+from autoptd.program.buckets import BucketPlan, plan_buckets
 from autoptd.program.program import Program
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.grad_norm import by_dtype
@@ -159,7 +159,7 @@ class Gradients:
         for spec in trained:
             here[spec.name] = self._stages_here(program, spec)
             set_grad_dtype(params.leaves[spec.name], dtype_of(spec.storage.sum_dtype))
-        busy, place = busy_axes(program.collectives), world.pipeline_rank
+        busy, place = program.busy_axes, world.pipeline_rank
         plans = plan_buckets(program.params, program.orders, program.ranks, world.mesh, place, busy)
         self.buckets = [Bucket(plan, params) for plan in plans if plan.sums]
         self._bucket_of = {spec.name: bucket for bucket in self.buckets for spec in bucket.specs}

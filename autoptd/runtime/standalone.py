@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from autoptd.errors import AutoptdError, InternalError, PlanError
-from autoptd.program.buckets import busy_axes
 from autoptd.program.program import Program
 from autoptd.program.specs import StageSpec
 from autoptd.runtime.batch_sums import set_batch_sums
@@ -75,7 +74,7 @@ def check_stage(stage: type[Stage], folder: str | Path, timeout: float = 60.0) -
         # The class in hand has the methods of this file alone: those of layers.py are added here.
         give_layers(stage, load_layers(program.sources[stage.layers], str(path)))
     # One stage, and one replica unless it reads the rows of others: the ranks that its own lines communicate with.
-    mesh = program.mesh.along((*program.mesh.value_axes, *busy_axes(program.collectives)))
+    mesh = program.mesh.along((*program.mesh.value_axes, *program.busy_axes))
     world = ThreadWorld(mesh, Communicators(sub_axes=program.sub_axes), "cpu", timeout)
     ranks = run_ranks(world, lambda rank: _run(stage, program, index, rank))
     head = f"{stage.__name__} on {mesh.size} tensor rank{'s'[: mesh.size > 1]}; shapes are a rank's"

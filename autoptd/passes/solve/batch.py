@@ -14,20 +14,15 @@ Which Python numbers follow the batch size, a second trace shows: `literals.py`.
 
 from __future__ import annotations
 
-from fractions import Fraction
-from typing import Any
-
-import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from autoptd.errors import PlanError
 from autoptd.ir.elsewhere import NORMS, SORTS
 from autoptd.ir.layout import BATCH
-from autoptd.ir.notes import OF_MICROBATCH, WHOLE_NUMBERS, note, op_name, output, shape, site, tensor, value
+from autoptd.ir.notes import OF_MICROBATCH, note, op_name, output, site, tensor
 from autoptd.ir.operators.lookups import UNCOUNTED
-from autoptd.ir.operators.record import CLASSES, QUERIES, argument, operands
-from autoptd.ir.operators.table import is_pointwise, linear_groups, operator_of
+from autoptd.ir.operators.record import CLASSES, QUERIES, operands
+from autoptd.ir.operators.table import linear_groups, operator_of
 from autoptd.ir.types import I, P, R, S, ValueType
 from autoptd.passes.axes.axes import Axes, Letter, Place
 from autoptd.passes.axes.constants import Constants
