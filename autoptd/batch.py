@@ -126,7 +126,9 @@ def plan_batch(
     rows, pieces = share // m, m * options.mesh.replicas
     # A microbatch of one row is traced with two: a dim of size 1 is broadcast, and would be taken for no
     # batch.
-    return Batch(batched, rows, m, pieces, rows if pieces == 1 else max(rows, 2))
+    batch = Batch(batched, rows, m, pieces, rows if pieces == 1 else max(rows, 2))
+    # What mixes rows at one size does at others.
+    return batch.in_one_microbatch if like is not None and like.busy_axes else batch
 
 
 def _batched_like(like: Program, leaves: list[Any], batched: tuple[int, ...], total: int) -> tuple[int, ...]:

@@ -137,7 +137,7 @@ def _compile(
         (program, graph, ctx), traces = _write_with_groups(written, fewer)
     except passes.MixedSamples as error:
         if not _may_mix(options):
-            raise PlanError(error.site, error.fact, error.remedy) from None
+            raise error.refused() from None
         # The model has been compared with a trace of fewer rows; all of them may be more than one device takes.
         (program, graph, ctx), traces = _write_mixed(partial(written, check=False), batch, error)
     if program.graphs:
@@ -185,7 +185,7 @@ def _write_mixed(
     try:
         found = write(batch.in_one_microbatch)
     except passes.MixedSamples as error:
-        raise PlanError(error.site, error.fact, error.remedy) from None
+        raise error.refused(in_one=True) from None
     warn_of_mixing(mixed, batch, found[0].program)
     return found
 
@@ -341,6 +341,9 @@ def compile_evaluation(
     # No bound and no pins: nothing is kept for backward.
     options = replace(options, recompute=False, recompute_num_layers=1, plan=Plan(), zero=zero)
     options = replace(options, memory=math.inf, memory_price=price)
+    is_same_size = is_call_of(trained, args, kwargs, replicas)
+    if is_same_size:
+        options = replace(options, num_microbatches=trained.num_microbatches)
     batch = plan_batch(options, args, kwargs, replicas, like=trained)
     with tracing.evaluating(model), tracing.computing_in(model, options.precision):
         evaluated = capture_rows(model, options, args, kwargs, batch)
@@ -348,7 +351,6 @@ def compile_evaluation(
             fact = f"dropout of {node.args[1]} is drawn in eval mode as well"
             raise PlanError(note(node).module or "model", fact, "F.dropout(x, p, training=self.training)")
     # Training's graph at this size, to compare with that of eval mode.
-    is_same_size = is_call_of(trained, args, kwargs, replicas)
     with tracing.in_modes(modes):
         if is_same_size:
             graph, buffers = trained.graphs["TRACED"], trained.buffers

@@ -29,8 +29,8 @@ from autoptd.passes.axes.constants import Constants
 from autoptd.passes.solve.microbatch_losses import MARK, note_marked
 
 APART = "keep samples apart (loss_fn with a mean or sum over samples)"
-RULE_REMEDY = f"{APART}, or run with d=1 and num_microbatches=1"
-ONE_REMEDY = f"{APART}, or run with num_microbatches=1"
+ONE, ALONE = "or run with num_microbatches=1", "or run with d=1 and num_microbatches=1"
+RULE_REMEDY, ONE_REMEDY = f"{APART}, {ALONE}", f"{APART}, {ONE}"
 UNKNOWN_REMEDY = (
     'autoptd.register_rule("ns::op", "b s d -> b s d") where it keeps samples apart, or plain operators '
 )
@@ -53,6 +53,10 @@ NEVER_WHOLE = frozenset({"aten.batch_norm"})
 
 class MixedSamples(PlanError):
     """An operator computes across rows of the batch, as far as a trace shows; users get a PlanError."""
+
+    def refused(self, *, in_one: bool = False) -> PlanError:
+        """Return the error for users; `in_one`: replicas have one microbatch each already."""
+        return PlanError(self.site, self.fact, self.remedy.replace(ONE, ALONE) if in_one else self.remedy)
 
 
 def assign_batch(
@@ -216,8 +220,7 @@ def _keep_partial(node: Node, partial: list[Node], split: bool) -> ValueType:
     if _keeps_partial(node, partial, split):
         return P
     fact = f"{op_name(node)} of a sum over samples is not a sum over samples"
-    remedy = "let the loss be a sum or mean over samples, scaled and added to others only"
-    remedy += ", or run with num_microbatches=1"
+    remedy = f"let the loss be a sum or mean over samples, scaled and added to others only, {ONE}"
     if op_name(node) in ("aten.mul", "aten.square", "aten.pow", "aten.dot", "aten.matmul"):
         remedy += (
             "; autoptd.per_microbatch(x) marks an auxiliary loss that is meant for each microbatch by itself"
