@@ -184,6 +184,9 @@ def _write_mixed(
     """Compile in one microbatch a replica, whose operators may read the rows of all replicas; PlanError where they cannot."""
     try:
         found = write(batch.in_one_microbatch)
+    except passes.RepeatedLayer as layer:
+        mixed.fact += f", and every replica would repeat for all rows what follows: {layer.site}"
+        raise mixed.refused(in_one=True) from None
     except passes.MixedSamples as error:
         raise error.refused(in_one=True) from None
     warn_of_mixing(mixed, batch, found[0].program)

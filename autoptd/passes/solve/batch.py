@@ -26,6 +26,7 @@ from autoptd.ir.operators.table import linear_groups, operator_of
 from autoptd.ir.types import I, P, R, S, ValueType
 from autoptd.passes.axes.axes import Axes, Letter, Place
 from autoptd.passes.axes.constants import Constants
+from autoptd.passes.ops.costs import flops
 from autoptd.passes.solve.microbatch_losses import MARK, note_marked
 
 APART = "keep samples apart (loss_fn with a mean or sum over samples)"
@@ -57,6 +58,10 @@ class MixedSamples(PlanError):
     def refused(self, *, in_one: bool = False) -> PlanError:
         """Return the error for users; `in_one`: replicas have one microbatch each already."""
         return PlanError(self.site, self.fact, self.remedy.replace(ONE, ALONE) if in_one else self.remedy)
+
+
+class RepeatedLayer(MixedSamples):
+    """A layer reads rows of all replicas, behind what mixes them: each would compute it for all."""
 
 
 def assign_batch(
@@ -129,6 +134,7 @@ def _type_of(node: Node, axes: Axes, constants: Constants, mixes: bool) -> Value
     if taken:
         note(node).extra[TAKEN_WHOLE] = taken
     if whole and letter is None:
+        _refuse_layer(node)
         note(node).extra[OF_ALL_ROWS] = True
     if letter is None:
         return _whole_type(node, axes, is_of_params=bool(whole) or R in types.values())
@@ -159,6 +165,20 @@ def _whole_type(node: Node, axes: Axes, is_of_params: bool) -> ValueType:
         fact = f"{op_name(node)} of parameters: {axes.refused(node)}, and each microbatch gives it a part of the gradient"
         raise PlanError(site(node), fact, "a backward that is linear, or d=1 and num_microbatches=1")
     return R if is_of_params else I
+
+
+def _refuse_layer(node: Node) -> None:
+    """Raise RepeatedLayer for a product with a weight: what mixes samples there stands within the model, in no loss."""
+    weights = [
+        operand
+        for operand in operands(node)
+        if note(operand).layout.batch == R and OF_ALL_ROWS not in note(operand).extra
+    ]
+    # Of an operator without a row nobody knows what it computes: a grouped product, for one.
+    is_unlisted = bool(note(node).rule) and any(tensor(weight).dim() > 1 for weight in weights)
+    if is_unlisted or (weights and (flops(node) or op_name(node).startswith("aten.conv"))):
+        fact = f"{op_name(node)} is a layer for the rows of all replicas"
+        raise RepeatedLayer(site(node), fact, RULE_REMEDY)
 
 
 def _may_be_whole(node: Node) -> bool:
