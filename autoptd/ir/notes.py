@@ -26,6 +26,8 @@ KEY = "autoptd"
 NO_TYPES = Layout()
 # Key of `Note.extra` of an operator that only `autoptd.per_microbatch` reads.
 OF_MICROBATCH = "of_microbatch"
+# Key of `Note.extra` of an operator whose value every replica has, made of the rows of all of them.
+OF_ALL_ROWS = "of_all_rows"
 # Key of `Note.extra` of an operator: (args, kwargs) with the numbers that it has for the rows of a whole step.
 WHOLE_NUMBERS = "whole_numbers"
 # Key of `Note.extra` of an input: of how many blocks of its dim 0 a microbatch has equal parts.

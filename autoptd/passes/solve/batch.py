@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 from autoptd.errors import PlanError
 from autoptd.ir.elsewhere import NORMS, SORTS
 from autoptd.ir.layout import BATCH
-from autoptd.ir.notes import OF_MICROBATCH, note, op_name, output, site, tensor
+from autoptd.ir.notes import OF_ALL_ROWS, OF_MICROBATCH, note, op_name, output, site, tensor
 from autoptd.ir.operators.lookups import UNCOUNTED
 from autoptd.ir.operators.record import CLASSES, QUERIES, operands
 from autoptd.ir.operators.table import linear_groups, operator_of
@@ -46,8 +46,8 @@ REMEDIES |= {"aten.std": DEVIATION, "aten.var": DEVIATION}
 FIRST_ROWS = "first_rows"
 # Operands that are read as batch sums.
 BATCH_SUMS = "batch_sums"
-# Of an operator: operands that it reads whole, of the rows of all replicas; and whether its value was made of such ones.
-TAKEN_WHOLE, OF_ALL_ROWS = "taken_whole", "of_all_rows"
+# Of an operator: operands that it reads whole, of the rows of all replicas.
+TAKEN_WHOLE = "taken_whole"
 # Statistics of a batch that stands in no loss: a gather of every layer's activations is what nobody asks for.
 NEVER_WHOLE = frozenset({"aten.batch_norm"})
 

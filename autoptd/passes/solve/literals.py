@@ -14,11 +14,21 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from autoptd.errors import PlanError
-from autoptd.ir.notes import OF_MICROBATCH, WHOLE_NUMBERS, note, op_name, shape, site, tensor, value
+from autoptd.ir.notes import (
+    OF_ALL_ROWS,
+    OF_MICROBATCH,
+    WHOLE_NUMBERS,
+    note,
+    op_name,
+    shape,
+    site,
+    tensor,
+    value,
+)
 from autoptd.ir.operators.record import argument, operands
 from autoptd.ir.operators.table import is_pointwise, operator_of
 from autoptd.passes.axes.constants import Constants
-from autoptd.passes.solve.batch import FIRST_ROWS, NUMBER_REMEDY, OF_ALL_ROWS, RULE_REMEDY
+from autoptd.passes.solve.batch import FIRST_ROWS, NUMBER_REMEDY, RULE_REMEDY
 
 
 def check_literals(graph: Graph, whole: Graph, constants: Constants, *, traces_all: bool) -> None:
