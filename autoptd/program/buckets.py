@@ -27,6 +27,7 @@ from typing import NamedTuple
 from autoptd.ir.actions import Kind, Orders
 from autoptd.ir.mesh import AXES, Mesh, Role, role_of
 from autoptd.ir.placement import AxisConversion, itemsize, joined_sums
+from autoptd.ir.sub_axes import base
 from autoptd.program.specs import Collective, ParamSpec
 
 # Bytes of a bucket: enough for the full bandwidth of a link, but no more than a quarter of what a rank has, so that most
@@ -57,7 +58,11 @@ class BucketPlan:
     @property
     def early(self) -> tuple[AxisConversion, ...]:
         """The sum that may start inside a backward, the first one; the others wait until all actions are over."""
-        return tuple(step for step in self.sums[:1] if step.role in EARLY and self.busy.isdisjoint(step.axes))
+        return tuple(
+            step
+            for step in self.sums[:1]
+            if step.role in EARLY and self.busy.isdisjoint(map(base, step.axes))
+        )
 
     @property
     def late(self) -> tuple[AxisConversion, ...]:
