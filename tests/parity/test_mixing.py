@@ -19,6 +19,7 @@ import autoptd
 from autoptd.program.calls import expected_calls
 from autoptd.runtime.stage import load_stage
 from autoptd.runtime.standalone import check_stage
+from autoptd.viz.collectives import collectives_markdown
 from benchmarks.lib.loss_cases import CASES
 from benchmarks.losses import MACHINE
 from tests.parity.test_mutations import edit_source
@@ -270,3 +271,12 @@ def test_padded_rows_are_refused() -> None:
         torch.testing.assert_close(pm.step(**batch(ROWS, 5)), reference(**batch(ROWS, 5)).detach())
         with pytest.raises(autoptd.PlanError, match="change with added rows"):
             pm.step(**batch(6, 5))
+
+
+def test_what_replicas_read_of_one_another_is_listed() -> None:
+    program = autoptd.compile(Net(clip), d=2, example_inputs=call())
+    text = collectives_markdown(program)
+    assert "## Over dp, in every microbatch" in text and "matmul needs rows of all replicas" in text
+    # Every replica makes all scores: as FLOPs of the model they count once.
+    (scores,) = (row for row in program.costs.gemms if row.operator == "aten.matmul")
+    assert scores.total == ROWS * ROWS * WIDTH and scores.forward == 2 * scores.total
