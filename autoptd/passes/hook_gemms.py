@@ -22,7 +22,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from autoptd.ir import markers
-from autoptd.ir.mesh import WITHIN_A_LAYER, role_of
+from autoptd.ir.layout import BATCH, typed_over
 from autoptd.ir.notes import Absorbed, note, op_name, ops, tensor
 from autoptd.ir.operators.table import operator_of
 from autoptd.passes.context import Context
@@ -84,7 +84,7 @@ def gather_again(node: Node) -> list[Node]:
     if node.target is not markers.convert or note(node).conversion != "s_to_r" or node.kwargs.get("size"):
         return []
     # Rows of other replicas are gathered once.
-    if role_of(note(node).axis) not in WITHIN_A_LAYER:
+    if typed_over(note(node).axis) == BATCH:
         return []
     # The list grows while it is walked: the readers of a reshape follow those of the value.
     gemms, reads = [], [(node, user) for user in node.users]
