@@ -121,7 +121,7 @@ def parallelize(
         `step`, for what that gets.
     loss_fn: `loss_fn(output, targets)`, where the model returns no loss.
     num_microbatches: per replica and step (default: the largest divisor of the replica's rows that is at most
-        4p, a multiple of p preferred).
+        4p, a multiple of p preferred; 1 for a model that mixes the rows of a batch, as a contrastive loss).
     schedule: one of `autoptd.options.SCHEDULES`, or the path of a text file with your own.
     seed: draws the dropout masks.
     device, backend: "local" (ranks are threads of this process, on `device`), "gloo" or "nccl".

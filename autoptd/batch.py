@@ -38,6 +38,8 @@ PAIRS = 4
 class Batch:
     """How a step's rows are divided: `rows` per microbatch, `num_microbatches` per replica, `pieces`
     microbatches over all replicas, `traced_rows` in the trace.
+
+    `mixes`: replicas have one microbatch each, and its operators may read rows of all of them; the trace has all rows.
     """
 
     # Numbers of the call's leaves that have the batch in dim 0.
@@ -46,6 +48,7 @@ class Batch:
     num_microbatches: int
     pieces: int
     traced_rows: int
+    mixes: bool = False
 
     @property
     def with_more_rows(self) -> Batch | None:
@@ -54,6 +57,13 @@ class Batch:
         if self.pieces == 1 or self.traced_rows >= PAIRS or PAIRS % self.rows or step < PAIRS:
             return None
         return replace(self, traced_rows=PAIRS)
+
+    @property
+    def in_one_microbatch(self) -> Batch:
+        """This batch with one microbatch a replica, in which rows may be mixed."""
+        rows = self.rows * self.num_microbatches
+        pieces = self.pieces // self.num_microbatches
+        return Batch(self.batched, rows, 1, pieces, rows * pieces, mixes=pieces > 1)
 
     @property
     def whole_rows(self) -> int:
@@ -116,7 +126,9 @@ def plan_batch(
     rows, pieces = share // m, m * options.mesh.replicas
     # A microbatch of one row is traced with two: a dim of size 1 is broadcast, and would be taken for no
     # batch.
-    return Batch(batched, rows, m, pieces, rows if pieces == 1 else max(rows, 2))
+    batch = Batch(batched, rows, m, pieces, rows if pieces == 1 else max(rows, 2))
+    # What mixes rows at one size does at others.
+    return batch.in_one_microbatch if like is not None and like.busy_axes else batch
 
 
 def _batched_like(like: Program, leaves: list[Any], batched: tuple[int, ...], total: int) -> tuple[int, ...]:

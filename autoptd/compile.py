@@ -40,7 +40,7 @@ from autoptd.program.transfers import plan_transfers
 from autoptd.program.weighed import found_text
 from autoptd.program_cache import ProgramCache
 from autoptd.records.collectives import collectives
-from autoptd.records.fallbacks import warn_of_fallbacks, warn_of_recompute
+from autoptd.records.fallbacks import warn_of_fallbacks, warn_of_mixing, warn_of_recompute
 from autoptd.records.header import about_stages
 from autoptd.records.plan import plan_record
 from autoptd.records.specs import (
@@ -111,7 +111,7 @@ def _compile(
     options = settle(model, options)
     batch = plan_batch(options, args, kwargs, replicas, like=like)
 
-    def written(batch: Batch) -> tuple[Written, Traces]:
+    def written(batch: Batch, check: bool = check) -> tuple[Written, Traces]:
         # One trace serves all ranks: the model is traced for one device, and split afterwards.
         traces = trace_rows(model, options, args, kwargs, batch, check)
         write = partial(_place_and_write, traces, batch, handed, record)
@@ -135,6 +135,11 @@ def _compile(
         if fewer == batch:
             raise PlanError(groups.site, groups.fact, groups.remedy) from None
         (program, graph, ctx), traces = _write_with_groups(written, fewer)
+    except passes.MixedSamples as error:
+        if not _may_mix(options):
+            raise error.refused() from None
+        # The model has been compared with a trace of fewer rows; all of them may be more than one device takes.
+        (program, graph, ctx), traces = _write_mixed(partial(written, check=False), batch, error)
     if program.graphs:
         warn_of_recompute(graph, ctx.options, traces.captured.checkpointed)
     return program
@@ -150,7 +155,7 @@ def _write_with_groups(
     try:
         return write(batch)
     except passes.MixedSamples as error:
-        mixed = PlanError(error.site, error.fact, error.remedy)
+        mixed = error
     more = batch.with_more_rows
     if more is None:
         raise mixed
@@ -160,6 +165,32 @@ def _write_with_groups(
         raise
     except AutoptdError:
         raise mixed from None
+
+
+def _may_mix(options: Options) -> bool:
+    """Tell whether replicas may have one microbatch each: no other number was asked for, and the schedule has one."""
+    if options.num_microbatches is not None:
+        return options.num_microbatches == 1
+    try:
+        schedule.requested_orders(options, 1)
+    except PlanError:
+        return False
+    return True
+
+
+def _write_mixed(
+    write: Callable[[Batch], tuple[Written, Traces]], batch: Batch, mixed: passes.MixedSamples
+) -> tuple[Written, Traces]:
+    """Compile in one microbatch a replica, whose operators may read the rows of all replicas; PlanError where they cannot."""
+    try:
+        found = write(batch.in_one_microbatch)
+    except passes.RepeatedLayer as layer:
+        mixed.fact += f", and every replica would repeat for all rows what follows: {layer.site}"
+        raise mixed.refused(in_one=True) from None
+    except passes.MixedSamples as error:
+        raise error.refused(in_one=True) from None
+    warn_of_mixing(mixed, batch, found[0].program)
+    return found
 
 
 @paused_collection()
@@ -254,6 +285,7 @@ def make_context(options: Options, traces: Traces, batch: Batch, like: Program |
         pieces=batch.pieces,
         batched=frozenset(name for name, leaf in traces.captured.inputs if leaf in batch.batched),
         whole=traces.whole,
+        mixes=batch.mixes,
         buffers=Buffers(traces.captured.buffers),
         orders=orders,
         live=schedule.in_flight_moments(orders),
@@ -312,6 +344,9 @@ def compile_evaluation(
     # No bound and no pins: nothing is kept for backward.
     options = replace(options, recompute=False, recompute_num_layers=1, plan=Plan(), zero=zero)
     options = replace(options, memory=math.inf, memory_price=price)
+    is_same_size = is_call_of(trained, args, kwargs, replicas)
+    if is_same_size:
+        options = replace(options, num_microbatches=trained.num_microbatches)
     batch = plan_batch(options, args, kwargs, replicas, like=trained)
     with tracing.evaluating(model), tracing.computing_in(model, options.precision):
         evaluated = capture_rows(model, options, args, kwargs, batch)
@@ -319,7 +354,6 @@ def compile_evaluation(
             fact = f"dropout of {node.args[1]} is drawn in eval mode as well"
             raise PlanError(note(node).module or "model", fact, "F.dropout(x, p, training=self.training)")
     # Training's graph at this size, to compare with that of eval mode.
-    is_same_size = is_call_of(trained, args, kwargs, replicas)
     with tracing.in_modes(modes):
         if is_same_size:
             graph, buffers = trained.graphs["TRACED"], trained.buffers

@@ -59,7 +59,7 @@ class Options:
 
     order: which ranks are neighbours: the mesh axes, fastest first.
     num_microbatches: per replica and step; None takes the largest divisor of the replica's rows that is at
-        most 4p, a multiple of p preferred.
+        most 4p, a multiple of p preferred; 1 for a model that mixes the rows of a batch.
     schedule: one of `SCHEDULES`, or the path of a text file with a schedule of your own
         (schedule/written.py), which gives m as well; None takes 1f1b for v=1, else interleaved.
     seed: draws the dropout masks.

@@ -91,7 +91,7 @@ class _Known:
         self._mesh, self._outcomes = mesh, dict[Any, _Outcome]()
         self._self = _Stage(mesh, rows)
         self._names: dict[str, Any] = {"torch": torch, "F": F, "rt": runtime, "self": self._self}
-        self._names |= {axis: self._self.groups[axis] for axis in mesh.value_axes}
+        self._names |= {axis: self._self.groups[axis] for axis in (*mesh.value_axes, *mesh.batch_axes)}
 
     def outcome(self, node: Node, operands: Sequence[tuple[Value, ...]], storages: list[Storage]) -> _Outcome:
         numbers = {arg: f"x{i}" for i, arg in enumerate(node.all_input_nodes)}
@@ -160,7 +160,8 @@ def _outcome(
 
 class _Groups(dict[str, ShapeGroup]):
     def __init__(self, mesh: Mesh) -> None:
-        super().__init__({axis: ShapeGroup(mesh.degree(axis)) for axis in mesh.value_axes})
+        axes = (*mesh.value_axes, *mesh.batch_axes)
+        super().__init__({axis: ShapeGroup(mesh.degree(axis)) for axis in axes})
         self._mesh = mesh
 
     def __missing__(self, axis: str) -> ShapeGroup:

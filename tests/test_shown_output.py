@@ -371,6 +371,11 @@ def a_masked_mean(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return emitted_loss("masked_mean_clamped", mesh={"num_microbatches": 2})
 
 
+@shows(LOSSES, "        # AG fwd, RS bwd")
+def rows_of_the_whole_batch(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    return emitted_loss("contrastive", mesh={"d": 2})
+
+
 @shows(LOSSES, "        log_softmax")
 def log_probabilities(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     sizes = {"model": (LARGE_VOCAB, LARGE_WIDTH), "call": (LARGE_ROWS, LARGE_VOCAB)}
@@ -379,11 +384,11 @@ def log_probabilities(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 @shows(LOSSES, "PlanError: model: aten.matmul")
 def losses_that_mix_rows(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    refused = [CASES[name] for name in ("contrastive", "load_balancing")]
+    refused = [CASES[name] for name in ("contrastive", "load_balancing")]  # asked for several microbatches
     texts = []
     for case in refused:
         model, call = case.make(), case.call()
-        texts.append(refusal(partial(autoptd.compile, model, d=2, example_inputs=call)))
+        texts.append(refusal(partial(autoptd.compile, model, num_microbatches=2, example_inputs=call)))
     return "\n".join(texts)
 
 

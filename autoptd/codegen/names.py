@@ -16,7 +16,7 @@ from torch.fx import Node
 from autoptd.codegen.writer import weight_text
 from autoptd.ir import markers
 from autoptd.ir.names import RESERVED, free_name
-from autoptd.ir.notes import is_pair, note, op_name
+from autoptd.ir.notes import converted_types, is_pair, note, op_name
 from autoptd.ir.operators.table import operator_of
 
 # Fused operators whose result has the name of their first operand.
@@ -149,11 +149,7 @@ def assigned_name(body: list[Node], i: int) -> str:
 
 def _brings_to_layers(after: Node, node: Node) -> bool:
     """Tell whether `after` converts `node` to the type in which layers begin: it keeps the name of the value."""
-    return (
-        after.target is markers.convert
-        and after.args[0] is node
-        and note(node).layout[note(after).axis].kind != "P"
-    )
+    return after.target is markers.convert and after.args[0] is node and converted_types(after)[0].kind != "P"
 
 
 def _counts(node: Node) -> bool:

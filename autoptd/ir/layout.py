@@ -24,7 +24,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from autoptd.errors import InternalError
-from autoptd.ir.mesh import Mesh, Role, role_of
+from autoptd.ir.mesh import AXES, Mesh, Role, role_of
 from autoptd.ir.sub_axes import SubAxis, base, covers, is_sub_axis, parse
 from autoptd.ir.types import (
     Dims,
@@ -213,6 +213,11 @@ class Layout:
             is_named = kind.kind == "S" or (len(axes) == 1 and not is_sub_axis(axis))
             texts.append(type_text(kind, dims, axis) if is_named else f"{kind}({axis})")
         return ", ".join(texts) or "I"
+
+
+def typed_over(axis: str) -> str:
+    """Return the name under which a layout has the types over a mesh axis or sub-axis: of replicas, `BATCH`."""
+    return BATCH if base(axis) in AXES and role_of(axis) is Role.BATCH else axis
 
 
 def loss_over(axis: str) -> Layout:

@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 
 from autoptd.ir import markers
 from autoptd.ir.fallback import Fallback
-from autoptd.ir.layout import Layout
+from autoptd.ir.layout import Layout, typed_over
 from autoptd.ir.types import Dims, ValueType
 
 # Of `node.meta`.
@@ -26,6 +26,8 @@ KEY = "autoptd"
 NO_TYPES = Layout()
 # Key of `Note.extra` of an operator that only `autoptd.per_microbatch` reads.
 OF_MICROBATCH = "of_microbatch"
+# Key of `Note.extra` of an operator whose value every replica has, made of the rows of all of them.
+OF_ALL_ROWS = "of_all_rows"
 # Key of `Note.extra` of an operator: (args, kwargs) with the numbers that it has for the rows of a whole step.
 WHOLE_NUMBERS = "whole_numbers"
 # Key of `Note.extra` of an input: of how many blocks of its dim 0 a microbatch has equal parts.
@@ -145,7 +147,7 @@ def _overload_name(overload: torch._ops.OpOverload) -> str:
 
 def converted_types(node: Node) -> tuple[ValueType, ValueType]:
     """Return the types between which a conversion converts, over its axis."""
-    axis, source = note(node).axis, node.args[0]
+    axis, source = typed_over(note(node).axis), node.args[0]
     return note(source).layout[axis], note(node).layout[axis]  # type: ignore[arg-type]
 
 

@@ -33,6 +33,7 @@ from autoptd.passes.runner import CALLS, Form, graph_pass
 from autoptd.passes.solve.assign import Assignment
 from autoptd.passes.solve.batch import FIRST_ROWS, adds_number
 from autoptd.passes.solve.classes import REDUCED_FORMS
+from autoptd.passes.whole_rows import take_whole
 
 
 def check_axes(graph: Graph, ctx: Context) -> None:
@@ -49,6 +50,7 @@ def communicate(graph: Graph, ctx: Context) -> None:
     for assignment in ctx.found.assignments.values():
         meet_readers(graph, assignment, ctx.mesh)
     read_batch_sums(graph)
+    take_whole(graph, ctx.mesh)
     _divide_addends(graph, ctx.pieces)
 
 

@@ -79,7 +79,7 @@ class Context:
 
     - `traced_rows`, `rows`: samples of the trace, and of a microbatch; `pieces`: microbatches of a step, of all replicas.
     - `batched`: names of the inputs that carry the batch; `whole`: a second trace, with all samples of the batch (None
-      where the batch is not split).
+      where the batch is not split). `mixes`: a replica has one microbatch, and operators may read the rows of all replicas.
     - `buffers`: the values of the model's buffers, from which constants are evaluated.
     - `orders`: the schedule without its transfers.
     - `live`: microbatches in flight on every stage, at the fullest moment of each rank.
@@ -99,6 +99,7 @@ class Context:
     pieces: int = 1
     batched: frozenset[str] = frozenset()
     whole: Graph | None = None
+    mixes: bool = False
     buffers: Buffers = field(default_factory=lambda: Buffers({}))
     orders: Orders = field(default_factory=lambda: ONE_STAGE)
     live: Sequence[Sequence[int]] = ()

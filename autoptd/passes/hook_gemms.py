@@ -22,6 +22,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from autoptd.ir import markers
+from autoptd.ir.layout import BATCH, typed_over
 from autoptd.ir.notes import Absorbed, note, op_name, ops, tensor
 from autoptd.ir.operators.table import operator_of
 from autoptd.passes.context import Context
@@ -81,6 +82,9 @@ def _mark_readers(node: Node, overlap: bool) -> list[Node]:
 def gather_again(node: Node) -> list[Node]:
     """Return the GEMMs that read `node`, if it gathers shards (S -> R) only for them: backward needs only the shards."""
     if node.target is not markers.convert or note(node).conversion != "s_to_r" or node.kwargs.get("size"):
+        return []
+    # Rows of other replicas are gathered once.
+    if typed_over(note(node).axis) == BATCH:
         return []
     # The list grows while it is walked: the readers of a reshape follow those of the value.
     gemms, reads = [], [(node, user) for user in node.users]

@@ -23,7 +23,7 @@ from torch.fx.node import map_arg
 from autoptd.compat import FakeTensorMode
 from autoptd.errors import InternalError
 from autoptd.ir import markers
-from autoptd.ir.layout import Layout
+from autoptd.ir.layout import Layout, typed_over
 from autoptd.ir.notes import OF_MICROBATCH, Note, note, op_name, ops, shape, site, tensor, value
 from autoptd.ir.operators.record import CLASSES, QUERIES, argument, is_over_classes, operands, set_arguments
 from autoptd.ir.operators.table import operator_of
@@ -217,7 +217,8 @@ def _local_placement(node: Node, sizes: Sizes) -> None:
     dims = _divided(record.dims, _batch_cuts(record.layout, sizes))
     source, name = node.args[:2]
     layouts = (note(source).layout, record.layout)  # type: ignore[arg-type]
-    node.args = (source, name, *shard_places(tuple(map(tuple, dims)), record.axis, layouts, sizes.mesh))
+    axis = typed_over(record.axis)
+    node.args = (source, name, *shard_places(tuple(map(tuple, dims)), axis, layouts, sizes.mesh))
 
 
 def _local_sizes(node: Node, sizes: Sizes) -> dict[str, Any]:

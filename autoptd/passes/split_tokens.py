@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 from autoptd.errors import InternalError, PlanError
 from autoptd.ir import markers
 from autoptd.ir.fallback import Fallback, divisors
+from autoptd.ir.layout import typed_over
 from autoptd.ir.mesh import AXES, Mesh
 from autoptd.ir.notes import note, op_name, ops, payload, placeholders, site
 from autoptd.ir.operators.record import QUERIES, argument, operands
@@ -147,7 +148,8 @@ def _place_again(graph: Graph, mesh: Mesh) -> None:
         if node.target is markers.convert:
             source, name = node.args[:2]
             layouts = (note(source).layout, note(node).layout)  # type: ignore[arg-type]
-            node.args = (source, name, *shard_places(note(node).dims, note(node).axis, layouts, mesh))
+            axis = typed_over(note(node).axis)
+            node.args = (source, name, *shard_places(note(node).dims, axis, layouts, mesh))
 
 
 def _check_sizes(graph: Graph, splitter: TokenSplitter) -> None:

@@ -9,8 +9,8 @@ With ZeRO the first sum of a bucket is a reduce-scatter: the bucket is a flat bu
 every rank along `sharing_axes` has an equal range, whatever parameters it cuts.
 
 A sum over dp, or over dp and cp together, may start inside a backward, as soon as a bucket is complete: their ranks have no
-other calls there. Sums over tp, or over cp alone, and
-over owners start after the last action: tensor ranks complete a bucket at different places of a backward, whose own
+other calls there. Where a model mixes samples they do, and it starts after the last action. So do sums over tp, or over cp
+alone, and over owners: tensor ranks complete a bucket at different places of a backward, whose own
 calls over tp would then come in another order on each of them.
 
     for bucket in plan_buckets(program.params, program.orders, program.ranks, program.mesh, pipeline_rank=0):
@@ -20,14 +20,15 @@ calls over tp would then come in another order on each of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from autoptd.ir.actions import Kind, Orders
-from autoptd.ir.mesh import Mesh, Role
+from autoptd.ir.mesh import AXES, Mesh, Role, role_of
 from autoptd.ir.placement import AxisConversion, itemsize, joined_sums
-from autoptd.program.specs import ParamSpec
+from autoptd.ir.sub_axes import base
+from autoptd.program.specs import Collective, ParamSpec
 
 # Bytes of a bucket: enough for the full bandwidth of a link, but no more than a quarter of what a rank has, so that most
 # of that is summed while backward goes on.
@@ -51,11 +52,17 @@ class BucketPlan:
     params: tuple[ParamSpec, ...]
     sums: tuple[AxisConversion, ...]
     owners: tuple[int, ...]
+    # Axes over which its ranks make other calls during actions.
+    busy: frozenset[str] = frozenset()
 
     @property
     def early(self) -> tuple[AxisConversion, ...]:
         """The sum that may start inside a backward, the first one; the others wait until all actions are over."""
-        return tuple(step for step in self.sums[:1] if step.role in EARLY)
+        return tuple(
+            step
+            for step in self.sums[:1]
+            if step.role in EARLY and self.busy.isdisjoint(map(base, step.axes))
+        )
 
     @property
     def late(self) -> tuple[AxisConversion, ...]:
@@ -144,13 +151,19 @@ def _rounded_up(size: int, multiple: int) -> int:
 
 
 def plan_buckets(
-    params: Sequence[ParamSpec], orders: Orders, ranks: Sequence[int], mesh: Mesh, pipeline_rank: int
+    params: Sequence[ParamSpec],
+    orders: Orders,
+    ranks: Sequence[int],
+    mesh: Mesh,
+    pipeline_rank: int,
+    busy: Collection[str] = (),
 ) -> list[BucketPlan]:
     """Return the buckets of `pipeline_rank`, in the order in which their gradients become complete.
 
     None has more than `usual_bytes`, but for a parameter that has more alone. `ranks` is the pipeline rank of every stage.
     The parameters of a bucket share the dtype of their gradients, sums and owners, and follow the program's order, so
-    that all owners of a tied parameter put it in the same bucket.
+    that all owners of a tied parameter put it in the same bucket. `busy` are the axes over which actions communicate, as
+    `busy_axes` finds them: it matters only for when sums start.
     """
     most = usual_bytes(params, mesh)
     position = {spec.name: i for i, spec in enumerate(params)}
@@ -179,12 +192,18 @@ def plan_buckets(
             lists.append([])
         lists[-1].append(spec)
     plans = [
-        BucketPlan(position[run[0].name], tuple(run), key[0], key[1])  # type: ignore[arg-type]
+        BucketPlan(position[run[0].name], tuple(run), key[0], key[1], frozenset(busy))  # type: ignore[arg-type]
         for key, lists in runs.items()
         for run in lists
     ]
     # Backward goes from the last parameters of a stage to its first.
     return sorted(plans, key=lambda plan: (max(map(completed, plan.params)), -plan.number))
+
+
+def busy_axes(collectives: Iterable[Collective]) -> tuple[str, ...]:
+    """Return the axes along which ranks have other samples, and communicate during actions nevertheless."""
+    in_actions = {call.axis for call in collectives if call.scope == "microbatch" and call.axis in AXES}
+    return tuple(sorted(axis for axis in in_actions if role_of(axis) in EARLY))
 
 
 def usual_bytes(params: Sequence[ParamSpec], mesh: Mesh) -> int:

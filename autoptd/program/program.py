@@ -36,6 +36,7 @@ from autoptd.ir.mesh import Mesh, Role
 from autoptd.ir.placement import Placement, joined_sums
 from autoptd.ir.sub_axes import is_sub_axis, parts_of
 from autoptd.ir.types import Segmented, ValueType
+from autoptd.program.buckets import busy_axes
 from autoptd.program.costs import Costs, read_costs, tupled
 from autoptd.program.memory import StateMemory, state_memory
 from autoptd.program.specs import (
@@ -190,6 +191,16 @@ class Program:
             wide = [step for step in within_row if self.mesh.degree(step.axis) > 1]
             found |= {step.axes for step in joined_sums(wide, self.mesh)}
         return tuple(sorted(axes for axes in found if len(axes) > 1))
+
+    @cached_property
+    def busy_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks have other samples, and whose rows stages read nevertheless."""
+        return busy_axes(self.collectives)
+
+    @property
+    def stage_axes(self) -> tuple[str, ...]:
+        """The axes and sub-axes over which stages may communicate."""
+        return (*self.mesh.value_axes, *self.busy_axes, *self.sub_axes)
 
     def rank_of_stage(self, stage: int) -> int:
         """Return the pipeline rank that holds `stage`."""

@@ -22,7 +22,7 @@ from autoptd.ir.notes import note, op_name, ops, tensor
 from autoptd.ir.placement import AxisConversion, slowest_first
 from autoptd.ir.sub_axes import joined
 from autoptd.options import Options
-from autoptd.program.buckets import BucketPlan, plan_buckets
+from autoptd.program.buckets import BucketPlan, busy_axes, plan_buckets
 from autoptd.program.call_order import check_call_order
 from autoptd.program.calls import AGAIN, LOCAL_KINDS, joint_axis
 from autoptd.program.specs import GATHER, Collective, ParamSpec, TransferBuffer
@@ -68,7 +68,8 @@ def collectives(
     for buffer in buffers:
         calls += _transfer(buffer, ranks, mesh)
     # The same plans that the runtime makes of the program: what is listed here is what runs.
-    buckets = [plan_buckets(params, orders, ranks, mesh, rank) for rank in range(mesh.pipeline_ranks)]
+    busy = busy_axes(calls)
+    buckets = [plan_buckets(params, orders, ranks, mesh, rank, busy) for rank in range(mesh.pipeline_ranks)]
     calls += _step_collectives(graph, options, buckets, ranks)
     check_call_order(calls, buckets, mesh)
     return calls

@@ -16,6 +16,8 @@ from typing import Any
 
 from torch.fx import Graph
 
+from autoptd.batch import Batch
+from autoptd.errors import PlanError
 from autoptd.ir.fallback import Fallback
 from autoptd.ir.mesh import AXES
 from autoptd.ir.names import is_within
@@ -62,6 +64,13 @@ def warn_of_recompute(graph: Graph, options: Options, checkpointed: Sequence[str
             "the same, memory is that without it"
         )
         warnings.warn(message, stacklevel=4)
+
+
+def warn_of_mixing(mixed: PlanError, batch: Batch, program: Program) -> None:
+    """Warn where the ranks of a pipeline wait for each other because one microbatch was chosen."""
+    if batch.num_microbatches > program.num_microbatches and program.mesh.pipeline_ranks > 1:
+        message = f"{mixed.site}: {mixed.fact}: one microbatch, in which the ranks of the pipeline wait for each other"
+        warnings.warn(f"{message} (num_microbatches=1 says that this is meant)", stacklevel=4)
 
 
 def warn_of_fallbacks(program: Program) -> None:

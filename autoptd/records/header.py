@@ -48,7 +48,8 @@ def about(options: Options, batch: Batch, ranks: Sequence[int], stage: int, wgra
     microbatches = f"{m} microbatch{'es' if m > 1 else ''}"
     rows = f"{batch.rows} row{'s' if batch.rows > 1 else ''}"
     alike = [AXES[axis].word for axis in (*mesh.value_axes, *mesh.batch_axes)]
-    groups = [f"`{axis}`: the {AXES[axis].word}-parallel group" for axis in mesh.value_axes]
+    read = (*mesh.value_axes, *(mesh.batch_axes if batch.mixes else ()))
+    groups = [f"`{axis}`: the {AXES[axis].word}-parallel group" for axis in read]
     lines = [
         f"Stage {stage} of {options.num_stages}: model chunk {chunk} of pipeline rank {rank}.",
         "Written by AutoPTD, to be read, stepped through and run again. "

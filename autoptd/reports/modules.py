@@ -62,7 +62,8 @@ def _module(program: Program, name: str) -> str:
         body.append(paragraph(f"{fact}: {products}."))
     calls = _calls_of(program, name)
     if calls:
-        names = ("x", f"collective over {program.mesh.value_text}", "in", "payload", "why")
+        over = ", ".join((*program.mesh.value_axes, *program.busy_axes))
+        names = ("x", f"collective over {over}", "in", "payload", "why")
         body.append(table(names, [(str(count), *key) for key, count in calls.items()], (0, 3)))
     # Layers that the section stands for: as many as share a parameter's name.
     count = max(times.values(), default=1)
@@ -73,9 +74,9 @@ def _calls_of(program: Program, name: str) -> Counter[tuple[str, str, str, str]]
     """Count the collectives over tp of a module, by kind, phase, payload and reason."""
     calls = Counter[tuple[str, str, str, str]]()
     for call in program.collectives:
-        # Sums over replicas and messages between stages are not made by modules.
+        # Sums of gradients and messages between stages are not made by modules.
         if (
-            base(call.axis) not in program.mesh.value_axes
+            base(call.axis) not in (*program.mesh.value_axes, *program.busy_axes)
             or call.scope != "microbatch"
             or call_site(call) != name
         ):

@@ -67,7 +67,7 @@ def communicators_of(program: Program) -> Communicators:
 
 def groups_of(program: Program, world: World) -> dict[str, Group]:
     """Return the groups that a stage may communicate over, by mesh axis or sub-axis."""
-    return {axis: world.group((axis,)) for axis in (*world.mesh.value_axes, *program.sub_axes)}
+    return {axis: world.group((axis,)) for axis in program.stage_axes}
 
 
 @dataclass

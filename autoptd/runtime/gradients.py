@@ -159,7 +159,8 @@ class Gradients:
         for spec in trained:
             here[spec.name] = self._stages_here(program, spec)
             set_grad_dtype(params.leaves[spec.name], dtype_of(spec.storage.sum_dtype))
-        plans = plan_buckets(program.params, program.orders, program.ranks, world.mesh, world.pipeline_rank)
+        busy, place = program.busy_axes, world.pipeline_rank
+        plans = plan_buckets(program.params, program.orders, program.ranks, world.mesh, place, busy)
         self.buckets = [Bucket(plan, params) for plan in plans if plan.sums]
         self._bucket_of = {spec.name: bucket for bucket in self.buckets for spec in bucket.specs}
         # Parameters whose gradients no other rank has a part of: a leaf's own gradient is handed over.

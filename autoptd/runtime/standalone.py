@@ -73,8 +73,8 @@ def check_stage(stage: type[Stage], folder: str | Path, timeout: float = 60.0) -
         path = Path(folder) / stage.layers
         # The class in hand has the methods of this file alone: those of layers.py are added here.
         give_layers(stage, load_layers(program.sources[stage.layers], str(path)))
-    # One replica, one stage: tensor ranks are the only ones that a stage's own lines communicate with.
-    mesh = program.mesh.along(program.mesh.value_axes)
+    # One stage, and one replica unless it reads the rows of others: the ranks that its own lines communicate with.
+    mesh = program.mesh.along((*program.mesh.value_axes, *program.busy_axes))
     world = ThreadWorld(mesh, Communicators(sub_axes=program.sub_axes), "cpu", timeout)
     ranks = run_ranks(world, lambda rank: _run(stage, program, index, rank))
     head = f"{stage.__name__} on {mesh.size} tensor rank{'s'[: mesh.size > 1]}; shapes are a rank's"
@@ -145,7 +145,7 @@ def _random(shape: Sequence[int], name: str, generator: torch.Generator, scale: 
     """Return random numbers of the dtype `name`; integers are 0 or 1, which every vocabulary has."""
     dtype = getattr(torch, name)
     if dtype.is_floating_point:
-        return (scale * torch.randn(*shape, generator=generator)).to(dtype)
+        return (scale * torch.randn(tuple(shape), generator=generator)).to(dtype)
     return torch.randint(0, 2, tuple(shape), generator=generator).to(dtype)
 
 

@@ -95,7 +95,7 @@ def _others_text(sent: list[int], busiest: int) -> str:
 
 
 def _per_microbatch(program: Program) -> Iterator[str]:
-    for axis in program.mesh.value_axes:
+    for axis in (*program.mesh.value_axes, *program.busy_axes):
         yield from _over_axis(program, axis)
 
 

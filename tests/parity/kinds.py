@@ -196,6 +196,25 @@ class EncoderDecoder(Model):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
+class Mixing(Model):
+    """Every row is compared with all others, and the choices of a gate are balanced over the batch."""
+
+    def __init__(self, drop: float) -> None:
+        super().__init__(drop)
+        self.layers = nn.Sequential(*(Block(drop) for _ in range(4)))
+        self.gate, self.scale = nn.Linear(WIDTH, 3), nn.Parameter(torch.empty(1))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.norm(self.layers(self.drop(self.embed(ids))))
+        loss = F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        left, right = F.normalize(x[:, 0], dim=-1), F.normalize(x[:, -1], dim=-1)
+        scores, rows = self.drop(left @ right.T * self.scale.exp()), torch.arange(len(ids))
+        loss = loss + F.cross_entropy(scores, rows) / 2 + F.cross_entropy(scores.T, rows) / 2
+        shares = self.gate(x).softmax(-1).flatten(0, 1)
+        chosen = F.one_hot(shares.argmax(-1), 3).to(shares.dtype)
+        return loss + (chosen.mean(0) * shares.mean(0)).sum()
+
+
 class Headless(Model):
     """Logits only: the loss is the user's own function."""
 
@@ -221,6 +240,8 @@ class Kind:
     labels: str = "labels"
     has_source: bool = False
     loss_fn: Callable[..., Tensor] | None = None
+    # Its loss is that of one microbatch.
+    mixes: bool = False
 
     def make(self, drop: float) -> nn.Module:
         torch.manual_seed(0)
@@ -252,6 +273,7 @@ KINDS: dict[str, Kind] = {
     "sorted experts": Kind(SortedExperts),
     "encoder-decoder": Kind(EncoderDecoder, has_source=True),
     "loss_fn": Kind(Headless, labels="targets", loss_fn=smoothed),
+    "mixing": Kind(Mixing, mixes=True),
 }
 
 

@@ -1,4 +1,5 @@
-"""Run by `test_losses.py` as one of 4 ranks over gloo: DPO in halves and a masked loss at (t, d) = (2, 2), beside one device.
+"""Run by `test_processes.py` as one of 4 ranks over gloo, at (t, d) = (2, 2): DPO in halves, a masked loss, and two that mix
+rows, beside one device.
 
 Rank 0 prints one JSON line: the largest difference of losses and gradients, by loss.
 """
@@ -16,7 +17,8 @@ from autoptd.program.calls import expected_calls
 from benchmarks.lib.loss_cases import CASES
 from benchmarks.losses import MACHINE
 
-NAMES = ("dpo_halves", "grpo_masked", "entropy_bonus")
+MIXING = ("contrastive", "load_balancing")
+NAMES = ("dpo_halves", "grpo_masked", "entropy_bonus", *MIXING)
 
 
 def worst(name: str) -> float:
@@ -24,8 +26,9 @@ def worst(name: str) -> float:
     case = CASES[name]
     call = {key: x.double() if x.is_floating_point() else x for key, x in case.call().items()}
     reference = case.make().double()
+    microbatches = 1 if name in MIXING else 2
     pm = autoptd.parallelize(
-        case.make().double(), t=2, d=2, num_microbatches=2, machine=MACHINE, example_inputs=call
+        case.make().double(), t=2, d=2, num_microbatches=microbatches, machine=MACHINE, example_inputs=call
     )
     ours = pm.optimizer(torch.optim.SGD, lr=1e-3)
     theirs = torch.optim.SGD(reference.parameters(), lr=1e-3)
@@ -37,8 +40,10 @@ def worst(name: str) -> float:
         share = pm.local_batch(**rolled)
         with pm.record() as record:
             loss = pm.step(**share)
-        if step and Counter(record.collectives) != expected_calls(pm.program, torch.distributed.get_rank()):
-            raise RuntimeError(f"executed were {record.collectives}")
+        executed = Counter(record.collectives)
+        expected = expected_calls(pm.program, torch.distributed.get_rank())
+        if step and executed != expected:
+            raise RuntimeError(f"missing are {expected - executed}, too many {executed - expected}")
         largest = max(largest, abs(float(loss - wanted)) / abs(float(wanted)))
         gradients = pm.gradients()
         for key, p in reference.named_parameters() if gradients else ():

@@ -16,6 +16,7 @@ from autoptd.ir import markers
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import (
+    OF_ALL_ROWS,
     converted_types,
     is_pair,
     is_tensor,
@@ -69,6 +70,9 @@ def count_work(graph: Graph, mesh: Mesh, whole: Size, local: Size) -> Costs:
     sums: dict[int, Counter[str]] = {}
     for node in ops(graph):
         total, forward = flops(node, whole) // products(node), flops(node, local)
+        # Once for all replicas, each of which repeats it.
+        if OF_ALL_ROWS in note(node).extra:
+            total = -(-total // mesh.replicas)
         backward = backward_flops(node, local) if total else 0
         redundant = forward if mesh.value_ranks > 1 and is_whole(node) else 0
         for stage in note(node).stages:

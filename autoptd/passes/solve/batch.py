@@ -3,40 +3,35 @@
 Microbatches and data-parallel replicas are one axis here: every value gets a type over it. Batch inputs are `S` at their
 first dim, values of parameters alone `R`, constants `I`, and a loss that contracts the batch `P`: the pieces of all
 microbatches and replicas add up to the loss of the global batch. An operator that has no rule keeping the batch letter is
-refused, with operator, module and remedy: samples must not be mixed.
+refused, with operator, module and remedy: samples must not be mixed. Where replicas have one microbatch each, it may take
+what carries the batch whole (`whole_rows.py`).
 
 A sum over the batch of what depends on inputs only (the tokens of a mask) is known before the first forward, so any operator
 may read it: it gets the sum of the whole batch, a *batch sum*.
 
-A second trace with the rows of the whole batch (`check_literals`) shows which Python numbers follow the batch size. What
-computes entry by entry takes those of the whole batch; nothing else may depend on it, and constants which follow it are the
-same for every microbatch.
+Which Python numbers follow the batch size, a second trace shows: `literals.py`.
 """
 
 from __future__ import annotations
 
-from fractions import Fraction
-from typing import Any
-
-import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from autoptd.errors import PlanError
 from autoptd.ir.elsewhere import NORMS, SORTS
 from autoptd.ir.layout import BATCH
-from autoptd.ir.notes import OF_MICROBATCH, WHOLE_NUMBERS, note, op_name, output, shape, site, tensor, value
+from autoptd.ir.notes import OF_ALL_ROWS, OF_MICROBATCH, note, op_name, output, site, tensor
 from autoptd.ir.operators.lookups import UNCOUNTED
-from autoptd.ir.operators.record import CLASSES, QUERIES, argument, operands
-from autoptd.ir.operators.table import is_pointwise, linear_groups, operator_of
+from autoptd.ir.operators.record import CLASSES, QUERIES, operands
+from autoptd.ir.operators.table import linear_groups, operator_of
 from autoptd.ir.types import I, P, R, S, ValueType
 from autoptd.passes.axes.axes import Axes, Letter, Place
 from autoptd.passes.axes.constants import Constants
+from autoptd.passes.ops.costs import flops
 from autoptd.passes.solve.microbatch_losses import MARK, note_marked
 
-RULE_REMEDY = (
-    "keep samples apart (loss_fn with a mean or sum over samples), or run with d=1 and num_microbatches=1"
-)
+APART = "keep samples apart (loss_fn with a mean or sum over samples)"
+ONE, ALONE = "or run with num_microbatches=1", "or run with d=1 and num_microbatches=1"
+RULE_REMEDY, ONE_REMEDY = f"{APART}, {ALONE}", f"{APART}, {ONE}"
 UNKNOWN_REMEDY = (
     'autoptd.register_rule("ns::op", "b s d -> b s d") where it keeps samples apart, or plain operators '
 )
@@ -44,25 +39,45 @@ UNKNOWN_REMEDY += "(sums, products, views, gather), or d=1 and num_microbatches=
 NUMBER_REMEDY = f"the number itself, as in loss / x.shape[0]; or {RULE_REMEDY}"
 COUNT_REMEDY = "F.cross_entropy(..., reduction='none').mean(), and class weights in a buffer"
 # Where an operator tells more of what the user wants.
-REMEDIES = {"aten.batch_norm": NORMS, "aten.sort": f"{RULE_REMEDY}; {SORTS}"}
-DEVIATION = f"of inputs, sums written out: (x - x.mean()).square().sum(); else {RULE_REMEDY}"
+REMEDIES = {"aten.batch_norm": NORMS, "aten.sort": f"{ONE_REMEDY}; {SORTS}"}
+DEVIATION = f"of inputs, sums written out: (x - x.mean()).square().sum(); else {ONE_REMEDY}"
 REMEDIES |= {"aten.std": DEVIATION, "aten.var": DEVIATION}
 # Key of Note.extra: operands whose rows are all equal -> the place where they meet the batch.
 FIRST_ROWS = "first_rows"
 # Operands that are read as batch sums.
 BATCH_SUMS = "batch_sums"
+# Of an operator: operands that it reads whole, of the rows of all replicas.
+TAKEN_WHOLE = "taken_whole"
+# Statistics of a batch that stands in no loss: a gather of every layer's activations is what nobody asks for.
+NEVER_WHOLE = frozenset({"aten.batch_norm"})
 
 
 class MixedSamples(PlanError):
     """An operator computes across rows of the batch, as far as a trace shows; users get a PlanError."""
 
+    def refused(self, *, in_one: bool = False) -> PlanError:
+        """Return the error for users; `in_one`: replicas have one microbatch each already."""
+        return PlanError(self.site, self.fact, self.remedy.replace(ONE, ALONE) if in_one else self.remedy)
+
+
+class RepeatedLayer(MixedSamples):
+    """A layer reads rows of all replicas, behind what mixes them: each would compute it for all."""
+
 
 def assign_batch(
-    graph: Graph, axes: Axes, batched: set[str], pieces: int, constants: Constants, atom: int = 0
+    graph: Graph,
+    axes: Axes,
+    batched: set[str],
+    pieces: int,
+    constants: Constants,
+    atom: int = 0,
+    *,
+    mixes: bool = False,
 ) -> None:
     """Fill the type over the batch of every node; `pieces` = microbatches x replicas (one piece: no split).
 
-    The batch is an `atom` of dim 0 of the inputs that have several there (`row_groups.py`).
+    The batch is an `atom` of dim 0 of the inputs that have several there (`row_groups.py`). `mixes`: replicas have one
+    microbatch each, and the trace has the rows of all, so that operators may read values whole.
     Raises PlanError, with site, fact and remedy, for what would mix samples.
     """
     # Whatever mixes samples is allowed then, as batch norm: there is only one batch.
@@ -77,17 +92,18 @@ def assign_batch(
             last = max(len(record.dims[0]) - 1, 0)
             record.layout = record.layout.having(BATCH, S(0, min(atom, last)))
         elif node.op == "call_function":
-            record.layout = record.layout.having(BATCH, _type_of(node, axes, constants))
+            record.layout = record.layout.having(BATCH, _type_of(node, axes, constants, mixes))
     loss = output(graph).args[0]
     assert isinstance(loss, Node)
     kind = note(loss).layout.batch
-    if kind.kind != "P":
+    # Of all rows, every replica has the whole loss: it counts its share of it (`take_whole`).
+    if kind.kind != "P" and not (kind == R and OF_ALL_ROWS in note(loss).extra):
         raise PlanError(
             site(loss), "the loss does not contract the batch: it is no sum or mean over samples", RULE_REMEDY
         )
 
 
-def _type_of(node: Node, axes: Axes, constants: Constants) -> ValueType:
+def _type_of(node: Node, axes: Axes, constants: Constants, mixes: bool) -> ValueType:
     if op_name(node) == MARK:
         return _marked_type(node)
     read = list(dict.fromkeys(operands(node)))
@@ -99,19 +115,29 @@ def _type_of(node: Node, axes: Axes, constants: Constants) -> ValueType:
         note(node).extra[BATCH_SUMS] = summed
         types |= dict.fromkeys(summed, I)
         partial = [operand for operand in partial if operand not in summed]
-    if not split and not partial:
-        # Backward runs once per microbatch on a part of the gradient; the parts add up only if it is linear.
-        if R in types.values() and not axes.is_linear(node):
-            fact = f"{op_name(node)} of parameters: {axes.refused(node)}, and each microbatch gives it a part of the gradient"
-            raise PlanError(site(node), fact, "a backward that is linear, or d=1 and num_microbatches=1")
-        return R if R in types.values() else I
     # A sum over samples: what follows, such as scaling the loss, must not tell the parts from the whole.
-    if partial:
+    if partial and not (mixes and _may_be_whole(node) and not _keeps_partial(node, partial, bool(split))):
         return _keep_partial(node, partial, bool(split))
+    whole = [operand for operand in read if OF_ALL_ROWS in note(operand).extra] + partial
     # Samples stay apart where one letter runs along the batch of all operands that carry it.
-    letter = _common_letter(node, axes, split)
+    letter = _common_letter(node, axes, split) if split else None
+    if split and letter is None:
+        if not (mixes and _may_be_whole(node) and axes.is_known(node)):
+            raise _mixing_error(node, axes, split)
+        whole += split
+    # What has a row for each of all rows meets none of a part of them.
+    elif letter is not None and not letter.places.keys().isdisjoint(whole):
+        whole += split
+    if whole and (letter is None or not split.keys().isdisjoint(whole)):
+        split, letter = {}, None
+    taken = [operand for operand in whole if types[operand].kind in "SP"]
+    if taken:
+        note(node).extra[TAKEN_WHOLE] = taken
+    if whole and letter is None:
+        _refuse_layer(node)
+        note(node).extra[OF_ALL_ROWS] = True
     if letter is None:
-        raise _mixing_error(node, axes, split)
+        return _whole_type(node, axes, is_of_params=bool(whole) or R in types.values())
     # Operands with the letter that do not carry the batch are constants.
     for operand, place in letter.places.items():
         if operand in split:
@@ -130,6 +156,37 @@ def _type_of(node: Node, axes: Axes, constants: Constants) -> ValueType:
     if letter.form and letter.out is None:
         note(node).forms = {**note(node).forms, BATCH: letter.form}
     return S(*letter.out) if letter.out is not None else P
+
+
+def _whole_type(node: Node, axes: Axes, is_of_params: bool) -> ValueType:
+    """Return the type of a value that every piece has all of."""
+    # Backward runs once per microbatch on a part of the gradient; the parts add up only if it is linear.
+    if is_of_params and not axes.is_linear(node):
+        fact = f"{op_name(node)} of parameters: {axes.refused(node)}, and each microbatch gives it a part of the gradient"
+        raise PlanError(site(node), fact, "a backward that is linear, or d=1 and num_microbatches=1")
+    return R if is_of_params else I
+
+
+def _refuse_layer(node: Node) -> None:
+    """Raise RepeatedLayer for a product with a weight: what mixes samples there stands within the model, in no loss."""
+    weights = [
+        operand
+        for operand in operands(node)
+        if note(operand).layout.batch == R and OF_ALL_ROWS not in note(operand).extra
+    ]
+    # Of an operator without a row nobody knows what it computes: a grouped product, for one.
+    is_unlisted = bool(note(node).rule) and any(tensor(weight).dim() > 1 for weight in weights)
+    if is_unlisted or (weights and (flops(node) or op_name(node).startswith("aten.conv"))):
+        fact = f"{op_name(node)} is a layer for the rows of all replicas"
+        raise RepeatedLayer(site(node), fact, RULE_REMEDY)
+
+
+def _may_be_whole(node: Node) -> bool:
+    """Tell whether an operator may read what carries the batch whole, where replicas have one microbatch each.
+
+    What is meant for each microbatch by itself may not.
+    """
+    return op_name(node) not in NEVER_WHOLE and OF_MICROBATCH not in note(node).extra
 
 
 def _marked_type(node: Node) -> ValueType:
@@ -171,6 +228,8 @@ def _is_known(node: Node) -> bool:
         read = stack.pop()
         if note(read).of_params or operator_of(read).is_random or tensor(read).is_complex():
             return False
+        if OF_ALL_ROWS in note(read).extra or TAKEN_WHOLE in note(read).extra:
+            return False
         stack += [operand for operand in operands(read) if operand not in seen]
         seen.update(operands(read))
     return True
@@ -181,8 +240,7 @@ def _keep_partial(node: Node, partial: list[Node], split: bool) -> ValueType:
     if _keeps_partial(node, partial, split):
         return P
     fact = f"{op_name(node)} of a sum over samples is not a sum over samples"
-    remedy = "let the loss be a sum or mean over samples, scaled and added to others only"
-    remedy += ", or run with d=1 and num_microbatches=1"
+    remedy = f"let the loss be a sum or mean over samples, scaled and added to others only, {ONE}"
     if op_name(node) in ("aten.mul", "aten.square", "aten.pow", "aten.dot", "aten.matmul"):
         remedy += (
             "; autoptd.per_microbatch(x) marks an auxiliary loss that is meant for each microbatch by itself"
@@ -191,7 +249,7 @@ def _keep_partial(node: Node, partial: list[Node], split: bool) -> ValueType:
         remedy = "leave it out: a step raises at a loss that is NaN, and goes on with nan='ignore'"
     if op_name(node) == "aten.div" and len(operands(node)) > 1:
         remedy += "; a divisor may be any sum over inputs, and none over what parameters make"
-    raise PlanError(site(node), fact, remedy)
+    raise MixedSamples(site(node), fact, remedy)
 
 
 def _is_float_cast(node: Node) -> bool:
@@ -214,7 +272,7 @@ def _mixing_error(node: Node, axes: Axes, split: dict[Node, ValueType]) -> PlanE
         return MixedSamples(site(node), fact + axes.refused(node), UNKNOWN_REMEDY)
     operand, kind = next(iter(split.items()))
     reason = axes.whole_because(node, operand, (kind.dim, kind.atom))
-    remedy = COUNT_REMEDY if UNCOUNTED in reason else REMEDIES.get(op_name(node), RULE_REMEDY)
+    remedy = COUNT_REMEDY if UNCOUNTED in reason else REMEDIES.get(op_name(node), ONE_REMEDY)
     return MixedSamples(site(node), f"{op_name(node)} mixes the samples of the batch ({reason})", remedy)
 
 
@@ -239,140 +297,3 @@ def _demand(node: Node, place: Place, axes: Axes, reader: Node) -> None:
         is_typed = user is not reader and user.op == "call_function" and user < reader
         if is_typed and note(user).layout.batch.kind != "S":
             raise PlanError(site(reader), fact, "pass it to the model as an input")
-
-
-def check_literals(graph: Graph, whole: Graph, constants: Constants, *, traces_all: bool) -> None:
-    """Compare traces of T rows and of the whole batch: sizes may differ where the batch is, any other number may not.
-
-    A literal that follows the batch size (`loss / x.shape[0]`) would be wrong in every microbatch: what computes entry by
-    entry takes that of the whole batch (`traces_all`: the first trace has all of its rows). Constants may be computed from
-    it as long as what the rest of the model reads of them is the same in both traces.
-    """
-    ours, theirs = list(graph.nodes), list(whole.nodes)
-    if [(n.op, str(n.target)) for n in ours] != [(n.op, str(n.target)) for n in theirs]:
-        raise PlanError("model", "its operators depend on the number of rows in the batch", RULE_REMEDY)
-    # 2 rows in the trace and 32 in the batch: every batch dim must grow 16-fold, [b * s, h] too.
-    batches = [(shape(a)[0], shape(b)[0]) for a, b in zip(ours, theirs, strict=True) if _is_batch(a)]
-    growth = max((Fraction(whole_rows, rows) for rows, whole_rows in batches), default=Fraction(1))
-    for node, other in zip(ours, theirs, strict=True):
-        _check_made(node, other)
-        if node.op != "call_function":
-            continue
-        if constants.is_constant(node):
-            _check_constant(node, other, constants)
-            continue
-        _check_growth(node, other, growth)
-        if (not operator_of(node).sizes or _is_slice_elsewhere(node)) and _literals(node) != _literals(other):
-            if _takes_numbers(node, other):
-                if not traces_all:
-                    same = dict(zip(theirs, ours, strict=True)).__getitem__
-                    note(node).extra[WHOLE_NUMBERS] = map_arg((other.args, other.kwargs), same)
-                continue
-            raise PlanError(
-                site(node),
-                f"a number in {op_name(node)} is computed from the number of rows ({_literals(node)})",
-                "use mean or sum reductions instead of dividing by the batch size",
-            )
-
-
-def _takes_numbers(node: Node, other: Node) -> bool:
-    """Tell whether numbers of an operator may follow the batch size, as in `loss / x.shape[0]`.
-
-    What computes entry by entry does the same to every row, wherever that is, and what keeps a sum over samples pending is
-    linear in it.
-    """
-    pairs = zip(_literals(node), _literals(other), strict=True)
-    # What is of a microbatch would need that one's numbers.
-    if OF_MICROBATCH in note(node).extra:
-        return False
-    are_numbers = all(type(a) is type(b) and type(a) in (int, float) for a, b in pairs if a != b)
-    return are_numbers and is_pointwise(node) and not operator_of(node).is_random
-
-
-def _is_slice_elsewhere(node: Node) -> bool:
-    """Tell whether a node slices another dim than the batch: its bounds may not follow the batch size at all."""
-    if op_name(node) != "aten.slice":
-        return False
-    x = operands(node)[0]
-    batch = note(x).layout.batch
-    return batch.kind != "S" or batch.dim != argument(node, "dim") % tensor(x).dim()
-
-
-def _check_made(node: Node, other: Node) -> None:
-    """Raise PlanError if a constant made in forward (`torch.tensor(x.shape[0])`) differs between the traces."""
-    ours, theirs = _constant_of(node), _constant_of(other)
-    if ours is None or theirs is None:
-        return
-    # A constant on the meta device has no values, but such a model cannot run either.
-    has_values = not (ours.is_meta or theirs.is_meta)
-    if ours.shape != theirs.shape or (has_values and not torch.equal(ours, theirs)):
-        reader = next(iter(node.users))
-        raise PlanError(
-            site(reader), "a constant is computed from the number of rows in the batch", NUMBER_REMEDY
-        )
-
-
-def _constant_of(node: Node) -> torch.Tensor | None:
-    return note(node).extra.get("constant") if note(node).kind == "buffer" else None
-
-
-def _check_constant(node: Node, other: Node, constants: Constants) -> None:
-    """Raise PlanError if what the rest of the model reads of a constant depends on the number of rows."""
-    readers = [user for user in node.users if not constants.is_constant(user) and user.op != "output"]
-    places = [note(user).extra.get(FIRST_ROWS, {}).get(node) for user in readers]
-    if note(node).layout.batch.kind == "S" or not readers or not constants.follows_rows(node, other):
-        return
-    for place in dict.fromkeys(places):
-        if place is not None and not constants.has_equal_rows(other, place[0]):
-            fact = f"{site(node)} differs from row to row of the batch but does not come from the batch"
-            raise PlanError(site(readers[0]), fact, "pass it to the model as an input")
-        are_equal = constants.are_equal(node, other, None if place is None else place[0])
-        if are_equal is None:
-            fact = f"a constant of shape {shape(other)} follows the number of rows, and its values cannot be looked at"
-            remedy = "make it without the batch dim (it is broadcast), or pass it as an input"
-            raise PlanError(site(node), f"{fact} (on meta, or too large)", remedy)
-        if not are_equal:
-            raise PlanError(
-                site(node), "a constant is computed from the number of rows in the batch", NUMBER_REMEDY
-            )
-
-
-def _is_batch(node: Node) -> bool:
-    return note(node).kind == "input" and note(node).layout.batch.kind == "S"
-
-
-def _check_growth(node: Node, other: Node, growth: Fraction) -> None:
-    """Check that a value is `growth` times as long in the dim where it carries the batch, and as long in all others.
-
-    A sum over the batch has no such dim: were any of its dims the batch's, its rule would have taken another for the batch.
-    """
-    kind = note(node).layout.batch
-    if value(node) is None or not isinstance(tensor(node), torch.Tensor):
-        return
-    wanted: list[int | Fraction] = list(shape(node))
-    if kind.kind == "S":
-        wanted[kind.dim] *= growth
-    if tuple(wanted) != shape(other):
-        raise PlanError(
-            site(node),
-            f"its shape {shape(node)} depends on the batch size in a way no rule explains",
-            RULE_REMEDY,
-        )
-
-
-def _literals(node: Node) -> list[Any]:
-    """Return all arguments of a node that are no values of the graph."""
-    literals: list[Any] = []
-
-    def visit(arg: Any) -> None:
-        if isinstance(arg, (list, tuple)):
-            for item in arg:
-                visit(item)
-        elif isinstance(arg, dict):
-            visit(list(arg.values()))
-        elif not isinstance(arg, Node):
-            literals.append(arg)
-
-    visit(node.args)
-    visit(node.kwargs)
-    return literals

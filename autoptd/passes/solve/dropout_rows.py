@@ -3,7 +3,7 @@
 In: a graph whose batch types are assigned. Out: `note(node).extra["rows"]` of every dropout, an S or I.
 
 A step of one piece (one microbatch, one replica) has no batch types, but must draw the same masks as a step of several: types
-are assigned on a copy of the graph. A model that mixes samples cannot be run in several pieces, and gets I.
+are assigned on a copy of the graph. What is made of all rows at once is numbered as a whole, and gets I.
 """
 
 from __future__ import annotations
@@ -71,10 +71,13 @@ def _batch_types(
 ) -> list[ValueType]:
     if pieces > 1:
         return [note(node).layout.batch for node in dropouts]
-    trial = copy_graph(graph)
-    copies = dict(zip(graph.nodes, trial.nodes, strict=True))
-    try:
-        assign_batch(trial, Axes(trial), batched, 2, Constants(buffers), atom)
-    except PlanError:
-        return [I] * len(dropouts)
-    return [note(copies[node]).layout.batch for node in dropouts]
+    # As several replicas would have it: a model that mixes samples is run in one microbatch.
+    for mixes in (False, True):
+        trial = copy_graph(graph)
+        copies = dict(zip(graph.nodes, trial.nodes, strict=True))
+        try:
+            assign_batch(trial, Axes(trial), batched, 2, Constants(buffers), atom, mixes=mixes)
+        except PlanError:
+            continue
+        return [note(copies[node]).layout.batch for node in dropouts]
+    return [I] * len(dropouts)

@@ -29,9 +29,10 @@ from autoptd.passes.axes.axes import Axes
 from autoptd.passes.axes.constants import Constants
 from autoptd.passes.context import Context
 from autoptd.passes.solve.assign import Assignment, assign_tensor, find_plan
-from autoptd.passes.solve.batch import assign_batch, check_literals
+from autoptd.passes.solve.batch import assign_batch
 from autoptd.passes.solve.dropout_rows import place_rows
 from autoptd.passes.solve.fallbacks import note_fallbacks
+from autoptd.passes.solve.literals import check_literals
 from autoptd.passes.solve.row_groups import place_batch
 from autoptd.passes.solve.shard_pins import Pin, Pins, find_pins, keep_layouts, read_shard
 from autoptd.passes.solve.strategies import KeptPlan, Part, Splitter
@@ -54,14 +55,14 @@ class Policy(Protocol):
 
 @dataclass(frozen=True)
 class ByRule:
-    """The batch: microbatches and replicas hold different samples, and every operator keeps samples apart."""
+    """The batch: microbatches and replicas hold different samples; operators keep them apart, or read those of all replicas."""
 
     axis: str = BATCH
 
     def assign(self, graph: Graph, axes: Axes, ctx: Context) -> None:
         constants = Constants(ctx.buffers)
         atom = place_batch(graph, ctx)
-        assign_batch(graph, axes, set(ctx.batched), ctx.pieces, constants, atom)
+        assign_batch(graph, axes, set(ctx.batched), ctx.pieces, constants, atom, mixes=ctx.mixes)
         place_rows(graph, set(ctx.batched), ctx.pieces, ctx.buffers, atom)
         if ctx.whole is not None:
             check_literals(graph, ctx.whole, constants, traces_all=ctx.traces_all)

@@ -19,7 +19,8 @@ from autoptd.ir.notes import ROW_BLOCKS, copy_graph, note, placeholders, shape
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.axes.constants import Constants
 from autoptd.passes.context import Context
-from autoptd.passes.solve.batch import RULE_REMEDY, assign_batch, check_literals
+from autoptd.passes.solve.batch import ONE_REMEDY, MixedSamples, assign_batch
+from autoptd.passes.solve.literals import check_literals
 
 
 class RowGroups(PlanError):
@@ -41,13 +42,15 @@ def place_batch(graph: Graph, ctx: Context) -> int:
     if most is None or len(note(most).dims[0]) < 2:
         return 0
     sizes = note(most).dims[0]
-    fits = (atom for atom in range(len(sizes)) if _keeps_apart(graph, ctx, atom))
+    # With one microbatch nothing else can give way: a replica has whole groups, or those of another atom.
+    tried = [atom for atom, size in enumerate(sizes) if not (ctx.mixes and size % ctx.pieces)]
+    fits = (atom for atom in tried if _keeps_apart(graph, ctx, atom))
     atom = next(fits, None)
     if atom is None:
         # One piece may mix whatever it likes.
         if ctx.pieces == 1:
             return 0
-        raise PlanError(note(most).name, f"the model folds the batch dim into {sizes}", RULE_REMEDY)
+        raise MixedSamples(note(most).name, f"the model folds the batch dim into {sizes}", ONE_REMEDY)
     group = shape(most)[0] // sizes[atom]
     if ctx.rows % group:
         raise RowGroups(note(most).name, group, ctx.rows)
@@ -64,7 +67,9 @@ def _keeps_apart(graph: Graph, ctx: Context, atom: int) -> bool:
     """Tell whether the types of the batch can be assigned where it is an atom of the inputs' dim 0."""
     trial, constants = copy_graph(graph), Constants(ctx.buffers)
     try:
-        assign_batch(trial, Axes(trial), set(ctx.batched), max(ctx.pieces, 2), constants, atom)
+        assign_batch(
+            trial, Axes(trial), set(ctx.batched), max(ctx.pieces, 2), constants, atom, mixes=ctx.mixes
+        )
         if ctx.whole is not None:
             check_literals(trial, ctx.whole, constants, traces_all=ctx.traces_all)
     except PlanError:

@@ -246,7 +246,8 @@ class DistributedGroup(Group):
 
     def reduce_scatter(self, x: Tensor, dim: int, site: str) -> Tensor:
         if self._world.backend == "gloo":
-            return self.reduce_scatter_start(x, dim, site).wait()  # type: ignore[no-any-return]
+            # Not by the public one: a record would count both.
+            return self._scatter_start(x, dim, site).wait()  # type: ignore[no-any-return]
         parts = parts_first(x.detach(), dim, self.size, equal_parts(x, dim, self.size, site))
         mine = torch.empty_like(parts[0])
         with self._call("reduce_scatter", site, mine):
@@ -288,6 +289,9 @@ class DistributedGroup(Group):
     def reduce_scatter_start(
         self, x: Tensor, dim: int, site: str, sum_dtype: torch.dtype | None = None
     ) -> Pending:
+        return self._scatter_start(x, dim, site, sum_dtype)
+
+    def _scatter_start(self, x: Tensor, dim: int, site: str, sum_dtype: torch.dtype | None = None) -> Pending:
         parts = parts_first(x.detach(), dim, self.size, equal_parts(x, dim, self.size, site))
         # gloo's own takes as long as an all-reduce: everybody sends each part to the rank that sums it.
         if self._world.backend == "gloo" or sum_dtype is not None:
