@@ -194,7 +194,8 @@ def _check_split(assignment: Assignment, splitter: TokenSplitter) -> None:
         return
     (noun, other), context = by[splitter.context], splitter.context
     for node, strategy in assignment.strategies.items():
-        if splitter.multiplies_activations(node) and not is_split(strategy):
+        is_attention = splitter.multiplies_activations(node) and splitter.reads_tokens(node)
+        if is_attention and not is_split(strategy):
             sizes = sorted({way.size for way in splitter.blocked(node)})
             counted = f"{' and '.join(map(str, sizes)) or 'its'} {noun}{splitter.whose}"
             fits = ", ".join(map(str, divisors(sizes))) if sizes else "1"
