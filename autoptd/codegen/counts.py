@@ -19,7 +19,7 @@ from autoptd.codegen.expressions import expression
 from autoptd.codegen.names import choose_names, operand_text
 from autoptd.codegen.writer import Writer
 from autoptd.ir import markers
-from autoptd.ir.notes import note
+from autoptd.ir.notes import COUNTED_BY, note
 
 
 def counted_losses(body: list[Node]) -> list[Node]:
@@ -43,6 +43,8 @@ def write_count(writer: Writer, counted: list[Node], given: dict[Node, str]) -> 
     about = "Number (or class weight) of the valid labels of one microbatch."
     text = _begin(writer, "count", about, counted_of, given)
     calls = [_count_call(node, text) for node in counted]
+    if any(note(node).extra.get(COUNTED_BY, 1) > 1 for node in counted):
+        writer.add(2, "# Labels of all rows are counted by every replica: an equal part by each.")
     writer.add(2, f"return ({', '.join(calls)},)")
 
 
@@ -113,4 +115,6 @@ def _count_call(loss: Node, text: Callable[[Node], str]) -> str:
     keywords = f"ignore_index={loss.kwargs['ignore_index']}"
     if weights:
         keywords += f", weight={text(markers.unconverted(weights[0]))}"
-    return f"rt.count_labels({text(markers.unconverted(targets))}, {keywords})"
+    count = f"rt.count_labels({text(markers.unconverted(targets))}, {keywords})"
+    counted_by = note(loss).extra.get(COUNTED_BY, 1)
+    return f"{count} / {counted_by}" if counted_by > 1 else count

@@ -28,6 +28,8 @@ NO_TYPES = Layout()
 OF_MICROBATCH = "of_microbatch"
 # Key of `Note.extra` of an operator whose value every replica has, made of the rows of all of them.
 OF_ALL_ROWS = "of_all_rows"
+# Key of `Note.extra` of a loss whose labels are those of all rows: how many replicas count them.
+COUNTED_BY = "counted_by"
 # Key of `Note.extra` of an operator: (args, kwargs) with the numbers that it has for the rows of a whole step.
 WHOLE_NUMBERS = "whole_numbers"
 # Key of `Note.extra` of an input: of how many blocks of its dim 0 a microbatch has equal parts.

@@ -24,7 +24,19 @@ from autoptd.compat import FakeTensorMode
 from autoptd.errors import InternalError
 from autoptd.ir import markers
 from autoptd.ir.layout import Layout, typed_over
-from autoptd.ir.notes import OF_MICROBATCH, Note, note, op_name, ops, shape, site, tensor, value
+from autoptd.ir.notes import (
+    COUNTED_BY,
+    OF_ALL_ROWS,
+    OF_MICROBATCH,
+    Note,
+    note,
+    op_name,
+    ops,
+    shape,
+    site,
+    tensor,
+    value,
+)
 from autoptd.ir.operators.record import CLASSES, QUERIES, argument, is_over_classes, operands, set_arguments
 from autoptd.ir.operators.table import operator_of
 from autoptd.ir.sizes import Sizes, local_shapes
@@ -94,6 +106,8 @@ def _local_cross_entropy(node: Node, totals: Counter[int], sizes: Sizes) -> None
         reduction, total = "sum", totals[stage]
         totals[stage] += 1
     labels, class_weights = read[1], read[2] if len(read) > 2 else None
+    if OF_ALL_ROWS in record.extra and note(markers.unconverted(labels)).layout.batch.kind != "S":
+        record.extra[COUNTED_BY] = sizes.mesh.replicas
     keywords = {
         "reduction": reduction,
         "ignore_index": argument(node, "ignore_index"),

@@ -75,7 +75,17 @@ def variance(net: Net, h: Tensor, y: Tensor) -> Tensor:
     return plain + F.relu(1 - (h.var(0) + 1e-4).sqrt()).mean() - 0.5
 
 
+def two_views(net: Net, h: Tensor, y: Tensor) -> Tensor:
+    """SimCLR's: each view of a row is to find the other among all. Labels of all rows, some of them ignored."""
+    views = F.normalize(torch.cat([h, net.first(h[:, :6])]), dim=-1)
+    count = len(views)
+    scores = (views @ views.T / 0.5).masked_fill(torch.eye(count, dtype=torch.bool), -1e9)
+    rows = torch.arange(count).roll(count // 2)
+    return F.cross_entropy(scores, torch.where(rows % 5 == 0, -100, rows))
+
+
 LOSSES: dict[str, Loss] = {
+    "two views": two_views,
     "clip": clip,
     "variance": variance,
     "supervised": supervised,
@@ -126,7 +136,7 @@ def test_replicas_train_the_loss_of_all_rows(name: str, mesh: str) -> None:
     check(LOSSES[name], **MIXED[mesh])
 
 
-@pytest.mark.parametrize("name", ["clip", "redundancy"])
+@pytest.mark.parametrize("name", ["clip", "redundancy", "two views"])
 def test_over_all_axes(name: str) -> None:
     check(LOSSES[name], drop=0.2, **{**MIXED["d4 p2"], "d": 2, "t": 2})
 
