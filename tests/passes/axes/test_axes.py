@@ -89,7 +89,7 @@ def test_grouped_attention_by_keyword() -> None:
     found = {name: dims_text(find(graph, name)) for name in ("q", "k", "v", "out")}
     assert found == {"q": "2x3x4, 24", "k": "2x4, 24", "v": "2x4, 24", "out": "24, 2x3x4"}
     letters = {one.name: one.size for one in axes.letters(find(graph, "scaled_dot_product_attention"))}
-    assert letters == {"b0": 2, "kv": 2, "repeat": 3, "e": 4}
+    assert letters == {"b0": 2, "kv": 2, "repeat": 3, "l": 5, "e": 4}
 
 
 def test_an_incompatible_view_runs_whole_there() -> None:
