@@ -126,14 +126,15 @@ def test_every_rank_multiplies_as_many_keys(order: str, c: int) -> None:
 
 @pytest.mark.parametrize("c", [2, 4])
 def test_two_pieces_keep_one_result_more(c: int) -> None:
-    """Attention keeps the result of each, the next layer that of both; and on CPUs the later one has a mask."""
+    """Attention keeps the result of each, the next layer that of both; on CPUs rank 0 has first keys, and a mask's line."""
     kept: dict[str, float] = {}
     for order in ("zigzag", "contiguous"):
         how = {"context": "all_gather", "token_order": order}
         sizes = [kept_bytes(gpt(layers), batch(4), 1, c=c, **how) for layers in (1, 3)]
         kept[order] = (sizes[1] - sizes[0]) / 2
-    result, mask = 4 * 4 * LENGTH // c * 32, 4 * LENGTH // (2 * c) * LENGTH
-    assert kept["zigzag"] == kept["contiguous"] + result + mask
+    piece = LENGTH // (2 * c)
+    result, first_keys, line = 4 * 4 * LENGTH // c * 32, 2 * 4 * 4 * piece * 32, 4 * (piece + LENGTH - 1)
+    assert kept["zigzag"] == kept["contiguous"] + result + first_keys + line
 
 
 @pytest.mark.parametrize(
