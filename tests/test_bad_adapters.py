@@ -14,9 +14,10 @@ from torch import nn
 
 import autoptd
 from autoptd import adapted_model
+from autoptd.options import Options
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.world.world import World
-from tests.parity.test_peft import adapted, gpt2, lora
+from tests.parity.test_peft import MACHINE, adapted, batch, gpt2, lora
 from tests.test_adapters import CONFIG, WEIGHTS, fresh, own_folder, running
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -164,3 +165,14 @@ def test_one_rank_that_cannot_read_stops_all(
     assert target.fingerprint() == before
     target.load_adapter(own)
     assert target.fingerprint() != before
+
+
+def test_a_program_of_a_file_says_nothing_of_adapters(tmp_path: Path) -> None:
+    program = autoptd.compile(fresh(), t=2, example_inputs=batch(), machine=MACHINE)
+    pm = autoptd.ParallelModel(program, Options(t=2, backend="local"), fresh().state_dict())
+    try:
+        for call in (pm.save_adapter, pm.load_adapter):
+            with pytest.raises(autoptd.PlanError, match="says nothing of adapters"):
+                call(tmp_path / "adapter")
+    finally:
+        pm.close()
