@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoptd.adapters import Adapters
 from autoptd.auto import planned
 from autoptd.batch import split_call
 from autoptd.compat import tree_leaves, tree_map
@@ -217,6 +218,7 @@ def parallelize(
         "weights": source,
         "arguments": argument_names(model),
         "format": format_of(model),
+        "adapters": Adapters(model),
         "compile_eval": compile_eval,
         "compile_sizes": compile_other,
         "prove": prove,

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoptd.adapted_model import AdaptedModel
 from autoptd.checkpointer import Checkpointer
 from autoptd.errors import PlanError
 from autoptd.ir.mesh import Coordinate
@@ -34,11 +35,11 @@ from autoptd.runtime.memory import count_memory
 from autoptd.runtime.optimizer import make_optimizer
 from autoptd.runtime.record import Record, recording
 from autoptd.runtime.stepclock import StepTimes, measured
-from autoptd.state import LoadResult, StatefulModel
+from autoptd.state import LoadResult
 from autoptd.viz import graph_picture
 
 
-class ParallelModel(StatefulModel):
+class ParallelModel(AdaptedModel):
     """A model on t*p*d ranks.
 
     With `backend="local"` they are threads of this process, else this process is one of them.
@@ -50,7 +51,7 @@ class ParallelModel(StatefulModel):
     batches of other sizes likewise. All compile the model while it is `holding` the buffers of now. `draw`
     adds pictures to `show`. `arguments` are the names of the model's own, by which a call is bound that
     passes them in another way than the first one. `shared` says which of the model's buffers share their
-    memory. Collective.
+    memory, `adapters` which adapters of PEFT it has. Collective.
     """
 
     # training

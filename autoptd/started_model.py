@@ -20,6 +20,7 @@ from typing import Any, Self
 
 import torch
 
+from autoptd.adapters import Adapters
 from autoptd.compat import tree_map
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ir.buffers import SharedBuffers
@@ -76,6 +77,7 @@ class StartedModel:
         format: FolderFormat | None = None,
         arguments: Sequence[str] = (),
         shared: SharedBuffers | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.options = options
         self._is_process = not is_local(options)
@@ -97,6 +99,7 @@ class StartedModel:
         # Stands in for the (args, kwargs, number of replicas whose rows they hold) that were compiled for.
         self._call: Any = None
         self._weights, self._format = weights, format or FolderFormat()
+        self._adapters = adapters
         self._loss_scale = LossScale.of(options)
         # Those that the user still has.
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []

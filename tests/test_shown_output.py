@@ -29,6 +29,7 @@ from autoptd.runtime.world.world import Communicators, World
 from benchmarks.lib.loss_cases import CASES
 from benchmarks.losses import BYTES_AT, LARGE_ROWS, LARGE_VOCAB, LARGE_WIDTH
 from examples.gpt import GPT, GPTConfig
+from tests import shown_adapters
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -390,6 +391,12 @@ def losses_that_mix_rows(folder: Path, capsys: pytest.CaptureFixture[str]) -> st
         model, call = case.make(), case.call()
         texts.append(refusal(partial(autoptd.compile, model, num_microbatches=2, example_inputs=call)))
     return "\n".join(texts)
+
+
+ADAPTERS = "docs/howto/lora.md"
+shows(ADAPTERS, "all trained")(shown_adapters.costs)
+shows(ADAPTERS, "PlanError: pm.load_adapter")(shown_adapters.refused_folders)
+shows(ADAPTERS, "TraceError: base_model")(shown_adapters.quantised_base)
 
 
 def test_every_block_of_output_is_held() -> None:

@@ -16,6 +16,7 @@ elsewhere. No mask is stored: backward calls the same function on the gradient.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 import torch
 
@@ -58,7 +59,8 @@ def drop_torch(x: torch.Tensor, rate: float, places: Places, out: torch.Tensor |
     hashed_rows = premix_(rows)[:, None]
     bits = torch.empty(TILE, dtype=torch.int32, device=x.device)
     spare = torch.empty_like(bits)
-    for a, z, blocks in _tiles(x.shape):
+    # Without numbers all tiles behind the second one take its memory again: a rehearsal has no time for thousands.
+    for a, z, blocks in islice(_tiles(x.shape), 2 if x.is_meta else None):
         columns = _numbers(a, z, x.shape, places, x.device).bitwise_xor_(column_key)
         hashed_columns = premix_(columns, spare[: columns.numel()].view(columns.shape))[:, None]
         for r in blocks:

@@ -25,7 +25,14 @@ from autoptd.ir.sizes import Sizes, local_shape
 from autoptd.ir.types import CONVERSIONS
 from autoptd.passes.context import Context
 from autoptd.passes.hook_gemms import gather_again
-from autoptd.passes.ops.costs import collective_seconds, converted_bytes, flops, local_payload, rank_seconds
+from autoptd.passes.ops.costs import (
+    collective_seconds,
+    converted_bytes,
+    flops,
+    local_payload,
+    passes_of,
+    rank_seconds,
+)
 from autoptd.passes.runner import Pass, Record, run_passes
 from autoptd.passes.stages.memory import read_from_outside
 from autoptd.passes.stages.preview import kept_bytes
@@ -95,7 +102,7 @@ def _seconds(node: Node, mesh: Mesh, machine: Machine) -> float:
     if record.extra.get("fused", "").startswith("part of") and not flops(node):
         moved = sum(local_payload(value, mesh) for value in [node, *read_from_outside(node)])
         # Once in forward; twice in backward, for values and their gradients.
-        return 3 * moved / machine.memory_bandwidth
+        return passes_of(node) * moved / machine.memory_bandwidth
     return rank_seconds(node, mesh, machine)
 
 

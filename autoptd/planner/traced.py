@@ -80,8 +80,8 @@ def predict_program(
     seconds = sum(breakdown.values())
     kinds = _memory(program, run, cluster.software)
     memory = tuple(map(sum, zip(*kinds.values(), strict=True)))
-    # Forward, and a backward of two forwards, of all microbatches and replicas.
-    flops = 3 * program.costs.total_flops * m * program.mesh.d / (program.mesh.size * seconds)
+    # Forward and backward of all microbatches and replicas.
+    flops = program.model_flops / (program.mesh.size * seconds)
     repeated = sum(program.costs.again_flops_per_stage) / max(sum(program.costs.flops_per_stage), 1)
     return Prediction(
         seconds,

@@ -109,7 +109,8 @@ def _most_in_flight(
 class Costs:
     """The costs of a program; empty for one that was written by hand.
 
-    `total_flops` is the forward of the whole model, `redundant_gemm_flops` what every tensor rank computes in full.
+    `total_flops` is the forward of the whole model, `total_backward_flops` its backward (twice that, less what frozen weights
+    save), `redundant_gemm_flops` what every tensor rank computes in full.
     `moved_bytes_per_stage` is what operators other than products read and write in forward, `kernels_per_stage` the
     number of operators that are not views; `again_...` are what backward computes once more of each.
     """
@@ -117,6 +118,7 @@ class Costs:
     flops_per_stage: tuple[int, ...] = ()
     backward_flops_per_stage: tuple[int, ...] = ()
     total_flops: int = 0
+    total_backward_flops: int = 0
     redundant_gemm_flops: int = 0
     moved_bytes_per_stage: tuple[int, ...] = ()
     kernels_per_stage: tuple[int, ...] = ()

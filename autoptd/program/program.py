@@ -146,6 +146,18 @@ class Program:
     def schedule(self) -> str:
         return format_orders(self.orders)
 
+    @property
+    def model_flops(self) -> int:
+        """The FLOPs of the matrix products of a step of all ranks, forward and backward: 3 times those of forward.
+
+        Where parameters are frozen, those of their gradients, and of the gradients of what they alone have made, are not there.
+        """
+        costs, is_whole = self.costs, all(spec.requires_grad for spec in self.params)
+        # Of a model that is trained whole, products whose input is the batch's count in full, as everybody counts them.
+        whole = 2 * costs.total_flops
+        backward = whole if is_whole else costs.total_backward_flops or whole
+        return (costs.total_flops + backward) * self.num_microbatches * self.mesh.replicas
+
     def explain(self, module: str) -> str:
         """Explain how tp splits the parameters and matrix products of a module (or one parameter), and why.
 

@@ -52,22 +52,43 @@ def painter(shape: Size) -> Callable[[Program, str, int | None], viz.Picture]:
 
 
 def simulated_run(program: Program) -> viz.Run:
-    """Simulate the step by the seconds of the cost model, of which a third is forward; messages take no time.
+    """Simulate the step by the seconds of the cost model, of which `_parts` says what is forward; messages take no time.
 
     Without them (a program written by hand) a forward takes 1.
     """
     seconds = program.costs.cut.seconds
     if not seconds:
         return _run("simulated", program, schedules.simulate(program.orders).spans, False, "")
-    # Of three parts, forward takes one and backward two: with W, one of these is the weights'. To make values
-    # again takes backward more.
-    third = [max(time, MIN_SECONDS) / 3 for time in seconds]
-    again = program.costs.cut.again_seconds or [0.0] * len(third)
-    backward = [2 * time + more for time, more in zip(third, again, strict=True)]
-    result = schedules.simulate(program.orders, forward=third, backward=backward, weight_gradient=third)
+    times = [max(time, MIN_SECONDS) for time in seconds]
+    forward, inputs, weights = [], [], []
+    for time, part in zip(times, _parts(program), strict=True):
+        forward.append(time * part[0] / sum(part))
+        inputs.append(time * part[1] / sum(part))
+        weights.append(max(time * part[2] / sum(part), MIN_SECONDS / 2))
+    # To make values again takes backward more.
+    again = program.costs.cut.again_seconds or [0.0] * len(times)
+    backward = [max(sum(each), MIN_SECONDS) for each in zip(inputs, weights, again, strict=True)]
+    result = schedules.simulate(program.orders, forward=forward, backward=backward, weight_gradient=weights)
     machine = program.plan.get("options", {}).get("machine") or "the default machine"
     remark = f"stages take the time that the cost model gives them on {machine}, messages between them none"
     return replace(_run("simulated", program, result.spans, True, remark), again=again)
+
+
+def _parts(program: Program) -> list[tuple[int, int, int]]:
+    """Return how forward, the gradients of inputs, and those of weights divide the seconds of each stage.
+
+    All are alike, but where parameters are frozen: there the products say it.
+    """
+    costs = program.costs
+    if all(spec.requires_grad for spec in program.params):
+        return [(1, 1, 1)] * len(costs.cut.seconds)
+    work = zip(costs.flops_per_stage, costs.backward_flops_per_stage, strict=True)
+    # Backward of an attention's kernel makes scores again, which are no weights'.
+    parts = [
+        (forward, min(forward, backward), min(max(backward - forward, 0), forward))
+        for forward, backward in work
+    ]
+    return [part if any(part) else (1, 1, 1) for part in parts]
 
 
 def executed_run(program: Program, spans: Sequence[Span]) -> viz.Run:

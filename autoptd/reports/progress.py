@@ -186,9 +186,8 @@ class Progress:
 
     @property
     def model_flops(self) -> int:
-        """Matrix products of a step of all ranks: three times the model's forward."""
-        program = self.pm.program
-        return int(3 * program.costs.total_flops * program.num_microbatches * program.mesh.replicas)
+        """Matrix products of a step of all ranks: three times the model's forward, less what frozen weights save."""
+        return self.pm.program.model_flops
 
     @property
     def tokens_per_second(self) -> float:

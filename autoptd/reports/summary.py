@@ -130,8 +130,7 @@ def summarize(program: Program) -> Summary:
         machine=_machine_name(named),
         ranks=tuple(_rank(program, rank, int(peak), run.busy[rank]) for rank, peak in enumerate(peaks)),
         traffic=tuple(_traffic(program, machine)),
-        # Backward has twice the products of forward.
-        model_flops=3 * program.costs.total_flops * program.num_microbatches * program.mesh.replicas,
+        model_flops=program.model_flops,
         step_seconds=run.length,
         bubble=run.bubble,
         weighed=program.plan.get("weighed"),

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,6 +32,8 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 # The suffix of a file that is not complete.
 PART = ".part"
+# What rank 0 writes with.
+W = TypeVar("W")
 
 
 def write_nothing(folder: Path) -> None:
@@ -126,21 +128,29 @@ def save_folder(params: RankParameters, what: Contents, folder: Path, limit: int
     on_rank_0(params, writer, lambda writer: writer.begin())
     for number, names in enumerate(files):
         # Rank 0 holds the tensors of one file at a time.
-        tensors = {}
-        for name in names:
-            full: torch.Tensor | None = what.others.get(name)
-            if spec := what.params.get(name):
-                full = gather_full(params, spec, params.stored.get(spec.name))
-                full = None if full is None else full.to(dtype_of(spec.dtype))
-            # Safetensors stores dense memory only; a view of a gathered value may be strided.
-            if full is not None and writer is not None:
-                tensors[name] = full.contiguous()
+        tensors = gather_named(params, what, names)
         on_rank_0(params, writer, partial(Writer.write, number=number, tensors=tensors))
     on_rank_0(params, writer, lambda writer: writer.finish(what.sizes(), files, how))
 
 
-def on_rank_0(params: RankParameters, writer: Writer | None, act: Callable[[Writer], None]) -> None:
-    """Let rank 0 act; RuntimeFault on all ranks if that fails."""
+def gather_named(params: RankParameters, what: Contents, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Return tensors of a folder on rank 0, in their own memory each; {} elsewhere. A collective."""
+    tensors = {}
+    for name in names:
+        full: torch.Tensor | None = what.others.get(name)
+        if spec := what.params.get(name):
+            full = gather_full(params, spec, params.stored.get(spec.name))
+            full = None if full is None else full.to(dtype_of(spec.dtype))
+        # Safetensors stores dense memory only; a view of a gathered value may be strided.
+        if full is not None and params.world.rank == 0:
+            tensors[name] = full.contiguous()
+    return tensors
+
+
+def on_rank_0(
+    params: RankParameters, writer: W | None, act: Callable[[W], None], site: str = "save_pretrained"
+) -> None:
+    """Let rank 0, which alone has a writer, act; RuntimeFault on all ranks if that fails."""
     error: Exception | None = None
     if writer is not None:
         try:
@@ -149,10 +159,10 @@ def on_rank_0(params: RankParameters, writer: Writer | None, act: Callable[[Writ
             # The disk is full, or a config cannot be written: the other ranks wait in the gather below.
             error = caught
     failed = f"{type(error).__name__}: {error}" if error else ""
-    failed = params.world.everyone().gather_objects(failed, "save_pretrained")[0]
+    failed = params.world.everyone().gather_objects(failed, site)[0]
     if failed:
         remedy = "see to the disk, and save again; weights that were saved before are intact"
-        raise RuntimeFault("save_pretrained", f"rank 0 cannot write: {failed}", remedy) from error
+        raise RuntimeFault(site, f"rank 0 cannot write: {failed}", remedy) from error
 
 
 class Writer:

@@ -14,12 +14,13 @@ from torch import nn
 from autoptd.compat import FakeTensor, tree_flatten
 from autoptd.errors import PlanError
 from autoptd.trace.attributes import check_state_dict
+from autoptd.trace.quantised import check_quantised
 from autoptd.trace.storage import check_storage
 
 
 def check_module(model: nn.Module) -> None:
-    """Refuse what is not a plain module with a plain state dict, and parameters that share memory: a copy
-    would not show it.
+    """Refuse what is not a plain module with a plain state dict, quantised weights, and parameters that share
+    memory: a copy would not show it.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(
@@ -29,6 +30,8 @@ def check_module(model: nn.Module) -> None:
         raise PlanError(
             "model", "is wrapped by torch.compile", "pass the module that it wraps: model._orig_mod"
         )
+    # Before what is a consequence of it: such a module has more in its state dict, or other tensors.
+    check_quantised(model)
     check_storage(model)
     check_state_dict(model)
 

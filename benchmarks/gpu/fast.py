@@ -3,18 +3,21 @@ process.
 
 In bf16, that is `model.bfloat16()`, with torch's fused AdamW on both sides; the ceiling is a plain product of 8192^3
 in the same minute. Model FLOPs: of every product, nothing counted for what is computed again, attention's causal
-half. Two models also run as one rank of many: the others are not there, so communication takes no time.
+half. Two models also run as one rank of many: the others are not there, so communication takes no time; two with
+adapters, their bases frozen.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from benchmarks.gpu import adapters
 from benchmarks.gpu.again import recomputed
 from benchmarks.gpu.forms import Form, close_world, compiled, eager, measure, of_rank, ours
 from benchmarks.gpu.models import (
@@ -23,6 +26,7 @@ from benchmarks.gpu.models import (
     LLAMA_1B,
     LLAMA_8B,
     NANOGPT,
+    QWEN_7B,
     Call,
     Shape,
     batch,
@@ -167,4 +171,8 @@ ROWS = [
         is_short=False,
     ),
     Row("GPT 1.3B", partial(train, GPT_1B, FIRST), seconds=130, gigabytes=50, is_short=False),
+    *(
+        Row(f"LoRA, {one.name}", partial(adapters.trained, one), seconds=150, gigabytes=70, is_short=False)
+        for one in (replace(LLAMA_8B, b=2), QWEN_7B)
+    ),
 ]

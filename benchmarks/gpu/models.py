@@ -2,7 +2,7 @@
 
 `nanoGPT 124M` is nanoGPT's published form (12 layers, no biases, no dropout, 12 rows of 1,024 tokens); `Llama 1.34B`
 is the one for which 40,150 tokens/s on each of 8 H100s (d=8) are published; `GPT 1.3B` is SC'21's; `Llama 8B` and
-`GPT-3 175B` are run as one rank of many.
+`GPT-3 175B` are run as one rank of many; `Llama 8B` and `Qwen2.5 7B` with adapters, too (`adapters.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder: `family` is "gpt" (examples/gpt.py) or "llama" (transformers); b rows of s tokens are a microbatch."""
+    """A decoder: `family` is "gpt" (examples/gpt.py), "llama" or "qwen" (transformers); b rows of s tokens are a microbatch."""
 
     name: str
     family: str
@@ -51,7 +51,7 @@ class Shape:
         """Model FLOPs of a layer, both ways: 6 per weight of a product, and of attention's scores the causal half."""
         weights = (
             2 * self.h**2 * (1 + self.kv / self.heads)
-            + (3 if self.family == "llama" else 2) * self.h * self.wide
+            + (2 if self.family == "gpt" else 3) * self.h * self.wide
         )
         return tokens * (6 * weights + 6 * self.s * self.h)
 
@@ -65,7 +65,8 @@ LLAMA_1B = Shape("Llama 1.34B", "llama", 16, 2048, 32, 131072, 4096, 2, ffn=8192
 GPT_1B = Shape("GPT 1.3B", "gpt", 24, 2048, 16, 50304, 2048, 2)
 LLAMA_8B = Shape("Llama 8B", "llama", 32, 4096, 32, 128256, 4096, 1, ffn=14336, kv_heads=8, is_tied=False)
 GPT_175B = Shape("GPT-3 175B", "gpt", 96, 12288, 96, 51200, 2048, 1)
-SHAPES = {one.name: one for one in (NANOGPT, LLAMA_1B, GPT_1B, LLAMA_8B, GPT_175B)}
+QWEN_7B = Shape("Qwen2.5 7B", "qwen", 28, 3584, 28, 152064, 4096, 2, ffn=18944, kv_heads=4, is_tied=False)
+SHAPES = {one.name: one for one in (NANOGPT, LLAMA_1B, GPT_1B, LLAMA_8B, GPT_175B, QWEN_7B)}
 
 
 def toy(shape: Shape) -> Shape:
@@ -84,7 +85,7 @@ def build(shape: Shape, device: str, dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
     with torch.device(device):
         model = _gpt(shape) if shape.family == "gpt" else _llama(shape)
-        if device == "meta" and shape.family == "llama":
+        if device == "meta" and shape.family != "gpt":
             with torch.device("cpu"):  # its tables of angles are values, which a rank needs
                 model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     return model.to(dtype)
@@ -101,9 +102,10 @@ def _gpt(shape: Shape) -> nn.Module:
 
 
 def _llama(shape: Shape) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-    config = LlamaConfig(
+    is_qwen = shape.family == "qwen"
+    config = (Qwen2Config if is_qwen else LlamaConfig)(
         vocab_size=shape.vocab,
         hidden_size=shape.h,
         intermediate_size=shape.wide,
@@ -115,7 +117,7 @@ def _llama(shape: Shape) -> Any:
         use_cache=False,
         attn_implementation="sdpa",
     )
-    return LlamaForCausalLM(config)
+    return (Qwen2ForCausalLM if is_qwen else LlamaForCausalLM)(config)
 
 
 def batch(shape: Shape, device: str, microbatches: int = 1) -> Call:

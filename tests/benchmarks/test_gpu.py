@@ -23,6 +23,7 @@ from benchmarks.gpu.models import (
     LLAMA_1B,
     LLAMA_8B,
     NANOGPT,
+    QWEN_7B,
     SHAPES,
     Shape,
     batch,
@@ -212,7 +213,7 @@ def test_every_row_has_a_name_of_its_own() -> None:
 # what is measured
 
 
-@pytest.mark.parametrize("shape", [NANOGPT, LLAMA_8B])
+@pytest.mark.parametrize("shape", [NANOGPT, LLAMA_8B, QWEN_7B])
 def test_model_flops_are_those_of_the_program_with_half_of_the_scores(shape: Shape) -> None:
     small = toy(shape)
     args, kwargs = batch(small, "cpu")
@@ -234,6 +235,7 @@ def test_models_have_their_published_sizes() -> None:
         "GPT 1.3B": 1.32,
         "Llama 8B": 8.03,
         "GPT-3 175B": 174.62,
+        "Qwen2.5 7B": 7.62,
     }
     assert SHAPES["GPT-3 175B"] is GPT_175B and LLAMA_1B.tokens == 8192
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from autoptd.errors import InternalError
 from autoptd.kernels import dropout
 from autoptd.kernels.dropout import drop, drop_torch
 from autoptd.kernels.dropout_mask import Places, keys, threshold
+from autoptd.rehearsal import LiveBytes
 from tests.thin import thinned
 
 SIZES = [(1, 4, 64), (7, 3, 5), (1, 1, 70_000), (3, 70, 900), (400, 2, 96), (1, 200, 700), (2, 1, 1)]
@@ -63,6 +65,28 @@ def test_every_dtype_has_the_same_mask_and_its_own_scale(dtype: torch.dtype) -> 
     assert found.dtype == dtype
     scale = 1 / 0.7
     assert torch.equal(found, x.to(dtype) * kept * scale)
+
+
+def test_without_numbers_a_large_value_takes_few_calls_and_the_same_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a rehearsal runs it."""
+    monkeypatch.setattr(dropout, "TILE", 1 << 10)
+
+    class Calls(LiveBytes):
+        count = 0
+
+        def __torch_dispatch__(self, *args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return super().__torch_dispatch__(*args, **kwargs)
+
+    found = {}
+    for device in ("cpu", "meta"):
+        x = torch.ones(1, 4, 1 << 14, device=device)
+        with Calls() as calls:
+            assert drop(x, 0.1, Places(1, 2)).shape == x.shape
+        found[device] = calls
+    assert found["meta"].count < found["cpu"].count / 10 and found["meta"].most == found["cpu"].most
 
 
 def test_a_strided_value_and_what_is_not_a_number() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import peft
 import torch
 import torch.nn.functional as F
 import transformers.integrations.moe  # noqa: F401  # registers a grouped product
@@ -215,6 +216,26 @@ class Mixing(Model):
         return loss + (chosen.mean(0) * shares.mean(0)).sum()
 
 
+class Adapted(Model):
+    """All of it frozen, and in every layer adapters of PEFT of another method."""
+
+    def __init__(self, drop: float) -> None:
+        super().__init__(drop)
+        self.requires_grad_(False)
+        linear = ["qkv", "out", "mlp.0", "mlp.2"]
+        methods = (
+            peft.LoraConfig(r=3, target_modules=linear, lora_dropout=drop),
+            peft.LoraConfig(r=2, target_modules=linear, use_dora=True),
+            peft.IA3Config(target_modules=["qkv", "mlp.2"], feedforward_modules=["mlp.2"]),
+        )
+        self.layers = nn.ModuleList(peft.get_peft_model(Block(drop), how) for how in methods)
+
+    def body(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 class Headless(Model):
     """Logits only: the loss is the user's own function."""
 
@@ -272,6 +293,7 @@ KINDS: dict[str, Kind] = {
     "experts": Kind(Experts),
     "sorted experts": Kind(SortedExperts),
     "encoder-decoder": Kind(EncoderDecoder, has_source=True),
+    "adapters": Kind(Adapted),
     "loss_fn": Kind(Headless, labels="targets", loss_fn=smoothed),
     "mixing": Kind(Mixing, mixes=True),
 }

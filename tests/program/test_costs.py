@@ -9,7 +9,8 @@ from autoptd.program.costs import Costs, Cut, read_costs
 from autoptd.program.program import Program
 from tests.viz.programs import full
 
-KEYS = "flops_per_stage backward_flops_per_stage total_flops redundant_gemm_flops moved_bytes_per_stage kernels_per_stage"
+KEYS = "flops_per_stage backward_flops_per_stage total_flops total_backward_flops redundant_gemm_flops"
+KEYS += " moved_bytes_per_stage kernels_per_stage"
 KEYS += " again_flops_per_stage again_moved_bytes_per_stage again_kernels_per_stage"
 ROW = ["stage", "module", "operator", "times", "total", "forward", "backward", "redundant"]
 CUT = [

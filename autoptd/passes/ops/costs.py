@@ -60,6 +60,25 @@ def backward_flops(node: Node, shape: Size = shape) -> int:
     return flops(node, shape) * sum(note(factor).needs_grad for factor in factors)
 
 
+def passes_of(node: Node) -> int:
+    """Return how many times its forward an operator takes, forward and backward: 3, less one for a product's frozen weight.
+
+    Where no gradient comes back, since all before it is frozen, it is 1.
+    """
+    if _is_frozen(node):
+        return 1
+    record, read = operator_of(node), operands(node)
+    if not flops(node) or record.backward_flops:
+        return 3
+    factors = [read[i] for i in record.factors] or read[:2]
+    return 3 - sum(map(_is_frozen, factors))
+
+
+def _is_frozen(node: Node) -> bool:
+    """Tell whether a value comes of parameters of which none is trained."""
+    return note(node).of_params and not note(node).needs_grad
+
+
 def count_work(graph: Graph, mesh: Mesh, whole: Size, local: Size) -> Costs:
     """Count the work of one microbatch by stage, by module and operator, and by the sizes of products.
 
@@ -69,10 +88,13 @@ def count_work(graph: Graph, mesh: Mesh, whole: Size, local: Size) -> Costs:
     by_size: dict[tuple[int, tuple[int, ...], str], Counter[str]] = {}
     sums: dict[int, Counter[str]] = {}
     for node in ops(graph):
-        total, forward = flops(node, whole) // products(node), flops(node, local)
+        once, forward = flops(node, whole), flops(node, local)
+        total = once // products(node)
+        # A fused head makes its gradients in forward. Scores that backward makes again are no work of the model.
+        total_backward = min(once - total + backward_flops(node, whole), 2 * total) if total else 0
         # Once for all replicas, each of which repeats it.
         if OF_ALL_ROWS in note(node).extra:
-            total = -(-total // mesh.replicas)
+            total, total_backward = (-(-count // mesh.replicas) for count in (total, total_backward))
         backward = backward_flops(node, local) if total else 0
         redundant = forward if mesh.value_ranks > 1 and is_whole(node) else 0
         for stage in note(node).stages:
@@ -88,11 +110,13 @@ def count_work(graph: Graph, mesh: Mesh, whole: Size, local: Size) -> Costs:
                 row.update(times=1, total=total, forward=forward, backward=backward, redundant=redundant)
                 sized.update(times=1, forward=forward, backward=backward)
                 stage_sums.update(total=total, forward=forward, backward=backward, redundant=redundant)
+                stage_sums["total_backward"] += total_backward
     by_stage = [sums[stage] for stage in sorted(sums)]
     return Costs(
         flops_per_stage=tuple(count["forward"] for count in by_stage),
         backward_flops_per_stage=tuple(count["backward"] for count in by_stage),
         total_flops=sum(count["total"] for count in by_stage),
+        total_backward_flops=sum(count["total_backward"] for count in by_stage),
         redundant_gemm_flops=sum(count["redundant"] for count in by_stage),
         moved_bytes_per_stage=tuple(count["moved"] for count in by_stage),
         kernels_per_stage=tuple(count["kernels"] for count in by_stage),
@@ -162,7 +186,8 @@ def rank_seconds(node: Node, mesh: Mesh, machine: Machine) -> float:
         moved *= max(1.0, math.log2(shape(read[0])[-1] if shape(read[0]) else 1))
     # Where a contracted letter is split, only the operands show it: the result is P, of full size.
     pieces = max(note(value).layout.pieces(mesh) for value in [node, *node.all_input_nodes])
-    return 3 * max(flops(node) / pieces / machine.flops, moved / machine.memory_bandwidth)
+    once = max(flops(node) / pieces / machine.flops, moved / machine.memory_bandwidth)
+    return passes_of(node) * once
 
 
 def forward_seconds(node: Node, mesh: Mesh, machine: Machine) -> float:

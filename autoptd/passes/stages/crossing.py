@@ -32,7 +32,7 @@ from autoptd.ir.notes import is_tensor, note, ops
 from autoptd.ir.operators.record import operands
 from autoptd.ir.operators.table import operator_of
 from autoptd.ir.quantities import microseconds_text
-from autoptd.passes.ops.costs import flops, local_payload, rank_seconds
+from autoptd.passes.ops.costs import flops, local_payload, passes_of, rank_seconds
 
 # Operators on activations in a chain that is computed again.
 MAX_OPERATORS_OF_CHAIN = 8
@@ -188,8 +188,8 @@ class _Places:
             return inf
         if not must and node in self.alone:
             return inf
-        # Without a gradient it is a forward only: a third of forward and backward.
-        return rank_seconds(node, self.mesh, self.machine) / (1 if note(node).needs_grad else 3)
+        # Without a gradient it is a forward only.
+        return rank_seconds(node, self.mesh, self.machine) / (1 if note(node).needs_grad else passes_of(node))
 
 
 def send_seconds(node: Node, mesh: Mesh, machine: Machine) -> float:
