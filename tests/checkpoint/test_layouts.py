@@ -121,3 +121,34 @@ def test_two_key_heads_are_stored_by_four_ranks_each() -> None:
     """What the rows above mean to be about."""
     program = autoptd.compile(grouped().double(), t=8, example_inputs=batch())
     assert set(program.sub_axes) == {"tp:(1)2", "tp:(2)4"}
+
+
+class Positions(nn.Module):
+    """Learned positions, of which as many are read as a row has tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.at = nn.Embedding(64, 16), nn.Parameter(torch.randn(12, 16))
+        self.inner, self.head = nn.Linear(16, 32), nn.Linear(32, 64)
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.inner(self.embed(ids) + self.at[: ids.shape[1]]).relu()
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("lengths", [(12, 6), (6, 12), (6, 4)], ids=str)
+def test_rows_of_another_length(tmp_path: Path, lengths: tuple[int, int]) -> None:
+    """A run that goes on with longer or shorter rows reads other slices of the same positions."""
+    torch.manual_seed(1)
+    first, second = (tuple(torch.randint(0, 64, (4, length)) for _ in range(2)) for length in lengths)
+    pm, optimizer = running(Positions(), first, {"t": 2})
+    losses(pm, optimizer, first, 2)
+    pm.save(tmp_path / "saved", optimizer=optimizer)
+    model = Positions().double()
+    model.load_state_dict(pm.state_dict())
+    pm.close()
+    other, others = running(Positions(), second, {"t": 2, "d": 2})
+    other.load(tmp_path / "saved", optimizer=others)
+    assert losses(other, others, second, 1) == pytest.approx([model(*second).item()], rel=1e-12)
+    other.close()

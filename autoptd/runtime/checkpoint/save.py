@@ -25,6 +25,8 @@ import torch
 from autoptd.errors import PlanError
 from autoptd.ir.garbage import paused_collection
 from autoptd.ir.mesh import Mesh
+from autoptd.ir.notes import note, op_name, ops, shape
+from autoptd.ir.operators.record import argument, operands
 from autoptd.ir.types import Segmented
 from autoptd.program.program import Program
 from autoptd.runtime.checkpoint.commit import begin, finish, new_token, part_of, path_of, sweep
@@ -60,12 +62,27 @@ def with_losses(contents: Contents, losses: Iterable[torch.Tensor]) -> Contents:
 
 
 def about_model(program: Program) -> dict[str, Any]:
-    """Return what a checkpoint says of the parameters: their atoms, and in which dtype they were used."""
-    entries = {}
+    """Return what a checkpoint says of the parameters: their atoms, and in which dtype they were used.
+
+    A dim of which a slice is read, as of learned positions, has atoms that follow the tokens of a batch: it counts as one.
+    """
+    entries, sliced = {}, sliced_dims(program)
     for spec in program.params:
         dims = [atom_sizes(atoms) for atoms in spec.dims]
+        for dim in sliced.get(spec.name, ()):
+            dims[dim] = [spec.shape[dim]]
         entries[spec.name] = {"dims": dims, "use": spec.use.dtype, "dtype": spec.dtype}
     return entries
+
+
+def sliced_dims(program: Program) -> dict[str, set[int]]:
+    """Return the dims of parameters that operators read a slice of, by name."""
+    graph = program.graphs.get("TRACED")
+    found: dict[str, set[int]] = {}
+    for node in ops(graph) if graph is not None else ():
+        if op_name(node) == "aten.slice" and note(source := operands(node)[0]).kind == "param":
+            found.setdefault(note(source).name, set()).add(int(argument(node, "dim")) % len(shape(source)))
+    return found
 
 
 def atom_sizes(atoms: Sequence[int]) -> list[Any]:
