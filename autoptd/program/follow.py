@@ -51,8 +51,8 @@ def check_follows(trained: Program, evaluated: Program) -> None:
     if unknown := sorted(set(evaluated.sub_axes) - set(trained.sub_axes)):
         fact = f"eval mode communicates over {unknown[0]}, where training does not"
         raise PlanError("eval_step", fact, REMEDY)
-    # Channels were made for training; another one would need all ranks to make its group together.
-    known = _links(trained)
+    # Channels were made for training, of values and of their gradients; another one would need all ranks to make its group.
+    known = _links(trained) | {(target, source) for source, target in _links_back(trained)}
     for source, target in sorted(_links(evaluated) - known):
         fact = f"eval mode sends from pipeline rank {source} to {target}, where training sends nothing"
         raise PlanError("eval_step", fact, REMEDY)

@@ -19,7 +19,7 @@ def main() -> None:
     model, reference = llama(2).double(), llama(2).double()
     ids, labels = batch()
     inputs = ids, uneven(labels)
-    pm = autoptd.parallelize(model, c=2, d=2, example_inputs=inputs, timeout=120)
+    pm = autoptd.parallelize(model, c=2, d=2, context="ulysses", example_inputs=inputs, timeout=120)
     mine = pm.local_batch(*inputs)
     worst, calls = differences(pm, reference, inputs, mine)
     kinds = sorted({f"{call.kind} over {call.axis}" for call in calls})

@@ -89,7 +89,8 @@ class Places:
     def like(self, other: Places, names: Sequence[int] | Sequence[str]) -> tuple[str, ...]:
         """Return the names, here, of the cuts that another backbone of the same model calls `names`.
 
-        The two need not have the same operators: a cut stays behind the last operator before it that both have.
+        The two need not have the same operators: a cut stays behind the last operator before it that both have. A stage
+        that has none of these has the next one here, which may be a conversion that only this backbone has.
         """
         blocks = SequenceMatcher(None, self._signatures(), other._signatures(), autojunk=False)
         # The position here of every operator of the other backbone that both have; it ascends with that one.
@@ -97,11 +98,12 @@ class Places:
         for block in blocks.get_matching_blocks():
             for i in range(block.size):
                 here[block.b + i] = block.a + i
-        labels = []
+        labels, last = [], -1
         for name in names:
             cut = other._of_name(str(name))
             before = [position for theirs, position in here.items() if theirs <= cut]
-            labels.append(self.label(max(before, default=0)))
+            last = min(max([last + 1, *before]), len(self.backbone) - 1)
+            labels.append(self.label(last))
         return tuple(labels)
 
     def _signatures(self) -> list[tuple[str, str]]:
