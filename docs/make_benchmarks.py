@@ -91,6 +91,28 @@ def _zero(found: Found) -> list[str]:
     ]
 
 
+def _context(found: Found) -> list[str]:
+    rows = []
+    for row in found["rows"]:
+        ratios = [_ratio(row[one]) if one in row else "" for one in ("wall", "cpu")]
+        numbers = [f"{row['ms']:.0f}", f"{row['balance']:.2f}", row.get("beside", ""), *ratios]
+        rows.append([row["c"], row["tokens"], row["who"], row["turns"], *numbers, f"{row['peak MB']:.0f}"])
+    header = [
+        "c",
+        "tokens",
+        "form",
+        "turns",
+        "ms",
+        "busiest / mean",
+        "beside our",
+        "wall time",
+        "CPU time",
+        "peak MB",
+    ]
+    said = found["context_parallel on CPU"]
+    return [_table(header, rows), f"torch's `context_parallel` on a CPU: {said or 'runs'}"]
+
+
 def _single(found: Found) -> list[str]:
     rows = []
     for row in found["rows"]:
@@ -301,6 +323,7 @@ TABLES: dict[str, Callable[[Found], list[str]]] = {
     "peers_ceiling": _peers,
     "single": _single,
     "zero": _zero,
+    "context": _context,
     "fusion": _fusion,
     "memory": _memory,
     "recompute": _recompute,
