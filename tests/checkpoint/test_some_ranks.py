@@ -25,7 +25,7 @@ def test_a_rank_that_does_not_save(tmp_path: Path) -> None:
             save_rank(rank.params, tmp_path / "saved", lambda: (Contents({}), None))
 
     assert pm._ranks is not None
-    # Objects are gathered along one axis after the other: rank 2 waits for rank 3, and rank 0 for rank 2. Either may tell first.
+    # Objects are gathered axis by axis: rank 2 waits for rank 3, and rank 0 for rank 2. Either may tell first.
     told = r"waited 10 s for gather_objects 'pm.save'; not arrived: rank [23] at pm.save"
     with pytest.raises(RuntimeFault, match=told):
         pm._ranks.run("pm.save", run)
