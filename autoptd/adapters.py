@@ -29,7 +29,8 @@ from autoptd.match_folder import counted, misfits
 from autoptd.runtime.read_folder import Folder, headers, library
 from autoptd.runtime.save_adapter import CONFIG, WEIGHTS
 
-# Fields of a config that say where an adapter came from, or how its values were first drawn: no forward reads them.
+# Fields of a config that say where an adapter came from, or how its values were first drawn: no forward reads them. Of dropout,
+# which training alone has, the model keeps its own.
 ORIGIN = {
     "arrow_config",
     "auto_mapping",

@@ -29,7 +29,7 @@ from autoptd.ir.keyword import (
     TOKEN_ORDER,
     Keyword,
     about,
-    check_tokens,
+    check_degrees,
     without_missing,
 )
 from autoptd.ir.machine import Machine, find_machine, machine_record
@@ -264,7 +264,7 @@ class Options:
             raise PlanError(f"schedule={self.schedule!r}", fact, remedy)
         if not isinstance(self.schedule, Path):
             check_schedule(str(self.schedule), self.v)
-        check_tokens(self.c, context=self.context, token_order=self.token_order)
+        check_degrees(self)
         if self.v > 1 and self.p == 1:
             fact = "several model chunks per pipeline rank gain nothing without a pipeline (p=1)"
             raise PlanError(f"v={self.v}", fact, "v=1, or p >= 2")

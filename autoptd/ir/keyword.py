@@ -8,7 +8,7 @@ In: how the command line reads it, its choices, where it is asked for. Out: meta
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from autoptd.errors import PlanError
@@ -65,11 +65,13 @@ class Keyword:
         return not self.choices or any(same)
 
 
-def check_tokens(c: int, **asked: str) -> None:
-    """Raise PlanError for what is asked of the tokens of c ranks where there is one."""
-    for name, value in asked.items():
-        if value != "auto" and c == 1:
-            raise PlanError(f"{name}={value!r}", "c=1 leaves every rank all tokens", "c > 1, or leave it out")
+def check_degrees(options: Any) -> None:
+    """Raise PlanError for what is asked of the ranks along an axis (`only_with`) where there is one."""
+    for item in fields(options):
+        degree, value = item.metadata["keyword"].only_with, getattr(options, item.name)
+        if degree and value != item.default and getattr(options, degree) == 1:
+            fact = f"{degree}=1 leaves every rank all tokens"
+            raise PlanError(f"{item.name}={value!r}", fact, f"{degree} > 1, or leave it out")
 
 
 def about(flag: str = "", help: str | None = None, **more: Any) -> dict[str, Keyword]:

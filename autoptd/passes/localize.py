@@ -164,10 +164,12 @@ def _local_attention(node: Node) -> None:
     """Count the places of a rank's queries in the whole sequence; with a mask, its rows say what they see."""
     record = note(node)
     record.axis = next(axis for axis, form in record.forms.items() if form == QUERIES)
-    given = {name: argument(node, name) for name in ("scale", "enable_gqa")}
-    node.target, node.args = markers.causal_attention, tuple(operands(node))
-    given["order"] = record.layout[record.axis].order
-    node.kwargs = {name: value for name, value in given.items() if value}
+    given = {"enable_gqa": argument(node, "enable_gqa"), "order": record.layout[record.axis].order}
+    keywords = {name: value for name, value in given.items() if value}
+    # A scale of 0 is one.
+    if (scale := argument(node, "scale")) is not None:
+        keywords = {"scale": scale, **keywords}
+    node.target, node.args, node.kwargs = markers.causal_attention, tuple(operands(node)), keywords
 
 
 def _local_dropout(node: Node, sizes: Sizes) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import autoptd
 from autoptd.program import transfers
@@ -41,6 +43,16 @@ def edit_source(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> list[str
 
     monkeypatch.setattr(verify_module, "compile_program", wrong)
     return edited
+
+
+def check_is_found(
+    monkeypatch: pytest.MonkeyPatch, edit: tuple[str, str], model: nn.Module, **asked: Any
+) -> None:
+    """Check that `verify` finds a program in which `edit` = (old, new) was made."""
+    edited = edit_source(monkeypatch, *edit)
+    with pytest.raises(autoptd.InternalError, match="differs"):
+        autoptd.verify(model, **asked, steps=1)
+    assert edited
 
 
 EDITS = {
