@@ -41,7 +41,8 @@ APART, PART, PART_BORDER = "#fcfcfd", "#ffffff", "#cfd5db"
 # Border of boxes and frames, ground of several stages that are drawn as one.
 BORDER, SEVERAL = "#9aa4ae", "#fbfbfb"
 MAX_TOOLTIP_CALLS = 8
-ORDER = ("forward", "backward", "step")
+ORDER = ("forward", "backward", "step", "update")
+ONCE = {"step": "once a step", "update": "once an update"}
 
 
 def bars(calls: Iterable[Collective], times: str = "") -> tuple[Line, ...]:
@@ -54,17 +55,19 @@ def bars(calls: Iterable[Collective], times: str = "") -> tuple[Line, ...]:
     for call in calls:
         for phase, kind in (("forward", call.forward), ("backward", call.backward)):
             if kind not in LOCAL_KINDS:
-                key = ("step" if call.scope == "step" else phase, kind, call.axis)
+                key = (call.scope if call.scope in ONCE else phase, kind, call.axis)
                 sums.setdefault(key, []).append(call.payload_bytes)
     lines = []
     for phase, kind, axis in sorted(sums, key=lambda key: (ORDER.index(key[0]), key[1], key[2])):
         sizes = sums[phase, kind, axis]
         count = f"{len(sizes)} {kind}s" if len(sizes) > 1 else kind
         # Sends are over pp, and within a stage tp is the only axis: neither has to be named.
-        over = "" if kind == "send" or (axis == "tp" and phase != "step") else f" over {axis}"
-        when = "once a step" if phase == "step" else phase
+        over = "" if kind == "send" or (axis == "tp" and phase not in ONCE) else f" over {axis}"
         lines.append(
-            line(f"{when}: {count}{over}, {bytes_text(sum(sizes))}{times}", bar=KINDS.get(kind, "#555555"))
+            line(
+                f"{ONCE.get(phase, phase)}: {count}{over}, {bytes_text(sum(sizes))}{times}",
+                bar=KINDS.get(kind, "#555555"),
+            )
         )
     return tuple(lines)
 

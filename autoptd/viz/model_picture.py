@@ -109,7 +109,7 @@ class _Painter:
             line((name, "bold"), (place, "quiet")),
             *(line(text) for text in _wrapped(_modules(program, stages))),
             line((f"{_span(sizes, count_text)} parameters on each rank{each}", "quiet")),
-            line((f"{_span(shares, lambda share: f'{share:.2g}')} % of all FLOPs{each}", "quiet")),
+            line((f"{_span(shares, _percent_text)} % of all FLOPs{each}", "quiet")),
         ]
         read = dict.fromkeys(name for k in stages for name in program.stages[k].inputs)
         lines += [line(("reads ", "quiet"), ", ".join(read))] if read else []
@@ -216,6 +216,10 @@ def _peers(program: Program, stage: int) -> list[int]:
         elif stage in crossing.targets:
             peers.add(crossing.source)
     return sorted(peers)
+
+
+def _percent_text(share: float) -> str:
+    return f"{share:.0f}" if share >= 10 else f"{share:.2g}"
 
 
 def _modules(program: Program, stages: Sequence[int]) -> list[str]:

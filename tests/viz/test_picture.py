@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import autoptd
 from autoptd.errors import PlanError
 from autoptd.program.program import Program
 from autoptd.viz.colours import KINDS
@@ -22,6 +23,8 @@ from autoptd.viz.picture import LEVELS, graph_picture
 from autoptd.viz.scene import Item, Scene
 from autoptd.viz.views import COLLECTIVES
 from autoptd.viz.words import bytes_text
+from tests.parity.models import batch
+from tests.parity.models import gpt as small_gpt
 from tests.viz.programs import Skipping, Stack, deep, full, gpt, of, staged
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -170,6 +173,13 @@ def test_stages_tell_what_they_hold_and_send() -> None:
     shares = [float(re.search(r"([\d.]+) % of all FLOPs", one)[1]) for one in told.values()]
     assert sum(shares) == pytest.approx(100, abs=2)
     assert drawn.rows == (("stage_0", "stage_1"), ("stage_2", "stage_3"))
+
+
+def test_one_stage_has_all_flops_and_updates_are_gathered_once() -> None:
+    program = autoptd.compile(small_gpt(2), d=2, zero=1, example_inputs=batch(8))
+    (told,) = texts(scene(program, "model").items)
+    assert "100 % of all FLOPs" in told
+    assert "once an update: all-gather over dp" in told and "forward: all-gather" not in told
 
 
 def test_many_ranks_share_boxes_and_every_stage_has_one() -> None:
