@@ -38,6 +38,7 @@ PASSES = (
     passes.cut,
     passes.localize,
     passes.substitute,
+    passes.group_rows,
     passes.keep,
     passes.hook_gemms,
     passes.mark_owned,

@@ -366,6 +366,14 @@ def _literals(keywords: Mapping[str, Any], text: Text) -> dict[str, str]:
     return {key: literal(value, text) for key, value in keywords.items()}
 
 
+def _of_runtime(node: Node, text: Text, site: str) -> str:
+    """Return `rt.take_rows(x, order, 2)`; with a group where ranks have different parts."""
+    args = [literal(arg, text) for arg in node.args]
+    if note(node).axis:
+        args.append(group_text(node))
+    return f"rt.{op_name(node)}({_join(args, {})})"
+
+
 MARKER_TEXTS: dict[str, Callable[[Node, Text, str], str]] = {
     "convert": _convert,
     "first_rows": lambda node, text, site: (
@@ -382,5 +390,6 @@ MARKER_TEXTS: dict[str, Callable[[Node, Text, str], str]] = {
     "causal_attention": _causal_attention,
     "linear_cross_entropy": _linear_cross_entropy,
     "linear": _linear,
+    **dict.fromkeys(("by_expert", "take_rows", "put_rows", "grouped_mm", "expert_rows"), _of_runtime),
     "vocab_embedding": _vocab_embedding,
 }

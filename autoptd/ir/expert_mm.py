@@ -44,7 +44,7 @@ class GroupedProducts(TorchFunctionMode):
 @torch.library.custom_op("autoptd::grouped_mm", mutates_args=())
 def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Return [s, o] of rows [s, i] sorted by group, matrices [e, i, o], and where the rows of each group end [e]."""
-    return _products(x, weight, ends)
+    return products_of_groups(x, weight, ends)
 
 
 @grouped_mm.register_fake
@@ -55,7 +55,7 @@ def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 @torch.library.custom_op("autoptd::grouped_mm_backward", mutates_args=())
 def grouped_mm_backward(grad: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of rows and matrices."""
-    return _products(grad, weight.transpose(1, 2), ends), _outer_products(x, grad, ends)
+    return products_of_groups(grad, weight.transpose(1, 2), ends), outer_products(x, grad, ends)
 
 
 @grouped_mm_backward.register_fake
@@ -70,9 +70,9 @@ def _grouped_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
 @torch.library.custom_op("autoptd::expert_mm", mutates_args=())
 def expert_mm(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     """Return [s, o] of rows [s, i], matrices [e, i, o] and the expert of each row [s], from 0 to e - 1."""
-    order, ends = _by_expert(ids, len(weight))
+    order, ends = sorted_by_expert(ids, len(weight))
     out = x.new_empty(len(x), weight.shape[2])
-    out[order] = _products(x[order], weight, ends)
+    out[order] = products_of_groups(x[order], weight, ends)
     return out
 
 
@@ -86,14 +86,14 @@ def expert_mm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, ids: Tensor, for_x: bool, for_weight: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of rows and matrices; one that is not asked for has no elements."""
-    order, ends = _by_expert(ids, len(weight))
+    order, ends = sorted_by_expert(ids, len(weight))
     sorted_grad = grad[order]
     of_x, of_weight = x.new_empty(0), weight.new_empty(0)
     if for_x:
         of_x = torch.empty_like(x)
-        of_x[order] = _products(sorted_grad, weight.transpose(1, 2), ends)
+        of_x[order] = products_of_groups(sorted_grad, weight.transpose(1, 2), ends)
     if for_weight:
-        of_weight = _outer_products(x[order], sorted_grad, ends)
+        of_weight = outer_products(x[order], sorted_grad, ends)
     return of_x, of_weight
 
 
@@ -119,7 +119,7 @@ expert_mm.register_autograd(_backward, setup_context=_setup)
 grouped_mm.register_autograd(_grouped_backward, setup_context=_setup)
 
 
-def _by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+def sorted_by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Return the order that sorts rows by expert, and behind which row each expert's end."""
     return ids.argsort(stable=True), torch.bincount(ids, minlength=experts).cumsum(0)
 
@@ -132,10 +132,12 @@ def _is_fast(x: Tensor, other: Tensor) -> bool:
     return not any(size % 8 for size in (*x.shape, *other.shape[-2:]))
 
 
-def _products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def products_of_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Return the product of each group of rows with its matrix."""
     if _is_fast(x, weight):
         return torch.nn.functional.grouped_mm(x, weight, offs=ends.to(torch.int32))
+    if x.is_meta:
+        return x.new_empty(len(x), weight.shape[2])
     # Behind the last group, rows belong to none.
     out = x.new_zeros(len(x), weight.shape[2])
     start = 0
@@ -146,11 +148,13 @@ def _products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-def _outer_products(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+def outer_products(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
     """Return the gradient of every matrix: zero where no row has chosen it."""
     if _is_fast(x, grad):
         return torch.nn.functional.grouped_mm(x.t(), grad, offs=ends.to(torch.int32))
     out = x.new_empty(len(ends), x.shape[1], grad.shape[1])
+    if x.is_meta:
+        return out
     start = 0
     for end, matrix in zip(ends.tolist(), out, strict=True):
         torch.mm(x[start:end].t(), grad[start:end], out=matrix)
@@ -158,4 +162,12 @@ def _outer_products(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-__all__ = ["NAME", "GroupedProducts", "expert_mm", "grouped_mm"]
+__all__ = [
+    "NAME",
+    "GroupedProducts",
+    "expert_mm",
+    "grouped_mm",
+    "outer_products",
+    "products_of_groups",
+    "sorted_by_expert",
+]

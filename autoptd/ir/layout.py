@@ -28,6 +28,7 @@ from autoptd.ir.mesh import AXES, Mesh, Role, role_of
 from autoptd.ir.sub_axes import SubAxis, base, covers, is_sub_axis, parse
 from autoptd.ir.types import (
     Dims,
+    E,
     I,
     Outer,
     P,
@@ -112,7 +113,7 @@ class Layout:
         """The letter of its type over all axes of the mesh: S if one cuts the value, else P, R or I."""
         letters = {kind.kind for _, kind in self.over_mesh}
         # Neither the value nor its cotangent is equal on all ranks: as with shards.
-        if letters >= {"P", "R"}:
+        if letters >= {"P", "R"} or E.kind in letters:
             return "S"
         return next((letter for letter in "SPR" if letter in letters), I.kind)
 
@@ -176,8 +177,8 @@ class Layout:
         return max((padded_size(dims, kind, mesh.degree(axis)) for axis, kind in self.shards), default=0)
 
     def pieces(self, mesh: Mesh) -> int:
-        """Count the different pieces into which the ranks of a mesh cut the value."""
-        return math.prod(mesh.degree(axis) for axis, _ in self.shards)
+        """Count the different pieces into which the ranks of a mesh cut the value; by expert they are equal on average."""
+        return math.prod(mesh.degree(axis) for axis, kind in self.over_mesh if kind.kind in "SE")
 
     def cuts(self, mesh: Mesh) -> Iterator[tuple[int, int, int]]:
         """Yield (dim, atom, pieces) of everything that the ranks of a mesh cut."""

@@ -106,6 +106,31 @@ def causal_attention(
     raise InternalError("causal_attention", "a marker was executed")
 
 
+def by_expert(ids: Any, experts: int) -> Any:
+    """Sort rows by expert: which come one after the other, and where those of each end. Over an axis, a rank's own."""
+    raise InternalError("by_expert", "a marker was executed")
+
+
+def take_rows(x: Any, order: Any, choices: int = 1) -> Any:
+    """Return rows of x in an order, which has `choices` for each."""
+    raise InternalError("take_rows", "a marker was executed")
+
+
+def put_rows(x: Any, order: Any, count: int) -> Any:
+    """Return `count` rows, those of x where the order says, and zeros."""
+    raise InternalError("put_rows", "a marker was executed")
+
+
+def grouped_mm(x: Any, weight: Any, ends: Any) -> Any:
+    """Multiply each group of rows with its matrix."""
+    raise InternalError("grouped_mm", "a marker was executed")
+
+
+def expert_rows(table: Any, order: Any, ends: Any) -> Any:
+    """Return the row of a table for the expert of each row."""
+    raise InternalError("expert_rows", "a marker was executed")
+
+
 def linear(x: Any, weight: Any, bias: Any, *, overlap: bool, wgrad: str, transposed: bool) -> Any:
     """Apply a linear layer with hooks on its backward: see passes/hook_gemms.py, and `rt.linear`."""
     raise InternalError("linear", "a marker was executed")
@@ -128,6 +153,7 @@ PLACED = (convert, share, first_rows)
 MARKERS = (
     *(convert, share, first_rows, batch_sum, vocab_embedding, cross_entropy, mean, dropout, linear),
     causal_attention,
+    *(by_expert, take_rows, put_rows, grouped_mm, expert_rows),
     *OVER_CLASSES.values(),
     *FUSED.values(),
 )

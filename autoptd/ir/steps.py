@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.types import CONVERSIONS, Dims, Outer, ValueType
+from autoptd.ir.types import CONVERSIONS, Dims, E, Outer, P, ValueType
 
 
 class Step(NamedTuple):
@@ -39,6 +39,11 @@ def steps(axis: str, source: Layout, target: Layout, mesh: Mesh) -> list[Step] |
     """
     if source == target:
         return []
+    if source == Layout({axis: E}):
+        # Rows of the experts that the ranks have: put among zeros they add up to all.
+        pending = Layout({axis: P})
+        onward = steps(axis, pending, target, mesh)
+        return None if onward is None else [Step(axis, E, P, pending, 1), *onward]
     parts = mesh.parts(axis, (*source.sub_axes, *target.sub_axes))
     # Shards over an axis are not those that its sub-axes make of them one by one.
     if not all(name in parts for layout in (source, target) for name, _ in layout.shards):

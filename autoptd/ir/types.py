@@ -6,6 +6,10 @@
 | `R`  replicated         | equal       | partial sum |
 | `P`  partial            | partial sum | equal       |
 | `S(dim, atom)` sharded  | sharded     | sharded     |
+| `E`  by expert          | own rows    | own rows    |
+
+`E` is a shard as well, whose size the data decides: of rows that have chosen experts a rank has those whose expert it has,
+whichever and however many these are (`passes/group_rows.py`). Where a rank has all of the value, the others' rows are zeros.
 
 A tensor dim is an ordered product of *atoms* (`heads x head_dim`); `S(2, 1)` says that atom 1 of dim 2 is
 split over the ranks. Megatron's f (Shoeybi et al. 2019, section 3) is I -> R, its g is P -> I.
@@ -43,7 +47,7 @@ class Segmented(int):
 
 @dataclass(frozen=True)
 class ValueType:
-    """One of I, R, P, S; `dim` and `atom` say what an S splits, `order` which parts of it a rank has (`ZIGZAG`)."""
+    """One of I, R, P, S, E; `dim` and `atom` say what an S splits, `order` which parts of it a rank has (`ZIGZAG`)."""
 
     kind: str
     # -1 unless the kind is S.
@@ -70,6 +74,8 @@ class ValueType:
 I = ValueType("I")  # noqa: E741 - the name of the type in DESIGN and papers
 R = ValueType("R")
 P = ValueType("P")
+# Rows along dim 0, of the experts that a rank has.
+E = ValueType("E")
 # The storage of a parameter under ZeRO: every rank has an equal range of a flat buffer, cut where it comes.
 FLAT = ValueType("S")
 
@@ -108,6 +114,7 @@ CONVERSIONS: dict[tuple[str, str], Conversion] = {
     ("R", "S"): Conversion("r_to_s", "slice", "zero-pad"),
     ("S", "P"): Conversion("s_to_p", "zero-pad", "slice"),
     ("S", "S"): Conversion("s_to_s", "all-to-all", "all-to-all"),
+    ("E", "P"): Conversion("e_to_p", "zero-pad", "slice"),
 }
 
 

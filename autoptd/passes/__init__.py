@@ -1,5 +1,5 @@
-"""Graph to graph, one file a pass: annotate, communicate, split_tokens, find_fusions, cut, localize, substitute, keep,
-hook_gemms, mark_owned.
+"""Graph to graph, one file a pass: annotate, communicate, split_tokens, find_fusions, cut, localize, substitute, group_rows,
+keep, hook_gemms, mark_owned.
 
 What they share lies in folders: `ops` (what is known of an operator), `axes` (which dims run together), `solve` (the types
 over a mesh axis), `stages` (where to cut, and what fits).
@@ -13,6 +13,7 @@ from autoptd.passes.dump import describe
 from autoptd.passes.explain_kept import explain_kept
 from autoptd.passes.fusion.chain import Groups
 from autoptd.passes.fusion.fuse import find_fusions, substitute
+from autoptd.passes.group_rows import group_rows
 from autoptd.passes.hook_gemms import adds_to_gradient, hook_gemms
 from autoptd.passes.keep import keep
 from autoptd.passes.localize import localize
@@ -54,6 +55,7 @@ __all__ = [
     "explain_split",
     "find_fusions",
     "flops",
+    "group_rows",
     "hook_gemms",
     "keep",
     "localize",

@@ -20,10 +20,11 @@ from autoptd.ir.layout import BATCH, Layout, loss_over
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import Note, converted_types, note, ops, output, placeholders, set_note, site
 from autoptd.ir.operators.record import operands
+from autoptd.ir.operators.rows import rows_read
 from autoptd.ir.operators.table import linear_groups
 from autoptd.ir.steps import Step, shard_places, steps
 from autoptd.ir.sub_axes import base
-from autoptd.ir.types import CONVERSIONS, Conversion, I, P, R, S, ValueType, padded_size
+from autoptd.ir.types import CONVERSIONS, Conversion, E, I, P, R, S, ValueType, padded_size
 from autoptd.passes.axes.axes import Axes, Letter, Place
 from autoptd.passes.axes.padding import Padding
 from autoptd.passes.batch_sums import read_batch_sums, take_whole_numbers
@@ -32,6 +33,7 @@ from autoptd.passes.reader_names import reader_name
 from autoptd.passes.runner import CALLS, Form, graph_pass
 from autoptd.passes.solve.assign import Assignment
 from autoptd.passes.solve.batch import FIRST_ROWS, adds_number
+from autoptd.passes.solve.experts import expert_table
 from autoptd.passes.solve.classes import REDUCED_FORMS
 from autoptd.passes.whole_rows import take_whole
 
@@ -319,8 +321,21 @@ def _is_row(node: Node, types: dict[Node, ValueType], gives: ValueType, axes: Ax
         is_pending = gives == P and all(types[operand] == P for operand in group)
         if is_pending and _rest_is_whole(types, set(group), R):
             return True
+    if gives == E:
+        return _is_by_expert(node, types)
     letters = [letter for letter in axes.letters(node) if padding.divides(node, letter)]
     return any(_is_split_by(node, letter, types, gives) for letter in letters)
+
+
+def _is_by_expert(node: Node, types: dict[Node, ValueType]) -> bool:
+    """Tell whether these are the types of an operator on rows of a rank's experts: its matrices, or what it reads by row."""
+    table = expert_table(node)
+    own = {operand for operand, kind in types.items() if kind == E}
+    if table is not None:
+        table = _origin(table)
+        is_table = types[table] == S(0, 0) and own <= {operands(node)[0]} - {table}
+        return is_table and _rest_is_whole(types, {table, *own}, R)
+    return rows_read(node, own) is not None and _rest_is_whole(types, own, R)
 
 
 def _is_split_by(node: Node, letter: Letter, types: dict[Node, ValueType], gives: ValueType) -> bool:

@@ -1,6 +1,5 @@
 """What emitted stage files import (`from autoptd import runtime as rt`), and what runs them."""
 
-from autoptd.ir.expert_mm import expert_mm
 from autoptd.ir.types import Zigzag
 from autoptd.runtime.attention import causal_attention
 from autoptd.runtime.classes import (
@@ -26,6 +25,7 @@ from autoptd.runtime.conversions import (
     s_to_s,
 )
 from autoptd.runtime.dropout import dropout
+from autoptd.runtime.experts import by_expert, expert_rows, grouped_mm, put_rows, take_rows
 from autoptd.runtime.linear import linear
 from autoptd.runtime.losses import count_labels
 from autoptd.runtime.regather import all_gather_again
@@ -42,6 +42,7 @@ __all__ = [
     "World",
     "Zigzag",
     "all_gather_again",
+    "by_expert",
     "causal_attention",
     "classes_argmax",
     "classes_gather",
@@ -51,7 +52,8 @@ __all__ = [
     "count_labels",
     "cross_entropy",
     "dropout",
-    "expert_mm",
+    "expert_rows",
+    "grouped_mm",
     "i_to_p",
     "i_to_r",
     "i_to_s",
@@ -62,6 +64,7 @@ __all__ = [
     "p_to_r",
     "p_to_s",
     "pad_shard",
+    "put_rows",
     "r_to_i",
     "r_to_p",
     "r_to_s",
@@ -69,6 +72,7 @@ __all__ = [
     "s_to_p",
     "s_to_r",
     "s_to_s",
+    "take_rows",
     "take_shard",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_embedding",

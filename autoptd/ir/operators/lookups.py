@@ -132,5 +132,8 @@ OPERATORS = [
     Operator("vocab_embedding", is_lookup=True, is_fresh=True, variable="rows"),
     Operator("cross_entropy", keeps="probabilities", variable="loss"),
     Operator("classes_gather", is_fresh=True, variable="gather"),
+    Operator("take_rows", is_lookup=True, is_fresh=True, variable="rows"),
+    Operator("put_rows", is_fresh=True, variable="experts"),
+    Operator("expert_rows", is_lookup=True, is_fresh=True, variable="bias"),
     *(Operator(f"classes_{name}", variable=name) for name in "log_softmax softmax logsumexp argmax".split()),
 ]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch.fx import Node
 
 from autoptd.ir import markers
-from autoptd.ir.notes import note, shape
+from autoptd.ir.notes import note, shape, tensor
 from autoptd.ir.operators.links import letter_links, same_dim
 from autoptd.ir.operators.record import QUERIES, Link, Member, Operator, Product, Size, argument, operands
 from autoptd.ir.sizes import Sizes, local_shapes
@@ -212,9 +212,13 @@ def expert_links(node: Node) -> list[Link]:
 
 
 def expert_flops(node: Node, shape: Size) -> int:
-    """Count the forward FLOPs of expert_mm: one matrix a row, and no padding of groups."""
+    """Count the forward FLOPs of expert_mm: one matrix a row, and no padding of groups.
+
+    A rank that has some of the experts has its part of the rows, on average.
+    """
     x, weight = (shape(operand) for operand in operands(node)[:2])
-    return 2 * x[0] * x[1] * weight[2]
+    experts = tensor(operands(node)[1]).shape[0]
+    return 2 * x[0] * x[1] * weight[2] * weight[0] // experts
 
 
 def expert_product(node: Node, shape: Size) -> Product:
@@ -300,5 +304,14 @@ OPERATORS = [
         variable="attention",
     ),
     Operator("linear", factors=(0, 1), is_fresh=True),
+    Operator(
+        "grouped_mm",
+        linear=((0,), (1,)),
+        flops=expert_flops,
+        product=expert_product,
+        keeps="operands",
+        is_fresh=True,
+        variable="experts",
+    ),
     Operator(HEAD, flops=head_flops, backward_flops=lambda node, shape: 0, product=head_product),
 ]

@@ -19,14 +19,16 @@ from autoptd.errors import PlanError
 from autoptd.ir.layout import Layout, loss_over
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.notes import note, payload
+from autoptd.ir.expert_mm import NAME as EXPERT_MM
+from autoptd.ir.notes import note, op_name, payload
 from autoptd.ir.operators.record import CLASSES, QUERIES, operands
 from autoptd.ir.operators.table import addends, linear_groups, operator_of
 from autoptd.ir.steps import Step, steps
-from autoptd.ir.types import I, P, R, S, ValueType, division_text, shard_size
+from autoptd.ir.types import E, I, P, R, S, ValueType, division_text, shard_size
 from autoptd.passes.axes.axes import Axes, Letter
 from autoptd.passes.axes.padding import Padding
 from autoptd.passes.ops.costs import compute_seconds, conversion_seconds, flops
+from autoptd.passes.solve.experts import expert_ways, product_seconds, rows_by_expert
 from autoptd.passes.solve.classes import REDUCED_FORMS, REDUCTIONS, classes_of
 from autoptd.passes.solve.shard_pins import Pins
 from autoptd.passes.solve.split_words import alike_text, why_split
@@ -98,6 +100,8 @@ class Splitter:
         self.classes = classes_of(graph, axes)
         # Nor are classes tokens, which a teacher's scores have as well.
         self.tokens = others - batch - self.classes
+        # What has a row for each choice of an expert, if matrices may be split.
+        self.expert_rows = rows_by_expert(graph) if Part.WEIGHTS in may_split else {}
         self.may_split = may_split
         self.never_split = set(batch)
         if Part.TOKENS not in may_split:
@@ -157,6 +161,10 @@ class Splitter:
     def over(self, kind: ValueType) -> Layout:
         """Return the layout with one type over the axis."""
         return Layout({self.axis: kind})
+
+    def over_whole(self, operand: Node) -> Layout:
+        """Return the layout of an operand that is read whole; what depends on no parameter has no gradient and is I."""
+        return _whole(operand, self)
 
     def path(self, source: Layout, target: Layout) -> list[Step] | None:
         """Return the conversions over the axis from one layout to another (`ir/steps.py`), None where there are none."""
@@ -275,6 +283,7 @@ def _every_strategy(node: Node, splitter: Splitter) -> list[Strategy]:
     return (
         _whole_strategies(node, splitter)
         + _split_strategies(node, splitter)
+        + _expert_strategies(node, splitter)
         + _pending_strategies(node, splitter)
     )
 
@@ -307,6 +316,8 @@ def _split_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
         # nothing (sharding the residual stream to save on its adds would trade every all-reduce for two collectives).
         seconds = splitter.seconds(node) / (pieces if flops(node) else 1)
         gives = split.gives or splitter.over(P)
+        if op_name(node) == EXPERT_MM and node in splitter.expert_rows:
+            seconds = product_seconds(node, splitter, needs, gives)
         if split.form in REDUCED_FORMS:
             gives = splitter.over(I)
         if split.is_contracted or split.form.startswith(CLASSES):
@@ -321,6 +332,12 @@ def _split_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
         form = split.form if split.is_contracted or split.form.startswith((CLASSES, QUERIES)) else ""
         strategies.append(Strategy(needs, gives, seconds, why, form))
     return strategies
+
+
+def _expert_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
+    """Return the way to run an operator on the rows of a rank's experts."""
+    ways = expert_ways(node, splitter, splitter.expert_rows)
+    return [Strategy(way.needs, splitter.over(E), way.seconds, way.why) for way in ways]
 
 
 def _pending_strategies(node: Node, splitter: Splitter) -> list[Strategy]:

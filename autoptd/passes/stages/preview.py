@@ -23,6 +23,7 @@ from autoptd.ir.recompute import full_share
 from autoptd.passes.context import Context
 from autoptd.passes.fusion.chain import Groups
 from autoptd.passes.fusion.fuse import substitute
+from autoptd.passes.group_rows import group_rows
 from autoptd.passes.keep import Holders, Keeper
 from autoptd.passes.localize import localize
 from autoptd.passes.stages.line import Level
@@ -84,7 +85,9 @@ def _on_one_stage(graph: Graph, backbone: Sequence[Node], ctx: Context) -> tuple
     chosen = tuple(group.on(named) for group in groups.chosen)
     here = _with_groups(ctx, replace(groups, chosen=chosen, refused=()))
     localize.run(copy, here)
-    return substitute(copy, here), here
+    fused = substitute(copy, here)
+    group_rows.run(fused, here)
+    return fused, here
 
 
 class _Named(dict[Node, Node]):

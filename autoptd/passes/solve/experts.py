@@ -1,0 +1,165 @@
+"""Experts split over the ranks of an axis by their number: each rank multiplies the rows that chose one of its experts.
+
+In: a graph whose rows are multiplied with the matrices of experts (`expert_mm`). Out: the ways to run such a product, and
+what treats its rows one by one, on rows of type `E`: those that chose an expert of the rank, of all others nothing.
+
+    experts = expert_mm(x, gate_up, ids)        # x: R, gate_up: S(0, 0)    -> E
+    up = experts + bias[ids]                    # the bias: S(0, 0)         -> E
+    experts = expert_mm(silu(up), down, ids)    # silu(up): E               -> E; as P it is zero in others' rows
+
+No operator but these knows the type. Read by any other, E is P: a rank's rows among zeros (`e_to_p`), which are summed once.
+In backward E is a shard as well: what it reads whole is R, whose gradient is a sum over the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import TYPE_CHECKING
+
+from torch.fx import Graph, Node
+
+from autoptd.ir import markers
+from autoptd.ir.expert_mm import NAME
+from autoptd.ir.layout import Layout
+from autoptd.ir.mesh import Mesh
+from autoptd.ir.notes import note, op_name, ops, payload, shape
+from autoptd.ir.operators.record import operands
+from autoptd.ir.operators.rows import experts_of, looked_up, rows_read
+from autoptd.ir.operators.table import is_pointwise, operator_of
+from autoptd.ir.types import E, S, division_text
+from autoptd.passes.ops.costs import flops
+
+if TYPE_CHECKING:
+    from autoptd.passes.axes.axes import Axes
+    from autoptd.passes.solve.strategies import Splitter
+
+# The standard deviation of an expert's rows, as a part of its mean: what a router that is kept balanced by a loss shows
+# (`benchmarks/experts.py` measures 0.3 to 0.6 on routers without training).
+DEVIATION = 0.5
+# Columns of a matrix that a GPU multiplies at once: of 96 columns a kernel computes 128.
+TILE = 128
+
+
+@dataclass(frozen=True)
+class ExpertWay:
+    """A way to run an operator on rows of type E: the types of its operands, its seconds, the reason."""
+
+    needs: dict[Node, Layout]
+    seconds: float
+    why: str
+
+
+def rows_by_expert(graph: Graph) -> dict[Node, Node]:
+    """Return the values with a row for each choice, as products of experts and what follows row by row; with the choices."""
+    products = [node for node in ops(graph) if op_name(node) == NAME]
+    counts = {experts_of(node.args[2]): shape(operands(node)[1])[0] for node in products}
+    found: dict[Node, Node] = {}
+    for node in ops(graph) if products else ():
+        if op_name(node) == NAME:
+            found[node] = experts_of(node.args[2])
+        elif (ids := looked_up(node)) is not None:
+            if counts.get(experts_of(ids)) == shape(operands(node)[0])[0]:
+                found[node] = experts_of(ids)
+        else:
+            read = {found[operand] for operand in operands(node) if operand in found}
+            rows = [operand for operand in operands(node) if operand in found]
+            if len(read) == 1 and _stays_apart(node) and rows_read(node, rows) is not None:
+                found[node] = read.pop()
+    return found
+
+
+def _stays_apart(node: Node) -> bool:
+    """Tell whether an operator can be run on any number of rows."""
+    record = operator_of(node)
+    if node.target in markers.FUSED.values():
+        return True
+    is_moved = record.moves in ("fold", "turn", "pieces", "part", "same", "cast")
+    return op_name(node) == "getitem" or is_moved or (is_pointwise(node) and not record.sizes)
+
+
+def expert_ways(node: Node, splitter: Splitter, rows: Mapping[Node, Node]) -> list[ExpertWay]:
+    """Return the way to run an operator on the rows of a rank's experts: at most one."""
+    if node not in rows:
+        return []
+    own = splitter.over(E)
+    whole = splitter.over_whole
+    needs = {
+        operand: own if rows.get(operand) is rows[node] else whole(operand) for operand in operands(node)
+    }
+    seconds = splitter.seconds(node)
+    table = expert_table(node)
+    if table is None:
+        return [ExpertWay(needs, seconds, "of a rank's own rows")]
+    if not _divides(table, splitter.axes, splitter.degree):
+        return []
+    needs[table] = splitter.over(S(0, 0))
+    experts = division_text(shape(table)[0], splitter.degree)
+    why = f"split by expert: {experts}"
+    if op_name(node) == NAME:
+        seconds = product_seconds(node, splitter, needs, own)
+        why += f", the busiest rank has {_busiest(node, splitter.degree):.0%} of the mean"
+    return [ExpertWay(needs, seconds, why)]
+
+
+def expert_table(node: Node) -> Node | None:
+    """Return the operand that has the experts in dim 0: matrices, or rows that are looked up."""
+    if op_name(node) == NAME:
+        return operands(node)[1]
+    return operands(node)[0] if looked_up(node) is not None else None
+
+
+def _divides(table: Node, axes: Axes, degree: int) -> bool:
+    """Tell whether every rank can have equally many experts."""
+    return len(axes.atoms(table, 0)) == 1 and axes.unit(table, (0, 0)) % degree == 0
+
+
+def busiest(experts: int, ranks: int) -> float:
+    """Return the rows of the busiest rank in units of the mean, to be expected where experts are chosen independently.
+
+    A rank's experts together deviate less than one of them; of the ranks the busiest is the largest of as many draws (Blom
+    1958, "Statistical estimates and transformed beta-variables").
+    """
+    if ranks == 1:
+        return 1.0
+    deviation = DEVIATION * math.sqrt(ranks / experts) * math.sqrt(1 - 1 / ranks)
+    largest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+    return min(1 + deviation * largest, float(ranks))
+
+
+def _busiest(node: Node, ranks: int) -> float:
+    return busiest(shape(operands(node)[1])[0], ranks)
+
+
+def product_seconds(node: Node, splitter: Splitter, needs: Mapping[Node, Layout], gives: Layout) -> float:
+    """Return the seconds of a product of experts, forward and backward, on one rank, with operands and result of these types.
+
+    Inside an expert a rank has all rows of fewer columns; by expert, whole columns of fewer rows. Kernels compute whole tiles,
+    and rows are read and written besides: those that are not split, by every rank.
+    """
+    mesh, machine, x, weight = splitter.mesh, splitter.machine, *operands(node)[:2]
+    is_by_expert = gives == splitter.over(E)
+    # Of rows, columns and channels, how many parts there are; a rank has one, or its load of the rows.
+    channels, columns = _cuts(needs[x], 1, mesh), _cuts(gives, 1, mesh)
+    rows = splitter.degree / _busiest(node, splitter.degree) if is_by_expert else _cuts(gives, 0, mesh)
+    whole_waste = max(_tiled(size) for size in shape(weight)[1:])
+    waste = max(_tiled(shape(weight)[1] // channels), _tiled(shape(weight)[2] // columns)) / whole_waste
+    moved = payload(weight) / needs[weight].pieces(mesh)
+    moved += payload(x) / channels / rows + payload(node) / columns / rows
+    work = 3 * flops(node) / (rows * channels * columns) * waste / machine.flops
+    return max(work, 3 * moved / machine.memory_bandwidth)
+
+
+def _cuts(layout: Layout, dim: int, mesh: Mesh) -> int:
+    """Return in how many parts a dim is cut."""
+    return math.prod(mesh.degree(axis) for axis, kind in layout.shards if kind.dim == dim)
+
+
+def _tiled(size: int) -> float:
+    """Return how much of a tile's work a size takes: 128 columns are computed where there are 96."""
+    return math.ceil(size / TILE) * TILE / size
+
+
+__all__ = ["ExpertWay", "busiest", "expert_ways", "product_seconds", "rows_by_expert"]
