@@ -33,8 +33,8 @@ from autoptd.passes.reader_names import reader_name
 from autoptd.passes.runner import CALLS, Form, graph_pass
 from autoptd.passes.solve.assign import Assignment
 from autoptd.passes.solve.batch import FIRST_ROWS, adds_number
-from autoptd.passes.solve.experts import expert_table
 from autoptd.passes.solve.classes import REDUCED_FORMS
+from autoptd.passes.solve.experts import expert_table
 from autoptd.passes.whole_rows import take_whole
 
 

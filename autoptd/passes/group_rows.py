@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.fx import Graph, Node
 
 from autoptd.errors import InternalError
@@ -100,7 +99,11 @@ class _Group:
             node.target, node.kwargs = markers.grouped_mm, {}
             return
         if expert_table(node) is not None:
-            node.target, node.args, node.kwargs = markers.expert_rows, (operands(node)[0], self.order, self.ends), {}
+            node.target, node.args, node.kwargs = (
+                markers.expert_rows,
+                (operands(node)[0], self.order, self.ends),
+                {},
+            )
             return
         own = [operand for operand in operands(node) if operand in inside]
         for operand in rows_read(node, own) or ():
@@ -128,7 +131,6 @@ class _Group:
             return
         count = note(self.ids).extra["local_shapes"][0][0]
         made = self._made(outside[0], markers.put_rows, (node, self.order, count), like=node)
-        note(made).why = ""
         for user in outside:
             if note(user).conversion == "e_to_p":
                 user.replace_all_uses_with(made)
@@ -138,7 +140,14 @@ class _Group:
                 user.replace_input_with(node, made)
 
     def _made(
-        self, before: Node, target: Any, args: tuple[Any, ...], *, like: Node, reason: str = "", name: str = ""
+        self,
+        before: Node,
+        target: Any,
+        args: tuple[Any, ...],
+        *,
+        like: Node,
+        reason: str = "",
+        name: str = "",
     ) -> Node:
         """Insert an operator with the value and the facts of another one, in the module of `before`."""
         with self.graph.inserting_before(before):

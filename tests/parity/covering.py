@@ -105,7 +105,7 @@ OUTSIDE = {  # fields of Options that are not varied
     "memory": "what is chosen, not how it runs: test_fit.py",
     "memory_price": "likewise; with recompute='auto'",
     "machine": "likewise; conftest.py has the one of the tests",
-    "plan": "pins what is chosen: test_plan.py",
+    "plan": "pins what is chosen: test_plan.py; with some kinds of model",
 }
 LEFT_OUT = {
     ("context", "ulysses"): "refuses heads that do not divide: parity/test_context.py",
@@ -235,6 +235,9 @@ class Trainer:
     """A mesh's model with its optimizer."""
 
     def __init__(self, kind: Kind, model: nn.Module, batch: Batch, keywords: Case) -> None:
+        if kind.shard and keywords["t"] > 1:
+            pins = [{"pattern": pattern, "dim": 0} for pattern in kind.shard]
+            keywords = {**keywords, "plan": {"shard": pins}}
         about = {"loss_fn": kind.loss_fn, "backend": "local", "timeout": 60, "example_inputs": batch}
         # Users are told that storage would be float32.
         with mock.patch("autoptd.api.check_precision"):

@@ -153,29 +153,54 @@ class Experts(Model):
 
 
 class SortedExperts(Model):
-    """Two of three experts a token, whose tokens the model sorts for a grouped product, as transformers does."""
+    """Two of several experts a token, whose tokens the model sorts for a grouped product, as transformers does."""
+
+    experts = 3
 
     def __init__(self, drop: float) -> None:
         super().__init__(drop)
+        count = self.experts
         self.blocks = nn.ModuleList(Block(drop) for _ in range(2))
-        self.gates = nn.ModuleList(nn.Linear(WIDTH, 3) for _ in range(2))
-        self.up = nn.ParameterList(torch.empty(3, 4 * WIDTH, WIDTH) for _ in range(2))
-        self.down = nn.ParameterList(torch.empty(3, WIDTH, 2 * WIDTH) for _ in range(2))
+        self.gates = nn.ModuleList(nn.Linear(WIDTH, count) for _ in range(2))
+        self.up = nn.ParameterList(torch.empty(count, 4 * WIDTH, WIDTH) for _ in range(2))
+        self.down = nn.ParameterList(torch.empty(count, WIDTH, 2 * WIDTH) for _ in range(2))
 
     def body(self, x: Tensor) -> Tensor:
         # Of float64, torch.nn.functional.grouped_mm has no kernel.
         product = torch.ops.transformers.grouped_mm_fallback
-        for block, gate, up, down in zip(self.blocks, self.gates, self.up, self.down, strict=True):
+        for i, (block, gate, up, down) in enumerate(
+            zip(self.blocks, self.gates, self.up, self.down, strict=True)
+        ):
             x = block(x)
             tokens = x.flatten(0, 1)
             weights, chosen = gate(tokens).softmax(-1).topk(2)
             ids, order = chosen.flatten().sort()
-            ends = torch.histc(ids.float(), 3, 0, 2).cumsum(0, dtype=torch.int32)
-            left, right = product(tokens[order // 2], up.transpose(1, 2), ends).chunk(2, -1)
+            ends = torch.histc(ids.float(), self.experts, 0, self.experts - 1).cumsum(0, dtype=torch.int32)
+            both = product(tokens[order // 2], up.transpose(1, 2), ends)
+            left, right = self.biased(both, "up_bias", i, ids).chunk(2, -1)
             made = product(F.silu(left) * right, down.transpose(1, 2), ends)
+            made = self.biased(made, "down_bias", i, ids)
             made = (made * weights.flatten()[order].unsqueeze(-1))[order.argsort()]
             x = x + made.unflatten(0, (-1, 2)).sum(1).view_as(x)
         return x
+
+    def biased(self, rows: Tensor, name: str, layer: int, ids: Tensor) -> Tensor:
+        return rows
+
+
+class NumberedExperts(SortedExperts):
+    """Six experts with biases, which t = 2 and 3 divide by their number (`Kind.shard`)."""
+
+    experts = 6
+
+    def __init__(self, drop: float) -> None:
+        super().__init__(drop)
+        self.up_bias = nn.ParameterList(torch.empty(6, 4 * WIDTH) for _ in range(2))
+        self.down_bias = nn.ParameterList(torch.empty(6, WIDTH) for _ in range(2))
+
+    def biased(self, rows: Tensor, name: str, layer: int, ids: Tensor) -> Tensor:
+        biases: nn.ParameterList = getattr(self, name)
+        return rows + biases[layer][ids]
 
 
 class EncoderDecoder(Model):
@@ -263,6 +288,8 @@ class Kind:
     loss_fn: Callable[..., Tensor] | None = None
     # Its loss is that of one microbatch.
     mixes: bool = False
+    # Parameters that tensor ranks, where there are several, divide along dim 0.
+    shard: tuple[str, ...] = ()
 
     def make(self, drop: float) -> nn.Module:
         torch.manual_seed(0)
@@ -292,6 +319,7 @@ KINDS: dict[str, Kind] = {
     "shared": Kind(Shared),
     "experts": Kind(Experts),
     "sorted experts": Kind(SortedExperts),
+    "numbered experts": Kind(NumberedExperts, shard=("up.*", "down.*", "up_bias.*", "down_bias.*")),
     "encoder-decoder": Kind(EncoderDecoder, has_source=True),
     "adapters": Kind(Adapted),
     "loss_fn": Kind(Headless, labels="targets", loss_fn=smoothed),

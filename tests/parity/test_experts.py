@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -105,6 +106,79 @@ def test_experts_train_as_on_one_device(family: str, mesh: int) -> None:
     autoptd.verify(model, example_inputs=batch(), machine=MACHINE, steps=2, **MESHES[mesh])
 
 
+def by_expert(model: nn.Module) -> dict[str, Any]:
+    """A plan that splits experts by their number."""
+    names = [name for name, _ in model.named_parameters() if re.search(r"experts\.(gate_up|down)_proj", name)]
+    patterns = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+    return {"shard": [{"pattern": pattern, "dim": 0} for pattern in patterns]}
+
+
+def with_four_experts(family: str) -> nn.Module:
+    """The model of a family, with a number of experts that t = 2 and 4 divide."""
+    torch.manual_seed(0)
+    config = FAMILIES[family]().config
+    name = next(
+        name for name in ("num_local_experts", "n_routed_experts", "num_experts") if hasattr(config, name)
+    )
+    setattr(config, name, 4)
+    model: nn.Module = type(FAMILIES[family]())(config)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    thinned(CELLS, [f"by expert, {family}, {MESHES[mesh]}" for family, mesh in CELLS], every=4),
+)
+def test_experts_by_number_train_as_on_one_device(family: str, mesh: int) -> None:
+    model = with_four_experts(family)
+    plan, keywords = by_expert(model), {"machine": MACHINE, "steps": 2, **MESHES[mesh]}
+    autoptd.verify(model, example_inputs=batch(), plan=plan, **keywords)
+
+
+@pytest.mark.parametrize("favourite", [0, 3])
+def test_all_tokens_may_choose_experts_of_one_rank(favourite: int) -> None:
+    """The other rank has no row at all, and its gradients are zeros."""
+    model = with_four_experts("GPT-OSS")
+    for name, parameter in model.named_parameters():
+        if name.endswith("router.bias"):
+            # The two experts of a token are both of one rank.
+            parameter.data[favourite // 2 * 2 : favourite // 2 * 2 + 2] += 1e3
+    autoptd.verify(model, t=2, example_inputs=batch(), plan=by_expert(model), machine=MACHINE, steps=1)
+
+
+def test_experts_that_do_not_divide_are_not_split_by_number() -> None:
+    model = model_of("Mixtral")
+    with pytest.raises(autoptd.PlanError, match="divides no factor"):
+        autoptd.compile(model, t=2, example_inputs=batch(), plan=by_expert(model), machine=MACHINE)
+
+
+class Before(nn.Module):
+    """One choice a token, whose score weighs what the expert reads; what comes behind its only product is not linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.matrices = nn.Linear(16, 4), nn.Parameter(torch.randn(4, 16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        score, chosen = self.gate(x).max(-1)
+        ids, order = chosen.sort()
+        ends = torch.histc(ids.float(), 4, 0, 3).cumsum(0, dtype=torch.int32)
+        y = nn.functional.grouped_mm((x * score.sigmoid()[:, None])[order], self.matrices, offs=ends)
+        # 0 / 0 where a row is of zeros.
+        y = y / y.norm(dim=-1, keepdim=True)
+        return (y[order.argsort()] * torch.arange(16)).square().mean()
+
+
+@pytest.mark.parametrize("t", [2, 4])
+def test_scores_before_and_a_quotient_behind(t: int) -> None:
+    torch.manual_seed(0)
+    plan = {"shard": [{"pattern": "matrices", "dim": 0}]}
+    found = torch.randn(8, 16)
+    autoptd.verify(Before(), t=t, example_inputs=(found,), plan=plan, machine=MACHINE, steps=2)
+
+
 CONFIGS = {  # two layers, else as they are released
     "Mixtral": transformers.MixtralConfig(num_hidden_layers=2, use_cache=False),
     "Qwen3-MoE": transformers.Qwen3MoeConfig(num_hidden_layers=2, use_cache=False, num_experts=128),
@@ -112,9 +186,13 @@ CONFIGS = {  # two layers, else as they are released
 }
 
 
+# Few wide experts are divided inside: of 8, one rank would have a half more rows than the mean. Many narrow ones by number.
+INSIDE = {"Mixtral": True, "Qwen3-MoE": False, "GPT-OSS": False}
+
+
 @pytest.mark.parametrize("family", CONFIGS)
-def test_every_expert_is_divided_inside_and_summed_once_a_layer(family: str) -> None:
-    """No tensor rank has a whole expert; what tokens get from all of theirs is summed once."""
+def test_experts_are_divided_by_what_is_cheaper_and_summed_once_a_layer(family: str) -> None:
+    """A tensor rank has a part of all experts, or all of some; what tokens get from theirs is summed once."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(CONFIGS[family], dtype=torch.bfloat16)
         ids = torch.zeros(4, 2048, dtype=torch.long)
@@ -123,8 +201,12 @@ def test_every_expert_is_divided_inside_and_summed_once_a_layer(family: str) -> 
     assert len(specs) == 4
     for spec in specs:
         local, whole = spec.local_shape(program.mesh), spec.shape
-        assert 4 * torch.Size(local).numel() == torch.Size(whole).numel() and local[0] == whole[0]
+        assert 4 * torch.Size(local).numel() == torch.Size(whole).numel()
+        assert (local[0] == whole[0]) == INSIDE[family]
     assert not program.fallbacks
+    said = program.explain("model.layers.0.mlp.experts").splitlines()
+    chosen = [line for line in said if line.strip().startswith("chosen") and "by expert: " in line]
+    assert bool(chosen) != INSIDE[family]
     lines = "\n".join(program.sources.values()).splitlines()
     # The two layers are one loop.
     conversions = [line.split("rt.")[1] for line in lines if "mlp.experts" in line and ", tp, " in line]
@@ -136,4 +218,8 @@ def test_no_weight_is_gathered_by_token() -> None:
     program = autoptd.compile(model_of("Mixtral"), example_inputs=batch(), machine=MACHINE)
     text = "\n".join(program.sources.values())
     # The two layers are one loop.
-    assert text.count("rt.expert_mm(") == 2 and "sort" not in text and "aten.index" not in text
+    counts = {
+        name: text.count(f"rt.{name}(") for name in ("by_expert", "take_rows", "grouped_mm", "put_rows")
+    }
+    assert counts == {"by_expert": 1, "take_rows": 1, "grouped_mm": 2, "put_rows": 1}
+    assert "sort(" not in text and "aten.index" not in text and ".expand(" not in text.split("mlp  (")[1]

@@ -217,8 +217,10 @@ def expert_flops(node: Node, shape: Size) -> int:
     A rank that has some of the experts has its part of the rows, on average.
     """
     x, weight = (shape(operand) for operand in operands(node)[:2])
-    experts = tensor(operands(node)[1]).shape[0]
-    return 2 * x[0] * x[1] * weight[2] * weight[0] // experts
+    count, experts = 2 * x[0] * x[1] * weight[2], tensor(operands(node)[1]).shape[0]
+    # Sizes may be letters of a formula.
+    is_part = isinstance(weight[0], int) and weight[0] < experts
+    return count * weight[0] // experts if is_part else count
 
 
 def expert_product(node: Node, shape: Size) -> Product:

@@ -15,26 +15,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from statistics import NormalDist
-from typing import TYPE_CHECKING
+from typing import NamedTuple, Protocol
 
 from torch.fx import Graph, Node
 
 from autoptd.ir import markers
 from autoptd.ir.expert_mm import NAME
 from autoptd.ir.layout import Layout
+from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.notes import note, op_name, ops, payload, shape
+from autoptd.ir.notes import op_name, ops, payload, shape
 from autoptd.ir.operators.record import operands
 from autoptd.ir.operators.rows import experts_of, looked_up, rows_read
 from autoptd.ir.operators.table import is_pointwise, operator_of
-from autoptd.ir.types import E, S, division_text
+from autoptd.ir.types import E, S, ValueType, division_text
+from autoptd.passes.axes.axes import Axes
 from autoptd.passes.ops.costs import flops
-
-if TYPE_CHECKING:
-    from autoptd.passes.axes.axes import Axes
-    from autoptd.passes.solve.strategies import Splitter
 
 # The standard deviation of an expert's rows, as a part of its mean: what a router that is kept balanced by a loss shows
 # (`benchmarks/experts.py` measures 0.3 to 0.6 on routers without training).
@@ -43,13 +40,26 @@ DEVIATION = 0.5
 TILE = 128
 
 
-@dataclass(frozen=True)
-class ExpertWay:
-    """A way to run an operator on rows of type E: the types of its operands, its seconds, the reason."""
+class Way(NamedTuple):
+    """A way to run an operator: the types of its operands and its result, its seconds, the reason."""
 
     needs: dict[Node, Layout]
+    gives: Layout
     seconds: float
     why: str
+
+
+class Along(Protocol):
+    """What is asked of an axis that splits: see `Splitter`."""
+
+    axes: Axes
+    mesh: Mesh
+    machine: Machine
+    degree: int
+
+    def over(self, kind: ValueType) -> Layout: ...
+
+    def seconds(self, node: Node) -> float: ...
 
 
 def rows_by_expert(graph: Graph) -> dict[Node, Node]:
@@ -80,28 +90,28 @@ def _stays_apart(node: Node) -> bool:
     return op_name(node) == "getitem" or is_moved or (is_pointwise(node) and not record.sizes)
 
 
-def expert_ways(node: Node, splitter: Splitter, rows: Mapping[Node, Node]) -> list[ExpertWay]:
-    """Return the way to run an operator on the rows of a rank's experts: at most one."""
+def expert_ways(
+    node: Node, along: Along, rows: Mapping[Node, Node], whole: Mapping[Node, Layout]
+) -> list[Way]:
+    """Return the way to run an operator on the rows of a rank's experts, at most one; `whole`: operands that are read whole."""
     if node not in rows:
         return []
-    own = splitter.over(E)
-    whole = splitter.over_whole
-    needs = {
-        operand: own if rows.get(operand) is rows[node] else whole(operand) for operand in operands(node)
-    }
-    seconds = splitter.seconds(node)
+    own, needs = along.over(E), dict(whole)
+    needs |= {operand: own for operand in needs if rows.get(operand) is rows[node]}
     table = expert_table(node)
     if table is None:
-        return [ExpertWay(needs, seconds, "of a rank's own rows")]
-    if not _divides(table, splitter.axes, splitter.degree):
+        return [Way(needs, own, along.seconds(node), "of a rank's own rows")]
+    if not _divides(table, along.axes, along.degree):
         return []
-    needs[table] = splitter.over(S(0, 0))
-    experts = division_text(shape(table)[0], splitter.degree)
-    why = f"split by expert: {experts}"
+    needs[table] = along.over(S(0, 0))
+    seconds, why = (
+        along.seconds(node),
+        f"split by expert: {division_text(shape(table)[0], along.degree)}",
+    )
     if op_name(node) == NAME:
-        seconds = product_seconds(node, splitter, needs, own)
-        why += f", the busiest rank has {_busiest(node, splitter.degree):.0%} of the mean"
-    return [ExpertWay(needs, seconds, why)]
+        seconds = product_seconds(node, along, needs, own, seconds)
+        why += f", the busiest rank has {_busiest(node, along.degree):.0%} of the mean"
+    return [Way(needs, own, seconds, why)]
 
 
 def expert_table(node: Node) -> Node | None:
@@ -133,17 +143,23 @@ def _busiest(node: Node, ranks: int) -> float:
     return busiest(shape(operands(node)[1])[0], ranks)
 
 
-def product_seconds(node: Node, splitter: Splitter, needs: Mapping[Node, Layout], gives: Layout) -> float:
+def product_seconds(
+    node: Node, along: Along, needs: Mapping[Node, Layout], gives: Layout, otherwise: float
+) -> float:
     """Return the seconds of a product of experts, forward and backward, on one rank, with operands and result of these types.
+
+    Of other operators they are those given.
 
     Inside an expert a rank has all rows of fewer columns; by expert, whole columns of fewer rows. Kernels compute whole tiles,
     and rows are read and written besides: those that are not split, by every rank.
     """
-    mesh, machine, x, weight = splitter.mesh, splitter.machine, *operands(node)[:2]
-    is_by_expert = gives == splitter.over(E)
+    if op_name(node) != NAME:
+        return otherwise
+    mesh, machine, x, weight = along.mesh, along.machine, *operands(node)[:2]
+    is_by_expert = gives == along.over(E)
     # Of rows, columns and channels, how many parts there are; a rank has one, or its load of the rows.
     channels, columns = _cuts(needs[x], 1, mesh), _cuts(gives, 1, mesh)
-    rows = splitter.degree / _busiest(node, splitter.degree) if is_by_expert else _cuts(gives, 0, mesh)
+    rows = along.degree / _busiest(node, along.degree) if is_by_expert else _cuts(gives, 0, mesh)
     whole_waste = max(_tiled(size) for size in shape(weight)[1:])
     waste = max(_tiled(shape(weight)[1] // channels), _tiled(shape(weight)[2] // columns)) / whole_waste
     moved = payload(weight) / needs[weight].pieces(mesh)
@@ -162,4 +178,4 @@ def _tiled(size: int) -> float:
     return math.ceil(size / TILE) * TILE / size
 
 
-__all__ = ["ExpertWay", "busiest", "expert_ways", "product_seconds", "rows_by_expert"]
+__all__ = ["Along", "Way", "busiest", "expert_table", "expert_ways", "product_seconds", "rows_by_expert"]

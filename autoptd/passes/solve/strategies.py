@@ -19,17 +19,16 @@ from autoptd.errors import PlanError
 from autoptd.ir.layout import Layout, loss_over
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.expert_mm import NAME as EXPERT_MM
-from autoptd.ir.notes import note, op_name, payload
+from autoptd.ir.notes import note, payload
 from autoptd.ir.operators.record import CLASSES, QUERIES, operands
 from autoptd.ir.operators.table import addends, linear_groups, operator_of
 from autoptd.ir.steps import Step, steps
-from autoptd.ir.types import E, I, P, R, S, ValueType, division_text, shard_size
+from autoptd.ir.types import I, P, R, S, ValueType, division_text, shard_size
 from autoptd.passes.axes.axes import Axes, Letter
 from autoptd.passes.axes.padding import Padding
 from autoptd.passes.ops.costs import compute_seconds, conversion_seconds, flops
-from autoptd.passes.solve.experts import expert_ways, product_seconds, rows_by_expert
 from autoptd.passes.solve.classes import REDUCED_FORMS, REDUCTIONS, classes_of
+from autoptd.passes.solve.experts import expert_ways, product_seconds, rows_by_expert
 from autoptd.passes.solve.shard_pins import Pins
 from autoptd.passes.solve.split_words import alike_text, why_split
 from autoptd.passes.solve.splits import Factors, Split
@@ -161,10 +160,6 @@ class Splitter:
     def over(self, kind: ValueType) -> Layout:
         """Return the layout with one type over the axis."""
         return Layout({self.axis: kind})
-
-    def over_whole(self, operand: Node) -> Layout:
-        """Return the layout of an operand that is read whole; what depends on no parameter has no gradient and is I."""
-        return _whole(operand, self)
 
     def path(self, source: Layout, target: Layout) -> list[Step] | None:
         """Return the conversions over the axis from one layout to another (`ir/steps.py`), None where there are none."""
@@ -316,8 +311,8 @@ def _split_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
         # nothing (sharding the residual stream to save on its adds would trade every all-reduce for two collectives).
         seconds = splitter.seconds(node) / (pieces if flops(node) else 1)
         gives = split.gives or splitter.over(P)
-        if op_name(node) == EXPERT_MM and node in splitter.expert_rows:
-            seconds = product_seconds(node, splitter, needs, gives)
+        if node in splitter.expert_rows:
+            seconds = product_seconds(node, splitter, needs, gives, seconds)
         if split.form in REDUCED_FORMS:
             gives = splitter.over(I)
         if split.is_contracted or split.form.startswith(CLASSES):
@@ -335,9 +330,9 @@ def _split_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
 
 
 def _expert_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
-    """Return the way to run an operator on the rows of a rank's experts."""
-    ways = expert_ways(node, splitter, splitter.expert_rows)
-    return [Strategy(way.needs, splitter.over(E), way.seconds, way.why) for way in ways]
+    needs = {operand: _whole(operand, splitter) for operand in operands(node)}
+    ways = expert_ways(node, splitter, splitter.expert_rows, needs)
+    return [Strategy(*way) for way in ways]
 
 
 def _pending_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
