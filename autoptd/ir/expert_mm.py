@@ -55,7 +55,7 @@ def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 @torch.library.custom_op("autoptd::grouped_mm_backward", mutates_args=())
 def grouped_mm_backward(grad: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of rows and matrices."""
-    return products_of_groups(grad, weight.transpose(1, 2), ends), outer_products(x, grad, ends)
+    return products_of_groups(grad, weight.transpose(1, 2), ends), outer_products(x, grad, ends, weight)
 
 
 @grouped_mm_backward.register_fake
@@ -93,7 +93,7 @@ def expert_mm_backward(
         of_x = torch.empty_like(x)
         of_x[order] = products_of_groups(sorted_grad, weight.transpose(1, 2), ends)
     if for_weight:
-        of_weight = outer_products(x[order], sorted_grad, ends)
+        of_weight = outer_products(x[order], sorted_grad, ends, weight)
     return of_x, of_weight
 
 
@@ -148,11 +148,12 @@ def products_of_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-def outer_products(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
-    """Return the gradient of every matrix: zero where no row has chosen it."""
+def outer_products(x: Tensor, grad: Tensor, ends: Tensor, weight: Tensor) -> Tensor:
+    """Return the gradient of every matrix of `weight`, in memory as that is: zero where no row has chosen it."""
     if _is_fast(x, grad):
         return torch.nn.functional.grouped_mm(x.t(), grad, offs=ends.to(torch.int32))
-    out = x.new_empty(len(ends), x.shape[1], grad.shape[1])
+    # Of a transposed parameter it is transposed, too, and is added to what there is without a copy across rows.
+    out = torch.empty_like(weight, dtype=grad.dtype)
     if x.is_meta:
         return out
     start = 0

@@ -97,9 +97,11 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, ends = ctx.saved_tensors
+        # Of a sum it is a number, expanded.
+        grad = grad.contiguous()
         for_x, for_weight, _ = ctx.needs_input_grad
         of_x = products_of_groups(grad, weight.transpose(1, 2), ends) if for_x else None
-        of_weight = outer_products(x, grad, ends) if for_weight else None
+        of_weight = outer_products(x, grad, ends, weight) if for_weight else None
         return of_x, of_weight, None
 
 

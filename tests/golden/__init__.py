@@ -95,7 +95,7 @@ def texts() -> dict[str, str]:
     before: tuple[str, ...] = ()
     for number, (name, graph) in enumerate([("trace", record.graphs["TRACED"]), *record.after.items()]):
         snapshot = Snapshot.of(graph)
-        texts[f"passes/{number}_{name}.txt"] = snapshot.since(before)
+        texts[f"passes/{number:02}_{name}.txt"] = snapshot.since(before)
         before = snapshot.calls
     for name in PROGRAMS:
         program = program if name == "one_block" else build(name)

@@ -33,8 +33,8 @@ from autoptd.ir.types import E, S, ValueType, division_text
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.ops.costs import flops
 
-# The standard deviation of an expert's rows, as a part of its mean: what a router that is kept balanced by a loss shows
-# (`benchmarks/experts.py` measures 0.3 to 0.6 on routers without training).
+# The standard deviation of an expert's rows, as a part of its mean: assumed, of routers that a loss keeps balanced. Those that
+# are not trained have 0.6 to 1.5 (`benchmarks/experts.py`).
 DEVIATION = 0.5
 # Columns of a matrix that a GPU multiplies at once: of 96 columns a kernel computes 128.
 TILE = 128
