@@ -91,6 +91,21 @@ def _zero(found: Found) -> list[str]:
     ]
 
 
+def _experts(found: Found) -> list[str]:
+    rows = []
+    for row in found["rows"]:
+        ratio = _ratio(row["wall"]) if "wall" in row else ""
+        sizes = [row["experts"], row["k"], row["f"], row["who"], row["turns"]]
+        rows.append([*sizes, f"{row['ms']:.0f}", ratio])
+    header = ["experts", "choices", "channels", "form", "turns", "ms", "transformers' wall time / its"]
+    parts = [
+        [stack, name, f"{1e3 * seconds:.2f}"]
+        for stack, about in found["layers"].items()
+        for name, seconds in about["parts"].items()
+    ]
+    return [_table(header, rows), "A layer's parts, alone:", _table(["stack", "part", "ms"], parts)]
+
+
 def _context(found: Found) -> list[str]:
     rows = []
     for row in found["rows"]:
@@ -324,6 +339,7 @@ TABLES: dict[str, Callable[[Found], list[str]]] = {
     "single": _single,
     "zero": _zero,
     "context": _context,
+    "experts": _experts,
     "fusion": _fusion,
     "memory": _memory,
     "recompute": _recompute,

@@ -1,4 +1,4 @@
-"""The four value types over a mesh axis, and the table of conversions between them.
+"""The value types over a mesh axis, and the table of conversions between them.
 
 | type | value on the ranks | cotangent on the ranks |
 |------|--------------------|------------------------|
