@@ -11,7 +11,8 @@ torch's `is_causal` counts queries and keys both from the first one, where here 
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,22 +41,16 @@ def causal_attention(
     c, index = group.size, group.index
     places = (index, 2 * c - 1 - index) if order == ZIGZAG else (index,)
     length = q.shape[-2] // len(places)
-    # From the last key on, once for both pieces: see `_from_behind`.
-    turned = (k.flip(-2), v.flip(-2)) if places != (0,) and not q.is_cuda else None
-    results = []
-    for place, part in zip(places, q.split(length, -2), strict=True):
-        first = place * length
-        if first and turned is not None:
-            results.append(_from_behind(first, part, *turned, scale, enable_gqa))
-        else:
-            # A view would keep all keys until backward, beside those that are turned.
-            own = (k, v) if turned is None else (k[..., :length, :].clone(), v[..., :length, :].clone())
-            results.append(_from(first, part, *own, scale, enable_gqa))
+    firsts = tuple(place * length for place in places)
+    if not q.is_cuda and q.ndim == 4 and q.shape[-1] == v.shape[-1]:
+        return _InBlocks.apply(q, *_last_strides_are_one(k, v), firsts, scale)  # type: ignore[no-any-return]
+    parts = zip(firsts, q.split(length, -2), strict=True)
+    results = [_masked(first, part, k, v, scale, enable_gqa) for first, part in parts]
     return torch.cat(results, -2) if len(results) > 1 else results[0]
 
 
-def _from(first: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None, enable_gqa: bool) -> Tensor:
-    """Return causal attention of queries whose first one has place `first`."""
+def _masked(first: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None, enable_gqa: bool) -> Tensor:
+    """Return causal attention of queries whose first one has place `first`, by one kernel."""
     length = q.shape[-2]
     seen = min(first + length, k.shape[-2])
     mask: Tensor | None = None
@@ -70,21 +65,77 @@ def _from(first: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None, enab
     )
 
 
-def _from_behind(
-    first: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None, enable_gqa: bool
-) -> Tensor:
-    """Return the same of keys and values whose last one is the first.
+class _InBlocks(torch.autograd.Function):
+    """The same by kernels for CPUs, which compute what a mask hides: the keys before all queries, then those beside them.
 
-    Whether query i sees key j of these depends on i + j alone. So the mask [l, s] that kernels for CPUs read, and keep until
-    backward, is one line of l + s - 1 numbers in memory.
+    Two such results are weighed by their sums of exponentials. The gradients of a block need nothing of the other but
+    the result and the logarithm of the sum, both of the whole (Dao 2023, FlashAttention-2, section 3.1). Half precision is
+    computed in float32: a result that is rounded for each block is further off than one device's.
     """
-    length, every = q.shape[-2], k.shape[-2]
-    seen = min(first + length, every)
-    line = q.new_zeros(length + seen - 1)
-    line[: max(seen - 1 - first, 0)] = -math.inf
-    k, v = k[..., every - seen :, :], v[..., every - seen :, :]
-    mask = line.as_strided((length, seen), (1, 1))
-    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, firsts: tuple[int, ...], scale: float | None
+    ) -> Tensor:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        outs, logs = [], []
+        for first, part in zip(firsts, q.chunk(len(firsts), -2), strict=True):
+            found = [
+                _forward(
+                    *(x.to(wide) for x in (part, k[:, :, keys], v[:, :, keys])), 0.0, is_causal, scale=scale
+                )
+                for keys, is_causal in _blocks(first, part.shape[-2], k.shape[-2])
+            ]
+            out, log = found[0]
+            for other, other_log in found[1:]:
+                whole = torch.logaddexp(log, other_log)
+                out = out.mul_((log - whole).exp_().unsqueeze(-1))
+                out = out.addcmul_(other, (other_log - whole).exp_().unsqueeze(-1))
+                log = whole
+            outs.append(out.to(q.dtype))
+            logs.append(log)
+        # In the memory of the kernel's results, [b, l, heads, e], of which models make [b, l, h] without a copy.
+        result = torch.cat([x.transpose(1, 2) for x in outs], 1).transpose(1, 2) if len(outs) > 1 else outs[0]
+        ctx.save_for_backward(q, k, v, result, *logs)
+        ctx.firsts, ctx.scale = firsts, scale
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, result, *logs = ctx.saved_tensors
+        wide = torch.promote_types(q.dtype, torch.float32)
+        of_k, of_v = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+        of_q = []
+        parts = zip(*(x.chunk(len(logs), -2) for x in (grads[0], q, result)), strict=True)
+        for first, log, part in zip(ctx.firsts, logs, parts, strict=True):
+            grad, queries, out = (x.to(wide) for x in part)
+            total: Tensor | None = None
+            for keys, is_causal in _blocks(first, queries.shape[-2], k.shape[-2]):
+                mine = (x[:, :, keys].to(wide) for x in (k, v))
+                found = _backward(grad, queries, *mine, out, log, 0.0, is_causal, scale=ctx.scale)
+                total = found[0] if total is None else total.add_(found[0])
+                of_k[:, :, keys] += found[1]
+                of_v[:, :, keys] += found[2]
+            assert total is not None
+            of_q.append(total.to(q.dtype))
+        return torch.cat(of_q, -2), of_k.to(k.dtype), of_v.to(v.dtype), None, None
+
+
+# [b, heads, l, k] and keys and values with as many heads, or with fewer that are shared by neighbours.
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _blocks(first: int, length: int, every: int) -> Iterator[tuple[slice, bool]]:
+    """The keys that queries from place `first` on see: all of those before them, and those up to each query's own."""
+    if first:
+        yield slice(0, min(first, every)), False
+    if first < every:
+        yield slice(first, min(first + length, every)), True
+
+
+def _last_strides_are_one(*tensors: Tensor) -> list[Tensor]:
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 __all__ = ["causal_attention"]

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from autoptd import runtime as rt
 
@@ -35,3 +37,81 @@ def test_a_query_sees_the_keys_up_to_its_own(order: str, c: int) -> None:
         assert len(set(pairs)) == 1
     else:
         assert pairs == [12 * (12 * index) + 78 for index in range(c)]
+
+
+def of_all_ranks(
+    operands: list[Tensor], gradient: Tensor, c: int, order: str, **how: Any
+) -> tuple[Tensor, ...]:
+    """The result and the gradients of q, k and v, of c ranks one after the other."""
+    blocks: Any = rt.Zigzag() if order else 1
+    results, of_q = [], []
+    of_k, of_v = (torch.zeros_like(x, dtype=torch.float64) for x in operands[1:])
+    for index in range(c):
+        q = rt.take_shard(operands[0], 2, blocks, index, c).clone().requires_grad_()
+        k, v = (x.clone().requires_grad_() for x in operands[1:])
+        group: Any = SimpleNamespace(size=c, index=index)
+        result = rt.causal_attention(q, k, v, group, order=order, **how)
+        result.backward(rt.take_shard(gradient, 2, blocks, index, c))
+        assert q.grad is not None and k.grad is not None and v.grad is not None
+        results.append(result.detach())
+        of_q.append(q.grad)
+        of_k, of_v = of_k + k.grad, of_v + v.grad
+    return rt.join_shards(results, 2, blocks), rt.join_shards(of_q, 2, blocks), of_k, of_v
+
+
+def of_one_device(operands: list[Tensor], gradient: Tensor, **how: Any) -> tuple[Tensor, ...]:
+    q, k, v = (x.clone().requires_grad_() for x in operands)
+    result = F.scaled_dot_product_attention(q, k, v, is_causal=True, **how)
+    result.backward(gradient)
+    assert q.grad is not None and k.grad is not None and v.grad is not None
+    return result.detach(), q.grad, k.grad, v.grad
+
+
+def drawn(heads: int, kv: int, size: int, dtype: torch.dtype, value: int = 16) -> tuple[list[Tensor], Tensor]:
+    torch.manual_seed(0)
+    shapes = [(2, heads, size, 16), (2, kv, size, 16), (2, kv, size, value), (2, heads, size, value)]
+    *operands, gradient = (torch.randn(*shape, dtype=torch.float64).to(dtype) for shape in shapes)
+    return operands, gradient
+
+
+@pytest.mark.parametrize(("c", "order"), [(1, "zigzag"), (2, ""), (3, "zigzag"), (4, ""), (8, "zigzag")])
+@pytest.mark.parametrize(("heads", "kv", "value"), [(4, 4, 16), (4, 2, 16), (6, 1, 16), (4, 4, 8)], ids=str)
+def test_is_attention_of_one_device(c: int, order: str, heads: int, kv: int, value: int) -> None:
+    """A `value` size of its own is more than the kernel for CPUs knows."""
+    operands, gradient = drawn(heads, kv, 48, torch.float64, value)
+    how = {"scale": 0.3, "enable_gqa": heads != kv}
+    found = of_all_ranks(operands, gradient, c, order, **how)
+    for one, right in zip(found, of_one_device(operands, gradient, **how), strict=True):
+        torch.testing.assert_close(one, right, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("c", "order"), [(2, ""), (4, "zigzag"), (8, "zigzag")])
+@pytest.mark.parametrize("kv", [4, 2])
+def test_bfloat16_is_as_exact_as_on_one_device(c: int, order: str, kv: int) -> None:
+    """Against float64: the result and every gradient, of the sum of the ranks' gradients in float64."""
+    operands, gradient = drawn(4, kv, 96, torch.bfloat16)
+    how = {"enable_gqa": kv != 4}
+    right = of_one_device([x.double() for x in operands], gradient.double(), **how)
+    one, found = of_one_device(operands, gradient, **how), of_all_ranks(operands, gradient, c, order, **how)
+    for name, its, ours, exact in zip(("y", "q", "k", "v"), one, found, right, strict=True):
+        own, mine = ((x.double() - exact).norm() for x in (its, ours))
+        assert mine <= 1.05 * own, name
+
+
+def test_the_kernels_take_what_they_took() -> None:
+    """They have names that torch may change without notice, and arguments by place."""
+    aten = torch.ops.aten
+    for kernel, taken in (
+        (
+            aten._scaled_dot_product_flash_attention_for_cpu,
+            "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, *, "
+            "Tensor? attn_mask=None, float? scale=None) -> (Tensor output, Tensor logsumexp)",
+        ),
+        (
+            aten._scaled_dot_product_flash_attention_for_cpu_backward,
+            "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
+            "float dropout_p, bool is_causal, *, Tensor? attn_mask=None, float? scale=None) -> "
+            "(Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+        ),
+    ):
+        assert str(kernel.default._schema).partition("(")[2] == taken[1:]
