@@ -296,6 +296,12 @@ def _dropout(node: Node, text: Text, site: str) -> str:
     return f"rt.dropout({_join(drawn, _mask_places(node, batch, shard))})"
 
 
+def _noise(node: Node, text: Text, site: str) -> str:
+    x, kind, number, batch, shard = node.args
+    drawn = [text(x), f"self.draw(site={number})"]  # type: ignore[arg-type]
+    return f"rt.{kind}({_join(drawn, _mask_places(node, batch, shard))})"  # type: ignore[arg-type]
+
+
 def _mask_places(node: Node, batch: tuple[int, int] | None, shard: tuple[int, int] | None) -> dict[str, str]:
     """Return the keywords that say where the rows of the batch, and the shards, are in a value."""
     keywords = {}
@@ -376,6 +382,7 @@ MARKER_TEXTS: dict[str, Callable[[Node, Text, str], str]] = {
     "cross_entropy": _cross_entropy,
     **dict.fromkeys(markers.OVER_CLASSES, _over_classes),
     "dropout": _dropout,
+    "noise": _noise,
     "mean": _mean,
     **dict.fromkeys(markers.FUSED, _fused),
     "bias_dropout_add": _bias_dropout_add,

@@ -28,6 +28,7 @@ from autoptd.runtime.conversions import (
 from autoptd.runtime.dropout import dropout
 from autoptd.runtime.linear import linear
 from autoptd.runtime.losses import count_labels
+from autoptd.runtime.noise import exponential, normal, uniform
 from autoptd.runtime.regather import all_gather_again
 from autoptd.runtime.shards import join_shards, pad_shard, take_shard
 from autoptd.runtime.stage import Stage
@@ -52,12 +53,14 @@ __all__ = [
     "cross_entropy",
     "dropout",
     "expert_mm",
+    "exponential",
     "i_to_p",
     "i_to_r",
     "i_to_s",
     "join_shards",
     "linear",
     "main",
+    "normal",
     "p_to_i",
     "p_to_r",
     "p_to_s",
@@ -70,6 +73,7 @@ __all__ = [
     "s_to_r",
     "s_to_s",
     "take_shard",
+    "uniform",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_embedding",
 ]

@@ -2,8 +2,8 @@
 
 Removed: asserts, aliases, casts to the same dtype, dropout that drops nothing, literal devices, dead code.
 In-place operators become functional (`functionalize.py`), indices that count from zero become views
-(`indices.py`); the reduction of a pointwise loss becomes an operator of its own; every random operator but
-dropout (see `dropouts.py`) is refused by name.
+(`indices.py`); the reduction of a pointwise loss becomes an operator of its own; random numbers become
+those of `dropouts.py` and `noise.py`, and every other random operator is refused by name.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from autoptd.trace import dropouts, indices
 from autoptd.trace.class_losses import has_soft_labels, rewrite_nll, rewrite_soft_labels
 from autoptd.trace.experts import rewrite_experts
 from autoptd.trace.functionalize import functionalize
+from autoptd.trace.noise import NAMES, rewrite_noise
 
 aten = torch.ops.aten
 IDENTITIES = {"aten.alias", "aten.lift_fresh", "aten.lift_fresh_copy", "aten.detach_"}
@@ -45,6 +46,7 @@ def normalize(graph: Graph) -> None:
     # First, for what is rewritten below takes every value to be written once.
     functionalize(graph)
     dropouts.rewrite_dropouts(graph)
+    rewrite_noise(graph)
     for node in list(graph.nodes):
         if node.op == "call_function":
             _normalize_one(graph, node)
@@ -296,7 +298,7 @@ def _normalize_cast(graph: Graph, node: Node) -> None:
 
 
 def _is_random(node: Node) -> bool:
-    if op_name(node) in (dropouts.NAME, dropouts.ATTENTION) or not isinstance(
+    if op_name(node) in (dropouts.NAME, dropouts.ATTENTION, *NAMES) or not isinstance(
         node.target, torch._ops.OpOverload
     ):
         return False
