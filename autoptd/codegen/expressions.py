@@ -18,6 +18,7 @@ from torch.fx import Node
 from autoptd.ir import markers
 from autoptd.ir.notes import note, op_name, tensor
 from autoptd.ir.operators.table import operator_of
+from autoptd.ir.own_functions import own_function
 from autoptd.ir.sub_axes import is_sub_axis, parts_of
 from autoptd.ir.types import CONVERSIONS
 from autoptd.program.calls import LOCAL_KINDS
@@ -45,6 +46,10 @@ def expression(node: Node, text: Text, site: str = '""') -> str:
     if operator_of(node).creates:
         # The traced program has the device of the compilation, which may be meta.
         keywords |= {"dtype": str(tensor(node).dtype), "device": "self.device"}
+    if own := own_function(node):
+        # Not what is baked into the operator alone: all that `apply` takes.
+        given = [literal(arg, text) for arg in own.arguments(node.args)]
+        return f"rt.apply_function({_join([literal(own.name, text), *given], {})})"
     # Operators whose call in torch's Python API is not the one of their overload.
     if name == "aten.slice":
         return _slice(node, args)

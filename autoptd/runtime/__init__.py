@@ -26,6 +26,7 @@ from autoptd.runtime.conversions import (
     s_to_s,
 )
 from autoptd.runtime.dropout import dropout
+from autoptd.runtime.functions import apply_function
 from autoptd.runtime.linear import linear
 from autoptd.runtime.losses import count_labels
 from autoptd.runtime.noise import exponential, normal, uniform
@@ -43,6 +44,7 @@ __all__ = [
     "World",
     "Zigzag",
     "all_gather_again",
+    "apply_function",
     "causal_attention",
     "classes_argmax",
     "classes_gather",
