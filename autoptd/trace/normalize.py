@@ -128,7 +128,8 @@ def _normalize_one(graph: Graph, node: Node) -> None:
         node.target, node.args, node.kwargs = NEW[name], node.args[1:], {"dtype": value(node).dtype}
     elif name == "aten.broadcast_tensors":
         _normalize_broadcast(graph, node)
-    elif name == "aten.cat":
+    elif name in ("aten.cat", "aten.concat", "aten.concatenate") and isinstance(argument(node, "dim"), int):
+        node.target = aten.cat.default
         _normalize_cat(graph, node)
     elif _adds_nothing(node):
         _replace(graph, node, node.args[0])
