@@ -59,6 +59,10 @@ class Call:
         return cls(function, tuple(torch.Size(arg.shape) if isinstance(arg, Tensor) else arg for arg in args))
 
 
+class NeedsContext(Exception):
+    """A forward tells autograd something of its results: it cannot be run as plain operators."""
+
+
 class _Context:
     """What `forward` writes to; what is saved for a backward that is not called is of no use."""
 
@@ -70,6 +74,9 @@ class _Context:
 
     def set_materialize_grads(self, value: bool) -> None:
         pass
+
+    def mark_non_differentiable(self, *tensors: Any) -> None:
+        raise NeedsContext
 
 
 def run_forward(function: Any, args: Sequence[Any]) -> Any:

@@ -42,16 +42,20 @@ def draws(graph: Graph) -> Iterator[Node]:
     return (node for node in ops(graph) if is_draw(node))
 
 
+def check_generators(graph: Graph) -> None:
+    """Raise PlanError where numbers are drawn from a generator of the model's own."""
+    for node in ops(graph):
+        if node.kwargs.get("generator") is not None:
+            fact = f"{op_name(node)} draws from a generator of the model's own, whose state ranks do not share"
+            raise PlanError(site(node), fact, "leave generator= out: what is drawn follows from seed=")
+
+
 def rewrite_noise(graph: Graph) -> None:
-    """Rewrite what draws numbers, and number all draws of the graph; PlanError for a generator of its own."""
+    """Rewrite what draws numbers, and number all draws of the graph."""
     for node in list(ops(graph)):
         name = op_name(node)
-        if name not in (*LIKE, *SIZED, *FILLED):
-            continue
-        if node.kwargs.get("generator") is not None:
-            fact = f"{name} draws from a generator of the model's own, whose state ranks do not share"
-            raise PlanError(site(node), fact, "leave generator= out: what is drawn follows from seed=")
-        _rewrite(graph, node)
+        if name in (*LIKE, *SIZED, *FILLED):
+            _rewrite(graph, node)
     for number, node in enumerate(draws(graph)):
         note(node).extra["site"] = number
 
@@ -115,4 +119,4 @@ def _made(graph: Graph, node: Node, target: Any, *args: Any, **kwargs: Any) -> N
     return made
 
 
-__all__ = ["NAMES", "draws", "kind_of", "rewrite_noise", "steps_of"]
+__all__ = ["NAMES", "check_generators", "draws", "kind_of", "rewrite_noise", "steps_of"]

@@ -24,7 +24,7 @@ from autoptd.trace import dropouts, indices
 from autoptd.trace.class_losses import has_soft_labels, rewrite_nll, rewrite_soft_labels
 from autoptd.trace.experts import rewrite_experts
 from autoptd.trace.functionalize import functionalize
-from autoptd.trace.noise import NAMES, rewrite_noise
+from autoptd.trace.noise import NAMES, check_generators, rewrite_noise
 
 aten = torch.ops.aten
 IDENTITIES = {"aten.alias", "aten.lift_fresh", "aten.lift_fresh_copy", "aten.detach_"}
@@ -43,6 +43,7 @@ def normalize(graph: Graph) -> None:
 
     Raises TraceError or PlanError with the source line of what cannot be kept.
     """
+    check_generators(graph)
     # First, for what is rewritten below takes every value to be written once.
     functionalize(graph)
     dropouts.rewrite_dropouts(graph)

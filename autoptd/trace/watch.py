@@ -27,7 +27,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from autoptd.compat import FakeTensor, plain_checkpoints, tree_leaves
 from autoptd.errors import TraceError
 from autoptd.trace.attributes import attribute_tensors
-from autoptd.trace.functions import Call, call_whole, run_forward, takes_others
+from autoptd.trace.functions import Call, NeedsContext, call_whole, run_forward, takes_others
 from autoptd.trace.numbers import make_tensor
 
 HOOK_REMEDY = "remove the hook: change the gradient after pm.step, or the model's forward"
@@ -66,8 +66,13 @@ def watch_tracing(model: nn.Module, whole: set[Any]) -> Iterator[Met]:
         if cls in whole or takes_others(args):
             whole.add(cls)
             return call_whole(cls, args)
+        try:
+            made = run_forward(cls, args)
+        except NeedsContext:
+            whole.add(cls)
+            return call_whole(cls, args)
         met.functions.append(call)
-        return run_forward(cls, args)
+        return made
 
     def refuse_hook(self: Tensor, hook: Callable[..., Any]) -> Any:
         raise TraceError("Tensor.register_hook", "a hook in the forward is not traced", HOOK_REMEDY)

@@ -33,6 +33,7 @@ from autoptd.passes.axes.axes import Letter
 from autoptd.passes.context import Context
 from autoptd.passes.localize import check_local, localize
 from autoptd.passes.solve.strategies import REDUCED_FORMS
+from autoptd.ir.noise import NAMES
 from autoptd.runtime.dropout import Draw
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Communicators, Group, World
@@ -88,6 +89,11 @@ def run_node(node: Node, env: Env, rows: ValueType = I) -> Any:
         count = env[node.args[0]].shape[rows.dim] if rows.kind == "S" else 1  # type: ignore[index]
         draw = Draw(0, 1, 0, 0, count)
         return rt.dropout(env[node.args[0]], node.args[1], draw, rows.dim if rows.kind == "S" else None)  # type: ignore
+    if op_name(node) in NAMES:
+        x = env[node.args[0]]  # type: ignore[index]
+        count = x.shape[rows.dim] if rows.kind == "S" else 1
+        noise = getattr(rt, NAMES[op_name(node)])
+        return noise(x, Draw(0, 1, 0, 0, count), rows.dim if rows.kind == "S" else None)
     return node.target(*map_arg(node.args, env.__getitem__), **map_arg(node.kwargs, env.__getitem__))  # type: ignore
 
 
@@ -191,6 +197,10 @@ def _run_local(node: Node, leaves: Env, env: Env, group: Any) -> Any:
         x, rate, _, batch, shard = args
         rows = x.shape[batch[0]] // batch[1] if batch is not None else 1
         return rt.dropout(x, rate, Draw(0, 1, 0, group.index * rows, rows), batch, shard, group)
+    if node.target is markers.noise:
+        x, kind, _, batch, shard = args
+        rows = x.shape[batch[0]] // batch[1] if batch is not None else 1
+        return getattr(rt, kind)(x, Draw(0, 1, 0, group.index * rows, rows), batch, shard, group)
     if node.target is markers.mean:
         x, dims, keepdim, count = args
         return x.sum(dims, keepdim) / count
