@@ -353,7 +353,9 @@ def compile_evaluation(
         for node in tracing.draws(evaluated.graph):
             is_dropout = op_name(node) == "aten.dropout"
             what = f"dropout of {node.args[1]} is" if is_dropout else "random numbers are"
-            remedy = "F.dropout(x, p, training=self.training)" if is_dropout else "draw them where self.training"
+            remedy = (
+                "F.dropout(x, p, training=self.training)" if is_dropout else "draw them where self.training"
+            )
             raise PlanError(note(node).module or "model", f"{what} drawn in eval mode as well", remedy)
     # Training's graph at this size, to compare with that of eval mode.
     with tracing.in_modes(modes):

@@ -99,9 +99,7 @@ def dropout(
     raise InternalError("dropout", "a marker was executed")
 
 
-def noise(
-    x: Any, kind: str, site: int, batch: tuple[int, int] | None, shard: tuple[int, int] | None
-) -> Any:
+def noise(x: Any, kind: str, site: int, batch: tuple[int, int] | None, shard: tuple[int, int] | None) -> Any:
     """Random numbers of a kind, of the shape of x, at call site number `site`; `batch` and `shard` as for dropout."""
     raise InternalError("noise", "a marker was executed")
 

@@ -1,34 +1,25 @@
 """Custom autograd functions that a graph keeps as they are, each as one operator: forward and backward are the user's own.
 
-In: a class, and what it is called with. Out: an operator of torch's registry that calls `apply`, so that it is traced, tried and
-differentiated as every other one; and the name by which an emitted file calls the class.
+In: a node of such an operator (`trace/own_functions.py` makes them). Out: the class, the name by which an emitted file calls
+it, and all that its `apply` takes.
 
-    operator, given = operator_for(ScaleGradient, (x, 0.5))
-    y = operator(*given)                                    # ScaleGradient.apply(x, 0.5)
-    class_of("my.layers:ScaleGradient")                     # the class
+    own_function(node).name                                 # "my.layers:ScaleGradient"
+    class_of("my.layers:ScaleGradient").apply(x, 0.5)
 """
 
 from __future__ import annotations
 
 import importlib
-import re
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.fx import Node
 
-from autoptd.compat import FakeTensorMode, OpOverload, TorchDispatchMode, without_modes
-from autoptd.errors import PlanError, TraceError
+from autoptd.errors import PlanError
 
-NAMESPACE = "autoptd_functions"
-LIBRARY = torch.library.Library(NAMESPACE, "DEF")
-# Of the torch that is installed, and not what stands in its place while a model is traced.
-APPLY = torch.autograd.Function.__dict__["apply"].__func__
-# How a schema says the type of an argument; arguments of other types are part of the operator.
-SCHEMA_TYPES = {bool: "bool", int: "int", float: "float", str: "str"}
-REMEDY = "write it with differentiable torch operators"
+# Of this process: classes by name, and what the operators made of them stand for.
+CLASSES: dict[str, Any] = {}
+OWN: dict[Any, Own] = {}
 
 
 @dataclass(frozen=True)
@@ -47,39 +38,9 @@ class Own:
         return args
 
 
-# Of this process: classes by name, and what is registered for them.
-CLASSES: dict[str, Any] = {}
-OPERATORS: dict[Any, OpOverload] = {}
-OWN: dict[OpOverload, Own] = {}
-
-
-def operator_for(function: Any, args: tuple[Any, ...]) -> tuple[OpOverload, list[Any]]:
-    """Return the operator for such a call, and what it is called with; TraceError where the function is not one of tensors."""
-    fixed = tuple((i, arg) for i, arg in enumerate(args) if not _is_given(arg))
-    given = [arg for arg in args if _is_given(arg)]
-    words = ["Tensor" if isinstance(arg, Tensor) else SCHEMA_TYPES[type(arg)] for arg in given]
-    count = _results_of(function, args)
-    key = (function, fixed, tuple(words), count)
-    if key not in OPERATORS:
-        own = Own(function, _name_of(function), fixed)
-        listed = ", ".join(f"{word} x{i}" for i, word in enumerate(words))
-        results = "Tensor" if count == 0 else f"({', '.join(['Tensor'] * count)})"
-        name = f"{re.sub(r'[^A-Za-z0-9]', '_', function.__name__)}_{len(OPERATORS)}"
-        LIBRARY.define(f"{name}({listed}) -> {results}")
-
-        def kernel(*given: Any) -> Any:
-            return APPLY(function, *own.arguments(given))
-
-        for dispatch_key in ("Autograd", "CompositeExplicitAutograd"):
-            LIBRARY.impl(name, kernel, dispatch_key)
-        OPERATORS[key] = getattr(getattr(torch.ops, NAMESPACE), name).default
-        OWN[OPERATORS[key]] = own
-    return OPERATORS[key], given
-
-
 def own_function(node: Node) -> Own | None:
     """Return what a node calls, None where that is no custom autograd function."""
-    return OWN.get(node.target)  # type: ignore[call-overload, no-any-return]
+    return OWN.get(node.target)
 
 
 def class_of(name: str) -> Any:
@@ -97,11 +58,7 @@ def class_of(name: str) -> Any:
     return CLASSES[name]
 
 
-def _is_given(arg: Any) -> bool:
-    return isinstance(arg, Tensor) or type(arg) in SCHEMA_TYPES
-
-
-def _name_of(function: Any) -> str:
+def name_of(function: Any) -> str:
     """Return the name of a class; functions make classes anew, which then have numbers."""
     plain = name = f"{function.__module__}:{function.__qualname__}"
     number = 1
@@ -109,48 +66,3 @@ def _name_of(function: Any) -> str:
         number += 1
         name = f"{plain}#{number}"
     return name
-
-
-def _results_of(function: Any, args: tuple[Any, ...]) -> int:
-    """Run forward and backward without values; return the length of the tuple that forward gives, 0 for a tensor."""
-    site = f"autograd.Function {function.__name__}"
-    with without_modes(), FakeTensorMode(), _Deterministic(site), torch.enable_grad():
-        fakes = [_fake(arg) for arg in args]
-        versions = [x._version for x in fakes if isinstance(x, Tensor)]
-        try:
-            made = APPLY(function, *fakes)
-            results = list(made) if isinstance(made, tuple) else [made]
-            if not all(isinstance(result, Tensor) for result in results):
-                raise TraceError(site, "it returns other things than tensors", REMEDY)
-            if versions != [x._version for x in fakes if isinstance(x, Tensor)]:
-                raise TraceError(site, "it writes into its arguments", "write out of place")
-            heads = [result for result in results if result.requires_grad]
-            if heads:
-                torch.autograd.backward(heads, [torch.ones_like(head) for head in heads])
-        except TraceError:
-            raise
-        except Exception as error:
-            fact = f"forward or backward cannot be run without values: {str(error).splitlines()[0]}"
-            raise TraceError(site, fact, REMEDY) from error
-    return len(results) if isinstance(made, tuple) else 0
-
-
-def _fake(arg: Any) -> Any:
-    if not isinstance(arg, Tensor):
-        return arg
-    made = torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=arg.device)
-    return made.requires_grad_(arg.dtype.is_floating_point)
-
-
-class _Deterministic(TorchDispatchMode):
-    """Refuses operators that draw random numbers."""
-
-    def __init__(self, site: str) -> None:
-        super().__init__()
-        self._site = site
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            fact = f"it draws random numbers ({func}), which ranks would draw each on its own"
-            raise TraceError(self._site, fact, "draw them before apply, and pass them as an argument")
-        return func(*args, **(kwargs or {}))

@@ -144,7 +144,7 @@ def stage_spec(index: int, file: codegen.StageFile) -> StageSpec:
 
 
 def dropout_specs(graph: Graph) -> tuple[DropoutSpec, ...]:
-    """Describe every dropout of the model, in the order of its calls."""
+    """Describe every dropout of the model, and other noise, in the order of the calls."""
     specs = []
     # On the CUT graph: in later ones, dropouts may be fused with other operators.
     for node in ops(graph):
@@ -153,6 +153,6 @@ def dropout_specs(graph: Graph) -> tuple[DropoutSpec, ...]:
             rows, why = record.extra["rows"], record.extra.get("reason", "")
             batch = (rows.dim, outer_size(record.dims, rows)) if rows.kind == "S" else None
             kind = NAMES.get(op_name(node), "")
-            rate: Any = 0.0 if kind else node.args[1]
-            specs.append(DropoutSpec(record.extra["site"], record.module, rate, batch, why, kind))
+            rate = 0.0 if kind else node.args[1]
+            specs.append(DropoutSpec(record.extra["site"], record.module, rate, batch, why, kind))  # type: ignore[arg-type]
     return tuple(sorted(specs, key=lambda spec: spec.site))

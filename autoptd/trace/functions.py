@@ -3,8 +3,8 @@ of it, else as one operator.
 
 torch.export loses the backward of an `autograd.Function`. Many only save memory or time: what autograd makes
 of the forward is the same (BLOOM's GELU). That is tried on random numbers of several sizes, forward and
-backward. All others (`other_functions`) are traced once more, each as one operator with its own backward (`call_whole`); one that
-reads what may change later (`outside.py`) is refused by name.
+backward. All others (`other_functions`) are traced once more, each as one operator with its own backward (`call_whole`); one
+that reads what may change later (`outside.py`) is refused by name.
 
     met.append(Call.of(GeLUFunction, args));  y = run_forward(GeLUFunction, args)     # while tracing
     whole = other_functions(met)                                                      # afterwards
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from autoptd.errors import TraceError
-from autoptd.ir.own_functions import operator_for
 from autoptd.trace.outside import outside_state
+from autoptd.trace.own_functions import operator_for
 
 STATE_REMEDY = (
     "pass it as an argument of apply (a tensor that is an input of the model), or write it as a constant"

@@ -1,8 +1,8 @@
 """Run a model with dropout masks and random numbers of one's choice, whatever way it asks for them.
 
 Every dropout of torch, the one inside of attention included, asks for its random numbers by one of two
-operators. Those are answered here, and so are the operators of noise (`noise.py`), in the order of the calls: the numbers of the
-sites in a traced graph.
+operators. Those are answered here, and so are the operators of noise (`noise.py`), in the order of the calls: the numbers of
+the sites in a traced graph.
 
     with given_masks(lambda site, x, keep: torch.rand(x.shape) < keep):
         loss = model(ids, targets)
@@ -39,9 +39,7 @@ def given_masks(
     Activation checkpoints keep what they compute: a second computation would ask for the masks of other
     sites.
     """
-    masks = _Masks(
-        mask_of, noise_of or any_noise, iter(sites if sites is not None else itertools.count())
-    )
+    masks = _Masks(mask_of, noise_of or any_noise, iter(sites if sites is not None else itertools.count()))
     with written_out_attention(), plain_checkpoints(), masks:
         yield
 

@@ -46,7 +46,9 @@ def check_generators(graph: Graph) -> None:
     """Raise PlanError where numbers are drawn from a generator of the model's own."""
     for node in ops(graph):
         if node.kwargs.get("generator") is not None:
-            fact = f"{op_name(node)} draws from a generator of the model's own, whose state ranks do not share"
+            fact = (
+                f"{op_name(node)} draws from a generator of the model's own, whose state ranks do not share"
+            )
             raise PlanError(site(node), fact, "leave generator= out: what is drawn follows from seed=")
 
 

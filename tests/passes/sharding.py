@@ -24,6 +24,7 @@ from autoptd import trace
 from autoptd.ir import markers
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import Mesh
+from autoptd.ir.noise import NAMES
 from autoptd.ir.notes import note, op_name, set_note
 from autoptd.ir.operators import table as rules
 from autoptd.ir.operators.record import CLASSES, QUERIES, operands
@@ -33,7 +34,6 @@ from autoptd.passes.axes.axes import Letter
 from autoptd.passes.context import Context
 from autoptd.passes.localize import check_local, localize
 from autoptd.passes.solve.strategies import REDUCED_FORMS
-from autoptd.ir.noise import NAMES
 from autoptd.runtime.dropout import Draw
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Communicators, Group, World

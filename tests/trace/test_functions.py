@@ -1,4 +1,4 @@
-"""Custom autograd functions: those whose backward is the derivative of their forward are traced, all others are one operator."""
+"""Custom autograd functions: whose backward is the derivative of their forward, is traced; every other is one operator."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_a_backward_of_its_own_on_every_rank(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("function", [Centred, Clipped])
 def test_a_backward_that_mixes_rows_is_refused_for_some_of_them(function: Any) -> None:
-    with pytest.raises(PlanError, match="not linear|mixes the samples"):
+    with pytest.raises(PlanError, match=r"not linear|mixes the samples"):
         autoptd.compile(Net(function), d=2, num_microbatches=2, example_inputs=torch.randn(8, 6))
     # All rows at once: those of other replicas are gathered.
     mesh = {"d": 2} if function is Centred else {}

@@ -128,6 +128,8 @@ ELSEWHERE = {
     "trace/noise.py: LIKE": "the normal form of a trace",
     "trace/noise.py: SIZED": "the normal form of a trace",
     "trace/noise.py: FILLED": "the normal form of a trace",
+    "trace/noise.py: STEPS": "names of arguments",
+    "runtime/__init__.py: __all__": "names of our own, some of which torch has too",
     "trace/noise.py: SHAPES": "the normal form of a trace",
     "trace/normalize.py: IDENTITIES": "the normal form of a trace",
     "trace/normalize.py: SIZES_OF_ANOTHER": "the normal form of a trace",
