@@ -28,7 +28,7 @@ from autoptd.ir.activity import activity
 from autoptd.ir.buffers import Buffers
 from autoptd.ir.garbage import paused_collection
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.notes import note
+from autoptd.ir.notes import note, op_name
 from autoptd.ir.plan import Plan
 from autoptd.ir.sizes import local_shape
 from autoptd.options import Options, make_options
@@ -350,9 +350,13 @@ def compile_evaluation(
     batch = plan_batch(options, args, kwargs, replicas, like=trained)
     with tracing.evaluating(model), tracing.computing_in(model, options.precision):
         evaluated = capture_rows(model, options, args, kwargs, batch)
-        for node in tracing.dropouts(evaluated.graph):
-            fact = f"dropout of {node.args[1]} is drawn in eval mode as well"
-            raise PlanError(note(node).module or "model", fact, "F.dropout(x, p, training=self.training)")
+        for node in tracing.draws(evaluated.graph):
+            is_dropout = op_name(node) == "aten.dropout"
+            what = f"dropout of {node.args[1]} is" if is_dropout else "random numbers are"
+            remedy = (
+                "F.dropout(x, p, training=self.training)" if is_dropout else "draw them where self.training"
+            )
+            raise PlanError(note(node).module or "model", f"{what} drawn in eval mode as well", remedy)
     # Training's graph at this size, to compare with that of eval mode.
     with tracing.in_modes(modes):
         if is_same_size:

@@ -179,6 +179,7 @@ def _other_transformers(layers: int) -> dict[str, Family]:
         "num_experts_per_tok": 2,
         "use_cache": False,
     }
+    phi_experts = {**experts, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
     mamba = {
         "hidden_size": WIDTH,
         "state_size": 8,
@@ -228,6 +229,7 @@ def _other_transformers(layers: int) -> dict[str, Family]:
         "deepseek-v2": made(
             "DeepseekV2", "ForCausalLM", "other decoder", "shared experts, latent attention", latent
         ),
+        "phi-moe": made("Phimoe", "ForCausalLM", "other decoder", "experts chosen by noise", phi_experts),
         "mixtral-batched": made(
             "Mixtral", "ForCausalLM", "other decoder", "weights gathered per token", {**experts, **by_token}
         ),

@@ -18,6 +18,7 @@ from torch.fx import Node
 from autoptd.ir import markers
 from autoptd.ir.notes import note, op_name, tensor
 from autoptd.ir.operators.table import operator_of
+from autoptd.ir.own_functions import own_function
 from autoptd.ir.sub_axes import is_sub_axis, parts_of
 from autoptd.ir.types import CONVERSIONS
 from autoptd.program.calls import LOCAL_KINDS
@@ -45,6 +46,10 @@ def expression(node: Node, text: Text, site: str = '""') -> str:
     if operator_of(node).creates:
         # The traced program has the device of the compilation, which may be meta.
         keywords |= {"dtype": str(tensor(node).dtype), "device": "self.device"}
+    if own := own_function(node):
+        # Not what is baked into the operator alone: all that `apply` takes.
+        given = [literal(arg, text) for arg in own.arguments(node.args)]
+        return f"rt.apply_function({_join([literal(own.name, text), *given], {})})"
     # Operators whose call in torch's Python API is not the one of their overload.
     if name == "aten.slice":
         return _slice(node, args)
@@ -296,6 +301,12 @@ def _dropout(node: Node, text: Text, site: str) -> str:
     return f"rt.dropout({_join(drawn, _mask_places(node, batch, shard))})"
 
 
+def _noise(node: Node, text: Text, site: str) -> str:
+    x, kind, number, batch, shard = node.args
+    drawn = [text(x), f"self.draw(site={number})"]  # type: ignore[arg-type]
+    return f"rt.{kind}({_join(drawn, _mask_places(node, batch, shard))})"  # type: ignore[arg-type]
+
+
 def _mask_places(node: Node, batch: tuple[int, int] | None, shard: tuple[int, int] | None) -> dict[str, str]:
     """Return the keywords that say where the rows of the batch, and the shards, are in a value."""
     keywords = {}
@@ -306,12 +317,6 @@ def _mask_places(node: Node, batch: tuple[int, int] | None, shard: tuple[int, in
     if shard is not None:
         keywords |= {"shard": str(tuple(shard)), "group": group_text(node)}
     return keywords
-
-
-def _causal_attention(node: Node, text: Text, site: str) -> str:
-    """Return `rt.causal_attention(q, k, v, cp)`."""
-    operands = [*(text(arg) for arg in node.args), group_text(node)]  # type: ignore[arg-type]
-    return f"rt.causal_attention({_join(operands, _literals(node.kwargs, text))})"
 
 
 def _linear(node: Node, text: Text, site: str) -> str:
@@ -368,12 +373,11 @@ def _literals(keywords: Mapping[str, Any], text: Text) -> dict[str, str]:
 
 def _of_runtime(node: Node, text: Text, site: str) -> str:
     """Return `rt.take_rows(x, order, 2)`; with a group where ranks have different parts."""
-    args = [literal(arg, text) for arg in node.args]
-    if note(node).axis:
-        args.append(group_text(node))
-    return f"rt.{op_name(node)}({_join(args, {})})"
+    args = [literal(arg, text) for arg in node.args] + [group_text(node)] * bool(note(node).axis)
+    return f"rt.{op_name(node)}({_join(args, _literals(node.kwargs, text))})"
 
 
+OF_RUNTIME = "causal_attention by_expert take_rows put_rows grouped_mm expert_rows"
 MARKER_TEXTS: dict[str, Callable[[Node, Text, str], str]] = {
     "convert": _convert,
     "first_rows": lambda node, text, site: (
@@ -384,12 +388,12 @@ MARKER_TEXTS: dict[str, Callable[[Node, Text, str], str]] = {
     "cross_entropy": _cross_entropy,
     **dict.fromkeys(markers.OVER_CLASSES, _over_classes),
     "dropout": _dropout,
+    "noise": _noise,
     "mean": _mean,
     **dict.fromkeys(markers.FUSED, _fused),
     "bias_dropout_add": _bias_dropout_add,
-    "causal_attention": _causal_attention,
     "linear_cross_entropy": _linear_cross_entropy,
     "linear": _linear,
-    **dict.fromkeys(("by_expert", "take_rows", "put_rows", "grouped_mm", "expert_rows"), _of_runtime),
+    **dict.fromkeys(OF_RUNTIME.split(), _of_runtime),
     "vocab_embedding": _vocab_embedding,
 }

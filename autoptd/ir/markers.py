@@ -99,6 +99,11 @@ def dropout(
     raise InternalError("dropout", "a marker was executed")
 
 
+def noise(x: Any, kind: str, site: int, batch: tuple[int, int] | None, shard: tuple[int, int] | None) -> Any:
+    """Random numbers of a kind, of the shape of x, at call site number `site`; `batch` and `shard` as for dropout."""
+    raise InternalError("noise", "a marker was executed")
+
+
 def causal_attention(
     q: Any, k: Any, v: Any, *, scale: float | None = None, enable_gqa: bool = False, order: str = ""
 ) -> Any:
@@ -154,6 +159,7 @@ MARKERS = (
     *(convert, share, first_rows, batch_sum, vocab_embedding, cross_entropy, mean, dropout, linear),
     causal_attention,
     *(by_expert, take_rows, put_rows, grouped_mm, expert_rows),
+    noise,
     *OVER_CLASSES.values(),
     *FUSED.values(),
 )

@@ -24,6 +24,7 @@ from autoptd.compat import FakeTensorMode
 from autoptd.errors import InternalError
 from autoptd.ir import markers
 from autoptd.ir.layout import Layout, typed_over
+from autoptd.ir.noise import NAMES, is_draw
 from autoptd.ir.notes import (
     COUNTED_BY,
     OF_ALL_ROWS,
@@ -74,8 +75,8 @@ def localize(graph: Graph, ctx: Context) -> None:
             _local_classes(node, sizes)
         elif name == "aten.mean" and "mean" in forms:
             _local_mean(node, sizes)
-        elif name == "aten.dropout":
-            _local_dropout(node, sizes)
+        elif is_draw(node):
+            _local_draw(node, sizes)
         elif QUERIES in forms and argument(node, "is_causal"):
             _local_attention(node)
         elif name == MARK:
@@ -172,7 +173,7 @@ def _local_attention(node: Node) -> None:
     node.target, node.args, node.kwargs = markers.causal_attention, tuple(operands(node)), keywords
 
 
-def _local_dropout(node: Node, sizes: Sizes) -> None:
+def _local_draw(node: Node, sizes: Sizes) -> None:
     """Say where in the local value the rows of the batch and the shards lie: masks are numbered in the global value."""
     record = note(node)
     cuts = [*_batch_cuts(record.layout, sizes), *record.layout.cuts(sizes.mesh)]
@@ -187,7 +188,9 @@ def _local_dropout(node: Node, sizes: Sizes) -> None:
     batch = place(record.extra["rows"])
     shards = [place(kind) for _, kind in chunks]
     shard = tuple(shards) if len(shards) > 1 else next(iter(shards), None)
-    node.target, node.args = markers.dropout, (node.args[0], node.args[1], record.extra["site"], batch, shard)
+    number, kind = record.extra["site"], NAMES.get(op_name(node))
+    node.target = markers.noise if kind else markers.dropout
+    node.args = (node.args[0], kind or node.args[1], number, batch, shard)
 
 
 def _chunks(record: Note, sizes: Sizes) -> list[tuple[str, ValueType]]:

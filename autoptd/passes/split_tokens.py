@@ -19,6 +19,7 @@ from autoptd.ir import markers
 from autoptd.ir.fallback import Fallback, divisors
 from autoptd.ir.layout import typed_over
 from autoptd.ir.mesh import AXES, Mesh
+from autoptd.ir.noise import is_draw
 from autoptd.ir.notes import note, op_name, ops, payload, placeholders, site
 from autoptd.ir.operators.record import QUERIES, argument, operands
 from autoptd.ir.steps import shard_places
@@ -97,7 +98,7 @@ def _split(graph: Graph, axis: str, ctx: Context) -> None:
     ctx.found.fallbacks = tuple(found)
     for node in ops(graph):
         # Masks are numbered in the whole value: a rank must know which part of it is its own.
-        if op_name(node) == "aten.dropout":
+        if is_draw(node):
             note(node).extra["inner_axis"] = splitter.inner_axis(node)
     meet_readers(graph, assignment, ctx.mesh)
     _place_again(graph, ctx.mesh)

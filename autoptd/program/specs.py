@@ -233,7 +233,7 @@ class StageSpec:
 
 @dataclass(frozen=True)
 class DropoutSpec:
-    """One dropout of the model, number `site` in the order of calls: a share `rate` is dropped.
+    """One draw of the model, number `site` in the order of calls: a dropout, of which a share `rate` is dropped, or noise.
 
     `batch` is where the value has the rows of the batch: (dim, elements of that dim before them); None: nowhere.
     """
@@ -243,6 +243,8 @@ class DropoutSpec:
     rate: float
     batch: tuple[int, int] | None
     why: str = ""
+    # "uniform", "normal" or "exponential" (`ir/noise.py`); "": a dropout.
+    noise: str = ""
 
 
 @dataclass(frozen=True)

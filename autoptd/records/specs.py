@@ -16,6 +16,7 @@ from autoptd import codegen, passes
 from autoptd import trace as tracing
 from autoptd.batch import Batch
 from autoptd.ir.layout import Layout
+from autoptd.ir.noise import NAMES, is_draw
 from autoptd.ir.notes import note, op_name, ops, placeholders, row_blocks, tensor
 from autoptd.ir.placement import EVERY_REPLICA, placements
 from autoptd.ir.types import Dims, outer_size
@@ -143,13 +144,15 @@ def stage_spec(index: int, file: codegen.StageFile) -> StageSpec:
 
 
 def dropout_specs(graph: Graph) -> tuple[DropoutSpec, ...]:
-    """Describe every dropout of the model, in the order of its calls."""
+    """Describe every dropout of the model, and other noise, in the order of the calls."""
     specs = []
     # On the CUT graph: in later ones, dropouts may be fused with other operators.
     for node in ops(graph):
-        if op_name(node) == "aten.dropout":
+        if is_draw(node):
             record = note(node)
             rows, why = record.extra["rows"], record.extra.get("reason", "")
             batch = (rows.dim, outer_size(record.dims, rows)) if rows.kind == "S" else None
-            specs.append(DropoutSpec(record.extra["site"], record.module, node.args[1], batch, why))  # type: ignore[arg-type]
+            kind = NAMES.get(op_name(node), "")
+            rate = 0.0 if kind else node.args[1]
+            specs.append(DropoutSpec(record.extra["site"], record.module, rate, batch, why, kind))  # type: ignore[arg-type]
     return tuple(sorted(specs, key=lambda spec: spec.site))

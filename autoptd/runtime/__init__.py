@@ -26,8 +26,10 @@ from autoptd.runtime.conversions import (
 )
 from autoptd.runtime.dropout import dropout
 from autoptd.runtime.experts import by_expert, expert_rows, grouped_mm, put_rows, take_rows
+from autoptd.runtime.functions import apply_function
 from autoptd.runtime.linear import linear
 from autoptd.runtime.losses import count_labels
+from autoptd.runtime.noise import exponential, normal, uniform
 from autoptd.runtime.regather import all_gather_again
 from autoptd.runtime.shards import join_shards, pad_shard, take_shard
 from autoptd.runtime.stage import Stage
@@ -42,6 +44,7 @@ __all__ = [
     "World",
     "Zigzag",
     "all_gather_again",
+    "apply_function",
     "by_expert",
     "causal_attention",
     "classes_argmax",
@@ -53,6 +56,7 @@ __all__ = [
     "cross_entropy",
     "dropout",
     "expert_rows",
+    "exponential",
     "grouped_mm",
     "i_to_p",
     "i_to_r",
@@ -60,6 +64,7 @@ __all__ = [
     "join_shards",
     "linear",
     "main",
+    "normal",
     "p_to_i",
     "p_to_r",
     "p_to_s",
@@ -74,6 +79,7 @@ __all__ = [
     "s_to_s",
     "take_rows",
     "take_shard",
+    "uniform",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_embedding",
 ]

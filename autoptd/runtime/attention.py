@@ -80,12 +80,10 @@ class _InBlocks(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         outs, logs = [], []
         for first, part in zip(firsts, q.chunk(len(firsts), -2), strict=True):
-            found = [
-                _forward(
-                    *(x.to(wide) for x in (part, k[:, :, keys], v[:, :, keys])), 0.0, is_causal, scale=scale
-                )
-                for keys, is_causal in _blocks(first, part.shape[-2], k.shape[-2])
-            ]
+            found = []
+            for keys, is_causal in _blocks(first, part.shape[-2], k.shape[-2]):
+                mine = (x.to(wide) for x in (part, k[:, :, keys], v[:, :, keys]))
+                found.append(_forward(*mine, 0.0, is_causal, scale=scale))
             out, log = found[0]
             for other, other_log in found[1:]:
                 whole = torch.logaddexp(log, other_log)

@@ -2,11 +2,11 @@
 
 from autoptd.trace.autocast import OFF, Autocast
 from autoptd.trace.capture import Captured, capture, capture_again
-from autoptd.trace.dropouts import dropouts
 from autoptd.trace.evaluation import evaluating, in_modes, is_training_without_dropout, modes_of
 from autoptd.trace.faithful import compare
 from autoptd.trace.masks import given_masks
 from autoptd.trace.module import check_device, check_module, has_values
+from autoptd.trace.noise import draws
 from autoptd.trace.precision import COMPUTE_DTYPES, autocast_of, check_precision, computing_in
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
     "check_precision",
     "compare",
     "computing_in",
-    "dropouts",
+    "draws",
     "evaluating",
     "given_masks",
     "has_values",

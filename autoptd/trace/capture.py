@@ -34,7 +34,7 @@ from autoptd.ir.notes import copy_graph, note, op_name, ops, placeholders, site
 from autoptd.trace.autocast import OFF, Autocast, Casting, cast_once
 from autoptd.trace.dependence import mark_dependence
 from autoptd.trace.faithful import check_loss_fn, check_model
-from autoptd.trace.functions import check_functions
+from autoptd.trace.functions import other_functions
 from autoptd.trace.normalize import normalize
 from autoptd.trace.read import VALUE_REMEDY, check_kept, read_graph
 from autoptd.trace.retrace import IGNORED, NO_GRAD, REGION_RESULT, Differs, Followed, Follower, Raw
@@ -53,7 +53,8 @@ class Captured:
     `aliases` maps the first name of every parameter to all its names; `inputs` are (placeholder name, leaf
     index) pairs of the flattened call; `constants` are the leaves that are not tensors; `buffers` hold values
     of buffers and constants. `raw` is the graph before it was normalised, for a second trace (`retrace.py`).
-    `checkpointed` are modules whose activation checkpoints are not in the graph.
+    `checkpointed` are modules whose activation checkpoints are not in the graph, `whole` custom autograd functions that are one
+    operator each.
     """
 
     graph: Graph
@@ -66,6 +67,7 @@ class Captured:
     tree: str
     raw: Raw
     checkpointed: tuple[str, ...] = ()
+    whole: frozenset[Any] = frozenset()
 
 
 def capture(
@@ -83,7 +85,8 @@ def capture(
     leaves, tree = tree_flatten((args, kwargs))
     wrapper = _watched(model, loss_fn)
     casting = Casting(autocast)
-    exported, checkpointed = _export(wrapper, *_fresh(args, kwargs), casting=casting)
+    whole: set[Any] = set()
+    exported, checkpointed = _export(wrapper, *_fresh(args, kwargs), casting=casting, whole=whole)
     assert exported is not None
     # After the trace: `Watched` has put the model back, and this calls it again where something changed.
     with autocast.ambient():
@@ -103,7 +106,17 @@ def capture(
     every = dict(model.named_parameters(remove_duplicate=False))
     parameters = {name: every[name] for name in aliases}
     return Captured(
-        graph, aliases, parameters, buffers, persistent, inputs, constants, str(tree), raw, checkpointed
+        graph,
+        aliases,
+        parameters,
+        buffers,
+        persistent,
+        inputs,
+        constants,
+        str(tree),
+        raw,
+        checkpointed,
+        frozenset(whole),
     )
 
 
@@ -120,7 +133,8 @@ def capture_again(
     """
     wrapper, follower = _watched(model, loss_fn), Follower(first.raw, Casting(autocast))
     try:
-        _export(wrapper, *_fresh(args, kwargs), casting=Casting(autocast), run=follower.run)
+        fresh = _fresh(args, kwargs)
+        _export(wrapper, *fresh, casting=Casting(autocast), whole=set(first.whole), run=follower.run)
     # Whatever it is that the forward does otherwise, or fails at: a full trace names it.
     except (Differs, AutoptdError):
         return capture(model, args, kwargs, loss_fn, autocast).graph
@@ -232,15 +246,18 @@ def _export(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     casting: Casting,
+    whole: set[Any],
     run: Callable[[Any, tuple[Any, ...]], None] | None = None,
 ) -> tuple[torch.export.ExportedProgram | None, tuple[str, ...]]:
     """Export the forward; return the program (None where `run` followed the forward instead), and the modules
     whose activation checkpoints it does without.
+
+    Custom autograd functions that turn out to have a backward of their own join `whole`, and it is exported once more.
     """
     exported = None
     try:
         with ExitStack() as around:
-            met = around.enter_context(watch_tracing(wrapper.model))
+            met = around.enter_context(watch_tracing(wrapper.model, whole))
             around.enter_context(casting.autocast.ambient())
             around.enter_context(torch.enable_grad())
             around.enter_context(light_export(UserFrames(), run))
@@ -248,7 +265,11 @@ def _export(
             around.enter_context(GroupedProducts(grouped_mm, lambda x: True))
             around.enter_context(suppress(Followed))
             exported = torch.export.export(wrapper, args, kwargs, strict=False)
-        check_functions(met.functions)
+        others = other_functions(met.functions)
+        if others:
+            whole |= others
+            casting.with_grad.clear()
+            return _export(wrapper, args, kwargs, casting, whole, run)
         return exported, tuple(checkpoint_sites(wrapper.model, met.checkpointed))
     except AutoptdError:
         raise

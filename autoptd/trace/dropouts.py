@@ -35,7 +35,7 @@ def dropouts(graph: Graph) -> Iterator[Node]:
 
 
 def rewrite_dropouts(graph: Graph) -> None:
-    """Drop the ones that drop nothing, write attention with dropout out, number the sites.
+    """Drop the ones that drop nothing, write attention with dropout out; `noise.py` numbers the sites.
 
     PlanError for other kinds.
     """
@@ -48,8 +48,6 @@ def rewrite_dropouts(graph: Graph) -> None:
             _rewrite_dropout(graph, node)
         elif op_name(node) == ATTENTION and _attention_rate(node):
             _unfuse(graph, node, futures)
-    for number, node in enumerate(dropouts(graph)):
-        note(node).extra["site"] = number
 
 
 def drops(node: Node) -> bool:

@@ -22,8 +22,9 @@ from autoptd.errors import TraceError
 from autoptd.ir.notes import is_tensor, note, op_name, ops, output, shape, value
 from autoptd.trace.autocast import OFF, Autocast
 from autoptd.trace.differences import Reference
-from autoptd.trace.dropouts import ATTENTION, dropouts
+from autoptd.trace.dropouts import ATTENTION
 from autoptd.trace.masks import any_mask, given_masks
+from autoptd.trace.noise import draws
 from autoptd.trace.storage import check_storage
 from autoptd.trace.watch import HOOK_REMEDY
 from autoptd.trace.watched import Watched, check_changes
@@ -89,7 +90,7 @@ def compare(
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
 
-    sites = [note(node).extra["site"] for node in dropouts(graph)]
+    sites = [note(node).extra["site"] for node in draws(graph)]
     is_exact = bool(sites) or _has_small_attention_on_cuda(graph, parameters)
     tolerance, share = _tolerance(graph) if autocast.dtype is None else TOLERANCE_OF_AUTOCAST
 

@@ -227,7 +227,9 @@ def _pure(calls: _Calls, node: Node) -> Node:
     """The functional form of an in-place operator."""
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
-    packet = getattr(aten, target._schema.name.removeprefix("aten::").removesuffix("_"), None)
+    name = target._schema.name.removeprefix("aten::").removesuffix("_")
+    # The name itself is that of operators that read means or deviations from tensors.
+    packet = getattr(aten, "normal_functional" if name == "normal" else name, None)
     pure = getattr(packet, target._overloadname, None) if packet is not None else None
     if pure is None:
         raise TraceError(site(node), "this in-place operator has no functional form", "write it out of place")

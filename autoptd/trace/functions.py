@@ -1,15 +1,14 @@
 """Custom autograd functions: traced as the operators of their forward, where their backward is the derivative
-of it.
+of it, else as one operator.
 
 torch.export loses the backward of an `autograd.Function`. Many only save memory or time: what autograd makes
 of the forward is the same (BLOOM's GELU). That is tried on random numbers of several sizes, forward and
-backward; all others are refused by name, and so is a backward that reads what may change later
-(`outside.py`).
-
-In: calls met while tracing (`run_forward`, `Call`). Out: nothing, or a TraceError (`check_functions`).
+backward. All others (`other_functions`) are traced once more, each as one operator with its own backward (`call_whole`); one
+that reads what may change later (`outside.py`) is refused by name.
 
     met.append(Call.of(GeLUFunction, args));  y = run_forward(GeLUFunction, args)     # while tracing
-    check_functions(met)                                                              # afterwards
+    whole = other_functions(met)                                                      # afterwards
+    y = call_whole(RoundStraightThrough, args)                                        # while tracing again
 """
 
 from __future__ import annotations
@@ -23,11 +22,13 @@ from torch import Tensor
 
 from autoptd.errors import TraceError
 from autoptd.trace.outside import outside_state
+from autoptd.trace.own_functions import operator_for
 
 STATE_REMEDY = (
     "pass it as an argument of apply (a tensor that is an input of the model), or write it as a constant"
 )
 REMEDY = "write it with differentiable torch operators"
+PARAMETERS = "its forward reads parameters that are not among its arguments"
 # Scales of the random arguments; incoming gradients have the third power of it.
 SIZES = (1e-2, 1.0, 1e2)
 # Of the largest entry, in float64.
@@ -52,14 +53,14 @@ class Call:
     def of(cls, function: Any, args: Sequence[Any]) -> Call:
         site = f"autograd.Function {function.__name__}"
         for arg in args:
-            if isinstance(arg, Tensor) and not arg.dtype.is_floating_point:
-                raise TraceError(
-                    site, "its backward is not traced, and it takes tensors that are not floats", REMEDY
-                )
             if not isinstance(arg, (Tensor, *PLAIN)):
                 fact = f"its backward is not traced, and it takes a {type(arg).__name__}"
                 raise TraceError(site, fact, REMEDY)
         return cls(function, tuple(torch.Size(arg.shape) if isinstance(arg, Tensor) else arg for arg in args))
+
+
+class NeedsContext(Exception):
+    """A forward tells autograd something of its results: it cannot be run as plain operators."""
 
 
 class _Context:
@@ -74,6 +75,9 @@ class _Context:
     def set_materialize_grads(self, value: bool) -> None:
         pass
 
+    def mark_non_differentiable(self, *tensors: Any) -> None:
+        raise NeedsContext
+
 
 def run_forward(function: Any, args: Sequence[Any]) -> Any:
     """Run the forward of a function as plain operators, which autograd sees."""
@@ -86,14 +90,33 @@ def run_forward(function: Any, args: Sequence[Any]) -> Any:
         raise TraceError(f"autograd.Function {function.__name__}", fact, REMEDY) from error
 
 
-def check_functions(met: Sequence[Call]) -> None:
-    """Refuse functions whose values or gradients are not those of their forward."""
+def takes_others(args: Sequence[Any]) -> bool:
+    """Tell whether a function takes tensors that are no floats: it cannot be tried on random numbers."""
+    return any(isinstance(arg, Tensor) and not arg.dtype.is_floating_point for arg in args)
+
+
+def call_whole(function: Any, args: Sequence[Any]) -> Any:
+    """Call a function as one operator of the graph, with the backward that it has."""
+    for method in (function.forward, function.backward):
+        _check_state(function, method)
+    operator, given = operator_for(function, tuple(args))
+    return operator(*given)
+
+
+def _check_state(function: Any, method: Any) -> None:
+    read = outside_state(method)
+    if read:
+        which = "backward" if method is function.backward else "forward"
+        fact = f"its {which} reads {read}, whose later values the traced graph would not see"
+        raise TraceError(f"autograd.Function {function.__name__}", fact, STATE_REMEDY)
+
+
+def other_functions(met: Sequence[Call]) -> set[Any]:
+    """Return the functions whose gradients are not the derivatives of their forward, or may not be."""
+    found: set[Any] = set()
     for call in dict.fromkeys(met):
         # Tried once, it may be right by chance of what it reads, and wrong later.
-        read = outside_state(call.function.backward)
-        if read:
-            fact = f"its backward reads {read}, whose later values the traced graph would not see"
-            raise TraceError(f"autograd.Function {call.function.__name__}", fact, STATE_REMEDY)
+        _check_state(call.function, call.function.backward)
         try:
             # The user's own random numbers must not move by what is tried here.
             with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -101,8 +124,11 @@ def check_functions(met: Sequence[Call]) -> None:
                 for size in SIZES:
                     _try(call, size)
         except Unfit as error:
-            fact = f"its backward is not traced, so gradients would be wrong: {error}"
-            raise TraceError(f"autograd.Function {call.function.__name__}", fact, REMEDY) from None
+            if error.args[0] == PARAMETERS:
+                fact = f"its backward is not traced, so gradients would be wrong: {error}"
+                raise TraceError(f"autograd.Function {call.function.__name__}", fact, REMEDY) from None
+            found.add(call.function)
+    return found
 
 
 def _try(call: Call, size: float) -> None:
@@ -116,7 +142,7 @@ def _try(call: Call, size: float) -> None:
     runs = (lambda args: run_forward(call.function, args), lambda args: call.function.apply(*args))
     try:
         if any(tensor.requires_grad for tensor in _tensors(run_forward(call.function, drawn))):
-            raise Unfit("its forward reads parameters that are not among its arguments")
+            raise Unfit(PARAMETERS)
         leaves = _leaves(drawn), _leaves(drawn)
         found, wanted = (_tensors(run(_filled(drawn, own))) for run, own in zip(runs, leaves, strict=True))
         # Small gradients of large values, and the other way: a clamp in the backward shows at one of them.

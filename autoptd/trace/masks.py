@@ -1,7 +1,8 @@
-"""Run a model with dropout masks of one's choice, whatever way it calls dropout.
+"""Run a model with dropout masks and random numbers of one's choice, whatever way it asks for them.
 
 Every dropout of torch, the one inside of attention included, asks for its random numbers by one of two
-operators. Those are answered here, in the order of the calls: the numbers of the sites in a traced graph.
+operators. Those are answered here, and so are the operators of noise (`noise.py`), in the order of the calls: the numbers of
+the sites in a traced graph.
 
     with given_masks(lambda site, x, keep: torch.rand(x.shape) < keep):
         loss = model(ids, targets)
@@ -18,22 +19,27 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoptd.compat import TorchDispatchMode, plain_checkpoints
+from autoptd.trace.noise import kind_of, steps_of
 
 aten = torch.ops.aten
 # (site, a tensor of the size, share that is kept) -> mask of booleans
 MaskOf = Callable[[int, torch.Tensor, float], torch.Tensor]
+# (site, a tensor of the size and dtype, "uniform", "normal" or "exponential") -> standard numbers of that kind
+NoiseOf = Callable[[int, torch.Tensor, str], torch.Tensor]
 
 
 @contextmanager
-def given_masks(mask_of: MaskOf, sites: Iterable[int] | None = None) -> Iterator[None]:
-    """Let dropouts take the masks of `mask_of` meanwhile.
+def given_masks(
+    mask_of: MaskOf, sites: Iterable[int] | None = None, noise_of: NoiseOf | None = None
+) -> Iterator[None]:
+    """Let dropouts take the masks of `mask_of` meanwhile, and noise the numbers of `noise_of` (default `any_noise`).
 
     `sites` are the numbers of the calls (default 0, 1, 2 ...).
 
     Activation checkpoints keep what they compute: a second computation would ask for the masks of other
     sites.
     """
-    masks = _Masks(mask_of, iter(sites if sites is not None else itertools.count()))
+    masks = _Masks(mask_of, noise_of or any_noise, iter(sites if sites is not None else itertools.count()))
     with written_out_attention(), plain_checkpoints(), masks:
         yield
 
@@ -51,10 +57,21 @@ def any_mask(site: int, x: torch.Tensor, keep: float) -> torch.Tensor:
     return torch.rand(x.shape, generator=generator, device=x.device) < keep
 
 
+def any_noise(site: int, x: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return numbers of a site that are the same on every call."""
+    generator = torch.Generator(x.device).manual_seed(site)
+    u = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float64)
+    if kind == "normal":
+        u = torch.special.ndtri(u.clamp(1e-9, 1 - 1e-9))
+    elif kind == "exponential":
+        u = -torch.log1p(-u.clamp(min=1e-9))
+    return u.to(x.dtype)
+
+
 class _Masks(TorchDispatchMode):
-    def __init__(self, mask_of: MaskOf, sites: Iterator[int]) -> None:
+    def __init__(self, mask_of: MaskOf, noise_of: NoiseOf, sites: Iterator[int]) -> None:
         super().__init__()
-        self._mask_of, self._sites = mask_of, sites
+        self._mask_of, self._noise_of, self._sites = mask_of, noise_of, sites
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Dropout on the CPU and inside of attention; the fused kernel of CUDA asks by the other one.
@@ -66,4 +83,21 @@ class _Masks(TorchDispatchMode):
             x, rate = args[:2]
             kept = self._mask_of(next(self._sites), x, 1.0 - rate)
             return x * kept / (1.0 - rate), kept
+        drawn = kind_of(func)
+        if drawn is not None and (kwargs or {}).get("generator") is None:
+            return self._drawn(func, drawn, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+    def _drawn(self, func: Any, kind: str, args: Any, kwargs: Any) -> Any:
+        """Return what an operator of noise gives, by its kind of numbers."""
+        is_in_place = func._schema.is_mutable
+        if is_in_place:
+            x = args[0]
+        elif isinstance(args[0], torch.Tensor):
+            x = torch.empty_like(args[0], dtype=kwargs.get("dtype"))
+        else:
+            x = torch.empty(args[0], dtype=kwargs.get("dtype"), device=kwargs.get("device"))
+        numbers = self._noise_of(next(self._sites), x, kind)
+        for target, number in steps_of(func, kind, args, kwargs):
+            numbers = target(numbers, number)
+        return x.copy_(numbers) if is_in_place else numbers

@@ -2,8 +2,8 @@
 
 Removed: asserts, aliases, casts to the same dtype, dropout that drops nothing, literal devices, dead code.
 In-place operators become functional (`functionalize.py`), indices that count from zero become views
-(`indices.py`); the reduction of a pointwise loss becomes an operator of its own; every random operator but
-dropout (see `dropouts.py`) is refused by name.
+(`indices.py`); the reduction of a pointwise loss becomes an operator of its own; random numbers become
+those of `dropouts.py` and `noise.py`, and every other random operator is refused by name.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from autoptd.trace import dropouts, indices
 from autoptd.trace.class_losses import has_soft_labels, rewrite_nll, rewrite_soft_labels
 from autoptd.trace.experts import rewrite_experts
 from autoptd.trace.functionalize import functionalize
+from autoptd.trace.noise import NAMES, check_generators, rewrite_noise
 
 aten = torch.ops.aten
 IDENTITIES = {"aten.alias", "aten.lift_fresh", "aten.lift_fresh_copy", "aten.detach_"}
@@ -42,9 +43,11 @@ def normalize(graph: Graph) -> None:
 
     Raises TraceError or PlanError with the source line of what cannot be kept.
     """
+    check_generators(graph)
     # First, for what is rewritten below takes every value to be written once.
     functionalize(graph)
     dropouts.rewrite_dropouts(graph)
+    rewrite_noise(graph)
     for node in list(graph.nodes):
         if node.op == "call_function":
             _normalize_one(graph, node)
@@ -126,7 +129,8 @@ def _normalize_one(graph: Graph, node: Node) -> None:
         node.target, node.args, node.kwargs = NEW[name], node.args[1:], {"dtype": value(node).dtype}
     elif name == "aten.broadcast_tensors":
         _normalize_broadcast(graph, node)
-    elif name == "aten.cat":
+    elif name in ("aten.cat", "aten.concat", "aten.concatenate") and isinstance(argument(node, "dim"), int):
+        node.target = aten.cat.default
         _normalize_cat(graph, node)
     elif _adds_nothing(node):
         _replace(graph, node, node.args[0])
@@ -296,7 +300,7 @@ def _normalize_cast(graph: Graph, node: Node) -> None:
 
 
 def _is_random(node: Node) -> bool:
-    if op_name(node) in (dropouts.NAME, dropouts.ATTENTION) or not isinstance(
+    if op_name(node) in (dropouts.NAME, dropouts.ATTENTION, *NAMES) or not isinstance(
         node.target, torch._ops.OpOverload
     ):
         return False

@@ -1,12 +1,12 @@
 """See what the model does while it is traced, and refuse what torch.export would lose without a word.
 
-Met here: hooks on tensors, custom autograd functions (traced as their forward, `functions.py`), activation
+Met here: hooks on tensors, custom autograd functions (`functions.py`), activation
 checkpoints (traced as plain calls), parameters that the model reads and has not registered, single positions
 as an index, numbers made tensors.
 
-    with watch_tracing(model) as met:
+    with watch_tracing(model, whole) as met:
         exported = torch.export.export(...)
-    check_functions(met.functions)
+    whole |= other_functions(met.functions)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from autoptd.compat import FakeTensor, plain_checkpoints, tree_leaves
 from autoptd.errors import TraceError
 from autoptd.trace.attributes import attribute_tensors
-from autoptd.trace.functions import Call, run_forward
+from autoptd.trace.functions import Call, NeedsContext, call_whole, run_forward, takes_others
 from autoptd.trace.numbers import make_tensor
 
 HOOK_REMEDY = "remove the hook: change the gradient after pm.step, or the model's forward"
@@ -44,8 +44,10 @@ class Met:
 
 
 @contextmanager
-def watch_tracing(model: nn.Module) -> Iterator[Met]:
+def watch_tracing(model: nn.Module, whole: set[Any]) -> Iterator[Met]:
     """Refuse tensor hooks while the model is traced, and trace custom autograd functions as their forward.
+
+    Those in `whole`, and those that cannot be tried on random numbers, which are put there, are one operator each.
 
     What torch makes for `torch.library.register_autograd` is no such function: the operator is one node, its
     backward with it.
@@ -60,8 +62,17 @@ def watch_tracing(model: nn.Module) -> Iterator[Met]:
         if cls is CheckpointFunction:
             site = checkpoint_sites(model, args[:1])[0]
             raise TraceError(site, "reentrant activation checkpointing is not traced", REENTRANT_REMEDY)
-        met.functions.append(Call.of(cls, args))
-        return run_forward(cls, args)
+        call = Call.of(cls, args)
+        if cls in whole or takes_others(args):
+            whole.add(cls)
+            return call_whole(cls, args)
+        try:
+            made = run_forward(cls, args)
+        except NeedsContext:
+            whole.add(cls)
+            return call_whole(cls, args)
+        met.functions.append(call)
+        return made
 
     def refuse_hook(self: Tensor, hook: Callable[..., Any]) -> Any:
         raise TraceError("Tensor.register_hook", "a hook in the forward is not traced", HOOK_REMEDY)

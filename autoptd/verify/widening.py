@@ -19,6 +19,7 @@ from torch import nn
 from autoptd.errors import PlanError
 from autoptd.options import Options
 from autoptd.program.program import Program
+from autoptd.runtime import noise
 from autoptd.runtime.dropout import Draw, dropout
 from autoptd.trace import given_masks
 from autoptd.trace.loss import WithLoss
@@ -26,6 +27,7 @@ from autoptd.trace.masks import written_out_attention
 from autoptd.verify.widen import Widen, in_float64
 
 WIDENED_TOLERANCE = 1e-6
+NOISE = {"uniform": noise.uniform, "normal": noise.normal, "exponential": noise.exponential}
 
 
 @contextmanager
@@ -46,7 +48,12 @@ def masks_of(program: Program, step: int) -> Iterator[None]:
         spec = spec_of[site]
         return dropout(whole, spec.rate, Draw(program.seed, step, site, 0, rows), spec.batch) != 0
 
-    with given_masks(mask_of):
+    def noise_of(site: int, x: torch.Tensor, kind: str) -> torch.Tensor:
+        if site not in spec_of:
+            return torch.zeros_like(x)
+        return NOISE[kind](x, Draw(program.seed, step, site, 0, rows), spec_of[site].batch)
+
+    with given_masks(mask_of, noise_of=noise_of):
         yield
 
 

@@ -122,7 +122,7 @@ def _operator(node: Node, layer: str) -> Hashable:
     # Each dropout has a number of its own, as a keyword or as its third argument: layers are alike all the
     # same.
     keywords = {key: arg for key, arg in node.kwargs.items() if key != "site"}
-    if node.target is markers.dropout:
+    if node.target in (markers.dropout, markers.noise):
         args = (*args[:2], *args[3:])
     # Floats too: some models scale attention by the number of the layer.
     literals = map_aggregate((args, keywords), lambda arg: "." if isinstance(arg, (Node, float)) else arg)

@@ -65,12 +65,19 @@ def deepseek() -> nn.Module:
     return transformers.DeepseekV2ForCausalLM(config)
 
 
+def phimoe() -> nn.Module:
+    """Experts chosen by Gumbel noise, with a backward of the router's own."""
+    sizes = {"intermediate_size": 24, "num_local_experts": 4}
+    return transformers.PhimoeForCausalLM(transformers.PhimoeConfig(**SIZES, **CHOSEN, **sizes))
+
+
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "Mixtral": mixtral,
     "Qwen3-MoE": qwen3,
     "OLMoE": olmoe,
     "GPT-OSS": gpt_oss,
     "DeepSeek-V2": deepseek,
+    "Phi-3.5-MoE": phimoe,
 }
 MESHES: tuple[dict[str, Any], ...] = (
     {"t": 2, "p": 2, "d": 2, "num_microbatches": 2},

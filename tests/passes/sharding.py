@@ -24,6 +24,7 @@ from autoptd import trace
 from autoptd.ir import markers
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import Mesh
+from autoptd.ir.noise import NAMES
 from autoptd.ir.notes import note, op_name, set_note
 from autoptd.ir.operators import table as rules
 from autoptd.ir.operators.record import CLASSES, QUERIES, operands
@@ -88,6 +89,11 @@ def run_node(node: Node, env: Env, rows: ValueType = I) -> Any:
         count = env[node.args[0]].shape[rows.dim] if rows.kind == "S" else 1  # type: ignore[index]
         draw = Draw(0, 1, 0, 0, count)
         return rt.dropout(env[node.args[0]], node.args[1], draw, rows.dim if rows.kind == "S" else None)  # type: ignore
+    if op_name(node) in NAMES:
+        x = env[node.args[0]]  # type: ignore[index]
+        count = x.shape[rows.dim] if rows.kind == "S" else 1
+        noise = getattr(rt, NAMES[op_name(node)])
+        return noise(x, Draw(0, 1, 0, 0, count), rows.dim if rows.kind == "S" else None)
     return node.target(*map_arg(node.args, env.__getitem__), **map_arg(node.kwargs, env.__getitem__))  # type: ignore
 
 
@@ -191,6 +197,10 @@ def _run_local(node: Node, leaves: Env, env: Env, group: Any) -> Any:
         x, rate, _, batch, shard = args
         rows = x.shape[batch[0]] // batch[1] if batch is not None else 1
         return rt.dropout(x, rate, Draw(0, 1, 0, group.index * rows, rows), batch, shard, group)
+    if node.target is markers.noise:
+        x, kind, _, batch, shard = args
+        rows = x.shape[batch[0]] // batch[1] if batch is not None else 1
+        return getattr(rt, kind)(x, Draw(0, 1, 0, group.index * rows, rows), batch, shard, group)
     if node.target is markers.mean:
         x, dims, keepdim, count = args
         return x.sum(dims, keepdim) / count

@@ -356,9 +356,8 @@ class Doubled(torch.autograd.Function):
         return 2 * grad
 
 
-def test_a_custom_backward_is_refused() -> None:
-    with pytest.raises(TraceError, match=r"autograd\.Function Doubled"):
-        trace.capture(Net(lambda self, x: Doubled.apply(self.first(x)).mean()), (X,), {}, None)
+def test_a_custom_backward_is_kept() -> None:
+    captured(Net(lambda self, x: Doubled.apply(self.first(x)).mean()), X)
     x = torch.ones(1, requires_grad=True)
     Doubled.apply(x).backward()  # tracing leaves torch as it was
     assert x.grad == 2.0
@@ -433,11 +432,9 @@ def test_other_kinds_of_dropout_are_refused_in_training_with_their_module(
 @pytest.mark.parametrize(
     "forward",
     [
-        lambda self, x: (self.first(x) + torch.randn(4, 6)).mean(),
-        lambda self, x: (self.first(x) * torch.rand_like(x)).mean(),
         lambda self, x: (self.first(x) * torch.bernoulli(x.sigmoid())).mean(),
         lambda self, x: (self.first(x)[torch.randperm(4)]).mean(),
-        lambda self, x: torch.empty(4, 6).uniform_().mul(self.first(x)).mean(),
+        lambda self, x: (self.first(x) * torch.randint_like(x, 3)).mean(),
     ],
 )
 def test_random_operators_are_refused(forward: Callable[..., Any]) -> None:

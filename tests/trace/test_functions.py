@@ -1,4 +1,4 @@
-"""Custom autograd functions: those whose backward is the derivative of their forward are traced, all others are refused."""
+"""Custom autograd functions: whose backward is the derivative of their forward, is traced; every other is one operator."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import autoptd
 from autoptd import trace
-from autoptd.errors import TraceError
+from autoptd.errors import PlanError, TraceError
+from autoptd.ir.machine import Machine
 
 X = torch.randn(4, 6)
 WEIGHT = nn.Parameter(torch.randn(6))
@@ -116,14 +118,118 @@ class Mean(StraightThrough):
         return grad, None
 
 
+class Random(StraightThrough):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return (x + torch.rand_like(x)).round()
+
+
+class RandomBackward(StraightThrough):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * torch.rand_like(grad)
+
+
+class Scribbles(StraightThrough):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach().round_() * 2.0
+
+
+SCALE = [2.0]
+
+
+class Scaled(StraightThrough):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * SCALE[0]
+
+
+class Reversed(StraightThrough):
+    """Of domain adaptation: the gradient with another sign, and a number that is kept on the context."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:  # type: ignore[override]
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return -ctx.factor * grad, None
+
+
+class Chosen(StraightThrough):
+    """Two results, of which one has no gradient; places that are saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        values, places = x.max(-1, keepdim=True)
+        ctx.mark_non_differentiable(places)
+        ctx.save_for_backward(places, x)
+        return values, places
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> Tensor:  # type: ignore[override]
+        places, x = ctx.saved_tensors
+        return torch.zeros_like(x).scatter_add_(-1, places, 0.5 * grad)
+
+
+class Centred(StraightThrough):
+    """Its backward takes the mean over all rows."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad - grad.mean(0)
+
+
+class OfTwo(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        values, places = self.function.apply(self.layer(x))
+        return (values * (1 + places)).square().sum()
+
+
+OWN = [
+    Net(StraightThrough),
+    Net(Reversed, 0.7),
+    Net(Reversed, 3),
+    Net(Mean, torch.zeros(2, dtype=torch.int64)),
+    OfTwo(Chosen),
+]
+
+
+@pytest.mark.parametrize("model", OWN)
+def test_a_backward_of_its_own_is_kept(model: nn.Module) -> None:
+    found = trace.capture(model, (X,), {}, None)
+    assert model.function in found.whole
+    trace.compare(model, None, found.graph, found.buffers, (X,), {})
+
+
+@pytest.mark.parametrize("model", OWN[:3] + OWN[-1:])
+def test_a_backward_of_its_own_on_every_rank(model: nn.Module) -> None:
+    mesh = {"t": 2, "p": 1, "d": 2, "num_microbatches": 2}
+    autoptd.verify(model, example_inputs=torch.randn(8, 6), steps=2, machine=Machine(latency=1e-9), **mesh)
+    text = "\n".join(autoptd.compile(model, t=2, example_inputs=torch.randn(8, 6)).sources.values())
+    assert f'rt.apply_function("{__name__}:{model.function.__name__}", ' in text
+
+
+@pytest.mark.parametrize("function", [Centred, Clipped])
+def test_a_backward_that_mixes_rows_is_refused_for_some_of_them(function: Any) -> None:
+    with pytest.raises(PlanError, match=r"not linear|mixes the samples"):
+        autoptd.compile(Net(function), d=2, num_microbatches=2, example_inputs=torch.randn(8, 6))
+    # All rows at once: those of other replicas are gathered.
+    mesh = {"d": 2} if function is Centred else {}
+    autoptd.verify(Net(function), **mesh, num_microbatches=1, example_inputs=torch.randn(8, 6), steps=2)
+
+
 @pytest.mark.parametrize(
     ("model", "fact"),
     [
-        (Net(StraightThrough), "not the derivative"),
-        (Net(Clipped), "not the derivative"),
         (Net(Dirty), "mark_dirty"),
-        (Net(Mean, torch.zeros(2, dtype=torch.int64)), "not floats"),
         (Net(Mean, nn.Linear(2, 2)), "takes a Linear"),
+        (Net(Random), "draws random numbers"),
+        (Net(RandomBackward), "draws random numbers"),
+        (Net(Scribbles), "writes into its arguments"),
+        (Net(Scaled), "reads .*SCALE"),
     ],
 )
 def test_others_are_refused(model: nn.Module, fact: str) -> None:

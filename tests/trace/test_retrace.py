@@ -223,9 +223,9 @@ def test_what_differs_is_traced_again(kind: str) -> None:
     assert along == traced(Net(OTHER[kind]), again=False)[0]
 
 
-def test_a_backward_for_few_rows_is_refused() -> None:
-    (told,), _ = traced(Net(OTHER["another backward"]), again=True)
-    assert "it is not the derivative of its forward" in told
+def test_a_backward_for_few_rows_is_one_operator_there() -> None:
+    lines, _ = traced(Net(OTHER["another backward"]), again=True)
+    assert any("autoptd_functions.Uneven" in str(line) for line in lines)
 
 
 def test_state_that_only_many_rows_change_is_refused() -> None:

@@ -44,6 +44,19 @@ def gather_links(node: Node) -> list[Link]:
     return links
 
 
+def scatter_links(node: Node) -> list[Link]:
+    """Link scatter(x, dim, index, src or a number): the other dims run together where all are equally long."""
+    sizes = [shape(operand) for operand in operands(node)]
+    dim = argument(node, "dim") % max(1, len(sizes[0]))
+    links = []
+    for d in range(len(sizes[0])):
+        members = dict.fromkeys(range(len(sizes)), Member((d,)))
+        uneven = "" if len({size[d] for size in sizes}) == 1 else "an uneven slice needs it whole"
+        whole = "any entry may be written" if d == dim else uneven
+        links.append(Link(f"d{d}", {0: Member((d,))} if whole else members, Member((d,)), whole))
+    return links
+
+
 def index_links(node: Node) -> list[Link]:
     """Link x[:, ids] and index_select: one tensor of positions in one dim, looked up as in an embedding."""
     read = operands(node)
@@ -113,6 +126,7 @@ OPERATORS = [
     Operator(
         "aten.gather", links=over_classes(gather_links, "classes_gather"), linear=FIRST, text="torch.gather"
     ),
+    *(Operator(f"aten.{name}", links=scatter_links, text=f".{name}") for name in ("scatter", "scatter_add")),
     Operator("aten.index", links=index_links, linear=FIRST),
     Operator("aten.index_select", links=index_links, linear=FIRST, text="torch.index_select"),
     Operator("aten.one_hot", links=one_hot_links),

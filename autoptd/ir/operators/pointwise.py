@@ -58,6 +58,11 @@ OPERATORS = [
     Operator("autoptd.per_microbatch", links=no_links, linear=FIRST),
     # Linear: all addends share one mask.
     Operator("aten.dropout", links=pointwise_links, linear=FIRST, is_random=True),
+    # Of the operand they read the shape.
+    *(
+        Operator(name, links=pointwise_links, is_random=True, cuts_gradient=True, variable="noise")
+        for name in ("autoptd.uniform", "autoptd.normal", "autoptd.exponential")
+    ),
     Operator("aten.gelu", keeps="operands", text="F.gelu"),
     Operator("aten.relu", keeps="operands", text="F.relu"),
     Operator("aten.silu", keeps="operands", text="F.silu"),

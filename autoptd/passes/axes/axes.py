@@ -19,7 +19,8 @@ import torch
 from torch.fx import Graph, Node
 
 from autoptd.ir import markers
-from autoptd.ir.notes import note, op_name, ops, shape, value
+from autoptd.ir.noise import is_draw
+from autoptd.ir.notes import note, ops, shape, value
 from autoptd.ir.operators.links import same_dim
 from autoptd.ir.operators.record import CLASSES, Link, Member, operands
 from autoptd.ir.operators.table import links
@@ -276,7 +277,7 @@ class Axes:
             # It is read once more, by no member of the link: whole.
             clash |= any(read.count(operand) > nodes.count(operand) for operand in places)
             # Masks are numbered in equal blocks.
-            clash |= bool(axis.segments) and op_name(node) == "aten.dropout"
+            clash |= bool(axis.segments) and is_draw(node)
             if not clash:
                 out = (by_member[-1] or [])[i][1] if link.out is not None else None
                 letters.append(Letter(link.name, unit(axis), places, out, link.form, bool(axis.segments)))

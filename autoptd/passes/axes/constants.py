@@ -16,6 +16,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from autoptd.ir.buffers import Buffers
+from autoptd.ir.noise import is_draw
 from autoptd.ir.notes import is_tensor, note, op_name, shape, value
 from autoptd.passes.axes.pieces import Call, Piece, Window, call_of, key_of, on_device, whole
 
@@ -46,7 +47,7 @@ class Constants:
         """Tell whether a node is a buffer, or an operator that reads nothing but constants."""
         if node not in self._constant:
             # A dropout mask differs from step to step.
-            is_op = node.op == "call_function" and op_name(node) != "aten.dropout"
+            is_op = node.op == "call_function" and not is_draw(node)
             reads = is_op and all(self.is_constant(arg) for arg in node.all_input_nodes)
             self._constant[node] = reads or note(node).kind == "buffer"
         return self._constant[node]

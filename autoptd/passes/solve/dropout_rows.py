@@ -15,7 +15,8 @@ import torch
 from torch.fx import Graph, Node
 
 from autoptd.errors import PlanError
-from autoptd.ir.notes import copy_graph, note, op_name, ops, shape, site
+from autoptd.ir.noise import is_draw
+from autoptd.ir.notes import copy_graph, note, ops, shape, site
 from autoptd.ir.types import I, ValueType
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.axes.constants import Constants
@@ -32,7 +33,7 @@ def place_rows(
 
     Raises PlanError for a dropout with too many elements per sample.
     """
-    dropouts = [node for node in ops(graph) if op_name(node) == "aten.dropout"]
+    dropouts = [node for node in ops(graph) if is_draw(node)]
     if not dropouts:
         return
     kinds = _batch_types(graph, dropouts, batched, pieces, buffers, atom)

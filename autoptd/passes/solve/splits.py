@@ -27,6 +27,7 @@ from torch.fx import Graph, Node
 
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import Mesh
+from autoptd.ir.noise import is_draw
 from autoptd.ir.notes import note, op_name, ops
 from autoptd.ir.sub_axes import SubAxis
 from autoptd.ir.types import R, S
@@ -111,7 +112,7 @@ class Factors:
             if split is None or not all(note(operand).of_params for operand in split.carriers):
                 continue
             # The elements of a dropout mask are numbered in the whole value: a rank must know where its piece lies.
-            if op_name(node) == "aten.dropout" and not self._is_chunk(node, split):
+            if is_draw(node) and not self._is_chunk(node, split):
                 continue
             splits.append(split)
         return splits

@@ -1,0 +1,124 @@
+"""Random numbers beside dropout in a traced graph: every way to draw them becomes one of three operators (`ir/noise.py`).
+
+In: a graph without in-place operators. Out: the same with `uniform`, `normal` and `exponential` of a tensor whose shape they
+have, scaled and shifted as the call asks; numbers of a generator of the model's own are refused.
+
+    empty_like(x).uniform_(0.9, 1.1)        ->  uniform(x) * 0.2 + 0.9
+    randn(4, 8)                             ->  normal(zeros(4, 8))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from autoptd.compat import OpOverload
+from autoptd.errors import PlanError
+from autoptd.ir.noise import NAMES, OPERATORS, is_draw
+from autoptd.ir.notes import note, op_name, ops, set_note, shape, site, value
+
+aten = torch.ops.aten
+# The kind of the numbers, and the names of the arguments that scale and shift them; each name also in place.
+LIKE = {"aten.rand_like": "uniform", "aten.randn_like": "normal"}
+SIZED = {"aten.rand": "uniform", "aten.randn": "normal"}
+FILLED = {
+    "aten.uniform": "uniform",
+    "aten.exponential": "exponential",
+    "aten.normal_functional": "normal",
+}
+# What a call may say of the numbers, by name.
+STEPS = {"uniform": {"from", "to"}, "normal": {"mean", "std"}, "exponential": {"lambd"}}
+# Of these only the shape is read.
+SHAPES = ("aten.empty_like", "aten.zeros_like", "aten.ones_like", "aten.full_like")
+
+
+def draws(graph: Graph) -> Iterator[Node]:
+    """Return all that draws numbers in a normalised graph, dropouts among them, in order."""
+    return (node for node in ops(graph) if is_draw(node))
+
+
+def check_generators(graph: Graph) -> None:
+    """Raise PlanError where numbers are drawn from a generator of the model's own."""
+    for node in ops(graph):
+        if node.kwargs.get("generator") is not None:
+            fact = (
+                f"{op_name(node)} draws from a generator of the model's own, whose state ranks do not share"
+            )
+            raise PlanError(site(node), fact, "leave generator= out: what is drawn follows from seed=")
+
+
+def rewrite_noise(graph: Graph) -> None:
+    """Rewrite what draws numbers, and number all draws of the graph."""
+    for node in list(ops(graph)):
+        name = op_name(node)
+        if name in (*LIKE, *SIZED, *FILLED):
+            _rewrite(graph, node)
+    for number, node in enumerate(draws(graph)):
+        note(node).extra["site"] = number
+
+
+def kind_of(func: Any) -> str | None:
+    """Return the kind of numbers that an overload draws, in place or not; None where it draws none that is known."""
+    if not isinstance(func, OpOverload) or func._overloadname not in ("default", "names"):
+        return None
+    name = func._schema.name.replace("::", ".")
+    name = "aten.normal_functional" if name == "aten.normal_" else name
+    return {**LIKE, **SIZED, **FILLED, **NAMES}.get(name.removesuffix("_"))
+
+
+def steps_of(func: Any, kind: str, args: Any, kwargs: Any) -> list[tuple[Any, float]]:
+    """Return what makes of standard numbers those that a call asks for."""
+    defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+    return scaled(kind, given) if STEPS[kind] & given.keys() else []
+
+
+def scaled(kind: str, given: Mapping[str, Any]) -> list[tuple[Any, float]]:
+    """Return the (operator, number) that make of standard numbers of a kind those that a call asks for."""
+    if kind == "uniform":
+        low, high = given["from"], given["to"]
+        steps = [(aten.mul.Tensor, high - low), (aten.add.Tensor, low)]
+    elif kind == "normal":
+        steps = [(aten.mul.Tensor, given["std"]), (aten.add.Tensor, given["mean"])]
+    else:
+        steps = [(aten.mul.Tensor, 1 / given["lambd"])]
+    return [(op, float(number)) for op, number in steps if number != (1 if op is aten.mul.Tensor else 0)]
+
+
+def _rewrite(graph: Graph, node: Node) -> None:
+    name, dtype = op_name(node), value(node).dtype
+    kind = {**LIKE, **SIZED, **FILLED}[name]
+    with graph.inserting_before(node):
+        if name in SIZED:
+            x = _made(graph, node, aten.zeros.default, list(shape(node)), dtype=dtype)
+        else:
+            x = node.args[0]  # type: ignore[assignment]
+            while op_name(x) in SHAPES and value(x).dtype == value(x.args[0]).dtype:  # type: ignore[arg-type]
+                x = x.args[0]  # type: ignore[assignment]
+            if value(x).dtype != dtype:
+                x = _made(graph, node, aten.to.dtype, x, dtype)
+        made = _made(graph, node, OPERATORS[kind]._opoverload, x)
+        for target, number in steps_of(node.target, kind, node.args, node.kwargs):
+            made = _made(graph, node, target, made, number)
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)
+
+
+def _made(graph: Graph, node: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+    made = graph.call_function(target, args, kwargs)
+    fakes, named = map_arg((args, kwargs), value)
+    with torch.no_grad():
+        # What has no operand is on the device, and of the kind, of what it stands for.
+        is_new = target is aten.zeros.default
+        made.meta["val"] = value(node).new_zeros(*fakes, **named) if is_new else target(*fakes, **named)
+    set_note(made, replace(note(node), extra=dict(note(node).extra)))
+    return made
+
+
+__all__ = ["NAMES", "check_generators", "draws", "kind_of", "rewrite_noise", "steps_of"]
