@@ -104,11 +104,11 @@ torch.library.register_autograd("mine::center", lambda ctx, grad: grad - grad.me
 class Fn(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        return 2 * x
+        return x + torch.rand_like(x)
 
     @staticmethod
     def backward(ctx, grad):
-        return 3 * grad
+        return grad
 
 
 class Net(nn.Module):
