@@ -42,8 +42,8 @@ def causal_attention(
     places = (index, 2 * c - 1 - index) if order == ZIGZAG else (index,)
     length = q.shape[-2] // len(places)
     firsts = tuple(place * length for place in places)
-    if not q.is_cuda and q.ndim == 4 and q.shape[-1] == v.shape[-1]:
-        return _InBlocks.apply(q, *_last_strides_are_one(k, v), firsts, scale)  # type: ignore[no-any-return]
+    if _fits_kernel(q, k, v):
+        return _InBlocks.apply(*map(_last_stride_one, (q, k, v)), firsts, scale)  # type: ignore[no-any-return]
     parts = zip(firsts, q.split(length, -2), strict=True)
     results = [_masked(first, part, k, v, scale, enable_gqa) for first, part in parts]
     return torch.cat(results, -2) if len(results) > 1 else results[0]
@@ -104,7 +104,8 @@ class _InBlocks(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         of_k, of_v = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
         of_q = []
-        parts = zip(*(x.chunk(len(logs), -2) for x in (grads[0], q, result)), strict=True)
+        of_result = _last_stride_one(grads[0])
+        parts = zip(*(x.chunk(len(logs), -2) for x in (of_result, q, result)), strict=True)
         for first, log, part in zip(ctx.firsts, logs, parts, strict=True):
             grad, queries, out = (x.to(wide) for x in part)
             total: Tensor | None = None
@@ -132,8 +133,19 @@ def _blocks(first: int, length: int, every: int) -> Iterator[tuple[slice, bool]]
         yield slice(first, min(first + length, every)), True
 
 
-def _last_strides_are_one(*tensors: Tensor) -> list[Tensor]:
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+def _fits_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Tell whether the kernel for CPUs reads such tensors rightly: it checks neither sizes nor the last stride."""
+    is_there = q.device.type in ("cpu", "meta") and q.ndim == k.ndim == v.ndim == 4
+    return is_there and (
+        q.shape[0] == k.shape[0] == v.shape[0]
+        and k.shape[1] == v.shape[1]
+        and q.shape[1] % k.shape[1] == 0
+        and q.shape[-1] == k.shape[-1] == v.shape[-1]
+    )
+
+
+def _last_stride_one(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 __all__ = ["causal_attention"]

@@ -98,6 +98,38 @@ def test_bfloat16_is_as_exact_as_on_one_device(c: int, order: str, kv: int) -> N
         assert mine <= 1.05 * own, name
 
 
+def turned(*shape: int) -> Tensor:
+    """Random numbers that lie together in memory along dim -2."""
+    return torch.randn(*shape, dtype=torch.float64).mT.contiguous().mT
+
+
+STRIDES = {"turned": turned(2, 4, 24, 16), "expanded": turned(2, 4, 24, 1).expand(-1, -1, -1, 16)}
+SIZES = {"one sample for all": turned(1, 4, 24, 16), "one head for all": turned(2, 1, 24, 16)}
+
+
+@pytest.mark.parametrize("name", [*STRIDES, *SIZES])
+@pytest.mark.parametrize("order", ["", "zigzag"])
+def test_operands_of_any_strides_and_sizes(name: str, order: str) -> None:
+    """The kernel for CPUs checks neither, and would read what is none of theirs: each operand in turn, beside plain ones."""
+    operands, gradient = drawn(4, 4, 24, torch.float64)
+    # Queries and the gradient have the result's sizes.
+    for place in range(4) if name in STRIDES else (1, 2):
+        given = [*operands, gradient]
+        given[place] = {**STRIDES, **SIZES}[name]
+        q, k, v = (x.detach().requires_grad_() for x in given[:3])
+        wide = [x.expand(2, 4, -1, -1) for x in (q, k, v)]
+        scores = (wide[0] @ wide[1].mT / 4).masked_fill(
+            ~torch.ones(24, 24, dtype=torch.bool).tril(), -torch.inf
+        )
+        right = scores.softmax(-1) @ wide[2]
+        wanted = torch.autograd.grad(right, (q, k, v), given[3])
+        group: Any = SimpleNamespace(size=1, index=0)
+        found = rt.causal_attention(q, k, v, group, order=order)
+        torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+        for one, other in zip(torch.autograd.grad(found, (q, k, v), given[3]), wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+
+
 def test_the_kernels_take_what_they_took() -> None:
     """They have names that torch may change without notice, and arguments by place."""
     aten = torch.ops.aten
