@@ -51,7 +51,7 @@ def drop_torch(x: torch.Tensor, rate: float, places: Places, out: torch.Tensor |
     rows, column_key = rows.bitwise_xor_(signed(places.row_key)), signed(places.column_key)
     # Rows and columns in one go: what counts is the number of calls.
     if x.numel() <= TILE:
-        columns = _numbers(slice(0, x.shape[0]), slice(0, x.shape[2]), x.shape, places, x.device)
+        columns = column_numbers(slice(0, x.shape[0]), slice(0, x.shape[2]), x.shape, places, x.device)
         columns = columns.flatten().bitwise_xor_(column_key)
         words = premix_(torch.cat([rows, columns]))
         bits = words[: x.shape[1], None] ^ words[x.shape[1] :].view(x.shape[0], 1, x.shape[2])
@@ -61,7 +61,7 @@ def drop_torch(x: torch.Tensor, rate: float, places: Places, out: torch.Tensor |
     spare = torch.empty_like(bits)
     # Without numbers all tiles behind the second one take its memory again: a rehearsal has no time for thousands.
     for a, z, blocks in islice(_tiles(x.shape), 2 if x.is_meta else None):
-        columns = _numbers(a, z, x.shape, places, x.device).bitwise_xor_(column_key)
+        columns = column_numbers(a, z, x.shape, places, x.device).bitwise_xor_(column_key)
         hashed_columns = premix_(columns, spare[: columns.numel()].view(columns.shape))[:, None]
         for r in blocks:
             part = x[a, r, z]
@@ -81,7 +81,7 @@ def _keep(
     return torch.mul(x, bits, out=out).mul_(1.0 / (1.0 - rate))
 
 
-def _numbers(
+def column_numbers(
     before: slice, after: slice, size: torch.Size, places: Places, device: torch.device
 ) -> torch.Tensor:
     """Return the global numbers [before, after] of columns, by their indices before and after the rows."""

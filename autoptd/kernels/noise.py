@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from autoptd.kernels.dropout import _numbers, mix_, premix_
+from autoptd.kernels.dropout import column_numbers, mix_, premix_
 from autoptd.kernels.dropout_mask import Places, signed
 
 # Bits that a dtype has for a number below 1.
@@ -41,7 +41,7 @@ def _words(size: tuple[int, int, int], places: Places, device: torch.device) -> 
     before, rows, after = size
     row = torch.arange(places.first_row, places.first_row + rows, device=device).to(torch.int32)
     row.bitwise_xor_(signed(places.row_key))
-    column = _numbers(slice(0, before), slice(0, after), torch.Size(size), places, device)
+    column = column_numbers(slice(0, before), slice(0, after), torch.Size(size), places, device)
     column = column.bitwise_xor_(signed(places.column_key))
     words = premix_(row)[:, None] ^ premix_(column)[:, None]
     return mix_(words, torch.empty_like(words))

@@ -15,6 +15,7 @@ import hashlib
 from typing import Any
 
 from autoptd.ir.notes import WHOLE_NUMBERS, note
+from autoptd.ir.own_functions import own_function
 from autoptd.program.program import Program
 
 # What precision, evaluation and memory add to a graph or take away: parts of the names of operators.
@@ -32,7 +33,9 @@ def prints_of(program: Program) -> dict[str, str]:
             continue
         args, kwargs = whole.get(node.name) or (node.args, node.kwargs)
         numbers = [repr(value) for value in (*args, *kwargs.values()) if is_literal(value)]
-        lines.setdefault(note(node).module, []).append(" ".join([str(node.target), *numbers]))
+        own = own_function(node)
+        called = own.name if own is not None else str(node.target)
+        lines.setdefault(note(node).module, []).append(" ".join([called, *numbers]))
     return {module: _hash("\n".join(some)) for module, some in lines.items()}
 
 

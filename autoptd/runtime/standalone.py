@@ -21,6 +21,7 @@ from autoptd.errors import AutoptdError, InternalError, PlanError
 from autoptd.program.program import Program
 from autoptd.program.specs import StageSpec
 from autoptd.runtime.batch_sums import set_batch_sums
+from autoptd.runtime.dropout import Drawing
 from autoptd.runtime.executor import groups_of
 from autoptd.runtime.linear import WeightTerm
 from autoptd.runtime.stage import Stage, give_layers, load_layers
@@ -104,6 +105,7 @@ def _run(stage: type[Stage], program: Program, index: int, world: World) -> Chec
         groups=groups_of(program, world), weights=weights, buffers=buffers, device=torch.device("cpu")
     )
     this.main_grads = _add
+    this.drawing = Drawing(program.seed, step=0, first_row=0, rows=program.rows)
     if this.counts:
         # Those of this microbatch alone, where the executor sums over all of them.
         this.totals = tuple(float(count) for count in this.count(**inputs))

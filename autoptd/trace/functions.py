@@ -28,7 +28,6 @@ STATE_REMEDY = (
     "pass it as an argument of apply (a tensor that is an input of the model), or write it as a constant"
 )
 REMEDY = "write it with differentiable torch operators"
-PARAMETERS = "its forward reads parameters that are not among its arguments"
 # Scales of the random arguments; incoming gradients have the third power of it.
 SIZES = (1e-2, 1.0, 1e2)
 # Of the largest entry, in float64.
@@ -40,6 +39,10 @@ PLAIN = (int, float, bool, str, torch.dtype, type(None))
 
 class Unfit(Exception):
     """Why a function cannot be told to have the derivative of its forward as its backward."""
+
+
+class ReadsParameters(Unfit):
+    """Its forward reads parameters that are not among its arguments: no backward of it has their gradients."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +126,10 @@ def other_functions(met: Sequence[Call]) -> set[Any]:
                 torch.manual_seed(0)
                 for size in SIZES:
                     _try(call, size)
-        except Unfit as error:
-            if error.args[0] == PARAMETERS:
-                fact = f"its backward is not traced, so gradients would be wrong: {error}"
-                raise TraceError(f"autograd.Function {call.function.__name__}", fact, REMEDY) from None
+        except ReadsParameters:
+            fact = "its forward reads parameters that are not among its arguments: they would get no gradient"
+            raise TraceError(f"autograd.Function {call.function.__name__}", fact, REMEDY) from None
+        except Unfit:
             found.add(call.function)
     return found
 
@@ -142,7 +145,7 @@ def _try(call: Call, size: float) -> None:
     runs = (lambda args: run_forward(call.function, args), lambda args: call.function.apply(*args))
     try:
         if any(tensor.requires_grad for tensor in _tensors(run_forward(call.function, drawn))):
-            raise Unfit(PARAMETERS)
+            raise ReadsParameters
         leaves = _leaves(drawn), _leaves(drawn)
         found, wanted = (_tensors(run(_filled(drawn, own))) for run, own in zip(runs, leaves, strict=True))
         # Small gradients of large values, and the other way: a clamp in the backward shows at one of them.

@@ -40,7 +40,7 @@ def operator_for(function: Any, args: tuple[Any, ...]) -> tuple[OpOverload, list
         own = Own(function, name_of(function), fixed)
         listed = ", ".join(f"{word} x{i}" for i, word in enumerate(words))
         results = "Tensor" if count == 0 else f"({', '.join(['Tensor'] * count)})"
-        name = f"{re.sub(r'[^A-Za-z0-9]', '_', function.__name__)}_{len(OPERATORS)}"
+        name = _unused(re.sub(r"[^A-Za-z0-9]", "_", function.__name__))
         LIBRARY.define(f"{name}({listed}) -> {results}")
 
         def kernel(*given: Any) -> Any:
@@ -51,6 +51,15 @@ def operator_for(function: Any, args: tuple[Any, ...]) -> tuple[OpOverload, list
         OPERATORS[key] = getattr(getattr(torch.ops, NAMESPACE), name).default
         OWN[OPERATORS[key]] = own
     return OPERATORS[key], given
+
+
+def _unused(name: str) -> str:
+    """Return a name for an operator that says nothing of others: a number follows the class's only where it is taken."""
+    number, made = 1, name
+    while hasattr(getattr(torch.ops, NAMESPACE), made):
+        number += 1
+        made = f"{name}_{number}"
+    return made
 
 
 def _is_given(arg: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from autoptd.errors import PlanError
 from autoptd.ir.machine import Machine
 from autoptd.kernels.dropout_mask import Places, Shard, keys
 from autoptd.kernels.noise import draw
+from autoptd.runtime.stage import load_stage
+from autoptd.runtime.standalone import check_stage
 from tests.thin import thinned
 
 # Collectives start at once: models as small as these are split.
@@ -79,6 +82,14 @@ def test_nothing_is_drawn_in_an_evaluation() -> None:
     pm.step(**batch())
     assert abs(float(pm.eval_step(**batch())) - float(model.eval()(**batch()))) < 1e-9
     pm.close()
+
+
+def test_a_stage_draws_by_itself(tmp_path: Path) -> None:
+    program = autoptd.compile(Noisy(), t=2, machine=MACHINE, example_inputs=batch())
+    program.save(tmp_path)
+    assert "rt.uniform(" in program.sources["stage_0.py"]
+    stage = load_stage(program.sources["stage_0.py"], str(tmp_path / "stage_0.py"))
+    assert not check_stage(stage, tmp_path).wrong
 
 
 def test_other_seeds_and_steps_draw_other_numbers() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +16,9 @@ import autoptd
 from autoptd import trace
 from autoptd.errors import PlanError, TraceError
 from autoptd.ir.machine import Machine
+from autoptd.program.prints import prints_of
 
+ROOT = Path(__file__).parents[2]
 X = torch.randn(4, 6)
 WEIGHT = nn.Parameter(torch.randn(6))
 
@@ -241,3 +247,28 @@ def test_others_are_refused(model: nn.Module, fact: str) -> None:
 def test_a_parameter_from_outside_is_refused() -> None:
     with pytest.raises(TraceError, match="no registered parameter"):
         trace.capture(Net(Closed), (X,), {}, None)
+
+
+def test_a_name_says_nothing_of_what_was_traced_before() -> None:
+    """What a checkpoint knows of a module is the same in a process that has traced other models before."""
+
+    def prints() -> dict[str, str]:
+        return prints_of(autoptd.compile(Net(StraightThrough), t=2, example_inputs=torch.randn(8, 6)))
+
+    first = prints()
+    # Another class of the same name, made by a function.
+    other = type("StraightThrough", (StraightThrough,), {"__module__": "elsewhere"})
+    autoptd.compile(Net(other), t=2, example_inputs=torch.randn(8, 6))
+    autoptd.compile(Net(Reversed, 0.7), t=2, example_inputs=torch.randn(8, 6))
+    assert prints() == first
+    assert first != prints_of(autoptd.compile(Net(Reversed, 0.7), t=2, example_inputs=torch.randn(8, 6)))
+
+
+@pytest.mark.parametrize("function", [StraightThrough, Chosen])
+def test_a_saved_program_imports_it_in_a_new_process(tmp_path: Path, function: Any) -> None:
+    model = OfTwo(function) if function is Chosen else Net(function)
+    autoptd.compile(model, t=2, example_inputs=torch.randn(8, 6)).save(tmp_path)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, str(tmp_path / "stage_0.py"), "--check"]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stderr

@@ -25,11 +25,11 @@ from autoptd.ir.expert_mm import NAME
 from autoptd.ir.layout import Layout
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.notes import op_name, ops, payload, shape
+from autoptd.ir.notes import note, op_name, ops, payload, shape
 from autoptd.ir.operators.record import operands
 from autoptd.ir.operators.rows import experts_of, looked_up, rows_read
 from autoptd.ir.operators.table import is_pointwise, operator_of
-from autoptd.ir.types import E, S, ValueType, division_text
+from autoptd.ir.types import E, I, R, S, ValueType, division_text
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.ops.costs import flops
 
@@ -90,13 +90,12 @@ def _stays_apart(node: Node) -> bool:
     return op_name(node) == "getitem" or is_moved or (is_pointwise(node) and not record.sizes)
 
 
-def expert_ways(
-    node: Node, along: Along, rows: Mapping[Node, Node], whole: Mapping[Node, Layout]
-) -> list[Way]:
-    """Return the way to run an operator on the rows of a rank's experts, at most one; `whole`: operands that are read whole."""
+def expert_ways(node: Node, along: Along, rows: Mapping[Node, Node]) -> list[Way]:
+    """Return the way to run an operator on the rows of a rank's experts, at most one; other operands are read whole."""
     if node not in rows:
         return []
-    own, needs = along.over(E), dict(whole)
+    own = along.over(E)
+    needs = {operand: along.over(R if note(operand).of_params else I) for operand in operands(node)}
     needs |= {operand: own for operand in needs if rows.get(operand) is rows[node]}
     table = expert_table(node)
     if table is None:
@@ -104,14 +103,11 @@ def expert_ways(
     if not _divides(table, along.axes, along.degree):
         return []
     needs[table] = along.over(S(0, 0))
-    seconds, why = (
-        along.seconds(node),
-        f"split by expert: {division_text(shape(table)[0], along.degree)}",
-    )
-    if op_name(node) == NAME:
-        seconds = product_seconds(node, along, needs, own, seconds)
-        why += f", the busiest rank has {_busiest(node, along.degree):.0%} of the mean"
-    return [Way(needs, own, seconds, why)]
+    why = f"split by expert: {division_text(shape(table)[0], along.degree)}"
+    if op_name(node) != NAME:
+        return [Way(needs, own, along.seconds(node), why)]
+    why += f", the busiest rank has {_busiest(node, along.degree):.0%} of the mean"
+    return [Way(needs, own, product_seconds(node, along, needs, own), why)]
 
 
 def expert_table(node: Node) -> Node | None:
@@ -143,18 +139,12 @@ def _busiest(node: Node, ranks: int) -> float:
     return busiest(shape(operands(node)[1])[0], ranks)
 
 
-def product_seconds(
-    node: Node, along: Along, needs: Mapping[Node, Layout], gives: Layout, otherwise: float
-) -> float:
+def product_seconds(node: Node, along: Along, needs: Mapping[Node, Layout], gives: Layout) -> float:
     """Return the seconds of a product of experts, forward and backward, on one rank, with operands and result of these types.
-
-    Of other operators they are those given.
 
     Inside an expert a rank has all rows of fewer columns; by expert, whole columns of fewer rows. Kernels compute whole tiles,
     and rows are read and written besides: those that are not split, by every rank.
     """
-    if op_name(node) != NAME:
-        return otherwise
     mesh, machine, x, weight = along.mesh, along.machine, *operands(node)[:2]
     is_by_expert = gives == along.over(E)
     # Of rows, columns and channels, how many parts there are; a rank has one, or its load of the rows.

@@ -16,10 +16,11 @@ from enum import Enum
 from torch.fx import Graph, Node
 
 from autoptd.errors import PlanError
+from autoptd.ir.expert_mm import NAME as EXPERT_MM
 from autoptd.ir.layout import Layout, loss_over
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.notes import note, payload
+from autoptd.ir.notes import note, op_name, payload
 from autoptd.ir.operators.record import CLASSES, QUERIES, operands
 from autoptd.ir.operators.table import addends, linear_groups, operator_of
 from autoptd.ir.steps import Step, steps
@@ -278,7 +279,7 @@ def _every_strategy(node: Node, splitter: Splitter) -> list[Strategy]:
     return (
         _whole_strategies(node, splitter)
         + _split_strategies(node, splitter)
-        + _expert_strategies(node, splitter)
+        + [Strategy(*way) for way in expert_ways(node, splitter, splitter.expert_rows)]
         + _pending_strategies(node, splitter)
     )
 
@@ -311,8 +312,8 @@ def _split_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
         # nothing (sharding the residual stream to save on its adds would trade every all-reduce for two collectives).
         seconds = splitter.seconds(node) / (pieces if flops(node) else 1)
         gives = split.gives or splitter.over(P)
-        if node in splitter.expert_rows:
-            seconds = product_seconds(node, splitter, needs, gives, seconds)
+        if op_name(node) == EXPERT_MM and node in splitter.expert_rows:
+            seconds = product_seconds(node, splitter, needs, gives)
         if split.form in REDUCED_FORMS:
             gives = splitter.over(I)
         if split.is_contracted or split.form.startswith(CLASSES):
@@ -327,12 +328,6 @@ def _split_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
         form = split.form if split.is_contracted or split.form.startswith((CLASSES, QUERIES)) else ""
         strategies.append(Strategy(needs, gives, seconds, why, form))
     return strategies
-
-
-def _expert_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
-    needs = {operand: _whole(operand, splitter) for operand in operands(node)}
-    ways = expert_ways(node, splitter, splitter.expert_rows, needs)
-    return [Strategy(*way) for way in ways]
 
 
 def _pending_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
