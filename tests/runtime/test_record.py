@@ -49,7 +49,8 @@ def noted_on(t: int, body: Any, *, waits: bool = False) -> list[Noted]:
     return run_ranks(ThreadWorld(Mesh(t=t), Communicators(), timeout=20.0), run)
 
 
-@pytest.mark.parametrize(("source", "target"), CONVERSIONS)
+# Rows by expert are put back by `rt.put_rows`, and no rank sends any: tests/runtime/test_experts.py.
+@pytest.mark.parametrize(("source", "target"), [pair for pair in CONVERSIONS if "E" not in pair])
 def test_a_conversion_makes_the_calls_of_its_row(source: str, target: str) -> None:
     row = CONVERSIONS[source, target]
     places = (0, 1) if "S" in (source, target) else ()
