@@ -35,7 +35,7 @@ class Widen(GroupedProducts):
         if func is torch.empty_strided:
             return func(*args, **(kwargs or {}))
         if func is torch.Tensor.float:
-            return args[0].double() if args[0].is_floating_point() else func(*args, **(kwargs or {}))
+            return args[0].double()
         # x.to(torch.float32), softmax(x, -1, torch.float32), zeros(..., dtype=torch.float32).
         wide = [torch.float64 if arg is torch.float32 else arg for arg in args]
         named = {key: torch.float64 if arg is torch.float32 else arg for key, arg in (kwargs or {}).items()}

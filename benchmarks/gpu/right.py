@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import autoptd
 from autoptd.ir.schedules import SCHEDULES
-from benchmarks.gpu import right_nccl, right_steps
-from benchmarks.gpu.models import Call, batch, build, small_family, toy
+from benchmarks.gpu import right_nccl, right_steps, right_training
+from benchmarks.gpu.models import batch, build, small_family, toy
 from benchmarks.gpu.operators import OPERATORS, TOY, Operator, Sizes, maker, run
+from benchmarks.gpu.right_models import small_gpt, verified
 from benchmarks.gpu.rows import Found, Row, Setting
 
 ROOT = Path(__file__).parents[2]
@@ -135,19 +135,6 @@ def _of_norms(found: torch.Tensor, true: torch.Tensor) -> float:
 # whole models
 
 
-def small_gpt(setting: Setting, dropout: float, stages: int) -> tuple[nn.Module, Call]:
-    """Small layers in bf16 (float64 on a CPU: there is time for one dtype), and a batch of eight rows."""
-    from examples.gpt import GPT, GPTConfig
-
-    torch.manual_seed(0)
-    layers, width = (2, 16) if setting.is_toy and stages <= 2 else (4, 128)
-    config = GPTConfig(vocab_size=64, block_size=16, n_layer=layers, n_head=4, n_embd=width, dropout=dropout)
-    model = GPT(config).to(setting.where, torch.float64 if setting.is_toy else torch.bfloat16)
-    generator = torch.Generator().manual_seed(1)
-    ids, targets = (torch.randint(0, 64, (8, 16), generator=generator).to(setting.where) for _ in range(2))
-    return model, ((ids, targets), {})
-
-
 def parity(asked: dict[str, Any], setting: Setting, dropout: float = 0.1) -> Iterator[Found]:
     """`verify`: loss, gradients, parameters in float64 at 1e-9, and the first losses in the model's own dtype."""
     model, (args, _) = small_gpt(setting, dropout, asked.get("p", 1) * asked.get("v", 1))
@@ -156,16 +143,6 @@ def parity(asked: dict[str, Any], setting: Setting, dropout: float = 0.1) -> Ite
         args,
         {"num_microbatches": 4 // asked.get("d", 1), "steps": 1 if setting.is_toy else 2, **asked},
     )
-
-
-def verified(model: nn.Module, example: Any, asked: dict[str, Any]) -> Found:
-    report = autoptd.verify(model, example_inputs=example, **asked)
-    kinds = dict.fromkeys(one.what for one in report.differences)
-    return {
-        "ok": report.passed,
-        **{f"{kind}, largest": report.worst(kind).size for kind in kinds},
-        "mesh": report.mesh,
-    }
 
 
 def family(name: str, fuse: str, setting: Setting) -> Iterator[Found]:
@@ -254,6 +231,7 @@ ROWS = [
         for one in OPERATORS
     ),
     *_fused_rows("triton"),
+    *right_training.ROWS,
     *_parity_rows(list(MESHES)[4:]),
     *right_nccl.ROWS[2:],
     *(

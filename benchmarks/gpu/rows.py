@@ -183,7 +183,10 @@ def _run(row: Row, setting: Setting, journal: Journal) -> bool:
 
 def _interpreter_fault(exc: Exception) -> str:
     """Why this is the fault of Triton's interpreter, which runs kernels at toy size, and no difference of ours."""
-    return interpreter_fault() if type(exc).__name__ == "InterpreterError" else ""
+    cause: BaseException | None = exc  # a rank's exception is the cause of what the run raises
+    while cause is not None and type(cause).__name__ != "InterpreterError":
+        cause = cause.__cause__
+    return interpreter_fault() if cause else ""
 
 
 def _is_usable(device: Device) -> bool:

@@ -1,0 +1,86 @@
+"""Section 1, of what training takes besides a mesh: precision, ZeRO, recomputation, long sequences, experts, random numbers.
+
+Each row is `verify`: float64 at 1e-9, saved and loaded in the middle, an evaluation, the first losses in the model's own dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.gpu.models import Call
+from benchmarks.gpu.right_models import small_gpt, verified
+from benchmarks.gpu.rows import Found, Row, Setting
+
+ASKED: dict[str, dict[str, Any]] = {
+    "c=2, Ulysses": {"c": 2, "context": "ulysses"},
+    "c=2 t=2, keys gathered, zigzag": {"c": 2, "t": 2, "context": "all_gather", "token_order": "zigzag"},
+    "c=2 d=2, zero=1": {"c": 2, "d": 2, "zero": 1},
+    "t=2 d=2, zero=1, bf16": {"t": 2, "d": 2, "zero": 1, "precision": "bf16"},
+    "t=2 p=2, fp16": {"t": 2, "p": 2, "precision": "fp16"},
+    "t=2 p=2, recomputed, sequence parallel": {
+        "t": 2,
+        "p": 2,
+        "recompute": "full",
+        "sequence_parallel": True,
+    },
+    "p=2 d=2, recomputed selectively": {"p": 2, "d": 2, "recompute": "selective"},
+}
+IN_SHORT = ("c=2 t=2, keys gathered, zigzag", "Mixtral")
+
+
+def training(asked: dict[str, Any], setting: Setting) -> Iterator[Found]:
+    """A small GPT with dropout; weights in float32 where a precision is asked for, which keeps them so."""
+    model, (args, _) = small_gpt(setting, 0.1, asked.get("p", 1))
+    if "precision" in asked:
+        model.float()
+    rows = {"num_microbatches": 4 // asked.get("d", 1), "steps": 1 if setting.is_toy else 2}
+    yield verified(model, args, {**rows, **asked})
+
+
+def experts(name: str, asked: dict[str, Any], setting: Setting) -> Iterator[Found]:
+    """A mixture of experts of transformers, its rows grouped by expert; Phi's router draws random numbers."""
+    model, (_, kwargs) = small_experts(name)
+    example = {key: x.to(setting.where) for key, x in kwargs.items()}
+    dtype = torch.float32 if setting.is_toy else torch.bfloat16
+    yield verified(model.to(setting.where, dtype), example, {"steps": 1, **asked})
+
+
+def small_experts(name: str) -> tuple[nn.Module, Call]:
+    """Two small layers of four experts, two for each token; on the CPU."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "vocab_size": 64,
+    }
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "use_cache": False}
+    kind = {"Mixtral": "Mixtral", "Phi-3.5-MoE": "Phimoe"}[name]
+    config = getattr(transformers, f"{kind}Config")(**sizes, num_experts_per_tok=2)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    ids = torch.randint(0, 64, (8, 16), generator=torch.Generator().manual_seed(1))
+    return model, ((), {"input_ids": ids, "labels": ids.clone()})
+
+
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Mixtral, t=2": ("Mixtral", {"t": 2, "num_microbatches": 2}),
+    "Mixtral, t=2 d=2": ("Mixtral", {"t": 2, "d": 2, "num_microbatches": 2}),
+    "Phi-3.5-MoE, t=2 p=2": ("Phi-3.5-MoE", {"t": 2, "p": 2, "num_microbatches": 2}),
+}
+ROWS = [
+    *(
+        Row(f"training: {name}", partial(training, asked), 40, 2, name in IN_SHORT)
+        for name, asked in ASKED.items()
+    ),
+    *(
+        Row(f"experts: {name}", partial(experts, kind, asked), 40, 2, False)
+        for name, (kind, asked) in EXPERTS.items()
+    ),
+]
