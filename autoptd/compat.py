@@ -226,7 +226,8 @@ def mm_as(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a @ b in `dtype`, rounded once: the GEMM itself adds up in at least that."""
     if a.dtype == dtype:
         return a @ b
-    if a.is_cuda:
+    # On the meta device nothing runs, and what a GPU holds is what counts.
+    if a.is_cuda or a.is_meta:
         return torch.mm(a, b, out_dtype=dtype)
     # The CPU has no GEMM with another dtype for its result.
     return a.to(dtype) @ b.to(dtype)
@@ -238,7 +239,7 @@ def add_mm(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, dtype: 
     """
     if total is None:
         return mm_as(a, b, dtype)
-    if total.dtype == a.dtype:
+    if total.dtype == a.dtype or a.is_meta:
         return total.addmm_(a, b)
     if not a.is_cuda:
         # The CPU has no GEMM with another dtype for its result.

@@ -21,6 +21,7 @@ import torch
 
 from autoptd.compat import TorchDispatchMode, tree_leaves
 from autoptd.ir.actions import Action
+from autoptd.kernels.forms import has_triton
 from autoptd.on_meta import AsOnCpu
 from autoptd.program.program import Program, check_program
 from autoptd.program.specs import ParamSpec
@@ -55,8 +56,9 @@ class _Change(NamedTuple):
 def peak_memory(program: Program) -> tuple[Peak, ...]:
     """Return the fullest moment of a step with AdamW, of every pipeline rank."""
     check_program("autoptd.peak_memory", program)
-    # Kernels of a device have nothing to compute.
-    fuse = "eager" if program.fuse else False
+    # Triton's operators make there what their kernels would write; torch's compiler would compile.
+    is_known = program.fuse != "inductor" and has_triton()
+    fuse = program.fuse if is_known or not program.fuse else "eager"
     buffers = {name: buffer.to("meta") for name, buffer in program.buffers.items()}
     bare = replace(program, fuse=fuse, buffers=buffers)
     return tuple(_peak(bare, place) for place in range(program.mesh.pipeline_ranks))

@@ -69,7 +69,7 @@ def loss(classes: int) -> None:
     from autoptd.kernels import cross_entropy_triton
     from autoptd.kernels.cross_entropy import Labels, Loss
 
-    logits, row = meta(ROWS, classes), partial(meta, ROWS)
+    logits, row = meta(ROWS, -(-classes // 64) * 64)[:, :classes], partial(meta, ROWS)
     labels = Labels(row(dtype=torch.int64), row(dtype=torch.bool), row(dtype=torch.bool))
     which = Loss(0.0, classes, classes, lambda numbers, op: numbers)
     terms = cross_entropy_triton.terms(which, logits, labels)

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from autoptd.kernels.rows_triton import computed, divided, passes
+from autoptd.kernels.rows_triton import computed, divided, launched, passes
 
 Tensor = torch.Tensor
 # Elements of one program.
@@ -23,7 +23,7 @@ def bias_gelu_forward(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
     x, bias = x.contiguous(), bias.contiguous()
     out = torch.empty_like(x)
     if x.numel():
-        _bias_gelu[_grid(x)](
+        launched(_bias_gelu, _grid(x), x)(
             x,
             bias,
             # Stands for the gradient, which BACK=False never reads.
@@ -45,7 +45,7 @@ def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, approximate: str) 
     x, bias, grad = x.contiguous(), bias.contiguous(), grad.contiguous()
     out = torch.empty_like(x)
     if x.numel():
-        _bias_gelu[_grid(x)](
+        launched(_bias_gelu, _grid(x), x)(
             x,
             bias,
             grad,
@@ -66,7 +66,7 @@ def gated_forward(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
     if gate.numel():
-        _gated[_grid(gate)](
+        launched(_gated, _grid(gate), gate)(
             gate, up, out, gate.numel(), KIND=KINDS[kind], WIDE=computed(gate.dtype), SIZE=SIZE
         )
     return out
@@ -77,7 +77,7 @@ def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[T
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
     d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
     if gate.numel():
-        _gated_backward[_grid(gate)](
+        launched(_gated_backward, _grid(gate), gate)(
             grad, gate, up, d_gate, d_up, gate.numel(), KIND=KINDS[kind], WIDE=computed(gate.dtype), SIZE=SIZE
         )
     return d_gate, d_up

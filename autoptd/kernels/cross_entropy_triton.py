@@ -15,7 +15,7 @@ import triton.language as tl
 
 from autoptd.kernels.cross_entropy import Labels, Loss, Terms
 from autoptd.kernels.forms import wide
-from autoptd.kernels.rows_triton import computed
+from autoptd.kernels.rows_triton import computed, launched
 
 Tensor = torch.Tensor
 # Columns that a program works on at a time.
@@ -23,17 +23,17 @@ BLOCK = 4096
 
 
 def terms(loss: Loss, z: Tensor, labels: Labels) -> Terms:
-    """Return the numbers of the rows of the logits z [N, n], over all ranks."""
+    """Return the numbers of the rows of the logits z [N, n], over all ranks; rows may lie apart, columns not."""
     # A program per row, which goes through all columns.
     maximum, total, weighted = z.new_zeros((3, len(z)), dtype=wide(z.dtype))
     picked = z.gather(1, labels.column.unsqueeze(1)).squeeze(1).to(maximum.dtype)
     if len(z):
-        _terms[(len(z),)](
+        launched(_terms, (len(z),), z)(
             z,
             maximum,
             total,
             weighted,
-            z.shape[1],
+            z.stride(0),
             loss.real,
             WIDE=computed(z.dtype),
             BLOCK=BLOCK,
@@ -56,7 +56,7 @@ def gradients(
     out = torch.empty_like(z) if out is None else out
     if len(z):
         # With the terms known, blocks of a row are independent: a program for each.
-        _gradients[(len(z), triton.cdiv(z.shape[1], BLOCK))](
+        launched(_gradients, (len(z), triton.cdiv(z.shape[1], BLOCK)), z)(
             z,
             out,
             terms.maximum,
@@ -65,6 +65,8 @@ def gradients(
             # Never read where SMOOTHS is False; a kernel's pointers must all be tensors.
             picked if soft is None else soft,
             labels.column,
+            z.stride(0),
+            out.stride(0),
             z.shape[1],
             loss.real,
             SMOOTHS=soft is not None,
@@ -76,7 +78,7 @@ def gradients(
 
 
 @triton.jit
-def _terms(z, maximum, total, weighted, width, real, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+def _terms(z, maximum, total, weighted, step, real, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     # Each lane has a maximum and a sum of its own; they are joined at the end.
     top = tl.full([BLOCK], -float("inf"), WIDE)
@@ -85,7 +87,7 @@ def _terms(z, maximum, total, weighted, width, real, WIDE: tl.constexpr, BLOCK: 
     for start in range(0, real, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < real
-        x = tl.load(z + row * width + column, mask=inside, other=-float("inf")).to(WIDE)
+        x = tl.load(z + row * step + column, mask=inside, other=-float("inf")).to(WIDE)
         new = tl.maximum(top, x)
         # -inf minus itself would be NaN.
         shift = tl.where(new == -float("inf"), 0.0, new)
@@ -108,6 +110,8 @@ def _gradients(
     picked,
     soft,
     target,
+    step,
+    out_step,
     width,
     real,
     SMOOTHS: tl.constexpr,
@@ -116,12 +120,11 @@ def _gradients(
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at = row * width + column
     # Each element is read and written by one program: `out` may be z.
-    x = tl.load(z + at, mask=column < real, other=-float("inf")).to(WIDE)
+    x = tl.load(z + row * step + column, mask=column < real, other=-float("inf")).to(WIDE)
     y = tl.load(factor + row) * tl.exp(x - tl.load(maximum + row))
     if SMOOTHS:
         y -= tl.load(soft + row)
     y = tl.where(column == tl.load(target + row), y - tl.load(picked + row), y)
     y = tl.where(column < real, y, 0.0)
-    tl.store(out + at, y.to(out.dtype.element_ty), mask=column < width)
+    tl.store(out + row * out_step + column, y.to(out.dtype.element_ty), mask=column < width)

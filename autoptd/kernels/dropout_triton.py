@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from autoptd.kernels.dropout_mask import Places, signed, threshold
-from autoptd.kernels.rows_triton import divided, passes
+from autoptd.kernels.rows_triton import divided, launched, passes
 
 # Elements of a row that a program works on at a time.
 SIZE = 1024
@@ -72,7 +72,7 @@ def _run(
     # A program hashes its columns once, for all the rows that it takes: of these fewer where programs would
     # be few.
     at_once = min(rows, max(1, PROGRAMS // (chunks * before)))
-    _drop[(chunks * before, at_once)](
+    launched(_drop, (chunks * before, at_once), x)(
         x,
         x if bias is None else bias,
         x if residual is None else residual,

@@ -4,7 +4,8 @@
 in torch operators, which passes over memory less often and keeps less for backward. *triton*: the same
 function, whose passes are Triton kernels. An operator of this package takes the form that `backend` names
 ("eager" or "triton"); Triton needs tensors on a GPU, elsewhere it runs in its interpreter
-(TRITON_INTERPRET=1) or not at all: then the form is the eager one.
+(TRITON_INTERPRET=1) or not at all: then the form is the eager one. On the meta device it makes what the kernels
+would write, and launches none.
 
     forward = swiglu_triton if takes_triton(backend, gate, "swiglu") else swiglu_torch
 """
@@ -42,7 +43,7 @@ def takes_triton(backend: str, x: torch.Tensor, site: str, width: int = 0) -> bo
         raise InternalError(site, f"has no form {backend!r}")
     if backend == "eager" or width > WIDEST.get(site, width) or not has_triton():
         return False
-    return x.is_cuda or (x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
+    return x.is_cuda or x.is_meta or (x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def tiles(x: torch.Tensor) -> list[Index]:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from autoptd.kernels.forms import wide
-from autoptd.kernels.rows_triton import computed, programs, row_size
+from autoptd.kernels.rows_triton import computed, launched, programs, row_size
 
 Tensor = torch.Tensor
 # Elements of a row that backward keeps in registers, beside its sums.
@@ -82,7 +82,7 @@ def _norm(
     width = x.shape[-1]
     if x.numel():
         # A program per row. x stands in for absent tensors: their HAS_ is False, and they are never read.
-        _forward[(x.numel() // width,)](
+        launched(_forward, (x.numel() // width,), x)(
             x,
             x if residual is None else residual.contiguous(),
             x if weight is None else weight.contiguous(),
@@ -127,7 +127,7 @@ def _norm_backward(
     # Every program writes its own sums.
     sums = factor.new_empty((len(present), count, width))
     if total.numel():
-        _backward[(count,)](
+        launched(_backward, (count,), grad)(
             grad,
             grad if grad_total is None else grad_total.contiguous(),
             total,

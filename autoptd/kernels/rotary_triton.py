@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from autoptd.kernels.rows_triton import computed, four_dims
+from autoptd.kernels.rows_triton import computed, four_dims, launched
 
 Tensor = torch.Tensor
 # Pairs of elements that one program rotates.
@@ -38,7 +38,7 @@ def turned(
         block = triton.next_power_of_2(width // 2)
         # Rows of one program: heads are narrow, one row would be too little work.
         height = max(1, ELEMENTS // block)
-        _turn[(triton.cdiv(rows, height),)](
+        launched(_turn, (triton.cdiv(rows, height),), x)(
             source,
             cos,
             sin,

@@ -9,6 +9,7 @@ Imported only where Triton is installed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,19 @@ import triton.language as tl
 from autoptd.kernels.forms import wide
 
 Tensor = torch.Tensor
+
+
+def launched(kernel: Any, grid: tuple[int, ...], x: Tensor) -> Callable[..., Any]:
+    """Return what launches a kernel on tensors like `x`: nothing on the meta device, where its results have no values."""
+    return _nothing if _has_no_values(x) else kernel[grid]  # type: ignore[no-any-return]
+
+
+def _has_no_values(x: Tensor) -> bool:
+    return x.is_meta
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
 
 
 def row_size(width: int, most: int = 32) -> dict[str, int]:

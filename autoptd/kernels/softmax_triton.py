@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from autoptd.kernels.rows_triton import computed, four_dims, row_size
+from autoptd.kernels.rows_triton import computed, four_dims, launched, row_size
 
 Tensor = torch.Tensor
 TYPES = {
@@ -39,7 +39,7 @@ def softmax_forward(
         strides = mask.stride()
     if scores.numel():
         # A program per row of scores.
-        _forward[(scores.numel() // shape[-1],)](
+        launched(_forward, (scores.numel() // shape[-1],), scores)(
             scores,
             scores if mask is None else mask,
             out,
@@ -63,7 +63,9 @@ def softmax_backward(grad: Tensor, out: Tensor, scale: float, dtype: torch.dtype
     width = out.shape[-1]
     if out.numel():
         rows = out.numel() // width
-        _backward[(rows,)](grad, out, dx, width, SCALE=scale, WIDE=computed(out.dtype), **row_size(width))
+        launched(_backward, (rows,), grad)(
+            grad, out, dx, width, SCALE=scale, WIDE=computed(out.dtype), **row_size(width)
+        )
     return dx
 
 

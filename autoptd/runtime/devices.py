@@ -66,7 +66,7 @@ def thread_device(device: str) -> torch.device:
     """Return the device of all rank threads; "cuda" is the caller's current device."""
     # Given a number here, because every thread has a current device of its own.
     target = torch.device(device)
-    if target.type == "cuda" and target.index is None:
+    if target.type == "cuda" and target.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return target
 

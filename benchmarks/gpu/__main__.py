@@ -17,6 +17,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -74,6 +75,8 @@ def main(words: list[str]) -> int:
     is_toy = asked.toy or not has_cuda
     tell_machine(folder, is_toy)
     chosen = [one for one in SECTIONS if asked.sections is None or one.name in asked.sections]
+    if is_toy:  # of a few cores one process takes most
+        chosen = [replace(one, workers=1) for one in chosen]
     if asked.profile:
         chosen = [Section(f"profile {asked.profile}", f"Profile of {asked.profile}", 1)]
     end = time.time() + 60 * asked.minutes

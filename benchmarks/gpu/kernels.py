@@ -179,6 +179,19 @@ def odd_heads(setting: Setting) -> Iterator[Found]:
             {"form": f"{columns} columns", **found, "us a thousand columns": 1000 * found["us"] / columns}
         )
         yield {"sizes": f"[{rows}, {h}]", "forms": forms}
+    for columns in (11,) if setting.is_toy else (50257, 50304):
+        x, weight = make(rows, h), make(columns, h)
+        targets = torch.randint(0, columns, (rows,), device=setting.where)
+        fused = "eager" if setting.is_toy else "triton"
+        for name, form in (
+            ("plain", linear_cross_entropy_plain),
+            ("ours", partial(linear_cross_entropy, backend=fused)),
+        ):
+            _, both = steps_of(form, (x, weight, targets), 2)
+            found = on_device(device, both)
+            told = {"form": f"{columns} columns and the loss, {name}", **found}
+            forms.append(told | {"us a thousand columns": 1000 * found["us"] / columns})
+            yield {"sizes": f"[{rows}, {h}]", "forms": forms}
 
 
 def attention_backends(setting: Setting) -> Iterator[Found]:

@@ -190,10 +190,10 @@ def _interpreter_fault(exc: Exception) -> str:
 
 
 def _is_usable(device: Device) -> bool:
-    """After an illegal access every call of CUDA fails."""
+    """After an illegal access every call of CUDA fails; after a capture that failed, its random numbers do."""
     try:
         device.sync()
-        torch.zeros(1, device=device.name).item()
+        torch.rand(1, device=device.name).item()
     except Exception as exc:
         print(f"  the device is not usable any more: {str(exc).splitlines()[0]}", file=sys.stderr, flush=True)
         return False

@@ -1,4 +1,4 @@
-"""The sections, in order of value, and how each is run: as a process of its own, with a deadline.
+"""The sections, in order of value, and how each is run: as a process of its own, with a deadline; checks in several at once.
 
 A process that crashes, hangs or breaks its device takes at most the row along that it was at: its rows are in the
 section's file as they are known, and a new process goes on behind. `run_section` is the parent's side, `serve` the
@@ -12,7 +12,9 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.gpu.rows import GO_ON, NEAR_END, Journal, Row, Setting, run_rows
@@ -22,19 +24,25 @@ GRACE = 8.0  # seconds beyond its end that a row gets before its process is ende
 PROFILE = "profile "  # begins the name of a section that profiles one model
 LOG = "log.txt"
 LOOKS = 0.2  # seconds between two looks at a process
+WORKER = " of "  # in the name of a worker's part of a section: "right 2 of 6"
+CHECKERS = 6  # processes that make checks at a time on one GPU, where no time is measured
 
 
 @dataclass(frozen=True)
 class Section:
-    """`share` is its part of the time, in parts of those of all sections that are still to come."""
+    """`share` is its part of the time, in parts of those of all sections that are still to come.
+
+    `workers` processes share its rows.
+    """
 
     name: str
     title: str
     share: float
+    workers: int = 1
 
 
 SECTIONS = (
-    Section("right", "Right", 6),
+    Section("right", "Right", 6, CHECKERS),
     Section("fast", "Fast", 7),
     Section("kernels", "Kernels", 3),
     Section("runtime", "Runtime", 2),
@@ -42,7 +50,10 @@ SECTIONS = (
 
 
 def rows_of(section: str) -> list[Row]:
-    """The rows of a section; its module is imported for that."""
+    """The rows of a section, or of a worker's part; its module is imported for that."""
+    if WORKER in section:
+        name, number, _, workers = section.rsplit(maxsplit=3)
+        return rows_of(name)[int(number) - 1 :: int(workers)]
     if section.startswith(PROFILE):
         return importlib.import_module("benchmarks.gpu.profile").rows(section.removeprefix(PROFILE))  # type: ignore[no-any-return]
     module = section if "." in section else f"benchmarks.gpu.{section}"
@@ -78,6 +89,41 @@ def run_section(section: Section, folder: Path, seconds: float, how: How) -> Jou
     journal.content |= {"is_complete": False, "is short": how.is_short}
     journal.write()
     end = time.time() + seconds
+    if section.workers == 1:
+        return _run_alone(section, folder, end, how)
+    names = [f"{section.name} {number + 1}{WORKER}{section.workers}" for number in range(section.workers)]
+    for name in names:
+        part = Journal.open(folder, name)
+        part.content |= journal.content | {"section": name}
+        part.write()
+    with ThreadPoolExecutor(section.workers) as pool:
+        parts = list(pool.map(lambda name: _run_alone(replace(section, name=name), folder, end, how), names))
+    return _joined(journal, parts)
+
+
+def _joined(journal: Journal, parts: Sequence[Journal]) -> Journal:
+    """One file of those of a section's workers, its rows in order."""
+    order = [row.name for row in rows_of(journal.content["section"])]
+    found = {row["name"]: row for part in parts for row in part.rows}
+    states = [part.content["state"] for part in parts]
+    journal.content |= {
+        "state": next((state for state in ("failed", "cut") if state in states), "finished"),
+        "rows": sorted(found.values(), key=lambda row: order.index(row["name"])),
+        "is_complete": all(part.content["is_complete"] for part in parts),
+        "not begun": [name for part in parts for name in part.content.get("not begun", ())],
+    }
+    for key in ("about", "about, at the end", "why"):
+        given = [part.content[key] for part in parts if part.content.get(key)]
+        journal.content |= {key: given[-1]} if given else {}
+    journal.write()
+    for part in parts:
+        part.path.unlink()
+    return journal
+
+
+def _run_alone(section: Section, folder: Path, end: float, how: How) -> Journal:
+    """Run the rows of a section, or of a worker's part, one after the other until `end`."""
+    journal = Journal.open(folder, section.name)
     while end - time.time() > NEAR_END:
         status = _watch(section, folder, end, how)
         journal = Journal.open(folder, section.name)

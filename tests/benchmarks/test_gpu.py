@@ -83,10 +83,15 @@ def test_requests_that_cannot_be_met(tmp_path: Path, capsys: pytest.CaptureFixtu
         main(["--profile", "no such model"])
 
 
-def test_a_crash_and_a_hang_take_one_row_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_crash_and_a_hang_take_one_row_each(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sections, "GRACE", 0.2)
-    section = Section("tests.benchmarks.gpu_rows", "Wrong", 1)
+    section = Section("tests.benchmarks.gpu_rows", "Wrong", 1, workers)
     journal = run_section(section, tmp_path, 600.0, How(is_toy=True))
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["tests.benchmarks.gpu_rows.json"]
+    assert journal.content["is_complete"] and journal.content["about"] and not journal.content["not begun"]
     rows = {row["name"]: row for row in journal.rows}
     assert [row["state"] for row in rows.values()] == ["done", "failed", "cut", "done"]
     assert "signal 6" in rows["crash"]["why"] and rows["crash"]["found"] == "before the crash"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -53,6 +54,7 @@ fused, plain = of(linear_cross_entropy), of(linear_cross_entropy_plain)
     st.sampled_from([0.0, 0.1]),
     st.sampled_from([None, 2.0]),
     st.sampled_from([0.0, 0.3, 1.0]),
+    st.sampled_from([{}, {"cpu": 64}]),
     seeds,
 )
 def test_equals_plain(
@@ -64,8 +66,10 @@ def test_equals_plain(
     smoothing: float,
     softcap: float | None,
     ignored: float,
+    row_bytes: dict[str, int],
     seed: int,
 ) -> None:
+    """With rows of logits that lie apart, as on a GPU, too."""
     bias = random(V, seed=seed + 2) if biased else None
     inputs = [
         random(*shape, H, seed=seed),
@@ -75,8 +79,19 @@ def test_equals_plain(
     ]
     options: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing, "softcap": softcap}
     options["class_weight"] = random(V, seed=seed + 3).abs() if weighted else None
-    with small_tiles():
+    with small_tiles(), mock.patch.object(module, "ROW_BYTES", row_bytes):
         check_same(fused, plain, inputs, 3, {"chunk": chunk}, **options)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_rows_of_logits_begin_where_a_gpu_likes_it(biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ROW_BYTES", {"cpu": 16})
+    x, weight = random(4, H).bfloat16(), random(V, H, seed=1).bfloat16()
+    bias = random(V, seed=2).bfloat16() if biased else None
+    found = module._linear(x, weight, bias)
+    assert found.stride() == (16, 1) and module._rows_like(found, torch.float32).stride() == (12, 1)
+    assert torch.equal(found, torch.nn.functional.linear(x, weight, bias))
+    assert module._linear(x, weight[:8], None).is_contiguous()
 
 
 def test_other_ignore_index_and_dividing_by_a_given_total() -> None:

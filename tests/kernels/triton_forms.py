@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from autoptd.compat import add_mm
-from autoptd.kernels import forms
+from autoptd.kernels import forms, loss
 from autoptd.kernels.activations import bias_gelu, bias_gelu_plain, geglu, geglu_plain, swiglu, swiglu_plain
 from autoptd.kernels.cross_entropy import Labels, Loss
 from autoptd.kernels.dropout import drop_torch
@@ -379,7 +379,11 @@ def check_large_loss(make: Callable[..., Tensor]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_loss(reduction: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("row_bytes", [1, 64])
+def test_loss(row_bytes: int, reduction: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of logits side by side, and apart."""
+    monkeypatch.setattr(loss, "ROW_BYTES", {DEVICE: row_bytes})
+
     def of(form: Operator) -> Operator:
         wide = None if dtype == torch.float64 else torch.float32
         return lambda *x, **more: form(*x, dtype=wide if x[0].dtype == dtype else None, **more)
