@@ -53,16 +53,15 @@ def _masked(first: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None, en
     """Return causal attention of queries whose first one has place `first`, by one kernel."""
     length = q.shape[-2]
     seen = min(first + length, k.shape[-2])
-    mask: Tensor | None = None
-    if first and seen == first + length:
-        # The kernels of CUDA devices need no mask in memory.
-        mask = causal_lower_right(length, seen)  # type: ignore[assignment]
-    elif first:
-        mask = torch.ones(length, seen, dtype=torch.bool, device=q.device).tril_(first)
     k, v = k[..., :seen, :], v[..., :seen, :]
-    return F.scaled_dot_product_attention(
-        q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=enable_gqa
-    )
+    how = {"scale": scale, "enable_gqa": enable_gqa}
+    if first and seen == first + length:
+        # The kernels of CUDA devices need no mask in memory. Called by itself: the runtime works where classes of tensors
+        # have no say, and torch would read the mask as a tensor.
+        mask = causal_lower_right(length, seen)
+        return type(mask).__torch_function__(F.scaled_dot_product_attention, (), (q, k, v, mask), how)  # type: ignore[no-any-return]
+    rest = torch.ones(length, seen, dtype=torch.bool, device=q.device).tril_(first) if first else None
+    return F.scaled_dot_product_attention(q, k, v, rest, is_causal=rest is None, **how)  # type: ignore[arg-type]
 
 
 class _InBlocks(torch.autograd.Function):

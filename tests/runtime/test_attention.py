@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autoptd import runtime as rt
+from autoptd.runtime.guard import unguarded
 
 
 def keys_seen(order: str, c: int, index: int, length: int) -> torch.Tensor:
@@ -83,6 +84,20 @@ def test_is_attention_of_one_device(c: int, order: str, heads: int, kv: int, val
     found = of_all_ranks(operands, gradient, c, order, **how)
     for one, right in zip(found, of_one_device(operands, gradient, **how), strict=True):
         torch.testing.assert_close(one, right, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("order", ["", "zigzag"])
+def test_where_the_runtime_works_classes_of_tensors_have_no_say(
+    order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the kernels of GPUs: a mask that torch reads off its class must not be read as a tensor."""
+    monkeypatch.setattr("autoptd.runtime.attention._fits_kernel", lambda *_: False)
+    operands, gradient = drawn(4, 4, 24, torch.float64)
+    wanted = of_one_device(operands, gradient)
+    with unguarded():
+        found = of_all_ranks(operands, gradient, 3, order)
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y)
 
 
 @pytest.mark.parametrize(("c", "order"), [(2, ""), (4, "zigzag"), (8, "zigzag")])
