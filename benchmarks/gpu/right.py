@@ -222,7 +222,7 @@ def _fused_rows(fuse: str) -> list[Row]:
 
 FIRST = list(MESHES)[:4]
 ROWS = [
-    Row("tests marked gpu", marked_tests, seconds=100, gigabytes=2, is_short=False),
+    Row("tests marked gpu", marked_tests, seconds=170, gigabytes=2, is_short=False),
     *_parity_rows(FIRST),
     *right_steps.ROWS,
     *right_nccl.ROWS[:2],

@@ -26,8 +26,8 @@ from benchmarks.gpu.rows import Found, Row, Setting
 
 TIMEOUT = 5.0  # seconds that a call may take
 SAME = 1e-5  # of losses of a float32 model, some of whose kernels on CUDA add up in any order
-LATE = 30.0  # seconds that one takes which is too late
-DEAD_AFTER = 45.0  # seconds by which its process must have ended
+LATE = 90.0  # seconds that one takes which is too late
+DEAD_AFTER = 75.0  # seconds by which its process must have ended
 
 
 def start(timeout: float = 60.0) -> Device:
