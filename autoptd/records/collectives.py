@@ -256,8 +256,8 @@ def _label_count(graph: Graph, stage: int, rank: int, mesh: Mesh) -> list[Collec
     for node in codegen.count_conversions(counted):
         (call,) = _conversion(node, stage, rank, mesh)
         why = "labels of all rows, to be counted"
-        site, again = codegen.COUNT_SITE, {"backward": "none", "scope": "step"}
-        calls.append(dataclasses.replace(call, site=site, why=why, **again))
+        once = dataclasses.replace(call, site=codegen.COUNT_SITE, backward="none", why=why, scope="step")
+        calls.append(once)
     why = "valid labels of the global batch, which the mean divides by"
     return calls + _known_before(codegen.COUNT_SITE, "label count", len(counted), why, stage, rank, mesh)
 
