@@ -15,11 +15,14 @@ from collections.abc import Callable, Sequence
 
 from torch.fx import Node
 
-from autoptd.codegen.expressions import expression
+from autoptd.codegen.expressions import bound_axes, expression
 from autoptd.codegen.names import choose_names, operand_text
 from autoptd.codegen.writer import Writer
 from autoptd.ir import markers
 from autoptd.ir.notes import COUNTED_BY, note
+
+# What the sum of counts is called, and what is gathered for it.
+COUNT_SITE = "count of labels"
 
 
 def counted_losses(body: list[Node]) -> list[Node]:
@@ -38,14 +41,22 @@ def labels_of(loss: Node) -> list[Node]:
 
 def write_count(writer: Writer, counted: list[Node], given: dict[Node, str]) -> None:
     """Write the method, from the labels of one microbatch to the tuple of its counts; `given` are the stage's inputs."""
-    # Labels depend on inputs and buffers alone, so they can be counted before any stage has run.
-    counted_of = [markers.unconverted(arg) for node in counted for arg in labels_of(node)]
     about = "Number (or class weight) of the valid labels of one microbatch."
-    text = _begin(writer, "count", about, counted_of, given)
+    text = _begin(writer, "count", about, _counted_of(counted), given)
     calls = [_count_call(node, text) for node in counted]
     if any(note(node).extra.get(COUNTED_BY, 1) > 1 for node in counted):
         writer.add(2, "# Labels of all rows are counted by every replica: an equal part by each.")
     writer.add(2, f"return ({', '.join(calls)},)")
+
+
+def _counted_of(counted: list[Node]) -> list[Node]:
+    """Return what the counts of some losses are made of: labels depend on inputs and buffers alone, so they are known."""
+    return [markers.unconverted(arg) for node in counted for arg in labels_of(node)]
+
+
+def count_conversions(counted: list[Node]) -> list[Node]:
+    """Return the conversions that `count` makes: labels of all rows are gathered over the replicas."""
+    return [node for node in _computation_of(_counted_of(counted)) if node.target is markers.convert]
 
 
 def batch_sums(nodes: Sequence[Node]) -> list[list[Node]]:
@@ -84,10 +95,12 @@ def _begin(
     writer.gap()
     writer.add(1, f"def {name}({', '.join(['self', *inputs.values()])}):")
     writer.add(2, f'"""{about}"""')
+    writer.bind(bound_axes(needed))
     if any(note(arg).kind == "buffer" for arg in read):
         writer.add(2, "b = self.buffers")
+    site = f'"{COUNT_SITE}"'
     for node in needed:
-        writer.add(2, f"{names[node]} = {expression(node, text)}")
+        writer.add(2, f"{names[node]} = {expression(node, text, site)}")
     return text
 
 

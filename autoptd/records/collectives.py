@@ -249,10 +249,17 @@ def _step_collectives(
 
 def _label_count(graph: Graph, stage: int, rank: int, mesh: Mesh) -> list[Collective]:
     """Return the counts of labels that weighted means divide by."""
-    losses = [node for node in ops(graph) if op_name(node) in LOSSES and node.kwargs["total"] >= 0]  # type: ignore[operator]
-    count = sum(1 for node in losses if stage in note(node).stages)
+    counted = codegen.counted_losses([node for node in ops(graph) if stage in note(node).stages])
+    if not counted:
+        return []
+    calls = []
+    for node in codegen.count_conversions(counted):
+        (call,) = _conversion(node, stage, rank, mesh)
+        why = "labels of all rows, to be counted"
+        once = dataclasses.replace(call, site=codegen.COUNT_SITE, backward="none", why=why, scope="step")
+        calls.append(once)
     why = "valid labels of the global batch, which the mean divides by"
-    return _known_before("count of labels", "label count", count, why, stage, rank, mesh) if count else []
+    return calls + _known_before(codegen.COUNT_SITE, "label count", len(counted), why, stage, rank, mesh)
 
 
 def _batch_sums(graph: Graph, stage: int, rank: int, mesh: Mesh) -> list[Collective]:

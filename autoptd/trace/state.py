@@ -34,6 +34,8 @@ CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 # Of nn.Module itself: hooks and names, no state.
 OWN = {key for key in vars(nn.Module()) if key.startswith("_")}
+# Of these the dicts of hooks, by their numbers.
+HOOKS = sorted(key for key in OWN if "hooks" in key and isinstance(vars(nn.Module())[key], dict))
 # Entries of a container that are looked at.
 MAX_ITEMS = 4096
 # Objects in objects.
@@ -156,6 +158,10 @@ class State:
             self.holders.append((attributes[kind], dict(attributes[kind])))
             for name, attribute in attributes[kind].items():
                 self._keep(_join(path, name), attribute)
+        for kind in HOOKS:
+            # A hook that the forward registers would be there twice at its next call.
+            self.holders.append((attributes[kind], attributes[kind].copy()))
+            self.leaves[_join(path, kind)] = f"{len(attributes[kind])} of them"
         for kind in ("_forward_hooks", "_forward_pre_hooks"):
             for number, hook in attributes[kind].items():
                 self._visit(_join(path, f"{kind}[{number}]"), hook, 0)

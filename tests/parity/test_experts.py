@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +13,10 @@ import transformers
 from torch import nn
 
 import autoptd
-from autoptd.ir.machine import Machine
 from benchmarks.gpu.right_training import small_experts
+from tests.parity.resumed import MACHINE, goes_on
 from tests.thin import thinned
 
-# Collectives start at once: models as small as these are split.
-MACHINE = Machine(latency=1e-9)
 VOCAB = 64
 SIZES = {
     "vocab_size": VOCAB,
@@ -97,8 +96,8 @@ def model_of(family: str) -> nn.Module:
     return model
 
 
-def batch(rows: int = 4) -> dict[str, torch.Tensor]:
-    ids = torch.randint(VOCAB, (rows, 8), generator=torch.Generator().manual_seed(0))
+def batch(rows: int = 4, step: int = 0) -> dict[str, torch.Tensor]:
+    ids = torch.randint(VOCAB, (rows, 8), generator=torch.Generator().manual_seed(step))
     return {"input_ids": ids, "labels": ids.clone()}
 
 
@@ -120,6 +119,71 @@ def test_a_model_in_bfloat16_is_not_refused(family: str, rows: int) -> None:
     model, (_, kwargs) = small_experts(family)
     found = {name: x[:rows] for name, x in kwargs.items()}
     autoptd.compile(model.bfloat16(), t=2, example_inputs=found, num_microbatches=1, machine=MACHINE)
+
+
+@pytest.mark.parametrize("family", thinned(FAMILIES, every=4))
+def test_a_checkpoint_goes_on_at_another_mesh(family: str, tmp_path: Path) -> None:
+    mesh, other = {"t": 2, "d": 2, "zero": 1}, {"t": 2, "p": 2, "num_microbatches": 2}
+    goes_on(model_of(family), [batch(), batch(step=1)], mesh, other, tmp_path)
+
+
+# The auxiliary loss of routers: the product of two means over all tokens of the batch.
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+BALANCED_MESHES: tuple[dict[str, Any], ...] = (
+    {"t": 2, "p": 2, "d": 2, "num_microbatches": 1},
+    {"t": 2, "sequence_parallel": True, "d": 2, "zero": 1, "num_microbatches": 1},
+    {"t": 2, "num_microbatches": 1},
+    {"p": 2, "num_microbatches": 1},
+    {"d": 2, "num_microbatches": 1},
+    {"c": 2, "d": 2, "num_microbatches": 1},
+)
+
+
+def balanced(family: str, **options: Any) -> nn.Module:
+    """A model whose loss has that of its routers; it has been called, so hooks that record their scores are there."""
+    torch.manual_seed(0)
+    config = FAMILIES[family]().config
+    for name, number in (BALANCED | options).items():
+        setattr(config, name, number)
+    model: nn.Module = type(FAMILIES[family]())(config)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    model(**batch())
+    return model
+
+
+ROUTERS = ["Mixtral", "Phi-3.5-MoE", "Qwen3-MoE", "OLMoE", "GPT-OSS"]
+ROUTER_CELLS = [(family, mesh) for mesh in range(len(BALANCED_MESHES)) for family in ROUTERS]
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    thinned(ROUTER_CELLS, [f"{family}, {BALANCED_MESHES[mesh]}" for family, mesh in ROUTER_CELLS], every=16),
+)
+def test_balanced_routers_train_as_on_one_device(family: str, mesh: int) -> None:
+    about = {"machine": MACHINE, "steps": 2, **BALANCED_MESHES[mesh]}
+    autoptd.verify(balanced(family), example_inputs=batch(), **about)
+
+
+@pytest.mark.parametrize("family", ["Mixtral", pytest.param("Phi-3.5-MoE", marks=pytest.mark.thorough)])
+def test_balanced_routers_take_one_microbatch(family: str) -> None:
+    with pytest.raises(autoptd.PlanError, match="or run with num_microbatches=1"):
+        autoptd.compile(balanced(family), d=2, num_microbatches=2, example_inputs=batch(), machine=MACHINE)
+
+
+@pytest.mark.thorough
+def test_hooks_of_routers_are_installed_once() -> None:
+    """The first call of a model of transformers installs them, also where that is a trace."""
+    model = model_of("Mixtral")
+    model.config.output_router_logits = True
+    program = autoptd.compile(model, t=2, num_microbatches=1, example_inputs=batch(), machine=MACHINE)
+    again = autoptd.compile(
+        balanced("Mixtral", router_aux_loss_coef=model.config.router_aux_loss_coef),
+        **{"t": 2, "num_microbatches": 1, "machine": MACHINE},
+        example_inputs=batch(),
+    )
+    assert program.sources == again.sources
+    assert not any(module._forward_hooks for module in model.modules())
 
 
 def by_expert(model: nn.Module) -> dict[str, Any]:

@@ -247,6 +247,52 @@ def test_refused(what: str) -> None:
         autoptd.compile(Net(loss), example_inputs=call(), **mesh)
 
 
+class NextRow(nn.Module):
+    """Every row is to say what the next one has: logits and labels are cut along the batch."""
+
+    def __init__(self, weighed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.qkv = nn.Embedding(9, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.head = nn.Linear(WIDTH, 9)
+        self.register_buffer("rates", torch.rand(9) if weighed else None)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, WIDTH // 2)).permute(2, 0, 3, 1, 4)
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        logits, weight = self.head(x)[:-1], self.get_buffer("rates")
+        return F.cross_entropy(logits.flatten(0, 1), labels[1:].flatten(), weight, ignore_index=0)
+
+    def batch(self, step: int = 0) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        ids, labels = torch.randint(0, 9, (2, 4, 8), generator=generator)
+        labels[2, :5] = 0
+        return {"ids": ids, "labels": labels}
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+def test_labels_of_all_rows_are_gathered_to_be_counted(
+    weighed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where tokens are divided, the mean divides by a count, which replicas make before the first forward."""
+    model = NextRow(weighed)
+    mesh: dict[str, Any] = {"c": 2, "d": 2, "num_microbatches": 1, "machine": MACHINE}
+    autoptd.verify(model, example_inputs=model.batch(), steps=2, **mesh)
+    autoptd.verify(model, example_inputs=model.batch(), steps=2, t=2, p=2, **mesh)
+    with closing(autoptd.parallelize(model, backend="local", example_inputs=model.batch(), **mesh)) as pm:
+        pm.step(**model.batch())
+        with pm.record() as record:
+            pm.step(**model.batch(1))
+        for rank in range(4):
+            executed = Counter(made for made in record.of(rank) if made.kind != "objects")
+            assert executed == expected_calls(pm.program, rank)
+    edited = edit_source(monkeypatch, 'rt.s_to_r(labels, dp, dim=0, site="count of labels")', "labels")
+    with pytest.raises(autoptd.InternalError, match="differs"):
+        autoptd.verify(model, example_inputs=model.batch(), steps=1, **mesh)
+    assert edited
+
+
 @pytest.mark.parametrize("loss", [clip, LOSSES["dropout behind"]])
 def test_masks_do_not_depend_on_replicas(loss: Loss) -> None:
     losses = []

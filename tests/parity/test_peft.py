@@ -16,11 +16,9 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import autoptd
-from autoptd.ir.machine import Machine
+from tests.parity.resumed import MACHINE, goes_on
 from tests.thin import thinned
 
-# Collectives start at once: models as small as these are split.
-MACHINE = Machine(latency=1e-9)
 VOCAB, WIDTH = 64, 32
 PROJECTIONS = ["q_proj", "v_proj", "up_proj", "down_proj"]
 
@@ -86,8 +84,8 @@ def adapted(kind: str) -> nn.Module:
     return model
 
 
-def batch() -> dict[str, torch.Tensor]:
-    ids = torch.randint(VOCAB, (4, 8), generator=torch.Generator().manual_seed(0))
+def batch(step: int = 0) -> dict[str, torch.Tensor]:
+    ids = torch.randint(VOCAB, (4, 8), generator=torch.Generator().manual_seed(step))
     return {"input_ids": ids, "labels": ids.clone()}
 
 
@@ -99,6 +97,15 @@ CELLS = [(kind, mesh) for mesh in range(len(MESHES)) for kind in KINDS]
 )
 def test_adapters_train_as_on_one_device(kind: str, mesh: int) -> None:
     autoptd.verify(adapted(kind), example_inputs=batch(), machine=MACHINE, steps=2, **MESHES[mesh])
+
+
+SAVED = ["prompt tuning", *(kind for kind in KINDS if kind != "prompt tuning")]
+
+
+@pytest.mark.parametrize("kind", thinned(SAVED, every=3))
+def test_a_checkpoint_goes_on_at_another_mesh(kind: str, tmp_path: Path) -> None:
+    mesh, other = {"t": 2, "d": 2, "zero": 1}, {"t": 2, "p": 2, "num_microbatches": 2}
+    goes_on(adapted(kind), [batch(0), batch(1)], mesh, other, tmp_path)
 
 
 def test_adapters_are_divided_with_their_hosts() -> None:

@@ -393,6 +393,41 @@ def test_hooks_are_refused(kind: str) -> None:
     assert "remove the hook" in caught.value.remedy
 
 
+class Collecting(Net):
+    """As transformers does for what is asked of a model beside its result: hooks that the first forward installs."""
+
+    def __init__(self, once: bool) -> None:
+        super().__init__(detached)
+        self.is_ready, self.once = False, once
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.is_ready and self.once):
+            self.first.register_forward_hook(lambda module, args, out: self.kept.append(out))
+            self.is_ready = True
+        self.kept: list[Tensor] = []
+        loss = self.second(self.first(x).relu()).mean()
+        for h in self.kept:
+            loss = loss + 0.1 * h.square().mean()
+        self.kept = []
+        return loss
+
+
+def test_hooks_that_the_forward_installs_are_taken_off_again() -> None:
+    """Else every trace of the model would have those of the traces before it as well."""
+    model = Collecting(once=True)
+    sizes = [len(trace.capture(model, (X,), {}, None).graph.nodes) for _ in range(2)]
+    assert sizes[0] == sizes[1] and not model.first._forward_hooks and not model.is_ready
+    found = trace.capture(model, (X,), {}, None)
+    trace.compare(model, None, found.graph, found.buffers, (X,), {})
+
+
+def test_a_hook_more_at_every_call_is_refused() -> None:
+    model = Collecting(once=False)
+    with pytest.raises(TraceError, match="is changed by the forward"):
+        trace.capture(model, (X,), {}, None)
+    assert not model.first._forward_hooks
+
+
 def test_forward_hooks_are_traced() -> None:
     model = Net(lambda self, x: self.first(x).mean())
     model.first.register_forward_hook(lambda module, args, out: out * 3)
