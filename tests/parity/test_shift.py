@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
+from autoptd.passes import for_tokens
+from autoptd.program.calls import expected_calls
 from tests.parity.models import VOCAB
+from tests.parity.test_mutations import check_is_found
 from tests.thin import thinned
 
 # Tokens that 2, 3 and 4 ranks have two pieces each of.
@@ -175,3 +180,100 @@ CASES = [(name, mesh, order) for name in FORMS for mesh in MESHES for order in O
 def test_loss(name: str, mesh: dict[str, Any], order: str) -> None:
     given: dict[str, Any] = {"context": "all_gather", "token_order": order, "example_inputs": call(4 * ROWS)}
     autoptd.verify(Shifting(name), **mesh, **given, steps=1)
+
+
+def sent(name: str, order: str) -> dict[str, float]:
+    """Bytes that a rank of two sends over cp in a step, by phase, as executed; the program says the same."""
+    how: dict[str, Any] = {"c": 2, "context": "all_gather", "token_order": order, "example_inputs": call()}
+    pm = autoptd.parallelize(Shifting(name), **how, backend="local")
+    pm.step(*call())
+    with pm.record() as record:
+        pm.step(*call())
+    for rank in range(2):
+        assert Counter(record.of(rank)) == expected_calls(pm.program, rank)
+    assert pm.program.fallbacks == ()
+    pm.close()
+    found = {"forward": 0.0, "backward": 0.0}
+    for made in record.of(0):
+        if made.axis == "cp" and made.phase in found:
+            found[made.phase] += made.wire_bytes
+    return found
+
+
+# Half of all keys and values, in float32.
+KEYS = 4 * ROWS * LENGTH * 2 * WIDTH / 2
+# Of every token's number the other rank's half: what does not go on with parts of it needs all.
+NUMBERS = 4 * ROWS * LENGTH / 2
+TRAFFIC = {
+    "mean": 0.0,
+    "of hidden states": 0.0,
+    "class weights": 0.0,
+    "log-probabilities": 0.0,
+    "ratios": NUMBERS,
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("name", "numbers"), TRAFFIC.items())
+def test_keys_and_values_are_all_that_is_sent(name: str, numbers: float, order: str) -> None:
+    assert sent(name, order) == {"forward": KEYS + numbers, "backward": KEYS}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_logits_were_sent_before(monkeypatch: pytest.MonkeyPatch, order: str) -> None:
+    """Each rank had those of all tokens, and a warning said so."""
+    monkeypatch.setattr(for_tokens, "keep_tokens", lambda *_: False)
+    given = {"context": "all_gather", "token_order": order, "example_inputs": call()}
+    program = autoptd.compile(Shifting("mean"), c=2, **given)
+    calls = expected_calls(program, 0)
+    forward = sum(n * made.wire_bytes for made, n in calls.items() if made.phase == "forward")
+    assert forward == KEYS + 4 * ROWS * LENGTH * VOCAB / 2
+    assert [fallback.op for fallback in program.fallbacks] == ["aten.slice"]
+
+
+def first_label_only() -> tuple[Tensor, Tensor]:
+    """Batches with as many labels of the first token, which is cut off, as of others; each row has one of these."""
+    ids, labels = call(4 * ROWS)
+    few = torch.full_like(labels, -100)
+    few[:, 0] = 1
+    few[torch.arange(len(few)), 1 + torch.arange(len(few)) % (LENGTH - 1)] = 2
+    return ids, few
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("mesh", [{"c": 2}, {"c": 4, "d": 2}], ids=str)
+def test_labels_that_are_cut_off_are_not_counted(mesh: dict[str, Any], order: str) -> None:
+    given: dict[str, Any] = {"token_order": order, "example_inputs": first_label_only()}
+    autoptd.verify(Shifting("mean"), **mesh, context="all_gather", **given, steps=1)
+
+
+ZIGZAG: dict[str, Any] = {"context": "all_gather", "token_order": "zigzag"}
+
+
+def text_of(name: str) -> str:
+    given: dict[str, Any] = {"example_inputs": call(), **ZIGZAG}
+    return "".join(autoptd.compile(Shifting(name), c=2, **given).sources.values())
+
+
+@pytest.mark.parametrize("name", thinned(FORMS, every=3))
+def test_labels_in_chunks_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Between tokens in zigzag order; the name that the labels have by then depends on how the loss is fused."""
+    slices = re.findall(r"= (rt\.i_to_s\(\w+, cp, dim=\d, blocks=rt\.Zigzag\((\d*)\))", text_of(name))
+    # The first one is that of the ids.
+    old, blocks = slices[-1]
+    new = re.sub(r"rt\.Zigzag\(\d*\)", blocks or "1", old)
+    assert len(slices) > 1
+    check_is_found(monkeypatch, (old, new), Shifting(name), c=2, **ZIGZAG, example_inputs=call())
+
+
+EDITS = {
+    "labels are padded in front": ("mean", "(labels, [0, 1], -100)", "(labels, [1, 0], -100)"),
+    "what pads the labels counts": ("sum", "(labels, [0, 1], -100)", "(labels, [0, 1], 1)"),
+    "the first token is cut off": ("log-probabilities", "squeeze[:, :23]", "squeeze[:, 1:]"),
+    "no token is cut off": ("z", "[:, :23]", "[:, :24]"),
+}
+
+
+@pytest.mark.parametrize(("name", "old", "new"), EDITS.values(), ids=EDITS)
+def test_one_mistake_is_found(monkeypatch: pytest.MonkeyPatch, name: str, old: str, new: str) -> None:
+    check_is_found(monkeypatch, (old, new), Shifting(name), c=2, **ZIGZAG, example_inputs=call())
