@@ -34,6 +34,8 @@ COUNTED_BY = "counted_by"
 WHOLE_NUMBERS = "whole_numbers"
 # Key of `Note.extra` of an input: of how many blocks of its dim 0 a microbatch has equal parts.
 ROW_BLOCKS = "row_blocks"
+# Key of `Note.extra` of a cut of tokens that was moved to where there is little to cut (`passes/shift.py`).
+MOVED_CUT = "moved_cut"
 
 
 @dataclass

@@ -18,8 +18,8 @@ from autoptd.ir.layout import BATCH
 from autoptd.ir.notes import is_tensor, note, output, shape, site
 from autoptd.ir.sub_axes import base
 from autoptd.passes.axes.axes import Axes
-from autoptd.passes.causal_masks import read_causal
 from autoptd.passes.context import Context
+from autoptd.passes.for_tokens import rewrite_for_tokens
 from autoptd.passes.runner import CALLS, Form, graph_pass
 from autoptd.passes.solve.fallbacks import fallbacks
 from autoptd.passes.solve.policies import policies
@@ -89,8 +89,7 @@ def _unannotated(node: Node, axes: set[str]) -> Iterator[str]:
 )
 def annotate(graph: Graph, ctx: Context) -> None:
     """Fill the types of every node, one axis after the other: see `solve/policies.py`."""
-    if ctx.mesh.token_axes:
-        ctx = read_causal(graph, ctx)
+    ctx = rewrite_for_tokens(graph, ctx)
     # Axes first: they need no mesh, and every policy asks them.
     ctx.found.axes, ctx.found.assignments = Axes(graph), {}
     for policy in policies(ctx):

@@ -20,7 +20,7 @@ from autoptd.ir.fallback import Fallback, divisors
 from autoptd.ir.layout import typed_over
 from autoptd.ir.mesh import AXES, Mesh
 from autoptd.ir.noise import is_draw
-from autoptd.ir.notes import note, op_name, ops, payload, placeholders, site
+from autoptd.ir.notes import MOVED_CUT, note, op_name, ops, payload, placeholders, site
 from autoptd.ir.operators.record import QUERIES, argument, operands
 from autoptd.ir.steps import shard_places
 from autoptd.ir.sub_axes import base
@@ -132,9 +132,10 @@ def _check_pieces(graph: Graph, splitter: TokenSplitter) -> None:
 
 
 def _note_gathers(assignment: Assignment, splitter: TokenSplitter) -> None:
-    """Note operators that run whole on gathered tokens: an uneven slice, a sort."""
+    """Note operators that run whole on gathered tokens: an uneven slice of large values, a sort."""
     for node, strategy in assignment.strategies.items():
-        if is_split(strategy) or note(node).fallback is not None or is_repeat(node):
+        is_known = note(node).fallback is not None or MOVED_CUT in note(node).extra
+        if is_split(strategy) or is_known or is_repeat(node):
             continue
         nbytes = sum(payload(read) for read in operands(node) if splitter.gathered(node, read))
         if nbytes:

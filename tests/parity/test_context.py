@@ -295,10 +295,19 @@ def test_a_sum_of_equal_gradients_is_found(monkeypatch: pytest.MonkeyPatch) -> N
         autoptd.verify(Pooled(), c=2, example_inputs=batch(), steps=1)
 
 
+class Cut(Shifted):
+    """A loss of the last five of eight tokens."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.embed(ids))[:, 3:]
+        return F.cross_entropy(logits.flatten(0, 1), labels[:, 3:].flatten())
+
+
 def test_what_gathers_tokens_is_told() -> None:
-    """Logits that are cut where labels are shifted."""
-    found = autoptd.compile(shifted(), c=2, example_inputs=batch()).fallbacks
-    assert [(fallback.op, fallback.remedy[:6]) for fallback in found] == [("aten.slice", "labels")]
+    """Logits that are cut; but where labels are shifted all are read."""
+    cut, moved = (autoptd.compile(make(), c=2, example_inputs=batch()).fallbacks for make in (Cut, shifted))
+    assert [(fallback.op, fallback.remedy[:6]) for fallback in cut] == [("aten.slice", "labels")]
+    assert moved == ()
 
 
 def test_heads_of_a_tensor_rank() -> None:

@@ -1,0 +1,223 @@
+"""Keep tokens whole where losses shift labels (part of TRACED -> ANNOTATED, where ranks divide tokens).
+
+A model that shifts its labels itself cuts off the logits of the last token: the tokens left are divided by no ranks. In: a
+TRACED graph, and the trace with all samples. Out: both with the cut *behind* what is computed token by token. A cross-entropy
+that sums or averages takes it in: it reads the logits of all tokens, and labels padded with `ignore_index`.
+
+    cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    cross_entropy(logits.flatten(0, 1), pad(labels[:, 1:], (0, 1), -100).flatten())
+
+In front of all else the cut is small, by then: one number a token, as a loss of its own or a log-probability that was looked
+up. Other values of the tokens (labels, masks) are padded with zeros.
+
+    log_softmax(logits[:, :-1], -1).gather(-1, labels[:, 1:, None]).mean()
+    log_softmax(logits, -1).gather(-1, pad(labels[:, 1:], (0, 1))[..., None])[:, :-1].mean()
+
+What is read is equal, and what is cut off has a gradient of zero. That stays zero in operators whose derivatives are finite:
+no other is passed (no logarithm, no quotient by what is padded). Where a fact is missing, or the cut gets no smaller, all
+stays as it is, and `program.fallbacks` tells what is gathered.
+
+    keep_tokens(graph, whole, ctx)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Graph, Node
+
+from autoptd.ir.notes import note, op_name, ops, payload, shape, value
+from autoptd.ir.operators.record import argument, operands
+from autoptd.ir.operators.table import operator_of
+from autoptd.passes.axes.axes import Axes, Letter
+from autoptd.passes.context import Context
+from autoptd.passes.solve.tokens import TokenSplitter
+from autoptd.passes.uncut import Cut, Place, Region, uncut
+
+# A cut leaves at least this part of the tokens: what is computed for the others is work for nothing.
+LEAST_KEPT = 3 / 4
+# Moved, a cut is at most this part of the bytes that it was.
+MOST_CUT = 1 / 2
+CROSS_ENTROPY = "aten.cross_entropy_loss"
+MOVES = ("fold", "turn", "spread", "same", "cast")
+# Values and derivatives are finite where operands are, whatever those are; but of a quotient, unless it is of one number for
+# all tokens. Of the first ones any operand may be padded with zeros.
+ENTRYWISE = (
+    "add sub rsub mul masked_fill minimum maximum eq ne lt le gt ge logical_and logical_or logical_not"
+)
+ENTRYWISE += " bitwise_and bitwise_or bitwise_not __and__ __or__"
+FINITE = "linear matmul mm addmm embedding gather where div neg abs square tanh sigmoid gelu relu silu clamp softmax"
+FINITE += " log_softmax logsumexp layer_norm rms_norm sum mean amax amin argmax argmin cross_entropy_loss"
+ENTRYWISE_OPS = frozenset(f"aten.{name}" for name in ENTRYWISE.split())
+FINITE_OPS = frozenset(f"aten.{name}" for name in FINITE.split())
+# Of the others, the operands that may be. (Not a condition: what is chosen instead may be infinite.)
+PADDED = {("aten.embedding", 1), ("aten.gather", 1), ("aten.where", 1), ("aten.where", 2), (CROSS_ENTROPY, 1)}
+
+
+def keep_tokens(graph: Graph, whole: Graph, ctx: Context) -> bool:
+    """Move cuts of tokens behind what is computed token by token, in both traces; tell whether any was moved."""
+    if not any(map(_is_cut, ops(whole))):
+        return False
+    ours, theirs = list(graph.nodes), list(whole.nodes)
+    # Traces of different operators are refused later.
+    if list(map(_call, ours)) != list(map(_call, theirs)):
+        return False
+    # Of the trace with all samples: with one sample alone a folded dim [b * s] would look like one of tokens.
+    regions = list(find_regions(whole, ctx))
+    node_of = dict(zip(theirs, ours, strict=True))
+    for region in regions:
+        if whole is not graph:
+            uncut(graph, region.renamed(node_of))
+        uncut(whole, region)
+    return bool(regions)
+
+
+def _call(node: Node) -> tuple[str, str]:
+    return node.op, str(node.target)
+
+
+def find_regions(graph: Graph, ctx: Context) -> Iterator[Region]:
+    """Yield what is to read all tokens, for every cut that is worth it."""
+    axes = Axes(graph)
+    tokens = _tokens(axes, graph, ctx)
+    slices: dict[int, list[Node]] = {}
+    for node in filter(_is_cut, ops(graph)):
+        dim = _dim_of(node)
+        kept, before = axes.ids(node)[dim], axes.ids(operands(node)[0])[dim]
+        if len(kept) == len(before) == 1 and before[0] in tokens:
+            slices.setdefault(kept[0], []).append(node)
+    done: set[Node] = set()
+    for axis, cuts in slices.items():
+        region = _Finder(axes, axis, cuts).find(graph)
+        # What was cut where it is cut once more has other tokens by then.
+        if region is not None and done.isdisjoint(region.sources.values()):
+            done.update(region.fills)
+            yield region
+
+
+def _is_cut(node: Node) -> bool:
+    """Tell whether a node cuts off a small part of what depends on parameters."""
+    if op_name(node) != "aten.slice" or not note(node).of_params or argument(node, "step") != 1:
+        return False
+    cut = _cut_of(node)
+    return LEAST_KEPT * cut.size <= cut.length < cut.size
+
+
+def _dim_of(node: Node) -> int:
+    return argument(node, "dim") % len(shape(node))
+
+
+def _cut_of(node: Node) -> Cut:
+    dim = _dim_of(node)
+    size, start = shape(operands(node)[0])[dim], argument(node, "start") or 0
+    return Cut(start + size if start < 0 else start, shape(node)[dim], size)
+
+
+def _tokens(axes: Axes, graph: Graph, ctx: Context) -> set[int]:
+    """Return the ids of the axes of tokens that ranks can divide."""
+    found: set[int] = set()
+    for axis in ctx.mesh.token_axes:
+        splitter = TokenSplitter(graph, axes, axis, ctx)
+        for node in filter(axes.has, graph.nodes):
+            for dim in range(len(note(node).dims)):
+                atoms = [atom for atom in axes.atoms(node, dim) if atom.size % splitter.degree == 0]
+                found.update(splitter.tokens.intersection(map(id, atoms)))
+    return found
+
+
+class _Finder:
+    """Finds what is computed token by token behind `slices`, whose tokens are an axis of their own."""
+
+    def __init__(self, axes: Axes, axis: int, slices: list[Node]) -> None:
+        self.axes, self.axis, self.slices = axes, axis, slices
+        self.region = Region(_cut_of(slices[0]), {node: operands(node)[0] for node in slices})
+
+    def find(self, graph: Graph) -> Region | None:
+        """Return the region; None where it is not worth it, or slices leave different tokens."""
+        region = self.region
+        if len(set(map(_cut_of, self.slices))) > 1 or any(self._place(node) is None for node in self.slices):
+            return None
+        for node in ops(graph):
+            fills = {} if node in region.sources else self._fills(node)
+            if fills is not None:
+                region.fills[node] = fills
+        for node in region.fills:
+            readers = [reader for reader in node.users if reader not in region.fills]
+            # A loss that takes the cut in has no tokens itself.
+            if readers and self._place(node) is not None:
+                region.readers[node] = readers
+        if sum(map(payload, region.readers)) > MOST_CUT * sum(map(payload, region.sources)):
+            return None
+        for node in filter(self.axes.has, graph.nodes):
+            place = self._place(node)
+            if place is not None:
+                region.places[node] = place
+        return region
+
+    def _fills(self, node: Node) -> dict[Node, int] | None:
+        """Return what pads the operands without parameters, if a node may read all tokens; None if it may not."""
+        read = operands(node)
+        if not any(operand in self.region.fills for operand in read) or not self.axes.has(node):
+            return None
+        letters = [
+            letter for letter in self.axes.letters(node) if self.axis in self.axes.ids_of(node, letter)
+        ]
+        if len(letters) != 1 or not (self._is_by_token(node, letters[0]) or _takes_cut(node, letters[0])):
+            return None
+        fills: dict[Node, int] = {}
+        for number, operand in enumerate(read):
+            if operand in self.region.fills or not self._has_tokens(operand):
+                continue
+            fill = _fill(node, number)
+            if operand not in letters[0].places or note(operand).of_params or fill is None:
+                return None
+            if self._place(operand) is None or fills.setdefault(operand, fill) != fill:
+                return None
+        # Labels that come from the model itself are not ignored.
+        return None if letters[0].out is None and read[1] not in fills else fills
+
+    def _is_by_token(self, node: Node, letter: Letter) -> bool:
+        """Tell whether a node computes every token by itself, and nothing infinite of those that are cut off."""
+        name, place = op_name(node), self._place(node)
+        if letter.out is None or letter.form or place is None:
+            return False
+        if name == "aten.slice":
+            return _dim_of(node) != place.dim
+        if name == "aten.div" and any(map(self._has_tokens, operands(node)[1:])):
+            return False
+        return operator_of(node).moves in MOVES or name in ENTRYWISE_OPS | FINITE_OPS
+
+    def _has_tokens(self, node: Node) -> bool:
+        return any(self.axis in ids for ids in self.axes.ids(node))
+
+    def _place(self, node: Node) -> Place | None:
+        """Return where a value has the tokens; None where it has none, or they are neither first nor last in a dim."""
+        found = []
+        for dim, ids in enumerate(self.axes.ids(node)):
+            found += [Place(dim, atom == 0, atom == len(ids) - 1) for atom in _all(ids, self.axis)]
+        return found[0] if len(found) == 1 and (found[0].is_first or found[0].is_last) else None
+
+
+def _all(ids: list[int], axis: int) -> list[int]:
+    return [atom for atom, each in enumerate(ids) if each == axis]
+
+
+def _takes_cut(node: Node, letter: Letter) -> bool:
+    """Tell whether a node is a cross-entropy that adds up or averages what its labels do not ignore."""
+    return op_name(node) == CROSS_ENTROPY and letter.form == "token_loss"
+
+
+def _fill(node: Node, number: int) -> int | None:
+    """Return the number that pads an operand for the tokens that are cut off; None where none is safe."""
+    name = op_name(node)
+    if name not in ENTRYWISE_OPS and (name, number) not in PADDED:
+        return None
+    if name != CROSS_ENTROPY:
+        return 0
+    # Labels of fewer bits may have no number that is ignored.
+    is_known = value(operands(node)[number]).dtype in (torch.int64, torch.int32)
+    return argument(node, "ignore_index") if is_known else None
+
+
+__all__ = ["find_regions", "keep_tokens"]
