@@ -181,10 +181,10 @@ def _try_graph(graph: Graph, splitter: Splitter, asked: Asked = None) -> Solved:
     splits = {node: splitter.splits(node) for node in solved if node.op == "call_function"}
     ties = find_ties(graph, splits, splitter.facts, splitter.pins)
     try:
-        solution = _solve(solved, Strategies(splitter, ties.same), splitter, ties, asked=asked)
+        solution = solve_tied(solved, Strategies(splitter, ties.same), splitter, ties, asked=asked)
         # Pins may keep the outcome of a vote, which ties no layers: try without ties.
         if splitter.pins and not solution.problem.is_possible:
-            solution = _solve(solved, Strategies(splitter, {}), splitter, Ties())
+            solution = solve_tied(solved, Strategies(splitter, {}), splitter, Ties())
         return solution
     except TableTooLarge:
         return _solve_by_votes(solved, splitter)
@@ -198,7 +198,7 @@ def _solve_by_votes(solved: list[Node], splitter: Splitter) -> Solved:
     strategies = Strategies(splitter, {})
     shared = {node for node in solved if note(node).kind == "param" and len(node.users) > 1}
     votes = {node: Counter[int]() for node in shared}
-    _solve(solved, strategies, splitter, Ties(), apart=shared, votes=votes, exact=False)
+    solve_tied(solved, strategies, splitter, Ties(), apart=shared, votes=votes, exact=False)
     # The first strategy of a parameter is "replicated", which every reader can use.
     whole = {node: strategies[node][:1] for node in shared}
     for node in shared:
@@ -207,7 +207,7 @@ def _solve_by_votes(solved: list[Node], splitter: Splitter) -> Solved:
     while True:
         left = [node for node in solved if node in shared and strategies[node] != whole[node]]
         try:
-            solution = _solve(solved, strategies, splitter, Ties(), without_sharing=shared, exact=False)
+            solution = solve_tied(solved, strategies, splitter, Ties(), without_sharing=shared, exact=False)
         except TableTooLarge:
             if not left:
                 raise
@@ -231,18 +231,25 @@ class Strategies(dict[Node, list[Strategy]]):
         head = self.same.get(node, node)
         if head is node:
             self[node] = make_strategies(node, self.splitter)
-            return self[node]
+        else:
+            self[node] = [self.of(node, i) for i in range(len(self[head]))]
+        return self[node]
+
+    def of(self, node: Node, i: int) -> Strategy:
+        """Return one strategy of a node."""
+        head = self.same.get(node, node)
+        if head is node or node in self:
+            return self[node][i]
         # Operands in order, each once: the k-th of layer 3 stands for the k-th of layer 0.
         read_by_head, read = dict.fromkeys(operands(head)), dict.fromkeys(operands(node))
         counterpart = dict(zip(read_by_head, read, strict=True))
-        self[node] = []
-        for strategy in self[head]:
-            needs = {counterpart[operand]: types for operand, types in strategy.needs.items()}
-            self[node].append(replace(strategy, needs=needs))
-        return self[node]
+        strategy = self[head][i]
+        return replace(
+            strategy, needs={counterpart[operand]: types for operand, types in strategy.needs.items()}
+        )
 
 
-def _solve(
+def solve_tied(
     solved: list[Node],
     strategies: dict[Node, list[Strategy]],
     splitter: Splitter,

@@ -22,14 +22,14 @@ import numpy as np
 from torch.fx import Node
 
 from autoptd.ir.layout import Layout
-from autoptd.ir.notes import note, payload
+from autoptd.ir.notes import note, op_name, payload
 from autoptd.ir.operators.record import operands
 from autoptd.ir.types import I, R, Segmented
 from autoptd.passes.ops.costs import collective_seconds, compute_seconds, conversion_seconds, flops
 from autoptd.passes.solve.assign import Strategies
 from autoptd.passes.solve.prices import edge_price, gathers_again, odd_price, places, tabulate
 from autoptd.passes.solve.strategies import MICROBATCHES_PER_STEP, Splitter, Strategy
-from autoptd.passes.solve.tokens import TokenSplitter
+from autoptd.passes.solve.tokens import ATTENTION, TokenSplitter
 
 
 class Pairs(dict[Node, list[Strategy]]):
@@ -91,19 +91,29 @@ class Pairs(dict[Node, list[Strategy]]):
                     summed = conversion_seconds(I, R, nbytes, self.mesh.degree(axis), machine)
                     seconds += summed / MICROBATCHES_PER_STEP
             return seconds
-        whole, parts = (
+        whole, cut = (
             compute_seconds(node, self.weights.machine),
-            (self._share(node, first), self._share(node, second)),
+            (self._cut(node, first), self._cut(node, second)),
         )
         # What each axis adds to its part of the work: a product that is repeated, reductions inside.
-        extra = first.seconds - whole / parts[0] + second.seconds - whole / parts[1]
-        return whole / parts[0] / parts[1] + extra
+        extra = first.seconds - whole / cut[0] + second.seconds - whole / cut[1]
+        return whole / _share(node, first, cut[0]) / _share(node, second, cut[1]) + extra
 
-    def _share(self, node: Node, strategy: Strategy) -> int:
-        """Return by how much a strategy divides the work of a product; nothing else is credited for a split."""
+    def _cut(self, node: Node, strategy: Strategy) -> int:
+        """Return in how many parts a strategy divides a product; nothing else is credited for a split."""
         if not flops(node):
             return 1
         return max(types.pieces(self.mesh) for types in (strategy.gives, *strategy.needs.values()))
+
+
+def _share(node: Node, strategy: Strategy, pieces: int) -> float:
+    """Return by how much a strategy divides the work of an operator.
+
+    Of attention, ranks that have parts of the values alone repeat all scores: half of its work.
+    """
+    if op_name(node) != ATTENTION or strategy.needs[operands(node)[0]].shards:
+        return pieces
+    return 2 / (1 + 1 / pieces)
 
 
 def common_places(first: Layout, second: Layout) -> set[tuple[int, int]]:

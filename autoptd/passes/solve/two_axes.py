@@ -17,7 +17,7 @@ import numpy as np
 from torch.fx import Graph, Node
 
 from autoptd.ir.layout import Layout
-from autoptd.passes.solve.assign import Solved, find_plan
+from autoptd.passes.solve.assign import Solved, solve_tied
 from autoptd.passes.solve.edges import TypeVariable
 from autoptd.passes.solve.eliminate import Factor
 from autoptd.passes.solve.joint import Answer, Joint, Pair, minimize_pairs, narrowed
@@ -47,15 +47,15 @@ def solve_pairs(graph: Graph, weights: Splitter, tokens: TokenSplitter) -> Joint
     parts = {variable: np.array(pairs.parts[node]) for variable, node in heads.items()}
     alone = []
     for strategies, splitter in zip(pairs.over, (weights, tokens), strict=True):
-        plan = find_plan(graph, splitter)
-        alone.append({variable: strategies[node].index(plan[node]) for variable, node in heads.items()})
+        problem = solve_tied(solved, strategies, splitter, ties).problem
+        alone.append({variable: problem.answer[variable] for variable in heads})
     factors = [*variables.all_factors(), *_asked(tokens, heads, parts, alone[FIRST])]
     pair = Pair(variables.choices, factors, parts, _order(variables))
     answer = minimize_pairs(pair, alone, (weights.axis, tokens.axis))
     of_tokens = {}
     for node in solved:
         variable = variables.variable[node]
-        of_tokens[node] = pairs.over[SECOND][node][parts[variable][answer.choices[variable], SECOND]]
+        of_tokens[node] = pairs.over[SECOND].of(node, parts[variable][answer.choices[variable], SECOND])
     return Joint(answer, _of_weights(pair, answer, variables, pairs, ties), of_tokens)
 
 
