@@ -1,4 +1,4 @@
-"""Plans over tp and cp that neither order finds by itself: the numbers of one device, and what `explain` says of their price."""
+"""Plans over tp and cp that an order of both does not find: the numbers of one device, and what `explain` says of them."""
 
 from __future__ import annotations
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from autoptd.passes.solve import joint
+import autoptd
+from autoptd.passes.solve import joint, two_axes
 from autoptd.passes.solve.bounds import tighten
 from autoptd.passes.solve.eliminate import Factor, TableTooLarge, minimize, price
-from autoptd.passes.solve.joint import Answer, Found, Left, Pair, minimize_pairs
+from autoptd.passes.solve.joint import Answer, Found, Left, Pair, minimize_pairs, narrowed
 
 NAMES = ("first", "second")
 
@@ -119,3 +124,63 @@ def too_large_without(solve: Callable[[Pair, Left | None], Found]) -> Callable[[
         return solve(pair, left)
 
     return solved
+
+
+class Block(nn.Module):
+    """Tokens, a layer of two products, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(8, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return (x + self.down(F.gelu(self.up(x)))).square().mean()
+
+
+def pairs_of(monkeypatch: pytest.MonkeyPatch, model: nn.Module, **mesh: Any) -> tuple[Pair, Answer]:
+    """Return what is minimised when a model is compiled, and the answer."""
+    seen: list[tuple[Pair, Answer]] = []
+
+    def solved(pair: Pair, alone: list[dict[int, int]], names: tuple[str, str]) -> Answer:
+        seen.append((pair, minimize_pairs(pair, alone, names)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(two_axes, "minimize_pairs", solved)
+    ids = torch.randint(8, (2, 8), generator=torch.manual_seed(0))
+    autoptd.compile(model, **mesh, example_inputs=(ids,))
+    return seen[0]
+
+
+def test_a_model_equal_to_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every operator the pair that was chosen, and another one or two."""
+    pair, chosen = pairs_of(monkeypatch, Block(), t=2, c=2, sequence_parallel="auto")
+    assert chosen.is_exact
+    dearest = 0.0
+    for seed in range(5):
+        draw = np.random.default_rng(seed)
+        left = []
+        for i, count in enumerate(pair.choices):
+            others = draw.permutation(count)[: 1 + (seed == 0 and i % 8 == 0)]
+            left.append(np.unique([*others, chosen.choices[i]]))
+        parts = {variable: both[left[variable]] for variable, both in pair.parts.items()}
+        small = Pair([len(each) for each in left], list(narrowed(pair.factors, left)), parts, pair.order)
+        # From the dearest plan that there is, and from one part of the answer.
+        alone = [{}, {}]
+        for variable, both in parts.items():
+            place = int(np.flatnonzero(left[variable] == chosen.choices[variable])[0])
+            alone[0][variable], alone[1][variable] = int(both[place, 0]), int(both[-1, 1])
+        answer = minimize_pairs(small, alone, NAMES)
+        assert answer.is_exact and answer.cost == chosen.cost == least_cost_of_tables(small)
+        dearest = max(dearest, answer.sequential["second"])
+    assert dearest > chosen.cost
+
+
+def least_cost_of_tables(pair: Pair) -> float:
+    """Try all answers at once: one table over all variables."""
+    total = np.zeros(pair.choices)
+    for names, table in pair.factors:
+        order = sorted(range(len(names)), key=names.__getitem__)
+        shape = [count if variable in names else 1 for variable, count in enumerate(pair.choices)]
+        total = total + table.transpose(order).reshape(shape)
+    return float(total.min())
