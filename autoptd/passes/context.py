@@ -34,6 +34,7 @@ from autoptd.passes.axes.axes import Axes
 from autoptd.passes.explain_kept import KeptValue
 from autoptd.passes.fusion.chain import Groups
 from autoptd.passes.solve.assign import Assignment
+from autoptd.passes.solve.joint import Joint
 from autoptd.program.costs import Cut
 from autoptd.program.program import Program
 
@@ -46,7 +47,8 @@ class Findings:
     """The results of passes beside the notes of the graph; reading one that no pass has left yet is an InternalError.
 
     annotate:     `axes`: which dims run together; `assignments`: the solver's answer over every mesh axis;
-                  `fallbacks`: operators that are not split as one would expect
+                  `fallbacks`: operators that are not split as one would expect; `joint`: what was solved over two axes at
+                  once, where a model is split over tp and over cp
     find_fusions: `groups`: operators that a fused one may stand for
     cut:          `cut`: where the model is cut, why, and what it costs
     substitute:   `fusions`: what was fused and what was not
@@ -57,6 +59,7 @@ class Findings:
     axes: Axes = field(init=False)
     assignments: dict[str, Assignment] = field(init=False)
     fallbacks: tuple[Fallback, ...] = field(init=False)
+    joint: Joint = field(init=False)
     groups: Groups = field(init=False)
     cut: Cut = field(init=False)
     fusions: tuple[Fusion, ...] = field(init=False)

@@ -29,7 +29,7 @@ from autoptd.passes.communicate import check_axes, meet_readers
 from autoptd.passes.context import Context
 from autoptd.passes.ops.costs import flops
 from autoptd.passes.runner import CALLS, Form, graph_pass
-from autoptd.passes.solve.assign import Assignment, assign_tensor, find_plan
+from autoptd.passes.solve.assign import Assignment, assign_tensor, find_plan, follows
 from autoptd.passes.solve.fallbacks import fallbacks, note_fallbacks
 from autoptd.passes.solve.strategies import is_split
 from autoptd.passes.solve.symbols import name_axes
@@ -84,11 +84,14 @@ def split_tokens(graph: Graph, ctx: Context) -> None:
 
 def _split(graph: Graph, axis: str, ctx: Context) -> None:
     splitter = TokenSplitter(graph, ctx.found.axes.connected(graph), axis, ctx)
-    _check_sizes(graph, splitter)
+    _check_sizes(graph, splitter, ctx)
     splitter.order = choose_order(graph, splitter, ctx.options.token_order)
     if ctx.options.token_order == ZIGZAG:
         _check_pieces(graph, splitter)
-    assignment = assign_tensor(graph, splitter)
+    joint = ctx.found.joint if ctx.found.has("joint") else None
+    assignment = assign_tensor(graph, splitter, joint and joint.of_tokens)
+    if joint is not None and follows(assignment.strategies, joint.of_tokens):
+        splitter.joint_text = joint.text
     _check_split(assignment, splitter)
     note_fallbacks(graph, assignment, splitter)
     _note_gathers(assignment, splitter)
@@ -154,7 +157,7 @@ def _place_again(graph: Graph, mesh: Mesh) -> None:
             node.args = (source, name, *shard_places(note(node).dims, axis, layouts, mesh))
 
 
-def _check_sizes(graph: Graph, splitter: TokenSplitter) -> None:
+def _check_sizes(graph: Graph, splitter: TokenSplitter, ctx: Context) -> None:
     """Raise PlanError for a model without tokens, and for numbers of tokens that do not divide."""
     sizes = sorted(_token_sizes(graph, splitter))
     degree, letter = splitter.mesh.product_text([splitter.axis]), AXES[splitter.axis].degree
@@ -165,6 +168,9 @@ def _check_sizes(graph: Graph, splitter: TokenSplitter) -> None:
         raise PlanError(degree, fact, f"{letter}=1")
     # Under sequence parallelism tp divides what cp leaves of them.
     cut_by = splitter.axes_of_tokens(graph)
+    # Where it is asked for, the cheapest plan must not evade it.
+    if ctx.options.sequence_parallel is True:
+        cut_by = [axis for axis in ctx.found.assignments if axis != splitter.axis]
     ranks = splitter.degree
     for axis in cut_by:
         ranks *= splitter.mesh.degree(axis)

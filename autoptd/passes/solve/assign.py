@@ -16,13 +16,15 @@ whole strategies first, and the lower index wins.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 from torch.fx import Graph, Node
 
 from autoptd.ir import markers
@@ -30,12 +32,16 @@ from autoptd.ir.layout import Layout, loss_over
 from autoptd.ir.notes import note
 from autoptd.ir.operators.record import operands
 from autoptd.passes.ops.costs import conversion_seconds
-from autoptd.passes.solve.edges import TypeVariable, edge_price
-from autoptd.passes.solve.eliminate import TableTooLarge, minimize, minimize_nearly
+from autoptd.passes.solve.edges import TypeVariable
+from autoptd.passes.solve.eliminate import Factor, TableTooLarge, minimize, minimize_nearly
+from autoptd.passes.solve.prices import AxisPrices, edge_price
 from autoptd.passes.solve.problem import Problem, Variables
 from autoptd.passes.solve.shard_pins import Pins, refuse_conflict
 from autoptd.passes.solve.strategies import Splitter, Strategy, make_strategies
 from autoptd.passes.solve.ties import Ties, find_ties
+
+# Strategies that are given for some operators.
+Asked = Mapping[Node, Strategy] | None
 
 
 @dataclass
@@ -87,13 +93,23 @@ class Assignment:
         return [*path, target] if target != source else path
 
 
-def assign_tensor(graph: Graph, splitter: Splitter) -> Assignment:
+def assign_tensor(graph: Graph, splitter: Splitter, asked: Asked = None) -> Assignment:
     """Solve the assignment over an axis and fill `layout`, `forms` and `why` of every node that depends on parameters.
 
-    Layers that repeat get one answer (`ties.py`): it is found once, and the emitted program has them once. Raises PlanError
-    where no plan keeps all pins, or none was found.
+    Layers that repeat get one answer (`ties.py`): it is found once, and the emitted program has them once. `asked` are
+    strategies that were found over several axes together: the rest is solved around them. Raises PlanError where no plan keeps
+    all pins, or none was found.
     """
-    problem, shared_conversions, entries, enters = _solve_graph(graph, splitter)
+    if asked:
+        solution = _try_graph(graph, splitter, asked)
+        if solution.problem.is_possible and follows(_chosen(solution.problem), asked):
+            return write_solved(solution, splitter)
+    return write_solved(_solve_graph(graph, splitter), splitter)
+
+
+def write_solved(solved: Solved, splitter: Splitter) -> Assignment:
+    """Fill `layout`, `forms` and `why` of every node that was solved."""
+    problem, shared_conversions, entries, enters = solved
     chosen = _chosen(problem)
     # Only now, so that a search among plans (votes, pins) leaves no trace in the notes.
     for node, strategy in chosen.items():
@@ -158,17 +174,17 @@ def _solve_graph(graph: Graph, splitter: Splitter) -> Solved:
     raise refuse_conflict(splitter.pins, is_possible)
 
 
-def _try_graph(graph: Graph, splitter: Splitter) -> Solved:
+def _try_graph(graph: Graph, splitter: Splitter, asked: Asked = None) -> Solved:
     """Solve; the price of the answer is infinite where there is none."""
     # What depends on no parameter (masks, positions) is computed whole on every rank, and has no variable.
     solved = [node for node in graph.nodes if splitter.decides(node) and node.op != "output"]
     splits = {node: splitter.splits(node) for node in solved if node.op == "call_function"}
     ties = find_ties(graph, splits, splitter.facts, splitter.pins)
     try:
-        solution = _solve(solved, _Strategies(splitter, ties.same), splitter, ties)
+        solution = solve_tied(solved, Strategies(splitter, ties.same), splitter, ties, asked=asked)
         # Pins may keep the outcome of a vote, which ties no layers: try without ties.
         if splitter.pins and not solution.problem.is_possible:
-            solution = _solve(solved, _Strategies(splitter, {}), splitter, Ties())
+            solution = solve_tied(solved, Strategies(splitter, {}), splitter, Ties())
         return solution
     except TableTooLarge:
         return _solve_by_votes(solved, splitter)
@@ -179,10 +195,10 @@ def _solve_by_votes(solved: list[Node], splitter: Splitter) -> Solved:
 
     The readers of such a parameter vote on its type, which is then fixed. Where a reader cannot use it, it is whole instead.
     """
-    strategies = _Strategies(splitter, {})
+    strategies = Strategies(splitter, {})
     shared = {node for node in solved if note(node).kind == "param" and len(node.users) > 1}
     votes = {node: Counter[int]() for node in shared}
-    _solve(solved, strategies, splitter, Ties(), apart=shared, votes=votes, exact=False)
+    solve_tied(solved, strategies, splitter, Ties(), apart=shared, votes=votes, exact=False)
     # The first strategy of a parameter is "replicated", which every reader can use.
     whole = {node: strategies[node][:1] for node in shared}
     for node in shared:
@@ -191,7 +207,7 @@ def _solve_by_votes(solved: list[Node], splitter: Splitter) -> Solved:
     while True:
         left = [node for node in solved if node in shared and strategies[node] != whole[node]]
         try:
-            solution = _solve(solved, strategies, splitter, Ties(), without_sharing=shared, exact=False)
+            solution = solve_tied(solved, strategies, splitter, Ties(), without_sharing=shared, exact=False)
         except TableTooLarge:
             if not left:
                 raise
@@ -204,7 +220,7 @@ def _solve_by_votes(solved: list[Node], splitter: Splitter) -> Solved:
         strategies |= {node: whole[node] for node in left}
 
 
-class _Strategies(dict[Node, list[Strategy]]):
+class Strategies(dict[Node, list[Strategy]]):
     """The strategies of every node, made on first use; tied nodes have those of the node they are tied to."""
 
     def __init__(self, splitter: Splitter, same: dict[Node, Node]) -> None:
@@ -215,18 +231,25 @@ class _Strategies(dict[Node, list[Strategy]]):
         head = self.same.get(node, node)
         if head is node:
             self[node] = make_strategies(node, self.splitter)
-            return self[node]
+        else:
+            self[node] = [self.of(node, i) for i in range(len(self[head]))]
+        return self[node]
+
+    def of(self, node: Node, i: int) -> Strategy:
+        """Return one strategy of a node."""
+        head = self.same.get(node, node)
+        if head is node or node in self:
+            return self[node][i]
         # Operands in order, each once: the k-th of layer 3 stands for the k-th of layer 0.
         read_by_head, read = dict.fromkeys(operands(head)), dict.fromkeys(operands(node))
         counterpart = dict(zip(read_by_head, read, strict=True))
-        self[node] = []
-        for strategy in self[head]:
-            needs = {counterpart[operand]: types for operand, types in strategy.needs.items()}
-            self[node].append(replace(strategy, needs=needs))
-        return self[node]
+        strategy = self[head][i]
+        return replace(
+            strategy, needs={counterpart[operand]: types for operand, types in strategy.needs.items()}
+        )
 
 
-def _solve(
+def solve_tied(
     solved: list[Node],
     strategies: dict[Node, list[Strategy]],
     splitter: Splitter,
@@ -236,13 +259,14 @@ def _solve(
     votes: dict[Node, Counter[int]] | None = None,
     without_sharing: Collection[Node] = (),
     exact: bool = True,
+    asked: Asked = None,
 ) -> Solved:
     """Return the problem with its answer of least cost, and the types of shared conversions and entries.
 
     Tied nodes share a variable. A parameter in `apart` is chosen for every reader by itself; how often each of its
     strategies was chosen is added to `votes`.
     """
-    variables = Variables(solved, strategies, splitter, ties)
+    variables = Variables(solved, strategies, AxisPrices(splitter), ties)
     copies: list[tuple[Node, int]] = []
     for node in solved:
         if node in apart:
@@ -250,7 +274,8 @@ def _solve(
         else:
             variables.add(node, may_share=node not in without_sharing)
     choices, factors = variables.choices, variables.all_factors()
-    answer, searched = (minimize(choices, factors), 0) if exact else minimize_nearly(choices, factors)
+    known = [*factors, *_only(variables, asked or {})]
+    answer, searched = (minimize(choices, known), 0) if exact else minimize_nearly(choices, known)
     for node, i in copies:
         assert votes is not None
         votes[node][answer[i]] += 1
@@ -261,3 +286,33 @@ def _solve(
     problem = Problem(variables.variable, strategies, choices, factors, answer, searched)
     enters = {node: ties.enters[node][0] for node in variables.entries}
     return Solved(problem, types(variables.shared), types(variables.entries), enters)
+
+
+def _only(variables: Variables, asked: Mapping[Node, Strategy]) -> Iterator[Factor]:
+    """Yield tables that forbid all but the strategies that are asked for, where a node has them."""
+    taken: set[int] = set()
+    for node, strategy in asked.items():
+        variable = variables.variable.get(node)
+        if variable is None or variable in taken:
+            continue
+        taken.add(variable)
+        other = [not _is_like(each, strategy) for each in variables.strategies[node]]
+        yield (variable,), np.where(other, math.inf, 0.0)
+
+
+def follows(chosen: Mapping[Node, Strategy], asked: Mapping[Node, Strategy]) -> bool:
+    """Tell whether a plan has the strategies that were asked for."""
+    return all(_is_like(chosen[node], strategy) for node, strategy in asked.items() if node in chosen)
+
+
+def _is_like(strategy: Strategy, asked: Strategy) -> bool:
+    """Tell whether a strategy is the one asked for: of operands that are converted meanwhile, and in any order of shards."""
+    if strategy.form != asked.form or _unordered(strategy.gives) != _unordered(asked.gives):
+        return False
+    pairs = zip(strategy.needs.values(), asked.needs.values(), strict=True)
+    return all(_unordered(first) == _unordered(second) for first, second in pairs)
+
+
+def _unordered(layout: Layout) -> Layout:
+    """Return a layout without the order of its shards."""
+    return Layout({axis: replace(kind, order="") for axis, kind in layout.types})

@@ -15,6 +15,7 @@ own (`passes/split_tokens.py`).
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -28,15 +29,18 @@ from autoptd.options import Options
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.axes.constants import Constants
 from autoptd.passes.context import Context
-from autoptd.passes.solve.assign import Assignment, assign_tensor, find_plan
+from autoptd.passes.solve.assign import Assignment, assign_tensor, find_plan, write_solved
 from autoptd.passes.solve.batch import assign_batch
 from autoptd.passes.solve.dropout_rows import place_rows
+from autoptd.passes.solve.eliminate import TableTooLarge
 from autoptd.passes.solve.fallbacks import note_fallbacks
 from autoptd.passes.solve.literals import check_literals
 from autoptd.passes.solve.row_groups import place_batch
 from autoptd.passes.solve.shard_pins import Pin, Pins, find_pins, keep_layouts, read_shard
 from autoptd.passes.solve.strategies import KeptPlan, Part, Splitter
 from autoptd.passes.solve.symbols import name_axes
+from autoptd.passes.solve.tokens import TokenSplitter
+from autoptd.passes.solve.two_axes import solve_pairs
 from autoptd.program.follow import layouts_of
 
 # The axis that splits parameters, which pins of a plan are about.
@@ -103,10 +107,19 @@ class Solved:
             # The plan without tokens comes first; it is what the plan with tokens must keep.
             without = make_splitter(may_split=self.may_split - {Part.TOKENS})
             splitter.kept = KeptPlan(without, find_plan(graph, without))
-        assignment = assign_tensor(graph, splitter)
+        assignment = _assign(graph, axes, splitter, ctx)
         note_fallbacks(graph, assignment, splitter)
         assignment.letters = name_axes(graph, splitter)
         ctx.found.assignments[self.axis] = assignment
+
+
+def _assign(graph: Graph, axes: Axes, splitter: Splitter, ctx: Context) -> Assignment:
+    """Solve an axis; together with that of tokens, where there is one."""
+    for axis in ctx.mesh.token_axes:
+        with suppress(TableTooLarge):
+            ctx.found.joint = solve_pairs(graph, splitter, TokenSplitter(graph, axes, axis, ctx))
+            return write_solved(ctx.found.joint.of_weights, splitter)
+    return assign_tensor(graph, splitter)
 
 
 def policies(ctx: Context) -> tuple[Policy, ...]:

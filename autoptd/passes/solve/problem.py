@@ -3,7 +3,7 @@
 In: the operators and parameters of a graph, their strategies, and which of them are tied (`ties.py`). Out: a `Problem`, once
 `assign.py` has minimised the tables that `Variables` gathered.
 
-    variables = Variables(solved, strategies, splitter, ties)
+    variables = Variables(solved, strategies, prices, ties)
     for node in solved:
         variables.add(node, may_share=True)
     minimize(variables.choices, variables.all_factors())
@@ -20,9 +20,10 @@ import numpy as np
 from torch.fx import Node
 
 from autoptd.ir.layout import Layout
-from autoptd.passes.solve.edges import TypeVariable, edge_factors, entry_factors, price_table, wanted
+from autoptd.passes.solve.edges import TypeVariable, edge_factors, entry_factors, wanted
 from autoptd.passes.solve.eliminate import Factor, entry_of, price
-from autoptd.passes.solve.strategies import Splitter, Strategy
+from autoptd.passes.solve.prices import Prices, price_table
+from autoptd.passes.solve.strategies import Strategy
 from autoptd.passes.solve.ties import Ties
 
 
@@ -65,9 +66,9 @@ class Variables:
     """
 
     def __init__(
-        self, solved: list[Node], strategies: dict[Node, list[Strategy]], splitter: Splitter, ties: Ties
+        self, solved: list[Node], strategies: dict[Node, list[Strategy]], prices: Prices, ties: Ties
     ) -> None:
-        self.strategies, self.splitter, self.ties = strategies, splitter, ties
+        self.strategies, self.prices, self.ties = strategies, prices, ties
         # Tied nodes are decided with the one of the first layer.
         heads = [node for node in solved if ties.same.get(node, node) is node]
         self.variable = {node: i for i, node in enumerate(heads)}
@@ -116,12 +117,12 @@ class Variables:
                 kinds += self.gives(other)
             entry = self._add_variable(kinds)
             self.entries[node] = entry
-            tables += entry_factors(node, others, self.strategies, self.variable, entry, self.splitter)
+            tables += entry_factors(node, others, self.strategies, self.variable, entry, self.prices)
             source = entry
         shared: TypeVariable | None = None
         if is_shared:
-            shared = self._add_variable(source[1] + wanted(node, readers, self.strategies, self.splitter))
-        tables += edge_factors(node, readers, self.strategies, self.variable, source, shared, self.splitter)
+            shared = self._add_variable(source[1] + wanted(node, readers, self.strategies, self.prices))
+        tables += edge_factors(node, readers, self.strategies, self.variable, source, shared, self.prices)
         return tables, shared
 
     def add_apart(self, node: Node) -> list[int]:
@@ -137,9 +138,7 @@ class Variables:
             # The reader's tables are about this copy of the parameter alone.
             source = own, self.gives(node)
             variable = self.variable | {node: own}
-            self.factors += edge_factors(
-                node, [reader], self.strategies, variable, source, None, self.splitter
-            )
+            self.factors += edge_factors(node, [reader], self.strategies, variable, source, None, self.prices)
         return added
 
     def _add_variable(self, kinds: list[Layout]) -> TypeVariable:

@@ -140,6 +140,12 @@ class Splitter:
         """Return the seconds of an operator, where the axis does not split it."""
         return compute_seconds(node, self.machine)
 
+    def split_seconds(self, node: Node, pieces: int) -> float:
+        """Return the seconds of an operator that the axis splits."""
+        # Only matrix products are credited for a split: for the rest, splitting must not cost a collective but earns
+        # nothing (sharding the residual stream to save on its adds would trade every all-reduce for two collectives).
+        return self.seconds(node) / (pieces if flops(node) else 1)
+
     def repeating(self, node: Node) -> float:
         """Return the extra seconds of an operator that every rank runs whole."""
         # A matrix product that is repeated pays a little more.
@@ -308,9 +314,7 @@ def _split_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
         # Those that have the letter; all others stay whole, with partial gradients (R).
         needs |= {operand: split.needs(operand) for operand in operands(node) if operand in split.carriers}
         pieces = math.prod(splitter.mesh.degree(axis) for axis, _ in split.letters)
-        # Only matrix products are credited for a split: for the rest, splitting must not cost a collective but earns
-        # nothing (sharding the residual stream to save on its adds would trade every all-reduce for two collectives).
-        seconds = splitter.seconds(node) / (pieces if flops(node) else 1)
+        seconds = splitter.split_seconds(node, pieces)
         gives = split.gives or splitter.over(P)
         if op_name(node) == EXPERT_MM and node in splitter.expert_rows:
             seconds = product_seconds(node, splitter, needs, gives)

@@ -25,7 +25,7 @@ from torch.fx import Graph, Node
 from autoptd.ir import markers
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import AXES
-from autoptd.ir.notes import note, op_name, ops
+from autoptd.ir.notes import converted_types, note, op_name, ops
 from autoptd.ir.operators.record import CLASSES, QUERIES, argument, operands
 from autoptd.ir.operators.table import operator_of
 from autoptd.ir.steps import Step
@@ -33,7 +33,7 @@ from autoptd.ir.sub_axes import base
 from autoptd.ir.types import S, ValueType
 from autoptd.passes.axes.axes import Axes, Letter, Place
 from autoptd.passes.context import Context
-from autoptd.passes.ops.costs import compute_seconds, flops
+from autoptd.passes.ops.costs import compute_seconds, conversion_price, converted_bytes, flops
 from autoptd.passes.solve.splits import Split
 from autoptd.passes.solve.strategies import EAGER, Part, Splitter
 
@@ -55,6 +55,8 @@ class TokenSplitter(Splitter):
         # KV heads that several ranks share are read whole, of all tokens.
         self.factors.pairs = {}
         self.context = ctx.options.context
+        # What was solved together with the other axes, for people.
+        self.joint_text = ""
         # Of the shards of tokens: see `split_tokens.choose_order`.
         self.order = ""
         self.of_inputs = _of_inputs(graph)
@@ -182,7 +184,7 @@ class TokenSplitter(Splitter):
         for node in ops(graph):
             if self.axes.has(node):
                 for axis, kind in self._others(node).shards:
-                    if self._is_token(node, (kind.dim, kind.atom)):
+                    if self.is_token(node, (kind.dim, kind.atom)):
                         found[base(axis)] = None
         return list(found)
 
@@ -196,14 +198,14 @@ class TokenSplitter(Splitter):
         Of tokens cp is the outer part; of all else it is the inner one, below which nothing may be converted.
         """
         source, place = next(iter(letter.places.items()))
-        if self._is_token(node, place):
+        if self.is_token(node, place):
             return True
         before, after = (self._others(value)[note(node).axis] for value in (source, node))
         return S(*place) not in (before, after)
 
     def gathered(self, node: Node, operand: Node) -> bool:
         """Tell whether an operator reads all tokens of a value of which ranks have a part each."""
-        is_part = any(self._is_token(operand, (kind.dim, kind.atom)) for _, kind in self._own(operand).shards)
+        is_part = any(self.is_token(operand, (kind.dim, kind.atom)) for _, kind in self._own(operand).shards)
         return is_part and note(node).of_params and node.target is not markers.convert
 
     def _own(self, value: Node) -> Layout:
@@ -213,7 +215,7 @@ class TokenSplitter(Splitter):
         """Return the axis that has the inner part of an atom that cp cuts as well as another."""
         while not self.axes.has(node):
             node = node.args[0]  # type: ignore[assignment]
-        is_token = self._is_token(node, (kind.dim, kind.atom))
+        is_token = self.is_token(node, (kind.dim, kind.atom))
         return next(iter(self._given), "") if is_token else self.axis
 
     def inner_axis(self, node: Node) -> str:
@@ -221,16 +223,16 @@ class TokenSplitter(Splitter):
         for _, kind in self._own(node).shards:
             place = kind.dim, kind.atom
             for axis in self._cutting(node, place):
-                return base(axis) if self._is_token(node, place) else self.axis
+                return base(axis) if self.is_token(node, place) else self.axis
         return ""
 
     def may_convert(self, node: Node, path: list[Step]) -> bool:
         """Tell whether no other axis has an inner part of what is converted."""
         kinds: set[ValueType] = {kind for step in path for kind in (step.before, step.after)}
         places = [(kind.dim, kind.atom) for kind in kinds if kind.kind == "S"]
-        return not any(self._is_token(node, place) and any(self._cutting(node, place)) for place in places)
+        return not any(self.is_token(node, place) and any(self._cutting(node, place)) for place in places)
 
-    def _is_token(self, node: Node, place: Place) -> bool:
+    def is_token(self, node: Node, place: Place) -> bool:
         return self.axes.ids(node)[place[0]][place[1]] in self.tokens
 
     def decides(self, node: Node) -> bool:
@@ -251,7 +253,18 @@ class TokenSplitter(Splitter):
     def other_pieces(self, node: Node) -> int:
         return self._others(node).pieces(self.mesh)
 
+    def split_seconds(self, node: Node, pieces: int) -> float:
+        # What tp converts is what cp leaves of a value.
+        return (
+            self.seconds(node) / pieces
+            if node.target is markers.convert
+            else super().split_seconds(node, pieces)
+        )
+
     def seconds(self, node: Node) -> float:
+        if node.target is markers.convert:
+            kinds, nbytes = converted_types(node), converted_bytes(node, self.mesh)
+            return conversion_price(*kinds, nbytes, self.mesh.degree(note(node).axis), self.machine)
         # A contracted letter is in the operands alone.
         pieces = max(map(self.other_pieces, (node, *node.all_input_nodes)))
         return compute_seconds(node, self.machine) / pieces
@@ -279,7 +292,9 @@ class TokenSplitter(Splitter):
         said = [
             f"over {self.axis}, what all ranks repeat and could split counts {1e6 * REPEATED:,.0f} us more"
         ]
-        if self._given:
+        if self.joint_text:
+            said.append(self.joint_text)
+        elif self._given:
             first = ", ".join(self._given)
             said.append(f"over {first} first, then over {self.axis} with that: both together may be cheaper")
         if self.order:

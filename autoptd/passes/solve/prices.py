@@ -1,0 +1,175 @@
+"""What the solver pays: for converting a value, for saving it for backward, for a first layer that is unlike the others.
+
+In: a value, its types, a reader. Out: seconds; infinite where there is no such conversion. All solvers take their prices from
+here: those of one axis (`AxisPrices`), and those of two axes at once (`pair_prices.py`).
+
+    prices = AxisPrices(splitter)
+    prices.conversions(node, sources, targets)      # an array [source, target]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import product
+from typing import Protocol
+
+import numpy as np
+from torch.fx import Node
+
+from autoptd.ir.layout import Layout
+from autoptd.ir.machine import Machine
+from autoptd.ir.notes import note, op_name, value
+from autoptd.ir.operators.table import operator_of
+from autoptd.ir.steps import Step
+from autoptd.ir.types import R, ValueType, padded_size
+from autoptd.passes.ops.costs import collective_seconds, conversion_price, odd_layer_price
+from autoptd.passes.solve.strategies import Splitter
+
+PARAMETER_USES = {("I", "P"), ("I", "R"), ("I", "S"), ("R", "S")}
+# The price of one conversion, with the signature of costs.conversion_seconds.
+Price = Callable[[ValueType, ValueType, float, int, Machine], float]
+
+
+class Prices(Protocol):
+    """The seconds that a solver pays, for lists of types at once."""
+
+    @property
+    def loss(self) -> Layout:
+        """The type of the loss."""
+
+    def conversions(self, node: Node, sources: list[Layout], targets: list[Layout]) -> np.ndarray:
+        """Return the price of every conversion of a value: an array [source, target]."""
+
+    def saved(
+        self, node: Node, reader: Node, savers: list[Node], sources: list[Layout], targets: list[Layout]
+    ) -> np.ndarray:
+        """Return the price of what `reader` saves of a value for backward, [source, target]; the `savers` share a copy."""
+
+    def odd_layers(self, node: Node, entered: list[Layout], read: list[Layout]) -> np.ndarray:
+        """Return the price of a first layer that reads its value otherwise than the others theirs, [entered, read]."""
+
+
+class AxisPrices:
+    """The prices over one axis of a mesh."""
+
+    def __init__(self, splitter: Splitter) -> None:
+        self.splitter = splitter
+
+    @property
+    def loss(self) -> Layout:
+        return self.splitter.loss
+
+    def conversions(self, node: Node, sources: list[Layout], targets: list[Layout]) -> np.ndarray:
+        return tabulate(lambda *types: edge_price(self.splitter, node, *types), sources, targets)
+
+    def saved(
+        self, node: Node, reader: Node, savers: list[Node], sources: list[Layout], targets: list[Layout]
+    ) -> np.ndarray:
+        if reader not in savers:
+            return np.zeros((len(sources), len(targets)))
+        return tabulate(
+            lambda *types: saved_price(self.splitter, node, reader, *types) / len(savers), sources, targets
+        )
+
+    def odd_layers(self, node: Node, entered: list[Layout], read: list[Layout]) -> np.ndarray:
+        return tabulate(lambda *types: odd_price(self.splitter, node, *types), entered, read)
+
+
+def tabulate(
+    price: Callable[[Layout, Layout], float], rows: list[Layout], columns: list[Layout]
+) -> np.ndarray:
+    """Return the prices [row, column]; those of equal pairs are asked for once."""
+    different, others = list(dict.fromkeys(rows)), list(dict.fromkeys(columns))
+    table = np.array([price(*both) for both in product(different, others)])
+    table = table.reshape(len(different), len(others))
+    return table[np.ix_(places(rows, different), places(columns, others))]
+
+
+def places(layouts: list[Layout], different: list[Layout]) -> list[int]:
+    """Return where each of `layouts` stands among the different ones."""
+    place = {layout: i for i, layout in enumerate(different)}
+    return [place[layout] for layout in layouts]
+
+
+def odd_price(splitter: Splitter, node: Node, entered: Layout, read: Layout) -> float:
+    """Return the price of a first layer that reads `entered` where later ones `read` another type.
+
+    Without it the cheapest first layer would often be unlike all others, for nanoseconds. A type that is hard to read
+    (`Splitter.is_plain`) costs as much.
+    """
+    is_odd = entered != read or not splitter.is_plain(node, entered)
+    return odd_layer_price(splitter.nbytes(node), splitter.degree, splitter.machine) if is_odd else 0.0
+
+
+def is_saved(node: Node, reader: Node) -> bool:
+    """Tell whether `reader` saves the value of `node`, an activation, for its backward."""
+    is_activation = note(node).of_params and note(node).kind != "param"
+    saves = operator_of(reader).keeps in ("operands", "probabilities")
+    return is_activation and saves and note(reader).needs_grad
+
+
+def gathers_again(splitter: Splitter, reader: Node, source: Layout, target: Layout) -> bool:
+    """Tell whether backward of `reader` all-gathers its operand again, so that only the shards are saved."""
+    # S -> R alone: so `hook_gemms.gather_again` decides when it marks the gather.
+    is_gather = bool(source.shards) and not source.sub_axes and target == splitter.over(R)
+    return is_gather and op_name(reader) in ("aten.linear", "aten.addmm")
+
+
+def saved_price(splitter: Splitter, node: Node, reader: Node, source: Layout, target: Layout) -> float:
+    """Return the seconds that saving the value of `node` for backward of `reader` is worth."""
+    machine, t, nbytes = splitter.machine, splitter.degree, splitter.nbytes(node)
+    if gathers_again(splitter, reader, source, target):
+        seconds = nbytes / t * machine.per_saved_byte
+        return seconds + collective_seconds("all-gather", nbytes, t, machine)
+    pieces = target.pieces(splitter.mesh)
+    seconds = nbytes / pieces * machine.per_saved_byte
+    return seconds + (nbytes * splitter.per_whole_byte if pieces == 1 else 0.0)
+
+
+def price_table(seconds: np.ndarray | list[float]) -> np.ndarray:
+    """Round seconds to whole picoseconds: sums of them are exact in float64, and equal layers cost exactly the same."""
+    return np.round(1e12 * np.asarray(seconds))
+
+
+def edge_price(
+    splitter: Splitter,
+    node: Node,
+    source: Layout,
+    target: Layout,
+    count: Price = conversion_price,
+    pieces: int = 1,
+) -> float:
+    """Return the seconds that the solver pays for converting the value of `node`; infinite where that cannot be done.
+
+    `count` gives the price of one step: with `costs.conversion_seconds`, how long the conversion takes. Another axis, that is
+    solved at the same time, leaves one of `pieces` of the value.
+    """
+    if source == target:
+        return 0.0
+    path = splitter.path(source, target)
+    if path is None or not _is_possible(splitter, node, path):
+        return math.inf
+    seconds = 0.0
+    for step in path:
+        nbytes, degree = splitter.nbytes(node) / step.others / pieces, splitter.mesh.degree(step.axis)
+        seconds += count(step.before, step.after, nbytes, degree, splitter.machine)
+    return seconds
+
+
+def _is_possible(splitter: Splitter, node: Node, path: list[Step]) -> bool:
+    # The pieces of a split are converted one by one, behind their getitem.
+    if isinstance(value(node), (tuple, list)) or not splitter.may_convert(node, path):
+        return False
+    for step in path:
+        kinds, degree = (step.before, step.after), splitter.mesh.degree(step.axis)
+        is_exchange = all(kind.kind == "S" for kind in kinds)
+        # There is no all-to-all of padded shards.
+        if is_exchange and any(padded_size(note(node).dims, kind, degree) for kind in kinds):
+            return False
+        if note(node).kind == "param" and (step.before.kind, step.after.kind) not in PARAMETER_USES:
+            return False
+    return True
+
+
+__all__ = ["AxisPrices", "Prices", "edge_price", "gathers_again", "is_saved", "price_table", "saved_price"]

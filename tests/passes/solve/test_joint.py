@@ -1,0 +1,186 @@
+"""Two axes solved together, against trying every pair and against both sequential orders; the lower bound."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoptd
+from autoptd.passes.solve import joint, two_axes
+from autoptd.passes.solve.bounds import tighten
+from autoptd.passes.solve.eliminate import Factor, TableTooLarge, minimize, price
+from autoptd.passes.solve.joint import Answer, Found, Left, Pair, minimize_pairs, narrowed
+
+NAMES = ("first", "second")
+
+
+def random_pair(seed: int) -> tuple[Pair, list[dict[int, int]]]:
+    """Up to six variables: most choose pairs of up to 3 x 3 parts, of which some do not go together; some have no parts.
+
+    Costs are small and whole, so that ties are common, and some are forbidden; all parts 0 are possible.
+    """
+    draw = np.random.default_rng(seed)
+    choices, parts = [], {}
+    for variable in range(int(draw.integers(2, 7))):
+        if draw.random() < 0.2:
+            choices.append(int(draw.integers(1, 5)))
+            continue
+        sizes = draw.integers(1, 4, 2)
+        pairs = [both for both in np.ndindex(*sizes) if both == (0, 0) or draw.random() < 0.8]
+        parts[variable] = np.array(pairs)
+        choices.append(len(pairs))
+    factors: list[Factor] = []
+    for _ in range(int(draw.integers(1, 12))):
+        arity = int(draw.integers(1, min(3, len(choices)) + 1))
+        names = tuple(int(name) for name in draw.permutation(len(choices))[:arity])
+        table = draw.integers(0, 9, [choices[name] for name in names]).astype(float)
+        table[draw.random(table.shape) < 0.1] = math.inf
+        table.flat[0] = 8.0
+        factors.append((names, table))
+    order = [int(variable) for variable in draw.permutation(len(choices))]
+    alone = []
+    for axis in (0, 1):
+        alone.append({variable: int(draw.choice(both[:, axis])) for variable, both in parts.items()})
+    # One of the orders can always be solved.
+    alone[int(draw.integers(2))] = dict.fromkeys(parts, 0)
+    return Pair(choices, factors, parts, order), alone
+
+
+def least_cost(pair: Pair) -> float:
+    answers = itertools.product(*map(range, pair.choices))
+    return min(price(answer, pair.factors) for answer in answers)
+
+
+def check(pair: Pair, answer: Answer) -> None:
+    assert answer.cost == price(answer.choices, pair.factors)
+    assert answer.bound <= answer.cost <= min(answer.sequential.values())
+
+
+@pytest.mark.parametrize("first", range(0, 200, 25))
+def test_equal_to_brute_force(first: int) -> None:
+    found_more = 0
+    for seed in range(first, first + 25):
+        pair, alone = random_pair(seed)
+        answer = minimize_pairs(pair, alone, NAMES)
+        check(pair, answer)
+        assert answer.is_exact and answer.cost == least_cost(pair), seed
+        found_more += answer.cost < min(answer.sequential.values())
+    # Else the comparison would say nothing of pairs.
+    assert found_more
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_bound_is_one_and_no_choice_of_a_least_answer_is_dropped(seed: int) -> None:
+    pair, _ = random_pair(seed)
+    least = least_cost(pair)
+    for cost in (least, least + 3):
+        bound, left = tighten(pair.choices, pair.factors, cost, pair.order)
+        assert bound <= least
+        for answer in itertools.product(*map(range, pair.choices)):
+            if price(answer, pair.factors) <= cost:
+                assert all(choice in each for choice, each in zip(answer, left, strict=True))
+
+
+def test_the_bound_of_a_chain_is_its_least_cost() -> None:
+    draw = np.random.default_rng(0)
+    factors = [((i, i + 1), draw.integers(0, 1000, (5, 5)).astype(float)) for i in range(60)]
+    least = price(minimize([5] * 61, factors), factors)
+    bound, left = tighten([5] * 61, factors, least)
+    assert bound == pytest.approx(least, rel=1e-8)
+    assert sum(map(len, left)) < 90
+
+
+def test_where_tables_are_too_large_the_gap_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left is the answer of the descent, and a bound of the least cost."""
+    gaps = 0
+    for seed in range(60):
+        pair, alone = random_pair(seed)
+        least = least_cost(pair)
+        with monkeypatch.context() as patch:
+            patch.setattr(joint, "minimize_left", too_large_without(joint.minimize_left))
+            answer = minimize_pairs(pair, alone, NAMES)
+        check(pair, answer)
+        assert answer.bound <= least <= answer.cost
+        assert answer.is_exact or answer.gap > 0
+        gaps += not answer.is_exact
+    assert gaps
+
+
+def too_large_without(solve: Callable[[Pair, Left | None], Found]) -> Callable[[Pair, Left | None], Found]:
+    """Return a solver that refuses choices of which several parts of both axes are left."""
+
+    def solved(pair: Pair, left: Left | None) -> Found:
+        for variable, parts in pair.parts.items() if left is not None else ():
+            if len(left[variable]) > max(len(set(parts[left[variable], axis])) for axis in (0, 1)):
+                raise TableTooLarge.of_solver()
+        return solve(pair, left)
+
+    return solved
+
+
+class Block(nn.Module):
+    """Tokens, a layer of two products, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(8, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return (x + self.down(F.gelu(self.up(x)))).square().mean()
+
+
+def pairs_of(monkeypatch: pytest.MonkeyPatch, model: nn.Module, **mesh: Any) -> tuple[Pair, Answer]:
+    """Return what is minimised when a model is compiled, and the answer."""
+    seen: list[tuple[Pair, Answer]] = []
+
+    def solved(pair: Pair, alone: list[dict[int, int]], names: tuple[str, str]) -> Answer:
+        seen.append((pair, minimize_pairs(pair, alone, names)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(two_axes, "minimize_pairs", solved)
+    ids = torch.randint(8, (2, 8), generator=torch.manual_seed(0))
+    autoptd.compile(model, **mesh, example_inputs=(ids,))
+    return seen[0]
+
+
+def test_a_model_equal_to_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every operator the pair that was chosen, and another one or two."""
+    pair, chosen = pairs_of(monkeypatch, Block(), t=2, c=2, sequence_parallel="auto")
+    assert chosen.is_exact
+    dearest = 0.0
+    for seed in range(5):
+        draw = np.random.default_rng(seed)
+        left = []
+        for i, count in enumerate(pair.choices):
+            others = draw.permutation(count)[: 1 + (seed == 0 and i % 8 == 0)]
+            left.append(np.unique([*others, chosen.choices[i]]))
+        parts = {variable: both[left[variable]] for variable, both in pair.parts.items()}
+        small = Pair([len(each) for each in left], list(narrowed(pair.factors, left)), parts, pair.order)
+        # From the dearest plan that there is, and from one part of the answer.
+        alone = [{}, {}]
+        for variable, both in parts.items():
+            place = int(np.flatnonzero(left[variable] == chosen.choices[variable])[0])
+            alone[0][variable], alone[1][variable] = int(both[place, 0]), int(both[-1, 1])
+        answer = minimize_pairs(small, alone, NAMES)
+        assert answer.is_exact and answer.cost == chosen.cost == least_cost_of_tables(small)
+        dearest = max(dearest, answer.sequential["second"])
+    assert dearest > chosen.cost
+
+
+def least_cost_of_tables(pair: Pair) -> float:
+    """Try all answers at once: one table over all variables."""
+    total = np.zeros(pair.choices)
+    for names, table in pair.factors:
+        order = sorted(range(len(names)), key=names.__getitem__)
+        shape = [count if variable in names else 1 for variable, count in enumerate(pair.choices)]
+        total = total + table.transpose(order).reshape(shape)
+    return float(total.min())
