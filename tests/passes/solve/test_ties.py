@@ -26,15 +26,15 @@ def solve(
     """
     costs: list[float] = []
     monkeypatch.setattr("autoptd.passes.ops.costs.PER_ODD_LAYER", 0.0)
-    solver = assign._solve
+    solver = assign.solve_tied
 
     def both(solved: Any, strategies: Any, splitter: Any, ties: Any, **keywords: Any) -> Any:
         found = solver(solved, strategies, splitter, ties, **keywords)
-        free = solver(solved, assign._Strategies(splitter, {}), splitter, replace(ties, same={}), **keywords)
+        free = solver(solved, assign.Strategies(splitter, {}), splitter, replace(ties, same={}), **keywords)
         costs.extend(one.problem.price(one.problem.answer) for one in (found, free))
         return found
 
-    monkeypatch.setattr(assign, "_solve", both)
+    monkeypatch.setattr(assign, "solve_tied", both)
     return autoptd.compile(model, t=t, num_microbatches=2, example_inputs=inputs), costs
 
 
