@@ -176,7 +176,7 @@ def call(rows: int = ROWS, length: int = LENGTH) -> tuple[Tensor, Tensor]:
 CASES = [(name, mesh, order) for name in FORMS for mesh in MESHES for order in ORDERS]
 
 
-@pytest.mark.parametrize(("name", "mesh", "order"), thinned(CASES, map(str, CASES), every=7))
+@pytest.mark.parametrize(("name", "mesh", "order"), thinned(CASES, map(str, CASES), every=19))
 def test_loss(name: str, mesh: dict[str, Any], order: str) -> None:
     given: dict[str, Any] = {"context": "all_gather", "token_order": order, "example_inputs": call(4 * ROWS)}
     autoptd.verify(Shifting(name), **mesh, **given, steps=1)
@@ -255,7 +255,7 @@ def text_of(name: str) -> str:
     return "".join(autoptd.compile(Shifting(name), c=2, **given).sources.values())
 
 
-@pytest.mark.parametrize("name", thinned(FORMS, every=3))
+@pytest.mark.parametrize("name", thinned(FORMS, every=6))
 def test_labels_in_chunks_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Between tokens in zigzag order; the name that the labels have by then depends on how the loss is fused."""
     slices = re.findall(r"= (rt\.i_to_s\(\w+, cp, dim=\d, blocks=rt\.Zigzag\((\d*)\))", text_of(name))
