@@ -30,7 +30,7 @@ ASKED: dict[str, dict[str, Any]] = {
     },
     "p=2 d=2, recomputed selectively": {"p": 2, "d": 2, "recompute": "selective"},
 }
-IN_SHORT = ("c=2 t=2, keys gathered, zigzag", "Mixtral")
+IN_SHORT = ("c=2 t=2, keys gathered, zigzag",)
 
 
 def training(asked: dict[str, Any], setting: Setting) -> Iterator[Found]:

@@ -32,7 +32,8 @@ from tests.parity.covering import (
 
 @pytest.fixture(autouse=True)
 def one_thread_a_rank() -> Iterator[None]:
-    """A kernel adds up in an order of its own on each thread it gets: of a busy machine two ranks may get different numbers."""
+    """On a busy machine copies of a norm's gradient differed by rounding, now and then: it may be that two ranks got other numbers
+    of threads for one sum, which is not proven."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

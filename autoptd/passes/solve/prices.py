@@ -1,7 +1,7 @@
 """What the solver pays: for converting a value, for saving it for backward, for a first layer that is unlike the others.
 
 In: a value, its types, a reader. Out: seconds; infinite where there is no such conversion. All solvers take their prices from
-here: those of one axis (`AxisPrices`), and those of two axes at once (`pair_prices.py`).
+here: those of one axis (`AxisPrices`), and those of two axes at once (`pairs.py`).
 
     prices = AxisPrices(splitter)
     prices.conversions(node, sources, targets)      # an array [source, target]
