@@ -32,8 +32,7 @@ from tests.parity.covering import (
 
 @pytest.fixture(autouse=True)
 def one_thread_a_rank() -> Iterator[None]:
-    """On a busy machine copies of a norm's gradient differed by rounding, now and then: it may be that two ranks got other numbers
-    of threads for one sum, which is not proven."""
+    """On a busy machine copies of a norm's gradient differed now and then: by numbers of threads that differ, it may be."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -143,3 +143,9 @@ def test_sends_and_receives_get_few_ctas(monkeypatch: pytest.MonkeyPatch) -> Non
         Options, "__init__", lambda self: None
     )  # built against an NCCL that has no such bound
     assert isinstance(compat._nccl_options("nccl", limit, 4), Options)
+
+
+def test_a_model_is_compiled_for_gpus_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No device is asked for its number: ranks are elsewhere."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert devices.thread_device("cuda") == torch.device("cuda")
