@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,32 @@ def test_a_process_that_does_not_save_beside_training(tmp_path: Path, callers: t
     for writer in writers:
         writer.close()
     assert not (tmp_path / "saved").exists()
+
+
+class OfRank0(OwnMailbox):
+    """A mailbox that ends with rank 0, as a store that its process hosts, and answers others late."""
+
+    is_gone = False
+
+    def get(self, key: str) -> str | None:
+        time.sleep(0.2)
+        if self.is_gone:
+            raise RuntimeError("connection reset by peer")
+        return super().get(key)
+
+
+def test_rank_0_stays_until_all_know_that_the_save_is_complete(tmp_path: Path) -> None:
+    box, state = OfRank0(), own_state({}, torch.device("cpu"))
+    writers = [Writer(box, rank, size=3, processes=3) for rank in range(3)]
+    for rank, writer in enumerate(writers):
+        replicas = dict.fromkeys(range(3), 0)
+        writer.start(
+            Job(tmp_path / "saved", "0123abcd-1", [Staged(rank)], [], Contents({}), lambda: state, replicas)
+        )
+    writers[0].wait(30.0)
+    box.is_gone = True
+    for writer in writers:
+        writer.wait(30.0)
+        assert writer.take_error() == ""
+        writer.close()
+    assert (tmp_path / "saved").exists()

@@ -42,6 +42,8 @@ SITE = "pm.checkpointer"
 BETWEEN = 0.02
 # Seconds after which a shared file system shows a file that another node has written.
 LATE_FILES = 30.0
+# Seconds that rank 0 waits for others to read that a save is complete.
+LATE_READERS = 10.0
 # The least of a core that others want, too: 1.4%. It lives on what steps leave idle.
 NICENESS = 19
 # Seconds that a process waits for its thread as it ends.
@@ -166,8 +168,15 @@ class Writer:
         self.box.put(job.key(f"ended {self.rank}"), "")
         self.box.add(job.key("ended"))
         if self.rank == 0:
-            self.box.put(job.key("outcome"), self._lead(job))
-        return self._await(lambda: self.box.get(job.key("outcome")))
+            outcome = self._lead(job)
+            self.box.put(job.key("outcome"), outcome)
+            self._await_readers(job)
+            return outcome
+        outcome = self._await(lambda: self.box.get(job.key("outcome")))
+        # Rank 0 may be gone before it answers.
+        with suppress(RuntimeError):
+            self.box.add(job.key("read"))
+        return outcome
 
     def _write(self, job: Job) -> None:
         for staging in job.staging:
@@ -210,6 +219,15 @@ class Writer:
             with suppress(OSError):
                 remove_folder(job.part)
         return error
+
+    def _await_readers(self, job: Job) -> None:
+        """Wait until all have read the outcome: the store may be rank 0's, which may end behind this save, and they would
+        take a complete one for failed. Not for long: it is complete whether or not they do.
+        """
+        deadline = time.monotonic() + LATE_READERS
+        with suppress(Abandoned):
+            while self.box.count(job.key("read")) < self.processes - 1 and time.monotonic() < deadline:
+                self._pause()
 
     def _who_is_missing(self, job: Job) -> str:
         ranks = [rank for rank in range(self.processes) if self.box.get(job.key(f"ended {rank}")) is None]
