@@ -58,6 +58,17 @@ class Layout:
         named = [(axis, kind) for axis, kind in (types or {}).items() if kind != I]
         object.__setattr__(self, "types", tuple(sorted(named, key=_place)))
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[type[Layout], tuple[dict[str, ValueType]]]:
+        # Without what is cached: texts have other hashes in another process.
+        return Layout, (dict(self.types),)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.types)
+
     def __getitem__(self, axis: str) -> ValueType:
         for name, kind in self.types:
             # A type over an axis is that over each of its sub-axes; types over sub-axes make none of the
@@ -102,6 +113,11 @@ class Layout:
     def shards(self) -> tuple[tuple[str, ValueType], ...]:
         """The axes of the mesh that cut the value into shards, with the types."""
         return tuple((axis, kind) for axis, kind in self.over_mesh if kind.kind == "S")
+
+    @cached_property
+    def cut_places(self) -> frozenset[tuple[int, int]]:
+        """The atoms that axes of the mesh cut: their dim, and their place in it."""
+        return frozenset((kind.dim, kind.atom) for _, kind in self.shards)
 
     @property
     def is_whole(self) -> bool:

@@ -116,13 +116,9 @@ def _share(node: Node, strategy: Strategy, pieces: int) -> float:
     return 2 / (1 + 1 / pieces)
 
 
-def common_places(first: Layout, second: Layout) -> set[tuple[int, int]]:
+def common_places(first: Layout, second: Layout) -> frozenset[tuple[int, int]]:
     """Return the atoms that both layouts cut: their dim, and their place in it."""
-    return _places_of(first) & _places_of(second)
-
-
-def _places_of(layout: Layout) -> set[tuple[int, int]]:
-    return {(kind.dim, kind.atom) for _, kind in layout.shards}
+    return first.cut_places & second.cut_places
 
 
 class PairPrices:
@@ -132,6 +128,7 @@ class PairPrices:
         self.pairs, self.splitters = pairs, (pairs.weights, pairs.tokens)
         self._parts: dict[Layout, tuple[Layout, Layout]] = {}
         self._moves: dict[tuple[int, Node, Layout, Layout, Layout], float] = {}
+        self._prices: dict[tuple[int, Node, Layout, Layout, int], float] = {}
 
     @property
     def loss(self) -> Layout:
@@ -197,8 +194,14 @@ class PairPrices:
                 inner = 0 if self.pairs.tokens.is_token(node, place) else 1
                 if axis != inner:
                     return math.inf
-        pieces = other.pieces(self.pairs.mesh)
-        return edge_price(self.splitters[axis], node, source, target, pieces=pieces)
+        return self._of_pieces(axis, node, source, target, other.pieces(self.pairs.mesh))
+
+    def _of_pieces(self, axis: int, node: Node, source: Layout, target: Layout, pieces: int) -> float:
+        """Return the price of a conversion over one axis of what the other one leaves, one of `pieces`."""
+        key = axis, node, source, target, pieces
+        if key not in self._prices:
+            self._prices[key] = edge_price(self.splitters[axis], node, source, target, pieces=pieces)
+        return self._prices[key]
 
     def saved(
         self, node: Node, reader: Node, savers: list[Node], sources: list[Layout], targets: list[Layout]
