@@ -54,7 +54,7 @@ from autoptd.records.specs import (
 from autoptd.reports.pictures import painter
 from autoptd.runtime.batch import is_call_of
 from autoptd.runtime.devices import default_fusion
-from autoptd.saved import find_saved
+from autoptd.saved import FindSaved
 
 
 def compile(model: nn.Module, *, example_inputs: Any, **keywords: Any) -> Program:
@@ -291,7 +291,7 @@ def make_context(options: Options, traces: Traces, batch: Batch, like: Program |
         live=schedule.in_flight_moments(orders),
         makespan=schedule.makespan_of(orders),
         checkpointed=traces.captured.checkpointed if options.recompute is None else (),
-        saved_by=partial(find_saved, mesh=options.mesh, rows=batch.rows),
+        saved_by=FindSaved(options.mesh, batch.rows),
         like=like,
     )
 

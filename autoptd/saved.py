@@ -1,17 +1,20 @@
 """What every operator saves for backward, found by running its emitted expression once on tensors without numbers.
 
-In: a LOCAL graph. Out: `SavedForBackward`: the memory of every value on a rank, and which of it each operator leaves to
+In: LOCAL graphs. Out: `SavedForBackward` of each: the memory of every value on a rank, and which of it each operator leaves to
 autograd: operands, results, and what the operator alone knows of (the log-sum-exp of attention, the factors of a norm).
 
-    found = find_saved(graph, mesh, rows=4)
+    find_saved = FindSaved(mesh, rows=4)
+    found = find_saved(graph)
     found.of[gelu]                              # {Storage(c_fc, 524288)}
 
 What runs is what a rank runs, the runtime's functions included, with autograd and its saved-tensor hooks, so nothing is
-listed here. Equal expressions on equal operands run once, on the meta device; attention by the kernel of a CPU.
+listed here. Equal expressions on equal operands run once, whichever graph and layer they are of, on the meta device; attention
+by the kernel of a CPU.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -33,6 +36,9 @@ from autoptd.runtime.dropout import Draw
 from autoptd.runtime.fused import Fused
 from autoptd.runtime.world.shapes import ShapeGroup
 
+# In an expression: where it stands in the model.
+SITE = re.compile(r"""\bsite=(?:\d+|'[^']*'|"[^"]*")""")
+
 
 class _Outcome(NamedTuple):
     """What an expression gave: a `Value` per result but for its storage, which is a number, as saved ones are.
@@ -46,17 +52,26 @@ class _Outcome(NamedTuple):
     fresh: tuple[int, ...]
 
 
-def find_saved(graph: Graph, mesh: Mesh, rows: int) -> SavedForBackward:
-    """Run every distinct operator of a LOCAL graph; a microbatch has `rows` rows. InternalError if one does not run."""
-    blocks = map(row_blocks, placeholders(graph, "input"))
-    # Masks number rows within a block of the batch.
-    found, known = SavedForBackward(), _Known(mesh, rows // max(blocks, default=1))
-    for node in graph.nodes:
-        if node.op == "placeholder" and value(node) is not None:
-            found.values[node] = tuple(_given(node))
-        elif node.op == "call_function" and value(node) is not None:
-            found.values[node], found.of[node] = _run(node, found, known)
-    return found
+class FindSaved:
+    """Runs every distinct operator of the LOCAL graphs of a compilation; a microbatch has `rows` rows."""
+
+    def __init__(self, mesh: Mesh, rows: int) -> None:
+        self._mesh, self._rows = mesh, rows
+        self._known: dict[int, _Known] = {}
+
+    def __call__(self, graph: Graph) -> SavedForBackward:
+        """Return what the operators of a graph save; InternalError if one does not run."""
+        blocks = map(row_blocks, placeholders(graph, "input"))
+        # Masks number rows within a block of the batch.
+        rows = self._rows // max(blocks, default=1)
+        known = self._known.setdefault(rows, _Known(self._mesh, rows))
+        found = SavedForBackward()
+        for node in graph.nodes:
+            if node.op == "placeholder" and value(node) is not None:
+                found.values[node] = tuple(_given(node))
+            elif node.op == "call_function" and value(node) is not None:
+                found.values[node], found.of[node] = _run(node, found, known)
+        return found
 
 
 def _given(node: Node) -> Iterator[Value]:
@@ -97,7 +112,8 @@ class _Known:
         numbers = {arg: f"x{i}" for i, arg in enumerate(node.all_input_nodes)}
         text = expression(node, numbers.__getitem__)
         seen = [(storages.index(each.storage), each.storage.nbytes, *each[1:]) for each in chain(*operands)]
-        key = repr((text, list(map(len, operands)), seen))
+        # Layers draw other masks, and say other sites when they wait: what they save is the same.
+        key = repr((SITE.sub("site", text), list(map(len, operands)), seen))
         if key not in self._outcomes:
             try:
                 self._outcomes[key] = self._evaluate(text, operands, storages)
@@ -197,4 +213,4 @@ class _Stage:
     deferred = main_grads
 
 
-__all__ = ["find_saved"]
+__all__ = ["FindSaved"]

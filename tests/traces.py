@@ -1,4 +1,5 @@
-"""Traces that are kept: a model is traced once per process, if nothing about it, its weights and its inputs differs.
+"""Traces that are kept: a model is traced once per process, with few rows and with many, if nothing about it, its weights and
+its inputs differs.
 
 Tracing is most of the time of a small test, and a trace knows nothing of meshes and schedules. What cannot be pickled (a class
 or a loss inside of a test) is traced every time.
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Graph
 
 from autoptd import trace
 from autoptd.compat import FakeTensor
@@ -20,7 +22,8 @@ from autoptd.ir.notes import copy_graph
 
 MANY = 64  # traces that are kept
 seen: dict[bytes, trace.Captured] = {}
-trace_now = trace.capture
+seen_again: dict[bytes, Graph] = {}
+trace_now, trace_now_again = trace.capture, trace.capture_again
 
 
 class Key(pickle.Pickler):
@@ -69,9 +72,7 @@ def capture(
     if key is None:
         return trace_now(model, args, kwargs, loss_fn, autocast)
     found = seen.pop(key, None) or trace_now(model, args, kwargs, loss_fn, autocast)
-    seen[key] = found
-    if len(seen) > MANY:
-        del seen[next(iter(seen))]
+    keep(seen, key, found)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return replace(
         found,
@@ -79,3 +80,27 @@ def capture(
         parameters={name: parameters[name] for name in found.parameters},
         buffers=found.buffers | {name: x for name, x in model.named_buffers() if name in found.buffers},
     )
+
+
+def capture_again(
+    first: trace.Captured,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_fn: Any,
+    autocast: trace.Autocast = trace.OFF,
+) -> Graph:
+    """What `trace.capture_again` returns."""
+    key = key_of(model, args, kwargs, loss_fn, autocast)
+    if key is None:
+        return trace_now_again(first, model, args, kwargs, loss_fn, autocast)
+    found = seen_again.pop(key, None) or trace_now_again(first, model, args, kwargs, loss_fn, autocast)
+    keep(seen_again, key, found)
+    return copy_graph(found)
+
+
+def keep(many: dict[bytes, Any], key: bytes, found: Any) -> None:
+    """Keep what was found as the last one, of not too many."""
+    many[key] = found
+    if len(many) > MANY:
+        del many[next(iter(many))]

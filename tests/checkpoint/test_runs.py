@@ -36,7 +36,7 @@ def forked(what: str, meshes: Any, *rest: str, timeout: float = 300.0) -> Any:
 
 @pytest.mark.parametrize(
     "mesh, count",
-    [(FOUR, 8), pytest.param(EIGHT, 30, marks=pytest.mark.thorough)],
+    [(FOUR, 4), pytest.param(EIGHT, 30, marks=pytest.mark.thorough)],
     ids=["4 ranks", "8 ranks"],
 )
 def test_a_run_that_is_killed_again_and_again_ends_as_if_it_was_not(mesh: dict[str, int], count: int) -> None:

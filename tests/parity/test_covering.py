@@ -1,4 +1,4 @@
-"""The array of `covering.py`: pairs in every run, triples under `-m thorough`; that it covers, and knows all of Options."""
+"""The array of `covering.py`: few cases in every run, all under `-m thorough`; that it covers, and knows all of Options."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from tests.parity.covering import (
     combinations,
     declared,
     feasible,
+    few_cases,
     goes_together,
     name_of,
 )
@@ -39,8 +40,8 @@ def one_thread_a_rank() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-PAIRS = len(cases(2))
-ALL = [pytest.param(case, marks=[pytest.mark.thorough] * (i >= PAIRS)) for i, case in enumerate(cases(3))]
+FEW, PAIRS = len(few_cases()), len(cases(2))
+ALL = [pytest.param(case, marks=[pytest.mark.thorough] * (i >= FEW)) for i, case in enumerate(cases(3))]
 
 
 @pytest.mark.parametrize("case", ALL, ids=name_of)
@@ -69,11 +70,14 @@ def test_every_value_of_a_field_is_known(name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("strength", [2, 3])
-def test_everything_that_goes_together_is_covered(strength: int) -> None:
+@pytest.mark.parametrize("strength, is_few", [(2, True), (2, False), (3, False)])
+def test_everything_that_goes_together_is_covered(strength: int, is_few: bool) -> None:
     """Counted again from all combinations of three axes with the bound ones."""
-    covered = {one for case in cases(strength) for one in itertools.combinations(case.items(), strength)}
-    for names in itertools.combinations(AXES, strength):
+    array = few_cases() if is_few else cases(strength)
+    covered = {one for case in array for one in itertools.combinations(case.items(), strength)}
+    for names in itertools.combinations(
+        [name for name in AXES if not (is_few and name == "model")], strength
+    ):
         for values in itertools.product(*(AXES[name] for name in names)):
             one = tuple(zip(names, values, strict=True))
             assert one in covered or not feasible(one)
@@ -82,6 +86,7 @@ def test_everything_that_goes_together_is_covered(strength: int) -> None:
 def test_all_cases_go_together() -> None:
     """The bound axes are all on which an answer of Options or of a schedule depends."""
     assert all(goes_together(case) for case in cases(3))
+    assert cases(2)[:FEW] == few_cases() and {case["model"] for case in few_cases()} == set(AXES["model"])
     assert cases(3)[:PAIRS] == cases(2) and len({name_of(case) for case in cases(3)}) == len(cases(3))
     for name in set(AXES) - set(itertools.chain(*BOUND)) - set(OWN):
         for case in cases(2):

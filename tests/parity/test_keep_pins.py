@@ -16,7 +16,7 @@ from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note
 from autoptd.passes.keep_pins import find_pinned
 from autoptd.program.calls import expected_calls
-from autoptd.saved import find_saved
+from autoptd.saved import FindSaved
 from tests.hostile.test_recompute import Model
 from tests.parity.kept import kept_by_stage
 from tests.parity.test_recompute import Found, batch, differing, gpt, trained
@@ -184,7 +184,7 @@ def test_an_operator_that_runs_once() -> None:
 
 def test_what_several_stages_compute_is_kept() -> None:
     graph = compiled(num_microbatches=1, sequence_parallel=False).graphs["LOCAL"]
-    saved = find_saved(graph, mesh=Mesh(t=2), rows=8)
+    saved = FindSaved(Mesh(t=2), rows=8)(graph)
     pin = KeepPin("transformer.h.0.mlp:gelu", "again")
     found = find_pinned(graph, saved, [pin])
     (gelu,) = found.again
