@@ -33,6 +33,7 @@ SHARES |= {"fraction", "small", "causal", "flash_fraction"}
 MAY_BE_ZERO = {*OVERLAPS, *"units ramp kernel_seconds latency message small_latency nics".split()}
 MAY_BE_ZERO |= {"exchange_seconds", "extra_parameter_bytes", "context_bytes", "slack"}
 ATTENTIONS = ("unfused", "flash")
+CONTEXTS = ("ring", "solved")
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,9 @@ class Software:
     and moments; else all of these are 16 bits wide too. `copies_fp16_gradients`: in float16, the gradient of
     the float32 copy stands beside one of 16 bits (Megatron-LM). `factor`: what all of a step's time is multiplied
     with, the one number that is fitted for a generation of software. `replays`: what full recomputation of a layer runs
-    again, "all" of it or what is "needed" by its backward: not the last product. `context_bytes`: memory that is no
+    again, "all" of it or what is "needed" by its backward: not the last product. `context`: how ranks with other tokens
+    attend, "ring" (keys and values go around beside attention) or as `passes/solve` chooses, "solved": all-to-alls of heads
+    where t c divides the KV heads, else gathered keys and values. `context_bytes`: memory that is no
     tensor's (CUDA, NCCL, libraries), `slack`: fraction of tensors that the allocator adds.
     """
 
@@ -120,6 +123,7 @@ class Software:
     copies_fp16_gradients: bool = True
     factor: float = 1.0
     replays: str = "all"
+    context: str = "ring"
     context_bytes: float = 3.5e9
     slack: float = 0.1
 
@@ -243,6 +247,8 @@ def _wrong(name: str, kind: str, value: Any) -> tuple[str, str]:
     """Return what is wrong with the value of a field and what it could be; "" where nothing is."""
     if name == "attention" and value not in ATTENTIONS:
         return "no such attention", " or ".join(map(repr, ATTENTIONS))
+    if name == "context" and value not in CONTEXTS:
+        return "no such context", " or ".join(map(repr, CONTEXTS))
     if kind not in ("float", "int"):
         # Gpu, Link and Software were checked when they were built from their tables.
         expected = {"bool": bool, "str": str}.get(kind, object)

@@ -38,6 +38,10 @@ class Network:
         """
         return self._ring("all-gather", nbytes, group, local)
 
+    def all_to_all(self, nbytes: Number, group: Number, local: Number) -> Number:
+        """Return the seconds of an all-to-all of a value of `nbytes` on all ranks together."""
+        return self._ring("all-to-all", nbytes, group, local)
+
     def all_reduce(self, nbytes: Number, group: Number, local: Number) -> Number:
         """Return the seconds of an all-reduce of `nbytes` over `group` ranks, `local` of them in a node."""
         return np.minimum(self._ring("all-reduce", nbytes, group, local), self._tree(nbytes, group, local))
@@ -72,7 +76,7 @@ class Network:
         )
 
     def _ring(self, kind: str, nbytes: Number, group: Number, local: Number) -> Number:
-        fast, network, passes = self.cluster.fast, self.cluster.network, RING_PASSES[kind]
+        fast, network, passes = self.cluster.fast, self.cluster.network, RING_PASSES.get(kind, 1)
         nodes = np.ceil(np.asarray(group) / local)
         # A ring's seconds: one hop per step, and the bytes that a rank sends through the slowest link.
         transfer = wire_bytes(kind, nbytes, group) / self.bandwidth(local, nodes)

@@ -134,15 +134,15 @@ class _Counter:
         # The sum behind the last product is not repeated: of two, and with sequence parallelism of four calls one.
         needed = 0.75 if self.setting.sequence_parallel else 0.5
         exchanged = 1.0 if is_all else needed
-        ring_forward, ring_backward = self._ring(operators)
+        cp_forward, cp_backward = self._attend(operators)
         parameters = layer_parameters(self.shape, self.setting.t)
         fetch_forward, fetch_backward = self._fetch(parameters, self.cluster.software.fetches)
         return Passes(
             forward,
             backward,
             again,
-            tp_forward + ring_forward,
-            tp_backward + ring_backward + (tp_forward * exchanged + ring_forward) * redone,
+            tp_forward + cp_forward,
+            tp_backward + cp_backward + (tp_forward * exchanged + cp_forward) * redone,
             _exposed(fetch_forward, forward, overlap),
             _exposed(fetch_backward, backward, overlap),
         )
@@ -194,19 +194,25 @@ class _Counter:
             return one_way, one_way / 2 + _exposed(both, backward, beside)
         return one_way, _exposed(both, backward, beside)
 
-    def _ring(self, operators: Sequence[Operator]) -> tuple[Number, Number]:
-        """Time keys and values on their way around the cp ranks, beside the attention of the last ones.
-
-        Gradients go with them.
-        """
-        setting, n = self.setting, self.setting.microbatch * self.shape.seq
-        # Keys and values of the whole sequence: each rank sees those of all others.
-        nbytes = 2 * self.e * n * kv_width(self.shape, setting.t)
-        local = setting.local("cp", self.cluster.gpus_per_node)
-        once = self.network.all_gather(nbytes, setting.c, local)
-        core = [operator for operator in operators if operator.part == CORE]
-        forward, backward = self.clock.forwards(core), self.clock.backwards(core)
-        return np.maximum(once - forward, 0.0), np.maximum(2 * once - backward, 0.0)
+    def _attend(self, operators: Sequence[Operator]) -> tuple[Number, Number]:
+        """Time what attention of ranks with other tokens exchanges, forward and backward, as far as nothing hides it."""
+        setting, shape, network = self.setting, self.shape, self.network
+        local, tokens = setting.local("cp", self.cluster.gpus_per_node), setting.microbatch * shape.seq
+        # Of the whole sequence: each rank has the keys and values of all others, or all tokens' heads.
+        queries = self.e * tokens * shape.query_width / setting.t
+        keys = self.e * tokens * kv_width(shape, setting.t)
+        if self.cluster.software.context == "ring":
+            # Keys and values go around beside the attention of those that came before; gradients go with them.
+            once = network.all_gather(2 * keys, setting.c, local)
+            core = [operator for operator in operators if operator.part == CORE]
+            forward, backward = self.clock.forwards(core), self.clock.backwards(core)
+            return np.maximum(once - forward, 0.0), np.maximum(2 * once - backward, 0.0)
+        # Queries, keys, values there and results back, and the same of their gradients.
+        moved = 2 * sum(network.all_to_all(each, setting.c, local) for each in (queries, keys))
+        gathered = 2 * network.all_gather(keys, setting.c, local)
+        is_divided = shape.kv_heads % (np.asarray(setting.t) * setting.c) == 0
+        each_way = np.where(is_divided, moved, gathered)
+        return each_way, each_way
 
     def _links(self) -> tuple[Number, Number]:
         """Time a boundary between stages of one node, and of two."""

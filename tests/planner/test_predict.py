@@ -22,6 +22,7 @@ from autoptd.planner.network import Network
 from autoptd.planner.predict import Prediction, predict
 from autoptd.planner.setting import Setting
 from autoptd.planner.shape import Shape
+from autoptd.planner.terms import count_terms
 from autoptd.planner.time import Clock
 
 GPT3 = Shape(layers=96, hidden=12288, heads=96, seq=2048)
@@ -202,6 +203,27 @@ def test_what_helps_helps() -> None:
     across = predict(GPT3, "dgx-a100", **BASE | {"batch": 1536, "t": 16, "p": 4}).step_seconds
     assert across > 1.3 * within  # SC'21, takeaway 1: tensor parallelism up to the node
     assert base.flops_per_gpu * 4 / 3 == pytest.approx(base.hardware_flops_per_gpu, rel=0.01)
+
+
+@pytest.mark.parametrize("kv_heads, elements", [(8, (2 * 4096 + 2 * 1024) / 8), (4, 2 * 512), (2, 2 * 256)])
+def test_ranks_with_other_tokens_attend_as_the_solver_has_it(kv_heads: int, elements: float) -> None:
+    """Heads are exchanged where c = 8 divides them, an eighth of each value; else keys and values are gathered whole."""
+    c, seq, speed = 8, 8192, 1e9
+    shape = Shape(layers=4, hidden=4096, heads=32, kv_heads=kv_heads, seq=seq)
+    base = find_cluster("dgx-h100")
+    fast = replace(base.fast, latency=0.0, small_latency=0.0, bandwidth=speed, fraction=1.0)
+    exposed = {}
+    for context in ("ring", "solved"):
+        software = replace(base.software, context=context)
+        layer = count_terms(
+            shape, replace(base, fast=fast, software=software), Setting(c=c, precision="bf16")
+        ).layer
+        exposed[context] = layer.exposed_forward, layer.exposed_backward
+    each_way = 2 * seq * elements * (c - 1) / c / speed
+    assert exposed["solved"] == pytest.approx((each_way, each_way))
+    # A ring moves keys and values, and both ways as much as it can beside attention.
+    whole = 2 * seq * 2 * 128 * kv_heads * (c - 1) / c / speed
+    assert exposed["ring"][0] < whole and exposed["ring"][1] < 2 * whole
 
 
 def test_placement_on_a_node_is_by_rank_order_unless_given() -> None:
