@@ -116,6 +116,17 @@ def kv_width(shape: Shape, t: Number) -> Number:
     return shape.kv_width / np.minimum(t, shape.kv_heads)
 
 
+def exchanges_heads(shape: Shape, t: Number, c: Number) -> Number:
+    """Tell whether ranks with other tokens exchange heads for attention, where they do not gather keys and values."""
+    return shape.kv_heads % (np.asarray(t) * c) == 0
+
+
+def gathered_keys(shape: Shape, sizes: Sizes) -> Number:
+    """Return the bytes of other ranks' keys and values that a rank gathers for attention, and keeps; 0 without."""
+    others = 2 * sizes.e * sizes.b * shape.seq * kv_width(shape, sizes.t) * (1 - 1 / sizes.c)
+    return np.where(exchanges_heads(shape, sizes.t, sizes.c), 0.0, others)
+
+
 def unfused_core(shape: Shape, sizes: Sizes) -> list[Operator]:
     """Return scores, a fused scale-mask-softmax, dropout, and the product with V, each through memory
     (SC'21, section 4.2).
@@ -249,6 +260,8 @@ __all__ = [
     "Operator",
     "Sizes",
     "embedding_operators",
+    "exchanges_heads",
+    "gathered_keys",
     "head_operators",
     "kv_width",
     "layer_operators",

@@ -22,7 +22,14 @@ import numpy as np
 
 from autoptd.ir import state_bytes as ledger
 from autoptd.planner.cluster import ELEMENT_BYTES, Cluster, Software
-from autoptd.planner.counts import CORE, Sizes, embedding_operators, head_operators, layer_operators
+from autoptd.planner.counts import (
+    CORE,
+    Sizes,
+    embedding_operators,
+    gathered_keys,
+    head_operators,
+    layer_operators,
+)
 from autoptd.planner.layout import vocab_rows
 from autoptd.planner.setting import Setting
 from autoptd.planner.shape import Shape
@@ -107,6 +114,8 @@ def count_activations(shape: Shape, cluster: Cluster, setting: Setting) -> Activ
     sizes = Sizes(setting.microbatch, setting.t, setting.c, setting.t if setting.sequence_parallel else 1, e)
     operators = layer_operators(shape, sizes, cluster.software.attention)
     whole = sum(operator.saved for operator in operators)
+    if cluster.software.context == "solved":
+        whole = whole + gathered_keys(shape, sizes)
     core = sum(operator.saved for operator in operators if operator.part == CORE)
     # The residual of a microbatch on one context rank.
     value = e * setting.microbatch * shape.seq / setting.c * shape.hidden

@@ -19,6 +19,7 @@ from autoptd.planner.counts import (
     Operator,
     Sizes,
     embedding_operators,
+    exchanges_heads,
     head_operators,
     kv_width,
     layer_operators,
@@ -210,8 +211,7 @@ class _Counter:
         # Queries, keys, values there and results back, and the same of their gradients.
         moved = 2 * sum(network.all_to_all(each, setting.c, local) for each in (queries, keys))
         gathered = 2 * network.all_gather(keys, setting.c, local)
-        is_divided = shape.kv_heads % (np.asarray(setting.t) * setting.c) == 0
-        each_way = np.where(is_divided, moved, gathered)
+        each_way = np.where(exchanges_heads(shape, setting.t, setting.c), moved, gathered)
         return each_way, each_way
 
     def _links(self) -> tuple[Number, Number]:

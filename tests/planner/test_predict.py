@@ -17,7 +17,7 @@ from autoptd.ir.machine_files import FOLDER, machine_names
 from autoptd.planner.cluster import Cluster, Software, find_cluster, find_software, read_cluster
 from autoptd.planner.estimate import estimate
 from autoptd.planner.layout import split_layers
-from autoptd.planner.memory import State, state_bytes
+from autoptd.planner.memory import State, count_activations, state_bytes
 from autoptd.planner.network import Network
 from autoptd.planner.predict import Prediction, predict
 from autoptd.planner.setting import Setting
@@ -221,6 +221,14 @@ def test_ranks_with_other_tokens_attend_as_the_solver_has_it(kv_heads: int, elem
         exposed[context] = layer.exposed_forward, layer.exposed_backward
     each_way = 2 * seq * elements * (c - 1) / c / speed
     assert exposed["solved"] == pytest.approx((each_way, each_way))
+    # Keys and values of all others are kept, a ring keeps its own.
+    kept = [
+        count_activations(
+            shape, replace(base, software=replace(base.software, context=context)), Setting(c=c)
+        ).layer
+        for context in ("ring", "solved")
+    ]
+    assert kept[1] - kept[0] == (2 * seq * elements * (c - 1) / c if kv_heads < c else 0)
     # A ring moves keys and values, and both ways as much as it can beside attention.
     whole = 2 * seq * 2 * 128 * kv_heads * (c - 1) / c / speed
     assert exposed["ring"][0] < whole and exposed["ring"][1] < 2 * whole
