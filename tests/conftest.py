@@ -22,7 +22,7 @@ from autoptd.passes.fusion import losses
 from tests import traces
 
 # Of a test with more than a few cases one in so many runs by default, by folder; all run under `-m thorough`.
-ONE_IN, FEW = {"parity": 4, "hostile": 4, "checkpoint": 3}, 3
+ONE_IN, FEW = {"parity": 6, "hostile": 6, "checkpoint": 4}, 2
 # Chosen by themselves.
 CHOSEN = ("parity/test_covering.py",)
 
@@ -31,7 +31,7 @@ CHOSEN = ("parity/test_covering.py",)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark most of many cases as thorough: the first stays, and those that a hash of their names draws, the same each time.
 
-    Not every fourth: of models times meshes that could be all models on the same mesh.
+    Not every sixth: of models times meshes that could be all models on the same mesh.
     """
     of_one: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:

@@ -48,7 +48,7 @@ def all_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 NAMES = [f"{number}: " + "-".join(map(str, case["mesh"])) for number, case in enumerate(CASES)]
 
 
-@pytest.mark.parametrize("number", thinned(range(COUNT), NAMES, every=12))
+@pytest.mark.parametrize("number", thinned(range(COUNT), NAMES, every=16))
 @pytest.mark.usefixtures("all_checks")
 def test_case(number: int) -> None:
     try:

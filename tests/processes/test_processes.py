@@ -56,6 +56,7 @@ def finish(processes: list[subprocess.Popen[str]], timeout: float) -> list[tuple
     return results
 
 
+@pytest.mark.thorough
 def test_eight_processes_train_like_one_device(tmp_path: Path) -> None:
     results = finish(start("train_and_compare.py", 8, str(tmp_path)), timeout=240)
     assert [code for code, _, _ in results] == [0] * 8, "\n".join(err[-2000:] for _, _, err in results)
