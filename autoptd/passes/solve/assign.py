@@ -179,26 +179,26 @@ def _try_graph(graph: Graph, splitter: Splitter, asked: Asked = None) -> Solved:
     # What depends on no parameter (masks, positions) is computed whole on every rank, and has no variable.
     solved = [node for node in graph.nodes if splitter.decides(node) and node.op != "output"]
     splits = {node: splitter.splits(node) for node in solved if node.op == "call_function"}
-    ties = find_ties(graph, splits, splitter.facts, splitter.pins)
+    ties, prices = find_ties(graph, splits, splitter.facts, splitter.pins), AxisPrices(splitter)
     try:
-        solution = solve_tied(solved, Strategies(splitter, ties.same), splitter, ties, asked=asked)
+        solution = solve_tied(solved, Strategies(splitter, ties.same), prices, ties, asked=asked)
         # Pins may keep the outcome of a vote, which ties no layers: try without ties.
         if splitter.pins and not solution.problem.is_possible:
-            solution = solve_tied(solved, Strategies(splitter, {}), splitter, Ties())
+            solution = solve_tied(solved, Strategies(splitter, {}), prices, Ties())
         return solution
     except TableTooLarge:
-        return _solve_by_votes(solved, splitter)
+        return _solve_by_votes(solved, prices)
 
 
-def _solve_by_votes(solved: list[Node], splitter: Splitter) -> Solved:
+def _solve_by_votes(solved: list[Node], prices: AxisPrices) -> Solved:
     """Solve where the tables become too large because many layers read the same parameters.
 
     The readers of such a parameter vote on its type, which is then fixed. Where a reader cannot use it, it is whole instead.
     """
-    strategies = Strategies(splitter, {})
+    strategies = Strategies(prices.splitter, {})
     shared = {node for node in solved if note(node).kind == "param" and len(node.users) > 1}
     votes = {node: Counter[int]() for node in shared}
-    solve_tied(solved, strategies, splitter, Ties(), apart=shared, votes=votes, exact=False)
+    solve_tied(solved, strategies, prices, Ties(), apart=shared, votes=votes, exact=False)
     # The first strategy of a parameter is "replicated", which every reader can use.
     whole = {node: strategies[node][:1] for node in shared}
     for node in shared:
@@ -207,7 +207,7 @@ def _solve_by_votes(solved: list[Node], splitter: Splitter) -> Solved:
     while True:
         left = [node for node in solved if node in shared and strategies[node] != whole[node]]
         try:
-            solution = solve_tied(solved, strategies, splitter, Ties(), without_sharing=shared, exact=False)
+            solution = solve_tied(solved, strategies, prices, Ties(), without_sharing=shared, exact=False)
         except TableTooLarge:
             if not left:
                 raise
@@ -252,7 +252,7 @@ class Strategies(dict[Node, list[Strategy]]):
 def solve_tied(
     solved: list[Node],
     strategies: dict[Node, list[Strategy]],
-    splitter: Splitter,
+    prices: AxisPrices,
     ties: Ties,
     *,
     apart: Collection[Node] = (),
@@ -266,7 +266,7 @@ def solve_tied(
     Tied nodes share a variable. A parameter in `apart` is chosen for every reader by itself; how often each of its
     strategies was chosen is added to `votes`.
     """
-    variables = Variables(solved, strategies, AxisPrices(splitter), ties)
+    variables = Variables(solved, strategies, prices, ties)
     copies: list[tuple[Node, int]] = []
     for node in solved:
         if node in apart:

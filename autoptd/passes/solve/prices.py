@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Protocol
 
@@ -51,17 +52,24 @@ class Prices(Protocol):
 
 
 class AxisPrices:
-    """The prices over one axis of a mesh."""
+    """The prices over one axis of a mesh; of a conversion, found once for all problems that are made of a graph."""
 
     def __init__(self, splitter: Splitter) -> None:
         self.splitter = splitter
+        self._found: dict[tuple[Node, Layout, Layout], float] = {}
 
     @property
     def loss(self) -> Layout:
         return self.splitter.loss
 
     def conversions(self, node: Node, sources: list[Layout], targets: list[Layout]) -> np.ndarray:
-        return tabulate(lambda *types: edge_price(self.splitter, node, *types), sources, targets)
+        return tabulate(partial(self._conversion, node), sources, targets)
+
+    def _conversion(self, node: Node, source: Layout, target: Layout) -> float:
+        key = node, source, target
+        if key not in self._found:
+            self._found[key] = edge_price(self.splitter, *key)
+        return self._found[key]
 
     def saved(
         self, node: Node, reader: Node, savers: list[Node], sources: list[Layout], targets: list[Layout]

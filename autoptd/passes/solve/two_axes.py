@@ -22,6 +22,7 @@ from autoptd.passes.solve.edges import TypeVariable
 from autoptd.passes.solve.eliminate import Factor
 from autoptd.passes.solve.joint import Answer, Joint, Pair, minimize_pairs, narrowed
 from autoptd.passes.solve.pairs import PairPrices, Pairs
+from autoptd.passes.solve.prices import AxisPrices
 from autoptd.passes.solve.problem import Problem, Variables
 from autoptd.passes.solve.strategies import Splitter
 from autoptd.passes.solve.ties import Ties, find_ties
@@ -47,7 +48,7 @@ def solve_pairs(graph: Graph, weights: Splitter, tokens: TokenSplitter) -> Joint
     parts = {variable: np.array(pairs.parts[node]) for variable, node in heads.items()}
     alone = []
     for strategies, splitter in zip(pairs.over, (weights, tokens), strict=True):
-        problem = solve_tied(solved, strategies, splitter, ties).problem
+        problem = solve_tied(solved, strategies, AxisPrices(splitter), ties).problem
         alone.append({variable: problem.answer[variable] for variable in heads})
     factors = [*variables.all_factors(), *_asked(tokens, heads, parts, alone[FIRST])]
     pair = Pair(variables.choices, factors, parts, _order(variables))

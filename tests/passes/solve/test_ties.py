@@ -28,9 +28,9 @@ def solve(
     monkeypatch.setattr("autoptd.passes.ops.costs.PER_ODD_LAYER", 0.0)
     solver = assign.solve_tied
 
-    def both(solved: Any, strategies: Any, splitter: Any, ties: Any, **keywords: Any) -> Any:
-        found = solver(solved, strategies, splitter, ties, **keywords)
-        free = solver(solved, assign.Strategies(splitter, {}), splitter, replace(ties, same={}), **keywords)
+    def both(solved: Any, strategies: Any, prices: Any, ties: Any, **keywords: Any) -> Any:
+        found = solver(solved, strategies, prices, ties, **keywords)
+        free = solver(solved, assign.Strategies(prices.splitter, {}), prices, replace(ties, same={}), **keywords)
         costs.extend(one.problem.price(one.problem.answer) for one in (found, free))
         return found
 
