@@ -30,7 +30,9 @@ def solve(
 
     def both(solved: Any, strategies: Any, prices: Any, ties: Any, **keywords: Any) -> Any:
         found = solver(solved, strategies, prices, ties, **keywords)
-        free = solver(solved, assign.Strategies(prices.splitter, {}), prices, replace(ties, same={}), **keywords)
+        free = solver(
+            solved, assign.Strategies(prices.splitter, {}), prices, replace(ties, same={}), **keywords
+        )
         costs.extend(one.problem.price(one.problem.answer) for one in (found, free))
         return found
 
