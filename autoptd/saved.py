@@ -64,7 +64,9 @@ class FindSaved:
         blocks = map(row_blocks, placeholders(graph, "input"))
         # Masks number rows within a block of the batch.
         rows = self._rows // max(blocks, default=1)
-        known = self._known.setdefault(rows, _Known(self._mesh, rows))
+        if rows not in self._known:
+            self._known[rows] = _Known(self._mesh, rows)
+        known = self._known[rows]
         found = SavedForBackward()
         for node in graph.nodes:
             if node.op == "placeholder" and value(node) is not None:

@@ -21,7 +21,7 @@ from autoptd.ir import machine
 from autoptd.passes.fusion import losses
 from tests import traces
 
-# Of a test with more than a few cases one in so many runs by default, by folder; all run under `-m thorough`.
+# Of a test with more than a few cases one in so many runs by default, by folder; the others under `-m thorough`.
 ONE_IN, FEW = {"parity": 6, "hostile": 6, "checkpoint": 4}, 2
 # Chosen by themselves.
 CHOSEN = ("parity/test_covering.py",)

@@ -76,7 +76,8 @@ class Network:
         )
 
     def _ring(self, kind: str, nbytes: Number, group: Number, local: Number) -> Number:
-        fast, network, passes = self.cluster.fast, self.cluster.network, RING_PASSES.get(kind, 1)
+        fast, network = self.cluster.fast, self.cluster.network
+        passes = 1 if kind == "all-to-all" else RING_PASSES[kind]
         nodes = np.ceil(np.asarray(group) / local)
         # A ring's seconds: one hop per step, and the bytes that a rank sends through the slowest link.
         transfer = wire_bytes(kind, nbytes, group) / self.bandwidth(local, nodes)
