@@ -21,8 +21,8 @@ from autoptd.ir import machine
 from autoptd.passes.fusion import losses
 from tests import traces
 
-# Of a test with more than a few cases one in so many runs by default, by folder; the others under `-m thorough`.
-ONE_IN, FEW = {"parity": 6, "hostile": 6, "checkpoint": 4}, 2
+# Of a test with more than a few cases one in so many runs by default, by folder or as `@pytest.mark.one_in(n)` says.
+ONE_IN, FEW = {"parity": 12, "hostile": 12, "checkpoint": 6}, 2
 # Chosen by themselves.
 CHOSEN = ("parity/test_covering.py",)
 
@@ -31,7 +31,7 @@ CHOSEN = ("parity/test_covering.py",)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark most of many cases as thorough: the first stays, and those that a hash of their names draws, the same each time.
 
-    Not every sixth: of models times meshes that could be all models on the same mesh.
+    Not every n-th: of models times meshes that could be all models on the same mesh.
     """
     of_one: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
@@ -41,12 +41,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             and not item.get_closest_marker("thorough")
         ):
             of_one.setdefault((item.path, item.originalname), []).append(item)
-    for (path, _), cases in of_one.items():
-        folder, *_ = path.relative_to(Path(__file__).parent).parts
-        if len(cases) > FEW and folder in ONE_IN and not str(path).endswith(CHOSEN):
-            for case in cases[1:]:
-                if zlib.crc32(case.name.encode()) % ONE_IN[folder]:
-                    case.add_marker("thorough")
+    for (path, _), (first, *others) in of_one.items():
+        for case in others:
+            if zlib.crc32(case.name.encode()) % one_in(first, path, 1 + len(others)):
+                case.add_marker("thorough")
+
+
+def one_in(item: pytest.Item, path: Path, count: int) -> int:
+    """Of how many cases of a test with `count` of them one runs by default."""
+    if marker := item.get_closest_marker("one_in"):
+        return int(marker.args[0])
+    folder, *_ = path.relative_to(Path(__file__).parent).parts
+    return ONE_IN.get(folder, 1) if count > FEW and not str(path).endswith(CHOSEN) else 1
 
 
 def pytest_collection_finish() -> None:

@@ -17,7 +17,6 @@ from torch import nn
 import autoptd
 from autoptd.runtime import read_folder, save_adapter
 from tests.parity.test_peft import KINDS, MACHINE, adapted, batch, llama, lora
-from tests.thin import thinned
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -77,7 +76,8 @@ def without_a_task() -> nn.Module:
 SAVED |= {"embeddings and a whole head": with_embeddings, "no task": without_a_task}
 
 
-@pytest.mark.parametrize("kind", thinned(list(SAVED), list(SAVED), every=3))
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("kind", list(SAVED), ids=list(SAVED))
 def test_the_folder_is_what_peft_writes(kind: str, tmp_path: Path) -> None:
     model = SAVED[kind]()
     with running(model, **WIDE) as pm:

@@ -19,7 +19,6 @@ from autoptd.ir import markers
 from autoptd.ir.notes import note, ops
 from autoptd.program.program import Program
 from examples.gpt import GPT, GPTConfig
-from tests.thin import thinned
 
 Tensor = torch.Tensor
 MESHES: list[dict[str, Any]] = [
@@ -188,7 +187,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("mesh", "which"), thinned(itertools.product(MESHES, MODELS), every=5))
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize(("mesh", "which"), list(itertools.product(MESHES, MODELS)))
 def test_other_models(mesh: dict[str, Any], which: str) -> None:
     make, example, keywords = MODELS[which]
     if which == "einsum" and mesh.get("p", 1) * mesh.get("v", 1) > 2:

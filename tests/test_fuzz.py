@@ -16,7 +16,6 @@ from tests.fuzz.features import CHOICES, Case
 from tests.fuzz.plant import FAULTS, planted
 from tests.fuzz.script import script
 from tests.fuzz.search import SIMPLEST, Tally, refusal_of, run_case, run_round, search
-from tests.thin import thinned
 
 COUNT = 24
 
@@ -48,7 +47,8 @@ def all_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 NAMES = [f"{number}: " + "-".join(map(str, case["mesh"])) for number, case in enumerate(CASES)]
 
 
-@pytest.mark.parametrize("number", thinned(range(COUNT), NAMES, every=16))
+@pytest.mark.one_in(16)
+@pytest.mark.parametrize("number", range(COUNT), ids=NAMES)
 @pytest.mark.usefixtures("all_checks")
 def test_case(number: int) -> None:
     try:

@@ -12,7 +12,6 @@ from torch import nn
 
 import autoptd
 from autoptd.codegen.repeats import Steps
-from tests.thin import thinned
 
 Tensor = torch.Tensor
 WIDTH, HEADS, LENGTH, VOCAB = 16, 2, 6, 12
@@ -97,13 +96,15 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("way", thinned(EXPECTED))
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("way", EXPECTED)
 def test_the_file_has_every_layer_once(way: str) -> None:
     short = text(way, 12)
     assert EXPECTED[way] in short and short.count("F.scaled_dot_product_attention") <= 6
 
 
-@pytest.mark.parametrize("way", thinned(["kinds", "floats", "skip"], every=3))
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("way", ["kinds", "floats", "skip"])
 def test_the_file_does_not_grow_with_depth(way: str) -> None:
     small, large = text(way, 9), text(way, 12)
     longer = 3 if way == "floats" else 0  # one number per layer
@@ -117,7 +118,8 @@ def test_numbers_are_spelled_by_i() -> None:
     assert "(1.0, 0.5)[i]" in short
 
 
-@pytest.mark.parametrize("way", thinned(EXPECTED))
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("way", EXPECTED)
 def test_the_loop_means_the_layers(way: str) -> None:
     torch.manual_seed(0)
     mesh = {"p": 2, "d": 2} if way in ("same", "kinds") else {"t": 2, "p": 2, "v": 2}

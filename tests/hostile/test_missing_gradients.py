@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
-from tests.thin import thinned
 
 WIDTH, VOCAB = 16, 32
 
@@ -63,7 +62,7 @@ MESHES: list[dict[str, Any]] = [{"p": 2}, {"t": 2, "p": 2, "d": 2, "num_microbat
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("name", thinned(CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_none_stays_none(name: str, mesh: dict[str, Any]) -> None:
     add, missing = CASES[name]
     model, reference = Model(add).double(), Model(add).double()

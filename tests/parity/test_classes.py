@@ -13,7 +13,6 @@ import autoptd
 from autoptd.program.calls import expected_calls
 from benchmarks.lib.loss_cases import CASES, LENGTH, ROWS, Case, Model
 from benchmarks.losses import LARGE_VOCAB, MACHINE, loss_bytes
-from tests.thin import thinned
 
 # What is made of the logits by log_softmax, softmax, logsumexp, gather or argmax.
 OVER_CLASSES = (
@@ -51,7 +50,7 @@ OTHERS = {
 EVERY = {name: CASES[name] for name in OVER_CLASSES} | OTHERS
 
 
-@pytest.mark.parametrize("name", thinned(EVERY, every=3))
+@pytest.mark.parametrize("name", EVERY)
 def test_logits_are_never_gathered(name: str) -> None:
     """At most eight numbers of 4 bytes a token go over tp for a loss; its logits are 131,072 bytes a token."""
     found = loss_bytes(EVERY[name])
@@ -84,7 +83,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("setting", thinned(SETTINGS))
+@pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize(
     "name", ["entropy_bonus", "smoothed", pytest.param("to_reference", marks=pytest.mark.thorough)]
 )
@@ -92,7 +91,7 @@ def test_settings(name: str, setting: str) -> None:
     check(name, **SETTINGS[setting])
 
 
-@pytest.mark.parametrize("name", thinned(["focal", "zloss", "smoothed", "nll"]))
+@pytest.mark.parametrize("name", ["focal", "zloss", "smoothed", "nll"])
 def test_a_vocabulary_that_the_ranks_do_not_divide(name: str) -> None:
     """61 classes over 4 ranks: where cross-entropy shares the head, it is padded; else it is whole."""
 

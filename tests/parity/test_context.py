@@ -26,7 +26,6 @@ from tests.parity.models import LENGTH, VOCAB, Separate, batch, gpt, separate, s
 from tests.parity.rotary import llama, neox
 from tests.parity.test_dropout import gpt as dropping_gpt
 from tests.parity.test_mutations import check_is_found, edit_source, verify_module
-from tests.thin import thinned
 
 # Labels of which the first half of every row, all that the first of two ranks has, is ignored.
 IDS, TARGETS = batch()
@@ -50,7 +49,7 @@ GPT_MESHES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("mesh", thinned(GPT_MESHES, map(str, GPT_MESHES)))
+@pytest.mark.parametrize("mesh", GPT_MESHES, ids=map(str, GPT_MESHES))
 def test_gpt(mesh: dict[str, Any]) -> None:
     autoptd.verify(gpt(), **mesh, example_inputs=(IDS, uneven(TARGETS)), steps=2)
 
@@ -138,14 +137,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, list[dict[str, Any]]]] 
 CASES = [(name, mesh) for name, (_, _, meshes) in MODELS.items() for mesh in meshes]
 
 
-@pytest.mark.parametrize(("name", "mesh"), thinned(CASES, map(str, CASES), every=3))
+@pytest.mark.parametrize(("name", "mesh"), CASES, ids=map(str, CASES))
 def test_models(name: str, mesh: dict[str, Any]) -> None:
     make, labels, _ = MODELS[name]
     autoptd.verify(make(), **mesh, example_inputs=(IDS, labels), steps=2)
 
 
 @pytest.mark.parametrize("mesh", [{"c": 3}, {"c": 3, "t": 2, "sequence_parallel": True}], ids=str)
-@pytest.mark.parametrize("kind", thinned(KINDS))
+@pytest.mark.parametrize("kind", KINDS)
 def test_three_ranks(kind: str, mesh: dict[str, Any]) -> None:
     given = KINDS[kind]
     if given.has_source:

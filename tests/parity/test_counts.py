@@ -15,7 +15,6 @@ import autoptd
 from autoptd.ir.mesh import Coordinate
 from autoptd.program.calls import Call, expected_calls
 from tests.parity.models import LENGTH, VOCAB, batch, gpt, separate, skipping, uneven
-from tests.thin import thinned
 
 CONTROL = "dtype of the loss"  # ranks tell each other once, in the first step
 
@@ -71,7 +70,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("make", "mesh"), thinned(CASES.values(), CASES, every=3))
+@pytest.mark.parametrize(("make", "mesh"), CASES.values(), ids=CASES)
 def test_executed_calls_are_those_of_the_program(make: Callable[[], nn.Module], mesh: dict[str, Any]) -> None:
     ids, targets = batch()
     targets = targets if make is skipping else uneven(targets)  # it looks its labels up
@@ -112,7 +111,7 @@ GPTS: list[dict[str, Any]] = [
 ROWS, WIDTH, LAYERS, ITEM = 8, 32, 4, 4  # float32
 
 
-@pytest.mark.parametrize("size", thinned(GPTS), ids=lambda size: "".join(f"{k}{n}" for k, n in size.items()))
+@pytest.mark.parametrize("size", GPTS, ids=lambda size: "".join(f"{k}{n}" for k, n in size.items()))
 def test_a_gpt_communicates_what_the_formulas_say(size: dict[str, int]) -> None:
     """SC'21, section 3: per layer and microbatch 2 + 2 all-reduces of b s h, and nothing that is not named here."""
     t, p, d, v, m = size.values()
@@ -240,7 +239,7 @@ def test_scattering_sends_a_part_of_t(t: int, p: int, v: int) -> None:
         }
 
 
-@pytest.mark.parametrize("dtype", thinned([torch.bfloat16, torch.float32, torch.float64], every=3))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("mesh", [{"t": 2, "d": 2}, {"p": 2, "num_microbatches": 2}], ids=str)
 def test_divisors_that_stay_on_the_device_are_those_of_the_host(
     mesh: dict[str, int], dtype: torch.dtype

@@ -13,7 +13,6 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import autoptd
 from tests.parity.models import VOCAB, batch
-from tests.thin import thinned
 
 WIDTH = 32
 
@@ -101,7 +100,7 @@ MESHES: list[dict[str, Any]] = [{"t": 2, "p": 2}, {"t": 4, "d": 2, "sequence_par
 
 
 @pytest.mark.filterwarnings("ignore:.*of the FLOPs of matrix products")
-@pytest.mark.parametrize("mesh", thinned(MESHES), ids=str)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("style", STYLES)
 def test_parity(style: str, mesh: dict[str, Any]) -> None:
     autoptd.verify(STYLES[style](), **mesh, num_microbatches=2, example_inputs=batch(8), steps=2)

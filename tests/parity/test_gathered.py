@@ -27,7 +27,6 @@ from tests.parity.rotary import llama
 from tests.parity.test_context import ALL_FIVE, CASES, GPT_MESHES, LONG, MODELS
 from tests.parity.test_dropout import gpt as dropping_gpt
 from tests.parity.test_mutations import check_is_found
-from tests.thin import thinned
 
 IDS, TARGETS = batch()
 CHUNKS: dict[str, Any] = {"context": "all_gather", "token_order": "contiguous"}
@@ -35,18 +34,19 @@ CHUNKS: dict[str, Any] = {"context": "all_gather", "token_order": "contiguous"}
 NO_LATENCY = replace(Machine(), latency=0.0)
 
 
-@pytest.mark.parametrize("mesh", thinned(GPT_MESHES, map(str, GPT_MESHES), every=3))
+@pytest.mark.parametrize("mesh", GPT_MESHES, ids=map(str, GPT_MESHES))
 def test_gpt(mesh: dict[str, Any]) -> None:
     autoptd.verify(gpt(), **mesh, context="all_gather", example_inputs=(IDS, uneven(TARGETS)), steps=2)
 
 
-@pytest.mark.parametrize(("name", "mesh"), thinned(CASES, map(str, CASES), every=4))
+@pytest.mark.one_in(24)
+@pytest.mark.parametrize(("name", "mesh"), CASES, ids=map(str, CASES))
 def test_models(name: str, mesh: dict[str, Any]) -> None:
     make, labels, _ = MODELS[name]
     autoptd.verify(make(), **mesh, context="all_gather", example_inputs=(IDS, labels), steps=2)
 
 
-@pytest.mark.parametrize("kind", thinned(KINDS, every=3))
+@pytest.mark.parametrize("kind", KINDS)
 def test_heads_need_not_divide(kind: str) -> None:
     """Three ranks, and six, three or two heads; of a source of four tokens they take none."""
     given = KINDS[kind]

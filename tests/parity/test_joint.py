@@ -14,7 +14,6 @@ from autoptd.ir.machine import Machine
 from tests.parity.models import batch, gpt, separate
 from tests.parity.rotary import llama, neox
 from tests.parity.test_mutations import check_is_found
-from tests.thin import thinned
 
 # Prices of a small model are like those of a large one where messages take no time, and products take long.
 FAST_LINKS = Machine(flops=3e12, latency=1e-12)
@@ -40,7 +39,7 @@ def orders(program: Any, module: str) -> dict[str, float]:
     return {axis: float(percent or "inf") for axis, percent in found.items()}
 
 
-@pytest.mark.parametrize("name", thinned(DEARER, DEARER))
+@pytest.mark.parametrize("name", DEARER, ids=DEARER)
 def test_a_plan_that_an_order_does_not_find_is_right(name: str) -> None:
     make, mesh, machine, dearer = DEARER[name]
     program = autoptd.compile(make(), **mesh, machine=machine, example_inputs=batch())

@@ -20,7 +20,6 @@ from autoptd.saved import FindSaved
 from tests.hostile.test_recompute import Model
 from tests.parity.kept import kept_by_stage
 from tests.parity.test_recompute import Found, batch, differing, gpt, trained
-from tests.thin import thinned
 
 LAYERS = 2
 # Collectives start at once: with a latency, values as small as these stay whole.
@@ -65,7 +64,8 @@ def kept(number: int, price: float | None) -> Found:
     return trained(gpt(dropout=0.2), machine=MACHINE, memory_price=price, **SETTINGS[number])
 
 
-@pytest.mark.parametrize(("number", "pins", "asked"), thinned(CASES, map(str, CASES), every=4))
+@pytest.mark.one_in(24)
+@pytest.mark.parametrize(("number", "pins", "asked"), CASES, ids=map(str, CASES))
 def test_the_same_bits(number: int, pins: Any, asked: dict[str, Any]) -> None:
     found = trained(gpt(dropout=0.2), machine=MACHINE, plan=plan(*pins), **asked, **SETTINGS[number])
     assert differing(found, kept(number, asked.get("memory_price"))) == []
@@ -74,7 +74,8 @@ def test_the_same_bits(number: int, pins: Any, asked: dict[str, Any]) -> None:
 BYTES = [case for case in CASES if "precision" not in SETTINGS[case[0]]]
 
 
-@pytest.mark.parametrize(("number", "pins", "asked"), thinned(BYTES, map(str, BYTES), every=6))
+@pytest.mark.one_in(36)
+@pytest.mark.parametrize(("number", "pins", "asked"), BYTES, ids=map(str, BYTES))
 def test_kept_bytes_and_calls_are_those_that_were_told(number: int, pins: Any, asked: dict[str, Any]) -> None:
     call = batch()
     setting = {**SETTINGS[number], "num_microbatches": 1}

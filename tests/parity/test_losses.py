@@ -15,7 +15,6 @@ from autoptd.program.calls import expected_calls
 from benchmarks.lib.loss_cases import CASES, LENGTH, VOCAB, Case, Model, log_probs, token_losses
 from benchmarks.losses import MACHINE, MESHES
 from tests.parity.test_mutations import edit_source
-from tests.thin import thinned
 
 batch_sums = importlib.import_module("autoptd.runtime.executor")
 
@@ -29,7 +28,7 @@ def check(case: Case, **mesh: Any) -> None:
     autoptd.verify(case.make(), example_inputs=case.call(), steps=2, **{"machine": MACHINE, **mesh})
 
 
-@pytest.mark.parametrize("name", thinned([name for name in CASES if name not in MIXING], every=3))
+@pytest.mark.parametrize("name", [name for name in CASES if name not in MIXING])
 def test_a_loss_is_that_of_one_device_over_tensor_pipeline_and_replicas(name: str) -> None:
     check(CASES[name], **MESHES[LARGE])
 
@@ -40,7 +39,8 @@ def test_a_loss_is_that_of_one_device(name: str, mesh: str) -> None:
     check(CASES[name], **MESHES[mesh])
 
 
-@pytest.mark.parametrize("name", thinned([name for name in CASES if name not in MIXING], every=4))
+@pytest.mark.one_in(24)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in MIXING])
 def test_a_loss_of_divided_tokens_is_that_of_one_device(name: str) -> None:
     check(CASES[name], t=2, c=2, d=2)
 

@@ -30,7 +30,6 @@ from autoptd.runtime.world.world import Pending
 from autoptd.schedule import simulate
 from examples.gpt import GPT, GPTConfig
 from tests.parity.models import batch, gpt, skipping
-from tests.thin import thinned
 
 Pair = tuple[int, int]  # stage, microbatch
 
@@ -134,7 +133,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("formula", "request_"), thinned(CASES.values(), CASES))
+@pytest.mark.parametrize(("formula", "request_"), CASES.values(), ids=CASES)
 def test_live_activations_are_those_of_the_schedule(formula: Any, request_: dict[str, Any]) -> None:
     model = gpt(request_["p"] * request_.get("v", 1))
     program = autoptd.compile(model, **request_, example_inputs=batch(8))

@@ -21,7 +21,6 @@ from autoptd.runtime import grad_norm, gradients, messages, optimizer, parameter
 from autoptd.runtime.world.world import Done
 from tests.parity.models import batch, gpt
 from tests.parity.test_fp16 import SCALE, planted
-from tests.thin import thinned
 
 Patch = pytest.MonkeyPatch
 Found = dict[str, Tensor]
@@ -180,7 +179,7 @@ def ids() -> Iterator[str]:
         yield f"{plant.__name__}-{' '.join(f'{name}={value}' for name, value in keywords.items())}"
 
 
-@pytest.mark.parametrize(("plant", "keywords"), thinned(FAULTS, ids()))
+@pytest.mark.parametrize(("plant", "keywords"), FAULTS, ids=ids())
 def test_a_fault_shows(monkeypatch: Patch, plant: Callable[[Patch], None], keywords: dict[str, Any]) -> None:
     wanted = expected(tuple(keywords.items()))
     plant(monkeypatch)

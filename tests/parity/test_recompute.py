@@ -22,7 +22,6 @@ from autoptd.runtime.linear import Deferred
 from autoptd.runtime.stage import Stage
 from examples.gpt import GPT, GPTConfig
 from tests.parity.kept import fullest, kept_by_stage
-from tests.thin import thinned
 
 VOCAB, LENGTH, WIDTH = 32, 8, 16
 Found = dict[str, Tensor]
@@ -91,7 +90,7 @@ def kept_whole(number: int, dropout: float) -> Found:
 CASES = [(number, mode, rate) for number in range(len(SETTINGS)) for mode in MODES for rate in (0.0, 0.2)]
 
 
-@pytest.mark.parametrize(("number", "mode", "dropout"), thinned(CASES, map(str, CASES), every=3))
+@pytest.mark.parametrize(("number", "mode", "dropout"), CASES, ids=map(str, CASES))
 def test_the_same_bits(number: int, mode: Any, dropout: float) -> None:
     found = trained(gpt(dropout=dropout), recompute=mode, **SETTINGS[number])
     assert differing(found, kept_whole(number, dropout)) == []
@@ -100,7 +99,8 @@ def test_the_same_bits(number: int, mode: Any, dropout: float) -> None:
 PRICES = (None, 1e-12, 1e-11, 1e-8, 1e-6)
 
 
-@pytest.mark.parametrize(("number", "price"), thinned([*product(range(len(SETTINGS)), PRICES)], every=11))
+@pytest.mark.one_in(66)
+@pytest.mark.parametrize(("number", "price"), [*product(range(len(SETTINGS)), PRICES)])
 def test_values_chosen_by_price(number: int, price: float | None) -> None:
     """Beside a run of the same price, which counts in the layout as well."""
     keywords = {**SETTINGS[number], "memory_price": price}
@@ -349,7 +349,7 @@ def kept_in_16_bits(number: int, price: float | None) -> Found:
 BF16_MODES = ("full", "full:1/2", "selective", "auto")
 
 
-@pytest.mark.parametrize(("number", "mode"), thinned([*product(range(len(BF16)), BF16_MODES)], every=3))
+@pytest.mark.parametrize(("number", "mode"), [*product(range(len(BF16)), BF16_MODES)])
 def test_the_same_bits_in_16_bits(number: int, mode: str) -> None:
     """A model of bfloat16, with dropout; "auto" at a price that every value which can be made again is too dear for."""
     price = 1e-6 if mode == "auto" else None

@@ -17,7 +17,6 @@ from autoptd.passes import for_tokens
 from autoptd.program.calls import expected_calls
 from tests.parity.models import VOCAB
 from tests.parity.test_mutations import check_is_found
-from tests.thin import thinned
 
 # Tokens that 2, 3 and 4 ranks have two pieces each of.
 LENGTH, WIDTH, HEADS, ROWS = 24, 16, 4, 4
@@ -176,7 +175,8 @@ def call(rows: int = ROWS, length: int = LENGTH) -> tuple[Tensor, Tensor]:
 CASES = [(name, mesh, order) for name in FORMS for mesh in MESHES for order in ORDERS]
 
 
-@pytest.mark.parametrize(("name", "mesh", "order"), thinned(CASES, map(str, CASES), every=19))
+@pytest.mark.one_in(114)
+@pytest.mark.parametrize(("name", "mesh", "order"), CASES, ids=map(str, CASES))
 def test_loss(name: str, mesh: dict[str, Any], order: str) -> None:
     given: dict[str, Any] = {"context": "all_gather", "token_order": order, "example_inputs": call(4 * ROWS)}
     autoptd.verify(Shifting(name), **mesh, **given, steps=1)
@@ -255,7 +255,8 @@ def text_of(name: str) -> str:
     return "".join(autoptd.compile(Shifting(name), c=2, **given).sources.values())
 
 
-@pytest.mark.parametrize("name", thinned(FORMS, every=6))
+@pytest.mark.one_in(36)
+@pytest.mark.parametrize("name", FORMS)
 def test_labels_in_chunks_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Between tokens in zigzag order; the name that the labels have by then depends on how the loss is fused."""
     slices = re.findall(r"= (rt\.i_to_s\(\w+, cp, dim=\d, blocks=rt\.Zigzag\((\d*)\))", text_of(name))

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.compat import tree_map
-from tests.thin import thinned
 
 VOCAB, LENGTH, WIDTH, HEADS = 32, 8, 16, 4
 CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
@@ -331,7 +330,7 @@ STYLES: dict[str, tuple[Callable[[], Model], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("style", thinned(STYLES, every=3))
+@pytest.mark.parametrize("style", STYLES)
 def test_style(style: str) -> None:
     make, mesh = STYLES[style]
     torch.manual_seed(0)

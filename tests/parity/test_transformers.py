@@ -11,7 +11,6 @@ from torch import nn
 
 import autoptd
 from tests.parity.models import LENGTH, VOCAB, batch
-from tests.thin import thinned
 
 transformers = pytest.importorskip("transformers")
 
@@ -74,13 +73,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool, bool]] = {  # sequence pa
 }
 
 
-@pytest.mark.parametrize(("make", "by_tokens", "is_masked"), thinned(MODELS.values(), MODELS))
+@pytest.mark.parametrize(("make", "by_tokens", "is_masked"), MODELS.values(), ids=MODELS)
 def test_family(make: Callable[[], nn.Module], by_tokens: bool, is_masked: bool) -> None:
     mesh = {"t": 2, "p": 2, "d": 2, "sequence_parallel": by_tokens}
     autoptd.verify(make().train(), **mesh, example_inputs=call_of(is_masked), steps=2)
 
 
-@pytest.mark.parametrize(("make", "by_tokens", "is_masked"), thinned(MODELS.values(), MODELS))
+@pytest.mark.parametrize(("make", "by_tokens", "is_masked"), MODELS.values(), ids=MODELS)
 def test_family_with_parts_of_the_tokens(
     make: Callable[[], nn.Module], by_tokens: bool, is_masked: bool
 ) -> None:
@@ -102,7 +101,7 @@ ZIGZAG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], bool]] = {  # w
 }
 
 
-@pytest.mark.parametrize(("make", "mesh", "is_masked"), thinned(ZIGZAG.values(), ZIGZAG, every=3))
+@pytest.mark.parametrize(("make", "mesh", "is_masked"), ZIGZAG.values(), ids=ZIGZAG)
 @pytest.mark.parametrize("context", ["all_gather", pytest.param("auto", marks=pytest.mark.thorough)])
 def test_family_in_zigzag_order(
     make: Callable[[], nn.Module], mesh: dict[str, Any], is_masked: bool, context: str

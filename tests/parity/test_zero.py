@@ -24,7 +24,6 @@ from autoptd.runtime.guard import GuardedParameter
 from autoptd.runtime.parameters import RankParameters
 from tests.parity.late import Late, usual_gather
 from tests.parity.models import batch, gpt
-from tests.thin import thinned
 
 STEPS = 5
 
@@ -402,14 +401,12 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize(
     "asked",
-    thinned(
-        [
-            {"p": 2, "d": 2, "v": 2, "num_microbatches": 2},
-            {"p": 2, "d": 2, "v": 2, "num_microbatches": 2, "precision": "bf16-mixed"},
-            {"d": 2, "precision": "bf16-mixed"},
-            {"d": 2},
-        ]
-    ),
+    [
+        {"p": 2, "d": 2, "v": 2, "num_microbatches": 2},
+        {"p": 2, "d": 2, "v": 2, "num_microbatches": 2, "precision": "bf16-mixed"},
+        {"d": 2, "precision": "bf16-mixed"},
+        {"d": 2},
+    ],
 )
 def test_what_is_gathered_is_not_read_before(late: list[tuple[int, str]], asked: dict[str, Any]) -> None:
     kept = {"zero": 1, **asked}

@@ -18,19 +18,19 @@ from tests.parity.rotary import llama
 from tests.parity.test_context import ALL_FIVE, CASES, GPT_MESHES, MODELS, UNEQUAL
 from tests.parity.test_dropout import gpt as dropping_gpt
 from tests.parity.test_mutations import check_is_found
-from tests.thin import thinned
 
 IDS, TARGETS = batch()
 ZIGZAG: dict[str, Any] = {"context": "all_gather", "token_order": "zigzag"}
 
 
-@pytest.mark.parametrize("mesh", thinned(GPT_MESHES, map(str, GPT_MESHES), every=3))
+@pytest.mark.parametrize("mesh", GPT_MESHES, ids=map(str, GPT_MESHES))
 def test_gpt(mesh: dict[str, Any]) -> None:
     autoptd.verify(gpt(), **mesh, **ZIGZAG, example_inputs=(IDS, uneven(TARGETS)), steps=2)
 
 
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize("context", ["all_gather", "auto"])
-@pytest.mark.parametrize(("name", "mesh"), thinned(CASES, map(str, CASES), every=4))
+@pytest.mark.parametrize(("name", "mesh"), CASES, ids=map(str, CASES))
 def test_models(name: str, mesh: dict[str, Any], context: str) -> None:
     """Positions, rotary tables, masks and labels are sliced as the tokens are, whatever attention does."""
     make, labels, _ = MODELS[name]
@@ -45,7 +45,7 @@ def test_heads_see_their_tokens_in_order(mesh: dict[str, Any]) -> None:
     autoptd.verify(gpt(2), **mesh, **how, steps=2)
 
 
-@pytest.mark.parametrize("kind", thinned(KINDS, every=3))
+@pytest.mark.parametrize("kind", KINDS)
 def test_three_ranks(kind: str) -> None:
     """Twelve tokens are six pieces of two; a source of ten has no four pieces, and stays in chunks."""
     given = KINDS[kind]
