@@ -11,6 +11,7 @@ else, of what the request leaves open (`relief.py`), in this order:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -54,7 +55,8 @@ def passes_for(mesh: Mesh) -> tuple[Pass, ...]:
     """Return the passes that bring a TRACED graph to LOCAL for the ranks of a mesh."""
     if not mesh.token_axes:
         return PASSES
-    return (*PASSES[:SPLIT_TOKENS_AT], passes.split_tokens, *PASSES[SPLIT_TOKENS_AT:])
+    by_tokens = (passes.split_tokens, passes.bubble_up_slices)
+    return (*PASSES[:SPLIT_TOKENS_AT], *by_tokens, *PASSES[SPLIT_TOKENS_AT:])
 
 
 def place(traced: Graph, ctx: Context, record: Record) -> Placed:
@@ -101,7 +103,9 @@ class _Search:
         layout that any price makes is tried. A plan that pins what it took has chosen.
         """
         options = self.ctx.options
-        is_open = options.memory is not None and options.sequence_parallel == "auto"
+        # An evaluation's bound is infinite: there is nothing to search for.
+        is_bound = options.memory is not None and math.isfinite(options.memory)
+        is_open = is_bound and options.sequence_parallel == "auto"
         has_chosen = options.memory_price is not None or options.plan.rates
         if not is_open or has_chosen or self.ctx.mesh.value_ranks == 1:
             return find_memory_price(self._solve, self.first, self.unit)[0]

@@ -21,8 +21,8 @@ from autoptd.ir import machine
 from autoptd.passes.fusion import losses
 from tests import traces
 
-# Of a test with more than a few cases one in so many runs by default, by folder or as `@pytest.mark.one_in(n)` says.
-ONE_IN, FEW = {"parity": 12, "hostile": 12, "checkpoint": 6}, 2
+# Of the cases of a test one in so many runs by default, by folder or as `@pytest.mark.one_in(n)` says.
+ONE_IN = {"parity": 12, "hostile": 12, "checkpoint": 6}
 # Chosen by themselves.
 CHOSEN = ("parity/test_covering.py",)
 
@@ -43,16 +43,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             of_one.setdefault((item.path, item.originalname), []).append(item)
     for (path, _), (first, *others) in of_one.items():
         for case in others:
-            if zlib.crc32(case.name.encode()) % one_in(first, path, 1 + len(others)):
+            if zlib.crc32(case.name.encode()) % one_in(first, path):
                 case.add_marker("thorough")
 
 
-def one_in(item: pytest.Item, path: Path, count: int) -> int:
-    """Of how many cases of a test with `count` of them one runs by default."""
+def one_in(item: pytest.Item, path: Path) -> int:
+    """Return of how many cases of a test one runs by default."""
     if marker := item.get_closest_marker("one_in"):
         return int(marker.args[0])
     folder, *_ = path.relative_to(Path(__file__).parent).parts
-    return ONE_IN.get(folder, 1) if count > FEW and not str(path).endswith(CHOSEN) else 1
+    return 1 if str(path).endswith(CHOSEN) else ONE_IN.get(folder, 1)
 
 
 def pytest_collection_finish() -> None:

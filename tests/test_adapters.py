@@ -76,7 +76,7 @@ def without_a_task() -> nn.Module:
 SAVED |= {"embeddings and a whole head": with_embeddings, "no task": without_a_task}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("kind", list(SAVED), ids=list(SAVED))
 def test_the_folder_is_what_peft_writes(kind: str, tmp_path: Path) -> None:
     model = SAVED[kind]()

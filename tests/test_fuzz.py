@@ -47,7 +47,7 @@ def all_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 NAMES = [f"{number}: " + "-".join(map(str, case["mesh"])) for number, case in enumerate(CASES)]
 
 
-@pytest.mark.one_in(16)
+@pytest.mark.one_in(64)
 @pytest.mark.parametrize("number", range(COUNT), ids=NAMES)
 @pytest.mark.usefixtures("all_checks")
 def test_case(number: int) -> None:

@@ -43,6 +43,7 @@ def test_its_own_plan_gives_the_same_bytes(request_: dict[str, Any], tmp_path: P
     assert compile_gpt(5, plan=str(tmp_path / "a"), **request_).fingerprint() == first.fingerprint()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("make", [separate, skipping])
 @pytest.mark.parametrize("p", [2, 3, 5])
 def test_cuts_inside_of_layers_have_names(make: Any, p: int) -> None:

@@ -68,6 +68,7 @@ def one_step(pm: autoptd.ParallelModel, example: Batch) -> float:
     return loss
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("name", MODELS)
 def test_load_step_save_load_elsewhere(name: str, tmp_path: Path) -> None:
     make, example, first, second = MODELS[name]
@@ -257,6 +258,7 @@ TOKENS = torch.randint(0, 61, (8, 8), generator=torch.Generator().manual_seed(0)
 CALL = {"input_ids": TOKENS, "labels": TOKENS}
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(
     ("config", "more"),
     [

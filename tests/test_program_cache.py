@@ -119,6 +119,7 @@ HARMS = [
 ]
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(("harm", "name"), HARMS)
 def test_what_is_not_whole_is_written_anew(harm: Callable[[Path], None], name: str, tmp_path: Path) -> None:
     about = {"seed": 0}

@@ -1,11 +1,12 @@
-"""Graph to graph, one file a pass: annotate, communicate, split_tokens, find_fusions, cut, localize, substitute, group_rows,
-keep, hook_gemms, mark_owned.
+"""Graph to graph, one file a pass: annotate, communicate, split_tokens, bubble_up_slices, find_fusions, cut, localize,
+substitute, group_rows, keep, hook_gemms, mark_owned.
 
 What they share lies in folders: `ops` (what is known of an operator), `axes` (which dims run together), `solve` (the types
 over a mesh axis), `stages` (where to cut, and what fits).
 """
 
 from autoptd.passes.annotate import annotate
+from autoptd.passes.bubble_up import bubble_up_slices
 from autoptd.passes.communicate import check_connected, communicate, conversion_row
 from autoptd.passes.context import Context, Findings
 from autoptd.passes.cut import cut
@@ -45,6 +46,7 @@ __all__ = [
     "adds_to_gradient",
     "annotate",
     "backward_flops",
+    "bubble_up_slices",
     "check_connected",
     "communicate",
     "conversion_row",

@@ -72,7 +72,7 @@ def meet_readers(graph: Graph, assignment: Assignment, mesh: Mesh) -> None:
                 # Readers come in the order of the graph: the conversion stands before the first of them.
                 if types not in by_type:
                     behind = _behind(node, converted, types, assignment)
-                    by_type[types] = _convert(graph, converted, axis, types, readers[0], mesh, behind)
+                    by_type[types] = convert_before(graph, converted, axis, types, readers[0], mesh, behind)
                 converted = by_type[types]
             if converted is not node:
                 for reader in readers:
@@ -108,12 +108,12 @@ def _behind(node: Node, source: Node, types: Layout, assignment: Assignment) -> 
     return assignment.enters.get(node, source) if is_pending else None
 
 
-def _convert(
-    graph: Graph, source: Node, axis: str, types: Layout, reader: Node, mesh: Mesh, behind: Node | None
+def convert_before(
+    graph: Graph, source: Node, axis: str, types: Layout, reader: Node, mesh: Mesh, behind: Node | None = None
 ) -> Node:
     """Insert the conversions that bring `source` to other types over an axis; return the last one.
 
-    They stand right behind `source`, as a part of `behind`'s module, or before `reader`.
+    They stand before `reader`, or right behind `source` as a part of `behind`'s module.
     """
     own = note(source).layout.over(axis)
     path = steps(axis, own, types, mesh)

@@ -45,10 +45,12 @@ def weigh_known(
 ) -> dict[str, Any] | None:
     """Compare a plan that may split tokens wherever that is cheaper with those of Megatron and of Korthikanti et al.
 
-    `connected` is the plan; `passes` bring a TRACED graph to CONNECTED. Returns None unless sequence_parallel is "auto".
+    `connected` is the plan; `passes` bring a TRACED graph to CONNECTED. Returns None unless sequence_parallel is "auto", and for
+    a program that is held to another, such as an evaluation's.
     """
     options, machine = ctx.options, ctx.options.rank_machine
-    if ctx.mesh.value_ranks == 1 or options.sequence_parallel != "auto":
+    is_held = ctx.like is not None
+    if ctx.mesh.value_ranks == 1 or options.sequence_parallel != "auto" or is_held:
         return None
     weights, missing = {"auto": weigh(connected, ctx.sizes, machine, kept_bytes(connected, ctx))}, {}
     for sequence_parallel in (True, False):

@@ -52,6 +52,7 @@ def held() -> Iterator[Callable[[], None]]:
     gate.set()
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a niceness of each thread")
 def test_the_thread_lets_training_have_the_cores(tmp_path: Path) -> None:
     pm, opt = running()

@@ -104,6 +104,7 @@ def test_a_run_saves_when_it_is_due(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("step*")) == [f"step-{step:08}" for step in steps]
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_processes_save_the_same_steps_whatever_their_clocks_say(tmp_path: Path) -> None:
     script = str(Path(__file__).parent / "own_clocks.py")

@@ -25,6 +25,7 @@ def wrong_lines(*args: object, **keys: object) -> list[str]:
     return DoctorReport(None, (examined(*args, **keys),)).wrong  # type: ignore[arg-type]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "mesh",
     [Mesh(), Mesh(t=3), Mesh(p=3), Mesh(d=2), Mesh(t=2, p=2, d=2), Mesh(p=5), Mesh(t=2, d=2, c=2)],

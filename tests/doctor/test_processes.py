@@ -178,6 +178,7 @@ def test_wrong_numbers_are_told_by_both_ends(tmp_path: Path) -> None:
     assert "  " + page_blocks()[1].strip() in lines
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("absent", [0, 1])
 def test_a_rank_that_never_comes_is_named(absent: int, tmp_path: Path) -> None:
     launch = Launch(tmp_path, 3, "--timeout", "4", absent=absent)

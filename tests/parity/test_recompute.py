@@ -143,6 +143,7 @@ def test_the_least_price_that_fits_into_memory() -> None:
         autoptd.compile(gpt(), recompute="auto", memory=0.5 * fewest, **keywords)
 
 
+@pytest.mark.thorough
 def test_what_ranks_pay_is_least() -> None:
     """The rank with most in flight makes values again, the others keep theirs, and one layer less would not fit."""
     keywords: dict[str, Any] = {"p": 4, "num_microbatches": 8, "example_inputs": batch(), "recompute": "auto"}
@@ -166,6 +167,7 @@ def test_what_ranks_pay_is_least() -> None:
         autoptd.compile(model, plan={"cut": cut, "keep": less}, memory=0.97 * max(peaks), **keywords)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("count", [4, pytest.param(10, marks=pytest.mark.thorough)])
 def test_less_memory_takes_no_less_time(count: int) -> None:
     """Budgets from all that is saved down to what full recomputation holds, which takes longer than ours there."""

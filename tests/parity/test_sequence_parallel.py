@@ -286,6 +286,7 @@ def test_parity_where_auto_finds_another_plan(choice: bool | str, mesh: dict[str
     autoptd.verify(model(), **request, example_inputs=(ids, uneven(targets)), steps=2)
 
 
+@pytest.mark.thorough
 def test_auto_pays_for_what_it_holds_where_memory_is_short() -> None:
     """`memory=` counts for parameters too: less is held than by the plan that takes fewest seconds."""
     request: dict[str, Any] = {

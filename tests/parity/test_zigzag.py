@@ -86,7 +86,7 @@ def test_one_mistake_is_found(monkeypatch: pytest.MonkeyPatch, edit: tuple[str, 
 
 
 def test_a_rotary_table_in_chunks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    edit = "rt.i_to_s(cos, cp, dim=0, blocks=rt.Zigzag(),", "rt.i_to_s(cos, cp, dim=0,"
+    edit = "rt.i_to_s(arange, cp, dim=0, blocks=rt.Zigzag(),", "rt.i_to_s(arange, cp, dim=0,"
     check_is_found(monkeypatch, edit, llama(2), c=2, **ZIGZAG, example_inputs=(IDS, UNEQUAL))
 
 

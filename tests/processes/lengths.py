@@ -159,11 +159,11 @@ BUCKETS: dict[str, Any] = {"shapes": "bucket"}
 FEW: list[tuple[dict[str, Any], Situation]] = [
     (PIPELINE, trains),
     (REPLICAS, one_length_differs),
-    (PIPELINE, one_cannot_compile),
     (REPLICAS | BUCKETS, padded_trains),
-    (PIPELINE | BUCKETS, too_long),
 ]
 MORE: list[tuple[dict[str, Any], Situation]] = [
+    (PIPELINE, one_cannot_compile),
+    (PIPELINE | BUCKETS, too_long),
     ({"t": 2, "d": 2, "zero": 1, "sequence_parallel": True}, trains),
     (REPLICAS, rows_differ),
     (PIPELINE, calls_differ),

@@ -125,7 +125,7 @@ def leave_at(rank: Rank, how: str) -> None:
     rank.executor._do[Kind.F] = leave
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(
     ("how", "waits_in"),
     [("raises", "item"), ("raises", "step"), ("is killed", "step"), ("is killed", "item")],

@@ -264,6 +264,7 @@ def test_a_name_says_nothing_of_what_was_traced_before() -> None:
     assert first != prints_of(autoptd.compile(Net(Reversed, 0.7), t=2, example_inputs=torch.randn(8, 6)))
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("function", [StraightThrough, Chosen])
 def test_a_saved_program_imports_it_in_a_new_process(tmp_path: Path, function: Any) -> None:
     model = OfTwo(function) if function is Chosen else Net(function)

@@ -131,6 +131,7 @@ def test_a_bound_on_memory_opens_what_was_not_asked_for() -> None:
 OPEN: dict[str, Any] = {"t": 2, "p": 2, "num_microbatches": 4}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shares", [(0.0, 0.4, 1.0), pytest.param(range(0, 11), marks=pytest.mark.thorough)])
 def test_more_memory_takes_no_longer_where_tokens_may_be_split(shares: Sequence[float]) -> None:
     """Splitting them takes less memory and less time here: a bound with room for the slower layout must not choose it."""
@@ -156,6 +157,7 @@ def test_a_plan_of_the_fastest_layout_gives_the_same_program() -> None:
     assert again.fingerprint() == program.fingerprint() and again.plan == program.plan
 
 
+@pytest.mark.thorough
 def test_what_the_least_plan_takes_is_enough() -> None:
     """The first plan holds more, and so does what is put aside for it: the bound must not be refused for that."""
     request: dict[str, Any] = {"p": 2, "v": 2, "schedule": "interleaved", "num_microbatches": 4}

@@ -1,0 +1,150 @@
+"""Make masks and tables of positions local: move slices above what computes what is sliced (CONNECTED -> CONNECTED).
+
+In: a graph with conversions over every axis. Out: the same, but of what depends on no parameter a rank computes no more than
+its own part, where less is sliced that way. Without context-parallel ranks nothing changes. A mask of documents, of all tokens
+by all tokens, is made by every rank for its own queries alone; rotary tables for its own positions.
+
+    mask = rows == keys                         # [b, s, s]         rows = rt.i_to_s(rows, cp, 1)
+    mask = rt.i_to_s(mask, cp, 1)               # [b, s/c, s]       mask = rows == keys                  # [b, s/c, s]
+
+Labels stay whole up to their loss: the number of those that count is that of all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch.fx import Graph, Node
+
+from autoptd.ir import markers
+from autoptd.ir.layout import Layout
+from autoptd.ir.mesh import Mesh
+from autoptd.ir.noise import is_draw
+from autoptd.ir.notes import converted_types, is_tensor, note, op_name, ops, shape
+from autoptd.ir.operators.record import operands
+from autoptd.ir.types import I, S, ValueType
+from autoptd.passes.axes.axes import Axes, Letter
+from autoptd.passes.communicate import convert_before
+from autoptd.passes.context import Context
+from autoptd.passes.runner import CALLS, Form, graph_pass
+from autoptd.passes.split_tokens import check_tokens
+
+# Its labels are counted whole.
+COUNTS = "aten.cross_entropy_loss"
+
+
+@graph_pass(takes=Form.CONNECTED, gives=Form.CONNECTED, changes=(CALLS, "layout"), ensures=check_tokens)
+def bubble_up_slices(graph: Graph, ctx: Context) -> None:
+    """Move slices over the axes of tokens towards inputs and constants."""
+    for axis in ctx.mesh.token_axes:
+        found = _Local(graph, ctx.found.axes.connected(graph), axis)
+        for region in found.regions():
+            if sum(map(_entries, found.sliced_for(region))) < sum(map(_entries, found.given_by(region))):
+                _make_local(graph, region, found, ctx.mesh)
+
+
+class _Local:
+    """What a rank may compute its own part of: `kinds`, the type of every such value, and `letters`, how it is split."""
+
+    def __init__(self, graph: Graph, axes: Axes, axis: str) -> None:
+        self.axis, self.axes = axis, axes
+        self.kinds: dict[Node, ValueType] = {}
+        self.letters: dict[Node, Letter] = {}
+        for node in reversed(list(ops(graph))):
+            asked = {self._asked(reader, node) for reader in node.users}
+            kind = asked.pop() if len(asked) == 1 else None
+            if kind is not None and self._may_be_local(node) and (letter := self._letter(node, kind)):
+                self.kinds[node], self.letters[node] = kind, letter
+
+    def _asked(self, reader: Node, node: Node) -> ValueType | None:
+        """Return the part of a value that one of its readers needs; None for all of it."""
+        if self.is_slice(reader):
+            is_counted = any(op_name(one) == COUNTS for one in reader.users)
+            return None if is_counted else note(reader).layout[self.axis]
+        if reader not in self.letters or node not in self.letters[reader].places:
+            return None
+        return S(*self.letters[reader].places[node], self.kinds[reader].order)
+
+    def is_slice(self, node: Node) -> bool:
+        if node.target is not markers.convert or note(node).axis != self.axis:
+            return False
+        before, after = converted_types(node)
+        return before == I and after.kind == "S"
+
+    def _may_be_local(self, node: Node) -> bool:
+        # Draws are numbered in the whole value.
+        is_own = is_tensor(node) and not note(node).of_params and not is_draw(node)
+        is_whole = all(note(value).layout[self.axis] == I for value in (node, *operands(node)))
+        return is_own and is_whole and node.target not in markers.MARKERS
+
+    def _letter(self, node: Node, kind: ValueType) -> Letter | None:
+        """Return the letter by which a value is split as a type says."""
+        for letter in self.axes.letters(node):
+            if letter.out == (kind.dim, kind.atom) and letter.places and not letter.form:
+                return letter
+        return None
+
+    def regions(self) -> list[list[Node]]:
+        """Return the values that are made local together, or not at all, in the order of the graph."""
+        region_of: dict[Node, list[Node]] = {}
+        for node in reversed(self.kinds):
+            region = [node]
+            for operand in self.letters[node].places:
+                if operand in self.kinds and node not in region_of[operand]:
+                    region = [*region_of[operand], *region]
+                region_of |= dict.fromkeys(region, region)
+            region_of[node] = region
+        order = {node: i for i, node in enumerate(reversed(self.kinds))}
+        every = {id(region): region for region in region_of.values()}.values()
+        return [sorted(region, key=order.__getitem__) for region in every]
+
+    def sliced_for(self, region: list[Node]) -> list[Node]:
+        """Return the values of which a region reads parts."""
+        read = (operand for node in region for operand in self.letters[node].places)
+        return [operand for operand in dict.fromkeys(read) if operand not in self.kinds]
+
+    def given_by(self, region: list[Node]) -> list[Node]:
+        """Return the values of a region that are sliced now."""
+        return [node for node in region if any(map(self.is_slice, node.users))]
+
+
+def _entries(node: Node) -> int:
+    return math.prod(shape(node))
+
+
+def _make_local(graph: Graph, region: list[Node], found: _Local, mesh: Mesh) -> None:
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in region:
+        kind = found.kinds[node]
+        for operand, place in found.letters[node].places.items():
+            if operand not in found.kinds:
+                part = _slice(graph, operand, S(*place, kind.order), node, found, order, mesh)
+                node.replace_input_with(operand, part)
+        for reader in filter(found.is_slice, list(node.users)):
+            reader.replace_all_uses_with(node)
+            graph.erase_node(reader)
+        note(node).layout = note(node).layout.having(found.axis, kind)
+
+
+def _slice(
+    graph: Graph,
+    source: Node,
+    kind: ValueType,
+    reader: Node,
+    found: _Local,
+    order: dict[Node, int],
+    mesh: Mesh,
+) -> Node:
+    """Return a part of `source` that stands before a reader: one for all readers of that part."""
+    slices = [one for one in source.users if found.is_slice(one) and note(one).layout[found.axis] == kind]
+    if slices and order[slices[0]] < order[reader]:
+        return slices[0]
+    made = convert_before(graph, source, found.axis, Layout({found.axis: kind}), reader, mesh)
+    order[made] = order[reader]
+    for one in slices:
+        one.replace_all_uses_with(made)
+        graph.erase_node(one)
+    return made
+
+
+__all__ = ["bubble_up_slices"]
