@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from autoptd.options import Options
 from autoptd.parallel_model import ParallelModel
 from autoptd.program.program import Program
 from autoptd.runtime.launch import is_launched
+from tests.forks import CONTEXT
 from tests.ports import free_port
 from tests.runtime.tied_model import Case, TiedModel, make_batch, make_model, make_program
 
@@ -428,10 +428,8 @@ def case_mesh(case: Case) -> Any:
 def test_processes_over_gloo_train_as_the_model_does(case: Case) -> None:
     port = free_port()
     size = case_mesh(case).size
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["autoptd.runtime.world.processes"])
-    out = context.Queue()
-    processes = [context.Process(target=_process, args=(rank, size, port, case, out)) for rank in range(size)]
+    out = CONTEXT.Queue()
+    processes = [CONTEXT.Process(target=_process, args=(rank, size, port, case, out)) for rank in range(size)]
     for process in processes:
         process.start()
     said = {}

@@ -12,7 +12,7 @@ import pytest
 from autoptd import checkpointer as module
 from autoptd.runtime.checkpoint.pace import FIRST_STEPS, Pace
 from tests.checkpoint.models import data, running
-from tests.processes.test_processes import finish, start
+from tests.forks import finish, start
 
 
 class Clock:
@@ -107,7 +107,7 @@ def test_a_run_saves_when_it_is_due(tmp_path: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.processes
 def test_processes_save_the_same_steps_whatever_their_clocks_say(tmp_path: Path) -> None:
-    script = str(Path(__file__).parent / "own_clocks.py")
+    script = Path(__file__).parent / "own_clocks.py"
     results = finish(start(script, 2, str(tmp_path)), timeout=240)
     assert [code for code, _, _ in results] == [0, 0], "\n".join(err[-2000:] for _, _, err in results)
     told: list[dict[str, Any]] = [json.loads(out.splitlines()[-1]) for _, out, _ in results]

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.test_processes import finish, start
+from tests.forks import finish, start
 
 pytestmark = pytest.mark.processes
 
 
 @pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.thorough)])
 def test_processes_save_and_resume(tmp_path: Path, ranks: int) -> None:
-    script = str(Path(__file__).parent / "save_and_resume.py")
+    script = Path(__file__).parent / "save_and_resume.py"
     results = finish(start(script, ranks, str(tmp_path)), timeout=240)
     assert [code for code, _, _ in results] == [0] * ranks, "\n".join(err[-2000:] for _, _, err in results)
     told = json.loads(results[0][1].splitlines()[-1])

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,10 +12,10 @@ import torch
 
 import autoptd
 from tests.checkpoint.forked_runs import ROWS, Texts
+from tests.forks import finish, start
 from tests.parity.models import gpt
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 FOUR, EIGHT = {"t": 2, "p": 2}, {"t": 2, "p": 2, "d": 2}
 PHASES = ("forward", "write", "optimizer", "evaluation", "compile")
 
@@ -27,11 +24,9 @@ pytestmark = pytest.mark.processes
 
 def forked(what: str, meshes: Any, *rest: str, timeout: float = 300.0) -> Any:
     """What `forked_runs.py` found."""
-    command = [sys.executable, str(HERE / "forked_runs.py"), what, json.dumps(meshes), *rest]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    ((code, out, err),) = finish(start(HERE / "forked_runs.py", 1, what, json.dumps(meshes), *rest), timeout)
+    assert code == 0, err[-3000:]
+    return json.loads(out.splitlines()[-1])
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ stopped midway.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -21,6 +20,7 @@ import torch
 from autoptd.cli import main
 from autoptd.doctor.run import Request, run_launched
 from autoptd.runtime.world.processes import DistributedChannel, DistributedGroup
+from tests.forks import CONTEXT
 from tests.ports import free_port
 from tests.processes.in_order import register
 
@@ -97,12 +97,10 @@ class Launch:
         spoiled: int = -1,
         backend: str | None = None,
     ) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["autoptd.doctor.run", "autoptd.cli.doctor"])
         port, self.folder, self.processes = free_port(), folder, {}
         for rank in [one for one in range(size) if one != absent]:
             arguments = (rank, size, port, folder, list(words), rank == spoiled, backend)
-            self.processes[rank] = context.Process(target=_serve, args=arguments)
+            self.processes[rank] = CONTEXT.Process(target=_serve, args=arguments)
             self.processes[rank].start()
 
     def out(self, rank: int) -> str:

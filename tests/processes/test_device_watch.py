@@ -7,7 +7,6 @@ rank 1 leaves, and rank 0's host goes on to where it waits for its device.
 from __future__ import annotations
 
 import io
-import multiprocessing
 import os
 import signal
 import time
@@ -27,6 +26,7 @@ from autoptd.runtime.launch import ProcessRank, Rank
 from autoptd.runtime.optimizer import make_optimizer
 from autoptd.runtime.world import device_watch
 from autoptd.runtime.world.device_watch import PROBES, WATCHDOG_MARGIN
+from tests.forks import CONTEXT
 from tests.ports import free_port
 from tests.processes.in_order import InOrderProbe, register
 from tests.runtime.tied_model import Case, make_batch, make_model, make_program
@@ -131,10 +131,9 @@ def leave_at(rank: Rank, how: str) -> None:
     [("raises", "item"), ("raises", "step"), ("is killed", "step"), ("is killed", "item")],
 )
 def test_the_other_rank_says_who_it_was_and_hands_out_nothing(how: str, waits_in: str) -> None:
-    context, port = multiprocessing.get_context("forkserver"), free_port()
-    context.set_forkserver_preload(["tests.processes.launches"])
-    out = context.Queue()
-    processes = [context.Process(target=serve, args=(rank, port, how, waits_in, out)) for rank in range(2)]
+    port = free_port()
+    out = CONTEXT.Queue()
+    processes = [CONTEXT.Process(target=serve, args=(rank, port, how, waits_in, out)) for rank in range(2)]
     for process in processes:
         process.start()
     try:

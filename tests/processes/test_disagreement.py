@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from tests.processes.test_processes import finish, start
+from tests.forks import finish, start
 
 pytestmark = pytest.mark.processes
 
@@ -61,7 +62,7 @@ MORE: dict[str, tuple[str, ...]] = {
 def test_ranks_that_differ_are_named_on_all_ranks(
     wanted: dict[str, tuple[str, ...]], arguments: tuple[str, ...]
 ) -> None:
-    results = finish(start("disagree.py", 4, *arguments), timeout=240)
+    results = finish(start(Path(__file__).parent / "disagree.py", 4, *arguments), timeout=240)
     assert [code for code, _, _ in results] == [0] * 4, "\n".join(err[-2000:] for _, _, err in results)
     told = [json.loads(out.splitlines()[-1]) for _, out, _ in results]
     assert all(one == told[0] for one in told), told  # nobody goes on alone, all say the same

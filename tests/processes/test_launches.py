@@ -5,7 +5,6 @@ Eight processes run all worlds one after the other, those of fewer ranks without
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 
 import autoptd
 from autoptd.ir.schedules import SCHEDULES
+from tests.forks import CONTEXT
 from tests.parity.models import batch, gpt
 from tests.ports import free_port
 from tests.processes.launches import Launch, serve
@@ -63,11 +63,9 @@ def size_of(case: Case) -> int:
 
 def run(launches: list[Launch], timeout: float = 60.0, patience: float = 300.0) -> None:
     """Run the launches on as many processes as the largest needs, forked from a server that has imported torch once."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.processes.launches"])
-    out = context.Queue()
+    out = CONTEXT.Queue()
     size = max(launch.size for launch in launches)
-    processes = [context.Process(target=serve, args=(rank, launches, timeout, out)) for rank in range(size)]
+    processes = [CONTEXT.Process(target=serve, args=(rank, launches, timeout, out)) for rank in range(size)]
     for process in processes:
         process.start()
     deadline = time.monotonic() + patience

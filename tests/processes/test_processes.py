@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autoptd.ir.actions import Kind, parse
-from tests.ports import free_port
+from tests.forks import finish, start
 from tests.processes import losses, share_updates
 from tests.processes.die_in_a_step import TIMEOUT_OF_STOPPED, UPDATE
 
@@ -28,41 +24,9 @@ MORE = pytest.mark.parametrize(
 )
 
 
-def start(script: str, world_size: int, *arguments: str) -> list[subprocess.Popen[str]]:
-    """Start one process per rank, with the environment that torchrun would give them."""
-    port = free_port()
-    processes = []
-    for rank in range(world_size):
-        env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-        env |= {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-        }
-        command = [sys.executable, str(HERE / script), *arguments]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        processes.append(subprocess.Popen(command, env=env, cwd=ROOT, **pipes))  # type: ignore[call-overload]
-    return processes
-
-
-def finish(processes: list[subprocess.Popen[str]], timeout: float) -> list[tuple[int, str, str]]:
-    """(exit code, stdout, stderr) of every rank; whatever is left after `timeout` seconds is killed and fails the test."""
-    deadline = time.monotonic() + timeout
-    results = []
-    try:
-        for process in processes:
-            out, err = process.communicate(timeout=max(deadline - time.monotonic(), 1.0))
-            results.append((process.returncode, out, err))
-    finally:
-        for process in processes:
-            process.kill()
-    return results
-
-
 @pytest.mark.thorough
 def test_eight_processes_train_like_one_device(tmp_path: Path) -> None:
-    results = finish(start("train_and_compare.py", 8, str(tmp_path)), timeout=240)
+    results = finish(start(HERE / "train_and_compare.py", 8, str(tmp_path)), timeout=240)
     assert [code for code, _, _ in results] == [0] * 8, "\n".join(err[-2000:] for _, _, err in results)
     told = json.loads(results[0][1].splitlines()[-1])
     assert max(told["worst"].values()) <= 1e-9, told
@@ -76,7 +40,7 @@ def test_eight_processes_train_like_one_device(tmp_path: Path) -> None:
 def test_four_processes_train_losses_with_batch_sums_halves_split_classes_and_mixed_rows(
     more: list[str],
 ) -> None:
-    results = finish(start("losses.py", 4, *more), timeout=180)
+    results = finish(start(HERE / "losses.py", 4, *more), timeout=180)
     assert [code for code, _, _ in results] == [0] * 4, "\n".join(err[-2000:] for _, _, err in results)
     found = json.loads(results[0][1].splitlines()[-1])
     assert len(found) == len(losses.MORE if more else losses.FEW) and max(found.values()) <= 1e-9, found
@@ -85,14 +49,14 @@ def test_four_processes_train_losses_with_batch_sums_halves_split_classes_and_mi
 @pytest.mark.thorough
 def test_four_processes_share_two_kv_heads() -> None:
     """The groups of sub-axes are made by all ranks in one order."""
-    results = finish(start("share_heads.py", 4), timeout=180)
+    results = finish(start(HERE / "share_heads.py", 4), timeout=180)
     assert [code for code, _, _ in results] == [0] * 4, "\n".join(err[-2000:] for _, _, err in results)
     found = json.loads(results[0][1].splitlines()[-1])
     assert max(found["worst"].values()) <= 1e-9 and found["axes"] == ["tp", "tp:(2)2"], found
 
 
 def test_four_processes_divide_tokens_and_samples() -> None:
-    results = finish(start("divide_tokens.py", 4), timeout=180)
+    results = finish(start(HERE / "divide_tokens.py", 4), timeout=180)
     assert [code for code, _, _ in results] == [0] * 4, "\n".join(err[-2000:] for _, _, err in results)
     found = json.loads(results[0][1].splitlines()[-1])
     assert max(found["worst"].values()) <= 1e-9, found
@@ -102,7 +66,7 @@ def test_four_processes_divide_tokens_and_samples() -> None:
 @MORE
 def test_four_processes_share_the_update_in_one_world_after_the_other(more: list[str]) -> None:
     """Each world finds its own addresses in the store that all of them share."""
-    results = finish(start("share_updates.py", 4, *more), timeout=180)
+    results = finish(start(HERE / "share_updates.py", 4, *more), timeout=180)
     assert [code for code, _, _ in results] == [0] * 4, "\n".join(err[-2000:] for _, _, err in results)
     worst = json.loads(results[0][1].splitlines()[-1])
     meshes = share_updates.MORE if more else share_updates.FEW
@@ -159,11 +123,9 @@ def test_where_the_host_of_the_store_is_stopped_every_rank_ends() -> None:
 
 def ends_of_others(cases: list[tuple[dict[str, int], int, str, str]]) -> list[dict[str, Any]]:
     """How each rank ended but the one that `die_in_a_step.py` killed or stopped, case by case."""
-    command = [sys.executable, str(HERE / "die_in_a_step.py"), json.dumps(cases)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    ((code, out, err),) = finish(start(HERE / "die_in_a_step.py", 1, json.dumps(cases)), timeout=240)
+    assert code == 0, err[-3000:]
+    return json.loads(out.splitlines()[-1])  # type: ignore[no-any-return]
 
 
 def waits_of(mesh: dict[str, int], action: str) -> list[str]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from autoptd.runtime.world import faults
 from autoptd.runtime.world.faults import Call, FaultBoard
 from autoptd.runtime.world.pages import Pages
+from tests.forks import CONTEXT
 from tests.ports import free_port
 
 RECEIVE = Call("receive", "RECV_B0.0<1")
@@ -114,10 +115,9 @@ def test_a_store_whose_host_is_silent_holds_nobody_up(monkeypatch: pytest.Monkey
     """Stopped, not dead: its connections stay open, and requests would wait for ever, whatever their timeout."""
     monkeypatch.setattr(faults, "PATIENCE", 0.5)
     monkeypatch.setattr(faults, "GRACE", 0.2)
-    context, port = multiprocessing.get_context("forkserver"), free_port()
-    context.set_forkserver_preload(["torch.distributed"])
-    ready = context.Event()
-    host = context.Process(target=host_store, args=(port, ready), daemon=True)
+    port = free_port()
+    ready = CONTEXT.Event()
+    host = CONTEXT.Process(target=host_store, args=(port, ready), daemon=True)
     host.start()
     try:
         assert ready.wait(60)

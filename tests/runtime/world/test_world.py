@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import signal
 import threading
@@ -24,6 +23,7 @@ from autoptd.runtime.world.layouts import in_place_of, parts_first
 from autoptd.runtime.world.processes import DistributedWorld
 from autoptd.runtime.world.threads import Ranks, ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Communicators, Group, Hops, World, in_rounds
+from tests.forks import CONTEXT
 from tests.ports import free_port
 
 COMMUNICATORS = Communicators(owners=((0, 1),), links=((0, 1), (1, 0)))
@@ -361,10 +361,8 @@ def run_processes(mesh: Mesh, body: Callable[[World], None], timeout: float = 20
 
 def in_processes(size: int, target: Callable[..., None], *arguments: Any) -> dict[int, str]:
     """Call `target(rank, *arguments, out)` in `size` processes; return what each put into `out`."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["autoptd.runtime.world.processes"])
-    out = context.Queue()
-    processes = [context.Process(target=target, args=(rank, *arguments, out)) for rank in range(size)]
+    out = CONTEXT.Queue()
+    processes = [CONTEXT.Process(target=target, args=(rank, *arguments, out)) for rank in range(size)]
     for process in processes:
         process.start()
     for process in processes:

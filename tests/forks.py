@@ -1,0 +1,92 @@
+"""Processes that are forked from one that has imported torch and the compiler already, which takes seconds.
+
+process = CONTEXT.Process(target=work, args=(rank, out))
+results = finish(start("tests/processes/lengths.py", 4, "more"), timeout=100)      # scripts, one process a rank
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from tests.ports import free_port
+
+ROOT = Path(__file__).parent.parent
+CONTEXT = multiprocessing.get_context("forkserver")
+# What tests' processes import: all of it once. A name that is wrong would be left out without a word.
+PRELOAD = (
+    "torch.export",
+    "torch._dynamo",
+    "torch.distributed",
+    "autoptd.api",
+    "autoptd.doctor.run",
+    "autoptd.cli.doctor",
+)
+CONTEXT.set_forkserver_preload([*PRELOAD, "tests.processes.launches", "tests.parity.models"])
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script that runs as one rank, and where its output goes."""
+
+    process: ForkServerProcess
+    folder: Path
+    rank: int
+
+    def said(self, stream: str) -> str:
+        return (self.folder / f"{self.rank}.{stream}").read_text()
+
+
+def start(script: Path, world_size: int, *arguments: str) -> list[Script]:
+    """Run a script in one process per rank, with the environment that torchrun would give them."""
+    folder = Path(tempfile.mkdtemp())
+    env = {
+        "WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+        "PYTHONPATH": ROOT,
+    }
+    started = []
+    for rank in range(world_size):
+        own = {**env, "RANK": rank, "LOCAL_RANK": rank}
+        process = CONTEXT.Process(target=_run, args=(script, arguments, own, folder, rank))
+        process.start()
+        started.append(Script(process, folder, rank))
+    return started
+
+
+def _run(script: Path, arguments: tuple[str, ...], env: dict[str, object], folder: Path, rank: int) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.update({key: str(value) for key, value in env.items()})
+    os.chdir(ROOT)
+    for stream, name in ((1, "out"), (2, "err")):
+        file = os.open(folder / f"{rank}.{name}", os.O_CREAT | os.O_WRONLY)
+        os.dup2(file, stream)
+    sys.argv = [str(script), *arguments]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        sys.stdout.flush()
+
+
+def finish(started: list[Script], timeout: float) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of every rank; whatever is left after `timeout` seconds is killed and fails the test."""
+    deadline = time.monotonic() + timeout
+    try:
+        for one in started:
+            one.process.join(max(deadline - time.monotonic(), 1.0))
+        hung = [one.rank for one in started if one.process.is_alive()]
+        assert not hung, f"ranks {hung} hung: {started[hung[0]].said('err')[-2000:]}"
+    finally:
+        for one in started:
+            one.process.kill()
+    return [(one.process.exitcode or 0, one.said("out"), one.said("err")) for one in started]
