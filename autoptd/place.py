@@ -104,7 +104,7 @@ class _Search:
         """
         options = self.ctx.options
         # An evaluation's bound is infinite: there is nothing to search for.
-        is_bound = options.memory is not None and math.isfinite(options.memory)
+        is_bound = options.memory is not None and math.isfinite(options.rank_machine.memory)
         is_open = is_bound and options.sequence_parallel == "auto"
         has_chosen = options.memory_price is not None or options.plan.rates
         if not is_open or has_chosen or self.ctx.mesh.value_ranks == 1:

@@ -1,8 +1,8 @@
 """Rewrite a model for ranks that divide its tokens (first in TRACED -> ANNOTATED).
 
-In: a TRACED graph, and the trace with all samples that it is compared with. Out: both, rewritten alike: attention reads no mask
-that is causal (`causal_masks.py`), and losses of shifted labels read the logits of all tokens (`shift.py`). Without
-context-parallel ranks nothing changes.
+In: a TRACED graph, and the trace with all samples that it is compared with. Out: both, rewritten alike: attention that is
+written out is one operator (`raise_attention.py`), it reads no mask that is causal (`causal_masks.py`), and losses of shifted
+labels read the logits of all tokens (`shift.py`). Without context-parallel ranks nothing changes.
 
     ctx = rewrite_for_tokens(graph, ctx)
 """
@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 from autoptd.ir.notes import copy_graph
 from autoptd.passes.causal_masks import read_causal
 from autoptd.passes.context import Context
+from autoptd.passes.raise_attention import raise_attention
 from autoptd.passes.shift import keep_tokens
 
 
@@ -24,7 +25,7 @@ def rewrite_for_tokens(graph: Graph, ctx: Context) -> Context:
     if not ctx.mesh.token_axes:
         return ctx
     whole = copy_graph(ctx.whole) if ctx.whole is not None else graph
-    done = [read_causal(graph, whole, ctx), keep_tokens(graph, whole, ctx)]
+    done = [rewrite(graph, whole, ctx) for rewrite in (raise_attention, read_causal, keep_tokens)]
     if not any(done):
         return ctx
     for trace in dict.fromkeys((graph, whole)):

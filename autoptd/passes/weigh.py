@@ -45,8 +45,8 @@ def weigh_known(
 ) -> dict[str, Any] | None:
     """Compare a plan that may split tokens wherever that is cheaper with those of Megatron and of Korthikanti et al.
 
-    `connected` is the plan; `passes` bring a TRACED graph to CONNECTED. Returns None unless sequence_parallel is "auto", and for
-    a program that is held to another, such as an evaluation's.
+    `connected` is the plan; `passes` bring a TRACED graph to CONNECTED. Returns None unless sequence_parallel is "auto", and
+    for a program that is held to another, such as an evaluation's.
     """
     options, machine = ctx.options, ctx.options.rank_machine
     is_held = ctx.like is not None

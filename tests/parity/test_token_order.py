@@ -99,12 +99,8 @@ def test_what_needs_tokens_in_order_has_them(name: str) -> None:
     autoptd.verify(Between(name), c=2, context="all_gather", **GIVEN)
 
 
-# Rows of a constant that tensor ranks have cut already are refused, in any order, as a defect.
-NOT_UNDER_SP = {"gather"}
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", [name for name in BETWEEN if name not in NOT_UNDER_SP])
+@pytest.mark.parametrize("name", BETWEEN)
 @pytest.mark.parametrize("mesh", [{"c": 4}, {"c": 2, "t": 2, "sequence_parallel": True}], ids=str)
 def test_it_is_right_on_any_mesh_or_refused(name: str, mesh: dict[str, Any]) -> None:
     try:

@@ -238,9 +238,9 @@ class TokenSplitter(Splitter):
     def decides(self, node: Node) -> bool:
         """Tell whether a node has types to be found.
 
-        Of what depends on no parameter that is a conversion over tp alone: cp slices before it.
+        Of what depends on no parameter those are conversions over tp, and the rows that are taken of one: cp slices before it.
         """
-        return note(node).of_params or node.target is markers.convert
+        return note(node).of_params or node.target in markers.PLACED
 
     def is_as_wanted(self, node: Node, axes: Collection[int]) -> bool:
         """Tell whether an operator that is split along these named axes need not be split by its heads."""

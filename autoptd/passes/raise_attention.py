@@ -1,0 +1,86 @@
+"""Make one operator of attention that a model writes out (part of TRACED -> ANNOTATED, where ranks divide tokens).
+
+In: a TRACED graph, and the trace with all samples that it is compared with. Out: both, in which torch's attention stands in
+the place of scale, mask, softmax and product with the values, by the pattern of fused operators (`fusion/attention.py`). A
+rank's queries are then split from the keys of all ranks as in a model that calls it, a causal mask is not made, and no scores
+are kept: written out, a rank keeps [b, heads, s/c, s] of them. Where a fact is missing, all stays as it is.
+
+    raise_attention(graph, whole, ctx)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from autoptd.ir.notes import note, op_name, ops, set_note, shape, value
+from autoptd.passes.axes.constants import Constants
+from autoptd.passes.context import Context
+from autoptd.passes.fusion.attention import PRODUCTS, attention
+from autoptd.passes.fusion.chain import Group, Swapped
+
+aten = torch.ops.aten
+
+
+def raise_attention(graph: Graph, whole: Graph, ctx: Context) -> bool:
+    """Rewrite the attention of both traces where both have it; tell whether any was rewritten."""
+    constants = Constants(ctx.buffers)
+    is_found = False
+    for node, same in zip(list(ops(graph)), list(ops(whole)), strict=False):
+        groups = [_written_out(one, constants) for one in dict.fromkeys((node, same))]
+        if all(group is not None for group in groups) and len({_facts(group) for group in groups}) == 1:
+            is_found = True
+            for group in groups:
+                _replace(group)
+    return is_found
+
+
+def _written_out(node: Node, constants: Constants) -> Group | None:
+    """Return the attention that ends in a product, of which nothing else reads a part."""
+    found = attention(node, constants) if op_name(node) in PRODUCTS else None
+    if not isinstance(found, Group):
+        return None
+    # What reads nothing is a literal tensor, as `aten.full`: it simply stays for its other readers.
+    inner = [member for member in found.members if member is not node and member.all_input_nodes]
+    is_own = all(reader in found.members for member in inner for reader in member.users)
+    return found if is_own else None
+
+
+def _facts(group: Group | None) -> Hashable:
+    assert group is not None
+    kinds = tuple(type(operand) for operand in group.operands)
+    return kinds, tuple(sorted(group.keywords.items()))
+
+
+def _replace(group: Group | None) -> None:
+    assert group is not None
+    node, (q, k, v, mask) = group.result, group.operands
+    if isinstance(k, Swapped):
+        k = _before(node, aten.transpose.int, k.node, -2, -1)
+    keywords = dict(group.keywords)
+    arguments = (q, k, v, mask, 0.0, keywords.pop("causal"))
+    assert isinstance(q, Node)
+    # torch's own scale needs not be said.
+    if math.isclose(keywords["scale"], shape(q)[-1] ** -0.5, rel_tol=1e-15):
+        keywords.pop("scale")
+    node.replace_all_uses_with(
+        _before(node, aten.scaled_dot_product_attention.default, *arguments, **keywords)
+    )
+
+
+def _before(node: Node, target: Any, *args: Any, **keywords: Any) -> Node:
+    """Insert an operator before a node, with that node's place in the model."""
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(target, args, keywords)
+    fakes = [value(arg) if isinstance(arg, Node) else arg for arg in args]
+    with torch.no_grad():
+        made.meta["val"] = target(*fakes, **keywords)
+    set_note(made, note(node).copy())
+    return made
+
+
+__all__ = ["raise_attention"]
