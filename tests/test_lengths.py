@@ -277,6 +277,7 @@ def test_parameters_that_were_frozen_meanwhile() -> None:
             pm.step(*cut(8, 4))
 
 
+@pytest.mark.thorough
 def test_gradients_that_other_ranks_sum_do_not_fit_shared_storage() -> None:
     """Tokens that do not divide leave norms whole, whose gradients are no sums then."""
     kind = KINDS["grouped"]

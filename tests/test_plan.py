@@ -272,6 +272,7 @@ def test_a_stage_of_views_alone_is_refused() -> None:
 # Memory.
 
 
+@pytest.mark.thorough
 def test_memory_moves_the_cut_and_is_refused_where_nothing_fits() -> None:
     free = compile_gpt(8, p=4, num_microbatches=8)
     memory = 0.97 * fullest(free)

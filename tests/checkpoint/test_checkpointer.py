@@ -527,6 +527,7 @@ def test_a_run_that_is_behind_its_folder_is_told_of_it(tmp_path: Path) -> None:
     pm.close()
 
 
+@pytest.mark.thorough
 def test_a_first_loss_far_from_those_before_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,6 +21,7 @@ def mounted(folder: Path) -> list[str]:
     return ["unshare", *own, "--mount", "sh", "-c", script, "sh"]
 
 
+@pytest.mark.thorough
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
     try:
         tried = subprocess.run([*mounted(tmp_path), "true"], capture_output=True, text=True)

@@ -53,6 +53,7 @@ class Run:
                     return
 
 
+@pytest.mark.thorough
 def test_seven_steps_and_thirteen_are_twenty(tmp_path: Path) -> None:
     whole = Run(workers=2)
     whole.go_on(None, 20)

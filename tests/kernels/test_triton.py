@@ -49,5 +49,6 @@ def test_cotangents_are_where_the_results_are() -> None:
     assert cotangent(torch.empty(2, 3, dtype=torch.bfloat16, device="meta"), seed=0).device.type == "meta"
 
 
+@pytest.mark.thorough
 def test_triton_kernels_compile(tmp_path: Path) -> None:
     run("triton_compile.py", tmp_path)

@@ -72,6 +72,7 @@ def test_to_the_bit_what_one_writes_by_hand() -> None:
     pm.close()
 
 
+@pytest.mark.thorough
 def test_gradients_are_as_exact_as_those_of_one_device_in_fp16() -> None:
     """The relative 2-norm of their error against float64, the median of 5 seeds: at most 1.1 times that of one device."""
     errors: dict[str, list[float]] = {"one device": [], "mesh": []}

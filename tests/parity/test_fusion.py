@@ -146,6 +146,7 @@ def test_norms_of_sums_without_all_parameters(affine: dict[str, bool]) -> None:
     autoptd.verify(Normed(), **request, steps=2)
 
 
+@pytest.mark.thorough
 def test_a_choice_of_operators() -> None:
     torch.manual_seed(0)
     request = {"example_inputs": call(), "num_microbatches": 2}

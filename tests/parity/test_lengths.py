@@ -72,6 +72,7 @@ def trains_alike(pm: ParallelModel, model: nn.Module, calls: Sequence[Sequence[T
 SOME: Sizes = [(8, 8), (8, 5), (8, 3), (8, 8), (7, 7), (8, 1), (3, 2), (8, 4)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "shapes",
     ["bucket", pytest.param(Buckets((8, 5, 2)), marks=pytest.mark.thorough)],

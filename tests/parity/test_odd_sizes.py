@@ -148,6 +148,7 @@ def test_heads(split_vocabularies: None, mesh: tuple[int, int, int], which: str)
     autoptd.verify(model, t=t, p=p, d=d, example_inputs=(ids, uneven(labels)), steps=3)
 
 
+@pytest.mark.thorough
 def test_aligned_shards(split_vocabularies: None, aligned_shards: None) -> None:
     """They end earlier than the ranks do: parity, and a checkpoint that moves between meshes."""
     assert [types.shard_size(61, t) for t in (1, 2, 3, 4, 8)] == [61, 32, 32, 16, 16]

@@ -80,6 +80,7 @@ def test_sharded_masters_are_those_of_whole_ones(mesh: dict[str, Any]) -> None:
         torch.testing.assert_close(x, states[1][name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("m", [4, pytest.param(256, marks=pytest.mark.thorough)])
 def test_gradients_are_as_exact_as_those_of_one_device_in_bf16(m: int) -> None:
     """The relative 2-norm of their error against float64, the median of 5 seeds: at most 1.1 times that of one device."""

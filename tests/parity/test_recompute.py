@@ -120,6 +120,7 @@ def test_a_higher_price_keeps_fewer_bytes() -> None:
     assert kept("full") in ladder and len(set(ladder)) >= 3
 
 
+@pytest.mark.thorough
 def test_the_least_price_that_fits_into_memory() -> None:
     keywords: dict[str, Any] = {"p": 2, "num_microbatches": 4, "example_inputs": batch()}
     whole = autoptd.compile(gpt(), recompute="auto", **keywords)
@@ -311,6 +312,7 @@ def stages_of_operators(program: autoptd.Program) -> dict[str, tuple[int, ...]]:
     }
 
 
+@pytest.mark.thorough
 def test_equal_layers_have_a_recipe_each() -> None:
     """Three layers that keep less and one that keeps more, twice: one recipe of four layers would hold what all four make."""
     keep = [{"rank": rank, "price": 0.0, "more": 1e-6, "share": 0.75} for rank in range(2)]

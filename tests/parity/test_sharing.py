@@ -130,6 +130,7 @@ def test_evaluation_and_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     autoptd.verify(grouped(), **request(4, d=2), steps=2)
 
 
+@pytest.mark.thorough
 def test_layers_with_other_numbers_of_kv_heads() -> None:
     """tp is seen as 2 x 4 ranks and as 4 x 2."""
 
@@ -172,6 +173,7 @@ def test_dropout_leaves_heads_shared() -> None:
     assert found == Layout({"tp:(1)2": S(0, 0), "tp:(2)2": R})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("t", "p", "is_tied"), [(4, 2, True), (8, 1, False)])
 def test_a_model_of_transformers(t: int, p: int, is_tied: bool) -> None:
     transformers = pytest.importorskip("transformers")

@@ -153,6 +153,7 @@ def test_tokens_that_have_no_pieces_stay_in_chunks() -> None:
         autoptd.compile(gpt(2), c=2, token_order="zigzag", example_inputs=(ids, ids))
 
 
+@pytest.mark.thorough
 def test_batches_are_padded_to_lengths_that_have_pieces() -> None:
     """Of eight tokens and their halves; chunks would go down to two."""
     losses = {}

@@ -149,6 +149,7 @@ def test_more_memory_takes_no_longer_where_tokens_may_be_split(shares: Sequence[
     assert seconds[-1] < plain.costs.cut.makespan
 
 
+@pytest.mark.thorough
 def test_a_plan_of_the_fastest_layout_gives_the_same_program() -> None:
     model, request = gpt(layers=6, width=64), {**OPEN, "example_inputs": batch(rows=12)}
     memory = 0.9 * fullest(autoptd.compile(model, **request))
