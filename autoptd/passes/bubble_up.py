@@ -74,7 +74,9 @@ class _Local:
     def _may_be_local(self, node: Node) -> bool:
         # Draws are numbered in the whole value.
         is_own = is_tensor(node) and not note(node).of_params and not is_draw(node)
-        is_whole = all(note(value).layout[self.axis] == I for value in (node, *operands(node)))
+        # Of several results none is sliced: the pieces of a split, values and places of a maximum.
+        values = node, *operands(node)
+        is_whole = all(is_tensor(value) and note(value).layout[self.axis] == I for value in values)
         return is_own and is_whole and node.target not in markers.MARKERS
 
     def _letter(self, node: Node, kind: ValueType) -> Letter | None:

@@ -51,6 +51,13 @@ def far(ids: Tensor) -> Tensor:
     return -(slopes[:, None, None] * (places[:, None] - places).abs())[None]
 
 
+def in_pieces(ids: Tensor) -> Tensor:
+    """A mask of the pieces of a table, as of the halves of one of sines and cosines."""
+    table = torch.stack((ids, ids * ids), -1).double()
+    first, second = table.chunk(2, -1)
+    return ((first - second.transpose(1, 2)).abs() < table.max(-1, keepdim=True).values + 1)[:, None]
+
+
 class Masked(nn.Module):
     """Two layers of attention with a mask."""
 
@@ -105,7 +112,7 @@ def test_no_rank_makes_the_mask_of_the_other_ranks_queries(mask: Mask, order: st
     assert made and all(note(node).layout["cp"].order == order.replace("contiguous", "") for node in made)
 
 
-@pytest.mark.parametrize("mask", [documents, near, padded, far])
+@pytest.mark.parametrize("mask", [documents, near, padded, far, in_pieces])
 @pytest.mark.parametrize(
     "mesh", [{"c": 2}, {"c": 2, "t": 2, "sequence_parallel": True}, {"c": 4, "p": 2, "token_order": "zigzag"}]
 )
