@@ -13,6 +13,7 @@ Labels stay whole up to their loss: the number of those that count is that of al
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from torch.fx import Graph, Node
 
@@ -59,7 +60,7 @@ class _Local:
     def _asked(self, reader: Node, node: Node) -> ValueType | None:
         """Return the part of a value that one of its readers needs; None for all of it."""
         if self.is_slice(reader):
-            is_counted = any(op_name(one) == COUNTS for one in reader.users)
+            is_counted = any(op_name(one) == COUNTS for one in _read_by(reader))
             return None if is_counted else note(reader).layout[self.axis]
         if reader not in self.letters or node not in self.letters[reader].places:
             return None
@@ -108,6 +109,15 @@ class _Local:
     def given_by(self, region: list[Node]) -> list[Node]:
         """Return the values of a region that are sliced now."""
         return [node for node in region if any(map(self.is_slice, node.users))]
+
+
+def _read_by(node: Node) -> Iterator[Node]:
+    """Yield what reads a value, as it is or converted over other axes."""
+    for reader in node.users:
+        if reader.target is markers.convert:
+            yield from _read_by(reader)
+        else:
+            yield reader
 
 
 def _entries(node: Node) -> int:
