@@ -13,6 +13,7 @@ Labels stay whole up to their loss: the number of those that count is that of al
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from torch.fx import Graph, Node
 
@@ -59,7 +60,7 @@ class _Local:
     def _asked(self, reader: Node, node: Node) -> ValueType | None:
         """Return the part of a value that one of its readers needs; None for all of it."""
         if self.is_slice(reader):
-            is_counted = any(op_name(one) == COUNTS for one in reader.users)
+            is_counted = any(op_name(one) == COUNTS for one in _read_by(reader))
             return None if is_counted else note(reader).layout[self.axis]
         if reader not in self.letters or node not in self.letters[reader].places:
             return None
@@ -74,7 +75,9 @@ class _Local:
     def _may_be_local(self, node: Node) -> bool:
         # Draws are numbered in the whole value.
         is_own = is_tensor(node) and not note(node).of_params and not is_draw(node)
-        is_whole = all(note(value).layout[self.axis] == I for value in (node, *operands(node)))
+        # Of several results none is sliced: the pieces of a split, values and places of a maximum.
+        values = node, *operands(node)
+        is_whole = all(is_tensor(value) and note(value).layout[self.axis] == I for value in values)
         return is_own and is_whole and node.target not in markers.MARKERS
 
     def _letter(self, node: Node, kind: ValueType) -> Letter | None:
@@ -106,6 +109,15 @@ class _Local:
     def given_by(self, region: list[Node]) -> list[Node]:
         """Return the values of a region that are sliced now."""
         return [node for node in region if any(map(self.is_slice, node.users))]
+
+
+def _read_by(node: Node) -> Iterator[Node]:
+    """Yield what reads a value, as it is or converted over other axes."""
+    for reader in node.users:
+        if reader.target is markers.convert:
+            yield from _read_by(reader)
+        else:
+            yield reader
 
 
 def _entries(node: Node) -> int:

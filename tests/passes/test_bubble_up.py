@@ -51,6 +51,13 @@ def far(ids: Tensor) -> Tensor:
     return -(slopes[:, None, None] * (places[:, None] - places).abs())[None]
 
 
+def in_pieces(ids: Tensor) -> Tensor:
+    """A mask of the pieces of a table, as of the halves of one of sines and cosines."""
+    table = torch.stack((ids, ids * ids), -1).double()
+    first, second = table.chunk(2, -1)
+    return ((first - second.transpose(1, 2)).abs() < table.max(-1, keepdim=True).values + 1)[:, None]
+
+
 class Masked(nn.Module):
     """Two layers of attention with a mask."""
 
@@ -105,7 +112,7 @@ def test_no_rank_makes_the_mask_of_the_other_ranks_queries(mask: Mask, order: st
     assert made and all(note(node).layout["cp"].order == order.replace("contiguous", "") for node in made)
 
 
-@pytest.mark.parametrize("mask", [documents, near, padded, far])
+@pytest.mark.parametrize("mask", [documents, near, padded, far, in_pieces])
 @pytest.mark.parametrize(
     "mesh", [{"c": 2}, {"c": 2, "t": 2, "sequence_parallel": True}, {"c": 4, "p": 2, "token_order": "zigzag"}]
 )
@@ -119,6 +126,38 @@ def test_labels_are_counted_whole() -> None:
     (loss,) = (node for node in ops(graph) if op_name(node) == "aten.cross_entropy_loss")
     labels = loss.args[1]
     assert labels.target is markers.convert and converted_types(labels)[0] == I  # type: ignore[union-attr]
+
+
+def test_labels_that_are_converted_over_tp_too_are_counted_whole() -> None:
+    """Two labels a token are more than what they are made of; tp divides the tokens that cp leaves."""
+    width, length = 256, 512
+
+    class TwoLabels(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed, self.norm, self.out = (
+                nn.Embedding(8, width),
+                nn.LayerNorm(width),
+                nn.Linear(width, width),
+            )
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.norm(self.embed(ids) + self.out(self.norm(self.embed(ids))))
+            labels = torch.stack((ids, ids * 2 % 8), -1)
+            both = torch.stack((x, x.tanh()), 2).permute(0, 3, 1, 2)
+            return F.cross_entropy(both, labels.masked_fill(labels == 1, -100))
+
+    ids = torch.randint(0, 8, (2, length), generator=torch.Generator().manual_seed(1))
+    ids[:, : length // 2][ids[:, : length // 2] > 2] = 1
+    model, how = TwoLabels().double(), {"c": 2, "t": 2, "sequence_parallel": True, "num_microbatches": 1}
+    pm = autoptd.parallelize(model, **how, backend="local", token_order="contiguous", example_inputs=(ids,))  # type: ignore[arg-type]
+    (loss,) = (
+        node for node in ops(pm.program.graphs["CONNECTED"]) if op_name(node) == "aten.cross_entropy_loss"
+    )
+    assert note(loss).forms == {"tp": "token_loss", "cp": "token_loss"}
+    torch.testing.assert_close(pm.step(ids), model(ids), rtol=1e-9, atol=0)
+    pm.close()
 
 
 def test_without_context_parallel_ranks_it_is_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
