@@ -18,8 +18,9 @@ from torch.fx import Node
 from autoptd.codegen.expressions import bound_axes, expression
 from autoptd.codegen.names import choose_names, operand_text
 from autoptd.codegen.writer import Writer
+from autoptd.errors import InternalError
 from autoptd.ir import markers
-from autoptd.ir.notes import COUNTED_BY, note
+from autoptd.ir.notes import COUNTED_BY, note, site
 
 # What the sum of counts is called, and what is gathered for it.
 COUNT_SITE = "count of labels"
@@ -83,6 +84,10 @@ def _begin(
 ) -> Callable[[Node], str]:
     """Write a method up to where it has some values; return how it calls them."""
     needed = _computation_of(values)
+    for node in needed:
+        # What is counted is that of all ranks along an axis of values, each of which counts all of it.
+        if note(node).conversion == "i_to_s":
+            raise InternalError(site(node), f"{name} would count a part of what {note(node).axis} divides")
     inputs = {node: name for node, name in given.items() if node.op == "placeholder"}
     names = choose_names(needed, inputs, values)
 
@@ -98,9 +103,9 @@ def _begin(
     writer.bind(bound_axes(needed))
     if any(note(arg).kind == "buffer" for arg in read):
         writer.add(2, "b = self.buffers")
-    site = f'"{COUNT_SITE}"'
+    where = f'"{COUNT_SITE}"'
     for node in needed:
-        writer.add(2, f"{names[node]} = {expression(node, text, site)}")
+        writer.add(2, f"{names[node]} = {expression(node, text, where)}")
     return text
 
 

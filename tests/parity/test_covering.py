@@ -54,6 +54,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", array, ids=name_of)
 
 
+@pytest.mark.one_in(2)
 def test_case(case: Case) -> None:
     covering.run(case)
 

@@ -205,3 +205,11 @@ def test_the_model_of_the_parity_tests_has_no_square() -> None:
         shifted().double(), example_inputs=(ids, ids), c=2, context="all_gather", num_microbatches=1
     )
     assert not squares(program.graphs["LOCAL"])
+
+
+def test_labels_that_are_counted_in_parts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever would make them local: the number of labels that count would be that of one rank."""
+    monkeypatch.setattr(bubble_up, "COUNTS", "")
+    monkeypatch.setattr(bubble_up, "_entries", lambda node: -1 if note(node).kind == "input" else 0)
+    with pytest.raises(InternalError, match="count would count a part of what cp divides"):
+        compiled(documents, c=2)
