@@ -84,10 +84,10 @@ def _begin(
 ) -> Callable[[Node], str]:
     """Write a method up to where it has some values; return how it calls them."""
     needed = _computation_of(values)
-    for node in needed:
-        # What is counted is that of all ranks along an axis of values, each of which counts all of it.
-        if note(node).conversion == "i_to_s":
-            raise InternalError(site(node), f"{name} would count a part of what {note(node).axis} divides")
+    for value in values:
+        # Every rank along an axis that divides values counts all of what is counted.
+        for axis, _ in note(value).layout.shards:
+            raise InternalError(site(value), f"{name} would count a part of what {axis} divides")
     inputs = {node: name for node, name in given.items() if node.op == "placeholder"}
     names = choose_names(needed, inputs, values)
 
