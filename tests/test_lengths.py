@@ -181,6 +181,40 @@ def test_a_mask_makes_both_ways_pass_over_padding() -> None:
         torch.testing.assert_close(pm.step(*short), model(*short).detach())
 
 
+def test_an_input_that_says_which_labels_count_is_no_label() -> None:
+    """It is padded with zeros: with `ignore_index` a model that looks it up could not run."""
+
+    class Documents(Scores):
+        def forward(self, ids: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
+            assert mask is not None
+            is_first = F.one_hot(mask, 2)[..., 1] == 1
+            return super().forward(ids, labels.masked_fill(is_first, -100))
+
+    model = Documents()
+    marks = (torch.arange(8) % 3 == 2).long().repeat(8, 1)
+    with running(model, shapes="bucket", example_inputs=(*cut(8, 8), marks)) as pm:
+        short = (*cut(8, 3), marks[:, :3])
+        torch.testing.assert_close(pm.step(*short), model(*short).detach())
+
+
+def test_a_model_that_cannot_run_with_padding_is_one_error() -> None:
+    """Labels that are made of the ids themselves: one number cannot pad both."""
+
+    class OfIds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return F.cross_entropy(self.head(self.embed(ids)).flatten(0, 1), ids.roll(-1, 1).flatten())
+
+    with (
+        pytest.raises(PlanError, match=r"padding: the model cannot run with padded tokens: IndexError"),
+        running(OfIds(), shapes="bucket", example_inputs=cut(8, 8)[:1]),
+    ):
+        pass
+
+
 def test_numbers_of_padding_are_the_users() -> None:
     """Where the argument is no label for a cross-entropy: a weight per token, of which 0 leaves a token out."""
 

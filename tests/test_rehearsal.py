@@ -136,6 +136,28 @@ def test_tensors_that_a_model_makes_itself() -> None:
     assert peak.nbytes > program.costs.cut.rank_bytes[0]
 
 
+def test_values_of_another_size_than_keys() -> None:
+    """For which the kernel that is split into blocks does not do, where ranks divide tokens."""
+
+    class Latent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.qk, self.v = nn.Embedding(VOCAB, 16), nn.Linear(16, 48), nn.Linear(16, 12)
+            self.head = nn.Linear(12, VOCAB)
+
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+            x = self.embed(ids)
+            parts = (*self.qk(x).chunk(2, -1), self.v(x))
+            q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in parts)
+            z = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            return F.cross_entropy(self.head(z).flatten(0, 1), labels.flatten())
+
+    asked: dict[str, Any] = {"c": 2, "context": "all_gather", "example_inputs": batch()}
+    program = autoptd.compile(Latent(), num_microbatches=2, **asked)
+    assert all(peak.nbytes > 0 for peak in autoptd.peak_memory(program))
+    autoptd.verify(Latent().double(), **asked)
+
+
 def test_memory_is_a_promise() -> None:
     """What a bound leaves holds for the fullest moment, not for what is kept alone; a program says where that is."""
     asked: dict[str, Any] = {"p": 2, "num_microbatches": 4, "example_inputs": batch(1, "meta")}

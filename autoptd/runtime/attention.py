@@ -55,7 +55,7 @@ def _masked(first: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None, en
     seen = min(first + length, k.shape[-2])
     k, v = k[..., :seen, :], v[..., :seen, :]
     how = {"scale": scale, "enable_gqa": enable_gqa}
-    if first and seen == first + length:
+    if first and seen == first + length and q.is_cuda:
         # The kernels of CUDA devices need no mask in memory. Called by itself: the runtime works where classes of tensors
         # have no say, and torch would read the mask as a tensor.
         mask = causal_lower_right(length, seen)

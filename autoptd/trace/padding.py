@@ -17,7 +17,7 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from autoptd.errors import PlanError
-from autoptd.ir.notes import note, op_name, ops
+from autoptd.ir.notes import note, op_name, ops, tensor
 from autoptd.trace.differences import Reference
 from autoptd.trace.masks import given_masks
 from autoptd.trace.watched import Watched
@@ -44,11 +44,11 @@ def labels_of(graph: Graph) -> dict[str, int]:
 
 
 def _sources(node: Any) -> set[Node]:
-    """Return the inputs that a value is made of."""
+    """Return the inputs that labels are made of, but for those that say which of them count: what is a bool is no label."""
     found, waiting, seen = set(), [node], set()
     while waiting:
         one = waiting.pop()
-        if one in seen or not isinstance(one, Node):
+        if one in seen or not isinstance(one, Node) or tensor(one).dtype == torch.bool:
             continue
         seen.add(one)
         if note(one).kind == "input":
@@ -71,8 +71,13 @@ def compare_padded(
     tolerance, share = TOLERANCE_OF_HALF if is_narrow else TOLERANCE
 
     def run(call: Call) -> torch.Tensor:
-        with torch.enable_grad():
-            return watched(*call[0], **call[1])
+        try:
+            with torch.enable_grad():
+                return watched(*call[0], **call[1])
+        # The model's own: an id that it has no row for, a class below 0.
+        except (RuntimeError, IndexError, ValueError) as error:
+            fact = f"the model cannot run with {what}: {type(error).__name__}: {error}"
+            raise PlanError(SITE, fact.splitlines()[0], REMEDY) from error
 
     with given_masks(keep_all):
         loss = run(short)
