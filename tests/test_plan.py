@@ -58,6 +58,7 @@ def layers_per_stage(program: Program) -> list[int]:
     return [len(layers_of(program.graphs["CUT"], stage.index)) for stage in program.stages]
 
 
+@pytest.mark.thorough
 def test_layers_per_stage() -> None:
     program = compile_gpt(12, p=4, plan={"cut": [3, 4, 4, 1]})
     assert layers_per_stage(program) == [3, 4, 4, 1]

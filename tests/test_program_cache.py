@@ -67,6 +67,7 @@ def test_a_second_run_reads_what_the_first_wrote(tmp_path: Path) -> None:
     assert read[0].graphs and not any(one.graphs for one in read[1:])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "keywords",
     [
@@ -119,7 +120,7 @@ HARMS = [
 ]
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("harm", "name"), HARMS)
 def test_what_is_not_whole_is_written_anew(harm: Callable[[Path], None], name: str, tmp_path: Path) -> None:
     about = {"seed": 0}

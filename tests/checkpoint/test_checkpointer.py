@@ -511,6 +511,7 @@ def test_one_at_a_time_and_only_in_its_block(tmp_path: Path) -> None:
     pm.close()
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_behind_its_folder_is_told_of_it(tmp_path: Path) -> None:
     saved(tmp_path, 3)
     pm, opt = running()

@@ -204,6 +204,7 @@ def test_a_head_with_its_loss_beside_hooks_on_linear_layers(name: str, hooks: st
     autoptd.verify(model, **request, steps=2)
 
 
+@pytest.mark.thorough
 def test_a_frozen_head_has_no_gradient_to_hand_over() -> None:
     torch.manual_seed(0)
     model = llama()

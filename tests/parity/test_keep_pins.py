@@ -107,6 +107,7 @@ def saved(*pins: tuple[str, str], **asked: Any) -> int:
     return int(sum(compiled(*pins, **asked).costs.cut.saved_bytes))
 
 
+@pytest.mark.thorough
 def test_a_pin_is_about_the_bytes_that_it_names() -> None:
     """Of 4 samples of 8 tokens, 16 wide, in float32 on 2 tensor ranks, in every layer."""
     half = LAYERS * 4 * (4 * 8 * 16) // 2

@@ -103,6 +103,7 @@ def squares(graph: Graph) -> list[Node]:
     return found
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("mask", [documents, near, far])
 def test_no_rank_makes_the_mask_of_the_other_ranks_queries(mask: Mask, order: str) -> None:
@@ -112,6 +113,7 @@ def test_no_rank_makes_the_mask_of_the_other_ranks_queries(mask: Mask, order: st
     assert made and all(note(node).layout["cp"].order == order.replace("contiguous", "") for node in made)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mask", [documents, near, padded, far, in_pieces])
 @pytest.mark.parametrize(
     "mesh", [{"c": 2}, {"c": 2, "t": 2, "sequence_parallel": True}, {"c": 4, "p": 2, "token_order": "zigzag"}]

@@ -66,6 +66,7 @@ def kinds(program: Program) -> set[str]:
     }
 
 
+@pytest.mark.thorough
 def test_tokens_are_split_where_nothing_else_fits() -> None:
     machine = autoptd.Machine(latency=4e-6)  # two collectives in the place of one cost something
     free = compiled(sequence_parallel="auto", machine=machine)
