@@ -1,7 +1,9 @@
 """Processes that are forked from one that has imported torch and the compiler already, which takes seconds.
 
-process = CONTEXT.Process(target=work, args=(rank, out))
-results = finish(start("tests/processes/lengths.py", 4, "more"), timeout=100)      # scripts, one process a rank
+Functions run there, and scripts, one process a rank:
+
+    process = CONTEXT.Process(target=work, args=(rank, out))
+    results = finish(start(HERE / "lengths.py", 4, "more"), timeout=100)
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import shutil
 import sys
 import tempfile
 import time
@@ -86,7 +89,8 @@ def finish(started: list[Script], timeout: float) -> list[tuple[int, str, str]]:
             one.process.join(max(deadline - time.monotonic(), 1.0))
         hung = [one.rank for one in started if one.process.is_alive()]
         assert not hung, f"ranks {hung} hung: {started[hung[0]].said('err')[-2000:]}"
+        return [(one.process.exitcode or 0, one.said("out"), one.said("err")) for one in started]
     finally:
         for one in started:
             one.process.kill()
-    return [(one.process.exitcode or 0, one.said("out"), one.said("err")) for one in started]
+        shutil.rmtree(started[0].folder)

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from autoptd.ir.notes import note, op_name, ops, set_note, shape, value
+from autoptd.ir.notes import note, op_name, ops, shape
 from autoptd.passes.axes.constants import Constants
 from autoptd.passes.context import Context
 from autoptd.passes.fusion.attention import PRODUCTS, attention
 from autoptd.passes.fusion.chain import Group, Swapped
+from autoptd.passes.uncut import Maker
 
 aten = torch.ops.aten
 
@@ -59,28 +59,16 @@ def _facts(group: Group | None) -> Hashable:
 def _replace(group: Group | None) -> None:
     assert group is not None
     node, (q, k, v, mask) = group.result, group.operands
+    maker = Maker(node.graph, node, note(node))
     if isinstance(k, Swapped):
-        k = _before(node, aten.transpose.int, k.node, -2, -1)
+        k = maker.make(aten.transpose.int, k.node, -2, -1)
     keywords = dict(group.keywords)
     arguments = (q, k, v, mask, 0.0, keywords.pop("causal"))
     assert isinstance(q, Node)
     # torch's own scale needs not be said.
     if math.isclose(keywords["scale"], shape(q)[-1] ** -0.5, rel_tol=1e-15):
         keywords.pop("scale")
-    node.replace_all_uses_with(
-        _before(node, aten.scaled_dot_product_attention.default, *arguments, **keywords)
-    )
-
-
-def _before(node: Node, target: Any, *args: Any, **keywords: Any) -> Node:
-    """Insert an operator before a node, with that node's place in the model."""
-    with node.graph.inserting_before(node):
-        made = node.graph.call_function(target, args, keywords)
-    fakes = [value(arg) if isinstance(arg, Node) else arg for arg in args]
-    with torch.no_grad():
-        made.meta["val"] = target(*fakes, **keywords)
-    set_note(made, note(node).copy())
-    return made
+    node.replace_all_uses_with(maker.make(aten.scaled_dot_product_attention.default, *arguments, **keywords))
 
 
 __all__ = ["raise_attention"]

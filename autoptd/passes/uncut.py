@@ -103,7 +103,7 @@ class _Editor:
             source = operands(x)[0] if is_view else x
             if source in self.region.places and source is not x:
                 padded = self.pad(source, fill, reader)
-                made = _Maker(self.graph, reader, note(x)).make(x.target, *x.args, **x.kwargs)
+                made = Maker(self.graph, reader, note(x)).make(x.target, *x.args, **x.kwargs)
                 self._read(made, {source: padded}, self._whole_shape(x))
             else:
                 made = self._pad(x, fill, reader)
@@ -113,7 +113,7 @@ class _Editor:
     def _pad(self, x: Node, fill: int, reader: Node) -> Node:
         cut, place = self.region.cut, self.region.places[x]
         about = replace(note(reader), of_params=False, needs_grad=False)
-        maker = _Maker(self.graph, reader, about)
+        maker = Maker(self.graph, reader, about)
         apart, dim = _unfold(maker, x, place, cut.length)
         # (left, right) of the last dim, then of the one before it, ...
         amounts = [0, 0] * (len(shape(apart)) - 1 - dim) + [cut.start, cut.size - cut.start - cut.length]
@@ -122,7 +122,7 @@ class _Editor:
     def cut(self, node: Node) -> Node:
         """Return the tokens of a value of the region that the slices left."""
         cut, place = self.region.cut, self.region.places[node]
-        maker = _Maker(self.graph, node.next, note(node))
+        maker = Maker(self.graph, node.next, note(node))
         apart, dim = _unfold(maker, node, place, cut.size)
         piece = maker.make(aten.slice.Tensor, apart, dim, cut.start, cut.start + cut.length)
         note(piece).extra[MOVED_CUT] = True
@@ -150,7 +150,7 @@ class _Editor:
         return tuple(size)
 
 
-def _unfold(maker: _Maker, x: Node, place: Place, count: int) -> tuple[Node, int]:
+def _unfold(maker: Maker, x: Node, place: Place, count: int) -> tuple[Node, int]:
     """Return a value whose `count` tokens are a dim of its own, and that dim."""
     if place.is_first and place.is_last:
         return x, place.dim
@@ -158,14 +158,14 @@ def _unfold(maker: _Maker, x: Node, place: Place, count: int) -> tuple[Node, int
     return maker.make(aten.unflatten.int, x, place.dim, sizes), place.dim + place.is_last
 
 
-def _fold(maker: _Maker, x: Node, place: Place) -> Node:
+def _fold(maker: Maker, x: Node, place: Place) -> Node:
     """Undo `_unfold`."""
     if place.is_first and place.is_last:
         return x
     return maker.make(aten.flatten.using_ints, x, place.dim, place.dim + 1)
 
 
-class _Maker:
+class Maker:
     """Makes operators in front of a node, with the facts of `about`."""
 
     def __init__(self, graph: Graph, before: Node, about: Note) -> None:
@@ -186,4 +186,4 @@ def _evaluate(node: Node) -> None:
         node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-__all__ = ["Cut", "Place", "Region", "uncut"]
+__all__ = ["Cut", "Maker", "Place", "Region", "uncut"]

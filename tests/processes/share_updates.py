@@ -1,7 +1,7 @@
 """Run by `test_processes.py` as one of 4 ranks over gloo: several worlds, one after the other, that shard the update.
 
-In: the word "more", for more of them. Rank 0 prints one JSON line: per mesh,
-the largest difference of a parameter after three clipped steps from one device's.
+In: the word "more", for more of them. Rank 0 prints one JSON line: per mesh, the largest difference of a parameter from one
+device's after three clipped steps.
 """
 
 from __future__ import annotations
