@@ -16,6 +16,7 @@ from autoptd.ir.notes import ops
 from autoptd.passes.axes.constants import Constants
 from autoptd.passes.axes.masks import causal_keywords
 from autoptd.passes.context import Context
+from autoptd.passes.solve.queries import may_be_by_queries
 
 
 def read_causal(graph: Graph, whole: Graph, ctx: Context) -> bool:
@@ -23,6 +24,8 @@ def read_causal(graph: Graph, whole: Graph, ctx: Context) -> bool:
     constants = Constants(ctx.buffers)
     found = False
     for node, same in zip(list(ops(graph)), list(ops(whole)), strict=False):
+        if not may_be_by_queries(node, ctx.mesh):
+            continue
         keywords = [causal_keywords(one, constants) for one in (node, same)]
         if all(given is not None for given in keywords):
             found = True

@@ -21,6 +21,7 @@ from autoptd.passes.axes.constants import Constants
 from autoptd.passes.context import Context
 from autoptd.passes.fusion.attention import PRODUCTS, attention
 from autoptd.passes.fusion.chain import Group, Swapped
+from autoptd.passes.solve.queries import may_be_by_queries
 from autoptd.passes.uncut import Maker
 
 aten = torch.ops.aten
@@ -31,6 +32,8 @@ def raise_attention(graph: Graph, whole: Graph, ctx: Context) -> bool:
     constants = Constants(ctx.buffers)
     is_found = False
     for node, same in zip(list(ops(graph)), list(ops(whole)), strict=False):
+        if not may_be_by_queries(node, ctx.mesh):
+            continue
         groups = [_written_out(one, constants) for one in dict.fromkeys((node, same))]
         if all(group is not None for group in groups) and len({_facts(group) for group in groups}) == 1:
             is_found = True

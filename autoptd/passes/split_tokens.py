@@ -31,9 +31,9 @@ from autoptd.passes.ops.costs import flops
 from autoptd.passes.runner import CALLS, Form, graph_pass
 from autoptd.passes.solve.assign import Assignment, assign_tensor, find_plan, follows
 from autoptd.passes.solve.fallbacks import fallbacks, note_fallbacks
-from autoptd.passes.solve.strategies import is_split
+from autoptd.passes.solve.queries import ATTENTION
 from autoptd.passes.solve.symbols import name_axes
-from autoptd.passes.solve.tokens import ATTENTION, GATHERED_REMEDY, SHIFTED_REMEDY, TokenSplitter, is_repeat
+from autoptd.passes.solve.tokens import GATHERED_REMEDY, SHIFTED_REMEDY, TokenSplitter, is_repeat
 
 
 def check_tokens(graph: Graph, ctx: Context) -> None:
@@ -138,7 +138,7 @@ def _note_gathers(assignment: Assignment, splitter: TokenSplitter) -> None:
     """Note operators that run whole on gathered tokens: an uneven slice of large values, a sort."""
     for node, strategy in assignment.strategies.items():
         is_known = note(node).fallback is not None or MOVED_CUT in note(node).extra
-        if is_split(strategy) or is_known or is_repeat(node):
+        if strategy.is_split or is_known or is_repeat(node):
             continue
         nbytes = sum(payload(read) for read in operands(node) if splitter.gathered(node, read))
         if nbytes:
@@ -195,7 +195,7 @@ def _token_sizes(graph: Graph, splitter: TokenSplitter) -> set[int]:
 def _check_split(assignment: Assignment, splitter: TokenSplitter) -> None:
     """Raise PlanError where nothing is split, and where attention is not split as was asked for."""
     degree, letter = splitter.mesh.product_text([splitter.axis]), AXES[splitter.axis].degree
-    if not any(map(is_split, assignment.strategies.values())):
+    if not any(strategy.is_split for strategy in assignment.strategies.values()):
         raise PlanError(degree, "no operator can be split by tokens", f"{letter}=1")
     by = {"ulysses": ("heads", "all_gather"), "all_gather": ("queries", "auto")}
     if splitter.context not in by:
@@ -203,7 +203,7 @@ def _check_split(assignment: Assignment, splitter: TokenSplitter) -> None:
     (noun, other), context = by[splitter.context], splitter.context
     for node, strategy in assignment.strategies.items():
         is_attention = splitter.multiplies_activations(node) and splitter.reads_tokens(node)
-        if is_attention and not is_split(strategy):
+        if is_attention and not strategy.is_split:
             sizes = sorted({way.size for way in splitter.blocked(node)})
             counted = f"{' and '.join(map(str, sizes)) or 'its'} {noun}{splitter.whose}"
             fits = ", ".join(map(str, divisors(sizes))) if sizes else "1"

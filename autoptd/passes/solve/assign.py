@@ -37,7 +37,8 @@ from autoptd.passes.solve.eliminate import Factor, TableTooLarge, minimize, mini
 from autoptd.passes.solve.prices import AxisPrices, edge_price
 from autoptd.passes.solve.problem import Problem, Variables
 from autoptd.passes.solve.shard_pins import Pins, refuse_conflict
-from autoptd.passes.solve.strategies import Splitter, Strategy, make_strategies
+from autoptd.passes.solve.strategies import Splitter, make_strategies
+from autoptd.passes.solve.strategy import Strategy
 from autoptd.passes.solve.ties import Ties, find_ties
 
 # Strategies that are given for some operators.

@@ -13,7 +13,7 @@ from torch.fx import Node
 from autoptd.ir.layout import Layout
 from autoptd.passes.solve.eliminate import Factor
 from autoptd.passes.solve.prices import Prices, is_saved, price_table
-from autoptd.passes.solve.strategies import Strategy
+from autoptd.passes.solve.strategy import Strategy
 
 # A variable that decides the types of a value, and its choices.
 TypeVariable = tuple[int, list[Layout]]

@@ -34,7 +34,7 @@ from autoptd.passes.ops.costs import flops
 from autoptd.passes.solve.assign import Assignment
 from autoptd.passes.solve.eliminate import TableTooLarge, minimize
 from autoptd.passes.solve.problem import Problem
-from autoptd.passes.solve.strategies import Strategy
+from autoptd.passes.solve.strategy import Strategy
 from autoptd.passes.solve.symbols import Symbols
 from autoptd.program.calls import LOCAL_WORK
 

@@ -21,12 +21,13 @@ from torch.fx import Graph, Node
 from autoptd.ir.fallback import Fallback, divisors
 from autoptd.ir.mesh import AXES
 from autoptd.ir.notes import note, op_name, ops
-from autoptd.ir.operators.record import operands
+from autoptd.ir.operators.record import QUERIES, operands
 from autoptd.ir.types import ValueType
 from autoptd.passes.axes.axes import Letter
 from autoptd.passes.ops.costs import flops
 from autoptd.passes.solve.assign import Assignment
-from autoptd.passes.solve.strategies import WHOLE, Splitter
+from autoptd.passes.solve.strategies import Splitter
+from autoptd.passes.solve.strategy import WHOLE
 
 HEADS, KV_HEADS, REPEAT = "heads", "KV heads", "query heads per KV head"
 COUNTED = (HEADS, KV_HEADS, REPEAT)
@@ -160,7 +161,8 @@ def axis_nouns(graph: Graph, splitter: Splitter) -> dict[int, str]:
         # By letter. A letter that runs along two axes has grouped queries: KV heads, then the query heads of each.
         groups: dict[str, list[int]] = {}
         for letter in splitter.wanted_letters(node):
-            if letter.out is not None and (len(letter.places) > 1 or letter.name == "repeat"):
+            is_of_both = len(letter.places) > 1 and letter.form != QUERIES
+            if letter.out is not None and (is_of_both or letter.name == "repeat"):
                 groups.setdefault(letter.name, []).append(splitter.axes.ids_of(node, letter)[0])
         for name, (first, *others) in groups.items():
             found.setdefault(first, _noun_of_heads(name, is_grouped=bool(others)))

@@ -24,7 +24,7 @@ from torch.fx import Node
 from autoptd.passes.solve.assign import Solved
 from autoptd.passes.solve.bounds import tighten
 from autoptd.passes.solve.eliminate import Factor, TableTooLarge, minimize, price
-from autoptd.passes.solve.strategies import Strategy
+from autoptd.passes.solve.strategy import Strategy
 
 PICOSECONDS_PER_MICROSECOND = 1e6
 

@@ -22,14 +22,16 @@ import numpy as np
 from torch.fx import Node
 
 from autoptd.ir.layout import Layout
-from autoptd.ir.notes import note, op_name, payload
-from autoptd.ir.operators.record import operands
+from autoptd.ir.notes import note, payload
+from autoptd.ir.operators.record import QUERIES, argument, operands
 from autoptd.ir.types import I, R, Segmented
 from autoptd.passes.ops.costs import collective_seconds, compute_seconds, conversion_seconds, flops
 from autoptd.passes.solve.assign import Strategies
 from autoptd.passes.solve.prices import edge_price, gathers_again, odd_price, places, tabulate
-from autoptd.passes.solve.strategies import MICROBATCHES_PER_STEP, Splitter, Strategy
-from autoptd.passes.solve.tokens import ATTENTION, TokenSplitter
+from autoptd.passes.solve.queries import work_parts
+from autoptd.passes.solve.strategies import MICROBATCHES_PER_STEP, Splitter
+from autoptd.passes.solve.strategy import Strategy
+from autoptd.passes.solve.tokens import TokenSplitter
 
 
 class Pairs(dict[Node, list[Strategy]]):
@@ -50,7 +52,9 @@ class Pairs(dict[Node, list[Strategy]]):
             for j, second in enumerate(self.over[1][node]):
                 values = [(node, first.gives, second.gives)]
                 values += [(operand, first.needs[operand], second.needs[operand]) for operand in read]
-                if all(self.divides(*each) for each in values):
+                # The places of causal queries are those along one axis.
+                is_twice = first.form == second.form == QUERIES and argument(node, "is_causal")
+                if not is_twice and all(self.divides(*each) for each in values):
                     self[node].append(self._pair(node, first, second))
                     self.parts[node].append((i, j))
         return self[node]
@@ -91,29 +95,19 @@ class Pairs(dict[Node, list[Strategy]]):
                     summed = conversion_seconds(I, R, nbytes, self.mesh.degree(axis), machine)
                     seconds += summed / MICROBATCHES_PER_STEP
             return seconds
-        whole, cut = (
-            compute_seconds(node, self.weights.machine),
-            (self._cut(node, first), self._cut(node, second)),
-        )
+        whole = compute_seconds(node, self.weights.machine)
+        cut = [self._cut(node, strategy) for strategy in (first, second)]
         # What each axis adds to its part of the work: a product that is repeated, reductions inside.
         extra = first.seconds - whole / cut[0] + second.seconds - whole / cut[1]
-        return whole / _share(node, first, cut[0]) / _share(node, second, cut[1]) + extra
+        return whole / cut[0] / cut[1] + extra
 
-    def _cut(self, node: Node, strategy: Strategy) -> int:
-        """Return in how many parts a strategy divides a product; nothing else is credited for a split."""
+    def _cut(self, node: Node, strategy: Strategy) -> float:
+        """Return by how much a strategy divides the work of a product; nothing else is credited for a split."""
         if not flops(node):
             return 1
-        return max(types.pieces(self.mesh) for types in (strategy.gives, *strategy.needs.values()))
-
-
-def _share(node: Node, strategy: Strategy, pieces: int) -> float:
-    """Return by how much a strategy divides the work of an operator.
-
-    Of attention, ranks that have parts of the values alone repeat all scores: half of its work.
-    """
-    if op_name(node) != ATTENTION or strategy.needs[operands(node)[0]].shards:
-        return pieces
-    return 2 / (1 + 1 / pieces)
+        pieces = max(types.pieces(self.mesh) for types in (strategy.gives, *strategy.needs.values()))
+        cut = {operand for operand, types in strategy.needs.items() if types.shards}
+        return work_parts(node, cut, pieces)
 
 
 def common_places(first: Layout, second: Layout) -> frozenset[tuple[int, int]]:

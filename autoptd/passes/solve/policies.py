@@ -96,6 +96,7 @@ class Solved:
             made = Splitter(
                 graph, axes, self.axis, ctx.mesh, ctx.machine, ctx.batched, pins=pins, may_split=may_split
             )
+            made.has_whole_tokens = not (Part.TOKENS in self.may_split or ctx.mesh.token_axes)
             # Batches of other lengths read the same parameters: none is split by the tokens of this one.
             if ctx.options.shapes is not None:
                 made.pins = {**_whole_in_tokens(graph, made), **pins}

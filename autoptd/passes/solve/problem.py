@@ -23,7 +23,7 @@ from autoptd.ir.layout import Layout
 from autoptd.passes.solve.edges import TypeVariable, edge_factors, entry_factors, wanted
 from autoptd.passes.solve.eliminate import Factor, entry_of, price
 from autoptd.passes.solve.prices import Prices, price_table
-from autoptd.passes.solve.strategies import Strategy
+from autoptd.passes.solve.strategy import Strategy
 from autoptd.passes.solve.ties import Ties
 
 

@@ -23,8 +23,11 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from autoptd.errors import PlanError
+from autoptd.ir.layout import Layout
+from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, placeholders, shape
 from autoptd.ir.plan import check_known, nearest
+from autoptd.ir.types import Dims
 
 SITE = "plan: shard"
 
@@ -47,6 +50,18 @@ class Pin:
     def where(self) -> str:
         """The pinned layout without the parameter's name: layers stay tied if their pins are equal in this."""
         return repr((self.dim, self.layout))
+
+    def allows(self, layout: Layout, dims: Dims, mesh: Mesh) -> bool:
+        """Tell whether a parameter with these dims may be stored in a layout."""
+        if layout.sharded_dims != (set() if self.dim is None else {self.dim}):
+            return False
+        return self.layout is None or layout.element_layout(dims, mesh) == self.layout
+
+    def refused(self, dims: Dims, degree: int) -> PlanError:
+        """Make the error of a pin that no layout over `degree` ranks keeps."""
+        sizes = " x ".join(map(str, dims[self.dim or 0])) or "1"
+        fact = f"{self}: of {sizes}, t={degree} divides no factor"
+        return PlanError(SITE, fact, "another dim, or leave it out")
 
 
 Pins = dict[Node, Pin]

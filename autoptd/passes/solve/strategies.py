@@ -15,7 +15,6 @@ from enum import Enum
 
 from torch.fx import Graph, Node
 
-from autoptd.errors import PlanError
 from autoptd.ir.expert_mm import NAME as EXPERT_MM
 from autoptd.ir.layout import Layout, loss_over
 from autoptd.ir.machine import Machine
@@ -30,27 +29,17 @@ from autoptd.passes.axes.padding import Padding
 from autoptd.passes.ops.costs import compute_seconds, conversion_seconds, flops
 from autoptd.passes.solve.classes import REDUCED_FORMS, REDUCTIONS, classes_of
 from autoptd.passes.solve.experts import expert_ways, product_seconds, rows_by_expert
+from autoptd.passes.solve.queries import divides_heads, order_of_queries, work_parts
 from autoptd.passes.solve.shard_pins import Pins
 from autoptd.passes.solve.split_words import alike_text, why_split
 from autoptd.passes.solve.splits import Factors, Split
+from autoptd.passes.solve.strategy import WHOLE, Strategy
 
-WHOLE = "whole on every rank"
 # What a byte that every rank saves costs extra where Korthikanti's plan was asked for, in passes over a link: so much that
 # whatever can be split by tokens is.
 EAGER = 10
 # The sum of a parameter's gradient happens once per step, and is shared by about this many microbatches.
 MICROBATCHES_PER_STEP = 8
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """One way to run an operator: the types of each operand (I for values without parameters), of the result, its cost."""
-
-    needs: dict[Node, Layout]
-    gives: Layout
-    seconds: float
-    why: str
-    form: str = ""
 
 
 class Part(Enum):
@@ -69,6 +58,8 @@ class Splitter:
     """
 
     kept: KeptPlan | None = None
+    # Whether all but attention has the tokens whole, on every axis.
+    has_whole_tokens = False
 
     def __init__(
         self,
@@ -103,7 +94,7 @@ class Splitter:
         # What has a row for each choice of an expert, if matrices may be split.
         self.expert_rows = rows_by_expert(graph) if Part.WEIGHTS in may_split else {}
         self.may_split = may_split
-        self.never_split = set(batch)
+        self.batch, self.never_split = batch, set(batch)
         if Part.TOKENS not in may_split:
             self.never_split |= self.tokens
 
@@ -126,7 +117,7 @@ class Splitter:
 
     def name_of(self, node: Node, split: Split) -> str:
         """Return what a split is by, for people."""
-        return split.name
+        return split.form if split.form == QUERIES else split.name
 
     def other_pieces(self, node: Node) -> int:
         """Return in how many pieces axes that were solved before cut a value."""
@@ -140,7 +131,7 @@ class Splitter:
         """Return the seconds of an operator, where the axis does not split it."""
         return compute_seconds(node, self.machine)
 
-    def split_seconds(self, node: Node, pieces: int) -> float:
+    def split_seconds(self, node: Node, pieces: float) -> float:
         """Return the seconds of an operator that the axis splits."""
         # Only matrix products are credited for a split: for the rest, splitting must not cost a collective but earns
         # nothing (sharding the residual stream to save on its adds would trade every all-reduce for two collectives).
@@ -189,7 +180,12 @@ class Splitter:
     def splits(self, node: Node) -> list[Split]:
         """Return the ways in which `node` may be split: by one letter, then by two over sub-axes."""
         free = [letter for letter in self.free_letters(node) if self.padding.divides(node, letter)]
-        return [Split(((self.axis, letter),)) for letter in free] + self.factors.splits(node)
+        splits = [Split(((self.axis, letter),), order=self._order(node, letter)) for letter in free]
+        return splits + self.factors.splits(node)
+
+    def _order(self, node: Node, letter: Letter) -> str:
+        """Return the order of shards: that of attention is its own where no other tokens are split."""
+        return order_of_queries(node, letter, self.degree) if self.has_whole_tokens else ""
 
     def shards(self, node: Node) -> list[Layout]:
         """Return the types in which a value may be stored in shards."""
@@ -225,8 +221,20 @@ class Splitter:
         ids = self.axes.ids_of(node, letter)
         # Not the positions that attention's softmax runs over.
         is_allowed = not letter.form.startswith(CLASSES) or not self.classes.isdisjoint(ids)
-        # Tokens of attention are for ranks that have tokens of all else, too: see `TokenSplitter`.
-        return is_allowed and letter.form != QUERIES and self._may_split(ids)
+        if letter.form == QUERIES:
+            return self._splits_queries(node, ids)
+        return is_allowed and self._may_split(ids)
+
+    def _splits_queries(self, node: Node, ids: Collection[int]) -> bool:
+        """Tell whether attention may be split by tokens, though nothing else is: where no heads divide."""
+
+        def is_divided(letter: Letter) -> bool:
+            return self._may_split(self.axes.ids_of(node, letter)) and self.padding.divides(node, letter)
+
+        is_possible = Part.WEIGHTS in self.may_split and self.batch.isdisjoint(ids)
+        return (
+            is_possible and not self.factors.splits(node) and not divides_heads(node, self.axes, is_divided)
+        )
 
     def _may_split(self, ids: Collection[int]) -> bool:
         """Tell whether the axis may split dims that run along these named axes."""
@@ -251,20 +259,10 @@ class KeptPlan:
         kept = self.chosen[node]
         if strategy == kept:
             return True
-        if is_whole(strategy):
+        if strategy.is_whole:
             # A product that was split may not become whole for the tokens' sake; an add between may.
-            return not is_split(kept) or not (flops(node) or note(node).kind == "param")
-        return strategy not in without and not (flops(node) and is_split(kept))
-
-
-def is_split(strategy: Strategy) -> bool:
-    """Tell whether ranks compute, or store, different parts of something."""
-    return any(types.shards for types in (strategy.gives, *strategy.needs.values()))
-
-
-def is_whole(strategy: Strategy) -> bool:
-    """Tell whether every rank computes, or stores, all of it."""
-    return strategy.gives.is_whole and not is_split(strategy)
+            return not kept.is_split or not (flops(node) or note(node).kind == "param")
+        return strategy not in without and not (flops(node) and kept.is_split)
 
 
 def make_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
@@ -314,7 +312,7 @@ def _split_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
         # Those that have the letter; all others stay whole, with partial gradients (R).
         needs |= {operand: split.needs(operand) for operand in operands(node) if operand in split.carriers}
         pieces = math.prod(splitter.mesh.degree(axis) for axis, _ in split.letters)
-        seconds = splitter.split_seconds(node, pieces)
+        seconds = splitter.split_seconds(node, work_parts(node, split.carriers, pieces))
         gives = split.gives or splitter.over(P)
         if op_name(node) == EXPERT_MM and node in splitter.expert_rows:
             seconds = product_seconds(node, splitter, needs, gives)
@@ -385,15 +383,7 @@ def parameter_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
 def _pinned(node: Node, strategies: list[Strategy], splitter: Splitter) -> list[Strategy]:
     """Return those strategies of a parameter that its pin allows; PlanError where there are none."""
     pin, dims = splitter.pins[node], note(node).dims
-    pinned_dims = set() if pin.dim is None else {pin.dim}
-    allowed = [strategy for strategy in strategies if strategy.gives.sharded_dims == pinned_dims]
-    if pin.layout is not None:
-        mesh = splitter.mesh
-        allowed = [
-            strategy for strategy in allowed if strategy.gives.element_layout(dims, mesh) == pin.layout
-        ]
+    allowed = [strategy for strategy in strategies if pin.allows(strategy.gives, dims, splitter.mesh)]
     if not allowed:
-        sizes = " x ".join(map(str, dims[pin.dim or 0])) or "1"
-        fact = f"{pin}: of {sizes}, t={splitter.degree} divides no factor"
-        raise PlanError("plan: shard", fact, "another dim, or leave it out")
+        raise pin.refused(dims, splitter.degree)
     return allowed

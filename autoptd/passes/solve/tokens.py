@@ -34,10 +34,10 @@ from autoptd.ir.types import S, ValueType
 from autoptd.passes.axes.axes import Axes, Letter, Place
 from autoptd.passes.context import Context
 from autoptd.passes.ops.costs import compute_seconds, conversion_price, converted_bytes, flops
+from autoptd.passes.solve.queries import ATTENTION
 from autoptd.passes.solve.splits import Split
 from autoptd.passes.solve.strategies import EAGER, Part, Splitter
 
-ATTENTION = "aten.scaled_dot_product_attention"
 GATHERED_REMEDY = "nothing: right, but slower; or a form that keeps tokens apart"
 # Cut logits, as most models shift their labels.
 SHIFTED_REMEDY = "labels that are shifted and padded with the label -100, and whole logits"
@@ -153,9 +153,10 @@ class TokenSplitter(Splitter):
         if node.target is markers.convert and not self._keeps_outer(node, letter):
             return False
         if self.tokens.issuperset(ids):
-            # Places are counted in chunks of all queries, not of each of several blocks.
+            # Places are counted in chunks of all queries, not of each of several blocks or along a second axis.
             is_inner = letter.out is not None and letter.out[1] > 0
-            if is_inner and letter.form == QUERIES and argument(node, "is_causal"):
+            is_cut = letter.form == QUERIES and self._most_cut(node, letter) > 1
+            if (is_inner or is_cut) and letter.form == QUERIES and argument(node, "is_causal"):
                 return False
             # Heads alone, where Ulysses is asked for.
             return not (self.context == "ulysses" and self.multiplies_activations(node))
@@ -253,7 +254,7 @@ class TokenSplitter(Splitter):
     def other_pieces(self, node: Node) -> int:
         return self._others(node).pieces(self.mesh)
 
-    def split_seconds(self, node: Node, pieces: int) -> float:
+    def split_seconds(self, node: Node, pieces: float) -> float:
         # What tp converts is what cp leaves of a value.
         return (
             self.seconds(node) / pieces

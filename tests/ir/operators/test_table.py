@@ -117,6 +117,7 @@ ELSEWHERE = {
     "passes/shift.py: FINITE": "whose derivatives are finite, whatever the operands",
     "passes/shift.py: PADDED": "operands whose value does not matter where nothing reads the result",
     "passes/solve/batch.py: REMEDIES": "what a user of an operator may want instead",
+    "passes/for_tokens.py: SCORED": "attention in either of its forms, before the table's names",
     "program/prints.py: LEFT_OUT": "what precision and evaluation add to a graph or take away",
     "runtime/recording.py: OVERWRITING": "what fills a tensor without reading it, which torch's schema does not say",
     "runtime/replay.py: UNINITIALIZED": "what gives memory that nobody has filled, which torch's schema does not say",

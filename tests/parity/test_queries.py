@@ -1,0 +1,106 @@
+"""Heads that t does not divide: tensor ranks split attention by its queries, where that pays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoptd
+from autoptd.ir import machine
+from tests.parity.models import VOCAB, Separate, batch, gpt
+from tests.parity.rotary import llama
+from tests.parity.test_context import Shifted
+from tests.parity.test_mutations import check_is_found
+
+IDS, TARGETS = batch()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def products_are_slow() -> Iterator[None]:
+    """As beside long sequences: what all ranks compute costs more than what they send."""
+    slow = machine.Machine(latency=1e-9, per_saved_byte=1e-12, flops=1e9)
+    with mock.patch.object(machine, "DEFAULT", slow):
+        yield
+
+
+class Cross(nn.Module):
+    """Eight queries of a learned table, and keys of the tokens: no token of a query is one of the input."""
+
+    def __init__(self, width: int = 36, heads: int = 6) -> None:
+        super().__init__()
+        self.embed, self.queries = nn.Embedding(VOCAB, width), nn.Parameter(torch.randn(8, width))
+        self.kv, self.out, self.heads = nn.Linear(width, 2 * width), nn.Linear(width, VOCAB), heads
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        k, v = (
+            y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.kv(self.embed(ids)).chunk(2, -1)
+        )
+        q = self.queries.unflatten(-1, (self.heads, -1)).transpose(0, 1).expand(len(ids), -1, -1, -1)
+        z = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return F.cross_entropy(self.out(z).flatten(0, 1), labels.flatten())
+
+
+def made(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "causal": lambda: gpt(2, heads=6, width=36),
+    "written out": lambda: made(lambda: Separate(2, width=36, heads=6)),
+    "masked": lambda: made(lambda: Shifted(36, 6)),
+    "rotary": lambda: llama(2, width=48, heads=6, kv=6),
+    "queries of a table": lambda: made(Cross),
+}
+MESHES: list[dict[str, Any]] = [
+    {"t": 4},
+    {"t": 4, "sequence_parallel": True},
+    {"t": 4, "d": 2, "zero": 1, "sequence_parallel": "auto"},
+    {"t": 4, "p": 2},
+    {"t": 4, "recompute": "full"},
+]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=map(str, MESHES))
+@pytest.mark.parametrize("name", MODELS)
+def test_parity(name: str, mesh: dict[str, Any]) -> None:
+    program = autoptd.compile(model := MODELS[name](), **mesh, example_inputs=(IDS, TARGETS))
+    files = "".join(program.sources.values())
+    because = "" if name == "queries of a table" else ", because 6 heads do not divide over t=4"
+    assert f"split by queries: 8 = 4 x 2{because}\n" in files
+    autoptd.verify(model, **mesh, example_inputs=(IDS, TARGETS), steps=2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_beside_ranks_that_divide_tokens(name: str) -> None:
+    """Of causal attention one axis has the queries, of any other both may."""
+    autoptd.verify(MODELS[name](), t=4, c=2, example_inputs=(IDS, TARGETS), steps=2)
+
+
+EDITS = {
+    "keys are counted from a rank's first query": (
+        'rt.causal_attention(q, k, v, tp, order="zigzag")',
+        "F.scaled_dot_product_attention(q, k, v, is_causal=True)",
+    ),
+    "queries are a run of tokens": ('rt.causal_attention(q, k, v, tp, order="zigzag")', "rt.causal_attention(q, k, v, tp)"),
+    "keys have the gradient of a rank's own queries alone": (
+        "k = rt.i_to_r(k, tp, site=w.at(\"attn\"))",
+        "k = k",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_one_mistake_is_found(monkeypatch: pytest.MonkeyPatch, edit: tuple[str, str]) -> None:
+    check_is_found(monkeypatch, edit, gpt(2, heads=6, width=36), t=4, example_inputs=batch())
+
+
+def test_causal_queries_are_as_much_work_for_every_rank() -> None:
+    program = autoptd.compile(gpt(2, heads=6, width=36), t=4, example_inputs=(IDS, TARGETS))
+    assert 'rt.causal_attention(q, k, v, tp, order="zigzag")' in program.sources["stage_0.py"]
