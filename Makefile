@@ -33,7 +33,7 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check $(SOURCES)

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 
 import torch
 
@@ -29,6 +30,8 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Elements at a time: on the CPU so few that intermediate values stay in the cache, elsewhere so few that they fit.
 CPU_CHUNK_ELEMENTS = 1 << 16
 CHUNK_ELEMENTS = 1 << 24
+# So many rows or columns have numbers that are kept for the next tensor: 512 times 16 kB at most.
+MOST_KEPT = 2048
 # The multipliers of splitmix64: odd, so that multiplication is a bijection, and without a pattern in their bits.
 GOLDEN, SILVER = -0x61C8864680B583EB, -0x40A7B892E31B1A47
 
@@ -49,19 +52,25 @@ def fingerprint(
     count = x.shape[0] if x.dim() else 1
     x = x.reshape(count, x.numel() // max(1, count)).contiguous()
     bits = x.view(BITS[x.element_size()])
-    rows = torch.arange(count, device=x.device) if rows is None else rows.to(x.device)
-    columns = torch.arange(x.shape[1], device=x.device) if columns is None else columns.to(x.device)
-    # A complex tensor has two numbers in each column.
-    numbers = x.shape[1] // max(1, len(columns))
-    if numbers > 1:
-        columns = (columns[:, None] * numbers + torch.arange(numbers, device=x.device)).flatten()
-    if bool((rows < 0).any()):
-        bits, rows = bits[rows >= 0], rows[rows >= 0]
-    if bool((columns < 0).any()):
-        bits, columns = bits[:, columns >= 0], columns[columns >= 0]
     # mix(bits, name, row, column) = fold((bits + offset[row]) * factor[column]), where fold(y) = y ^ (y >> 32).
-    offset = _stir(rows * GOLDEN + _key(name))[:, None]
-    factor = _stir(columns * SILVER + 1) | 1
+    if rows is None:
+        offset = _of_all(_offset, count, x.device, name)
+    else:
+        rows = rows.to(x.device)
+        if bool((rows < 0).any()):
+            bits, rows = bits[rows >= 0], rows[rows >= 0]
+        offset = _offset(rows, name)
+    if columns is None:
+        factor = _of_all(_factor, x.shape[1], x.device)
+    else:
+        columns = columns.to(x.device)
+        # A complex tensor has two numbers in each column.
+        numbers = x.shape[1] // max(1, len(columns))
+        if numbers > 1:
+            columns = (columns[:, None] * numbers + torch.arange(numbers, device=x.device)).flatten()
+        if bool((columns < 0).any()):
+            bits, columns = bits[:, columns >= 0], columns[columns >= 0]
+        factor = _factor(columns)
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     chunk = CPU_CHUNK_ELEMENTS if x.device.type == "cpu" else CHUNK_ELEMENTS
     height = max(1, chunk // max(1, bits.shape[1]))
@@ -147,6 +156,31 @@ def hash_words(x: torch.Tensor, most: int = 1 << 16) -> torch.Tensor:
     if flat.numel() > most:
         flat = flat[torch.linspace(0, flat.numel() - 1, most, device=flat.device, dtype=torch.float64).long()]
     return fingerprint(flat.view(1, -1), "")
+
+
+def _offset(rows: torch.Tensor, name: str) -> torch.Tensor:
+    """Return what is added to the bits of every row, [row, 1]."""
+    return _stir(rows * GOLDEN + _key(name))[:, None]
+
+
+def _factor(columns: torch.Tensor) -> torch.Tensor:
+    """Return what the bits of every column are multiplied with, [column]."""
+    return _stir(columns * SILVER + 1) | 1
+
+
+def _of_all(make: Callable[..., torch.Tensor], count: int, device: torch.device, *name: str) -> torch.Tensor:
+    """Return what `make` gives for 0, 1, ...; kept where it takes longer than all else of a small tensor."""
+    # A device's streams would have to wait for each other.
+    if count <= MOST_KEPT and device.type == "cpu":
+        return _kept(make, count, device, *name)
+    return make(torch.arange(count, device=device), *name)
+
+
+@lru_cache(maxsize=512)
+def _kept(make: Callable[..., torch.Tensor], count: int, device: torch.device, *name: str) -> torch.Tensor:
+    # Whatever mode the first caller is in, others may not be.
+    with torch.inference_mode(mode=False):
+        return make(torch.arange(count, device=device), *name)
 
 
 def _stir(x: torch.Tensor) -> torch.Tensor:
