@@ -55,7 +55,7 @@ def passes_for(mesh: Mesh) -> tuple[Pass, ...]:
     """Return the passes that bring a TRACED graph to LOCAL for the ranks of a mesh."""
     if not mesh.token_axes:
         return PASSES
-    by_tokens = (passes.split_tokens, passes.bubble_up_slices)
+    by_tokens = (passes.split_tokens, passes.bubble_up_slices, passes.read_windows)
     return (*PASSES[:SPLIT_TOKENS_AT], *by_tokens, *PASSES[SPLIT_TOKENS_AT:])
 
 

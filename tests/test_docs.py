@@ -46,6 +46,7 @@ def test_pages_have_marked_commands() -> None:
     }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("page", sorted({name.split()[0] for name in marked()}))
 def test_marked_commands_end_well(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In order, in a folder of their own."""

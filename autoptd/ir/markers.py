@@ -105,9 +105,16 @@ def noise(x: Any, kind: str, site: int, batch: tuple[int, int] | None, shard: tu
 
 
 def causal_attention(
-    q: Any, k: Any, v: Any, *, scale: float | None = None, enable_gqa: bool = False, order: str = ""
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    order: str = "",
+    window: int | None = None,
 ) -> Any:
-    """Causal attention of this rank's queries to the keys of all ranks that come before each."""
+    """Causal attention of this rank's queries to the keys of all ranks that come before each, or to the last of them."""
     raise InternalError("causal_attention", "a marker was executed")
 
 

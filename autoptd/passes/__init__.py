@@ -1,5 +1,5 @@
-"""Graph to graph, one file a pass: annotate, communicate, split_tokens, bubble_up_slices, find_fusions, cut, localize,
-substitute, group_rows, keep, hook_gemms, mark_owned.
+"""Graph to graph, one file a pass: annotate, communicate, split_tokens, bubble_up_slices, read_windows, find_fusions, cut,
+localize, substitute, group_rows, keep, hook_gemms, mark_owned.
 
 What they share lies in folders: `ops` (what is known of an operator), `axes` (which dims run together), `solve` (the types
 over a mesh axis), `stages` (where to cut, and what fits).
@@ -30,6 +30,7 @@ from autoptd.passes.solve.microbatch_losses import MARK
 from autoptd.passes.solve.row_groups import RowGroups
 from autoptd.passes.split_tokens import split_tokens
 from autoptd.passes.weigh import weigh, weigh_known
+from autoptd.passes.windows import read_windows
 
 __all__ = [
     "MARK",
@@ -62,6 +63,7 @@ __all__ = [
     "keep",
     "localize",
     "mark_owned",
+    "read_windows",
     "register_rule",
     "run_passes",
     "split_tokens",

@@ -1,9 +1,10 @@
 """Let attention read no mask where that proves to be causal (part of TRACED -> ANNOTATED, where ranks divide tokens).
 
 In: a TRACED graph, and the trace with all samples that it is compared with. Out: both with `is_causal=True` in place of such
-masks. A model that is traced may hand torch's attention a mask of all tokens by all tokens (those of transformers do), though
-it is causal. Then the queries of a rank see the keys before them, in whichever order ranks have tokens, and no rank makes that
-mask. Where tokens are not divided, fused attention finds the same by itself (`fusion/attention.py`).
+masks; where a mask proves to be a window, its size in the notes, for `windows.py`. A model that is traced may hand torch's
+attention a mask of all tokens by all tokens (those of transformers do), though it is causal. Then the queries of a rank see the
+keys before them, in whichever order ranks have tokens, and no rank makes that mask. Where tokens are not divided, fused
+attention finds the same by itself (`fusion/attention.py`).
 
     read_causal(graph, whole, ctx)
 """
@@ -12,11 +13,14 @@ from __future__ import annotations
 
 from torch.fx import Graph
 
-from autoptd.ir.notes import ops
+from autoptd.ir.notes import note, ops
 from autoptd.passes.axes.constants import Constants
-from autoptd.passes.axes.masks import causal_keywords
+from autoptd.passes.axes.masks import causal_keywords, window_of
 from autoptd.passes.context import Context
 from autoptd.passes.solve.queries import may_be_by_queries
+
+# In the notes of attention under a mask: the keys that a query sees, its own the last.
+WINDOW = "window"
 
 
 def read_causal(graph: Graph, whole: Graph, ctx: Context) -> bool:
@@ -31,7 +35,11 @@ def read_causal(graph: Graph, whole: Graph, ctx: Context) -> bool:
             found = True
             for one, given in zip((node, same), keywords, strict=True):
                 one.args, one.kwargs = one.args[:3], given | {"is_causal": True}  # type: ignore[operator]
+            continue
+        windows = {window_of(one, constants) for one in (node, same)}
+        if len(windows) == 1 and (window := windows.pop()) is not None:
+            note(node).extra[WINDOW] = window
     return found
 
 
-__all__ = ["read_causal"]
+__all__ = ["WINDOW", "read_causal"]

@@ -1,9 +1,9 @@
 """Rewrite a model for ranks that divide its tokens (first in TRACED -> ANNOTATED).
 
 In: a TRACED graph, and the trace with all samples that it is compared with. Out: both, rewritten alike: attention that is
-written out is one operator (`raise_attention.py`), it reads no mask that is causal (`causal_masks.py`), and losses of shifted
-labels read the logits of all tokens (`shift.py`). Without context-parallel ranks only attention changes, and only such as has
-heads that t does not divide: tensor ranks may divide its queries (`solve/queries.py`).
+written out is one operator (`raise_attention.py`), masks that are causal or a window are known (`causal_masks.py`), and losses
+of shifted labels read the logits of all tokens (`shift.py`). Without context-parallel ranks only attention changes, and only
+such as has heads that t does not divide: tensor ranks may divide its queries (`solve/queries.py`).
 
     ctx = rewrite_for_tokens(graph, ctx)
 """
@@ -41,7 +41,7 @@ def rewrite_for_tokens(graph: Graph, ctx: Context) -> Context:
     if not any(done):
         return ctx
     for trace in dict.fromkeys((graph, whole)):
-        trace.eliminate_dead_code(_is_kept)
+        trace.eliminate_dead_code(is_kept)
     if ctx.whole is None:
         return ctx
     rewritten = replace(ctx, whole=whole)
@@ -50,8 +50,9 @@ def rewrite_for_tokens(graph: Graph, ctx: Context) -> Context:
     return rewritten
 
 
-def _is_kept(node: Node) -> bool:
+def is_kept(node: Node) -> bool:
+    """Tell whether a node stays, though nothing reads it."""
     return node.op in ("placeholder", "output")
 
 
-__all__ = ["rewrite_for_tokens"]
+__all__ = ["is_kept", "rewrite_for_tokens"]

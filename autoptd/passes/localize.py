@@ -48,6 +48,7 @@ from autoptd.passes.batch_sums import number_sums
 from autoptd.passes.context import Context
 from autoptd.passes.runner import CALLS, Form, graph_pass
 from autoptd.passes.solve.microbatch_losses import MARK
+from autoptd.passes.windows import READS
 
 
 @graph_pass(
@@ -166,6 +167,7 @@ def _local_attention(node: Node) -> None:
     record = note(node)
     record.axis = next(axis for axis, form in record.forms.items() if form == QUERIES)
     given = {"enable_gqa": argument(node, "enable_gqa"), "order": record.layout[record.axis].order}
+    given |= {"window": record.extra.get(READS)}
     keywords = {name: value for name, value in given.items() if value}
     # A scale of 0 is one.
     if (scale := argument(node, "scale")) is not None:

@@ -33,35 +33,50 @@ def causal_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     order: str = "",
+    window: int | None = None,
 ) -> Tensor:
     """Return softmax(q k^T * scale) v, where a query sees the keys up to its own place in the whole sequence.
 
     With order="zigzag" the queries are two of 2c pieces (`shards.py`), and see 2c + 1 pieces of keys together, on every rank.
+    Of a `window` they see no more than so many keys, the last their own.
     """
     c, index = group.size, group.index
     places = (index, 2 * c - 1 - index) if order == ZIGZAG else (index,)
     length = q.shape[-2] // len(places)
     firsts = tuple(place * length for place in places)
-    if _fits_kernel(q, k, v):
+    if window is None and _fits_kernel(q, k, v):
         return _InBlocks.apply(*map(_last_stride_one, (q, k, v)), firsts, scale)  # type: ignore[no-any-return]
     parts = zip(firsts, q.split(length, -2), strict=True)
-    results = [_masked(first, part, k, v, scale, enable_gqa) for first, part in parts]
+    how = {"scale": scale, "enable_gqa": enable_gqa}
+    if window is None:
+        results = [_masked(first, part, k, v, how) for first, part in parts]
+    else:
+        results = [_in_window(first, part, k, v, window, how) for first, part in parts]
     return torch.cat(results, -2) if len(results) > 1 else results[0]
 
 
-def _masked(first: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None, enable_gqa: bool) -> Tensor:
+def _in_window(first: int, q: Tensor, k: Tensor, v: Tensor, window: int, how: dict[str, Any]) -> Tensor:
+    """Return attention of queries whose first one has place `first`, each to its own key and those before it in a window."""
+    start, end = max(0, first - window + 1), first + q.shape[-2]
+    k, v = k[..., start:end, :], v[..., start:end, :]
+    # Query i stands at first + i, key j at start + j.
+    own = first - start
+    seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril_(own)
+    return F.scaled_dot_product_attention(q, k, v, seen.triu_(own - window + 1), **how)
+
+
+def _masked(first: int, q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any]) -> Tensor:
     """Return causal attention of queries whose first one has place `first`, by one kernel."""
     length = q.shape[-2]
     seen = min(first + length, k.shape[-2])
     k, v = k[..., :seen, :], v[..., :seen, :]
-    how = {"scale": scale, "enable_gqa": enable_gqa}
     if first and seen == first + length and q.is_cuda:
         # The kernels of CUDA devices need no mask in memory. Called by itself: the runtime works where classes of tensors
         # have no say, and torch would read the mask as a tensor.
         mask = causal_lower_right(length, seen)
         return type(mask).__torch_function__(F.scaled_dot_product_attention, (), (q, k, v, mask), how)  # type: ignore[no-any-return]
     rest = torch.ones(length, seen, dtype=torch.bool, device=q.device).tril_(first) if first else None
-    return F.scaled_dot_product_attention(q, k, v, rest, is_causal=rest is None, **how)  # type: ignore[arg-type]
+    return F.scaled_dot_product_attention(q, k, v, rest, is_causal=rest is None, **how)
 
 
 class _InBlocks(torch.autograd.Function):

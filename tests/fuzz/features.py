@@ -146,7 +146,7 @@ CHOICES: dict[str, list[Any]] = {
     "memory": ["none", "embedding", "encoder"],  # that all layers attend to
     "p2p": ["auto", "scatter_gather", "direct"],
     "sequence parallel": ["no", "auto", "yes"],
-    "machine": ["sizes decide", "default", "shared heads"],  # by which plans are weighed
+    "machine": ["sizes decide", "default", "shared heads", "slow products"],  # by which plans are weighed
     "layer number": ["none", *LAYER_NUMBERS],  # on both sides of every operator
     "value head": [False, True],  # a linear layer whose weight has one dim
     "parameter name": ["none", "w", "F", "tp", "rt", "torch", "b"],  # that emitted code may have itself

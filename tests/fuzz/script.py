@@ -272,6 +272,7 @@ def _setup(case: Case) -> list[str]:
 
 MACHINES = {
     "sizes decide": "autoptd.Machine(latency=1e-9, per_saved_byte=1e-12)",
+    "slow products": "autoptd.Machine(latency=1e-9, per_saved_byte=1e-12, flops=1e9)",
     "shared heads": "autoptd.Machine(flops=1e18, memory_bandwidth=1e15, latency=1e-7, per_parameter_byte=1e-10)",
 }
 

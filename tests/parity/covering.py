@@ -30,6 +30,7 @@ from torch import Tensor, nn
 import autoptd
 from autoptd import schedule
 from autoptd.errors import PlanError
+from autoptd.ir import machine
 from autoptd.ir.schedules import SCHEDULES
 from autoptd.options import KEYWORDS, make_options
 from autoptd.runtime.batch import is_call_of
@@ -72,10 +73,14 @@ AXES: dict[str, tuple[Any, ...]] = {  # of each the simplest first
     "zero": (0, 1),
     "recompute": (None, "full", "selective", "full:1/2", ("*",), "auto"),
     "shapes": (None, "exact"),  # with it, every second step has another length and more rows
+    "slow": (
+        "links",
+        "products",
+    ),  # what plans save first: beside slow products tp divides more, tokens of the loss among it
 }
 SIMPLEST = {name: values[0] for name, values in AXES.items()}
 PRICE = 1e-11
-OWN = ("model", "dropout", "reload", "evaluate", "initial")  # what is no keyword
+OWN = ("model", "dropout", "reload", "evaluate", "initial", "slow")  # what is no keyword
 BOUND = (  # which axes decide together what goes; of two groups, all that goes in each (test_covering.py)
     ("schedule", "p", "v", "num_microbatches", "delay_wgrad_compute"),
     ("t", "sequence_parallel"),
@@ -104,7 +109,7 @@ OUTSIDE = {  # fields of Options that are not varied
     "program_cache": "the same programs, read: test_program_cache.py",
     "memory": "what is chosen, not how it runs: test_fit.py",
     "memory_price": "likewise; with recompute='auto'",
-    "machine": "likewise; conftest.py has the one of the tests",
+    "machine": "with slow",
     "plan": "pins what is chosen: test_plan.py; with some kinds of model",
 }
 LEFT_OUT = {
@@ -282,8 +287,19 @@ class Trainer:
         return other
 
 
+SLOW_PRODUCTS = machine.Machine(latency=1e-9, per_saved_byte=1e-12, flops=1e9)
+
+
 def run(case: Case) -> None:
     """Train a case beside the model on one device; AssertionError names the first value that differs."""
+    if case["slow"] == "links":
+        train(case)
+    else:
+        with mock.patch.object(machine, "DEFAULT", SLOW_PRODUCTS):
+            train(case)
+
+
+def train(case: Case) -> None:
     kind, keywords = KINDS[case["model"]], {name: value for name, value in case.items() if name not in OWN}
     if case["recompute"] == "auto":
         # Of a byte, in seconds: for nothing all is kept.

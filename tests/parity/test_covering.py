@@ -54,7 +54,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", array, ids=name_of)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 def test_case(case: Case) -> None:
     covering.run(case)
 

@@ -162,3 +162,23 @@ def test_the_kernels_take_what_they_took() -> None:
         ),
     ):
         assert str(kernel.default._schema).partition("(")[2] == taken[1:]
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 9, 100])
+@pytest.mark.parametrize("order", ["zigzag", ""])
+def test_a_window_of_keys_is_that_of_a_mask(order: str, window: int) -> None:
+    torch.manual_seed(0)
+    q = torch.randn(2, 4, 24, 6, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 2, 24, 6, dtype=torch.float64)
+    gradient = torch.randn_like(q)
+    places = torch.arange(24)
+    behind = places[:, None] - places
+    wanted = [x.clone().requires_grad_() for x in (q, k, v)]
+    mask = (behind >= 0) & (behind < window)
+    result = F.scaled_dot_product_attention(*wanted, attn_mask=mask, enable_gqa=True)
+    result.backward(gradient)
+    for c in (1, 2, 3):
+        found = of_all_ranks([q, k, v], gradient, c, order, enable_gqa=True, window=window)
+        for one, other in zip(found, (result.detach(), *(x.grad for x in wanted)), strict=True):
+            assert other is not None
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

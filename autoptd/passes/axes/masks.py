@@ -62,6 +62,18 @@ def proves_causal(masked: Masked, size: tuple[int, ...], constants: Constants) -
 
 def causal_keywords(node: Node, constants: Constants) -> dict[str, Any] | None:
     """Return the keywords but mask and `is_causal` of torch's attention whose mask proves to be causal; None for any other."""
+    found = _masked(node)
+    return found[2] if found is not None and proves_causal(*found[:2], constants) else None
+
+
+def window_of(node: Node, constants: Constants) -> int | None:
+    """Return the number of keys that a query sees in torch's attention under a mask that proves to be a window."""
+    found = _masked(node)
+    return proves_window(*found[:2], constants) if found is not None else None
+
+
+def _masked(node: Node) -> tuple[Masked, tuple[int, ...], dict[str, Any]] | None:
+    """Return the scores of torch's attention under a mask, their size, and the keywords but `is_causal` and the mask."""
     if op_name(node) != "aten.scaled_dot_product_attention":
         return None
     q, k, _, *rest = node.args
@@ -75,7 +87,7 @@ def causal_keywords(node: Node, constants: Constants) -> dict[str, Any] | None:
     scale = given.get("scale")
     is_positive = scale is None or scale > 0
     size = (*shape(q)[:-1], shape(k)[-2])
-    return given if is_positive and proves_causal(masked, size, constants) else None
+    return (masked, size, given) if is_positive else None
 
 
 def proves_window(masked: Masked, size: tuple[int, ...], constants: Constants) -> int | None:
@@ -218,4 +230,13 @@ def _is_right(masked: Masked, piece: Piece, window: int, constants: Constants) -
     return bool(masked.is_right(entries, entries, (behind >= 0) & (behind < window)).all())
 
 
-__all__ = ["HIDDEN", "SEEN", "Masked", "is_known", "leaves_keys", "proves_causal", "proves_window"]
+__all__ = [
+    "HIDDEN",
+    "SEEN",
+    "Masked",
+    "is_known",
+    "leaves_keys",
+    "proves_causal",
+    "proves_window",
+    "window_of",
+]

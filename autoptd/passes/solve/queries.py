@@ -29,6 +29,15 @@ def divides_heads(node: Node, axes: Axes, is_divided: Callable[[Letter], bool]) 
     return any(letter.form != QUERIES and is_divided(letter) for letter in letters)
 
 
+def has_places(node: Node, letter: Letter) -> bool:
+    """Tell whether a rank knows the places of its queries, of its part of a `letter`.
+
+    Causal ones are counted in chunks of all queries, not of each of several blocks.
+    """
+    assert letter.out is not None
+    return letter.out[1] == 0 or not argument(node, "is_causal")
+
+
 def may_be_by_queries(node: Node, mesh: Mesh) -> bool:
     """Tell whether ranks may split attention by its queries, of which a result is [batch, heads, queries, size].
 
@@ -60,4 +69,4 @@ def work_parts(node: Node, cut: Collection[Node], pieces: int) -> float:
     return 2 / (1 + 1 / pieces)
 
 
-__all__ = ["ATTENTION", "divides_heads", "may_be_by_queries", "order_of_queries", "work_parts"]
+__all__ = ["ATTENTION", "divides_heads", "has_places", "may_be_by_queries", "order_of_queries", "work_parts"]

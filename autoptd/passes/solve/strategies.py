@@ -29,7 +29,7 @@ from autoptd.passes.axes.padding import Padding
 from autoptd.passes.ops.costs import compute_seconds, conversion_seconds, flops
 from autoptd.passes.solve.classes import REDUCED_FORMS, REDUCTIONS, classes_of
 from autoptd.passes.solve.experts import expert_ways, product_seconds, rows_by_expert
-from autoptd.passes.solve.queries import divides_heads, order_of_queries, work_parts
+from autoptd.passes.solve.queries import divides_heads, has_places, order_of_queries, work_parts
 from autoptd.passes.solve.shard_pins import Pins
 from autoptd.passes.solve.split_words import alike_text, why_split
 from autoptd.passes.solve.splits import Factors, Split
@@ -222,7 +222,7 @@ class Splitter:
         # Not the positions that attention's softmax runs over.
         is_allowed = not letter.form.startswith(CLASSES) or not self.classes.isdisjoint(ids)
         if letter.form == QUERIES:
-            return self._splits_queries(node, ids)
+            return self._splits_queries(node, ids) and has_places(node, letter)
         return is_allowed and self._may_split(ids)
 
     def _splits_queries(self, node: Node, ids: Collection[int]) -> bool:

@@ -34,7 +34,7 @@ from autoptd.ir.types import S, ValueType
 from autoptd.passes.axes.axes import Axes, Letter, Place
 from autoptd.passes.context import Context
 from autoptd.passes.ops.costs import compute_seconds, conversion_price, converted_bytes, flops
-from autoptd.passes.solve.queries import ATTENTION
+from autoptd.passes.solve.queries import ATTENTION, has_places
 from autoptd.passes.solve.splits import Split
 from autoptd.passes.solve.strategies import EAGER, Part, Splitter
 
@@ -153,10 +153,11 @@ class TokenSplitter(Splitter):
         if node.target is markers.convert and not self._keeps_outer(node, letter):
             return False
         if self.tokens.issuperset(ids):
-            # Places are counted in chunks of all queries, not of each of several blocks or along a second axis.
-            is_inner = letter.out is not None and letter.out[1] > 0
-            is_cut = letter.form == QUERIES and self._most_cut(node, letter) > 1
-            if (is_inner or is_cut) and letter.form == QUERIES and argument(node, "is_causal"):
+            # Places are counted along one axis.
+            is_cut = (
+                letter.form == QUERIES and self._most_cut(node, letter) > 1 and argument(node, "is_causal")
+            )
+            if is_cut or (letter.form == QUERIES and not has_places(node, letter)):
                 return False
             # Heads alone, where Ulysses is asked for.
             return not (self.context == "ulysses" and self.multiplies_activations(node))

@@ -1,0 +1,54 @@
+"""Let the queries of a rank read the keys in their window, and no mask (CONNECTED -> CONNECTED).
+
+In: a graph with types over every axis, in which attention whose mask is proven to be a window says so (`causal_masks.py`). Out:
+where it is split by its queries, the same without the mask. A rank with s/c queries under a window of w keys multiplies s/c + w
+of them, not s, and makes no row of a mask. Without context-parallel ranks nothing changes.
+
+    z = scaled_dot_product_attention(q, k, v, mask)     # mask: [1, 1, s/c, s]
+    z = scaled_dot_product_attention(q, k, v, None, 0.0, True)      # and note(z).extra["reads_window"] = w
+"""
+
+from __future__ import annotations
+
+from torch.fx import Graph, Node
+
+from autoptd.ir.notes import note, ops
+from autoptd.ir.operators.record import QUERIES
+from autoptd.passes.causal_masks import WINDOW
+from autoptd.passes.context import Context
+from autoptd.passes.for_tokens import is_kept
+from autoptd.passes.runner import CALLS, Form, graph_pass
+
+# In the notes of attention without a mask: the keys that a query sees, its own the last.
+READS = "reads_window"
+
+
+@graph_pass(takes=Form.CONNECTED, gives=Form.CONNECTED, changes=(CALLS,))
+def read_windows(graph: Graph, ctx: Context) -> None:
+    """Drop the masks that are windows where ranks split queries, and what makes them."""
+    found = [node for node in ops(graph) if _is_by_window(node)]
+    for node in found:
+        note(node).extra[READS] = note(node).extra[WINDOW]
+        keywords = {
+            name: each for name, each in node.kwargs.items() if name not in ("attn_mask", "is_causal")
+        }
+        node.args, node.kwargs = (*node.args[:3], None, 0.0, True), keywords
+    if found:
+        graph.eliminate_dead_code(is_kept)
+        left = set(graph.nodes)
+        for assignment in ctx.found.assignments.values():
+            for node in assignment.strategies.keys() - left:
+                del assignment.strategies[node]
+
+
+def _is_by_window(node: Node) -> bool:
+    """Tell whether attention is split by runs of queries over one axis, of which a window is known."""
+    record = note(node)
+    axes = [axis for axis, form in record.forms.items() if form == QUERIES]
+    if WINDOW not in record.extra or len(axes) != 1:
+        return False
+    # Places are counted in chunks of all queries, not of each of several blocks.
+    return record.layout[axes[0]].atom == 0
+
+
+__all__ = ["READS", "read_windows"]
