@@ -83,6 +83,7 @@ def test_requests_that_cannot_be_met(tmp_path: Path, capsys: pytest.CaptureFixtu
         main(["--profile", "no such model"])
 
 
+@pytest.mark.thorough
 @pytest.mark.one_in(9)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_crash_and_a_hang_take_one_row_each(

@@ -104,6 +104,7 @@ def test_a_rank_killed_at_any_kind_of_action_ends_the_others_and_is_named() -> N
             ), told
 
 
+@pytest.mark.thorough
 def test_where_the_host_of_the_store_is_stopped_every_rank_ends() -> None:
     """Its connections stay open: calls of the others end by their timeout, and requests to the store never do."""
     cases = [(FOUR, "F0.2")]

@@ -102,6 +102,7 @@ def test_its_own_plan_gives_the_same_program_and_what_the_model_computes() -> No
     autoptd.verify(gpt(2).double(), memory=bound, steps=2, **request)
 
 
+@pytest.mark.thorough
 def test_a_bound_on_memory_opens_what_was_not_asked_for() -> None:
     """First the replicas share the optimizer's state, then ranks compute again; nothing, where all of it fits."""
     request: dict[str, Any] = {"p": 2, "d": 2, "num_microbatches": 4, "example_inputs": batch()}
