@@ -5,7 +5,7 @@ where it is split by its queries, the same without the mask. A rank with s/c que
 of them, not s, and makes no row of a mask. Without context-parallel ranks nothing changes.
 
     z = scaled_dot_product_attention(q, k, v, mask)     # mask: [1, 1, s/c, s]
-    z = scaled_dot_product_attention(q, k, v, None, 0.0, True)      # and note(z).extra["reads_window"] = w
+    z = scaled_dot_product_attention(q, k, v, is_causal=True)   # and note(z).extra["reads_window"] = w
 """
 
 from __future__ import annotations
@@ -29,10 +29,8 @@ def read_windows(graph: Graph, ctx: Context) -> None:
     found = [node for node in ops(graph) if _is_by_window(node)]
     for node in found:
         note(node).extra[READS] = note(node).extra[WINDOW]
-        keywords = {
-            name: each for name, each in node.kwargs.items() if name not in ("attn_mask", "is_causal")
-        }
-        node.args, node.kwargs = (*node.args[:3], None, 0.0, True), keywords
+        keywords = {name: each for name, each in node.kwargs.items() if name in ("scale", "enable_gqa")}
+        node.args, node.kwargs = node.args[:3], keywords | {"is_causal": True}
     if found:
         graph.eliminate_dead_code(is_kept)
         left = set(graph.nodes)
