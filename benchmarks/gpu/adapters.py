@@ -84,7 +84,7 @@ def trained(shape: Shape, setting: Setting) -> Iterator[Found]:
         except torch.OutOfMemoryError:
             found.append({"form": name, "why": "out of memory"})
         else:
-            seconds = 0.0 if setting.is_toy else min(8.0, max(3.0, setting.left() / 4))
+            seconds = 0.0 if setting.is_toy else min(6.0, max(3.0, setting.left() / 4))
             rows, about = measure(
                 {name: form},
                 setting,

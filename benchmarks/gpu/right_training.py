@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
+from autoptd.ir import machine
 from benchmarks.gpu.models import Call
 from benchmarks.gpu.right_models import small_gpt, verified
 from benchmarks.gpu.rows import Found, Row, Setting
@@ -50,6 +52,33 @@ def experts(name: str, asked: dict[str, Any], setting: Setting) -> Iterator[Foun
     yield verified(model.to(setting.where, dtype), example, {"steps": 1, **asked})
 
 
+def by_queries(setting: Setting) -> Iterator[Found]:
+    """Six heads over t=4, split by queries: as beside long sequences, products are slow for this row."""
+    model, (args, _) = small_gpt(setting, 0.1, 1, heads=6)
+    slow = machine.Machine(latency=1e-9, per_saved_byte=1e-12, flops=1e9)
+    with mock.patch.object(machine, "DEFAULT", slow):
+        yield verified(model, args, {"t": 4, "num_microbatches": 2, "steps": 1 if setting.is_toy else 2})
+
+
+def windows(setting: Setting) -> Iterator[Found]:
+    """A Mistral of transformers whose layers see eight tokens, its keys gathered: no rank makes a mask."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "vocab_size": 64,
+    }
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 8, "use_cache": False}
+    model = transformers.MistralForCausalLM(transformers.MistralConfig(**sizes))
+    ids = torch.randint(0, 64, (8, 32), generator=torch.Generator().manual_seed(1)).to(setting.where)
+    model.to(setting.where, torch.float32 if setting.is_toy else torch.bfloat16)
+    asked = {"c": 2, "t": 2, "context": "all_gather", "num_microbatches": 2, "steps": 1}
+    yield verified(model, {"input_ids": ids, "labels": ids.clone()}, asked)
+
+
 def small_experts(name: str) -> tuple[nn.Module, Call]:
     """Two small layers of four experts, two for each token; on the CPU."""
     import transformers
@@ -79,6 +108,8 @@ ROWS = [
         Row(f"training: {name}", partial(training, asked), 40, 2, name in IN_SHORT)
         for name, asked in ASKED.items()
     ),
+    Row("training: t=4, six heads, split by queries", by_queries, 40, 2, False),
+    Row("training: c=2 t=2, windows of keys", windows, 40, 2, False),
     *(
         Row(f"experts: {name}", partial(experts, kind, asked), 40, 2, False)
         for name, (kind, asked) in EXPERTS.items()

@@ -25,7 +25,7 @@ PROFILE = "profile "  # begins the name of a section that profiles one model
 LOG = "log.txt"
 LOOKS = 0.2  # seconds between two looks at a process
 WORKER = " of "  # in the name of a worker's part of a section: "right 2 of 6"
-CHECKERS = 6  # processes that make checks at a time on one GPU, where no time is measured
+CHECKERS = 10  # processes that make checks at a time on one GPU, where no time is measured
 
 
 @dataclass(frozen=True)
