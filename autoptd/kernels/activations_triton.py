@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from autoptd.kernels.rows_triton import computed, divided, launched, passes
+from autoptd.kernels.launch_triton import launched
+from autoptd.kernels.rows_triton import computed, divided, passes
 
 Tensor = torch.Tensor
 # Elements of one program.

@@ -15,7 +15,8 @@ import triton.language as tl
 
 from autoptd.kernels.cross_entropy import Labels, Loss, Terms
 from autoptd.kernels.forms import wide
-from autoptd.kernels.rows_triton import computed, launched
+from autoptd.kernels.launch_triton import launched
+from autoptd.kernels.rows_triton import computed
 
 Tensor = torch.Tensor
 # Columns that a program works on at a time.

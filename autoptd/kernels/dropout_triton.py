@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 
 from autoptd.kernels.dropout_mask import Places, signed, threshold
-from autoptd.kernels.rows_triton import divided, launched, passes
+from autoptd.kernels.launch_triton import launched
+from autoptd.kernels.rows_triton import divided, passes
 
 # Elements of a row that a program works on at a time.
 SIZE = 1024

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from autoptd.kernels.forms import wide
-from autoptd.kernels.rows_triton import computed, launched, programs, row_size
+from autoptd.kernels.launch_triton import launched
+from autoptd.kernels.rows_triton import computed, programs, row_size
 
 Tensor = torch.Tensor
 # Elements of a row that backward keeps in registers, beside its sums.
@@ -77,8 +78,9 @@ def _norm(
     x = x.contiguous()
     total = x if residual is None else torch.empty_like(x)
     y = torch.empty_like(x, dtype=dtype)
+    factor = x.new_empty((*x.shape[:-1], 1), dtype=wide(x.dtype))
     # The mean is written for layer norm only (CENTERED).
-    mean, factor = x.new_empty((2, *x.shape[:-1], 1), dtype=wide(x.dtype))
+    mean = torch.empty_like(factor) if centered else factor
     width = x.shape[-1]
     if x.numel():
         # A program per row. x stands in for absent tensors: their HAS_ is False, and they are never read.
@@ -149,11 +151,12 @@ def _norm_backward(
             WIDE=computed(total.dtype),
             **size,
         )
+    totals = sums.sum(1)
+    if len({parameter.dtype for parameter in present}) == 1:
+        totals = totals.to(present[0].dtype)  # both by one kernel
     # In the order of `present`; None again where there is no weight or bias.
-    totals = iter(sums.sum(1))
-    grads: list[Tensor | None] = []
-    for parameter in weights:
-        grads.append(None if parameter is None else next(totals).to(parameter.dtype))
+    each = iter(totals.unbind())
+    grads = [None if parameter is None else next(each).to(parameter.dtype) for parameter in weights]
     return dx, grads
 
 

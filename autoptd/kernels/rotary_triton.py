@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from autoptd.kernels.rows_triton import computed, four_dims, launched
+from autoptd.kernels.launch_triton import launched
+from autoptd.kernels.rows_triton import computed, four_dims
 
 Tensor = torch.Tensor
 # Pairs of elements that one program rotates.

@@ -9,7 +9,7 @@ Imported only where Triton is installed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import torch
@@ -21,19 +21,7 @@ from autoptd.kernels.forms import wide
 Tensor = torch.Tensor
 
 
-def launched(kernel: Any, grid: tuple[int, ...], x: Tensor) -> Callable[..., Any]:
-    """Return what launches a kernel on tensors like `x`: nothing on the meta device, where its results have no values."""
-    return _nothing if _has_no_values(x) else kernel[grid]  # type: ignore[no-any-return]
-
-
-def _has_no_values(x: Tensor) -> bool:
-    return x.is_meta
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
-
-
+@functools.cache
 def row_size(width: int, most: int = 32) -> dict[str, int]:
     """Return the block that holds a row of `width` elements, and the warps, of 4 to `most`, that work on it."""
     block = triton.next_power_of_2(max(width, 16))
@@ -60,7 +48,12 @@ def programs(rows: int, warps: int, device: torch.device) -> int:
     if device.type != "cuda":
         # Triton's interpreter, in tests: several, with more than one row each.
         return min(rows, 3)
-    return min(rows, max(1, 16 // warps) * torch.cuda.get_device_properties(device).multi_processor_count)
+    return min(rows, max(1, 16 // warps) * _multiprocessors(device))
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def passes(period: int, numbers: int, size: int) -> int:

@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from autoptd.kernels import rows_triton
+from autoptd.kernels import launch_triton
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {
@@ -86,7 +86,7 @@ def launches() -> Iterator[list[Launch]]:
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
         found.append(_launch(kernel, args, keywords, grid))
 
-    has_values = mock.patch.object(rows_triton, "_has_no_values", lambda _: False)
+    has_values = mock.patch.object(launch_triton, "_has_no_values", lambda _: False)
     with has_values, mock.patch.object(JITFunction, "run", run):
         yield found
 

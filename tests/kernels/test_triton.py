@@ -52,3 +52,7 @@ def test_cotangents_are_where_the_results_are() -> None:
 @pytest.mark.thorough
 def test_triton_kernels_compile(tmp_path: Path) -> None:
     run("triton_compile.py", tmp_path)
+
+
+def test_triton_launches(tmp_path: Path) -> None:
+    run("triton_launch.py", tmp_path)
