@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from autoptd.kernels.launch_triton import launched
-from autoptd.kernels.rows_triton import computed, divided, passes
+from autoptd.kernels.rows_triton import ceil_div, computed, divided, passes
 
 Tensor = torch.Tensor
 # Elements of one program.
@@ -85,7 +85,7 @@ def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[T
 
 
 def _grid(x: Tensor) -> tuple[int]:
-    return (triton.cdiv(x.numel(), SIZE),)
+    return (ceil_div(x.numel(), SIZE),)
 
 
 @triton.jit

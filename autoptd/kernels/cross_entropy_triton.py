@@ -16,7 +16,7 @@ import triton.language as tl
 from autoptd.kernels.cross_entropy import Labels, Loss, Terms
 from autoptd.kernels.forms import wide
 from autoptd.kernels.launch_triton import launched
-from autoptd.kernels.rows_triton import computed
+from autoptd.kernels.rows_triton import ceil_div, computed
 
 Tensor = torch.Tensor
 # Columns that a program works on at a time.
@@ -57,7 +57,7 @@ def gradients(
     out = torch.empty_like(z) if out is None else out
     if len(z):
         # With the terms known, blocks of a row are independent: a program for each.
-        launched(_gradients, (len(z), triton.cdiv(z.shape[1], BLOCK)), z)(
+        launched(_gradients, (len(z), ceil_div(z.shape[1], BLOCK)), z)(
             z,
             out,
             terms.maximum,

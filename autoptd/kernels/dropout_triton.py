@@ -15,7 +15,7 @@ import triton.language as tl
 
 from autoptd.kernels.dropout_mask import Places, signed, threshold
 from autoptd.kernels.launch_triton import launched
-from autoptd.kernels.rows_triton import divided, passes
+from autoptd.kernels.rows_triton import ceil_div, divided, passes
 
 # Elements of a row that a program works on at a time.
 SIZE = 1024
@@ -69,7 +69,7 @@ def _run(
         x, bias = (x.view(-1, len(bias)) + bias).view(x.shape), None
     where = places or Places(0, 0)
     columns, block = before * after, where.block or before * after
-    chunks = triton.cdiv(after, SIZE)
+    chunks = ceil_div(after, SIZE)
     # A program hashes its columns once, for all the rows that it takes: of these fewer where programs would
     # be few.
     at_once = min(rows, max(1, PROGRAMS // (chunks * before)))

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from autoptd.kernels.forms import wide
 from autoptd.kernels.launch_triton import launched
-from autoptd.kernels.rows_triton import computed, programs, row_size
+from autoptd.kernels.rows_triton import ceil_div, computed, programs, row_size
 
 Tensor = torch.Tensor
 # Elements of a row that backward keeps in registers, beside its sums.
@@ -141,7 +141,7 @@ def _norm_backward(
             rows,
             width,
             count,
-            triton.cdiv(rows, count),
+            ceil_div(rows, count),
             OFFSET=offset,
             CENTERED=centered,
             HAS_WEIGHT=weight is not None,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from autoptd.kernels.launch_triton import launched
-from autoptd.kernels.rows_triton import computed, four_dims
+from autoptd.kernels.rows_triton import ceil_div, computed, four_dims, next_power_of_2
 
 Tensor = torch.Tensor
 # Pairs of elements that one program rotates.
@@ -36,10 +36,10 @@ def turned(
     source, target = four_dims(x), four_dims(out)
     rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
     if rows and width:
-        block = triton.next_power_of_2(width // 2)
+        block = next_power_of_2(width // 2)
         # Rows of one program: heads are narrow, one row would be too little work.
         height = max(1, ELEMENTS // block)
-        launched(_turn, (triton.cdiv(rows, height),), x)(
+        launched(_turn, (ceil_div(rows, height),), x)(
             source,
             cos,
             sin,
