@@ -123,7 +123,16 @@ class _Search:
         return placed if best == prices[-1] and seconds else self._solve(best)
 
     def _layout_prices(self) -> list[float]:
-        """Return the lowest price of every layout: of two prices with the same one, those between have it, too."""
+        """Return the lowest price of every layout: of two prices with the same one, those between have it, too.
+
+        A layout does not depend on the bytes that are put aside, so it is searched for once.
+        """
+        known = self.ctx.layout_prices
+        if (zero := self.ctx.options.zero) not in known:
+            known[zero] = self._find_layout_prices()
+        return known[zero]
+
+    def _find_layout_prices(self) -> list[float]:
         prices = prices_from(self.first, self.unit)
         layouts = {0: self._layout(prices[0]), len(prices) - 1: self._layout(prices[-1])}
         found = [prices[0]]

@@ -94,6 +94,8 @@ class Context:
     - `checkpointed`: the modules that the model wraps in activation checkpoints.
     - `saved_by`: what every operator of a LOCAL graph saves for backward.
     - `like`: a program of the same model; parameters are stored, and layers cut, as in that one.
+    - `layout_prices`: by `zero`, the prices of memory at which layouts change, whatever is put aside: known to all contexts that
+      are made from one.
     """
 
     options: Options = field(default_factory=Options)
@@ -113,6 +115,7 @@ class Context:
     checkpointed: tuple[str, ...] = ()
     saved_by: Callable[[Graph], SavedForBackward] = lambda graph: SavedForBackward()
     like: Program | None = None
+    layout_prices: dict[Any, list[float]] = field(default_factory=dict)
     found: Findings = field(init=False, default_factory=Findings)
 
     @property

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import autoptd
+from autoptd import fit, place
 from autoptd.errors import PlanError
 from autoptd.passes.cut import TooFull
 from autoptd.passes.stages.memory_price import MAX_POWER, MIN_POWER, find_memory_price
@@ -170,3 +172,18 @@ def test_what_the_least_plan_takes_is_enough() -> None:
     assert fullest(autoptd.compile(model, memory=memory, **request)) <= memory
     with pytest.raises(PlanError, match="the fullest rank takes"):
         autoptd.compile(model, memory=0.97 * memory, **request)
+
+
+def test_layouts_are_searched_for_once_however_often_a_step_is_rehearsed() -> None:
+    """What is put aside for the work of operators changes with every rehearsal; a layout's price does not."""
+    asked: dict[str, Any] = {"sequence_parallel": "auto", "memory": 0.9 * fullest(compiled())}
+    searched, rehearsed = place._Search._find_layout_prices, fit.peak_memory
+    with (
+        mock.patch.object(place._Search, "_find_layout_prices", autospec=True, side_effect=searched) as once,
+        mock.patch.object(fit, "peak_memory", side_effect=rehearsed) as often,
+    ):
+        program = compiled.__wrapped__(**asked)
+    assert once.call_count == 1 < often.call_count
+    # As if they were searched for each time.
+    with mock.patch.object(place._Search, "_layout_prices", searched):
+        assert compiled.__wrapped__(**asked).sources == program.sources
