@@ -255,8 +255,11 @@ def text_of(name: str) -> str:
     return "".join(autoptd.compile(Shifting(name), c=2, **given).sources.values())
 
 
+WITHOUT_LABELS = ("z", "entropy")
+
+
 @pytest.mark.one_in(36)
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", [name for name in FORMS if name not in WITHOUT_LABELS])
 def test_labels_in_chunks_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Between tokens in zigzag order; the name that the labels have by then depends on how the loss is fused."""
     slices = re.findall(r"= (rt\.i_to_s\(\w+, cp, dim=\d, blocks=rt\.Zigzag\((\d*)\))", text_of(name))
