@@ -11,9 +11,6 @@ views of them; a wider dtype hides one that was lost. Neither can be seen on the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import nn
 
@@ -65,27 +62,3 @@ def allowance(rounding: float, losses: list[torch.Tensor], exact: list[torch.Ten
     pairs = zip(losses, exact[: len(losses)], strict=True)
     own = [relative_difference(loss.double(), wide, 0.0) for loss, wide in pairs]
     return max(rounding, AMPLIFIED * max(own))
-
-
-@contextmanager
-def put_back(model: nn.Module) -> Iterator[None]:
-    """Restore every parameter, gradient, buffer and attribute of `model` afterwards."""
-    tensors = [*model.parameters(), *model.buffers()]
-    values, gradients = [x.detach().clone() for x in tensors], [(p, p.grad) for p in model.parameters()]
-    states = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in model.modules()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        # In place: vars(module) is the module's own dict.
-        for state, before, buffers in states:
-            state.clear()
-            state.update(before)
-            state["_buffers"].clear()
-            state["_buffers"].update(buffers)
-        with torch.no_grad():
-            for x, value in zip(tensors, values, strict=True):
-                x.copy_(value)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient

@@ -44,7 +44,8 @@ from autoptd.trace import OFF, Autocast, check_module, check_precision, computin
 from autoptd.trace.loss import WithLoss
 from autoptd.verify.fresh import Call, fresh_calls, given_calls
 from autoptd.verify.microbatches import loss_by_microbatch
-from autoptd.verify.untouched import ROUNDING, allowance, check_copy, finite_losses, put_back, rounding_of
+from autoptd.verify.put_back import put_back
+from autoptd.verify.untouched import ROUNDING, allowance, check_copy, finite_losses, rounding_of
 from autoptd.verify.widen import Widen, widen_inputs, widen_model, widen_options
 from autoptd.verify.widening import check_widening, kernels_of, masks_of, relative_difference
 
@@ -147,7 +148,6 @@ def verify(
     wide_calls = [widen_inputs(wide_call) for wide_call in calls]
     for args, kwargs in wide_calls:
         check_call(program, args, kwargs, options.mesh.replicas)
-    # See `Setting`: noise must not be divided by itself.
     eps = max(1e-8, NOISE * check_widening(wide_model, program, options, *wide_calls[0]))
     setting = Setting(wide_options, lr, eps)
     large = replace(setting, lr=max(lr, FIRST_LR))
@@ -300,9 +300,9 @@ def compare_evaluation(
     except (PlanError, TraceError) as error:
         notes.append(f"not evaluated: {error}")
         return []
-    with torch.no_grad(), Widen():
-        evaluated = copy.deepcopy(reference).eval()
-        wanted = loss_by_microbatch(WithLoss(evaluated, setting.options.loss_fn), pm.program, args, kwargs)
+    with torch.no_grad(), Widen(), put_back(reference):
+        evaluated = WithLoss(reference.eval(), setting.options.loss_fn)
+        wanted = loss_by_microbatch(evaluated, pm.program, args, kwargs)
     return [Difference("evaluation", "loss", len(calls) - 1, relative_difference(ours, wanted, 0.0))]
 
 

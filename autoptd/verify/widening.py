@@ -24,6 +24,7 @@ from autoptd.runtime.dropout import Draw, dropout
 from autoptd.trace import given_masks
 from autoptd.trace.loss import WithLoss
 from autoptd.trace.masks import written_out_attention
+from autoptd.verify.put_back import put_back
 from autoptd.verify.widen import Widen, in_float64
 
 WIDENED_TOLERANCE = 1e-6
@@ -83,10 +84,11 @@ def check_widening(
         raise PlanError(
             "verify", "the model has no parameter that requires a gradient", "nothing is trained here"
         )
-    with masks_of(program, 1), in_float64():
-        plain = WithLoss(model, options.loss_fn)(*args, **kwargs)
-    narrow = torch.autograd.grad(plain, parameters, allow_unused=True)
-    with Widen():
+    with put_back(model):
+        with masks_of(program, 1), in_float64():
+            plain = WithLoss(model, options.loss_fn)(*args, **kwargs)
+        narrow = torch.autograd.grad(plain, parameters, allow_unused=True)
+    with put_back(model), Widen():
         with masks_of(program, 1):
             loss = WithLoss(model, options.loss_fn)(*args, **kwargs)
         wide = torch.autograd.grad(loss, parameters, allow_unused=True)

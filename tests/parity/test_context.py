@@ -85,6 +85,32 @@ def shifted() -> Shifted:
     return Shifted()
 
 
+class Biased(nn.Module):
+    """A learned bias for every distance and head, handed to torch's attention as its mask (T5, Swin)."""
+
+    def __init__(self, width: int = 16, heads: int = 4) -> None:
+        super().__init__()
+        self.embed, self.heads = nn.Embedding(VOCAB, width), heads
+        self.far = nn.Parameter(torch.randn(heads, 64))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.head = nn.Linear(width, VOCAB)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        places = torch.arange(ids.shape[1], device=ids.device)
+        bias = self.far[:, places[:, None] - places + 32]
+        for _ in range(2):
+            q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+            z = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
+            x = x + self.out(z.transpose(1, 2).flatten(2))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def biased() -> Biased:
+    torch.manual_seed(0)
+    return Biased()
+
+
 class Pooled(nn.Module):
     """A label for every row, from its first token."""
 
@@ -141,6 +167,12 @@ CASES = [(name, mesh) for name, (_, _, meshes) in MODELS.items() for mesh in mes
 def test_models(name: str, mesh: dict[str, Any]) -> None:
     make, labels, _ = MODELS[name]
     autoptd.verify(make(), **mesh, example_inputs=(IDS, labels), steps=2)
+
+
+@pytest.mark.parametrize("mesh", [{"c": 2, "t": 2}, {"c": 2}, {"c": 4, "p": 2}], ids=str)
+def test_a_learned_bias_of_attention(mesh: dict[str, Any]) -> None:
+    """Its dims are tokens, though it is made of parameters alone: it is added to a product, no factor of it."""
+    autoptd.verify(biased(), **mesh, example_inputs=(IDS, uneven(TARGETS)), steps=2)
 
 
 @pytest.mark.parametrize("mesh", [{"c": 3}, {"c": 3, "t": 2, "sequence_parallel": True}], ids=str)

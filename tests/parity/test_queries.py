@@ -46,6 +46,26 @@ class Cross(nn.Module):
         return F.cross_entropy(self.out(z).flatten(0, 1), labels.flatten())
 
 
+class Blocks(nn.Module):
+    """Tokens see those before them in a block of four: attention has a dim for the blocks, which are tokens, too."""
+
+    def __init__(self, width: int = 30, heads: int = 5) -> None:
+        super().__init__()
+        self.embed, self.qkv = nn.Embedding(VOCAB, width), nn.Linear(width, 3 * width)
+        self.out, self.head, self.heads = nn.Linear(width, width), nn.Linear(width, VOCAB), heads
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        q, k, v = (
+            y.unflatten(-1, (self.heads, -1)).transpose(1, 2).unflatten(2, (-1, 4))
+            for y in self.qkv(x).chunk(3, -1)
+        )
+        near = torch.ones(4, 4, dtype=torch.bool, device=ids.device).tril().triu(-1)
+        z = F.scaled_dot_product_attention(q, k, v, attn_mask=near).flatten(2, 3)
+        x = x + self.out(z.transpose(1, 2).flatten(2))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
 def made(make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return make()
@@ -81,6 +101,13 @@ def test_parity(name: str, mesh: dict[str, Any]) -> None:
 def test_beside_ranks_that_divide_tokens(name: str) -> None:
     """Of causal attention one axis has the queries, of any other both may."""
     autoptd.verify(MODELS[name](), t=4, c=2, example_inputs=(IDS, TARGETS), steps=2)
+
+
+@pytest.mark.parametrize("asked", ["auto", True, False])
+def test_blocks_of_tokens(asked: bool | str) -> None:
+    """Their queries are split or not, whether or not sequence parallelism may split the blocks."""
+    long = tuple(torch.cat([x, x.roll(1, 0)], 1) for x in (IDS, TARGETS))
+    autoptd.verify(made(Blocks), t=2, sequence_parallel=asked, example_inputs=long, steps=2)
 
 
 EDITS = {

@@ -67,6 +67,23 @@ def test_model_is_as_it_was() -> None:
     assert list(vars(model)) == attributes
 
 
+def test_a_model_that_keeps_what_it_computed() -> None:
+    """As for a loss of its own, or to be looked at: a tensor with a history, which cannot be copied."""
+
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.up = nn.Embedding(VOCAB, 8), nn.Linear(8, 8)
+
+        def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+            self.last = self.up(self.embed(ids))
+            return self.last.square().mean() + 0 * targets.sum()
+
+    model = Keeping()
+    assert autoptd.verify(model, t=2, example_inputs=tokens(0), steps=2).passed
+    assert not hasattr(model, "last")
+
+
 def test_batches_are_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Tensor] = []
     step = ParallelModel.step

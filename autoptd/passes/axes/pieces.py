@@ -130,7 +130,9 @@ def _slice(piece: Piece) -> Call | None:
     if argument(node, "step") != 1:
         return None
     start = argument(node, "start") or 0
-    start = min(start + shape(x)[dim] if start < 0 else start, shape(x)[dim])
+    size = shape(x)[dim]
+    # As torch does: what lies before the first entry begins with it.
+    start = max(0, start + size) if start < 0 else min(start, size)
     window = tuple((a + start, b + start) if at == dim else (a, b) for at, (a, b) in enumerate(piece.window))
     return Call(("slice",), (Piece(x, window),), lambda values, sizes: values[0])
 

@@ -226,10 +226,15 @@ class Splitter:
         return is_allowed and self._may_split(ids)
 
     def _splits_queries(self, node: Node, ids: Collection[int]) -> bool:
-        """Tell whether attention may be split by tokens, though nothing else is: where no heads divide."""
+        """Tell whether attention may be split by tokens, though nothing else is: where no heads divide.
+
+        Blocks of tokens with attention of their own are no heads: the answer is the same whether or not tokens may be split.
+        """
 
         def is_divided(letter: Letter) -> bool:
-            return self._may_split(self.axes.ids_of(node, letter)) and self.padding.divides(node, letter)
+            ids = self.axes.ids_of(node, letter)
+            is_head = self._may_split(ids) and self.tokens.isdisjoint(ids)
+            return is_head and self.padding.divides(node, letter)
 
         is_possible = Part.WEIGHTS in self.may_split and self.batch.isdisjoint(ids)
         return (

@@ -78,7 +78,7 @@ class TokenSplitter(Splitter):
         found: set[int] = set()
         for node in ops(graph):
             if flops(node) or op_name(node).startswith("aten.conv"):
-                for operand in filter(self._is_weight, operands(node)):
+                for operand in filter(self._is_weight, _factors(node)):
                     for ids in self.axes.ids(operand):
                         found.update(ids)
         return found
@@ -88,7 +88,7 @@ class TokenSplitter(Splitter):
 
     def multiplies_activations(self, node: Node) -> bool:
         """Tell whether an operator is a product of two activations, as in attention."""
-        return bool(flops(node)) and not any(map(self._is_weight, operands(node)))
+        return bool(flops(node)) and not any(map(self._is_weight, _factors(node)))
 
     def _find_heads(self, graph: Graph) -> set[int]:
         """Return the axes by which operators may be split that read tokens, and cannot be split by them."""
@@ -316,6 +316,12 @@ class TokenSplitter(Splitter):
 def is_repeat(node: Node) -> bool:
     """Tell whether an operator gives its operand several times, or is the reshape behind that."""
     return operator_of(node).moves in ("spread", "fold") or op_name(node).startswith("aten.repeat")
+
+
+def _factors(node: Node) -> list[Node]:
+    """Return what a product multiplies: of attention not the mask that is added, which may be learned."""
+    read = operands(node)
+    return read[:3] if op_name(node) == ATTENTION else read
 
 
 def _of_inputs(graph: Graph) -> set[Node]:

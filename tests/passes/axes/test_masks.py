@@ -135,6 +135,17 @@ def test_windows(width: int) -> None:
     assert proves_window(masked_by(node), (2, 2, S, S), known) is None or width + 3 >= S
 
 
+@pytest.mark.parametrize("start", [-S - 9, -S, -5, 3, S + 2])
+def test_pieces_of_rows_from_any_place(start: int) -> None:
+    """Python lets a slice begin before the first row: that is the first."""
+    node, known = traced(lambda: (q() >= k())[start:])
+    wanted = (q() >= k())[start:]
+    rows = wanted.shape[0]
+    for first in range(0, rows, TILE):
+        band = Piece(node, ((first, min(first + TILE, rows)), (0, S)))
+        assert torch.equal(known.entries(band), wanted[first : first + TILE])
+
+
 def test_buffers_of_every_head_and_of_meta() -> None:
     mask = torch.ones(2, S, S, dtype=torch.bool).tril()
     node, known = traced(lambda x: x & True, mask)
