@@ -94,8 +94,8 @@ class Context:
     - `checkpointed`: the modules that the model wraps in activation checkpoints.
     - `saved_by`: what every operator of a LOCAL graph saves for backward.
     - `like`: a program of the same model; parameters are stored, and layers cut, as in that one.
-    - `layout_prices`: by `zero`, the prices of memory at which layouts change, whatever is put aside; contexts that are made from
-      one share them.
+    - `layout_prices`: by `zero`, the prices of memory at which layouts change, whatever is put aside; contexts that are made
+      from one share them.
     """
 
     options: Options = field(default_factory=Options)
