@@ -204,10 +204,13 @@ def _check_split(assignment: Assignment, splitter: TokenSplitter) -> None:
     for node, strategy in assignment.strategies.items():
         is_attention = splitter.multiplies_activations(node) and splitter.reads_tokens(node)
         if is_attention and not strategy.is_split:
+            start = f"{context=} splits attention by {noun}, and"
             sizes = sorted({way.size for way in splitter.blocked(node)})
-            counted = f"{' and '.join(map(str, sizes)) or 'its'} {noun}{splitter.whose}"
-            fits = ", ".join(map(str, divisors(sizes))) if sizes else "1"
-            fact = f"{context=} splits attention by {noun}, and {counted} do not divide over {degree}"
+            if not sizes:  # as by heads beside a learned bias, or by queries that tp has split already
+                raise PlanError(site(node), f"{start} cannot split this one by them", f"context={other!r}")
+            counted = f"{' and '.join(map(str, sizes))} {noun}{splitter.whose}"
+            fits = ", ".join(map(str, divisors(sizes)))
+            fact = f"{start} {counted} do not divide over {degree}"
             raise PlanError(site(node), fact, f"{letter} in {{{fits}}}, or context={other!r}")
 
 

@@ -175,6 +175,13 @@ def test_a_learned_bias_of_attention(mesh: dict[str, Any]) -> None:
     autoptd.verify(biased(), **mesh, example_inputs=(IDS, uneven(TARGETS)), steps=2)
 
 
+def test_a_learned_bias_is_not_split_by_heads() -> None:
+    """All of its heads are on every rank; that four heads do not divide over two ranks would be no reason."""
+    told = "context='ulysses' splits attention by heads, and cannot split this one by them. Remedy: context='all_gather'"
+    with pytest.raises(autoptd.PlanError, match=re.escape(told)):
+        autoptd.compile(biased(), c=2, context="ulysses", example_inputs=(IDS, TARGETS))
+
+
 @pytest.mark.parametrize("mesh", [{"c": 3}, {"c": 3, "t": 2, "sequence_parallel": True}], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_three_ranks(kind: str, mesh: dict[str, Any]) -> None:
