@@ -62,40 +62,29 @@ def by_queries(setting: Setting) -> Iterator[Found]:
 
 def windows(setting: Setting) -> Iterator[Found]:
     """A Mistral of transformers whose layers see eight tokens, its keys gathered: no rank makes a mask."""
+    model, (_, kwargs) = small_decoder("Mistral", tokens=32, sliding_window=8)
+    example = {key: x.to(setting.where) for key, x in kwargs.items()}
+    model.to(setting.where, torch.float32 if setting.is_toy else torch.bfloat16)
+    asked = {"c": 2, "t": 2, "context": "all_gather", "num_microbatches": 2, "steps": 1}
+    yield verified(model, example, asked)
+
+
+def small_decoder(kind: str, tokens: int = 16, **sizes: Any) -> tuple[nn.Module, Call]:
+    """Two small layers of a family of transformers, and a batch of eight rows; on the CPU."""
     import transformers
 
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "vocab_size": 64,
-    }
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 8, "use_cache": False}
-    model = transformers.MistralForCausalLM(transformers.MistralConfig(**sizes))
-    ids = torch.randint(0, 64, (8, 32), generator=torch.Generator().manual_seed(1)).to(setting.where)
-    model.to(setting.where, torch.float32 if setting.is_toy else torch.bfloat16)
-    asked = {"c": 2, "t": 2, "context": "all_gather", "num_microbatches": 2, "steps": 1}
-    yield verified(model, {"input_ids": ids, "labels": ids.clone()}, asked)
+    sizes |= {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes))
+    ids = torch.randint(0, 64, (8, tokens), generator=torch.Generator().manual_seed(1))
+    return model, ((), {"input_ids": ids, "labels": ids.clone()})
 
 
 def small_experts(name: str) -> tuple[nn.Module, Call]:
     """Two small layers of four experts, two for each token; on the CPU."""
-    import transformers
-
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "vocab_size": 64,
-    }
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "use_cache": False}
     kind = {"Mixtral": "Mixtral", "Phi-3.5-MoE": "Phimoe"}[name]
-    config = getattr(transformers, f"{kind}Config")(**sizes, num_experts_per_tok=2)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
-    ids = torch.randint(0, 64, (8, 16), generator=torch.Generator().manual_seed(1))
-    return model, ((), {"input_ids": ids, "labels": ids.clone()})
+    return small_decoder(kind, num_local_experts=4, num_experts_per_tok=2)
 
 
 EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
