@@ -12,6 +12,7 @@ rule).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -224,13 +225,17 @@ def compare_rows(
     model: nn.Module, options: Options, captured: tracing.Captured, call: tuple[Any, Any], batch: Batch
 ) -> None:
     """Hold the trace against the model; it may fail on fewer rows (a table that was divided by chance, and
-    is indexed).
+    is indexed). A model whose step does not fit on its device is not compared: a warning.
     """
     try:
         autocast = autocast_here(model, options)
         tracing.compare(model, options.loss_fn, captured.graph, captured.buffers, *call, autocast)
     except AutoptdError:
         raise
+    except torch.OutOfMemoryError as error:
+        # Partitioned, fused or computed again it may fit.
+        text = f"the trace is not compared with the model, of which a step with {batch.traced_rows} rows does not fit: "
+        warnings.warn(f"model: {text}{str(error).splitlines()[0]}", stacklevel=2)
     except Exception as error:
         fact = f"it cannot be run: {type(error).__name__}: {error}"
         if remedy := narrow_remedy(options, call):

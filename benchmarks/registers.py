@@ -74,6 +74,8 @@ def loss(classes: int) -> None:
     which = Loss(0.0, classes, classes, lambda numbers, op: numbers)
     terms = cross_entropy_triton.terms(which, logits, labels)
     cross_entropy_triton.gradients_(which, logits, terms, labels, row(dtype=torch.float32))
+    number = torch.empty((), dtype=torch.float32, device="meta")
+    cross_entropy_triton.whole_rows_(which, logits, labels, row(dtype=torch.float32)[None], (number, number))
 
 
 def dropout(shape: tuple[int, int, int], **shard: int) -> None:
@@ -107,7 +109,7 @@ CALLS = (
     *(Call(f"RMS norm of {width:,}", partial(rms_norm, width), BOTH) for width in WIDTHS),
     *(Call(f"layer norm of {width:,}", partial(layer_norm, width), BOTH) for width in WIDTHS),
     *(Call(f"softmax of {keys:,}", partial(softmax, keys), BOTH) for keys in (2048, 32768)),
-    Call("loss of 50,304", partial(loss, 50304), ("_terms", "_gradients")),
+    Call("loss of 50,304", partial(loss, 50304), ("_terms", "_gradients", "_whole_rows")),
     Call("loss of 50,257", partial(loss, 50257)),  # an odd number of columns: two bytes at a time
     Call("dropout", partial(dropout, (1, 2, 1 << 21)), ("_drop",)),
     Call("dropout of a shard", partial(dropout, (1024, 2, 4096), block=1024, degree=4), ("_drop",)),

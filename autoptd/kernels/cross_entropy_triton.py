@@ -1,7 +1,7 @@
 """The passes over the logits of `kernels.cross_entropy` in Triton: one that reads them, one that puts their
-gradient in place.
+gradient in place; and one that does both, where a rank has all columns.
 
-Both compute in float32 (float64 for float64), so that narrower logits need no copy. Class weights are not for
+All compute in float32 (float64 for float64), so that narrower logits need no copy. Class weights are not for
 these kernels.
 
 Imported only where Triton is installed.
@@ -78,9 +78,92 @@ def gradients(
     return out
 
 
+def whole_rows_(
+    loss: Loss, z: Tensor, labels: Labels, losses: Tensor, factors: tuple[Tensor, Tensor] | None
+) -> None:
+    """Write what the losses of rows are made of, 0 where ignored; put the gradient of the logits z [N, n] in their place.
+
+    `losses` [1 or 2, N] gets log S - (z_y - M), and with smoothing the sum over j of log S - (z_j - M). `factors` are
+    what those two count for in what is differentiated (0-d, in the dtype of the losses); None: no gradient is wanted.
+    """
+    # On CUDA it fails for an id that is none, as torch's loss does; the kernel would read beside the row.
+    picked = z.gather(1, labels.column.unsqueeze(1))
+    hard, soft = (losses, losses) if factors is None else factors
+    if len(z):
+        launched(_whole_rows, (len(z),), z)(
+            z,
+            picked,
+            labels.column,
+            labels.ignored,
+            losses,
+            hard,
+            soft,
+            z.stride(0),
+            losses.stride(0),
+            loss.real,
+            SMOOTHS=bool(loss.smoothing),
+            GRADS=factors is not None,
+            WIDE=computed(z.dtype),
+            BLOCK=BLOCK,
+            num_warps=8,
+        )
+
+
+@triton.jit
+def _whole_rows(
+    z,
+    picked,
+    target,
+    ignored,
+    losses,
+    hard,
+    soft,
+    step,
+    losses_step,
+    real,
+    SMOOTHS: tl.constexpr,
+    GRADS: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    most, total, values = _sums_of_row(z + row * step, real, WIDE, BLOCK)
+    logarithm = tl.log(total)
+    counts = tl.load(ignored + row) == 0
+    loss = logarithm - (tl.load(picked + row).to(WIDE) - most)
+    tl.store(losses + row, tl.where(counts, loss, 0.0))
+    if SMOOTHS:
+        loss = real * logarithm - (values - real * most)
+        tl.store(losses + losses_step + row, tl.where(counts, loss, 0.0))
+    if GRADS:
+        at_target = tl.where(counts, tl.load(hard), 0.0)
+        factor = at_target / total
+        if SMOOTHS:
+            each = tl.where(counts, tl.load(soft), 0.0)
+            factor = (at_target + each * real) / total
+        column_of_target = tl.load(target + row)
+        for start in range(0, real, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            x = tl.load(z + row * step + column, mask=column < real, other=-float("inf")).to(WIDE)
+            y = factor * tl.exp(x - most)
+            if SMOOTHS:
+                y -= each
+            y = tl.where(column == column_of_target, y - at_target, y)
+            tl.store(z + row * step + column, y.to(z.dtype.element_ty), mask=column < real)
+
+
 @triton.jit
 def _terms(z, maximum, total, weighted, step, real, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
+    most, sums, values = _sums_of_row(z + row * step, real, WIDE, BLOCK)
+    tl.store(maximum + row, most)
+    tl.store(total + row, sums)
+    tl.store(weighted + row, values)
+
+
+@triton.jit
+def _sums_of_row(z, real, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """The maximum m of a row, the sum of exp(z - m), and that of z."""
     # Each lane has a maximum and a sum of its own; they are joined at the end.
     top = tl.full([BLOCK], -float("inf"), WIDE)
     sums = tl.zeros([BLOCK], WIDE)
@@ -88,7 +171,7 @@ def _terms(z, maximum, total, weighted, step, real, WIDE: tl.constexpr, BLOCK: t
     for start in range(0, real, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < real
-        x = tl.load(z + row * step + column, mask=inside, other=-float("inf")).to(WIDE)
+        x = tl.load(z + column, mask=inside, other=-float("inf")).to(WIDE)
         new = tl.maximum(top, x)
         # -inf minus itself would be NaN.
         shift = tl.where(new == -float("inf"), 0.0, new)
@@ -97,9 +180,7 @@ def _terms(z, maximum, total, weighted, step, real, WIDE: tl.constexpr, BLOCK: t
         top = new
     most = tl.max(top, 0)
     shift = tl.where(most == -float("inf"), 0.0, most)
-    tl.store(maximum + row, most)
-    tl.store(total + row, tl.sum(sums * tl.exp(top - shift), 0))
-    tl.store(weighted + row, tl.sum(values, 0))
+    return most, tl.sum(sums * tl.exp(top - shift), 0), tl.sum(values, 0)
 
 
 @triton.jit

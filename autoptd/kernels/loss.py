@@ -15,17 +15,16 @@ float32, are in float32.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from autoptd.compat import add_mm
-from autoptd.errors import InternalError
 from autoptd.ir.fusion import CHUNK_BYTES, CHUNK_ROWS
-from autoptd.kernels.cross_entropy import Labels, Loss, Terms, softmax_here
+from autoptd.kernels.cross_entropy import Labels, Loss, softmax_here
 from autoptd.kernels.forms import scaled, takes_triton, wide
+from autoptd.kernels.loss_chunks import Chunk, How, Inputs, Sums, Wanted, WeightSum, alone, at_once, in_turn
 
 Tensor = torch.Tensor
 
@@ -67,7 +66,7 @@ def linear_cross_entropy(
         label_smoothing,
         rows,
         rows,
-        _alone,
+        alone,
         class_weight if class_weight is None else _widened(class_weight, x),
     )
     chunk = chunk or default_chunk(rows, x.dtype, x.device)
@@ -111,39 +110,6 @@ def can_use_triton(backend: str, x: Tensor, class_weight: Tensor | None) -> bool
     return takes_triton(backend, x, "linear_cross_entropy") and class_weight is None
 
 
-@dataclass(frozen=True)
-class How:
-    """What is asked of the chunked loss besides the loss of rows: see `linear_cross_entropy`."""
-
-    reduction: str
-    chunk: int
-    softcap: float | None = None
-    triton: bool = False
-    wgrad: Callable[[WeightSum], None] | None = None
-    loss_scale: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.reduction not in ("mean", "sum", "none") or self.chunk < 1:
-            raise InternalError(
-                "linear_cross_entropy", f"cannot reduce by {self.reduction!r}, {self.chunk} rows at a time"
-            )
-
-
-class WeightSum(NamedTuple):
-    """The gradient of a weight: `total` times `scale`, a number in the dtype of the total."""
-
-    weight: Tensor
-    total: Tensor
-    scale: Tensor
-
-    def add_to(self, grad: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return it in `dtype`, added to `grad` in its place if there is one."""
-        if grad is not None and grad.dtype == self.total.dtype:
-            return grad.addcmul_(self.total, self.scale)
-        found = scaled(self.total, self.scale, dtype if grad is None else grad.dtype)
-        return found if grad is None else grad.add_(found)
-
-
 def chunked_loss(
     x: Tensor,
     weight: Tensor,
@@ -162,7 +128,7 @@ def chunked_loss(
         # No backward will come to call it.
         how = replace(how, wgrad=None)
     # Asked before the weight is detached below: forward sees tensors only, and could not tell.
-    wanted = _Wanted(flat.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
+    wanted = Wanted(flat.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
     if how.wgrad is not None and weight.requires_grad:
         wanted, weight = wanted._replace(leaf=weight), weight.detach()
         if not flat.requires_grad:
@@ -171,104 +137,8 @@ def chunked_loss(
     return _ReducedLoss.apply(flat, weight, bias, labels, loss, how, total, wanted)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _alone(numbers: Tensor, op: str) -> Tensor:
-    return numbers
-
-
 def _widened(class_weight: Tensor, x: Tensor) -> Tensor:
     return class_weight.to(wide(x.dtype))
-
-
-class _Chunk:
-    """The logits of some rows, in the dtype of the loss: then their softmax, then their gradient, in one
-    place.
-    """
-
-    def __init__(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Labels, loss: Loss, how: How
-    ) -> None:
-        self.labels, self.loss, self.how, self.dtype = labels, loss, how, x.dtype
-        z = _linear(x, weight, bias)
-        # Triton's passes widen each element as they read it; torch's operators need a wide copy.
-        self.z = z if how.triton else z.to(wide(z.dtype))
-        self.slope = None
-        if how.softcap is not None:
-            # In the memory of z: z / c, then tanh of it, then c tanh(z / c). Its slope is 1 - tanh^2.
-            self.z.div_(how.softcap).tanh_()
-            self.slope = 1.0 - self.z.square()
-            self.z.mul_(how.softcap)
-
-    def terms(self) -> Terms:
-        if self.how.triton:
-            from autoptd.kernels.cross_entropy_triton import terms
-
-            return terms(self.loss, self.z, self.labels)
-        return self.loss.shares(self.z, self.labels, out=self.z)
-
-    def gradients(self, terms: Terms, grad: Tensor) -> Tensor:
-        """Return the gradient of the logits before the softcap, in the dtype of x, for `grad`, that of the
-        rows' losses.
-        """
-        if self.how.triton:
-            from autoptd.kernels.cross_entropy_triton import gradients_
-
-            z = gradients_(self.loss, self.z, terms, self.labels, grad)
-        else:
-            z = self.loss.gradients(self.z, terms, self.labels, grad, out=self.z)
-        z = z if self.slope is None else z.mul_(self.slope)
-        return z if z.dtype == self.dtype else _rows_like(z, self.dtype).copy_(z)
-
-
-# Rows of logits begin at multiples of so many bytes. In half precision products of matrices whose rows do not begin at
-# multiples of 16 are five times as slow on an H100: GPT-2's vocabulary, 50,257, is odd. 128 is a line of its cache.
-ROW_BYTES = {"cuda": 128}
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `F.linear(x, weight, bias)` of a matrix x, in rows that begin at multiples of ROW_BYTES."""
-    if len(weight) * x.element_size() % ROW_BYTES.get(x.device.type, 1) == 0:
-        return F.linear(x, weight, bias)
-    out = _rows_like(x, x.dtype, len(weight))
-    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
-
-
-def _rows_like(x: Tensor, dtype: torch.dtype, columns: int = 0) -> Tensor:
-    """Return an empty matrix with the rows of x, by default the columns too, that begin at multiples of ROW_BYTES."""
-    columns = columns or x.shape[1]
-    step = max(1, ROW_BYTES.get(x.device.type, 0) // dtype.itemsize)
-    return x.new_empty((len(x), -(-columns // step) * step), dtype=dtype)[:, :columns]
-
-
-class _Wanted(NamedTuple):
-    """Whether the gradients of x, weight and bias are wanted.
-
-    The weight itself, where autograd does not see it.
-    """
-
-    x: bool
-    weight: bool
-    bias: bool
-    leaf: Tensor | None = None
-
-
-class _Sums:
-    """The gradients of x, weight and bias, of those that are wanted, summed up chunk by chunk."""
-
-    def __init__(self, wanted: _Wanted, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        self.wants_weight, self.wants_bias = wanted.weight, bias is not None and wanted.bias
-        self.x = torch.empty_like(x) if wanted.x else None
-        self.weight: Tensor | None = None
-        self.bias: Tensor | None = None
-
-    def add(self, at: slice, dz: Tensor, x: Tensor, weight: Tensor) -> None:
-        if self.x is not None:
-            # z = x w^T: dx = dz w, of these rows; dw = dz^T x, summed over all rows.
-            torch.mm(dz, weight, out=self.x[at])
-        if self.wants_weight:
-            self.weight = add_mm(self.weight, dz.t(), x[at], wide(weight.dtype))
-        if self.wants_bias:
-            each = dz.sum(0, dtype=wide(dz.dtype))
-            self.bias = each if self.bias is None else self.bias.add_(each)
 
 
 class _ReducedLoss(torch.autograd.Function):
@@ -287,23 +157,13 @@ class _ReducedLoss(torch.autograd.Function):
         loss: Loss,
         how: How,
         total: Tensor | float | None,
-        wanted: _Wanted,
+        wanted: Wanted,
     ) -> Tensor:
-        sums = _Sums(wanted, x, weight, bias)
-        result, share = x.new_zeros((2,), dtype=wide(x.dtype))
-        expected = _expected_gradient(how, labels, total, share)
-        for start in range(0, len(x), how.chunk):
-            at = slice(start, start + how.chunk)
-            chunk = _Chunk(x[at], weight, bias, labels.rows(at), loss, how)
-            terms = chunk.terms()
-            result = result + loss.of_rows(terms, chunk.labels).sum()
-            share = share + terms.share.sum()
-            # Now, while the chunk's logits are at hand: backward would have to compute them again.
-            if any(ctx.needs_input_grad):
-                each = torch.ones_like(terms.total).mul_(expected)
-                sums.add(at, chunk.gradients(terms, each), x, weight)
-            # Free it before the next chunk is allocated.
-            del chunk
+        sums = Sums(wanted, x, weight, bias)
+        expected = _expected_gradient(how, labels, total, x)
+        pass_over = at_once if how.triton and loss.reduce is alone and how.softcap is None else in_turn
+        inputs = Inputs(x, weight, bias, labels)
+        result, share = pass_over(inputs, loss, how, expected, sums if any(ctx.needs_input_grad) else None)
         divisor = torch.ones_like(share)
         if how.reduction == "mean":
             divisor = share if total is None else divisor.mul_(total)
@@ -326,16 +186,16 @@ class _ReducedLoss(torch.autograd.Function):
         return dx, dw, db, *[None] * 5
 
 
-def _expected_gradient(how: How, labels: Labels, total: Tensor | float | None, like: Tensor) -> Tensor:
+def _expected_gradient(how: How, labels: Labels, total: Tensor | float | None, x: Tensor) -> Tensor:
     """Return the gradient of the sum that backward is expected to bring: 1 without a loss scale."""
     # What follows a sum, a division as a rule, is not known here.
     if how.loss_scale is None or how.reduction == "sum":
-        return torch.ones_like(like)
-    expected = torch.full_like(like, how.loss_scale)
+        return x.new_ones((), dtype=wide(x.dtype))
+    expected = x.new_full((), how.loss_scale, dtype=wide(x.dtype))
     if total is None:
         total = (~labels.ignored).sum()
     # Of no valid row there are no gradients.
-    return expected / torch.as_tensor(total, dtype=like.dtype, device=like.device).clamp(min=1)
+    return expected / torch.as_tensor(total, dtype=expected.dtype, device=x.device).clamp(min=1)
 
 
 class _LossOfRows(torch.autograd.Function):
@@ -348,7 +208,7 @@ class _LossOfRows(torch.autograd.Function):
         losses, kept = [], []
         for start in range(0, len(x), how.chunk):
             at = slice(start, start + how.chunk)
-            chunk = _Chunk(x[at], weight, bias, labels.rows(at), loss, how)
+            chunk = Chunk(x[at], weight, bias, labels.rows(at), loss, how)
             terms = chunk.terms()
             losses.append(loss.of_rows(terms, chunk.labels))
             kept.append(terms)
@@ -361,10 +221,10 @@ class _LossOfRows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
         labels, loss, how, kept = ctx.how
-        sums = _Sums(_Wanted(*ctx.needs_input_grad[:3]), x, weight, bias)
+        sums = Sums(Wanted(*ctx.needs_input_grad[:3]), x, weight, bias)
         for start, terms in zip(range(0, len(x), how.chunk), kept, strict=True):
             at = slice(start, start + how.chunk)
-            chunk = _Chunk(x[at], weight, bias, labels.rows(at), loss, how)
+            chunk = Chunk(x[at], weight, bias, labels.rows(at), loss, how)
             if not how.triton:
                 # `gradients` starts from the softmax that `shares` leaves; the terms were kept.
                 softmax_here(chunk.z, loss.real, out=chunk.z)

@@ -17,14 +17,8 @@ from collections.abc import Callable
 import torch
 
 from autoptd.errors import PlanError
-from autoptd.kernels.loss import (
-    How,
-    WeightSum,
-    can_use_triton,
-    chunked_loss,
-    default_chunk,
-    linear_cross_entropy,
-)
+from autoptd.kernels.loss import can_use_triton, chunked_loss, default_chunk, linear_cross_entropy
+from autoptd.kernels.loss_chunks import How, WeightSum
 from autoptd.runtime.vocab import local_labels, sharded_loss
 from autoptd.runtime.world.world import Group
 

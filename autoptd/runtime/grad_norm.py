@@ -14,10 +14,8 @@ import torch
 
 from autoptd.errors import PlanError
 from autoptd.kernels.forms import wide
-from autoptd.program.specs import ParamSpec
 from autoptd.runtime.guard import unguarded
 from autoptd.runtime.parameters import RankParameters
-from autoptd.runtime.world.world import World
 
 
 @unguarded()
@@ -28,19 +26,10 @@ def grad_norm(params: RankParameters) -> torch.Tensor:
     parameter is counted by its first owner. One collective of all ranks.
     """
     world = params.world
-    counted: list[torch.Tensor] = []
-    for spec in params.specs:
-        counts = params.is_first_owner(spec) and is_first_holder(spec, world)
-        gradient = params.gradient(spec.name) if counts else None
-        if gradient is not None:
-            counted.append(gradient)
-    total = sum_of_squares(counted, world.device)
+    # In one order on every run: it is that of the sum.
+    found = [params.gradient(spec.name) for spec in params.specs if spec.name in params.counted]
+    total = sum_of_squares([gradient for gradient in found if gradient is not None], world.device)
     return world.everyone().all_reduce(total, "gradient norm").sqrt()
-
-
-def is_first_holder(spec: ParamSpec, world: World) -> bool:
-    """Tell whether this rank is the first of those that store the same part of a parameter."""
-    return all(world.group((axis,)).index == 0 for axis in spec.copy_axes(world.mesh))
 
 
 @unguarded()

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from autoptd.compat import add_mm
-from autoptd.kernels.loss import WeightSum
+from autoptd.kernels.loss_chunks import WeightSum
 from autoptd.runtime.regather import Regather, RegatheredInput
 from autoptd.runtime.world.world import Group
 

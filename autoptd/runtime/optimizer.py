@@ -27,7 +27,7 @@ from autoptd.program.specs import ParamSpec
 from autoptd.runtime.elementwise import check_elementwise
 from autoptd.runtime.full_values import gather_full
 from autoptd.runtime.fused_optimizer import lay_out, takes_fused
-from autoptd.runtime.grad_norm import grad_norm, is_first_holder
+from autoptd.runtime.grad_norm import grad_norm
 from autoptd.runtime.guard import lower, raise_again, unguarded
 from autoptd.runtime.loss_scale import LossScale
 from autoptd.runtime.numbered import is_numbered, named
@@ -275,7 +275,7 @@ def gather_state(params: RankParameters, state: Mapping[torch.Tensor, Mapping[st
     mine: State = {}
     for spec, x in _stored(params):
         # Copies of a parameter have equal state: one rank describes it for all.
-        if params.is_first_owner(spec) and is_first_holder(spec, world) and x in state:
+        if spec.name in params.counted and x in state:
             mine[spec.name] = {key: _described(value, x) for key, value in state[x].items()}
     described: State = {}
     for part in world.everyone().gather_objects(mine, "optimizer state"):

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
 
 from autoptd.compat import set_grad_dtype
-from autoptd.errors import InternalError, PlanError
+from autoptd.errors import PlanError
 from autoptd.program.buckets import BucketPlan, plan_buckets
 from autoptd.program.program import Program
 from autoptd.program.specs import ParamSpec
@@ -29,7 +30,7 @@ from autoptd.runtime.guard import GuardedParameter, guard_gradient, unguarded
 from autoptd.runtime.namespace import Namespace, find
 from autoptd.runtime.shards import take_shard
 from autoptd.runtime.sources import Reader, Source
-from autoptd.runtime.storage import SharedBucket, alias
+from autoptd.runtime.storage import SharedBucket, alias, check_use, is_first_holder
 from autoptd.runtime.world.world import Group, World
 
 # Initial values of parameters: full tensors by name, or a source of them.
@@ -39,16 +40,6 @@ Values = Mapping[str, torch.Tensor] | Source
 def dtype_of(name: str) -> torch.dtype:
     """Return `torch.float32` for "float32"."""
     return getattr(torch, name.removeprefix("torch."))  # type: ignore[no-any-return]
-
-
-def check_use(spec: ParamSpec) -> None:
-    """Raise InternalError unless this runtime can turn the storage of a parameter into what stages use."""
-    rows = [step for step in spec.conversions if step.axis not in spec.sharing_axes]
-    work = [f"{step.row.forward} over {step.axis}" for step in rows if step.row.forward != "none"]
-    is_cast = spec.use.dtype != spec.storage.dtype
-    if work or (is_cast and not spec.has_master) or spec.scope != "step":
-        what = ", ".join([*work, f"{spec.storage.dtype} to {spec.use.dtype} once a {spec.scope}"])
-        raise InternalError(spec.name, f"cannot be converted from what is stored to what stages use: {what}")
 
 
 def owners(program: Program, spec: ParamSpec) -> tuple[int, ...]:
@@ -297,6 +288,12 @@ class RankParameters:
             stored, local = self.stored[name], self.local[name]
             if stored.grad is self._handed.get(name):
                 stored.grad = self._handed[name] = local.grad
+
+    @cached_property
+    def counted(self) -> frozenset[str]:
+        """Those that this rank counts where each entry of the model is counted once: as the first that stores a part."""
+        own = [spec for spec in self.specs if self.is_first_owner(spec)]
+        return frozenset(spec.name for spec in own if is_first_holder(spec, self.world))
 
     def zero_gradients(self, names: Iterable[str], set_to_none: bool) -> None:
         """Forget the gradients that the user sees of parameters whose storage stands apart."""

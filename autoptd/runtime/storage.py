@@ -22,8 +22,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from autoptd.errors import PlanError
+from autoptd.errors import InternalError, PlanError
 from autoptd.program.buckets import BucketPlan, Place
+from autoptd.program.specs import ParamSpec
 from autoptd.runtime.namespace import Namespace, withhold
 from autoptd.runtime.world.world import Group, Pending, World
 
@@ -139,3 +140,18 @@ def alias(x: torch.Tensor) -> torch.Tensor:
 
 
 __all__ = ["Piece", "SharedBucket", "alias"]
+
+
+def check_use(spec: ParamSpec) -> None:
+    """Raise InternalError unless this runtime can turn the storage of a parameter into what stages use."""
+    rows = [step for step in spec.conversions if step.axis not in spec.sharing_axes]
+    work = [f"{step.row.forward} over {step.axis}" for step in rows if step.row.forward != "none"]
+    is_cast = spec.use.dtype != spec.storage.dtype
+    if work or (is_cast and not spec.has_master) or spec.scope != "step":
+        what = ", ".join([*work, f"{spec.storage.dtype} to {spec.use.dtype} once a {spec.scope}"])
+        raise InternalError(spec.name, f"cannot be converted from what is stored to what stages use: {what}")
+
+
+def is_first_holder(spec: ParamSpec, world: World) -> bool:
+    """Tell whether this rank is the first of those that store the same part of a parameter."""
+    return all(world.group((axis,)).index == 0 for axis in spec.copy_axes(world.mesh))

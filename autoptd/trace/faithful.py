@@ -102,8 +102,16 @@ def compare(
             loss = watched(*args, **kwargs)
         return result(loss)
 
-    wanted = run_model(lambda loss: Reference(loss, parameters, share))
-    _check_buffers(model, before)
+    try:
+        wanted = run_model(lambda loss: Reference(loss, parameters, share))
+    except torch.OutOfMemoryError:
+        _restored(model, before)
+        raise
+    if changed := _restored(model, before):
+        fact = "changed by the forward, which the traced graph would not do"
+        raise TraceError(
+            f"buffer {', '.join(changed)}", fact, "keep buffers constant in forward, or model.eval()"
+        )
     with autocast.ambient():
         check_changes(watched, args, kwargs)
     with torch.enable_grad(), given_masks(any_mask, sites) if is_exact else nullcontext():
@@ -146,8 +154,8 @@ def _tolerance(graph: Graph) -> tuple[float, float]:
     return TOLERANCES.get(narrowest, TOLERANCE_OF_HALF_EXPERTS if has_experts else TOLERANCE_OF_HALF)
 
 
-def _check_buffers(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
-    """Restore and refuse buffers that the forward has changed."""
+def _restored(model: nn.Module, before: dict[str, torch.Tensor]) -> list[str]:
+    """Put back buffers that the forward has changed; return their names."""
     after = dict(model.named_buffers())
     changed = [
         name
@@ -156,11 +164,7 @@ def _check_buffers(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
     ]
     for name in changed:
         after[name].detach().copy_(before[name])
-    if changed:
-        fact = "changed by the forward, which the traced graph would not do"
-        raise TraceError(
-            f"buffer {', '.join(changed)}", fact, "keep buffers constant in forward, or model.eval()"
-        )
+    return changed
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -179,6 +183,11 @@ def run_graph(
     device = next((parameter.device for parameter in parameters.values()), None)
     env: dict[Node, Any] = {}
     used: dict[str, torch.Tensor] = {}
+    # A value is let go where it is read last, as a model lets it go: together they may not fit.
+    last_read = {read: node for node in graph.nodes for read in node.all_input_nodes}
+    ends: dict[Node, list[Node]] = {}
+    for read, node in last_read.items():
+        ends.setdefault(node, []).append(read)
     for node in graph.nodes:
         record = note(node)
         if record.kind == "param":
@@ -198,6 +207,11 @@ def run_graph(
                 torch.ops.aten.reshape.default if node.target is torch.ops.aten.view.default else node.target
             )
             env[node] = target(*map_arg(node.args, env.__getitem__), **kwargs)
+        else:
+            # The output reads the loss, which is returned.
+            continue
+        for read in ends.get(node, ()):
+            del env[read]
     return env[output(graph).args[0]], used
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import autoptd
 from benchmarks.gpu.forms import Form, compiled, eager, measure, ours
 from benchmarks.gpu.models import Call, Shape, batch, build, sized
 from benchmarks.gpu.rows import Found, Setting
@@ -51,10 +50,9 @@ def forms_of(shape: Shape, call: Call, setting: Setting) -> dict[str, Callable[[
     triton = "eager" if setting.is_toy else "triton"
 
     def mine(fuse: Any) -> Form:
-        # Its ranks make the values: no second base is there.
-        with autoptd.deferred():
-            model = with_lora(build(shape, "cpu", dtype))
-        return ours(model, call, device=setting.where, fuse=fuse)
+        # A deferred model would be there once from the start, but draws its values on the CPU: a minute and more.
+        model = with_lora(build(shape, setting.where, dtype))
+        return ours(model, call, is_kept=False, fuse=fuse)
 
     def theirs(is_compiled: bool) -> Form:
         model = with_lora(build(shape, setting.where, dtype))

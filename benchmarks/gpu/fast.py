@@ -141,7 +141,7 @@ def rank(shape: Shape, mesh: dict[str, int], microbatches: int, setting: Setting
 
 def _lora(shape: Shape) -> Row:
     name = f"LoRA, {shape.name}"
-    return Row(name, partial(adapters.trained, shape), seconds=150, gigabytes=70, is_short=False)
+    return Row(name, partial(adapters.trained, shape), seconds=110, gigabytes=70, is_short=False)
 
 
 ROWS = [

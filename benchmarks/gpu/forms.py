@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.compat import tree_map
 from autoptd.rehearsal import peak_memory
 from autoptd.reports.summary import summarize
 from benchmarks.gpu.device import Device, ceilings
@@ -76,16 +75,15 @@ def compiled(model: nn.Module, is_toy: bool, mode: str | None = None) -> Callabl
     return torch.compile(model, mode=mode, dynamic=False)
 
 
-def ours(model: nn.Module, call: Call, **asked: Any) -> Form:
-    """The emitted program of one rank."""
+def ours(model: nn.Module, call: Call, is_kept: bool = True, **asked: Any) -> Form:
+    """The emitted program of one rank; `model` leaves the device once its weights are copied, unless `is_kept`."""
     args, kwargs = call
-    # A deferred model is on no device yet, and compiled with inputs of the CPU.
-    home = next(model.parameters()).device
-    example = tree_map(lambda x: x.to(home), args or kwargs)
     pm = autoptd.parallelize(
-        model, backend="local", num_microbatches=1, example_inputs=example, check_every=0, **asked
+        model, backend="local", num_microbatches=1, example_inputs=args or kwargs, check_every=0, **asked
     )
     optimizer = pm.optimizer(torch.optim.AdamW, lr=1e-4, fused=True)
+    if not is_kept:
+        model.to("meta")
     options = {waits: replace(pm.options, nan="raise" if waits else "ignore") for waits in (True, False)}
 
     def step(waits: bool = True) -> None:

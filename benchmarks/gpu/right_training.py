@@ -13,7 +13,9 @@ from unittest import mock
 import torch
 from torch import nn
 
+import autoptd
 from autoptd.ir import machine
+from benchmarks.gpu.adapters import with_lora
 from benchmarks.gpu.models import Call
 from benchmarks.gpu.right_models import small_gpt, verified
 from benchmarks.gpu.rows import Found, Row, Setting
@@ -69,6 +71,27 @@ def windows(setting: Setting) -> Iterator[Found]:
     yield verified(model, example, asked)
 
 
+def adapters(setting: Setting) -> Iterator[Found]:
+    """A Llama of transformers with LoRA of PEFT on all linear layers, dropout before them; its base is frozen."""
+    base, (_, kwargs) = small_decoder("Llama")
+    example = {key: x.to(setting.where) for key, x in kwargs.items()}
+    model = with_lora(base).to(setting.where, torch.float32 if setting.is_toy else torch.bfloat16)
+    yield verified(model, example, {"t": 2, "p": 2, "d": 2, "num_microbatches": 2, "steps": 1})
+
+
+def made_by_ranks(setting: Setting) -> Iterator[Found]:
+    """A model without memory: the values that ranks on the device make are to the bit those of one device."""
+    with autoptd.deferred(seed=3):
+        model, (_, kwargs) = small_decoder("Llama")
+    pm = autoptd.parallelize(
+        model, t=2, p=2, num_microbatches=2, example_inputs=kwargs, device=setting.where, backend="local"
+    )
+    made, wanted = pm.state_dict(), autoptd.materialize(model).state_dict()
+    pm.close()
+    differ = [name for name, x in wanted.items() if not torch.equal(made[name].cpu(), x)]
+    yield {"parameters": len(wanted), "differ": differ, "ok": not differ}
+
+
 def small_decoder(kind: str, tokens: int = 16, **sizes: Any) -> tuple[nn.Module, Call]:
     """Two small layers of a family of transformers, and a batch of eight rows; on the CPU."""
     import transformers
@@ -99,6 +122,8 @@ ROWS = [
     ),
     Row("training: t=4, six heads, split by queries", by_queries, 40, 2, False),
     Row("training: c=2 t=2, windows of keys", windows, 40, 2, False),
+    Row("training: t=2 p=2 d=2, LoRA", adapters, 40, 2, False),
+    Row("training: t=2 p=2, values made by ranks", made_by_ranks, 40, 2),
     *(
         Row(f"experts: {name}", partial(experts, kind, asked), 40, 2, False)
         for name, (kind, asked) in EXPERTS.items()

@@ -26,7 +26,6 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
 
 from autoptd.kernels import launch_triton
 
@@ -83,11 +82,11 @@ def launches() -> Iterator[list[Launch]]:
     """Yield a list, in which every launch of a kernel ends up instead of on a device."""
     found: list[Launch] = []
 
-    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
+    def take(kernel: Any, grid: Any, *args: Any, **keywords: Any) -> None:
         found.append(_launch(kernel, args, keywords, grid))
 
     has_values = mock.patch.object(launch_triton, "_has_no_values", lambda _: False)
-    with has_values, mock.patch.object(JITFunction, "run", run):
+    with has_values, mock.patch.object(launch_triton, "_launch", take):
         yield found
 
 

@@ -73,3 +73,32 @@ def test_a_table_as_long_as_the_batch_is_one_clear_error() -> None:
         TraceError, match=r"with 4 rows it cannot be run: IndexError.*tensors 0, 1 have 8 rows"
     ):
         autoptd.parallelize(Divided(), num_microbatches=2, backend="local", example_inputs=call)
+
+
+class TooLarge(nn.Module):
+    """Fits where nothing is computed, and not where it is; it has written to a buffer by then."""
+
+    fits = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 8)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if type(x) is torch.Tensor and not (self.fits or torch.compiler.is_exporting()):
+            self.seen += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB")
+        return F.cross_entropy(self.head(x), targets)
+
+
+def test_a_step_that_does_not_fit_on_the_device_of_the_model() -> None:
+    """It is not compared with its trace, and says so: fused, or on more ranks, it may fit."""
+    call, model = (torch.randn(8, 4), torch.arange(8)), TooLarge()
+    with pytest.warns(
+        UserWarning, match="not compared.* a step with 4 rows does not fit: CUDA out of memory"
+    ):
+        pm = autoptd.parallelize(model, num_microbatches=2, backend="local", example_inputs=call)
+    model.fits = True
+    assert float(pm.step(*call)) == pytest.approx(float(model(*call)), rel=1e-6) and not model.seen.any()
+    pm.close()

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from autoptd.compat import add_mm
 from autoptd.errors import InternalError
-from autoptd.kernels import loss as module
-from autoptd.kernels.loss import WeightSum, default_chunk, linear_cross_entropy, linear_cross_entropy_plain
+from autoptd.ir import fusion
+from autoptd.kernels import loss_chunks
+from autoptd.kernels.loss import default_chunk, linear_cross_entropy, linear_cross_entropy_plain
+from autoptd.kernels.loss_chunks import WeightSum
 from tests.kernels.compare import (
     Operator,
     check_gradients,
@@ -79,19 +81,19 @@ def test_equals_plain(
     ]
     options: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing, "softcap": softcap}
     options["class_weight"] = random(V, seed=seed + 3).abs() if weighted else None
-    with small_tiles(), mock.patch.object(module, "ROW_BYTES", row_bytes):
+    with small_tiles(), mock.patch.object(loss_chunks, "ROW_BYTES", row_bytes):
         check_same(fused, plain, inputs, 3, {"chunk": chunk}, **options)
 
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_rows_of_logits_begin_where_a_gpu_likes_it(biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ROW_BYTES", {"cpu": 16})
+    monkeypatch.setattr(loss_chunks, "ROW_BYTES", {"cpu": 16})
     x, weight = random(4, H).bfloat16(), random(V, H, seed=1).bfloat16()
     bias = random(V, seed=2).bfloat16() if biased else None
-    found = module._linear(x, weight, bias)
-    assert found.stride() == (16, 1) and module._rows_like(found, torch.float32).stride() == (12, 1)
+    found = loss_chunks.linear(x, weight, bias)
+    assert found.stride() == (16, 1) and loss_chunks._rows_like(found, torch.float32).stride() == (12, 1)
     assert torch.equal(found, torch.nn.functional.linear(x, weight, bias))
-    assert module._linear(x, weight[:8], None).is_contiguous()
+    assert loss_chunks.linear(x, weight[:8], None).is_contiguous()
 
 
 def test_other_ignore_index_and_dividing_by_a_given_total() -> None:
@@ -220,8 +222,8 @@ def test_a_weights_gradient_that_another_takes() -> None:
 
 def test_at_most_a_chunk_of_logits_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
-    linear = module.F.linear
-    monkeypatch.setattr(module.F, "linear", lambda x, *rest: (rows.append(len(x)), linear(x, *rest))[1])
+    linear = loss_chunks.F.linear
+    monkeypatch.setattr(loss_chunks.F, "linear", lambda x, *rest: (rows.append(len(x)), linear(x, *rest))[1])
     fused(random(50, H).requires_grad_(), random(V, H), None, labels(50), chunk=20).backward()
     assert rows == [20, 20, 10]
 
@@ -235,10 +237,10 @@ def test_keeps_gradients_only() -> None:
 
 def test_default_chunk() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert default_chunk(50257, torch.float32, cpu) * 50257 * 4 <= module.CHUNK_BYTES["cpu"]
+    assert default_chunk(50257, torch.float32, cpu) * 50257 * 4 <= fusion.CHUNK_BYTES["cpu"]
     assert default_chunk(50257, torch.bfloat16, cpu) == default_chunk(50257, torch.float32, cpu)
-    assert default_chunk(1 << 20, torch.float64, cpu) == module.CHUNK_ROWS
-    assert default_chunk(50257, torch.float32, cuda) * 50257 * 4 > 7 * module.CHUNK_BYTES["cpu"]
+    assert default_chunk(1 << 20, torch.float64, cpu) == fusion.CHUNK_ROWS
+    assert default_chunk(50257, torch.float32, cuda) * 50257 * 4 > 7 * fusion.CHUNK_BYTES["cpu"]
 
 
 def test_backward_twice() -> None:

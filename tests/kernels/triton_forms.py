@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from autoptd.compat import add_mm
-from autoptd.kernels import forms, loss
+from autoptd.kernels import forms, loss_chunks
 from autoptd.kernels.activations import bias_gelu, bias_gelu_plain, geglu, geglu_plain, swiglu, swiglu_plain
 from autoptd.kernels.cross_entropy import Labels, Loss
 from autoptd.kernels.dropout import drop_torch
@@ -382,7 +382,7 @@ def check_large_loss(make: Callable[..., Tensor]) -> None:
 @pytest.mark.parametrize("row_bytes", [1, 64])
 def test_loss(row_bytes: int, reduction: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of logits side by side, and apart."""
-    monkeypatch.setattr(loss, "ROW_BYTES", {DEVICE: row_bytes})
+    monkeypatch.setattr(loss_chunks, "ROW_BYTES", {DEVICE: row_bytes})
 
     def of(form: Operator) -> Operator:
         wide = None if dtype == torch.float64 else torch.float32
@@ -392,6 +392,25 @@ def test_loss(row_bytes: int, reduction: str, dtype: torch.dtype, monkeypatch: p
     for smoothing, softcap in ((0.0, None), (0.1, 2.0)):
         options = {"reduction": reduction, "label_smoothing": smoothing, "softcap": softcap}
         check(of(linear_cross_entropy), of(linear_cross_entropy_plain), inputs, 2, dtype, **options)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_loss_of_rows_that_are_longer_than_a_block(smoothing: float) -> None:
+    """All columns are here, so that a row is read and its gradient written by one kernel; also where none is wanted."""
+    inputs = [random(5, 3), random(4500, 3, seed=1), torch.tensor([3, -100, 4499, 4095, 4096])]
+    for options in ({"reduction": "sum"}, {"reduction": "mean"}):
+        options |= {"label_smoothing": smoothing}
+        check(linear_cross_entropy, linear_cross_entropy_plain, inputs, 2, torch.float64, **options)
+    on = [x.to(DEVICE) for x in inputs]
+    wanted = linear_cross_entropy_plain(*on, label_smoothing=smoothing)
+    for more in ({}, {"total": 4.0}, {"loss_scale": 64.0, "chunk": 2}):
+        found = linear_cross_entropy(*on, label_smoothing=smoothing, backend="triton", **more)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+    ignored = torch.full_like(on[2], -100)
+    x = on[0].requires_grad_()
+    found = linear_cross_entropy(x, on[1], ignored, label_smoothing=smoothing, backend="triton")
+    found.backward()
+    assert found.isnan() and x.grad is not None and not x.grad.any()
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
