@@ -36,6 +36,8 @@ WHOLE_NUMBERS = "whole_numbers"
 ROW_BLOCKS = "row_blocks"
 # Key of `Note.extra` of a cut of tokens that was moved to where there is little to cut (`passes/shift.py`).
 MOVED_CUT = "moved_cut"
+# Key of `Note.extra` of copies of KV heads: over how many ranks of other axes the heads are divided (`passes/copy_heads.py`).
+OUTER_HEADS = "outer_heads"
 
 
 @dataclass

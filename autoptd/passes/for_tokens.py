@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from autoptd.ir.notes import copy_graph, op_name, ops
 from autoptd.passes.causal_masks import read_causal
 from autoptd.passes.context import Context
+from autoptd.passes.copy_heads import copy_heads
 from autoptd.passes.raise_attention import raise_attention
 from autoptd.passes.shift import keep_tokens
 from autoptd.passes.solve.queries import ATTENTION, may_be_by_queries
@@ -35,7 +36,7 @@ def rewrite_for_tokens(graph: Graph, ctx: Context) -> Context:
     if any(may_be_by_queries(node, ctx.mesh) for node in scored):
         rewrites = [raise_attention, read_causal]
     if ctx.mesh.token_axes:
-        rewrites.append(keep_tokens)
+        rewrites += [keep_tokens, copy_heads]
     whole = copy_graph(ctx.whole) if rewrites and ctx.whole is not None else graph
     done = [rewrite(graph, whole, ctx) for rewrite in rewrites]
     if not any(done):

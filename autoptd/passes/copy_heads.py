@@ -1,0 +1,119 @@
+"""Copy KV heads until context-parallel ranks divide them (part of TRACED -> ANNOTATED, where ranks divide tokens).
+
+By Ulysses every rank has some heads of all tokens. Of fewer KV heads than ranks, several ranks need the same: each of them
+would gather all heads of all tokens, to read one. In: a TRACED graph, and the trace with all samples. Out: both, in which
+attention reads copies of its KV heads, made of a rank's own tokens. The all-to-all behind sends every rank the copy that its
+queries read, and backward adds up the gradients of the copies.
+
+    attention(q, k, v)                                                # 8 heads, 2 KV heads, over 4 ranks
+    attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))     # 4 KV heads
+
+Sent are 2 b s k (c-1)/c elements of keys and values with heads of size k, whatever the number of KV heads.
+
+    copy_heads(graph, whole, ctx)
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.fx import Graph, Node
+
+from autoptd.ir.mesh import Role
+from autoptd.ir.notes import OUTER_HEADS, note, op_name, ops, shape
+from autoptd.ir.operators.record import argument, operands
+from autoptd.ir.operators.table import operator_of
+from autoptd.passes.context import Context
+from autoptd.passes.solve.queries import ATTENTION
+from autoptd.passes.uncut import Maker
+
+aten = torch.ops.aten
+
+
+def copy_heads(graph: Graph, whole: Graph, ctx: Context) -> bool:
+    """Rewrite the attention of both traces where both have it; tell whether any was rewritten."""
+    if ctx.options.context not in ("auto", "ulysses"):
+        return False
+    ranks = math.prod(map(ctx.mesh.degree, ctx.mesh.token_axes))
+    outer = math.prod(map(ctx.mesh.degree, ctx.mesh.axes_of(Role.VALUES)))
+    is_found = False
+    for node, same in zip(list(ops(graph)), list(ops(whole)), strict=False):
+        heads = _kv_heads(node)
+        if heads is None or _kv_heads(same) is None:
+            continue
+        times = _times(shape(node)[1], shape(heads[0])[1], outer, ranks)
+        if times > 1 and (ctx.options.context == "ulysses" or _pays(node, heads[0], times, outer, ranks)):
+            is_found = True
+            for attention in dict.fromkeys((node, same)):
+                _replace(attention, times, outer)
+    return is_found
+
+
+def _kv_heads(node: Node) -> tuple[Node, Node] | None:
+    """Return keys and values with fewer heads than the queries, before the model repeats them; if a mask is for all heads."""
+    if op_name(node) != ATTENTION or len(shape(node)) != 4:
+        return None
+    mask = argument(node, "attn_mask")
+    if isinstance(mask, Node) and shape(mask)[-3:-2] not in ((), (1,)):
+        return None
+    k, v = map(_repeated, operands(node)[1:3])
+    heads = shape(k)[1]
+    return (k, v) if heads == shape(v)[1] and heads < shape(node)[1] else None
+
+
+def _repeated(x: Node) -> Node:
+    """Return the heads that `x` has several times, one behind the other; else `x`."""
+    if op_name(x) == "aten.repeat_interleave":
+        source = operands(x)[0]
+        return source if argument(x, "dim") == 1 and shape(source)[1] < shape(x)[1] else x
+    # [b, heads, 1, s, size] expanded to [b, heads, times, s, size], and folded.
+    expanded = x
+    while operator_of(expanded).moves in ("fold", "same") and len(shape(expanded)) == 4:
+        expanded = operands(expanded)[0]
+    if op_name(expanded) != "aten.expand" or len(shape(expanded)) != 5:
+        return x
+    b, heads, times, s, size = shape(expanded)
+    single = operands(expanded)[0]
+    is_fold = tuple(shape(x)) == (b, heads * times, s, size)
+    if not is_fold or op_name(single) != "aten.unsqueeze" or tuple(shape(single)) != (b, heads, 1, s, size):
+        return x
+    source = operands(single)[0]
+    return source if tuple(shape(source)) == (b, heads, s, size) else x
+
+
+def _times(queries: int, heads: int, outer: int, ranks: int) -> int:
+    """Return how often each KV head is there for `ranks` to divide what `outer` other ranks leave of them.
+
+    Once where they do, cannot, or where it is one head, which is sent to all ranks as it is.
+    """
+    if heads % outer or heads == outer:
+        return 1
+    divided = math.lcm(heads // outer, ranks)
+    return divided * outer // heads if queries // outer % divided == 0 else 1
+
+
+def _pays(node: Node, heads: Node, times: int, outer: int, ranks: int) -> bool:
+    """Tell whether fewer elements are sent than where keys and values are gathered; of those a window may be read alone.
+
+    Both ways 4 b s (h_q + h_copied) (c-1)/c^2 beside 4 b s h_kv (c-1)/c.
+    """
+    q, k = shape(node)[1] // outer, shape(heads)[1] // outer
+    return argument(node, "attn_mask") is None and q + times * k < k * ranks
+
+
+def _replace(node: Node, times: int, outer: int) -> None:
+    found = _kv_heads(node)
+    assert found is not None
+    maker, copied = Maker(node.graph, node, note(node)), []
+    for name, heads in zip(("k_copies", "v_copies"), found, strict=True):
+        made = maker.make(aten.repeat_interleave.self_int, heads, times, 1)
+        note(made).extra |= {OUTER_HEADS: outer, "name": name}
+        copied.append(made)
+    args = list(node.args)
+    args[1:3] = copied
+    is_grouped = shape(node)[1] > shape(copied[0])[1]
+    node.args, node.kwargs = tuple(args), {**node.kwargs, "enable_gqa": is_grouped}
+
+
+__all__ = ["copy_heads"]

@@ -1,0 +1,176 @@
+"""KV heads that context-parallel ranks do not divide are copied before their all-to-all (Ulysses, Jacobs et al. 2023)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoptd
+from autoptd.program.calls import expected_calls
+from tests.parity.models import LENGTH, VOCAB, batch, uneven
+from tests.parity.test_mutations import check_is_found
+
+IDS, TARGETS = batch()
+LABELS = uneven(TARGETS)
+ULYSSES = {"context": "ulysses", "num_microbatches": 2}
+
+
+def by_flag(x: Tensor, times: int) -> Tensor:
+    """Attention itself repeats them."""
+    return x
+
+
+def interleaved(x: Tensor, times: int) -> Tensor:
+    return x.repeat_interleave(times, 1)
+
+
+def expanded(x: Tensor, times: int) -> Tensor:
+    """As models of transformers write it."""
+    b, heads, s, size = x.shape
+    return x[:, :, None].expand(b, heads, times, s, size).reshape(b, heads * times, s, size)
+
+
+class Grouped(nn.Module):
+    """Two layers of attention with fewer KV heads than heads, causal, or with a mask of documents."""
+
+    def __init__(
+        self, heads: int, kv: int, repeats: Callable[[Tensor, int], Tensor] = by_flag, *, masked: bool = False
+    ) -> None:
+        super().__init__()
+        self.heads, self.kv, self.repeats, self.masked = heads, kv, repeats, masked
+        width = 4 * heads
+        self.embed, self.head = nn.Embedding(VOCAB, width), nn.Linear(width, VOCAB)
+        for name, out in (("q", width), ("k", 4 * kv), ("v", 4 * kv), ("o", width)):
+            setattr(self, name, nn.ModuleList(nn.Linear(width, out) for _ in range(2)))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x, mask = self.embed(ids), None
+        if self.masked:
+            documents = (ids == 0).cumsum(-1)
+            mask = documents[:, None, :, None] == documents[:, None, None]
+        for layers in zip(self.q, self.k, self.v, strict=True):  # type: ignore[arg-type]
+            q, k, v = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in layers)
+            k, v = (self.repeats(one, self.heads // self.kv) for one in (k, v))
+            z = F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=mask is None, enable_gqa=self.repeats is by_flag
+            )
+            x = x + self.o[0](z.transpose(1, 2).flatten(2))  # type: ignore[index]
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def grouped(heads: int, kv: int, repeats: Callable[[Tensor, int], Tensor] = by_flag, **how: bool) -> Grouped:
+    torch.manual_seed(0)
+    return Grouped(heads, kv, repeats, **how)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "2 of 8": lambda: grouped(8, 2),
+    "2 of 8, interleaved": lambda: grouped(8, 2, interleaved),
+    "2 of 8, expanded, documents": lambda: grouped(8, 2, expanded, masked=True),
+    "2 of 4: a head a rank": lambda: grouped(4, 2, expanded),
+    "6 of 12": lambda: grouped(12, 6),
+    "3 of 6": lambda: grouped(6, 3, expanded),
+    "4 of 16": lambda: grouped(16, 4, interleaved),
+    "2 of 16": lambda: grouped(16, 2, expanded, masked=True),
+}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("2 of 8", {"c": 4}),
+    ("2 of 8", {"c": 4, "recompute": "full", "p": 2}),
+    ("2 of 8, interleaved", {"c": 4, "d": 2, "zero": 1}),
+    ("2 of 8, expanded, documents", {"c": 4}),
+    ("2 of 8, expanded, documents", {"c": 4, "precision": "bf16"}),
+    ("2 of 4: a head a rank", {"c": 4, "fuse": "eager"}),
+    ("6 of 12", {"c": 4}),
+    ("3 of 6", {"c": 2}),
+    ("4 of 16", {"c": 4, "t": 2}),
+    ("4 of 16", {"c": 4, "t": 2, "sequence_parallel": True}),
+    ("2 of 16", {"c": 8}),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh"), CASES, ids=map(str, CASES))
+def test_models(name: str, mesh: dict[str, Any]) -> None:
+    make = MODELS[name]
+    program = autoptd.compile(make(), **{**mesh, **ULYSSES}, example_inputs=batch())
+    text = str(program.sources["stage_0.py"])
+    assert text.count("_copies = rt.s_to_s(") >= 2 and "rt.s_to_r(k" not in text
+    autoptd.verify(make(), **{**mesh, **ULYSSES}, example_inputs=(IDS, LABELS), steps=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "queries", "outer"),
+    [
+        ("2 of 8", {"c": 4}, 8, 1),
+        ("2 of 8, expanded, documents", {"c": 4}, 8, 1),
+        ("4 of 16", {"c": 4, "t": 2}, 16, 2),
+        ("2 of 16", {"c": 8}, 16, 1),
+    ],
+    ids=str,
+)
+def test_traffic_of_a_layer_is_the_closed_form(
+    name: str, mesh: dict[str, Any], queries: int, outer: int
+) -> None:
+    """2 b s h_q (c-1)/c^2 of queries and results, 2 b s k (c-1)/c of keys and values: k is one head's size. Both ways."""
+    c = mesh["c"]
+    pm = autoptd.parallelize(MODELS[name](), **mesh, **ULYSSES, backend="local", example_inputs=batch())
+    pm.step(*batch())
+    with pm.record() as record:
+        pm.step(*batch())
+    for rank in range(c * mesh.get("t", 1)):
+        assert Counter(record.of(rank)) == expected_calls(pm.program, rank)
+        for phase in ("forward", "backward"):
+            sent = [
+                Fraction(call.wire_bytes)
+                for call in record.of(rank)
+                if call.kind == "all-to-all" and call.phase == phase
+            ]
+            each = pm.program.rows * LENGTH * (2 * Fraction(4 * queries, outer * c) + 2 * 4) * (c - 1) / c
+            assert sum(sent) == 2 * pm.program.num_microbatches * 4 * each
+    pm.close()
+
+
+AUTO = [
+    # 8 + 8 heads' elements over c are fewer than 4 gathered.
+    (lambda: grouped(8, 4), {"c": 8}, True),
+    (lambda: grouped(16, 2), {"c": 8}, False),
+    (lambda: grouped(8, 2), {"c": 2, "context": "ulysses"}, False),
+    (lambda: grouped(8, 1), {"c": 4, "context": "ulysses"}, False),
+    (lambda: grouped(8, 2), {"c": 4, "t": 4, "context": "ulysses"}, False),
+    (lambda: grouped(8, 4), {"c": 8, "context": "all_gather"}, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "mesh", "is_copied"), AUTO, ids=lambda x: str(x) if isinstance(x, dict) else ""
+)
+def test_heads_are_copied_where_it_pays(
+    make: Callable[[], nn.Module], mesh: dict[str, Any], is_copied: bool
+) -> None:
+    """Not where ranks divide them, not one head, and with "auto" not where gathering sends less."""
+    program = autoptd.compile(make(), **mesh, num_microbatches=2, example_inputs=batch())
+    assert ("k_copies" in str(program.sources["stage_0.py"])) == is_copied
+
+
+EDITS = {
+    "copies behind one another": (
+        "k_copies = torch.repeat_interleave(unflatten_2, 2, 1)",
+        "k_copies = unflatten_2.repeat(1, 2, 1, 1)",
+    ),
+    "the gradient of one copy": (
+        "v_copies = torch.repeat_interleave(unflatten_3, 2, 1)",
+        "v_copies = torch.stack((unflatten_3, unflatten_3.detach()), 2).flatten(1, 2)",
+    ),
+    "the copies of another rank": ("rt.s_to_s(k_copies, cp,", "rt.s_to_s(k_copies.flip(1), cp,"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_one_mistake_is_found(monkeypatch: pytest.MonkeyPatch, edit: tuple[str, str]) -> None:
+    check_is_found(monkeypatch, edit, MODELS["2 of 8"](), c=4, **ULYSSES, example_inputs=(IDS, TARGETS))
