@@ -116,15 +116,22 @@ def kv_width(shape: Shape, t: Number) -> Number:
     return shape.kv_width / np.minimum(t, shape.kv_heads)
 
 
-def exchanges_heads(shape: Shape, t: Number, c: Number) -> Number:
-    """Tell whether ranks with other tokens exchange heads for attention, where they do not gather keys and values."""
-    return shape.kv_heads % (np.asarray(t) * c) == 0
+def exchanged_heads(shape: Shape, t: Number, c: Number) -> Number:
+    """Return the KV heads of a tensor rank that ranks with other tokens exchange, with the copies that make c divide them.
+
+    0 where they gather keys and values instead: as `passes/copy_heads.py` has it.
+    """
+    t, c = (np.asarray(degree).astype(int) for degree in (t, c))
+    own, queries = shape.kv_heads // t, shape.heads // t
+    copied = np.lcm(np.maximum(own, 1), c)
+    pays = (own > 1) & (queries % copied == 0) & (queries + copied < own * c)
+    return np.where((shape.kv_heads % t == 0) & ((own % c == 0) | pays), copied, 0)
 
 
 def gathered_keys(shape: Shape, sizes: Sizes) -> Number:
     """Return the bytes of other ranks' keys and values that a rank gathers for attention, and keeps; 0 without."""
     others = 2 * sizes.e * sizes.b * shape.seq * kv_width(shape, sizes.t) * (1 - 1 / sizes.c)
-    return np.where(exchanges_heads(shape, sizes.t, sizes.c), 0.0, others)
+    return np.where(exchanged_heads(shape, sizes.t, sizes.c), 0.0, others)
 
 
 def unfused_core(shape: Shape, sizes: Sizes) -> list[Operator]:
@@ -260,7 +267,7 @@ __all__ = [
     "Operator",
     "Sizes",
     "embedding_operators",
-    "exchanges_heads",
+    "exchanged_heads",
     "gathered_keys",
     "head_operators",
     "kv_width",

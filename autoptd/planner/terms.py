@@ -19,7 +19,7 @@ from autoptd.planner.counts import (
     Operator,
     Sizes,
     embedding_operators,
-    exchanges_heads,
+    exchanged_heads,
     head_operators,
     kv_width,
     layer_operators,
@@ -209,9 +209,11 @@ class _Counter:
             forward, backward = self.clock.forwards(core), self.clock.backwards(core)
             return np.maximum(once - forward, 0.0), np.maximum(2 * once - backward, 0.0)
         # Queries, keys, values there and results back, and the same of their gradients.
-        moved = 2 * sum(network.all_to_all(each, setting.c, local) for each in (queries, keys))
+        heads = exchanged_heads(shape, setting.t, setting.c)
+        copied = self.e * tokens * heads * shape.head_dim
+        moved = 2 * sum(network.all_to_all(each, setting.c, local) for each in (queries, copied))
         gathered = 2 * network.all_gather(keys, setting.c, local)
-        each_way = np.where(exchanges_heads(shape, setting.t, setting.c), moved, gathered)
+        each_way = np.where(heads, moved, gathered)
         return each_way, each_way
 
     def _links(self) -> tuple[Number, Number]:

@@ -205,12 +205,21 @@ def test_what_helps_helps() -> None:
     assert base.flops_per_gpu * 4 / 3 == pytest.approx(base.hardware_flops_per_gpu, rel=0.01)
 
 
-@pytest.mark.parametrize("kv_heads, elements", [(8, (2 * 4096 + 2 * 1024) / 8), (4, 2 * 512), (2, 2 * 256)])
-def test_ranks_with_other_tokens_attend_as_the_solver_has_it(kv_heads: int, elements: float) -> None:
-    """Heads are exchanged where c = 8 divides them, an eighth of each value; else keys and values are gathered whole."""
-    c, seq, speed = 8, 8192, 1e9
+# The last: 16 copies of 8 KV heads of 128 elements.
+@pytest.mark.parametrize(
+    "kv_heads, c, elements",
+    [
+        (8, 8, (2 * 4096 + 2 * 1024) / 8),
+        (4, 8, 2 * 512),
+        (2, 8, 2 * 256),
+        (8, 16, (2 * 4096 + 2 * 2048) / 16),
+    ],
+)
+def test_ranks_with_other_tokens_attend_as_the_solver_has_it(kv_heads: int, c: int, elements: float) -> None:
+    """Heads are exchanged where c divides them, a c-th of each value, or copies of them; else keys and values are gathered."""
+    seq, speed = 8192, 1e9
     shape = Shape(layers=4, hidden=4096, heads=32, kv_heads=kv_heads, seq=seq)
-    base = find_cluster("dgx-h100")
+    base = replace(find_cluster("dgx-h100"), gpus_per_node=c)
     fast = replace(base.fast, latency=0.0, small_latency=0.0, bandwidth=speed, fraction=1.0)
     exposed = {}
     for context in ("ring", "solved"):
@@ -228,7 +237,7 @@ def test_ranks_with_other_tokens_attend_as_the_solver_has_it(kv_heads: int, elem
         ).layer
         for context in ("ring", "solved")
     ]
-    assert kept[1] - kept[0] == (2 * seq * elements * (c - 1) / c if kv_heads < c else 0)
+    assert kept[1] - kept[0] == (2 * seq * elements * (c - 1) / c if kv_heads < 8 else 0)
     # A ring moves keys and values, and both ways as much as it can beside attention.
     whole = 2 * seq * 2 * 128 * kv_heads * (c - 1) / c / speed
     assert exposed["ring"][0] < whole and exposed["ring"][1] < 2 * whole
