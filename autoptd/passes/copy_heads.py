@@ -43,6 +43,9 @@ def copy_heads(graph: Graph, whole: Graph, ctx: Context) -> bool:
         if heads is None or _kv_heads(same) is None:
             continue
         times = _times(shape(node)[1], shape(heads[0])[1], outer, ranks)
+        # A mask for each head is divided with heads that are as many.
+        if _has_mask_of_heads(node) and shape(heads[0])[1] * times < shape(node)[1]:
+            continue
         if times > 1 and (ctx.options.context == "ulysses" or _pays(node, heads[0], times, outer, ranks)):
             is_found = True
             for attention in dict.fromkeys((node, same)):
@@ -51,15 +54,17 @@ def copy_heads(graph: Graph, whole: Graph, ctx: Context) -> bool:
 
 
 def _kv_heads(node: Node) -> tuple[Node, Node] | None:
-    """Return keys and values with fewer heads than the queries, before the model repeats them; if a mask is for all heads."""
+    """Return keys and values with fewer heads than the queries, before the model repeats them."""
     if op_name(node) != ATTENTION or len(shape(node)) != 4:
-        return None
-    mask = argument(node, "attn_mask")
-    if isinstance(mask, Node) and shape(mask)[-3:-2] not in ((), (1,)):
         return None
     k, v = map(_repeated, operands(node)[1:3])
     heads = shape(k)[1]
     return (k, v) if heads == shape(v)[1] and heads < shape(node)[1] else None
+
+
+def _has_mask_of_heads(node: Node) -> bool:
+    mask = argument(node, "attn_mask")
+    return isinstance(mask, Node) and len(shape(mask)) > 2 and shape(mask)[-3] > 1
 
 
 def _repeated(x: Node) -> Node:

@@ -38,13 +38,19 @@ def expanded(x: Tensor, times: int) -> Tensor:
 
 
 class Grouped(nn.Module):
-    """Two layers of attention with fewer KV heads than heads, causal, or with a mask of documents."""
+    """Two layers of attention with fewer KV heads than heads: causal, with a mask of documents, or a slope for each head."""
 
     def __init__(
-        self, heads: int, kv: int, repeats: Callable[[Tensor, int], Tensor] = by_flag, *, masked: bool = False
+        self,
+        heads: int,
+        kv: int,
+        repeats: Callable[[Tensor, int], Tensor] = by_flag,
+        *,
+        masked: bool = False,
+        biased: bool = False,
     ) -> None:
         super().__init__()
-        self.heads, self.kv, self.repeats, self.masked = heads, kv, repeats, masked
+        self.heads, self.kv, self.repeats, self.masked, self.biased = heads, kv, repeats, masked, biased
         width = 4 * heads
         self.embed, self.head = nn.Embedding(VOCAB, width), nn.Linear(width, VOCAB)
         for name, out in (("q", width), ("k", 4 * kv), ("v", 4 * kv), ("o", width)):
@@ -55,6 +61,11 @@ class Grouped(nn.Module):
         if self.masked:
             documents = (ids == 0).cumsum(-1)
             mask = documents[:, None, :, None] == documents[:, None, None]
+        if self.biased:
+            places = torch.arange(ids.shape[1], device=ids.device)
+            far = (places[:, None] - places).abs()
+            mask = -far / 2.0 ** torch.arange(self.heads, device=ids.device)[:, None, None]
+            mask = mask.to(x.dtype)
         for layers in zip(self.q, self.k, self.v, strict=True):  # type: ignore[arg-type]
             q, k, v = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in layers)
             k, v = (self.repeats(one, self.heads // self.kv) for one in (k, v))
@@ -75,6 +86,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "2 of 8, interleaved": lambda: grouped(8, 2, interleaved),
     "2 of 8, expanded, documents": lambda: grouped(8, 2, expanded, masked=True),
     "2 of 4: a head a rank": lambda: grouped(4, 2, expanded),
+    "2 of 4, a slope for each head": lambda: grouped(4, 2, expanded, biased=True),
     "6 of 12": lambda: grouped(12, 6),
     "3 of 6": lambda: grouped(6, 3, expanded),
     "4 of 16": lambda: grouped(16, 4, interleaved),
@@ -87,6 +99,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("2 of 8, expanded, documents", {"c": 4}),
     ("2 of 8, expanded, documents", {"c": 4, "precision": "bf16"}),
     ("2 of 4: a head a rank", {"c": 4, "fuse": "eager"}),
+    ("2 of 4, a slope for each head", {"c": 4}),
     ("6 of 12", {"c": 4}),
     ("3 of 6", {"c": 2}),
     ("4 of 16", {"c": 4, "t": 2}),
