@@ -20,6 +20,7 @@ from torch.fx.node import map_arg
 from autoptd.compat import plain_checkpoints, tree_leaves
 from autoptd.errors import TraceError
 from autoptd.ir.expert_mm import NAME as EXPERTS
+from autoptd.ir.noise import is_draw
 from autoptd.ir.notes import is_tensor, note, op_name, ops, output, shape, value
 from autoptd.trace.autocast import OFF, Autocast
 from autoptd.trace.differences import Reference
@@ -35,6 +36,8 @@ from autoptd.trace.watched import Watched, check_changes
 # against itself.
 TOLERANCES = {torch.float64: (1e-9, 1e-3), torch.float32: (1e-5, 1e-1)}
 TOLERANCE_OF_HALF = (2.0**-7, 1.0)
+# Attention that drops probabilities is written out, and rounds in other places than the model's.
+TOLERANCE_OF_HALF_DROPOUT = (2.0**-6, 1.0)
 # Rows of experts are added in another order than the model's, and every sum is rounded.
 TOLERANCE_OF_HALF_EXPERTS = (2.0**-5, 1.0)
 # Both cast alike, and mostly agree to the bit: rounding is allowed for, small gradients are looked at.
@@ -150,8 +153,10 @@ def _tolerance(graph: Graph) -> tuple[float, float]:
     values = [value(node) for node in graph.nodes if note(node).needs_grad and is_tensor(node)]
     widths = {tensor.dtype: torch.finfo(tensor.dtype).eps for tensor in values if tensor.is_floating_point()}
     narrowest = max(widths, key=widths.__getitem__, default=torch.float32)
-    has_experts = any(op_name(node) in (EXPERTS, "autoptd.grouped_mm") for node in ops(graph))
-    return TOLERANCES.get(narrowest, TOLERANCE_OF_HALF_EXPERTS if has_experts else TOLERANCE_OF_HALF)
+    of_half = TOLERANCE_OF_HALF_DROPOUT if any(map(is_draw, ops(graph))) else TOLERANCE_OF_HALF
+    if any(op_name(node) in (EXPERTS, "autoptd.grouped_mm") for node in ops(graph)):
+        of_half = TOLERANCE_OF_HALF_EXPERTS
+    return TOLERANCES.get(narrowest, of_half)
 
 
 def _restored(model: nn.Module, before: dict[str, torch.Tensor]) -> list[str]:
