@@ -38,6 +38,8 @@ ROW_BLOCKS = "row_blocks"
 MOVED_CUT = "moved_cut"
 # Key of `Note.extra` of copies of KV heads: over how many ranks of other axes the heads are divided (`passes/copy_heads.py`).
 OUTER_HEADS = "outer_heads"
+# Key of `Note.extra` of a parameter: the atoms that it has where no KV heads are copied.
+MODEL_DIMS = "model_dims"
 
 
 @dataclass

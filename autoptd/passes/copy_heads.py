@@ -21,9 +21,10 @@ import torch
 from torch.fx import Graph, Node
 
 from autoptd.ir.mesh import Role
-from autoptd.ir.notes import OUTER_HEADS, note, op_name, ops, shape
+from autoptd.ir.notes import MODEL_DIMS, OUTER_HEADS, copy_graph, note, op_name, ops, placeholders, shape
 from autoptd.ir.operators.record import argument, operands
 from autoptd.ir.operators.table import operator_of
+from autoptd.passes.axes.axes import Axes
 from autoptd.passes.context import Context
 from autoptd.passes.solve.queries import ATTENTION
 from autoptd.passes.uncut import Maker
@@ -47,10 +48,20 @@ def copy_heads(graph: Graph, whole: Graph, ctx: Context) -> bool:
         if _has_mask_of_heads(node) and shape(heads[0])[1] * times < shape(node)[1]:
             continue
         if times > 1 and (ctx.options.context == "ulysses" or _pays(node, heads[0], times, outer, ranks)):
+            if not is_found:
+                _note_atoms(graph)
             is_found = True
             for attention in dict.fromkeys((node, same)):
                 _replace(attention, times, outer)
     return is_found
+
+
+def _note_atoms(graph: Graph) -> None:
+    """Note the atoms of parameters as the model has them: those of copies are another mesh's, and checkpoints fit all."""
+    copied = copy_graph(graph)
+    Axes(copied)
+    for node, same in zip(placeholders(graph, "param"), placeholders(copied, "param"), strict=True):
+        note(node).extra[MODEL_DIMS] = note(same).dims
 
 
 def _kv_heads(node: Node) -> tuple[Node, Node] | None:

@@ -9,6 +9,7 @@ over both axes: an all-to-all over cp stands before or behind an all-gather over
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -171,14 +172,15 @@ def _check_sizes(graph: Graph, splitter: TokenSplitter, ctx: Context) -> None:
     # Where it is asked for, the cheapest plan must not evade it.
     if ctx.options.sequence_parallel is True:
         cut_by = [axis for axis in ctx.found.assignments if axis != splitter.axis]
-    ranks = splitter.degree
-    for axis in cut_by:
-        ranks *= splitter.mesh.degree(axis)
+    others = math.prod(map(splitter.mesh.degree, cut_by))
+    ranks = splitter.degree * others
     if all(size % ranks for size in sizes):
         over = splitter.mesh.product_text([*cut_by, splitter.axis])
         fact = f"{' and '.join(map(str, sizes))} tokens do not divide over {over}"
-        fits = ", ".join(map(str, divisors(sizes)))
-        raise PlanError(degree, fact, f"a multiple of {ranks} tokens, or {letter} in {{{fits}}}")
+        fits = ", ".join(map(str, divisors([size // others for size in sizes if size % others == 0])))
+        raise PlanError(
+            degree, fact, f"a multiple of {ranks} tokens" + f", or {letter} in {{{fits}}}" * bool(fits)
+        )
 
 
 def _token_sizes(graph: Graph, splitter: TokenSplitter) -> set[int]:

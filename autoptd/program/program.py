@@ -18,7 +18,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -308,15 +308,17 @@ def _json(record: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
+RARE = ("order", "model_dims")
+
+
 def _plain(value: Any) -> Any:
     """Return a value as dicts, lists and what JSON has."""
     if isinstance(value, Segmented):
         return list(value.blocks)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        # The order of shards, which those of parameters do not have, is left out.
-        names = [item.name for item in dataclasses.fields(value)]
-        skipped = ("order",) if isinstance(value, ValueType) and not value.order else ()
-        return {name: _plain(getattr(value, name)) for name in names if name not in skipped}
+        # What is rare is left out where it is not: the order of shards, other atoms in a checkpoint.
+        found = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
+        return {name: _plain(each) for name, each in found.items() if each or name not in RARE}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
@@ -328,12 +330,18 @@ def _specs(kind: type[Spec], rows: list[dict[str, Any]]) -> tuple[Spec, ...]:
 
 def _param(record: dict[str, Any]) -> ParamSpec:
     record = tupled(record)
-    dims = []
-    for atoms in record.pop("dims"):
-        # A list stands for the blocks of a `Segmented`: see `_plain`.
-        dims.append(tuple(Segmented(atom) if isinstance(atom, list) else atom for atom in atoms))
+    dims: dict[str, Any] = {
+        name: _dims(record.pop(name)) for name in ("dims", "model_dims") if name in record
+    }
     placed = {name: _placement(record[name]) for name in ("storage", "use")}
-    return ParamSpec(**{**record, **placed, "dims": tuple(dims)})
+    return ParamSpec(**{**record, **placed, **dims})
+
+
+def _dims(record: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
+    # A list stands for the blocks of a `Segmented`: see `_plain`.
+    return tuple(
+        tuple(Segmented(atom) if isinstance(atom, list) else atom for atom in atoms) for atoms in record
+    )
 
 
 def _placement(record: dict[str, Any]) -> Placement:

@@ -63,6 +63,8 @@ class ParamSpec:
     dtype: str = ""
     has_master: bool = False
     wire_dtype: str = ""
+    # What a checkpoint says of its atoms where a pass has divided heads otherwise; else `dims`.
+    model_dims: Dims = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", self.dtype or self.storage.dtype)

@@ -17,7 +17,7 @@ from autoptd import trace as tracing
 from autoptd.batch import Batch
 from autoptd.ir.layout import Layout
 from autoptd.ir.noise import NAMES, is_draw
-from autoptd.ir.notes import note, op_name, ops, placeholders, row_blocks, tensor
+from autoptd.ir.notes import MODEL_DIMS, note, op_name, ops, placeholders, row_blocks, tensor
 from autoptd.ir.placement import EVERY_REPLICA, placements
 from autoptd.ir.types import Dims, outer_size
 from autoptd.options import Options
@@ -47,6 +47,7 @@ def _param_spec(
     layout, why = Layout(), "not used by the loss"
     stages: tuple[int, ...] = (0,)
     dims: Dims = tuple((size,) for size in parameter.shape)
+    model_dims: Dims = ()
     requires_grad = False
     adds: tuple[int, ...] = ()
     used = parameter.dtype
@@ -54,6 +55,8 @@ def _param_spec(
         record, used = note(node), tensor(node).dtype
         layout, stages, why = record.layout, record.stages, record.why
         dims, requires_grad = record.dims, record.needs_grad
+        of_model = record.extra.get(MODEL_DIMS, dims)
+        model_dims = of_model if of_model != dims else ()
         adds = tuple(passes.adds_to_gradient(node, stage) for stage in stages)
     # With `precision`, the model is held in the dtype that it computes in while it is compiled; under autocast it is
     # the graph that reads parameters in 16 bits.
@@ -81,6 +84,7 @@ def _param_spec(
         has_master=has_master,
         # What adds up in 64 bits stays exact.
         wire_dtype="bfloat16" if options.reduce_dtype == "bf16" and storage.sum_dtype == "float32" else "",
+        model_dims=model_dims,
     )
 
 

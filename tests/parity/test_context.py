@@ -268,6 +268,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         {"c": 4, "t": 4, "sequence_parallel": True},
         r"8 tokens do not divide over t\*c=16",
     ),
+    "tokens of queries that tensor ranks divide": (
+        lambda: llama(2, width=24, heads=6, kv=3),
+        {"c": 4, "t": 8, "context": "ulysses", "example_inputs": tuple(x.repeat(1, 3) for x in batch())},
+        r"24 tokens do not divide over t\*c=32. Remedy: a multiple of 32 tokens, or c in \{1, 3\}",
+    ),
     "no tokens": (
         lambda: nn.Linear(8, 4),
         {"c": 2, "loss_fn": F.mse_loss, "example_inputs": NO_TOKENS},

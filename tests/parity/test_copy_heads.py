@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.program.calls import expected_calls
+from autoptd.program.program import Program
 from tests.parity.models import LENGTH, VOCAB, batch, uneven
 from tests.parity.test_mutations import check_is_found
 
@@ -187,3 +190,40 @@ EDITS = {
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 def test_one_mistake_is_found(monkeypatch: pytest.MonkeyPatch, edit: tuple[str, str]) -> None:
     check_is_found(monkeypatch, edit, MODELS["2 of 8"](), c=4, **ULYSSES, example_inputs=(IDS, TARGETS))
+
+
+def test_a_checkpoint_fits_meshes_whose_ranks_copy_heads_and_others(tmp_path: Path) -> None:
+    """Copies divide the heads of a weight otherwise; what a checkpoint says of them is the model's."""
+    meshes: list[dict[str, Any]] = [{"t": 2, "num_microbatches": 2}, {"c": 4, **ULYSSES}]
+    whole = losses(6, 0)
+    for i, (here, there) in enumerate(itertools.permutations(meshes)):
+        found = losses(3, 0, save=tmp_path / str(i), **here)
+        found += losses(3, 3, load=tmp_path / str(i), **there)
+        assert found == pytest.approx(whole, rel=1e-9)
+
+
+def losses(
+    count: int, before: int, save: Path | None = None, load: Path | None = None, **mesh: Any
+) -> list[float]:
+    """Losses of some steps behind `before` others, of a run that goes on from one checkpoint or ends in another."""
+    model = grouped(8, 2, expanded).double()
+    pm = autoptd.parallelize(model, backend="local", example_inputs=batch(), **mesh)
+    optimizer = pm.optimizer(torch.optim.AdamW, lr=1e-2)
+    if load is not None:
+        pm.load(load, optimizer)
+    found = []
+    for i in range(before, before + count):
+        found.append(float(pm.step(IDS.roll(i, 0), TARGETS.roll(-i, 1))))
+        optimizer.step()
+        optimizer.zero_grad()
+    if save is not None:
+        pm.save(save, optimizer)
+    pm.close()
+    return found
+
+
+def test_a_program_that_was_written_down_says_the_same(tmp_path: Path) -> None:
+    program = autoptd.compile(MODELS["2 of 8"](), c=4, **ULYSSES, example_inputs=batch())
+    assert any(spec.model_dims for spec in program.params)
+    program.save(tmp_path)
+    assert Program.load(tmp_path).params == program.params

@@ -68,7 +68,7 @@ def about_model(program: Program) -> dict[str, Any]:
     """
     entries, sliced = {}, sliced_dims(program)
     for spec in program.params:
-        dims = [atom_sizes(atoms) for atoms in spec.dims]
+        dims = [atom_sizes(atoms) for atoms in spec.model_dims or spec.dims]
         for dim in sliced.get(spec.name, ()):
             dims[dim] = [spec.shape[dim]]
         entries[spec.name] = {"dims": dims, "use": spec.use.dtype, "dtype": spec.dtype}
