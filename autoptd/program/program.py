@@ -338,10 +338,11 @@ def _param(record: dict[str, Any]) -> ParamSpec:
 
 
 def _dims(record: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
-    # A list stands for the blocks of a `Segmented`: see `_plain`.
-    return tuple(
-        tuple(Segmented(atom) if isinstance(atom, list) else atom for atom in atoms) for atoms in record
-    )
+    dims = []
+    for atoms in record:
+        # A list stands for the blocks of a `Segmented`: see `_plain`.
+        dims.append(tuple(Segmented(atom) if isinstance(atom, list) else atom for atom in atoms))
+    return tuple(dims)
 
 
 def _placement(record: dict[str, Any]) -> Placement:
