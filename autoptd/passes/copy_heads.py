@@ -66,11 +66,16 @@ def _note_atoms(graph: Graph) -> None:
 
 def _kv_heads(node: Node) -> tuple[Node, Node] | None:
     """Return keys and values with fewer heads than the queries, before the model repeats them."""
-    if op_name(node) != ATTENTION or len(shape(node)) != 4:
+    if op_name(node) != ATTENTION:
         return None
-    k, v = map(_repeated, operands(node)[1:3])
+    q, k, v = operands(node)[:3]
+    # Without an own dim of heads, or one that the others' is broadcast to, there are no groups of queries.
+    if any(len(shape(each)) != 4 for each in (node, q, k, v)) or shape(q)[1] != shape(node)[1]:
+        return None
+    k, v = _repeated(k), _repeated(v)
     heads = shape(k)[1]
-    return (k, v) if heads == shape(v)[1] and heads < shape(node)[1] else None
+    is_grouped = heads == shape(v)[1] and heads < shape(q)[1] and shape(q)[1] % heads == 0
+    return (k, v) if is_grouped else None
 
 
 def _has_mask_of_heads(node: Node) -> bool:
@@ -81,8 +86,10 @@ def _has_mask_of_heads(node: Node) -> bool:
 def _repeated(x: Node) -> Node:
     """Return the heads that `x` has several times, one behind the other; else `x`."""
     if op_name(x) == "aten.repeat_interleave":
-        source = operands(x)[0]
-        return source if argument(x, "dim") == 1 and shape(source)[1] < shape(x)[1] else x
+        source, times, dim = operands(x)[0], argument(x, "repeats"), argument(x, "dim")
+        # A tensor of counts may repeat each head another number of times.
+        is_even = isinstance(times, int) and dim in (1, -3) and len(shape(source)) == 4
+        return source if is_even and shape(source)[1] * times == shape(x)[1] else x
     # [b, heads, 1, s, size] expanded to [b, heads, times, s, size], and folded.
     expanded = x
     while operator_of(expanded).moves in ("fold", "same") and len(shape(expanded)) == 4:

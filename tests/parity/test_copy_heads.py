@@ -174,6 +174,49 @@ def test_heads_are_copied_where_it_pays(
     assert ("k_copies" in str(program.sources["stage_0.py"])) == is_copied
 
 
+class Odd(nn.Module):
+    """Attention that looks grouped, and is not: `attend` gets queries of 8 heads, 2 KV heads, and a learned memory."""
+
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attend, self.embed, self.q = attend, nn.Embedding(VOCAB, 32), nn.Linear(32, 32)
+        self.kv, self.out = nn.Linear(32, 16), nn.Linear(32, VOCAB)
+        self.memory = nn.Parameter(torch.randn(8, 2, 4))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        q = self.q(x).unflatten(-1, (8, 4)).transpose(1, 2)
+        k, v = (z.unflatten(-1, (2, 4)).transpose(1, 2) for z in self.kv(x).chunk(2, -1))
+        z = self.attend(q, k, v, self.memory)
+        return F.cross_entropy(self.out(z.transpose(1, 2).flatten(2)).flatten(0, 1), labels.flatten())
+
+
+def uneven_repeats(q: Tensor, k: Tensor, v: Tensor, memory: Tensor) -> Tensor:
+    k, v = (z.repeat_interleave(torch.tensor([2, 6]), 1, output_size=8) for z in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def memory_of_heads(q: Tensor, k: Tensor, v: Tensor, memory: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, memory, memory * 2, is_causal=True)
+
+
+def masked_memory(q: Tensor, k: Tensor, v: Tensor, memory: Tensor) -> Tensor:
+    mask = (torch.arange(q.shape[-2])[:, None] % 3 != 0) | (torch.arange(2) == 0)
+    return F.scaled_dot_product_attention(q, memory, memory * 2, mask)
+
+
+def one_query_head(q: Tensor, k: Tensor, v: Tensor, memory: Tensor) -> Tensor:
+    k, v = (z.repeat_interleave(4, 1) for z in (k, v))
+    return F.scaled_dot_product_attention(q[:, :1], k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("attend", [uneven_repeats, memory_of_heads, masked_memory, one_query_head])
+def test_what_is_not_grouped_is_not_copied(attend: Callable[..., Tensor]) -> None:
+    """Heads that are repeated unevenly, keys and values without samples, heads of queries that are broadcast."""
+    autoptd.verify(Odd(attend), c=4, **ULYSSES, example_inputs=(IDS, LABELS), steps=1)
+
+
 EDITS = {
     "copies behind one another": (
         "k_copies = torch.repeat_interleave(unflatten_2, 2, 1)",
