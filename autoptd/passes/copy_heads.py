@@ -92,7 +92,7 @@ def _repeated(x: Node) -> Node:
         return source if is_even and shape(source)[1] * times == shape(x)[1] else x
     # [b, heads, 1, s, size] expanded to [b, heads, times, s, size], and folded.
     expanded = x
-    while operator_of(expanded).moves in ("fold", "same") and len(shape(expanded)) == 4:
+    while len(shape(expanded)) == 4 and _is_same(expanded):
         expanded = operands(expanded)[0]
     if op_name(expanded) != "aten.expand" or len(shape(expanded)) != 5:
         return x
@@ -103,6 +103,12 @@ def _repeated(x: Node) -> Node:
         return x
     source = operands(single)[0]
     return source if tuple(shape(source)) == (b, heads, s, size) else x
+
+
+def _is_same(node: Node) -> bool:
+    """Tell whether an operator gives its operand in other dims, or as it is, gradients included."""
+    record = operator_of(node)
+    return record.moves in ("fold", "same") and not record.cuts_gradient
 
 
 def _times(queries: int, heads: int, outer: int, ranks: int) -> int:

@@ -211,9 +211,30 @@ def one_query_head(q: Tensor, k: Tensor, v: Tensor, memory: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q[:, :1], k, v, is_causal=True)
 
 
-@pytest.mark.parametrize("attend", [uneven_repeats, memory_of_heads, masked_memory, one_query_head])
+def no_gradient_of_keys(q: Tensor, k: Tensor, v: Tensor, memory: Tensor) -> Tensor:
+    k, v = expanded(k, 4).detach(), expanded(v, 4)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def values_under_no_grad(q: Tensor, k: Tensor, v: Tensor, memory: Tensor) -> Tensor:
+    with torch.no_grad():
+        v = expanded(v, 4)
+    return F.scaled_dot_product_attention(q, expanded(k, 4), v, is_causal=True)
+
+
+ODD = [
+    uneven_repeats,
+    memory_of_heads,
+    masked_memory,
+    one_query_head,
+    no_gradient_of_keys,
+    values_under_no_grad,
+]
+
+
+@pytest.mark.parametrize("attend", ODD)
 def test_what_is_not_grouped_is_not_copied(attend: Callable[..., Tensor]) -> None:
-    """Heads that are repeated unevenly, keys and values without samples, heads of queries that are broadcast."""
+    """Heads that are repeated unevenly, without samples, or without a gradient; heads of queries that are broadcast."""
     mesh = {**ULYSSES, "num_microbatches": 1}
     autoptd.verify(Odd(attend), c=4, **mesh, example_inputs=(IDS, LABELS), steps=1)
 
