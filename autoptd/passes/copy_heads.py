@@ -20,7 +20,7 @@ import math
 import torch
 from torch.fx import Graph, Node
 
-from autoptd.ir.mesh import Role
+from autoptd.ir.mesh import Mesh, Role
 from autoptd.ir.notes import MODEL_DIMS, OUTER_HEADS, copy_graph, note, op_name, ops, placeholders, shape
 from autoptd.ir.operators.record import argument, operands
 from autoptd.ir.operators.table import operator_of
@@ -43,10 +43,7 @@ def copy_heads(graph: Graph, whole: Graph, ctx: Context) -> bool:
         heads = _kv_heads(node)
         if heads is None or _kv_heads(same) is None:
             continue
-        times = _times(shape(node)[1], shape(heads[0])[1], outer, ranks)
-        # A mask for each head is divided with heads that are as many.
-        if _has_mask_of_heads(node) and shape(heads[0])[1] * times < shape(node)[1]:
-            continue
+        times = _times(node, heads[0], outer, ranks)
         if times > 1 and (ctx.options.context == "ulysses" or _pays(node, heads[0], times, outer, ranks)):
             if not is_found:
                 _note_atoms(graph)
@@ -54,6 +51,14 @@ def copy_heads(graph: Graph, whole: Graph, ctx: Context) -> bool:
             for attention in dict.fromkeys((node, same)):
                 _replace(attention, times, outer)
     return is_found
+
+
+def degrees_of_copies(node: Node, mesh: Mesh) -> list[int]:
+    """Return the degrees for which the KV heads of an attention would be copied."""
+    found, outer = _kv_heads(node), math.prod(map(mesh.degree, mesh.axes_of(Role.VALUES)))
+    if found is None:
+        return []
+    return [c for c in range(2, shape(node)[1] + 1) if _times(node, found[0], outer, c) > 1]
 
 
 def _note_atoms(graph: Graph) -> None:
@@ -111,15 +116,18 @@ def _is_same(node: Node) -> bool:
     return record.moves in ("fold", "same") and not record.cuts_gradient
 
 
-def _times(queries: int, heads: int, outer: int, ranks: int) -> int:
+def _times(node: Node, kv: Node, outer: int, ranks: int) -> int:
     """Return how often each KV head is there for `ranks` to divide what `outer` other ranks leave of them.
 
     Once where they do, cannot, or where it is one head, which is sent to all ranks as it is.
     """
+    queries, heads = shape(node)[1], shape(kv)[1]
     if heads % outer or heads == outer:
         return 1
     divided = math.lcm(heads // outer, ranks)
-    return divided * outer // heads if queries // outer % divided == 0 else 1
+    # A mask for each head is divided with heads that are as many.
+    is_whole = not _has_mask_of_heads(node) or divided * outer == queries
+    return divided * outer // heads if is_whole and queries // outer % divided == 0 else 1
 
 
 def _pays(node: Node, heads: Node, times: int, outer: int, ranks: int) -> bool:
@@ -145,4 +153,4 @@ def _replace(node: Node, times: int, outer: int) -> None:
     node.args, node.kwargs = tuple(args), {**node.kwargs, "enable_gqa": is_grouped}
 
 
-__all__ = ["copy_heads"]
+__all__ = ["copy_heads", "degrees_of_copies"]

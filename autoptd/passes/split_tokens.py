@@ -28,6 +28,7 @@ from autoptd.ir.sub_axes import base
 from autoptd.ir.types import ZIGZAG
 from autoptd.passes.communicate import check_axes, meet_readers
 from autoptd.passes.context import Context
+from autoptd.passes.copy_heads import degrees_of_copies
 from autoptd.passes.ops.costs import flops
 from autoptd.passes.runner import CALLS, Form, graph_pass
 from autoptd.passes.solve.assign import Assignment, assign_tensor, find_plan, follows
@@ -211,9 +212,11 @@ def _check_split(assignment: Assignment, splitter: TokenSplitter) -> None:
             if not sizes:  # as by heads beside a learned bias, or by queries that tp has split already
                 raise PlanError(site(node), f"{start} cannot split this one by them", f"context={other!r}")
             counted = f"{' and '.join(map(str, sizes))} {noun}{splitter.whose}"
-            fits = ", ".join(map(str, divisors(sizes)))
             fact = f"{start} {counted} do not divide over {degree}"
-            raise PlanError(site(node), fact, f"{letter} in {{{fits}}}, or context={other!r}")
+            copied = degrees_of_copies(node, splitter.mesh) if context == "ulysses" else ()
+            fits = ", ".join(map(str, sorted({*divisors(sizes), *copied} - {1})))
+            remedy = f"{letter} in {{{fits}}}, or " * bool(fits) + f"context={other!r}"
+            raise PlanError(site(node), fact, remedy)
 
 
 __all__ = ["check_tokens", "split_tokens"]

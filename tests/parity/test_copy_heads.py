@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
+from autoptd.errors import PlanError
 from autoptd.program.calls import expected_calls
 from autoptd.program.program import Program
 from tests.parity.models import LENGTH, VOCAB, batch, uneven
@@ -38,6 +40,11 @@ def expanded(x: Tensor, times: int) -> Tensor:
     """As models of transformers write it."""
     b, heads, s, size = x.shape
     return x[:, :, None].expand(b, heads, times, s, size).reshape(b, heads * times, s, size)
+
+
+def broadcast(x: Tensor, times: int) -> Tensor:
+    """Attention broadcasts the only one."""
+    return x
 
 
 class Grouped(nn.Module):
@@ -172,6 +179,28 @@ def test_heads_are_copied_where_it_pays(
     """Not where ranks divide them, not one head, and with "auto" not where gathering sends less."""
     program = autoptd.compile(make(), **mesh, num_microbatches=2, example_inputs=batch())
     assert ("k_copies" in "".join(map(str, program.sources.values()))) == is_copied
+
+
+def test_the_remedy_names_the_degrees_that_fit() -> None:
+    """Those that divide heads, and those for which heads are copied; not c=1, where there is nothing to ask for."""
+    given = {**ULYSSES, "example_inputs": (IDS.repeat(1, 3), TARGETS.repeat(1, 3))}
+    with pytest.raises(PlanError, match=r"2 and 3 heads do not divide over c=4. Remedy: c in {2, 3, 6}, or"):
+        autoptd.compile(grouped(6, 2, expanded), c=4, **given)
+    for c in (2, 3, 6):
+        autoptd.compile(grouped(6, 2, expanded), c=c, **given)
+    with pytest.raises(PlanError, match=r"7 heads do not divide over c=2. Remedy: c in \{7\}, or"):
+        autoptd.compile(grouped(7, 7), c=2, **given)
+
+
+@pytest.mark.parametrize("mesh", [{"c": 4}, {"c": 2, "t": 2, "sequence_parallel": True}], ids=str)
+@pytest.mark.parametrize("repeats", [by_flag, broadcast, expanded])
+def test_one_kv_head_is_sent_to_all_ranks(
+    repeats: Callable[[Tensor, int], Tensor], mesh: dict[str, Any]
+) -> None:
+    make = functools.partial(grouped, 8, 1, repeats)
+    program = autoptd.compile(make(), **mesh, **ULYSSES, example_inputs=batch())
+    assert "s_to_s(" in "".join(map(str, program.sources.values()))
+    autoptd.verify(make(), **mesh, **ULYSSES, example_inputs=(IDS, LABELS), steps=2)
 
 
 class Odd(nn.Module):

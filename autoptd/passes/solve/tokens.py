@@ -25,7 +25,7 @@ from torch.fx import Graph, Node
 from autoptd.ir import markers
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import AXES
-from autoptd.ir.notes import converted_types, note, op_name, ops
+from autoptd.ir.notes import converted_types, note, op_name, ops, shape
 from autoptd.ir.operators.record import CLASSES, QUERIES, argument, operands
 from autoptd.ir.operators.table import operator_of
 from autoptd.ir.steps import Step
@@ -101,7 +101,7 @@ class TokenSplitter(Splitter):
                 continue
             for letter in self.axes.letters(node):
                 # Both factors of a product have its heads. What one alone has is the size of a head: the other is whole.
-                is_shared = len(letter.places) > 1 or letter.name == "repeat" or not is_product
+                is_shared = len(letter.places) > 1 or _is_of_queries(node, letter) or not is_product
                 ids = self.axes.ids_of(node, letter)
                 if letter.out is not None and letter.places and is_shared and self.tokens.isdisjoint(ids):
                     found.update(ids)
@@ -316,6 +316,11 @@ class TokenSplitter(Splitter):
 def is_repeat(node: Node) -> bool:
     """Tell whether an operator gives its operand several times, or is the reshape behind that."""
     return operator_of(node).moves in ("spread", "fold") or op_name(node).startswith("aten.repeat")
+
+
+def _is_of_queries(node: Node, letter: Letter) -> bool:
+    """Tell whether a letter of attention is heads of queries that share keys and values."""
+    return op_name(node) == ATTENTION and letter.name in ("repeat", f"b{len(shape(node)) - 3}")
 
 
 def _factors(node: Node) -> list[Node]:
