@@ -2,7 +2,7 @@
 
 Collectives that start at once, and dear memory, let the sizes of tensors decide, however small: plans have embeddings in
 shards, gathers and scatters, which on a real machine models of the size of tests would not have. The real ones are named in
-`passes/test_expected_plans.py`, and drawn by the fuzzer. Small logits count as large, so that losses are made in chunks.
+`passes/solve/test_expected_plans.py`, and drawn by the fuzzer. Small logits count as large, so that losses are made in chunks.
 """
 
 from __future__ import annotations
