@@ -174,12 +174,13 @@ class _Group:
 
 
 def _groups(graph: Graph, rows: dict[Node, Node]) -> Iterator[_Group]:
-    """Yield the groups of a graph: by choices, stages and axis."""
+    """Yield the groups of a graph: by choices, stages, axis, and which of all rows a rank has."""
     between = _between(graph, rows)
     groups: dict[Any, _Group] = {}
     for node in ops(graph):
         if node in between or axis_of(node):
-            key = rows[node], note(node).stages, axis_of(node)
+            part = tuple(shard for shard in note(node).layout.shards if shard[1].dim == 0)
+            key = rows[node], note(node).stages, axis_of(node), part
             groups.setdefault(key, _Group(graph, axis_of(node))).nodes.append(node)
     yield from groups.values()
 

@@ -13,7 +13,10 @@ import transformers
 from torch import nn
 
 import autoptd
+from autoptd.ir import machine
 from benchmarks.gpu.right_training import small_experts
+from tests.parity import covering
+from tests.parity.kinds import KINDS
 from tests.parity.resumed import MACHINE, goes_on
 
 VOCAB = 64
@@ -237,6 +240,15 @@ def test_experts_that_do_not_divide_are_not_split_by_number() -> None:
     model = model_of("Mixtral")
     with pytest.raises(autoptd.PlanError, match="divides no factor"):
         autoptd.compile(model, t=2, example_inputs=batch(), plan=by_expert(model), machine=MACHINE)
+
+
+def test_products_of_other_rows_are_sorted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One product splits columns of all rows, the next one rows, where products are slow: two orders of a layer's choices."""
+    monkeypatch.setattr(machine, "DEFAULT", covering.SLOW_PRODUCTS)
+    kind, keywords = KINDS["numbered experts"], {"t": 3, "sequence_parallel": "auto"}
+    program = autoptd.compile(kind.make(0.0), example_inputs=kind.batch(8, 0), **keywords)
+    assert program.sources["stage_0.py"].count("= rt.by_expert(") == 2
+    autoptd.verify(kind.make(0.0), example_inputs=kind.batch(8, 0), steps=2, **keywords)
 
 
 class Before(nn.Module):

@@ -82,11 +82,11 @@ def no_late_sums(patch: Patch) -> None:
 
 
 def all_count(patch: Patch) -> None:
-    patch.setattr(grad_norm, "is_first_holder", lambda spec, world: True)
+    patch.setattr(parameters, "is_first_holder", lambda spec, world: True)
 
 
 def first_replica_counts(patch: Patch) -> None:
-    patch.setattr(grad_norm, "is_first_holder", lambda spec, world: world.leads(world.mesh.batch_axes))
+    patch.setattr(parameters, "is_first_holder", lambda spec, world: world.leads(world.mesh.batch_axes))
 
 
 def never_unscaled(patch: Patch) -> None:
