@@ -214,8 +214,8 @@ def _check_split(assignment: Assignment, splitter: TokenSplitter) -> None:
             counted = f"{' and '.join(map(str, sizes))} {noun}{splitter.whose}"
             fact = f"{start} {counted} do not divide over {degree}"
             copied = degrees_of_copies(node, splitter.mesh) if context == "ulysses" else ()
-            fits = ", ".join(map(str, sorted({*divisors(sizes), *copied} - {1})))
-            remedy = f"{letter} in {{{fits}}}, or " * bool(fits) + f"context={other!r}"
+            fits = ", ".join(map(str, sorted({*divisors(sizes), *copied})))
+            remedy = f"{letter} in {{{fits}}} ({letter}=1 without context), or context={other!r}"
             raise PlanError(site(node), fact, remedy)
 
 
