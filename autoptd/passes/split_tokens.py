@@ -215,7 +215,7 @@ def _check_split(assignment: Assignment, splitter: TokenSplitter) -> None:
             fact = f"{start} {counted} do not divide over {degree}"
             copied = degrees_of_copies(node, splitter.mesh) if context == "ulysses" else ()
             fits = ", ".join(map(str, sorted({*divisors(sizes), *copied})))
-            remedy = f"{letter} in {{{fits}}} ({letter}=1 without context), or context={other!r}"
+            remedy = f"{letter} in {{{fits}}}, or context={other!r}"
             raise PlanError(site(node), fact, remedy)
 
 
