@@ -292,9 +292,8 @@ def test_what_cannot_be_is_one_error(make: Any, keywords: dict[str, Any], words:
 
 
 def test_a_remedy_leaves_tensor_ranks_the_tokens_of_their_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        machine, "DEFAULT", machine.Machine()
-    )  # not that of the tests, on which t=8 has nothing to split
+    # Not that of the tests, on which t=8 has nothing to split.
+    monkeypatch.setattr(machine, "DEFAULT", machine.Machine())
     words = r"24 tokens do not divide over t\*c=32. Remedy: a multiple of 32 tokens, or c in \{1, 3\}"
     long = tuple(x.repeat(1, 3) for x in batch())
     with pytest.raises(autoptd.PlanError, match=words):

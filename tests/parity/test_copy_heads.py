@@ -184,9 +184,7 @@ def test_heads_are_copied_where_it_pays(
 def test_the_remedy_names_the_degrees_that_fit() -> None:
     """Those that divide heads, and those for which heads are copied."""
     given = {**ULYSSES, "example_inputs": (IDS.repeat(1, 3), TARGETS.repeat(1, 3))}
-    with pytest.raises(
-        PlanError, match=r"2 and 3 heads do not divide over c=4. Remedy: c in {1, 2, 3, 6}, or"
-    ):
+    with pytest.raises(PlanError, match=r"2 and 3 heads .* over c=4. Remedy: c in \{1, 2, 3, 6\}, or"):
         autoptd.compile(grouped(6, 2, expanded), c=4, **given)
     for c in (2, 3, 6):
         autoptd.compile(grouped(6, 2, expanded), c=c, **given)
