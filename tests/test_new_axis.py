@@ -21,7 +21,7 @@ for mesh in ({{"e": 2}}, {{"t": 2, "p": 2, "d": 2, "e": 2}}, {{"d": 2, "e": 2, "
     print(autoptd.verify(gpt(4), example_inputs=batch(8), steps=2, **mesh))
 program = autoptd.compile(gpt(4), t=2, e=2, d=2, example_inputs=batch(8))
 assert program.plan["mesh"] == {{"t": 2, "p": 1, "d": 2, "e": 2, "v": 1}}
-assert "over dp, then ep" in program.sources["stage_0.py"]
+assert "over ep x dp, then tp" in program.sources["stage_0.py"]
 """
 
 
