@@ -160,9 +160,7 @@ class _Finder:
         read = operands(node)
         if not any(operand in self.region.fills for operand in read) or not self.axes.has(node):
             return None
-        letters = [
-            letter for letter in self.axes.letters(node) if self.axis in self.axes.ids_of(node, letter)
-        ]
+        letters = [letter for letter in self.axes.letters(node) if self.axis in letter.ids]
         if len(letters) != 1 or not (self._is_by_token(node, letters[0]) or _takes_cut(node, letters[0])):
             return None
         fills: dict[Node, int] = {}

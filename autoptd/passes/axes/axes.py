@@ -46,7 +46,8 @@ class Letter:
     """One way to split an operator: the atom that each operand and the result carry.
 
     `out` is None when the operator contracts it; `form` names the local computation of that contraction. With `has_segments`
-    a shard is a chunk of each segment, which is not so for the samples of a microbatch.
+    a shard is a chunk of each segment, which is not so for the samples of a microbatch. `ids` are those of the axes that it
+    runs along: one, or that of the operand and that of the result.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Letter:
     out: Place | None
     form: str = ""
     has_segments: bool = False
+    ids: tuple[int, ...] = ()
 
     def everywhere(self, node: Node) -> list[tuple[Node, Place]]:
         """Return the places of the letter: in the operands of `node`, the operator, and in its result."""
@@ -113,10 +115,6 @@ class Axes:
         for dim in range(len(self._dims[node])):
             dims.append([id(axis) for axis in self.atoms(node, dim)])
         return dims
-
-    def ids_of(self, node: Node, letter: Letter) -> list[int]:
-        """Return the ids of the axes that carry a letter of `node`, in its operands and its result."""
-        return [id(self.atoms(value, dim)[atom]) for value, (dim, atom) in letter.everywhere(node)]
 
     def connected(self, graph: Graph) -> Axes:
         """Return these axes for the graph as it is now: conversions have those of what they convert, and the letters of an
@@ -246,7 +244,8 @@ class Axes:
         # The result has other factors where a later operator could not agree with them.
         if list(map(id, piece)) != list(map(id, self.atoms(node, dim))):
             return []
-        return [Letter(link.name, unit(whole[0]), {source: (dim, 0)}, (dim, 0), has_segments=True)]
+        ids = id(whole[0]), id(piece[0])
+        return [Letter(link.name, unit(whole[0]), {source: (dim, 0)}, (dim, 0), has_segments=True, ids=ids)]
 
     def _link_letters(self, node: Node, link: Link) -> list[Letter]:
         """Return a letter for every atom of a link that all its members have."""
@@ -280,7 +279,8 @@ class Axes:
             clash |= bool(axis.segments) and is_draw(node)
             if not clash:
                 out = (by_member[-1] or [])[i][1] if link.out is not None else None
-                letters.append(Letter(link.name, unit(axis), places, out, link.form, bool(axis.segments)))
+                has_segments, ids = bool(axis.segments), (id(axis),)
+                letters.append(Letter(link.name, unit(axis), places, out, link.form, has_segments, ids))
         return letters
 
     def _atoms_of(self, node: Node, member: Member) -> list[tuple[Axis, Place]] | None:

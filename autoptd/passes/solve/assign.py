@@ -30,15 +30,15 @@ from torch.fx import Graph, Node
 from autoptd.ir import markers
 from autoptd.ir.layout import Layout, loss_over
 from autoptd.ir.notes import note
-from autoptd.ir.operators.record import operands
 from autoptd.passes.ops.costs import conversion_seconds
 from autoptd.passes.solve.edges import TypeVariable
 from autoptd.passes.solve.eliminate import Factor, TableTooLarge, minimize, minimize_nearly
 from autoptd.passes.solve.prices import AxisPrices, edge_price
 from autoptd.passes.solve.problem import Problem, Variables
 from autoptd.passes.solve.shard_pins import Pins, refuse_conflict
-from autoptd.passes.solve.strategies import Splitter, make_strategies
+from autoptd.passes.solve.strategies import Splitter
 from autoptd.passes.solve.strategy import Strategy
+from autoptd.passes.solve.tied import Strategies
 from autoptd.passes.solve.ties import Ties, find_ties
 
 # Strategies that are given for some operators.
@@ -146,7 +146,7 @@ def find_plan(graph: Graph, splitter: Splitter) -> dict[Node, Strategy]:
 
 
 def _chosen(problem: Problem) -> dict[Node, Strategy]:
-    return {node: problem.strategies[node][problem.answer[i]] for node, i in problem.variable.items()}
+    return {node: problem.strategies.of(node, problem.answer[i]) for node, i in problem.variable.items()}
 
 
 class Solved(NamedTuple):
@@ -221,38 +221,9 @@ def _solve_by_votes(solved: list[Node], prices: AxisPrices) -> Solved:
         strategies |= {node: whole[node] for node in left}
 
 
-class Strategies(dict[Node, list[Strategy]]):
-    """The strategies of every node, made on first use; tied nodes have those of the node they are tied to."""
-
-    def __init__(self, splitter: Splitter, same: dict[Node, Node]) -> None:
-        super().__init__()
-        self.splitter, self.same = splitter, same
-
-    def __missing__(self, node: Node) -> list[Strategy]:
-        head = self.same.get(node, node)
-        if head is node:
-            self[node] = make_strategies(node, self.splitter)
-        else:
-            self[node] = [self.of(node, i) for i in range(len(self[head]))]
-        return self[node]
-
-    def of(self, node: Node, i: int) -> Strategy:
-        """Return one strategy of a node."""
-        head = self.same.get(node, node)
-        if head is node or node in self:
-            return self[node][i]
-        # Operands in order, each once: the k-th of layer 3 stands for the k-th of layer 0.
-        read_by_head, read = dict.fromkeys(operands(head)), dict.fromkeys(operands(node))
-        counterpart = dict(zip(read_by_head, read, strict=True))
-        strategy = self[head][i]
-        return replace(
-            strategy, needs={counterpart[operand]: types for operand, types in strategy.needs.items()}
-        )
-
-
 def solve_tied(
     solved: list[Node],
-    strategies: dict[Node, list[Strategy]],
+    strategies: Strategies,
     prices: AxisPrices,
     ties: Ties,
     *,

@@ -30,7 +30,7 @@ def classes_of(graph: Graph, axes: Axes) -> set[int]:
             continue
         for letter in axes.letters(node):
             if letter.form.startswith(CLASSES):
-                scored.update(axes.ids_of(node, letter))
+                scored.update(letter.ids)
         for operand in operands(node) if operator_of(node).factors else ():
             if note(_moved(operand)).kind == "param":
                 made.update(*axes.ids(operand))

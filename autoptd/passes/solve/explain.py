@@ -55,7 +55,7 @@ class Alternative:
 
 
 def alternatives(problem: Problem, node: Node) -> list[Alternative]:
-    """Return all strategies of `node`: the chosen one, then the others by price.
+    """Return all strategies of `node`: the chosen one, then the others by price; of tied layers, those of the first.
 
     The price is infinite where no plan has the strategy, and nan where none was found. Every alternative solves the model
     again.
@@ -63,7 +63,7 @@ def alternatives(problem: Problem, node: Node) -> list[Alternative]:
     variable = problem.variable[node]
     chosen = problem.answer[variable]
     ordered = []
-    for i, strategy in enumerate(problem.strategies[node]):
+    for i, strategy in enumerate(problem.strategies.alike(node)):
         extra = 0.0 if i == chosen else _extra_seconds(problem, variable, i)
         ordered.append(Alternative(strategy, extra, i == chosen))
     ordered.sort(key=lambda other: (not other.is_chosen, math.isnan(other.seconds), other.seconds))

@@ -139,7 +139,7 @@ def _blocked(
 
 
 def _noun(node: Node, letter: Letter, splitter: Splitter, nouns: dict[int, str]) -> str:
-    for axis in splitter.axes.ids_of(node, letter):
+    for axis in letter.ids:
         if axis in nouns:
             return nouns[axis]
         if axis in splitter.padding.vocabularies:
@@ -163,7 +163,7 @@ def axis_nouns(graph: Graph, splitter: Splitter) -> dict[int, str]:
         for letter in splitter.wanted_letters(node):
             is_of_both = len(letter.places) > 1 and letter.form != QUERIES
             if letter.out is not None and (is_of_both or letter.name == "repeat"):
-                groups.setdefault(letter.name, []).append(splitter.axes.ids_of(node, letter)[0])
+                groups.setdefault(letter.name, []).append(letter.ids[0])
         for name, (first, *others) in groups.items():
             found.setdefault(first, _noun_of_heads(name, is_grouped=bool(others)))
             for axis in others:

@@ -16,21 +16,23 @@ pairs of its strategies that go together, as strategies whose layouts have types
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from functools import partial
+from itertools import product
 
 import numpy as np
 from torch.fx import Node
 
 from autoptd.ir.layout import Layout
-from autoptd.ir.notes import note, payload
+from autoptd.ir.notes import note, payload, value
 from autoptd.ir.operators.record import QUERIES, argument, operands
 from autoptd.ir.types import I, R, Segmented
 from autoptd.passes.ops.costs import collective_seconds, compute_seconds, conversion_seconds, flops
-from autoptd.passes.solve.assign import Strategies
 from autoptd.passes.solve.prices import edge_price, gathers_again, odd_price, places, tabulate
 from autoptd.passes.solve.queries import work_parts
 from autoptd.passes.solve.strategies import MICROBATCHES_PER_STEP, Splitter
 from autoptd.passes.solve.strategy import Strategy
+from autoptd.passes.solve.tied import Strategies
 from autoptd.passes.solve.tokens import TokenSplitter
 
 
@@ -121,7 +123,9 @@ class PairPrices:
     def __init__(self, pairs: Pairs) -> None:
         self.pairs, self.splitters = pairs, (pairs.weights, pairs.tokens)
         self._parts: dict[Layout, tuple[Layout, Layout]] = {}
-        self._moves: dict[tuple[int, Node, Layout, Layout, Layout], float] = {}
+        # By kind of value: see `_kind`.
+        self._tables: dict[tuple[Hashable, tuple[Layout, ...], tuple[Layout, ...]], np.ndarray] = {}
+        self._is_free: dict[tuple[int, Node, Layout, Layout], bool] = {}
         self._prices: dict[tuple[int, Node, Layout, Layout, int], float] = {}
 
     @property
@@ -137,7 +141,19 @@ class PairPrices:
         both = [self._parts[layout] for layout in layouts]
         return [first for first, _ in both], [second for _, second in both]
 
+    def _kind(self, node: Node) -> Hashable:
+        """Return all that the price of a conversion depends on of a value."""
+        axes, is_several = self.pairs.tokens.axes, isinstance(value(node), (tuple, list))
+        ids: Hashable = tuple(map(tuple, axes.ids(node))) if axes.has(node) else node
+        return ids, note(node).layout, payload(node), note(node).kind, is_several
+
     def conversions(self, node: Node, sources: list[Layout], targets: list[Layout]) -> np.ndarray:
+        key = self._kind(node), tuple(sources), tuple(targets)
+        if key not in self._tables:
+            self._tables[key] = self._conversions(node, sources, targets)
+        return self._tables[key]
+
+    def _conversions(self, node: Node, sources: list[Layout], targets: list[Layout]) -> np.ndarray:
         before, after = self.parts(sources), self.parts(targets)
         orders = []
         for k, other in ((0, 1), (1, 0)):
@@ -162,35 +178,37 @@ class PairPrices:
         Meanwhile the value has types `held` over the other axis: those of the source if this `is_first`, else of the target.
         """
         different = [list(dict.fromkeys(each)) for each in (sources, targets, held)]
-        table = np.empty([len(each) for each in different])
-        for i, source in enumerate(different[0]):
-            for j, target in enumerate(different[1]):
-                for k, other in enumerate(different[2]):
-                    table[i, j, k] = self._move(axis, node, source, target, other)
         rows, columns, third = map(np.array, map(places, (sources, targets, held), different))
+        # Of a value that the other axis cuts, a part is converted: there are few numbers of these.
+        cut = [types.pieces(self.pairs.mesh) for types in different[2]]
+        numbers = sorted(set(cut))
+        prices = [self._price(axis, node, *each) for each in product(*different[:2], numbers)]
+        sizes = [len(each) for each in different]
+        table = np.reshape(prices, (*sizes[:2], len(numbers)))[:, :, np.searchsorted(numbers, cut)]
+        free = [self._free(axis, node, each, different[2]) for each in different[:2]]
+        table = np.where(free[0][:, None] & free[1][None], table, math.inf)
+        for i, j in product(*map(range, sizes[:2])):
+            if different[0][i] == different[1][j]:
+                table[i, j] = 0.0
         return table[rows[:, None], columns[None], third[:, None] if is_first else third[None]]
 
-    def _move(self, axis: int, node: Node, source: Layout, target: Layout, other: Layout) -> float:
-        """Return the price of a conversion over one axis while the value has types `other` over the other one."""
-        key = axis, node, source, target, other
-        if key not in self._moves:
-            self._moves[key] = self._price(*key)
-        return self._moves[key]
+    def _free(self, axis: int, node: Node, layouts: list[Layout], held: list[Layout]) -> np.ndarray:
+        """Tell which of `layouts` may be converted, or come of it, while the value has types `held` over the other axis."""
+        free = []
+        for key in product((axis,), (node,), layouts, held):
+            if key not in self._is_free:
+                self._is_free[key] = self._may_move(*key)
+            free.append(self._is_free[key])
+        return np.reshape(free, (len(layouts), len(held)))
 
-    def _price(self, axis: int, node: Node, source: Layout, target: Layout, other: Layout) -> float:
-        if source == target:
-            return 0.0
-        for layout in (source, target):
-            if not self.pairs.divides(node, layout, other):
-                return math.inf
-            # Of tokens tp has the inner part, of all else cp.
-            for place in common_places(layout, other):
-                inner = 0 if self.pairs.tokens.is_token(node, place) else 1
-                if axis != inner:
-                    return math.inf
-        return self._of_pieces(axis, node, source, target, other.pieces(self.pairs.mesh))
+    def _may_move(self, axis: int, node: Node, layout: Layout, other: Layout) -> bool:
+        if not self.pairs.divides(node, layout, other):
+            return False
+        # Of tokens tp has the inner part, of all else cp.
+        shared = common_places(layout, other)
+        return all(axis == (0 if self.pairs.tokens.is_token(node, place) else 1) for place in shared)
 
-    def _of_pieces(self, axis: int, node: Node, source: Layout, target: Layout, pieces: int) -> float:
+    def _price(self, axis: int, node: Node, source: Layout, target: Layout, pieces: int) -> float:
         """Return the price of a conversion over one axis of what the other one leaves, one of `pieces`."""
         key = axis, node, source, target, pieces
         if key not in self._prices:

@@ -24,6 +24,7 @@ from autoptd.passes.solve.edges import TypeVariable, edge_factors, entry_factors
 from autoptd.passes.solve.eliminate import Factor, entry_of, price
 from autoptd.passes.solve.prices import Prices, price_table
 from autoptd.passes.solve.strategy import Strategy
+from autoptd.passes.solve.tied import Strategies
 from autoptd.passes.solve.ties import Ties
 
 
@@ -32,7 +33,7 @@ class Problem:
     """What was minimised: `variable` of every node (tied nodes share one), its strategies, and the tables between variables."""
 
     variable: dict[Node, int]
-    strategies: dict[Node, list[Strategy]]
+    strategies: Strategies
     choices: list[int]
     factors: list[Factor]
     answer: list[int]

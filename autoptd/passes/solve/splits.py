@@ -96,7 +96,7 @@ class Factors:
         for node in ops(graph):
             letters = axes.letters(node) if axes.has(node) else []
             for outer, inner in itertools.permutations(letters, 2):
-                pair = axes.ids_of(node, outer)[0], axes.ids_of(node, inner)[0]
+                pair = outer.ids[0], inner.ids[0]
                 if pair in free_pairs and _brings(node, outer, inner) and _divides(outer, inner, degree):
                     slow, fast = SubAxis(axis, 1, outer.size), SubAxis(axis, outer.size, degree // outer.size)
                     self.pairs[pair] = str(slow), str(fast)
@@ -105,7 +105,7 @@ class Factors:
         """Return the ways to split `node` over sub-axes."""
         if not self.pairs or not self.axes.has(node) or not self.axes.is_linear(node):
             return []
-        of_axis = {self.axes.ids_of(node, letter)[0]: letter for letter in self.axes.letters(node)}
+        of_axis = {letter.ids[0]: letter for letter in self.axes.letters(node)}
         splits = []
         for (outer, inner), sub_axes in self.pairs.items():
             split = _split(of_axis[outer], of_axis.get(inner), *sub_axes) if outer in of_axis else None

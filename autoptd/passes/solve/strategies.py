@@ -204,7 +204,7 @@ class Splitter:
         factored = {axis for pair in self.factors.pairs for axis in pair}
         letters = []
         for letter in self.free_letters(node):
-            is_factored = not factored.isdisjoint(self.axes.ids_of(node, letter))
+            is_factored = not factored.isdisjoint(letter.ids)
             if not is_factored and not self.padding.divides(node, letter):
                 letters.append(letter)
         return letters
@@ -218,7 +218,7 @@ class Splitter:
         return [letter for letter in self.axes.letters(node) if self._is_free(node, letter)]
 
     def _is_free(self, node: Node, letter: Letter) -> bool:
-        ids = self.axes.ids_of(node, letter)
+        ids = letter.ids
         # Not the positions that attention's softmax runs over.
         is_allowed = not letter.form.startswith(CLASSES) or not self.classes.isdisjoint(ids)
         if letter.form == QUERIES:
@@ -232,7 +232,7 @@ class Splitter:
         """
 
         def is_divided(letter: Letter) -> bool:
-            ids = self.axes.ids_of(node, letter)
+            ids = letter.ids
             is_head = self._may_split(ids) and self.tokens.isdisjoint(ids)
             return is_head and self.padding.divides(node, letter)
 

@@ -9,7 +9,7 @@ the last layer's result to the head, is a conversion between them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,10 +52,13 @@ def find_ties(
     that is not.
     """
     body = list(ops(graph))
-    facts: dict[Node, str] = {}
+    # Equal facts have one number.
+    numbers: dict[Hashable, int] = {}
+    facts: dict[Node, int] = {}
     for node in graph.nodes:
         if node.op != "output" and value(node) is not None:
-            facts[node] = _facts(node, known) + (pins[node].where if node in pins else "")
+            found = _facts(node, known), pins[node].where if node in pins else ""
+            facts[node] = numbers.setdefault(found, len(numbers))
     periods = find_periods(
         body,
         [_signature(node, splits.get(node, []), facts) for node in body],
@@ -80,8 +83,8 @@ def find_ties(
     return Ties(same, enters)
 
 
-def _signature(node: Node, splits: list[Split], facts: dict[Node, str]) -> str:
-    """Write down everything that the solver looks at in an operator; operators with equal texts are alike."""
+def _signature(node: Node, splits: list[Split], facts: dict[Node, int]) -> Hashable:
+    """Return everything that the solver looks at in an operator; operators of which it is equal are alike."""
     place = {arg: i for i, arg in enumerate(node.all_input_nodes)}
 
     def without_numbers(arg: Any) -> Any:
@@ -91,22 +94,25 @@ def _signature(node: Node, splits: list[Split], facts: dict[Node, str]) -> str:
         return "#" if isinstance(arg, (int, float)) else arg
 
     literals = map_aggregate((node.args, node.kwargs), without_numbers)
-    split_texts = []
+    ways = []
     for split in splits:
-        needs = sorted((place[arg], str(split.needs(arg))) for arg in split.carriers)
-        split_texts.append((split.name, split.size, needs, str(split.gives), split.form))
+        for axis, letter in split.letters:
+            cut = tuple((place[arg], at) for arg, at in letter.places.items())
+            ways.append(
+                (axis, split.whole, split.order, letter.name, letter.size, cut, letter.out, letter.form)
+            )
     linear = []
     for group in linear_groups(node):
-        linear.append([place[arg] for arg in group])
-    operand_facts = [facts.get(arg) for arg in place]
-    return repr((op_name(node), str(literals), split_texts, linear, facts.get(node), operand_facts))
+        linear.append(tuple(place[arg] for arg in group))
+    operand_facts = tuple(facts.get(arg) for arg in place)
+    return op_name(node), str(literals), tuple(ways), tuple(linear), facts.get(node), operand_facts
 
 
-def _facts(node: Node, known: Callable[[Node], list[Layout]]) -> str:
-    """Write down what the solver looks at in a value."""
+def _facts(node: Node, known: Callable[[Node], list[Layout]]) -> Hashable:
+    """Return what the solver looks at in a value."""
     record, result = note(node), value(node)
     results = result if isinstance(result, (tuple, list)) else [result]
-    sizes = [tuple(part.shape) for part in results]
+    sizes = tuple(tuple(part.shape) for part in results)
     # What has no gradient is wanted as I where other values are wanted as R, and nobody saves it.
     roles = record.of_params, record.needs_grad, record.kind == "param"
-    return repr((sizes, tensor(node).dtype, record.dims, list(map(str, known(node))), roles))
+    return sizes, tensor(node).dtype, record.dims, tuple(known(node)), roles

@@ -59,6 +59,8 @@ class TokenSplitter(Splitter):
         self.joint_text = ""
         # Of the shards of tokens: see `split_tokens.choose_order`.
         self.order = ""
+        # The other axes that cut each atom; a few layouts are all that many values have.
+        self._cut_by: dict[Layout, dict[Place, list[str]]] = {}
         self.of_inputs = _of_inputs(graph)
         self.tokens = (self.tokens | self._sequences(graph)) - self._of_weights(graph)
         self.tokens -= self.padding.vocabularies
@@ -102,7 +104,7 @@ class TokenSplitter(Splitter):
             for letter in self.axes.letters(node):
                 # Both factors of a product have its heads. What one alone has is the size of a head: the other is whole.
                 is_shared = len(letter.places) > 1 or _is_of_queries(node, letter) or not is_product
-                ids = self.axes.ids_of(node, letter)
+                ids = letter.ids
                 if letter.out is not None and letter.places and is_shared and self.tokens.isdisjoint(ids):
                     found.update(ids)
         return found - self.never_split - self.padding.vocabularies
@@ -113,14 +115,15 @@ class TokenSplitter(Splitter):
 
     def _is_by_tokens(self, node: Node) -> bool:
         letters = self.axes.letters(node)
-        return any(self.tokens.issuperset(self.axes.ids_of(node, letter)) for letter in letters)
+        return any(self.tokens.issuperset(letter.ids) for letter in letters)
 
     def splits(self, node: Node) -> list[Split]:
         """Return the ways in which `node` may be split; by tokens that have 2c equal pieces, in the order of this graph."""
-        return [replace(split, order=self._order_of(node, split)) for split in super().splits(node)]
+        splits = super().splits(node)
+        return [replace(split, order=self._order_of(split)) for split in splits] if self.order else splits
 
-    def _order_of(self, node: Node, split: Split) -> str:
-        is_token = all(self.tokens.issuperset(self.axes.ids_of(node, letter)) for _, letter in split.letters)
+    def _order_of(self, split: Split) -> str:
+        is_token = all(self.tokens.issuperset(letter.ids) for _, letter in split.letters)
         return self.order if is_token and self._divides(split.size) else ""
 
     def _divides(self, size: int) -> bool:
@@ -147,7 +150,7 @@ class TokenSplitter(Splitter):
         return [letter for letter in self.axes.letters(node) if self._is_wanted(node, letter)]
 
     def _is_wanted(self, node: Node, letter: Letter) -> bool:
-        ids = self.axes.ids_of(node, letter)
+        ids = letter.ids
         if not self.never_split.isdisjoint(ids) or letter.form.startswith(("vocab_", CLASSES)):
             return False
         if node.target is markers.convert and not self._keeps_outer(node, letter):
@@ -176,9 +179,15 @@ class TokenSplitter(Splitter):
         places = letter.everywhere(node)
         return max(math.prod(map(self.mesh.degree, self._cutting(*each))) for each in places)
 
-    def _cutting(self, value: Node, place: Place) -> Iterator[str]:
-        """Yield the other axes that cut an atom."""
-        return (axis for axis, kind in self._others(value).shards if kind == S(*place))
+    def _cutting(self, value: Node, place: Place) -> list[str]:
+        """Return the other axes that cut an atom, in any order of shards."""
+        layout = note(value).layout
+        if layout not in self._cut_by:
+            found: dict[Place, list[str]] = {}
+            for axis, kind in self._others(value).shards:
+                found.setdefault((kind.dim, kind.atom), []).append(axis)
+            self._cut_by[layout] = found
+        return self._cut_by[layout].get(place, [])
 
     def axes_of_tokens(self, graph: Graph) -> list[str]:
         """Return the other axes that cut tokens anywhere."""
@@ -250,7 +259,7 @@ class TokenSplitter(Splitter):
 
     def name_of(self, node: Node, split: Split) -> str:
         (_, letter), *_ = split.letters
-        return "tokens" if self.tokens.issuperset(self.axes.ids_of(node, letter)) else split.name
+        return "tokens" if self.tokens.issuperset(letter.ids) else split.name
 
     def other_pieces(self, node: Node) -> int:
         return self._others(node).pieces(self.mesh)
