@@ -1,9 +1,10 @@
 """What a compilation costs: seconds per stage of the compiler, memory, and the size of the emitted files, by depth.
 
 A nanoGPT-like model (examples/gpt.py) without weights (meta) at 12, 48, 96 and 128 layers, and the trillion-parameter GPT of
-Narayanan et al., SC'21, table 1, for its 3,072 ranks. Each is compiled once in a fresh process, after a one-operator export
-that loads what torch.export loads lazily. `trace` is torch.export alone (both of its runs); `rest` is everything else, reading
-and normalising the exported graph included. Seconds are those of the process (one thread), not of the clock on the wall.
+Narayanan et al., SC'21, table 1, for its 3,072 ranks. With c=8, a GPT and Hugging Face's Llama of 96 layers: `joint` is what
+finds the types over tp and cp together. Each is compiled once in a fresh process, after a one-operator export that loads what
+torch.export loads lazily. `trace` is torch.export alone (both of its runs); `rest` is everything else, reading and normalising
+the exported graph included. Seconds are those of the process (one thread), not of the clock on the wall.
 
     python benchmarks/compile_time.py            # a table, benchmarks/results/compile_time.json and compile_time.svg
     python benchmarks/compile_time.py --only 48  # one of them
@@ -28,14 +29,28 @@ MIB = 1 << 20
 SMALL = {"n_embd": 1024, "n_head": 16, "vocab_size": 51200, "block_size": 1024}
 MESH = {"t": 4, "p": 4, "d": 2, "v": 2, "num_microbatches": 8}
 TRILLION = {"n_layer": 128, "n_embd": 25600, "n_head": 160, "vocab_size": 51200, "block_size": 2048}
+CONTEXT = {"t": 8, "c": 8}
+WIDE = {"n_layer": 96, "n_embd": 4096, "n_head": 64, "vocab_size": 51200, "block_size": 2048}
+LLAMA = {
+    "num_hidden_layers": 96,
+    "hidden_size": 4096,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 2048,
+}
 CASES: dict[
     str, tuple[dict[str, int], dict[str, int], int]
 ] = {  # name -> model, mesh, rows of the global batch
     **{str(layers): ({"n_layer": layers, **SMALL}, MESH, 64) for layers in (12, 48, 96, 128)},
     "1.008T": (TRILLION, {"t": 8, "p": 64, "d": 6, "v": 2, "num_microbatches": 512}, 3072),
+    "GPT, c=8": (WIDE, CONTEXT, 2),
+    "Llama, c=8": (LLAMA, CONTEXT, 2),
 }
 STAGES = {  # what is timed beside the passes: stage -> functions of these modules
     "normalize": ("autoptd.trace.capture.normalize",),
+    "joint": ("autoptd.passes.solve.policies.solve_pairs",),
     "schedule": ("autoptd.schedule.requested_orders",),
     "emit": ("autoptd.codegen.write_program", "autoptd.codegen.crossings"),
 }
@@ -69,6 +84,23 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform != "darwin" else MIB)
 
 
+def make(config: dict[str, int], rows: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Return a model with the arguments of a call."""
+    import torch
+
+    if "n_layer" in config:
+        from examples.gpt import GPT, GPTConfig
+
+        shape = rows, config["block_size"]
+        ids, targets = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
+        return GPT(GPTConfig(**config)), (ids, targets), {}
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    ids = torch.zeros(rows, config["max_position_embeddings"], dtype=torch.int64)
+    model = LlamaForCausalLM(LlamaConfig(**config))
+    return model, (), {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
 def measure(case: str) -> dict[str, Any]:
     """Compile one case in this process."""
     import torch
@@ -79,7 +111,6 @@ def measure(case: str) -> dict[str, Any]:
     from autoptd.compile import compile_program
     from autoptd.options import make_options
     from autoptd.passes import Record
-    from examples.gpt import GPT, GPTConfig
 
     config, mesh, rows = CASES[case]
     torch.export.export(torch.nn.Linear(2, 2), (torch.zeros(2, 2),), strict=False)
@@ -88,12 +119,11 @@ def measure(case: str) -> dict[str, Any]:
         for path in paths:
             clock.time(stage, path)
     with torch.device("meta"):
-        model = GPT(GPTConfig(**config))
-        ids, targets = (torch.zeros(rows, config["block_size"], dtype=torch.int64) for _ in range(2))
+        model, args, kwargs = make(config, rows)
     before = peak_mib()
     start = time.process_time()
     options, record = make_options(**mesh), Record()
-    program = compile_program(model, options, (ids, targets), {}, replicas=options.d, record=record)
+    program = compile_program(model, options, args, kwargs, replicas=options.d, record=record)
     total = time.process_time() - start
     return {
         "case": case,
@@ -135,7 +165,7 @@ def main() -> None:
     (args.out / "compile_time.svg").write_text(picture(rows))
 
 
-HEAD = " layers  ranks  trace s  rest s rest/trace  peak MiB  files     KiB  largest"
+HEAD = "    layers  ranks  trace s  rest s rest/trace joint s  peak MiB  files     KiB  largest"
 
 
 def line(row: dict[str, Any]) -> str:
@@ -143,7 +173,9 @@ def line(row: dict[str, Any]) -> str:
     sizes = (
         f"{row['peak_mib']:>9} {row['stage_files']:>6} {row['source_kib']:>7} {row['largest_file_kib']:>8}"
     )
-    return f"{row['case']:>7} {row['ranks']:>6} {row['trace_s']:>8.2f} {row['rest_s']:>7.2f} {ratio:>10.2f} {sizes}"
+    joint = f"{row['seconds']['joint']:>7.2f}" if "joint" in row["seconds"] else f"{'-':>7}"
+    seconds = f"{row['trace_s']:>8.2f} {row['rest_s']:>7.2f} {ratio:>10.2f} {joint}"
+    return f"{row['case']:>10} {row['ranks']:>6} {seconds} {sizes}"
 
 
 def picture(rows: list[dict[str, Any]]) -> str:

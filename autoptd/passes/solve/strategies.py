@@ -147,8 +147,8 @@ class Splitter:
         return True
 
     def facts(self, node: Node) -> list[Layout]:
-        """Return all that tells a value from others of its shape."""
-        return self.shards(node)
+        """Return all that tells a value from others of its shape: of what is stored, in which shards it may be."""
+        return self.shards(node) if note(node).kind == "param" else []
 
     @property
     def loss(self) -> Layout:

@@ -17,8 +17,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
 from autoptd.ir.layout import Layout
-from autoptd.ir.notes import note, op_name, ops, output, tensor, value
-from autoptd.ir.operators.table import linear_groups
+from autoptd.ir.notes import note, ops, output, tensor, value
 from autoptd.ir.periods import find_periods
 from autoptd.passes.solve.shard_pins import Pin
 from autoptd.passes.solve.splits import Split
@@ -101,11 +100,7 @@ def _signature(node: Node, splits: list[Split], facts: dict[Node, int]) -> Hasha
             ways.append(
                 (axis, split.whole, split.order, letter.name, letter.size, cut, letter.out, letter.form)
             )
-    linear = []
-    for group in linear_groups(node):
-        linear.append(tuple(place[arg] for arg in group))
-    operand_facts = tuple(facts.get(arg) for arg in place)
-    return op_name(node), str(literals), tuple(ways), tuple(linear), facts.get(node), operand_facts
+    return node.target, str(literals), tuple(ways), facts.get(node), tuple(facts.get(arg) for arg in place)
 
 
 def _facts(node: Node, known: Callable[[Node], list[Layout]]) -> Hashable:

@@ -59,8 +59,6 @@ class TokenSplitter(Splitter):
         self.joint_text = ""
         # Of the shards of tokens: see `split_tokens.choose_order`.
         self.order = ""
-        # The other axes that cut each atom; a few layouts are all that many values have.
-        self._cut_by: dict[Layout, dict[Place, list[str]]] = {}
         self.of_inputs = _of_inputs(graph)
         self.tokens = (self.tokens | self._sequences(graph)) - self._of_weights(graph)
         self.tokens -= self.padding.vocabularies
@@ -176,18 +174,13 @@ class TokenSplitter(Splitter):
 
     def _most_cut(self, node: Node, letter: Letter) -> int:
         """Return in how many pieces other axes cut a letter."""
-        places = letter.everywhere(node)
-        return max(math.prod(map(self.mesh.degree, self._cutting(*each))) for each in places)
+        cutting = [self._cutting(*each) for each in letter.everywhere(node)]
+        return max(math.prod(map(self.mesh.degree, axes)) for axes in cutting) if any(cutting) else 1
 
     def _cutting(self, value: Node, place: Place) -> list[str]:
         """Return the other axes that cut an atom, in any order of shards."""
-        layout = note(value).layout
-        if layout not in self._cut_by:
-            found: dict[Place, list[str]] = {}
-            for axis, kind in self._others(value).shards:
-                found.setdefault((kind.dim, kind.atom), []).append(axis)
-            self._cut_by[layout] = found
-        return self._cut_by[layout].get(place, [])
+        shards = note(value).layout.shards
+        return [axis for axis, kind in shards if (kind.dim, kind.atom) == place and base(axis) != self.axis]
 
     def axes_of_tokens(self, graph: Graph) -> list[str]:
         """Return the other axes that cut tokens anywhere."""
