@@ -71,12 +71,12 @@ class Variables:
     ) -> None:
         self.strategies, self.prices, self.ties = strategies, prices, ties
         # Tied nodes are decided with the one of the first layer.
-        heads = [node for node in solved if ties.same.get(node, node) is node]
-        self.variable = {node: i for i, node in enumerate(heads)}
+        self.heads = [node for node in solved if ties.same.get(node, node) is node]
+        self.variable = {node: i for i, node in enumerate(self.heads)}
         self.variable |= {
             node: self.variable[ties.same[node]] for node in solved if node not in self.variable
         }
-        self.choices = [len(strategies[node]) for node in heads]
+        self.choices = [len(strategies[node]) for node in self.heads]
         self.factors: list[Factor] = []
         self.shared: dict[Node, TypeVariable] = {}
         self.entries: dict[Node, TypeVariable] = {}

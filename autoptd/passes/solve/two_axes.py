@@ -44,8 +44,8 @@ def solve_pairs(graph: Graph, weights: Splitter, tokens: TokenSplitter) -> Joint
     variables = Variables(solved, pairs, PairPrices(pairs), ties)
     for node in solved:
         variables.add(node, may_share=True)
-    # A variable of nodes, and the first of these.
-    heads = {variables.variable[node]: node for node in reversed(solved)}
+    # By variable: the node that is decided with it.
+    heads = dict(enumerate(variables.heads))
     parts = {variable: np.array(pairs.parts[node]) for variable, node in heads.items()}
     alone = []
     for strategies, splitter in zip(pairs.over, (weights, tokens), strict=True):

@@ -13,12 +13,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Node
 
 import autoptd
-from autoptd.passes.solve import joint, two_axes
+from autoptd.ir.notes import note
+from autoptd.passes.solve import joint, policies, two_axes
+from autoptd.passes.solve.assign import Assignment, Solved, write_solved
 from autoptd.passes.solve.bounds import tighten
 from autoptd.passes.solve.eliminate import Factor, TableTooLarge, minimize, price
 from autoptd.passes.solve.joint import Answer, Found, Left, Pair, minimize_pairs, narrowed
+from autoptd.passes.solve.strategies import Splitter
 from examples.gpt import GPT, GPTConfig
 
 NAMES = ("first", "second")
@@ -176,6 +180,41 @@ def test_a_model_equal_to_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
         assert answer.is_exact and answer.cost == chosen.cost == least_cost_of_tables(small)
         dearest = max(dearest, answer.sequential["second"])
     assert dearest > chosen.cost
+
+
+class Reversed(nn.Module):
+    """Layers that are used in another order than they are registered in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(8, 8), nn.LayerNorm(8)
+        self.ups = nn.ModuleList(nn.Linear(8, 16) for _ in range(3))
+        self.downs = nn.ModuleList(nn.Linear(16, 8) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for up, down in zip(reversed(self.ups), reversed(self.downs), strict=True):
+            x = x + down(F.gelu(up(self.norm(x)))).tanh()
+        return x.square().mean()
+
+
+def test_what_is_left_over_tp_stands_at_the_nodes_that_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of parameters that is the one of the layer that is used first, not the first in the graph."""
+    seen: list[tuple[Solved, list[Node]]] = []
+
+    def written(solved: Solved, splitter: Splitter) -> Assignment:
+        seen.append((solved, list(solved.problem.strategies)))
+        return write_solved(solved, splitter)
+
+    monkeypatch.setattr(policies, "write_solved", written)
+    ids = torch.randint(8, (2, 8), generator=torch.manual_seed(0))
+    autoptd.compile(Reversed(), t=2, c=2, example_inputs=(ids,))
+    (solved, made), *_ = seen
+    same, variable = solved.problem.strategies.same, solved.problem.variable
+    assert any(note(node).kind == "param" and same[node] is not node for node in same)
+    # One list for each variable, of the node that all others are tied to.
+    assert made == [node for node in variable if same.get(node, node) is node]
+    assert [len(solved.problem.strategies[node]) for node in made] == solved.problem.choices[: len(made)]
 
 
 def least_cost_of_tables(pair: Pair) -> float:
