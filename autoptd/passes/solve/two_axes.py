@@ -58,7 +58,7 @@ def solve_pairs(graph: Graph, weights: Splitter, tokens: TokenSplitter) -> Joint
     for node in solved:
         variable = variables.variable[node]
         of_tokens[node] = pairs.over[SECOND].of(node, parts[variable][answer.choices[variable], SECOND])
-    return Joint(answer, _of_weights(pair, answer, variables, pairs, heads), of_tokens)
+    return Joint(answer, _of_weights(pair, answer, variables, pairs), of_tokens)
 
 
 def _asked(
@@ -84,14 +84,12 @@ def _order(variables: Variables) -> list[int]:
     return sorted(place, key=place.__getitem__)
 
 
-def _of_weights(
-    pair: Pair, answer: Answer, variables: Variables, pairs: Pairs, heads: dict[int, Node]
-) -> Solved:
+def _of_weights(pair: Pair, answer: Answer, variables: Variables, pairs: Pairs) -> Solved:
     """Return the problem over tp that is left where the types over cp are given, with its answer."""
     left = pair.with_part(SECOND, pair.part_of(SECOND, answer.choices))
     assert left is not None
     ties, strategies = variables.ties, Strategies(pairs.weights, variables.ties.same)
-    for variable, node in heads.items():
+    for variable, node in enumerate(variables.heads):
         own = pairs.over[FIRST][node]
         strategies[node] = [own[part] for part in pair.parts[variable][left[variable], FIRST]]
     places = [int(np.flatnonzero(each == i)[0]) for each, i in zip(left, answer.choices, strict=True)]
