@@ -98,8 +98,8 @@ def fork_rank(
     """Run `work` in a process; what it says is added to the file `folder / rank`."""
     if pid := os.fork():
         return pid
-    # Whatever hangs is killed, and seen by its code.
-    signal.alarm(100)
+    # Whatever hangs is killed, and seen by its code; the last life, of up to 300 steps beside other work, is not.
+    signal.alarm(400)
     env = {
         "RANK": rank,
         "LOCAL_RANK": rank,
