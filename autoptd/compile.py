@@ -26,6 +26,7 @@ from autoptd.errors import AutoptdError, PlanError
 from autoptd.fit import Written, fit
 from autoptd.ir.activity import activity
 from autoptd.ir.buffers import Buffers
+from autoptd.ir.default_device import on_cpu
 from autoptd.ir.garbage import paused_collection
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name
@@ -114,6 +115,10 @@ def _compile(
     def written(batch: Batch, check: bool = check) -> tuple[Written, Traces]:
         # One trace serves all ranks: the model is traced for one device, and split afterwards.
         traces = trace_rows(model, options, args, kwargs, batch, check)
+        with on_cpu():
+            return written_for(batch, traces)
+
+    def written_for(batch: Batch, traces: Traces) -> tuple[Written, Traces]:
         write = partial(_place_and_write, traces, batch, handed, record)
         ctx = make_context(options, traces, batch, like)
         # The first program is held to by others, by its graphs, which are not written.

@@ -252,7 +252,7 @@ class StatefulModel(StartedModel):
         self._set_steps(int(manifest.about.get("steps", self.steps)), ranks)
         self._losses.clear()
         self._losses.extend(
-            torch.tensor(loss, dtype=torch.float64) for loss in manifest.about.get("losses", ())
+            torch.tensor(loss, dtype=torch.float64, device="cpu") for loss in manifest.about.get("losses", ())
         )
         restore(found.extra, extra, self._place(), ranks.here[0].world.device)
 

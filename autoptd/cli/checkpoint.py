@@ -257,7 +257,7 @@ def spilled(x: torch.Tensor, out: Path) -> torch.Tensor:
     # Untyped: not every dtype can be mapped.
     storage = torch.UntypedStorage.from_file(str(file), shared=True, nbytes=x.nbytes)
     remove_file(file)
-    copy = torch.empty(0, dtype=x.dtype).set_(storage, 0, x.shape)  # type: ignore[call-overload]
+    copy = torch.empty(0, dtype=x.dtype, device="cpu").set_(storage, 0, x.shape)  # type: ignore[call-overload]
     return copy.copy_(x)  # type: ignore[no-any-return]
 
 

@@ -44,10 +44,10 @@ def batches(
         fact = f"a text of {len(tokens)} bytes is too short for rows of {length}"
         raise PlanError("--data", fact, f"a longer text, or --seq {max(1, len(tokens) // 2)}")
     generator = torch.Generator().manual_seed(seed)
-    window = torch.arange(length + 1)
+    window = torch.arange(length + 1, device="cpu")
     for step in range(steps):
         # [batch, 1] + [length + 1]: a window from a random place for each row.
-        places = torch.randint(len(tokens) - length, (batch, 1), generator=generator)
+        places = torch.randint(len(tokens) - length, (batch, 1), generator=generator, device="cpu")
         if step < start:
             continue
         rows = tokens[places + window]

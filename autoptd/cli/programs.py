@@ -63,7 +63,9 @@ def example_inputs(asked: Namespace, subject: Any, model: nn.Module, given: Any)
     length = length_of(subject, model, asked.seq)
     # Ids of one token more than the length: targets are the same row, a token later.
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary_of(model, asked.vocab), (rows_of(asked), length + 1), generator=generator)
+    ids = torch.randint(
+        vocabulary_of(model, asked.vocab), (rows_of(asked), length + 1), generator=generator, device="cpu"
+    )
     return as_call(model, ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
 
 

@@ -62,7 +62,7 @@ def message(
     source: int, target: int, count: int, dtype: torch.dtype, device: torch.device, number: int = 0
 ) -> Tensor:
     """Return what `source` sends to `target` in its message `number`."""
-    places = torch.arange(PERIODS[0])
+    places = torch.arange(PERIODS[0], device="cpu")
     # Ranks 251 apart would have the same offsets modulo 251: they have another factor.
     factor = 3 + (source // 251 + 5 * (target // 251)) % 97
     values = (places * factor + 17 * source + 29 * target + 101 * number) % 251 - 125
@@ -94,7 +94,7 @@ def period_of(size: int) -> int:
 
 @lru_cache(maxsize=64)
 def _share(index: int, size: int) -> Tensor:
-    places = torch.arange(period_of(size))
+    places = torch.arange(period_of(size), device="cpu")
     # Even places: 2k has the owner k % size, whose number is 1 to 7; on other ranks it is 0.
     alone = torch.where(places // 2 % size == index, 1 + places // 2 % 7, 0)
     together = torch.where((places + index) % size < TOGETHER, (7 * places + 13 * index) % 5 - 2, 0)
@@ -104,7 +104,7 @@ def _share(index: int, size: int) -> Tensor:
 @lru_cache(maxsize=16)
 def _total(size: int, op: str) -> Tensor:
     """Add up all `_share`s: for each odd place only those ranks are looked at that add to it."""
-    places = torch.arange(period_of(size))
+    places = torch.arange(period_of(size), device="cpu")
     found = torch.zeros_like(places) if op == "sum" or size > TOGETHER else torch.full_like(places, -2)
     for number in range(min(size, TOGETHER)):
         # The ranks that add to a place are those with (place + rank) % size < TOGETHER: `number` counts them.

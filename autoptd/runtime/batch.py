@@ -151,7 +151,8 @@ def _to(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return `x` on `device`; from the host to a CUDA device without waiting."""
     if device.type == "cuda" and x.device.type == "cpu":
         # Through pinned memory of our own: the copy runs later, when the caller may have overwritten `x`.
-        return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x).to(device, non_blocking=True)
+        pinned = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
+        return pinned.copy_(x).to(device, non_blocking=True)
     # The same tensor where it is there already: then the step reads the caller's memory.
     return x.to(device)
 

@@ -68,7 +68,7 @@ def _own_methods(cls: type, base: type) -> list[str]:
 def try_halves(cls: type[optim.Optimizer], keywords: Mapping[str, Any]) -> str:
     """Step small tensors whole and in halves, along every dim; return why the results differ, "" if they do not."""
     torch.manual_seed(0)
-    first = [torch.randn(size, dtype=torch.float64) for size in SHAPES]
+    first = [torch.randn(size, dtype=torch.float64, device="cpu") for size in SHAPES]
     grads = []
     for scale in SCALES:
         grads.append([scale * torch.randn_like(x) for x in first])

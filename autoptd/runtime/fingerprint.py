@@ -95,12 +95,13 @@ def fingerprint_of(params: RankParameters, spec: ParamSpec, part: torch.Tensor |
     x = params.local[spec.name] if part is None else part
     if not spec.shard:
         return fingerprint(x, spec.name)
-    entries = own_entries(spec, torch.arange(1, spec.shape[spec.cut_dim] + 1), 0, params.world) - 1
+    numbers = torch.arange(1, spec.shape[spec.cut_dim] + 1, device="cpu")
+    entries = own_entries(spec, numbers, 0, params.world) - 1
     if spec.cut_dim == 0:
         return fingerprint(x, spec.name, rows=entries)
     # The cut dim is one of those that make up the column: take this rank's columns of the whole, -1 for padding.
     sizes = spec.shape[1:]
-    whole_columns = torch.arange(math.prod(sizes)).view(sizes)
+    whole_columns = torch.arange(math.prod(sizes), device="cpu").view(sizes)
     columns = whole_columns.index_select(spec.cut_dim - 1, entries.clamp(min=0))
     width = [-1 if dim == spec.cut_dim - 1 else 1 for dim in range(len(sizes))]
     return fingerprint(x, spec.name, columns=columns.where(entries.view(width) >= 0, -1).flatten())
@@ -110,10 +111,10 @@ def fingerprint_of_rectangle(x: torch.Tensor, name: str, shape: Sequence[int], o
     """Return the fingerprint of a rectangle of a tensor of `shape`, which begins at `offsets`."""
     if not shape:
         return int(fingerprint(x, name))
-    rows = torch.arange(offsets[0], offsets[0] + x.shape[0])
-    columns = torch.zeros(1, dtype=torch.int64)
+    rows = torch.arange(offsets[0], offsets[0] + x.shape[0], device="cpu")
+    columns = torch.zeros(1, dtype=torch.int64, device="cpu")
     for size, first, count in zip(shape[1:], offsets[1:], x.shape[1:], strict=True):
-        columns = (columns[:, None] * size + torch.arange(first, first + count)).flatten()
+        columns = (columns[:, None] * size + torch.arange(first, first + count, device="cpu")).flatten()
     return int(fingerprint(x, name, rows, columns))
 
 
@@ -137,7 +138,7 @@ def fingerprint_of_model(params: RankParameters) -> str:
 
 def fingerprint_of_values(values: Mapping[str, torch.Tensor]) -> str:
     """Return the fingerprint of full tensors: of `dict(model.named_parameters())`, that of the model on any mesh."""
-    total = torch.zeros((), dtype=torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device="cpu")
     for name, x in values.items():
         total += fingerprint(x, name).cpu()
     return text_of(total)

@@ -21,7 +21,7 @@ class HostValue:
         self._x, self._copied = x, None
         if x.is_cuda:
             # Pinned memory makes the copy asynchronous.
-            self._x = torch.empty((), dtype=x.dtype, pin_memory=True)
+            self._x = torch.empty((), dtype=x.dtype, device="cpu", pin_memory=True)
             self._x.copy_(x, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()

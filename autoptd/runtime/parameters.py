@@ -359,7 +359,7 @@ def read_shard(spec: ParamSpec, reader: Reader, world: World) -> torch.Tensor:
     names = [name for name in spec.aliases if reader.has(name)]
     if spec.shard:
         # Entries are numbered from 1: `own_entries` gives 0 for padding, which the reader fills with zeros.
-        numbers = torch.arange(1, spec.shape[spec.cut_dim] + 1)
+        numbers = torch.arange(1, spec.shape[spec.cut_dim] + 1, device="cpu")
         rows = own_entries(spec, numbers, 0, world)
         parts = [reader.rows(name, spec.cut_dim, rows) for name in names]
     else:

@@ -121,7 +121,7 @@ class FolderReader:
         pieces = [source[(*before, slice(first - 1, last))] for first, last in runs(rows)]
         padding = int((rows == 0).sum())
         shape = [*entry.shape[:dim], padding, *entry.shape[dim + 1 :]]
-        return torch.cat([*pieces, torch.zeros(shape, dtype=entry.dtype)], dim)
+        return torch.cat([*pieces, torch.zeros(shape, dtype=entry.dtype, device="cpu")], dim)
 
     def _open(self, file: Path) -> Any:
         if file not in self._files:

@@ -147,8 +147,8 @@ def _random(shape: Sequence[int], name: str, generator: torch.Generator, scale: 
     """Return random numbers of the dtype `name`; integers are 0 or 1, which every vocabulary has."""
     dtype = getattr(torch, name)
     if dtype.is_floating_point:
-        return (scale * torch.randn(tuple(shape), generator=generator)).to(dtype)
-    return torch.randint(0, 2, tuple(shape), generator=generator).to(dtype)
+        return (scale * torch.randn(tuple(shape), generator=generator, device="cpu")).to(dtype)
+    return torch.randint(0, 2, tuple(shape), generator=generator, device="cpu").to(dtype)
 
 
 def _add(gemm: WeightTerm) -> None:

@@ -27,6 +27,7 @@ from torch.fx import Graph, Node
 
 from autoptd.compat import OpOverload, light_export, traced_through, tree_flatten, tree_unflatten
 from autoptd.errors import AutoptdError, TraceError
+from autoptd.ir.default_device import on_cpu
 from autoptd.ir.elsewhere import EXPERTS
 from autoptd.ir.expert_mm import GroupedProducts, grouped_mm
 from autoptd.ir.names import USED
@@ -203,10 +204,11 @@ def check_grad_modes(graph: Graph, casting: Casting) -> None:
 
 def _finish(graph: Graph, model: nn.Module, autocast: Autocast) -> None:
     """Bring a graph as it was read into the form TRACED."""
-    normalize(graph)
-    if autocast.dtype is not None:
-        cast_once(graph, autocast.dtype)
-    mark_dependence(graph, dict(model.named_parameters()))
+    with on_cpu():
+        normalize(graph)
+        if autocast.dtype is not None:
+            cast_once(graph, autocast.dtype)
+        mark_dependence(graph, dict(model.named_parameters()))
 
 
 def input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:

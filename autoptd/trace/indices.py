@@ -145,6 +145,5 @@ def _evaluate(node: Node, known: dict[Node, Tensor | None]) -> Tensor | None:
                 kwargs = {
                     key: arg for key, arg in kwargs.items() if key not in ("device", "pin_memory", "layout")
                 }
-                with torch.device("cpu"):
-                    known[node] = node.target(*args, **kwargs)
+                known[node] = node.target(*args, **kwargs)
     return known[node]

@@ -60,9 +60,9 @@ def _mix(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         return x
     if x.is_floating_point() or x.is_complex():
         # Rows stay whole: the numbers in one may belong together.
-        return x[torch.randperm(x.shape[0], generator=generator).to(x.device)]
+        return x[torch.randperm(x.shape[0], generator=generator, device="cpu").to(x.device)]
     values = x[x >= 0]
-    mixed = values[torch.randperm(values.numel(), generator=generator).to(x.device)]
+    mixed = values[torch.randperm(values.numel(), generator=generator, device="cpu").to(x.device)]
     return x.masked_scatter(x >= 0, mixed)
 
 

@@ -1,7 +1,7 @@
 """How readable the sources are, counted on their syntax trees and tokens.
 
-In:  the text of a Python file. Out: the two forms that no file may have (`nested_comprehensions`,
-`chained_conditionals`, as line numbers), and `Measure`, the counts from which the table of `python -m
+In:  the text of a Python file. Out: the forms that no file may have (`nested_comprehensions`, `chained_conditionals`,
+`on_default_device` where nothing sets it, as line numbers), and `Measure`, the counts from which the table of `python -m
 tests.style` is made.
 """
 
@@ -30,6 +30,10 @@ NOT_VERBS = frozenset(
 )
 # Words that end in s and are an imperative nevertheless.
 VERBS_IN_S = frozenset("pass process address express guess press compress discuss focus access cross".split())
+# Functions of torch that make a tensor on torch's default device, which a user may have changed.
+FACTORIES = frozenset(
+    "arange empty empty_strided eye full linspace ones rand randint randn randperm scalar_tensor tensor zeros".split()
+)
 
 
 def nested_comprehensions(tree: ast.AST) -> list[int]:
@@ -51,6 +55,18 @@ def chained_conditionals(tree: ast.AST) -> list[int]:
         if isinstance(outer, ast.IfExp):
             parts = (outer.body, outer.test, outer.orelse)
             lines += [part.lineno for part in parts if isinstance(part, ast.IfExp)]
+    return sorted(set(lines))
+
+
+def on_default_device(tree: ast.AST) -> list[int]:
+    """Lines of calls of torch's factories that name no device."""
+    lines = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        is_factory = ast.unparse(node.func.value) == "torch" and node.func.attr in FACTORIES
+        if is_factory and not any(keyword.arg in ("device", None) for keyword in node.keywords):
+            lines.append(node.lineno)
     return sorted(set(lines))
 
 

@@ -18,9 +18,12 @@ from tests.style.measures import (
     depth,
     measure,
     nested_comprehensions,
+    on_default_device,
 )
 
 FILES = sorted(ROOT.rglob("*.py"))
+# Run within `on_cpu()`, or (deferred weights) within modes of their own.
+PLACED = ("passes", "trace", "deferred.py", "runtime/recording.py", "runtime/replay.py")
 
 
 @pytest.mark.parametrize("file", FILES, ids=[str(file.relative_to(ROOT)) for file in FILES])
@@ -32,6 +35,13 @@ def test_a_line_says_one_thing(file: Path) -> None:
     assert chained_conditionals(tree) == [], (
         "`a if x else b if y else c`: write `if` statements, or a named helper"
     )
+
+
+def test_tensors_name_their_device() -> None:
+    """`torch.set_default_device("cuda")` is for the user's model."""
+    for file in FILES:
+        if not str(file.relative_to(ROOT)).startswith(PLACED):
+            assert on_default_device(ast.parse(file.read_text())) == [], file
 
 
 def test_no_file_is_long() -> None:
@@ -70,6 +80,18 @@ def test_nested_comprehensions_are_found(source: str, lines: list[int]) -> None:
 )
 def test_chained_conditionals_are_found(source: str, lines: list[int]) -> None:
     assert chained_conditionals(ast.parse(source)) == lines
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("torch.zeros(2)\ntorch.zeros(2, device=d)", [1]),
+        ("torch.tensor([1], dtype=torch.int64)", [1]),
+        ("torch.full((), x, **kwargs)\ntorch.zeros_like(x)\nx.new_zeros(2)\nnp.zeros(2)", []),
+    ],
+)
+def test_factories_without_a_device_are_found(source: str, lines: list[int]) -> None:
+    assert on_default_device(ast.parse(source)) == lines
 
 
 def test_lines_comments_and_levels_are_counted() -> None:

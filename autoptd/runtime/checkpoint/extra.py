@@ -172,7 +172,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
     # Hundreds of numbers each: torch's unpickler takes a millisecond for a tuple of them.
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "python": (version, torch.tensor(words), *others),
+        "python": (version, torch.tensor(words, device="cpu"), *others),
     }
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)

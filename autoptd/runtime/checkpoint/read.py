@@ -200,7 +200,7 @@ class Reader:
     def tensor(self, fqn: str) -> torch.Tensor:
         """Return a tensor by its name in the checkpoint."""
         record = self._tensors[fqn]
-        x = torch.empty(record.shape, dtype=dtype_of(record.dtype))
+        x = torch.empty(record.shape, dtype=dtype_of(record.dtype), device="cpu")
         self.fill([Want(fqn, (0,) * len(record.shape), record.shape, x)])
         return x
 
@@ -209,7 +209,7 @@ class Reader:
         fqn = self._checkpoint.names[name]
         record = self._tensors[fqn]
         shape = (*record.shape[:dim], len(rows), *record.shape[dim + 1 :])
-        x = torch.zeros(shape, dtype=dtype_of(record.dtype))
+        x = torch.zeros(shape, dtype=dtype_of(record.dtype), device="cpu")
         wants, at = [], 0
         for first, count in runs_of(rows.tolist()):
             part = x.narrow(dim, at, count)

@@ -80,7 +80,7 @@ class Restoration:
         for name, first in shares.first.items():
             for key in self._others.get(name, ()) if first == mine else ():
                 record = self.checkpoint.manifest.tensors[fqn(name, key)]
-                x = torch.empty(record.shape, dtype=dtype_of(record.dtype))
+                x = torch.empty(record.shape, dtype=dtype_of(record.dtype), device="cpu")
                 self._small[name, key] = x
                 small.append(Want(fqn(name, key), (0,) * x.dim(), record.shape, x))
         self._reader.fill([*wants, *small])

@@ -52,7 +52,7 @@ class Staging:
         return known
 
     def _new(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.empty(x.shape, dtype=x.dtype)
+        return torch.empty(x.shape, dtype=x.dtype, device="cpu")
 
     def _copy(self, buffer: torch.Tensor, x: torch.Tensor) -> None:
         buffer.copy_(x)
@@ -94,7 +94,7 @@ class PinnedStaging(Staging):
             raise RuntimeFault("pm.checkpointer", fact, remedy)
 
     def _new(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+        return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
 
     def _copy(self, buffer: torch.Tensor, x: torch.Tensor) -> None:
         if not x.is_cuda:

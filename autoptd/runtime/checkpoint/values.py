@@ -57,7 +57,7 @@ def decode(value: Any) -> Any:
     if "tuple" in value:
         return tuple(map(decode, value["tuple"]))
     if "tensor" in value:
-        return torch.tensor(decode(value["tensor"]), dtype=dtype_of(value["dtype"]))
+        return torch.tensor(decode(value["tensor"]), dtype=dtype_of(value["dtype"]), device="cpu")
     return {key: decode(item) for key, item in value["dict"].items()}
 
 
