@@ -15,6 +15,7 @@ import transformers
 from torch import nn
 
 import autoptd
+from autoptd.runtime.elementwise import check_elementwise
 from tests.forks import finish, start
 from tests.parity.models import VOCAB, Separate, batch
 
@@ -63,6 +64,22 @@ def test_the_same_is_compiled(make: Any, inputs: Any, keywords: dict[str, Any]) 
         program = autoptd.compile(model, example_inputs=inputs, **keywords)
     assert program.sources == wanted.sources and program.plan == wanted.plan
     assert program.params == wanted.params and program.orders == wanted.orders
+
+
+class Warming(torch.optim.SGD):
+    """Counts in a tensor, as many do. It has a step of its own, so that it is tried."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            count = group.setdefault("count", torch.tensor(0.0))
+            count += 1
+            group["lr"] = 0.1 * min(1.0, count.item() / 3)
+        return super().step(closure)
+
+
+def test_an_optimizer_is_tried() -> None:
+    with torch.device("meta"):
+        check_elementwise(Warming, {"lr": 0.1})
 
 
 @pytest.mark.processes

@@ -16,6 +16,7 @@ import torch
 from torch import optim
 
 from autoptd.errors import PlanError
+from autoptd.ir.default_device import on_cpu
 
 ELEMENTWISE = (
     optim.SGD,
@@ -103,11 +104,13 @@ def _train(
 ) -> list[torch.Tensor]:
     """Return the values after one step per entry of `grads`, from the values `first`."""
     parameters = [torch.nn.Parameter(x.clone()) for x in first]
-    optimizer = cls(parameters, **keywords)
-    for step_grads in grads:
-        for x, grad in zip(parameters, step_grads, strict=True):
-            x.grad = grad.clone()
-        optimizer.step()
+    # What the optimizer counts is where its parameters are.
+    with on_cpu():
+        optimizer = cls(parameters, **keywords)
+        for step_grads in grads:
+            for x, grad in zip(parameters, step_grads, strict=True):
+                x.grad = grad.clone()
+            optimizer.step()
     return [x.detach() for x in parameters]
 
 
