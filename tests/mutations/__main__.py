@@ -1,4 +1,4 @@
-"""Plant every mutation by itself and see its tests fail: `python -m tests.mutations [WORD ...]`; exits with 1 if one survives."""
+"""Plant every mutation by itself and see its tests fail: `python -m tests.mutations [WORD ...]`; exits 1 if one survives."""
 
 from __future__ import annotations
 
