@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from autoptd.program.program import Picture
 from autoptd.runtime import check_batch, check_copies, check_ranks
 from autoptd.runtime.batch import cut, flatten, is_call_in_one, take_rows
 from autoptd.runtime.check_call import check_call
-from autoptd.runtime.grad_norm import clip_gradients
+from autoptd.runtime.grad_norm import checked_norm_type, clip_gradients
 from autoptd.runtime.launch import Rank, RunningRanks
 from autoptd.runtime.memory import count_memory
 from autoptd.runtime.optimizer import make_optimizer
@@ -195,13 +196,14 @@ class ParallelModel(AdaptedModel):
         optimizer.load_state_dict(dict(state_dict))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the global 2-norm of all gradients, each parameter counted once; return the norm before.
+        """Clip the global norm of all gradients, each parameter counted once; return the norm before.
 
-        Collective.
+        `norm_type` is 2, inf (the largest entry), 1, or the p of any other p-norm. Collective.
         """
-        ranks = self._started("clip_grad_norm_")
-        norm = ranks.run("clip_grad_norm_", lambda rank: clip_gradients(rank.params, max_norm, norm_type))
-        if self._loss_scale is not None:
+        ranks, p = self._started("clip_grad_norm_"), checked_norm_type(norm_type)
+        norm = ranks.run("clip_grad_norm_", lambda rank: clip_gradients(rank.params, max_norm, p))
+        # Powers of finite gradients may overflow.
+        if self._loss_scale is not None and p in (1, 2, inf):
             self._loss_scale.saw(norm)
         return norm
 

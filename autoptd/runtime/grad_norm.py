@@ -1,7 +1,7 @@
 """The norm of a model's gradients, and clipping by it: the same number on every rank, from one collective.
 
-In: a rank's parameters, whose gradients a step has left. Out: the 2-norm over all of them, every shard, copy and tied
-parameter counted once.
+In: a rank's parameters, whose gradients a step has left. Out: the p-norm over all of them (2, inf, 1, or any p > 0), every
+shard, copy and tied parameter counted once.
 
     norm = clip_gradients(params, max_norm=1.0)       # as torch.nn.utils.clip_grad_norm_ does it
 """
@@ -9,6 +9,7 @@ parameter counted once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import inf
 
 import torch
 
@@ -17,10 +18,13 @@ from autoptd.kernels.forms import wide
 from autoptd.runtime.guard import unguarded
 from autoptd.runtime.parameters import RankParameters
 
+# The site of its collective.
+SITE = "gradient norm"
+
 
 @unguarded()
-def grad_norm(params: RankParameters) -> torch.Tensor:
-    """Return the 2-norm of all gradients of the model, every parameter counted once, on every rank (float64, 0-d).
+def grad_norm(params: RankParameters, p: float = 2.0) -> torch.Tensor:
+    """Return the p-norm of all gradients of the model, every parameter counted once, on every rank (float64, 0-d).
 
     Over an axis where the storage is S every rank counts its shard, over others the first rank counts it; a tied
     parameter is counted by its first owner. One collective of all ranks.
@@ -28,20 +32,39 @@ def grad_norm(params: RankParameters) -> torch.Tensor:
     world = params.world
     # In one order on every run: it is that of the sum.
     found = [params.gradient(spec.name) for spec in params.specs if spec.name in params.counted]
-    total = sum_of_squares([gradient for gradient in found if gradient is not None], world.device)
-    return world.everyone().all_reduce(total, "gradient norm").sqrt()
+    gradients = [gradient for gradient in found if gradient is not None]
+    if p == inf:
+        # A NaN would be lost in the maximum over ranks, which differs between backends: it travels as a number.
+        own = largest(gradients, world.device)
+        both = torch.stack([own.nan_to_num(0.0, posinf=inf), own.isnan().double()])
+        size, is_nan = world.everyone().all_reduce(both, SITE, op="max").unbind()
+        return torch.where(is_nan > 0, torch.nan, size)
+    total = world.everyone().all_reduce(sum_of_powers(gradients, world.device, p), SITE)
+    return total.sqrt() if p == 2 else total.pow(1 / p)
+
+
+def checked_norm_type(norm_type: float | str) -> float:
+    """Return the p of a p-norm, as torch reads it: a number above 0, inf or "inf"; PlanError for what is no norm."""
+    try:
+        p = float(norm_type)
+    except (TypeError, ValueError):
+        p = 0.0
+    if not p > 0:
+        fact = f"norm_type={norm_type!r} is not the p of a norm"
+        raise PlanError(
+            "clip_grad_norm_", fact, "norm_type=2 (the default), inf, 1, or any other number above 0"
+        )
+    return p
 
 
 @unguarded()
 @torch.no_grad()
-def clip_gradients(params: RankParameters, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm`; return the norm before.
+def clip_gradients(params: RankParameters, max_norm: float, p: float = 2.0) -> torch.Tensor:
+    """Scale all gradients so that their global p-norm is at most `max_norm`; return the norm before.
 
     The factor is that of `torch.nn.utils.clip_grad_norm_`: min(1, max_norm / (norm + 1e-6)).
     """
-    if norm_type != 2:
-        raise PlanError(f"norm_type={norm_type}", "only the 2-norm is there", "norm_type=2")
-    norm = grad_norm(params)
+    norm = grad_norm(params, p)
     # On the device: comparing on the host would make it wait.
     factor = rounded((max_norm / (norm + 1e-6)).clamp(max=1.0))
     found = {name: params.gradient(name) for name in params.stored}
@@ -64,16 +87,28 @@ def rounded(x: torch.Tensor, bits: int = 36) -> torch.Tensor:
     return torch.ldexp((mantissa * 2.0**bits).round() / 2.0**bits, exponent)
 
 
-def sum_of_squares(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the sum of the squares of all entries, in float64."""
+def sum_of_powers(tensors: Sequence[torch.Tensor], device: torch.device, p: float = 2.0) -> torch.Tensor:
+    """Return the sum of |x|^p over all entries, in float64."""
+    return norms_of(tensors, device, p).pow(p).sum()
+
+
+def largest(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the largest |x| of all entries, in float64: 0 of none, NaN if one is NaN."""
+    return torch.cat(
+        [norms_of(tensors, device, inf), torch.zeros(1, dtype=torch.float64, device=device)]
+    ).amax()
+
+
+def norms_of(tensors: Sequence[torch.Tensor], device: torch.device, p: float) -> torch.Tensor:
+    """Return the p-norm of each tensor that has entries, in float64."""
     norms: list[torch.Tensor] = []
-    for same in by_dtype(torch.view_as_real(x) if x.is_complex() else x for x in tensors):
+    for same in by_dtype(x.abs() if x.is_complex() else x for x in tensors if x.numel()):
         # CUDA's sums are trees, exact enough in float32; float64 would write a copy of every tensor first.
         dtype = wide(same[0].dtype) if device.type == "cuda" else torch.float64
-        norms += torch._foreach_norm(same, 2, dtype)
+        norms += torch._foreach_norm(same, p, dtype)
     if not norms:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack([norm.double() for norm in norms]).square().sum()
+        return torch.zeros(0, dtype=torch.float64, device=device)
+    return torch.stack([norm.double() for norm in norms])
 
 
 def by_dtype(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -107,9 +107,9 @@ def scaled_by_each_stage(patch: Patch) -> None:
 
 
 def first_rank_decides(patch: Patch) -> None:
-    def norm(params: parameters.RankParameters) -> Tensor:
+    def norm(params: parameters.RankParameters, p: float = 2.0) -> Tensor:
         own = [x for name in params.stored if (x := params.gradient(name)) is not None]
-        return grad_norm.sum_of_squares(own, params.world.device).sqrt()
+        return grad_norm.sum_of_powers(own, params.world.device).sqrt()
 
     patch.setattr(optimizer, "grad_norm", norm)
     # Else the update asks for no norm of its own.

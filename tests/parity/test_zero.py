@@ -9,6 +9,7 @@ import io
 import threading
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from typing import Any
 
 import pytest
@@ -57,6 +58,38 @@ def one_device(max_norm: float = 0.5, steps: int = STEPS) -> dict[str, Tensor]:
 def largest_difference(pm: autoptd.ParallelModel, expected: dict[str, Tensor]) -> float:
     found = pm.state_dict()
     return max(float((found[name] - x).abs().max()) for name, x in expected.items())
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [{"d": 2, "zero": 1}, {"t": 2, "p": 2, "num_microbatches": 2}, {"c": 2, "d": 2, "zero": 1}],
+    ids=str,
+)
+@pytest.mark.parametrize("p", [inf, 1])
+def test_clipping_by_another_norm(mesh: dict[str, Any], p: float) -> None:
+    """A tied weight, a frozen one, and one of which the mesh leaves a rank no entry."""
+    data, norms, states = batch(8), [], []
+    for is_parallel in (False, True):
+        model = gpt().double()
+        model.transformer.h[0].ln_1.weight.requires_grad_(False)
+        run = (
+            autoptd.parallelize(model, **mesh, backend="local", example_inputs=data) if is_parallel else None
+        )
+        if run is None:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            model(*data)[-1].backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3, p))
+        else:
+            optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
+            run.step(*data)
+            norms.append(run.clip_grad_norm_(1e-3, norm_type=p))
+        optimizer.step()
+        states.append(dict((run or model).state_dict()))
+        if run is not None:
+            run.close()
+    torch.testing.assert_close(norms[1], norms[0], rtol=1e-12, atol=0)
+    for name, x in states[0].items():
+        torch.testing.assert_close(states[1][name], x, rtol=0, atol=1e-9)
 
 
 MESHES = [

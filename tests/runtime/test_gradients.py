@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from autoptd.compat import add_mm
 from autoptd.errors import PlanError
 from autoptd.program import buckets
 from autoptd.runtime.full_values import gather_gradients
-from autoptd.runtime.grad_norm import clip_gradients, grad_norm, sum_of_squares
+from autoptd.runtime.grad_norm import checked_norm_type, clip_gradients, grad_norm, sum_of_powers
 from autoptd.runtime.gradients import Bucket, Gradients
 from autoptd.runtime.launch import Rank
 from autoptd.runtime.record import recording
@@ -182,30 +183,52 @@ def on_all(ranks: Any, fn: Callable[[Rank], Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("case", [Case(), Case(t=2), Case(p=2), FULL], ids=str)
-@pytest.mark.parametrize("max_norm", [1e-2, 1e3])
-def test_norm_counts_every_parameter_once(case: Case, max_norm: float) -> None:
+@pytest.mark.parametrize(("max_norm", "p"), [(1e-2, 2.0), (1e3, 2.0), (1e-3, inf), (1e-2, 1.0), (1e-2, 2.5)])
+def test_norm_counts_every_parameter_once(case: Case, max_norm: float, p: float) -> None:
     model = make_model()
     model(*make_batch()).backward()
-    expected = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    expected = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, p)
     program = make_program(case, model)
     with running(program, model) as ranks:
         step(ranks, program, make_batch())
-        for norm in on_all(ranks, lambda rank: clip_gradients(rank.params, max_norm)):
+        for norm in on_all(ranks, lambda rank: clip_gradients(rank.params, max_norm, p)):
             torch.testing.assert_close(norm, expected, rtol=1e-13, atol=0)
         found = ranks.run("gradients", lambda rank: gather_gradients(rank.params))
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 # The factor has 36 significant bits.
-                torch.testing.assert_close(found[name], parameter.grad, rtol=1e-11, atol=1e-15)
-        with pytest.raises(PlanError, match="norm_type"):
-            ranks.run("clip", lambda rank: clip_gradients(rank.params, 1.0, norm_type=1.0))
+                torch.testing.assert_close(found[name], parameter.grad, rtol=2e-11, atol=1e-15)
 
 
-def test_norm_without_gradients_is_zero() -> None:
+@pytest.mark.parametrize("norm_type", [0, -1.0, -inf, nan, "two", None])
+def test_what_is_the_p_of_no_norm(norm_type: Any) -> None:
+    assert checked_norm_type("inf") == inf and checked_norm_type(1) == 1.0
+    with pytest.raises(PlanError, match=r"norm_type=.* is not the p of a norm. .*inf, 1"):
+        checked_norm_type(norm_type)
+
+
+@pytest.mark.parametrize("p", [2.0, inf, 1.0])
+def test_norm_without_gradients_is_zero(p: float) -> None:
     model = make_model()
     program = make_program(Case(t=2, p=2), model)
     with running(program, model) as ranks:
-        assert [norm.item() for norm in on_all(ranks, lambda rank: grad_norm(rank.params))] == [0.0] * 4
+        assert [norm.item() for norm in on_all(ranks, lambda rank: grad_norm(rank.params, p))] == [0.0] * 4
+
+
+@pytest.mark.parametrize("p", [2.0, inf, 1.0])
+@pytest.mark.parametrize("planted", [nan, inf, -inf])
+def test_a_gradient_that_is_not_finite_shows_on_all_ranks(planted: float, p: float) -> None:
+    """In the part of one rank, which may be any in the order of a maximum."""
+    model = make_model()
+    program = make_program(Case(t=2, p=2), model)
+    with running(program, model) as ranks:
+        for place in range(4):
+            step(ranks, program, make_batch())
+            params = ranks.here[place].params
+            name = next(x.name for x in params.specs if x.name in params.counted)
+            params.gradient(name).view(-1)[0] = planted
+            for norm in on_all(ranks, lambda rank: grad_norm(rank.params, p)):
+                assert norm.isnan() if planted != planted else norm == inf
 
 
 def test_squares_are_summed_in_float64_whatever_the_dtypes() -> None:
@@ -215,12 +238,12 @@ def test_squares_are_summed_in_float64_whatever_the_dtypes() -> None:
         torch.full((4,), 2.0, dtype=torch.bfloat16),
         torch.ones(2, dtype=torch.float64),
     ]
-    assert sum_of_squares(large, torch.device("cpu")).item() == pytest.approx(3e50, rel=1e-6)
+    assert sum_of_powers(large, torch.device("cpu")).item() == pytest.approx(3e50, rel=1e-6)
     small = [torch.full((5,), 1e-30), torch.full((2, 2), 1e-30)]
-    assert sum_of_squares(small, torch.device("cpu")).item() == pytest.approx(9e-60, rel=1e-6)
-    mixed = sum_of_squares([*large[1:], torch.zeros(0)], torch.device("cpu"))
+    assert sum_of_powers(small, torch.device("cpu")).item() == pytest.approx(9e-60, rel=1e-6)
+    mixed = sum_of_powers([*large[1:], torch.zeros(0)], torch.device("cpu"))
     assert mixed.dtype == torch.float64 and mixed.item() == 18.0
-    assert sum_of_squares([torch.tensor([3.0 + 4.0j])], torch.device("cpu")).item() == 25.0
+    assert sum_of_powers([torch.tensor([3.0 + 4.0j])], torch.device("cpu")).item() == 25.0
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -1,0 +1,17 @@
+"""Clipping by the p-norm of all gradients."""
+
+from tests.mutations import Mutation
+
+NORM, CALL, TESTS = (
+    "autoptd/runtime/grad_norm.py",
+    "autoptd/parallel_model.py",
+    "tests/runtime/test_gradients.py",
+)
+
+MUTATIONS = (
+    Mutation(NORM, 'all_reduce(both, SITE, op="max")', "all_reduce(both, SITE)", TESTS),
+    Mutation(NORM, "torch.where(is_nan > 0, torch.nan, size)", "size", TESTS),
+    Mutation(NORM, "total.pow(1 / p)", "total.pow(1 / 2)", TESTS),
+    Mutation(NORM, "norms_of(tensors, device, p).pow(p)", "norms_of(tensors, device, p).pow(2)", TESTS),
+    Mutation(CALL, "and p in (1, 2, inf):", "and p:", "tests/parity/test_fp16.py"),
+)
