@@ -1,7 +1,8 @@
 """Find the scalar loss in what a model returns, so that the loss is the only output of the traced graph.
 
 Accepted: a scalar, a tuple or list with exactly one scalar in it (`(logits, loss)`), a mapping or output
-object with `.loss`, or `loss_fn(output, targets)` with `targets=` passed to the call.
+object with `.loss`, or `loss_fn(output, targets)` with `targets=` passed to the call. A tensor with one entry, such as [1], is a
+scalar, as it is for `backward()`, where there is no other.
 """
 
 from __future__ import annotations
@@ -39,17 +40,24 @@ class WithLoss(nn.Module):
 
 
 def find_loss(output: Any) -> torch.Tensor:
-    """Return the scalar loss in `output`; TraceError when there is none or more than one."""
+    """Return the scalar loss in `output`, 0-d; TraceError when there is none or more than one."""
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if is_scalar(named):
-        return named
-    scalars = [leaf for leaf in tree_leaves(output) if is_scalar(leaf)]
+    if is_single(named):
+        return as_scalar(named)
+    singles = [leaf for leaf in tree_leaves(output) if is_single(leaf)]
+    scalars = [leaf for leaf in singles if leaf.dim() == 0] or singles
     if len(scalars) == 1:
-        return scalars[0]
+        return as_scalar(scalars[0])
     shapes = [tuple(leaf.shape) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     fact = "no loss found" if not scalars else f"{len(scalars)} scalars found, so the loss is ambiguous"
     raise TraceError("output of the model", f"{fact}: it returns tensors of shapes {shapes}", REMEDY)
 
 
-def is_scalar(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.is_floating_point()
+def is_single(leaf: Any) -> bool:
+    """Tell whether this is a tensor with one entry, which has a gradient."""
+    return isinstance(leaf, torch.Tensor) and leaf.numel() == 1 and leaf.is_floating_point()
+
+
+def as_scalar(loss: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with one entry as one without dims."""
+    return loss.reshape(()) if loss.dim() else loss
