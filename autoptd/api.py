@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -178,6 +178,7 @@ def parallelize(
     check_precision(model, options.precision)
     model, source = with_source(model, weights)
     modes: dict[nn.Module, bool] = {}
+    cast: set[str] = set()
 
     def compile_for(args: tuple[Any, ...], kwargs: dict[str, Any], replicas: int, check: bool) -> Program:
         # Later evaluations are compared with training in these modes.
@@ -185,6 +186,7 @@ def parallelize(
         program = compile_program(
             model, options, args, kwargs, replicas=replicas, check=check and is_first_process()
         )
+        cast.update(program.cast_buffers)
         # Compiled again for other buffers (check=False), it has warned already.
         if check and is_first_process():
             warn_of_fallbacks(program)
@@ -212,7 +214,7 @@ def parallelize(
         if is_first_process():
             with evaluating(model) if call == EVALUATION else in_modes(modes):
                 short, padded, others = (beside(model, one) for one in calls)
-                check_passed_over(model, options, short, padded, others, what)
+                check_passed_over(model, options, cast, short, padded, others, what)
 
     keywords: dict[str, Any] = {
         "weights": source,
@@ -248,9 +250,18 @@ def beside(model: nn.Module, call: Call) -> Call:
 
 
 def check_passed_over(
-    model: nn.Module, options: Options, short: Call, padded: Call, others: Call, what: str
+    model: nn.Module,
+    options: Options,
+    cast: Collection[str],
+    short: Call,
+    padded: Call,
+    others: Call,
+    what: str,
 ) -> None:
-    """Raise PlanError unless the loss and all gradients of a call stay the same with padding."""
+    """Raise PlanError unless the loss and all gradients of a call stay the same with padding.
+
+    `cast` are the program's `cast_buffers`.
+    """
     if not has_values(model):
         fact = "the model has no values yet, so that it cannot be run to check that it passes over padding"
         remedy = (
@@ -260,7 +271,7 @@ def check_passed_over(
     # The model's own dtype shows more than a narrower one, which inputs may be in.
     tensors = [x for x in tree_leaves(short) if isinstance(x, torch.Tensor)]
     is_narrow = options.precision and any(x.is_floating_point() for x in tensors)
-    with computing_in(model, options.precision if is_narrow else None):
+    with computing_in(model, options.precision if is_narrow else None, cast):
         compare_padded(model, options.loss_fn, short, padded, others, what)
 
 

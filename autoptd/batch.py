@@ -180,6 +180,7 @@ def trace_rows(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     batch: Batch,
+    narrowing: tracing.Narrowing,
     check: bool = True,
 ) -> Traces:
     """Trace a call with few rows and, where the batch is split, with many: what differs follows the batch.
@@ -187,7 +188,7 @@ def trace_rows(
     With `check`, the trace is compared with the model, if it has values.
     """
     with activity(f"tracing {batch.traced_rows} samples"):
-        captured = capture_rows(model, options, args, kwargs, batch)
+        captured = capture_rows(model, options, args, kwargs, batch, narrowing)
     # Parameters on meta have no values to compare.
     if check and tracing.has_values(model):
         with activity("comparing trace and model"):
@@ -204,14 +205,24 @@ def trace_rows(
 
 @paused_collection()
 def capture_rows(
-    model: nn.Module, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch
+    model: nn.Module,
+    options: Options,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    batch: Batch,
+    narrowing: tracing.Narrowing,
 ) -> tracing.Captured:
     """Trace with the rows of a microbatch; an argument that is as long as the batch by chance is the usual
     failure.
     """
     call = resize(args, kwargs, batch, batch.traced_rows)
+    autocast = autocast_here(model, options)
+
+    def trace() -> tracing.Captured:
+        return tracing.capture(model, *call, options.loss_fn, autocast)
+
     try:
-        return tracing.capture(model, *call, options.loss_fn, autocast_here(model, options))
+        return narrowing.settle(trace)
     except TraceError as error:
         rows = tree_flatten((args, kwargs))[0][batch.batched[0]].shape[0]
         # Fewer rows are to blame only if the whole batch can be traced.

@@ -94,8 +94,11 @@ def compile_program(
     tracing.check_module(model)
     tracing.check_device(model, args, kwargs)
     handed = {name: parameter.dtype for name, parameter in model.named_parameters()}
-    with tracing.computing_in(model, options.precision):
-        return _compile(model, options, args, kwargs, handed, replicas, check, like, record or Record())
+    cast = like.cast_buffers if like is not None else ()
+    with tracing.computing_in(model, options.precision, cast) as narrowing:
+        return _compile(
+            model, options, args, kwargs, handed, replicas, check, like, record or Record(), narrowing
+        )
 
 
 def _compile(
@@ -108,13 +111,14 @@ def _compile(
     check: bool,
     like: Program | None,
     record: Record,
+    narrowing: tracing.Narrowing,
 ) -> Program:
     options = settle(model, options)
     batch = plan_batch(options, args, kwargs, replicas, like=like)
 
     def written(batch: Batch, check: bool = check) -> tuple[Written, Traces]:
         # One trace serves all ranks: the model is traced for one device, and split afterwards.
-        traces = trace_rows(model, options, args, kwargs, batch, check)
+        traces = trace_rows(model, options, args, kwargs, batch, narrowing, check)
         with on_cpu():
             return written_for(batch, traces)
 
@@ -147,7 +151,7 @@ def _compile(
         (program, graph, ctx), traces = _write_mixed(partial(written, check=False), batch, error)
     if program.graphs:
         warn_of_recompute(graph, ctx.options, traces.captured.checkpointed)
-    return program
+    return replace(program, cast_buffers=narrowing.cast)
 
 
 def _write_with_groups(
@@ -353,8 +357,9 @@ def compile_evaluation(
     if is_same_size:
         options = replace(options, num_microbatches=trained.num_microbatches)
     batch = plan_batch(options, args, kwargs, replicas, like=trained)
-    with tracing.evaluating(model), tracing.computing_in(model, options.precision):
-        evaluated = capture_rows(model, options, args, kwargs, batch)
+    computing = partial(tracing.computing_in, model, options.precision, trained.cast_buffers)
+    with tracing.evaluating(model), computing() as narrowing:
+        evaluated = capture_rows(model, options, args, kwargs, batch, narrowing)
         for node in tracing.draws(evaluated.graph):
             is_dropout = op_name(node) == "aten.dropout"
             what = f"dropout of {node.args[1]} is" if is_dropout else "random numbers are"
@@ -367,8 +372,8 @@ def compile_evaluation(
         if is_same_size:
             graph, buffers = trained.graphs["TRACED"], trained.buffers
         else:
-            with tracing.computing_in(model, options.precision):
-                captured = capture_rows(model, options, args, kwargs, batch)
+            with computing() as narrowing:
+                captured = capture_rows(model, options, args, kwargs, batch, narrowing)
             graph, buffers = captured.graph, captured.buffers
         is_training = tracing.is_training_without_dropout(graph, evaluated.graph, buffers, evaluated.buffers)
         if is_training and is_same_size:

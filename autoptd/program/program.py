@@ -51,7 +51,7 @@ from autoptd.program.specs import (
 )
 
 # Of the format of program.json.
-VERSION = 8
+VERSION = 9
 Spec = TypeVar("Spec")
 
 
@@ -105,6 +105,8 @@ class Program:
     fusions: tuple[Fusion, ...] = ()
     # Operators without a record, and what probing found out about them.
     unlisted: tuple[str, ...] = ()
+    # Buffers that are not saved, and that `precision` casts nevertheless: the model does not run without.
+    cast_buffers: tuple[str, ...] = ()
     # Whether the loss stage has `count(...)`, of the labels before the first forward.
     weighted: bool = False
     plan: dict[str, Any] = field(default_factory=dict)
@@ -279,6 +281,7 @@ class Program:
             fallbacks=_specs(Fallback, record.pop("fallbacks")),
             fusions=_specs(Fusion, record.pop("fusions")),
             unlisted=tuple(record.pop("unlisted")),
+            cast_buffers=tuple(record.pop("cast_buffers")),
             looked_at=tuple((name, text) for name, text in record.pop("looked_at")),
             lines=_specs(Line, record.pop("lines")),
             costs=read_costs(record.pop("costs")),

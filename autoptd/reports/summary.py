@@ -28,6 +28,7 @@ from autoptd.ir.sub_axes import base
 from autoptd.program.calls import expected_calls
 from autoptd.program.program import Program
 from autoptd.program.weighed import KNOWN
+from autoptd.records.fallbacks import any_layer
 from autoptd.reports.pictures import simulated_run
 from autoptd.viz.runs import Curve
 from autoptd.viz.words import bytes_text, count_text, plural
@@ -151,7 +152,15 @@ def _machine_name(named: Any) -> str:
 
 
 def _remarks(program: Program) -> Iterator[str]:
-    """Yield a warning about parameters that are stored in 16 bits: torch's optimizers step the parameter itself."""
+    """Yield warnings: of buffers that `precision` rounds, and of parameters that are stored in 16 bits, as torch's
+    optimizers step the parameter itself.
+    """
+    if program.cast_buffers:
+        names = ", ".join(dict.fromkeys(map(any_layer, program.cast_buffers)))
+        yield (
+            f"cast to 16 bits although no checkpoint has them, as the model does not run without: {names}. Rounded tables of "
+            "angles or positions are wrong where sequences are long: cast what is computed from them, in forward."
+        )
     dtypes = {spec.storage.dtype for spec in program.params if spec.requires_grad}
     narrow = {dtype for dtype in dtypes if _itemsize(dtype) == 2}
     for dtype in sorted(narrow):

@@ -7,13 +7,14 @@ from autoptd.trace.faithful import compare
 from autoptd.trace.masks import given_masks
 from autoptd.trace.module import check_device, check_module, has_values
 from autoptd.trace.noise import draws
-from autoptd.trace.precision import COMPUTE_DTYPES, autocast_of, check_precision, computing_in
+from autoptd.trace.precision import COMPUTE_DTYPES, Narrowing, autocast_of, check_precision, computing_in
 
 __all__ = [
     "COMPUTE_DTYPES",
     "OFF",
     "Autocast",
     "Captured",
+    "Narrowing",
     "autocast_of",
     "capture",
     "capture_again",

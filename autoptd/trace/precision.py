@@ -1,27 +1,47 @@
 """Hold a model in the dtype that it is to compute in, for as long as it is compiled.
 
-In: the user's model, and the precision of the request. Out: the same model, whose parameters and floating-point
-buffers have that dtype inside a `with` block, as `model.to(dtype)` would give them; behind it they are the user's own
+In: the user's model, and the precision of the request. Out: the same model inside a `with` block, cast as
+`from_pretrained(dtype=...)` of transformers would: parameters and persistent floating-point buffers, what a checkpoint
+has, are in that dtype; buffers that are not saved (`persistent=False`) stay as they are, as they hold what is computed
+from the config and must not be rounded: rotary frequencies, whose error grows with the position. Where a model cannot
+run so, as many of those are cast as it takes (`Narrowing.settle`). After the block all tensors are the user's own
 again, to the bit. Tensors that share memory still do.
 
-    with computing_in(model, "bf16"):
-        program = compile_program(model, ...)
+    with computing_in(model, "bf16") as narrowing:
+        captured = narrowing.settle(lambda: capture(model, args, kwargs, None))
+        narrowing.cast                                   # () for most models, ("h.0.attn.mask", ...) for some
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import combinations
 
 import torch
 from torch import nn
+from torch.fx import Graph, Node
 
-from autoptd.errors import PlanError
+from autoptd.compat import OpOverload, quiet_fakes
+from autoptd.errors import PlanError, TraceError
+from autoptd.ir.notes import is_tensor, note, op_name, ops, placeholders, tensor
 from autoptd.trace.autocast import Autocast
+from autoptd.trace.capture import Captured
 
 # The dtype of `model.to(dtype)`, and of autocast, by the keyword `precision`.
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 AUTOCAST_DTYPES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
+# What torch says of operands of several dtypes.
+MISMATCH = re.compile(r"dtype|scalar type|same type|BFloat16|Half|Float\b|promot", re.IGNORECASE)
+# Operators, besides pointwise ones, that take operands of several floating-point dtypes, or only the shape of one.
+TAKES_ANY = frozenset(
+    f"aten.{name}"
+    for name in "cat stack copy copy_ rms_norm scaled_dot_product_attention type_as expand_as view_as".split()
+)
+# With more kinds of buffers, only single ones and all are tried.
+MOST_KINDS = 4
 
 
 def check_precision(model: nn.Module, precision: str | None) -> None:
@@ -42,37 +62,157 @@ def autocast_of(model: nn.Module, precision: str | None, device_type: str) -> Au
     return Autocast(device_type, AUTOCAST_DTYPES.get(str(precision)), "cpu" if device == "meta" else device)
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a module holds a buffer, and the user's own tensor."""
+
+    name: str
+    module: nn.Module
+    attribute: str
+    own: torch.Tensor
+
+    @property
+    def kind(self) -> tuple[type, str]:
+        """What the buffers of repeated layers have in common."""
+        return type(self.module), self.attribute
+
+
 @contextmanager
-def computing_in(model: nn.Module, precision: str | None) -> Iterator[None]:
-    """Hold the parameters and floating-point buffers of `model` in the dtype of `precision` for a while.
+def computing_in(model: nn.Module, precision: str | None, cast: Collection[str] = ()) -> Iterator[Narrowing]:
+    """Hold the parameters and persistent buffers of `model` in the dtype of `precision` for a while, and the buffers
+    named in `cast`.
 
     Those of 64 bits stay as they are: with them, `verify` compares every way a number goes, at full width.
     """
     if precision not in COMPUTE_DTYPES:
-        yield
+        yield Narrowing(None, ())
         return
-    cast = _Cast(COMPUTE_DTYPES[precision])
+    caster = _Cast(COMPUTE_DTYPES[precision])
     parameters = [(x, x.data, x.grad) for x in model.parameters() if x.is_floating_point()]
-    buffers = [
-        (module, name, x)
-        for module in model.modules()
-        for name, x in module._buffers.items()
-        if x is not None and x.is_floating_point()
-    ]
+    saved, unsaved = _buffers(model)
     try:
         for parameter, data, _ in parameters:
             # A gradient of another dtype than its parameter is refused.
             parameter.grad = None
-            parameter.data = cast(data)
-        for module, name, buffer in buffers:
-            module._buffers[name] = cast(buffer)
-        yield
+            parameter.data = caster(data)
+        for place in saved:
+            place.module._buffers[place.attribute] = caster(place.own)
+        # What shares its memory with a tensor that is cast follows it.
+        tied = [place for place in unsaved if caster.has(place.own)]
+        for place in tied:
+            place.module._buffers[place.attribute] = caster(place.own)
+        yield Narrowing(caster, tuple(place for place in unsaved if place not in tied), cast)
     finally:
         for parameter, data, grad in parameters:
             parameter.data = data
             parameter.grad = grad
-        for module, name, buffer in buffers:
-            module._buffers[name] = buffer
+        for place in (*saved, *unsaved):
+            place.module._buffers[place.attribute] = place.own
+
+
+def _buffers(model: nn.Module) -> tuple[list[Place], list[Place]]:
+    """Return the floating-point buffers that a state dict has, and the others."""
+    saved: list[Place] = []
+    unsaved: list[Place] = []
+    for path, module in model.named_modules():
+        for attribute, x in module._buffers.items():
+            if x is not None and x.is_floating_point():
+                place = Place(f"{path}.{attribute}" if path else attribute, module, attribute, x)
+                is_saved = attribute not in module._non_persistent_buffers_set
+                (saved if is_saved else unsaved).append(place)
+    return saved, unsaved
+
+
+class Narrowing:
+    """The buffers that are not saved, of a model whose other tensors have been cast by `caster` (None: by nothing)."""
+
+    def __init__(self, caster: _Cast | None, places: tuple[Place, ...], cast: Collection[str] = ()) -> None:
+        self._caster = caster
+        self._kinds: dict[tuple[type, str], list[Place]] = {}
+        for place in places:
+            if caster is not None and caster.changes(place.own):
+                self._kinds.setdefault(place.kind, []).append(place)
+        given = [place.kind for place in places if place.name in cast]
+        self._given = list(dict.fromkeys(kind for kind in given if kind in self._kinds))
+        self._set(self._given)
+
+    @property
+    def cast(self) -> tuple[str, ...]:
+        """The names of those that are cast."""
+        return tuple(place.name for kind in self._cast for place in self._kinds[kind])
+
+    def _set(self, kinds: Collection[tuple[type, str]]) -> None:
+        """Cast the buffers of some kinds, and put the others back."""
+        self._cast = tuple(kinds)
+        for kind, places in self._kinds.items():
+            for place in places:
+                assert self._caster is not None
+                x = self._caster(place.own) if kind in kinds else place.own
+                place.module._buffers[place.attribute] = x
+
+    def settle(self, trace: Callable[[], Captured]) -> Captured:
+        """Return a trace of the model in the first state in which it runs: with its buffers as they are, else with as few
+        kinds of them cast as it takes. Where there is none, the first error is raised.
+        """
+        if not self._kinds:
+            return trace()
+        # Torch logs every operator that fails, and the error says it.
+        with quiet_fakes():
+            try:
+                captured = trace()
+            except TraceError as error:
+                if not MISMATCH.search(error.fact) or (found := self._searched(trace)) is None:
+                    raise
+                return found
+            # Tensors without data do not show all that fails on a device.
+            return captured if self._fits(captured.graph) else self._searched(trace) or captured
+
+    def _searched(self, trace: Callable[[], Captured]) -> Captured | None:
+        kinds = [kind for kind in self._kinds if kind not in self._given]
+        sizes = range(1, len(kinds) + 1) if len(kinds) <= MOST_KINDS else (1, len(kinds))
+        for size in sizes:
+            for more in combinations(kinds, size):
+                self._set((*self._given, *more))
+                try:
+                    captured = trace()
+                except TraceError:
+                    continue
+                if self._fits(captured.graph):
+                    return captured
+        self._set(self._given)
+        return None
+
+    def _fits(self, graph: Graph) -> bool:
+        """Tell whether no operator takes a wide value that comes of these buffers next to one of 16 bits."""
+        kept: set[str] = set()
+        for kind, places in self._kinds.items():
+            if kind not in self._cast:
+                kept.update(place.name for place in places)
+        wide = {node for node in placeholders(graph, "buffer") if note(node).name in kept}
+        if not wide:
+            return True
+        assert self._caster is not None
+        narrow = self._caster.dtype
+        for node in ops(graph):
+            if not wide.intersection(node.all_input_nodes):
+                continue
+            if _dtypes(node.all_input_nodes) >= {narrow} and not takes_any(node):
+                return False
+            if narrow not in (made := _dtypes([node])) and made:
+                wide.add(node)
+        return True
+
+
+def takes_any(node: Node) -> bool:
+    """Tell whether an operator takes operands of several floating-point dtypes."""
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
+        return True
+    return torch.Tag.pointwise in node.target.tags or op_name(node) in TAKES_ANY
+
+
+def _dtypes(nodes: Collection[Node]) -> set[torch.dtype]:
+    """Return the floating-point dtypes of some values."""
+    return {tensor(node).dtype for node in nodes if is_tensor(node) and tensor(node).dtype.is_floating_point}
 
 
 class _Cast:
@@ -83,7 +223,7 @@ class _Cast:
         self.storages: dict[int, torch.Tensor] = {}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if x.is_complex() or x.dtype in (torch.float64, self.dtype):
+        if not self.changes(x):
             return x
         storage = x.detach().untyped_storage()
         if storage._cdata not in self.storages:
@@ -92,5 +232,13 @@ class _Cast:
         whole = self.storages[storage._cdata]
         return whole.as_strided(x.size(), x.stride(), x.storage_offset())
 
+    def changes(self, x: torch.Tensor) -> bool:
+        """Tell whether a tensor has another dtype afterwards."""
+        return not x.is_complex() and x.dtype not in (torch.float64, self.dtype)
 
-__all__ = ["COMPUTE_DTYPES", "autocast_of", "check_precision", "computing_in"]
+    def has(self, x: torch.Tensor) -> bool:
+        """Tell whether a tensor with the same memory was cast."""
+        return x.detach().untyped_storage()._cdata in self.storages
+
+
+__all__ = ["COMPUTE_DTYPES", "Narrowing", "autocast_of", "check_precision", "computing_in"]

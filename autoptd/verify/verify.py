@@ -163,7 +163,7 @@ def verify(
             # The model as `precision` computes it; as it is, these are the losses from above.
             wanted = losses
             if options.precision:
-                with computing_in(model, options.precision):
+                with computing_in(model, options.precision, own.cast_buffers):
                     made = first_losses(model, own, narrow, calls, autocast_here(model, options))
                 wanted = finite_losses(made, options.precision)
             allowed = allowance(_rounding(model, options), wanted, exact)

@@ -1,0 +1,23 @@
+"""What `precision=` does to buffers."""
+
+from __future__ import annotations
+
+from tests.mutations import Mutation
+
+TESTS = "tests/trace/test_precision.py"
+MUTATIONS = (
+    Mutation(
+        "autoptd/trace/precision.py",
+        "        self._set(self._given)\n\n    @property",
+        "        self._set(list(self._kinds))\n\n    @property",
+        TESTS,
+    ),
+    Mutation(
+        "autoptd/trace/precision.py",
+        "return captured if self._fits(captured.graph) else self._searched(trace) or captured",
+        "return captured",
+        TESTS,
+    ),
+    Mutation("autoptd/trace/precision.py", "if caster.has(place.own)]", "if False]", TESTS),
+    Mutation("autoptd/compile.py", "replace(program, cast_buffers=narrowing.cast)", "program", TESTS),
+)
