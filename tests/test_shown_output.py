@@ -30,6 +30,7 @@ from benchmarks.lib.loss_cases import CASES
 from benchmarks.losses import BYTES_AT, LARGE_ROWS, LARGE_VOCAB, LARGE_WIDTH
 from examples.gpt import GPT, GPTConfig
 from tests import shown_adapters
+from tests.measured import same_words
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -65,8 +66,7 @@ def blocks() -> list[tuple[str, str]]:
 def pieces(text: str, is_measured: bool) -> list[str]:
     """What stands between the marks `...` of a block, in single spaces; of what was measured, its words alone."""
     if is_measured:
-        text = re.sub(r"at [\w.]+, step", "at #, step", text)  # which parameter differs most
-        text = re.sub(r"\d[\d,.e-]*( [kMG]i?(?=\w))?( [kMG](?= ))?", "#", text)
+        text = same_words(text)
     return [" ".join(piece.split()) for piece in text.split("...") if piece.strip()]
 
 

@@ -45,7 +45,7 @@ def seconds_text(seconds: float) -> str:
 
 def bandwidth_text(bandwidth: float) -> str:
     """Format bytes/s with a decimal unit, as links are sold: `1.2 GB/s`."""
-    return f"{count_text(bandwidth)}B/s" if bandwidth >= 1000 else f"{bandwidth:.3g} B/s"
+    return count_text(bandwidth, "B/s")
 
 
 __all__ = ["bandwidth_text", "ranks_text", "seconds_text"]

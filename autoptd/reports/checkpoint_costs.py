@@ -60,10 +60,11 @@ class CheckpointCosts:
         }
 
     def __str__(self) -> str:
-        weights, moments = count_text(self.weight_bytes), count_text(self.moment_bytes)
-        text = f"Checkpoint: {count_text(self.total_bytes)}B (weights {weights}B, AdamW's moments {moments}B)"
+        sizes = (self.total_bytes, self.weight_bytes, self.moment_bytes)
+        total, weights, moments = (count_text(size, "B") for size in sizes)
+        text = f"Checkpoint: {total} (weights {weights}, AdamW's moments {moments})"
         if self.bandwidth and self.seconds is not None:
-            text += f", {seconds_text(self.seconds)} at {count_text(self.bandwidth)}B/s"
+            text += f", {seconds_text(self.seconds)} at {count_text(self.bandwidth, 'B/s')}"
         if self.interval_seconds is not None:
             minutes = self.interval_seconds / 60
             text += (

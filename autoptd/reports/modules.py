@@ -57,7 +57,7 @@ def _module(program: Program, name: str) -> str:
         work = Counter[str]()
         for row in gemms:
             work[row.operator.removeprefix("aten.")] += row.forward + row.backward
-        products = ", ".join(f"`{operator}` {count_text(flops)}FLOP" for operator, flops in work.items())
+        products = ", ".join(f"`{operator}` {count_text(flops, 'FLOP')}" for operator, flops in work.items())
         fact = "Matrix products of a rank and a microbatch, forward and backward, all layers"
         body.append(paragraph(f"{fact}: {products}."))
     calls = _calls_of(program, name)

@@ -249,7 +249,7 @@ def progress_line(
         parts.append(f"norm {record['grad_norm']:.3g}")
     parts.append(f"{count_text(record['tokens_per_second'])} tokens/s")
     mfu = f" (MFU {record['mfu']:.1%})" if "mfu" in record else ""
-    parts.append(f"{count_text(record['model_flops_per_second'] / ranks)}FLOP/s a rank{mfu}")
+    parts.append(f"{count_text(record['model_flops_per_second'] / ranks, 'FLOP/s')} a rank{mfu}")
     if times:
         whole = sum(rank.seconds for rank in times)
         names = {"compute": "compute", "communication": "exchange", "waiting": rest}

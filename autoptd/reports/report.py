@@ -103,7 +103,7 @@ def _summary(program: Program, summary: Summary) -> str:
     shown = [
         (count_text(summary.parameters), "parameters"),
         (bytes_text(fullest), "on the fullest rank"),
-        (f"{count_text(summary.model_flops)}FLOP", "matrix products of a step"),
+        (count_text(summary.model_flops, "FLOP"), "matrix products of a step"),
         (f"{share:.1%}", "bubble, of the simulated step"),
         (str(m * summary.rows * summary.mesh.replicas), "samples a step"),
     ]
@@ -140,7 +140,7 @@ def _rank_row(rank: RankCosts) -> tuple[str, ...]:
         count_text(rank.parameters),
         *map(bytes_text, nbytes),
         bytes_text(rank.total_bytes),
-        f"{count_text(rank.flops)}FLOP",
+        count_text(rank.flops, "FLOP"),
         seconds_text(rank.seconds),
     )
 
@@ -168,8 +168,8 @@ def _stage_row(program: Program, stage: int) -> tuple[str, ...]:
         str(program.rank_of_stage(stage)),
         str(program.chunk_of_stage(stage)),
         count_text(held),
-        f"{count_text(costs.flops_per_stage[stage])}FLOP",
-        f"{count_text(costs.backward_flops_per_stage[stage])}FLOP",
+        count_text(costs.flops_per_stage[stage], "FLOP"),
+        count_text(costs.backward_flops_per_stage[stage], "FLOP"),
         seconds_text(cut.seconds[stage]) if cut.seconds else "",
         bytes_text(cut.saved_bytes[stage]) if cut.saved_bytes else "",
         bytes_text(sent),

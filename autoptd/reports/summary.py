@@ -265,7 +265,7 @@ def _lines(summary: Summary) -> Iterator[str]:
     yield ""
     # The largest of all pipeline ranks: the others wait for it.
     busy, total = max(rank.seconds for rank in summary.ranks), summary.model_flops
-    yield f"Work: {count_text(total)}FLOPs of matrix products in a step (forward and backward of the whole batch)"
+    yield f"Work: {count_text(total, 'FLOPs')} of matrix products in a step (forward and backward of the whole batch)"
     yield (
         f"Pipeline, by the cost model for {summary.machine}: {seconds_text(summary.step_seconds)}; the busiest rank "
         f"computes (and communicates over {mesh.value_text}) for {seconds_text(busy)}"

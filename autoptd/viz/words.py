@@ -25,13 +25,13 @@ def bytes_text(count: float) -> str:
     return f"{_three(count)} TiB"
 
 
-def count_text(count: float) -> str:
-    """Format a number with a unit: `640`, `14.7 M`, `1.2 T`."""
-    for unit in ("", " k", " M", " G", " T"):
+def count_text(count: float, unit: str = "") -> str:
+    """Format a number with a decimal prefix: `640`, `14.7 M`; of a unit `640 FLOP`, `14.7 MFLOP`."""
+    for prefix in ("", "k", "M", "G", "T"):
         if count < 1000:
-            return f"{_three(count)}{unit}"
+            return f"{_three(count)} {prefix}{unit}".rstrip()
         count /= 1000
-    return f"{_three(count)} P"
+    return f"{_three(count)} P{unit}"
 
 
 def plural(count: int, word: str) -> str:

@@ -21,6 +21,7 @@ from autoptd.cli import main
 from autoptd.doctor.run import Request, run_launched
 from autoptd.runtime.world.processes import DistributedChannel, DistributedGroup
 from tests.forks import CONTEXT
+from tests.measured import same_table
 from tests.ports import free_port
 from tests.processes.in_order import register
 
@@ -33,20 +34,6 @@ def page_blocks() -> list[str]:
     """What the page shows of output."""
     page = Path(__file__).parents[2] / "docs" / "howto" / "check-a-launch.md"
     return re.findall(r"```text\n(.*?)```", page.read_text(), re.S)
-
-
-def shape(text: str) -> list[str]:
-    """The lines of a report but for what each run and machine has of its own: names, times, speeds."""
-    for pattern, word in (
-        (r"on \S+: gloo, CPU, .* free; .*", "on HOST"),
-        (r"[\d.e+]+ (us|ms|s)\b", "TIME"),
-        (r"[\d.]+ [kMGT]?B/s", "SPEED"),
-        (r"\d+%", "SHARE"),
-        (r"\d(, | > )\d$", "RANKS"),
-        (r" +", " "),
-    ):
-        text = re.sub(pattern, word, text, flags=re.M)
-    return [line.strip() for line in text.splitlines()]
 
 
 def _serve(
@@ -149,7 +136,7 @@ def test_four_ranks_look_at_several_meshes(tmp_path: Path) -> None:
     assert all(one["bytes_per_second"] > 0 for mesh in record["meshes"] for one in mesh["times"])
     assert not any(launch.out(rank) for rank in (1, 2, 3)), "rank 0 alone prints"
     shown, *_ = page_blocks()
-    assert shape(shown) == shape(text)[: len(shape(shown))], (
+    assert same_table(shown) == same_table(text)[: len(same_table(shown))], (
         "docs/howto/check-a-launch.md shows another table"
     )
 

@@ -127,3 +127,4 @@ def test_tables_are_well_formed() -> None:
 def test_units() -> None:
     assert [bytes_text(n) for n in (512, 16384, 1_590_000)] == ["512 B", "16 KiB", "1.52 MiB"]
     assert [count_text(n) for n in (640, 14_680_064, 10**12)] == ["640", "14.7 M", "1 T"]
+    assert [count_text(n, "FLOP/s") for n in (0, 640, 1000)] == ["0 FLOP/s", "640 FLOP/s", "1 kFLOP/s"]
