@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +25,8 @@ from autoptd.runtime.checkpoint.staging import Staging
 from tests.checkpoint.models import assert_same, data, running, state_of, train
 
 MESH = {"t": 2, "p": 2, "d": 2}
+# Seconds for what takes none: the thread that writes gives way to all other work of the machine.
+LONG = 300.0
 
 
 def names(folder: Path) -> list[str]:
@@ -38,18 +40,25 @@ def one_step(pm: autoptd.ParallelModel, opt: torch.optim.Optimizer) -> Tensor:
     return loss
 
 
+class Held:
+    """The thread stops before it writes, when `is_there`, until `go` is called."""
+
+    def __init__(self) -> None:
+        self.is_there, self._gate, self._right = threading.Event(), threading.Event(), writer.write_share
+        self.go = self._gate.set
+
+    def write_share(self, *args: Any) -> None:
+        self.is_there.set()
+        assert self._gate.wait(LONG)
+        self._right(*args)
+
+
 @pytest.fixture
-def held() -> Iterator[Callable[[], None]]:
-    """The thread stops before it writes, until the function is called."""
-    gate, right = threading.Event(), writer.write_share
-
-    def wait(*args: Any) -> None:
-        assert gate.wait(60)
-        right(*args)
-
-    with mock.patch.object(writer, "write_share", wait):
-        yield gate.set
-    gate.set()
+def held() -> Iterator[Held]:
+    made = Held()
+    with mock.patch.object(writer, "write_share", made.write_share):
+        yield made
+    made.go()
 
 
 @pytest.mark.thorough
@@ -103,7 +112,7 @@ def test_seven_steps_and_five_are_twelve(tmp_path: Path, mesh: dict[str, Any]) -
     pm.close()
 
 
-def test_what_changes_while_it_is_written_is_not_in_it(tmp_path: Path, held: Callable[[], None]) -> None:
+def test_what_changes_while_it_is_written_is_not_in_it(tmp_path: Path, held: Held) -> None:
     pm, opt = running(**MESH)
     train(pm, opt, 1)
     with pm.checkpointer(tmp_path, opt, every=2) as ckpt:
@@ -117,8 +126,8 @@ def test_what_changes_while_it_is_written_is_not_in_it(tmp_path: Path, held: Cal
             for value in state.values():
                 value.fill_(7.0)
         pm.load_state_dict({name: x * 0 for name, x in pm.state_dict().items()})
-        assert names(tmp_path)[0].startswith("step-00000002.part-")
-        held()
+        assert held.is_there.wait(LONG) and names(tmp_path)[0].startswith("step-00000002.part-")
+        held.go()
     assert names(tmp_path) == ["step-00000002"]
     other, others = running(d=2)
     with other.checkpointer(tmp_path, others, every=2) as ckpt:
@@ -153,7 +162,7 @@ def test_whoever_overwrites_the_state_waits_for_the_copies(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "staging_of", lambda device: LateStaging())
-    monkeypatch.setattr(LateStaging, "ready", lambda self: held_back.wait(60) and self.release())
+    monkeypatch.setattr(LateStaging, "ready", lambda self: held_back.wait(LONG) and self.release())
     held_back = threading.Event()
     pm, opt = running(d=2)
     pm.save(tmp_path / "first", optimizer=opt)
@@ -177,27 +186,27 @@ def test_whoever_overwrites_the_state_waits_for_the_copies(
 
 
 def test_a_save_that_is_due_while_one_is_written_waits(
-    tmp_path: Path, held: Callable[[], None], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, held: Held, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pm, opt = running(d=2)
     with pm.checkpointer(tmp_path, opt, every=2) as ckpt:
         for _ in range(7):
             assert ckpt.step(one_step(pm, opt))
-        assert len(names(tmp_path)) == 1
-        held()
-        ckpt._writer_here.wait(60)
+        assert held.is_there.wait(LONG) and len(names(tmp_path)) == 1
+        held.go()
+        ckpt._writer_here.wait(LONG)
         ckpt.step(one_step(pm, opt))
     assert names(tmp_path) == ["step-00000002", "step-00000008"]
     assert capsys.readouterr().err.count("it waits for that") == 1
     pm.close()
 
 
-def test_one_that_still_waits_at_the_end_is_made_there(tmp_path: Path, held: Callable[[], None]) -> None:
+def test_one_that_still_waits_at_the_end_is_made_there(tmp_path: Path, held: Held) -> None:
     pm, opt = running(d=2)
     with pm.checkpointer(tmp_path, opt, every=2) as ckpt:
         for _ in range(5):
             ckpt.step(one_step(pm, opt))
-        held()
+        held.go()
     assert names(tmp_path) == ["step-00000002", "step-00000005"]
     pm.close()
 
@@ -318,11 +327,10 @@ def test_a_failed_save_is_told_at_the_next_step_and_leaves_nothing(
     pm, opt = running(d=2)
     with pm.checkpointer(tmp_path, opt, every=1) as ckpt:
         ckpt.step(one_step(pm, opt))
-        ckpt._writer_here.wait(60)
+        ckpt._writer_here.wait(LONG)
         monkeypatch.setattr(writer, "write_share", full)
         ckpt.step(one_step(pm, opt))
-        while ckpt._writer_here.is_busy:
-            pass
+        ckpt._writer_here.wait(LONG)
         loss = one_step(pm, opt)
         with pytest.raises(RuntimeFault, match=r"a save failed: rank 0: .*No space left on device"):
             ckpt.step(loss)
@@ -550,7 +558,7 @@ def test_two_hundred_saves_take_no_more_memory(tmp_path: Path) -> None:
         sizes = []
         for _ in range(220):
             ckpt.step(one_step(pm, opt))
-            ckpt._writer_here.wait(60)
+            ckpt._writer_here.wait(LONG)
             sizes.append(resident_bytes())
     assert sizes[-1] < 1.05 * sizes[20]
     pm.close()
