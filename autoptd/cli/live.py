@@ -1,6 +1,6 @@
 """The progress of a command on stderr: what it does now, on a terminal; what it did and for how long, elsewhere.
 
-In: `activity` of all parts of the compiler. Out: a line of tqdm, which is gone when the command is over; into
+In: `activity` of all parts of the compiler. Out: one line that changes, and is gone when the command is over; into
 a file or a pipe a plain line for each activity that took time, the first one before torch is loaded.
 
     with shown(quiet=False), activity("importing torch"):       # importing torch ... 2.1 s
@@ -12,14 +12,19 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, TextIO
+from contextlib import contextmanager, suppress
+from typing import TextIO
 
 from autoptd.ir.activity import LOGGER
 
 # A pass that takes less is not listed.
 MIN_SECONDS = 0.1
+# Of a terminal that does not say how wide it is.
+COLUMNS = 80
+# To the end of the line.
+ERASE = "\x1b[K"
 
 
 @contextmanager
@@ -79,20 +84,30 @@ class Terminal(logging.Handler):
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
-        from tqdm import tqdm
-
-        self._bar: Any = tqdm(file=stream, bar_format="{elapsed}  {desc}", leave=False)
-        self._bar.clear()
+        self._stream, self._start = stream, time.monotonic()
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.__dict__["seconds"] is None:
-            self._bar.set_description_str(record.__dict__["words"])
+            minutes, seconds = divmod(int(time.monotonic() - self._start), 60)
+            self._print(f"{minutes:02}:{seconds:02}  {record.__dict__['words']}")
         else:
-            self._bar.clear()
+            self._print("")
 
     def close(self) -> None:
-        self._bar.close()
+        self._print("")
         super().close()
+
+    def _print(self, text: str) -> None:
+        """Replace the line; a longer one than the terminal is wide would stay there."""
+        self._stream.write(f"\r{text[: self._columns - 1]}{ERASE}")
+        self._stream.flush()
+
+    @property
+    def _columns(self) -> int:
+        # A window may be made smaller meanwhile; some terminals say that they have no columns.
+        with suppress(OSError, ValueError):
+            return os.get_terminal_size(self._stream.fileno()).columns or COLUMNS
+        return COLUMNS
 
 
 __all__ = ["shown"]

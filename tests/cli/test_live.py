@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import subprocess
 import sys
 
@@ -79,9 +80,11 @@ def test_a_terminal_has_one_line_and_then_none(monkeypatch: pytest.MonkeyPatch) 
     with shown(quiet=False):
         assert isinstance(LOGGER.handlers[-1], Terminal)
         with activity("annotate"):
-            assert screen.getvalue().endswith("  annotate")
-        assert screen.getvalue().endswith("\r")
-    assert not LOGGER.handlers
+            assert re.search(r"\r\d\d:\d\d  annotate\x1b\[K$", screen.getvalue())
+        assert screen.getvalue().endswith("\r\x1b[K")
+        with activity("w" * 200):
+            assert len(screen.getvalue().rpartition("\r")[2]) == len("\x1b[K") + 79, "it would be two lines"
+    assert screen.getvalue().endswith("\r\x1b[K") and not LOGGER.handlers
 
 
 def test_other_ranks_and_python_are_silent(
