@@ -54,7 +54,8 @@ def _param_spec(
     if node is not None:
         record, used = note(node), tensor(node).dtype
         layout, stages, why = record.layout, record.stages, record.why
-        dims, requires_grad = record.dims, record.needs_grad
+        # Without entries there is nothing to train, and no state for an optimizer to keep, of which files hold nothing.
+        dims, requires_grad = record.dims, record.needs_grad and parameter.numel() > 0
         of_model = record.extra.get(MODEL_DIMS, dims)
         model_dims = of_model if of_model != dims else ()
         adds = tuple(passes.adds_to_gradient(node, stage) for stage in stages)

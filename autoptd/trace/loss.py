@@ -1,8 +1,8 @@
 """Find the scalar loss in what a model returns, so that the loss is the only output of the traced graph.
 
 Accepted: a scalar, a tuple or list with exactly one scalar in it (`(logits, loss)`), a mapping or output
-object with `.loss`, or `loss_fn(output, targets)` with `targets=` passed to the call. A tensor with one entry, such as [1], is a
-scalar, as it is for `backward()`, where there is no other.
+object with `.loss`, or `loss_fn(output, targets)` with `targets=` passed to the call. A tensor with one entry,
+such as [1], is a scalar where there is no other, as it is for `backward()`.
 """
 
 from __future__ import annotations

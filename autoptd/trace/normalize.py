@@ -68,8 +68,6 @@ def _check_operators(graph: Graph) -> None:
     Sparse tensors have no dims to split.
     """
     for node in graph.nodes:
-        if note(node).kind == "param" and not value(node).numel():
-            raise TraceError(site(node), f"a parameter without elements: {list(shape(node))}", "leave it out")
         home = getattr(node.target, "__module__", None) or ""
         if "functorch" in home or op_name(node) in ("aten._make_dual", "aten._unpack_dual"):
             fact = f"torch.func or torch.vmap ({op_name(node)}) cannot be traced"

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_ as clip
 
 import autoptd
 from autoptd.errors import PlanError
 from autoptd.ir.operators.record import Link, Member, Operator
 from autoptd.ir.operators.table import TABLE
-from tests.hostile.against_torch import assert_parity, refusal
+from tests.hostile.against_torch import assert_near, assert_parity, refusal
 
 Head = Callable[["Body", Tensor, Tensor], Tensor]
 MESHES: list[dict[str, Any]] = [
@@ -250,13 +253,41 @@ def test_one_clear_error(name: str) -> None:
     assert re.search(fact, text), text
 
 
-def test_a_parameter_without_elements() -> None:
-    model = Body(lambda s, h, y: h.mean() + s.empty.sum())
-    model.empty = nn.Parameter(torch.empty(0))
-    assert "a parameter without elements: [0]" in refusal(model, data(0), d=2)
-    idle = Body(lambda s, h, y: h.mean())
-    idle.empty = nn.Parameter(torch.empty(0))
-    assert_parity(idle, [data(0)], d=2)
+WITHOUT_ELEMENTS: dict[str, Head] = {
+    "not used": lambda s, h, y: h.mean(),
+    "summed": lambda s, h, y: h.mean() + s.none[0].sum(),
+    "joined": lambda s, h, y: torch.cat([h, s.none[0].expand(*h.shape[:2], 0)], -1).square().mean(),
+    "a product over it": lambda s, h, y: (
+        (h + F.linear(F.linear(h, s.none[1]), s.none[2], s.bias)).square().mean()
+    ),
+}
+
+
+@pytest.mark.one_in(1)
+@pytest.mark.parametrize("name", WITHOUT_ELEMENTS)
+def test_parameters_without_elements(name: str, tmp_path: Path) -> None:
+    """They train nothing, whatever the mesh, and checkpoints that another mesh reads have them."""
+    model = Body(WITHOUT_ELEMENTS[name]).double()
+    model.none = nn.ParameterList([torch.empty(0), torch.empty(0, 16), torch.empty(16, 0)]).double()
+    reference, states = copy.deepcopy(model), []
+    theirs = torch.optim.AdamW(reference.parameters(), lr=0.1)
+    for mesh in ({"t": 2, "d": 2, "zero": 1}, {"p": 2, "t": 2}):
+        pm = autoptd.parallelize(
+            copy.deepcopy(model), **mesh, backend="local", num_microbatches=2, example_inputs=data(0)
+        )
+        ours = pm.optimizer(torch.optim.AdamW, lr=0.1)
+        if states:
+            pm.load(tmp_path / "saved", ours)
+        pm.step(*data(0))
+        reference(*data(0)).backward()
+        assert_near({"norm": pm.clip_grad_norm_(0.1)}, {"norm": clip(reference.parameters(), 0.1)}, 1e-3)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        pm.save(tmp_path / "saved", ours)
+        states.append(pm.state_dict())
+        assert_near(states[-1], dict(reference.state_dict()), 1e-3)
+        pm.close()
 
 
 def test_class_weights_of_parameters_keep_the_tokens_whole() -> None:

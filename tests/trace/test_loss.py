@@ -42,5 +42,5 @@ def test_where_the_loss_is_found() -> None:
         found = find_loss(output)
         assert found.shape == () and found == 1.0
     for output in (many, (one, one), one.long(), None):
-        with pytest.raises(TraceError, match="no loss found|2 scalars found"):
+        with pytest.raises(TraceError, match=r"no loss found|2 scalars found"):
             find_loss(output)

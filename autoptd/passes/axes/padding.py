@@ -38,9 +38,9 @@ class Padding:
                         self.vocabularies.add(id(axes.atoms(operand, dim)[atom]))
 
     def divides(self, node: Node, letter: Letter) -> bool:
-        """Tell whether `node` may be split by `letter` over t ranks, evenly or padded."""
+        """Tell whether `node` may be split by `letter` over t ranks, evenly or padded; not where it has no entries."""
         if letter.size % self.degree == 0:
-            return True
+            return letter.size > 0
         places = letter.everywhere(node)
         return all(self.may_pad(value, place) for value, place in places) and is_exact(node, letter)
 
@@ -51,7 +51,8 @@ class Padding:
 
     def divides_place(self, node: Node, place: Place) -> bool:
         """Tell whether a value may be in shards of the atom at `place`, even or padded."""
-        return self.axes.unit(node, place) % self.degree == 0 or self.may_pad(node, place)
+        unit = self.axes.unit(node, place)
+        return unit > 0 if unit % self.degree == 0 else self.may_pad(node, place)
 
 
 def is_exact(node: Node, letter: Letter) -> bool:

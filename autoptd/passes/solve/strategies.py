@@ -215,7 +215,7 @@ class Splitter:
 
     def free_letters(self, node: Node) -> list[Letter]:
         """Return the letters of an operator that the axis may split, whether or not it divides them."""
-        return [letter for letter in self.axes.letters(node) if self._is_free(node, letter)]
+        return [letter for letter in self.axes.letters(node) if letter.size and self._is_free(node, letter)]
 
     def _is_free(self, node: Node, letter: Letter) -> bool:
         ids = letter.ids
