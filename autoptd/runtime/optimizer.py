@@ -6,7 +6,8 @@ threads, or one). Out: an instance of the class over those local tensors, so tha
 
     {"state": {"lm_head.weight": {"step": ..., "exp_avg": <full>}}, "param_groups": [{"lr": ..., "params": ["lm_head.weight"]}]}
 
-Only elementwise optimizers are allowed (`elementwise.py`): their update of a shard is the shard of the update.
+Only elementwise optimizers are allowed (`elementwise.py`): their update of a shard is the shard of the update. What a class
+of the user's own makes of the shapes of shards and pieces is compared with the model's (`shape_trial.py`).
 
     opt = make_optimizer(torch.optim.AdamW, ranks, run, params=[{"params": ["*.weight"], "weight_decay": 0.1}], lr=3e-4)
 """
@@ -24,21 +25,20 @@ from torch import optim
 
 from autoptd.errors import PlanError
 from autoptd.program.specs import ParamSpec
-from autoptd.runtime.elementwise import check_elementwise
-from autoptd.runtime.full_values import gather_full
+from autoptd.runtime.elementwise import ELEMENTWISE, check_elementwise
 from autoptd.runtime.fused_optimizer import lay_out, takes_fused
 from autoptd.runtime.grad_norm import grad_norm
 from autoptd.runtime.guard import lower, raise_again, unguarded
 from autoptd.runtime.loss_scale import LossScale
 from autoptd.runtime.numbered import is_numbered, named
+from autoptd.runtime.optimizer_state import gather_state, local_record, stored_of
 from autoptd.runtime.padding import clear_padding, padding_of
-from autoptd.runtime.parameters import RankParameters, dtype_of, shard_of
+from autoptd.runtime.parameters import RankParameters, dtype_of
+from autoptd.runtime.shape_trial import NamedGroups, ShapeTrial
 
 Result = TypeVar("Result")
 # Runs a collective on all ranks; returns rank 0's (or this rank's) result.
 Run = Callable[[Callable[[RankParameters], Result]], Result]
-# By parameter: the optimizer's state of it.
-State = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,13 @@ class NamedOptimizer(optim.Optimizer):
         # Ranks as threads share one optimizer: a parameter occurs once per rank that holds a part of it.
         holders: dict[int, tuple[RankParameters, ParamSpec]] = {}
         for params in self.binding.ranks:
-            holders |= {id(x): (params, spec) for spec, x in _stored(params)}
+            holders |= {id(x): (params, spec) for spec, x in stored_of(params)}
         state = {}
         for group, numbers in zip(self.param_groups, own, strict=True):
             for parameter, number in zip(group["params"], numbers["params"], strict=True):
                 params, spec = holders[id(parameter)]
                 if spec.name in state_dict["state"]:
-                    state[number] = _local_record(params, spec, state_dict["state"][spec.name])
+                    state[number] = local_record(params, spec, state_dict["state"][spec.name])
         super().load_state_dict({"state": state, "param_groups": groups})
         if self.loss_scale is not None and "loss_scale" in state_dict:
             self.loss_scale.load_state_dict(state_dict["loss_scale"])
@@ -149,25 +149,65 @@ def make_optimizer(
     `params` is None (all), or names, globs, tensors and (name, tensor) pairs, or group dicts with such "params". Where
     torch has a fused form of `cls`, that is the default. PlanError for a `cls` that is not elementwise.
     """
-    check_elementwise(cls, keywords)
     mine = resolve_groups(ranks, params)
-    groups = _agree(run, [names for names, _ in mine], [spec.name for spec in ranks[0].specs])
-    local = []
-    for names, (_, options) in zip(groups, mine, strict=True):
-        tensors = [rank.stored[name] for name in names for rank in ranks if name in rank.stored]
-        local.append({**options, "params": tensors})
+    specs = ranks[0].specs
+    # As all ranks do: some have no piece of any parameter.
+    mesh = ranks[0].world.mesh
+    sharing = {spec.sharing_axes for spec in specs}
+    has_pieces = any(mesh.degree(axis) > 1 for axis in chain.from_iterable(sharing))
+    check_elementwise(cls, keywords, [options for _, options in mine], has_pieces=has_pieces)
+    groups = _agree(run, [names for names, _ in mine], [spec.name for spec in specs])
+    named_groups = [(names, options) for names, (_, options) in zip(groups, mine, strict=True)]
     # Of all ranks' parameters, so that all ranks decide alike.
-    dtypes = {dtype_of(spec.storage.dtype) for spec in ranks[0].specs}
+    dtypes = {dtype_of(spec.storage.dtype) for spec in specs}
     if takes_fused(cls, [keywords, *(options for _, options in mine)], ranks[0].world.device, dtypes):
         keywords["fused"] = True
     # Of the user's class by name and by `isinstance`; the methods of NamedOptimizer come first.
     named_class = type(cls.__name__, (NamedOptimizer, cls), {"__doc__": cls.__doc__})
     with unguarded():
-        optimizer = named_class(local, **keywords)
+        optimizer = named_class(_local_groups(cls, ranks, named_groups), **keywords)
+    if cls not in ELEMENTWISE:
+        groups = names_in_groups(cls, keywords, optimizer, ranks, run, named_groups)
     optimizer.binding = Binding(tuple(ranks), run, groups)
     optimizer.loss_scale = loss_scale
     register_hooks(optimizer, ranks, run)
     return optimizer
+
+
+def _local_groups(
+    cls: type[optim.Optimizer], ranks: Sequence[RankParameters], groups: NamedGroups
+) -> list[Any]:
+    """Return what an optimizer is made of: groups of local tensors, or a list of tensors where none were asked for."""
+    local: list[dict[str, Any]] = []
+    for names, options in groups:
+        tensors = [rank.stored[name] for name in names for rank in ranks if name in rank.stored]
+        local.append({**options, "params": tensors})
+    # A constructor of the user's own often looks at each parameter; torch's refuses an empty list.
+    is_list = cls not in ELEMENTWISE and len(local) == 1 and not groups[0][1]
+    return local[0]["params"] or local if is_list else local
+
+
+def names_in_groups(
+    cls: type[optim.Optimizer],
+    keywords: Mapping[str, Any],
+    optimizer: optim.Optimizer,
+    ranks: Sequence[RankParameters],
+    run: Run[Any],
+    groups: NamedGroups,
+) -> tuple[tuple[str, ...], ...]:
+    """Return the names in each group that a class of the user's own has made, which may not be those it was given.
+
+    PlanError where it would do something else with the model's own parameters; a collective.
+    """
+    trial = ShapeTrial(cls, keywords, ranks, groups)
+    finding = trial.finding(optimizer.param_groups)
+    findings = run(lambda params: params.world.everyone().gather_objects(finding, "optimizer groups"))
+    for text in filter(None, findings):
+        remedy = "p.ndim is that of the model on every mesh; give groups by names: pm.optimizer(params=[{...}, ...])"
+        raise PlanError(f"optimizer {cls.__name__}", text, remedy)
+    mine = [trial.names(group) for group in optimizer.param_groups]
+    # In the order of an optimizer of the whole model, whose state dict numbers parameters.
+    return _agree(run, mine, trial.order)
 
 
 def register_hooks(optimizer: NamedOptimizer, ranks: Sequence[RankParameters], run: Run[Any]) -> None:
@@ -266,62 +306,6 @@ def resolve_groups(
         seen.update(names)
         groups.append((names, {key: value for key, value in group.items() if key != "params"}))
     return groups
-
-
-def gather_state(params: RankParameters, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> State:
-    """Return the optimizer's state with full CPU tensors by name on rank 0, {} elsewhere; a collective of all ranks."""
-    world = params.world
-    # First all ranks learn which state every parameter has: gathering a tensor is a collective of all of them.
-    mine: State = {}
-    for spec, x in _stored(params):
-        # Copies of a parameter have equal state: one rank describes it for all.
-        if spec.name in params.counted and x in state:
-            mine[spec.name] = {key: _described(value, x) for key, value in state[x].items()}
-    described: State = {}
-    for part in world.everyone().gather_objects(mine, "optimizer state"):
-        described |= part
-    full: State = {}
-    for spec in params.specs:
-        own = params.stored.get(spec.name)
-        for key, value in described.get(spec.name, {}).items():
-            if isinstance(value, Whole):
-                shard = None if own is None else state[own][key]
-                value = gather_full(params, spec, shard, value.dtype)
-            full.setdefault(spec.name, {})[key] = value
-    return full if world.rank == 0 else {}
-
-
-@dataclass(frozen=True)
-class Whole:
-    """In place of a tensor that is laid out as its parameter, and gathered like it."""
-
-    dtype: torch.dtype
-
-
-def _described(value: Any, parameter: torch.Tensor) -> Any:
-    """Return one entry of a parameter's state, `Whole` in place of a tensor of the parameter's shape."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    # Moments have the parameter's shape; what has another one (a step count, 0-d) is the same on every rank.
-    is_like_parameter = value.dim() > 0 and value.shape == parameter.shape
-    return Whole(value.dtype) if is_like_parameter else value.detach().to("cpu", copy=True)
-
-
-def _local_record(params: RankParameters, spec: ParamSpec, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return this rank's part of one parameter's state, in tensors of its own."""
-    local = {}
-    for key, value in record.items():
-        if isinstance(value, torch.Tensor):
-            # A step count is 0-d, as the moments of a 0-d parameter are.
-            if tuple(value.shape) == spec.shape and (value.dim() > 0 or key != "step"):
-                value = params.piece_of(spec.name, shard_of(spec, value, params.world))
-            value = value.clone(memory_format=torch.contiguous_format)
-        local[key] = value
-    return local
-
-
-def _stored(params: RankParameters) -> list[tuple[ParamSpec, torch.Tensor]]:
-    return [(spec, params.stored[spec.name]) for spec in params.specs if spec.name in params.stored]
 
 
 def _names(item: Any, specs: Sequence[ParamSpec], name_of: Mapping[int, str]) -> list[str]:

@@ -17,7 +17,7 @@ from autoptd.runtime.shards import real_rows
 
 
 class Padding(NamedTuple):
-    """The padding of a parameter that this rank stores: a view of it, or its indices in a piece."""
+    """The padding of a parameter that this rank stores: a view of it, or its indices in a flat piece."""
 
     stored: torch.Tensor
     indices: torch.Tensor | None
@@ -40,7 +40,7 @@ def padding_of(params: RankParameters) -> list[Padding]:
         mask.narrow(spec.cut_dim, real, width - real).fill_(True)
         piece = params.piece_of(spec.name, mask)
         assert piece is not None
-        found.append(Padding(x.detach(), piece.nonzero().flatten()))
+        found.append(Padding(x.detach().view(-1), piece.view(-1).nonzero().flatten()))
     return found
 
 

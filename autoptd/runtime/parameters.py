@@ -197,7 +197,6 @@ class RankParameters:
             stored = self.stored.get(spec.name)
             used = self.piece_of(spec.name, local.detach())
             if stored is not None and used is not None:
-                used = used.view(stored.shape)
                 stored.copy_(torch.where(used == stored.to(used.dtype), stored, used.to(stored.dtype)))
 
     @torch.no_grad()
@@ -209,7 +208,7 @@ class RankParameters:
         if spec.has_master and stored is not None:
             own = self.piece_of(spec.name, part.to(stored.device))
             assert own is not None
-            stored.copy_(own.view(stored.shape))
+            stored.copy_(own)
         if spec.has_master:
             self._versions[spec.name] = local._version
 

@@ -2,7 +2,8 @@
 
 In: a planned bucket and this rank's parts of its parameters. Out: one flat buffer that holds what stages use, and of it
 the range that this rank stores, in *pieces*: one tensor for each parameter that the range cuts, which the optimizer
-steps. After an update the range is gathered by all ranks into the buffer.
+steps. A piece has as many dims as its parameter, all of size 1 but the last, as many optimizers treat matrices and
+vectors differently. After an update the range is gathered by all ranks into the buffer.
 
     bucket = SharedBucket(plan, world, {"h.0.ln_1.weight": x, ...})
     bucket.pieces["h.0.ln_1.weight"].tensor           # what the optimizer steps; absent where another rank stores it
@@ -38,8 +39,8 @@ class Piece:
     tensor: nn.Parameter
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the same part of a tensor that is laid out as the parameter's local part."""
-        return local.reshape(-1)[self.start : self.end]
+        """Return the same part of a tensor that is laid out as the parameter's local part, in the piece's shape."""
+        return local.reshape(-1)[self.start : self.end].view(self.tensor.shape)
 
 
 class SharedBucket:
@@ -67,12 +68,12 @@ class SharedBucket:
             begin, stop = max(start, self.start), min(end, self.end)
             if begin >= stop:
                 continue
-            own = alias(self.range[begin - self.start : stop - self.start])
+            part = parts[spec.name]
+            own = alias(as_piece(self.range[begin - self.start : stop - self.start], part.dim()))
+            piece = Piece(begin - start, stop - start, nn.Parameter(own, first.requires_grad))
             if self.has_master:
-                own.copy_(parts[spec.name].reshape(-1)[begin - start : stop - start])
-            self.pieces[spec.name] = Piece(
-                begin - start, stop - start, nn.Parameter(own, first.requires_grad)
-            )
+                own.copy_(piece.of(part))
+            self.pieces[spec.name] = piece
         self._pending: Pending | None = None
         # Where stages read its parameters: they are withheld while a gather is under way.
         self.read_at: list[tuple[Namespace, str]] = []
@@ -81,10 +82,9 @@ class SharedBucket:
         """Return by name the pieces of a tensor that is laid out as this rank's range."""
         pieces = {}
         for spec, start, end in self.places:
-            if spec.name in self.pieces:
-                pieces[spec.name] = range_[
-                    max(start, self.start) - self.start : min(end, self.end) - self.start
-                ]
+            if (piece := self.pieces.get(spec.name)) is not None:
+                part = range_[max(start, self.start) - self.start : min(end, self.end) - self.start]
+                pieces[spec.name] = part.view(piece.tensor.shape)
         return pieces
 
     def local(self, place: Place, shape: torch.Size) -> torch.Tensor:
@@ -123,7 +123,7 @@ class SharedBucket:
                 if piece is None:
                     fact = "has no gradient on this rank, and one on others"
                     raise PlanError(name, fact, "change gradients on all ranks alike: optimizer.zero_grad()")
-                x = piece.detach()
+                x = piece.detach().view(-1)
             parts.append(self.group.broadcast(x, index, f"gather {name}"))
         return torch.cat(parts)
 
@@ -134,12 +134,17 @@ def start_gather(group: Group, flat: torch.Tensor, site: str) -> Pending:
     return group.all_gather_start_(flat, site)
 
 
+def as_piece(flat: torch.Tensor, ndim: int) -> torch.Tensor:
+    """Return a flat range of a parameter in the shape of a piece: as many dims as the parameter, the last one long."""
+    return flat.view(*[1] * (ndim - 1), -1) if ndim else flat.view(())
+
+
 def alias(x: torch.Tensor) -> torch.Tensor:
     """Return the same memory with a version counter of its own, so that the user's edits can be told from ours."""
     return x.data
 
 
-__all__ = ["Piece", "SharedBucket", "alias"]
+__all__ = ["Piece", "SharedBucket", "alias", "as_piece"]
 
 
 def check_use(spec: ParamSpec) -> None:

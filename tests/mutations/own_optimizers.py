@@ -1,0 +1,31 @@
+"""Optimizer classes of the user's own: pieces that keep ndim, groups that constructors make, trials of shapes."""
+
+from tests.mutations import Mutation
+
+TESTS = "tests/runtime/test_own_optimizers.py"
+MUTATIONS = (
+    Mutation(
+        "autoptd/runtime/storage.py",
+        "return flat.view(*[1] * (ndim - 1), -1) if ndim else flat.view(())",
+        "return flat",
+        TESTS,
+    ),
+    Mutation(
+        "autoptd/runtime/optimizer.py",
+        "        groups = names_in_groups(cls, keywords, optimizer, ranks, run, named_groups)\n",
+        "        names_in_groups(cls, keywords, optimizer, ranks, run, named_groups)\n",
+        TESTS,
+    ),
+    Mutation("autoptd/runtime/optimizer.py", "for text in filter(None, findings):", "for text in ():", TESTS),
+    Mutation("autoptd/runtime/elementwise.py", "{**_copied(options), ", "{", TESTS),
+    Mutation(
+        "autoptd/runtime/elementwise.py",
+        'found + ["constructor"] * ("__init__" in names)',
+        "found",
+        TESTS,
+    ),
+    Mutation("autoptd/runtime/shape_trial.py", "return calls[0] == calls[1]", "return True", TESTS),
+    Mutation(
+        "autoptd/runtime/shape_trial.py", "if place.get(name) != number:", "if name not in place:", TESTS
+    ),
+)
