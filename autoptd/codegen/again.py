@@ -14,7 +14,7 @@ Its arguments are those of the method that it needs, by their names, then the va
 
 from __future__ import annotations
 
-import re
+import ast
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +26,7 @@ from autoptd.codegen.body import write_body
 from autoptd.codegen.comments import conversion_work
 from autoptd.codegen.expressions import bound_axes
 from autoptd.codegen.names import choose_names
-from autoptd.codegen.writer import Writer
+from autoptd.codegen.writer import Writer, check_source
 from autoptd.ir import markers
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.names import RESERVED
@@ -141,15 +141,14 @@ def write_recipe(
     write_body(body, computed, own, mesh, lambda i, node: expression(position[node], node), layers)
     results = ", ".join(own[node] for node in recipe.dropped)
     body.add(2, f"return ({results},)" if len(recipe.dropped) == 1 else f"return {results}")
-    # Words of comments are no names.
-    text = "\n".join(line.partition("#")[0] for line in body.lines)
-    needed = [name for name in arguments if re.search(rf"\b{name}\b", text)]
+    read = names_in(body)
+    needed = [name for name in arguments if name in read]
     writer.add(1, f"def {recipe.name}_again({', '.join(['self', *needed, *kept.values()])}):")
     seconds = microseconds_text(sum(note(node).extra["again"] for node in recipe.operators))
-    writer.add(2, f'"""What backward needs of `{recipe.name}` and was not kept: in {seconds}."""')
+    writer.docstring(f"What backward needs of `{recipe.name}` and was not kept: in {seconds}.")
     axes = bound_axes(computed)
-    writer.bind(axes | _needed(bound or {}, text))
-    for name, values in _needed(lists or {}, text).items():
+    writer.bind(axes | _needed(bound or {}, read))
+    for name, values in _needed(lists or {}, read).items():
         writer.add_list(name, values)
     writer.gap()
     writer.extend(body)
@@ -172,9 +171,16 @@ def _computing(operators: Sequence[Node], known: Mapping[Node, str]) -> tuple[li
     return computing, same
 
 
-def _needed(values: Mapping[str, Listed], text: str) -> dict[str, Listed]:
-    """Select the variables that a text names."""
-    return {name: what for name, what in values.items() if re.search(rf"\b{name}\b", text)}
+def names_in(body: Writer) -> set[str]:
+    """Return the variables that the body of a method names."""
+    source = "\n".join(["def body():", *body.lines])
+    check_source("recipe", source)
+    return {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
+
+
+def _needed(values: Mapping[str, Listed], read: Collection[str]) -> dict[str, Listed]:
+    """Select the variables that are read."""
+    return {name: what for name, what in values.items() if name in read}
 
 
 def _free(wanted: str, taken: Collection[str]) -> str:

@@ -26,7 +26,7 @@ from autoptd.codegen.names import choose_names, operand_text
 from autoptd.codegen.parts import Block
 from autoptd.codegen.writer import Writer
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.names import free_name, layer_of
+from autoptd.ir.names import free_method, free_name, layer_of
 from autoptd.ir.notes import note
 
 # A method with at most so many results is named after them.
@@ -61,11 +61,11 @@ def _base_name(block: Block) -> str:
     if len(block.stages) == 1:
         # "transformer.h.3" -> "h_3"
         layer = layer_of(note(block.nodes[0]).module)
-        return free_name("_".join(re.findall(r"\w+", layer)[-2:]))
+        return free_method("_".join(re.findall(r"\w+", layer)[-2:]))
     results = list(block.result_names.values())
     # `make_mask`, `make_cos_sin`; a longer list of results says nothing.
     what = "_".join(results) if len(results) <= MAX_NAMED_RESULTS else "shared"
-    return f"make_{what}"
+    return free_method(f"make_{what}")
 
 
 def write_method(writer: Writer, method: Method, mesh: Mesh) -> None:
@@ -79,7 +79,7 @@ def write_method(writer: Writer, method: Method, mesh: Mesh) -> None:
     kinds = {note(arg).kind for node in block.nodes for arg in node.all_input_nodes}
     bound = {"w": "self.weights"} | ({"b": "self.buffers"} if "buffer" in kinds else {})
     writer.add(1, f"def {method.name}({', '.join(['self', *arguments.values()])}):")
-    writer.add(2, f'"""{_about(block)}"""')
+    writer.docstring(_about(block))
     writer.bind(bound_axes(block.nodes) | bound)
     is_shared = len(block.stages) > 1
     write_body(writer, block.nodes, names, mesh, express_in(names), is_shared=is_shared, kept=recipe)

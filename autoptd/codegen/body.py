@@ -52,7 +52,7 @@ def write_body(
             section = module
             writer.gap()
             source = f"  ({note(node).source})" if note(node).source else ""
-            writer.add(2, f"# {module}{source}")
+            writer.comment(2, f"{module}{source}")
         # A conversion I -> R that has no line of its own: its all-reduce runs within the backward of this
         # GEMM (passes/hook_gemms.py), and a reader who counts collectives must find it.
         absorbed = note(node).extra.get("absorbed")

@@ -5,7 +5,6 @@ In: a node of a LOCAL graph. Out: texts such as `AR fwd, 65,536 B: row: its inpu
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 
@@ -14,6 +13,7 @@ from torch.fx import Node
 from autoptd.ir import markers
 from autoptd.ir.layout import BATCH
 from autoptd.ir.mesh import Mesh
+from autoptd.ir.names import quoted
 from autoptd.ir.notes import note, op_name, shape, tensor
 from autoptd.ir.operators.table import says_shape
 from autoptd.ir.types import CONVERSIONS, shard_size
@@ -133,11 +133,11 @@ def site_text(node: Node, weights: Mapping[str, str] | None = None) -> str:
         if path == layer:
             return f"{name}.at()"
         if path.startswith(f"{layer}."):
-            return f"{name}.at({json.dumps(path.removeprefix(f'{layer}.'))})"
+            return f"{name}.at({quoted(path.removeprefix(f'{layer}.'))})"
     if weights is None:
-        return json.dumps(path)
+        return quoted(path)
     # In a layer without an argument to ask, numbers become stars: "h.*.mlp".
-    return json.dumps(star(path))
+    return quoted(star(path))
 
 
 def conversion_work(node: Node) -> tuple[str, str]:

@@ -46,7 +46,7 @@ def write_count(writer: Writer, counted: list[Node], given: dict[Node, str]) -> 
     text = _begin(writer, "count", about, _counted_of(counted), given)
     calls = [_count_call(node, text) for node in counted]
     if any(note(node).extra.get(COUNTED_BY, 1) > 1 for node in counted):
-        writer.add(2, "# Labels of all rows are counted by every replica: an equal part by each.")
+        writer.comment(2, "Labels of all rows are counted by every replica: an equal part by each.")
     writer.add(2, f"return ({', '.join(calls)},)")
 
 
@@ -99,7 +99,7 @@ def _begin(
         read.update(node.all_input_nodes)
     writer.gap()
     writer.add(1, f"def {name}({', '.join(['self', *inputs.values()])}):")
-    writer.add(2, f'"""{about}"""')
+    writer.docstring(about)
     writer.bind(bound_axes(needed))
     if any(note(arg).kind == "buffer" for arg in read):
         writer.add(2, "b = self.buffers")

@@ -16,6 +16,7 @@ import torch
 from torch.fx import Node
 
 from autoptd.ir import markers
+from autoptd.ir.names import quoted
 from autoptd.ir.notes import note, op_name, tensor
 from autoptd.ir.operators.table import operator_of
 from autoptd.ir.own_functions import own_function
@@ -109,7 +110,7 @@ def literal(value: Any, text: Text) -> str:
         return f'float("{value}")'
     if isinstance(value, (torch.dtype, torch.memory_format)):
         return str(value)
-    return repr(value).replace("'", '"')
+    return quoted(value) if isinstance(value, str) else repr(value)
 
 
 def _operand(text: str, left_of: str = "") -> str:

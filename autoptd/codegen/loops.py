@@ -28,7 +28,7 @@ from autoptd.codegen.repeats import Path, Repeat, Weights, expression_with
 from autoptd.codegen.runs import Run
 from autoptd.codegen.writer import Writer, weight_text
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.names import RESERVED
+from autoptd.ir.names import RESERVED, identifier
 from autoptd.ir.notes import note
 
 # A list of values with more characters gets a variable of its own.
@@ -129,10 +129,7 @@ def _role(repeat: Repeat, nodes: tuple[Node, ...]) -> str:
 
 
 def _free(wanted: str, taken: Collection[str]) -> str:
-    name = re.sub(r"\W", "_", wanted)
-    # "0.weight" -> "p_0_weight"
-    if not name.isidentifier():
-        name = f"p_{name}"
+    name = identifier(wanted)
     base, count = name, 1
     while name in taken or name in RESERVED:
         count += 1
@@ -149,7 +146,7 @@ def write_layer(writer: Writer, layer: Layer, mesh: Mesh) -> None:
     express = _expressions(layer, numbers)(names)
     write_body(body, operators, names, mesh, express, _layers(layer), kept=recipe)
     writer.add(1, f"def {layer.name}(self, {', '.join(layer.arguments)}):")
-    writer.add(2, f'"""{_about(layer)}"""')
+    writer.docstring(_about(layer))
     writer.bind(bound_axes(operators))
     for name, values in numbers.lists.items():
         writer.add_list(name, values)
@@ -301,7 +298,7 @@ def _write_call(
     if paths:
         # A round of several layers shows its first and its last.
         ends = dict.fromkeys([paths[0], paths[-1]])
-        writer.add(2, f"# {' and '.join(ends)}")
+        writer.comment(2, " and ".join(ends))
     results = [names[node] for node in run.finals]
     writer.add(2, f"{', '.join(results)} = {call_text(layer.name, layer.recipe, passed)}")
 

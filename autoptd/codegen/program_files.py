@@ -27,7 +27,7 @@ from autoptd.codegen.stage_file import (
     write_any,
     write_stage,
 )
-from autoptd.codegen.writer import Writer
+from autoptd.codegen.writer import Writer, check_source
 from autoptd.ir.mesh import Mesh
 from autoptd.program.specs import Line
 
@@ -71,6 +71,8 @@ def write_program(
         writer = with_header(writer, [HEAD, *about[0].header[1:]], about[0].legend)
         sources[LAYERS] = "\n".join(writer.lines) + "\n"
         lines += lines_of(LAYERS, writer, mesh)
+    for name, source in sources.items():
+        check_source(name, source)
     return ProgramFiles(sources, files, tuple(lines))
 
 

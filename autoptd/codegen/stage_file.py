@@ -26,6 +26,7 @@ from autoptd.codegen.runs import Run
 from autoptd.codegen.writer import WIDTH, Writer
 from autoptd.ir import sub_axes
 from autoptd.ir.mesh import Mesh
+from autoptd.ir.names import in_docstring, shown
 from autoptd.ir.notes import is_whole, note, op_name
 from autoptd.program.calls import star
 from autoptd.program.specs import Line
@@ -211,7 +212,7 @@ def with_header(body: Writer, header: Sequence[str], legend: Sequence[str]) -> W
     # The header says what the body uses, so the body was written first.
     writer, text = Writer(), "\n".join(body.lines)
     has_calls = any(note(node).conversion for node in body.nodes.values())
-    writer.add(0, f'"""{header[0]}')
+    writer.add(0, f'"""{in_docstring(header[0])}')
     writer.gap()
     lines = list(header[1:])
     if sub_axes.PATTERN.search(text):
@@ -219,7 +220,7 @@ def with_header(body: Writer, header: Sequence[str], legend: Sequence[str]) -> W
     if has_calls:
         lines += legend
     for line in lines:
-        writer.lines += textwrap.wrap(line, WIDTH, subsequent_indent="    ")
+        writer.lines += map(in_docstring, textwrap.wrap(shown(line), WIDTH, subsequent_indent="    "))
     writer.add(0, '"""')
     imports = [line for word, line in IMPORTS.items() if re.search(word, text)]
     writer.lines += ["", *imports]

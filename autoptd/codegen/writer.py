@@ -1,13 +1,13 @@
 """Collect lines of emitted source: indentation, line breaks, comments, and which operator is on which line.
 
-In: statements and comments. Out: `Writer.lines`, each of at most `WIDTH` columns.
+In: statements and comments. Out: `Writer.lines`, each of at most `WIDTH` columns. Names of the user's get into statements
+by `weight_text`, `quoted` and `free_name` alone; what comments and docstrings say cannot end them.
 
     writer.add(2, "x = F.gelu(x)", "[2, 64, 96]", above="column: 256 = 2 x 128", node=node)
 """
 
 from __future__ import annotations
 
-import json
 import keyword
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
-from autoptd.ir.names import METHODS
+from autoptd.errors import InternalError
+from autoptd.ir.names import METHODS, in_docstring, quoted, shown
 
 # Columns of an emitted line.
 WIDTH = 110
@@ -36,7 +37,7 @@ class Writer:
 
         `comment` goes after it, or above where it does not fit; `above` always goes above.
         """
-        pad = " " * (4 * indent)
+        pad, comment = " " * (4 * indent), shown(comment)
         if comment and len(f"{pad}{text}  # {comment}") > WIDTH:
             above = f"{above}  {comment}" if above else comment
             comment = ""
@@ -55,7 +56,7 @@ class Writer:
         head = " " * (4 * indent) + "# "
         further = head + "  "
         self.lines += textwrap.wrap(
-            text,
+            shown(text),
             WIDTH,
             initial_indent=head,
             subsequent_indent=further,
@@ -63,13 +64,17 @@ class Writer:
             break_on_hyphens=False,
         )
 
+    def docstring(self, text: str) -> None:
+        """Add the docstring of a method."""
+        self.lines.append(f'        """{in_docstring(text)}"""')
+
     def add_list(self, name: str, values: Sequence[str]) -> None:
         """Add a variable of a method that is a list of values, wrapped."""
-        self.add(2, f"{name} = (")
-        text = ", ".join(values) + ","
-        for line in textwrap.wrap(text, WIDTH - 12, break_long_words=False, break_on_hyphens=False):
-            self.add(3, line)
-        self.add(2, ")")
+        self.lines += [
+            f"        {name} = (",
+            *(f"            {line}" for line in filled(values, WIDTH - 12)),
+            "        )",
+        ]
 
     def bind(self, values: Mapping[str, str]) -> None:
         """Add the first statement of a method: variables and what they stand for."""
@@ -94,15 +99,32 @@ def broken(text: str, width: int) -> list[str]:
         return [text]
     start, end = max(pairs, key=lambda pair: pair[1] - pair[0])
     inside = text[start + 1 : end]
-    if len(inside) + 4 <= width:
+    parts = _split(inside)
+    # A comma behind the only item of `x[item]` would make it a tuple.
+    if len(inside) + 4 <= width or len(parts) == 1:
         return [text[: start + 1], f"    {inside}", text[end:]]
-    # 6: four columns of indentation, a blank and a comma.
+    return [text[: start + 1], *(f"    {line}" for line in filled(parts, width - 4)), text[end:]]
+
+
+def filled(parts: Sequence[str], width: int) -> list[str]:
+    """Return parts with a comma behind each, as many on a line as `width` columns hold."""
     lines = [""]
-    for part in _split(inside):
-        if lines[-1] and len(lines[-1]) + len(part) + 6 > width:
+    for part in parts:
+        # 2: a blank and a comma.
+        if lines[-1] and len(lines[-1]) + len(part) + 2 > width:
             lines.append("")
         lines[-1] += f" {part}," if lines[-1] else f"{part},"
-    return [text[: start + 1], *(f"    {line}" for line in lines), text[end:]]
+    return lines
+
+
+def check_source(file: str, source: str) -> None:
+    """Raise InternalError where an emitted file is no Python."""
+    try:
+        compile(source, file, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        number = getattr(error, "lineno", None) or 1
+        line = source.split("\n")[number - 1].strip()
+        raise InternalError(f"{file}:{number}", f"is no Python ({error}): {shown(line)}") from error
 
 
 def _depths(text: str) -> Iterator[tuple[int, str, int]]:
@@ -153,7 +175,7 @@ def weight_text(root: str, name: str) -> str:
         elif part.isdecimal() and str(int(part)) == part:
             text += f"[{part}]"
         else:
-            text += f"[{json.dumps(part)}]"
+            text += f"[{quoted(part)}]"
     return text
 
 

@@ -1,12 +1,20 @@
-"""The names that emitted files use for their own purposes: no input, argument or variable may take one; names of layers.
+"""The names that emitted files use for their own purposes, and how names of the user's are written in them.
 
-An argument of the user's may hide any other builtin (`input`); a variable of ours hides none.
+No input, argument or variable may take one of ours. An argument of the user's may hide any other builtin (`input`); a
+variable of ours hides none. Names of modules and parameters may hold any character but a dot, so there are three ways to
+write one: as a variable (`free_name`), as a string (`quoted`), and in a comment (`shown`).
+
+    free_name("class")          # "class_"
+    quoted('a "b"')             # the text "a \\"b\\"", with its quotes
+    shown("a\\nb")              # one line: a, a backslash, n, b
 """
 
 from __future__ import annotations
 
 import builtins
 import keyword
+import re
+import unicodedata
 
 from autoptd.ir.mesh import MESH_AXES
 
@@ -14,11 +22,61 @@ USED = frozenset({"self", "w", "b", "i", "F", "torch", "rt", "float", "range", *
 RESERVED = frozenset({*USED, *dir(builtins)})
 # Methods of a namespace of weights: a module of this name is read as an item.
 METHODS = frozenset({"at"})
+# What a stage has of its own (`runtime/stage.py`): a method that is called like a module of the user's is none of these.
+OF_STAGE = frozenset(
+    "activations again batch_sum buffers count counts deferred device draw drawing dropped forward fused groups is_compiled "
+    "kept layers main_grads rounds run sums totals weights".split()
+)
+
+
+def identifier(text: str, prefix: str = "p_") -> str:
+    """Return a text as a name of Python's: `p_0_weight` for "0.weight".
+
+    Python compares names in their normal form (NFKC), and would take "ﬁ" and "fi" for one variable.
+    """
+    name = re.sub(r"\W", "_", unicodedata.normalize("NFKC", text))
+    if not name.isidentifier():
+        name = f"{prefix}{name}"
+    return name if name.isidentifier() else re.sub(r"\W", "_", name, flags=re.ASCII)
 
 
 def free_name(wanted: str) -> str:
-    """Return `wanted`, or `wanted_` where a variable must not be called that."""
-    return wanted if wanted.isidentifier() and wanted not in RESERVED else f"{wanted}_"
+    """Return `wanted` as a variable of ours: as a name of Python's, with a `_` behind one that must not be used."""
+    name = identifier(wanted)
+    return f"{name}_" if name in RESERVED else name
+
+
+def free_method(wanted: str) -> str:
+    """Return `wanted` as the name of a method of a stage; those of its recipe, and of batch sums, are made by others."""
+    name = free_name(identifier(wanted, "layer_"))
+    is_taken = name in OF_STAGE or name.startswith(("_", "batch_sums_")) or name.endswith("_again")
+    return f"layer_{name}_" if is_taken else name
+
+
+def quoted(text: str) -> str:
+    """Return a text as a string of Python's, in ASCII, whatever is in it."""
+    return '"' + "".join(_escaped(letter) if letter in '"\\' else _printed(letter) for letter in text) + '"'
+
+
+def shown(text: str) -> str:
+    """Return a text as a comment has it: on one line, of characters that can be seen."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else _escaped(letter) for letter in text)
+
+
+def in_docstring(text: str) -> str:
+    """Return a text as a docstring has it, which it does not end."""
+    return re.sub(r'"(?="|$)', r"\"", shown(text).replace("\\", "\\\\"))
+
+
+def _printed(letter: str) -> str:
+    return letter if " " <= letter <= "~" else _escaped(letter)
+
+
+def _escaped(letter: str) -> str:
+    """Return a character by its number or its short form, `\\n`; a quote or backslash behind a backslash."""
+    return f"\\{letter}" if letter in '"\\' else ascii(letter)[1:-1]
 
 
 def layer_of(path: str) -> str:

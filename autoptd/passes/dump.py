@@ -31,7 +31,9 @@ def write_forms(graphs: Mapping[str, Graph], folder: str | Path) -> None:
             if counts[operator] != before[operator]:
                 change.append(f"{counts[operator] - before[operator]:+d} {operator}")
         text = "\n".join([describe(graph), "change in operators:", *change, ""])
-        (target / f"{number:02d}_{form.lower()}.txt").write_text(text)
+        (target / f"{number:02d}_{form.lower()}.txt").write_text(
+            text, encoding="utf-8", errors="backslashreplace"
+        )
         before = counts
 
 

@@ -201,12 +201,15 @@ def _named(nodes: list[Node], globs: Sequence[str]) -> list[Node]:
 
 def is_of(node: Node, glob: str) -> bool:
     """Tell whether a glob names the module of a node, or one around that; behind a colon, the operator: `*.mlp:gelu`."""
-    modules, colon, operators = glob.partition(":")
-    if colon and not fnmatchcase(label_of(node), operators):
-        return False
     parts = note(node).module.split(".")
     paths = [".".join(parts[:k]) for k in range(1, len(parts) + 1)]
-    return any(fnmatchcase(path, modules) for path in paths)
+    # Names may hold what means something in a glob, and colons.
+    if any(glob == path or fnmatchcase(path, glob) for path in paths):
+        return True
+    modules, colon, operators = glob.rpartition(":")
+    if not colon or not fnmatchcase(label_of(node), operators):
+        return False
+    return any(modules == path or fnmatchcase(path, modules) for path in paths)
 
 
 def label_of(node: Node) -> str:

@@ -254,7 +254,7 @@ class Program:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in self.sources.items():
-            (folder / name).write_text(text)
+            (folder / name).write_text(text, encoding="utf-8")
         (folder / "program.json").write_text(_json(self._record()))
         (folder / "plan.json").write_text(_json(self.plan))
         (folder / "schedule.txt").write_text(self.schedule)
@@ -267,7 +267,7 @@ class Program:
         record = json.loads((folder / "program.json").read_text())
         if record.pop("version") != VERSION:
             raise ValueError(f"{folder}/program.json was written by another version of AutoPTD")
-        sources = {name: (folder / name).read_text() for name in record.pop("files")}
+        sources = {name: (folder / name).read_text(encoding="utf-8") for name in record.pop("files")}
         return Program(
             mesh=Mesh(**record.pop("mesh")),
             constants=tuple((leaf, value) for leaf, value in record.pop("constants")),

@@ -65,7 +65,9 @@ def write_report(
     """Write the page; `name` is the model's, `record` that of one training step, `plain_seconds` the time of a
     step that was not recorded.
     """
-    Path(path).write_text(report_html(program, name, record, plain_seconds))
+    Path(path).write_text(
+        report_html(program, name, record, plain_seconds), encoding="utf-8", errors="backslashreplace"
+    )
 
 
 def report_html(

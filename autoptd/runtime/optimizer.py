@@ -319,10 +319,11 @@ def _names(item: Any, specs: Sequence[ParamSpec], name_of: Mapping[int, str]) ->
                 "optimizer groups", fact, "take tensors from pm.named_parameters(), or give names"
             )
         return [name_of[id(item)]]
-    found = []
-    for spec in specs:
-        if any(fnmatchcase(name, item) for name in (spec.name, *spec.aliases)):
-            found.append(spec.name)
+    # A name may hold what means something in a glob, `[` for one.
+    found = [spec.name for spec in specs if item in (spec.name, *spec.aliases)]
+    if not found:
+        named = [(spec.name, alias) for spec in specs for alias in (spec.name, *spec.aliases)]
+        found = list(dict.fromkeys(name for name, alias in named if fnmatchcase(alias, item)))
     if not found:
         raise PlanError(
             "optimizer groups",

@@ -12,7 +12,6 @@ torch.export does the tracing; what it would lose silently is refused here or re
 from __future__ import annotations
 
 import inspect
-import re
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -30,7 +29,7 @@ from autoptd.errors import AutoptdError, TraceError
 from autoptd.ir.default_device import on_cpu
 from autoptd.ir.elsewhere import EXPERTS
 from autoptd.ir.expert_mm import GroupedProducts, grouped_mm
-from autoptd.ir.names import USED
+from autoptd.ir.names import USED, identifier
 from autoptd.ir.notes import copy_graph, note, op_name, ops, placeholders, site
 from autoptd.trace.autocast import OFF, Autocast, Casting, cast_once
 from autoptd.trace.dependence import mark_dependence
@@ -231,9 +230,10 @@ def distinct_names(names: list[str]) -> list[str]:
     """
     made: list[str] = []
     for name in names:
-        free = re.sub(r"\W", "_", name)
-        while free in made or free in USED or not free.isidentifier():
-            free = f"{free}_" if free.isidentifier() else f"input_{free}"
+        # Within a class, a name that begins with two underscores is another one.
+        free = identifier(name.lstrip("_") if name.startswith("__") else name, "input_")
+        while free in made or free in USED:
+            free = f"{free}_"
         made.append(free)
     return made
 

@@ -9,6 +9,7 @@ In: an exported program, and names. Out: a graph that is not normalised yet.
 from __future__ import annotations
 
 import operator
+import re
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ from autoptd.trace.retrace import NO_GRAD, REGION_RESULT
 from autoptd.trace.storage import is_same_memory
 from autoptd.trace.watched import Watched
 
+# A frame of a stack: its file, its line's number, and that line. A file's name may hold quotes and line breaks.
+FRAME = re.compile(
+    r'^ *File "(.*?)", line (\d+), in [^\n]*(?:\n(?! *File ")([^\n]*))?', re.MULTILINE | re.DOTALL
+)
 VALUE_REMEDY = (
     "compute with the tensor itself (x * scale, torch.where, gather), or keep the number as an attribute"
 )
@@ -177,17 +182,11 @@ def module_path(node: Node) -> str:
 
 def source_line(node: Node) -> tuple[str, str]:
     """Return (`file.py:41`, code) of the user's innermost line that made the node."""
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-    frames = [i for i, line in enumerate(lines) if line.startswith("File ") and not _is_library(line)]
-    if not frames:
-        return "", ""
-    _, file, rest = lines[frames[-1]].split('"')
-    code = lines[frames[-1] + 1] if frames[-1] + 1 < len(lines) else ""
-    return f"{file.rsplit('/', 1)[-1]}:{rest.split('line ')[1].split(',')[0]}", code
-
-
-def _is_library(frame: str) -> bool:
-    return "/torch/" in frame or "/autoptd/trace/" in frame
+    frames = FRAME.findall(node.meta.get("stack_trace") or "")
+    for file, number, code in reversed(frames):
+        if "/torch/" not in file and "/autoptd/trace/" not in file:
+            return f"{file.rsplit('/', 1)[-1]}:{number}", code.strip()
+    return "", ""
 
 
 __all__ = ["VALUE_REMEDY", "check_kept", "module_path", "read_graph", "source_line"]

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from autoptd.ir.mesh import Coordinate
+from autoptd.ir.names import shown
 from autoptd.ir.sub_axes import base
 from autoptd.program.calls import LOCAL_KINDS, Call, expected_calls, joint_axis, star, wire_bytes
 from autoptd.program.program import Program
@@ -240,4 +241,4 @@ def _header(*names: str) -> list[str]:
 
 
 def _row(*cells: str) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return "| " + " | ".join(shown(cell).replace("|", "\\|") for cell in cells) + " |"

@@ -32,7 +32,7 @@ def draw(program: Program, folder: Path, runs: Sequence[Run]) -> None:
     title = f"{program.schedule_name}, p={program.mesh.p} v={program.v} m={program.num_microbatches}"
     (folder / "schedule.svg").write_text(schedule_svg(runs, program.orders, title=title))
     (folder / "trace.json").write_text(trace_json(runs, program.orders))
-    (folder / "collectives.md").write_text(collectives_markdown(program))
+    (folder / "collectives.md").write_text(collectives_markdown(program), encoding="utf-8")
 
 
 def _write(picture: Picture, path: Path) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import atan2, ceil, cos, hypot, pi, sin
-from xml.sax.saxutils import escape, quoteattr
+from xml.sax.saxutils import quoteattr
 
 from autoptd.viz.dark import dark_rules
 from autoptd.viz.layout import Curve, Layout, Place, Point
 from autoptd.viz.scene import INK, LEADING, PADDING, QUIET, SIZE, Frame, Item, Line, Link, Scene, text_width
 from autoptd.viz.taken import Taken, along
+from autoptd.viz.words import visible, xml_text
 
 MARGIN, GAP = 16.0, 12.0
 TITLE, SUBTITLE = 17.0, 12.0
@@ -89,10 +90,10 @@ def _heading_place(frame: Frame, at: Place) -> Place:
 def _head(scene: Scene, width: float) -> tuple[list[str], float]:
     """Return title, notes and legend above the picture, and how high they are."""
     y = MARGIN + TITLE
-    out = [f'<text class="title" x="{MARGIN:g}" y="{y:g}">{escape(scene.title)}</text>']
+    out = [f'<text class="title" x="{MARGIN:g}" y="{y:g}">{xml_text(scene.title)}</text>']
     for text in (*scene.subtitle, *scene.notes):
         y += SUBTITLE * 1.45
-        out.append(f'<text class="subtitle" x="{MARGIN:g}" y="{_n(y)}">{escape(text)}</text>')
+        out.append(f'<text class="subtitle" x="{MARGIN:g}" y="{_n(y)}">{xml_text(text)}</text>')
     x, y, row = MARGIN, y + GAP, 0.0
     for item in scene.legend:
         if x > MARGIN and x + item.width > MARGIN + width:
@@ -104,7 +105,7 @@ def _head(scene: Scene, width: float) -> tuple[list[str], float]:
 
 def _frame(frame: Frame, at: Place) -> Iterator[str]:
     left, top = at.left, at.top
-    yield f'<g class="frame" id={quoteattr(frame.id)}>{_hint(frame.tooltip)}'
+    yield f'<g class="frame" id={quoteattr(visible(frame.id))}>{_hint(frame.tooltip)}'
     yield (
         f'<rect x="{_n(left)}" y="{_n(top)}" width="{_n(at.width)}" height="{_n(at.height)}" rx="8"'
         f' fill="{frame.fill}" stroke="{frame.border}"/>'
@@ -114,7 +115,7 @@ def _frame(frame: Frame, at: Place) -> Iterator[str]:
 
 def _item(item: Item, at: Place) -> Iterator[str]:
     left, top = at.left, at.top
-    yield f'<g class="item" id={quoteattr(item.id)}>{_hint(item.tooltip)}'
+    yield f'<g class="item" id={quoteattr(visible(item.id))}>{_hint(item.tooltip)}'
     yield from _body(item, left, top, at)
     high = sum(line.height for line in item.lines)
     indent = PADDING + (5 if item.shape == "pill" else 0)
@@ -152,7 +153,7 @@ def _lines(lines: Sequence[Line], left: float, top: float, width: float) -> Iter
         spans = []
         for text, style in line.pieces:
             classes = f"on-bar {style}".strip() if line.bar else style
-            spans.append(f'<tspan class="{classes}">{escape(text)}</tspan>' if classes else escape(text))
+            spans.append(f'<tspan class="{classes}">{xml_text(text)}</tspan>' if classes else xml_text(text))
         yield f'<text xml:space="preserve" x="{_n(x)}" y="{_n(base)}">{"".join(spans)}</text>'
         top += line.height
 
@@ -193,7 +194,7 @@ def _on_link(link: Link, curve: Curve, taken: Taken) -> Iterator[str]:
         circle = (
             f'<circle cx="{_n(at.x)}" cy="{_n(at.y)}" r="{LETTER:g}" fill="#ffffff" stroke="{link.color}"/>'
         )
-        span = f'<tspan fill="{link.color}">{escape(link.letter)}</tspan>'
+        span = f'<tspan fill="{link.color}">{xml_text(link.letter)}</tspan>'
         text = f'<text class="letter" x="{_n(at.x)}" y="{_n(at.y + 3.6)}">{span}</text>'
         yield f'<g class="on-link">{_hint(link.tooltip)}{circle}{text}</g>'
     if link.lines and curve.label:
@@ -222,7 +223,7 @@ def _letter_place(points: Sequence[Point], taken: Taken) -> Place | None:
 
 
 def _hint(text: str) -> str:
-    return f"<title>{escape(text)}</title>" if text else ""
+    return f"<title>{xml_text(text)}</title>" if text else ""
 
 
 def _xy(point: Point) -> str:

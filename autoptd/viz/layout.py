@@ -17,6 +17,7 @@ from itertools import chain, pairwise
 from typing import Any
 
 from autoptd.viz.scene import SIZE, Frame, Item, Link, Scene
+from autoptd.viz.words import visible
 
 # The widest of the common fonts, so that text fits in its box with any of them.
 FONT = "Verdana"
@@ -252,7 +253,7 @@ def _attributes(**fields: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+    return '"' + visible(text).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
 
 
 __all__ = ["Curve", "Layout", "Place", "Point", "lay_out", "scene_dot"]

@@ -85,7 +85,7 @@ class Picture:
                 self.why_not,
                 "save it as .dot; pip install 'autoptd[pictures]' if a package is missing",
             )
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
 
     # The name by which notebooks ask an object for its picture.
     def _repr_svg_(self) -> str | None:

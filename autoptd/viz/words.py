@@ -7,6 +7,10 @@ letter("i_to_r")              # "f": Megatron's name of I -> R
 
 from __future__ import annotations
 
+from xml.sax.saxutils import escape
+
+from autoptd.ir.names import shown
+
 # Shoeybi et al. 2019, section 3.
 LETTERS = {"i_to_r": "f", "p_to_i": "g"}
 
@@ -41,6 +45,16 @@ def plural(count: int, word: str) -> str:
     return f"{count} {word}" if count == 1 else f"{count} {word}{ending}"
 
 
+def visible(text: str) -> str:
+    """Return lines of text in which all characters can be seen: pictures have no others."""
+    return "\n".join(map(shown, text.split("\n")))
+
+
+def xml_text(text: str) -> str:
+    """Return a text as XML has it."""
+    return escape(visible(text))
+
+
 def _three(value: float) -> str:
     """Format with three significant digits at most, without trailing zeros."""
     decimals = 0
@@ -52,4 +66,4 @@ def _three(value: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-__all__ = ["LETTERS", "bytes_text", "count_text", "letter", "plural"]
+__all__ = ["LETTERS", "bytes_text", "count_text", "letter", "plural", "visible", "xml_text"]

@@ -60,6 +60,39 @@ LAYER_NUMBERS = [
     "x * (i + 1) * 0.5 - x / (i + 1)",
 ]
 
+# What a key of a ModuleDict or a parameter may be called: all but a dot, and what modules have themselves.
+HARD_NAMES = [
+    *(
+        'a "b"',
+        "it's",
+        'q"""',
+        "back\\slash\\",
+        "new\nline",
+        "tab\t",
+        "carriage\r",
+        "a  b",
+        " blank",
+        "# c",
+        "{x}",
+        "%s",
+    ),
+    *(
+        "x[0](",
+        "[ab]",
+        "a*b?",
+        "a:b",
+        "a/b",
+        "<b>&",
+        "class",
+        "at",
+        "run",
+        "0",
+        "007",
+        "日本 😀 ﬁ",
+        "(" * 70 + "long" * 20,
+    ),
+]
+
 CHOICES: dict[str, list[Any]] = {
     "mesh": MESHES,  # t, p, d, v
     "schedule": ["1f1b", "gpipe", "interleaved", "looped_bfs", "zb_h1", "zb_2p", "zbv"],
@@ -149,7 +182,16 @@ CHOICES: dict[str, list[Any]] = {
     "machine": ["sizes decide", "default", "shared heads", "slow products"],  # by which plans are weighed
     "layer number": ["none", *LAYER_NUMBERS],  # on both sides of every operator
     "value head": [False, True],  # a linear layer whose weight has one dim
-    "parameter name": ["none", "w", "F", "tp", "rt", "torch", "b"],  # that emitted code may have itself
+    "parameter name": [
+        "none",
+        "w",
+        "F",
+        "tp",
+        "rt",
+        "torch",
+        "b",
+        *HARD_NAMES[:12],
+    ],  # that emitted code may have itself
     "buffer": ["none", "kept", "loaded", "mask loaded"],  # a state dict brings other values of it
     "call": ["names", "positions", "None between", "number between"],
     "steps": [2, 4],
@@ -159,6 +201,7 @@ CHOICES: dict[str, list[Any]] = {
     "context": [1, 2, 4],  # ranks with a part of the tokens each
     "attention by": ["auto", "all_gather"],  # such ranks
     "token order": ["auto", "zigzag", "contiguous"],
+    "name of layers": ["layers", *HARD_NAMES[2:]],
 }
 
 

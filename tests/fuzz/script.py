@@ -5,6 +5,8 @@ text = script(case)          # what the search runs is what the reproducer shows
 
 from __future__ import annotations
 
+import re
+
 from tests.fuzz.features import Case
 from tests.fuzz.parts import (
     attention_class,
@@ -101,8 +103,8 @@ def _model_class(case: Case) -> list[str]:
     body += [f"x = {drop(case, 'of embedding', init, 'x')}"] if case.drops("of embedding") else []
     if case["parameter name"] != "none":
         name = case["parameter name"]
-        init += [f"self.{name} = nn.Parameter(torch.ones(1, 1, {width}))"]
-        body += [f"x = x * self.{name}.expand_as(x)"]
+        init += [f"self.register_parameter({name!r}, nn.Parameter(torch.ones(1, 1, {width})))"]
+        body += [f"x = x * getattr(self, {name!r}).expand_as(x)"]
     if case.buffer in ("kept", "loaded"):
         init += [f"self.register_buffer('kept', torch.ones({width}))"]
         body += ["x = x * self.kept"]
@@ -131,7 +133,18 @@ def _model_class(case: Case) -> list[str]:
     if case["class weights"] and case["result"] != "loss_fn":
         init += [f"self.register_buffer('weights', torch.rand({vocab}) + 0.2)"]
     tail = tail or ["return logits"]
-    return module("Model", init + head_init, ", ".join(arguments), body + head + tail)
+    model = module("Model", init + head_init, ", ".join(arguments), body + head + tail)
+    return [_under_name(case, line) for line in model]
+
+
+def _under_name(case: Case, line: str) -> str:
+    """Return a line in which the layers are called as the case has it."""
+    name = case["name of layers"]
+    if name == "layers":
+        return line
+    if line.strip() == "super().__init__()":
+        return f"{line}; self.named = nn.ModuleDict()"
+    return re.sub(r"\b(self|model)\.layers\b", lambda found: f"{found[1]}.named[{name!r}]", line)
 
 
 def _layers(case: Case) -> list[str]:
@@ -256,7 +269,7 @@ def _setup(case: Case) -> list[str]:
     if case["frozen"] == "embedding" and case["head"] == "own":
         lines += ["model.embed.requires_grad_(False)"]
     elif case["frozen"] == "first layer" and case.stack != "shared":
-        lines += ["model.layers[0].requires_grad_(False)"]
+        lines += [_under_name(case, "model.layers[0].requires_grad_(False)")]
     lines += [
         f"ids = torch.randint({vocab}, ({rows}, {length}))",
         f"labels = torch.randint({vocab}, ({rows}, {length}))",

@@ -22,7 +22,7 @@ VOCAB, WIDTH = 64, 32
 PROJECTIONS = ["q_proj", "v_proj", "up_proj", "down_proj"]
 
 
-def llama() -> nn.Module:
+def llama(**options: Any) -> nn.Module:
     sizes = {
         "hidden_size": WIDTH,
         "intermediate_size": 64,
@@ -30,7 +30,7 @@ def llama() -> nn.Module:
         "num_key_value_heads": 2,
     }
     return LlamaForCausalLM(
-        LlamaConfig(vocab_size=VOCAB, num_hidden_layers=2, max_position_embeddings=32, **sizes)
+        LlamaConfig(vocab_size=VOCAB, num_hidden_layers=2, max_position_embeddings=32, **sizes, **options)
     )
 
 
@@ -55,6 +55,18 @@ def prompt() -> peft.PeftConfig:
     return peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
 
 
+def tied_llama() -> nn.Module:
+    return llama(tie_word_embeddings=True)
+
+
+def vera() -> peft.PeftConfig:
+    return peft.VeraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])
+
+
+def randlora() -> peft.PeftConfig:
+    return peft.RandLoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])
+
+
 KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], peft.PeftConfig]]] = {
     "LoRA": (llama, lora),
     "LoRA with dropout": (llama, lambda: lora(lora_dropout=0.1)),
@@ -63,6 +75,12 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], peft.PeftConfig]]] 
     "DoRA": (llama, lambda: lora(use_dora=True)),
     "IA3": (llama, ia3),
     "prompt tuning": (llama, prompt),
+}
+# Their layers are not equal, or lie under paths that a slice has named: each is written out, below its whole path.
+WRITTEN_OUT: dict[str, tuple[Callable[[], nn.Module], Callable[[], peft.PeftConfig]]] = {
+    "LoRA and tokens of a tied head": (tied_llama, lambda: lora(trainable_token_indices=[1, 5, 9])),
+    "VeRA": (llama, vera),
+    "RandLora": (llama, randlora),
 }
 MESHES: tuple[dict[str, Any], ...] = (
     {"t": 2, "p": 2, "d": 2, "num_microbatches": 2},
@@ -74,7 +92,7 @@ MESHES: tuple[dict[str, Any], ...] = (
 
 def adapted(kind: str) -> nn.Module:
     """A model of PEFT, whose adapters are no zeros."""
-    base, config = KINDS[kind]
+    base, config = (KINDS | WRITTEN_OUT)[kind]
     torch.manual_seed(0)
     model = peft.get_peft_model(base(), config())
     for parameter in model.parameters():
@@ -95,6 +113,14 @@ CELLS = [(kind, mesh) for mesh in range(len(MESHES)) for kind in KINDS]
 @pytest.mark.parametrize(("kind", "mesh"), CELLS, ids=[f"{kind}, {MESHES[mesh]}" for kind, mesh in CELLS])
 def test_adapters_train_as_on_one_device(kind: str, mesh: int) -> None:
     autoptd.verify(adapted(kind), example_inputs=batch(), machine=MACHINE, steps=2, **MESHES[mesh])
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.thorough] if at else []) for at, kind in enumerate(WRITTEN_OUT)],
+)
+def test_adapters_whose_layers_are_written_out(kind: str) -> None:
+    autoptd.verify(adapted(kind), example_inputs=batch(), machine=MACHINE, steps=2, t=2)
 
 
 SAVED = ["prompt tuning", *(kind for kind in KINDS if kind != "prompt tuning")]

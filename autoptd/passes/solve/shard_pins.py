@@ -95,7 +95,9 @@ def find_pins(graph: Graph, shard: Sequence[Pin]) -> Pins:
     for pin in shard:
         # A star is a number, not any text: "h.*.weight" must not take in "h.0.mlp.weight".
         pattern = re.compile(re.escape(pin.pattern).replace(r"\*", r"\d+"))
-        matching = [node for name, node in parameters.items() if pattern.fullmatch(name)]
+        matching = [
+            node for name, node in parameters.items() if name == pin.pattern or pattern.fullmatch(name)
+        ]
         if not matching:
             known = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in parameters)
             raise PlanError(SITE, f"no parameter is called {pin.pattern}", nearest(pin.pattern, known))
