@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from autoptd.compat import FakeTensor
 from autoptd.errors import PlanError, TraceError
 from autoptd.ir.elsewhere import NORMS
 from autoptd.ir.notes import is_tensor, note, op_name, ops, set_note, shape, site, value
@@ -32,6 +34,18 @@ aten = torch.ops.aten
 MAY_ALIAS = {"aten.reshape", "aten.contiguous", "aten.to", "aten.flatten", "aten.expand_as"}
 # Operators that overwrite their target, whatever was there.
 ASSIGNS = {"aten.copy_", "aten.fill_"}
+# Functional forms whose overload has another name than the operator that writes in place, or other arguments under its name.
+FORMS = {
+    aten.float_power_.Scalar: aten.float_power.Tensor_Scalar,
+    aten.float_power_.Tensor: aten.float_power.Tensor_Tensor,
+    aten.floor_divide_.Tensor: aten.floor_divide.default,
+    aten.ldexp_.default: aten.ldexp.Tensor,
+    # The name itself is that of operators that read means or deviations from tensors.
+    aten.normal_.default: aten.normal_functional.default,
+    aten.pow_.Scalar: aten.pow.Tensor_Scalar,
+    aten.pow_.Tensor: aten.pow.Tensor_Tensor,
+    aten.transpose_.default: aten.transpose.int,
+}
 
 
 def functionalize(graph: Graph) -> None:
@@ -161,6 +175,8 @@ def _aliases(node: Node, but: set[Node]) -> Iterator[Node]:
 def _is_view(node: Node) -> bool:
     if node.target is operator.getitem:
         return _is_view(node.args[0])  # type: ignore[arg-type]
+    if op_name(node) == "aten.to" and value(node).dtype != value(node.args[0]).dtype:  # type: ignore[arg-type]
+        return False
     if op_name(node) in MAY_ALIAS:
         return True
     if op_name(node) == dropouts.NAME:
@@ -227,17 +243,38 @@ def _pure(calls: _Calls, node: Node) -> Node:
     """The functional form of an in-place operator."""
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
-    name = target._schema.name.removeprefix("aten::").removesuffix("_")
-    # The name itself is that of operators that read means or deviations from tensors.
-    packet = getattr(aten, "normal_functional" if name == "normal" else name, None)
-    pure = getattr(packet, target._overloadname, None) if packet is not None else None
+    if target is aten.fill_diagonal_.default:
+        return _with_diagonal(calls, node)
+    args, pure = list(node.args), FORMS.get(target)
+    if target is aten.polygamma_.default:
+        pure, args = aten.polygamma.default, args[::-1]
+    if pure is None:
+        packet = getattr(aten, target._schema.name.removeprefix("aten::").removesuffix("_"), None)
+        pure = getattr(packet, target._overloadname, None) if packet is not None else None
     if pure is None:
         raise TraceError(site(node), "this in-place operator has no functional form", "write it out of place")
-    made = calls.make(pure, *node.args, **node.kwargs)
+    made = calls.make(pure, *args, **node.kwargs)
     if is_tensor(node) and value(made).dtype != value(node).dtype:
         fact = "an in-place operator keeps its target's dtype here"
         raise TraceError(site(node), fact, "cast explicitly with .to(dtype)")
     return made
+
+
+def _with_diagonal(calls: _Calls, node: Node) -> Node:
+    """What `fill_diagonal_` leaves behind: the number where all indices are equal."""
+    target, number = node.args[0], argument(node, "fill_value")
+    assert isinstance(target, Node)
+    sizes, indices = shape(target), []
+    for dim, size in enumerate(sizes):
+        index = calls.make(aten.arange.default, size, device=value(target).device)
+        # On from the row below the last column, in matrices with more rows than columns.
+        if dim == 0 and argument(node, "wrap") and len(sizes) == 2:
+            index = calls.make(aten.remainder.Scalar, index, sizes[1] + 1)
+        indices.append(calls.make(aten.view.default, index, [size] + [1] * (len(sizes) - 1 - dim)))
+    mask = calls.make(aten.eq.Tensor, indices[0], indices[1])
+    for index in indices[2:]:
+        mask = calls.make(aten.logical_and.default, mask, calls.make(aten.eq.Tensor, indices[0], index))
+    return calls.make(aten.masked_fill.Scalar, target, mask, number)
 
 
 class _Calls:
@@ -250,7 +287,9 @@ class _Calls:
         with self.graph.inserting_after(self.last):
             self.last = made = self.graph.call_function(target, args, kwargs)
         fakes = map_arg((args, kwargs), value)
-        with torch.no_grad():
+        # Also what is made of numbers alone has no data.
+        met = value(self.node)
+        with torch.no_grad(), met.fake_mode if isinstance(met, FakeTensor) else nullcontext():
             made.meta["val"] = target(*fakes[0], **fakes[1])
         set_note(made, replace(note(self.node), extra=dict(note(self.node).extra)))
         return made

@@ -170,7 +170,31 @@ def divides_what_topk_gives(self: Net, x: Tensor) -> Tensor:
     return top.square().sum()
 
 
+def raises_to_powers(self: Net, x: Tensor) -> Tensor:
+    """Operators whose functional form has another overload, or its arguments in another order."""
+    h = self.first(x).abs() + 1
+    h.pow_(2).pow_(self.second(x))
+    h = (h * 1).ldexp_(torch.ones(6)) + (h + 1).polygamma_(1)
+    whole = torch.full((4, 6), 7.0).floor_divide_(x.abs() + 1)
+    turned = (h * 1).transpose_(0, 1)
+    wide = h.double().float_power_(2).float_power_(h.double())
+    return (h * whole + turned.t()).mean() + wide.mean()
+
+
+def fills_diagonals(self: Net, x: Tensor) -> Tensor:
+    h, cube = self.first(x), self.second(x)[:3, :3].expand(3, 3, 3).clone()
+    # Wide, tall, tall without a rest of rows, square; of whole numbers; in three dims.
+    total = (h * 1).fill_diagonal_(3.0).square().mean() + h.t().clone().fill_diagonal_(-1).square().mean()
+    total = total + torch.cat([h, h]).fill_diagonal_(0.5, wrap=True).square().mean()
+    total = total + torch.cat([h, h])[:, :3].clone().fill_diagonal_(0.5, True).square().mean()
+    total = total + (h.t() @ h).fill_diagonal_(0).square().mean()
+    total = total + (h * (h > 0).long().fill_diagonal_(1.7)).mean()
+    return total + cube.fill_diagonal_(2.0).square().mean()
+
+
 IN_PLACE = [
+    raises_to_powers,
+    fills_diagonals,
     adds_in_place,
     fills_in_place,
     relu_in_place,

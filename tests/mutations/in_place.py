@@ -1,0 +1,12 @@
+"""Operators that write in place, and their functional forms."""
+
+from tests.mutations import Mutation
+
+FILE, TESTS = "autoptd/trace/functionalize.py", "tests/trace/test_faithful.py"
+
+MUTATIONS = (
+    Mutation(FILE, "sizes[1] + 1)", "sizes[1])", TESTS),
+    Mutation(FILE, 'if dim == 0 and argument(node, "wrap")', "if False", TESTS),
+    Mutation(FILE, "    aten.pow_.Scalar: aten.pow.Tensor_Scalar,\n", "", TESTS),
+    Mutation(FILE, "args[::-1]", "args", TESTS),
+)
