@@ -29,6 +29,7 @@ from autoptd.compat import tree_leaves, tree_map
 from autoptd.compile import compile, compile_evaluation, compile_program, compile_sizes
 from autoptd.deferred import is_deferred, traceable
 from autoptd.errors import PlanError
+from autoptd.ir.buffers import same_entries
 from autoptd.ir.machine import Machine
 from autoptd.ir.shapes import EXACT, Buckets
 from autoptd.match_folder import fitting, format_of, open_weights, with_values
@@ -306,7 +307,7 @@ def with_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterat
         for name, own in module._buffers.items():
             value = values.get(f"{path}.{name}" if path else name)
             # A buffer with these values already stays the very tensor, which the user may have views of.
-            if own is None or value is None or own.is_meta or torch.equal(own, value.to(own.device)):
+            if own is None or value is None or own.is_meta or same_entries(own, value.to(own.device)):
                 continue
             before.append((module, name, own))
             copies.setdefault(id(own), value.to(own, copy=True))

@@ -131,7 +131,7 @@ def _compile(
         cache = ProgramCache(options.program_cache)
         key, graph = cache.key(traces, batch, ctx, handed), traces.captured.graph
         if (kept := cache.load(key, traces.captured.buffers)) is not None:
-            return Written(kept, graph, ctx), traces
+            return Written(replace(kept, follows=like), graph, ctx), traces
         found = fit(write, ctx)
         cache.store(key, found.program)
         return found, traces
@@ -369,7 +369,7 @@ def compile_evaluation(
             raise PlanError(note(node).module or "model", f"{what} drawn in eval mode as well", remedy)
     # Training's graph at this size, to compare with that of eval mode.
     with tracing.in_modes(modes):
-        if is_same_size:
+        if is_same_size and trained.graphs:
             graph, buffers = trained.graphs["TRACED"], trained.buffers
         else:
             with computing() as narrowing:
@@ -378,9 +378,10 @@ def compile_evaluation(
         is_training = tracing.is_training_without_dropout(graph, evaluated.graph, buffers, evaluated.buffers)
         if is_training and is_same_size:
             return trained
+    like = trained if trained.graphs else trained.follows
     # Without gradients no masks are drawn: training's own graph at this size will do.
     with tracing.in_modes(modes) if is_training else tracing.evaluating(model):
-        program = compile_program(model, options, args, kwargs, replicas=replicas, check=False, like=trained)
+        program = compile_program(model, options, args, kwargs, replicas=replicas, check=False, like=like)
     check_follows(trained, program)
     # The ranks hold training's parameters, of which an evaluation may read fewer.
     return replace(program, params=trained.params)

@@ -193,14 +193,11 @@ class _Rehearsal(Executor):
 
     def _set_totals(self) -> None:
         for index, stage in self._stages.items():
+            batch = self._batch()
+            inputs = {name: batch[name] for name in self.program.stages[index].inputs}
+            set_batch_sums(stage, [inputs], lambda own: own)
             if stage.counts:
-                batch = self._batch()
-                counts = stage.count(**{name: batch[name] for name in self.program.stages[index].inputs})
-                stage.totals = (1.0,) * len(counts)
-            if stage.rounds:
-                batch = self._batch()
-                inputs = {name: batch[name] for name in self.program.stages[index].inputs}
-                set_batch_sums(stage, [inputs], lambda own: own)
+                stage.totals = (1.0,) * len(stage.count(**inputs))
 
     def _load(self, index: int) -> Stage:
         stage = super()._load(index)

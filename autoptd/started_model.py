@@ -155,6 +155,16 @@ class StartedModel:
         program = repr(self._program) if self._program is not None else "compiled at the first step"
         return f"<{type(self).__name__} on {self.options.mesh.size} {where}: {program.strip('<>')}>"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise PlanError: what copy, deepcopy, pickle and torch.save ask for."""
+        fact = "its parameters belong to ranks that run, and it is neither copied nor pickled"
+        remedy = (
+            "pm.save(folder) and pm.load(folder) for a checkpoint, torch.save(pm.state_dict(), file) for weights; for a copy "
+            "or an average (AveragedModel), one of the unmodified model, and model.load_state_dict(pm.state_dict()) before "
+            "each update"
+        )
+        raise PlanError("copy of a ParallelModel", fact, remedy)
+
     @property
     def program(self) -> Program:
         """The compiled program."""

@@ -67,6 +67,42 @@ def test_a_second_run_reads_what_the_first_wrote(tmp_path: Path) -> None:
     assert read[0].graphs and not any(one.graphs for one in read[1:])
 
 
+class Doubling(nn.Module):
+    """A model that computes something else in eval mode, on request."""
+
+    def __init__(self, *, doubles: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.drop, self.down, self.doubles = (
+            nn.Linear(4, 8),
+            nn.Dropout(0.1),
+            nn.Linear(8, 4),
+            doubles,
+        )
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        z = self.down(self.drop(torch.tanh(self.up(x))))
+        return ((2 * z if self.doubles and not self.training else z) - y).square().mean()
+
+
+@pytest.mark.parametrize("doubles", [False, True])
+def test_a_program_that_was_read_evaluates(doubles: bool, tmp_path: Path) -> None:
+    """At the sizes that it trains with: what was read has no graphs, by which the two are compared."""
+    model = Doubling(doubles=doubles).double()
+    given = torch.linspace(-1, 1, 32).double().view(8, 4), torch.linspace(1, 0, 32).double().view(8, 4)
+    fewer = tuple(x[:4] for x in given)
+    for is_read in (False, True):
+        about: dict[str, Any] = {"p": 2, "num_microbatches": 2, "shapes": "exact", "program_cache": tmp_path}
+        pm = autoptd.parallelize(model, backend="local", example_inputs=given, **about)
+        try:
+            pm.step(*fewer)
+            assert bool(pm.programs[1].graphs) != is_read
+            if is_read:
+                assert abs(pm.eval_step(*fewer) - model.eval()(*fewer)) < 1e-12
+        finally:
+            pm.close()
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "keywords",

@@ -73,6 +73,14 @@ class SharedBuffers:
         return complete
 
 
+def same_entries(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors have equal entries, also in dtypes that torch does not compare: float8 by its bits."""
+    if one.dtype.itemsize > 1 or not one.is_floating_point():
+        return torch.equal(one, other)
+    is_alike = one.shape == other.shape and one.dtype == other.dtype
+    return is_alike and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
 def digest(x: torch.Tensor) -> str:
     """Return a hash of a tensor's shape, dtype and entries."""
     state = hashlib.sha256(f"{tuple(x.shape)} {x.dtype}".encode())
@@ -83,4 +91,4 @@ def digest(x: torch.Tensor) -> str:
     return state.hexdigest()[:16]
 
 
-__all__ = ["Buffers", "SharedBuffers", "digest"]
+__all__ = ["Buffers", "SharedBuffers", "digest", "same_entries"]

@@ -113,10 +113,21 @@ class Program:
     costs: Costs = field(default_factory=Costs)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
     graphs: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    # Of one that was read from disk, which has no graphs: the program whose parameters and cut it has.
+    follows: Program | None = field(default=None, repr=False, compare=False)
     explainer: Callable[[str], str] | None = field(default=None, repr=False, compare=False)
     painter: Callable[[Program, str, int | None], Picture] | None = field(
         default=None, repr=False, compare=False
     )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise PlanError where copy or pickle ask for a program with its graphs."""
+        if self.graphs or self.explainer is not None:
+            fact = "it has the graphs of its compilation, and is neither copied nor pickled"
+            raise PlanError(
+                "copy of a Program", fact, "program.save(folder), and Program.load(folder) where it is needed"
+            )
+        return super().__reduce_ex__(protocol)
 
     def __repr__(self) -> str:
         """Say on a line what was compiled; `explain`, `graph` and `save` show more."""
@@ -293,7 +304,7 @@ class Program:
         )
 
     def _record(self) -> dict[str, Any]:
-        skipped = ("orders", "sources", "plan", "buffers", "graphs", "explainer", "painter")
+        skipped = ("orders", "sources", "plan", "buffers", "graphs", "follows", "explainer", "painter")
         fields = [item.name for item in dataclasses.fields(self) if item.name not in skipped]
         record = {name: _plain(getattr(self, name)) for name in fields}
         return {"version": VERSION, "files": sorted(self.sources), **record}

@@ -218,12 +218,12 @@ def _transfer(buffer: TransferBuffer, ranks: Sequence[int], mesh: Mesh) -> list[
 def _step_collectives(
     graph: Graph, options: Options, buckets: Sequence[Sequence[BucketPlan]], ranks: Sequence[int]
 ) -> list[Collective]:
-    """Return what is communicated once per step: counts of labels, sums of gradients, the loss."""
+    """Return what is communicated once per step: sums over inputs, counts of labels, sums of gradients, the loss."""
     mesh = options.mesh
     calls = []
     for stage, rank in enumerate(ranks):
-        calls += _label_count(graph, stage, rank, mesh)
         calls += _batch_sums(graph, stage, rank, mesh)
+        calls += _label_count(graph, stage, rank, mesh)
     for rank, plans in enumerate(buckets):
         for plan in plans:
             calls += _bucket_sums(plan, rank, ranks, mesh)

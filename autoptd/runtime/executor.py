@@ -281,6 +281,11 @@ class Executor:
         for index, stage in sorted(self._stages.items()):
             names = self.program.stages[index].inputs
             inputs = chosen_inputs(self._microbatches, names)
+            # Labels and their weights may be made of sums: counts come after them.
+            if stage.rounds:
+                self.world.at = SUMS
+                set_batch_sums(stage, inputs, lambda own: group.all_reduce(own, SUMS))
+                self.world.mark()
             if stage.counts:
                 self.world.at = LABELS
                 sums = group.all_reduce(count_batch(stage, inputs), LABELS)
@@ -291,10 +296,6 @@ class Executor:
                 else:
                     # The loss's dtype is unknown in the first step. Python numbers do not change it; tensors would.
                     stage.totals = tuple(sums.tolist())
-            if stage.rounds:
-                self.world.at = SUMS
-                set_batch_sums(stage, inputs, lambda own: group.all_reduce(own, SUMS))
-                self.world.mark()
 
     def _forward(self, action: Action) -> None:
         stage, number = action.stage, action.microbatch

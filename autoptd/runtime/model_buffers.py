@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 
 from autoptd.errors import PlanError
-from autoptd.ir.buffers import SharedBuffers
+from autoptd.ir.buffers import SharedBuffers, same_entries
 from autoptd.program.program import Program
 from autoptd.runtime.launch import RunningRanks
 from autoptd.runtime.sources import Source
@@ -73,7 +73,7 @@ class ModelBuffers:
                 brought[name] = x.detach().to(own)
         brought = self.shared.complete(brought)
         for name in self.shared.overlaps.keys() & brought.keys() & self.values.keys():
-            if not torch.equal(brought[name], self.values[name]):
+            if not same_entries(brought[name], self.values[name]):
                 other = self.shared.overlaps[name]
                 fact = f"brings another value of {name}, which shares its memory with {other}"
                 raise PlanError("load_state_dict", fact, LOAD_BEFORE)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
+from autoptd.ir.buffers import same_entries
 from autoptd.program.program import Program
 from autoptd.runtime.parameters import from_rank_0
 from autoptd.runtime.world.world import World
@@ -24,7 +25,7 @@ def receive_buffers(
     # Broadcasts, so all ranks need one order; copies, because the program's are the user's own storage.
     for name, buffer in sorted(program.buffers.items()):
         own, other = from_rank_0(world, name, buffer), (known or {}).get(name)
-        is_known = other is not None and other.dtype == own.dtype and torch.equal(other, own)
+        is_known = other is not None and other.dtype == own.dtype and same_entries(other, own)
         buffers[name] = other if other is not None and is_known else own.clone()
     return buffers
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import Tensor, nn
 
 from autoptd.errors import TraceError
+from autoptd.ir.buffers import same_entries
 from autoptd.trace.state import State
 
 
@@ -40,7 +40,7 @@ def check_state_dict(model: nn.Module) -> None:
 def _is_equal(found: Tensor | None, own: Tensor) -> bool:
     if found is own or found is None:
         return found is own
-    return found.shape == own.shape and (own.is_meta or torch.equal(found, own))
+    return found.shape == own.shape and (own.is_meta or same_entries(found, own))
 
 
 def attribute_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

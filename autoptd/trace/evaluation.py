@@ -21,6 +21,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from autoptd.errors import InternalError
+from autoptd.ir.buffers import same_entries
 from autoptd.ir.notes import note, op_name, value
 from autoptd.trace.dropouts import NAME as DROPOUT
 
@@ -112,7 +113,7 @@ def _is_equal(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether two buffers hold the same values; of those on meta nothing can be said but their shapes."""
     if x.shape != y.shape or x.dtype != y.dtype:
         return False
-    return x is y or x.is_meta or y.is_meta or torch.equal(x, y.to(x.device))
+    return x is y or x.is_meta or y.is_meta or same_entries(x, y.to(x.device))
 
 
 __all__ = ["evaluating", "in_modes", "is_training_without_dropout", "modes_of", "seen_as_evaluation"]

@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 
 from autoptd.compat import plain_checkpoints, tree_leaves
 from autoptd.errors import TraceError
+from autoptd.ir.buffers import same_entries
 from autoptd.ir.expert_mm import NAME as EXPERTS
 from autoptd.ir.noise import is_draw
 from autoptd.ir.notes import is_tensor, note, op_name, ops, output, shape, value
@@ -173,11 +174,8 @@ def _restored(model: nn.Module, before: dict[str, torch.Tensor]) -> list[str]:
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (
-        torch.equal(one.nan_to_num(), other.nan_to_num())
-        if one.is_floating_point()
-        else torch.equal(one, other)
-    )
+    has_nan = one.is_floating_point() and one.dtype.itemsize > 1
+    return torch.equal(one.nan_to_num(), other.nan_to_num()) if has_nan else same_entries(one, other)
 
 
 def run_graph(

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.program.calls import expected_calls
+from autoptd.runtime.stage import load_stage
+from autoptd.runtime.standalone import check_stage
 from benchmarks.lib.loss_cases import CASES, LENGTH, VOCAB, Case, Model, log_probs, token_losses
 from benchmarks.losses import MACHINE, MESHES
 from tests.parity.test_mutations import edit_source
@@ -80,7 +82,16 @@ def sum_for_another(model: Model, ids: Tensor, labels: Tensor, mask: Tensor) -> 
     return (token_losses(model.logits(ids), labels) * mask).sum() / count
 
 
+def balanced(model: Model, ids: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """Class weights by how often classes occur, and labels left out by a mean: both are made of sums over the batch."""
+    often = nn.functional.one_hot(labels, VOCAB).sum((0, 1))
+    weights = (often.sum() / (often.clamp(min=1) * VOCAB)).to(model.logits(ids).dtype)
+    kept = torch.where((often[labels] < 2) | (mask < mask.mean()), -100, labels)
+    return nn.functional.cross_entropy(model.logits(ids).flatten(0, 1), kept.flatten(), weight=weights)
+
+
 OTHERS = {
+    "weights and labels made of sums": Case(balanced, "", CASES["masked_mean"].inputs),
     "a sum that only another reads": Case(sum_for_another, "", CASES["masked_mean"].inputs),
     "a sum of a sum": Case(whitened, "", {**CASES["policy_clip"].inputs, **CASES["masked_mean"].inputs}),
     "a sum of several numbers": Case(by_class, "", CASES["div_numel"].inputs),
@@ -95,6 +106,15 @@ for name in ("a sum of a sum", "lengths and rows"):
 @pytest.mark.parametrize("mesh", ["m=4", LARGE])
 def test_any_function_of_sums_over_inputs_may_be_used(name: str, mesh: str) -> None:
     check(OTHERS[name], **MESHES[mesh])
+
+
+def test_what_losses_divide_by_is_counted_after_the_sums_that_it_reads(tmp_path: Path) -> None:
+    case = OTHERS["weights and labels made of sums"]
+    check(case, d=2, num_microbatches=2)
+    program = autoptd.compile(case.make(), d=2, num_microbatches=2, example_inputs=case.call())
+    assert autoptd.peak_memory(program)  # a rehearsal counts as well
+    program.save(tmp_path)
+    assert not check_stage(load_stage(program.sources["stage_0.py"], "stage_0.py"), tmp_path).wrong
 
 
 def test_sums_of_inputs_are_communicated_as_the_program_says() -> None:

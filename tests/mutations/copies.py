@@ -1,0 +1,38 @@
+"""What is counted before a step, programs read from disk, copies, float8."""
+
+from __future__ import annotations
+
+from tests.mutations import Mutation
+
+LOSSES = "tests/parity/test_losses.py -k counted_after"
+CACHE = "tests/test_program_cache.py -k read_evaluates"
+COPIES = "tests/test_copies.py"
+
+MUTATIONS = (
+    Mutation(
+        "autoptd/runtime/executor.py",
+        "            if stage.rounds:\n                self.world.at = SUMS",
+        "            if stage.rounds and not stage.counts:\n                self.world.at = SUMS",
+        LOSSES,
+    ),
+    Mutation(
+        "autoptd/rehearsal.py",
+        "            set_batch_sums(stage, [inputs], lambda own: own)\n            if stage.counts:",
+        "            if stage.counts:",
+        LOSSES,
+    ),
+    Mutation("autoptd/compile.py", "if is_same_size and trained.graphs:\n", "if is_same_size:\n", CACHE),
+    Mutation(
+        "autoptd/compile.py",
+        "like = trained if trained.graphs else trained.follows",
+        "like = trained",
+        CACHE,
+    ),
+    Mutation(
+        "autoptd/ir/buffers.py",
+        "if one.dtype.itemsize > 1 or not one.is_floating_point():",
+        "if True:",
+        COPIES,
+    ),
+    Mutation("autoptd/started_model.py", "def __reduce_ex__(", "def _reduce(", COPIES),
+)
