@@ -37,9 +37,9 @@ Model = TypeVar("Model", bound=nn.Module)
 def deferred(seed: int = 0, *, order: bool = False) -> Iterator[None]:
     """Build models in this `with` block without memory; their constructors are recorded, and run later, piece by piece.
 
-    The model is then handed to `parallelize`, `compile`, `verify` or `materialize`. Every draw has a seed of its own, a
-    hash of `seed` and of the parameter's name in that model: weights are the same on every mesh, and a layer that is
-    added changes no other. With `order`, draws follow one another as in the usual constructor, and the weights are to
+    The model is then handed to `parallelize`, `compile`, `verify` or `materialize`. Every draw has random numbers
+    of its own, by `seed` and the parameter's name in that model: weights are the same on every mesh, and a layer that
+    is added changes no other. With `order`, draws follow one another as in the usual constructor, and the weights are to
     the bit those of `torch.manual_seed(seed); model = ...`: each rank then draws everything. torch's generator is left
     as it was. Values that the constructor reads (`.item()`) are made for it.
 

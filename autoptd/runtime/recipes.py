@@ -6,7 +6,7 @@ tensors, or rows of them. A rank holds no more than one whole tensor beside its 
     recipes = Recipes({"head.weight": model.head.weight, ...})
     recipes.reader().rows("head.weight", dim=0, rows=rows)
 
-The seed of a draw is a hash of the recording's seed, of the first tensor here that takes the draw, and of its number
+The key of a draw is the recording's seed, the first tensor here that takes the draw, and the draw's number
 among that tensor's draws. So all ranks draw the same, and what is added to a model leaves the rest of it as it was.
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from autoptd.compat import FakeTensor, tree_map
 from autoptd.ir.buffers import digest
 from autoptd.runtime.recording import Recording
-from autoptd.runtime.replay import Replay, seed_of
+from autoptd.runtime.replay import Replay, key_of
 from autoptd.runtime.tape import Constant, Place, Tape
 
 # Of whole tensors that stay: ranks that are threads ask for the same ones at about the same time.
@@ -57,20 +57,20 @@ class Recipes:
             if recording is not None:
                 self._replay_of[name] = replays.setdefault(recording, Replay(recording.tape, {}))
         for replay in replays.values():
-            replay.seeds = self._seeds(replay)
+            replay.keys = self._keys(replay)
         self._lock = threading.Lock()
         self._whole: OrderedDict[str, Tensor] = OrderedDict()
 
-    def _seeds(self, replay: Replay) -> dict[int, int]:
-        """Return the seeds of all draws that take one of their own."""
-        tape, seeds = replay.tape, dict[int, int]()
+    def _keys(self, replay: Replay) -> dict[int, str]:
+        """Return the keys of all draws that have one of their own."""
+        tape, keys = replay.tape, dict[int, str]()
         for name, entry in self.entries.items():
             if entry.place is None or self._replay_of[name] is not replay:
                 continue
             draws = [number for number in tape.makers([entry.place.storage]) if tape.is_named(number)]
             for count, number in enumerate(draws):
-                seeds.setdefault(number, seed_of(tape.seed, name, count))
-        return seeds
+                keys.setdefault(number, key_of(tape.seed, name, count))
+        return keys
 
     def reader(self) -> RecipeReader:
         return RecipeReader(self)
@@ -102,7 +102,7 @@ class Recipes:
         return list(made.values())
 
     def fingerprint(self) -> str:
-        """Hash what is done to make the tensors, with constants and seeds: what was drawn elsewhere hashes differently."""
+        """Hash what is done to make the tensors, with constants and keys: what was drawn elsewhere hashes differently."""
         return hashlib.sha256(repr(sorted(self.parts().items())).encode()).hexdigest()[:16]
 
     def parts(self) -> dict[str, str]:
@@ -157,7 +157,7 @@ class _Prints:
     """
 
     def __init__(self, replay: Replay) -> None:
-        self._tape, self._seeds = replay.tape, replay.seeds
+        self._tape, self._keys = replay.tape, replay.keys
         self._constants: dict[int, str] = {}
         # By step that draws from a stream: of all its draws down to this one.
         self._chains: dict[int, str] = {}
@@ -175,7 +175,7 @@ class _Prints:
         if tape.steps[number].draw is None:
             return None
         if tape.is_named(number):
-            return self._seeds.get(number), tape.asked.get(number)
+            return self._keys.get(number), tape.asked.get(number)
         return self._chain(number)
 
     def _chain(self, number: int) -> str:

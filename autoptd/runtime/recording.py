@@ -5,7 +5,7 @@ In: a constructor that runs under a `Recording`. Out: its operators on a tape, b
     recording = Recording(seed=0)
     with recording.open():
         model = nn.Linear(8, 8)
-    Replay(recording.tape, seeds).make([recording.place_of(model.weight)])
+    Replay(recording.tape, keys).make([recording.place_of(model.weight)])
 
 The fake tensors stay bound to their recording, which goes on: `model.half()` is recorded as well. But after the block
 nothing can be drawn, and no values are to be had. What the constructor itself asks for (`.item()`, the shape of

@@ -1,11 +1,11 @@
 """Make tensors by the steps of a tape, on the CPU.
 
-In: a tape, and the seeds of its draws. Out: tensors with values, in the layout in which they were recorded.
+In: a tape, and the keys of its draws. Out: tensors with values, in the layout in which they were recorded.
 
-    replay = Replay(tape, seeds={3: 812907})
+    replay = Replay(tape, keys={3: "0 0 head.weight"})
     (weight,) = replay.make([place])          # runs the steps that this tensor takes, and no other
 
-A draw starts from its seed or, in a stream, from where the draw before it has left the generator: those that no tensor
+A draw starts from the state that its key gives or, in a stream, from where the draw before it has left the generator: those that no tensor
 takes are then made too, and thrown away. torch's own generator is used, and put back: one thread at a time may replay.
 """
 
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,14 +36,16 @@ UNINITIALIZED = {
     aten.new_empty.default,
     aten.new_empty_strided.default,
 }
+# Where the state of torch's generator on the CPU has the numbers of its Mersenne twister, in 64 bits each, and how many.
+MERSENNE_START, MERSENNE_WORDS = 24, 624
 Storages = dict[int, torch.UntypedStorage]
 
 
 class Replay:
-    """Makes tensors of a tape; `seeds` has those of draws by the number of their step."""
+    """Makes tensors of a tape; `keys` has those of draws by the number of their step."""
 
-    def __init__(self, tape: Tape, seeds: Mapping[int, int]) -> None:
-        self.tape, self.seeds = tape, seeds
+    def __init__(self, tape: Tape, keys: Mapping[int, str]) -> None:
+        self.tape, self.keys = tape, keys
         # Of torch's generator, after a draw of a stream.
         self._states: dict[int, Tensor] = {}
         # What was called last: `x.tolist()` of a fake tensor asks for each of its numbers.
@@ -106,9 +109,9 @@ class Replay:
         if not self.tape.is_named(number):
             torch.default_generator.set_state(self._start(draw))
         elif number in self.tape.asked:
-            torch.default_generator.manual_seed(seed_of(self.tape.seed, "", self.tape.asked[number]))
+            torch.default_generator.set_state(state_of(f"{self.tape.seed} asked {self.tape.asked[number]}"))
         else:
-            torch.default_generator.manual_seed(self.seeds[number])
+            torch.default_generator.set_state(state_of(self.keys[number]))
 
     def _start(self, draw: Draw) -> Tensor:
         """Return the state in which a draw of a stream begins; make the draws before it that were not made yet."""
@@ -179,10 +182,20 @@ def _surroundings(tape: Tape) -> Iterator[None]:
         yield
 
 
-def seed_of(seed: int, name: str, number: int) -> int:
-    """Return the seed of a tensor's n-th draw."""
-    text = f"{seed} {number} {name}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+def key_of(seed: int, name: str, number: int) -> str:
+    """Return what tells a tensor's n-th draw from all others."""
+    return f"{seed} {number} {name}"
 
 
-__all__ = ["Replay", "seed_of"]
+def state_of(key: str) -> Tensor:
+    """Return the state of torch's generator in which a draw starts: all 19,968 bits of it come from the key.
+
+    `manual_seed` takes 32 bits of a seed: among 100,000 tensors, two would have the same numbers.
+    """
+    state = torch.Generator().manual_seed(0).get_state()
+    words = np.frombuffer(hashlib.shake_256(key.encode()).digest(4 * MERSENNE_WORDS), dtype="<u4")
+    state.numpy()[MERSENNE_START : MERSENNE_START + 8 * MERSENNE_WORDS].view(np.uint64)[:] = words
+    return state
+
+
+__all__ = ["Replay", "key_of", "state_of"]

@@ -48,6 +48,15 @@ def functions(model: nn.Module, x: Tensor) -> list[str]:
     return [getattr(step.function, "__name__", "").removesuffix(".default") for step in steps]
 
 
+def test_seeds_are_not_cut_to_32_bits() -> None:
+    """Weights of two experts whose hashed seeds agreed in the 32 bits that `manual_seed` reads."""
+    with autoptd.deferred(seed=1):
+        tensors = [nn.Linear(8, 8).weight for _ in range(2)]
+    names = ("layers.15.experts.197.up.weight", "layers.26.experts.124.gate.weight")
+    one, two = Recipes(dict(zip(names, tensors, strict=True))).make(names).values()
+    assert not torch.equal(one, two)
+
+
 def test_what_is_overwritten_is_not_made() -> None:
     def build(m: Any) -> None:
         linear(m)

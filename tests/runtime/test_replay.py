@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoptd.runtime.replay import Replay
+from autoptd.runtime.replay import Replay, key_of, state_of
 from autoptd.runtime.tape import Constant, Place, Step, Tape
 
 
@@ -55,3 +55,23 @@ def test_a_replay_runs_on_one_thread_and_puts_back_what_was() -> None:
     finally:
         torch.set_num_threads(threads)
     assert seen == [1, False, False] and torch.equal(torch.get_rng_state(), before)
+
+
+def test_draws_by_name_begin_in_states_of_their_own() -> None:
+    """No two are alike, of neighbours neither, and their first numbers are those of uniform noise."""
+    generator, first = torch.Generator(), []
+    for seed in (0, 1, 2**32, 2**63):
+        for number in range(300):
+            generator.set_state(state_of(key_of(seed, f"h.{number}.weight", number % 2)))
+            first.append(torch.rand(2, generator=generator, dtype=torch.float64))
+    one, two = torch.stack(first).T
+    assert len(set(one.tolist())) == len(first)
+    for x in (one, two):
+        assert abs(x.mean() - 0.5) < 0.04 and abs(x.std() - 12**-0.5) < 0.02
+    for x, y in ((one, two), (one[:-1], one[1:])):
+        assert abs(torch.corrcoef(torch.stack([x, y]))[0, 1]) < 0.15
+    # Nothing but the numbers of the twister differs from a generator that was seeded.
+    generator.manual_seed(0)
+    other = state_of("x")
+    changed = (other != generator.get_state()).nonzero().flatten()
+    assert len(changed) > 2400 and changed.min() >= 24 and changed.max() < 24 + 8 * 624
