@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -239,8 +239,35 @@ def format_of(model: nn.Module) -> FolderFormat:
     """Return how transformers would save the model: the names that it leaves out, and its config (nothing
     for other models).
     """
-    tied = frozenset(getattr(model, "all_tied_weights_keys", None) or {})
-    return FolderFormat(tied, written_names(model), partial(write_configs, model))
+    if not hasattr(model, "all_tied_weights_keys"):
+        return FolderFormat(None, written_names(model), partial(write_configs, model))
+    left_out, remarks = ties_of(model, dict(model.all_tied_weights_keys))  # type: ignore[arg-type]
+    return FolderFormat(left_out, written_names(model), partial(write_configs, model), remarks)
+
+
+def ties_of(model: nn.Module, declared: Mapping[str, str]) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Return the names that `from_pretrained` ties itself, of the model's config `{target: source}`; and remarks on
+    parameters that were tied, or untied, by hand: all their names are written.
+    """
+    names = tied_names(model)
+    first = {name: group[0] for group in names.values() for name in group}
+    # What is no parameter here is nothing to write.
+    known = {name: source for name, source in declared.items() if name in first and source in first}
+    left_out = {name for name, source in known.items() if first[name] == first[source]}
+    remarks = []
+    if untied := sorted(known.keys() - left_out):
+        remarks.append(
+            f"{counted(untied)}: not tied here, though the config says so. With config.tie_word_embeddings = False all "
+            "versions of transformers load them as they are"
+        )
+    for group in names.values():
+        own = [name for name in group if name not in left_out]
+        if len(own) > 1:
+            remarks.append(
+                f"{', '.join(own)}: one parameter here, of which the config knows nothing. from_pretrained gives each its "
+                "values, and they train apart from then on: tie them again (or, of embeddings, set config.tie_word_embeddings)"
+            )
+    return frozenset(left_out), tuple(remarks)
 
 
 def write_configs(model: nn.Module, folder: Path) -> None:

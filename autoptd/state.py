@@ -11,6 +11,7 @@ reads. Calls marked *collective* are made by all ranks.
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -363,6 +364,8 @@ class StatefulModel(StartedModel):
         ranks, how, specs = self._started("save_pretrained"), self._format, self.program.params
         others = {name: x.cpu().contiguous() for name, x in self._buffers.values.items()}
         what = contents_of(specs, others, self._names, how)
+        for remark in how.remarks if ranks.here[0].world.rank == 0 else ():
+            warnings.warn(f"save_pretrained: {remark}", stacklevel=2)
         ranks.run("save_pretrained", lambda rank: save_folder(rank.params, what, Path(folder), limit, how))
 
     def gradients(self) -> dict[str, torch.Tensor]:

@@ -287,6 +287,30 @@ def test_a_folder_of_transformers_and_back(config: str, more: dict[str, Any], tm
     assert loaded.config.architectures == [type(model).__name__]
 
 
+@pytest.mark.parametrize(
+    ("is_tied", "remark"),
+    [(True, "wte.weight, lm_head.weight: one parameter here"), (False, "lm_head.weight: not tied here")],
+)
+def test_a_head_tied_or_untied_by_hand_comes_back(is_tied: bool, remark: str, tmp_path: Path) -> None:
+    """Against the config, which says the reverse."""
+    transformers = pytest.importorskip("transformers")
+    cfg = hugging_face("GPT2", tie_word_embeddings=not is_tied, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    model = transformers.GPT2LMHeadModel(cfg)
+    weight = model.transformer.wte.weight
+    model.lm_head.weight = weight if is_tied else torch.nn.Parameter(torch.randn_like(weight))
+    pm = autoptd.parallelize(model, t=2, example_inputs=CALL, backend="local")
+    optimizer = pm.optimizer(torch.optim.SGD, lr=0.1)
+    pm.step(**CALL)
+    optimizer.step()
+    with pytest.warns(UserWarning, match=remark):
+        pm.save_pretrained(tmp_path)
+    model.load_state_dict(pm.state_dict())
+    pm.close()
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded(TOKENS).logits, model.eval()(TOKENS).logits)
+    assert loaded.config.tie_word_embeddings is not is_tied
+
+
 def test_the_call_of_the_how_to(tmp_path: Path) -> None:
     """From a config, on a real device; then from a folder of the base model, whose names lack `transformer.`."""
     transformers = pytest.importorskip("transformers")

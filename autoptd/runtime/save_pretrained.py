@@ -44,17 +44,21 @@ def write_nothing(folder: Path) -> None:
 class FolderFormat:
     """How a model's folder differs from its state dict.
 
-    `left_out` are tied names that it omits, `names` maps the model's names to the folder's, and `write_rest` writes the
-    other files.
+    `left_out` are tied names that it omits: by their reader's rule, or (None) all but the first of each parameter.
+    `names` maps the model's names to the folder's, `write_rest` writes the other files, and `remarks` are what a user
+    should know of them.
     """
 
-    left_out: frozenset[str] = frozenset()
+    left_out: frozenset[str] | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     write_rest: Callable[[Path], None] = write_nothing
+    remarks: tuple[str, ...] = ()
 
-    def kept_name(self, spec: ParamSpec) -> str:
-        """Return the one of its names under which a parameter is written."""
-        return next((name for name in spec.aliases if name not in self.left_out), spec.name)
+    def kept_names(self, spec: ParamSpec) -> list[str]:
+        """Return the names under which a parameter is written."""
+        if self.left_out is None:
+            return [spec.name]
+        return [name for name in spec.aliases if name not in self.left_out] or [spec.name]
 
 
 @dataclass
@@ -76,8 +80,10 @@ class Contents:
 def contents_of(
     specs: Sequence[ParamSpec], others: Mapping[str, torch.Tensor], order: Sequence[str], how: FolderFormat
 ) -> Contents:
-    """Collect every parameter once, and persistent buffers, in the order of the model's state dict."""
-    params = {how.kept_name(spec): spec for spec in specs}
+    """Collect parameters, and persistent buffers, in the order of the model's state dict."""
+    params: dict[str, ParamSpec] = {}
+    for spec in specs:
+        params |= dict.fromkeys(how.kept_names(spec), spec)
     names: dict[str, str] = {}
     for name in [*order, *params, *others]:
         if name in params or name in others:

@@ -1,0 +1,20 @@
+"""What `save_pretrained` writes."""
+
+from __future__ import annotations
+
+from tests.mutations import Mutation
+
+MUTATIONS = (
+    Mutation(
+        "autoptd/runtime/save_pretrained.py",
+        "if name not in self.left_out] or [spec.name]",
+        "if name not in self.left_out][:1] or [spec.name]",
+        "tests/test_pretrained.py -k by_hand",
+    ),
+    Mutation(
+        "autoptd/match_folder.py",
+        "if first[name] == first[source]}",
+        "}",
+        "tests/test_pretrained.py -k by_hand",
+    ),
+)
