@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import import_module
 
+from autoptd.cli.request import check_request
 from autoptd.ir.activity import activity
 
 # Command -> (module of this package, its function)
@@ -37,6 +38,8 @@ WITHOUT_TORCH = ("simulate", "compare", "completion")
 
 def _runner(module: str, function: str) -> Callable[[Namespace], int]:
     def run(asked: Namespace) -> int:
+        # What cannot be done is told before anybody waits.
+        check_request(asked)
         # Imported here: `autoptd --help` and shell completion must not wait for torch.
         is_quick = module in WITHOUT_TORCH or "torch" in sys.modules
         with nullcontext() if is_quick else activity("importing torch"):

@@ -37,6 +37,7 @@ EXAMPLES = {
   autoptd train examples/gpt.py:make_gpt --t 2 --p 2 --backend local --steps 20
   autoptd simulate --p 4 --num-microbatches 8""",
     "show": """  autoptd show gpt2 --t 4 --p 2 --v 2
+  autoptd show examples/gpt.py                                          # the models of a file, and their keywords
   autoptd show gpt3-175b --t 8 --p 12 --d 8 --v 4 --num-microbatches 64 --machine a100
   autoptd show gpt-1t --t 8 --p 64 --d 6 --precision bf16 --storage-bandwidth 273 --mtbf 3.1   # checkpoints, too
   autoptd show llama-3-8b --set num_hidden_layers=4 --t 8 --out out     # pictures and report.html

@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoptd.cli.known import KNOWN
+from autoptd.cli.request import check_model
 from autoptd.errors import AutoptdError, PlanError
 from autoptd.ir.plan import nearest
 from autoptd.match_folder import fake_mode, fake_parameter
@@ -46,6 +47,8 @@ UNSET = ("model_type", "transformers_version")
 ROTARY = ("rope_theta", "rope_scaling")
 # Files of a folder that hold weights.
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
+# Parameters of a function that take what no other one takes.
+UNNAMED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 # Functions that modules make their parameters with.
 MADE_EMPTY = (torch.empty, torch.rand, torch.randn)
 # A tensor of more bytes is taken for a parameter before it is one: see `_Empty`.
@@ -68,6 +71,7 @@ class Subject:
 
 def find_model(name: str, keywords: Mapping[str, Any]) -> Subject:
     """Return what `name` stands for; PlanError where it stands for nothing, or takes other keywords."""
+    check_model(name)
     if name in KNOWN:
         known = KNOWN[name]
         values = {**known.values, **keywords}
@@ -80,11 +84,31 @@ def find_model(name: str, keywords: Mapping[str, Any]) -> Subject:
     if path.suffix == ".json" or (path / "config.json").is_file():
         values = _read_config(path if path.is_file() else path / "config.json")
         return Subject(name, lambda: _from_config(name, values, keywords))
-    if ":" in name:
-        factory = _find_factory(name)
-        return Subject(name, lambda: _call(name, factory, keywords))
-    remedy = f"{nearest(name, KNOWN)}; a config.json; package.module:factory; path/to/file.py:factory"
-    raise PlanError(f"MODEL {name}", "is not a well-known size, config or factory", remedy)
+    factory = _find_factory(name)
+    return Subject(name, lambda: _call(name, factory, keywords))
+
+
+def factories_in(file: str) -> list[str]:
+    """Return a line for each function and nn.Module class of a file: how it is asked for, and its keywords.
+
+    Those that can be called without any come first. PlanError where there is none.
+    """
+    module = _load_file(Path(file))
+    found = {key: value for key, value in vars(module).items() if _is_factory_of(module, key, value)}
+    if not found:
+        remedy = "write one: a function that returns the module"
+        raise PlanError(f"MODEL {file}", "has no function and no nn.Module class of its own", remedy)
+    width = len(file) + max(map(len, found)) + 1
+    lines: list[tuple[int, str]] = []
+    for name, factory in found.items():
+        taken = inspect.signature(factory).parameters.values()
+        needed = [one.name for one in taken if one.default is one.empty and one.kind not in UNNAMED]
+        words = ", ".join(str(one) for one in taken)
+        if needed:
+            words += f"  (needs {', '.join(f'--set {name}=' for name in needed)})"
+        lines.append((len(needed), f"{f'{file}:{name}':{width}}  {words}".rstrip()))
+    # Stable: of equals, in the order of the file.
+    return [line for _, line in sorted(lines, key=lambda pair: pair[0])]
 
 
 def _causal() -> str:
@@ -110,10 +134,10 @@ def _from_config(
 ) -> nn.Module:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
+    # Seen to be there (`check_model`), and broken.
     except ImportError as error:
-        raise PlanError(
-            f"MODEL {name}", "needs the package transformers", "pip install transformers"
-        ) from error
+        fact = f"the package transformers cannot be imported: {error}"
+        raise PlanError(f"MODEL {name}", fact, "pip install 'autoptd[hf]'") from error
     kind = keywords.get("model_type", values.get("model_type"))
     if not kind:
         raise PlanError(f"MODEL {name}", "has no model_type", "a config of transformers")
@@ -176,8 +200,6 @@ def _is_factory_of(module: ModuleType, name: str, thing: Any) -> bool:
 
 
 def _load_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise PlanError(f"MODEL {path}", "there is no such file", "path/to/file.py:factory")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

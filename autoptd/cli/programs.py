@@ -19,39 +19,23 @@ from torch import nn
 
 import autoptd
 from autoptd.cli.known import KNOWN
-from autoptd.cli.models import as_call, find_model, length_of, make_without_weights, vocabulary_of
+from autoptd.cli.models import (
+    as_call,
+    factories_in,
+    find_model,
+    length_of,
+    make_without_weights,
+    vocabulary_of,
+)
+from autoptd.cli.request import keywords_of, rows_of
 from autoptd.cli.settings import read_pairs
 from autoptd.errors import PlanError
 from autoptd.ir.activity import activity
-from autoptd.ir.plan import load_plan
-from autoptd.options import KEYWORDS
 from autoptd.program.program import Program
 from autoptd.reports.checkpoint_costs import checkpoint_costs
 from autoptd.reports.pictures import draw_program
 from autoptd.reports.report import write_report
 from autoptd.reports.summary import summarize
-
-
-def keywords_of(asked: Namespace) -> dict[str, Any]:
-    """Return the keywords of `parallelize` that were asked for."""
-    flags = {name: getattr(asked, name, None) for name, keyword in KEYWORDS.items() if keyword.flag}
-    # Left out, not None: then a plan or the default decides.
-    given = {name: value for name, value in flags.items() if value is not None}
-    return given | read_pairs("option", asked.option)
-
-
-def rows_of(asked: Namespace) -> int:
-    """Return the samples of the global batch; flags go before what a plan says."""
-    if asked.batch is not None and asked.rows is not None:
-        raise PlanError("--batch and --rows", "both say how many samples a microbatch has", "one of the two")
-    if asked.batch is not None:
-        return int(asked.batch)
-    plan = load_plan(asked.plan) if asked.plan else {}
-    mesh = plan.get("mesh", {})
-    # No degree is 0 (the parser refuses it), so `or` falls through for None alone.
-    p, d = (getattr(asked, name) or mesh.get(name, 1) for name in ("p", "d"))
-    m = asked.num_microbatches or plan.get("num_microbatches") or 4 * p
-    return int(d * m * (asked.rows or 1))
 
 
 def example_inputs(asked: Namespace, subject: Any, model: nn.Module, given: Any) -> Any:
@@ -94,6 +78,9 @@ def show(asked: Namespace) -> int:
     if asked.list:
         for name, known in KNOWN.items():
             print(f"{name:14} {known.kind:8} {known.source}")
+        return 0
+    if asked.model.endswith(".py"):
+        print("\n".join(factories_in(asked.model)))
         return 0
     bandwidth, mtbf = storage_of(asked)
     words, program = make_program(asked)
@@ -157,4 +144,4 @@ def _write(program: Program, folder: Path, name: str) -> None:
     print(f"wrote {folder}/report.html, and its pictures and tables as files", file=sys.stderr)
 
 
-__all__ = ["compile", "example_inputs", "keywords_of", "make_program", "rows_of", "show", "storage_of"]
+__all__ = ["compile", "example_inputs", "make_program", "show", "storage_of"]

@@ -80,6 +80,36 @@ def check_writable(flag: str, path: str) -> None:
         raise PlanError(f"{flag} {path}", "may not be written", "another name")
 
 
+def check_readable(flag: str, path: str, remedy: str) -> None:
+    """Raise PlanError where there is no file, or none that may be read."""
+    file = Path(path)
+    if not file.exists():
+        raise PlanError(f"{flag} {path}", "there is no such file", remedy)
+    if file.is_dir():
+        raise PlanError(f"{flag} {path}", "is a folder", remedy)
+    if not os.access(file, os.R_OK):
+        raise PlanError(f"{flag} {path}", "may not be read", remedy)
+
+
+def check_folder(flag: str, path: str) -> None:
+    """Raise PlanError where nothing can be written into a folder, which need not be there yet, nor those above it."""
+    folder = Path(path).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        raise PlanError(f"{flag} {path}", f"{folder} is a file", "the name of a folder")
+    if not os.access(folder, os.W_OK):
+        raise PlanError(f"{flag} {path}", f"nothing may be written into {folder}", "another folder")
+
+
+def check_new_file(flag: str, path: str) -> None:
+    """Raise PlanError where a file cannot be written that may be there already, or be the first of its folder."""
+    if Path(path).exists():
+        check_writable(flag, path)
+    else:
+        check_folder(flag, str(Path(path).parent))
+
+
 def read_pairs(flag: str, given: Mapping[str, Any] | Iterable[str] | None) -> dict[str, Any]:
     """Return `{"n_layer": 4}` for `["n_layer=4"]`: values are JSON where they can be, else text."""
     if isinstance(given, Mapping):
@@ -97,4 +127,12 @@ def read_pairs(flag: str, given: Mapping[str, Any] | Iterable[str] | None) -> di
     return pairs
 
 
-__all__ = ["PAIRS", "check_writable", "read_pairs", "read_settings"]
+__all__ = [
+    "PAIRS",
+    "check_folder",
+    "check_new_file",
+    "check_readable",
+    "check_writable",
+    "read_pairs",
+    "read_settings",
+]

@@ -20,12 +20,11 @@ import autoptd
 from autoptd.auto import machine_here
 from autoptd.cli.data import batches, load_tokens
 from autoptd.cli.models import as_call, find_model, length_of, make_with_weights, vocabulary_of, weights_in
-from autoptd.cli.programs import keywords_of, rows_of
+from autoptd.cli.request import keywords_of, options_of, rows_of
 from autoptd.cli.settings import read_pairs
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ir.activity import activity
 from autoptd.ir.mesh import Coordinate
-from autoptd.options import make_options
 from autoptd.reports.excepthook import is_interrupt
 from autoptd.reports.report import write_report
 from autoptd.runtime.devices import device_of_ranks
@@ -37,7 +36,7 @@ def train(asked: Namespace) -> int:
     seed = asked.seed or 0
     torch.manual_seed(seed)
     subject = find_model(asked.model, read_pairs("set", asked.set))
-    options = make_options(**keywords)
+    options = options_of(asked)
     building = autoptd.deferred(seed) if asked.deferred else nullcontext()
     with activity(f"building {asked.model}"), building:
         model, given = make_with_weights(subject, asked.dtype)
@@ -50,10 +49,6 @@ def train(asked: Namespace) -> int:
         fact = f"its vocabulary of {vocabulary_of(model, asked.vocab)} has no place for 256 bytes"
         raise PlanError(f"MODEL {asked.model}", fact, "--set vocab_size=256")
     rows, length = rows_of(asked), length_of(subject, model, asked.seq)
-    replicas = options.mesh.replicas
-    if rows % replicas:
-        degrees = options.mesh.product_text(options.mesh.batch_axes)
-        raise PlanError(f"--batch {rows}", f"does not divide over {degrees}", f"a multiple of {replicas}")
     tokens = load_tokens(asked.data)
     # The first batch of the run, drawn once more below: its sizes are what is compiled for.
     first = next(batches(tokens, rows, length, 1, seed))
@@ -100,8 +95,6 @@ def _checkpoints(
 ) -> AbstractContextManager[Any]:
     """Return what saves the run as asked, resumed if that is asked; nothing without --save."""
     if asked.save is None:
-        if asked.resume:
-            raise PlanError("--resume", "says no folder", "--save DIR, where the run before has saved")
         return nullcontext()
     often = {"every": asked.save_every, "mtbf": asked.mtbf}
     ckpt = pm.checkpointer(asked.save, optimizer, **often, keep=asked.keep)

@@ -8,7 +8,8 @@ import torch
 
 import autoptd
 from autoptd.cli.models import find_model, make_with_weights
-from autoptd.cli.programs import example_inputs, keywords_of
+from autoptd.cli.programs import example_inputs
+from autoptd.cli.request import keywords_of
 from autoptd.cli.settings import read_pairs
 from autoptd.ir.activity import activity
 

@@ -37,7 +37,7 @@ from autoptd.errors import PlanError
 from autoptd.ir.machine_files import read_gpus
 from autoptd.ir.mesh import Coordinate
 from autoptd.parallel_model import ParallelModel
-from autoptd.reports.slow_ranks import SlowRanks
+from autoptd.reports.slow_ranks import SlowRanks, share_cores
 from autoptd.runtime.stepclock import StepTimes
 from autoptd.started_model import is_local
 from autoptd.viz.words import bytes_text, count_text
@@ -77,6 +77,7 @@ class Progress:
         # Times of each rank in the last step that was measured.
         self.times: tuple[StepTimes, ...] = ()
         self._slow = SlowRanks(pm.options.mesh)
+        self._is_on_cpu = all(parameter.device.type == "cpu" for parameter in pm.parameters())
         self._steps_begun = 0
         self._is_measured = False
         self._stream = stream if stream is not None else sys.stderr
@@ -103,8 +104,9 @@ class Progress:
         if not self._is_measured:
             return self.pm.step(*args, **kwargs)
         loss, self.times = self.pm.measured_step(*args, **kwargs)
-        # Threads share the cores of one host: who is slow changes with whom the system runs.
-        for text in () if is_local(self.pm.options) else self._slow.look(self.times):
+        # Who is slow then changes with whom the system runs.
+        takes_turns = is_local(self.pm.options) or (self._is_on_cpu and share_cores(self.times))
+        for text in () if takes_turns else self._slow.look(self.times):
             self._say(text)
         return loss
 

@@ -10,9 +10,12 @@ median of the ranks with the same work in IN_A_ROW of them, with its host.
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections import Counter
 from collections.abc import Sequence
+
+import torch
 
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime.stepclock import StepTimes
@@ -44,6 +47,17 @@ class SlowRanks:
         return texts
 
 
+def share_cores(times: Sequence[StepTimes]) -> bool:
+    """Tell whether ranks that compute on CPUs take turns: one that is slow then says how the system deals out cores.
+
+    As many cores as this process may use are taken to be on every host.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    most = max(Counter(rank.host for rank in times).values())
+    # Besides those that compute, a rank has a thread that sends and receives.
+    return most * (torch.get_num_threads() + 1) > cores
+
+
 def _sentence(slow: StepTimes, ranks: Sequence[StepTimes], usual: float) -> str:
     others = ", ".join(str(rank.rank) for rank in ranks if rank is not slow)
     how = f"in {IN_A_ROW} measured steps in a row it computed for over {LIMIT} times the median of ranks with the same work"
@@ -51,4 +65,4 @@ def _sentence(slow: StepTimes, ranks: Sequence[StepTimes], usual: float) -> str:
     return f"rank {slow.rank} on {slow.host} is slow: {how} ({now})"
 
 
-__all__ = ["SlowRanks"]
+__all__ = ["SlowRanks", "share_cores"]

@@ -36,6 +36,7 @@ def test_the_first_line_comes_before_torch() -> None:
 import sys
 from autoptd.cli.commands import COMMANDS
 from autoptd.cli.live import shown
+from autoptd.cli.parser import parse
 
 class NoTorch:
     def find_spec(name, *_):
@@ -44,7 +45,7 @@ class NoTorch:
 
 sys.meta_path.insert(0, NoTorch)
 with shown(quiet=False):
-    COMMANDS["show"](None)
+    COMMANDS["show"](parse(["show", "--list"]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (7, "importing torch ...\n")

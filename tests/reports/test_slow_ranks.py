@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import io
+import os
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from autoptd.ir.mesh import Mesh
 from autoptd.reports import progress
-from autoptd.reports.slow_ranks import SlowRanks
+from autoptd.reports.slow_ranks import SlowRanks, share_cores
 from autoptd.runtime.stepclock import StepTimes
 
 
@@ -41,14 +43,31 @@ def test_stages_are_not_alike() -> None:
     assert [watch.look(times(1.0, 1.0, 1.0, 3.0)) for _ in range(3)] == [[], [], []]
 
 
-@pytest.mark.parametrize("is_local", [False, True])
-def test_progress_says_it_where_ranks_are_processes(is_local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_cores_unless_each_has_one_for_its_messages_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    for cores, is_shared in ((7, True), (8, False)):
+        # Two ranks on each of two hosts.
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        assert share_cores(times(1.0, 1.0, 1.0, 1.0)) == is_shared
+
+
+@pytest.mark.parametrize(
+    ("is_local", "device", "cores", "count"),
+    [(False, "cpu", 64, 1), (True, "cpu", 64, 0), (False, "cpu", 2, 0), (False, "meta", 2, 1)],
+)
+def test_progress_says_it_where_ranks_have_cores_of_their_own(
+    is_local: bool, device: str, cores: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `make demo`, where 8 processes share the cores of a laptop, nothing is said."""
     monkeypatch.setattr(progress, "is_local", lambda options: is_local)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     pm = mock.MagicMock(steps=0)
+    pm.parameters.return_value = [torch.empty(1, device=device)]
     pm.coordinate, pm.options = progress.Coordinate(), SimpleNamespace(mesh=Mesh(d=2))
     pm.measured_step.return_value = (0.0, times(1.0, 2.0))
     stream: Any = io.StringIO()
     run = progress.Progress(pm, tokens=1, measure_every=1, stream=stream)
     for _ in range(6):
         run.step()
-    assert stream.getvalue().count("rank 1 on node0 is slow") == (0 if is_local else 1)
+    assert stream.getvalue().count("rank 1 on node0 is slow") == count
