@@ -41,6 +41,7 @@ from autoptd.records.fallbacks import warn_of_fallbacks
 from autoptd.reports.excepthook import print_errors_once
 from autoptd.reports.pictures import draw_program
 from autoptd.runtime.sources import Source
+from autoptd.runtime.world.leaving import tell_at_exit
 from autoptd.started_model import is_local
 from autoptd.trace import (
     check_module,
@@ -176,6 +177,8 @@ def parallelize(
     print_errors_once()
     check_module(model)
     options = make_options(**planned(model, example_inputs, requested))
+    if not is_local(options):
+        tell_at_exit()
     check_precision(model, options.precision)
     model, source = with_source(model, weights)
     modes: dict[nn.Module, bool] = {}

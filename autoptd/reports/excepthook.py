@@ -42,7 +42,10 @@ def print_errors_once() -> None:
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if not is_reported_here(error):
             return
-        if is_interrupt(error):
+        if isinstance(error, RuntimeFault) and is_interrupt(error):
+            # Ctrl-C may have reached that rank only.
+            print(f"autoptd: {error.site}: {error.fact.partition(' [seen by')[0]}", file=sys.stderr)
+        elif is_interrupt(error):
             print("KeyboardInterrupt", file=sys.stderr)
         else:
             before(kind, error, traceback)

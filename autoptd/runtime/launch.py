@@ -194,9 +194,16 @@ class ProcessRank(RunningRanks):
 
     def run(self, what: str, fn: Callable[[Rank], Result]) -> Result:
         self._world.at = what
+        self._world.board.begin(what)
         with on_device(self._world.device), unguarded():
             try:
                 return fn(self.here[0])
+            except Exception:
+                raise
+            # Ctrl-C and the like: the others wait for this rank.
+            except BaseException as exc:
+                self._world.report_fault(exc)
+                raise
             finally:
                 # The caller may wait for the results, and after an exception for what was started.
                 self._world.mark()

@@ -1,4 +1,6 @@
-"""Real processes that do not read the same batch, or do not change the same things: one error on all of them, at once."""
+"""Real processes that do not read the same batch, do not change the same things, or do not make the same calls: one error on
+all of them, at once.
+"""
 
 from __future__ import annotations
 
@@ -71,3 +73,19 @@ def test_ranks_that_differ_are_named_on_all_ranks(
         said = told[0][situation]
         begins = said.startswith(facts[0]) if facts else not said
         assert begins and all(fact in said for fact in facts), (situation, said)
+
+
+@pytest.mark.parametrize("arguments", [(), pytest.param(("more",), marks=pytest.mark.thorough)])
+def test_a_call_that_only_rank_0_makes_is_named_on_all_ranks(arguments: tuple[str, ...]) -> None:
+    """By gloo alone it ends a process by SIGABRT, or hangs."""
+    results = finish(start(Path(__file__).parent / "some_ranks_call.py", 2, *arguments), timeout=240)
+    assert [code for code, _, _ in results] == [0] * 2, "\n".join(err[-2000:] for _, _, err in results)
+    told = [json.loads(out.splitlines()[-1]) for _, out, _ in results]
+    for case, said in told[0].items():
+        name = case.split(" ")[0]
+        for text in (said, told[1][case]):
+            assert text.startswith("RuntimeFault: rank ") and "every rank makes every call" in text, (
+                case,
+                text,
+            )
+            assert name in text, (case, text)

@@ -9,7 +9,9 @@ import pytest
 from autoptd.errors import PlanError, RuntimeFault, TraceError
 from autoptd.reports.excepthook import is_interrupt, print_errors_once
 
-INTERRUPTED = RuntimeFault("rank 1 at F0.0", "KeyboardInterrupt: ", "look there")
+INTERRUPTED = RuntimeFault(
+    "rank 1 at F0.0", "left (KeyboardInterrupt) [seen by rank 0 at B0.0 in receive 'x']", "look there"
+)
 ALIKE = [
     PlanError("t=3", "does not divide", "t=2"),
     TraceError("x", "is lost", "keep it"),
@@ -41,7 +43,9 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.setenv("LOCAL_RANK", "0")
     print_errors_once()
     sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
-    assert capsys.readouterr().err == "KeyboardInterrupt\n"
+    sys.excepthook(RuntimeFault, INTERRUPTED, None)
+    told = "autoptd: rank 1 at F0.0: left (KeyboardInterrupt)"
+    assert capsys.readouterr().err == f"KeyboardInterrupt\n{told}\n"
     assert is_interrupt(INTERRUPTED) and not is_interrupt(OWN[0])
 
 

@@ -115,6 +115,10 @@ class ThreadRank(World):
         if self.shared.fault:
             raise Aborted
 
+    def mark(self) -> None:
+        # A rank that has much to compute would end long after the others.
+        self.raise_first_fault()
+
     def describe(self) -> str:
         """Say what the rank was last doing, for messages."""
         site = fault_site(self.rank, self.at)

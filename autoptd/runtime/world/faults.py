@@ -2,12 +2,17 @@
 
 Every rank's *beat* thread writes once a second what the rank is executing and the last call that it made. A
 rank whose call fails asks for the first fault: a peer's own exception if there is one, else the peer that
-made another call in its place, else the ranks whose beat stopped (gone), else those that wait in no call
-(hung). The first answer is kept in the store, so that all ranks say the same.
+made another call in its place, else the ranks that said they left, else those whose beat stopped (gone), else
+those that wait in no call (hung). The first answer is kept in the store, so that all ranks say the same.
+
+The beat thread also ends waits. Once there is a first fault, or the ranks' scripts are seen to call different
+things, a call in which the main thread waits is ended by force: it may wait for a rank that does not come, and
+neither Ctrl-C nor anything else in Python reaches a thread that is inside of it.
 
     board = FaultBoard(store, world)
     board.report(exc)                               # user code on this rank raised
     raise board.fault_of_call(call, exc)            # a call of this rank failed
+    board.begin("pm.save")                          # the script makes a call that all ranks make
 
 A request to a store whose host does not answer never ends, whatever timeout it was given. So requests are
 made by the beat thread, and whoever asks waits for PATIENCE seconds at most.
@@ -19,18 +24,21 @@ import atexit
 import json
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
-from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from autoptd.errors import InternalError, RuntimeFault
+from autoptd.runtime.world.blame import Beats, Blame
+from autoptd.runtime.world.calls import KEPT, Call, ScriptCalls
+from autoptd.runtime.world.leaving import cause_of_end
 from autoptd.runtime.world.pages import Pages
-from autoptd.runtime.world.recorder import Recorder, ranges_text
+from autoptd.runtime.world.recorder import Recorder
 from autoptd.runtime.world.world import World, fault_site
 
 # Seconds between two beats of a rank.
@@ -39,46 +47,40 @@ BEAT = 1.0
 GRACE = 2.6
 # Seconds that the store has to answer.
 PATIENCE = 5.0
-# The key of the fault that every rank shows.
-FIRST = "first fault"
+# Beats in one and the same call before it is asked whether the other ranks' scripts call the same, and between two questions.
+ASKS_AFTER, ASKS_EVERY = 2, 10
+ON_ALL_RANKS = (
+    "every rank makes every call of pm and of its optimizer: make it on all ranks, and write or print on one"
+)
+# The keys of the fault that every rank shows, and of how many ranks have come.
+FIRST, ARRIVED = "first fault", "arrived"
 Answer = TypeVar("Answer")
-# Rank -> its last beat.
-Beats = dict[int, dict[str, Any]]
-
-
-class Call(NamedTuple):
-    """What a rank calls that others take part in: call number `number` of the group of `ranks`, or a message
-    of a channel.
-    """
-
-    kind: str
-    site: str
-    ranks: tuple[int, ...] = ()
-    number: int = 0
-    # Bytes that this rank hands in; -1 where they may differ from rank to rank.
-    nbytes: int = -1
-
-    def __str__(self) -> str:
-        size = f" of {self.nbytes} bytes" if self.nbytes >= 0 else ""
-        return f"{self.kind} {self.site!r}{size}"
-
-    def differs(self, other: Call) -> bool:
-        """Tell whether the two are one call of their group, made differently."""
-        same_place = (self.ranks, self.number) == (other.ranks, other.number) and self.number > 0
-        return same_place and (self.kind, self.site, self.nbytes) != (other.kind, other.site, other.nbytes)
 
 
 class FaultBoard:
     """One rank's access to the store in which faults and beats are written.
 
-    `notes_calls`: on pages as well (`pages.py`).
+    `notes_calls`: on pages as well (`pages.py`). `end_waits` ends, from another thread, the call in which the main thread
+    waits, where a call can be ended.
     """
 
-    def __init__(self, store: dist.Store, world: World, *, notes_calls: bool = False) -> None:
-        self._world = world
+    def __init__(
+        self,
+        store: dist.Store,
+        world: World,
+        *,
+        notes_calls: bool = False,
+        end_waits: Callable[[], None] | None = None,
+    ) -> None:
+        self._world, self._end_waits = world, end_waits
         run = _name_of_run(store)
         self._pages = Pages(run, world.rank) if notes_calls else None
+        self._blame = Blame(world, self._pages)
         self.recorder = Recorder(world.rank, run)
+        # The last calls of this rank's script.
+        self._script: ScriptCalls = ()
+        # Why this rank comes to no more calls, if it is about to end without a fault; whether Ctrl-C has ended one.
+        self._left, self._has_left = "", False
         # The last call that this rank made.
         self._last: Call | None = None
         # Whether the rank is in that call now.
@@ -96,31 +98,66 @@ class FaultBoard:
         self.is_ended = False
         # Where the device is, if it has been there for a while.
         self.behind: tuple[str, Call] | None = None
+        # When the call was made that was under way at the last beat, and for how many beats it has been.
+        self._seen_entered, self._beats_waited = 0.0, 0
         self._requests: SimpleQueue[tuple[Callable[[dist.Store], Any], SimpleQueue[Any]] | None] = (
             SimpleQueue()
         )
         # Every rank has a beat before its first call: without one it has not arrived.
         self._set_beat(store, 0)
+        store.add(ARRIVED, 1)
         own = store.clone()  # type: ignore[attr-defined]  # a connection that no blocking call of this rank holds
         self._thread = Thread(target=self._serve, args=(own,), name="beat", daemon=True)
         self._thread.start()
         # A thread that is inside the store's C++ code when the interpreter ends aborts the process.
-        atexit.register(self.close)
+        atexit.register(self._end)
 
     def close(self) -> None:
-        atexit.unregister(self.close)
+        """End the thread, in step with the other ranks: none of them needs this one any more."""
+        atexit.unregister(self._end)
         self._requests.put(None)
         self._thread.join(timeout=2 * BEAT)
         if self._pages is not None:
             self._pages.close()
 
+    def _end(self) -> None:
+        """Tell the others why this process ends, as nobody has closed the world."""
+        if cause := cause_of_end():
+            self.is_out = True
+            if self._first is None and not self._reported:
+                self._reported = True
+                self._publish(self._departure(cause))
+        self._left = "its script has ended"
+        self._ask(partial(self._set_beat, count=-1))
+        self.close()
+
+    def begin(self, what: str) -> None:
+        """Note that this rank's script calls `what` now, as all ranks' scripts should."""
+        number = self._script[-1][0] + 1 if self._script else 1
+        self._script = (*self._script[1 - KEPT :], (number, what))
+
     def enter(self, call: Call) -> None:
-        """Note that this rank makes `call` now; on a world that has ended, raise the first fault."""
-        if self.is_ended:
+        """Note that this rank makes `call` now.
+
+        On a world that has ended, raise the first fault. Where another rank of this machine is seen to make another call in
+        its place, RuntimeFault: made nevertheless, gloo would end the process that gets more bytes than it expects.
+        """
+        if self.is_ended or self._has_left:
             self.raise_first()
         self._last, self._entered, self._is_waiting = call, time.monotonic(), True
         if self._pages is not None:
-            self._pages.write((self._world.at, *call))
+            self._pages.write((self._world.at, *call.place, *call.form))
+            if call.number:
+                self._check_others(call, self._pages)
+
+    def _check_others(self, call: Call, pages: Pages) -> None:
+        """Raise RuntimeFault where another rank of the group is in this call of it, and has made it differently."""
+        for rank in call.ranks:
+            if rank != self._world.rank and pages.is_other(rank, call.place, call.form):
+                self._is_waiting, self.is_out, self._reported = False, True, True
+                error = self._blame.other_call(call, rank)
+                self._publish({**self._here(), "error": error, "remedy": ON_ALL_RANKS})
+                raise self.first_fault()
 
     def leave(self) -> None:
         """Note that the call is over."""
@@ -154,7 +191,7 @@ class FaultBoard:
 
     def raise_first(self) -> None:
         """Raise the first fault if one is known; not again in a world that went on after it."""
-        if self._first is not None and (self.is_ended or not self.is_out):
+        if self._first is not None and (self.is_ended or self._has_left or not self.is_out):
             self._reported = self.is_out = True
             raise self.first_fault()
 
@@ -164,8 +201,11 @@ class FaultBoard:
         if self._reported:
             return
         self._reported = True
+        # Ctrl-C and the like: the calls of this rank no longer meet those of others, wherever it was.
+        self._has_left = not isinstance(exc, Exception)
+        name = type(exc).__name__
         self._publish(
-            {"rank": self._world.rank, "at": self._world.at, "error": f"{type(exc).__name__}: {exc}"}
+            self._departure(name) if self._has_left else {**self._here(), "error": f"{name}: {exc}"}
         )
 
     def fault_of_call(self, call: Call, exc: BaseException) -> RuntimeFault:
@@ -189,7 +229,7 @@ class FaultBoard:
             time.sleep(0.1)
         first = self._first
         if first is None:
-            blame = self._blame(call, at, before, self._ask(self._beats))
+            blame = self._blame.of_call(call, at, before, self._ask(self._beats))
             first = {
                 "rank": self._world.rank,
                 "at": at,
@@ -208,6 +248,13 @@ class FaultBoard:
         return (
             self._ask(lambda store: [rank for rank in everyone if not store.check([_beat_key(rank)])]) or []
         )
+
+    def arrived(self) -> int | None:
+        """Return how many ranks have a board; None where the store gives no answer. Raises the first fault."""
+        count = self._ask(_arrived)
+        self._ask(self._read_first)
+        self.raise_first()
+        return count
 
     def _ask(self, request: Callable[[dist.Store], Answer]) -> Answer | None:
         """Let the beat thread make a request.
@@ -233,11 +280,37 @@ class FaultBoard:
                 count, next_beat = count + 1, time.monotonic() + BEAT
                 self._try(self._set_beat, store, count)
                 self._try(self._read_first, store)
+                self._try(self._look_at_wait, store)
                 continue
             if job is None:
                 return
             request, answer = job
             answer.put(self._try(request, store))
+
+    def _look_at_wait(self, store: dist.Store) -> None:
+        """End the wait of the main thread where it waits for what cannot come."""
+        entered = self._entered
+        if self.is_out or (not self._is_waiting and self.behind is None):
+            self._beats_waited = 0
+            return
+        self._beats_waited = self._beats_waited + 1 if entered == self._seen_entered else 0
+        self._seen_entered = entered
+        is_asked = self._beats_waited % ASKS_EVERY == ASKS_AFTER and bool(self._script)
+        if (
+            self._first is None
+            and is_asked
+            and (error := self._blame.of_scripts(self._script, self._beats(store)))
+        ):
+            self._write_first(store, {**self._here(), "error": error, "remedy": ON_ALL_RANKS})
+        # The fault is raised by whoever waits.
+        if self._first is not None and self._end_waits is not None:
+            self._end_waits()
+
+    def _departure(self, cause: str) -> dict[str, Any]:
+        return {**self._here(), "error": f"left ({cause})", "remedy": "look at that rank's own output"}
+
+    def _here(self) -> dict[str, Any]:
+        return {"rank": self._world.rank, "at": self._world.at}
 
     def _try(self, request: Callable[..., Answer], *args: Any) -> Answer | None:
         if self._is_lost:
@@ -253,23 +326,24 @@ class FaultBoard:
     def _publish(self, fault: dict[str, Any]) -> None:
         """Write the fault unless another came first."""
 
-        def write(store: dist.Store) -> bool:
-            store.compare_set(FIRST, "", json.dumps(fault))
-            return self._read_first(store)
-
-        if self._ask(write):
+        if self._ask(partial(self._write_first, fault=fault)):
             self._linger()
         else:
             # The store is gone: keep the fault for this rank.
             self._first = self._first or fault
             self.recorder.dump()
 
+    def _write_first(self, store: dist.Store, fault: dict[str, Any]) -> bool:
+        store.compare_set(FIRST, "", json.dumps(fault))
+        return self._read_first(store)
+
     def _as_fault(self, first: dict[str, Any], call: Call | None) -> RuntimeFault:
         """Return the first fault as this rank shows it."""
         fact, world = first["error"] + (f" ({first['cause']})" if first.get("cause") else ""), self._world
         if first["rank"] != world.rank:
             fact += f" [seen by {fault_site(world.rank, world.at)}{f' in {call}' if call else ''}]"
-        remedy = f"look at that rank's own output, or raise timeout= if it was only slow{self.recorder.hint}"
+        remedy = first.get("remedy", "look at that rank's own output, or raise timeout= if it was only slow")
+        remedy += self.recorder.hint
         return RuntimeFault(fault_site(first["rank"], first["at"]), fact, remedy)
 
     def _linger(self) -> None:
@@ -292,6 +366,8 @@ class FaultBoard:
             "at": at,
             "call": call,
             "is_waiting": self._is_waiting or self.behind is not None,
+            "script": self._script,
+            "left": self._left,
         }
         store.set(_beat_key(self._world.rank), json.dumps(state))
 
@@ -301,96 +377,18 @@ class FaultBoard:
         texts = store.multi_get([_beat_key(rank) for rank in others])
         return {rank: json.loads(text) for rank, text in zip(others, texts, strict=True)}
 
-    def _blame(self, call: Call, at: str, before: Beats | None, after: Beats | None) -> str:
-        """Say which rank made another call, or which are gone (no beat in between), or in no call, or else
-        who is where.
-        """
-        others = [rank for rank in range(self._world.mesh.size) if rank != self._world.rank]
-        lasts = {rank: self._last_of(rank, after) for rank in others}
-        for rank, (their_at, last) in lasts.items():
-            if last is not None and call.differs(last):
-                mine, theirs = (
-                    f"{fault_site(self._world.rank, at)}: {call}",
-                    f"{fault_site(rank, their_at)}: {last}",
-                )
-                return f"call {call.number} of ranks {_listed(call.ranks)} is not the same on {mine}, and {theirs}"
-        if before is None or after is None:
-            return self._blame_lost_store(others, lasts)
-        gone = [rank for rank in others if after[rank]["count"] == before[rank]["count"]]
-        if gone:
-            return _describe(gone, lasts, "gone")
-        hung = [rank for rank in others if not after[rank]["is_waiting"]]
-        if hung:
-            return _describe(hung, {rank: (after[rank]["at"], None) for rank in hung}, "hung or slow")
-        return _describe(others, lasts, "waiting as well")
-
-    def _blame_lost_store(self, others: Sequence[int], lasts: dict[int, tuple[str, Call | None]]) -> str:
-        """Say which ranks of this machine are gone; that it may be cut off, and who is on others."""
-        lost = "the store does not answer: rank 0, or what else hosts the store, is gone, or this node is cut off"
-        if self._pages is None:
-            return lost
-        elsewhere = [rank for rank in others if self._pages.read(rank) is None]
-        if elsewhere:
-            lost += f" from rank{'s' * (len(elsewhere) > 1)} {ranges_text(elsewhere)}"
-        dead = [rank for rank in others if self._pages.is_dead(rank)]
-        return "; ".join([_describe(dead, lasts, "gone"), lost]) if dead else lost
-
-    def _last_of(self, rank: int, beats: Beats | None) -> tuple[str, Call | None]:
-        """What a rank was executing, and its last call: by its page, where it is on this machine, else by its
-        beat.
-        """
-        if self._pages is not None and (noted := self._pages.read(rank)) is not None:
-            at, kind, site, ranks, number, nbytes = noted
-            return at, Call(kind, site, _numbers(ranks), int(number), int(nbytes))
-        if beats is None or beats[rank]["call"] is None:
-            return "start" if beats is None else beats[rank]["at"], None
-        kind, site, ranks, number, nbytes = beats[rank]["call"]
-        return beats[rank]["at"], Call(kind, site, tuple(ranks), number, nbytes)
-
 
 def _name_of_run(store: dist.Store) -> str:
     """A name that no other run has: the first rank's."""
     return bytes(store.compare_set("name", "", uuid.uuid4().hex)).decode()
 
 
+def _arrived(store: dist.Store) -> int:
+    return int(store.add(ARRIVED, 0))
+
+
 def _beat_key(rank: int) -> str:
     return f"beat of {rank}"
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    """(0, 2) of the text "(0, 2)"."""
-    return tuple(int(part) for part in text.strip("()").split(",") if part.strip())
-
-
-def _describe(ranks: Sequence[int], lasts: dict[int, tuple[str, Call | None]], what: str) -> str:
-    texts = []
-    for rank in ranks:
-        at, call = lasts[rank]
-        texts.append(f"rank {rank} is {what}: it was last known at {at}" + (f" in {call}" if call else ""))
-    return "; ".join(texts)
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
-
-
-class WaitingCall:
-    """The time of a call that others take part in; when it fails, the first fault is raised instead."""
-
-    def __init__(self, board: FaultBoard, call: Call) -> None:
-        self._board, self._call = board, call
-
-    def __enter__(self) -> Call:
-        self._board.enter(self._call)
-        return self._call
-
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, _: TracebackType | None
-    ) -> None:
-        if exc is None:
-            self._board.leave()
-        # What torch.distributed raises for timeouts and lost connections.
-        elif isinstance(exc, RuntimeError):
-            raise self._board.fault_of_call(self._call, exc) from exc
-        else:
-            self._board.leave()
+__all__ = ["BEAT", "GRACE", "Call", "FaultBoard"]

@@ -42,6 +42,8 @@ class Pages:
         os.ftruncate(file, SIZE)
         self._memory = mmap.mmap(file, SIZE)
         os.close(file)
+        # The pages of other ranks, once they were looked at; None of those on other machines.
+        self._others: dict[int, mmap.mmap | None] = {}
         self.write(())
 
     def write(self, words: Sequence[object]) -> None:
@@ -55,6 +57,28 @@ class Pages:
         """Return the last note of a rank; None where it has none on this machine."""
         words = self._words(self._path(rank))
         return words[1:] or None if words else None
+
+    def is_other(self, rank: int, begin: Sequence[object], end: Sequence[object]) -> bool:
+        """Tell whether the note of a rank on this machine has the words of `begin`, and then others than those of `end`."""
+        if rank not in self._others:
+            self._others[rank] = self._mapped(rank)
+        if (memory := self._others[rank]) is None:
+            return False
+        start = f"{BETWEEN}{BETWEEN.join(map(str, begin))}{BETWEEN}".encode()
+        for pause in (0.001, 0.01, None):
+            text = memory[: memory.find(END.encode()) + 1]
+            at = text.find(start)
+            if at < 0 or text[at + len(start) :] == f"{BETWEEN.join(map(str, end))}{END}".encode():
+                return False
+            # The other rank may be writing, or about to make its next call: what differs is read again.
+            if pause is not None:
+                time.sleep(pause)
+        return True
+
+    def _mapped(self, rank: int) -> mmap.mmap | None:
+        with suppress(OSError, ValueError), self._path(rank).open("rb") as file:
+            return mmap.mmap(file.fileno(), SIZE, access=mmap.ACCESS_READ)
+        return None
 
     def is_dead(self, rank: int) -> bool:
         """Tell whether a rank of this machine has ended without removing its page."""

@@ -37,15 +37,26 @@ import torch
 import torch.distributed as dist
 
 from autoptd.compat import default_store, gather_into, new_group, scatter_into
-from autoptd.errors import InternalError, PlanError, RuntimeFault
+from autoptd.errors import InternalError, PlanError
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime.devices import process_device
+from autoptd.runtime.world.arrival import meet
+from autoptd.runtime.world.calls import Call
 from autoptd.runtime.world.device_watch import PROBES, WATCHDOG_MARGIN, DeviceWatch, abort_groups
-from autoptd.runtime.world.faults import Call, FaultBoard, WaitingCall
+from autoptd.runtime.world.end_waits import end_waits
+from autoptd.runtime.world.faults import FaultBoard
 from autoptd.runtime.world.layouts import as_real, fresh, in_place_of, parts_first, sum_in_order
+from autoptd.runtime.world.leaving import stop_telling
 from autoptd.runtime.world.recorder import describe, set_defaults
-from autoptd.runtime.world.rendezvous import default_backend, init_from_env
+from autoptd.runtime.world.rendezvous import (
+    default_backend,
+    init_default_group,
+    own_place,
+    store_from_env,
+    store_of_group,
+)
 from autoptd.runtime.world.send_watcher import SendWatcher
+from autoptd.runtime.world.waiting import WaitingCall
 from autoptd.runtime.world.world import (
     Channel,
     Communicators,
@@ -85,29 +96,31 @@ class DistributedWorld(World):
         self._owns_default = not dist.is_initialized()
         self._group_limit = timedelta(seconds=timeout + (WATCHDOG_MARGIN if self.backend in PROBES else 0.0))
         set_defaults()
-        if self._owns_default:
-            init_from_env(self.backend, timeout, self._group_limit)
-        if dist.get_world_size() != mesh.size:
+        rank, size = own_place()
+        if size != mesh.size:
             raise PlanError(
-                f"world size {dist.get_world_size()}",
+                f"world size {size}",
                 f"the mesh {mesh} has {mesh.size} ranks",
                 f"start {mesh.size} processes (torchrun --nproc-per-node), or change t, p, d",
             )
-        super().__init__(dist.get_rank(), mesh, target, timeout)
+        super().__init__(rank, mesh, target, timeout)
+        base = store_of_group(timeout) if self._owns_default else default_store()
         # The worlds of this default group are numbered, by each rank for itself, as it makes all of them.
-        self._number = default_store().add(_count_key(self.rank), 1)
-        store = dist.PrefixStore(f"autoptd {self._number}", default_store())
-        # Gloo may end a process by SIGABRT, without a word: its calls are noted where other ranks can read them.
-        self.board = FaultBoard(store, self, notes_calls=self.backend == "gloo")
+        self._number = base.add(_count_key(self.rank), 1)
+        store = dist.PrefixStore(f"autoptd {self._number}", base)
         self._handles: list[dist.ProcessGroup] = []
+        # Gloo may end a process by SIGABRT, without a word: its calls are noted where other ranks can read them.
+        is_gloo, stop = self.backend == "gloo", partial(end_waits, self._handles, self.rank)
+        self.board = FaultBoard(store, self, notes_calls=is_gloo, end_waits=stop if is_gloo else None)
         self.board.recorder.groups = self._handles
         self._watch: DeviceWatch | None = None
+        stop_telling()
+        words = store_from_env(timeout) if self._owns_default else base
+        meet(self.board, self, words)
+        if self._owns_default:
+            init_default_group(self.backend, base, self._group_limit)
         with self.call(Call("the creation of groups", "start")):
-            try:
-                self._connect(communicators)
-            except RuntimeError as exc:
-                self._name_absent(exc)
-                raise
+            self._connect(communicators)
         if make_probe := PROBES.get(self.backend):
             self._watch = DeviceWatch(
                 self.board, self, make_probe, lambda: abort_groups(self._handles, ABORT_LIMIT)
@@ -191,15 +204,6 @@ class DistributedWorld(World):
             # Aborted together after a fault.
             self._handles.append(handle)
         return handle
-
-    def _name_absent(self, exc: Exception) -> None:
-        """RuntimeFault if there are ranks that have not come as far as this one."""
-        if absent := self.board.absent():
-            raise RuntimeFault(
-                f"rank {self.rank} at start",
-                f"waited {self.timeout:g} s for rank {', '.join(map(str, absent))}, not arrived at parallelize or pm.step",
-                "look at their own output; all ranks make the same calls",
-            ) from exc
 
 
 def _count_key(rank: int) -> str:

@@ -1,17 +1,23 @@
 """How the processes of a launch find each other: the backend, and the default process group from torchrun's
 environment.
 
-In: the device of this process. Out: the backend's name; and torch's default process group, made.
+In: the device of this process. Out: the backend's name; the store of the launch; and torch's default process group, made.
 
     backend = default_backend(torch.device("cuda", 0))                                    # "nccl"
-    init_from_env(backend, timeout=300.0, group_limit=timedelta(seconds=330))
+    store = store_of_group(timeout=300.0)
+    init_default_group(backend, store, group_limit=timedelta(seconds=330))
 """
 
 from __future__ import annotations
 
 import os
+import socket
+import threading
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +25,8 @@ import torch.distributed as dist
 from autoptd.compat import env_store
 from autoptd.errors import PlanError
 
+Result = TypeVar("Result")
+WANTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # The stores of this process, by what names them, and how many default groups it has made in each.
 _STORES: dict[tuple[object, ...], dist.Store] = {}
 _MADE: Counter[tuple[object, ...]] = Counter()
@@ -36,29 +44,88 @@ def default_backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def init_from_env(backend: str, timeout: float, group_limit: timedelta) -> None:
-    """Make the default process group.
+def own_place() -> tuple[int, int]:
+    """Return the rank of this process, and how many there are."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    _named()
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
-    Torchrun's restarts share one store, and so do the groups that a process makes one after the other: each
-    takes its own prefix, or a rank reads the address of one that is closed. The store lives as long as the
-    process: rank 0 serves it, and a rank that is a step ahead would find the old one, about to end.
+
+def store_from_env(timeout: float) -> dist.Store:
+    """Return the store that the processes of a launch share, of this attempt of torchrun's.
+
+    It lives as long as the process: rank 0 may serve it. Waits for its host in Python, so that Ctrl-C ends that.
     """
-    wanted = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in wanted if name not in os.environ]
-    if missing:
-        fact = f"{', '.join(missing)} not set"
-        raise PlanError("torch.distributed", fact, "start with torchrun, or use backend='local'")
-    named = (os.getpid(), *(os.environ[name] for name in wanted))
+    named = _named()
     limit = timedelta(seconds=timeout)
     if named not in _STORES:
-        _STORES[named] = env_store(limit)[0]
+        _STORES[named] = _in_thread(lambda: env_store(limit)[0])
     _STORES[named].set_timeout(limit)
-    # All ranks of a store make all of its groups, so that each counts alike.
+    # Torchrun's restarts share one store.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"attempt {attempt} group {_MADE[named]}", _STORES[named])
+    return dist.PrefixStore(f"attempt {attempt}", _STORES[named])
+
+
+def store_of_group(timeout: float) -> dist.Store:
+    """Return the store of the next default group that this process makes.
+
+    Each takes its own prefix, or a rank reads the address of one that is closed.
+    """
+    store, named = store_from_env(timeout), _named()
+    # All ranks of a store make all of its groups, so that each counts alike.
     _MADE[named] += 1
+    return dist.PrefixStore(f"group {_MADE[named]}", store)
+
+
+def init_default_group(backend: str, store: dist.Store, group_limit: timedelta) -> None:
+    """Make the default process group; all ranks have arrived."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=group_limit)
 
 
-__all__ = ["default_backend", "init_from_env"]
+def is_served(seconds: float) -> bool:
+    """Tell whether there is a launch, and whoever serves its store listens."""
+    if any(name not in os.environ for name in WANTED):
+        return False
+    try:
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        socket.create_connection(address, timeout=seconds).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _named() -> tuple[object, ...]:
+    missing = [name for name in WANTED if name not in os.environ]
+    if missing:
+        fact = f"{', '.join(missing)} not set"
+        raise PlanError("torch.distributed", fact, "start with torchrun, or use backend='local'")
+    return (os.getpid(), *(os.environ[name] for name in WANTED))
+
+
+def _in_thread(act: Callable[[], Result]) -> Result:
+    """Return what `act` returns, or raise what it raises, as the main thread listens to signals."""
+    found: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            found.put((act(), None))
+        except BaseException as exc:
+            found.put((None, exc))
+
+    threading.Thread(target=run, name="rendezvous", daemon=True).start()
+    result, error = found.get()
+    if error is not None:
+        raise error
+    return result  # type: ignore[no-any-return]
+
+
+__all__ = [
+    "default_backend",
+    "init_default_group",
+    "is_served",
+    "own_place",
+    "store_from_env",
+    "store_of_group",
+]

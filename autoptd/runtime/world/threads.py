@@ -99,10 +99,10 @@ class Ranks:
             )
         if len(self._jobs) == 1:
             return [self._run_alone(fn)]
-        for jobs in self._jobs:
-            jobs.put(fn)
         results: dict[int, Any] = {}
         try:
+            for jobs in self._jobs:
+                jobs.put(fn)
             self._collect(results)
         # KeyboardInterrupt in the caller: stop the ranks as well.
         except BaseException as exc:

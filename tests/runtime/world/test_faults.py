@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from autoptd.runtime.world import faults
+from autoptd.errors import RuntimeFault
+from autoptd.runtime.world import faults, leaving
+from autoptd.runtime.world.arrival import meet
 from autoptd.runtime.world.faults import Call, FaultBoard
 from autoptd.runtime.world.pages import Pages
 from tests.forks import CONTEXT
@@ -24,7 +27,9 @@ RECEIVE = Call("receive", "RECV_B0.0<1")
 
 
 def beat(count: int = 0, at: str = "", call: Call | None = None, is_waiting: bool = False) -> str:
-    return json.dumps({"count": count, "at": at, "call": call, "is_waiting": is_waiting})
+    return json.dumps(
+        {"count": count, "at": at, "call": call, "is_waiting": is_waiting, "script": [], "left": ""}
+    )
 
 
 def world_of(rank: int, size: int, at: str = "F0.0") -> Any:
@@ -140,3 +145,102 @@ def test_a_store_whose_host_is_silent_holds_nobody_up(monkeypatch: pytest.Monkey
         os.kill(host.pid or 0, signal.SIGKILL)
         host.join(10)
     board.close()
+
+
+def two_boards(**keywords: Any) -> tuple[FaultBoard, FaultBoard, dist.HashStore]:
+    store = dist.HashStore()
+    first, second = (FaultBoard(store, world_of(rank, 2), **keywords) for rank in range(2))
+    return first, second, store
+
+
+def test_ctrl_c_on_one_rank_is_what_the_others_show_and_ends_its_own_calls() -> None:
+    mine, other, store = two_boards()
+    mine.report(KeyboardInterrupt())
+    assert other._read_first(store)
+    with pytest.raises(RuntimeFault, match=r"^rank 0 at F0.0: left \(KeyboardInterrupt\) \[seen by rank 1"):
+        other.raise_first()
+    with pytest.raises(RuntimeFault, match=r"rank 0 at F0.0: left \(KeyboardInterrupt\)\."):
+        mine.enter(RECEIVE)  # what it calls now would meet what others called before
+    for board in (mine, other):
+        board.close()
+
+
+@pytest.mark.parametrize("error", [ValueError("bad batch"), None], ids=["raises", "ends"])
+def test_a_rank_whose_script_is_over_says_why(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    monkeypatch.setattr(faults, "GRACE", 0.1)
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    monkeypatch.setattr(sys, "last_exc", error, raising=False)
+    mine, other, _ = two_boards()
+    mine._end()  # Python calls it
+    text = str(other.fault_of_call(RECEIVE, RuntimeError("closed by peer")))
+    wanted = "rank 0 at F0.0: left (ValueError: bad batch)" if error else "rank 0 left: its script has ended"
+    assert wanted in text, text
+    other.close()
+
+
+def test_scripts_that_call_different_things_are_seen_while_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "BEAT", 0.02)
+    ended = threading.Event()
+    mine, other, _ = two_boards(end_waits=ended.set)
+    for board, calls in ((mine, ("step", "pm.save")), (other, ("step", "step", "step"))):
+        for what in calls:
+            board.begin(what)
+    mine.enter(RECEIVE)
+    assert ended.wait(30)  # the call in which it waits is ended, and says:
+    text = str(mine.fault_of_call(RECEIVE, RuntimeError("ended")))
+    assert (
+        "its script calls pm.save where that of rank 1 calls step (call 2 of each). Remedy: every rank"
+        in text
+    )
+    for board in (mine, other):
+        board.close()
+
+
+def test_a_rank_that_is_only_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "BEAT", 0.01)
+    asked = threading.Event()
+    mine, other, store = two_boards(end_waits=lambda: pytest.fail("ended"))
+    right = mine._blame.of_scripts
+    mine._blame.of_scripts = lambda *given: [right(*given), asked.set()][0]  # type: ignore[method-assign, func-returns-value]
+    for what in ("step", "pm.save"):
+        mine.begin(what)
+    other.begin("step")
+    mine.enter(RECEIVE)
+    assert asked.wait(30) and not mine._read_first(store)
+    for board in (mine, other):
+        board.close()
+
+
+def test_a_rank_that_left_before_it_arrived_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, words = dist.HashStore(), dist.HashStore()
+    world = world_of(0, 2)
+    world.timeout = 60
+    board = FaultBoard(store, world)
+    monkeypatch.setattr(leaving, "is_served", lambda _: True)
+    monkeypatch.setattr(leaving, "store_from_env", lambda _: words)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(sys, "last_value", KeyboardInterrupt(), raising=False)
+    monkeypatch.setattr(sys, "last_exc", KeyboardInterrupt(), raising=False)
+    leaving._tell()  # Python calls it as rank 1 ends
+    with pytest.raises(
+        RuntimeFault, match=r"rank 0 at start: rank 1 left \(KeyboardInterrupt\), not arrived"
+    ):
+        meet(board, world, words)
+    FaultBoard(store, world_of(1, 2)).close()
+    meet(board, world, words)  # it has arrived
+    board.close()
+
+
+def test_another_call_in_one_place_is_seen_before_it_is_made(tmp_path: Path) -> None:
+    pages = [Pages("run", rank, str(tmp_path)) for rank in range(2)]
+    pages[1].write(("F0.1", (0, 1), 17, "all_reduce", "loss", 8))
+    assert not pages[0].is_other(1, ((0, 1), 17), ("all_reduce", "loss", 8))
+    assert not pages[0].is_other(1, ((0, 1), 7), ("all_reduce", "norm", 8))  # another call of the group
+    assert not pages[0].is_other(1, ((0, 2), 17), ("all_reduce", "norm", 8))
+    assert not pages[0].is_other(2, ((0, 1), 17), ("all_reduce", "norm", 8))  # on another machine
+    for form in (("all_reduce", "norm", 8), ("all_reduce", "loss", 80), ("all_gather", "loss", 8)):
+        assert pages[0].is_other(1, ((0, 1), 17), form)
+    for each in pages:
+        each.close()

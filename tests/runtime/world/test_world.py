@@ -333,6 +333,25 @@ def test_threads_end() -> None:
     assert not any(thread.is_alive() for thread in made)
 
 
+def test_ctrl_c_ends_ranks_that_wait_and_those_that_compute_and_they_can_go_on() -> None:
+    ranks = Ranks(ThreadWorld(Mesh(t=2)))
+
+    def work(world: World) -> None:
+        if world.rank == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(600):
+                world.mark()  # the executor's, after each action
+                time.sleep(0.05)
+        world.group(("tp",)).all_reduce(torch.ones(1), "sum")
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            ranks.run(work)
+        assert ranks.run(lambda world: world.group(("tp",)).all_reduce(torch.ones(1), "sum").item()) == [2, 2]
+    finally:
+        ranks.close()
+
+
 # Real processes over gloo. They are forked from a server that has imported torch once.
 
 
@@ -465,11 +484,29 @@ def call_another(world: World) -> None:
 @pytest.mark.processes
 def test_ranks_that_make_different_calls_are_both_named() -> None:
     said = run_processes(Mesh(t=2), call_another)
-    assert len(said) == 1  # the other one was aborted
-    (text,) = said.values()
-    assert text.startswith("RuntimeFault: ") and "is not the same on" in text, text
-    for rank, size in enumerate((4, 400)):
-        assert f"rank {rank} at F0.{rank}: all_reduce 'call of {rank}' of {size} bytes" in text, text
+    assert len(said) == 2  # none was aborted
+    for text in said.values():
+        assert text.startswith("RuntimeFault: ") and "is not the same on" in text, text
+        for rank, size in enumerate((4, 400)):
+            assert f"rank {rank} at F0.{rank}: all_reduce 'call of {rank}' of {size} bytes" in text, text
+
+
+def interrupt_one(world: World) -> None:
+    """Rank 1 sees Ctrl-C in a call, and its process lives on; a call of rank 0 waits for it, out of Python's reach."""
+    world.at = f"F0.{world.rank}"
+    group = world.group(("tp",))
+    group.all_reduce(torch.ones(1), "same")
+    if world.rank == 1:
+        world.report_fault(KeyboardInterrupt())
+        time.sleep(8)
+    group.all_reduce_start(torch.ones(5), "x").wait()
+
+
+@pytest.mark.processes
+def test_a_wait_for_a_rank_that_was_interrupted_ends_while_that_lives() -> None:
+    said = run_processes(Mesh(t=2), interrupt_one, timeout=30.0)
+    assert said[0].startswith("RuntimeFault: rank 1 at F0.1: left (KeyboardInterrupt) [seen by rank 0"), said
+    assert said[1].startswith("RuntimeFault: rank 1 at F0.1: left (KeyboardInterrupt)."), said
 
 
 @pytest.mark.processes
