@@ -87,9 +87,10 @@ def batch_checked(ranks: RunningRanks, call: str, count: int, leaves: Sequence[A
         number = rank.executor.steps + 1 if call == "step" else count
         return BatchCheck(rank.world, call, number, leaves)
 
-    check = ranks.unrecorded.run(SITE, start)
+    what = f"{SITE} of {call}"
+    check = ranks.unrecorded.run(what, start)
     yield
-    ranks.unrecorded.run(SITE, lambda rank: check.finish())
+    ranks.unrecorded.run(what, lambda rank: check.finish())
 
 
 def _differing(replica: Sequence[int], seen: dict[int, list[int]]) -> list[str]:

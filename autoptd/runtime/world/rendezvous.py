@@ -26,6 +26,8 @@ from autoptd.compat import env_store
 from autoptd.errors import PlanError
 
 Result = TypeVar("Result")
+# Seconds between two looks at signals.
+LISTENS = 0.5
 WANTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # The stores of this process, by what names them, and how many default groups it has made in each.
 _STORES: dict[tuple[object, ...], dist.Store] = {}
@@ -114,7 +116,11 @@ def _in_thread(act: Callable[[], Result]) -> Result:
         except BaseException as exc:
             found.put((None, exc))
 
-    threading.Thread(target=run, name="rendezvous", daemon=True).start()
+    thread = threading.Thread(target=run, name="rendezvous", daemon=True)
+    thread.start()
+    # A signal that another thread receives does not wake up this one.
+    while thread.is_alive():
+        thread.join(LISTENS)
     result, error = found.get()
     if error is not None:
         raise error

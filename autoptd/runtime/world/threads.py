@@ -32,6 +32,8 @@ from autoptd.runtime.world.world import Communicators, World, fault_site, on_dev
 Result = TypeVar("Result")
 # Seconds that the other ranks get to end after a fault.
 GRACE = 10.0
+# Seconds between two looks at signals: one that another thread receives does not wake up the main thread.
+LISTENS = 0.5
 
 
 class ThreadWorld(Shared):
@@ -141,11 +143,13 @@ class Ranks:
         while len(results) < len(self._jobs):
             if self.shared.fault and deadline is None:
                 deadline = time.monotonic() + min(GRACE, self.shared.timeout)
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            left = LISTENS if deadline is None else max(0.0, deadline - time.monotonic())
             try:
                 rank, result = self._ended.get(timeout=left)
             except Empty:
-                return
+                if deadline is not None:
+                    return
+                continue
             results[rank] = result
 
 

@@ -338,7 +338,7 @@ def test_ctrl_c_ends_ranks_that_wait_and_those_that_compute_and_they_can_go_on()
 
     def work(world: World) -> None:
         if world.rank == 0:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             for _ in range(600):
                 world.mark()  # the executor's, after each action
                 time.sleep(0.05)
