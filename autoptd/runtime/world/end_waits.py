@@ -26,7 +26,7 @@ def end_waits(groups: Sequence[dist.ProcessGroup], rank: int) -> None:
         peer = next(other for other in dist.get_process_group_ranks(group) if other != rank)
         # It is what is wanted, or has happened already.
         with suppress(RuntimeError, ValueError):
-            work = dist.irecv(torch.empty(1), peer, group=group, tag=TAG)
+            work = dist.irecv(torch.empty(1, device="cpu"), peer, group=group, tag=TAG)
             if work is not None:
                 work.wait(timedelta(milliseconds=1))
 
