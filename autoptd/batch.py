@@ -12,6 +12,7 @@ rule).
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -31,8 +32,12 @@ from autoptd.program.program import Program
 from autoptd.runtime.batch import batch_rows
 from autoptd.runtime.devices import device_of_ranks
 
-# Rows of two pairs.
-PAIRS = 4
+# Rows of two pairs, and of the largest group that is looked for.
+PAIRS, LARGEST_GROUP = 4, 64
+
+
+class FewRows(TraceError):
+    """The model can be traced with all rows of the batch, and not with those of a microbatch."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +58,20 @@ class Batch:
 
     @property
     def with_more_rows(self) -> Batch | None:
-        """This batch with two pairs of rows in its trace; None where that has as many, or the batch is not divided."""
+        """This batch with two pairs of rows in its trace, or two microbatches; None where a step has fewer."""
+        return self.tracing(max(PAIRS, 2 * self.rows))
+
+    def tracing(self, rows: int) -> Batch | None:
+        """Return this batch with so many rows in its trace; None without so many."""
+        is_possible = self.pieces > 1 and self.traced_rows < rows <= self.rows * self.pieces
+        return replace(self, traced_rows=rows) if is_possible and rows % self.rows == 0 else None
+
+    @property
+    def possible_groups(self) -> list[int]:
+        """The numbers of rows, more than those of the trace, that divide a step into several groups."""
         step = self.rows * self.pieces
-        if self.pieces == 1 or self.traced_rows >= PAIRS or PAIRS % self.rows or step < PAIRS:
-            return None
-        return replace(self, traced_rows=PAIRS)
+        most = min(step // 2, LARGEST_GROUP)
+        return [rows for rows in range(self.traced_rows + 1, most + 1) if step % rows == 0]
 
     @property
     def in_one_microbatch(self) -> Batch:
@@ -127,7 +141,8 @@ def plan_batch(
     rows, pieces = share // m, m * options.mesh.replicas
     # A microbatch of one row is traced with two: a dim of size 1 is broadcast, and would be taken for no
     # batch.
-    batch = Batch(batched, rows, m, pieces, rows if pieces == 1 else max(rows, 2))
+    # So would a single group of rows.
+    batch = Batch(batched, rows, m, pieces, rows if pieces == 1 else max(rows, 2 * group if group > 1 else 2))
     # What mixes rows at one size does at others.
     return batch.in_one_microbatch if like is not None and like.busy_axes else batch
 
@@ -229,7 +244,22 @@ def capture_rows(
         if batch.traced_rows == rows or not _can_trace(model, options, args, kwargs):
             raise
         fact = f"with {batch.traced_rows} of {rows} rows it {error.fact}"
-        raise TraceError(error.site, fact, divided_remedy(batch, rows)) from error
+        remedy = (
+            f"{divided_remedy(batch, rows)}; or, if it takes rows in groups, two groups in the batch at least"
+        )
+        raise FewRows(error.site, fact, remedy) from error
+
+
+def groups_of(
+    model: nn.Module, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch
+) -> Batch | None:
+    """Return this batch with two groups in its trace, of the fewest rows with which the model can be traced; None without."""
+    for rows in batch.possible_groups:
+        call = resize(args, kwargs, batch, rows)
+        if _can_trace(model, options, *call):
+            # Of a single group nobody sees that it is one.
+            return batch.tracing(math.lcm(2 * rows, batch.rows))
+    return None
 
 
 def compare_rows(

@@ -20,7 +20,7 @@ from torch import nn
 from autoptd import codegen, passes, schedule
 from autoptd import trace as tracing
 from autoptd.auto import planned
-from autoptd.batch import Batch, Traces, capture_rows, plan_batch, split_call, trace_rows
+from autoptd.batch import Batch, FewRows, Traces, capture_rows, groups_of, plan_batch, split_call, trace_rows
 from autoptd.deferred import is_deferred, traceable
 from autoptd.errors import AutoptdError, PlanError
 from autoptd.fit import Written, fit
@@ -136,14 +136,15 @@ def _compile(
         cache.store(key, found.program)
         return found, traces
 
+    grouped = partial(groups_of, model, options, args, kwargs)
     try:
-        (program, graph, ctx), traces = _write_with_groups(written, batch)
+        (program, graph, ctx), traces = _write_with_groups(written, batch, grouped)
     except passes.RowGroups as groups:
         fewer = plan_batch(options, args, kwargs, replicas, groups.group, like)
         # A number that the user, or a schedule of theirs, gave.
-        if fewer == batch:
+        if fewer.rows == batch.rows:
             raise PlanError(groups.site, groups.fact, groups.remedy) from None
-        (program, graph, ctx), traces = _write_with_groups(written, fewer)
+        (program, graph, ctx), traces = _write_with_groups(written, fewer, grouped)
     except passes.MixedSamples as error:
         if not _may_mix(options):
             raise error.refused() from None
@@ -155,25 +156,30 @@ def _compile(
 
 
 def _write_with_groups(
-    write: Callable[[Batch], tuple[Written, Traces]], batch: Batch
+    write: Callable[[Batch], tuple[Written, Traces]],
+    batch: Batch,
+    grouped: Callable[[Batch], Batch | None],
 ) -> tuple[Written, Traces]:
-    """Compile; with more rows in the trace where rows are mixed, which may belong together.
+    """Compile; with more rows in the trace where rows are mixed, or too few for the model: they may belong together.
 
     That shows only where a trace has several groups of them. Where they are mixed again, the first error is the one.
+    `grouped` finds how many rows make two groups.
     """
+    first: AutoptdError
     try:
         return write(batch)
     except passes.MixedSamples as error:
-        mixed = error
-    more = batch.with_more_rows
+        first, more = error, batch.with_more_rows
+    except FewRows as error:
+        first, more = error, grouped(batch)
     if more is None:
-        raise mixed
+        raise first
     try:
         return write(more)
     except passes.RowGroups:
         raise
     except AutoptdError:
-        raise mixed from None
+        raise first from None
 
 
 def _may_mix(options: Options) -> bool:

@@ -73,6 +73,52 @@ def test_groups_stay_together(way: str, mesh: str) -> None:
     check(WAYS[way], **MESHES[mesh])
 
 
+def advantages(rewards: Tensor, size: int, way: str) -> Tensor:
+    """Rewards over the mean and the deviation of their group, in the ways of GRPO trainers."""
+    if way == "blocks":
+        groups = rewards.view(size, -1)
+        return ((groups - groups.mean(0)) / (groups.std(0) + 1e-4)).view(-1)
+    groups = rewards.view(-1, size)
+    if way == "repeated":
+        mean, deviation = (x.repeat_interleave(size, 0) for x in (groups.mean(1), groups.std(1)))
+        return (rewards - mean) / (deviation + 1e-4)
+    return ((groups - groups.mean(1, True)) / (groups.std(1, keepdim=True) + 1e-4)).view(-1)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("way", ["kept", "repeated", "blocks"])
+@pytest.mark.parametrize(("rows", "size", "microbatches"), [(8, 4, 2), (12, 3, 4)])
+@pytest.mark.parametrize("mesh", [{"p": 2}, {"d": 2, "t": 2, "zero": 1}], ids=str)
+def test_groups_of_more_rows_than_a_trace_has(
+    mesh: dict[str, int], rows: int, size: int, microbatches: int, way: str
+) -> None:
+    """`rewards` are read in groups that fewer rows cannot make: the trace has two of them, a microbatch one."""
+
+    def loss(model: Model, ids: Tensor, base: Tensor, **given: Tensor) -> Tensor:
+        gain = gained(model, ids, base=torch.zeros_like(base), **given)
+        return -(gain * advantages(base, size, way)).mean()
+
+    case = case_of(loss)
+    call = {name: torch.cat([x, x.flip(0)])[:rows] for name, x in case.call().items()}
+    report = autoptd.verify(case.make(), example_inputs=call, steps=2, **mesh)
+    assert report
+    program = autoptd.compile(case.make(), example_inputs=call, **mesh)
+    assert program.num_microbatches * mesh.get("d", 1) == microbatches
+    assert program.row_blocks == (size if way == "blocks" else 1)
+
+
+def test_groups_that_are_not_whole_are_refused() -> None:
+    def loss(model: Model, ids: Tensor, base: Tensor, **given: Tensor) -> Tensor:
+        return (advantages(base, 4, "kept") * gained(model, ids, base=base, **given)).mean()
+
+    case = case_of(loss)
+    with pytest.raises(autoptd.PlanError, match="takes 4 rows together, and a microbatch has 2"):
+        autoptd.compile(case.make(), num_microbatches=4, example_inputs=case.call())
+    few = {name: x[:4] for name, x in case.call().items()}
+    with pytest.raises(autoptd.TraceError, match=r"with 2 of 4 rows.*two groups in the batch"):
+        autoptd.compile(case.make(), d=2, example_inputs=few)
+
+
 def test_the_default_number_of_microbatches_leaves_groups_whole() -> None:
     for case, blocks in ((PAIRS, 1), (HALVES, 2)):
         program = autoptd.compile(case.make(), d=2, example_inputs=case.call())

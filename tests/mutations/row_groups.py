@@ -1,0 +1,13 @@
+"""How many rows a trace has where they belong together in groups."""
+
+from tests.mutations import Mutation
+
+TESTS = "tests/parity/test_row_groups.py"
+
+MUTATIONS = (
+    Mutation("autoptd/batch.py", "max(rows, 2 * group if group > 1 else 2)", "max(rows, 2)", TESTS),
+    Mutation(
+        "autoptd/batch.py", "batch.tracing(math.lcm(2 * rows, batch.rows))", "batch.tracing(rows)", TESTS
+    ),
+    Mutation("autoptd/compile.py", "first, more = error, grouped(batch)", "first, more = error, None", TESTS),
+)
