@@ -20,7 +20,7 @@ from autoptd.program.specs import ParamSpec
 from autoptd.runtime.checkpoint.restore import agree, attempted
 from autoptd.runtime.launch import Rank, check_same_source
 from autoptd.runtime.model_buffers import copy_buffers
-from autoptd.runtime.parameters import dtype_of, read_shard
+from autoptd.runtime.parts import dtype_of, read_shard
 from autoptd.runtime.read_folder import Folder
 from autoptd.runtime.save_adapter import save_adapter
 from autoptd.runtime.save_pretrained import Contents
@@ -40,7 +40,7 @@ class AdaptedModel(StatefulModel):
         Warns of what is trained and no part of the adapter: `save` keeps that. PlanError for a model without adapters;
         RuntimeFault on all ranks when rank 0 cannot write. Collective.
         """
-        ranks, specs = self._started("save_adapter"), self._specs()
+        ranks, specs = self._settled("save_adapter"), self._specs()
         attempt = attempted(lambda: self._adapter(SAVE, adapter))
         found: Adapter = ranks.run(SAVE, lambda rank: agree(rank.world, SAVE, attempt))
         # Rank 0's: which embeddings PEFT adds depends on files of the base, which other nodes may not have.

@@ -215,7 +215,7 @@ class ParallelModel(AdaptedModel):
         computes wrongly. Needs kernels that give the same bits each time (`torch.use_deterministic_algorithms`), and says
         where they do not. With one replica, only whether each rank computes the same twice.
         """
-        ranks, mesh = self._started("check_ranks"), self.options.mesh
+        ranks, mesh = self._settled("check_ranks"), self.options.mesh
         args, kwargs = self._arranged(args, kwargs)
         # A program is that of what `step` takes: the rows of one replica, or of all of them.
         if not self._is_process:

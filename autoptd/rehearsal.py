@@ -29,7 +29,8 @@ from autoptd.runtime.again import Activations
 from autoptd.runtime.batch_sums import set_batch_sums
 from autoptd.runtime.executor import Executor
 from autoptd.runtime.guard import unguarded
-from autoptd.runtime.parameters import RankParameters, dtype_of
+from autoptd.runtime.parameters import RankParameters
+from autoptd.runtime.parts import dtype_of
 from autoptd.runtime.stage import Stage
 from autoptd.runtime.world.shapes import ShapeWorld
 

@@ -215,6 +215,7 @@ class StartedModel:
         assert self._program is not None
         ranks = self._started("step")
         ranks.check_equal_copies()
+        ranks.unrecorded.follow_edits()
         return self._program, ranks
 
     def _sized(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SizedCall:
@@ -278,6 +279,12 @@ class StartedModel:
         self._program = program
         # The ranks hold copies: the model's own tensors, and what made them, may be freed.
         self._state, self._weights = {}, None
+
+    def _settled(self, what: str) -> RunningRanks:
+        """Return the ranks, whose parameters have what the user wrote to them. Collective."""
+        ranks = self._started(what)
+        ranks.unrecorded.follow_edits()
+        return ranks
 
     def _started(self, what: str, even_unusable: bool = False) -> RunningRanks:
         if self._ranks is None:

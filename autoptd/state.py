@@ -104,7 +104,7 @@ class StatefulModel(StartedModel):
         run ends, `folder` holds the checkpoint that it had before, or this one. It is a folder of
         torch.distributed.checkpoint as well. PlanError or RuntimeFault on all ranks if one cannot write.
         """
-        ranks = self._started("save")
+        ranks = self._settled("save")
         first = ranks.here[0].world.rank
 
         def prepare() -> tuple[Contents, bytes]:
@@ -270,7 +270,7 @@ class StatefulModel(StartedModel):
         The same on every mesh, for the same values: one flipped bit, or two rows in each other's place, change it.
         `fingerprint_of_values(dict(model.named_parameters()))` of autoptd.runtime.fingerprint is that of one device.
         """
-        ranks = self._started("fingerprint").unrecorded
+        ranks = self._settled("fingerprint").unrecorded
         return ranks.run("fingerprint", lambda rank: fingerprint_of_model(rank.params))
 
     # full tensors
@@ -280,7 +280,7 @@ class StatefulModel(StartedModel):
 
         Collective.
         """
-        ranks = self._started("state_dict")
+        ranks = self._settled("state_dict")
         found = ranks.run("state_dict", lambda rank: gather_parameters(rank.params))
         if not ranks.has_rank_0:
             return {}
@@ -361,7 +361,7 @@ class StatefulModel(StartedModel):
         cannot write. Collective.
         """
         limit = parse_size(max_shard_size)
-        ranks, how, specs = self._started("save_pretrained"), self._format, self.program.params
+        ranks, how, specs = self._settled("save_pretrained"), self._format, self.program.params
         others = {name: x.cpu().contiguous() for name, x in self._buffers.values.items()}
         what = contents_of(specs, others, self._names, how)
         for remark in how.remarks if ranks.here[0].world.rank == 0 else ():

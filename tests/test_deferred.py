@@ -15,7 +15,7 @@ from autoptd.compat import FakeTensor
 from autoptd.deferred import named_tensors
 from autoptd.errors import PlanError
 from autoptd.runtime.fingerprint import fingerprint_of_values
-from autoptd.runtime.parameters import shard_of
+from autoptd.runtime.parts import shard_of
 from autoptd.runtime.recipes import Recipes
 from examples.gpt import GPT, GPTConfig
 from tests.constructors import KINDS

@@ -26,7 +26,7 @@ from autoptd.runtime.checkpoint.manifest import MANIFEST, MODEL, Manifest, Tenso
 from autoptd.runtime.checkpoint.read import Checkpoint, open_checkpoint, verify_files
 from autoptd.runtime.checkpoint.series import checkpoints
 from autoptd.runtime.checkpoint.values import decode
-from autoptd.runtime.parameters import dtype_of
+from autoptd.runtime.parts import dtype_of
 from autoptd.runtime.read_folder import SINGLE
 from autoptd.runtime.write_safetensors import write_safetensors
 

@@ -17,7 +17,7 @@ from autoptd.errors import PlanError
 from autoptd.program.program import Program
 from autoptd.program.specs import InputSpec
 from autoptd.runtime.batch import check_structure, expected_shape, is_same_constant
-from autoptd.runtime.parameters import dtype_of
+from autoptd.runtime.parts import dtype_of
 
 AGAIN = "or parallelize again for other sizes"
 OTHER_SIZES = "parallelize(..., shapes='exact' or 'bucket'), for batches of several sizes"

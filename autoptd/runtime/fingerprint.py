@@ -24,7 +24,8 @@ import torch
 from autoptd.ir.layout import copy_axes
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.guard import unguarded
-from autoptd.runtime.parameters import RankParameters, dtype_of, own_entries
+from autoptd.runtime.parameters import RankParameters
+from autoptd.runtime.parts import dtype_of, own_entries
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Elements at a time: on the CPU so few that intermediate values stay in the cache, elsewhere so few that they fit.

@@ -17,7 +17,8 @@ import torch
 from autoptd.errors import PlanError
 from autoptd.program.program import Program
 from autoptd.program.specs import ParamSpec
-from autoptd.runtime.parameters import RankParameters, dtype_of, owners, shard_group, shard_of
+from autoptd.runtime.parameters import RankParameters, owners
+from autoptd.runtime.parts import dtype_of, shard_group, shard_of
 from autoptd.runtime.shards import join_shards
 
 

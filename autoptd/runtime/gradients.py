@@ -30,7 +30,8 @@ from autoptd.program.specs import ParamSpec
 from autoptd.runtime.grad_norm import by_dtype
 from autoptd.runtime.guard import guard_gradient, unguarded
 from autoptd.runtime.linear import WeightTerm
-from autoptd.runtime.parameters import RankParameters, dtype_of
+from autoptd.runtime.parameters import RankParameters
+from autoptd.runtime.parts import dtype_of
 from autoptd.runtime.world.world import Done, Group, Pending, World
 
 StartSum = Callable[[torch.Tensor, str], Pending]

@@ -5,6 +5,7 @@ In: a rank's parameter or gradient. Out: the same tensor, of a class whose `__to
 - whatever `torch.nn.utils.clip_grad` does, and a gradient read or a leaf checked by `torch.optim`: one PlanError that
   names `pm.clip_grad_norm_` or `pm.optimizer`. accelerate and Lightning arrive here, too;
 - a gradient read by `torch.amp.GradScaler`: ranks would skip different steps;
+- the gradient of a parameter that has none, as each rank keeps those of what it stores (zero=1), read or set;
 - a hook on a parameter's gradient: gradients are accumulated elsewhere, so it would never be called;
 - a norm of a parameter or gradient (also of its `.data`, `.detach()`, `.float()`): it would be the norm of a shard.
 
@@ -19,6 +20,7 @@ optimizers made by `pm.optimizer` step on the plain classes, which torch's forea
 from __future__ import annotations
 
 import copy
+import dis
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -32,7 +34,8 @@ from autoptd.errors import PlanError
 CLIPPING, SCALING = "torch.nn.utils.clip_grad", "torch.amp.grad_scaler"
 OPTIMIZERS, AVERAGES = "torch.optim.", "torch.optim.swa_utils"
 READS = frozenset({Tensor.grad.__get__, Tensor.is_leaf.__get__})  # type: ignore[union-attr, attr-defined]
-# Never refused.
+GRADIENT = Tensor.grad.__get__  # type: ignore[union-attr]
+# Never refused, where a parameter has its gradient.
 WRITES = frozenset({Tensor.grad.__set__})  # type: ignore[union-attr]
 NORMS = frozenset(
     {
@@ -53,12 +56,21 @@ HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_ho
 SAME_VALUES = frozenset({Tensor.data.__get__, Tensor.detach, Tensor.float, Tensor.double})  # type: ignore[attr-defined]
 
 
-def refuse_write(func: Callable[..., Any]) -> None:
-    """Raise a PlanError if `func` sets the gradient of a parameter whose gradient is not kept with it."""
-    if func in WRITES:
+def refuse_gradient(func: Callable[..., Any]) -> None:
+    """Raise a PlanError if `func` reads or sets the gradient of a parameter whose gradient is not kept with it."""
+    if func in WRITES or (func == GRADIENT and not _asks_whether_it_exists()):
         fact = "with zero=1 each rank keeps the gradients of what it stores, and a parameter has none"
-        remedy = "optimizer.zero_grad() to forget them; change those of optimizer.param_groups behind pm.step"
+        remedy = "read and change p.grad of the tensors in optimizer.param_groups, after pm.step; pm.gradients() has wholes, "
+        remedy += "pm.clip_grad_norm_ clips them, optimizer.zero_grad() forgets them"
         raise PlanError("parameter.grad", fact, remedy)
+
+
+def _asks_whether_it_exists() -> bool:
+    """Tell whether `hasattr` reads an attribute: it takes no error but AttributeError for an answer."""
+    frame = sys._getframe(3)
+    code = frame.f_code
+    is_loaded = dis.opname[code.co_code[frame.f_lasti]] in ("LOAD_ATTR", "LOAD_METHOD")
+    return not is_loaded and "hasattr" in code.co_names
 
 
 def refuse(func: Callable[..., Any], caller: str, what: str) -> None:
@@ -102,10 +114,12 @@ def unguarded() -> Iterator[None]:
 class GuardedParameter(nn.Parameter):
     """A rank's parameter: see the module's docstring. `arrival` waits until it has the last update.
 
-    `was_exposed`: something may have written to it that its version does not count.
+    `bears_gradient`: its gradient is kept with it, and not in parts with what ranks store of it. `was_exposed`: something may
+    have written to it that its version does not count.
     """
 
     arrival: Callable[[], None] | None = None
+    bears_gradient: bool = True
     was_exposed: bool = False
 
     @classmethod
@@ -113,7 +127,7 @@ class GuardedParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Setting a gradient is what every loop does to every parameter.
-        if func not in WRITES or args[0].arrival is not None:
+        if func not in WRITES or not args[0].bears_gradient:
             if func not in WRITES:
                 refuse(func, _caller(), "parameter")
             for arg in (*args, *(kwargs or {}).values()):
@@ -121,7 +135,8 @@ class GuardedParameter(nn.Parameter):
                     # What the last update made of it may still be on its way.
                     if type(x) is GuardedParameter and x.arrival is not None:
                         x.arrival()
-                        refuse_write(func)
+                        if not x.bears_gradient:
+                            refuse_gradient(func)
             if func == DATA:
                 args[0].was_exposed = True
         # `unguarded()` without its generator: this is a hot path.

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from autoptd.errors import InternalError, PlanError, RuntimeFault
@@ -35,6 +36,7 @@ from autoptd.runtime.world.world import World, on_device
 Result = TypeVar("Result")
 # What ranks do, in errors, while a program for other sizes is compiled and loaded.
 COMPILING = "compiling for other sizes"
+EDITS = "edits of parameters"
 
 
 @dataclass
@@ -88,6 +90,15 @@ class RunningRanks(ABC):
                 fact = "was changed on some ranks only: each of the ranks in this process has its own tensor"
                 remedy = "step pm.optimizer(...), not one made of pm.parameters(); set values by pm.load_state_dict(...)"
                 raise PlanError(spec.name, fact, remedy)
+
+    def follow_edits(self) -> None:
+        """Let stages use what the user wrote to the tensors that optimizers step, since the last update. Collective."""
+        if self._some_rank(any(rank.params.edits.found() for rank in self.here)):
+            self.unrecorded.run(EDITS, lambda rank: rank.params.publish_edits())
+
+    def _some_rank(self, flag: bool) -> bool:
+        """Tell whether a flag is set on some rank, of those that share storage with the ranks of this process."""
+        return flag
 
     def replica_of(self, rank: Rank) -> int:
         """Return which of the replicas in a call of `step` is that of `rank`."""
@@ -207,6 +218,24 @@ class ProcessRank(RunningRanks):
             finally:
                 # The caller may wait for the results, and after an exception for what was started.
                 self._world.mark()
+
+    def _some_rank(self, flag: bool) -> bool:
+        world, params = self._world, self.here[0].params
+        if not params.shared or not params.is_lent:
+            return flag
+        if world.device.type != "cuda":
+            own = torch.tensor(int(flag), dtype=torch.int32, device=world.device)
+            return self.run(
+                EDITS, lambda rank: bool(world.hops(world.mesh.gradient_axes).all_reduce(own, EDITS))
+            )
+        # There the answer of other ranks would have to be waited for, in every step.
+        if flag:
+            fact = "weights were changed after optimizer.step() had sent them to those that share their storage (zero=1)"
+            remedy = "change them in optimizer.register_step_post_hook(...), or those of pm.parameters()"
+            error = PlanError("optimizer.param_groups", fact, remedy)
+            world.report_fault(error)
+            raise error
+        return False
 
     def close(self) -> None:
         self._world.close()

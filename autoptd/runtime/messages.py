@@ -24,7 +24,7 @@ from autoptd.errors import InternalError
 from autoptd.ir.actions import Action, Kind
 from autoptd.program.program import Program
 from autoptd.program.specs import TransferBuffer
-from autoptd.runtime.parameters import dtype_of
+from autoptd.runtime.parts import dtype_of
 from autoptd.runtime.world.world import Channel, Group, Pending, World
 
 Tensor = torch.Tensor

@@ -33,7 +33,8 @@ from autoptd.runtime.loss_scale import LossScale
 from autoptd.runtime.numbered import is_numbered, named
 from autoptd.runtime.optimizer_state import gather_state, local_record, stored_of
 from autoptd.runtime.padding import clear_padding, padding_of
-from autoptd.runtime.parameters import RankParameters, dtype_of
+from autoptd.runtime.parameters import RankParameters
+from autoptd.runtime.parts import dtype_of
 from autoptd.runtime.shape_trial import NamedGroups, ShapeTrial
 
 Result = TypeVar("Result")
@@ -59,6 +60,9 @@ class NamedOptimizer(optim.Optimizer):
     # How many calls of `step` changed nothing, as a gradient was not finite, and whether the last one did so.
     skipped: int = 0
     step_was_skipped: bool = False
+    # What runs after every hook, and its place among them.
+    finish: Callable[..., None] | None = None
+    finish_hook: Any = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full state on rank 0 and for ranks as threads, {} elsewhere; a collective."""
@@ -101,6 +105,14 @@ class NamedOptimizer(optim.Optimizer):
                 "optimizer.add_param_group", "groups are fixed", "give all groups to pm.optimizer(params=...)"
             )
         super().add_param_group(param_group)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        handle = super().register_step_post_hook(hook)
+        if self.finish is not None:
+            # The user's hooks may change weights: these are published after that.
+            self.finish_hook.remove()
+            self.finish_hook = super().register_step_post_hook(self.finish)
+        return handle
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         with unguarded():
@@ -170,6 +182,8 @@ def make_optimizer(
         groups = names_in_groups(cls, keywords, optimizer, ranks, run, named_groups)
     optimizer.binding = Binding(tuple(ranks), run, groups)
     optimizer.loss_scale = loss_scale
+    for rank in ranks:
+        rank.is_lent = True
     register_hooks(optimizer, ranks, run)
     return optimizer
 
@@ -225,12 +239,18 @@ def register_hooks(optimizer: NamedOptimizer, ranks: Sequence[RankParameters], r
     # torch's foreach and fused implementations accept its own tensor classes only.
     optimizer.register_step_pre_hook(lambda *_: lower(every))
     optimizer.register_step_pre_hook(lambda optimizer, *_: lay_out(optimizer.param_groups))
-    paddings = [padding for rank in ranks for padding in padding_of(rank)]
-    optimizer.register_step_post_hook(lambda *_: clear_padding(paddings))
-    # Behind what works on plain tensors.
+    # After what works on plain tensors.
     optimizer.register_step_post_hook(lambda *_: raise_again(every))
-    if any(rank.is_apart for rank in ranks):
-        optimizer.register_step_post_hook(lambda *_: publish(optimizer, run))
+    paddings = [padding for rank in ranks for padding in padding_of(rank)]
+    is_apart = any(rank.is_apart for rank in ranks)
+
+    def finish(*_: Any) -> None:
+        clear_padding(paddings)
+        if is_apart:
+            publish(optimizer, run)
+
+    optimizer.finish_hook = optimizer.register_step_post_hook(finish)
+    optimizer.finish = finish
 
 
 def skip_where_infinite(

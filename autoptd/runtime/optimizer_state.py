@@ -17,7 +17,8 @@ import torch
 
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.full_values import gather_full
-from autoptd.runtime.parameters import RankParameters, shard_of
+from autoptd.runtime.parameters import RankParameters
+from autoptd.runtime.parts import shard_of
 
 # By parameter: the optimizer's state of it.
 State = dict[str, dict[str, Any]]

@@ -12,8 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from autoptd.runtime.parameters import RankParameters, own_piece
+from autoptd.runtime.parameters import RankParameters
+from autoptd.runtime.parts import own_piece
 from autoptd.runtime.shards import real_rows
+from autoptd.runtime.storage import alias
 
 
 class Padding(NamedTuple):
@@ -34,13 +36,13 @@ def padding_of(params: RankParameters) -> list[Padding]:
         width = local.shape[spec.cut_dim]
         real = real_rows(size, width, own_piece(spec, params.world)[0])
         if not params.is_shared(spec.name):
-            found.append(Padding(x.detach().narrow(spec.cut_dim, real, width - real), None))
+            found.append(Padding(alias(x).narrow(spec.cut_dim, real, width - real), None))
             continue
         mask = torch.zeros(local.shape, dtype=torch.bool, device=x.device)
         mask.narrow(spec.cut_dim, real, width - real).fill_(True)
         piece = params.piece_of(spec.name, mask)
         assert piece is not None
-        found.append(Padding(x.detach().view(-1), piece.view(-1).nonzero().flatten()))
+        found.append(Padding(alias(x).view(-1), piece.view(-1).nonzero().flatten()))
     return found
 
 

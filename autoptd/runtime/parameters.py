@@ -19,27 +19,22 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import nn
 
 from autoptd.compat import set_grad_dtype
 from autoptd.errors import PlanError
 from autoptd.program.buckets import BucketPlan, plan_buckets
 from autoptd.program.program import Program
 from autoptd.program.specs import ParamSpec
+from autoptd.runtime.edits import Edits
 from autoptd.runtime.guard import GuardedParameter, guard_gradient, unguarded
 from autoptd.runtime.namespace import Namespace, find
-from autoptd.runtime.shards import take_shard
-from autoptd.runtime.sources import Reader, Source
+from autoptd.runtime.parts import dtype_of, from_rank_0, read_shard, shard_of
+from autoptd.runtime.sources import Source
 from autoptd.runtime.storage import SharedBucket, alias, check_use, is_first_holder
-from autoptd.runtime.world.world import Group, World
+from autoptd.runtime.world.world import World
 
 # Initial values of parameters: full tensors by name, or a source of them.
 Values = Mapping[str, torch.Tensor] | Source
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Return `torch.float32` for "float32"."""
-    return getattr(torch, name.removeprefix("torch."))  # type: ignore[no-any-return]
 
 
 def owners(program: Program, spec: ParamSpec) -> tuple[int, ...]:
@@ -81,7 +76,7 @@ class RankParameters:
         self.shared: list[SharedBucket] = []
         self._shared_of: dict[str, SharedBucket] = {}
         # What an optimizer steps: the parameter itself, or the piece of it that this rank stores, if any.
-        self.stored: dict[str, nn.Parameter] = {}
+        self.stored: dict[str, GuardedParameter] = {}
         for spec in self.specs:
             check_use(spec)
         parts = {spec.name: shard for spec, shard in self._first_values(full)}
@@ -96,7 +91,7 @@ class RankParameters:
         # Their gradients as their storage has them: what else is found there was set by the user.
         self._handed: dict[str, torch.Tensor | None] = {}
         # What has the `.grad` that the user sees and may change: the parameter, or a piece of shared storage.
-        self._bearers: dict[str, nn.Parameter] = {}
+        self._bearers: dict[str, GuardedParameter] = {}
         for name in self.local:
             bearer = self.stored.get(name) if name in self._shared_of else self.local[name]
             if bearer is not None:
@@ -106,6 +101,10 @@ class RankParameters:
         # Where the user wrote to what stages use, storage follows.
         self._with_masters = [spec for spec in self.specs if spec.has_master and spec.name in self.local]
         self._versions = {spec.name: self.local[spec.name]._version for spec in self._with_masters}
+        # Where the user wrote to storage, what stages use follows.
+        self.edits = Edits({name: self.stored[name] for name in self.stored if self._is_stored_apart(name)})
+        # Whether an optimizer, which shows storage to the user, was made of it.
+        self.is_lent = False
         # What `check_storage` compares with, which runs in every step.
         self._initial = [
             (name, parameter, parameter.data_ptr(), self.leaves[name].requires_grad)
@@ -151,7 +150,7 @@ class RankParameters:
         if spec.has_master and not is_shared:
             used = part.to(dtype_of(spec.use.dtype), copy=True)
             self._copies[spec.name] = alias(used)
-            self.stored[spec.name] = nn.Parameter(part, spec.requires_grad)
+            self.stored[spec.name] = GuardedParameter(part, spec.requires_grad)
         local = GuardedParameter(used, requires_grad=spec.requires_grad)
         if spec.has_master and spec.requires_grad:
             set_grad_dtype(local, dtype_of(spec.storage.sum_dtype))
@@ -159,7 +158,7 @@ class RankParameters:
         # Shares the parameter's memory: stages read what is updated in place.
         self.leaves[spec.name] = local.detach().requires_grad_(spec.requires_grad)
         if is_shared:
-            local.arrival = self._shared_of[spec.name].wait
+            local.arrival, local.bears_gradient = self._shared_of[spec.name].wait, False
         elif not spec.has_master:
             self.stored[spec.name] = local
 
@@ -179,6 +178,16 @@ class RankParameters:
             torch._foreach_copy_(list(self._copies.values()), stored)
         for bucket in self.shared:
             bucket.gather_start()
+        self.edits.note()
+
+    def publish_edits(self) -> None:
+        """Publish what the user wrote to storage since the last update; a collective like `publish`."""
+        self.wait()
+        self.absorb_edits()
+        self.publish()
+
+    def _is_stored_apart(self, name: str) -> bool:
+        return name in self._copies or name in self._shared_of
 
     @unguarded()
     @torch.no_grad()
@@ -187,17 +196,29 @@ class RankParameters:
 
         The same on all ranks that hold copies, as the edits must be.
         """
-        for spec in self._with_masters:
+        edited = [spec for spec in self._with_masters if self._is_touched(spec.name)]
+        # Of these, storage is the newer one.
+        written = frozenset(self.edits.found() if edited else ())
+        for spec in edited:
             local = self.local[spec.name]
-            if local._version == self._versions[spec.name] and not local.was_exposed:
+            if spec.name in written and local._version != self._versions[spec.name]:
+                fact = "was changed both where pm.parameters() shows it and where optimizer.param_groups does"
+                raise PlanError(spec.name, fact, "change it in one of the two places")
+            if spec.name in written:
                 continue
             self.wait()
-            # Whoever has its `.data` may write to that at any time: such a parameter is looked at from now on.
             self._versions[spec.name] = local._version
             stored = self.stored.get(spec.name)
             used = self.piece_of(spec.name, local.detach())
             if stored is not None and used is not None:
                 stored.copy_(torch.where(used == stored.to(used.dtype), stored, used.to(stored.dtype)))
+                self.edits.note([spec.name])
+
+    def _is_touched(self, name: str) -> bool:
+        """Tell whether the user may have written to what stages use of a parameter with a master."""
+        local = self.local[name]
+        # Whoever has its `.data` may write to that at any time: such a parameter is looked at from now on.
+        return local._version != self._versions[name] or local.was_exposed
 
     @torch.no_grad()
     def load(self, spec: ParamSpec, part: torch.Tensor) -> None:
@@ -211,6 +232,7 @@ class RankParameters:
             stored.copy_(own)
         if spec.has_master:
             self._versions[spec.name] = local._version
+        self.edits.note([spec.name])
 
     def wait(self) -> None:
         """Wait until stages can use the last update."""
@@ -337,60 +359,3 @@ class RankParameters:
             if parameter.requires_grad != requires_grad:
                 fact = "its requires_grad was changed, which the compiled program does not follow"
                 raise PlanError(name, fact, "set requires_grad on the model before parallelize")
-
-
-def from_rank_0(world: World, name: str, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return rank 0's `x` on this rank's device; a collective."""
-    if x.is_meta and world.device.type != "meta":
-        raise PlanError(
-            name, "is on the meta device and has no values", "build the model in `with autoptd.deferred():`"
-        )
-    if world.rank == 0:
-        own = x.detach().to(world.device, dtype)
-    else:
-        # The receive buffer: this rank's own values of `x` are not used.
-        own = torch.empty(x.shape, dtype=dtype or x.dtype, device=world.device)
-    return world.everyone().broadcast(own, f"start: {name}")
-
-
-def read_shard(spec: ParamSpec, reader: Reader, world: World) -> torch.Tensor:
-    """Read this rank's part of a parameter, in the parameter's dtype; PlanError where tied names have different values."""
-    names = [name for name in spec.aliases if reader.has(name)]
-    if spec.shard:
-        # Entries are numbered from 1: `own_entries` gives 0 for padding, which the reader fills with zeros.
-        numbers = torch.arange(1, spec.shape[spec.cut_dim] + 1, device="cpu")
-        rows = own_entries(spec, numbers, 0, world)
-        parts = [reader.rows(name, spec.cut_dim, rows) for name in names]
-    else:
-        parts = [reader.whole(name) for name in names]
-    parts = [part.to(dtype_of(spec.storage.dtype)) for part in parts]
-    for name, part in zip(names[1:], parts[1:], strict=True):
-        if not torch.equal(part, parts[0]):
-            fact = f"is tied to {names[0]} in the model, and has other values than it in the files"
-            raise PlanError(
-                name, fact, "build the model untied (tie_word_embeddings=False), or correct the files"
-            )
-    return parts[0].to(world.device)
-
-
-def shard_of(spec: ParamSpec, full: torch.Tensor, world: World) -> torch.Tensor:
-    """Return this rank's part of a full tensor that is laid out as the parameter; may share its storage."""
-    return own_entries(spec, full, spec.cut_dim, world) if spec.shard else full
-
-
-def own_entries(spec: ParamSpec, x: torch.Tensor, dim: int, world: World) -> torch.Tensor:
-    """Return this rank's part of `x`, whose `dim` is cut like the sharded dim of the parameter; zeros for padding."""
-    return take_shard(x, dim, spec.outer, *own_piece(spec, world), spec.padded_size(world.mesh))
-
-
-def own_piece(spec: ParamSpec, world: World) -> tuple[int, int]:
-    """Return (index, count) of this rank's piece of a parameter that is cut."""
-    group = shard_group(spec, world)
-    return group.index, group.size
-
-
-def shard_group(spec: ParamSpec, world: World) -> Group:
-    """Return the group of ranks that own the pieces of a parameter that is cut, in their order."""
-    axis = spec.shard_axis(world.mesh)
-    assert axis is not None, f"{spec.name} is whole"
-    return world.group((axis,))

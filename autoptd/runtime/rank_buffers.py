@@ -13,7 +13,7 @@ import torch
 
 from autoptd.ir.buffers import same_entries
 from autoptd.program.program import Program
-from autoptd.runtime.parameters import from_rank_0
+from autoptd.runtime.parts import from_rank_0
 from autoptd.runtime.world.world import World
 
 

@@ -25,7 +25,8 @@ import torch
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.full_values import gather_full
-from autoptd.runtime.parameters import RankParameters, dtype_of
+from autoptd.runtime.parameters import RankParameters
+from autoptd.runtime.parts import dtype_of
 from autoptd.runtime.read_folder import INDEX, SINGLE, library
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

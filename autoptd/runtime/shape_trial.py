@@ -22,7 +22,8 @@ from torch import optim
 
 from autoptd.compat import TorchDispatchMode, tree_leaves
 from autoptd.runtime.elementwise import Options, make, own_methods
-from autoptd.runtime.parameters import RankParameters, dtype_of
+from autoptd.runtime.parameters import RankParameters
+from autoptd.runtime.parts import dtype_of
 
 # How an update is computed, not what it computes; and what torch notes of a group's names.
 IGNORED = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})

@@ -21,11 +21,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from autoptd.errors import InternalError, PlanError
 from autoptd.program.buckets import BucketPlan, Place
 from autoptd.program.specs import ParamSpec
+from autoptd.runtime.guard import GuardedParameter
 from autoptd.runtime.namespace import Namespace, withhold
 from autoptd.runtime.world.world import Group, Pending, World
 
@@ -36,7 +36,7 @@ class Piece:
 
     start: int
     end: int
-    tensor: nn.Parameter
+    tensor: GuardedParameter
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
         """Return the same part of a tensor that is laid out as the parameter's local part, in the piece's shape."""
@@ -70,9 +70,12 @@ class SharedBucket:
                 continue
             part = parts[spec.name]
             own = alias(as_piece(self.range[begin - self.start : stop - self.start], part.dim()))
-            piece = Piece(begin - start, stop - start, nn.Parameter(own, first.requires_grad))
+            piece = Piece(begin - start, stop - start, GuardedParameter(own, first.requires_grad))
             if self.has_master:
                 own.copy_(piece.of(part))
+            else:
+                # A gather that is under way may write to it.
+                piece.tensor.arrival = self.wait
             self.pieces[spec.name] = piece
         self._pending: Pending | None = None
         # Where stages read its parameters: they are withheld while a gather is under way.

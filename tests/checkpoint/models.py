@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.runtime.guard import unguarded
-from autoptd.runtime.parameters import shard_of
+from autoptd.runtime.parts import shard_of
 from tests.parity.models import batch, gpt
 
 VOCAB = 61

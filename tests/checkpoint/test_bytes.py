@@ -20,7 +20,7 @@ from autoptd.runtime.checkpoint.disk import BLOCK_BYTES
 from autoptd.runtime.checkpoint.manifest import Manifest
 from autoptd.runtime.checkpoint.read import open_checkpoint
 from autoptd.runtime.checkpoint.restore import Restoration
-from autoptd.runtime.parameters import dtype_of
+from autoptd.runtime.parts import dtype_of
 
 WIDTH = 1024
 KEYS = {"exp_avg": 4, "exp_avg_sq": 4}

@@ -5,6 +5,7 @@ That it trains like one device, in all combinations: `covering.py`. Here is what
 
 from __future__ import annotations
 
+import copy
 import io
 import threading
 from collections.abc import Callable
@@ -285,9 +286,13 @@ def test_the_optimizers_state_goes_to_any_mesh_and_back() -> None:
 def test_what_a_user_sees_of_parameters_and_gradients() -> None:
     pm, optimizer = train(gpt().double(), steps=1, d=2, zero=1)
     name, parameter = next(iter(pm.named_parameters()))
-    assert parameter.shape == gpt().state_dict()[name].shape and parameter.grad is None
+    assert parameter.shape == gpt().state_dict()[name].shape
     pm.step(*batch(8))
-    assert parameter.grad is None and pm.gradients()[name].shape == parameter.shape
+    assert hasattr(parameter, "grad") and type(copy.deepcopy(parameter)) is type(parameter)
+    for use in (lambda: parameter.grad, lambda: getattr(parameter, "grad", None)):
+        with pytest.raises(PlanError, match="of the tensors in optimizer"):
+            use()
+    assert pm.gradients()[name].shape == parameter.shape
     # An edit on all ranks is there in the next step, and is not taken back by it.
     with torch.no_grad():
         for _, x in pm.named_parameters():

@@ -23,6 +23,8 @@ from tests.parity.models import batch, gpt
 FEW: list[dict[str, Any]] = [{"t": 2, "d": 2}, {"c": 2, "d": 2}]
 MORE: list[dict[str, Any]] = [*FEW, {"p": 2, "d": 2}, {"d": 4, "dp_shard": 2}]
 STEPS = 3
+# Its values are changed through `optimizer.param_groups`, where some ranks have none of them.
+CLAMPED = "transformer.h.1.mlp.c_proj.weight"
 
 
 def main() -> None:
@@ -40,6 +42,8 @@ def one_device() -> dict[str, Tensor]:
         model(*data)[-1].backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
+        with torch.no_grad():
+            model.get_parameter(CLAMPED).clamp_(-0.01, 0.01)
         optimizer.zero_grad()
     return dict(model.state_dict())
 
@@ -47,7 +51,9 @@ def one_device() -> dict[str, Tensor]:
 def largest_difference(mesh: dict[str, Any], expected: dict[str, Tensor]) -> float:
     data = batch(8)
     pm = autoptd.parallelize(gpt().double(), **mesh, zero=1, example_inputs=data, timeout=120)
-    optimizer = pm.optimizer(torch.optim.AdamW, lr=1e-2)
+    others = [name for name in expected if name != CLAMPED and name in {x.name for x in pm.program.params}]
+    groups = [{"params": [CLAMPED], "name": "clamped"}, {"params": others, "name": "others"}]
+    optimizer = pm.optimizer(torch.optim.AdamW, groups, lr=1e-2)
     share = pm.local_batch(*data)
     for _ in range(STEPS):
         with pm.record() as record:
@@ -57,12 +63,21 @@ def largest_difference(mesh: dict[str, Any], expected: dict[str, Tensor]) -> flo
             raise RuntimeError(f"executed were {record.collectives}")
         pm.clip_grad_norm_(0.5)
         optimizer.step()
+        clamp(optimizer)
         optimizer.zero_grad()
     # Of rank 0; the others get nothing.
     state = pm.state_dict()
     worst = max((float((state[name] - x).abs().max()) for name, x in expected.items() if state), default=0.0)
     pm.close()
     return worst
+
+
+@torch.no_grad()
+def clamp(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        if group["name"] == "clamped":
+            for p in group["params"]:
+                p.clamp_(-0.01, 0.01)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from autoptd.runtime.checkpoint.manifest import (
     read_manifest,
 )
 from autoptd.runtime.checkpoint.write import crc_file
-from autoptd.runtime.parameters import dtype_of
+from autoptd.runtime.parts import dtype_of
 
 # Bytes that are read at once, and between two parts that are read together.
 MOST_BYTES, GAP_BYTES = 4 << 20, 64 << 10

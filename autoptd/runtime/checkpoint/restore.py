@@ -29,7 +29,8 @@ from autoptd.runtime.checkpoint.manifest import Manifest, fqn
 from autoptd.runtime.checkpoint.read import Checkpoint, Want
 from autoptd.runtime.checkpoint.stage import view_of
 from autoptd.runtime.checkpoint.values import decode, encode
-from autoptd.runtime.parameters import RankParameters, dtype_of, owners
+from autoptd.runtime.parameters import RankParameters, owners
+from autoptd.runtime.parts import dtype_of
 from autoptd.runtime.storage import alias
 from autoptd.runtime.world.world import World
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from autoptd.errors import PlanError
-from autoptd.runtime.parameters import dtype_of
+from autoptd.runtime.parts import dtype_of
 
 PLAIN = (bool, int, str, type(None))
 

@@ -1,0 +1,27 @@
+"""Weights changed through `optimizer.param_groups`, and gradients that a parameter does not have."""
+
+from tests.mutations import Mutation
+
+TESTS = "tests/runtime/test_edits.py"
+MUTATIONS = (
+    Mutation("autoptd/runtime/edits.py", "if x._version != versions[name] or (", "if (", TESTS),
+    Mutation("autoptd/runtime/edits.py", "or (x.was_exposed and self._differs(name, x))", "", TESTS),
+    Mutation(
+        "autoptd/runtime/parameters.py",
+        "            if spec.name in written:\n                continue\n",
+        "",
+        TESTS,
+    ),
+    Mutation(
+        "autoptd/runtime/guard.py",
+        "if func in WRITES or (func == GRADIENT and not _asks_whether_it_exists()):",
+        "if func in WRITES:",
+        "tests/parity/test_zero.py -k what_a_user_sees",
+    ),
+    Mutation(
+        "autoptd/runtime/guard.py",
+        'return not is_loaded and "hasattr" in code.co_names',
+        "return False",
+        "tests/parity/test_zero.py -k what_a_user_sees",
+    ),
+)

@@ -1,0 +1,111 @@
+"""Weights that are changed through `optimizer.param_groups`, or in a hook after its step: stages use them from then on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import autoptd
+from autoptd.errors import PlanError
+from tests.runtime.test_own_optimizers import batch, net
+
+Edit = Callable[[Any], None]
+
+
+def tensors(optimizer: Any) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+@torch.no_grad()
+def in_place(optimizer: Any) -> None:
+    for p in tensors(optimizer):
+        p.clamp_(-0.02, 0.02)
+
+
+def by_data(optimizer: Any) -> None:
+    for p in tensors(optimizer):
+        p.data.clamp_(-0.02, 0.02)
+
+
+@torch.no_grad()
+def one_matrix(optimizer: Any) -> None:
+    """Of which some ranks have nothing."""
+    for p in optimizer.param_groups[1]["params"]:
+        p.clamp_(-0.02, 0.02)
+
+
+MESHES = [
+    {"d": 2},
+    {"d": 4, "zero": 1},
+    {"t": 2, "d": 2, "zero": 1},
+    {"p": 2, "num_microbatches": 2, "d": 2, "zero": 1},
+    {"d": 4, "zero": 1, "dp_shard": 2},
+]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("edit", [in_place, by_data, one_matrix])
+@pytest.mark.parametrize("is_hook", [False, True])
+def test_parity_with_clamped_weights(mesh: dict[str, Any], edit: Edit, is_hook: bool) -> None:
+    model = net()
+    pm = autoptd.parallelize(net(), **mesh, backend="local", example_inputs=batch(0), check_every=1)
+    named = dict(model.named_parameters())
+    others = [name for name in named if name != "a.weight"]
+    want = torch.optim.AdamW(
+        [{"params": [named[name] for name in others]}, {"params": [model.a.weight]}], lr=0.1
+    )
+    opt = pm.optimizer(torch.optim.AdamW, [{"params": others}, {"params": ["a.weight"]}], lr=0.1)
+    if is_hook:
+        for optimizer in (opt, want):
+            optimizer.register_step_post_hook(lambda optimizer, *_: edit(optimizer))
+    for seed in range(3):
+        loss = model(*batch(seed))
+        loss.backward()
+        assert torch.allclose(pm.step(*batch(seed)), loss.detach(), rtol=0, atol=1e-12)
+        for optimizer in (opt, want):
+            optimizer.step()
+            optimizer.zero_grad()
+            if not is_hook:
+                edit(optimizer)
+        assert torch.allclose(pm.eval_step(*batch(9)), model(*batch(9)).detach(), rtol=0, atol=1e-12)
+    found = pm.state_dict()
+    assert all(torch.allclose(found[name], x, rtol=0, atol=1e-9) for name, x in model.state_dict().items())
+    pm.close()
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-mixed"])
+def test_masters_that_were_changed(precision: str, zero: int, tmp_path: Path) -> None:
+    low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    x, y = (value.to(low) for value in batch(0))
+    keywords: dict[str, Any] = {"d": 2, "zero": zero, "precision": precision, "example_inputs": (x, y)}
+    pm = autoptd.parallelize(net().float(), **keywords, backend="local")
+    opt = pm.optimizer(torch.optim.SGD, lr=0.1)
+    pm.step(x, y)
+    opt.step()
+    opt.zero_grad()
+    with torch.no_grad():
+        for p in tensors(opt):
+            p.zero_()
+    pm.save(tmp_path / "zeros", opt)
+    assert not any(bool(value.any()) for value in pm.state_dict().values())
+    of_zeros = y.double().square().mean()
+    for call in (pm.eval_step, pm.step):
+        assert torch.allclose(call(x, y).double(), of_zeros, rtol=1e-2)
+    # The other place still counts, too; both at once do not.
+    with torch.no_grad():
+        for p in pm.parameters():
+            p.fill_(0.5)
+    assert all(bool((value == 0.5).all()) for value in pm.state_dict().values())
+    with torch.no_grad():
+        for p in [*pm.parameters(), *tensors(opt)]:
+            p.fill_(0.25)
+    with pytest.raises(PlanError, match="was changed both where"):
+        pm.step(x, y)
+    pm.load(tmp_path / "zeros", opt)
+    assert torch.allclose(pm.step(x, y).double(), of_zeros, rtol=1e-2)
+    pm.close()
