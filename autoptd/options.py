@@ -47,6 +47,8 @@ from autoptd.ir.state_bytes import StateBytes, state_bytes
 P2P = ("auto", "scatter_gather", "direct")
 DELAYS = ("after_b", "before_reduce")
 BACKENDS = ("local", "gloo", "nccl")
+# Of float32, with all bits.
+MIN_SCALE, MAX_SCALE = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 LOSS_SCALE = ("loss_scale", "initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
 # What stages compute in, by the keyword `precision`.
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "bf16-mixed": "bfloat16", "fp16-mixed": "float16"}
@@ -94,7 +96,7 @@ class Options:
     loss_scale: what backward starts from in place of 1, with precision="fp16" or "fp16-mixed"; None: a dynamic
         scale, by the four keywords behind it (Megatron's). It starts as `initial_loss_scale`. An update is skipped,
         on all ranks, where a gradient is not finite. From the `hysteresis`-th such update on each halves the scale,
-        down to `min_loss_scale`; `loss_scale_window` updates in a row without one double it, and count anew.
+        down to `min_loss_scale`; `loss_scale_window` updates in a row without one double it, up to 2**127.
     zero: 1 divides the optimizer's state over replicas, and over c (Rajbhandari et al. 2020, stage 1): each updates a
         range of the parameters, which are gathered behind the update. The numbers are those of zero=0. "auto": where
         it takes that to fit.
@@ -298,8 +300,8 @@ class Options:
             if self.loss_scale is not None and item.name != "loss_scale":
                 fact = f"loss_scale={self.loss_scale!r} is a fixed scale"
                 raise PlanError(f"{item.name}={value!r}", fact, "one of the two")
-            if not (isinstance(value, (int, float)) and 0 < value < math.inf):
-                raise PlanError(f"{item.name}={value!r}", "not a positive number", "a power of two")
+            if not (isinstance(value, (int, float)) and MIN_SCALE <= value <= MAX_SCALE):
+                raise PlanError(f"{item.name}={value!r}", "no positive number of float32", "a power of two")
         if (least := self.min_loss_scale) > (first := self.initial_loss_scale):
             raise PlanError(f"min_loss_scale={least!r}", f"is above initial_loss_scale={first!r}", "less")
 

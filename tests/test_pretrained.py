@@ -294,7 +294,9 @@ def test_a_folder_of_transformers_and_back(config: str, more: dict[str, Any], tm
 def test_a_head_tied_or_untied_by_hand_comes_back(is_tied: bool, remark: str, tmp_path: Path) -> None:
     """Against the config, which says the reverse."""
     transformers = pytest.importorskip("transformers")
-    cfg = hugging_face("GPT2", tie_word_embeddings=not is_tied, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    cfg = hugging_face(
+        "GPT2", tie_word_embeddings=not is_tied, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
     model = transformers.GPT2LMHeadModel(cfg)
     weight = model.transformer.wte.weight
     model.lm_head.weight = weight if is_tied else torch.nn.Parameter(torch.randn_like(weight))

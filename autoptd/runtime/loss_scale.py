@@ -2,7 +2,8 @@
 
 In: per update, whether a gradient was not finite on any rank. Out: the scale of the next step, and whether the update
 is skipped. All ranks decide alike, as they count the same findings. The rules are those of Megatron-LM's dynamic
-scaler; with `hysteresis=1` its scales are those of `torch.amp.GradScaler`.
+scaler; with `hysteresis=1` its scales are those of `torch.amp.GradScaler`, which has no `min_loss_scale`: down to that
+one. Like there, and unlike in Megatron-LM, a scale that float32 does not hold when doubled stays as it is.
 
     scale = LossScale(initial=2.0**16, window=1000, hysteresis=2)
     scale.renew()                    # a step has added to the gradients
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from autoptd.errors import PlanError
-from autoptd.options import Options
+from autoptd.options import MAX_SCALE, Options
 
 
 class LossScale:
@@ -86,7 +87,8 @@ class LossScale:
         self._good += 1
         if self._good >= self.window:
             self._good, self._left = 0, self.hysteresis
-            self.value *= 2
+            if 2 * self.value <= MAX_SCALE:
+                self.value *= 2
 
     def state_dict(self) -> dict[str, float]:
         """Return what a resumed run needs to go on alike."""

@@ -5,8 +5,9 @@ In: a tape, and the keys of its draws. Out: tensors with values, in the layout i
     replay = Replay(tape, keys={3: "0 0 head.weight"})
     (weight,) = replay.make([place])          # runs the steps that this tensor takes, and no other
 
-A draw starts from the state that its key gives or, in a stream, from where the draw before it has left the generator: those that no tensor
-takes are then made too, and thrown away. torch's own generator is used, and put back: one thread at a time may replay.
+A draw starts from the state that its key gives or, in a stream, from where the draw before it has left the generator:
+those that no tensor takes are then made too, and thrown away. torch's own generator is used, and put back: one thread at
+a time may replay.
 """
 
 from __future__ import annotations

@@ -167,22 +167,25 @@ def same(found: dict[str, Tensor], known: dict[str, Tensor]) -> bool:
     return all(torch.equal(found[name], x) for name, x in known.items())
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_scales_are_those_of_torchs_scaler(seed: int) -> None:
-    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-    ours = LossScale(2.0**10, window=3, hysteresis=1, least=2.0**-30)
-    weight = nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.SGD([weight], lr=0.0)
-    draw = random.Random(seed)
-    for _ in range(40):
-        theirs.scale(weight.sum())
-        weight.grad = torch.tensor([1.0, draw.choice([1.0, 1.0, 1.0, float("inf"), float("nan")])])
-        ours.renew()
-        skipped = ours.settle(weight.grad.norm)
-        assert skipped == (not weight.grad.isfinite().all())
-        theirs.step(optimizer)
-        theirs.update()
-        assert ours.value == theirs.get_scale()
+def test_scales_are_those_of_torchs_scaler() -> None:
+    """In the middle, up to where float32 ends, and down to the least scale."""
+    middle = [(seed, 2.0**10, 0.4) for seed in range(4)]
+    for seed, first, rate in [*middle, (0, 2.0**125, 0.05), (0, 3.0e38, 0.0), (0, 2.0**-116, 0.25)]:
+        theirs = torch.amp.GradScaler("cpu", init_scale=first, growth_interval=3)
+        ours = LossScale(float(torch.tensor(first)), window=3, hysteresis=1, least=2.0**-126)
+        weight = nn.Parameter(torch.zeros(2))
+        optimizer = torch.optim.SGD([weight], lr=0.0)
+        draw = random.Random(seed)
+        for _ in range(40):
+            theirs.scale(weight.sum())
+            worst = draw.choice([inf, float("nan")]) if draw.random() < rate else 1.0
+            weight.grad = torch.tensor([1.0, worst])
+            ours.renew()
+            skipped = ours.settle(weight.grad.norm)
+            assert skipped == (not weight.grad.isfinite().all())
+            theirs.step(optimizer)
+            theirs.update()
+            assert ours.value == theirs.get_scale(), (seed, first)
 
 
 def test_the_second_overflow_halves_by_default_and_two_optimizers_count_one() -> None:
@@ -304,7 +307,9 @@ def test_what_cannot_be_is_refused() -> None:
     refused("there is no loss scale with precision='bf16'", precision="bf16", loss_scale=2.0)
     refused("there is no loss scale with precision=None", hysteresis=3)
     refused("is a fixed scale", precision="fp16", loss_scale=2.0, loss_scale_window=3)
-    refused("not a positive number", precision="fp16", loss_scale=-1.0)
+    refused("no positive number", precision="fp16", loss_scale=-1.0)
+    refused("no positive number of float32", precision="fp16", initial_loss_scale=2.0**128)
+    refused("no positive number of float32", precision="fp16", min_loss_scale=2.0**-127)
     refused("is above initial_loss_scale", precision="fp16", min_loss_scale=2.0**20)
     with pytest.raises(PlanError, match="float64"):
         autoptd.parallelize(gpt().double(), precision="fp16", backend="local", example_inputs=batch())
