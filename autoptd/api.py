@@ -32,6 +32,7 @@ from autoptd.errors import PlanError
 from autoptd.ir.buffers import same_entries
 from autoptd.ir.machine import Machine
 from autoptd.ir.shapes import EXACT, Buckets
+from autoptd.loop_watch import LoopWatch
 from autoptd.match_folder import fitting, format_of, open_weights, with_values
 from autoptd.options import Options, make_options
 from autoptd.parallel_model import ParallelModel
@@ -180,6 +181,7 @@ def parallelize(
     if not is_local(options):
         tell_at_exit()
     check_precision(model, options.precision)
+    given = model
     model, source = with_source(model, weights)
     modes: dict[nn.Module, bool] = {}
     cast: set[str] = set()
@@ -231,8 +233,10 @@ def parallelize(
         "draw": draw_program,
         "shared": shared_buffers(model),
         "holding": partial(with_buffers, model),
+        "loop": LoopWatch(speaks=is_first_process()),
     }
     pm = ParallelModel.lazy(compile_for, options, model.state_dict(), **keywords)
+    keywords["loop"].guard(given)
     if example_inputs is None and options.shapes not in (None, EXACT):
         fact = "buckets are for lengths up to that of example_inputs, and there are none"
         raise PlanError(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,8 @@ class ParallelModel(AdaptedModel):
     batches of other sizes likewise. All compile the model while it is `holding` the buffers of now. `draw`
     adds pictures to `show`. `arguments` are the names of the model's own, by which a call is bound that
     passes them in another way than the first one. `shared` says which of the model's buffers share their
-    memory, `adapters` which adapters of PEFT it has. Collective.
+    memory, `adapters` which adapters of PEFT it has,
+    `loop` notices loops that are ported by half. Collective.
     """
 
     # training
@@ -88,8 +90,11 @@ class ParallelModel(AdaptedModel):
         # Outside of the step: its collectives are no part of the program, and not recorded.
         if check_copies.is_due(call, self.options.check_every):
             self._compare_copies()
+        held = ranks.here[0].params
+        self._loop.begin(chain(held.local.values(), held.stored.values()))
         with self._batch_checked(ranks, "step", call, flatten(args, kwargs)[0]):
             loss = ranks.run("step", step)
+        self._loop.end()
         self._losses.append(loss)
         if self._loss_scale is not None:
             self._loss_scale.renew()
@@ -180,6 +185,8 @@ class ParallelModel(AdaptedModel):
         held = [rank.params for rank in ranks.here]
         optimizer = make_optimizer(cls, held, run, params, self._loss_scale, **keywords)
         self._optimizers.append(weakref.ref(optimizer))
+        self._loop.follow(optimizer)
+        optimizer.on_zero = self._loop.clear
         return optimizer
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from autoptd.compat import tree_map
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ir.buffers import SharedBuffers
 from autoptd.ir.mesh import Coordinate
+from autoptd.loop_watch import LoopWatch
 from autoptd.options import Options
 from autoptd.program.program import Program
 from autoptd.programs import EVALUATION, Programs, Prove
@@ -78,9 +79,11 @@ class StartedModel:
         arguments: Sequence[str] = (),
         shared: SharedBuffers | None = None,
         adapters: Adapters | None = None,
+        loop: LoopWatch | None = None,
     ) -> None:
         self.options = options
         self._is_process = not is_local(options)
+        self._loop = loop or LoopWatch(speaks=False)
         self._arguments = tuple(arguments)
         # The form of the call that was compiled for: other spellings of it are brought into this form.
         self._form: CallForm | None = None

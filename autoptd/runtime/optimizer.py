@@ -59,6 +59,8 @@ class NamedOptimizer(optim.Optimizer):
     loss_scale: LossScale | None = None
     # How many calls of `step` changed nothing, as a gradient was not finite, and whether the last one did so.
     skipped: int = 0
+    # Called by `zero_grad`.
+    on_zero: Callable[[], None] | None = None
     step_was_skipped: bool = False
     # What runs after every hook, and its place among them.
     finish: Callable[..., None] | None = None
@@ -115,6 +117,8 @@ class NamedOptimizer(optim.Optimizer):
         return handle
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.on_zero is not None:
+            self.on_zero()
         with unguarded():
             super().zero_grad(set_to_none)
             for params in self.binding.ranks:

@@ -1,0 +1,18 @@
+"""Loops that are ported by half."""
+
+from __future__ import annotations
+
+from tests.mutations import Mutation
+
+FILE, TESTS = "autoptd/loop_watch.py", "tests/test_loop_watch.py"
+MUTATIONS = (
+    Mutation(
+        FILE, "ADDS_UP not in self._told and _has_gradients(tensors)", "ADDS_UP not in self._told", TESTS
+    ),
+    Mutation(FILE, "if tensors and not _has_gradients(tensors):", "if tensors:", TESTS),
+    Mutation(FILE, "self.updates, self._unused = self.updates + bool(self.steps), 0", "pass", TESTS),
+    Mutation(FILE, "_versions(module) == self._versions and ", "", TESTS),
+    Mutation(FILE, " and not _is_own_call():", ":", TESTS),
+    Mutation(FILE, "weakref.finalize(self, handle.remove).atexit = False", "pass", TESTS),
+    Mutation("autoptd/parallel_model.py", "optimizer.on_zero = self._loop.clear", "pass", TESTS),
+)

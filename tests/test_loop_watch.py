@@ -1,0 +1,134 @@
+"""Loops that are ported by half are told so, once; right ones hear nothing."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autoptd
+from autoptd.parallel_model import ParallelModel
+
+BATCH = (torch.arange(32.0).view(8, 4) / 32, torch.arange(8) % 3)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.second(self.first(x).relu()), labels)
+
+
+def said(act: Callable[[], Any]) -> list[str]:
+    """The warnings of a call, by their first words; each names a line of this file."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        act()
+    assert all(each.filename == __file__ for each in told), [each.filename for each in told]
+    return [str(each.message).partition(":")[0] for each in told]
+
+
+def made(**options: Any) -> tuple[Model, ParallelModel, torch.optim.Optimizer]:
+    model = Model()
+    pm = autoptd.parallelize(model, backend="local", example_inputs=BATCH, **options)
+    return model, pm, pm.optimizer(torch.optim.SGD, lr=0.1)
+
+
+def right(pm: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(3):
+        pm.step(*BATCH)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("options", [{"d": 2}, {"d": 2, "zero": 1}, {"precision": "bf16-mixed"}], ids=str)
+def test_a_loop_that_calls_the_model_is_told_so_once(options: dict[str, Any]) -> None:
+    model, pm, optimizer = made(**options)
+
+    def half() -> None:
+        for _ in range(3):
+            model(*BATCH).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert said(half) == ["optimizer.step()"]
+    assert said(lambda: right(pm, optimizer)) == []
+    pm.close()
+
+
+@pytest.mark.parametrize("options", [{"d": 2}, {"d": 2, "zero": 1}], ids=str)
+def test_two_steps_whose_gradients_add_up_are_told_so_once(options: dict[str, Any]) -> None:
+    _, pm, optimizer = made(**options)
+    right(pm, optimizer)
+
+    def accumulate() -> None:
+        for _ in range(4):
+            pm.step(*BATCH)
+
+    assert said(accumulate) == ["pm.step"]
+    pm.close()
+
+
+def test_gradients_that_are_forgotten_by_hand_do_not_add_up() -> None:
+    _, pm, _ = made()
+
+    def others() -> None:
+        for _ in range(3):
+            pm.step(*BATCH)
+            for parameter in pm.parameters():
+                parameter.grad = None
+
+    assert said(others) == []
+    pm.close()
+
+
+def test_gradients_of_the_users_own_are_stepped_without_a_word() -> None:
+    _, pm, optimizer = made()
+    for parameter in pm.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    assert said(optimizer.step) == []
+    pm.close()
+
+
+def test_the_state_dict_of_the_model_has_initial_weights_after_training() -> None:
+    model, pm, optimizer = made()
+    pm.step(*BATCH)
+    assert said(model.state_dict) == []  # not trained yet
+    optimizer.step()
+    assert said(lambda: (pm.eval_step(*BATCH), pm.state_dict())) == []  # compiles the model again
+    assert said(lambda: torch.save(model.state_dict(), io.BytesIO())) == ["model.state_dict()"]
+    assert said(model.state_dict) == []  # once
+    pm.close()
+
+
+def test_weights_that_were_brought_back_are_the_users() -> None:
+    model, pm, optimizer = made()
+    right(pm, optimizer)
+    model.load_state_dict(pm.state_dict())
+    assert said(model.state_dict) == []
+    pm.close()
+
+
+def test_copies_of_the_model_and_what_is_pickled_know_nothing_of_it() -> None:
+    model, pm, optimizer = made()
+    right(pm, optimizer)
+    stored = pickle.dumps(model)
+    assert b"autoptd" not in stored.replace(__name__.encode(), b"")
+    for each in (copy.deepcopy(model), pickle.loads(stored)):
+        assert said(each.state_dict) == []
+    pm.close()
+    assert model._state_dict_pre_hooks
+    del pm, optimizer
+    gc.collect()
+    assert not model._state_dict_pre_hooks
