@@ -159,7 +159,7 @@ def make_optimizer(
     params: Iterable[Any] | None = None,
     loss_scale: LossScale | None = None,
     **keywords: Any,
-) -> optim.Optimizer:
+) -> NamedOptimizer:
     """Return an instance of (a subclass of) `cls` over the local parameters of `ranks`; a collective.
 
     `params` is None (all), or names, globs, tensors and (name, tensor) pairs, or group dicts with such "params". Where
