@@ -27,6 +27,7 @@ from autoptd.compat import tree_flatten, tree_unflatten
 from autoptd.errors import AutoptdError, PlanError, TraceError
 from autoptd.ir.activity import activity
 from autoptd.ir.garbage import paused_collection
+from autoptd.ir.updates import Updates
 from autoptd.options import Options
 from autoptd.program.program import Program
 from autoptd.runtime.batch import batch_rows
@@ -182,11 +183,12 @@ def resize(
 @dataclass(frozen=True)
 class Traces:
     """A model as its rows showed it: with `traced_rows`, and (None where the batch is not split) with
-    `whole_rows`.
+    `whole_rows`. `updates` of buffers are in the traces, or were taken out of them.
     """
 
     captured: tracing.Captured
     whole: Graph | None
+    updates: Updates | None = None
 
 
 def trace_rows(

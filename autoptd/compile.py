@@ -51,11 +51,13 @@ from autoptd.records.specs import (
     input_specs,
     param_specs,
     stage_spec,
+    update_parts,
 )
 from autoptd.reports.pictures import painter
 from autoptd.runtime.batch import is_call_of
 from autoptd.runtime.devices import default_fusion
 from autoptd.saved import FindSaved
+from autoptd.updates import constant_buffers, without_updates
 
 
 def compile(model: nn.Module, *, example_inputs: Any, **keywords: Any) -> Program:
@@ -120,7 +122,7 @@ def _compile(
         # One trace serves all ranks: the model is traced for one device, and split afterwards.
         traces = trace_rows(model, options, args, kwargs, batch, narrowing, check)
         with on_cpu():
-            return written_for(batch, traces)
+            return written_for(batch, without_updates(traces, make_context(options, traces, batch, like)))
 
     def written_for(batch: Batch, traces: Traces) -> tuple[Written, Traces]:
         write = partial(_place_and_write, traces, batch, handed, record)
@@ -229,9 +231,10 @@ def _place_and_write(
     orders = schedule.connect_orders(ctx.orders, crossing_links(crossings))
     params = param_specs(graph, captured, options, handed)
     transfers = plan_transfers(crossings, ctx.ranks, options.mesh, options.p2p, options.rank_machine)
+    parts = update_parts(traces.updates)
     about = about_stages(options, batch, params, orders, ctx.wgrad_sink)
     with activity("write stage files", is_brief=True):
-        files = codegen.write_program(graph, options.mesh, crossing, about)
+        files = codegen.write_program(graph, options.mesh, crossing, about, traces.updates)
     # Shapes of nodes, for counts of FLOPs: of a microbatch on one device, and on a rank.
     of_one_device = partial(local_shape, sizes=replace(ctx.sizes, mesh=Mesh()))
     of_a_rank = partial(local_shape, sizes=replace(ctx.sizes, mesh=options.mesh))
@@ -249,7 +252,7 @@ def _place_and_write(
         stages=tuple(stage_spec(k, file) for k, file in enumerate(files.stages)),
         orders=orders,
         sources=files.sources,
-        collectives=tuple(collectives(graph, options, transfers, params, orders)),
+        collectives=tuple(collectives(graph, options, transfers, params, orders, parts)),
         lines=files.lines,
         seed=options.seed,
         dropouts=dropout_specs(record.graphs["CUT"]),
@@ -258,6 +261,9 @@ def _place_and_write(
         fuse=options.fuse or False,
         unlisted=tuple(passes.unlisted_operators(graph)),
         weighted=any(file.counts for file in files.stages),
+        updated=traces.updates.buffers if traces.updates is not None else (),
+        updated_by_batch=traces.updates.of_batch if traces.updates is not None else (),
+        update_parts=parts,
         plan=plan_record(
             options, batch, cut_of(ctx), params, found.fallbacks, weighed, found.kept.rates, ctx.ranks
         ),
@@ -301,7 +307,7 @@ def make_context(options: Options, traces: Traces, batch: Batch, like: Program |
         batched=frozenset(name for name, leaf in traces.captured.inputs if leaf in batch.batched),
         whole=traces.whole,
         mixes=batch.mixes,
-        buffers=Buffers(traces.captured.buffers),
+        buffers=Buffers(constant_buffers(traces)),
         orders=orders,
         live=schedule.in_flight_moments(orders),
         makespan=schedule.makespan_of(orders),

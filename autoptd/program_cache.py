@@ -63,8 +63,14 @@ class ProgramCache:
         state = hashlib.sha256()
         for text in _graph_texts(captured.graph):
             state.update(text.encode())
-        for text in _graph_texts(traces.whole) if traces.whole is not None else ():
-            state.update(text.encode())
+        updates = traces.updates
+        for other in (traces.whole, updates.graph if updates is not None else None):
+            for text in _graph_texts(other) if other is not None else ():
+                state.update(text.encode())
+        # Those that the forward updates have other values at every step.
+        constants = {
+            name: x for name, x in captured.buffers.items() if not (updates and name in updates.buffers)
+        }
         options = {item.name: getattr(ctx.options, item.name) for item in fields(ctx.options)}
         like = ctx.like
         decided = (
@@ -75,7 +81,9 @@ class ProgramCache:
             sorted(captured.persistent),
             (captured.inputs, captured.constants, captured.tree, captured.checkpointed),
             {name: (tuple(p.shape), p.dtype, p.requires_grad) for name, p in captured.parameters.items()},
-            sorted((name, digest(x)) for name, x in captured.buffers.items()),
+            sorted((name, digest(x)) for name, x in constants.items()),
+            sorted((name, tuple(x.shape), x.dtype) for name, x in captured.buffers.items()),
+            updates and (updates.buffers, updates.of_batch, updates.sums),
             sorted((name, str(dtype)) for name, dtype in handed.items()),
             ctx.orders,
             like and (like.fingerprint(), json.dumps(like.plan, sort_keys=True)),

@@ -67,6 +67,7 @@ class Programs:
         shapes_of = self._options.shapes
         if shapes_of == EXACT or shapes_of is None:
             return
+        check_updates(first)
         options, length = self._options, lead_of(first).shape[1]
         # Ranks that split tokens want equal parts of them.
         parts = math.prod(map(options.mesh.degree, options.mesh.token_axes))
@@ -100,6 +101,8 @@ class Programs:
         if program is None:
             self._check_count(sizes)
             program = self._compiled(sizes, ranks, lambda: compile(args, kwargs))
+            if self._padding is not None:
+                check_updates(program)
             self._attach(sizes, program, ranks)
         ranks.use(sizes, evaluates=call == EVALUATION)
         return program, args, kwargs
@@ -242,6 +245,13 @@ class Programs:
             for rank in ranks.here:
                 rank.others[sizes] = rank.others[known]
         self._by_sizes[sizes] = program
+
+
+def check_updates(program: Program) -> None:
+    """Raise PlanError where padding would count in a buffer: whether it would is not seen from a loss."""
+    if program.updated_by_batch:
+        fact = f"buffer {program.updated_by_batch[0]} is updated by what depends on the batch, and padding would count"
+        raise PlanError("shapes=", fact, "shapes='exact'")
 
 
 def sizes_of(first: Program, call: str, args: Args, kwargs: Kwargs) -> Sizes:

@@ -280,6 +280,7 @@ class StartedModel:
             device = str(device_of_ranks(self._state.values(), options.device, "local"))
         self._ranks = start(program, self._weights or self._state, device=device, timeout=options.timeout)
         self._program = program
+        self._buffers.follow(self._ranks)
         # The ranks hold copies: the model's own tensors, and what made them, may be freed.
         self._state, self._weights = {}, None
 

@@ -174,10 +174,10 @@ class StatefulModel(StartedModel):
         steps = self._started("save").here[0].executor.steps
         about = {"steps": steps, **self._told[1], "buffers": list(self._buffers.values)}
         if optimizer is None:
-            return Contents(about, tied_names(program), buffers=self._buffers.values)
+            return Contents(about, tied_names(program), buffers=self._buffers.saved())
         about["optimizer"] = optimizer_record(optimizer)
         objects = group_objects(optimizer)
-        return Contents(about, tied_names(program), objects, self._buffers.values, optimizer.state)
+        return Contents(about, tied_names(program), objects, self._buffers.saved(), optimizer.state)
 
     def _own(self, optimizer: torch.optim.Optimizer, site: str) -> NamedOptimizer:
         """Return the optimizer; PlanError for one that is not of this model."""

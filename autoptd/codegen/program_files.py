@@ -27,8 +27,10 @@ from autoptd.codegen.stage_file import (
     write_any,
     write_stage,
 )
+from autoptd.codegen.update_file import UPDATES, write_updates
 from autoptd.codegen.writer import Writer, check_source
 from autoptd.ir.mesh import Mesh
+from autoptd.ir.updates import Updates
 from autoptd.program.specs import Line
 
 HEAD = "What several stages of the program call, written once: every stage has these methods."
@@ -44,7 +46,11 @@ class ProgramFiles:
 
 
 def write_program(
-    graph: Graph, mesh: Mesh, crossing: Sequence[Crossing], about: Sequence[About]
+    graph: Graph,
+    mesh: Mesh,
+    crossing: Sequence[Crossing],
+    about: Sequence[About],
+    updates: Updates | None = None,
 ) -> ProgramFiles:
     """Return the files of a program; `about` has an entry for every stage."""
     parts = divide(graph, crossing, len(about))
@@ -71,6 +77,8 @@ def write_program(
         writer = with_header(writer, [HEAD, *about[0].header[1:]], about[0].legend)
         sources[LAYERS] = "\n".join(writer.lines) + "\n"
         lines += lines_of(LAYERS, writer, mesh)
+    if updates is not None:
+        sources[UPDATES] = write_updates(updates, about[0].header)
     for name, source in sources.items():
         check_source(name, source)
     return ProgramFiles(sources, files, tuple(lines))

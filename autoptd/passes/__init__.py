@@ -7,6 +7,7 @@ over a mesh axis), `stages` (where to cut, and what fits).
 
 from autoptd.passes.annotate import annotate
 from autoptd.passes.bubble_up import bubble_up_slices
+from autoptd.passes.buffer_updates import split_updates
 from autoptd.passes.communicate import check_connected, communicate, conversion_row
 from autoptd.passes.context import Context, Findings
 from autoptd.passes.cut import cut
@@ -67,6 +68,7 @@ __all__ = [
     "register_rule",
     "run_passes",
     "split_tokens",
+    "split_updates",
     "substitute",
     "unlisted_operators",
     "up_to",

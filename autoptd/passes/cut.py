@@ -25,7 +25,7 @@ from autoptd.errors import InternalError, PlanError
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.names import layer_of
-from autoptd.ir.notes import is_tensor, note, op_name, output
+from autoptd.ir.notes import BATCH_NORM, is_tensor, note, op_name, output
 from autoptd.ir.sizes import Sizes
 from autoptd.passes.context import Context
 from autoptd.passes.ops.costs import flops, local_payload, rank_seconds
@@ -275,6 +275,7 @@ def _find_points(backbone: list[Node], mesh: Mesh) -> list[Point]:
     """Return the cut points, ascending; between two GEMMs at most two: inside a layer and between layers."""
     last_use = _last_uses(backbone)
     gemms = [i for i, node in enumerate(backbone) if flops(node)]
+    norms = _inside_norms(backbone)
     # By the number of GEMMs before the point, and whether it lies between layers.
     best: dict[tuple[int, bool], Point] = {}
     # The values that a cut behind operator i would have to send.
@@ -283,6 +284,8 @@ def _find_points(backbone: list[Node], mesh: Mesh) -> list[Point]:
     for i in range(len(backbone) - 1):
         alive = [j for j in [*alive, i] if last_use[j] > i]
         gemms_before += bool(flops(backbone[i]))
+        if i in norms:
+            continue
         # A tuple, such as the pieces of a split, cannot be sent.
         if not gemms or not gemms[0] <= i < gemms[-1] or not all(is_tensor(backbone[j]) for j in alive):
             continue
@@ -298,6 +301,16 @@ def _find_points(backbone: list[Node], mesh: Mesh) -> list[Point]:
         if _is_idle(backbone[point.at + 1 : following.at + 1], mesh):
             dropped.append(point if following.between_layers else following)
     return [point for point in points if point not in dropped]
+
+
+def _inside_norms(backbone: list[Node]) -> set[int]:
+    """Return the positions within a batch norm of several operators: in eval mode, on the same stages, it is one."""
+    first: dict[str, int] = {}
+    inside: set[int] = set()
+    for i, node in enumerate(backbone):
+        if (norm := note(node).extra.get(BATCH_NORM)) is not None:
+            inside.update(range(first.setdefault(norm, i), i))
+    return inside
 
 
 def _last_uses(backbone: list[Node]) -> list[int]:

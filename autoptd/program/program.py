@@ -48,10 +48,11 @@ from autoptd.program.specs import (
     ParamSpec,
     StageSpec,
     TransferBuffer,
+    UpdatePart,
 )
 
 # Of the format of program.json.
-VERSION = 9
+VERSION = 10
 Spec = TypeVar("Spec")
 
 
@@ -109,6 +110,11 @@ class Program:
     cast_buffers: tuple[str, ...] = ()
     # Whether the loss stage has `count(...)`, of the labels before the first forward.
     weighted: bool = False
+    # Buffers that are updated after the last microbatch of a step; those by what depends on the batch; what microbatches
+    # leave for that.
+    updated: tuple[str, ...] = ()
+    updated_by_batch: tuple[str, ...] = ()
+    update_parts: tuple[UpdatePart, ...] = ()
     plan: dict[str, Any] = field(default_factory=dict)
     costs: Costs = field(default_factory=Costs)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
@@ -293,6 +299,9 @@ class Program:
             fusions=_specs(Fusion, record.pop("fusions")),
             unlisted=tuple(record.pop("unlisted")),
             cast_buffers=tuple(record.pop("cast_buffers")),
+            updated=tuple(record.pop("updated")),
+            updated_by_batch=tuple(record.pop("updated_by_batch")),
+            update_parts=_specs(UpdatePart, record.pop("update_parts")),
             looked_at=tuple((name, text) for name, text in record.pop("looked_at")),
             lines=_specs(Line, record.pop("lines")),
             costs=read_costs(record.pop("costs")),

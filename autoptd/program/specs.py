@@ -38,6 +38,14 @@ class InputSpec:
 
 
 @dataclass(frozen=True)
+class UpdatePart:
+    """What microbatches leave for the updates of buffers: `is_sum`: a part of a sum over the batch, else the same of all."""
+
+    shape: tuple[int, ...]
+    is_sum: bool
+
+
+@dataclass(frozen=True)
 class ParamSpec:
     """One parameter of the model, under all of its names (`aliases`, `name` first).
 

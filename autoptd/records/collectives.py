@@ -25,8 +25,10 @@ from autoptd.options import Options
 from autoptd.program.buckets import BucketPlan, busy_axes, plan_buckets
 from autoptd.program.call_order import check_call_order
 from autoptd.program.calls import AGAIN, LOCAL_KINDS, joint_axis
-from autoptd.program.specs import GATHER, Collective, ParamSpec, TransferBuffer
+from autoptd.program.specs import GATHER, Collective, ParamSpec, TransferBuffer, UpdatePart
 
+# The site of `runtime/buffer_updates.py`.
+UPDATE_SITE = "buffer updates"
 LOSSES = ("cross_entropy", "linear_cross_entropy")
 # What operators over split classes reduce (`runtime/classes.py`): the word in the site, whether it is in backward, and why.
 MAXIMUM = ("maximum", False, "the largest score of every row")
@@ -46,6 +48,7 @@ def collectives(
     buffers: Sequence[TransferBuffer],
     params: tuple[ParamSpec, ...],
     orders: Orders,
+    update_parts: Sequence[UpdatePart] = (),
 ) -> list[Collective]:
     """List everything that is communicated, per microbatch and per step, with payload bytes and the reason.
 
@@ -71,6 +74,7 @@ def collectives(
     busy = busy_axes(calls)
     buckets = [plan_buckets(params, orders, ranks, mesh, rank, busy) for rank in range(mesh.pipeline_ranks)]
     calls += _step_collectives(graph, options, buckets, ranks)
+    calls += _update_sums(update_parts, options)
     check_call_order(calls, buckets, mesh)
     return calls
 
@@ -271,6 +275,29 @@ def _batch_sums(graph: Graph, stage: int, rank: int, mesh: Mesh) -> list[Collect
         why = "sums over inputs of the global batch, which are read before the first forward"
         calls += _known_before("sums over the batch", "batch sums", count, why, stage, rank, mesh)
     return calls
+
+
+def _update_sums(parts: Sequence[UpdatePart], options: Options) -> list[Collective]:
+    """Return the sum of what microbatches leave for the updates of buffers, which every rank makes."""
+    mesh, count = options.mesh, sum(math.prod(part.shape) for part in parts)
+    calls = []
+    for axis in (*mesh.batch_axes, *mesh.stage_axes) if parts else ():
+        call = Collective(
+            site=UPDATE_SITE,
+            stage=options.num_stages - 1,
+            conversion="buffer updates",
+            axis=axis,
+            forward="all-reduce",
+            backward="none",
+            # A float64 each.
+            payload_bytes=8 * count,
+            group_size=mesh.degree(axis),
+            why="what the updates of buffers are computed of, from the loss stage to every rank, summed over the batch",
+            scope="step",
+            pp_ranks=tuple(range(mesh.pipeline_ranks)),
+        )
+        calls.append(call)
+    return [call for call in calls if call.group_size > 1]
 
 
 def _known_before(

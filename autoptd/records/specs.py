@@ -17,11 +17,12 @@ from autoptd import trace as tracing
 from autoptd.batch import Batch
 from autoptd.ir.layout import Layout
 from autoptd.ir.noise import NAMES, is_draw
-from autoptd.ir.notes import MODEL_DIMS, note, op_name, ops, placeholders, row_blocks, tensor
+from autoptd.ir.notes import MODEL_DIMS, note, op_name, ops, placeholders, row_blocks, shape, tensor
 from autoptd.ir.placement import EVERY_REPLICA, placements
 from autoptd.ir.types import Dims, outer_size
+from autoptd.ir.updates import Updates
 from autoptd.options import Options
-from autoptd.program.specs import CrossingSpec, DropoutSpec, InputSpec, ParamSpec, StageSpec
+from autoptd.program.specs import CrossingSpec, DropoutSpec, InputSpec, ParamSpec, StageSpec, UpdatePart
 
 
 def param_specs(
@@ -161,3 +162,11 @@ def dropout_specs(graph: Graph) -> tuple[DropoutSpec, ...]:
             rate = 0.0 if kind else node.args[1]
             specs.append(DropoutSpec(record.extra["site"], record.module, rate, batch, why, kind))  # type: ignore[arg-type]
     return tuple(sorted(specs, key=lambda spec: spec.site))
+
+
+def update_parts(updates: Updates | None) -> tuple[UpdatePart, ...]:
+    """Describe what microbatches leave for the updates of buffers."""
+    if updates is None:
+        return ()
+    pairs = zip(updates.parts, updates.sums, strict=True)
+    return tuple(UpdatePart(shape(part), is_sum) for part, is_sum in pairs)

@@ -2,6 +2,7 @@
 
 from autoptd.ir.types import Zigzag
 from autoptd.runtime.attention import causal_attention
+from autoptd.runtime.buffer_updates import BufferUpdates
 from autoptd.runtime.classes import (
     classes_argmax,
     classes_gather,
@@ -38,6 +39,7 @@ from autoptd.runtime.vocab import cross_entropy, vocab_parallel_cross_entropy, v
 from autoptd.runtime.world.world import Communicators, Group, World
 
 __all__ = [
+    "BufferUpdates",
     "Communicators",
     "Group",
     "Stage",

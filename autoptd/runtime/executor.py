@@ -28,6 +28,9 @@ from autoptd.ir.actions import Action, Kind
 from autoptd.kernels.forms import wide
 from autoptd.program.program import Program
 from autoptd.runtime.batch_sums import LABELS, SUMS, chosen_inputs, count_batch, set_batch_sums
+from autoptd.runtime.buffer_updates import SITE as BUFFERS
+from autoptd.runtime.buffer_updates import UPDATES, BufferUpdates, load_updates
+from autoptd.runtime.communicators import groups_of
 from autoptd.runtime.dropout import Drawing
 from autoptd.runtime.fused import Fused
 from autoptd.runtime.gradients import Gradients
@@ -35,39 +38,15 @@ from autoptd.runtime.linear import WeightTerm
 from autoptd.runtime.losses import sum_loss
 from autoptd.runtime.messages import Messages
 from autoptd.runtime.nan import NanWatch, nan_fault
-from autoptd.runtime.parameters import RankParameters, owners
-from autoptd.runtime.rank_buffers import receive_buffers
+from autoptd.runtime.parameters import RankParameters
+from autoptd.runtime.rank_buffers import KnownBuffers, receive_buffers
 from autoptd.runtime.stage import LAYERS, Methods, Stage, load_layers, load_stage
 from autoptd.runtime.timeline import Watch
 from autoptd.runtime.wires import Wires
-from autoptd.runtime.world.world import Communicators, Group, World
+from autoptd.runtime.world.world import World
 
 Microbatch = Mapping[str, torch.Tensor]
-Known = Mapping[str, torch.Tensor] | None
 FORWARD = (Kind.F, Kind.SEND_F, Kind.RECV_F)
-
-
-def communicators_of(program: Program) -> Communicators:
-    """Return the communicators that running `program` takes."""
-    shared = {owners(program, spec) for spec in program.params}
-    links = set()
-    for crossing in program.crossings:
-        source = program.rank_of_stage(crossing.source)
-        for stage in crossing.targets:
-            target = program.rank_of_stage(stage)
-            # Ranks, not stages: with v > 1 several stages share a link, or a crossing stays on its rank.
-            links |= {(source, target), (target, source)} if crossing.has_grad else {(source, target)}
-    return Communicators(
-        owners=tuple(sorted(ranks for ranks in shared if len(ranks) > 1)),
-        links=tuple(sorted((source, target) for source, target in links if source != target)),
-        sub_axes=program.sub_axes,
-        joint=program.joint_axes,
-    )
-
-
-def groups_of(program: Program, world: World) -> dict[str, Group]:
-    """Return the groups that a stage may communicate over, by mesh axis or sub-axis."""
-    return {axis: world.group((axis,)) for axis in program.stage_axes}
 
 
 @dataclass
@@ -85,7 +64,9 @@ class Executor:
     It can be used again after an exception, if all ranks stopped. Equal buffers that are `known` are shared.
     """
 
-    def __init__(self, program: Program, world: World, params: RankParameters, known: Known = None) -> None:
+    def __init__(
+        self, program: Program, world: World, params: RankParameters, known: KnownBuffers | None = None
+    ) -> None:
         self.program, self.world, self.params = program, world, params
         self._fingerprint = program.fingerprint()
         self.steps = 0
@@ -100,6 +81,10 @@ class Executor:
         for spec in program.stages:
             if program.rank_of_stage(spec.index) == world.pipeline_rank:
                 self._stages[spec.index] = self._load(spec.index)
+        self._updates: BufferUpdates | None = None
+        if program.updated:
+            updates = load_updates(program, self._title(UPDATES))
+            self._updates = updates(program, self.buffers, world.device)
         # The dtype of the loss: seen where the loss stage ran, and agreed on by all ranks at the end of the first step.
         self._seen_dtype: torch.dtype | None = None
         self._loss_dtype: torch.dtype | None = None
@@ -165,6 +150,7 @@ class Executor:
             self.world.at = "gradients"
             self.gradients.finish()
             loss = self._global_loss()
+            self._update_buffers()
             bad = self._nan.look(self.steps, loss, self._loss) if nan == "raise" else None
             # After everything that waits for the device, so that a fault met during these waits is raised too.
             self.world.raise_first_fault()
@@ -186,6 +172,7 @@ class Executor:
         with self._guard():
             self._run(microbatches, [pair for pair in self._order if pair[0].kind in FORWARD])
             loss = self._global_loss()
+            self._update_buffers()
             self.world.raise_first_fault()
         self.world.at = "between steps"
         return loss
@@ -237,6 +224,7 @@ class Executor:
         # An aborted backward may have left GEMMs.
         for stage in self._stages.values():
             stage.deferred.take()
+            stage.parts = {}
 
     def _run(self, microbatches: Sequence[Microbatch], order: Sequence[tuple[Action, str]]) -> None:
         self.params.check_storage()
@@ -389,6 +377,13 @@ class Executor:
             seen = self.world.hops(mesh.stage_axes).gather_objects(self._seen_dtype, "dtype of the loss")
             self._loss_dtype = next(dtype for dtype in seen if dtype is not None)
         return total.to(self._loss_dtype)
+
+    def _update_buffers(self) -> None:
+        """Update the buffers that the forward updates, once for all microbatches; a step whose gradients nobody uses, too."""
+        if self._updates is not None:
+            self.world.at = BUFFERS
+            self._updates.run(list(self._stages.values()), self.world)
+            self.world.mark()
 
     def _ranks_with_nan(self, own: torch.Tensor) -> list[int]:
         ranks = self.world.everyone().gather_objects(bool(own.isnan()), "which loss is NaN")

@@ -23,10 +23,12 @@ from autoptd.errors import InternalError, PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
 from autoptd.program.program import Program
 from autoptd.runtime.clocks import clocks_of
+from autoptd.runtime.communicators import communicators_of
 from autoptd.runtime.devices import has_launcher
-from autoptd.runtime.executor import Executor, communicators_of
+from autoptd.runtime.executor import Executor
 from autoptd.runtime.guard import unguarded
 from autoptd.runtime.parameters import RankParameters, Values
+from autoptd.runtime.rank_buffers import KnownBuffers
 from autoptd.runtime.sources import Source
 from autoptd.runtime.timeline import Delays, Timeline
 from autoptd.runtime.world.processes import DistributedWorld
@@ -133,7 +135,7 @@ class RunningRanks(ABC):
             check_same_program(program, rank.world)
             # The evaluator reads the parameters where training keeps them.
             check_same_layout(rank.params.program, program)
-            rank.evaluator = Executor(program, rank.world, rank.params)
+            rank.evaluator = Executor(program, rank.world, rank.params, known_buffers(rank))
 
         self.run("eval_step", attach)
 
@@ -145,8 +147,7 @@ class RunningRanks(ABC):
             check_same_program(program, rank.world)
             # A gather that is under way is waited for by the stages that were there when it began.
             rank.params.wait()
-            known = {name: x for executor in rank.executors for name, x in executor.buffers.items()}
-            rank.others[key] = Executor(program, rank.world, rank.params, known)
+            rank.others[key] = Executor(program, rank.world, rank.params, known_buffers(rank))
 
         self.unrecorded.run(COMPILING, attach)
 
@@ -250,6 +251,13 @@ def make_rank(program: Program, world: World, full: Values) -> Rank:
     params = RankParameters(program, world, full)
     executor = Executor(program, world, params)
     return Rank(world, params, executor, executor)
+
+
+def known_buffers(rank: Rank) -> KnownBuffers:
+    """Return the buffers that the programs of a rank have, and which of them a forward updates."""
+    known = {name: x for executor in rank.executors for name, x in executor.buffers.items()}
+    updated = {name for executor in rank.executors for name in executor.program.updated}
+    return KnownBuffers(known, frozenset(updated))
 
 
 def is_launched(mesh: Mesh, backend: str | None) -> bool:

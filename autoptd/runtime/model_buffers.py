@@ -34,6 +34,8 @@ class ModelBuffers:
         self.shared = shared
         # Names whose values were loaded since the ranks were started.
         self.loaded: set[str] = set()
+        # Names of those that a forward updates: their values are tensors of the first rank of this process.
+        self.updated: set[str] = set()
 
     def take(self, program: Program, state: Mapping[str, torch.Tensor], weights: Source | None) -> Program:
         """Keep the buffers of `state`, and return the program with them in it.
@@ -57,6 +59,18 @@ class ModelBuffers:
             raise PlanError("model", fact, "compile it for this model")
         buffers = {name: self.values.get(name, x).to(x.dtype) for name, x in program.buffers.items()}
         return replace(program, buffers=buffers)
+
+    def follow(self, ranks: RunningRanks) -> None:
+        """Hold the tensors that the ranks update, of the buffers that a forward updates."""
+        for executor in ranks.here[0].executors:
+            for name in executor.program.updated:
+                if name in self.values:
+                    self.values[name] = executor.buffers[name]
+                    self.updated.add(name)
+
+    def saved(self) -> dict[str, torch.Tensor]:
+        """Return the values for a checkpoint, which may be written while the next step updates them."""
+        return {name: x.clone() if name in self.updated else x for name, x in self.values.items()}
 
     def now(self, ranks: RunningRanks) -> dict[str, torch.Tensor]:
         """Return the current values of the model's buffers."""
@@ -91,11 +105,13 @@ class ModelBuffers:
         # The program has rank 0's values already of buffers that were never loaded and that training does
         # not use.
         names = self.loaded | (self.values.keys() & trained.buffers.keys())
+        names = names - self.updated
         buffers = {name: x for name, x in self.now(ranks).items() if name in names}
         if changed := program.differing(buffers):
             fact = f"was compiled for other values of {', '.join(changed)} than were loaded"
             raise PlanError("eval_step", fact, LOAD_THEM_BEFORE)
         ranks.attach_evaluator(program)
+        self.follow(ranks)
         for rank in ranks.here:
             copy_buffers(rank.evaluator.buffers, buffers)
 

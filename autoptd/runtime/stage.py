@@ -13,11 +13,9 @@ holds this rank's weights under the model's own names.
 
 from __future__ import annotations
 
-import linecache
 import types
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ import torch
 from autoptd.errors import InternalError
 from autoptd.runtime.again import Activations
 from autoptd.runtime.dropout import Draw, Drawing
+from autoptd.runtime.emitted import execute
 from autoptd.runtime.fused import Fused
 from autoptd.runtime.inductor import compile_layers
 from autoptd.runtime.linear import Deferred, WeightGradient
@@ -39,6 +38,7 @@ class Stage:
     - `totals`: the global counts that weighted-mean losses divide by, sums over all microbatches and replicas, set
       before the first forward of every step (numbers or 0-d tensors).
     - `sums`: sums over all microbatches and replicas of what depends on inputs only, by number, set likewise.
+    - `parts`: what microbatches left for the updates of buffers, by number, in float64 (`buffer_updates.py`).
     - `drawing`: the dropout masks of the next forward; None: no dropout.
     - `fused`: the fused operators.
     - `main_grads` and `deferred`: what an emitted `rt.linear` names as its `wgrad`.
@@ -67,6 +67,7 @@ class Stage:
         self.device = device
         self.totals: tuple[float | torch.Tensor, ...] = ()
         self.sums: dict[int, torch.Tensor] = {}
+        self.parts: dict[int, torch.Tensor] = {}
         self.drawing: Drawing | None = None
         # Set before the first forward that needs gradients.
         self.main_grads: WeightGradient | None = None
@@ -126,6 +127,16 @@ class Stage:
         """Return one of `sums`, in the dtype and shape that the model has it in."""
         return self.sums[number].to(dtype).view(shape)
 
+    def keep_part(self, loss: torch.Tensor, part: torch.Tensor, number: int, is_sum: bool) -> torch.Tensor:
+        """Return the loss; keep what a microbatch leaves for the updates of buffers: a part of a sum over the batch, or what
+        is the same for all microbatches.
+        """
+        if number not in self.parts:
+            self.parts[number] = part.detach().to(torch.float64, copy=True)
+        elif is_sum:
+            self.parts[number] += part.detach()
+        return loss
+
     @cached_property
     def rounds(self) -> list[Callable[..., dict[int, torch.Tensor]]]:
         """The methods that compute a microbatch's part of `sums`; each may read the sums of those before it."""
@@ -181,13 +192,7 @@ def give_layers(stage: type[Stage], layers: Methods) -> None:
 
 def _execute(source: str, filename: str) -> tuple[types.ModuleType, type[Stage]]:
     """Execute an emitted file; return its module, and the one class that it defines."""
-    if not Path(filename).is_file():
-        # Tracebacks and pdb read lines from here.
-        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    module = types.ModuleType(Path(filename).stem)
-    module.__file__ = filename
-    # No import: a process may hold two programs whose files have the same names.
-    exec(compile(source, filename, "exec"), module.__dict__)
+    module = execute(source, filename)
     every = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Stage)]
     own = [value for value in every if value is not Stage]
     if len(own) != 1:

@@ -21,8 +21,8 @@ from autoptd.errors import AutoptdError, InternalError, PlanError
 from autoptd.program.program import Program
 from autoptd.program.specs import StageSpec
 from autoptd.runtime.batch_sums import set_batch_sums
+from autoptd.runtime.communicators import groups_of
 from autoptd.runtime.dropout import Drawing
-from autoptd.runtime.executor import groups_of
 from autoptd.runtime.linear import WeightTerm
 from autoptd.runtime.stage import Stage, give_layers, load_layers
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks

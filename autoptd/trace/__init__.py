@@ -8,6 +8,7 @@ from autoptd.trace.masks import given_masks
 from autoptd.trace.module import check_device, check_module, has_values
 from autoptd.trace.noise import draws
 from autoptd.trace.precision import COMPUTE_DTYPES, Narrowing, autocast_of, check_precision, computing_in
+from autoptd.trace.updates import updated_buffers
 
 __all__ = [
     "COMPUTE_DTYPES",
@@ -30,4 +31,5 @@ __all__ = [
     "in_modes",
     "is_training_without_dropout",
     "modes_of",
+    "updated_buffers",
 ]

@@ -39,6 +39,7 @@ from autoptd.trace.normalize import normalize
 from autoptd.trace.read import VALUE_REMEDY, check_kept, read_graph
 from autoptd.trace.retrace import IGNORED, NO_GRAD, REGION_RESULT, Differs, Followed, Follower, Raw
 from autoptd.trace.storage import tied_names
+from autoptd.trace.updates import check_updates
 from autoptd.trace.user_frames import UserFrames
 from autoptd.trace.watch import Operands, checkpoint_sites, watch_tracing
 from autoptd.trace.watched import Watched, check_changes
@@ -208,6 +209,7 @@ def _finish(graph: Graph, model: nn.Module, autocast: Autocast) -> None:
         if autocast.dtype is not None:
             cast_once(graph, autocast.dtype)
         mark_dependence(graph, dict(model.named_parameters()))
+    check_updates(graph, model)
 
 
 def input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:

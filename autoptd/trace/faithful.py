@@ -8,7 +8,7 @@ functions by what `functions.py` finds), and whatever is left is caught by runni
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -19,16 +19,17 @@ from torch.fx.node import map_arg
 
 from autoptd.compat import plain_checkpoints, tree_leaves
 from autoptd.errors import TraceError
-from autoptd.ir.buffers import same_entries
 from autoptd.ir.expert_mm import NAME as EXPERTS
 from autoptd.ir.noise import is_draw
-from autoptd.ir.notes import is_tensor, note, op_name, ops, output, shape, value
+from autoptd.ir.notes import BATCH_NORM, is_tensor, note, op_name, ops, output, shape, value
 from autoptd.trace.autocast import OFF, Autocast
 from autoptd.trace.differences import Reference
 from autoptd.trace.dropouts import ATTENTION
+from autoptd.trace.kept_buffers import KeptBuffers, distance
 from autoptd.trace.masks import any_mask, given_masks
 from autoptd.trace.noise import draws
 from autoptd.trace.storage import check_storage
+from autoptd.trace.updates import updated_buffers
 from autoptd.trace.watch import HOOK_REMEDY
 from autoptd.trace.watched import Watched, check_changes
 
@@ -39,6 +40,8 @@ TOLERANCES = {torch.float64: (1e-9, 1e-3), torch.float32: (1e-5, 1e-1)}
 TOLERANCE_OF_HALF = (2.0**-7, 1.0)
 # Attention that drops probabilities is written out, and rounds in other places than the model's.
 TOLERANCE_OF_HALF_DROPOUT = (2.0**-6, 1.0)
+# Batch norm is written out: in float32 it adds in another order than torch's operator, and subtracts what is almost equal.
+TOLERANCE_OF_NORMS = (1e-3, 1e-1)
 # Rows of experts are added in another order than the model's, and every sum is rounded.
 TOLERANCE_OF_HALF_EXPERTS = (2.0**-5, 1.0)
 # Both cast alike, and mostly agree to the bit: rounding is allowed for, small gradients are looked at.
@@ -95,7 +98,8 @@ def compare(
     # Plain, without `Operands`: parameters are real here, and the model may do with them what it likes.
     watched = Watched(model, loss_fn)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    kept = KeptBuffers(model)
+    updates = dict(updated_buffers(graph))
 
     sites = [note(node).extra["site"] for node in draws(graph)]
     is_exact = bool(sites) or _has_small_attention_on_cuda(graph, parameters)
@@ -109,22 +113,30 @@ def compare(
     try:
         wanted = run_model(lambda loss: Reference(loss, parameters, share))
     except torch.OutOfMemoryError:
-        _restored(model, before)
+        kept.put_back()
         raise
-    if changed := _restored(model, before):
+    changed = {**kept.put_back(), **watched.seen.assigned}
+    if others := [name for name in changed if name not in updates]:
         fact = "changed by the forward, which the traced graph would not do"
         raise TraceError(
-            f"buffer {', '.join(changed)}", fact, "keep buffers constant in forward, or model.eval()"
+            f"buffer {', '.join(others)}", fact, "keep buffers constant in forward, or model.eval()"
         )
     with autocast.ambient():
         check_changes(watched, args, kwargs)
     with torch.enable_grad(), given_masks(any_mask, sites) if is_exact else nullcontext():
-        loss, leaves = run_graph(graph, dict(model.named_parameters()), buffers, tree_leaves((args, kwargs)))
+        found = run_graph(
+            graph, dict(model.named_parameters()), buffers, tree_leaves((args, kwargs)), updates.values()
+        )
+    loss, leaves, results = found
     excess = wanted.differences(loss, {name: leaf for name, leaf in leaves.items() if leaf.requires_grad})
+    for name, result in zip(updates, results, strict=True):
+        excess[f"buffer {name}"] = distance(changed.get(name, buffers[name]), result)
     if max(excess.values()) <= tolerance:
         return
     # The model against itself: what it does not reproduce cannot be asked of the graph.
     noise = max(run_model(lambda loss: wanted.differences(loss, parameters)).values())
+    for name, again in {**kept.put_back(), **watched.seen.assigned}.items():
+        noise = max(noise, distance(changed.get(name, again), again))
     if noise > MAX_NOISE:
         fact = f"two runs on the same batch differ by {noise:.0e} of their values: it is not a function of its inputs"
         raise TraceError("model", fact, "draw random numbers outside of the model and pass them as an input")
@@ -157,31 +169,22 @@ def _tolerance(graph: Graph) -> tuple[float, float]:
     of_half = TOLERANCE_OF_HALF_DROPOUT if any(map(is_draw, ops(graph))) else TOLERANCE_OF_HALF
     if any(op_name(node) in (EXPERTS, "autoptd.grouped_mm") for node in ops(graph)):
         of_half = TOLERANCE_OF_HALF_EXPERTS
+    if narrowest == torch.float32 and any(BATCH_NORM in note(node).extra for node in ops(graph)):
+        return TOLERANCE_OF_NORMS
     return TOLERANCES.get(narrowest, of_half)
 
 
-def _restored(model: nn.Module, before: dict[str, torch.Tensor]) -> list[str]:
-    """Put back buffers that the forward has changed; return their names."""
-    after = dict(model.named_buffers())
-    changed = [
-        name
-        for name, value_before in before.items()
-        if name in after and not _equal(value_before, after[name])
-    ]
-    for name in changed:
-        after[name].detach().copy_(before[name])
-    return changed
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    has_nan = one.is_floating_point() and one.dtype.itemsize > 1
-    return torch.equal(one.nan_to_num(), other.nan_to_num()) if has_nan else same_entries(one, other)
-
-
 def run_graph(
-    graph: Graph, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], leaves: list[Any]
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Interpret a TRACED graph; returns the loss and the parameter leaves that it was computed from."""
+    graph: Graph,
+    parameters: dict[str, torch.Tensor],
+    buffers: dict[str, torch.Tensor],
+    leaves: list[Any],
+    asked: Iterable[Node] = (),
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[torch.Tensor]]:
+    """Interpret a TRACED graph; returns the loss, the parameter leaves that it was computed from, and the values of the
+    nodes that are `asked` for.
+    """
+    asked = list(asked)
     tensors = iter([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
     device = next((parameter.device for parameter in parameters.values()), None)
     env: dict[Node, Any] = {}
@@ -190,6 +193,8 @@ def run_graph(
     last_read = {read: node for node in graph.nodes for read in node.all_input_nodes}
     ends: dict[Node, list[Node]] = {}
     for read, node in last_read.items():
+        if read in asked:
+            continue
         ends.setdefault(node, []).append(read)
     for node in graph.nodes:
         record = note(node)
@@ -215,7 +220,7 @@ def run_graph(
             continue
         for read in ends.get(node, ()):
             del env[read]
-    return env[output(graph).args[0]], used
+    return env[output(graph).args[0]], used, [env[node].detach() for node in asked]
 
 
 def _device_keyword(node: Node, device: torch.device) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 In: an exported graph, whose in-place operators torch.export leaves as they are. Out: the same values without
 a write. A write to a fresh value is its functional form, of which all later readers read; a write through
 slices and single indices (`shifted[:, 1:] = ids[:, :-1]`) puts the new piece between the pieces around it.
-Refused by name: writes to parameters, buffers and arguments, through other views, and under a view that is
-read later.
+What a buffer holds after the call is an `update_buffer` in front of the output. Refused by name: writes to
+parameters and arguments, through other views, and under a view that is read later.
 
     h.mul_(2)              ->  mul = h * 2
     h[:, 1:] = x           ->  cat([h[:, :1], x], 1)
@@ -25,9 +25,9 @@ from torch.fx.node import map_arg
 
 from autoptd.compat import FakeTensor
 from autoptd.errors import PlanError, TraceError
-from autoptd.ir.elsewhere import NORMS
 from autoptd.ir.notes import is_tensor, note, op_name, ops, set_note, shape, site, value
 from autoptd.ir.operators.record import argument
+from autoptd.ir.updates import update_call
 from autoptd.trace import dropouts
 
 aten = torch.ops.aten
@@ -53,6 +53,10 @@ def functionalize(graph: Graph) -> None:
 
     TraceError or PlanError with the source line of a write that cannot be kept.
     """
+    for node in list(ops(graph)):
+        for target in _outs(node):
+            if note(target).kind == "buffer":
+                _write_afterwards(graph, node, target)
     latest: dict[Node, Node] = {}
     position = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(ops(graph)):
@@ -78,10 +82,45 @@ def functionalize(graph: Graph) -> None:
         latest[node] = latest[target]
     last = next(iter(reversed(graph.nodes)))
     last.args = map_arg(last.args, lambda arg: latest.get(arg, arg))
+    for node, new in list(latest.items()):
+        if note(node).kind == "buffer":
+            _update(last, node, new)
     # Backwards, so that a write's readers are gone before it is.
     for old in reversed(list(latest)):
         if old.op == "call_function" and _writes(old):
             graph.erase_node(old)
+
+
+def _write_afterwards(graph: Graph, node: Node, target: Node) -> None:
+    """Turn an operator that is told to write its result to a buffer into one that does not, and a write."""
+    made_by: Any = node.target
+    wanted = [(arg.name, str(arg.type)) for arg in made_by._schema.arguments if not arg.is_out]
+    packet = getattr(torch.ops.aten, made_by._schema.name.removeprefix("aten::"))
+    for overload in (getattr(packet, name) for name in packet.overloads()):
+        if [(arg.name, str(arg.type)) for arg in overload._schema.arguments] == wanted:
+            with graph.inserting_before(node):
+                pure = graph.call_function(overload, node.args)
+            pure.kwargs = {name: arg for name, arg in node.kwargs.items() if arg is not target}
+            pure.meta["val"] = value(node)
+            set_note(pure, replace(note(node), extra=dict(note(node).extra)))
+            node.target, node.args, node.kwargs = aten.copy_.default, (target, pure), {}
+            return
+    fact = f"{op_name(node)} writes to buffer {note(target).name} by out=, and has no other form"
+    raise TraceError(site(node), fact, "self.buffer.copy_(...)")
+
+
+def _update(last: Node, buffer: Node, new: Node) -> None:
+    """Note in front of the output what a buffer holds after the call."""
+    if shape(new) != shape(buffer) or value(new).dtype != value(buffer).dtype:
+        fact = f"buffer {note(buffer).name} changes its shape or dtype"
+        raise PlanError(site(new), fact, "a buffer as large, and of the dtype, that it has in the end")
+    loss = last.args[0]
+    assert isinstance(loss, Node)
+    with last.graph.inserting_before(last):
+        made = update_call(last.graph, loss, new, note(buffer).name)
+    made.meta["val"] = value(loss)
+    set_note(made, replace(note(loss), extra={}))
+    last.args = (made, *last.args[1:])
 
 
 def _writes(node: Node) -> bool:
@@ -140,14 +179,9 @@ def _check_fresh(node: Node, views: list[Node], position: dict[Node, int], lates
     """
     base = views[-1]
     record = note(base)
-    if record.kind == "buffer":
-        fact = f"buffer {record.name} is changed by the forward"
-        is_norm = record.name.endswith(("num_batches_tracked", "running_mean", "running_var"))
-        if is_norm:
-            fact += ": batch norm in training mixes the samples of the batch"
-        raise PlanError(
-            site(node), fact, NORMS if is_norm else "keep buffers constant in forward, or model.eval()"
-        )
+    if "constant" in record.extra:
+        fact = "a tensor that is no buffer is changed by the forward"
+        raise PlanError(site(node), fact, "register_buffer, or keep it as it is in forward")
     if record.kind == "param":
         fact = f"parameter {record.name} is changed in place"
         raise TraceError(site(node), fact, "do not write to parameters in forward")

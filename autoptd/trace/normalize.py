@@ -21,6 +21,7 @@ from autoptd.ir.notes import note, op_name, set_note, shape, site, value
 from autoptd.ir.operators.record import argument
 from autoptd.ir.operators.table import operator_of
 from autoptd.trace import dropouts, indices
+from autoptd.trace.batch_norms import rewrite_batch_norms
 from autoptd.trace.class_losses import has_soft_labels, rewrite_nll, rewrite_soft_labels
 from autoptd.trace.experts import rewrite_experts
 from autoptd.trace.functionalize import functionalize
@@ -44,6 +45,7 @@ def normalize(graph: Graph) -> None:
     Raises TraceError or PlanError with the source line of what cannot be kept.
     """
     check_generators(graph)
+    rewrite_batch_norms(graph)
     # First, for what is rewritten below takes every value to be written once.
     functionalize(graph)
     dropouts.rewrite_dropouts(graph)
@@ -142,7 +144,7 @@ def _normalize_one(graph: Graph, node: Node) -> None:
         node.target, node.args, node.kwargs = aten.leaky_relu.default, (node.args[0], (lower + upper) / 2), {}
     elif name in RECURRENT and not _is_random(node):
         _put_time_first(graph, node)
-    elif name in ("aten.batch_norm", "aten.instance_norm") and node.args[5] and node.args[3] is not None:
+    elif name == "aten.instance_norm" and node.args[5] and node.args[3] is not None:
         fact = f"its running statistics (buffer {note(node.args[3]).name}) are changed by the forward"  # type: ignore[arg-type]
         raise PlanError(site(node), fact, "a norm without running statistics, or model.eval()")
     elif _is_random(node):

@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 from autoptd.errors import PlanError
 from autoptd.ir.notes import note, op_name, ops, tensor
 from autoptd.trace.differences import Reference
+from autoptd.trace.kept_buffers import KeptBuffers
 from autoptd.trace.masks import given_masks
 from autoptd.trace.watched import Watched
 
@@ -65,13 +66,15 @@ def compare_padded(
     PlanError where anything differs: between the first two by more than sums over more tokens are rounded otherwise, between
     the last two, whose sums are the same, by hardly a bit.
     """
-    watched = Watched(model, loss_fn)
+    watched, kept = Watched(model, loss_fn), KeptBuffers(model)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     is_narrow = any(p.dtype.itemsize < 4 for p in parameters.values())
     tolerance, share = TOLERANCE_OF_HALF if is_narrow else TOLERANCE
 
     def run(call: Call) -> torch.Tensor:
         try:
+            # Every run is a first one, of buffers that a forward updates as well.
+            kept.put_back()
             with torch.enable_grad():
                 return watched(*call[0], **call[1])
         # The model's own: an id that it has no row for, a class below 0.
@@ -79,15 +82,18 @@ def compare_padded(
             fact = f"the model cannot run with {what}: {type(error).__name__}: {error}"
             raise PlanError(SITE, fact.splitlines()[0], REMEDY) from error
 
-    with given_masks(keep_all):
-        loss = run(short)
-        if not bool(loss.isfinite()):
-            fact = f"the loss of the batch without {what} is {loss.item()}"
-            raise PlanError(SITE, fact, "a batch with labels that count")
-        excess = Reference(loss, parameters, share).differences(run(padded), parameters)
-        _refuse(excess, tolerance, f"the loss or its gradients change with {what}")
-        excess = Reference(run(padded), parameters, share).differences(run(others), parameters)
-        _refuse(excess, tolerance * SAME_SUMS, f"the model reads {what}")
+    try:
+        with given_masks(keep_all):
+            loss = run(short)
+            if not bool(loss.isfinite()):
+                fact = f"the loss of the batch without {what} is {loss.item()}"
+                raise PlanError(SITE, fact, "a batch with labels that count")
+            excess = Reference(loss, parameters, share).differences(run(padded), parameters)
+            _refuse(excess, tolerance, f"the loss or its gradients change with {what}")
+            excess = Reference(run(padded), parameters, share).differences(run(others), parameters)
+            _refuse(excess, tolerance * SAME_SUMS, f"the model reads {what}")
+    finally:
+        kept.put_back()
 
 
 def _refuse(excess: dict[str, float], tolerance: float, fact: str) -> None:

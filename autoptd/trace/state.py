@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autoptd.compat import FakeTensor
 from autoptd.errors import TraceError
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -84,6 +85,8 @@ class State:
         self._follows_code = follows_code
         self.leaves: dict[str, str] = {}
         self.tensors: dict[str, Tensor] = {}
+        # (what holds it, its name there, its path, the buffer)
+        self.buffers: list[tuple[dict[str, Any], str, str, Tensor]] = []
         self.holders: list[tuple[Any, Any]] = []
         self.cached: list[Any] = []
         # Alive, so that no other object gets its id.
@@ -123,6 +126,23 @@ class State:
         for function in self.cached:
             function.cache_clear()
 
+    def take_assigned(self) -> dict[str, Tensor]:
+        """Put back buffers that were replaced by others of their shape; return these by path: they are updates.
+
+        A trace gets an operator that writes the new values to the buffer.
+        """
+        assigned: dict[str, Tensor] = {}
+        for holder, name, path, buffer in self.buffers:
+            new = holder.get(name, buffer)
+            if new is buffer or new is None or (new.shape, new.dtype) != (buffer.shape, buffer.dtype):
+                continue
+            holder[name] = buffer
+            # Elsewhere backward may need what the buffer was.
+            if isinstance(buffer, FakeTensor):
+                buffer.copy_(new.detach())
+            assigned[path] = new.detach()
+        return assigned
+
     def restore(self) -> None:
         """Give every attribute and container the content that it had."""
         self.clear_caches()
@@ -158,6 +178,8 @@ class State:
             self.holders.append((attributes[kind], dict(attributes[kind])))
             for name, attribute in attributes[kind].items():
                 self._keep(_join(path, name), attribute)
+                if kind == "_buffers" and isinstance(attribute, Tensor):
+                    self.buffers.append((attributes[kind], name, _join(path, name), attribute))
         for kind in HOOKS:
             # A hook that the forward registers would be there twice at its next call.
             self.holders.append((attributes[kind], attributes[kind].copy()))

@@ -46,7 +46,9 @@ class Watched(WithLoss):
         before.clear_caches()
         try:
             with self.around():
-                return super().forward(*args, **kwargs)
+                loss = super().forward(*args, **kwargs)
+                self.seen.assigned = before.take_assigned()
+                return loss
         finally:
             # Also where the forward failed: fake tensors must not stay in the user's model.
             after = State.of_call(self.model, self.loss_fn)
@@ -59,7 +61,7 @@ class Watched(WithLoss):
 
 
 class Seen:
-    """What a call has changed, and tensors that were attributes before and are none after it.
+    """What a call has changed, tensors that were attributes before and are none after it, and what buffers were assigned.
 
     One object for all calls.
     """
@@ -67,6 +69,7 @@ class Seen:
     def __init__(self) -> None:
         self.changes: list[Change] = []
         self.replaced: dict[str, Tensor] = {}
+        self.assigned: dict[str, Tensor] = {}
 
 
 def check_changes(watched: Watched, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -102,7 +105,10 @@ def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dic
 
     def run(call: Any) -> Tensor:
         with torch.no_grad(), fake or nullcontext(), given_masks(any_mask) if has_values else nullcontext():
-            return twin(*call[0], **call[1])
+            loss = twin(*call[0], **call[1])
+        # Updates of buffers are in the graph.
+        before.take_assigned()
+        return loss
 
     try:
         run((args, kwargs))

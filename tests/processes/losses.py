@@ -1,5 +1,5 @@
 """Run by `test_processes.py` as one of 4 ranks over gloo, at (t, d) = (2, 2): DPO in halves, a masked loss, and two that mix
-rows, beside one device.
+rows, beside one device; and buffers that a forward updates.
 
 In: the word "more", for others. Rank 0 prints one JSON line: the largest difference of losses and gradients, by loss.
 """
@@ -17,9 +17,11 @@ import autoptd
 from autoptd.program.calls import expected_calls
 from benchmarks.lib.loss_cases import CASES
 from benchmarks.losses import MACHINE
+from tests.parity.buffers import Norm, Router, Updating, batches, make
 
 MIXING = ("contrastive", "load_balancing")
 FEW = ("dpo_halves", "contrastive")
+UPDATING = (Router, Norm)
 MORE = ("grpo_masked", "entropy_bonus", "load_balancing")
 
 
@@ -59,8 +61,26 @@ def worst(name: str) -> float:
     return largest
 
 
+def worst_buffer(kind: type[Updating]) -> float:
+    """The largest difference of buffers, in two steps with an evaluation between them."""
+    first, second = batches(2)
+    reference = make(kind)
+    microbatches = 1 if kind is Norm else 2
+    pm = autoptd.parallelize(make(kind), p=2, d=2, num_microbatches=microbatches, example_inputs=first)
+    for call in (first, second):
+        reference(*call)
+        pm.step(*pm.local_batch(*call))
+        pm.eval_step(*pm.local_batch(*call))
+        state = pm.state_dict()
+    pm.close()
+    pairs = [(x.double(), reference.state_dict()[name].double()) for name, x in state.items()]
+    return max((float((ours - theirs).abs().max()) for ours, theirs in pairs), default=0.0)
+
+
 def main() -> None:
     found = {name: worst(name) for name in (MORE if sys.argv[1:] == ["more"] else FEW)}
+    if not sys.argv[1:]:
+        found |= {kind.__name__: worst_buffer(kind) for kind in UPDATING}
     if os.environ["RANK"] == "0":
         print(json.dumps(found), flush=True)
 

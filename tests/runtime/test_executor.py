@@ -17,7 +17,7 @@ from autoptd.errors import InternalError, RuntimeFault
 from autoptd.ir.actions import Kind
 from autoptd.program.program import Program
 from autoptd.runtime.batch import cut
-from autoptd.runtime.executor import communicators_of
+from autoptd.runtime.communicators import communicators_of
 from autoptd.runtime.full_values import gather_gradients
 from autoptd.runtime.launch import LocalRanks, Rank, make_rank
 from autoptd.runtime.stage import load_stage, make_namespace

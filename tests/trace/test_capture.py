@@ -125,7 +125,7 @@ def test_the_same_object_twice_is_two_inputs() -> None:
     inputs = list(placeholders(found.graph, "input"))
     assert [note(node).name for node in inputs] == ["idx", "targets"] and all(node.users for node in inputs)
     other = ids(2, 8)  # the graph tells them apart where the model does
-    loss, _ = run_graph(found.graph, dict(model.named_parameters()), found.buffers, [x, other])
+    loss, _, _ = run_graph(found.graph, dict(model.named_parameters()), found.buffers, [x, other])
     assert torch.allclose(loss, model(x, other)[1])
 
 

@@ -56,6 +56,9 @@ OPERATORS = [
     Operator("aten.pow", keeps="operands", text="**", variable="power"),
     # What is meant for every microbatch by itself (`autoptd/per_microbatch.py`).
     Operator("autoptd.per_microbatch", links=no_links, linear=FIRST),
+    # Of buffers that a forward updates (`ir/updates.py`).
+    Operator("autoptd.update_buffer", links=no_links, linear=FIRST, variable="loss"),
+    Operator("autoptd.keep_part", links=no_links, linear=FIRST, text="self.keep_part", variable="loss"),
     # Linear: all addends share one mask.
     Operator("aten.dropout", links=pointwise_links, linear=FIRST, is_random=True),
     # Of the operand they read the shape.

@@ -14,16 +14,19 @@ Which Python numbers follow the batch size, a second trace shows: `literals.py`.
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from torch.fx import Graph, Node
 
-from autoptd.errors import PlanError
+from autoptd.errors import InternalError, PlanError
 from autoptd.ir.elsewhere import NORMS, SORTS
 from autoptd.ir.layout import BATCH
-from autoptd.ir.notes import OF_ALL_ROWS, OF_MICROBATCH, note, op_name, output, site, tensor
+from autoptd.ir.notes import BATCH_NORM, OF_ALL_ROWS, OF_MICROBATCH, note, op_name, output, site, tensor
 from autoptd.ir.operators.lookups import UNCOUNTED
 from autoptd.ir.operators.record import CLASSES, QUERIES, operands
 from autoptd.ir.operators.table import linear_groups, operator_of
 from autoptd.ir.types import I, P, R, S, ValueType
+from autoptd.ir.updates import KEEP
 from autoptd.passes.axes.axes import Axes, Letter, Place
 from autoptd.passes.axes.constants import Constants
 from autoptd.passes.ops.costs import flops
@@ -39,7 +42,7 @@ UNKNOWN_REMEDY += "(sums, products, views, gather), or d=1 and num_microbatches=
 NUMBER_REMEDY = f"the number itself, as in loss / x.shape[0]; or {RULE_REMEDY}"
 COUNT_REMEDY = "F.cross_entropy(..., reduction='none').mean(), and class weights in a buffer"
 # Where an operator tells more of what the user wants.
-REMEDIES = {"aten.batch_norm": NORMS, "aten.sort": f"{ONE_REMEDY}; {SORTS}"}
+REMEDIES = {"aten.sort": f"{ONE_REMEDY}; {SORTS}"}
 DEVIATION = f"of inputs, sums written out: (x - x.mean()).square().sum(); else {ONE_REMEDY}"
 REMEDIES |= {"aten.std": DEVIATION, "aten.var": DEVIATION}
 # Key of Note.extra: operands whose rows are all equal -> the place where they meet the batch.
@@ -48,8 +51,6 @@ FIRST_ROWS = "first_rows"
 BATCH_SUMS = "batch_sums"
 # Of an operator: operands that it reads whole, of the rows of all replicas.
 TAKEN_WHOLE = "taken_whole"
-# Statistics of a batch that stands in no loss: a gather of every layer's activations is what nobody asks for.
-NEVER_WHOLE = frozenset({"aten.batch_norm"})
 
 
 class MixedSamples(PlanError):
@@ -73,9 +74,11 @@ def assign_batch(
     atom: int = 0,
     *,
     mixes: bool = False,
+    but: Container[Node] = frozenset(),
 ) -> None:
     """Fill the type over the batch of every node; `pieces` = microbatches x replicas (one piece: no split).
 
+    Nodes in `but` are left out.
     The batch is an `atom` of dim 0 of the inputs that have several there (`row_groups.py`). `mixes`: replicas have one
     microbatch each, and the trace has the rows of all, so that operators may read values whole.
     Raises PlanError, with site, fact and remedy, for what would mix samples.
@@ -91,8 +94,8 @@ def assign_batch(
         elif record.kind == "input" and record.name in batched:
             last = max(len(record.dims[0]) - 1, 0)
             record.layout = record.layout.having(BATCH, S(0, min(atom, last)))
-        elif node.op == "call_function":
-            record.layout = record.layout.having(BATCH, _type_of(node, axes, constants, mixes))
+        elif node.op == "call_function" and node not in but:
+            record.layout = record.layout.having(BATCH, type_of(node, axes, constants, mixes))
     loss = output(graph).args[0]
     assert isinstance(loss, Node)
     kind = note(loss).layout.batch
@@ -103,9 +106,12 @@ def assign_batch(
         )
 
 
-def _type_of(node: Node, axes: Axes, constants: Constants, mixes: bool) -> ValueType:
+def type_of(node: Node, axes: Axes, constants: Constants, mixes: bool) -> ValueType:
+    """Return the type of an operator whose operands have theirs; note what it reads in another."""
     if op_name(node) == MARK:
         return _marked_type(node)
+    if op_name(node) == KEEP:
+        return _kept_type(node)
     read = list(dict.fromkeys(operands(node)))
     types = {operand: note(operand).layout.batch for operand in read}
     split = {operand: kind for operand, kind in types.items() if kind.kind == "S"}
@@ -161,7 +167,7 @@ def _type_of(node: Node, axes: Axes, constants: Constants, mixes: bool) -> Value
 def _whole_type(node: Node, axes: Axes, is_of_params: bool) -> ValueType:
     """Return the type of a value that every piece has all of."""
     # Backward runs once per microbatch on a part of the gradient; the parts add up only if it is linear.
-    if is_of_params and not axes.is_linear(node):
+    if is_of_params and note(node).needs_grad and not axes.is_linear(node):
         fact = f"{op_name(node)} of parameters: {axes.refused(node)}, and each microbatch gives it a part of the gradient"
         raise PlanError(site(node), fact, "a backward that is linear, or d=1 and num_microbatches=1")
     return R if is_of_params else I
@@ -186,7 +192,7 @@ def _may_be_whole(node: Node) -> bool:
 
     What is meant for each microbatch by itself may not.
     """
-    return op_name(node) not in NEVER_WHOLE and OF_MICROBATCH not in note(node).extra
+    return OF_MICROBATCH not in note(node).extra
 
 
 def _marked_type(node: Node) -> ValueType:
@@ -197,6 +203,19 @@ def _marked_type(node: Node) -> ValueType:
         return P
     fact = "what it marks carries the batch" if kind.kind == "S" else "what it marks is also read elsewhere"
     raise PlanError(site(node), fact, "mark a sum or mean over the rows, which nothing else reads")
+
+
+def _kept_type(node: Node) -> ValueType:
+    """Return the type of a loss by which a part of an update is kept; rows are taken whole (`buffer_updates.py`)."""
+    loss, part = operands(node)
+    kind = note(part).layout.batch
+    if kind.kind == "S":
+        note(node).extra[TAKEN_WHOLE] = [part]
+    if (kind.kind == "P") != node.args[3]:
+        raise InternalError(site(node), f"keeps a part that is {kind} over the batch")
+    if OF_ALL_ROWS in note(loss).extra:
+        note(node).extra[OF_ALL_ROWS] = True
+    return note(loss).layout.batch
 
 
 def _common_letter(node: Node, axes: Axes, split: dict[Node, ValueType]) -> Letter | None:
@@ -239,6 +258,9 @@ def _keep_partial(node: Node, partial: list[Node], split: bool) -> ValueType:
     """Return P where an operator of a pending sum keeps it pending; PlanError where it does not."""
     if _keeps_partial(node, partial, split):
         return P
+    if BATCH_NORM in note(node).extra:
+        fact = "batch norm in training computes means over the whole batch, which several microbatches do not have"
+        raise MixedSamples(site(node), fact, f"{NORMS}, {ONE}")
     fact = f"{op_name(node)} of a sum over samples is not a sum over samples"
     remedy = f"let the loss be a sum or mean over samples, scaled and added to others only, {ONE}"
     if op_name(node) in ("aten.mul", "aten.square", "aten.pow", "aten.dot", "aten.matmul"):
