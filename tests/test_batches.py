@@ -22,6 +22,7 @@ import autoptd
 from autoptd.batches import Batches, permuted
 from autoptd.errors import PlanError
 from tests.parity.models import batch, gpt
+from tests.waits import LONG
 
 
 class Rows(Dataset[int]):
@@ -161,7 +162,7 @@ def test_ranks_that_are_threads_take_the_global_batch() -> None:
 
 
 LOADS = """
-import signal, time, autoptd
+import signal, sys, autoptd
 from torch.utils.data import DataLoader
 
 signal.signal(signal.SIGTERM, lambda *_: None)
@@ -169,7 +170,7 @@ loader = DataLoader(range(40), batch_size=4, num_workers=2, worker_init_fn={init
 for number, rows in enumerate(loader):
     if number == 1:
         print("in the middle", flush=True)
-        time.sleep(1)
+        sys.stdin.readline()
 print("read", number + 1, flush=True)
 """
 
@@ -182,7 +183,7 @@ def test_workers_outlive_a_signal_to_the_job(init: str) -> None:
     assert process.stdout is not None and process.stdout.readline() == "in the middle\n"
     # As launchers do: to all processes of the job.
     os.killpg(process.pid, signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate("go on\n", timeout=LONG)
     if init == "None":
         assert process.returncode == 1 and "DataLoader worker (pid" in err, err
     else:
@@ -190,17 +191,17 @@ def test_workers_outlive_a_signal_to_the_job(init: str) -> None:
 
 
 IGNORES = """
-import os, signal, time, autoptd
+import os, signal, sys, time, autoptd
 from autoptd.batches import ignore_signals
 
 ready, tell = os.pipe()
 if (worker := os.fork()) == 0:
     ignore_signals(0)
     os.write(tell, b"x")
-    time.sleep(60)
+    time.sleep(600)
 os.read(ready, 1)
 print(worker, flush=True)
-time.sleep(1)
+sys.stdin.readline()
 os.kill(worker, 0)
 os.kill(worker, signal.SIGTERM)
 print(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
@@ -214,11 +215,16 @@ def test_a_worker_ends_when_its_own_rank_ends_it() -> None:
     worker = int(process.stdout.readline())
     for one in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
         os.kill(worker, one)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate("go on\n", timeout=LONG)
     assert (process.returncode, out) == (0, "0\n"), err
 
 
 def start(code: str) -> subprocess.Popen[str]:
     """Start a script as a job of its own."""
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes: dict[str, Any] = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+    }
     return subprocess.Popen([sys.executable, "-c", code], start_new_session=True, **pipes)

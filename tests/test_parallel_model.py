@@ -21,6 +21,7 @@ from autoptd.runtime.launch import is_launched
 from tests.forks import CONTEXT
 from tests.ports import free_port
 from tests.runtime.tied_model import Case, TiedModel, make_batch, make_model, make_program
+from tests.waits import LONG
 
 SMALL, FULL = Case(), Case(t=2, p=2, d=2, v=2, m=2, schedule="interleaved")
 
@@ -434,7 +435,7 @@ def test_processes_over_gloo_train_as_the_model_does(case: Case) -> None:
         process.start()
     said = {}
     for _ in processes:
-        rank, losses, state, names = out.get(timeout=100)
+        rank, losses, state, names = out.get(timeout=LONG)
         said[rank] = (losses, state, names)
     for process in processes:
         process.join(30)

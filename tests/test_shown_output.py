@@ -31,6 +31,7 @@ from benchmarks.losses import BYTES_AT, LARGE_ROWS, LARGE_VOCAB, LARGE_WIDTH
 from examples.gpt import GPT, GPTConfig
 from tests import shown_adapters
 from tests.measured import same_words
+from tests.waits import LONG
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -300,20 +301,25 @@ def _progress(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 @shows("docs/howto/read-a-hang.md", "RuntimeFault: rank 2")
 def _hang(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    leave = threading.Event()
+    there, leave = threading.Event(), threading.Event()
 
     def body(world: World) -> None:
         world.everyone().all_reduce(torch.ones(1), "h.0")
         if world.rank == 2:
             world.at = "F1.2"
+            assert there.wait(LONG)
+            shared.timeout = 0.3
             world.incoming(0).receive([((1,), torch.float32)], "RECV_F1.2<0").wait()
         else:
             world.at = "F0.2"
-            leave.wait(20)
+            if world.rank == 0:
+                there.set()
+            leave.wait(LONG)
 
+    communicators = Communicators(owners=((0, 1),), links=((0, 1), (1, 0)))
+    shared = ThreadWorld(Mesh(t=2, p=2), communicators)
     try:
-        communicators = Communicators(owners=((0, 1),), links=((0, 1), (1, 0)))
-        return refusal(lambda: run_ranks(ThreadWorld(Mesh(t=2, p=2), communicators, timeout=0.3), body))
+        return refusal(lambda: run_ranks(shared, body))
     finally:
         leave.set()
 

@@ -23,10 +23,9 @@ from autoptd.errors import PlanError, RuntimeFault
 from autoptd.runtime.checkpoint import series, writer
 from autoptd.runtime.checkpoint.staging import Staging
 from tests.checkpoint.models import assert_same, data, running, state_of, train
+from tests.waits import LONG
 
 MESH = {"t": 2, "p": 2, "d": 2}
-# Seconds for what takes none: the thread that writes gives way to all other work of the machine.
-LONG = 300.0
 
 
 def names(folder: Path) -> list[str]:

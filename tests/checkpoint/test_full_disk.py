@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from autoptd.runtime.checkpoint.series import LOCK
+from tests.waits import LONG
 
 
 def mounted(folder: Path) -> list[str]:
@@ -30,7 +31,7 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
     if tried.returncode:
         pytest.skip(f"no tmpfs can be mounted here: {tried.stderr.strip()}")
     command = [*mounted(tmp_path), sys.executable, "-m", "tests.checkpoint.full_disk", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG)
     assert done.returncode == 0, done.stderr[-2000:]
     told = json.loads(done.stdout.splitlines()[-1])
     beside, replacing, alone = told["errors"]

@@ -15,6 +15,7 @@ import pytest
 
 from autoptd.cli import main
 from autoptd.cli.data import batches, load_tokens
+from tests.waits import LONG
 
 ROOT = Path(__file__).parents[2]
 GPT = ["examples/gpt.py:make_gpt", "--set", "n_layer=2", "--set", "n_embd=16", "--seq", "8", "--batch", "4"]
@@ -95,17 +96,17 @@ def test_a_signal_to_torchrun_saves_and_the_same_command_goes_on(tmp_path: Path)
         return subprocess.Popen(command, env=env, cwd=ROOT, **pipes)
 
     first = start(100_000, "--t 2 --p 2")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + LONG
     while not ((tmp_path / "log").exists() and len((tmp_path / "log").read_text().splitlines()) > 60):
         assert time.monotonic() < deadline and first.poll() is None
         time.sleep(0.1)
     first.send_signal(signal.SIGTERM)
-    out, _ = first.communicate(timeout=60)
+    out, _ = first.communicate(timeout=LONG)
     assert "asked to end by a signal: saved" in out, out
     last = max((tmp_path / "ckpts").glob("step*")).name
     assert last in out.rpartition("saved ")[2]
     number = int(last.removeprefix("step-"))
     second = start(number + 5, "--t 2 --d 2")
-    out, _ = second.communicate(timeout=120)
+    out, _ = second.communicate(timeout=LONG)
     assert second.returncode == 0 and f"{last}, behind step {number}" in out, out
     assert max(losses(tmp_path / "log")) == number + 5

@@ -188,10 +188,8 @@ def test_a_rank_that_is_stopped_is_named(size: int, victim: int, mesh: str, tmp_
     launch = Launch(tmp_path, size, "--timeout", "5")
     launch.until(0, f"{mesh} ...")
     os.kill(launch.processes[victim].pid, signal.SIGSTOP)
-    began = time.monotonic()
     status = launch.ends(but=victim)
     assert set(status.values()) == {1}, launch.said()
-    assert time.monotonic() - began < 60
     if victim == 0:  # which has the store: nobody can be asked whether it is gone
         said = launch.out(1) + launch.err(1)
         assert "does not answer: rank 0, or what else hosts " in said or "rank 0 is gone" in said, (

@@ -30,6 +30,7 @@ from tests.forks import CONTEXT
 from tests.ports import free_port
 from tests.processes.in_order import InOrderProbe, register
 from tests.runtime.tied_model import Case, make_batch, make_model, make_program
+from tests.waits import LONG, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -44,7 +45,7 @@ def serve(rank: int, port: int, how: str, waits_in: str, out: Any) -> None:
     except BaseException:
         out.put((rank, traceback.format_exc()))
     if rank == VICTIM:
-        time.sleep(5 * TIMEOUT)  # so that nobody is found gone who is not
+        time.sleep(LONG)  # so that nobody is found gone who is not; it is killed
     out.close()
     out.join_thread()
     os._exit(0)
@@ -112,14 +113,14 @@ def values(rank: Rank) -> dict[str, torch.Tensor]:
 
 
 def leave_at(rank: Rank, how: str) -> None:
-    right = rank.executor._do[Kind.F]
+    right, board = rank.executor._do[Kind.F], rank.world.board  # type: ignore[attr-defined]
 
     def leave(action: Action) -> None:
         if str(action) != LAST:
             return right(action)
         if how == "raises":
             raise ValueError("no such word")
-        time.sleep(1.5)  # until its beat has told where it is
+        wait_until(lambda: LAST in (board._ask(lambda store: store.get(f"beat of {VICTIM}")) or b"").decode())
         os.kill(os.getpid(), signal.SIGKILL)
 
     rank.executor._do[Kind.F] = leave
@@ -139,7 +140,7 @@ def test_the_other_rank_says_who_it_was_and_hands_out_nothing(how: str, waits_in
     try:
         found = {}
         while 0 not in found:
-            rank, what = out.get(timeout=100)
+            rank, what = out.get(timeout=LONG)
             found[rank] = what
     finally:
         for process in processes:

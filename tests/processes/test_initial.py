@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.forks import finish, start
+from tests.waits import LONG
 
 pytestmark = pytest.mark.processes
 
 
 def test_every_rank_makes_its_slices() -> None:
-    results = finish(start(Path(__file__).parent / "make_weights.py", 4), timeout=120)
+    results = finish(start(Path(__file__).parent / "make_weights.py", 4), timeout=LONG)
     assert [code for code, _, _ in results] == [0] * 4, "\n".join(err[-2000:] for _, _, err in results)
     found = [json.loads(out.splitlines()[-1]) for _, out, _ in results]
     assert found[0]["names"] > 20 and all(rank["other"] == [] for rank in found)
@@ -23,7 +24,7 @@ def test_every_rank_makes_its_slices() -> None:
 
 @pytest.mark.thorough
 def test_a_draw_from_numpy_is_a_fault_that_names_the_parameter() -> None:
-    results = finish(start(Path(__file__).parent / "make_weights.py", 2, "--own-bias"), timeout=120)
+    results = finish(start(Path(__file__).parent / "make_weights.py", 2, "--own-bias"), timeout=LONG)
     for code, _, err in results:
         assert code != 0
         assert "RuntimeFault" in err and "rank 1 makes other initial values of transformer.ln_f.bias" in err

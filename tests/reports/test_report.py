@@ -21,6 +21,7 @@ from autoptd.reports.report import odd_products, report_html, write_report
 from examples.gpt import GPT, GPTConfig
 from tests.viz.programs import deep, full, gpt
 from tests.viz.test_page import check_page
+from tests.waits import LONG
 
 CHROME = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
@@ -137,7 +138,7 @@ def browse(page: Path) -> tuple[str, str]:
         "--virtual-time-budget=5000",
     ]
     command = [str(CHROME), *flags, f"--user-data-dir={page.parent}/chrome", "--dump-dom", f"file://{page}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG)
     return done.stdout, done.stderr
 
 

@@ -17,6 +17,7 @@ from autoptd import trace
 from autoptd.errors import PlanError, TraceError
 from autoptd.ir.machine import Machine
 from autoptd.program.prints import prints_of
+from tests.waits import LONG
 
 ROOT = Path(__file__).parents[2]
 X = torch.randn(4, 6)
@@ -271,5 +272,5 @@ def test_a_saved_program_imports_it_in_a_new_process(tmp_path: Path, function: A
     autoptd.compile(model, t=2, example_inputs=torch.randn(8, 6)).save(tmp_path)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, str(tmp_path / "stage_0.py"), "--check"]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONG, check=False)
     assert ran.returncode == 0, ran.stderr

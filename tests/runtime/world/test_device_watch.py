@@ -17,6 +17,7 @@ from autoptd.errors import RuntimeFault
 from autoptd.runtime.world import device_watch, faults
 from autoptd.runtime.world.device_watch import DeviceWatch, Marks
 from autoptd.runtime.world.faults import Call, FaultBoard
+from tests.waits import wait_until
 
 SUM = Call("all_reduce", "h.0.mlp", (0, 1), 3, 16)
 NEXT = Call("all_reduce", "h.1.mlp", (0, 1), 4, 16)
@@ -84,13 +85,6 @@ def watched(monkeypatch: pytest.MonkeyPatch, timeout: float = 60.0) -> Iterator[
         other.close()
 
 
-def until(holds: Any) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_fault_of_a_peer_is_told_once_and_ends_the_world(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,7 +93,7 @@ def test_a_fault_of_a_peer_is_told_once_and_ends_the_world(
         here.mine.enter(SUM)
         here.mine.leave()
         here.other.report(ValueError("no such word"))
-        until(lambda: aborted)
+        wait_until(lambda: aborted)
         for _ in range(2):  # nobody gets past it
             with pytest.raises(RuntimeFault, match=r"rank 1 at F0\.1: ValueError: no such word"):
                 here.mine.enter(NEXT)
@@ -115,7 +109,7 @@ def test_a_main_thread_that_comes_out_keeps_its_groups(monkeypatch: pytest.Monke
     """All ranks may have raised alike, and go on."""
     with watched(monkeypatch) as (here, aborted):
         here.other.report(ValueError("no such word"))
-        until(lambda: here.mine.is_known)
+        wait_until(lambda: here.mine.is_known)
         with pytest.raises(RuntimeFault, match="no such word"):
             here.mine.raise_first()
         here.mine.raise_first()  # told once
@@ -132,14 +126,14 @@ def test_a_rank_that_hangs_is_diagnosed_after_the_timeout(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str
 ) -> None:
     with watched(monkeypatch, timeout=0.5) as (here, aborted):
+        here.other.enter(Call("all_reduce", "h.9.mlp", (0, 1), 2, 16))
+        here.other.leave()
         here.mine.enter(SUM)
         if where == "on the device":
             here.mine.leave()
             here.watch.mark()
             here.worlds[0].at = "between steps"  # where the host is
-        here.other.enter(Call("all_reduce", "h.9.mlp", (0, 1), 2, 16))
-        here.other.leave()
-        until(lambda: aborted)
+        wait_until(lambda: aborted)
         with pytest.raises(RuntimeFault) as caught:
             here.mine.raise_first()
     text = str(caught.value)
@@ -154,11 +148,11 @@ def test_a_rank_whose_device_is_late_is_not_taken_for_hung(monkeypatch: pytest.M
         here.mine.leave()
         here.watch.mark()
         here.worlds[0].at = "between steps"
-        until(lambda: here.mine.behind == ("F0.1", SUM))
+        wait_until(lambda: here.mine.behind == ("F0.1", SUM))
         fault = here.other.diagnose(NEXT, TimeoutError("late"), "F0.2")
         assert "rank 0 is waiting as well: it was last known at F0.1 in all_reduce 'h.0.mlp'" in str(fault)
         here.device.probes[0].done = True
-        until(lambda: here.mine.behind is None)
+        wait_until(lambda: here.mine.behind is None)
 
 
 def test_a_thread_of_the_watch_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from autoptd.runtime.world.recorder import Recorder, describe, ranges_text, set_
 from autoptd.runtime.world.world import Communicators
 from tests.ports import free_port
 from tests.runtime.world.test_world import in_processes
+from tests.waits import LONG
 
 
 def test_groups_are_named_by_what_they_run_along() -> None:
@@ -104,6 +105,6 @@ def test_every_rank_writes_its_record_at_a_fault(tmp_path: Path) -> None:
     assert sizes == {"rank_0": [[5]], "rank_1": [[3]], "rank_2": [[5]]}
     # The line that the message says.
     command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", *told.split()]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LONG)
     assert done.returncode == 0, done.stderr
     assert "tp of ranks 0-2" in done.stdout + done.stderr

@@ -6,10 +6,10 @@ import math
 import os
 import signal
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ from autoptd.runtime.world.threads import Ranks, ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Communicators, Group, Hops, World, in_rounds
 from tests.forks import CONTEXT
 from tests.ports import free_port
+from tests.waits import LONG, wait_until
 
 COMMUNICATORS = Communicators(owners=((0, 1),), links=((0, 1), (1, 0)))
 
@@ -165,10 +166,7 @@ def exercise_departure(world: World, peer: int) -> None:
     del left
     assert sum(map(torch.sum, receipt.wait())) == 140_000
     world.everyone().gather_objects(world.rank, "all have received")
-    deadline = time.monotonic() + 10
-    while not (sent.is_done() and alive() is None) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert sent.is_done() and alive() is None
+    wait_until(lambda: sent.is_done() and alive() is None)
     sent.wait()
 
 
@@ -251,16 +249,18 @@ def test_mismatch_names_both_calls() -> None:
 
 
 def test_timeout_names_who_waits_and_who_is_missing() -> None:
-    leave = threading.Event()
+    leave, shared = threading.Event(), ThreadWorld(Mesh(t=2))
 
     def body(world: World) -> None:
         world.at = "F1.0" if world.rank == 0 else "B1.3"
         world.everyone().all_reduce(torch.ones(1), "h.1")
         if world.rank == 0:
+            # From here on: before, they wait for each other.
+            shared.timeout = 0.3
             world.everyone().all_reduce(torch.ones(1), "h.2")
-        leave.wait(20)
+        leave.wait(LONG)
 
-    ranks = Ranks(ThreadWorld(Mesh(t=2), timeout=0.3))
+    ranks = Ranks(shared)
     with pytest.raises(RuntimeFault) as caught:
         ranks.run(body)
     for words in (
@@ -385,7 +385,7 @@ def in_processes(size: int, target: Callable[..., None], *arguments: Any) -> dic
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(LONG)
         if process.is_alive():
             process.kill()
             pytest.fail("a rank hung")
@@ -399,8 +399,10 @@ def in_processes(size: int, target: Callable[..., None], *arguments: Any) -> dic
 def kill_one(world: World) -> None:
     world.at = f"F0.{world.rank}"
     world.everyone().all_reduce(torch.ones(1), "first")
-    time.sleep(1.2)  # a beat
     if world.rank == 1:
+        wait_until(
+            lambda: world.at in (world.board._ask(lambda store: store.get("beat of 1")) or b"").decode()
+        )  # type: ignore[attr-defined]
         os.kill(os.getpid(), signal.SIGKILL)
     world.everyone().all_reduce(torch.ones(1), "second")
 
@@ -415,7 +417,7 @@ def raise_on_first(world: World) -> None:
 def hang_one(world: World) -> None:
     world.at = "F1.2" if world.rank == 1 else "F0.2"
     if world.rank == 1:
-        time.sleep(6)
+        wait_until(lambda: world.board.is_known)  # type: ignore[attr-defined]
     else:
         world.everyone().all_reduce(torch.ones(1), "sum")
 
@@ -445,21 +447,24 @@ def test_exception_of_a_peer_is_shown() -> None:
 
 @pytest.mark.processes
 def test_hung_rank_is_named_after_the_timeout() -> None:
-    said = run_processes(Mesh(t=2), hang_one, timeout=2.0)
+    said = run_processes(Mesh(t=2), hang_one, timeout=4.0)
     assert "rank 1 is hung or slow: it was last known at F1.2" in said[0] and "all_reduce 'sum'" in said[0]
 
 
 def _come_or_not(rank: int, port: int, out: Any) -> None:
     store = dist.TCPStore("127.0.0.1", port, 3, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
-    if rank == 1:
-        time.sleep(6)
-        return
-    try:
-        DistributedWorld(Mesh(t=3), Communicators(), device="cpu", timeout=2.0)
-    except Exception as exc:
-        out.put((rank, f"{type(exc).__name__}: {exc}"))
-    time.sleep(3)  # rank 0 hosts the store
+    if rank != 1:
+        try:
+            DistributedWorld(Mesh(t=3), Communicators(), device="cpu", timeout=2.0)
+        except Exception as exc:
+            out.put((rank, f"{type(exc).__name__}: {exc}"))
+        store.set(f"told {rank}", "")
+    # Rank 0 hosts the store, and nobody is to be found gone who is not.
+    store.wait(["told 0", "told 2"], timedelta(seconds=LONG))
+    store.add("left", 1)
+    if rank == 0:
+        wait_until(lambda: store.add("left", 0) == 3)
 
 
 @pytest.mark.processes
