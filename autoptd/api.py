@@ -34,6 +34,7 @@ from autoptd.ir.machine import Machine
 from autoptd.ir.shapes import EXACT, Buckets
 from autoptd.loop_watch import LoopWatch
 from autoptd.match_folder import fitting, format_of, open_weights, with_values
+from autoptd.optimizer_request import OwnParameters
 from autoptd.options import Options, make_options
 from autoptd.parallel_model import ParallelModel
 from autoptd.program.program import Program
@@ -234,6 +235,7 @@ def parallelize(
         "shared": shared_buffers(model),
         "holding": partial(with_buffers, model),
         "loop": LoopWatch(speaks=is_first_process()),
+        "own": OwnParameters(given),
     }
     pm = ParallelModel.lazy(compile_for, options, model.state_dict(), **keywords)
     keywords["loop"].guard(given)

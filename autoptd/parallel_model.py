@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import chain
 from math import inf
 from pathlib import Path
@@ -26,6 +27,7 @@ from autoptd.adapted_model import AdaptedModel
 from autoptd.checkpointer import Checkpointer
 from autoptd.errors import PlanError
 from autoptd.ir.mesh import Coordinate
+from autoptd.optimizer_request import resolved
 from autoptd.program.memory import StateMemory
 from autoptd.program.program import Picture
 from autoptd.runtime import check_batch, check_copies, check_ranks
@@ -54,7 +56,7 @@ class ParallelModel(AdaptedModel):
     adds pictures to `show`. `arguments` are the names of the model's own, by which a call is bound that
     passes them in another way than the first one. `shared` says which of the model's buffers share their
     memory, `adapters` which adapters of PEFT it has,
-    `loop` notices loops that are ported by half. Collective.
+    `loop` notices loops that are ported by half. `own` are the parameters of the user's model. Collective.
     """
 
     # training
@@ -166,11 +168,15 @@ class ParallelModel(AdaptedModel):
         return kwargs or args
 
     def optimizer(
-        self, cls: type[torch.optim.Optimizer], params: Iterable[Any] | None = None, **keywords: Any
+        self,
+        cls: type[torch.optim.Optimizer] | partial[torch.optim.Optimizer],
+        params: Iterable[Any] | None = None,
+        **keywords: Any,
     ) -> torch.optim.Optimizer:
         """Return a real `cls` over the local parameters: learning-rate schedulers work on it. Collective.
 
-        `params` takes names, globs, tensors and (name, tensor) pairs, or group dicts of such; None is all.
+        `cls` may be a functools.partial of a class. `params` takes names, globs, tensors (those of the model that was
+        handed to parallelize as well) and (name, tensor) pairs, or group dicts of such; None is all.
         Elementwise classes only. Its `state_dict` speaks original names and full tensors, and is collective.
         In local it steps all ranks at once. Adam, AdamW and SGD take torch's fused form unless `fused=`,
         `foreach=`, `capturable=` or `differentiable=` is given. With precision="fp16", `step` changes nothing
@@ -183,6 +189,8 @@ class ParallelModel(AdaptedModel):
             return ranks.run("optimizer", lambda rank: fn(rank.params))
 
         held = [rank.params for rank in ranks.here]
+        trained = {name for spec in held[0].specs for name in (spec.name, *spec.aliases)}
+        cls, params, keywords = resolved(cls, params, keywords, self._original, trained)
         optimizer = make_optimizer(cls, held, run, params, self._loss_scale, **keywords)
         self._optimizers.append(weakref.ref(optimizer))
         self._loop.follow(optimizer)

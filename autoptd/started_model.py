@@ -23,9 +23,11 @@ import torch
 from autoptd.adapters import Adapters
 from autoptd.compat import tree_map
 from autoptd.errors import PlanError, RuntimeFault
+from autoptd.instead import InsteadOf
 from autoptd.ir.buffers import SharedBuffers
 from autoptd.ir.mesh import Coordinate
 from autoptd.loop_watch import LoopWatch
+from autoptd.optimizer_request import OwnParameters
 from autoptd.options import Options
 from autoptd.program.program import Program
 from autoptd.programs import EVALUATION, Programs, Prove
@@ -59,7 +61,7 @@ def is_local(options: Options) -> bool:
     return not is_launched(options.mesh, options.backend)
 
 
-class StartedModel:
+class StartedModel(InsteadOf):
     """A program, once there is one, and the ranks that run it; the keywords are explained at `ParallelModel`."""
 
     def __init__(
@@ -80,10 +82,11 @@ class StartedModel:
         shared: SharedBuffers | None = None,
         adapters: Adapters | None = None,
         loop: LoopWatch | None = None,
+        own: OwnParameters | None = None,
     ) -> None:
         self.options = options
         self._is_process = not is_local(options)
-        self._loop = loop or LoopWatch(speaks=False)
+        self._loop, self._original = loop or LoopWatch(speaks=False), own or OwnParameters()
         self._arguments = tuple(arguments)
         # The form of the call that was compiled for: other spellings of it are brought into this form.
         self._form: CallForm | None = None

@@ -1,0 +1,21 @@
+"""What `pm.optimizer` takes, and what is answered to calls that a `ParallelModel` does not have."""
+
+from __future__ import annotations
+
+from tests.mutations import Mutation
+
+FILE, TESTS = "autoptd/optimizer_request.py", "tests/test_optimizer_request.py"
+MUTATIONS = (
+    Mutation(FILE, "if found is not None and found[0]() is x else None", "if False else None", TESTS),
+    Mutation(
+        FILE, "keywords = {**cls.keywords, **keywords}", "keywords = {**keywords, **cls.keywords}", TESTS
+    ),
+    Mutation(FILE, "            elif name in trained:", "            else:", TESTS),
+    Mutation(FILE, "value != known[name].default", "True", TESTS),
+    Mutation(
+        "autoptd/instead.py",
+        "class WrongCall(PlanError, AttributeError):",
+        "class WrongCall(PlanError):",
+        "tests/test_instead.py",
+    ),
+)
