@@ -221,6 +221,7 @@ class Checkpointer:
         """Copy the state, and let the thread write it."""
         self._warn_of_later_ones()
         self._ranks.follow_edits()
+        self._pm._warn_of_gradients(SITE, self._ranks, "no checkpoint has them: save after optimizer.step()")
         # Where saves are rarer than comparisons, one more is nothing: no replica's lost bit is saved.
         step, before = self._pm.steps, 0 if self._saved is None else self._saved[0]
         if 0 < self._pm.options.check_every <= self._pace.gap(step, before):

@@ -109,6 +109,8 @@ class StartedModel(InsteadOf):
         self._loss_scale = LossScale.of(options)
         # Those that the user still has.
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        # The calls that have warned of gradients that wait for an update.
+        self._told_gradients: set[str] = set()
         # Of the last steps.
         self._losses: deque[torch.Tensor] = deque(maxlen=LOSSES)
         # What checkpoints say of a program, once it was asked for.

@@ -13,18 +13,14 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from autoptd.errors import PlanError
-from autoptd.ir.mesh import DEGREES
-from autoptd.options import Options
-from autoptd.program.prints import prints_of
-from autoptd.program.program import Program
-from autoptd.runtime import check_copies, check_state
+from autoptd.runtime import check_copies, check_settings, check_state
 from autoptd.runtime.checkpoint import check
 from autoptd.runtime.checkpoint.commit import path_of
 from autoptd.runtime.checkpoint.extra import Place, check_extra, own_state, read_extra, restore
@@ -40,7 +36,7 @@ from autoptd.runtime.checkpoint.groups import (
 from autoptd.runtime.checkpoint.manifest import EXTRA, read_checked
 from autoptd.runtime.checkpoint.read import Checkpoint
 from autoptd.runtime.checkpoint.restore import Restoration, agree, attempted
-from autoptd.runtime.checkpoint.save import Contents, about_model, save_rank, tied_names, with_losses
+from autoptd.runtime.checkpoint.save import Contents, about_program, save_rank, tied_names, with_losses
 from autoptd.runtime.fingerprint import fingerprint_of_model
 from autoptd.runtime.full_values import check_loaded, gather_gradients, gather_parameters, load_parameters
 from autoptd.runtime.launch import Rank, RunningRanks, check_same_source
@@ -105,6 +101,7 @@ class StatefulModel(StartedModel):
         torch.distributed.checkpoint as well. PlanError or RuntimeFault on all ranks if one cannot write.
         """
         ranks = self._settled("save")
+        self._warn_of_gradients(SAVE, ranks, "no checkpoint has them: save after optimizer.step()")
         first = ranks.here[0].world.rank
 
         def prepare() -> tuple[Contents, bytes]:
@@ -141,6 +138,8 @@ class StatefulModel(StartedModel):
         were changed: the model then has to load another checkpoint before it goes on.
         """
         ranks = self._started("load", even_unusable=True).unrecorded
+        what = "they stay, and the next ones are added: call optimizer.zero_grad() first"
+        self._warn_of_gradients(LOAD, ranks, what)
         opened = attempted(lambda: self._opened(path_of(folder, LOAD), optimizer, extra or {}, strict))
         found = ranks.run(LOAD, lambda rank: agree(rank.world, LOAD, opened))
         ranks.run(LOAD, lambda rank: check_same_source(found.checkpoint, rank.world))
@@ -216,6 +215,15 @@ class StatefulModel(StartedModel):
         check_extra(content, extra, self._place())
         return Opened(checkpoint, LoadResult(*names), content, takes)
 
+    def _warn_of_gradients(self, site: str, ranks: RunningRanks, what: str) -> None:
+        """Warn once at each site where gradients wait for an `optimizer.step()`, as between steps that add up."""
+        if site in self._told_gradients or not any(rank.params.has_unused_gradients for rank in ranks.here):
+            return
+        self._told_gradients.add(site)
+        if ranks.has_rank_0:
+            text = f"{site}: there are gradients that no optimizer.step() has used, and {what}"
+            warnings.warn(f"{text}; num_microbatches= accumulates within a step", stacklevel=3)
+
     def _place(self) -> Place:
         mesh = self.options.mesh
         if not self._is_process:
@@ -258,11 +266,17 @@ class StatefulModel(StartedModel):
         restore(found.extra, extra, self._place(), ranks.here[0].world.device)
 
     def _compare_copies(self) -> None:
-        """Raise RuntimeFault on all ranks where copies of parameters, or of their state, differ. Collective."""
+        """Raise RuntimeFault on all ranks where copies of parameters or of their state differ, or settings of optimizers.
+
+        Collective.
+        """
         states, call = [made.state for made in self._living_optimizers()], self._calls
-        self._started("step").unrecorded.run(
-            check_copies.SITE, lambda rank: check_copies.check_copies(rank.params, states, call)
-        )
+        ranks = self._started("step").unrecorded
+        ranks.run(check_copies.SITE, lambda rank: check_copies.check_copies(rank.params, states, call))
+        if self._is_process:
+            # By the number in which all ranks made them; ranks as threads share one optimizer.
+            made = {number: found for number, ref in enumerate(self._optimizers) if (found := ref())}
+            ranks.run(check_copies.SITE, lambda rank: check_settings.check_settings(rank.world, made, call))
 
     def fingerprint(self) -> str:
         """Return 64 bits of all parameters as they are stored, as text. Collective.
@@ -374,19 +388,6 @@ class StatefulModel(StartedModel):
         Collective.
         """
         return self._started("gradients").run("gradients", lambda rank: gather_gradients(rank.params))
-
-
-def about_program(program: Program, options: Options) -> dict[str, Any]:
-    """Return what a checkpoint says of the program and the request that it was compiled for."""
-    return {
-        "torch": torch.__version__,
-        "seed": program.seed,
-        "mesh": {**{name: getattr(program.mesh, name) for name in DEGREES}, "order": program.mesh.order},
-        "options": {key: str(value) for key, value in asdict(options).items() if value is not None},
-        "names": tied_names(program),
-        "model": about_model(program),
-        "prints": prints_of(program),
-    }
 
 
 __all__ = ["LoadResult", "StatefulModel"]

@@ -296,6 +296,7 @@ class Gradients:
             else:
                 self._hand_over(name, grad)
         self.params.hand_gradients()
+        self.params.is_update_due = True
         self.held_bytes += self.params.rounded_bytes()
         self._is_agreed = True
         if len(self._hooks) > len(self._counted):

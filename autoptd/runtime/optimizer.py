@@ -123,6 +123,7 @@ class NamedOptimizer(optim.Optimizer):
             super().zero_grad(set_to_none)
             for params in self.binding.ranks:
                 params.zero_gradients(chain.from_iterable(self.binding.groups), set_to_none)
+                params.is_update_due = False
 
     def check_saved(self, groups: Sequence[Mapping[str, Any]], site: str) -> None:
         """Raise PlanError unless the saved groups hold the parameters that this optimizer's hold."""
@@ -300,6 +301,7 @@ def before_update(params: RankParameters) -> None:
     params.wait()
     params.absorb_edits()
     params.hand_gradients()
+    params.is_update_due = False
 
 
 def resolve_groups(

@@ -103,6 +103,8 @@ class RankParameters:
         self._versions = {spec.name: self.local[spec.name]._version for spec in self._with_masters}
         # Where the user wrote to storage, what stages use follows.
         self.edits = Edits({name: self.stored[name] for name in self.stored if self._is_stored_apart(name)})
+        # Whether a step has brought gradients since the last update, or since they were forgotten.
+        self.is_update_due = False
         # Whether an optimizer, which shows storage to the user, was made of it.
         self.is_lent = False
         # What `check_storage` compares with, which runs in every step.
@@ -329,6 +331,12 @@ class RankParameters:
                 local.grad = None
             else:
                 local.grad.zero_()
+
+    @property
+    def has_unused_gradients(self) -> bool:
+        """Whether gradients are there that no update has used."""
+        with unguarded():
+            return self.is_update_due and any(x.grad is not None for x in self._bearers.values())
 
     def rounded_bytes(self) -> int:
         """Return the bytes of gradients that are there beside `main_grad`, rounded to the parameters' dtype."""

@@ -27,7 +27,7 @@ from autoptd.program.buckets import GRADIENTS, TIED, UPDATED
 from autoptd.program.calls import Call, axis_text, expected_calls, star
 from autoptd.program.program import Program
 from autoptd.runtime import check_batch, check_copies, check_sizes, check_state
-from autoptd.runtime.launch import COMPILING, Rank, RunningRanks
+from autoptd.runtime.launch import COMPILING, EDITS, Rank, RunningRanks
 from autoptd.runtime.timeline import Span, Timeline
 from autoptd.runtime.work import Counting, Work, sum_work
 from autoptd.runtime.world.world import Channel, Group, Pending, World
@@ -36,6 +36,8 @@ Result = TypeVar("Result")
 Tensor = torch.Tensor
 # Sites of collectives that are not part of the program, and therefore not recorded.
 CHECKS = (check_batch.SITE, check_copies.SITE, check_sizes.SITE, check_state.SITE)
+# What ranks do that is no part of a step.
+UNRECORDED = (COMPILING, EDITS)
 # Arguments: kind, ranks of the group, bytes of the payload, site. The call is made in the `with` block.
 Note = Callable[[str, Sequence[int], int, str], AbstractContextManager[None]]
 
@@ -71,7 +73,7 @@ class RankRecord:
     def note(self, kind: str, group_ranks: Sequence[int], payload: int, site: str) -> Iterator[None]:
         """Record one call, made in the `with` block; what the communication itself computes is not this rank's work."""
         world = self.world
-        if world.at == COMPILING:
+        if world.at in UNRECORDED:
             yield
             return
         phase, stage, name = _place(world.at, site)

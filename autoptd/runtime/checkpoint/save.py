@@ -15,7 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,12 @@ import torch
 
 from autoptd.errors import PlanError
 from autoptd.ir.garbage import paused_collection
-from autoptd.ir.mesh import Mesh
+from autoptd.ir.mesh import DEGREES, Mesh
 from autoptd.ir.notes import note, op_name, ops, shape
 from autoptd.ir.operators.record import argument, operands
 from autoptd.ir.types import Segmented
+from autoptd.options import Options
+from autoptd.program.prints import prints_of
 from autoptd.program.program import Program
 from autoptd.runtime.checkpoint.commit import begin, finish, new_token, part_of, path_of, sweep
 from autoptd.runtime.checkpoint.disk import remove_folder
@@ -59,6 +61,19 @@ class Contents:
 def with_losses(contents: Contents, losses: Iterable[torch.Tensor]) -> Contents:
     """Return the contents with the last losses, for which a device is waited for."""
     return replace(contents, about={**contents.about, "losses": [float(loss) for loss in losses]})
+
+
+def about_program(program: Program, options: Options) -> dict[str, Any]:
+    """Return what a checkpoint says of the program and the request that it was compiled for."""
+    return {
+        "torch": torch.__version__,
+        "seed": program.seed,
+        "mesh": {**{name: getattr(program.mesh, name) for name in DEGREES}, "order": program.mesh.order},
+        "options": {key: str(value) for key, value in asdict(options).items() if value is not None},
+        "names": tied_names(program),
+        "model": about_model(program),
+        "prints": prints_of(program),
+    }
 
 
 def about_model(program: Program) -> dict[str, Any]:
@@ -202,6 +217,7 @@ def _nothing() -> None:
 __all__ = [
     "Contents",
     "about_model",
+    "about_program",
     "commit",
     "replicas_of_states",
     "save_rank",

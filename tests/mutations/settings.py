@@ -1,0 +1,23 @@
+"""Settings of groups that differ between ranks; gradients that no update used, at a save or a load."""
+
+from tests.mutations import Mutation
+
+SETTINGS, GRADIENTS = "tests/runtime/test_check_settings.py", "tests/checkpoint/test_unused_gradients.py"
+MUTATIONS = (
+    Mutation("autoptd/runtime/check_settings.py", "if not differing:", "if True:", SETTINGS),
+    Mutation("autoptd/runtime/check_settings.py", "or key in OF_SCHEDULERS ", "", SETTINGS),
+    Mutation("autoptd/runtime/check_settings.py", ".intersection(*everywhere)", "", SETTINGS),
+    Mutation("autoptd/runtime/gradients.py", "self.params.is_update_due = True", "pass", GRADIENTS),
+    Mutation(
+        "autoptd/runtime/optimizer.py",
+        "    params.hand_gradients()\n    params.is_update_due = False\n",
+        "    params.hand_gradients()\n",
+        GRADIENTS,
+    ),
+    Mutation(
+        "autoptd/runtime/optimizer.py",
+        "set_to_none)\n                params.is_update_due = False\n",
+        "set_to_none)\n",
+        GRADIENTS,
+    ),
+)

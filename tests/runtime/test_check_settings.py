@@ -1,0 +1,86 @@
+"""Groups of an optimizer that are set otherwise on one rank: named by rank, group and key."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+
+import autoptd
+from autoptd.errors import RuntimeFault
+from autoptd.runtime.check_settings import check_settings, settings_of
+from autoptd.runtime.launch import Rank
+from tests.runtime.test_own_optimizers import Grouped, batch, net
+
+AdamW, SGD = torch.optim.AdamW, torch.optim.SGD
+
+
+def values() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))]
+
+
+def set_lr(optimizer: Any) -> None:
+    optimizer.param_groups[-1]["lr"] = 0.5
+
+
+def fill_lr(optimizer: Any) -> None:
+    optimizer.param_groups[0]["lr"].mul_(0.5)
+
+
+def set_betas(optimizer: Any) -> None:
+    optimizer.param_groups[0]["betas"] = (0.8, 0.999)
+
+
+def schedule_only(optimizer: Any) -> None:
+    """No number that a step reads: a scheduler notes where it began."""
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.param_groups[0] |= {"logged as": "decay", "fused": True}
+
+
+@pytest.mark.parametrize(
+    "make, change, told",
+    [
+        (lambda: AdamW(values(), lr=0.1), set_lr, "lr of group 0 is 0.1 on rank 0, 2, 3 and 0.5 on rank 1"),
+        (lambda: Grouped(values()), set_lr, "lr of group 1 is 0.001 on rank 0, 2, 3 and 0.5 on rank 1"),
+        (
+            lambda: AdamW(values(), lr=torch.tensor(0.5)),
+            fill_lr,
+            "lr of group 0 is 0.5 .* and 0.25 on rank 1",
+        ),
+        (lambda: AdamW(values()), set_betas, r"betas of group 0 is \(0.9, 0.999\) .* and \(0.8, 0.999\)"),
+        (lambda: SGD(values(), lr=0.1), schedule_only, ""),
+    ],
+)
+def test_a_setting_of_one_rank(make: Any, change: Any, told: str) -> None:
+    """Each rank has an optimizer of its own, as processes have."""
+    pm = autoptd.parallelize(net(), t=2, d=2, zero=1, backend="local", example_inputs=batch(0))
+    made = [make() for _ in range(4)]
+    change(made[1])
+
+    def check(rank: Rank) -> None:
+        optimizers = {7: made[rank.world.rank]}
+        if rank.world.rank == 2:
+            # One that the others have not any more.
+            optimizers[3] = SGD(values(), lr=9.0)
+        check_settings(rank.world, optimizers, step=5)
+
+    outcome: Any = contextlib.nullcontext()
+    if told:
+        outcome = pytest.raises(RuntimeFault, match=f"step 5: .*{told}")
+    with outcome:
+        pm._ranks.run("check", check)
+    pm.close()
+
+
+def test_what_has_no_plain_value_is_left_out() -> None:
+    optimizer = Grouped(values())
+    optimizer.param_groups[0] |= {
+        "hook": print,
+        "bounds": [0.1, None, torch.tensor([1, 2])],
+        "mixed": (1, print),
+    }
+    found = settings_of(optimizer)
+    assert found[0, "bounds"] == "(0.1, None, [1, 2])"
+    assert not {(0, "hook"), (0, "mixed"), (0, "params")} & set(found)
