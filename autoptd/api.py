@@ -42,6 +42,7 @@ from autoptd.programs import EVALUATION
 from autoptd.records.fallbacks import warn_of_fallbacks
 from autoptd.reports.excepthook import print_errors_once
 from autoptd.reports.pictures import draw_program
+from autoptd.runtime.devices import check_device
 from autoptd.runtime.sources import Source
 from autoptd.runtime.world.leaving import tell_at_exit
 from autoptd.started_model import is_local
@@ -181,6 +182,7 @@ def parallelize(
     options = make_options(**planned(model, example_inputs, requested))
     if not is_local(options):
         tell_at_exit()
+    check_device(options.device)
     check_precision(model, options.precision)
     given = model
     model, source = with_source(model, weights)

@@ -210,7 +210,7 @@ def trace_rows(
     if check and tracing.has_values(model):
         with activity("comparing trace and model"):
             call = resize(args, kwargs, batch, batch.traced_rows)
-            compare_rows(model, options, captured, call, batch)
+            compare_rows(model, options, captured, call, batch, (args, kwargs))
     whole = None
     if batch.pieces > 1:
         with activity(f"tracing {batch.whole_rows} samples"), paused_collection():
@@ -241,6 +241,10 @@ def capture_rows(
     try:
         return narrowing.settle(trace)
     except TraceError as error:
+        # A model that fails by itself is told so, before anything is said of rows or traces.
+        cause = error.__cause__
+        if cause is not None and (own := own_failure(model, options, (args, kwargs))):
+            raise own from cause
         rows = tree_flatten((args, kwargs))[0][batch.batched[0]].shape[0]
         # Fewer rows are to blame only if the whole batch can be traced.
         if batch.traced_rows == rows or not _can_trace(model, options, args, kwargs):
@@ -265,10 +269,15 @@ def groups_of(
 
 
 def compare_rows(
-    model: nn.Module, options: Options, captured: tracing.Captured, call: tuple[Any, Any], batch: Batch
+    model: nn.Module,
+    options: Options,
+    captured: tracing.Captured,
+    call: tuple[Any, Any],
+    batch: Batch,
+    given: tuple[Any, Any],
 ) -> None:
-    """Hold the trace against the model; it may fail on fewer rows (a table that was divided by chance, and
-    is indexed). A model whose step does not fit on its device is not compared: a warning.
+    """Hold the trace against the model; it may fail on fewer rows than were `given` (a table that was divided by chance,
+    and is indexed). A model whose step does not fit on its device is not compared: a warning.
     """
     try:
         autocast = autocast_here(model, options)
@@ -283,8 +292,16 @@ def compare_rows(
         fact = f"it cannot be run: {type(error).__name__}: {error}"
         if remedy := narrow_remedy(options, call):
             raise TraceError("model", fact, remedy) from error
+        if own := own_failure(model, options, given):
+            raise own from error
         fact = f"with {batch.traced_rows} rows {fact}"
         raise TraceError("model", fact, divided_remedy(batch, batch.rows * batch.pieces)) from error
+
+
+def own_failure(model: nn.Module, options: Options, call: tuple[Any, Any]) -> TraceError | None:
+    """Return what the model itself fails with on a call, None where it runs."""
+    autocast = autocast_here(model, options)
+    return tracing.own_failure(model, *call, options.loss_fn, autocast, options.precision)
 
 
 def autocast_here(model: nn.Module, options: Options) -> tracing.Autocast:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import reprlib
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,11 @@ Weights = Folder | Checkpoint
 
 def open_weights(path: str | os.PathLike[str]) -> Weights:
     """Open a folder of Hugging Face's format, or a checkpoint; PlanError for anything else."""
+    if not isinstance(path, (str, os.PathLike)):
+        fact = "is not the path of a folder"
+        raise PlanError(
+            f"weights={reprlib.repr(path)}", fact, "a folder with a model's files, or a checkpoint"
+        )
     return open_any(path) if is_checkpoint(path) else open_folder(path)
 
 

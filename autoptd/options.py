@@ -25,11 +25,13 @@ from autoptd.ir.keyword import (
     FUSED_BY,
     HOOK,
     IN_PLAN,
+    ON_DEVICE,
     SPLIT_TOKENS,
     TOKEN_ORDER,
     Keyword,
     about,
     check_degrees,
+    check_plain,
     without_missing,
 )
 from autoptd.ir.machine import Machine, find_machine, machine_record
@@ -145,10 +147,10 @@ class Options:
         default=ORDER,
         metadata=about("text", f"of ranks: mesh axes, fastest first (default {ORDER})", metavar="AXES"),
     )
-    loss_fn: Callable[..., Any] | None = field(default=None, metadata=about())
+    loss_fn: Callable[..., Any] | None = field(default=None, metadata=about(kind="function"))
     num_microbatches: int | None = field(default=None, metadata=about("count", "per replica and step"))
     schedule: str | os.PathLike[str] | None = field(  # a Path, once checked, where it is a file
-        default=None, metadata=about("text", f"{', '.join(SCHEDULES)}, or a file with your own")
+        default=None, metadata=about("text", f"{', '.join(SCHEDULES)}, or a file with your own", kind="path")
     )
     seed: int = field(default=0, metadata=about("number", "of the dropout masks", **IN_PLAN))
     sequence_parallel: bool | str = field(default=False, metadata=SPLIT_TOKENS)
@@ -202,7 +204,7 @@ class Options:
     memory: float | str | None = field(  # a float, once checked
         default=None, metadata=about("bytes", "of a rank: 80e9, 80GB or 80GiB", **IN_PLAN)
     )
-    memory_price: float | None = field(default=None, metadata=about(**IN_PLAN))
+    memory_price: float | None = field(default=None, metadata=about(kind="float", **IN_PLAN))
     machine: str | Machine | Mapping[str, Any] | None = field(  # once checked, as a plan spells it
         default=None,
         metadata=about("text", f"what plans are weighed for: {', '.join(machine_names())}", **IN_PLAN),
@@ -210,21 +212,19 @@ class Options:
     async_tensor_model_parallel_allreduce: bool = field(default=False, metadata=HOOK)
     accumulate_allreduce_grads_in_fp32: bool = field(default=False, metadata=HOOK)
     delay_wgrad_compute: str | None = field(default=None, metadata=about("choice", choices=DELAYS, **IN_PLAN))
-    device: str | None = field(
-        default=None, metadata=about("text", "where ranks that are threads compute", **FOR_TRAINING)
-    )
+    device: str | None = field(default=None, metadata=ON_DEVICE)
     backend: str | None = field(
         default=None,
         metadata=about(
             "choice", "local: ranks are threads of this process", choices=BACKENDS, **FOR_TRAINING
         ),
     )
-    timeout: float = field(default=300.0, metadata=about())
+    timeout: float = field(default=300.0, metadata=about(kind="float"))
     nan: str = field(default="raise", metadata=about(choices=("raise", "ignore")))
     check_every: int = field(default=100, metadata=about())
     shapes: str | Buckets | None = field(default=None, metadata=about())
     max_programs: int | None = field(default=None, metadata=about())
-    program_cache: str | os.PathLike[str] | None = field(default=None, metadata=about())
+    program_cache: str | os.PathLike[str] | None = field(default=None, metadata=about(kind="path"))
     plan: Plan = field(
         default_factory=Plan, metadata=about("text", "a plan.json whose decisions are taken", metavar="FILE")
     )
@@ -235,6 +235,7 @@ class Options:
             # Defaults need no check, and None stands for one in several fields.
             if value is item.default:
                 continue
+            keyword.check_kind(item.name, value)
             if keyword.flag == "count":
                 check_degree(item.name, value)
             if not keyword.allows(value):
@@ -309,7 +310,7 @@ class Options:
         """Check seconds, bytes and steps, and that the fused operators exist."""
         check_steps("check_every", self.check_every)
         unknown = sorted(set(self.fuse_only or ()) - set(FUSED))
-        if isinstance(self.fuse_only, str) or unknown:
+        if unknown:
             remedy = f"a list of: {', '.join(FUSED)}"
             raise PlanError(f"fuse_only={self.fuse_only!r}", "names no fused operators", remedy)
         if self.memory_price is not None and not 0 <= self.memory_price < math.inf:
@@ -379,6 +380,7 @@ def make_options(*, plan: Any = None, **keywords: Any) -> Options:
     `plan` is a dict or the path of a plan.json; a keyword may not contradict it. A keyword that is None is
     left out.
     """
+    check_plain(keywords)
     # Before unknown keywords: `summa=True` is known here, and refused by its feature's name.
     keywords = without_missing(keywords, KEYWORDS)
     for name in keywords:

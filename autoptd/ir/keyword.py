@@ -7,11 +7,18 @@ In: how the command line reads it, its choices, where it is asked for. Out: meta
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import os
+import reprlib
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+import torch
+
 from autoptd.errors import PlanError
+
+# A million: a typing error, and no cluster.
+MAX_RANKS = 2**20
 
 
 class Missing(NamedTuple):
@@ -41,13 +48,52 @@ def without_missing(keywords: Mapping[str, Any], known: Collection[str]) -> dict
     return {name: value for name, value in keywords.items() if name in known or name not in NOT_YET}
 
 
+def _is_number(value: Any) -> bool:
+    # True is an int, and no number.
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_device(value: Any) -> bool:
+    try:
+        return isinstance(value, (str, torch.device)) and bool(torch.device(value))
+    except RuntimeError:
+        return False
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, (list, tuple, set, frozenset)) and all(isinstance(each, str) for each in value)
+
+
+# By the kind of a keyword, or its flag: whether a value is of that kind, and what to pass instead of one that is not.
+KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "function": (callable, "a function of (output, targets)"),
+    "number": (lambda value: _is_number(value) and isinstance(value, int), "a whole number"),
+    "float": (_is_number, "a number"),
+    "path": (
+        lambda value: isinstance(value, (str, os.PathLike)) and bool(os.fspath(value)),
+        "a name or a path",
+    ),
+    "list": (_are_names, "a list of names"),
+    "device": (_is_device, '"cpu", "cuda" or "cuda:1"'),
+}
+
+
+def check_plain(keywords: Mapping[str, Any]) -> None:
+    """Raise PlanError for tensors and arrays: of none of them a keyword can be asked anything."""
+    for name, value in keywords.items():
+        if isinstance(value, torch.Tensor) or getattr(value, "ndim", 0):
+            fact = f"is a {type(value).__name__} of shape {tuple(value.shape)}"
+            raise PlanError(f"{name}=", fact, "a plain value of Python's, such as int(x) or x.item()")
+
+
 @dataclass(frozen=True)
 class Keyword:
     """What is known of a keyword of `parallelize` beside its default: metadata of its field of `Options`.
 
     `flag` says how the command line reads it, a key of `FLAGS` in cli/parser.py; "" for a keyword without a
     flag. `help` and `metavar` are argparse's; `is_for_training`: only `autoptd train` has the flag.
-    `choices` are the values that it may have, where they can be listed. `is_planned`: plan.json has it
+    `choices` are the values that it may have, where they can be listed. `kind`, by default the flag: of `KINDS`, what it
+    takes. `is_planned`: plan.json has it
     under "options", in the order of the fields; with `only_with`, where this degree is above 1.
     """
 
@@ -58,6 +104,13 @@ class Keyword:
     is_planned: bool = False
     only_with: str = ""
     is_for_training: bool = False
+    kind: str = ""
+
+    def check_kind(self, name: str, value: Any) -> None:
+        """Raise PlanError for a value of another kind than the keyword's."""
+        is_one, what = KINDS.get(self.kind or self.flag, (None, ""))
+        if is_one is not None and not is_one(value):
+            raise PlanError(f"{name}={reprlib.repr(value)}", f"is not {what}", f"{what}, or leave it out")
 
     def allows(self, value: Any) -> bool:
         """Tell whether a value is one of the choices, if they are listed; 1 is not True."""
@@ -66,7 +119,9 @@ class Keyword:
 
 
 def check_degrees(options: Any) -> None:
-    """Raise PlanError for what is asked of the ranks along an axis (`only_with`) where there is one."""
+    """Raise PlanError for more ranks than there are, and for what is asked of those along an axis (`only_with`) of one."""
+    if (count := max(options.mesh.size, options.num_stages)) > MAX_RANKS:
+        raise PlanError("mesh", f"would have {count:,} ranks or stages", f"at most {MAX_RANKS:,}")
     for item in fields(options):
         degree, value = item.metadata["keyword"].only_with, getattr(options, item.name)
         if degree and value != item.default and getattr(options, degree) == 1:
@@ -104,5 +159,6 @@ FUSED_BY = about(
     choices=("eager", "triton", "inductor", False),
     is_planned=True,
 )
+ON_DEVICE = about("text", "where ranks that are threads compute", is_for_training=True, kind="device")
 FOR_TRAINING: dict[str, Any] = {"is_for_training": True}
 IN_PLAN: dict[str, Any] = {"is_planned": True}

@@ -33,9 +33,9 @@ def check_memory(memory: Any) -> float | None:
         return None
     try:
         nbytes = parse_bytes(memory) if isinstance(memory, str) else memory
-        if not isinstance(nbytes, bool) and nbytes > 0:
+        if not isinstance(nbytes, bool) and float(nbytes) > 0:
             return nbytes
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         pass
     remedy = "for example memory=80e9 or '80GB'"
     raise PlanError(f"memory={memory!r}", "is not a positive number of bytes", remedy)

@@ -34,6 +34,10 @@ def check_recompute(
         if asked not in ("auto", "selective") and full_share(asked) is None:
             remedy = "'auto', 'full', 'selective', 'full:1/2', or a list of globs of modules: ['*.mlp']"
             raise PlanError(site, "no such choice", remedy)
+    elif asked is True:
+        raise PlanError(
+            site, "does not say what to compute again", "'auto', 'full', 'selective' or 'full:1/2'"
+        )
     elif not isinstance(asked, Sequence) or not asked or not all(isinstance(glob, str) for glob in asked):
         raise PlanError(
             site,

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from autoptd.compat import bound_device
+from autoptd.errors import PlanError
 from autoptd.kernels.forms import has_triton
 from autoptd.options import Options
 
@@ -26,6 +27,24 @@ def device_of_ranks(tensors: Iterable[torch.Tensor], device: str | None, backend
     if device is None:
         device = str(next((tensor.device for tensor in tensors if not tensor.is_meta), "cpu"))
     return thread_device(device)
+
+
+def check_device(device: str | torch.device | None) -> None:
+    """Raise PlanError for a device that this process does not have."""
+    target = torch.device(device or "cpu")
+    site = f"device={str(device)!r}"
+    if target.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (target.index or 0) >= count:
+            remedy = "device='cpu'" if not count else f"a number below {count}"
+            raise PlanError(site, f"torch finds {count} CUDA devices here", f"{remedy}, or leave it out")
+        return
+    try:
+        has_values = not torch.empty(0, device=target).is_meta
+    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        raise PlanError(site, str(error).splitlines()[0], "'cpu' or 'cuda', or leave it out") from error
+    if not has_values:
+        raise PlanError(site, "has no values to compute with", "'cpu' or 'cuda', or leave it out")
 
 
 def default_fusion(tensors: Iterable[torch.Tensor], options: Options) -> str | bool:
@@ -71,4 +90,11 @@ def thread_device(device: str) -> torch.device:
     return target
 
 
-__all__ = ["default_fusion", "device_of_ranks", "has_launcher", "process_device", "thread_device"]
+__all__ = [
+    "check_device",
+    "default_fusion",
+    "device_of_ranks",
+    "has_launcher",
+    "process_device",
+    "thread_device",
+]

@@ -7,6 +7,7 @@ from autoptd.trace.faithful import compare
 from autoptd.trace.masks import given_masks
 from autoptd.trace.module import check_device, check_module, has_values
 from autoptd.trace.noise import draws
+from autoptd.trace.own_failure import own_failure
 from autoptd.trace.precision import COMPUTE_DTYPES, Narrowing, autocast_of, check_precision, computing_in
 from autoptd.trace.updates import updated_buffers
 
@@ -31,5 +32,6 @@ __all__ = [
     "in_modes",
     "is_training_without_dropout",
     "modes_of",
+    "own_failure",
     "updated_buffers",
 ]

@@ -283,7 +283,7 @@ def _export(
 
 def _refusal(error: Exception) -> TraceError:
     """Make the error for what torch.export, or the model in it, raised."""
-    line = _user_line(error)
+    line = user_line(error)
     fact = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if "data-dependent" in fact:
         fact = "the value of a tensor becomes a Python number, and a branch or a size may follow it"
@@ -293,7 +293,7 @@ def _refusal(error: Exception) -> TraceError:
     return TraceError(line, f"cannot be traced: {type(error).__name__}: {fact}", remedy)
 
 
-def _user_line(error: BaseException) -> str:
+def user_line(error: BaseException) -> str:
     """`file:line  code` of the innermost frame that is neither torch's nor AutoPTD's."""
     own = ("/torch/", "/autoptd/trace/", "/contextlib.py", "<string>", "<eval_with_key>")
     frames = traceback.extract_tb(error.__traceback__)

@@ -74,6 +74,10 @@ def read_shard(shard: Sequence[Mapping[str, Any]], axes: Sequence[str], default:
     """
     pins: dict[str, list[Pin]] = {axis: [] for axis in axes}
     for entry in shard:
+        if not isinstance(entry, Mapping):
+            raise PlanError(
+                SITE, f"{entry!r} is no entry", f'a JSON object: {{"pattern": ..., "axis": "{default}"}}'
+            )
         check_known(SITE, entry, ("pattern", "dim", "axis"))
         pattern, dim, axis = entry.get("pattern"), entry.get("dim"), entry.get("axis") or default
         if not isinstance(pattern, str) or not (dim is None or isinstance(dim, int)) or axis not in axes:

@@ -1,0 +1,22 @@
+"""Kinds of keywords, and a model that fails by itself."""
+
+from __future__ import annotations
+
+from tests.mutations import Mutation
+
+KEYWORDS = "tests/test_keywords.py"
+
+MUTATIONS = (
+    Mutation("autoptd/options.py", "            keyword.check_kind(item.name, value)\n", "", KEYWORDS),
+    Mutation("autoptd/options.py", "    check_plain(keywords)\n", "", KEYWORDS),
+    Mutation("autoptd/api.py", "    check_device(options.device)\n", "", KEYWORDS),
+    Mutation("autoptd/ir/keyword.py", "MAX_RANKS = 2**20", "MAX_RANKS = 10**40", KEYWORDS),
+    Mutation(
+        "autoptd/ir/elsewhere.py",
+        'RECOMPUTE = \'recompute="full"',
+        'RECOMPUTE = \'recomputed="full"',
+        KEYWORDS,
+    ),
+    Mutation("autoptd/batch.py", "if cause is not None and (", "if cause is None and (", KEYWORDS),
+    Mutation("autoptd/trace/own_failure.py", "        kept.put_back()\n", "        pass\n", KEYWORDS),
+)
