@@ -31,7 +31,6 @@ from autoptd.ir.keyword import (
     Keyword,
     about,
     check_degrees,
-    check_plain,
     without_missing,
 )
 from autoptd.ir.machine import Machine, find_machine, machine_record
@@ -309,8 +308,7 @@ class Options:
     def _check_numbers(self) -> None:
         """Check seconds, bytes and steps, and that the fused operators exist."""
         check_steps("check_every", self.check_every)
-        unknown = sorted(set(self.fuse_only or ()) - set(FUSED))
-        if unknown:
+        if set(self.fuse_only or ()) - set(FUSED):
             remedy = f"a list of: {', '.join(FUSED)}"
             raise PlanError(f"fuse_only={self.fuse_only!r}", "names no fused operators", remedy)
         if self.memory_price is not None and not 0 <= self.memory_price < math.inf:
@@ -380,7 +378,6 @@ def make_options(*, plan: Any = None, **keywords: Any) -> Options:
     `plan` is a dict or the path of a plan.json; a keyword may not contradict it. A keyword that is None is
     left out.
     """
-    check_plain(keywords)
     # Before unknown keywords: `summa=True` is known here, and refused by its feature's name.
     keywords = without_missing(keywords, KEYWORDS)
     for name in keywords:

@@ -37,10 +37,12 @@ NOT_YET = {
 
 
 def without_missing(keywords: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return the keywords without those of features that do not exist, none of which is asked for; PlanError if one is.
+    """Return the keywords without those of features that do not exist, none of which is asked for; PlanError if one is,
+    or if a value is a tensor.
 
     Those in `known` exist in part, and stay.
     """
+    check_plain(keywords)
     for name, missing in NOT_YET.items():
         if keywords.get(name, missing.neutral[0]) not in missing.neutral:
             fact = f"{missing.feature} is not there yet"
@@ -81,7 +83,7 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 def check_plain(keywords: Mapping[str, Any]) -> None:
     """Raise PlanError for tensors and arrays: of none of them a keyword can be asked anything."""
     for name, value in keywords.items():
-        if isinstance(value, torch.Tensor) or getattr(value, "ndim", 0):
+        if isinstance(value, torch.Tensor) or getattr(value, "ndim", False):
             fact = f"is a {type(value).__name__} of shape {tuple(value.shape)}"
             raise PlanError(f"{name}=", fact, "a plain value of Python's, such as int(x) or x.item()")
 

@@ -8,7 +8,7 @@ KEYWORDS = "tests/test_keywords.py"
 
 MUTATIONS = (
     Mutation("autoptd/options.py", "            keyword.check_kind(item.name, value)\n", "", KEYWORDS),
-    Mutation("autoptd/options.py", "    check_plain(keywords)\n", "", KEYWORDS),
+    Mutation("autoptd/ir/keyword.py", "    check_plain(keywords)\n", "", KEYWORDS),
     Mutation("autoptd/api.py", "    check_device(options.device)\n", "", KEYWORDS),
     Mutation("autoptd/ir/keyword.py", "MAX_RANKS = 2**20", "MAX_RANKS = 10**40", KEYWORDS),
     Mutation(

@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
