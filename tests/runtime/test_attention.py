@@ -107,7 +107,14 @@ def test_bfloat16_is_as_exact_as_on_one_device(c: int, order: str, kv: int) -> N
     operands, gradient = drawn(4, kv, 96, torch.bfloat16)
     how = {"enable_gqa": kv != 4}
     right = of_one_device([x.double() for x in operands], gradient.double(), **how)
-    one, found = of_one_device(operands, gradient, **how), of_all_ranks(operands, gradient, c, order, **how)
+    try:
+        one = of_one_device(operands, gradient, **how)
+    except RuntimeError as error:
+        # torch 2.13 packs as the CPU can, in kernels for less where ATEN_CPU_CAPABILITY asks for those.
+        if "pack_vnni2" not in str(error):
+            raise
+        pytest.skip(f"torch's own attention fails: {error}")
+    found = of_all_ranks(operands, gradient, c, order, **how)
     for name, its, ours, exact in zip(("y", "q", "k", "v"), one, found, right, strict=True):
         own, mine = ((x.double() - exact).norm() for x in (its, ours))
         assert mine <= 1.05 * own, name
