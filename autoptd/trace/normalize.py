@@ -26,6 +26,7 @@ from autoptd.trace.class_losses import has_soft_labels, rewrite_nll, rewrite_sof
 from autoptd.trace.experts import rewrite_experts
 from autoptd.trace.functionalize import functionalize
 from autoptd.trace.noise import NAMES, check_generators, rewrite_noise
+from autoptd.trace.statistics import write_as_sums
 
 aten = torch.ops.aten
 IDENTITIES = {"aten.alias", "aten.lift_fresh", "aten.lift_fresh_copy", "aten.detach_"}
@@ -56,6 +57,7 @@ def normalize(graph: Graph) -> None:
     # Random operators count as impure: this drops dead dropouts as well.
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
     rewrite_experts(graph)
+    write_as_sums(graph)
     for node in list(graph.nodes):
         # Inputs stay: a step is called with all of them.
         if node.op == "placeholder" and not node.users and note(node).kind != "input":

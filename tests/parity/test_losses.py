@@ -171,21 +171,13 @@ def deviation(model: Model, ids: Tensor, labels: Tensor, advantage: Tensor) -> T
     return -(log_probs(model.logits(ids), labels) * white).mean()
 
 
-def deviation_written_out(model: Model, ids: Tensor, labels: Tensor, advantage: Tensor) -> Tensor:
-    centred = advantage - advantage.mean()
-    white = centred / ((centred.square().sum() / (advantage.numel() - 1)).sqrt() + 1e-6)
-    return -(log_probs(model.logits(ids), labels) * (1 + white)).mean()
-
-
 def over_a_tensor(model: Model, ids: Tensor, labels: Tensor) -> Tensor:
     return token_losses(model.logits(ids), labels).sum() / torch.tensor(float(ids.shape[0]))
 
 
-def test_remedies_of_deviations_and_of_constants_hold() -> None:
+def test_deviations_of_inputs_and_the_remedy_of_constants() -> None:
     inputs = {name: CASES["policy_clip"].inputs[name] for name in ("labels", "advantage")}
-    with pytest.raises(autoptd.PlanError, match=r"sums written out: .x - x.mean.*square.*sum"):
-        check(Case(deviation, "", inputs), num_microbatches=2)
-    check(Case(deviation_written_out, "", inputs), num_microbatches=2)
+    check(Case(deviation, "", inputs), num_microbatches=2)
     with pytest.raises(autoptd.PlanError, match=r"the number itself, as in loss / x.shape.0."):
         check(Case(over_a_tensor, "", CASES["div_numel"].inputs), num_microbatches=2)
 

@@ -43,8 +43,6 @@ NUMBER_REMEDY = f"the number itself, as in loss / x.shape[0]; or {RULE_REMEDY}"
 COUNT_REMEDY = "F.cross_entropy(..., reduction='none').mean(), and class weights in a buffer"
 # Where an operator tells more of what the user wants.
 REMEDIES = {"aten.sort": f"{ONE_REMEDY}; {SORTS}"}
-DEVIATION = f"of inputs, sums written out: (x - x.mean()).square().sum(); else {ONE_REMEDY}"
-REMEDIES |= {"aten.std": DEVIATION, "aten.var": DEVIATION}
 # Key of Note.extra: operands whose rows are all equal -> the place where they meet the batch.
 FIRST_ROWS = "first_rows"
 # Operands that are read as batch sums.

@@ -1,0 +1,89 @@
+"""Deviations and norms of inputs over the batch are those of the whole batch, whatever it is divided into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoptd
+from tests.hostile.against_torch import assert_near, assert_parity, wide
+
+Weights = Callable[[Tensor], Tensor]
+WEIGHTS: dict[str, Weights] = {
+    "advantages": lambda r: (r - r.mean()) / (r.std() + 1e-4),
+    "of one a row": lambda r: (r[:, 0] / (1 + r[:, 0].std(unbiased=False)))[:, None],
+    "variance": lambda r: r / (1 + r.var(0, correction=0, keepdim=True)) + torch.var(r, (0, 1), correction=2),
+    "of another": lambda r: r / ((r - r.mean(0)) / r.std(0)).abs().std(),
+    "norm": lambda r: r / r.norm() + F.normalize(r, dim=0) + F.normalize(r, p=1.0, dim=0),
+    "linalg": lambda r: r / torch.linalg.norm(r) + r / torch.linalg.norm(r[:, 0], 3),
+    "of rows": lambda r: (r - r.mean(1, keepdim=True)) / r.std(1, keepdim=True),
+}
+MESHES: list[dict[str, Any]] = [
+    {"d": 2, "num_microbatches": 2},
+    {"p": 2, "num_microbatches": 4},
+    {"c": 2, "num_microbatches": 2},
+    {"t": 2, "d": 2, "zero": 1, "num_microbatches": 1},
+]
+
+
+class Policy(nn.Module):
+    """Log-probabilities of tokens, weighted by a function of rewards."""
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.emb, self.layer, self.head = nn.Embedding(32, 16), nn.Linear(16, 16), nn.Linear(16, 32)
+        self.weights = weights
+
+    def forward(self, ids: Tensor, rewards: Tensor) -> Tensor:
+        h = self.emb(ids)
+        scores = self.head(h + self.layer(h).tanh()).log_softmax(-1)
+        return -(scores.gather(-1, ids[..., None]).squeeze(-1) * self.weights(rewards)).mean()
+
+
+def data(seed: int, rows: int = 8) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 32, (rows, 6), generator=source), torch.randn(rows, 6, generator=source)
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_the_models_numbers(name: str, mesh: dict[str, Any]) -> None:
+    assert_parity(Policy(WEIGHTS[name]), [data(0), data(1)], **mesh)
+
+
+def test_all_in_one() -> None:
+    """What mutations are planted against: every form, in one model."""
+
+    def weights(rewards: Tensor) -> Tensor:
+        return sum((one(rewards) for one in WEIGHTS.values()), torch.zeros(()))
+
+    assert_parity(Policy(weights), [data(0)], **MESHES[0])
+
+
+def test_evaluation_and_other_lengths() -> None:
+    """Fewer rows and more, of the same model: numbers of rows are those of each batch."""
+    model = Policy(WEIGHTS["advantages"]).double()
+    pm = autoptd.parallelize(
+        model, d=2, shapes="exact", backend="local", num_microbatches=2, example_inputs=wide(data(0))
+    )
+    for rows in (8, 4, 12):
+        batch = wide(data(rows, rows))
+        wanted = {"loss": model(*batch).detach()}
+        assert_near({"loss": pm.step(*batch)}, wanted, 1e-3)
+        assert_near({"loss": pm.eval_step(*batch)}, wanted, 1e-3)
+    pm.close()
+
+
+def test_half_precision_is_summed_wide() -> None:
+    """As torch computes them: squares of these overflow float16."""
+    model = Policy(lambda r: (r.half() * 300).std().float() * r)
+    pm = autoptd.parallelize(model, d=2, num_microbatches=2, backend="local", example_inputs=data(0))
+    torch.testing.assert_close(pm.step(*data(1)), model(*data(1)).detach(), rtol=1e-3, atol=1e-3)
+    pm.close()
