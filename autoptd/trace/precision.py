@@ -33,6 +33,8 @@ from autoptd.trace.capture import Captured
 # The dtype of `model.to(dtype)`, and of autocast, by the keyword `precision`.
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 AUTOCAST_DTYPES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
+# What float32 storage holds without loss.
+STORABLE = (torch.float32, torch.bfloat16, torch.float16)
 # What torch says of operands of several dtypes.
 MISMATCH = re.compile(r"dtype|scalar type|same type|BFloat16|Half|Float\b|promot", re.IGNORECASE)
 # Operators, besides pointwise ones, that take operands of several floating-point dtypes, or only the shape of one.
@@ -48,9 +50,10 @@ def check_precision(model: nn.Module, precision: str | None) -> None:
     """Raise PlanError where a model's parameters cannot be the float32 storage that `precision` keeps."""
     if precision is None:
         return
-    narrow = COMPUTE_DTYPES.get(precision)
+    # Under autocast a parameter of the other 16 bits is rounded twice, which a cast from float32 storage is not.
+    allowed = STORABLE if precision in COMPUTE_DTYPES else (torch.float32, AUTOCAST_DTYPES[precision])
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype not in (torch.float32, narrow):
+        if parameter.is_floating_point() and parameter.dtype not in allowed:
             fact = f"{name} is {str(parameter.dtype).removeprefix('torch.')}: its storage would be float32"
             raise PlanError(f"precision={precision!r}", fact, "a float32 model, or precision=None")
 

@@ -190,9 +190,48 @@ def test_emitted_files_say_the_casts() -> None:
     assert by_use["transformer.wte.weight"] == by_use["transformer.ln_f.weight"] == ("float32", False)
 
 
-def test_a_model_of_16_bits_is_refused() -> None:
-    with pytest.raises(PlanError, match="is bfloat16: its storage would be float32"):
-        autoptd.parallelize(gpt().bfloat16(), precision="bf16-mixed", backend="local", example_inputs=batch())
+class Mixed(nn.Module):
+    """Has a layer in 16 bits."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.up = nn.Embedding(16, 16), nn.Linear(16, 32).to(dtype)
+        self.down, self.norm = nn.Linear(32, 16), nn.LayerNorm(16)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor]:
+        x = self.up(self.embed(ids).to(self.up.weight.dtype)).relu()
+        return (self.norm(self.down(x.to(self.down.weight.dtype))).float().square().mean().log(),)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-mixed", "fp16-mixed"])
+def test_a_layer_in_16_bits_has_a_float32_copy_like_others(precision: str, dtype: torch.dtype) -> None:
+    model, data = Mixed(dtype), (torch.randint(16, (4, 8)),)
+    name, _, is_mixed = precision.partition("-")
+    narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    if is_mixed and dtype != narrow:
+        with pytest.raises(PlanError, match="its storage would be float32"):
+            autoptd.parallelize(model, precision=precision, backend="local", example_inputs=data)
+        return
+    scale = 1024.0 if name == "fp16" else None
+    ours, state = train(model, data, precision=precision, num_microbatches=1, fuse=False, loss_scale=scale)
+    masters = {name: nn.Parameter(x.detach().float()) for name, x in model.named_parameters()}
+    optimizer, losses = torch.optim.AdamW(masters.values(), lr=LR, fused=True), []
+    if not is_mixed:
+        model.to(narrow)
+    for step in range(STEPS):
+        with torch.autocast("cpu", narrow, enabled=bool(is_mixed)):
+            (loss,) = model(*(x.roll(step, 0) for x in data))
+        losses.append(float(loss.detach()))
+        (loss * (scale or 1.0)).backward()
+        for name, parameter in model.named_parameters():
+            masters[name].grad, parameter.grad = parameter.grad.float() / (scale or 1.0), None
+        optimizer.step()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(masters[name])
+    assert ours == losses and state["up.weight"].dtype == dtype
 
 
 class Penalised(nn.Module):

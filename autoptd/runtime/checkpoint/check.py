@@ -24,6 +24,7 @@ from autoptd.runtime.checkpoint.read import Checkpoint
 from autoptd.runtime.checkpoint.save import about_model
 from autoptd.runtime.fingerprint import fingerprint_of_model
 from autoptd.runtime.parameters import RankParameters
+from autoptd.runtime.parts import dtype_of
 
 SITE = "pm.load"
 MOST_NAMED = 5
@@ -74,8 +75,14 @@ def misfits(spec: ParamSpec, manifest: Manifest) -> Iterator[str]:
         return
     if record.shape != spec.shape:
         yield f"{spec.name} has shape {record.shape}, not {spec.shape}"
-    elif record.dtype != spec.storage.dtype:
+    elif not is_held(dtype_of(record.dtype), dtype_of(spec.storage.dtype)):
         yield f"{spec.name} is {record.dtype}, not {spec.storage.dtype}"
+
+
+def is_held(saved: torch.dtype, stored: torch.dtype) -> bool:
+    """Tell whether a dtype holds all numbers of another one: float64 those of float32."""
+    is_wider = saved.is_floating_point and stored.is_floating_point and stored.itemsize > saved.itemsize
+    return saved == stored or is_wider
 
 
 def other_ties(program: Program, manifest: Manifest) -> Iterator[str]:

@@ -119,9 +119,13 @@ class Restoration:
         own = self.state.get(stored, {}).get(key)
         if isinstance(own, torch.Tensor) and own.shape == stored.shape and own.is_contiguous():
             return own
-        # In the dtype that was saved, with the same bits: NAdam's products are float32 whatever the parameter is.
-        saved = dtype_of(self.checkpoint.manifest.tensors[fqn(name, key)].dtype)
-        return torch.zeros(stored.shape, dtype=saved, device=stored.device)
+        # In the dtype that was saved, with the same bits: NAdam's products are float32 whatever the parameter is. One that
+        # was the parameter's goes with it to a wider one, as torch's optimizers load it.
+        tensors = self.checkpoint.manifest.tensors
+        saved, parameter = tensors[fqn(name, key)].dtype, tensors.get(fqn(name, ""))
+        is_own = parameter is not None and parameter.dtype == saved
+        dtype = stored.dtype if is_own else dtype_of(saved)
+        return torch.zeros(stored.shape, dtype=dtype, device=stored.device)
 
     def _want(self, item: Item) -> Want:
         part = item.rectangle
