@@ -70,7 +70,9 @@ class LoopWatch:
         optimizer.register_step_pre_hook(self._before_update)
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self._unused and NO_GRADIENTS not in self._told:
+        # A step that is skipped does not see its gradients.
+        is_skipped = getattr(optimizer, "step_was_skipped", False)
+        if not self._unused and not is_skipped and NO_GRADIENTS not in self._told:
             tensors = [x for group in optimizer.param_groups for x in group["params"]]
             # A rank may hold none of the optimizer's parameters.
             if tensors and not _has_gradients(tensors):

@@ -265,6 +265,10 @@ def skip_where_infinite(
     hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     def hide() -> None:
+        # A step of the user's own calls torch's, which runs hooks again where torch's class was used by itself.
+        if hidden and all(x.grad is None for x, _ in hidden):
+            return
+        hidden.clear()
         optimizer.step_was_skipped = scale.settle(lambda: run(grad_norm))
         if optimizer.step_was_skipped:
             optimizer.skipped += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -237,3 +238,21 @@ def test_a_constructor_is_tried() -> None:
 
     with pytest.raises(PlanError, match="with a constructor of its own: halves"):
         check_elementwise(ScalesByNorm, {"lr": 0.1})
+
+
+def test_a_step_that_is_skipped_counts_once() -> None:
+    """torch runs hooks in its own class's `step` too, from its first instance on."""
+    torch.optim.AdamW([nn.Parameter(torch.ones(2))])
+    x, y = (value.half() for value in batch(0))
+    pm = autoptd.parallelize(net().float(), d=2, precision="fp16", backend="local", example_inputs=(x, y))
+    opt = pm.optimizer(DecayingMatrices, lr=0.1)
+    pm.step(x, y)
+    gradient = opt.param_groups[0]["params"][0].grad
+    gradient.fill_(float("inf"))
+    for count in (1, 2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            opt.step()
+        assert opt.skipped == count and opt.step_was_skipped
+        assert opt.param_groups[0]["params"][0].grad is gradient
+    pm.close()
