@@ -289,8 +289,8 @@ def _pure(calls: _Calls, node: Node) -> Node:
         raise TraceError(site(node), "this in-place operator has no functional form", "write it out of place")
     made = calls.make(pure, *args, **node.kwargs)
     if is_tensor(node) and value(made).dtype != value(node).dtype:
-        fact = "an in-place operator keeps its target's dtype here"
-        raise TraceError(site(node), fact, "cast explicitly with .to(dtype)")
+        # In place, what is computed in a wider dtype is cast to the target's.
+        return calls.make(aten.to.dtype, made, value(node).dtype)
     return made
 
 

@@ -328,6 +328,18 @@ def test_statistics_by_function_are_updates_too() -> None:
     captured(frozen, X)
 
 
+def test_a_write_of_a_wider_dtype_keeps_that_of_its_target() -> None:
+    def forward(self: Net, x: Tensor) -> Tensor:
+        h = self.first(x)
+        self.low.add_(h.detach().double().mean(0))
+        return h.mean()
+
+    model = Net(forward)
+    model.register_buffer("low", torch.zeros(6))
+    ((_, new),) = trace.updated_buffers(captured(model, X).graph)
+    assert new.meta["val"].dtype == torch.float32
+
+
 # Autocast.
 
 
