@@ -121,11 +121,15 @@ class ParallelModel(AdaptedModel):
         return measured(self._started("measured_step"), step)
 
     def eval_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the loss of the global batch without gradients, the model in eval mode. Collective."""
-        _, ranks = self._running(args, kwargs)
-        args, kwargs = self._arranged(args, kwargs)
+        """Return the loss of the global batch without gradients, the model in eval mode. Collective.
+
+        A batch may have fewer rows than others before: the last one of a dataset. A program for so many is compiled when they
+        first come.
+        """
+        _, ranks = self._running(args, kwargs, "eval_step")
+        args, kwargs = self._arranged(args, kwargs, "eval_step")
         program, args, kwargs = self._sized_evaluation(args, kwargs)
-        check_call(program, args, kwargs, ranks.replicas)
+        check_call(program, args, kwargs, ranks.replicas, "eval_step")
         self._evaluations += 1
 
         def evaluate(rank: Rank) -> torch.Tensor:

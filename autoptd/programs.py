@@ -12,6 +12,7 @@ part in each call.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from autoptd.options import Options
 from autoptd.program.program import Program
 from autoptd.runtime import check_sizes
 from autoptd.runtime.batch import check_structure, expected_shape
-from autoptd.runtime.check_call import check_kinds
+from autoptd.runtime.check_call import check_call, check_kinds
 from autoptd.runtime.check_sizes import Sizes, agree_on_sizes
 from autoptd.runtime.checkpoint.restore import agree, attempted
 from autoptd.runtime.launch import COMPILING, RunningRanks
@@ -51,7 +52,8 @@ class Programs:
 
     def __init__(self, options: Options, *, are_processes: bool, prove: Prove | None) -> None:
         self._options, self._are_processes, self._prove = options, are_processes, prove
-        self.most = options.max_programs or MAX_PROGRAMS
+        # Without `shapes` there are others for evaluations only, of fewer rows.
+        self.most = options.max_programs or (MAX_PROGRAMS if options.shapes is not None else sys.maxsize)
         self._by_sizes: dict[Sizes, Program] = {}
         self._padding: BatchPadding | None = None
         # The calls that rows were added to, without a change.
@@ -86,6 +88,11 @@ class Programs:
         """Those that train, in the order in which their sizes came."""
         return [program for sizes, program in self._by_sizes.items() if sizes.call != EVALUATION]
 
+    @property
+    def evaluating(self) -> list[Program]:
+        """Those that evaluate, likewise; one of training's may be among them."""
+        return [program for sizes, program in self._by_sizes.items() if sizes.call == EVALUATION]
+
     def find(
         self, call: str, ranks: RunningRanks, args: Args, kwargs: Kwargs, compile: Compile
     ) -> tuple[Program, Args, Kwargs]:
@@ -94,7 +101,7 @@ class Programs:
         PlanError on all ranks where they have other sizes, where there is no such program, or where it is one too many.
         """
         if self._padding is None:
-            sizes, _ = self._agreed(ranks, lambda: (sizes_of(self._first, call, args, kwargs), 0))
+            sizes, _ = self._agreed(ranks, lambda: (self._own_sizes(call, ranks, args, kwargs), 0))
         else:
             sizes, args, kwargs = self._padded(self._padding, call, ranks, args, kwargs)
         program = self._by_sizes.get(sizes)
@@ -106,6 +113,32 @@ class Programs:
             self._attach(sizes, program, ranks)
         ranks.use(sizes, evaluates=call == EVALUATION)
         return program, args, kwargs
+
+    def _own_sizes(self, call: str, ranks: RunningRanks, args: Args, kwargs: Kwargs) -> Sizes:
+        """Return the sizes of a call; without `shapes`, PlanError for an evaluation that has more than fewer rows than another
+        call, once there was an evaluation.
+        """
+        sizes = sizes_of(self._first, call, args, kwargs)
+        known = [other for other in self._by_sizes if other.call == EVALUATION]
+        if (
+            self._options.shapes is None
+            and known
+            and not any(self._holds(other, sizes) for other in self._by_sizes)
+        ):
+            check_call(self._by_sizes[known[0]], args, kwargs, ranks.replicas, call)
+        return sizes
+
+    def _holds(self, most: Sizes, sizes: Sizes) -> bool:
+        """Tell whether a call differs from another one in nothing but fewer rows."""
+        batched = {spec.name for spec in self._first.inputs if spec.batched}
+
+        def is_within(name: str, shape: tuple[int, ...], own: tuple[int, ...]) -> bool:
+            return own == shape or (name in batched and own[1:] == shape[1:] and own[0] <= shape[0])
+
+        pairs = zip(most.shapes, sizes.shapes, strict=True)
+        return most.constants == sizes.constants and all(
+            is_within(name, shape, own) for (name, shape), (_, own) in pairs
+        )
 
     def _padded(
         self, padding: BatchPadding, call: str, ranks: RunningRanks, args: Args, kwargs: Kwargs
@@ -256,8 +289,8 @@ def check_updates(program: Program) -> None:
 
 def sizes_of(first: Program, call: str, args: Args, kwargs: Kwargs) -> Sizes:
     """Return the sizes of a call; PlanError where it differs from the compiled one in more than these."""
-    leaves = check_structure(first, args, kwargs)
-    check_kinds(first, leaves)
+    leaves = check_structure(first, args, kwargs, call)
+    check_kinds(first, leaves, call)
     shapes = tuple((spec.name, tuple(leaves[spec.leaf].shape)) for spec in first.inputs)
     return Sizes(call, shapes, _texts(first, leaves))
 

@@ -121,14 +121,12 @@ class StartedModel(InsteadOf):
         self._release: Callable[[], None] = lambda: None
         self._buffers = ModelBuffers(shared or SharedBuffers())
         self._program: Program | None = None
-        self._eval_program: Program | None = None
         self._ranks: RunningRanks | None = None
-        # Those of other sizes, where batches may have several.
-        self._programs: Programs | None = None
-        if options.shapes is not None:
-            self._programs = Programs(options, are_processes=self._is_process, prove=prove)
+        # Those of other sizes: where batches may have several, and of evaluations.
+        self._programs = Programs(options, are_processes=self._is_process, prove=prove)
         if program is not None:
             self._start(program)
+            self._programs.begin(program, self._started("step"), (), {})
 
     @classmethod
     def lazy(
@@ -153,8 +151,7 @@ class StartedModel(InsteadOf):
             fact = f"the rows of {program.row_blocks} blocks of the batch belong together, which was not known when it was cut"
             raise PlanError("local_batch", fact, "example_inputs= of parallelize, a global batch")
         self._start(program)
-        if self._programs is not None:
-            self._programs.begin(program, self._started("step"), args, kwargs)
+        self._programs.begin(program, self._started("step"), args, kwargs)
         self._form = CallForm(self._arguments, len(args), tuple(kwargs))
 
     def __repr__(self) -> str:
@@ -184,7 +181,7 @@ class StartedModel(InsteadOf):
     def programs(self) -> tuple[Program, ...]:
         """The programs that train, in the order in which their sizes came: with `shapes`, there may be several."""
         first = self.program
-        return (first,) if self._programs is None else tuple(self._programs.trained)
+        return tuple(self._programs.trained) or (first,)
 
     @property
     def coordinate(self) -> Coordinate:
@@ -211,11 +208,13 @@ class StartedModel(InsteadOf):
         """Return those of the optimizers made here that the user still has."""
         return [made for ref in self._optimizers if (made := ref()) is not None]
 
-    def _running(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, RunningRanks]:
+    def _running(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], call: str = "step"
+    ) -> tuple[Program, RunningRanks]:
         """Return the program and its ranks; compile for this call if there is no program yet."""
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             fact = "autocast is on around it, and the compiled model does not follow it"
-            raise PlanError("pm.step", fact, "leave autocast off; cast the model before parallelize")
+            raise PlanError(f"pm.{call}", fact, "leave autocast off; cast the model before parallelize")
         if self._program is None:
             args, kwargs = self._in_full(args, kwargs)
             # What `step` gets: this replica's rows for a process, the global batch for threads.
@@ -231,7 +230,7 @@ class StartedModel(InsteadOf):
         asked for. Collective.
         """
         first, ranks, like = self.program, self._started("step"), self._compile_sizes
-        if self._programs is None or like is None:
+        if self.options.shapes is None or like is None:
             return first, args, kwargs
 
         def compile(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
@@ -241,30 +240,32 @@ class StartedModel(InsteadOf):
         return self._programs.find("step", ranks, args, kwargs, compile)
 
     def _sized_evaluation(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SizedCall:
-        """Return the program that evaluates a call likewise; compile it at first. Collective."""
-        trained, ranks, like = self.program, self._started("eval_step"), self._compile_eval
-        if self._programs is not None and like is not None:
-            programs = self._programs
+        """Return the program that evaluates a call likewise. Collective.
 
-            def compile(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-                with self._holding(self._buffers.now(ranks)):
-                    return like(args, kwargs, programs.trained_for(args, kwargs))
+        Without `shapes`, there is one for each number of rows up to that of the first evaluation, or of training.
+        """
+        trained, ranks, like, programs = (
+            self.program,
+            self._started("eval_step"),
+            self._compile_eval,
+            self._programs,
+        )
+        if like is None:
+            return trained, args, kwargs
 
-            return programs.find(EVALUATION, ranks, args, kwargs, compile)
         # Not before the first evaluation: some runs have none, and compiling takes as long as for training.
-        if self._eval_program is None and like is not None:
+        def compile(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
             with self._holding(self._buffers.now(ranks)):
-                self._eval_program = like(args, kwargs, trained)
-            if self._eval_program is not trained:
-                self._buffers.attach_evaluator(ranks, trained, self._eval_program)
-        return self._eval_program or trained, args, kwargs
+                return like(args, kwargs, programs.trained_for(args, kwargs))
+
+        return programs.find(EVALUATION, ranks, args, kwargs, compile)
 
     def _arranged(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], call: str = "step"
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Bring a call into the form of the compiled one, where that is known."""
         args, kwargs = self._in_full(args, kwargs)
-        return self._form.arrange(args, kwargs) if self._form else (args, kwargs)
+        return self._form.arrange(args, kwargs, call) if self._form else (args, kwargs)
 
     def _in_full(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

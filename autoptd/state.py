@@ -342,13 +342,10 @@ class StatefulModel(StartedModel):
         An evaluation of other values is compiled again at the next `eval_step`.
         """
         self._hold_first_to(brought, ranks)
-        if self._programs is not None:
-            self._programs.forget(brought, self.program, ranks)
+        self._programs.forget(brought, self.program, ranks)
 
     def _hold_first_to(self, brought: Mapping[str, torch.Tensor], ranks: RunningRanks) -> None:
         program = self.program
-        if self._eval_program is not None and self._eval_program.differing(brought):
-            self._eval_program = None
         changed = program.differing(brought)
         if not changed:
             return

@@ -32,7 +32,7 @@ class CallForm:
     positions: int
     keywords: tuple[str, ...]
 
-    def arrange(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    def arrange(self, args: Args, kwargs: Kwargs, call: str = "step") -> tuple[Args, Kwargs]:
         """Return the call in this form, moving arguments between positions and keywords as Python would bind them."""
         if len(args) == self.positions and tuple(kwargs) == self.keywords:
             return args, kwargs
@@ -44,7 +44,7 @@ class CallForm:
         # `forward(*args)` has fewer names than compiled positions: its arguments cannot be moved to keywords.
         if not is_bound or set(given) != set(wanted) or len(wanted) != self.positions + len(self.keywords):
             fact = f"was called with {_call_text(len(args), kwargs)}, compiled was {_call_text(self.positions, self.keywords)}"
-            raise PlanError("step", fact, "pass what example_inputs holds")
+            raise PlanError(call, fact, "pass what example_inputs holds")
         by_position = tuple(given[name] for name in wanted[: self.positions])
         return by_position, {name: given[name] for name in self.keywords}
 
@@ -78,12 +78,12 @@ def expected_shape(program: Program, spec: InputSpec, replicas: int) -> tuple[in
     return (spec.shape[0] * program.num_microbatches * replicas, *spec.shape[1:])
 
 
-def check_structure(program: Program, args: Args, kwargs: Kwargs) -> list[Any]:
+def check_structure(program: Program, args: Args, kwargs: Kwargs, call: str = "step") -> list[Any]:
     """Return the leaves of a call; PlanError where its arguments are not those that were compiled."""
     leaves, tree = flatten(args, kwargs)
     if tree != program.tree:
         fact = "its arguments are not those that were compiled: another number of them, other keywords, or nested otherwise"
-        raise PlanError("step", fact, "pass what example_inputs holds")
+        raise PlanError(call, fact, "pass what example_inputs holds")
     return leaves
 
 

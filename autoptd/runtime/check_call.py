@@ -23,7 +23,7 @@ AGAIN = "or parallelize again for other sizes"
 OTHER_SIZES = "parallelize(..., shapes='exact' or 'bucket'), for batches of several sizes"
 
 
-def check_kinds(program: Program, leaves: Sequence[Any]) -> None:
+def check_kinds(program: Program, leaves: Sequence[Any], call: str = "step") -> None:
     """Raise PlanError with every argument that is no tensor of the dtype and number of dims that were compiled."""
     facts = []
     for spec in program.inputs:
@@ -35,12 +35,14 @@ def check_kinds(program: Program, leaves: Sequence[Any]) -> None:
             )
     if facts:
         remedy = "tensors of these dtypes and numbers of dims; their sizes may differ"
-        raise PlanError("step", "; ".join(facts), remedy)
+        raise PlanError(call, "; ".join(facts), remedy)
 
 
-def check_call(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any], replicas: int) -> None:
+def check_call(
+    program: Program, args: tuple[Any, ...], kwargs: dict[str, Any], replicas: int, call: str = "step"
+) -> None:
     """Raise PlanError with every argument that is not as it was compiled."""
-    leaves = check_structure(program, args, kwargs)
+    leaves = check_structure(program, args, kwargs, call)
     facts, why, remedies, has_other_sizes = [], "", [], False
     for spec in program.inputs:
         leaf, shape, dtype = leaves[spec.leaf], expected_shape(program, spec, replicas), dtype_of(spec.dtype)
@@ -62,7 +64,7 @@ def check_call(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any], 
         # Inputs and targets have the same fault as a rule.
         again = f"or {OTHER_SIZES}; " * has_other_sizes
         remedy = f"{'; '.join(dict.fromkeys(remedies))}; {again}{AGAIN}"
-        raise PlanError("step", "; ".join(facts) + why, remedy)
+        raise PlanError(call, "; ".join(facts) + why, remedy)
 
 
 def _is_other_batch(leaf: torch.Tensor, shape: tuple[int, ...]) -> bool:

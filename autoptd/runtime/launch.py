@@ -128,17 +128,6 @@ class RunningRanks(ABC):
             for executor in [executor for rank in self.here for executor in rank.executors]:
                 executor.watch = before.get(executor)
 
-    def attach_evaluator(self, program: Program) -> None:
-        """Let evaluations run `program`, the same model compiled in eval mode; a collective."""
-
-        def attach(rank: Rank) -> None:
-            check_same_program(program, rank.world)
-            # The evaluator reads the parameters where training keeps them.
-            check_same_layout(rank.params.program, program)
-            rank.evaluator = Executor(program, rank.world, rank.params, known_buffers(rank))
-
-        self.run("eval_step", attach)
-
     def attach(self, key: Hashable, program: Program) -> None:
         """Make what runs `program`, the same model compiled for batches of other sizes, without using it yet; a collective."""
 

@@ -98,23 +98,6 @@ class ModelBuffers:
         copy_buffers(self.values, brought)
         self.loaded |= brought.keys()
 
-    def attach_evaluator(self, ranks: RunningRanks, trained: Program, program: Program) -> None:
-        """Let evaluations run `program` with the current buffers; `trained` is the program that trains. A
-        collective.
-        """
-        # The program has rank 0's values already of buffers that were never loaded and that training does
-        # not use.
-        names = self.loaded | (self.values.keys() & trained.buffers.keys())
-        names = names - self.updated
-        buffers = {name: x for name, x in self.now(ranks).items() if name in names}
-        if changed := program.differing(buffers):
-            fact = f"was compiled for other values of {', '.join(changed)} than were loaded"
-            raise PlanError("eval_step", fact, LOAD_THEM_BEFORE)
-        ranks.attach_evaluator(program)
-        self.follow(ranks)
-        for rank in ranks.here:
-            copy_buffers(rank.evaluator.buffers, buffers)
-
 
 @torch.no_grad()
 def copy_buffers(into: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:

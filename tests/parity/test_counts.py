@@ -89,8 +89,7 @@ def test_executed_calls_are_those_of_the_program(make: Callable[[], nn.Module], 
         assert step == 0 or not control
     with pm.record() as record:
         pm.eval_step(ids, targets)
-    evaluated = pm._eval_program
-    assert evaluated is not None
+    (evaluated,) = pm._programs.evaluating
     for rank in range(pm.program.mesh.size):
         found = Counter(
             call for call in record.of(rank) if call.phase != "step" or call.site in ("loss", LABELS)
