@@ -126,7 +126,7 @@ class StartedModel(InsteadOf):
         self._programs = Programs(options, are_processes=self._is_process, prove=prove)
         if program is not None:
             self._start(program)
-            self._programs.begin(program, self._started("step"), (), {})
+            self._programs.begin(self.program, self._started("step"), (), {})
 
     @classmethod
     def lazy(
@@ -151,7 +151,7 @@ class StartedModel(InsteadOf):
             fact = f"the rows of {program.row_blocks} blocks of the batch belong together, which was not known when it was cut"
             raise PlanError("local_batch", fact, "example_inputs= of parallelize, a global batch")
         self._start(program)
-        self._programs.begin(program, self._started("step"), args, kwargs)
+        self._programs.begin(self.program, self._started("step"), args, kwargs)
         self._form = CallForm(self._arguments, len(args), tuple(kwargs))
 
     def __repr__(self) -> str:
