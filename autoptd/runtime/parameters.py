@@ -366,4 +366,8 @@ class RankParameters:
                 )
             if parameter.requires_grad != requires_grad:
                 fact = "its requires_grad was changed, which the compiled program does not follow"
-                raise PlanError(name, fact, "set requires_grad on the model before parallelize")
+                remedy = (
+                    "model.load_state_dict(pm.state_dict()), set requires_grad there, parallelize it again, "
+                )
+                remedy += "and load the optimizer's state_dict() into the new one"
+                raise PlanError(name, fact, remedy)
