@@ -39,6 +39,10 @@ def schedule_only(optimizer: Any) -> None:
     optimizer.param_groups[0] |= {"logged as": "decay", "fused": True}
 
 
+def schedule(optimizer: Any) -> None:
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
 @pytest.mark.parametrize(
     "make, change, told",
     [
@@ -51,6 +55,7 @@ def schedule_only(optimizer: Any) -> None:
         ),
         (lambda: AdamW(values()), set_betas, r"betas of group 0 is \(0.9, 0.999\) .* and \(0.8, 0.999\)"),
         (lambda: SGD(values(), lr=0.1), schedule_only, ""),
+        (lambda: Grouped(values()), schedule, ""),
     ],
 )
 def test_a_setting_of_one_rank(make: Any, change: Any, told: str) -> None:

@@ -88,6 +88,8 @@ def test_masters_that_were_changed(precision: str, zero: int, tmp_path: Path) ->
     pm.step(x, y)
     opt.step()
     opt.zero_grad()
+    # Who has this might write to it.
+    assert all(p.data is not None for p in pm.parameters())
     with torch.no_grad():
         for p in tensors(opt):
             p.zero_()
