@@ -71,7 +71,7 @@ class Dropped:
     def __init__(self, call: Call, number: int, x: Tensor) -> None:
         self._call, self._number = call, number
         self._value: Tensor | None = None
-        self._like = (x.shape, x.stride(), x.storage_offset(), x.untyped_storage().nbytes())
+        self._like = lies(x)
 
     @property
     def site(self) -> str:
@@ -86,10 +86,16 @@ class Dropped:
 
     def fill(self, x: Tensor) -> None:
         """Take the value that the recipe computed: views of the first one must be views of this one."""
-        like = (x.shape, x.stride(), x.storage_offset(), x.untyped_storage().nbytes())
+        like = lies(x)
         if like != self._like:
             raise InternalError(self.site, f"is {like} again, and was {self._like}")
         self._value = x
+
+
+def lies(x: Tensor) -> tuple[Any, ...]:
+    """Return where the entries of a tensor are in its storage: along a dim of size 1 there is no next one."""
+    strides = tuple(stride if size > 1 else 0 for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.shape, strides, x.storage_offset(), x.untyped_storage().nbytes()
 
 
 class Call:
