@@ -366,8 +366,6 @@ class RankParameters:
                 )
             if parameter.requires_grad != requires_grad:
                 fact = "its requires_grad was changed, which the compiled program does not follow"
-                remedy = (
-                    "model.load_state_dict(pm.state_dict()), set requires_grad there, parallelize it again, "
-                )
-                remedy += "and load the optimizer's state_dict() into the new one"
+                remedy = "pm.save(folder, optimizer), set requires_grad on the model, parallelize it again, "
+                remedy += "and pm.load(folder, optimizer) with a new optimizer"
                 raise PlanError(name, fact, remedy)
