@@ -221,7 +221,7 @@ REFUSED: dict[str, tuple[Head, str]] = {
     ),
     "batch norm in training": (
         lambda s, h, y: F.batch_norm(h[:, 0], None, None, training=True).mean(),
-        "statistics run",
+        "batch norm in training",
     ),
     "gradient over the batch": (lambda s, h, y: torch.gradient(h)[1].mean(), "gradient"),
     "embedding_bag": (lambda s, h, y: F.embedding_bag(y[:, None], s.emb.weight).mean(), "embedding_bag"),

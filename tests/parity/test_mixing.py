@@ -218,8 +218,8 @@ REFUSED: dict[str, tuple[Loss, dict[str, Any], str]] = {
     ),
     "statistics of a batch": (
         lambda net, h, y: F.batch_norm(h, None, None, training=True).square().mean(),
-        {"d": 2},
-        "mixes the samples.*LayerNorm",
+        {"num_microbatches": 2},
+        "batch norm in training.*LayerNorm",
     ),
     "what nobody knows": (
         lambda net, h, y: (h.sum(1).argsort() * h.sum(1)).mean(),
