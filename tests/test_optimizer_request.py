@@ -100,6 +100,7 @@ def test_names_of_a_model_do_not_keep_it_alive() -> None:
     model = Model()
     own, alive = OwnParameters(model), weakref.ref(model.first.weight)
     assert own.name_of(model.first.weight) == "first.weight"
+    assert own.in_names(model.parameters(), {"first.weight"}) == ["first.weight"]  # what ranks do not have
     del model
     gc.collect()
     assert alive() is None
