@@ -1,7 +1,7 @@
-"""Tensors of a model beside its parameters and buffers, and a state dict that holds something else.
+"""What a model keeps in plain attributes, its tensors among it, and a state dict that holds something else.
 
-In: a model. Out: its plain tensor attributes by path (`attribute_tensors`), or a TraceError
-(`check_state_dict`).
+In: a model. Out: the objects in its attributes, their containers and objects (`held_by`), the tensors among them
+(`attribute_tensors`), or a TraceError (`check_state_dict`).
 
     dict(attribute_tensors(model))      # {"rope.table": tensor(...)}
 """
@@ -9,12 +9,18 @@ In: a model. Out: its plain tensor attributes by path (`attribute_tensors`), or 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
 from autoptd.errors import TraceError
 from autoptd.ir.buffers import same_entries
-from autoptd.trace.state import State
+from autoptd.trace.contents import PLAIN, entries_of, has_entries
+
+# Of nn.Module itself: hooks and names, and its parameters, buffers and modules, which have names of their own.
+OWN = {key for key in vars(nn.Module()) if key.startswith("_")}
+# Objects in objects.
+DEEPEST = 5
 
 
 def check_state_dict(model: nn.Module) -> None:
@@ -47,17 +53,48 @@ def attribute_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors that modules keep as plain attributes, in containers as well: neither parameters nor
     buffers.
     """
-    yield from State(model).tensors.items()
+    for path, value in held_by(model):
+        if isinstance(value, Tensor):
+            yield path, value
 
 
 def map_attribute_tensors(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """Replace the tensors that modules keep as plain attributes, in lists and dicts as well."""
-    for holder, content in State(model).holders:
-        if not isinstance(holder, (dict, list)):
-            continue
-        for key, item in content.items() if isinstance(content, dict) else enumerate(content):
+    holders = [vars(module) for module in model.modules()]
+    for _, value in held_by(model):
+        if isinstance(value, (dict, list)):
+            holders.append(value)  # type: ignore[arg-type]
+        elif not isinstance(value, (Tensor, *PLAIN)) and hasattr(value, "__dict__"):
+            holders.append(vars(value))
+    for holder in holders:
+        for key, item in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
             if isinstance(item, Tensor) and (made := change(item)) is not item:
                 holder[key] = made
 
 
-__all__ = ["attribute_tensors", "check_state_dict", "map_attribute_tensors"]
+def held_by(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield what the modules of a model hold in plain attributes, and what that holds, by its path."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in OWN:
+                yield from _walk(f"{path}.{name}".removeprefix("."), value, 0, seen)
+
+
+def _walk(path: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    # Modules are visited by the model's own list, under their names.
+    if isinstance(value, nn.Module):
+        return
+    yield path, value
+    if isinstance(value, (Tensor, *PLAIN)) or id(value) in seen or depth > DEEPEST or not has_entries(value):
+        return
+    seen.add(id(value))
+    if isinstance(value, (tuple, list)):
+        for i, item in enumerate(value):
+            yield from _walk(f"{path}[{i}]", item, depth + 1, seen)
+    elif not isinstance(value, set):
+        for name, item in entries_of(value).items():
+            yield from _walk(f"{path}{name}", item, depth + 1, seen)
+
+
+__all__ = ["attribute_tensors", "check_state_dict", "held_by", "map_attribute_tensors"]

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from autoptd.trace.state import PLAIN
+from autoptd.trace.contents import PLAIN
 
 # Values that cannot change, though their name may be rebound.
 FIXED = PLAIN

@@ -12,8 +12,6 @@ as an index, numbers made tensors.
 from __future__ import annotations
 
 import functools
-import sys
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +27,8 @@ from autoptd.errors import TraceError
 from autoptd.trace.attributes import attribute_tensors
 from autoptd.trace.functions import Call, NeedsContext, call_whole, run_forward, takes_others
 from autoptd.trace.numbers import make_tensor
+from autoptd.trace.users import users_line
+from autoptd.trace.writes import Writes
 
 HOOK_REMEDY = "remove the hook: change the gradient after pm.step, or the model's forward"
 REENTRANT_REMEDY = "checkpoint(..., use_reentrant=False), with transformers gradient_checkpointing_enable("
@@ -91,13 +91,19 @@ def watch_tracing(model: nn.Module, whole: set[Any]) -> Iterator[Met]:
 class Operands(TorchFunctionMode):
     """Around the traced forward, looks at the operands of every call: the model's parameters are fake, others
     real.
+
+    What torch does in a call is no part of `writes`: it would take most of a trace's time.
     """
 
-    def __init__(self, model: nn.Module, registered: dict[int, str]) -> None:
+    def __init__(self, model: nn.Module, registered: dict[int, str], writes: Writes) -> None:
         super().__init__()
-        self._model, self._registered = model, registered
+        self._model, self._registered, self._writes = model, registered, writes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self._writes.paused():
+            return self._call(func, args, kwargs or {})
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         for arg in args:
             if isinstance(arg, Tensor):
                 self._check(arg)
@@ -109,8 +115,8 @@ class Operands(TorchFunctionMode):
         if func is Tensor.__getitem__:
             args = _with_index_of_one(*args)
         if func is torch.tensor:
-            return make_tensor(args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+            return make_tensor(args, kwargs)
+        return func(*args, **kwargs)
 
     def _check_all(self, nested: Any) -> None:
         for leaf in tree_leaves(nested):
@@ -153,17 +159,6 @@ def _with_index_of_one(x: Tensor, index: Any) -> tuple[Tensor, Any]:
 
 def _is_position(item: Any) -> bool:
     return isinstance(item, Tensor) and item.dim() == 0 and item.dtype in (torch.int64, torch.int32)
-
-
-def users_line() -> str:
-    """Return `file.py:41` of the innermost running line that is neither torch's nor AutoPTD's."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if "/torch/" not in file and "/autoptd/" not in file and not file.startswith("<"):
-            return f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "the forward"
 
 
 def checkpoint_sites(model: nn.Module, functions: Any) -> list[str]:

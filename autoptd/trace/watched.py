@@ -11,6 +11,7 @@ a mask, a table of sines.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -20,44 +21,73 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.compat import FakeTensor, tree_leaves, tree_map
+from autoptd.trace.assigned import AssignedBuffers
+from autoptd.trace.attributes import held_by
+from autoptd.trace.contents import PLAIN
 from autoptd.trace.loss import WithLoss
 from autoptd.trace.masks import any_mask, given_masks
-from autoptd.trace.state import RANDOM, Change, State
+from autoptd.trace.tally import only_counts
+from autoptd.trace.writes import RANDOM, REGISTERED, Change, Writes
 
 
 class Watched(WithLoss):
     """The model and its loss, left as they were by every call; `seen` says what the last one has changed.
 
-    `around` makes a context for the forward alone.
+    `around` makes a context for the forward alone, from the record of what that writes to.
     """
 
     def __init__(
         self,
         model: nn.Module,
         loss_fn: Callable[..., Any] | None,
-        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        around: Callable[[Writes], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         super().__init__(model, loss_fn)
         self.seen, self.around = Seen(), around
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        before = State.of_call(self.model, self.loss_fn)
-        # Every call is traced, and run, as a first one.
-        before.clear_caches()
+        # Containers of this call's own: what a forward takes out of its arguments is nobody's state.
+        args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
+        writes: Writes | None = None
         try:
-            with self.around():
+            buffers = AssignedBuffers(self.model, self.loss_fn)
+            with Writes.recorded() as writes, self.around(writes):
                 loss = super().forward(*args, **kwargs)
-                self.seen.assigned = before.take_assigned()
+                self.seen.assigned = buffers.take()
                 return loss
         finally:
             # Also where the forward failed: fake tensors must not stay in the user's model.
-            after = State.of_call(self.model, self.loss_fn)
-            self.seen.changes = before.changes(after)
-            replaced = [
-                path for path, tensor in before.tensors.items() if after.tensors.get(path) is not tensor
-            ]
-            self.seen.replaced = {path: before.tensors[path] for path in replaced}
-            before.restore()
+            if writes is not None:
+                self.seen.changes, self.seen.replaced = (
+                    writes.changes(self._names),
+                    writes.replaced(self._names),
+                )
+                writes.undo()
+
+    def _names(self) -> dict[int, str]:
+        return names_of(self.model, self.loss_fn)
+
+
+def names_of(model: nn.Module, loss_fn: Any = None) -> dict[int, str]:
+    """Return the paths of a model's modules, and of what they hold, by the id of each."""
+    found: dict[int, str] = {}
+    roots = [(model, "")] + ([(loss_fn, "loss_fn")] if isinstance(loss_fn, nn.Module) else [])
+    for root, prefix in roots:
+        for path, module in root.named_modules(prefix=prefix):
+            found[id(vars(module))] = path
+            for name, value in vars(module).items():
+                if isinstance(value, dict):
+                    found[id(value)] = path if name in REGISTERED else _join(path, name)
+        for path, value in held_by(root):
+            if not isinstance(value, PLAIN):
+                found.setdefault(id(value), _join(prefix, path))
+    if loss_fn is not None:
+        found.setdefault(id(loss_fn), "loss_fn")
+    return found
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}".removeprefix(".")
 
 
 class Seen:
@@ -95,26 +125,37 @@ def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dic
     """
     model, loss_fn = watched.model, watched.loss_fn
     twin = WithLoss(model, loss_fn)
-    before = State.of_call(model, loss_fn)
     first = next(model.parameters(), None)
     fake = first.fake_mode if isinstance(first, FakeTensor) else None
     # Parameters that are fake cannot meet a batch that is real.
     if fake is not None:
         args, kwargs = tree_map(lambda x: fake.from_tensor(x) if _is_real(x) else x, (args, kwargs))
     has_values = first is None or not (first.is_meta or fake)
+    names, buffers = partial(names_of, model, loss_fn), AssignedBuffers(model, loss_fn)
 
-    def run(call: Any) -> Tensor:
+    def run(call: Any) -> tuple[Tensor, Writes]:
+        call = tree_map(lambda leaf: leaf, call)
         with torch.no_grad(), fake or nullcontext(), given_masks(any_mask) if has_values else nullcontext():
-            loss = twin(*call[0], **call[1])
-        # Updates of buffers are in the graph.
-        before.take_assigned()
-        return loss
+            with Writes.recorded() as writes:
+                written.append(writes)
+                loss = twin(*call[0], **call[1])
+                # Updates of buffers are in the graph.
+                buffers.take()
+        return loss, writes
 
+    def begin_anew() -> None:
+        while written:
+            written.pop().undo()
+
+    written: list[Writes] = []
     try:
-        run((args, kwargs))
-        between = State.of_call(model, loss_fn)
-        run((args, kwargs))
-        found = between.changes(State.of_call(model, loss_fn))
+        _, first_writes = run((args, kwargs))
+        made = first_writes.changes(names)
+        _, later_writes = run((args, kwargs))
+        found = later_writes.changes(names)
+        if found and (places := later_writes.numbers()) and only_counts(places, lambda: run((args, kwargs))):
+            warn_of_counts(found)
+            found = []
         if found or not has_values:
             return found
         # A cache made of values (the largest entry, say) is right for its own batch only: try two others.
@@ -122,15 +163,22 @@ def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dic
             others = tree_map(
                 partial(_one_row, row=row, sizes=_leading_sizes((args, kwargs))), (args, kwargs)
             )
-            later = run(others)
-            before.restore()
-            if not torch.equal(later.nan_to_num(), run(others).nan_to_num()):
-                return before.changes(between)
-            before.restore()
+            later, _ = run(others)
+            begin_anew()
+            if not torch.equal(later.nan_to_num(), run(others)[0].nan_to_num()):
+                return made
+            begin_anew()
             run((args, kwargs))
         return []
     finally:
-        before.restore()
+        begin_anew()
+
+
+def warn_of_counts(counts: list[Change]) -> None:
+    """Warn of numbers that a forward counts with, and that nothing in it reads."""
+    for change in counts:
+        text = f"{change.path} ({change.line}): is counted by the forward, which no rank does; nothing in the forward reads it"
+        warnings.warn(f"{text}: count in the training loop", stacklevel=2)
 
 
 def _leading_sizes(call: Any) -> list[int]:

@@ -125,7 +125,7 @@ def autocast_of_many(self: Net, x: Tensor) -> Tensor:
 
 def counted(self: Net, x: Tensor) -> Tensor:
     self.calls += is_many(x)
-    return self.first(x)
+    return self.first(x) * (1.0 if self.calls < 31 else 2.0)
 
 
 def written(self: Net, x: Tensor) -> Tensor:

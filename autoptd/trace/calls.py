@@ -1,0 +1,268 @@
+"""What a call from Python may change: the objects that a function written in C is handed.
+
+In: a function and its arguments. Out: those of them that it may write to or take from, each with how. What is written in
+Python is looked at as it runs, unless it is torch's or Python's own: then the containers that it is handed count.
+
+    handed_to([].append, [1])      # the list: its content may change
+    handed_to(next, [numbers])     # the iterator: it is taken from
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import _lru_cache_wrapper, partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from autoptd.trace.contents import CONTAINERS, PLAIN, base_of, is_opaque
+from autoptd.trace.users import is_users
+from autoptd.trace.value_stack import NULL, at
+
+BUILT_IN = (types.BuiltinFunctionType, types.MethodWrapperType)
+DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
+# Of built-in functions those that look at their arguments, and of methods those that read.
+LOOKS = {
+    "len",
+    "isinstance",
+    "issubclass",
+    "getattr",
+    "hasattr",
+    "id",
+    "type",
+    "repr",
+    "str",
+    "callable",
+    "hash",
+}
+LOOKS |= {"iter", "dir", "length_hint", "format", "getrefcount", "is_tracked"}
+READS = {"get", "items", "keys", "values", "copy", "index", "count", "__getitem__", "__contains__", "__len__"}
+READS |= {
+    "qsize",
+    "empty",
+    "full",
+    "getvalue",
+    "tell",
+    "fileno",
+    "readable",
+    "writable",
+    "seekable",
+    "isatty",
+}
+READS |= {
+    "__repr__",
+    "__str__",
+    "__eq__",
+    "__hash__",
+    "__iter__",
+    "tolist",
+    "item",
+    "astype",
+    "__length_hint__",
+}
+SETS = {"setattr", "delattr", "__setattr__", "__delattr__"}
+# Of what these hold nothing that a model counts with changes.
+HARMLESS = (
+    "torch",
+    "re",
+    "_sre",
+    "_thread",
+    "builtins",
+    "functools",
+    "types",
+    "weakref",
+    "_weakref",
+    "datetime",
+)
+HARMLESS += (
+    "decimal",
+    "fractions",
+    "numpy",
+    "operator",
+    "_operator",
+    "_abc",
+    "typing",
+    "_struct",
+    "enum",
+    "string",
+)
+HARMLESS += ("threading", "contextlib", "inspect", "logging", "warnings", "time")
+# What writes where no object shows it.
+FILES = {
+    "remove",
+    "rename",
+    "replace",
+    "unlink",
+    "mkdir",
+    "rmdir",
+    "truncate",
+    "write",
+    "putenv",
+    "unsetenv",
+    "setenv",
+}
+MOST_PARTIALS = 8
+
+
+class Kind(Enum):
+    """How what was handed over may change."""
+
+    CONTENT, ATTRIBUTE, MOVED, CACHE = auto(), auto(), auto(), auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """An object, and how it may change; `how` is the name of an attribute, or what is done to the object."""
+
+    kind: Kind
+    value: Any
+    how: str = ""
+
+
+def operands(name: str, arg: int, top: int) -> tuple[Any, list[Any]]:
+    """Return the function and the arguments that an instruction is about to call with."""
+    if name == "CALL_FUNCTION_EX":
+        # From 3.14 on keywords always have a place.
+        has_keywords = bool(arg & 1) or sys.version_info >= (3, 14)
+        keywords = at(top, 0) if has_keywords else {}
+        given, place = at(top, int(has_keywords)), int(has_keywords) + 1
+        # From 3.13 on a place for a self that is never there is before the arguments.
+        function = at(top, place)
+        function = at(top, place + 1) if function is NULL else function
+        values = list(dict.values(keywords)) if isinstance(keywords, dict) else []
+        return function, [*(given if isinstance(given, (tuple, list)) else [given]), *values]
+    first = 1 if name == "CALL_KW" else 0
+    args = [at(top, first + place) for place in reversed(range(arg))]
+    function, method = at(top, first + arg), at(top, first + arg + 1)
+    # A method and its self, or nothing and a function.
+    if method is NULL:
+        return function, args
+    # From 3.13 on it is the self that may be missing.
+    return (method, args) if function is NULL else (method, [function, *args])
+
+
+def handed_to(function: Any, args: Sequence[Any]) -> Iterator[Handed]:
+    """Yield what a call may change of what it is handed."""
+    for _ in range(MOST_PARTIALS):
+        if not isinstance(function, partial):
+            break
+        function, args = function.func, [*function.args, *args, *function.keywords.values()]
+    if isinstance(function, types.MethodType):
+        function, args = function.__func__, [function.__self__, *args]
+    if isinstance(function, types.FunctionType):
+        if not is_users(function.__code__):
+            for arg in args:
+                if isinstance(arg, CONTAINERS) or is_opaque(arg):
+                    yield Handed(Kind.CONTENT, arg)
+    elif isinstance(function, _lru_cache_wrapper):
+        if _is_own(function.__wrapped__):
+            yield Handed(Kind.CACHE, function)
+    elif isinstance(function, BUILT_IN):
+        owner = function.__self__
+        if owner is None or isinstance(owner, types.ModuleType):
+            yield from _handed_to_function(function, args)
+        elif not isinstance(owner, type):
+            yield from _handed_to_method(function.__name__, owner, args)
+    elif isinstance(function, DESCRIPTORS):
+        if args and not isinstance(args[0], type):
+            yield from _handed_to_method(function.__name__, args[0], args[1:])
+    elif isinstance(function, type) or not is_python(function, "__call__"):
+        # A class of C's, such as list or zip, or a C object that can be called.
+        yield from _handed_over(args)
+
+
+def _handed_to_function(function: Any, args: Sequence[Any]) -> Iterator[Handed]:
+    name, home = function.__name__, str(function.__module__ or "").split(".")[0]
+    if home == "torch" or name in LOOKS:
+        return
+    if name == "vars" and args:
+        yield Handed(Kind.ATTRIBUTE, args[0], "__dict__")
+    elif name in SETS and args:
+        yield Handed(Kind.ATTRIBUTE, args[0], str(args[1]))
+    elif name == "open" or home in ("posix", "nt"):
+        if _writes_a_file(name, args):
+            yield Handed(Kind.MOVED, function, "writes to a file or to the process's environment")
+    elif name == "print":
+        # To a terminal, or to a file that nobody has to read back.
+        return
+    else:
+        yield from _handed_over(args)
+
+
+def _handed_to_method(name: str, owner: Any, args: Sequence[Any]) -> Iterator[Handed]:
+    owner = base_of(owner)
+    if isinstance(owner, (Tensor, types.ModuleType, types.FunctionType, *PLAIN)):
+        return
+    if name in SETS and args:
+        yield Handed(Kind.ATTRIBUTE, owner, str(args[0]))
+    elif isinstance(owner, CONTAINERS) or is_opaque(owner):
+        if name not in READS:
+            yield Handed(Kind.CONTENT, owner)
+    elif is_iterator(owner):
+        if name not in READS:
+            yield Handed(Kind.MOVED, owner, "is taken from")
+    elif name not in READS and not _is_harmless(name, owner):
+        yield Handed(Kind.MOVED, owner, f"has its method {name} called")
+    yield from _handed_over(args)
+
+
+def _handed_over(args: Sequence[Any]) -> Iterator[Handed]:
+    for arg in args:
+        if isinstance(arg, CONTAINERS) or is_opaque(arg):
+            yield Handed(Kind.CONTENT, arg)
+        elif is_iterator(arg):
+            yield Handed(Kind.MOVED, arg, "is taken from")
+        # Called by what it is handed to, as by map.
+        elif isinstance(arg, (*BUILT_IN, partial)):
+            yield from handed_to(arg, ())
+
+
+def is_iterator(value: Any) -> bool:
+    """Tell whether reading a value's items changes it, and no Python code of it shows how."""
+    kind = type(value)
+    if not hasattr(kind, "__next__") or is_python(value, "__next__"):
+        return False
+    # It gives the same for ever.
+    return kind is not itertools.repeat or len(value.__reduce__()[1]) > 1
+
+
+def is_python(value: Any, method: str) -> bool:
+    """Tell whether a method of a value is written in Python."""
+    return isinstance(getattr(type(value), method, None), types.FunctionType)
+
+
+def _is_harmless(name: str, owner: Any) -> bool:
+    if isinstance(owner, nn.Module) or owner is sys.stdout or owner is sys.stderr:
+        return True
+    # What every object has: __init__, __getattribute__, comparison.
+    if hasattr(object, name) or type(owner).__module__.split(".")[0] in HARMLESS:
+        return True
+    # An exception, or an object of a class that has the method of one of Python's own.
+    return isinstance(owner, BaseException)
+
+
+def _writes_a_file(name: str, args: Sequence[Any]) -> bool:
+    if name != "open":
+        return name in FILES
+    modes = [arg for arg in args[1:] if isinstance(arg, str)]
+    flags = [arg for arg in args[1:2] if isinstance(arg, int) and not isinstance(arg, bool)]
+    is_to_null = bool(args) and args[0] == os.devnull
+    return not is_to_null and (
+        any(set(mode) & set("wax+") for mode in modes[:1]) or any(flag & 3 for flag in flags)
+    )
+
+
+def _is_own(function: Any) -> bool:
+    """Tell whether somebody wrote a function for this model: what is installed is trusted to count nothing by itself."""
+    if not isinstance(function, types.FunctionType) or "site-packages" in function.__code__.co_filename:
+        return False
+    return (function.__module__ or "").split(".")[0] not in sys.stdlib_module_names
+
+
+__all__ = ["Handed", "Kind", "handed_to", "is_iterator", "is_python", "operands"]

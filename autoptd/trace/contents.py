@@ -1,0 +1,415 @@
+"""What can be written to in Python, and its content: read, compared, and put back.
+
+In: a container, an object, or one name of a module or class. Out: its entries by the text that names each (`.calls`,
+`['n']`, `[0]`), the same for equal content.
+
+    holder = Content(counts)
+    before, kept = holder.entries(), holder.kept()
+    differing(before, holder.entries())     # [("['n']", 0, 1)]
+    holder.restore(kept)
+"""
+
+from __future__ import annotations
+
+import array
+import io
+import random
+import sys
+import types
+import zlib
+from collections import OrderedDict, deque
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+CONTAINERS = (dict, list, set, deque)
+RAW = (bytearray, array.array)
+# Larger arrays are told apart by a sum of their bytes, and not put back.
+MAX_BYTES = 1 << 20
+MOST_VIEWS = 16
+# Objects in objects that are new at every call, and compared by what they hold.
+DEEPEST = 8
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "missing"
+
+
+MISSING = _Missing()
+Entries = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Content:
+    """Entries of a container, the bytes of an array, the state of a source of random numbers."""
+
+    holder: Any
+
+    def entries(self) -> Entries:
+        return entries_of(self.holder)
+
+    def kept(self) -> Any:
+        """Return what `restore` needs."""
+        holder = self.holder
+        if isinstance(holder, dict):
+            return _items(holder)
+        return list(holder) if isinstance(holder, CONTAINERS) else self.entries()
+
+    def restore(self, kept: Any) -> None:
+        holder = self.holder
+        if isinstance(holder, dict):
+            if not _is_same_list(_items(holder), kept):
+                holder.clear()
+                holder.update(kept)
+        elif isinstance(holder, list):
+            holder[:] = kept
+        elif isinstance(holder, CONTAINERS):
+            holder.clear()
+            holder.update(kept) if isinstance(holder, set) else holder.extend(kept)
+        elif isinstance(holder, RAW):
+            _restore_bytes(holder, kept[""])
+        elif is_numpy(holder):
+            if holder.flags.writeable and not isinstance(kept[""], int):
+                holder.flat = kept[""]
+        elif isinstance(holder, random.Random):
+            holder.setstate(kept[""])
+
+
+@dataclass(frozen=True)
+class Registered(Content):
+    """Parameters, buffers or modules of a module, each by its identity: another tensor is a change here."""
+
+    def entries(self) -> Entries:
+        return {
+            f".{name}": value if value is None else f"{type(value).__name__} {id(value):#x}"
+            for name, value in self.holder.items()
+        }
+
+    def kept(self) -> Any:
+        return list(self.holder.items())
+
+
+@dataclass(frozen=True)
+class Attributes:
+    """The attributes of an object."""
+
+    holder: Any
+
+    def entries(self) -> Entries:
+        return _attributes(self.holder)
+
+    kept = entries
+
+    def restore(self, kept: Entries) -> None:
+        _restore_attributes(self.holder, kept)
+
+
+@dataclass(frozen=True)
+class OfModule(Content):
+    """The attributes of a module, by its `__dict__`: while torch traces, another object stands for the module, with the same
+    one.
+    """
+
+    def entries(self) -> Entries:
+        return {f".{name}": value for name, value in self.holder.items()}
+
+
+@dataclass(frozen=True)
+class Name:
+    """One name of a module, of its globals, or of a class."""
+
+    holder: Any
+    name: str
+
+    def entries(self) -> Entries:
+        return {f".{self.name}": _names(self.holder).get(self.name, MISSING)}
+
+    kept = entries
+
+    def restore(self, kept: Entries) -> None:
+        (value,) = kept.values()
+        if _names(self.holder).get(self.name, MISSING) is value:
+            return
+        if isinstance(self.holder, dict):
+            self.holder.pop(self.name, None) if value is MISSING else self.holder.update({self.name: value})
+        elif value is MISSING:
+            delattr(self.holder, self.name)
+        else:
+            setattr(self.holder, self.name, value)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A variable of a function around the one that writes it."""
+
+    holder: types.CellType
+    name: str
+
+    def entries(self) -> Entries:
+        try:
+            return {"": self.holder.cell_contents}
+        except ValueError:
+            return {"": MISSING}
+
+    kept = entries
+
+    def restore(self, kept: Entries) -> None:
+        if kept[""] is MISSING:
+            with suppress(ValueError):
+                del self.holder.cell_contents
+        else:
+            self.holder.cell_contents = kept[""]
+
+
+@dataclass(frozen=True)
+class Moved:
+    """An object that nothing shows the content of, such as an iterator: a call has changed it."""
+
+    holder: Any
+    how: str
+
+    def entries(self) -> Entries:
+        return {"": MISSING}
+
+    kept = entries
+
+    def restore(self, kept: Any) -> None:
+        pass
+
+
+Holder = Content | Attributes | Name | Cell | Moved
+
+
+def entries_of(holder: Any) -> Entries:
+    """Return what an object holds, each by the text that names it."""
+    if isinstance(holder, dict):
+        return {f"[{_text_of_key(key)}]": value for key, value in _items(holder)}
+    if isinstance(holder, (list, deque)):
+        return {f"[{i}]": value for i, value in enumerate(holder)}
+    if isinstance(holder, set):
+        return {"": sorted(map(_text_of_key, holder))}
+    if is_opaque(holder):
+        return {"": state_of(holder)}
+    return _attributes(holder)
+
+
+def with_values(holder: Holder, values: Entries) -> Any:
+    """Return what `restore` needs to give some entries of a holder other values."""
+    kept = holder.kept()
+    if isinstance(kept, dict):
+        return {**kept, **values}
+    if isinstance(holder, OfModule):
+        return [(key, values.get(f".{key}", value)) for key, value in kept]
+    if isinstance(holder.holder, dict):
+        return [(key, values.get(f"[{_text_of_key(key)}]", value)) for key, value in kept]
+    return [values.get(f"[{i}]", value) for i, value in enumerate(kept)]
+
+
+def _items(holder: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    # Of a class's own method only the order of an OrderedDict is needed.
+    return list((OrderedDict if isinstance(holder, OrderedDict) else dict).items(holder))
+
+
+def has_entries(value: Any) -> bool:
+    """Tell whether what an object holds are entries of a container, or attributes."""
+    if isinstance(
+        value, (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+    ):
+        return False
+    is_object = hasattr(value, "__dict__") or bool(_slots(value))
+    return isinstance(value, (*CONTAINERS, tuple)) or (is_object and not is_opaque(value))
+
+
+def is_opaque(holder: Any) -> bool:
+    """Tell whether an object is one whose content is no attributes, but has a value that says it."""
+    return isinstance(holder, (*RAW, random.Random, io.StringIO, io.BytesIO, ContextVar)) or (
+        is_numpy(holder) or _is_drawing(holder) or type(type(holder)).__module__ == "_ctypes"
+    )
+
+
+def state_of(holder: Any) -> Any:
+    """Return a value that is equal as long as the content of an opaque object is."""
+    if isinstance(holder, random.Random):
+        return holder.getstate()
+    if isinstance(holder, (io.StringIO, io.BytesIO)):
+        return holder.getvalue(), holder.tell()
+    if isinstance(holder, ContextVar):
+        return holder.get(MISSING)
+    if is_numpy(holder):
+        if holder.dtype.hasobject:
+            return holder.copy()
+        return holder.copy() if holder.nbytes <= MAX_BYTES else zlib.crc32(holder.tobytes())
+    if _is_drawing(holder):
+        source = getattr(holder, "bit_generator", None) or getattr(holder, "_bit_generator", holder)
+        return repr(getattr(source, "state", source))
+    return bytes(holder)
+
+
+def base_of(value: Any) -> Any:
+    """Return what an array or a view of bytes is a view of."""
+    for _ in range(MOST_VIEWS):
+        below = getattr(value, "obj", None) if isinstance(value, memoryview) else None
+        if below is None and type(value).__module__.split(".")[0] == "numpy":
+            below = getattr(value, "base", None)
+        if below is None:
+            break
+        value = below
+    return value
+
+
+def is_numpy(holder: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(holder, numpy.ndarray)
+
+
+def _is_drawing(holder: Any) -> bool:
+    return type(holder).__module__.startswith("numpy.random")
+
+
+def differing(before: Entries, after: Entries) -> list[tuple[str, Any, Any]]:
+    """Return (which entry, its value before, and after) of all that differ; tensors count as equal, as whoever reads them
+    compares these.
+    """
+    found = []
+    for name in dict.fromkeys([*before, *after]):
+        one, other = before.get(name, MISSING), after.get(name, MISSING)
+        if not is_same(one, other):
+            found.append((name, one, other))
+    # A dict as an order of use.
+    if not found and list(before) != list(after):
+        found.append(("", list(before), list(after)))
+    return found
+
+
+def is_same(one: Any, other: Any, depth: int = 0) -> bool:
+    """Tell whether two values are equal for a forward: another tensor counts as the same, another object by what it
+    holds.
+    """
+    if one is other:
+        return True
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor)
+    if type(one) is not type(other) or depth > DEEPEST:
+        return False
+    if isinstance(one, PLAIN):
+        return repr(one) == repr(other)
+    if isinstance(one, (list, tuple, deque)):
+        if len(one) != len(other):
+            return False
+        return all(is_same(*pair, depth + 1) for pair in zip(one, other, strict=True))
+    if isinstance(one, frozenset):
+        return one == other
+    if isinstance(one, types.FunctionType):
+        return _is_same_function(one, other, depth)
+    if is_numpy(one):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tolist() == other.tolist()
+    if isinstance(one, (type, types.ModuleType, types.BuiltinFunctionType, nn.Module)):
+        return False
+    if isinstance(one, types.MethodType):
+        return one.__self__ is other.__self__ and one.__func__ is other.__func__
+    # An object without anything that shows may be an iterator as well.
+    if not (isinstance(one, CONTAINERS) or is_opaque(one) or hasattr(one, "__dict__") or _slots(one)):
+        return False
+    if hasattr(type(one), "__next__"):
+        return False
+    before, after = entries_of(one), entries_of(other)
+    return before.keys() == after.keys() and all(
+        is_same(before[name], after[name], depth + 1) for name in before
+    )
+
+
+def _is_same_function(one: Any, other: Any, depth: int) -> bool:
+    if one.__code__ is not other.__code__ or one.__globals__ is not other.__globals__:
+        return False
+    cells = zip(one.__closure__ or (), other.__closure__ or (), strict=True)
+    pairs = [(Cell(a, "").entries()[""], Cell(b, "").entries()[""]) for a, b in cells]
+    pairs += [(one.__defaults__, other.__defaults__), (one.__kwdefaults__, other.__kwdefaults__)]
+    return all(is_same(*pair, depth + 1) for pair in pairs)
+
+
+def _attributes(holder: Any) -> Entries:
+    """What an object holds, by `__dict__` and by `__slots__`."""
+    found = {f".{name}": value for name, value in _names(holder).items()}
+    for name in _slots(holder):
+        with suppress(AttributeError):
+            found[f".{name}"] = getattr(holder, name)
+    return found
+
+
+def _restore_attributes(holder: Any, kept: Entries) -> None:
+    now = _attributes(holder)
+    if now.keys() == kept.keys() and all(now[name] is kept[name] for name in now):
+        return
+    names, slots = getattr(holder, "__dict__", {}), set(_slots(holder))
+    plain = {name[1:]: value for name, value in kept.items() if name[1:] not in slots}
+    if not _is_same_list(list(names.items()), list(plain.items())):
+        names.clear()
+        names.update(plain)
+    for name in slots:
+        if f".{name}" in kept:
+            object.__setattr__(holder, name, kept[f".{name}"])
+        elif f".{name}" in now:
+            object.__delattr__(holder, name)
+
+
+def _slots(holder: Any) -> list[str]:
+    found = []
+    for cls in type(holder).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        found += [slots] if isinstance(slots, str) else list(slots)
+    return [name for name in found if not name.startswith("__")]
+
+
+def _names(holder: Any) -> Any:
+    if isinstance(holder, dict):
+        return holder
+    return getattr(holder, "__dict__", {})
+
+
+def _restore_bytes(holder: Any, kept: bytes) -> None:
+    if isinstance(holder, bytearray):
+        holder[:] = kept
+    else:
+        del holder[:]
+        holder.frombytes(kept)
+
+
+def _is_same_list(one: list[tuple[Any, Any]], other: list[tuple[Any, Any]]) -> bool:
+    if len(one) != len(other):
+        return False
+    return all(a[0] is b[0] and a[1] is b[1] for a, b in zip(one, other, strict=True))
+
+
+def _text_of_key(key: Any) -> str:
+    """The text of a key, the same at every call."""
+    return repr(key) if isinstance(key, (*PLAIN, tuple)) else f"{type(key).__name__} {id(key):#x}"
+
+
+__all__ = [
+    "CONTAINERS",
+    "MISSING",
+    "PLAIN",
+    "Attributes",
+    "Cell",
+    "Content",
+    "Holder",
+    "Moved",
+    "Name",
+    "Registered",
+]
+__all__ += [
+    "base_of",
+    "differing",
+    "entries_of",
+    "has_entries",
+    "is_numpy",
+    "is_opaque",
+    "is_same",
+    "with_values",
+]

@@ -1,0 +1,217 @@
+"""Look at the instructions of the user's Python code just before they run.
+
+In: a function `see(frame, name, arg, top)`, and which files are the user's. While the context is open it is called before
+every instruction of this thread in such a file that may write to something: `name` and `arg` are the instruction's, `top`
+is the address after its operands (`value_stack.at`). What torch and this package do themselves is passed over.
+
+    with watching(see, is_users) as watch:
+        with watch.paused():      # what runs here is not looked at
+            ...
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from autoptd.trace.users import is_called_by_user
+from autoptd.trace.value_stack import ValueStack
+
+See = Callable[[types.FrameType, str, int, int], None]
+# Instructions that write, call, or take from an iterator.
+NAMES = {"STORE_ATTR", "STORE_SUBSCR", "STORE_SLICE", "STORE_GLOBAL", "STORE_DEREF"}
+NAMES |= {"DELETE_ATTR", "DELETE_SUBSCR", "DELETE_GLOBAL", "DELETE_DEREF"}
+NAMES |= {"CALL", "CALL_KW", "CALL_FUNCTION_EX", "BINARY_OP", "BINARY_SUBSCR", "LOAD_ATTR", "LOAD_METHOD"}
+NAMES |= {"GET_ITER", "GET_YIELD_FROM_ITER", "UNPACK_SEQUENCE", "UNPACK_EX", "CONTAINS_OP"}
+NAMES |= {"LIST_EXTEND", "SET_UPDATE", "DICT_UPDATE", "DICT_MERGE"}
+# The first `+=` of the operators of BINARY_OP, and of 3.14 the subscript.
+FIRST_IN_PLACE, SUBSCRIPT = 13, 26
+Table = dict[int, tuple[str, int]]
+
+
+class Tables:
+    """The instructions of each code object that are looked at, by their offset."""
+
+    def __init__(self, is_users: Callable[[types.CodeType], bool]) -> None:
+        self._is_users = is_users
+        # Alive with its code: no other one gets its id.
+        self._known: dict[int, tuple[types.CodeType, Table]] = {}
+
+    def of(self, code: types.CodeType) -> Table:
+        known = self._known.get(id(code))
+        if known is None:
+            known = self._known[id(code)] = (code, _table(code) if self._is_users(code) else {})
+        return known[1]
+
+
+def _table(code: types.CodeType) -> Table:
+    found: Table = {}
+    steps, extended, first = code.co_code, 0, None
+    for offset in range(0, len(steps), 2):
+        op = steps[offset]
+        arg = steps[offset + 1] | extended << 8
+        if op == dis.EXTENDED_ARG:
+            extended, first = arg, offset if first is None else first
+            continue
+        begins, extended, first = offset if first is None else first, 0, None
+        name = dis.opname[op]
+        if name == "BINARY_OP":
+            name = "BINARY_SUBSCR" if arg == SUBSCRIPT else name
+        if name in NAMES and _is_looked_at(code, name, arg):
+            # With the words before it that complete its argument, an instruction is stopped at once, at the first.
+            found[begins] = (name, arg)
+    return found
+
+
+def _is_looked_at(code: types.CodeType, name: str, arg: int) -> bool:
+    if name == "BINARY_OP":
+        return FIRST_IN_PLACE <= arg < SUBSCRIPT
+    if name in ("LOAD_ATTR", "LOAD_METHOD"):
+        return attribute_of(code, name, arg) == "__dict__"
+    # A cell of this call is made by it.
+    if name in ("STORE_DEREF", "DELETE_DEREF"):
+        return variable_of(code, arg) in code.co_freevars
+    return True
+
+
+def attribute_of(code: types.CodeType, name: str, arg: int) -> str:
+    """Return the name that an instruction with an index into the names of its code has."""
+    # From 3.12 on the lowest bit says whether a method is loaded.
+    if name == "LOAD_ATTR" and sys.version_info >= (3, 12):
+        arg >>= 1
+    return code.co_names[arg]
+
+
+def variable_of(code: types.CodeType, arg: int) -> str:
+    """Return the name of the cell that an instruction reads or writes."""
+    cells = [name for name in code.co_cellvars if name not in code.co_varnames]
+    return (*code.co_varnames, *cells, *code.co_freevars)[arg]
+
+
+class Tracing:
+    """By `sys.settrace`, of which Python 3.11 asks a frame for its instructions."""
+
+    def __init__(self, see: See, tables: Tables) -> None:
+        self._see, self._tables, self._stack = see, tables, ValueStack()
+        self._importing: types.FrameType | None = None
+        self._before: Any = None
+
+    def start(self) -> None:
+        self._before = sys.gettrace()
+        sys.settrace(self._enter)
+
+    def stop(self) -> None:
+        sys.settrace(self._before)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        sys.settrace(None)
+        try:
+            yield
+        finally:
+            sys.settrace(self._enter)
+
+    def _enter(self, frame: types.FrameType, event: str, arg: Any) -> Any:
+        if self._importing is not None:
+            return None
+        # Of what an import runs nothing is looked at: the next call finds the module.
+        if frame.f_code.co_name == "<module>":
+            self._importing = frame
+            frame.f_trace_lines = False
+            return self._leave_import
+        if not self._tables.of(frame.f_code) or not is_called_by_user(frame):
+            return None
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        return self._step
+
+    def _leave_import(self, frame: types.FrameType, event: str, arg: Any) -> Any:
+        if event == "return":
+            self._importing = None
+        return self._leave_import
+
+    def _step(self, frame: types.FrameType, event: str, arg: Any) -> Any:
+        if event == "opcode":
+            found = self._tables.of(frame.f_code).get(frame.f_lasti)
+            if found is not None:
+                self._see(frame, *found, self._stack.top(frame))
+        return self._step
+
+
+class Monitoring:
+    """By `sys.monitoring`, from 3.12 on: code that is passed over costs nothing after its first call."""
+
+    def __init__(self, see: See, tables: Tables) -> None:
+        self._see, self._tables, self._stack = see, tables, ValueStack()
+        self._codes: dict[int, types.CodeType] = {}
+        self._thread = threading.get_ident()
+        self._pauses = 0
+        self._monitoring: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore]
+
+    def start(self) -> None:
+        self._tool = next(tool for tool in (4, 3) if self._monitoring.get_tool(tool) is None)
+        events = self._monitoring.events
+        self._monitoring.use_tool_id(self._tool, "autoptd")
+        for event, call in ((events.PY_START, self._enter), (events.INSTRUCTION, self._step)):
+            self._monitoring.register_callback(self._tool, event, call)
+        self._monitoring.set_events(self._tool, events.PY_START | events.PY_RESUME)
+        self._monitoring.register_callback(self._tool, events.PY_RESUME, self._enter)
+        # Code that an earlier watch has passed over asks once more.
+        self._monitoring.restart_events()
+
+    def stop(self) -> None:
+        for code in self._codes.values():
+            self._monitoring.set_local_events(self._tool, code, 0)
+        self._monitoring.set_events(self._tool, 0)
+        self._monitoring.free_tool_id(self._tool)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+
+    def _enter(self, code: types.CodeType, offset: int) -> Any:
+        if self._tables.of(code) and id(code) not in self._codes:
+            self._codes[id(code)] = code
+            self._monitoring.set_local_events(self._tool, code, self._monitoring.events.INSTRUCTION)
+        return self._monitoring.DISABLE
+
+    def _step(self, code: types.CodeType, offset: int) -> Any:
+        found = self._tables.of(code).get(offset)
+        if found is None:
+            return self._monitoring.DISABLE
+        if not self._pauses and threading.get_ident() == self._thread:
+            frame = sys._getframe(1)
+            if is_called_by_user(frame) and not _is_importing(frame):
+                self._see(frame, *found, self._stack.top(frame))
+        return None
+
+
+def _is_importing(frame: types.FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_back is not None:
+            return frame.f_back.f_code.co_name == "_call_with_frames_removed"
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def watching(see: See, is_users: Callable[[types.CodeType], bool]) -> Iterator[Tracing | Monitoring]:
+    """Call `see` before the instructions of the user's code that write, call, or take from an iterator."""
+    kind = Tracing if sys.version_info < (3, 12) else Monitoring
+    watch = kind(see, Tables(is_users))
+    watch.start()
+    try:
+        yield watch
+    finally:
+        watch.stop()
+
+
+__all__ = ["Monitoring", "Tracing", "attribute_of", "variable_of", "watching"]

@@ -1,0 +1,121 @@
+"""Whose Python code it is: the user's and that of libraries of models, which is looked at, or torch's and Python's own.
+
+In: a code object, or a frame. Out: whether its instructions are looked at, and where it stands.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import types
+from functools import cache
+
+import torch
+
+OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
+TORCH = os.path.dirname(torch.__file__) + os.sep
+STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
+# What torch's modules do to themselves when they are asked to: register, take away, change their mode.
+TORCH_MODULES = tuple(os.path.join(TORCH, "nn", "modules", name) for name in ("module.py", "container.py"))
+# They run at every call, or set what the instruction of the user's that called them has named.
+NO_STATE = {
+    "_call_impl",
+    "_wrapped_call_impl",
+    "inner",
+    "__getattr__",
+    "__setattr__",
+    "__delattr__",
+    "__init__",
+}
+# Of dicts with weak references: called wherever an object of torch's ends.
+CALLBACKS = {"remove", "_remove", "_commit_removals"}
+# Of the standard library what keeps the user's data; the rest keeps caches and logs.
+KEEPING = {
+    "collections",
+    "queue",
+    "random",
+    "os",
+    "heapq",
+    "weakref",
+    "sched",
+    "shelve",
+    "pathlib",
+    "statistics",
+}
+KEEPING |= {"_collections_abc", "_weakrefset", "configparser", "fileinput", "tempfile", "string", "bisect"}
+# Of what is installed beside torch: numbers, symbols, and what hubs load with.
+PASSED = {"numpy", "sympy", "mpmath", "networkx", "functorch", "triton", "optree", "filelock", "tqdm"}
+PASSED |= {"huggingface_hub", "packaging", "requests", "fsspec", "torchgen", "_pytest", "pluggy", "pytest"}
+
+
+def is_users(code: types.CodeType) -> bool:
+    """Tell whether the instructions of a code object are looked at, as the user's or as called by it."""
+    kind = _kind_of(code.co_filename)
+    if code.co_name in CALLBACKS and "weakref" in code.co_filename:
+        return False
+    return kind in ("user", "standard") or (kind == "modules" and code.co_name not in NO_STATE)
+
+
+def is_called_by_user(frame: types.FrameType) -> bool:
+    """Tell whether a frame that is looked at is the user's, or was called from there: torch itself uses the same code."""
+    shown: types.FrameType | None = frame
+    while shown is not None and is_users(shown.f_code):
+        if _kind_of(shown.f_code.co_filename) == "user":
+            return True
+        shown = shown.f_back
+    return False
+
+
+def is_writing(code: types.CodeType) -> bool:
+    """Tell whether code asks for the class of a value that it is about to keep: ours, and that of nn.Module's attributes."""
+    file = code.co_filename
+    if file == TORCH_MODULES[0]:
+        return code.co_name == "__setattr__"
+    return file.startswith(OWN) or file == os.path.join(TORCH, "nn", "parameter.py")
+
+
+@cache
+def _kind_of(file: str) -> str:
+    """Return "user", "standard" (of Python's library), "modules" (of torch's nn.Module) or "" for a file."""
+    if file in TORCH_MODULES:
+        return "modules"
+    # Modules that Python has in itself.
+    if file.startswith("<frozen "):
+        return "standard" if file[len("<frozen ") : -1] in KEEPING else ""
+    # Of graphs that torch compiles.
+    if file.startswith((OWN, TORCH)) or file.startswith("<eval_with_key>"):
+        return ""
+    for root in ("site-packages", "dist-packages"):
+        if f"{os.sep}{root}{os.sep}" in file:
+            return "" if _first_name(file.rpartition(f"{os.sep}{root}{os.sep}")[2]) in PASSED else "user"
+    if file.startswith(STANDARD):
+        return "standard" if _first_name(file.removeprefix(STANDARD)) in KEEPING else ""
+    return "user"
+
+
+def _first_name(path: str) -> str:
+    return path.split(os.sep)[0].removesuffix(".py")
+
+
+def line_of(frame: types.FrameType) -> str:
+    """Return `file.py:41` of the running line of a frame, or of the user's that called it where it is a library's."""
+    shown: types.FrameType | None = frame
+    while shown is not None and _kind_of(shown.f_code.co_filename) != "user":
+        shown = shown.f_back
+    shown = shown or frame
+    return f"{os.path.basename(shown.f_code.co_filename)}:{shown.f_lineno}"
+
+
+def users_line() -> str:
+    """Return `file.py:41` of the innermost running line that is neither torch's nor AutoPTD's."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "/torch/" not in file and "/autoptd/" not in file and not file.startswith("<"):
+            return f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "the forward"
+
+
+__all__ = ["is_called_by_user", "is_users", "is_writing", "line_of", "users_line"]

@@ -1,0 +1,369 @@
+"""Record what the user's Python code writes to while it runs: attributes, items, globals, cells, what C methods change.
+
+In: a block in which the model is called. Out: of all that was there before the block and is not as it was, its name, its
+line and both values; and a way to put it back. Nothing is looked for: what an instruction is about to write to is kept as it is
+then, and compared after the block.
+
+    with Writes.recorded(names) as writes:
+        model(x)
+    writes.changes()      # [Change("layers.0.calls (net.py:41)", "0", "1")]
+    writes.undo()         # a trace leaves no fake tensor in the model
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from autoptd.errors import TraceError
+from autoptd.trace.calls import Kind, handed_to, is_iterator, is_python, operands
+from autoptd.trace.contents import (
+    CONTAINERS,
+    MISSING,
+    PLAIN,
+    Attributes,
+    Cell,
+    Content,
+    Holder,
+    Moved,
+    Name,
+    OfModule,
+    Registered,
+    base_of,
+    differing,
+    is_opaque,
+)
+from autoptd.trace.instructions import attribute_of, variable_of, watching
+from autoptd.trace.users import is_users, line_of
+from autoptd.trace.value_stack import NULL, ValueStack, at
+
+RANDOM = {"random": "Python's random module", "numpy.random": "numpy's random numbers"}
+NUMBERS = (int, float)
+# Of nn.Module: where an attribute that is a tensor or a module is kept.
+REGISTERED = ("_parameters", "_buffers", "_modules")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A value that was different after a call; `path` names it (`layers.0.calls`), `line` is that of the write."""
+
+    path: str
+    before: str
+    after: str
+    line: str = ""
+    how: str = "is changed"
+
+    def refuse(self) -> TraceError:
+        """Make the error that names it."""
+        if self.path in RANDOM:
+            fact = f"the forward draws from {RANDOM[self.path]} (LayerDrop does): the traced graph would repeat one outcome"
+            return TraceError(
+                "model", fact, "switch it off (layerdrop=0), or draw outside and pass the numbers as an input"
+            )
+        values = f" ({self.before} before it, {self.after} after it)" if self.before or self.after else ""
+        values = "" if " 0x" in values else values
+        fact = f"{self.how} by the forward{values}, which the traced graph would not do"
+        remedy = "keep no Python state in forward: count in the training loop, and pass what the model needs as an input"
+        return TraceError(f"{self.path} ({self.line})" if self.line else self.path, fact, remedy)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What was about to be written to, as it was, and where; `named` is the object by a name of the line's own, if known."""
+
+    holder: Holder
+    entries: dict[str, Any]
+    kept: Any
+    line: str
+    named: str
+    was_tracked: bool
+
+
+Records = dict[tuple[Any, ...], Record]
+
+
+class Writes:
+    """What a block has written to; see the module."""
+
+    def __init__(self) -> None:
+        self._records: Records = {}
+        self._drawn: list[str] = []
+        self._cached: list[Any] = []
+        self._stack = ValueStack()
+        # Takes what runs in it out of the record.
+        self.paused: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    @classmethod
+    @contextmanager
+    def recorded(cls) -> Iterator[Writes]:
+        """Record in a block."""
+        writes, drawn = cls(), _random_states()
+        newcomers = Newcomers()
+        try:
+            with watching(writes._see, is_users) as watch:
+                writes.paused = watch.paused
+                yield writes
+        finally:
+            writes.paused = nullcontext
+            writes._drawn = [
+                name for name, state in _random_states().items() if drawn.get(name, state) != state
+            ]
+            for function in writes._cached:
+                function.cache_clear()
+            _drop(writes._records, _is_written)
+            # What only a record keeps alive, that of another object among them, is gone with the call.
+            while _drop(writes._records, Held(writes._records)):
+                pass
+            writes._records = newcomers.left_out(writes._records)
+
+    def changes(self, names: Callable[[], dict[int, str]]) -> list[Change]:
+        """Return what is different now; `names` gives those of objects by their id."""
+        found, drawn = [], [Change(name, "", "") for name in self._drawn]
+        for record in self._records.values():
+            if isinstance(record.holder, Moved):
+                found.append((record, ("", MISSING, MISSING)))
+            else:
+                found += [(record, entry) for entry in differing(record.entries, record.holder.entries())]
+        known = names() if found else {}
+        return drawn + [_change(record, entry, known) for record, entry in found]
+
+    def numbers(self) -> list[tuple[Holder, str]]:
+        """Return the places of all that is different now, if all of it are numbers; else nothing."""
+        found = []
+        for record in self._records.values():
+            differs = differing(record.entries, record.holder.entries())
+            is_counted = all(type(one) in NUMBERS and type(other) in NUMBERS for _, one, other in differs)
+            if isinstance(record.holder, Moved) or is_opaque(record.holder.holder) or not is_counted:
+                return []
+            found += [(record.holder, entry) for entry, _, _ in differs]
+        return [] if self._drawn else found
+
+    def replaced(self, names: Callable[[], dict[int, str]]) -> dict[str, Tensor]:
+        """Return the tensors that were there before, and are not at the same place now."""
+        found = []
+        for record in self._records.values():
+            now = record.holder.entries()
+            for entry, before in record.entries.items():
+                if isinstance(before, Tensor) and now.get(entry) is not before:
+                    found.append((record, entry, before))
+        known = names() if found else {}
+        return {_path(record, entry, known): before for record, entry, before in found}
+
+    def undo(self) -> None:
+        """Give everything the content that it had."""
+        for record in reversed(self._records.values()):
+            record.holder.restore(record.kept)
+
+    def _see(self, frame: types.FrameType, name: str, arg: int, top: int) -> None:
+        """Keep what an instruction is about to write to."""
+        code = frame.f_code
+        if name in CALLS:
+            self._see_call(frame, name, arg, top)
+        elif name in ("STORE_ATTR", "DELETE_ATTR"):
+            self._set_attribute(frame, at(top, 0), code.co_names[arg])
+        elif name in ITEMS:
+            self._set_item(frame, at(top, ITEMS[name]))
+        elif name in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            self._keep(frame, Name(frame.f_globals, code.co_names[arg]))
+        elif name in ("STORE_DEREF", "DELETE_DEREF"):
+            self._keep(frame, Cell(self._stack.variable(frame, arg), variable_of(code, arg)))
+        elif name == "BINARY_OP":
+            target = base_of(at(top, 1))
+            if isinstance(target, CONTAINERS) or is_opaque(target):
+                self._keep(frame, Content(target))
+        elif name == "BINARY_SUBSCR":
+            owner = at(top, 1)
+            # A defaultdict makes what it lacks.
+            if isinstance(owner, dict) and hasattr(type(owner), "__missing__"):
+                self._keep(frame, Content(owner))
+        elif name in ("LOAD_ATTR", "LOAD_METHOD"):
+            self._set_attribute(frame, at(top, 0), attribute_of(code, name, arg))
+        elif is_iterator(at(top, 0)):
+            self._keep(frame, Moved(at(top, 0), "is taken from"))
+
+    def _set_attribute(self, frame: types.FrameType, owner: Any, name: str) -> None:
+        if isinstance(owner, (types.ModuleType, type)):
+            if name != "__dict__":
+                self._keep(frame, Name(owner, name))
+        elif isinstance(owner, nn.Module):
+            self._keep(frame, OfModule(vars(owner)), type(owner).__name__)
+            for kind in REGISTERED:
+                if kind in vars(owner):
+                    self._keep(frame, Registered(vars(owner)[kind]), type(owner).__name__)
+        elif is_opaque(owner):
+            self._keep(frame, Content(owner))
+        elif hasattr(owner, "__dict__") or hasattr(type(owner), "__slots__"):
+            self._keep(frame, Attributes(owner))
+        elif not isinstance(owner, Tensor):
+            self._keep(frame, Moved(owner, "has an attribute set"))
+
+    def _set_item(self, frame: types.FrameType, owner: Any) -> None:
+        owner = base_of(owner)
+        if isinstance(owner, CONTAINERS) or is_opaque(owner):
+            self._keep(frame, Content(owner))
+        elif not isinstance(owner, (Tensor, types.MappingProxyType)) and not is_python(owner, "__setitem__"):
+            self._keep(frame, Moved(owner, "is written to"))
+
+    def _see_call(self, frame: types.FrameType, name: str, arg: int, top: int) -> None:
+        for handed in handed_to(*operands(name, arg, top)):
+            if handed.kind is Kind.CACHE:
+                # Every call is traced, and run, as a first one.
+                handed.value.cache_clear()
+                self._cached.append(handed.value)
+            elif handed.kind is Kind.ATTRIBUTE:
+                self._set_attribute(frame, handed.value, handed.how)
+            elif handed.kind is Kind.CONTENT:
+                self._set_item(frame, handed.value)
+            else:
+                self._keep(frame, Moved(handed.value, handed.how))
+
+    def _keep(self, frame: types.FrameType, holder: Holder, named: str = "") -> None:
+        target = holder.holder
+        key = (type(holder), id(target), getattr(holder, "name", ""))
+        if key not in self._records and target is not NULL:
+            named, tracked = named or _own_name(frame, holder), gc.is_tracked(target)
+            self._records[key] = Record(
+                holder, holder.entries(), holder.kept(), line_of(frame), named, tracked
+            )
+
+
+CALLS = ("CALL", "CALL_KW", "CALL_FUNCTION_EX")
+# Where the container is on the stack.
+ITEMS = {"STORE_SUBSCR": 1, "DELETE_SUBSCR": 1, "STORE_SLICE": 2}
+
+
+class Newcomers:
+    """Tells what was made since, of objects that are alive."""
+
+    def __init__(self) -> None:
+        # In 3.11 to 3.14 what is frozen is left out where the collector lists its objects, at no cost.
+        self._is_ours = gc.get_freeze_count() == 0
+        self._before = [] if self._is_ours else gc.get_objects()
+        if self._is_ours:
+            gc.freeze()
+
+    def left_out(self, records: Records) -> Records:
+        """Return the records of what was there before; to be called once."""
+        hidden = [record for record in records.values() if not record.was_tracked]
+        targets = [record.holder.holder for record in hidden]
+        new = set(map(id, gc.get_objects())) if records else set()
+        new.difference_update(map(id, self._before))
+        if self._is_ours:
+            gc.unfreeze()
+        old = self._old_among(targets, records, new) if targets else set()
+        found = {}
+        for key, record in records.items():
+            target = id(record.holder.holder)
+            is_old = target not in new if record.was_tracked else target in old
+            if is_old or (isinstance(record.holder, OfModule) and _is_of_old(record.holder.holder, new)):
+                found[key] = record
+        return found
+
+    def _old_among(self, targets: list[Any], records: Records, new: set[int]) -> set[int]:
+        """Of what refers to nothing itself, and is not listed, return what was there before: what old objects refer to."""
+        ours = {id(record.holder) for record in records.values()} | {id(targets)}
+        before = {id(value) for record in records.values() for value in record.entries.values()}
+        stored = {id(value) for record in records.values() for value in record.holder.entries().values()}
+        found = set()
+        for target in targets:
+            known_by = [one for one in gc.get_referrers(target) if id(one) not in ours]
+            # With nothing, it is in a tuple of such objects, which is not listed either.
+            is_old = not known_by or any(id(one) not in new or _is_of_old(one, new) for one in known_by)
+            if is_old and (id(target) in before or id(target) not in stored):
+                found.add(id(target))
+        return found
+
+
+def _is_of_old(names: Any, new: set[int]) -> bool:
+    """Tell whether a dict that was made now is an older object's `__dict__`: Python makes it when it is asked for."""
+    if not isinstance(names, dict):
+        return False
+    owners = [one for one in gc.get_referrers(names) if id(one) not in new]
+    return any(getattr(one, "__dict__", None) is names for one in owners)
+
+
+def _drop(records: Records, keeps: Callable[[Record], bool]) -> bool:
+    """Take out the records that `keeps` is false of; tell whether there were any."""
+    dropped = [key for key, record in records.items() if not keeps(record)]
+    for key in dropped:
+        del records[key]
+    return bool(dropped)
+
+
+def _is_written(record: Record) -> bool:
+    """Tell whether something is not as it was."""
+    if isinstance(record.holder, Moved):
+        return True
+    now, before = record.holder.entries(), record.entries
+    return list(now) != list(before) or any(now[name] is not before[name] for name in now)
+
+
+class Held:
+    """Tells whether anybody but the records has what one of them is of."""
+
+    def __init__(self, records: Records) -> None:
+        self._counts = Counter(id(record.holder.holder) for record in records.values())
+
+    def __call__(self, record: Record) -> bool:
+        # One more reference is that of the call that counts them.
+        return sys.getrefcount(record.holder.holder) > self._counts[id(record.holder.holder)] + 1
+
+
+def _change(record: Record, entry: tuple[str, Any, Any], names: dict[int, str]) -> Change:
+    suffix, before, after = entry
+    if isinstance(record.holder, Moved):
+        return Change(_path(record, "", names), "", "", record.line, record.holder.how)
+    return Change(_path(record, suffix, names), _text(before), _text(after), record.line)
+
+
+def _path(record: Record, entry: str, names: dict[int, str]) -> str:
+    target = record.holder.holder
+    if isinstance(record.holder, Name):
+        home = target.get("__name__", "") if isinstance(target, dict) else getattr(target, "__qualname__", "")
+        return f"{home or getattr(target, '__name__', 'globals')}{entry}"
+    path = record.named or type(target).__name__ if id(target) not in names else names[id(target)]
+    return f"{path}{entry}".removeprefix(".")
+
+
+def _own_name(frame: types.FrameType, holder: Holder) -> str:
+    """Return the name by which the code of a line knows what it writes to, "" for none."""
+    code, target = frame.f_code, holder.holder
+    if isinstance(holder, Cell):
+        return f"{code.co_name}.{holder.name}"
+    for name in code.co_names:
+        if frame.f_globals.get(name) is target:
+            return f"{frame.f_globals.get('__name__', '')}.{name}".removeprefix(".")
+    if code.co_freevars:
+        return next((name for name in code.co_freevars if frame.f_locals.get(name) is target), "")
+    return ""
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return "a tensor"
+    is_shown = isinstance(value, (*PLAIN, *CONTAINERS, tuple)) or value is MISSING
+    return repr(value)[:MOST_LETTERS] if is_shown else f"a {type(value).__name__}"
+
+
+MOST_LETTERS = 60
+
+
+def _random_states() -> dict[str, int]:
+    """A forward that draws from these would repeat one outcome for ever, once it is a graph."""
+    states = {"random": hash(random.getstate())}
+    if "numpy" in sys.modules:
+        drawn = sys.modules["numpy"].random.get_state()
+        states["numpy.random"] = hash((drawn[1].tobytes(), *drawn[2:]))
+    return states
+
+
+__all__ = ["RANDOM", "REGISTERED", "Change", "Writes"]

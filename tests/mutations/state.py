@@ -1,0 +1,24 @@
+"""Mutations of what sees a forward's writes to Python state."""
+
+from tests.mutations import Mutation
+
+TESTS = "tests/trace/test_writes.py"
+MUTATIONS = (
+    # A read of a defaultdict makes what it lacks.
+    Mutation("autoptd/trace/writes.py", 'hasattr(type(owner), "__missing__")', "False", TESTS),
+    # An array is written to by its views.
+    Mutation("autoptd/trace/contents.py", "        value = below\n", "        break\n", TESTS),
+    # What only a record keeps alive is gone with the call.
+    Mutation(
+        "autoptd/trace/writes.py", "            while _drop(", "            while False and _drop(", TESTS
+    ),
+    # What map is handed is called as well.
+    Mutation("autoptd/trace/calls.py", "elif isinstance(arg, (*BUILT_IN, partial)):", "elif False:", TESTS),
+    # A number that a branch reads does not only log.
+    Mutation(
+        "autoptd/trace/tally.py",
+        "        self.is_read = True\n",
+        "        pass\n",
+        "tests/trace/test_tally.py",
+    ),
+)
