@@ -135,12 +135,12 @@ def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dic
 
     def run(call: Any) -> tuple[Tensor, Writes]:
         call = tree_map(lambda leaf: leaf, call)
-        with torch.no_grad(), fake or nullcontext(), given_masks(any_mask) if has_values else nullcontext():
-            with Writes.recorded() as writes:
-                written.append(writes)
-                loss = twin(*call[0], **call[1])
-                # Updates of buffers are in the graph.
-                buffers.take()
+        masks = given_masks(any_mask) if has_values else nullcontext()
+        with torch.no_grad(), fake or nullcontext(), masks, Writes.recorded() as writes:
+            written.append(writes)
+            loss = twin(*call[0], **call[1])
+            # Updates of buffers are in the graph.
+            buffers.take()
         return loss, writes
 
     def begin_anew() -> None:
