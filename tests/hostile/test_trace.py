@@ -162,7 +162,7 @@ def counts_in_a_global(self: Any, x: Tensor) -> Tensor:
 def counts_unless_traced(self: Any, x: Tensor) -> Tensor:
     if not torch.compiler.is_compiling():
         self.calls += 1
-    return token_loss(self, x)
+    return token_loss(self, x) * (1.0 if self.calls < 50 else 2.0)
 
 
 def counted(name: str, count: Callable[[Any], Any], **attributes: Any) -> Any:
@@ -187,6 +187,8 @@ class Slots:
 
 def add_one(holder: Any, name: str) -> None:
     setattr(holder, name, getattr(holder, name) + 1)
+    # Read: what only counts is a warning.
+    assert getattr(holder, name) < 1000
 
 
 STATE = [
@@ -194,7 +196,9 @@ STATE = [
     counted("a submodule's", lambda self: add_one(self.head, "in_features")),
     counted("a container's", lambda self: self.seen.append(len(self.seen)), seen=[]),
     counted(
-        "a nested dict's", lambda self: self.cfg["a"].update(n=self.cfg["a"]["n"] + 1), cfg={"a": {"n": 0}}
+        "a nested dict's",
+        lambda self: self.cfg["a"].update(n=(self.cfg["a"]["n"] + 1) % 99),
+        cfg={"a": {"n": 0}},
     ),
     counted("an object's", lambda self: add_one(self.holder, "step"), holder=Holder()),
     counted(
@@ -229,11 +233,11 @@ def test_counters_around_the_forward_are_refused() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             calls["n"] += 1
-            return token_loss(self, x)
+            return token_loss(self, x) * (1.0 if calls["n"] < 50 else 2.0)
 
     refused(Closed(), IDS, match=r"calls\['n'\] \(test_trace.py:\d+\): is changed by the forward")
     hooked = Model(token_loss)
-    hooked.head.register_forward_pre_hook(lambda module, args: calls.update(n=calls["n"] + 1))
+    hooked.head.register_forward_pre_hook(lambda module, args: calls.update(n=(calls["n"] + 1) % 99))
     refused(hooked, IDS, match=r"calls\['n'\] \(test_trace.py:\d+\): is changed by the forward")
 
 
