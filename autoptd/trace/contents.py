@@ -4,8 +4,7 @@ In: a container, an object, or one name of a module or class. Out: its entries b
 `['n']`, `[0]`), the same for equal content.
 
     holder = Content(counts)
-    before, kept = holder.entries(), holder.kept()
-    differing(before, holder.entries())     # [("['n']", 0, 1)]
+    before, kept = holder.entries(), holder.kept()      # {"['n']": 0}
     holder.restore(kept)
 """
 
@@ -24,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 CONTAINERS = (dict, list, set, deque)
@@ -32,8 +30,6 @@ RAW = (bytearray, array.array)
 # Larger arrays are told apart by a sum of their bytes, and not put back.
 MAX_BYTES = 1 << 20
 MOST_VIEWS = 16
-# Objects in objects that are new at every call, and compared by what they hold.
-DEEPEST = 8
 
 
 class _Missing:
@@ -222,7 +218,7 @@ def has_entries(value: Any) -> bool:
         value, (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
     ):
         return False
-    is_object = hasattr(value, "__dict__") or bool(_slots(value))
+    is_object = hasattr(value, "__dict__") or bool(slots_of(value))
     return isinstance(value, (*CONTAINERS, tuple)) or (is_object and not is_opaque(value))
 
 
@@ -272,71 +268,10 @@ def _is_drawing(holder: Any) -> bool:
     return type(holder).__module__.startswith("numpy.random")
 
 
-def differing(before: Entries, after: Entries) -> list[tuple[str, Any, Any]]:
-    """Return (which entry, its value before, and after) of all that differ; tensors count as equal, as whoever reads them
-    compares these.
-    """
-    found = []
-    for name in dict.fromkeys([*before, *after]):
-        one, other = before.get(name, MISSING), after.get(name, MISSING)
-        if not is_same(one, other):
-            found.append((name, one, other))
-    # A dict as an order of use.
-    if not found and list(before) != list(after):
-        found.append(("", list(before), list(after)))
-    return found
-
-
-def is_same(one: Any, other: Any, depth: int = 0) -> bool:
-    """Tell whether two values are equal for a forward: another tensor counts as the same, another object by what it
-    holds.
-    """
-    if one is other:
-        return True
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor)
-    if type(one) is not type(other) or depth > DEEPEST:
-        return False
-    if isinstance(one, PLAIN):
-        return repr(one) == repr(other)
-    if isinstance(one, (list, tuple, deque)):
-        if len(one) != len(other):
-            return False
-        return all(is_same(*pair, depth + 1) for pair in zip(one, other, strict=True))
-    if isinstance(one, frozenset):
-        return one == other
-    if isinstance(one, types.FunctionType):
-        return _is_same_function(one, other, depth)
-    if is_numpy(one):
-        return one.dtype == other.dtype and one.shape == other.shape and one.tolist() == other.tolist()
-    if isinstance(one, (type, types.ModuleType, types.BuiltinFunctionType, nn.Module)):
-        return False
-    if isinstance(one, types.MethodType):
-        return one.__self__ is other.__self__ and one.__func__ is other.__func__
-    # An object without anything that shows may be an iterator as well.
-    if not (isinstance(one, CONTAINERS) or is_opaque(one) or hasattr(one, "__dict__") or _slots(one)):
-        return False
-    if hasattr(type(one), "__next__"):
-        return False
-    before, after = entries_of(one), entries_of(other)
-    return before.keys() == after.keys() and all(
-        is_same(before[name], after[name], depth + 1) for name in before
-    )
-
-
-def _is_same_function(one: Any, other: Any, depth: int) -> bool:
-    if one.__code__ is not other.__code__ or one.__globals__ is not other.__globals__:
-        return False
-    cells = zip(one.__closure__ or (), other.__closure__ or (), strict=True)
-    pairs = [(Cell(a, "").entries()[""], Cell(b, "").entries()[""]) for a, b in cells]
-    pairs += [(one.__defaults__, other.__defaults__), (one.__kwdefaults__, other.__kwdefaults__)]
-    return all(is_same(*pair, depth + 1) for pair in pairs)
-
-
 def _attributes(holder: Any) -> Entries:
     """What an object holds, by `__dict__` and by `__slots__`."""
     found = {f".{name}": value for name, value in _names(holder).items()}
-    for name in _slots(holder):
+    for name in slots_of(holder):
         with suppress(AttributeError):
             found[f".{name}"] = getattr(holder, name)
     return found
@@ -346,7 +281,7 @@ def _restore_attributes(holder: Any, kept: Entries) -> None:
     now = _attributes(holder)
     if now.keys() == kept.keys() and all(now[name] is kept[name] for name in now):
         return
-    names, slots = getattr(holder, "__dict__", {}), set(_slots(holder))
+    names, slots = getattr(holder, "__dict__", {}), set(slots_of(holder))
     plain = {name[1:]: value for name, value in kept.items() if name[1:] not in slots}
     if not _is_same_list(list(names.items()), list(plain.items())):
         names.clear()
@@ -358,7 +293,7 @@ def _restore_attributes(holder: Any, kept: Entries) -> None:
             object.__delattr__(holder, name)
 
 
-def _slots(holder: Any) -> list[str]:
+def slots_of(holder: Any) -> list[str]:
     found = []
     for cls in type(holder).__mro__:
         slots = cls.__dict__.get("__slots__", ())
@@ -405,11 +340,10 @@ __all__ = [
 ]
 __all__ += [
     "base_of",
-    "differing",
     "entries_of",
     "has_entries",
     "is_numpy",
     "is_opaque",
-    "is_same",
+    "slots_of",
     "with_values",
 ]

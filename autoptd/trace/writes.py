@@ -39,10 +39,10 @@ from autoptd.trace.contents import (
     OfModule,
     Registered,
     base_of,
-    differing,
     is_opaque,
 )
 from autoptd.trace.instructions import attribute_of, variable_of, watching
+from autoptd.trace.sameness import differing
 from autoptd.trace.users import is_users, line_of
 from autoptd.trace.value_stack import NULL, ValueStack, at
 

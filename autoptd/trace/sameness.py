@@ -1,0 +1,93 @@
+"""Whether two values are the same for a forward, and which entries of two contents differ.
+
+In: entries of a holder (`contents.py`) before and after a call. Out: those that differ.
+
+    differing({"['n']": 0}, {"['n']": 1})     # [("['n']", 0, 1)]
+"""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from typing import Any
+
+from torch import Tensor, nn
+
+from autoptd.trace.contents import (
+    CONTAINERS,
+    MISSING,
+    PLAIN,
+    Cell,
+    Entries,
+    entries_of,
+    is_numpy,
+    is_opaque,
+    slots_of,
+)
+
+# Objects in objects that are new at every call, and compared by what they hold.
+DEEPEST = 8
+
+
+def differing(before: Entries, after: Entries) -> list[tuple[str, Any, Any]]:
+    """Return (which entry, its value before, and after) of all that differ; tensors count as equal, as whoever reads them
+    compares these.
+    """
+    found = []
+    for name in dict.fromkeys([*before, *after]):
+        one, other = before.get(name, MISSING), after.get(name, MISSING)
+        if not is_same(one, other):
+            found.append((name, one, other))
+    # A dict as an order of use.
+    if not found and list(before) != list(after):
+        found.append(("", list(before), list(after)))
+    return found
+
+
+def is_same(one: Any, other: Any, depth: int = 0) -> bool:
+    """Tell whether two values are equal for a forward: another tensor counts as the same, another object by what it
+    holds.
+    """
+    if one is other:
+        return True
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor)
+    if type(one) is not type(other) or depth > DEEPEST:
+        return False
+    if isinstance(one, PLAIN):
+        return repr(one) == repr(other)
+    if isinstance(one, (list, tuple, deque)):
+        if len(one) != len(other):
+            return False
+        return all(is_same(*pair, depth + 1) for pair in zip(one, other, strict=True))
+    if isinstance(one, frozenset):
+        return one == other
+    if isinstance(one, types.FunctionType):
+        return _is_same_function(one, other, depth)
+    if is_numpy(one):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tolist() == other.tolist()
+    if isinstance(one, (type, types.ModuleType, types.BuiltinFunctionType, nn.Module)):
+        return False
+    if isinstance(one, types.MethodType):
+        return one.__self__ is other.__self__ and one.__func__ is other.__func__
+    # An object without anything that shows may be an iterator as well.
+    if not (isinstance(one, CONTAINERS) or is_opaque(one) or hasattr(one, "__dict__") or slots_of(one)):
+        return False
+    if hasattr(type(one), "__next__"):
+        return False
+    before, after = entries_of(one), entries_of(other)
+    return before.keys() == after.keys() and all(
+        is_same(before[name], after[name], depth + 1) for name in before
+    )
+
+
+def _is_same_function(one: Any, other: Any, depth: int) -> bool:
+    if one.__code__ is not other.__code__ or one.__globals__ is not other.__globals__:
+        return False
+    cells = zip(one.__closure__ or (), other.__closure__ or (), strict=True)
+    pairs = [(Cell(a, "").entries()[""], Cell(b, "").entries()[""]) for a, b in cells]
+    pairs += [(one.__defaults__, other.__defaults__), (one.__kwdefaults__, other.__kwdefaults__)]
+    return all(is_same(*pair, depth + 1) for pair in pairs)
+
+
+__all__ = ["differing", "is_same"]
