@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from autoptd.errors import InternalError, PlanError, RuntimeFault
+from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
 from autoptd.program.program import Program
 from autoptd.runtime.clocks import clocks_of
@@ -307,13 +307,3 @@ def check_same_source(source: Source, world: World) -> None:
 def differing(one: Mapping[str, str], two: Mapping[str, str]) -> list[str]:
     """Return the names under which two mappings have different values, or only one of them has any."""
     return [name for name in {**one, **two} if one.get(name) != two.get(name)]
-
-
-def check_same_layout(trained: Program, evaluated: Program) -> None:
-    """Raise InternalError unless `evaluated` stores every parameter as `trained` does, on ranks that have it."""
-    for spec in evaluated.params:
-        home = trained.param(spec.name)
-        # Eval mode traces another graph, in which a parameter may be unused or its layer simpler.
-        is_moved = spec.storage.layout != home.storage.layout or spec.dims != home.dims
-        if is_moved or not set(spec.stages) <= set(home.stages):
-            raise InternalError(f"eval_step: {spec.name}", "is laid out differently than in training")
