@@ -20,7 +20,17 @@ from torch import nn
 from autoptd import codegen, passes, schedule
 from autoptd import trace as tracing
 from autoptd.auto import planned
-from autoptd.batch import Batch, FewRows, Traces, capture_rows, groups_of, plan_batch, split_call, trace_rows
+from autoptd.batch import (
+    Batch,
+    FewRows,
+    Traces,
+    capture_rows,
+    fitting_microbatches,
+    groups_of,
+    plan_batch,
+    split_call,
+    trace_rows,
+)
 from autoptd.deferred import is_deferred, traceable
 from autoptd.errors import AutoptdError, PlanError
 from autoptd.fit import Written, fit
@@ -366,8 +376,8 @@ def compile_evaluation(
     options = replace(options, recompute=False, recompute_num_layers=1, plan=Plan(), zero=zero)
     options = replace(options, memory=math.inf, memory_price=price)
     is_same_size = is_call_of(trained, args, kwargs, replicas)
-    if is_same_size:
-        options = replace(options, num_microbatches=trained.num_microbatches)
+    own = trained.num_microbatches if is_same_size else fitting_microbatches(options, args, kwargs, replicas)
+    options = replace(options, num_microbatches=own)
     batch = plan_batch(options, args, kwargs, replicas, like=trained)
     computing = partial(tracing.computing_in, model, options.precision, trained.cast_buffers)
     with tracing.evaluating(model), computing() as narrowing:

@@ -9,7 +9,7 @@ and no memory.
     model = with_values(model, folder)                    # a copy; buffers have their values
 
 Nothing here knows a model's class. What models of transformers tell about themselves is used where it is
-there: `base_model_prefix`, `initialize_weights`, `all_tied_weights_keys`,
+there: `base_model_prefix`, `initialize_weights`, `get_expanded_tied_weights_keys`,
 `_keys_to_ignore_on_load_unexpected`, `config`.
 """
 
@@ -245,9 +245,11 @@ def format_of(model: nn.Module) -> FolderFormat:
     """Return how transformers would save the model: the names that it leaves out, and its config (nothing
     for other models).
     """
-    if not hasattr(model, "all_tied_weights_keys"):
+    if not hasattr(model, "get_expanded_tied_weights_keys"):
         return FolderFormat(None, written_names(model), partial(write_configs, model))
-    left_out, remarks = ties_of(model, dict(model.all_tied_weights_keys))  # type: ignore[arg-type]
+    # By the config of now, which is the one that is written: `all_tied_weights_keys` is of when the model was made.
+    declared: dict[str, str] = model.get_expanded_tied_weights_keys(all_submodels=True)  # type: ignore[operator]
+    left_out, remarks = ties_of(model, declared)
     return FolderFormat(left_out, written_names(model), partial(write_configs, model), remarks)
 
 

@@ -52,6 +52,19 @@ def test_any_number_of_rows_up_to_the_compiled_one(options: dict[str, Any], size
     pm.close()
 
 
+@pytest.mark.parametrize(
+    "options", [{"p": 2, "num_microbatches": 4}, {"d": 2, "num_microbatches": 2}], ids=str
+)
+def test_rows_that_do_not_divide_into_microbatches(options: dict[str, Any]) -> None:
+    """As many microbatches as divide them, instead."""
+    model = Model().double()
+    pm = autoptd.parallelize(model, backend="local", example_inputs=batch(8), **options)
+    for rows in (6, 2, 8):
+        wanted = model.eval()(*batch(rows)).item()
+        assert pm.eval_step(*batch(rows)).item() == pytest.approx(wanted, rel=1e-12)
+    pm.close()
+
+
 def test_other_calls_are_refused_in_the_name_of_eval_step() -> None:
     pm = autoptd.parallelize(Model(), d=2, backend="local", example_inputs=batch(8))
     pm.eval_step(*batch(4))

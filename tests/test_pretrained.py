@@ -291,15 +291,19 @@ def test_a_folder_of_transformers_and_back(config: str, more: dict[str, Any], tm
     ("is_tied", "remark"),
     [(True, "wte.weight, lm_head.weight: one parameter here"), (False, "lm_head.weight: not tied here")],
 )
-def test_a_head_tied_or_untied_by_hand_comes_back(is_tied: bool, remark: str, tmp_path: Path) -> None:
-    """Against the config, which says the reverse."""
+@pytest.mark.parametrize("is_config_set", [False, True])
+def test_a_head_tied_or_untied_by_hand_comes_back(
+    is_tied: bool, remark: str, is_config_set: bool, tmp_path: Path
+) -> None:
+    """Against the config, which says the reverse, or is set to it after the model was made."""
     transformers = pytest.importorskip("transformers")
     cfg = hugging_face(
-        "GPT2", tie_word_embeddings=not is_tied, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        "GPT2", tie_word_embeddings=is_tied == is_config_set, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
     )
     model = transformers.GPT2LMHeadModel(cfg)
     weight = model.transformer.wte.weight
     model.lm_head.weight = weight if is_tied else torch.nn.Parameter(torch.randn_like(weight))
+    model.config.tie_word_embeddings = not is_tied
     pm = autoptd.parallelize(model, t=2, example_inputs=CALL, backend="local")
     optimizer = pm.optimizer(torch.optim.SGD, lr=0.1)
     pm.step(**CALL)

@@ -68,7 +68,9 @@ def functionalize(graph: Graph) -> None:
         if not _writes(node):
             continue
         target = node.args[0]
-        assert isinstance(target, Node)
+        if not isinstance(target, Node):
+            fact = f"{op_name(node)} changes several tensors in one call, and has no functional form"
+            raise TraceError(site(node), fact, "an in-place operator on each of them")
         # `h[0] += 1` ends by writing the result, which is in place already, into h once more.
         if op_name(node) == "aten.copy_" and _is_same(target, node.args[1]):
             latest[node] = target

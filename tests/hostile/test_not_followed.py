@@ -102,3 +102,19 @@ def test_a_step_that_does_not_fit_on_the_device_of_the_model() -> None:
     model.fits = True
     assert float(pm.step(*call)) == pytest.approx(float(model(*call)), rel=1e-6) and not model.seen.any()
     pm.close()
+
+
+class Foreach(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("twice", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        torch._foreach_add_([self.calls, self.twice], 1.0)
+        return super().forward(x, y)
+
+
+def test_one_call_that_changes_several_tensors_is_named() -> None:
+    with pytest.raises(TraceError, match=r"_foreach_add_ changes several tensors in one call"):
+        autoptd.compile(Foreach(), t=2, example_inputs=(X, Y))

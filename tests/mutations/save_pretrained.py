@@ -17,4 +17,10 @@ MUTATIONS = (
         "}",
         "tests/test_pretrained.py -k by_hand",
     ),
+    Mutation(
+        "autoptd/match_folder.py",
+        "model.get_expanded_tied_weights_keys(all_submodels=True)",
+        "model.all_tied_weights_keys",
+        "tests/test_pretrained.py -k by_hand",
+    ),
 )

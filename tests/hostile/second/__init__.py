@@ -1,1 +1,1 @@
-"""Hostile cases, second round: repairs of optimizers, buffers, precision, state in Python, loops and names, attacked from outside."""
+"""Hostile cases, second round: optimizers, buffers, precision, Python state, loops and names, attacked from outside."""

@@ -1,4 +1,4 @@
-"""`python -m tests.hostile.second --cases 400 --seed 5`: counts by kind, refusals by fact, and every case that is wrong or raw."""
+"""`python -m tests.hostile.second --cases 400 --seed 5`: counts by kind, refusals, and what is wrong or raw."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ from tests.hostile.second.generate import TABLES, cases
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.hostile.second", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.hostile.second", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--cases", type=int, default=400, help="stop after so many")
     parser.add_argument("--first", type=int, default=0, help="leave out so many")
     parser.add_argument("--seed", type=int, default=5, help="the same seed draws the same cases")
     parser.add_argument("--only", default="", choices=("", *TABLES), help="one kind")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
     parser.add_argument("--show", type=int, help="print the source of this case, and run it alone")
-    parser.add_argument("--folder", type=Path, default=Path("out/second"), help="where failing cases are written")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("out/second"), help="where failing cases are written"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)  # torch logs whole graphs where it cannot trace

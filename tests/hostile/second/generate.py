@@ -21,7 +21,7 @@ from tests.hostile.second.kinds_loops import LOOPS, judge_loop
 from tests.hostile.second.kinds_losses import EVALS, LABELS, NAMES
 from tests.hostile.second.kinds_optimizers import OPTIMIZERS, PARAMS
 from tests.hostile.second.kinds_precision import PRECISION, judge_precision
-from tests.hostile.second.kinds_state import STATE
+from tests.hostile.second.kinds_state import OUTSIDE_STATE, STATE
 from tests.hostile.second.kinds_ties import TIES, judge_tie
 from tests.hostile.second.play import Play, judge
 from tests.hostile.second.source import Part, write
@@ -30,6 +30,7 @@ TABLES: dict[str, Sequence[Any]] = {
     "buffers": BUFFERS,
     "optimizers": OPTIMIZERS,
     "state": STATE,
+    "outside": OUTSIDE_STATE,
     "precision": PRECISION,
     "loops": LOOPS,
     "labels": LABELS,
@@ -38,7 +39,18 @@ TABLES: dict[str, Sequence[Any]] = {
     "names": NAMES,
     "ties": TIES,
 }
-DEGREES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2), (4, 1, 1), (1, 1, 4)]
+DEGREES = [
+    (1, 1, 1),
+    (2, 1, 1),
+    (1, 2, 1),
+    (1, 1, 2),
+    (2, 2, 1),
+    (2, 1, 2),
+    (1, 2, 2),
+    (2, 2, 2),
+    (4, 1, 1),
+    (1, 1, 4),
+]
 ROWS = 8
 SIZES = (8, 4, 8, 12, 2)  # rows, tokens, width, vocabulary, layers
 
@@ -53,7 +65,11 @@ class Case:
     mesh: dict[str, Any]
 
     def __str__(self) -> str:
-        play = {k: v for k, v in vars(self.what).items() if k != "mesh" and v} if isinstance(self.what, Play) else ""
+        play = (
+            {k: v for k, v in vars(self.what).items() if k != "mesh" and v}
+            if isinstance(self.what, Play)
+            else ""
+        )
         return f"{self.kind} {self.number}: {self.name}  {self.mesh} {play}"
 
     def run(self) -> Outcome:
@@ -110,10 +126,15 @@ def names_of(part: Part) -> list[str]:
 
 def draw_mesh(draw: random.Random, kind: str, mixes: bool) -> dict[str, Any]:
     t, p, d = draw.choice(DEGREES)
-    if kind == "state":
+    if kind in ("state", "outside"):
         t, p, d = draw.choice(DEGREES[:4])
     mesh: dict[str, Any] = {"t": t, "p": p, "d": d}
-    if mixes and kind in ("buffers", "labels", "evals", "optimizers") and t * p * d < 4 and draw.random() < 0.3:
+    if (
+        mixes
+        and kind in ("buffers", "labels", "evals", "optimizers")
+        and t * p * d < 4
+        and draw.random() < 0.3
+    ):
         mesh["c"] = 2
     m = draw.choice((1, 1, 2, 2, 4))
     if p > 1 and draw.random() < 0.4:
@@ -125,7 +146,7 @@ def draw_mesh(draw: random.Random, kind: str, mixes: bool) -> dict[str, Any]:
     if kind in ("optimizers", "params", "buffers") and d * mesh.get("c", 1) > 1 and draw.random() < 0.6:
         mesh["zero"] = 1
         mesh |= {"dp_shard": 2} if d == 4 and draw.random() < 0.5 else {}
-    if kind not in ("state", "precision", "loops") and draw.random() < 0.2:
+    if kind not in ("state", "outside", "precision", "loops") and draw.random() < 0.2:
         mesh["recompute"] = draw.choice(("full", "selective", "auto"))
     if t > 1 and draw.random() < 0.2:
         mesh["sequence_parallel"] = draw.choice((True, "auto"))
@@ -145,6 +166,6 @@ def draw_play(draw: random.Random, kind: str, mesh: dict[str, Any], mixes: bool)
     if kind in ("buffers", "optimizers", "params") and draw.random() < 0.35:
         reload = draw_mesh(draw, kind, mixes)
     accumulate = 2 if kind in ("buffers", "labels") and draw.random() < 0.2 else 1
-    clip = 0.3 if kind != "state" and draw.random() < 0.2 else 0.0
+    clip = 0.3 if kind not in ("state", "outside") and draw.random() < 0.2 else 0.0
     steps = 4 if reload else 3
     return Play(mesh, steps, accumulate, evaluate, reload, draw.random() < 0.5, clip)

@@ -44,27 +44,98 @@ class Rope(nn.Module):
 
 
 def rope(name: str, init: str, angles: str, casts: str = "") -> Part:
-    return Part(name, top=TURN.format(init=init, angles=angles), init="self.rope = Rope()", end="h = h + self.rope(h, ids)", more=f"CASTS = {casts.split()!r}")
+    return Part(
+        name,
+        top=TURN.format(init=init, angles=angles),
+        init="self.rope = Rope()",
+        end="h = h + self.rope(h, ids)",
+        more=f"CASTS = {casts.split()!r}",
+    )
 
 
 PRECISION = [
-    rope("inv_freq, not persistent", ROPE.format(name="inv", keep=False), "angles = at[:, None].float() * self.inv.float()"),
-    rope("inv_freq, einsum under float32", ROPE.format(name="inv", keep=False), "angles = torch.einsum('i,j->ij', at.float(), self.inv)"),
-    rope("inv_freq, persistent", ROPE.format(name="inv", keep=True), "angles = at[:, None].float() * self.inv.float()"),
-    rope("angles as a table, not persistent", "self.register_buffer('table', torch.outer(torch.arange(9000.0), 0.01 ** torch.arange(0, W // 8)), persistent=False)", "angles = self.table[at]"),
-    rope("cos and sin multiply in float32: h becomes float32", "self.register_buffer('gain', torch.linspace(0.9, 1.1, W), persistent=False)\n        " + ROPE.format(name="inv", keep=False), "angles = at[:, None].float() * self.inv.float() * self.gain.mean()"),
-    Part("alibi, not persistent, cast by the model", init="self.register_buffer('slopes', 2.0 ** -torch.arange(1, W + 1).float() * 1e-3 + 1.0, persistent=False)", end="h = h * (1000 * (self.slopes - 1)).to(h.dtype)"),
-    Part("a scale that torch promotes", init="self.register_buffer('scale_', torch.linspace(0.1, 0.2, W), persistent=False)", end="h = (h * self.scale_).to(self.head.weight.dtype)"),
-    Part("a matrix that must be cast", init="self.register_buffer('proj', torch.randn(W, W) / 4, persistent=False)", end="h = h + F.linear(h, self.proj)", more="CASTS = ['proj']"),
-    Part("a matrix that must be cast, and one that stays", init="self.register_buffer('proj', torch.randn(W, W) / 4, persistent=False)\nself.register_buffer('tab', torch.arange(W).float() * 300.3, persistent=False)", end="h = h + F.linear(h, self.proj) + self.tab.sin().to(h.dtype)", more="CASTS = ['proj']"),
-    Part("persistent scale", init="self.register_buffer('ps', torch.linspace(0.1, 0.2, W))", end="h = h * self.ps"),
-    Part("an integer and a bool table", init="self.register_buffer('it', torch.arange(W), persistent=False)\nself.register_buffer('bt', torch.arange(W) % 2 == 0)", end="h = h * (self.it.to(h.dtype) / W + 1) * torch.where(self.bt, 1.0, 0.5).to(h.dtype)"),
+    rope(
+        "inv_freq, not persistent",
+        ROPE.format(name="inv", keep=False),
+        "angles = at[:, None].float() * self.inv.float()",
+    ),
+    rope(
+        "inv_freq, einsum under float32",
+        ROPE.format(name="inv", keep=False),
+        "angles = torch.einsum('i,j->ij', at.float(), self.inv)",
+    ),
+    rope(
+        "inv_freq, persistent",
+        ROPE.format(name="inv", keep=True),
+        "angles = at[:, None].float() * self.inv.float()",
+    ),
+    rope(
+        "angles as a table, not persistent",
+        "self.register_buffer('table', torch.outer(torch.arange(9000.0), 0.01 ** torch.arange(0, W // 8)), persistent=False)",
+        "angles = self.table[at]",
+    ),
+    rope(
+        "cos and sin multiply in float32: h becomes float32",
+        "self.register_buffer('gain', torch.linspace(0.9, 1.1, W), persistent=False)\n        "
+        + ROPE.format(name="inv", keep=False),
+        "angles = at[:, None].float() * self.inv.float() * self.gain.mean()",
+    ),
+    Part(
+        "alibi, not persistent, cast by the model",
+        init="self.register_buffer('slopes', 2.0 ** -torch.arange(1, W + 1).float() * 1e-3 + 1.0, persistent=False)",
+        end="h = h * (1000 * (self.slopes - 1)).to(h.dtype)",
+    ),
+    Part(
+        "a scale that torch promotes",
+        init="self.register_buffer('scale_', torch.linspace(0.1, 0.2, W), persistent=False)",
+        end="h = (h * self.scale_).to(self.head.weight.dtype)",
+    ),
+    Part(
+        "a matrix that must be cast",
+        init="self.register_buffer('proj', torch.randn(W, W) / 4, persistent=False)",
+        end="h = h + F.linear(h, self.proj)",
+        more="CASTS = ['proj']",
+    ),
+    Part(
+        "a matrix that must be cast, and one that stays",
+        init="self.register_buffer('proj', torch.randn(W, W) / 4, persistent=False)\nself.register_buffer('tab', torch.arange(W).float() * 300.3, persistent=False)",
+        end="h = h + F.linear(h, self.proj) + self.tab.sin().to(h.dtype)",
+        more="CASTS = ['proj']",
+    ),
+    Part(
+        "persistent scale",
+        init="self.register_buffer('ps', torch.linspace(0.1, 0.2, W))",
+        end="h = h * self.ps",
+    ),
+    Part(
+        "an integer and a bool table",
+        init="self.register_buffer('it', torch.arange(W), persistent=False)\nself.register_buffer('bt', torch.arange(W) % 2 == 0)",
+        end="h = h * (self.it.to(h.dtype) / W + 1) * torch.where(self.bt, 1.0, 0.5).to(h.dtype)",
+    ),
     Part("sinusoids made in forward", end="h = h + torch.sin(torch.arange(W).float() * 8191.3).to(h.dtype)"),
-    Part("positions in float32 of arange", end="pos = torch.arange(L).float() + 8000.5\nh = h * pos[:, None].sin().to(h.dtype)"),
-    Part("a norm in float32", end="dt = h.dtype\nh = h.float()\nh = (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dt)"),
-    Part("float64 table, not persistent", init="self.register_buffer('t64', torch.arange(W).double() * 1e3 + 0.123, persistent=False)", end="h = h * self.t64.sin().to(h.dtype)"),
-    Part("a shared table in two modules", init="self.a, self.b = nn.Module(), nn.Module()\nt = torch.arange(W).float() * 1001.7\nself.a.register_buffer('t', t, persistent=False)\nself.b.register_buffer('t', t, persistent=False)", end="h = h + (self.a.t.sin() + self.b.t.cos()).to(h.dtype)"),
-    Part("a buffer updated in float32", init="self.register_buffer('c32', torch.zeros(()), persistent=False)", end="self.c32 += 0.001\nh = h * (1 + self.c32).to(h.dtype)"),
+    Part(
+        "positions in float32 of arange",
+        end="pos = torch.arange(L).float() + 8000.5\nh = h * pos[:, None].sin().to(h.dtype)",
+    ),
+    Part(
+        "a norm in float32",
+        end="dt = h.dtype\nh = h.float()\nh = (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dt)",
+    ),
+    Part(
+        "float64 table, not persistent",
+        init="self.register_buffer('t64', torch.arange(W).double() * 1e3 + 0.123, persistent=False)",
+        end="h = h * self.t64.sin().to(h.dtype)",
+    ),
+    Part(
+        "a shared table in two modules",
+        init="self.a, self.b = nn.Module(), nn.Module()\nt = torch.arange(W).float() * 1001.7\nself.a.register_buffer('t', t, persistent=False)\nself.b.register_buffer('t', t, persistent=False)",
+        end="h = h + (self.a.t.sin() + self.b.t.cos()).to(h.dtype)",
+    ),
+    Part(
+        "a buffer updated in float32",
+        init="self.register_buffer('c32', torch.zeros(()), persistent=False)",
+        end="self.c32 += 0.001\nh = h * (1 + self.c32).to(h.dtype)",
+    ),
 ]
 
 
@@ -72,7 +143,9 @@ def mesh_keywords(mesh: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {**mesh, **more}
 
 
-def reference(source: str, dtype: torch.dtype, steps: int, *, rounded: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+def reference(
+    source: str, dtype: torch.dtype, steps: int, *, rounded: bool
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Plain torch with float32 masters."""
     case = namespace_float32(source)
     model = case["make"]()
@@ -80,7 +153,11 @@ def reference(source: str, dtype: torch.dtype, steps: int, *, rounded: bool) -> 
     kept = {}
     for module in model.modules():
         for name, x in module._buffers.items():
-            if name in module._non_persistent_buffers_set and not rounded and name not in case.get("CASTS", ()):
+            if (
+                name in module._non_persistent_buffers_set
+                and not rounded
+                and name not in case.get("CASTS", ())
+            ):
                 kept[module, name] = x
     model.to(dtype)
     for (module, name), x in kept.items():
@@ -90,7 +167,7 @@ def reference(source: str, dtype: torch.dtype, steps: int, *, rounded: bool) -> 
     for step in range(steps):
         loss = model(*case["batch"](step, case["B"]))
         loss.backward()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         for n, p in model.named_parameters():
             masters[n].grad = p.grad.float()
             p.grad = None
@@ -126,7 +203,13 @@ def judge_precision(source: str, mesh: dict[str, Any], steps: int = 3) -> Outcom
     try:
         with limited(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            pm = autoptd.parallelize(case["make"](), **mesh, backend="local", timeout=60, example_inputs=case["batch"](0, case["B"]))
+            pm = autoptd.parallelize(
+                case["make"](),
+                **mesh,
+                backend="local",
+                timeout=60,
+                example_inputs=case["batch"](0, case["B"]),
+            )
             opt = pm.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-3)
             losses = []
             for step in range(steps):
@@ -145,10 +228,15 @@ def judge_precision(source: str, mesh: dict[str, Any], steps: int = 3) -> Outcom
     other = abs(rounded[0] - wanted[0]) / abs(wanted[0])
     limit = 2e-3 if dtype is torch.bfloat16 else 5e-4
     if gap > max(limit, 0.2 * other) or (other > 4 * limit and gap > other / 2):
-        return outcome("wrong", f"the first loss {losses[0]:.6f}, kept {wanted[0]:.6f}, rounded {rounded[0]:.6f}")
+        return outcome(
+            "wrong", f"the first loss {losses[0]:.6f}, kept {wanted[0]:.6f}, rounded {rounded[0]:.6f}"
+        )
     if any(abs(a - b) > 0.03 * abs(b) for a, b in zip(losses, wanted, strict=True)):
         return outcome("wrong", f"losses {losses} for {wanted}")
     for name, x in masters.items():
         if state[name].dtype != torch.float32 or float((state[name] - x).abs().max()) > 0.05:
-            return outcome("wrong", f"master {name}: {state[name].dtype}, off by {float((state[name] - x).abs().max()):.1e}")
+            return outcome(
+                "wrong",
+                f"master {name}: {state[name].dtype}, off by {float((state[name] - x).abs().max()):.1e}",
+            )
     return outcome("equal", f"gap {gap:.1e}, rounding {other:.1e}")

@@ -36,13 +36,26 @@ TIES = [
     Tie("tied by hand, config says untied", LLAMA % False + f"{HEAD} = {IN}"),
     Tie("the other way round", LLAMA % False + f"{IN} = {HEAD}"),
     Tie("untied by hand, config says tied", LLAMA % True + f"{HEAD} = {NEW.format(HEAD)}"),
-    Tie("tied by hand, config set", LLAMA % False + f"{HEAD} = {IN}\nmodel.config.tie_word_embeddings = True"),
+    Tie(
+        "tied by hand, config set", LLAMA % False + f"{HEAD} = {IN}\nmodel.config.tie_word_embeddings = True"
+    ),
     Tie("config set, not tied", LLAMA % False + "model.config.tie_word_embeddings = True"),
     Tie("config unset, still tied", LLAMA % True + "model.config.tie_word_embeddings = False"),
     Tie("two layers share an MLP", LLAMA % False + "model.model.layers[1].mlp = model.model.layers[0].mlp"),
-    Tie("two layers share one weight", LLAMA % False + "model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight"),
-    Tie("q and k of a layer share", LLAMA % False + "model.model.layers[0].mlp.up_proj.weight = model.model.layers[0].mlp.gate_proj.weight"),
-    Tie("all norms share", LLAMA % False + "for l in model.model.layers:\n    l.input_layernorm.weight = model.model.norm.weight"),
+    Tie(
+        "two layers share one weight",
+        LLAMA % False + "model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight",
+    ),
+    Tie(
+        "q and k of a layer share",
+        LLAMA % False
+        + "model.model.layers[0].mlp.up_proj.weight = model.model.layers[0].mlp.gate_proj.weight",
+    ),
+    Tie(
+        "all norms share",
+        LLAMA % False
+        + "for l in model.model.layers:\n    l.input_layernorm.weight = model.model.norm.weight",
+    ),
     Tie("the same layer twice", LLAMA % False + "model.model.layers[1] = model.model.layers[0]"),
     Tie("equal values, not tied", LLAMA % False + f"{HEAD}.data.copy_({IN}.data)"),
     Tie("GPT-2, tied", GPT % True),
@@ -95,4 +108,8 @@ def judge_tie(tie: Tie, mesh: dict[str, Any]) -> Outcome:
             pm.close()
     with torch.no_grad():
         gap = float((back.eval()(batches[2]).logits - plain.eval()(batches[2]).logits).abs().max())
-    return outcome("equal", "") if gap < 1e-4 else outcome("wrong", f"logits of from_pretrained are off by {gap:.1e}")
+    return (
+        outcome("equal", "")
+        if gap < 1e-4
+        else outcome("wrong", f"logits of from_pretrained are off by {gap:.1e}")
+    )

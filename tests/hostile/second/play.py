@@ -106,8 +106,8 @@ def judge(source: str, play: Play) -> Outcome:
 
 
 def is_ours(warning: warnings.WarningMessage) -> bool:
-    """Whether AutoPTD said it: by its words, as the line is that of the script."""
-    return "Remedy:" in str(warning.message) or "autoptd" in str(warning.filename)
+    """Whether AutoPTD said it: torch's own have a line of torch's."""
+    return "Remedy:" in str(warning.message) or "site-packages" not in str(warning.filename)
 
 
 def is_rounding(source: str, play: Play, wanted: Seen, size: float) -> bool:
@@ -131,7 +131,9 @@ def plain(source: str, play: Play, shaken: float = 0.0) -> Seen:
                 return {**some, "params": tensors(some["params"])}
             if isinstance(some, torch.Tensor):
                 return some
-            return [named[x] if isinstance(x, str) else tensors(x) if isinstance(x, dict) else x for x in some]
+            return [
+                named[x] if isinstance(x, str) else tensors(x) if isinstance(x, dict) else x for x in some
+            ]
 
         args = [] if params is None and hasattr(cls, "args") and cls.args else [named.values()]
         return cls(*([tensors(params)] if params is not None else args), **keywords)
@@ -200,7 +202,9 @@ def ours(source: str, play: Play, phase: list[str]) -> Seen:
                 add_moments(seen, play, step, optimizer.state_dict()["state"])
             for number, rows in enumerate(play.evaluate):
                 phase[0] = "evaluation"
-                seen.add(f"evaluation {step}.{number}", pm.eval_step(*case["batch"](900 + step + number, rows)))
+                seen.add(
+                    f"evaluation {step}.{number}", pm.eval_step(*case["batch"](900 + step + number, rows))
+                )
             if play.reload and step == 1:
                 phase[0] = "reload"
                 pm, optimizer = moved(pm, optimizer, play, build)

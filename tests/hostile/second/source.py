@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SOURCE = """\
-import collections, contextlib, dataclasses, enum, functools, itertools, math, operator, queue, random, threading, types, weakref
+import collections, dataclasses, enum, functools, itertools, math, operator, queue, random, threading, types, weakref
 
 import numpy as np
 import torch
