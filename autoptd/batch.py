@@ -162,19 +162,6 @@ def _batched_like(like: Program, leaves: list[Any], batched: tuple[int, ...], to
     return tuple(i for i in batched if known.get(i, True))
 
 
-def fitting_microbatches(
-    options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], replicas: int
-) -> int | None:
-    """Return the number of microbatches that was asked for; None, the default, where an evaluation's rows do not divide into
-    so many: without gradients any number gives the same loss.
-    """
-    pieces = replicas * (options.num_microbatches or 1)
-    leaves = [
-        leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor) and leaf.dim()
-    ]
-    return None if leaves and batch_rows(leaves, pieces) % pieces else options.num_microbatches
-
-
 def default_microbatches(rows: int, pipeline_ranks: int) -> int:
     """Return the largest divisor of `rows` that is at most 4 a pipeline rank, a multiple of
     `pipeline_ranks` preferred."""

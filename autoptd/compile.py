@@ -20,17 +20,7 @@ from torch import nn
 from autoptd import codegen, passes, schedule
 from autoptd import trace as tracing
 from autoptd.auto import planned
-from autoptd.batch import (
-    Batch,
-    FewRows,
-    Traces,
-    capture_rows,
-    fitting_microbatches,
-    groups_of,
-    plan_batch,
-    split_call,
-    trace_rows,
-)
+from autoptd.batch import Batch, FewRows, Traces, capture_rows, groups_of, plan_batch, split_call, trace_rows
 from autoptd.deferred import is_deferred, traceable
 from autoptd.errors import AutoptdError, PlanError
 from autoptd.fit import Written, fit
@@ -64,7 +54,7 @@ from autoptd.records.specs import (
     update_parts,
 )
 from autoptd.reports.pictures import painter
-from autoptd.runtime.batch import is_call_of
+from autoptd.runtime.batch import fitting_microbatches, is_call_of
 from autoptd.runtime.devices import default_fusion
 from autoptd.saved import FindSaved
 from autoptd.updates import constant_buffers, without_updates
@@ -376,8 +366,8 @@ def compile_evaluation(
     options = replace(options, recompute=False, recompute_num_layers=1, plan=Plan(), zero=zero)
     options = replace(options, memory=math.inf, memory_price=price)
     is_same_size = is_call_of(trained, args, kwargs, replicas)
-    own = trained.num_microbatches if is_same_size else fitting_microbatches(options, args, kwargs, replicas)
-    options = replace(options, num_microbatches=own)
+    own = trained.num_microbatches if is_same_size else options.num_microbatches
+    options = replace(options, num_microbatches=fitting_microbatches(own, args, kwargs, replicas))
     batch = plan_batch(options, args, kwargs, replicas, like=trained)
     computing = partial(tracing.computing_in, model, options.precision, trained.cast_buffers)
     with tracing.evaluating(model), computing() as narrowing:

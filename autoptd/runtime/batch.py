@@ -202,6 +202,17 @@ def batch_rows(leaves: Sequence[Any], pieces: int) -> int:
     return max(others, key=others.count)
 
 
+def fitting_microbatches(asked: int | None, args: Args, kwargs: Kwargs, replicas: int) -> int | None:
+    """Return the number of microbatches that was asked for; None, the default, where an evaluation's rows do not divide into
+    so many: without gradients any number gives the same loss.
+    """
+    pieces = replicas * (asked or 1)
+    leaves = [
+        leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor) and leaf.dim()
+    ]
+    return None if leaves and batch_rows(leaves, pieces) % pieces else asked
+
+
 def flatten(args: Args, kwargs: Kwargs) -> tuple[list[Any], str]:
     """Return the leaves of a call, and a text of how they are nested."""
     # The common case, tensors by position, without the cost of walking a tree.

@@ -89,7 +89,9 @@ def own_methods(cls: type) -> list[str]:
 def try_parts(
     cls: type[optim.Optimizer], keywords: Mapping[str, Any], groups: Sequence[Options], has_pieces: bool
 ) -> str:
-    """Step small tensors whole, in halves along every dim, and in pieces; return why the results differ, "" if they do not."""
+    """Step small tensors whole, in halves along every dim, in pieces, and without the first; return why the results differ, ""
+    if they do not.
+    """
     torch.manual_seed(0)
     first = [torch.randn(size, dtype=torch.float64, device="cpu") for size in SHAPES]
     grads = []
@@ -113,6 +115,11 @@ def try_parts(
                 pairs = zip(own, cut(expected), strict=True)
                 if not all(torch.allclose(x, y, rtol=1e-9, atol=1e-12) for x, y in pairs):
                     return f"{what} are updated differently from the whole"
+        # A rank has some of the model's tensors, and of ranks as threads one has several copies.
+        rest = _train(cls, keywords, groups, first, grads, without_first=True)
+        for own, expected in zip(rest, whole, strict=True):
+            if not all(torch.equal(x, y) for x, y in zip(own[1:], expected[1:], strict=True)):
+                return "what it does to a tensor depends on which others are in the group"
     except Exception as error:
         # Whatever a user's optimizer raises.
         return f"it could not be tried ({type(error).__name__}: {error})"
@@ -140,12 +147,20 @@ def _train(
     groups: Sequence[Options],
     first: Tensors,
     grads: Sequence[Tensors],
+    *,
+    without_first: bool = False,
 ) -> list[Tensors]:
-    """Return by group the values after one step per entry of `grads`, each group from the values `first`."""
+    """Return by group the values after one step per entry of `grads`, each group from the values `first`.
+
+    With `without_first` the first tensor of each is taken out of the optimizer that was made.
+    """
     # What the optimizer counts is where its parameters are.
     with on_cpu():
         held = [_parameters(first) for _ in groups]
         optimizer = make(cls, keywords, list(zip(held, groups, strict=True)))
+        gone = {id(parameters[0]) for parameters in held} if without_first else ()
+        for group in optimizer.param_groups:
+            group["params"] = [x for x in group["params"] if id(x) not in gone]
         for step_grads in grads:
             for parameters in held:
                 for x, grad in zip(parameters, step_grads, strict=True):

@@ -11,5 +11,5 @@ MUTATIONS = (
     Mutation(
         FILE, "check_structure(first, args, kwargs, call)", "check_structure(first, args, kwargs)", TESTS
     ),
-    Mutation("autoptd/batch.py", "% pieces else options", "% 1 else options", TESTS),
+    Mutation("autoptd/runtime/batch.py", "% pieces else asked", "% 1 else asked", TESTS),
 )

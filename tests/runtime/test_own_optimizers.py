@@ -230,6 +230,33 @@ def test_a_trial_has_the_options_of_each_group() -> None:
         check_elementwise(ClippingWhereAsked, {"lr": 0.1}, [{}, {"clip": True}])
 
 
+class Counting(torch.optim.SGD):
+    """Counts tensors where steps are meant."""
+
+    count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.count += 1
+                p.mul_(1 - 0.1 / self.count)
+        return super().step(closure)
+
+
+class FirstOnly(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["params"][0].mul_(0.9)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("cls", [Counting, FirstOnly])
+def test_what_depends_on_the_other_tensors_of_a_rank_is_refused(cls: type[torch.optim.Optimizer]) -> None:
+    with pytest.raises(PlanError, match="depends on which others are in the group"):
+        check_elementwise(cls, {"lr": 0.1})
+
+
 def test_a_constructor_is_tried() -> None:
     class ScalesByNorm(torch.optim.SGD):
         def __init__(self, params: Parameters, lr: float) -> None:
