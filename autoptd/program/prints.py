@@ -5,7 +5,8 @@ In: a program that was compiled here. Out: per module a hash of its operators an
 
     prints_of(program)["transformer.h.0.mlp.gelu"]          # "5d4a09fb"
 
-Casts and dropout are left out: another precision, and another rate, make no other model. A program that was read from a folder
+Casts and dropout are left out: another precision, and another rate, make no other model. So is what only updates of buffers
+read, of which one microbatch computes all and several a part. A program that was read from a folder
 has no graph, and no prints.
 """
 
@@ -14,8 +15,11 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from autoptd.ir.notes import WHOLE_NUMBERS, note
+from torch.fx import Graph, Node
+
+from autoptd.ir.notes import WHOLE_NUMBERS, note, op_name, output
 from autoptd.ir.own_functions import own_function
+from autoptd.ir.updates import KEEP
 from autoptd.program.program import Program
 
 # What precision, evaluation and memory add to a graph or take away: parts of the names of operators.
@@ -28,7 +32,7 @@ def prints_of(program: Program) -> dict[str, str]:
     # Numbers that follow the rows of the batch are those of a whole step, not those of a microbatch.
     whole = {node.name: note(node).extra.get(WHOLE_NUMBERS) for node in annotated.nodes} if annotated else {}
     lines: dict[str, list[str]] = {}
-    for node in graph.nodes if graph is not None else ():
+    for node in _of_loss(graph) if graph is not None else ():
         if node.op != "call_function" or any(part in str(node.target) for part in LEFT_OUT):
             continue
         args, kwargs = whole.get(node.name) or (node.args, node.kwargs)
@@ -37,6 +41,20 @@ def prints_of(program: Program) -> dict[str, str]:
         called = own.name if own is not None else str(node.target)
         lines.setdefault(note(node).module, []).append(" ".join([called, *numbers]))
     return {module: _hash("\n".join(some)) for module, some in lines.items()}
+
+
+def _of_loss(graph: Graph) -> list[Node]:
+    """Return the nodes that the loss is computed of, in order, without those that updates of buffers keep."""
+    (loss,) = output(graph).args
+    while isinstance(loss, Node) and loss.op == "call_function" and op_name(loss) == KEEP:
+        loss = loss.args[0]
+    found, stack = set[Node](), [loss] if isinstance(loss, Node) else []
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return [node for node in graph.nodes if node in found]
 
 
 def is_literal(value: Any) -> bool:
