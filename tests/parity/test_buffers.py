@@ -166,7 +166,7 @@ def test_experts_are_balanced_by_the_tokens_of_all_ranks(options: dict[str, Any]
 
 
 def test_updates_go_on_where_a_checkpoint_was_saved(tmp_path: Path) -> None:
-    """On another mesh, with more microbatches, whose own buffers were elsewhere by then, and after an evaluation made its own program."""
+    """On another mesh, with more microbatches, whose buffers were elsewhere by then; after an evaluation made a program."""
     first, second, third = batches(3)
     both = Both(make(Router), first, num_microbatches=1)
     both.step(first)

@@ -315,7 +315,7 @@ BUFFERS = [
     Part(
         "temperature that decays",
         "self.register_buffer('temperature', torch.ones(()))",
-        loss="logits = logits / self.temperature\nself.temperature.mul_(0.9).clamp_(min=0.5)\nreturn F.cross_entropy(logits.flatten(0, 1), y.flatten())",
+        loss="logits = logits / self.temperature\nself.temperature = (self.temperature * 0.9).clamp(min=0.5)\nreturn F.cross_entropy(logits.flatten(0, 1), y.flatten())",
     ),
     Part("median, a quantile", z("med"), end="self.med.lerp_(h.detach().median(), 0.1)"),
     Part(

@@ -342,10 +342,6 @@ PARAMS = [
         f"made = {A}(model.parameters(), lr=1e-2)\nreturn opt(made) if opt.__name__ == 'optimizer' else made",
     ),
     asked(
-        "a parameter twice",
-        f"return opt({A}, [{{'params': [model.head.weight]}}, {{'params': [model.head.weight]}}], lr=1e-2)",
-    ),
-    asked(
         "a stranger's parameter",
         f"return opt({A}, [*model.parameters(), nn.Parameter(torch.zeros(2))], lr=1e-2)",
     ),
@@ -372,7 +368,6 @@ PARAMS = [
         "NAdam, groups with betas",
         "return opt(torch.optim.NAdam, [{'params': model.blocks.parameters(), 'betas': (0.5, 0.9)}, {'params': model.head.parameters()}], lr=1e-2)",
     ),
-    asked("LBFGS", "return opt(torch.optim.LBFGS, model.parameters())"),
     asked("Adafactor", "return opt(torch.optim.Adafactor, model.parameters(), lr=1e-2)"),
     asked(
         "Muon of torch",

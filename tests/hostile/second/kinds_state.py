@@ -368,13 +368,13 @@ FORMS: list[tuple[str, str, str, str]] = [
     ),
     (
         "a dataclass, replaced",
-        "@dataclasses.dataclass(frozen=True)\nclass At:\n    n: int = 0\nAT = At()\ndef tick():\n    global AT\n    AT = dataclasses.replace(AT, n=AT.n + 1)\n    return bump(AT.n)",
+        "At = dataclasses.make_dataclass('At', [('n', int, 0)], frozen=True)\nAT = At()\ndef tick():\n    global AT\n    AT = dataclasses.replace(AT, n=AT.n + 1)\n    return bump(AT.n)",
         "tick()",
         "",
     ),
     (
         "frozen dataclass by object",
-        "@dataclasses.dataclass(frozen=True)\nclass At:\n    n: int = 0\nAT = At()\ndef tick():\n    object.__setattr__(AT, 'n', AT.n + 1)\n    return bump(AT.n)",
+        "At = dataclasses.make_dataclass('At', [('n', int, 0)], frozen=True)\nAT = At()\ndef tick():\n    object.__setattr__(AT, 'n', AT.n + 1)\n    return bump(AT.n)",
         "tick()",
         "",
     ),
