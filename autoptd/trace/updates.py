@@ -36,7 +36,8 @@ def check_updates(graph: Graph, model: nn.Module) -> None:
             others.append(shared.overlaps[name])
         if others:
             fact = f"buffer {name} is updated by the forward, and shares its memory with {others[0]}"
-            raise PlanError(site(new), fact, "buffers of their own: .clone()")
+            remedy = "one name for it (a module that is registered twice has two), or buffers of their own: .clone()"
+            raise PlanError(site(new), fact, remedy)
 
 
 __all__ = ["check_updates", "updated_buffers"]

@@ -240,7 +240,7 @@ BUFFERS = [
                 "self.bn(h.unflatten(-1, (4, W // 4)))" + ".flatten(2)",
                 {},
             ),
-            ("3d", "nn.BatchNorm3d(W)", "self.bn(h.mT[..., None, None])[..., 0, 0].mT", {}),
+            ("3d", "nn.BatchNorm3d(W)", "self.bn(h.mT[..., None, None]).flatten(2).mT", {}),
             ("in eval", "nn.BatchNorm1d(W).eval()", "self.bn(h.mT).mT", {}),
             (
                 "functional",

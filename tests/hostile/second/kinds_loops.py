@@ -204,7 +204,7 @@ LOOPS = [
     Loop("pickle(pm)", "import pickle\npickle.dumps(pm)", (), "state_dict|save"),
     Loop("AveragedModel(pm)", "torch.optim.swa_utils.AveragedModel(pm)", (), "average|state_dict|save"),
     Loop("torch.save(pm)", "import io\ntorch.save(pm, io.BytesIO())", (), "save"),
-    Loop("torch.compile(pm)", "torch.compile(pm)(*x(0))", (), ""),
+    Loop("torch.compile(pm)", "torch.compile(pm)(*x(0))", (), "pm.step"),
     Loop("add_param_group", "opt.add_param_group({'params': []})", (), "group"),
     Loop("opt.step with a closure", "opt.step(lambda: pm.step(*x(0)))"),
     Loop(

@@ -37,7 +37,8 @@ def built(name: str, lines: str, **more: str) -> Part:
 def looped(name: str, edit: str = "", **slots: str) -> Part:
     inner = "\n".join("    " + line for line in edit.splitlines())
     more = f"def edit(step, optimizer):\n{inner}\n" if edit else ""
-    return Part(f"loop: {name}", more=more + slots.get("more", ""), top=slots.get("top", ""))
+    play = {"told": True} if name == ".data assigned" else {}
+    return Part(f"loop: {name}", more=more + slots.get("more", ""), top=slots.get("top", ""), play=play)
 
 
 BOTH = "groups = [{'params': [p for p in params if %s], 'weight_decay': 0.3}, {'params': [p for p in params if not (%s)], 'weight_decay': 0.0, 'lr': 3e-2}]"
