@@ -157,11 +157,13 @@ def plain(source: str, play: Play, shaken: float = 0.0) -> Seen:
         if not play.losses_only:
             seen.add_all(f"state {step}", dict(model.state_dict()), play.floor)
             add_moments(seen, play, step, {n: optimizer.state.get(x, {}) for n, x in named.items()})
+        modes = {module: module.training for module in model.modules()}
         for number, rows in enumerate(play.evaluate):
             model.eval()
             with torch.no_grad():
                 seen.add(f"evaluation {step}.{number}", model(*case["batch"](900 + step + number, rows)))
-            model.train()
+        for module, mode in modes.items():
+            module.training = mode
         if play.reload and step == 1:
             model.zero_grad()  # gradients of what the optimizer does not have are left behind
     return seen
