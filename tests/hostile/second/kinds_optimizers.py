@@ -37,7 +37,7 @@ def built(name: str, lines: str, **more: str) -> Part:
 def looped(name: str, edit: str = "", **slots: str) -> Part:
     inner = "\n".join("    " + line for line in edit.splitlines())
     more = f"def edit(step, optimizer):\n{inner}\n" if edit else ""
-    play = {"told": True} if name == ".data assigned" else {}
+    play = {"told": True} if name in (".data assigned", "gradients clipped by value") else {}
     return Part(f"loop: {name}", more=more + slots.get("more", ""), top=slots.get("top", ""), play=play)
 
 
@@ -73,7 +73,7 @@ OPTIMIZERS = [
     ),
     stepping("clipping by value", "p.grad.clamp_(-1e-3, 1e-3)"),
     stepping("clipping by its own norm", "p.grad.mul_(min(1.0, 0.01 / (float(p.grad.norm()) + 1e-9)))"),
-    stepping("sign of the gradient for vectors", "if p.ndim < 2:\n    p.grad.sign_()"),
+    stepping("tanh of the gradient for vectors", "if p.ndim < 2:\n    p.grad.mul_(100).tanh_()"),
     stepping(
         "state of its own",
         "state = self.state[p]\nif 'slow' not in state and len(state):\n    state['slow'] = p.clone()\nif 'slow' in state:\n    state['slow'].lerp_(p, 0.1)\n    p.lerp_(state['slow'], 0.05)",
