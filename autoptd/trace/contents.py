@@ -253,7 +253,8 @@ def base_of(value: Any) -> Any:
         below = getattr(value, "obj", None) if isinstance(value, memoryview) else None
         if below is None and type(value).__module__.split(".")[0] == "numpy":
             below = getattr(value, "base", None)
-        if below is None:
+        # An array over a tensor's memory is compared as an array: writes to it pass the tensor by.
+        if below is None or isinstance(below, torch.Tensor):
             break
         value = below
     return value

@@ -4,6 +4,12 @@ from tests.mutations import Mutation
 
 TESTS = "tests/trace/test_writes.py"
 MUTATIONS = (
+    Mutation(
+        "autoptd/trace/contents.py",
+        "if below is None or isinstance(below, torch.Tensor):",
+        "if below is None:",
+        "tests/trace/test_writes.py",
+    ),
     # A read of a defaultdict makes what it lacks.
     Mutation("autoptd/trace/writes.py", 'hasattr(type(owner), "__missing__")', "False", TESTS),
     # An array is written to by its views.

@@ -207,6 +207,7 @@ def taken_away() -> None:
 
 
 WEIGHT = nn.Parameter(torch.ones(2))
+OVER_A_TENSOR = torch.zeros(2).numpy()
 QUEUE: queue.SimpleQueue[int] = queue.SimpleQueue()
 HIDDEN = [nn.ReLU()]
 DEFAULTS: collections.defaultdict[str, list[int]] = collections.defaultdict(list)
@@ -229,6 +230,7 @@ WRITES: dict[str, Callable[[], Any]] = {
     "numpy, in place": lambda: in_place(BOX, 1),
     "numpy, a view": by_a_view,
     "numpy, out=": lambda: np.add(BOX, 1, out=BOX),
+    "numpy over a tensor": lambda: in_place(OVER_A_TENSOR, 1),
     "numpy, a method": lambda: BOX.fill(BOX[0] + 1),
     "numpy, an attribute": lambda: BOX.flat.__setitem__(0, 3),
     "numpy, at": lambda: np.add.at(BOX, 0, 1),
