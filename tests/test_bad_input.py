@@ -217,11 +217,11 @@ class Normed(nn.Module):
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(8), nn.BatchNorm1d(8, track_running_stats=False)])
-def test_batch_norm(norm: nn.Module) -> None:
+def test_batch_norm_over_microbatches(norm: nn.Module) -> None:
     with pytest.raises(
-        autoptd.PlanError, match=r"mixes the samples.*Remedy: LayerNorm or GroupNorm, or \.eval"
+        autoptd.PlanError, match=r"batch norm in training.*Remedy: .*\.eval.*num_microbatches=1"
     ):
-        autoptd.compile(Normed(norm), d=2, example_inputs=(torch.randn(8, 8),))
+        autoptd.compile(Normed(norm), d=2, num_microbatches=2, example_inputs=(torch.randn(8, 8),))
 
 
 def test_batch_norm_that_does_not_learn() -> None:
