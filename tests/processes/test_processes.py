@@ -133,8 +133,11 @@ def ends_of_others(cases: list[tuple[dict[str, int], int, str, str]]) -> list[di
 def waits_of(mesh: dict[str, int], action: str) -> list[str]:
     """What a rank may say that it was doing: waiting for a message or, in the end, for the sum of a gradient or the loss."""
     if action == UPDATE:
-        # The last update is waited for where it is read, not before.
-        return [r"rank RANK at (F0\.0|check of the copies): all_gather_start_ 'updated transformer"]
+        # The last update is waited for where it is read, not before; whether weights were edited is asked first.
+        return [
+            r"rank RANK at edits of parameters: all_reduce 'edits of parameters'",
+            r"rank RANK at (F0\.0|check of the copies): all_gather_start_ 'updated transformer",
+        ]
     message = r"rank RANK at ([FB]\d\.\d|end of the pipeline): (receive|send) '(RECV|SEND)_[FB]\d\.\d[<>]\d'"
     gradient = r"rank RANK at (gradients: all_reduce\w* '(tied )?gradients transformer\.wte\.weight|loss: all_reduce 'loss')"
     another = r"seen by rank RANK at \w+(\.\d)? in \w+ '"
