@@ -13,8 +13,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-import torch
-
 from autoptd.errors import PlanError
 
 # A million: a typing error, and no cluster.
@@ -56,6 +54,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_device(value: Any) -> bool:
+    # Not above: options of the command line are read without torch, which takes seconds to load.
+    import torch
+
     try:
         return isinstance(value, (str, torch.device)) and bool(torch.device(value))
     except RuntimeError:
@@ -80,10 +81,14 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+def _is_tensor(value: Any) -> bool:
+    return any(f"{base.__module__}.{base.__name__}" == "torch.Tensor" for base in type(value).__mro__)
+
+
 def check_plain(keywords: Mapping[str, Any]) -> None:
     """Raise PlanError for tensors and arrays: of none of them a keyword can be asked anything."""
     for name, value in keywords.items():
-        if isinstance(value, torch.Tensor) or getattr(value, "ndim", False):
+        if _is_tensor(value) or getattr(value, "ndim", False):
             fact = f"is a {type(value).__name__} of shape {tuple(value.shape)}"
             raise PlanError(f"{name}=", fact, "a plain value of Python's, such as int(x) or x.item()")
 
