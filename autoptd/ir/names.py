@@ -25,7 +25,7 @@ METHODS = frozenset({"at"})
 # What a stage has of its own (`runtime/stage.py`): a method that is called like a module of the user's is none of these.
 OF_STAGE = frozenset(
     "activations again batch_sum buffers count counts deferred device draw drawing dropped forward fused groups is_compiled "
-    "kept layers main_grads rounds run sums totals weights".split()
+    "keep_part kept layers main_grads parts rounds run sums totals weights".split()
 )
 
 
