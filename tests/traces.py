@@ -27,9 +27,16 @@ trace_now, trace_now_again = trace.capture, trace.capture_again
 
 
 class Key(pickle.Pickler):
-    """Pickles tensors as what they hold, not as where they are."""
+    """Pickles tensors as what they hold, not as where they are, and modules without hooks on their state dicts: a model that
+    was trained has one, under a number of its own, and no trace follows it.
+    """
 
     def reducer_override(self, what: object) -> Any:
+        if isinstance(what, nn.Module):
+            made, arguments, state, *rest = what.__reduce_ex__(4)
+            if isinstance(state, dict):
+                state = {name: value for name, value in state.items() if name != "_state_dict_pre_hooks"}
+            return made, arguments, state, *rest
         if not isinstance(what, Tensor):
             return NotImplemented
         about = (
