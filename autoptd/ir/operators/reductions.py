@@ -76,11 +76,10 @@ def sample_links(node: Node) -> list[Link]:
 
 
 def batch_norm_links(node: Node) -> list[Link]:
-    """Link batch_norm: its channels; with running statistics (eval mode) everything else, too."""
+    """Link batch_norm, entry by entry: in training `trace/batch_norms.py` has written it as means and products."""
     ndim, vectors = len(shape(node)), range(1, len(operands(node)))
     channels = {0: Member((1,)), **dict.fromkeys(vectors, Member((0,)))}
-    whole = "its statistics run over it" if argument(node, "training") else ""
-    return [Link("c", channels, Member((1,))), *(same_dim(d, whole) for d in range(ndim) if d != 1)]
+    return [Link("c", channels, Member((1,))), *(same_dim(d) for d in range(ndim) if d != 1)]
 
 
 def extreme_links(node: Node) -> list[Link]:

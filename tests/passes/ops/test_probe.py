@@ -101,12 +101,6 @@ ADVERSARIAL: dict[str, tuple[str, Callable[..., Any], list[Tensor], Claims]] = {
     "cumprod": ("aten.cumprod", lambda x: x.cumprod(1), [r(2, 4, 6)], {((0,), 0), ((2,), 2)}),
     "cummax": ("aten.cummax", lambda x: x.cummax(1).values, [r(2, 4, 6)], {((0,), 0), ((2,), 2)}),
     "median": ("aten.median", lambda x: x.median(1).values, [r(2, 4, 6)], {((0,), 0), ((2,), 1)}),
-    "batch norm": (
-        "aten.batch_norm",
-        lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
-        [r(2, 4, 6), r(4), r(4)],
-        {((1, 0, 0), 1)},
-    ),
     "instance norm": (
         "aten.instance_norm",
         lambda x: F.instance_norm(x),
