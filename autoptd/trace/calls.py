@@ -10,6 +10,7 @@ Python is looked at as it runs, unless it is torch's or Python's own: then the c
 from __future__ import annotations
 
 import itertools
+import operator
 import os
 import sys
 import types
@@ -128,8 +129,7 @@ class Handed:
 def operands(name: str, arg: int, top: int) -> tuple[Any, list[Any]]:
     """Return the function and the arguments that an instruction is about to call with."""
     if name == "CALL_FUNCTION_EX":
-        # From 3.14 on keywords always have a place.
-        has_keywords = bool(arg & 1) or sys.version_info >= (3, 14)
+        has_keywords = bool(arg & 1)
         keywords = at(top, 0) if has_keywords else {}
         given, place = at(top, int(has_keywords)), int(has_keywords) + 1
         # From 3.13 on a place for a self that is never there is before the arguments.
@@ -228,8 +228,8 @@ def is_iterator(value: Any) -> bool:
     kind = type(value)
     if not hasattr(kind, "__next__") or is_python(value, "__next__"):
         return False
-    # It gives the same for ever.
-    return kind is not itertools.repeat or len(value.__reduce__()[1]) > 1
+    # One without an end gives the same for ever.
+    return kind is not itertools.repeat or operator.length_hint(value, -1) >= 0
 
 
 def is_python(value: Any, method: str) -> bool:

@@ -15,6 +15,7 @@ import io
 import random
 import sys
 import types
+import weakref
 import zlib
 from collections import OrderedDict, deque
 from contextlib import suppress
@@ -111,6 +112,8 @@ class OfModule(Content):
     """The attributes of a module, by its `__dict__`: while torch traces, another object stands for the module, with the same
     one.
     """
+
+    owner: weakref.ref[Any]
 
     def entries(self) -> Entries:
         return {f".{name}": value for name, value in self.holder.items()}

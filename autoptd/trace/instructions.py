@@ -29,8 +29,8 @@ NAMES |= {"DELETE_ATTR", "DELETE_SUBSCR", "DELETE_GLOBAL", "DELETE_DEREF"}
 NAMES |= {"CALL", "CALL_KW", "CALL_FUNCTION_EX", "BINARY_OP", "BINARY_SUBSCR", "LOAD_ATTR", "LOAD_METHOD"}
 NAMES |= {"GET_ITER", "GET_YIELD_FROM_ITER", "UNPACK_SEQUENCE", "UNPACK_EX", "CONTAINS_OP"}
 NAMES |= {"LIST_EXTEND", "SET_UPDATE", "DICT_UPDATE", "DICT_MERGE"}
-# The first `+=` of the operators of BINARY_OP, and of 3.14 the subscript.
-FIRST_IN_PLACE, SUBSCRIPT = 13, 26
+# The first `+=` of the operators of BINARY_OP.
+FIRST_IN_PLACE = 13
 Table = dict[int, tuple[str, int]]
 
 
@@ -60,8 +60,6 @@ def _table(code: types.CodeType) -> Table:
             continue
         begins, extended, first = offset if first is None else first, 0, None
         name = dis.opname[op]
-        if name == "BINARY_OP":
-            name = "BINARY_SUBSCR" if arg == SUBSCRIPT else name
         if name in NAMES and _is_looked_at(code, name, arg):
             # With the words before it that complete its argument, an instruction is stopped at once, at the first.
             found[begins] = (name, arg)
@@ -70,7 +68,7 @@ def _table(code: types.CodeType) -> Table:
 
 def _is_looked_at(code: types.CodeType, name: str, arg: int) -> bool:
     if name == "BINARY_OP":
-        return FIRST_IN_PLACE <= arg < SUBSCRIPT
+        return arg >= FIRST_IN_PLACE
     if name in ("LOAD_ATTR", "LOAD_METHOD"):
         return attribute_of(code, name, arg) == "__dict__"
     # A cell of this call is made by it.

@@ -6,7 +6,7 @@ In: a frame that stands before an instruction. Out: the object that the instruct
     stack.peek(frame, 0)      # before STORE_ATTR: the object whose attribute is set
 
 Python itself does not show them. They lie in the frame's memory, after its local variables: where those begin is found by
-looking for known ones, so that another layout is an error and never a wrong value.
+looking for known ones. Of a Python that this was not tried on, nothing is read: that is an error.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import itertools
 import sys
 import types
 from functools import cache
+from sysconfig import get_config_var
 from typing import Any
 
-from autoptd.errors import InternalError
+from autoptd.errors import InternalError, TraceError
 
 WORD = ctypes.sizeof(ctypes.c_void_p)
 # A frame object: two words of every object, the frame that called it, and where its values are.
 FRAME_DATA = 3 * WORD
-# From 3.14 on, bits of a reference that say who owns it.
-TAGS = 3 if sys.version_info >= (3, 14) else 0
+# The versions of CPython that tests/trace have run on.
+TRIED = ((3, 11), (3, 12), (3, 13))
 # Before the local variables there are at most so many words.
 MOST_WORDS = 24
 # A Python that says itself how many values are on the stack, while it is traced.
@@ -34,7 +35,7 @@ NULL = object()
 
 
 class ValueStack:
-    """Reads the stacks of frames; InternalError where this Python keeps them in another way."""
+    """Reads the stacks of frames; TraceError where it is not known how this Python keeps them."""
 
     def __init__(self) -> None:
         self._locals = locals_offset() * WORD
@@ -55,7 +56,7 @@ class ValueStack:
 
     def variable(self, frame: types.FrameType, place: int) -> Any:
         """Return what a place of the local variables holds: of those that inner functions share, the cell."""
-        found = _word(_word(id(frame) + FRAME_DATA) + self._locals + place * WORD) & ~TAGS
+        found = _word(_word(id(frame) + FRAME_DATA) + self._locals + place * WORD)
         return ctypes.cast(found, ctypes.py_object).value if found else NULL
 
     def _depth(self, code: types.CodeType, offset: int) -> int:
@@ -66,7 +67,7 @@ class ValueStack:
 
 def at(top: int, place: int) -> Any:
     """Return the value at a place under an address that `ValueStack.top` gave."""
-    found = _word(top - (place + 1) * WORD) & ~TAGS
+    found = _word(top - (place + 1) * WORD)
     return ctypes.cast(found, ctypes.py_object).value if found else NULL
 
 
@@ -103,20 +104,30 @@ ENDS += ("JUMP_BACKWARD_NO_INTERRUPT", "INTERPRETER_EXIT")
 @cache
 def locals_offset() -> int:
     """Return how many words of a frame are before its local variables, by looking for known ones there."""
+    check_tried(sys.implementation.name, sys.version_info[:2], bool(get_config_var("Py_GIL_DISABLED")))
     first, second, third = object(), object(), object()
     frame = _own_frame(first, second, third)
     data, wanted = _word(id(frame) + FRAME_DATA), [id(first), id(second), id(third)]
     found = []
     for place in range(MOST_WORDS):
-        words = [_word(data + (place + i) * WORD) & ~TAGS for i in range(3)]
+        words = [_word(data + (place + i) * WORD) for i in range(3)]
         if words == wanted:
             found.append(place)
     del frame
-    if sys.implementation.name != "cpython" or len(found) != 1:
+    if len(found) != 1:
         raise InternalError(
             f"Python {sys.version.split()[0]}", "no way to see what its instructions write to"
         )
     return found[0]
+
+
+def check_tried(name: str, version: tuple[int, ...], has_no_lock: bool) -> None:
+    """Refuse a Python whose frames may lie in memory in another way."""
+    if name == "cpython" and version in TRIED and not has_no_lock:
+        return
+    shown = f"{name} {'.'.join(map(str, version))}{' without its global lock' if has_no_lock else ''}"
+    fact = "what a forward writes to cannot be seen: where this Python keeps its operands is not known"
+    raise TraceError(shown, fact, "run it with CPython 3.11, 3.12 or 3.13")
 
 
 def _own_frame(first: Any, second: Any, third: Any) -> types.FrameType:

@@ -16,6 +16,7 @@ import gc
 import random
 import sys
 import types
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -195,7 +196,7 @@ class Writes:
             if name != "__dict__":
                 self._keep(frame, Name(owner, name))
         elif isinstance(owner, nn.Module):
-            self._keep(frame, OfModule(vars(owner)), type(owner).__name__)
+            self._keep(frame, OfModule(vars(owner), weakref.ref(owner)), type(owner).__name__)
             for kind in REGISTERED:
                 if kind in vars(owner):
                     self._keep(frame, Registered(vars(owner)[kind]), type(owner).__name__)
@@ -245,7 +246,7 @@ class Newcomers:
     """Tells what was made since, of objects that are alive."""
 
     def __init__(self) -> None:
-        # In 3.11 to 3.14 what is frozen is left out where the collector lists its objects, at no cost.
+        # What is frozen is left out where the collector lists its objects, at no cost.
         self._is_ours = gc.get_freeze_count() == 0
         self._before = [] if self._is_ours else gc.get_objects()
         if self._is_ours:
@@ -264,7 +265,7 @@ class Newcomers:
         for key, record in records.items():
             target = id(record.holder.holder)
             is_old = target not in new if record.was_tracked else target in old
-            if is_old or (isinstance(record.holder, OfModule) and _is_of_old(record.holder.holder, new)):
+            if is_old or (isinstance(record.holder, OfModule) and _is_of_old_module(record.holder, new)):
                 found[key] = record
         return found
 
@@ -281,6 +282,12 @@ class Newcomers:
             if is_old and (id(target) in before or id(target) not in stored):
                 found.add(id(target))
         return found
+
+
+def _is_of_old_module(holder: OfModule, new: set[int]) -> bool:
+    # From 3.13 on the collector does not know a module as what holds its `__dict__`.
+    owner = holder.owner()
+    return (owner is not None and id(owner) not in new) or _is_of_old(holder.holder, new)
 
 
 def _is_of_old(names: Any, new: set[int]) -> bool:
