@@ -218,12 +218,12 @@ def parallelize(
             args, kwargs = beside(model, (args, kwargs))
         return compile_evaluation(model, options, args, kwargs, trained, modes, replicas=replicas)
 
-    def prove(call: str, calls: Sequence[Call], what: str) -> None:
+    def prove(call: str, calls: Sequence[Call], what: str, is_made_up: bool) -> None:
         # One process is enough: all have the same model.
         if is_first_process():
             with evaluating(model) if call == EVALUATION else in_modes(modes):
                 short, padded, others = (beside(model, one) for one in calls)
-                check_passed_over(model, options, cast, short, padded, others, what)
+                check_passed_over(model, options, cast, (short, padded, others), what, is_made_up)
 
     keywords: dict[str, Any] = {
         "weights": source,
@@ -265,10 +265,9 @@ def check_passed_over(
     model: nn.Module,
     options: Options,
     cast: Collection[str],
-    short: Call,
-    padded: Call,
-    others: Call,
+    calls: tuple[Call, Call, Call],
     what: str,
+    is_made_up: bool,
 ) -> None:
     """Raise PlanError unless the loss and all gradients of a call stay the same with padding.
 
@@ -281,10 +280,10 @@ def check_passed_over(
         )
         raise PlanError("shapes=", fact, remedy)
     # The model's own dtype shows more than a narrower one, which inputs may be in.
-    tensors = [x for x in tree_leaves(short) if isinstance(x, torch.Tensor)]
+    tensors = [x for x in tree_leaves(calls[0]) if isinstance(x, torch.Tensor)]
     is_narrow = options.precision and any(x.is_floating_point() for x in tensors)
     with computing_in(model, options.precision if is_narrow else None, cast):
-        compare_padded(model, options.loss_fn, short, padded, others, what)
+        compare_padded(model, options.loss_fn, *calls, what, is_made_up=is_made_up)
 
 
 def with_source(model: nn.Module, weights: str | os.PathLike[str] | None) -> tuple[nn.Module, Source | None]:

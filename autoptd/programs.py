@@ -35,13 +35,19 @@ from autoptd.trace.padding import labels_of
 
 EVALUATION = "eval_step"
 TOKENS, ROWS = "padded tokens", "added rows"
+UNKNOWN_ROWS = (
+    "the batch has fewer rows than that of example_inputs, and no argument by which the loss could pass over rows "
+    "that are added: no labels with an ignore_index, no mask",
+    "drop a smaller last batch (DataLoader(..., drop_last=True))",
+)
 # Rows of the runs that show whether padding changes anything.
 PROOF_ROWS = 4
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Compile = Callable[[Args, Kwargs], Program]
-# (the call's name, [a call, it with padding, it with other padding], what was added): PlanError where the model reads that
-Prove = Callable[[str, Sequence[tuple[Args, Kwargs]], str], None]
+# (the call's name, [a call, it with padding, it with other padding], what was added, whether its numbers are made up):
+# PlanError where the model reads what was added.
+Prove = Callable[[str, Sequence[tuple[Args, Kwargs]], str, bool], None]
 
 
 class Programs:
@@ -56,8 +62,8 @@ class Programs:
         self.most = options.max_programs or (MAX_PROGRAMS if options.shapes is not None else sys.maxsize)
         self._by_sizes: dict[Sizes, Program] = {}
         self._padding: BatchPadding | None = None
-        # The calls that rows were added to, without a change.
-        self._rows_proven: set[str] = set()
+        # The calls that rows were added to, without a change, and what is blank in these.
+        self._blanks: dict[str, tuple[str, ...]] = {}
 
     def begin(self, first: Program, ranks: RunningRanks, args: Args, kwargs: Kwargs) -> None:
         """Take in the program that the ranks were started with, for such a call. A collective."""
@@ -154,10 +160,10 @@ class Programs:
 
         sizes, longest = self._agreed(ranks, own)
         bucket, rows = padding.bucket(longest), sizes.shapes[0][1][0]
-        if rows < padding.rows and call not in self._rows_proven:
-            self._done(ranks, lambda: self._prove_rows(call, padding, leaves, tree))
-            self._rows_proven.add(call)
-        padded = tree_unflatten(padding.padded(leaves, bucket, padding.rows), tree)
+        if rows < padding.rows and call not in self._blanks:
+            self._blanks[call] = self._find_blank(call, padding, ranks, leaves, tree)
+        blank = self._blanks.get(call, ())
+        padded = tree_unflatten(padding.padded(leaves, bucket, padding.rows, blank), tree)
         sizes = sizes_of(self._first, call, *padded)
         if sizes not in self._by_sizes:
             self._check_count(sizes)
@@ -171,15 +177,38 @@ class Programs:
         have = min(padding.length_of(leaves), max(1, 3 * bucket // 4))
         if bucket > 1 and self._is_checked:
             short = padding.cut(leaves, have, PROOF_ROWS)
-            self._compare(call, tree, padding, short, padding.padded(short, bucket, padding.rows_of(short)))
+            self._compare(call, tree, padding, short, bucket, padding.rows_of(short))
 
-    def _prove_rows(self, call: str, padding: BatchPadding, leaves: Sequence[Any], tree: Any) -> None:
-        """Raise PlanError unless the model passes over rows whose labels are all ignored."""
-        if self._is_checked:
-            length = padding.length_of(leaves)
-            short = padding.cut(leaves, length, PROOF_ROWS)
-            more = padding.padded(short, length, padding.rows_of(short) + 1)
-            self._compare(call, tree, padding, short, more)
+    def _find_blank(
+        self, call: str, padding: BatchPadding, ranks: RunningRanks, leaves: Sequence[Any], tree: Any
+    ) -> tuple[str, ...]:
+        """Return the fewest arguments that are to be blank in added rows. A collective.
+
+        PlanError where the model reads such rows all the same.
+        """
+        blanks = padding.possible_blanks()
+        refused = PlanError(f"pm.{call}", *UNKNOWN_ROWS)
+        if not self._is_checked:
+            # Which arguments the loss reads as a mask, only trying shows.
+            if padding.labels:
+                return ()
+            raise refused
+        for number, blank in enumerate(blanks):
+            try:
+                self._done(ranks, lambda: self._prove_rows(call, padding, blank, leaves, tree))  # noqa: B023
+                return blank
+            except PlanError as error:
+                # A refusal is the answer of all ranks, whatever data each has.
+                refused = error if number == 0 else refused
+        raise refused
+
+    def _prove_rows(
+        self, call: str, padding: BatchPadding, blank: tuple[str, ...], leaves: Sequence[Any], tree: Any
+    ) -> None:
+        """Raise PlanError unless the model passes over rows whose labels are all ignored, and that are `blank`."""
+        length = padding.length_of(leaves)
+        short = padding.cut(leaves, length, PROOF_ROWS)
+        self._compare(call, tree, padding, short, length, padding.rows_of(short) + 1, blank)
 
     @property
     def _is_checked(self) -> bool:
@@ -187,16 +216,29 @@ class Programs:
         return not isinstance(shapes, Buckets) or shapes.check
 
     def _compare(
-        self, call: str, tree: Any, padding: BatchPadding, short: Sequence[Any], padded: Sequence[Any]
+        self,
+        call: str,
+        tree: Any,
+        padding: BatchPadding,
+        given: Sequence[Any],
+        length: int,
+        rows: int,
+        blank: tuple[str, ...] = (),
     ) -> None:
+        """Raise PlanError unless the model passes over what fills a call up to so many tokens and rows.
+
+        It is tried with other numbers too.
+        """
         if self._prove is None:
             fact = "there is no model to check that it passes over padding"
             raise PlanError("shapes=", fact, "autoptd.parallelize(model, ...)")
-        length, rows = padding.length_of(short), padding.rows_of(short)
-        others = padding.with_other_tokens(padded, length, rows)
-        what = TOKENS if padding.length_of(padded) > length else ROWS
-        calls: list[Any] = [tree_unflatten(list(given), tree) for given in (short, padded, others)]
-        self._prove(call, calls, what)
+        own_length, own_rows = padding.length_of(given), padding.rows_of(given)
+        what = TOKENS if length > own_length else ROWS
+        for number, short in enumerate([given, *padding.varied(given)]):
+            padded = padding.padded(short, length, rows, blank)
+            others = padding.with_other_tokens(padded, own_length, own_rows)
+            calls: list[Any] = [tree_unflatten(list(leaves), tree) for leaves in (short, padded, others)]
+            self._prove(call, calls, what, number > 0)
 
     def trained_for(self, args: Args, kwargs: Kwargs) -> Program:
         """Return the program that trains with the sizes of an evaluation, if there is one, else the first."""

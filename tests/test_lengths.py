@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -238,7 +239,7 @@ def test_numbers_of_padding_are_the_users() -> None:
         pass
 
 
-def test_rows_are_added_where_labels_can_be_ignored() -> None:
+def test_rows_are_added_where_the_loss_can_pass_over_them() -> None:
     class Unlabelled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -250,10 +251,120 @@ def test_rows_are_added_where_labels_can_be_ignored() -> None:
     ids = cut(8, 8)[0]
     model = Unlabelled()
     with running(model, shapes="bucket", example_inputs=(ids, torch.ones(8, 8))) as pm:
-        call = ids[:, :3], torch.ones(8, 3)
-        torch.testing.assert_close(pm.step(*call), model(*call).detach())
-        with pytest.raises(PlanError, match=r"ids has 5 rows of 8, and no labels, with an ignore_index"):
+        for call in ((ids[:, :3], torch.ones(8, 3)), (ids[:5], torch.rand(5, 8))):
+            torch.testing.assert_close(pm.step(*call), model(*call).detach())
+            pm.optimizer(torch.optim.SGD, lr=0.0).zero_grad()
+    # Which argument that is, only trying shows.
+    with running(model, shapes=Buckets((4, 8), check=False), example_inputs=(ids, torch.ones(8, 8))) as pm:
+        pm.step(ids[:, :3], torch.ones(8, 3))
+        with pytest.raises(PlanError, match=r"no argument by which the loss could pass over rows"):
             pm.step(ids[:5], torch.ones(5, 8))
+
+
+class Losses(nn.Module):
+    """A function of the losses of tokens, and of arguments that say which of them count, or how much."""
+
+    def __init__(self, of_losses: Callable[..., Tensor], *, sees: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB)
+        self.of_losses, self.sees = of_losses, sees
+
+    def forward(self, ids: Tensor, labels: Tensor, *given: Tensor) -> Tensor:
+        q = self.embed(ids)[:, None]
+        sees = given[0].bool()[:, None, None] if self.sees else None
+        logits = self.head(F.scaled_dot_product_attention(q, q, q, sees, is_causal=sees is None)[:, 0])
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+        return self.of_losses(losses, *given)
+
+
+MASKED: dict[str, tuple[nn.Module, Callable[[int, int], list[Tensor]]]] = {
+    "a mask": (Losses(lambda x, mask: (x * mask).sum() / mask.sum()), lambda b, s: [torch.ones(b, s)]),
+    "bools": (
+        Losses(lambda x, mask: torch.where(mask, x, 0).sum() / mask.sum().clamp(min=1)),
+        lambda b, s: [torch.rand(b, s) > 0.4],
+    ),
+    # Rows that attend to nothing would be NaN: only the second one is 0 in rows that are added.
+    "two masks": (
+        Losses(lambda x, sees, mask: (x * mask).sum() / mask.sum(), sees=True),
+        lambda b, s: [torch.ones(b, s, dtype=torch.long), torch.ones(b, s)],
+    ),
+    "weights of rows": (
+        Losses(lambda x, weights: (x.sum(1) * weights).sum() / weights.sum()),
+        lambda b, s: [torch.rand(b)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("mesh", [{"t": 2}, {"t": 1, "d": 2, "num_microbatches": 2}], ids=str)
+def test_rows_are_added_with_a_mask_of_ones_own(name: str, mesh: dict[str, Any]) -> None:
+    model, arguments = MASKED[name]
+    model = copy.deepcopy(model).double()
+
+    def call(rows: int, length: int) -> tuple[Tensor, ...]:
+        given = [x.double() if x.is_floating_point() else x for x in arguments(rows, length)]
+        return (*cut(rows, length), *given)
+
+    with running(model, shapes="bucket", example_inputs=call(8, 8), **mesh) as pm:
+        for rows, length in ((6, 8), (4, 3), (2, 5)):
+            batch = call(rows, length)
+            found, wanted = pm.step(*batch), model(*batch)
+            torch.testing.assert_close(found, wanted.detach(), rtol=1e-9, atol=0)
+            torch.testing.assert_close(pm.eval_step(*batch), found, rtol=1e-9, atol=0)
+            gradients = torch.autograd.grad(wanted, list(model.parameters()))
+            for own, gradient in zip(pm.gradients().values(), gradients, strict=True):
+                torch.testing.assert_close(own, gradient, rtol=1e-9, atol=1e-12)
+            pm.optimizer(torch.optim.SGD, lr=0.0).zero_grad()
+
+
+HIDING: dict[str, tuple[nn.Module, Tensor, tuple[int, int], str]] = {
+    "weights of 1": (
+        Losses(lambda x, w: x.sum() / 30 * w.mean()),
+        torch.ones(8),
+        (5, 8),
+        "with added rows",
+    ),
+    "largest": (Losses(lambda x, r: (x * r.max()).sum() / 30), torch.ones(8, 8) + 1, (8, 4), "padded tokens"),
+    "of a row": (
+        Losses(lambda x, r: (x * r.amax(1, keepdim=True)).sum() / 30),
+        torch.ones(8, 8) + 1,
+        (8, 4),
+        "padded tokens",
+    ),
+    "smallest": (
+        Losses(lambda x, r: (x * r.amin()).sum() / 30),
+        -torch.ones(8, 8),
+        (8, 4),
+        "padded tokens",
+    ),
+    "zeros": (Losses(lambda x, r: x.sum() / 30 * (1 + r.mean())), torch.zeros(8), (5, 8), "added rows"),
+    "flags": (
+        Losses(lambda x, r: x.sum() / 30 * (1 + r.float().mean())),
+        torch.zeros(8) > 0,
+        (5, 8),
+        "added rows",
+    ),
+    "smallest number": (
+        Losses(lambda x, r: (x * r.min()).sum() / 30),
+        torch.arange(64).view(8, 8) * 2,
+        (8, 4),
+        "padded tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HIDING)
+def test_numbers_that_hide_that_padding_is_read(name: str) -> None:
+    """Of the first batch; others would be trained with another loss than that of one device."""
+    model, numbers, (rows, length), what = HIDING[name]
+    call = (*cut(8, 8), numbers)
+    short = tuple(x[:rows, :length] if x.dim() > 1 else x[:rows] for x in call)
+    with (
+        pytest.raises(PlanError, match=what),
+        running(model, shapes="bucket", num_microbatches=1, example_inputs=call) as pm,
+    ):
+        pm.step(*short)
 
 
 def test_rows_that_are_read_are_not_added() -> None:

@@ -3,7 +3,7 @@
 In: the leaves of a call, shorter than a bucket or with fewer rows than the first program's. Out: leaves of the sizes of a
 bucket. A length is padded at its end: labels with the `ignore_index` of the loss, everything else with 0 or what was asked for.
 Rows that are missing are copies of real ones (a row without tokens would have nothing to attend to), with labels that are all
-ignored.
+ignored, and all padding in *blank* arguments: the model's own mask, say.
 
     padding = BatchPadding(program, lengths=(512, 1024), labels={"labels": -100}, pad={}, replicas=1)
     length, rows = padding.measure(leaves)
@@ -12,7 +12,8 @@ ignored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ from autoptd.program.specs import InputSpec
 from autoptd.runtime.batch import expected_shape
 
 SITE = "shapes: padding"
+# Of the arguments that added rows may be blank in, so many are tried.
+MAX_BLANKS = 4
+# Multiples of it have parts behind the point that are spread evenly.
+GOLDEN = 0.6180339887498949
 
 
 class BatchPadding:
@@ -96,20 +101,23 @@ class BatchPadding:
 
     def _check_rows(self, rows: int) -> None:
         """Raise PlanError where no rows can be added."""
-        fact = f"{self._lead.name} has {rows} rows of {self.rows}, and "
-        if not self.labels:
-            fact += "no labels, with an ignore_index, by which the loss could pass over rows that are added"
-            raise PlanError("step", fact, "drop a smaller last batch (DataLoader(..., drop_last=True))")
         if self._blocks > 1:
-            fact += f"those of {self._blocks} blocks belong together"
+            fact = f"{self._lead.name} has {rows} rows of {self.rows}, and those of {self._blocks} blocks belong together"
             raise PlanError("step", fact, "drop a smaller last batch (DataLoader(..., drop_last=True))")
+
+    def possible_blanks(self) -> list[tuple[str, ...]]:
+        """Return which arguments may be blank in added rows: the fewest first, in the same order on every rank."""
+        others = [spec.name for spec in self._specs if spec.batched and spec is not self._lead]
+        others = [name for name in others if name not in self.labels][:MAX_BLANKS]
+        counts = range(0 if self.labels else 1, len(others) + 1)
+        return [names for count in counts for names in combinations(others, count)]
 
     def bucket(self, length: int) -> int:
         """Return the smallest bucket that holds so many tokens."""
         return next(bucket for bucket in self.lengths if bucket >= length)
 
-    def padded(self, leaves: Sequence[Any], length: int, rows: int) -> list[Any]:
-        """Return the leaves of a call with so many tokens and rows."""
+    def padded(self, leaves: Sequence[Any], length: int, rows: int, blank: Collection[str] = ()) -> list[Any]:
+        """Return the leaves of a call with so many tokens and rows; those that are added are padding in `blank` arguments."""
         given = list(leaves)
         have = leaves[self._lead.leaf].shape[0]
         for spec in self._specs:
@@ -118,14 +126,35 @@ class BatchPadding:
                 more = [0, 0] * (x.dim() - 1 - dim) + [0, length - x.shape[dim]]
                 x = F.pad(x, more, value=value) if length > x.shape[dim] else x
             if spec.batched and rows > have:
-                x = torch.cat([x, self._more_rows(spec, x, rows - have)])
+                x = torch.cat([x, self._more_rows(spec, x, rows - have, blank)])
             given[spec.leaf] = x
         return given
 
-    def _more_rows(self, spec: InputSpec, x: torch.Tensor, count: int) -> torch.Tensor:
-        if spec.name in self.labels:
-            return x.new_full((count, *x.shape[1:]), self.labels[spec.name])
+    def _more_rows(
+        self, spec: InputSpec, x: torch.Tensor, count: int, blank: Collection[str]
+    ) -> torch.Tensor:
+        if spec.name in self.labels or spec.name in blank:
+            return x.new_full((count, *x.shape[1:]), self._values[spec.name])
         return x[torch.arange(count, device=x.device) % x.shape[0]]
+
+    def varied(self, leaves: Sequence[Any]) -> list[list[Any]]:
+        """Return a call with other numbers in it, which show what those of the call may hide.
+
+        None where it has nothing to vary.
+
+        Weights that are all 1 have the mean of any number of rows, and the largest of some positive numbers is that with zeros
+        behind them. So masks cover fewer tokens in every row; other floats are all negative in one call, all positive in the
+        next, and all different; whole numbers are none that padding has. Labels stay.
+        """
+        calls: list[list[Any]] = []
+        for sign in (-1.0, 1.0):
+            call = list(leaves)
+            for spec in self._specs:
+                if spec.batched and spec.name not in self.labels:
+                    call[spec.leaf] = _varied(leaves[spec.leaf], sign, self._values[spec.name])
+            is_known = any(_are_equal(call, other) for other in (leaves, *calls))
+            calls += [] if is_known else [call]
+        return calls
 
     def with_other_tokens(self, padded: Sequence[Any], length: int, rows: int) -> list[Any]:
         """Return a padded call, of which so many tokens and rows are real, with copies of real tokens in the padding.
@@ -148,6 +177,35 @@ class BatchPadding:
             # As a loader makes them: models may ask for views.
             given[spec.leaf] = (x[:rows] if spec.batched else x).contiguous()
         return given
+
+
+def _varied(x: torch.Tensor, sign: float, padding: float) -> torch.Tensor:
+    """Return other numbers for an argument, of `sign` where they are no mask; what is not finite stays."""
+    if bool(((x == 0) | (x == 1)).all()) and bool((x != 0).any()):
+        return torch.where(_covered(x), x, 0)
+    if not x.is_floating_point() and not bool((x != 0).any()):
+        return torch.where(_covered(x), x, 1)
+    if not x.is_floating_point():
+        return torch.where(x == padding, x.max(), x)
+    spread = 0.5 + (torch.arange(x.numel(), device=x.device) * GOLDEN) % 1
+    return torch.where(x.isfinite(), sign * (x.abs() + 1) * spread.view(x.shape).to(x.dtype), x)
+
+
+def _covered(mask: torch.Tensor) -> torch.Tensor:
+    """Return which entries stay: of row i all but the last i, or, with an entry a row, those of every second row."""
+    rows = torch.arange(mask.shape[0], device=mask.device)
+    if mask.dim() == 1:
+        return rows % 2 == 0
+    if mask.dim() > 2:
+        # Who sees whom: a token that sees nothing would be NaN.
+        return torch.ones_like(mask, dtype=torch.bool)
+    places = torch.arange(mask.shape[1], device=mask.device)
+    return (places < mask.shape[1] - rows[:, None]) | (places == 0)
+
+
+def _are_equal(call: Sequence[Any], other: Sequence[Any]) -> bool:
+    pairs = zip(call, other, strict=True)
+    return all(x is y or (isinstance(x, torch.Tensor) and torch.equal(x, y)) for x, y in pairs)
 
 
 def lead_of(first: Program) -> InputSpec:
