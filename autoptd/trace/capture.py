@@ -16,7 +16,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from autoptd.ir.expert_mm import GroupedProducts, grouped_mm
 from autoptd.ir.names import USED, identifier
 from autoptd.ir.notes import copy_graph, note, op_name, ops, placeholders, site
 from autoptd.trace.autocast import OFF, Autocast, Casting, cast_once
+from autoptd.trace.branches import Checks
 from autoptd.trace.dependence import mark_dependence
 from autoptd.trace.faithful import check_loss_fn, check_model
 from autoptd.trace.functions import other_functions
@@ -69,6 +70,7 @@ class Captured:
     raw: Raw
     checkpointed: tuple[str, ...] = ()
     whole: frozenset[Any] = frozenset()
+    checks: Checks = field(default_factory=Checks)
 
 
 def capture(
@@ -84,11 +86,15 @@ def capture(
     check_model(model)
     check_loss_fn(loss_fn)
     leaves, tree = tree_flatten((args, kwargs))
-    wrapper = _watched(model, loss_fn)
+    checks = Checks()
+    wrapper = _watched(model, loss_fn, checks)
     casting = Casting(autocast)
     whole: set[Any] = set()
-    exported, checkpointed = _export(wrapper, *_fresh(args, kwargs), casting=casting, whole=whole)
+    exported, checkpointed = _export(
+        wrapper, *_fresh(args, kwargs), casting=casting, whole=whole, checks=checks
+    )
     assert exported is not None
+    checks.warn()
     # After the trace: `Watched` has put the model back, and this calls it again where something changed.
     with autocast.ambient():
         check_changes(wrapper, args, kwargs)
@@ -118,6 +124,7 @@ def capture(
         raw,
         checkpointed,
         frozenset(whole),
+        checks,
     )
 
 
@@ -132,10 +139,11 @@ def capture_again(
     """Trace the call that `first` is the trace of with other rows, along `first` where the forward does the
     same; return the graph that `capture` would.
     """
-    wrapper, follower = _watched(model, loss_fn), Follower(first.raw, Casting(autocast))
+    wrapper, follower = _watched(model, loss_fn, first.checks), Follower(first.raw, Casting(autocast))
+    known: dict[str, Any] = {"whole": set(first.whole), "checks": first.checks}
     try:
         fresh = _fresh(args, kwargs)
-        _export(wrapper, *fresh, casting=Casting(autocast), whole=set(first.whole), run=follower.run)
+        _export(wrapper, *fresh, casting=Casting(autocast), **known, run=follower.run)
     # Whatever it is that the forward does otherwise, or fails at: a full trace names it.
     except (Differs, AutoptdError):
         return capture(model, args, kwargs, loss_fn, autocast).graph
@@ -150,10 +158,10 @@ def capture_again(
     return graph
 
 
-def _watched(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Watched:
+def _watched(model: nn.Module, loss_fn: Callable[..., Any] | None, checks: Checks) -> Watched:
     # The parameters themselves: while the forward is traced, the model has fake ones in their place.
     registered = {id(parameter): name for name, parameter in model.named_parameters()}
-    return Watched(model, loss_fn, around=partial(Operands, model, registered))
+    return Watched(model, loss_fn, around=partial(Operands, model, registered, checks))
 
 
 def _fresh(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -251,14 +259,16 @@ def _export(
     kwargs: dict[str, Any],
     casting: Casting,
     whole: set[Any],
+    checks: Checks,
     run: Callable[[Any, tuple[Any, ...]], None] | None = None,
 ) -> tuple[torch.export.ExportedProgram | None, tuple[str, ...]]:
     """Export the forward; return the program (None where `run` followed the forward instead), and the modules
     whose activation checkpoints it does without.
 
-    Custom autograd functions that turn out to have a backward of their own join `whole`, and it is exported once more.
+    It is exported once more where custom autograd functions turn out to have a backward of their own, which join `whole`, or
+    where a check of values has raised, which joins `checks`.
     """
-    exported = None
+    exported, checks.tried = None, None
     try:
         with ExitStack() as around:
             met = around.enter_context(watch_tracing(wrapper.model, whole))
@@ -273,12 +283,18 @@ def _export(
         if others:
             whole |= others
             casting.with_grad.clear()
-            return _export(wrapper, args, kwargs, casting, whole, run)
+            return _export(wrapper, args, kwargs, casting, whole, checks, run)
+        if checks.tried is not None:
+            fact = "raises on the value of a tensor, and the forward goes on where the exception is caught"
+            raise TraceError(checks.site(), fact, VALUE_REMEDY)
         return exported, tuple(checkpoint_sites(wrapper.model, met.checkpointed))
     except AutoptdError:
         raise
     except Exception as error:
-        raise _refusal(error) from error
+        if not checks.has_left(error):
+            raise _refusal(error) from error
+    casting.with_grad.clear()
+    return _export(wrapper, args, kwargs, casting, whole, checks, run)
 
 
 def _refusal(error: Exception) -> TraceError:

@@ -46,8 +46,16 @@ class ReadsParameters(Unfit):
 
 
 @dataclass(frozen=True)
+class Given:
+    """A tensor that a function is called with; no gradient of one that needs none is compared."""
+
+    shape: torch.Size
+    needs_gradient: bool
+
+
+@dataclass(frozen=True)
 class Call:
-    """A function and what it was called with: a tensor is its shape."""
+    """A function and what it was called with: a tensor is a `Given`."""
 
     function: Any
     args: tuple[Any, ...]
@@ -59,7 +67,8 @@ class Call:
             if not isinstance(arg, (Tensor, *PLAIN)):
                 fact = f"its backward is not traced, and it takes a {type(arg).__name__}"
                 raise TraceError(site, fact, REMEDY)
-        return cls(function, tuple(torch.Size(arg.shape) if isinstance(arg, Tensor) else arg for arg in args))
+        given = [Given(arg.shape, arg.requires_grad) if isinstance(arg, Tensor) else arg for arg in args]
+        return cls(function, tuple(given))
 
 
 class NeedsContext(Exception):
@@ -135,18 +144,19 @@ def other_functions(met: Sequence[Call]) -> set[Any]:
 
 
 def _try(call: Call, size: float) -> None:
-    small = _small_sizes([arg for arg in call.args if isinstance(arg, torch.Size)])
+    small = _small_sizes([arg.shape for arg in call.args if isinstance(arg, Given)])
     drawn: list[Any] = []
     for arg in call.args:
-        if isinstance(arg, torch.Size):
-            shape = [small.get(n, n) for n in arg]
+        if isinstance(arg, Given):
+            shape = [small.get(n, n) for n in arg.shape]
             arg = size * torch.randn(shape, dtype=torch.float64, device="cpu")
         drawn.append(arg)
+    trained = [arg.needs_gradient for arg in call.args if isinstance(arg, Given)]
     runs = (lambda args: run_forward(call.function, args), lambda args: call.function.apply(*args))
     try:
         if any(tensor.requires_grad for tensor in _tensors(run_forward(call.function, drawn))):
             raise ReadsParameters
-        leaves = _leaves(drawn), _leaves(drawn)
+        leaves = _leaves(drawn, trained), _leaves(drawn, trained)
         found, wanted = (_tensors(run(_filled(drawn, own))) for run, own in zip(runs, leaves, strict=True))
         # Small gradients of large values, and the other way: a clamp in the backward shows at one of them.
         ways = [size**3 * torch.randn_like(tensor) for tensor in wanted]
@@ -163,11 +173,13 @@ def _try(call: Call, size: float) -> None:
             raise Unfit("it is not the derivative of its forward")
 
 
-def _leaves(args: Sequence[Any]) -> list[Tensor]:
-    return [arg.clone().requires_grad_() for arg in args if isinstance(arg, Tensor)]
+def _leaves(args: Sequence[Any], trained: list[bool]) -> list[Tensor]:
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    return [tensor.clone().requires_grad_(is_so) for tensor, is_so in zip(tensors, trained, strict=True)]
 
 
 def _gradients(made: list[Tensor], leaves: list[Tensor], ways: list[Tensor]) -> list[Tensor]:
+    leaves = [leaf for leaf in leaves if leaf.requires_grad]
     live = [(tensor, way) for tensor, way in zip(made, ways, strict=True) if tensor.requires_grad]
     if not live:
         return [torch.zeros_like(leaf) for leaf in leaves]

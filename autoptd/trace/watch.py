@@ -12,6 +12,7 @@ as an index, numbers made tensors.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,11 +26,14 @@ from torch.utils.checkpoint import CheckpointFunction
 from autoptd.compat import FakeTensor, plain_checkpoints, tree_leaves
 from autoptd.errors import TraceError
 from autoptd.trace.attributes import attribute_tensors
+from autoptd.trace.branches import Branches, Checks
 from autoptd.trace.functions import Call, NeedsContext, call_whole, run_forward, takes_others
 from autoptd.trace.numbers import make_tensor
 from autoptd.trace.users import users_line
 from autoptd.trace.writes import Writes
 
+DATA, SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
+DATA_REMEDY = "compute a new tensor, or write to a buffer: self.name.copy_(...)"
 HOOK_REMEDY = "remove the hook: change the gradient after pm.step, or the model's forward"
 REENTRANT_REMEDY = "checkpoint(..., use_reentrant=False), with transformers gradient_checkpointing_enable("
 REENTRANT_REMEDY += "gradient_checkpointing_kwargs={'use_reentrant': False})"
@@ -95,13 +99,19 @@ class Operands(TorchFunctionMode):
     What torch does in a call is no part of `writes`: it would take most of a trace's time.
     """
 
-    def __init__(self, model: nn.Module, registered: dict[int, str], writes: Writes) -> None:
+    def __init__(self, model: nn.Module, registered: dict[int, str], checks: Checks, writes: Writes) -> None:
         super().__init__()
         self._model, self._registered, self._writes = model, registered, writes
+        self._branches = Branches(checks)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with self._writes.paused():
-            return self._call(func, args, kwargs or {})
+            if func is Tensor.__bool__:
+                outcome = self._branches.outcome(args[0], sys._getframe(1))
+                return func(*args) if outcome is None else outcome
+            made = self._call(func, args, kwargs or {})
+            self._branches.see(func, args, made)
+            return made
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         for arg in args:
@@ -116,6 +126,14 @@ class Operands(TorchFunctionMode):
             args = _with_index_of_one(*args)
         if func is torch.tensor:
             return make_tensor(args, kwargs)
+        # Of a parameter that is fake it would be a new constant.
+        if func == DATA:
+            return args[0].detach()
+        if func == SET_DATA and isinstance(args[0], FakeTensor):
+            fact = (
+                "is given other data by the forward (tensor.data = ...), which the traced graph would not do"
+            )
+            raise TraceError(f"a tensor of shape {tuple(args[0].shape)} ({users_line()})", fact, DATA_REMEDY)
         return func(*args, **kwargs)
 
     def _check_all(self, nested: Any) -> None:

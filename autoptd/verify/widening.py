@@ -50,8 +50,9 @@ def masks_of(program: Program, step: int) -> Iterator[None]:
         return dropout(whole, spec.rate, Draw(program.seed, step, site, 0, rows), spec.batch) != 0
 
     def noise_of(site: int, x: torch.Tensor, kind: str) -> torch.Tensor:
+        # Read by nothing but a branch, whose outcome the tracer knows of numbers that are not 0.
         if site not in spec_of:
-            return torch.zeros_like(x)
+            return torch.full_like(x, 0.5)
         return NOISE[kind](x, Draw(program.seed, step, site, 0, rows), spec_of[site].batch)
 
     with given_masks(mask_of, noise_of=noise_of):

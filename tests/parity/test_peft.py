@@ -67,6 +67,20 @@ def randlora() -> peft.PeftConfig:
     return peft.RandLoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])
 
 
+def adalora() -> peft.PeftConfig:
+    sizes = {"init_r": 4, "target_r": 2, "total_step": 10}
+    return peft.AdaLoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], **sizes)
+
+
+def vblora() -> peft.PeftConfig:
+    bank = {"num_vectors": 8, "vector_length": 8, "topk": 2}
+    return peft.VBLoRAConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"], **bank)
+
+
+def with_rank(config: type[peft.PeftConfig]) -> Callable[[], peft.PeftConfig]:
+    return lambda: config(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"])
+
+
 KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], peft.PeftConfig]]] = {
     "LoRA": (llama, lora),
     "LoRA with dropout": (llama, lambda: lora(lora_dropout=0.1)),
@@ -82,6 +96,14 @@ WRITTEN_OUT: dict[str, tuple[Callable[[], nn.Module], Callable[[], peft.PeftConf
     "VeRA": (llama, vera),
     "RandLora": (llama, randlora),
 }
+# What an adapter adds is computed from its weights: they are traced as they are written, and seldom divided.
+COMPUTED: dict[str, tuple[Callable[[], nn.Module], Callable[[], peft.PeftConfig]]] = {
+    "LoKr": (llama, with_rank(peft.LoKrConfig)),
+    "LoHa": (llama, with_rank(peft.LoHaConfig)),
+    "HRA": (llama, with_rank(peft.HRAConfig)),
+    "AdaLora": (llama, adalora),
+    "VB-LoRA": (llama, vblora),
+}
 MESHES: tuple[dict[str, Any], ...] = (
     {"t": 2, "p": 2, "d": 2, "num_microbatches": 2},
     {"t": 2, "sequence_parallel": True, "d": 2, "zero": 1},
@@ -92,7 +114,7 @@ MESHES: tuple[dict[str, Any], ...] = (
 
 def adapted(kind: str) -> nn.Module:
     """A model of PEFT, whose adapters are no zeros."""
-    base, config = (KINDS | WRITTEN_OUT)[kind]
+    base, config = (KINDS | WRITTEN_OUT | COMPUTED)[kind]
     torch.manual_seed(0)
     model = peft.get_peft_model(base(), config())
     for parameter in model.parameters():
@@ -121,6 +143,15 @@ def test_adapters_train_as_on_one_device(kind: str, mesh: int) -> None:
 )
 def test_adapters_whose_layers_are_written_out(kind: str) -> None:
     autoptd.verify(adapted(kind), example_inputs=batch(), machine=MACHINE, steps=2, t=2)
+
+
+@pytest.mark.filterwarnings("ignore:.*raises on the values of a tensor")
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.thorough] if at else []) for at, kind in enumerate(COMPUTED)],
+)
+def test_adapters_that_are_computed(kind: str) -> None:
+    autoptd.verify(adapted(kind), example_inputs=batch(), machine=MACHINE, steps=2, **MESHES[0], zero=1)
 
 
 SAVED = ["prompt tuning", *(kind for kind in KINDS if kind != "prompt tuning")]

@@ -272,3 +272,25 @@ def test_training_mode_is_kept() -> None:
     model = Net(lambda self, x: F.dropout(self.first(x), 0.5, self.training).mean())
     assert names(captured(model.eval(), X).graph) == ["linear", "mean"]
     assert not model.training
+
+
+def test_data_of_a_parameter_is_read_without_gradient() -> None:
+    found = captured(Net(lambda self, x: F.linear(self.first(x), self.second.weight.data).sum()), X)
+    assert "detach" in names(found.graph)
+
+
+def set_parameter(net: Any, x: Tensor) -> Tensor:
+    net.first.weight.data = net.first.weight * 0.5
+    return net.first(x).sum()
+
+
+def set_activation(net: Any, x: Tensor) -> Tensor:
+    x = net.first(x)
+    x.data = x * 2
+    return x.sum()
+
+
+@pytest.mark.parametrize("forward", [set_parameter, set_activation])
+def test_data_that_the_forward_sets_is_refused(forward: Any) -> None:
+    with pytest.raises(TraceError, match=r"test_capture\.py:\d+.*is given other data by the forward"):
+        trace.capture(Net(forward), (X,), {}, None)

@@ -274,3 +274,28 @@ def test_a_saved_program_imports_it_in_a_new_process(tmp_path: Path, function: A
     command = [sys.executable, str(tmp_path / "stage_0.py"), "--check"]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONG, check=False)
     assert ran.returncode == 0, ran.stderr
+
+
+class Scaled(torch.autograd.Function):
+    """Its last argument needs no gradient, and gets none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad * ctx.saved_tensors[0], None
+
+
+def test_a_tensor_without_gradient_has_none_to_compare() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Scaled.apply(self.layer(x), torch.tensor(0.5)).square().sum()
+
+    assert not trace.capture(Plain(), (X,), {}, None).whole

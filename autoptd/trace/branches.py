@@ -1,0 +1,190 @@
+"""Branches of a forward on the value of a tensor whose outcome is known while it is traced.
+
+- Random numbers against a bound that they do not cross: `if torch.rand(1) > self.dropout` with a dropout of 0.
+- Checks, which do nothing but raise: `if x.isinf().any(): raise ValueError(...)`, `assert (x >= 0).all()`. The trace
+  goes on where nothing is raised. That an exception leaves the forward, and is not caught in it, is found by raising it:
+  the first trace that meets a check ends there, and the next one passes it.
+
+    checks = Checks()
+    branches = Branches(checks)
+    branches.see(torch.rand, (1,), made)
+    branches.outcome(made > 0.0, frame)      # True; None where the value is not known
+"""
+
+from __future__ import annotations
+
+import dis
+import operator
+import os
+import types
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoptd.compat import FakeTensor
+from autoptd.errors import TraceError
+from autoptd.trace.users import line_of
+
+DRAWN = {torch.rand, torch.rand_like}
+COMPARISONS = {getattr(place, name): name for place in (torch, Tensor) for name in ("gt", "ge", "lt", "le")}
+RANDOM_REMEDY = "switch it off (a probability of 0), or draw outside and pass the numbers as an input"
+Place = tuple[types.CodeType, int]
+
+
+class Checks:
+    """The checks of a model: `passed` are known to end the call; one that is `tried` has raised in the running trace."""
+
+    def __init__(self) -> None:
+        self.passed: set[Place] = set()
+        self.tried: Place | None = None
+
+    def has_left(self, error: BaseException) -> bool:
+        """Tell whether `error`, which left the forward, is what the tried check has raised; it is passed from now on."""
+        if self.tried is None or not any(_is_raised_in(one, self.tried[0]) for one in _chain(error)):
+            return False
+        self.passed.add(self.tried)
+        self.tried = None
+        return True
+
+    def site(self) -> str:
+        """Return the line of the tried check."""
+        assert self.tried is not None
+        return _site(self.tried)
+
+    def warn(self) -> None:
+        """Warn of what no rank will check."""
+        for site in sorted({_site(place) for place in self.passed}):
+            text = f"{site}: raises on the values of a tensor, which no step checks"
+            warnings.warn(f"{text}: check what it would find in the training loop", stacklevel=2)
+
+
+class Branches:
+    """What is known of the values of tensors in one trace."""
+
+    def __init__(self, checks: Checks) -> None:
+        self._checks = checks
+        # By id, alive with their tensors: the version at which it was so.
+        self._drawn: dict[int, tuple[Tensor, int]] = {}
+        self._compared: dict[int, tuple[Tensor, int, bool | None]] = {}
+
+    def see(self, func: Any, args: tuple[Any, ...], made: Any) -> None:
+        """Note what a call has made, where its values are known to be within bounds."""
+        if func in DRAWN:
+            self._drawn[id(made)] = (made, made._version)
+        elif func in COMPARISONS and len(args) == 2 and self._is_drawn(args[0]):
+            known = compared(args[0].dtype, COMPARISONS[func], args[1])
+            self._compared[id(made)] = (made, made._version, known)
+
+    def _is_drawn(self, x: Any) -> bool:
+        return id(x) in self._drawn and self._drawn[id(x)][1] == x._version
+
+    def outcome(self, x: Tensor, frame: types.FrameType) -> bool | None:
+        """Return what `bool(x)` is in `frame`, None where it is not known; TraceError where a random number decides it."""
+        if not isinstance(x, FakeTensor) or x.constant is not None:
+            return None
+        if id(x) in self._compared and self._compared[id(x)][1] == x._version:
+            known = self._compared[id(x)][2]
+            if known is None:
+                fact = "a random number decides a branch (LayerDrop does): the traced graph would repeat one outcome"
+                raise TraceError(line_of(frame), fact, RANDOM_REMEDY)
+            return known
+        raising = raises_where(frame.f_code, frame.f_lasti)
+        if raising is None or self._checks.tried is not None:
+            return None
+        place = (frame.f_code, frame.f_lasti)
+        if place in self._checks.passed:
+            return not raising
+        self._checks.tried = place
+        return raising
+
+
+def compared(dtype: torch.dtype, name: str, bound: Any) -> bool | None:
+    """Return how numbers drawn from [0, 1) compare with `bound`; None where some do and some do not.
+
+    A drawn number is taken to be no 0: of one in float32 it is with a probability of 2**-24.
+    """
+    if not isinstance(bound, (int, float)) or 0 < bound < 1:
+        return None
+    # Of 16 bits, one number in 256 is 0.
+    if bound == 0 and name in ("gt", "le") and dtype.itemsize < 4:
+        return None
+    return bool(getattr(operator, name)(0.5, bound))
+
+
+def raises_where(code: types.CodeType, offset: int) -> bool | None:
+    """Return the truth value with which the branch at `offset` of `code` leads to nothing but a `raise`."""
+    steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+    index = _index(code)
+    at = index.get(offset, len(steps))
+    # From 3.13 on a branch takes a bool, which the instruction before it has made.
+    if at + 1 < len(steps) and steps[at].opname == "TO_BOOL":
+        at += 1
+    if at == len(steps) or not steps[at].opname.startswith("POP_JUMP"):
+        return None
+    is_taken_if = steps[at].opname.endswith("TRUE")
+    sides = {is_taken_if: index[steps[at].argval], not is_taken_if: at + 1}
+    raising = [value for value, start in sides.items() if _only_raises(steps, index, start)]
+    return raising[0] if len(raising) == 1 else None
+
+
+def _index(code: types.CodeType) -> dict[int, int]:
+    """Return the place of each instruction by its offset; a jump may go to the words before one that complete it."""
+    found: dict[int, int] = {}
+    number = 0
+    for step in dis.get_instructions(code):
+        found[step.offset] = number
+        number += step.opname != "EXTENDED_ARG"
+    return found
+
+
+def _only_raises(steps: list[dis.Instruction], index: dict[int, int], start: int) -> bool:
+    waiting, seen = [start], set()
+    while waiting:
+        at = waiting.pop()
+        step = steps[at]
+        if at in seen or step.opname in ("RAISE_VARARGS", "RERAISE"):
+            continue
+        if step.opname.startswith(("RETURN", "YIELD", "INSTRUMENTED")):
+            return False
+        seen.add(at)
+        if step.opcode in dis.hasjrel or step.opcode in dis.hasjabs:
+            waiting.append(index[step.argval])
+        if not step.opname.startswith(("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE")):
+            waiting.append(at + 1)
+    return True
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and those that it was raised from."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_raised_in(error: BaseException, code: types.CodeType) -> bool:
+    """Tell whether a `raise` of `code` has made the error, and not something that it called."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return (
+        last is not None
+        and last.tb_frame.f_code is code
+        and dis.opname[code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
+    )
+
+
+def _site(place: Place) -> str:
+    code, offset = place
+    line = max(
+        (line for start, end, line in code.co_lines() if start <= offset < end and line is not None),
+        default=code.co_firstlineno,
+    )
+    return f"{os.path.basename(code.co_filename)}:{line}"
+
+
+__all__ = ["Branches", "Checks", "compared", "raises_where"]
