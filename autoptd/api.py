@@ -211,12 +211,16 @@ def parallelize(
             warn_of_fallbacks(program)
         return program
 
-    def compile_eval(args: tuple[Any, ...], kwargs: dict[str, Any], trained: Program) -> Program:
+    def compile_eval(
+        args: tuple[Any, ...], kwargs: dict[str, Any], trained: Program, counts: tuple[int, ...] = ()
+    ) -> Program:
         # What `eval_step` gets: the global batch for threads, this replica's rows for a process.
         replicas = options.mesh.replicas if is_local(options) else 1
         if options.shapes is not None:
             args, kwargs = beside(model, (args, kwargs))
-        return compile_evaluation(model, options, args, kwargs, trained, modes, replicas=replicas)
+        return compile_evaluation(
+            model, options, args, kwargs, trained, modes, replicas=replicas, counts=counts
+        )
 
     def prove(call: str, calls: Sequence[Call], what: str, is_made_up: bool) -> None:
         # One process is enough: all have the same model.

@@ -7,6 +7,7 @@ rule).
 
     batch = plan_batch(options, (ids, targets), {}, replicas=2)
     batch.rows, batch.num_microbatches          # of a microbatch, of a replica
+    plan_batch(options, (ids,), {}, replicas=2, like=program, counts=(2, 1))    # an evaluation of 3 rows
     trace_rows(model, options, args, kwargs, batch).captured.graph
 """
 
@@ -16,6 +17,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,23 +107,30 @@ def plan_batch(
     replicas: int,
     group: int = 1,
     like: Program | None = None,
+    counts: tuple[int, ...] = (),
 ) -> Batch:
     """Decide microbatches: see `Options.num_microbatches` for the default, of which each has whole groups of rows.
 
-    `like` is a program of other sizes, whose arguments have the batch where these have it. PlanError where the rows do not
-    divide over `replicas` and microbatches.
+    `like` is a program of other sizes, whose arguments have the batch where these have it. `counts` are the rows of every
+    replica of an evaluation, where they are not equal. PlanError where the rows do not divide over `replicas` and microbatches.
     """
     leaves = tree_flatten((args, kwargs))[0]
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     if not tensors:
         remedy = "pass the tensors that the model is called with"
         raise PlanError("example_inputs", "no tensor with a batch dim", remedy)
-    total = batch_rows(leaves, replicas * (options.num_microbatches or 1))
+    if like is not None and (known := [spec.leaf for spec in like.inputs if spec.batched]):
+        total = len(leaves[known[0]])
+    else:
+        total = batch_rows(leaves, replicas * (options.num_microbatches or 1))
     # Every tensor as long as the batch: ids, labels, masks. A tensor of another length goes whole to all.
     batched = tuple(i for i in tensors if leaves[i].shape[0] == total)
     if like is not None:
         batched = _batched_like(like, leaves, batched, total)
-    if total % replicas:
+    if counts and like is not None and like.row_blocks == 1:
+        return _plan_unequal(options, batched, counts, like.rows)
+    if total % replicas or counts:
+        total, replicas = (sum(counts), len(counts)) if counts else (total, replicas)
         degrees = options.mesh.product_text(options.mesh.batch_axes)
         fact = f"the global batch's {total} rows do not divide over {degrees}"
         if len(batched) < len(tensors):
@@ -148,6 +157,24 @@ def plan_batch(
     return batch.in_one_microbatch if like is not None and like.busy_axes else batch
 
 
+def _plan_unequal(options: Options, batched: tuple[int, ...], counts: tuple[int, ...], rows: int) -> Batch:
+    """Decide microbatches of an evaluation whose replicas have other numbers of rows: each runs as many as it has.
+
+    They are equal parts of those of training, of so many `rows`; only the whole batch is told from them, so that the schedule
+    may have more.
+    """
+    own = math.gcd(*counts, rows)
+    needed, pieces, p = max(counts) // own, sum(counts) // own, options.mesh.pipeline_ranks
+    m = -(-needed // p) * p
+    # A file with a schedule names every microbatch.
+    if isinstance(options.schedule, Path) and options.num_microbatches is not None:
+        m = options.num_microbatches
+        if needed > m:
+            fact = f"{max(counts)} rows of a replica are {needed} microbatches of {own}, and the schedule has {m}"
+            raise PlanError("eval_step", fact, f"a multiple of {len(counts) * m} rows")
+    return Batch(batched, own, m, pieces, own if pieces == 1 else max(own, 2))
+
+
 def _batched_like(like: Program, leaves: list[Any], batched: tuple[int, ...], total: int) -> tuple[int, ...]:
     """Return which arguments have the batch in dim 0, as another program says: one may be as long as it by chance."""
     if like.rows * like.num_microbatches * like.mesh.replicas == 1:
@@ -172,9 +199,11 @@ def default_microbatches(rows: int, pipeline_ranks: int) -> int:
 def resize(
     args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch, rows: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the call with `rows` rows: the first ones of the example, repeated where it has fewer."""
+    """Return the call with `rows` rows: the first ones of the example, repeated where it has fewer; zeros where it has none."""
     leaves, tree = tree_flatten((args, kwargs))
     for i in batch.batched:
+        if not len(leaves[i]):
+            leaves[i] = leaves[i].new_zeros((rows, *leaves[i].shape[1:]))
         times = -(-rows // leaves[i].shape[0])
         leaves[i] = leaves[i].repeat(times, *[1] * (leaves[i].dim() - 1))[:rows]
     return tree_unflatten(leaves, tree)  # type: ignore[return-value]

@@ -33,8 +33,8 @@ from autoptd.ir.notes import note, op_name
 from autoptd.ir.plan import Plan
 from autoptd.ir.sizes import local_shape
 from autoptd.options import Options, make_options
-from autoptd.passes import Context, Findings, Form, Record, up_to
-from autoptd.place import cut_of, passes_for, place
+from autoptd.passes import Context, Form, Record, up_to
+from autoptd.place import cut_of, explain, passes_for, place
 from autoptd.program.follow import check_follows, check_trains_alike
 from autoptd.program.program import Program
 from autoptd.program.transfers import plan_transfers
@@ -87,19 +87,21 @@ def compile_program(
     check: bool = True,
     like: Program | None = None,
     record: Record | None = None,
+    counts: tuple[int, ...] = (),
 ) -> Program:
     """Compile for the batch in `(args, kwargs)`: the rows of `replicas` replicas (1 under torchrun, else all).
 
     With `like`, a program of the same model, parameters are stored and the model is cut as there. `record`
-    gets the graph in all its forms, and the seconds of every pass.
+    gets the graph in all its forms, and the seconds of every pass. `counts`: see `plan_batch`.
     """
     tracing.check_module(model)
     tracing.check_device(model, args, kwargs)
     handed = {name: parameter.dtype for name, parameter in model.named_parameters()}
     cast = like.cast_buffers if like is not None else ()
     with tracing.computing_in(model, options.precision, cast) as narrowing:
+        record = record or Record()
         return _compile(
-            model, options, args, kwargs, handed, replicas, check, like, record or Record(), narrowing
+            model, options, args, kwargs, handed, replicas, check, like, record, narrowing, counts
         )
 
 
@@ -114,9 +116,10 @@ def _compile(
     like: Program | None,
     record: Record,
     narrowing: tracing.Narrowing,
+    counts: tuple[int, ...],
 ) -> Program:
     options = settle(model, options)
-    batch = plan_batch(options, args, kwargs, replicas, like=like)
+    batch = plan_batch(options, args, kwargs, replicas, like=like, counts=counts)
 
     def written(batch: Batch, check: bool = check) -> tuple[Written, Traces]:
         # One trace serves all ranks: the model is traced for one device, and split afterwards.
@@ -142,12 +145,14 @@ def _compile(
     try:
         (program, graph, ctx), traces = _write_with_groups(written, batch, grouped)
     except passes.RowGroups as groups:
-        fewer = plan_batch(options, args, kwargs, replicas, groups.group, like)
+        fewer = plan_batch(options, args, kwargs, replicas, groups.group, like, counts)
         # A number that the user, or a schedule of theirs, gave.
-        if fewer.rows == batch.rows:
+        if counts or fewer.rows == batch.rows:
             raise PlanError(groups.site, groups.fact, groups.remedy) from None
         (program, graph, ctx), traces = _write_with_groups(written, fewer, grouped)
     except passes.MixedSamples as error:
+        if counts:
+            raise PlanError(error.site, error.fact, f"a multiple of {len(counts)} rows") from None
         if not _may_mix(options):
             raise error.refused() from None
         # The model has been compared with a trace of fewer rows; all of them may be more than one device takes.
@@ -280,13 +285,6 @@ def _place_and_write(
     return Written(program, graph, ctx)
 
 
-def explain(found: Findings, remark: str, path: str) -> str:
-    """Return how a module is split, and how its values are kept for backward."""
-    return passes.explain_split(found.assignments, path, remark) + passes.explain_kept(
-        found.kept_values, path
-    )
-
-
 def settle(model: nn.Module, options: Options) -> Options:
     """Complete the options by what the model, its device and a schedule of the user's own decide."""
     written = schedule.written_orders(options)
@@ -351,24 +349,25 @@ def compile_evaluation(
     modes: Mapping[nn.Module, bool],
     *,
     replicas: int,
+    counts: tuple[int, ...] = (),
 ) -> Program:
     """Compile for an evaluation, on the ranks and the parameters of `trained`, the program that trains.
 
-    `modes` are those of the modules in training. Where eval mode only takes the dropouts away, and the
-    sizes are those of training, the result is training's program itself, which draws no masks without
-    gradients. For other sizes it is compiled again, held to training's layout and cut, and so is a model
-    that computes something else in eval mode. PlanError where eval mode draws dropouts, or reads parameters
-    elsewhere than training does.
+    `modes` are those of the modules in training, `counts` the rows of every replica where they are not equal.
+    Where eval mode only takes the dropouts away, and the sizes are those of training, the result is training's
+    program itself, which draws no masks without gradients. For other sizes it is compiled again, held to
+    training's layout and cut, and so is a model that computes something else in eval mode. PlanError where
+    eval mode draws dropouts, or reads parameters elsewhere than training does.
     """
     price = trained.plan["options"]["memory_price"]
     zero = trained.plan["options"]["zero"]
     # No bound and no pins: nothing is kept for backward.
     options = replace(options, recompute=False, recompute_num_layers=1, plan=Plan(), zero=zero)
     options = replace(options, memory=math.inf, memory_price=price)
-    is_same_size = is_call_of(trained, args, kwargs, replicas)
+    is_same_size = not counts and is_call_of(trained, args, kwargs, replicas)
     own = trained.num_microbatches if is_same_size else options.num_microbatches
     options = replace(options, num_microbatches=fitting_microbatches(own, args, kwargs, replicas))
-    batch = plan_batch(options, args, kwargs, replicas, like=trained)
+    batch = plan_batch(options, args, kwargs, replicas, like=trained, counts=counts)
     computing = partial(tracing.computing_in, model, options.precision, trained.cast_buffers)
     with tracing.evaluating(model), computing() as narrowing:
         evaluated = capture_rows(model, options, args, kwargs, batch, narrowing)
@@ -393,7 +392,9 @@ def compile_evaluation(
     like = trained if trained.graphs else trained.follows
     # Without gradients no masks are drawn: training's own graph at this size will do.
     with tracing.in_modes(modes) if is_training else tracing.evaluating(model):
-        program = compile_program(model, options, args, kwargs, replicas=replicas, check=False, like=like)
+        program = compile_program(
+            model, options, args, kwargs, replicas=replicas, check=False, like=like, counts=counts
+        )
     check_follows(trained, program)
     # The ranks hold training's parameters, of which an evaluation may read fewer.
-    return replace(program, params=trained.params)
+    return replace(program, params=trained.params, row_counts=counts)

@@ -27,6 +27,7 @@ from autoptd.adapted_model import AdaptedModel
 from autoptd.checkpointer import Checkpointer
 from autoptd.errors import PlanError
 from autoptd.ir.mesh import Coordinate
+from autoptd.ir.shapes import EXACT
 from autoptd.optimizer_request import resolved
 from autoptd.program.memory import StateMemory
 from autoptd.program.program import Picture
@@ -75,6 +76,7 @@ class ParallelModel(AdaptedModel):
             fact = "inference_mode is on around it: there would be no gradients"
             raise PlanError("pm.step", fact, "leave it off here")
         _, ranks = self._running(args, kwargs)
+        self._refuse_unequal(args, kwargs)
         args, kwargs = self._arranged(args, kwargs)
         program, args, kwargs = self._sized(args, kwargs)
         check_call(program, args, kwargs, ranks.replicas)
@@ -123,8 +125,8 @@ class ParallelModel(AdaptedModel):
     def eval_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the loss of the global batch without gradients, the model in eval mode. Collective.
 
-        A batch may have fewer rows than others before: the last one of a dataset. A program for so many is compiled when they
-        first come.
+        A batch may have fewer rows than others before: the last one of a dataset. They need not divide over d. A program for
+        so many is compiled when they first come.
         """
         _, ranks = self._running(args, kwargs, "eval_step")
         args, kwargs = self._arranged(args, kwargs, "eval_step")
@@ -134,7 +136,8 @@ class ParallelModel(AdaptedModel):
 
         def evaluate(rank: Rank) -> torch.Tensor:
             names, replica = rank.evaluator.inputs, ranks.replica_of(rank)
-            return rank.evaluator.evaluate(cut(program, args, kwargs, names, replica, rank.world.device))
+            device = rank.world.device
+            return rank.evaluator.evaluate(cut(program, args, kwargs, names, replica, device, ranks.replicas))
 
         with self._batch_checked(ranks, "eval_step", self._evaluations, flatten(args, kwargs)[0]):
             return ranks.run("eval_step", evaluate)
@@ -156,20 +159,49 @@ class ParallelModel(AdaptedModel):
 
         Returns the positional arguments as a tuple, or keyword arguments as a dict; given both, the pair of
         the two: `pm.step(*pm.local_batch(x, y))`, `pm.step(**pm.local_batch(ids=x))`. Of a mapping of keywords,
-        such as a tokenizer makes, a dict: `pm.step(pm.local_batch(batch))`.
+        such as a tokenizer makes, a dict: `pm.step(pm.local_batch(batch))`. Rows that d does not divide are for
+        `eval_step` alone.
         """
         is_in_one = is_call_in_one(args, kwargs, self._arguments, self._form)
         if self._is_process:
             args, kwargs = self._arranged(args, kwargs)
             mesh = self.options.mesh
             self._cut_unseen |= self._program is None and mesh.replicas > 1
-            args, kwargs = take_rows(self._program, args, kwargs, mesh.replicas, mesh.replica_of(self._rank))
+            replica, can_be_unequal = mesh.replica_of(self._rank), self._takes_unequal
+            share = take_rows(self._program, args, kwargs, mesh.replicas, replica, even=not can_be_unequal)
+            if can_be_unequal:
+                self._remember_unequal(flatten(args, kwargs)[0], flatten(*share)[0])
+            args, kwargs = share
         if is_in_one:
             args, kwargs = self._in_full(args, kwargs)
             return {**dict(zip(self._arguments, args, strict=False)), **kwargs}
         if args and kwargs:
             return args, kwargs
         return kwargs or args
+
+    @property
+    def _takes_unequal(self) -> bool:
+        """Whether replicas may have other numbers of rows in an evaluation."""
+        program, has_programs = self._program, self._compile_eval is not None
+        if program is None or not has_programs or self.options.shapes not in (None, EXACT):
+            return False
+        return program.row_blocks == 1
+
+    def _remember_unequal(self, whole: Sequence[Any], share: Sequence[Any]) -> None:
+        """Remember the tensors that were cut to other numbers of rows on other replicas: a step would end on some of them."""
+        replicas = self.options.mesh.replicas
+        cut = [(len(x), weakref.ref(own)) for x, own in zip(whole, share, strict=True) if own is not x]
+        alive = [known for known in self._unequal if known[1]() is not None]
+        self._unequal = alive + [known for known in cut if known[0] % replicas]
+
+    def _refuse_unequal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise PlanError on all ranks for a step with such tensors."""
+        leaves = flatten(args, kwargs)[0] if self._unequal else []
+        for rows, ref in self._unequal:
+            if any(leaf is ref() for leaf in leaves):
+                degrees = self.options.mesh.product_text(self.options.mesh.batch_axes)
+                fact = f"{rows} rows do not divide over {degrees}, which is for pm.eval_step only"
+                raise PlanError("pm.step", fact, "a batch that d divides: DataLoader(..., drop_last=True)")
 
     def optimizer(
         self,

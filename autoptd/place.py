@@ -22,7 +22,7 @@ from autoptd import passes
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note
-from autoptd.passes import Context, Pass, Record, run_passes
+from autoptd.passes import Context, Findings, Pass, Record, run_passes
 from autoptd.passes.cut import TooFull
 from autoptd.passes.stages.memory_price import (
     check_fits,
@@ -73,6 +73,12 @@ def place(traced: Graph, ctx: Context, record: Record) -> Placed:
     elif ctx.options.zero == "auto":
         ctx = _with_zero(ctx, 0)
     return _Search(traced, ctx, record).run()
+
+
+def explain(found: Findings, remark: str, path: str) -> str:
+    """Return how a module is split, and how its values are kept for backward."""
+    split = passes.explain_split(found.assignments, path, remark)
+    return split + passes.explain_kept(found.kept_values, path)
 
 
 def cut_of(ctx: Context) -> Cut:
@@ -182,4 +188,4 @@ class _Search:
         return run_passes(passes_for(ctx.mesh), self.traced, ctx, self.record)
 
 
-__all__ = ["PASSES", "cut_of", "passes_for", "place"]
+__all__ = ["PASSES", "cut_of", "explain", "passes_for", "place"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from autoptd.ir.types import ZIGZAG
 from autoptd.options import Options
 from autoptd.program.program import Program
 from autoptd.runtime import check_sizes
-from autoptd.runtime.batch import check_structure, expected_shape
+from autoptd.runtime.batch import check_structure, expected_shape, rows_of_replicas
 from autoptd.runtime.check_call import check_call, check_kinds
 from autoptd.runtime.check_sizes import Sizes, agree_on_sizes
 from autoptd.runtime.checkpoint.restore import agree, attempted
@@ -44,7 +44,8 @@ UNKNOWN_ROWS = (
 PROOF_ROWS = 4
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-Compile = Callable[[Args, Kwargs], Program]
+# (args, kwargs, the rows of every replica where they are not equal)
+Compile = Callable[[Args, Kwargs, tuple[int, ...]], Program]
 # (the call's name, [a call, it with padding, it with other padding], what was added, whether its numbers are made up):
 # PlanError where the model reads what was added.
 Prove = Callable[[str, Sequence[tuple[Args, Kwargs]], str, bool], None]
@@ -107,18 +108,36 @@ class Programs:
         PlanError on all ranks where they have other sizes, where there is no such program, or where it is one too many.
         """
         if self._padding is None:
-            sizes, _ = self._agreed(ranks, lambda: (self._own_sizes(call, ranks, args, kwargs), 0))
+            sizes = self._exact(call, ranks, args, kwargs)
         else:
             sizes, args, kwargs = self._padded(self._padding, call, ranks, args, kwargs)
         program = self._by_sizes.get(sizes)
         if program is None:
             self._check_count(sizes)
-            program = self._compiled(sizes, ranks, lambda: compile(args, kwargs))
+            program = self._compiled(sizes, ranks, lambda: compile(args, kwargs, sizes.rows))
             if self._padding is not None:
                 check_updates(program)
             self._attach(sizes, program, ranks)
         ranks.use(sizes, evaluates=call == EVALUATION)
         return program, args, kwargs
+
+    def _exact(self, call: str, ranks: RunningRanks, args: Args, kwargs: Kwargs) -> Sizes:
+        """Return the sizes of a call that is not padded; in an evaluation, replicas may have other numbers of rows."""
+        batched = self._batched if call == EVALUATION else set()
+        sizes, _, counts = self._agreed(
+            ranks, lambda: (self._own_sizes(call, ranks, args, kwargs), 0), batched
+        )
+        most = sizes.rows_of(batched)
+        if self._are_processes:
+            most = max(counts)
+        else:
+            counts = rows_of_replicas(most, ranks.replicas, self._first.rows)
+        # Names must be the same on all ranks.
+        return sizes.with_rows(most, batched, counts) if len(set(counts)) > 1 else sizes
+
+    @property
+    def _batched(self) -> set[str]:
+        return {spec.name for spec in self._first.inputs if spec.batched}
 
     def _own_sizes(self, call: str, ranks: RunningRanks, args: Args, kwargs: Kwargs) -> Sizes:
         """Return the sizes of a call; without `shapes`, PlanError for an evaluation that has more than fewer rows than another
@@ -136,7 +155,7 @@ class Programs:
 
     def _holds(self, most: Sizes, sizes: Sizes) -> bool:
         """Tell whether a call differs from another one in nothing but fewer rows."""
-        batched = {spec.name for spec in self._first.inputs if spec.batched}
+        batched = self._batched
 
         def is_within(name: str, shape: tuple[int, ...], own: tuple[int, ...]) -> bool:
             return own == shape or (name in batched and own[1:] == shape[1:] and own[0] <= shape[0])
@@ -158,7 +177,7 @@ class Programs:
             # Lengths may differ from replica to replica, rows may not.
             return Sizes(call, (("rows", (rows,)),), _texts(self._first, leaves)), length
 
-        sizes, longest = self._agreed(ranks, own)
+        sizes, longest, _ = self._agreed(ranks, own)
         bucket, rows = padding.bucket(longest), sizes.shapes[0][1][0]
         if rows < padding.rows and call not in self._blanks:
             self._blanks[call] = self._find_blank(call, padding, ranks, leaves, tree)
@@ -258,9 +277,13 @@ class Programs:
                     del rank.others[sizes]
         self._first = first
 
-    def _agreed(self, ranks: RunningRanks, own: Callable[[], tuple[Sizes, int]]) -> tuple[Sizes, int]:
-        """Return the sizes of a call, which all ranks have, and the largest of their lengths."""
-        length = 0
+    def _agreed(
+        self, ranks: RunningRanks, own: Callable[[], tuple[Sizes, int]], batched: Collection[str] = ()
+    ) -> tuple[Sizes, int, tuple[int, ...]]:
+        """Return the sizes of a call, which all ranks have, the largest of their lengths, and the rows of every replica, which
+        may differ in the tensors of `batched`; () for threads.
+        """
+        length, rows = 0, ()
         sizes: Sizes | None = None
         fault: AutoptdError | None = None
         try:
@@ -268,13 +291,13 @@ class Programs:
         except AutoptdError as error:
             fault = error
         if self._are_processes:
-            length = ranks.unrecorded.run(
-                check_sizes.SITE, lambda rank: agree_on_sizes(rank.world, sizes, fault, length)
+            length, rows = ranks.unrecorded.run(
+                check_sizes.SITE, lambda rank: agree_on_sizes(rank.world, sizes, fault, length, batched)
             )
         if fault is not None:
             raise fault
         assert sizes is not None
-        return sizes, length
+        return sizes, length, rows
 
     def _check_count(self, sizes: Sizes) -> None:
         """Raise PlanError where another program would be one too many."""

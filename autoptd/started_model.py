@@ -42,8 +42,9 @@ from autoptd.runtime.timeline import Span
 
 # (args, kwargs, whose rows these are of how many replicas, whether to compare trace and model once) -> the program
 Compile = Callable[[tuple[Any, ...], dict[str, Any], int, bool], Program]
-# (args, kwargs, the program that trains) -> the program that evaluates, or trains with other sizes
-CompileLike = Callable[[tuple[Any, ...], dict[str, Any], Program], Program]
+# (args, kwargs, the program that trains[, the rows of every replica of an evaluation, where they are not equal]) -> the program
+# that evaluates, or trains with other sizes
+CompileLike = Callable[..., Program]
 Draw = Callable[[Program, Path, Sequence[Span]], None]
 # A program, and the call that it takes.
 SizedCall = tuple[Program, tuple[Any, ...], dict[str, Any]]
@@ -92,6 +93,8 @@ class StartedModel(InsteadOf):
         self._form: CallForm | None = None
         # Whether `local_batch` cut rows for one of several replicas before it was known which belong together.
         self._cut_unseen = False
+        # Tensors that `local_batch` cut for an evaluation, with the rows of the whole batch.
+        self._unequal: list[tuple[int, weakref.ref[torch.Tensor]]] = []
         # Calls of `step`. All ranks agree on it; `steps`, which the user may set, need not.
         self._calls = 0
         self._evaluations = 0
@@ -233,7 +236,7 @@ class StartedModel(InsteadOf):
         if self.options.shapes is None or like is None:
             return first, args, kwargs
 
-        def compile(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+        def compile(args: tuple[Any, ...], kwargs: dict[str, Any], counts: tuple[int, ...]) -> Program:
             with self._holding(self._buffers.now(ranks)):
                 return like(args, kwargs, first)
 
@@ -254,9 +257,9 @@ class StartedModel(InsteadOf):
             return trained, args, kwargs
 
         # Not before the first evaluation: some runs have none, and compiling takes as long as for training.
-        def compile(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+        def compile(args: tuple[Any, ...], kwargs: dict[str, Any], counts: tuple[int, ...]) -> Program:
             with self._holding(self._buffers.now(ranks)):
-                return like(args, kwargs, programs.trained_for(args, kwargs))
+                return like(args, kwargs, programs.trained_for(args, kwargs), *([counts] if counts else []))
 
         return programs.find(EVALUATION, ranks, args, kwargs, compile)
 

@@ -65,6 +65,54 @@ def test_rows_that_do_not_divide_into_microbatches(options: dict[str, Any]) -> N
     pm.close()
 
 
+class OtherLoss(nn.Module):
+    """A loss by its name, over the outputs of two layers."""
+
+    def __init__(self, loss: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.loss, self.embed, self.head = loss, nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.norm = nn.BatchNorm1d(8) if loss == "batch norm" else nn.Identity()
+        self.register_buffer("weight", torch.rand(11) + 0.1)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        y = self.head(self.norm(self.embed(ids).mT).mT.relu())
+        each = F.cross_entropy(y.flatten(0, 1), labels.flatten(), self.weight, reduction="none")
+        if self.loss == "sum over rows":
+            return each.sum() / len(ids), y
+        if self.loss == "own mask":
+            mask = (labels >= 0).flatten().to(y.dtype)
+            return (each * (mask - mask.mean())).sum() / mask.sum()
+        if self.loss == "mean":
+            return y.pow(2).mean() + 0.1 * self.head.weight.pow(2).sum() + 3.0
+        if self.loss == "rows meet":
+            return F.cross_entropy(y.mean(1) @ y.mean(1).T, torch.arange(len(ids)))
+        return F.cross_entropy(y.flatten(0, 1), labels.flatten(), self.weight)
+
+
+@pytest.mark.parametrize("loss", ["class weights", "sum over rows", "own mask", "mean", "batch norm"])
+def test_rows_that_replicas_do_not_divide(loss: str) -> None:
+    """Some have fewer microbatches of them, or none, and take part in sums all the same."""
+    model = OtherLoss(loss).double()
+    mesh: dict[str, Any] = {"t": 2, "num_microbatches": 2} if loss != "batch norm" else {}
+    pm = autoptd.parallelize(model, backend="local", d=4, example_inputs=batch(16), **mesh)
+    for rows, counts in ((13, (4, 3, 3, 3)), (6, (2, 2, 2, 0)), (1, (1, 0, 0, 0)), (16, ())):
+        model.load_state_dict(pm.state_dict())
+        wanted = model.eval()(*batch(rows))
+        wanted = (wanted[0] if isinstance(wanted, tuple) else wanted).item()
+        assert pm.eval_step(*batch(rows)).item() == pytest.approx(wanted, rel=1e-12)
+        assert loss == "batch norm" or pm._programs.evaluating[-1].row_counts == counts
+    pm.close()
+
+
+def test_one_loss_for_all_of_them_is_refused() -> None:
+    pm = autoptd.parallelize(OtherLoss("rows meet"), d=2, backend="local", example_inputs=batch(8))
+    with pytest.raises(PlanError, match=r"\[2, 1\]: .* mixes the samples .*a multiple of 2 rows"):
+        pm.eval_step(*batch(3))
+    assert pm.eval_step(*batch(6)).isfinite()
+    pm.close()
+
+
 def test_other_calls_are_refused_in_the_name_of_eval_step() -> None:
     pm = autoptd.parallelize(Model(), d=2, backend="local", example_inputs=batch(8))
     pm.eval_step(*batch(4))
@@ -77,7 +125,9 @@ def test_other_calls_are_refused_in_the_name_of_eval_step() -> None:
         pm.eval_step(ids)
     with pytest.raises(PlanError, match=r"^eval_step: ids is .* float32"):
         pm.eval_step(ids.float(), labels)
-    with pytest.raises(PlanError, match=r"^pm.eval_step with ids \[3, 4\]"):
-        pm.eval_step(*batch(3))  # d=2 does not divide them
+    with pytest.raises(
+        PlanError, match=r"^pm.eval_step with ids \[3, 4\].*: labels: is \[4, 4\], and the batch has 3"
+    ):
+        pm.eval_step(batch(3)[0], batch(4)[1])
     assert pm.eval_step(*batch(6)).isfinite()
     pm.close()

@@ -52,7 +52,7 @@ from autoptd.program.specs import (
 )
 
 # Of the format of program.json.
-VERSION = 10
+VERSION = 11
 Spec = TypeVar("Spec")
 
 
@@ -110,6 +110,8 @@ class Program:
     cast_buffers: tuple[str, ...] = ()
     # Whether the loss stage has `count(...)`, of the labels before the first forward.
     weighted: bool = False
+    # Rows of every replica, of an evaluation in which they are not equal: of its microbatches each runs those that it has.
+    row_counts: tuple[int, ...] = ()
     # Buffers that are updated after the last microbatch of a step; those by what depends on the batch; what microbatches
     # leave for that.
     updated: tuple[str, ...] = ()
@@ -300,6 +302,7 @@ class Program:
             unlisted=tuple(record.pop("unlisted")),
             cast_buffers=tuple(record.pop("cast_buffers")),
             updated=tuple(record.pop("updated")),
+            row_counts=tuple(record.pop("row_counts")),
             updated_by_batch=tuple(record.pop("updated_by_batch")),
             update_parts=_specs(UpdatePart, record.pop("update_parts")),
             looked_at=tuple((name, text) for name, text in record.pop("looked_at")),

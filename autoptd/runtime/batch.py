@@ -8,6 +8,7 @@ owns the global rows from r*B/d + j*b on (b rows per microbatch, B per step).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -110,11 +111,23 @@ def is_same_constant(given: Any, compiled: Any) -> bool:
 
 
 def cut(
-    program: Program, args: Args, kwargs: Kwargs, names: Collection[str], replica: int, device: torch.device
+    program: Program,
+    args: Args,
+    kwargs: Kwargs,
+    names: Collection[str],
+    replica: int,
+    device: torch.device,
+    replicas: int = 1,
 ) -> list[dict[str, torch.Tensor]]:
-    """Return the microbatches of replica `replica`, of those whose rows the call holds, with the inputs `names`."""
+    """Return the microbatches of replica `replica` of the `replicas` whose rows the call holds, with the inputs `names`.
+
+    They are those of the program, or fewer where replicas have other numbers of rows.
+    """
     leaves, _ = flatten(args, kwargs)
     count = program.num_microbatches
+    if program.row_counts:
+        leaves, rows = _own_rows(program, leaves, replica, replicas)
+        count = rows // program.rows
     microbatches: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
     for spec in program.inputs:
         if spec.name not in names:
@@ -133,6 +146,17 @@ def cut(
         for microbatch, piece in zip(microbatches, pieces, strict=True):
             microbatch[spec.name] = piece
     return microbatches
+
+
+def _own_rows(program: Program, leaves: list[Any], replica: int, replicas: int) -> tuple[list[Any], int]:
+    """Return a call with the rows of one replica, where they have other numbers, and how many these are."""
+    batched = [spec.leaf for spec in program.inputs if spec.batched]
+    # A process is called with its own.
+    if replicas == 1:
+        return leaves, len(leaves[batched[0]])
+    rows, first = program.row_counts[replica], sum(program.row_counts[:replica])
+    own = [x.narrow(0, first, rows) if leaf in batched else x for leaf, x in enumerate(leaves)]
+    return own, rows
 
 
 def part_of_rows(x: torch.Tensor, number: int, parts: int, blocks: int = 1) -> torch.Tensor:
@@ -157,13 +181,23 @@ def _to(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return x.to(device)
 
 
+def rows_of_replicas(total: int, replicas: int, rows: int) -> tuple[int, ...]:
+    """Return how many of the rows of an evaluation each replica has; those of a program's microbatch are `rows`.
+
+    Where replicas do not divide them, parts of a microbatch that do are dealt out: of 5 rows 3 and 2.
+    """
+    unit = total // replicas if total % replicas == 0 else math.gcd(total, rows)
+    each, more = divmod(total // max(unit, 1), replicas)
+    return tuple(unit * (each + (replica < more)) for replica in range(replicas))
+
+
 def take_rows(
-    program: Program | None, args: Args, kwargs: Kwargs, replicas: int, replica: int
+    program: Program | None, args: Args, kwargs: Kwargs, replicas: int, replica: int, even: bool = True
 ) -> tuple[Args, Kwargs]:
     """Return a call with the rows of one replica, given a call with the rows of all `replicas`.
 
     The program knows which arguments are batched; before there is one, those whose dim 0 has the batch's length
-    (`batch_rows`). PlanError where the replicas do not divide the rows.
+    (`batch_rows`). PlanError where the replicas do not divide the rows, unless they need not be `even`.
     """
     leaves, tree = tree_flatten((args, kwargs))
     # Indices of the leaves with a dim 0: a 0-d tensor has no rows to divide.
@@ -179,6 +213,10 @@ def take_rows(
         blocks = program.row_blocks
     for i in batched:
         rows = leaves[i].shape[0]
+        if not even and rows % replicas and program is not None:
+            counts = rows_of_replicas(rows, replicas, program.rows)
+            leaves[i] = leaves[i].narrow(0, sum(counts[:replica]), counts[replica])
+            continue
         if rows % (replicas * blocks):
             apart = f", of which those of {blocks} blocks belong together," if blocks > 1 else ""
             fact = f"{rows} rows{apart} do not divide over d={replicas}"

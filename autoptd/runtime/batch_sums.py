@@ -5,6 +5,7 @@ every rank that computes the stage. Where there are several replicas, that is a 
 round of sums (a round may read those before it).
 
     set_batch_sums(stage, microbatches, lambda own: group.all_reduce(own, SUMS))
+    add_nothing(program, stage_index, group, device)    # of a replica without microbatches
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from autoptd.program.program import Program
 from autoptd.runtime.stage import Stage
+from autoptd.runtime.world.world import Hops
 
 # The sites of their collectives.
 LABELS, SUMS = "count of labels", "sums over the batch"
@@ -49,6 +52,17 @@ def set_batch_sums(
         total = reduce(torch.stack(list(map(_in_a_row, parts))).sum(0))
         for number, part in parts[0].items():
             stage.sums[number], total = total[: part.numel()].view(part.shape), total[part.numel() :]
+
+
+def add_nothing(program: Program, stage: int, group: Hops, device: torch.device) -> None:
+    """Take part in the sums of a stage for a replica without microbatches, which runs nothing and needs none of them."""
+    first_axis = program.mesh.batch_axes[0]
+    own = [call for call in program.collectives if (call.stage, call.axis) == (stage, first_axis)]
+    for site, what in ((SUMS, "batch sums"), (LABELS, "label count")):
+        for call in own:
+            if call.conversion == what:
+                numbers = call.payload_bytes // torch.float64.itemsize
+                group.all_reduce(torch.zeros(numbers, dtype=torch.float64, device=device), site)
 
 
 def _in_a_row(part: Mapping[int, torch.Tensor]) -> torch.Tensor:

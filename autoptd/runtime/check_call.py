@@ -46,6 +46,9 @@ def check_call(
     facts, why, remedies, has_other_sizes = [], "", [], False
     for spec in program.inputs:
         leaf, shape, dtype = leaves[spec.leaf], expected_shape(program, spec, replicas), dtype_of(spec.dtype)
+        # That these are the rows was agreed on when the program was chosen.
+        if spec.batched and program.row_counts:
+            shape = (len(leaf), *shape[1:])
         if not isinstance(leaf, torch.Tensor):
             facts.append(f"{spec.name} is {value_text(leaf)}, expected is a tensor {_text(shape, dtype)}")
             remedies.append("pass what example_inputs holds")

@@ -1,9 +1,9 @@
 """Let all ranks agree on the sizes of a batch before anything is computed: each would run another program otherwise, and wait
 for messages that nobody sends.
 
-In: the sizes of one call on this rank, or why it cannot be run. Out: nothing, or one PlanError on all ranks together: that of
-the first rank that has one, else what sizes which ranks have. It costs a round of a few bytes along every mesh axis, before
-each step; on CUDA the host waits for it.
+In: the sizes of one call on this rank, or why it cannot be run. Out: the rows of every replica, which may differ in evaluations
+only; or one PlanError on all ranks together: that of the first rank that has one, else what sizes which ranks have. It costs a
+round of a few bytes along every mesh axis, before each step; on CUDA the host waits for it.
 
     agree_on_sizes(world, Sizes("step", (("ids", (8, 96)),), ()), fault=None)
 """
@@ -11,7 +11,8 @@ each step; on CUDA the host waits for it.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,15 +24,29 @@ SITE = "check of the sizes"
 
 @dataclass(frozen=True)
 class Sizes:
-    """The call, the shape of every tensor of it, by name, and its other arguments, by number, as text."""
+    """The call, the shape of every tensor of it, by name, and its other arguments, by number, as text.
+
+    `rows`: those of every replica, in an evaluation where they are not equal.
+    """
 
     call: str
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
     constants: tuple[tuple[int, str], ...] = ()
+    rows: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         texts = [f"{name} {list(shape)}" for name, shape in self.shapes]
-        return ", ".join([*texts, *(f"argument {number} = {text}" for number, text in self.constants)])
+        texts += [f"argument {number} = {text}" for number, text in self.constants]
+        return ", ".join(texts + ([f"rows by replica {list(self.rows)}"] if self.rows else []))
+
+    def rows_of(self, batched: Collection[str]) -> int:
+        """Return the rows of the first tensor among `batched`; 0 without one."""
+        return next((shape[0] for name, shape in self.shapes if name in batched), 0)
+
+    def with_rows(self, rows: int, batched: Collection[str], by_replica: tuple[int, ...] = ()) -> Sizes:
+        """Return these sizes with so many rows in all tensors of `batched`."""
+        shapes = [(name, (rows, *shape[1:]) if name in batched else shape) for name, shape in self.shapes]
+        return replace(self, shapes=tuple(shapes), rows=by_replica)
 
     def number(self) -> int:
         """Return 62 bits of a hash, the same in all processes."""
@@ -39,18 +54,34 @@ class Sizes:
         return int.from_bytes(digest, "little") >> 2
 
 
-def agree_on_sizes(world: World, sizes: Sizes | None, fault: AutoptdError | None, length: int = 0) -> int:
-    """Raise PlanError on all ranks unless all have the same sizes, and none a `fault`; return their largest `length`.
+def agree_on_sizes(
+    world: World,
+    sizes: Sizes | None,
+    fault: AutoptdError | None,
+    length: int = 0,
+    batched: Collection[str] = (),
+) -> tuple[int, tuple[int, ...]]:
+    """Raise PlanError on all ranks unless all have the same sizes, and none a `fault`; return their largest `length`, and the
+    rows of every replica, which may differ where `batched` has names of tensors.
 
     A collective.
     """
-    number = sizes.number() if sizes is not None else 0
+    rows = sizes.rows_of(batched) if sizes is not None else 0
+    number = sizes.with_rows(0, batched).number() if sizes is not None else 0
     # The largest of -x is the smallest of x.
-    told_to_all = [int(fault is not None), number, -number, length]
+    told_to_all = [int(fault is not None), number, -number, length, rows, -rows]
     mine = torch.tensor(told_to_all, dtype=torch.int64, device=world.device)
-    is_bad, largest, smallest, longest = world.everyone().all_reduce(mine, SITE, op="max").tolist()
+    agreed = world.everyone().all_reduce(mine, SITE, op="max").tolist()
+    is_bad, largest, smallest, longest, most, fewest = agreed
     if not is_bad and largest == -smallest:
-        return int(longest)
+        of_ranks = [rows] * world.mesh.size
+        if most != -fewest:
+            of_ranks = world.everyone().gather_objects(rows, SITE)
+        replicas: list[set[int]] = [set() for _ in range(world.mesh.replicas)]
+        for rank, its in enumerate(of_ranks):
+            replicas[world.mesh.replica_of(rank)].add(its)
+        if all(len(its) == 1 for its in replicas):
+            return int(longest), tuple(its.pop() for its in replicas)
     told = None if fault is None else (fault.site, fault.fact, fault.remedy)
     call = sizes.call if sizes is not None else ""
     # Objects take a round trip per axis, so they are exchanged only once it is known that something is wrong.

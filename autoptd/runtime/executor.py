@@ -27,7 +27,7 @@ from autoptd.errors import InternalError
 from autoptd.ir.actions import Action, Kind
 from autoptd.kernels.forms import wide
 from autoptd.program.program import Program
-from autoptd.runtime.batch_sums import LABELS, SUMS, chosen_inputs, count_batch, set_batch_sums
+from autoptd.runtime.batch_sums import LABELS, SUMS, add_nothing, chosen_inputs, count_batch, set_batch_sums
 from autoptd.runtime.buffer_updates import SITE as BUFFERS
 from autoptd.runtime.buffer_updates import UPDATES, BufferUpdates, load_updates
 from autoptd.runtime.communicators import groups_of
@@ -168,9 +168,10 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
-        """Return the loss of the global batch, without gradients."""
+        """Return the loss of the global batch, without gradients; a replica may have fewer microbatches than the schedule."""
+        forward = [pair for pair in self._order if pair[0].kind in FORWARD]
         with self._guard():
-            self._run(microbatches, [pair for pair in self._order if pair[0].kind in FORWARD])
+            self._run(microbatches, [pair for pair in forward if pair[0].microbatch < len(microbatches)])
             loss = self._global_loss()
             self._update_buffers()
             self.world.raise_first_fault()
@@ -267,6 +268,9 @@ class Executor:
         group = self.world.hops(self.world.mesh.batch_axes)
         # In one order on all ranks: the sums are collectives.
         for index, stage in sorted(self._stages.items()):
+            if not self._microbatches:
+                add_nothing(self.program, index, group, self.world.device)
+                continue
             names = self.program.stages[index].inputs
             inputs = chosen_inputs(self._microbatches, names)
             # Labels and their weights may be made of sums: counts come after them.
@@ -371,12 +375,13 @@ class Executor:
         self.world.at = "loss"
         total = sum_loss(self.world, self._loss)
         mesh = self.world.mesh
-        if mesh.pipeline_ranks == 1:
-            return total.to(self._seen_dtype)
-        if self._loss_dtype is None:
-            seen = self.world.hops(mesh.stage_axes).gather_objects(self._seen_dtype, "dtype of the loss")
+        # A replica without rows has seen none.
+        axes = mesh.axes if 0 in self.program.row_counts else mesh.stage_axes
+        told = self.world.hops(axes)
+        if self._loss_dtype is None and told.size > 1:
+            seen = told.gather_objects(self._seen_dtype, "dtype of the loss")
             self._loss_dtype = next(dtype for dtype in seen if dtype is not None)
-        return total.to(self._loss_dtype)
+        return total.to(self._loss_dtype or self._seen_dtype)
 
     def _update_buffers(self) -> None:
         """Update the buffers that the forward updates, once for all microbatches; a step whose gradients nobody uses, too."""

@@ -12,4 +12,27 @@ MUTATIONS = (
         FILE, "check_structure(first, args, kwargs, call)", "check_structure(first, args, kwargs)", TESTS
     ),
     Mutation("autoptd/runtime/batch.py", "% pieces else asked", "% 1 else asked", TESTS),
+    # Replicas that have other numbers of rows, or none.
+    Mutation("autoptd/runtime/batch.py", "sum(program.row_counts[:replica])", "0", TESTS),
+    Mutation(
+        "autoptd/batch.py",
+        "sum(counts) // own, options.mesh",
+        "max(counts) // own * len(counts), options.mesh",
+        TESTS,
+    ),
+    Mutation("autoptd/runtime/executor.py", " if pair[0].microbatch < len(microbatches)", "", TESTS),
+    Mutation("autoptd/runtime/executor.py", "mesh.axes if 0 in self.program.row_counts else ", "", TESTS),
+    Mutation("autoptd/runtime/batch_sums.py", "== what:", "== LABELS:", TESTS),
+    Mutation(
+        "autoptd/compile.py",
+        "        if counts:\n            raise",
+        "        if False:\n            raise",
+        TESTS,
+    ),
+    Mutation(
+        "autoptd/parallel_model.py",
+        "        self._refuse_unequal(args, kwargs)\n",
+        "",
+        "tests/processes/test_lengths.py",
+    ),
 )

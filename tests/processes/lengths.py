@@ -119,6 +119,22 @@ def padded_trains(pm: ParallelModel, rank: int) -> None:
     assert pm.steps == 4 and len(pm.programs) == 2 and bool(gradients) == (rank == 0)
 
 
+def evaluates_the_rest(pm: ParallelModel, rank: int) -> None:
+    """The last batches of a dataset, whose rows d does not divide; the model is evaluated on them, and not trained."""
+    model = gpt(2).double()
+    for rows in (5, 8, 1, 5):
+        with torch.no_grad():
+            wanted = loss_of(model, *cut(rows, 8))
+        share = pm.local_batch(*cut(rows, 8))
+        torch.testing.assert_close(pm.eval_step(*share), wanted, rtol=1e-9, atol=1e-9)
+    # The replicas may have other numbers of rows than `local_batch` would give them.
+    x, y = cut(7, 8)
+    own = slice(0, 1) if pm.share[0] else slice(1, 7)
+    with torch.no_grad():
+        torch.testing.assert_close(pm.eval_step(x[own], y[own]), loss_of(model, x, y), rtol=1e-9, atol=1e-9)
+    pm.step(*share)
+
+
 def reads_padding(pm: ParallelModel, rank: int) -> None:
     pass
 
@@ -160,6 +176,7 @@ FEW: list[tuple[dict[str, Any], Situation]] = [
     (PIPELINE, trains),
     (REPLICAS, one_length_differs),
     (REPLICAS | BUCKETS, padded_trains),
+    (REPLICAS | {"shapes": None, "max_programs": None}, evaluates_the_rest),
 ]
 MORE: list[tuple[dict[str, Any], Situation]] = [
     (PIPELINE, one_cannot_compile),

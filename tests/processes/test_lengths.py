@@ -18,6 +18,9 @@ FEW = {
     "trains t=2 p=2": (),
     "one_length_differs p=2 d=2": ("PlanError: pm.step: rank 3 got idx [4, 6]", "rank 0 idx [4, 8]"),
     "padded_trains p=2 d=2 shapes=bucket": (),
+    "evaluates_the_rest p=2 d=2 shapes=None max_programs=None": (
+        "PlanError: pm.step: 5 rows do not divide over d=2, which",
+    ),
 }
 MORE = {
     "one_cannot_compile t=2 p=2": ("RuntimeFault: pm.step with idx [8, 6]", "MemoryError", "(on rank 1)"),
