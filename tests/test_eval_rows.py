@@ -94,7 +94,8 @@ class OtherLoss(nn.Module):
 def test_rows_that_replicas_do_not_divide(loss: str) -> None:
     """Some have fewer microbatches of them, or none, and take part in sums all the same."""
     model = OtherLoss(loss).double()
-    mesh: dict[str, Any] = {"t": 2, "num_microbatches": 2} if loss != "batch norm" else {}
+    axis = "p" if loss == "class weights" else "t"
+    mesh: dict[str, Any] = {axis: 2, "num_microbatches": 2} if loss != "batch norm" else {}
     pm = autoptd.parallelize(model, backend="local", d=4, example_inputs=batch(16), **mesh)
     for rows, counts in ((13, (4, 3, 3, 3)), (6, (2, 2, 2, 0)), (1, (1, 0, 0, 0)), (16, ())):
         model.load_state_dict(pm.state_dict())
@@ -123,6 +124,8 @@ def test_other_calls_are_refused_in_the_name_of_eval_step() -> None:
         pm.eval_step(*batch(10))
     with pytest.raises(PlanError, match=r"^eval_step: was called with 1 argument"):
         pm.eval_step(ids)
+    with pytest.raises(PlanError, match=r"^eval_step: its arguments are not those that were compiled"):
+        pm.eval_step((ids, ids), labels)
     with pytest.raises(PlanError, match=r"^eval_step: ids is .* float32"):
         pm.eval_step(ids.float(), labels)
     with pytest.raises(
