@@ -72,11 +72,12 @@ class OtherLoss(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.loss, self.embed, self.head = loss, nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
         self.norm = nn.BatchNorm1d(8) if loss == "batch norm" else nn.Identity()
         self.register_buffer("weight", torch.rand(11) + 0.1)
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
-        y = self.head(self.norm(self.embed(ids).mT).mT.relu())
+        y = self.head(self.second(self.first(self.norm(self.embed(ids).mT).mT).relu()))
         each = F.cross_entropy(y.flatten(0, 1), labels.flatten(), self.weight, reduction="none")
         if self.loss == "sum over rows":
             return each.sum() / len(ids), y
