@@ -283,7 +283,8 @@ class Programs:
         """Return the sizes of a call, which all ranks have, the largest of their lengths, and the rows of every replica, which
         may differ in the tensors of `batched`; () for threads.
         """
-        length, rows = 0, ()
+        length = 0
+        rows: tuple[int, ...] = ()
         sizes: Sizes | None = None
         fault: AutoptdError | None = None
         try:
