@@ -121,9 +121,13 @@ def _compile(
     options = settle(model, options)
     batch = plan_batch(options, args, kwargs, replicas, like=like, counts=counts)
 
+    known: dict[tuple[int, int, bool], Traces] = {}
+
     def written(batch: Batch, check: bool = check) -> tuple[Written, Traces]:
-        # One trace serves all ranks: the model is traced for one device, and split afterwards.
-        traces = trace_rows(model, options, args, kwargs, batch, narrowing, check)
+        # One trace serves all ranks and ways of dividing its rows: of one device's model, that is split afterwards.
+        rows = batch.traced_rows, batch.whole_rows, batch.pieces > 1
+        traces = known.get(rows) or trace_rows(model, options, args, kwargs, batch, narrowing, check)
+        known[rows] = traces
         with on_cpu():
             return written_for(batch, without_updates(traces, make_context(options, traces, batch, like)))
 
@@ -272,10 +276,7 @@ def _place_and_write(
         plan=plan_record(
             options, batch, cut_of(ctx), params, found.fallbacks, weighed, found.kept.rates, ctx.ranks
         ),
-        costs=replace(
-            passes.count_work(graph, options.mesh, of_one_device, of_a_rank),
-            cut=cut_of(ctx),
-        ),
+        costs=replace(passes.count_work(graph, options.mesh, of_one_device, of_a_rank), cut=cut_of(ctx)),
         buffers={name: value.detach() for name, value in captured.buffers.items()},
         looked_at=ctx.buffers.looked_at(),
         graphs=record.graphs,

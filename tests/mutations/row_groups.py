@@ -1,4 +1,4 @@
-"""How many rows a trace has where they belong together in groups."""
+"""How many rows a trace has where they belong together in groups, and that it is made once."""
 
 from tests.mutations import Mutation
 
@@ -10,4 +10,5 @@ MUTATIONS = (
         "autoptd/batch.py", "batch.tracing(math.lcm(2 * rows, batch.rows))", "batch.tracing(rows)", TESTS
     ),
     Mutation("autoptd/compile.py", "first, more = error, grouped(batch)", "first, more = error, None", TESTS),
+    Mutation("autoptd/compile.py", "known.get(rows) or ", "", "tests/parity/test_mixing.py"),
 )

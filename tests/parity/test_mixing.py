@@ -4,6 +4,7 @@ mesh, for replicas read the rows of one another in forward.
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
+from autoptd.batch import trace_rows
 from autoptd.program.calls import expected_calls
 from autoptd.runtime.stage import load_stage
 from autoptd.runtime.standalone import check_stage
@@ -336,3 +338,15 @@ def test_what_replicas_read_of_one_another_is_listed() -> None:
     # Every replica makes all scores: as FLOPs of the model they count once.
     (scores,) = (row for row in program.costs.gemms if row.operator == "aten.matmul")
     assert scores.total == ROWS * ROWS * WIDTH and scores.forward == 2 * scores.total
+
+
+def test_what_is_mixed_is_traced_once_for_pairs_and_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = []
+
+    def counted(model: Any, options: Any, args: Any, kwargs: Any, batch: Any, *more: Any) -> Any:
+        traced.append(batch.traced_rows)
+        return trace_rows(model, options, args, kwargs, batch, *more)
+
+    monkeypatch.setattr(importlib.import_module("autoptd.compile"), "trace_rows", counted)
+    autoptd.compile(Net(clip), d=2, num_microbatches=1, example_inputs=call())
+    assert traced == [ROWS // 2, ROWS]
