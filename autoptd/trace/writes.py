@@ -26,6 +26,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autoptd.errors import TraceError
+from autoptd.ir.garbage import paused_collection
 from autoptd.trace.calls import Kind, handed_to, is_iterator, is_python, operands
 from autoptd.trace.contents import (
     CONTAINERS,
@@ -108,23 +109,24 @@ class Writes:
     def recorded(cls) -> Iterator[Writes]:
         """Record in a block."""
         writes, drawn = cls(), _random_states()
-        newcomers = Newcomers()
-        try:
-            with watching(writes._see, is_users) as watch:
-                writes.paused = watch.paused
-                yield writes
-        finally:
-            writes.paused = nullcontext
-            writes._drawn = [
-                name for name, state in _random_states().items() if drawn.get(name, state) != state
-            ]
-            for function in writes._cached:
-                function.cache_clear()
-            _drop(writes._records, _is_written)
-            # What only a record keeps alive, that of another object among them, is gone with the call.
-            while _drop(writes._records, Held(writes._records)):
-                pass
-            writes._records = newcomers.left_out(writes._records)
+        with paused_collection():
+            newcomers = Newcomers()
+            try:
+                with watching(writes._see, is_users) as watch:
+                    writes.paused = watch.paused
+                    yield writes
+            finally:
+                writes.paused = nullcontext
+                writes._drawn = [
+                    name for name, state in _random_states().items() if drawn.get(name, state) != state
+                ]
+                for function in writes._cached:
+                    function.cache_clear()
+                _drop(writes._records, _is_written)
+                # What only a record keeps alive, that of another object among them, is gone with the call.
+                while _drop(writes._records, Held(writes._records)):
+                    pass
+                writes._records = newcomers.left_out(writes._records)
 
     def changes(self, names: Callable[[], dict[int, str]]) -> list[Change]:
         """Return what is different now; `names` gives those of objects by their id."""
@@ -243,23 +245,17 @@ ITEMS = {"STORE_SUBSCR": 1, "DELETE_SUBSCR": 1, "STORE_SLICE": 2}
 
 
 class Newcomers:
-    """Tells what was made since, of objects that are alive."""
+    """Tells what was made since, of objects that are alive, while Python does not look for garbage by itself."""
 
     def __init__(self) -> None:
-        # What is frozen is left out where the collector lists its objects, at no cost.
-        self._is_ours = gc.get_freeze_count() == 0
-        self._before = [] if self._is_ours else gc.get_objects()
-        if self._is_ours:
-            gc.freeze()
+        # What is there grows older, and all that is made from now on is young.
+        gc.collect(1)
 
     def left_out(self, records: Records) -> Records:
-        """Return the records of what was there before; to be called once."""
+        """Return the records of what was there before."""
         hidden = [record for record in records.values() if not record.was_tracked]
         targets = [record.holder.holder for record in hidden]
-        new = set(map(id, gc.get_objects())) if records else set()
-        new.difference_update(map(id, self._before))
-        if self._is_ours:
-            gc.unfreeze()
+        new = set(map(id, gc.get_objects(generation=0))) if records else set()
         old = self._old_among(targets, records, new) if targets else set()
         found = {}
         for key, record in records.items():
@@ -274,11 +270,12 @@ class Newcomers:
         ours = {id(record.holder) for record in records.values()} | {id(targets)}
         before = {id(value) for record in records.values() for value in record.entries.values()}
         stored = {id(value) for record in records.values() for value in record.holder.entries().values()}
-        found = set()
+        found, hides = set(), gc.get_freeze_count() > 0
         for target in targets:
             known_by = [one for one in gc.get_referrers(target) if id(one) not in ours]
-            # With nothing, it is in a tuple of such objects, which is not listed either.
-            is_old = not known_by or any(id(one) not in new or _is_of_old(one, new) for one in known_by)
+            # With nothing, it is in a tuple of such objects, which is not listed either; nor is what is frozen.
+            is_known = any(id(one) not in new or _is_of_old(one, new) for one in known_by)
+            is_old = is_known or hides or not known_by
             if is_old and (id(target) in before or id(target) not in stored):
                 found.add(id(target))
         return found

@@ -8,6 +8,7 @@ import contextvars
 import ctypes
 import enum
 import functools
+import gc
 import heapq
 import io
 import itertools
@@ -319,6 +320,26 @@ def test_a_write_is_seen(kind: str) -> None:
     found = writes.changes(dict)
     assert found and all(change.refuse() for change in found)
     assert any(".py:" in change.line for change in found)
+
+
+@pytest.mark.parametrize("kind", ["a context variable", "an array of C"])
+def test_a_write_is_seen_of_what_was_frozen(kind: str) -> None:
+    gc.freeze()
+    try:
+        test_a_write_is_seen(kind)
+    finally:
+        gc.unfreeze()
+
+
+def test_python_looks_for_garbage_between_blocks() -> None:
+    """A block that put it off for what is there would keep every compiled model until the process ends."""
+    ring: Any = Key()
+    ring.itself = ring
+    is_alive, full = weakref.ref(ring), gc.get_count()[2]
+    del ring
+    with Writes.recorded():
+        assert is_alive() is None and not gc.isenabled()
+    assert gc.isenabled() and gc.get_count()[2] >= full
 
 
 def local_containers() -> None:
