@@ -120,7 +120,6 @@ def _compile(
 ) -> Program:
     options = settle(model, options)
     batch = plan_batch(options, args, kwargs, replicas, like=like, counts=counts)
-
     known: dict[tuple[int, int, bool], Traces] = {}
 
     def written(batch: Batch, check: bool = check) -> tuple[Written, Traces]:
