@@ -9,6 +9,7 @@ Python is looked at as it runs, unless it is torch's or Python's own: then the c
 
 from __future__ import annotations
 
+import io
 import itertools
 import operator
 import os
@@ -20,7 +21,7 @@ from enum import Enum, auto
 from functools import _lru_cache_wrapper, partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from autoptd.trace.contents import CONTAINERS, PLAIN, base_of, is_opaque
 from autoptd.trace.users import is_users
@@ -68,6 +69,10 @@ READS |= {
     "__length_hint__",
 }
 SETS = {"setattr", "delattr", "__setattr__", "__delattr__"}
+# Of a descriptor, such as a slot's: it writes to its first argument.
+SETS_OF_SLOTS = {"__set__", "__delete__"}
+# Of the functions of `torch.random` those after which later draws are others.
+SEEDS = {"manual_seed", "manual_seed_all", "seed", "seed_all", "set_state", "set_rng_state"}
 # Of what these hold nothing that a model counts with changes.
 HARMLESS = (
     "torch",
@@ -156,7 +161,9 @@ def handed_to(function: Any, args: Sequence[Any]) -> Iterator[Handed]:
     if isinstance(function, types.MethodType):
         function, args = function.__func__, [function.__self__, *args]
     if isinstance(function, types.FunctionType):
-        if not is_users(function.__code__):
+        if function.__module__ in ("torch.random", "torch.cuda.random") and function.__name__ in SEEDS:
+            yield Handed(Kind.MOVED, function, "is called")
+        elif not is_users(function.__code__):
             for arg in args:
                 if isinstance(arg, CONTAINERS) or is_opaque(arg):
                     yield Handed(Kind.CONTENT, arg)
@@ -167,10 +174,12 @@ def handed_to(function: Any, args: Sequence[Any]) -> Iterator[Handed]:
         owner = function.__self__
         if owner is None or isinstance(owner, types.ModuleType):
             yield from _handed_to_function(function, args)
-        elif not isinstance(owner, type):
+        elif isinstance(owner, type):
+            yield from _handed_over(args)
+        else:
             yield from _handed_to_method(function.__name__, owner, args)
     elif isinstance(function, DESCRIPTORS):
-        if args and not isinstance(args[0], type):
+        if args and (not isinstance(args[0], type) or function.__name__ in SETS):
             yield from _handed_to_method(function.__name__, args[0], args[1:])
     elif isinstance(function, type) or not is_python(function, "__call__"):
         # A class of C's, such as list or zip, or a C object that can be called.
@@ -179,28 +188,41 @@ def handed_to(function: Any, args: Sequence[Any]) -> Iterator[Handed]:
 
 def _handed_to_function(function: Any, args: Sequence[Any]) -> Iterator[Handed]:
     name, home = function.__name__, str(function.__module__ or "").split(".")[0]
-    if home == "torch" or name in LOOKS:
-        return
-    if name == "vars" and args:
+    is_of_dict = name == "vars" or (name == "getattr" and args[1:2] == ["__dict__"])
+    if is_of_dict and args:
         yield Handed(Kind.ATTRIBUTE, args[0], "__dict__")
+    elif home == "torch" or name in LOOKS:
+        return
     elif name in SETS and args:
         yield Handed(Kind.ATTRIBUTE, args[0], str(args[1]))
     elif name == "open" or home in ("posix", "nt"):
         if _writes_a_file(name, args):
             yield Handed(Kind.MOVED, function, "writes to a file or to the process's environment")
     elif name == "print":
-        # To a terminal, or to a file that nobody has to read back.
-        return
+        # What it prints is only looked at.
+        for file in args:
+            if isinstance(file, io.IOBase) and not is_python(file, "write"):
+                yield from _handed_to_method("write", file, ())
+    elif home == "_thread" and name.startswith("start_"):
+        yield Handed(Kind.MOVED, function, "starts a thread")
     else:
         yield from _handed_over(args)
 
 
 def _handed_to_method(name: str, owner: Any, args: Sequence[Any]) -> Iterator[Handed]:
     owner = base_of(owner)
-    if isinstance(owner, (Tensor, types.ModuleType, types.FunctionType, *PLAIN)):
-        return
     if name in SETS and args:
         yield Handed(Kind.ATTRIBUTE, owner, str(args[0]))
+    elif name in SETS_OF_SLOTS and args:
+        yield Handed(Kind.ATTRIBUTE, args[0], getattr(owner, "__name__", ""))
+    elif isinstance(owner, (Tensor, types.ModuleType, types.FunctionType, *PLAIN)):
+        return
+    elif isinstance(owner, _lru_cache_wrapper):
+        if name == "cache_info":
+            yield Handed(Kind.MOVED, owner, "has its cache_info() read")
+    elif isinstance(owner, Generator):
+        if name in SEEDS:
+            yield Handed(Kind.MOVED, owner, "is seeded")
     elif isinstance(owner, CONTAINERS) or is_opaque(owner):
         if name not in READS:
             yield Handed(Kind.CONTENT, owner)

@@ -247,15 +247,20 @@ def state_of(holder: Any) -> Any:
     if _is_drawing(holder):
         source = getattr(holder, "bit_generator", None) or getattr(holder, "_bit_generator", holder)
         return repr(getattr(source, "state", source))
-    return bytes(holder)
+    # Of a pointer also what it points to.
+    return bytes(holder) + (bytes(holder.contents) if hasattr(type(holder), "contents") and holder else b"")
 
 
 def base_of(value: Any) -> Any:
-    """Return what an array or a view of bytes is a view of."""
+    """Return what an array, a view of bytes, or a value of C's is a view of."""
     for _ in range(MOST_VIEWS):
         below = getattr(value, "obj", None) if isinstance(value, memoryview) else None
         if below is None and type(value).__module__.split(".")[0] == "numpy":
             below = getattr(value, "base", None)
+        if below is None and type(type(value)).__module__ == "_ctypes":
+            # It keeps what it was made of alive: `from_buffer` a view of bytes.
+            kept = value._objects.values() if isinstance(value._objects, dict) else ()
+            below = value._b_base_ or next((one for one in kept if isinstance(one, memoryview)), None)
         # An array over a tensor's memory is compared as an array: writes to it pass the tensor by.
         if below is None or isinstance(below, torch.Tensor):
             break

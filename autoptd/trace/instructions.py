@@ -118,7 +118,7 @@ class Tracing:
         if self._importing is not None:
             return None
         # Of what an import runs nothing is looked at: the next call finds the module.
-        if frame.f_code.co_name == "<module>":
+        if frame.f_code.co_name == "<module>" and _is_importing(frame):
             self._importing = frame
             frame.f_trace_lines = False
             return self._leave_import

@@ -30,20 +30,10 @@ NO_STATE = {
 }
 # Of dicts with weak references: called wherever an object of torch's ends.
 CALLBACKS = {"remove", "_remove", "_commit_removals"}
-# Of the standard library what keeps the user's data; the rest keeps caches and logs.
-KEEPING = {
-    "collections",
-    "queue",
-    "random",
-    "os",
-    "heapq",
-    "weakref",
-    "sched",
-    "shelve",
-    "pathlib",
-    "statistics",
-}
-KEEPING |= {"_collections_abc", "_weakrefset", "configparser", "fileinput", "tempfile", "string", "bisect"}
+# Of the standard library what keeps caches and logs; the rest may keep the user's data.
+LIBRARY = {"logging", "warnings", "re", "typing", "inspect", "contextlib", "importlib", "linecache"}
+LIBRARY |= {"traceback", "tokenize", "dis", "ast", "types", "enum", "dataclasses", "abc", "_py_abc", "copy"}
+LIBRARY |= {"unittest", "doctest", "pdb", "bdb", "cmd", "code", "codeop", "zipimport", "pkgutil", "runpy"}
 # Of what is installed beside torch: numbers, symbols, and what hubs load with.
 PASSED = {"numpy", "sympy", "mpmath", "networkx", "functorch", "triton", "optree", "filelock", "tqdm"}
 PASSED |= {"huggingface_hub", "packaging", "requests", "fsspec", "torchgen", "_pytest", "pluggy", "pytest"}
@@ -82,7 +72,7 @@ def _kind_of(file: str) -> str:
         return "modules"
     # Modules that Python has in itself.
     if file.startswith("<frozen "):
-        return "standard" if file[len("<frozen ") : -1] in KEEPING else ""
+        return "" if file[len("<frozen ") : -1].split(".")[0] in LIBRARY else "standard"
     # Of graphs that torch compiles.
     if file.startswith((OWN, TORCH)) or file.startswith("<eval_with_key>"):
         return ""
@@ -90,7 +80,7 @@ def _kind_of(file: str) -> str:
         if f"{os.sep}{root}{os.sep}" in file:
             return "" if _first_name(file.rpartition(f"{os.sep}{root}{os.sep}")[2]) in PASSED else "user"
     if file.startswith(STANDARD):
-        return "standard" if _first_name(file.removeprefix(STANDARD)) in KEEPING else ""
+        return "" if _first_name(file.removeprefix(STANDARD)) in LIBRARY else "standard"
     return "user"
 
 

@@ -42,6 +42,7 @@ from autoptd.trace.contents import (
     Registered,
     base_of,
     is_opaque,
+    slots_of,
 )
 from autoptd.trace.instructions import attribute_of, variable_of, watching
 from autoptd.trace.sameness import differing
@@ -197,13 +198,17 @@ class Writes:
         if isinstance(owner, (types.ModuleType, type)):
             if name != "__dict__":
                 self._keep(frame, Name(owner, name))
+        elif name == "__class__":
+            self._keep(frame, Moved(owner, "has its class set"))
         elif isinstance(owner, nn.Module):
             self._keep(frame, OfModule(vars(owner), weakref.ref(owner)), type(owner).__name__)
             for kind in REGISTERED:
                 if kind in vars(owner):
                     self._keep(frame, Registered(vars(owner)[kind]), type(owner).__name__)
         elif is_opaque(owner):
-            self._keep(frame, Content(owner))
+            self._keep(frame, Content(base_of(owner)))
+        elif _is_of_c(owner, name):
+            self._keep(frame, Moved(owner, f"has its {name} set"))
         elif hasattr(owner, "__dict__") or hasattr(type(owner), "__slots__"):
             self._keep(frame, Attributes(owner))
         elif not isinstance(owner, Tensor):
@@ -334,7 +339,8 @@ def _path(record: Record, entry: str, names: dict[int, str]) -> str:
     if isinstance(record.holder, Name):
         home = target.get("__name__", "") if isinstance(target, dict) else getattr(target, "__qualname__", "")
         return f"{home or getattr(target, '__name__', 'globals')}{entry}"
-    path = record.named or type(target).__name__ if id(target) not in names else names[id(target)]
+    path = record.named or getattr(target, "__qualname__", type(target).__name__)
+    path = names.get(id(target), path)
     return f"{path}{entry}".removeprefix(".")
 
 
@@ -359,6 +365,16 @@ def _text(value: Any) -> str:
 
 
 MOST_LETTERS = 60
+
+
+def _is_of_c(owner: Any, name: str) -> bool:
+    """Tell whether an attribute is kept where no `__dict__` shows it, such as the defaults of a function."""
+    descriptor = getattr(type(owner), name, None)
+    return (
+        isinstance(descriptor, types.GetSetDescriptorType | types.MemberDescriptorType)
+        and name not in ("__dict__", *slots_of(owner))
+        and not isinstance(owner, Tensor)
+    )
 
 
 def _random_states() -> dict[str, int]:

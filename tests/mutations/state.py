@@ -36,4 +36,19 @@ MUTATIONS = (
     ),
     # Of a Python that nobody tried it on, no memory is read.
     Mutation("autoptd/trace/value_stack.py", "and version in TRIED", "", "tests/trace/test_value_stack.py"),
+    # What print is handed as its file is written to.
+    Mutation("autoptd/trace/calls.py", "isinstance(file, io.IOBase) and not", "False and not", TESTS),
+    # The size of a cache says how often a forward ran.
+    Mutation("autoptd/trace/calls.py", 'if name == "cache_info":', "if False:", TESTS),
+    # Nothing of these has a dict that shows it.
+    Mutation("autoptd/trace/writes.py", 'name == "__class__":', "False:", TESTS),
+    Mutation("autoptd/trace/writes.py", "elif _is_of_c(owner, name):", "elif False:", TESTS),
+    Mutation("autoptd/trace/calls.py", "elif name in SETS_OF_SLOTS and args:", "elif False:", TESTS),
+    # Code that is run from a text is no import.
+    Mutation("autoptd/trace/instructions.py", " and _is_importing(frame):", ":", TESTS),
+    # Python's library keeps what the user's code hands it.
+    Mutation(
+        "autoptd/trace/users.py", '"inspect", "contextlib",', '"inspect", "contextlib", "threading",', TESTS
+    ),
+    Mutation("autoptd/trace/calls.py", "function.__name__ in SEEDS:", "False:", TESTS),
 )

@@ -5,13 +5,17 @@ from __future__ import annotations
 import array
 import collections
 import contextvars
+import copy
+import csv
 import ctypes
+import email.message
 import enum
 import functools
 import gc
 import heapq
 import io
 import itertools
+import json
 import operator
 import os
 import queue
@@ -207,6 +211,37 @@ def taken_away() -> None:
     del COUNTS["n"]
 
 
+def in_its_kind() -> None:
+    KEY.__class__ = type("OtherKey", (Key,), {})  # type: ignore[assignment]
+
+
+def in_its_defaults() -> None:
+    in_a_default.__defaults__ = ([1],)
+
+
+def in_shared_bytes() -> None:
+    ctypes.c_uint8.from_buffer(WORDS).value += 1
+
+
+def thread_of(call: Callable[[], None]) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+class Cached:
+    """Makes a value once."""
+
+    @functools.cached_property
+    def value(self) -> list[int]:
+        return [1]
+
+
+@functools.cache
+def cached(n: int) -> int:
+    return n
+
+
 WEIGHT = nn.Parameter(torch.ones(2))
 OVER_A_TENSOR = torch.zeros(2).numpy()
 QUEUE: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -299,8 +334,30 @@ WRITES: dict[str, Callable[[], Any]] = {
     "an enumeration": lambda: setattr(Colour.RED, "calls", getattr(Colour.RED, "calls", 0) + 1),
     "a set, in place": lambda: operator.ior(SEEN, {len(SEEN)}),
     "taken away": taken_away,
+    # What functions of C and of Python's library write to.
+    "printed to a text": lambda: print("x", file=TEXT),
+    "printed to bytes": lambda: print("x", file=ENCODED),
+    "printed by a library": lambda: json.dump([1], TEXT),
+    "written as rows": lambda: csv.DictWriter(TEXT, ["a"]).writerow({"a": 1}),
+    "a class, by type": lambda: type.__setattr__(Helper, "calls", Helper.calls + 1),
+    "a slot, by its descriptor": lambda: Helper.slot.__set__(HELPER, HELPER.slot + 1),  # type: ignore[attr-defined]
+    "an attribute by getattr": lambda: getattr(HELPER, "__dict__").update(own=HELPER.own + 1),  # noqa: B009
+    "a class of an object": in_its_kind,
+    "the defaults of a function": in_its_defaults,
+    "a value that a pointer is of": lambda: operator.setitem(POINTER, 0, POINTER[0] + 1),
+    "bytes, by a value of C": in_shared_bytes,
+    "by exec": lambda: exec("COUNTS['n'] += 1", globals()),
+    "a thread": lambda: thread_of(five),
+    "an event": lambda: EVENT.clear() if EVENT.is_set() else EVENT.set(),
+    "a message": lambda: MESSAGE.__setitem__("a", "b"),
+    "a cached property": lambda: Cached().value and CACHED.value,
+    "a cache's size": lambda: cached.cache_info().currsize + cached(1),
+    "a seed of torch": lambda: torch.manual_seed(0),
+    "a generator's seed": lambda: torch.default_generator.manual_seed(0),
 }
 STRUCTURE, NUMBERS_OF_C, SEEN = Structure(), (ctypes.c_int * 2)(), set[int]()
+POINTER, ENCODED = ctypes.pointer(ctypes.c_int(0)), io.TextIOWrapper(io.BytesIO())
+EVENT, MESSAGE, CACHED = threading.Event(), email.message.Message(), Cached()
 
 
 @pytest.fixture(autouse=True)
@@ -319,7 +376,7 @@ def test_a_write_is_seen(kind: str) -> None:
         called(WRITES[kind])
     found = writes.changes(dict)
     assert found and all(change.refuse() for change in found)
-    assert any(".py:" in change.line for change in found)
+    assert any(change.line.rpartition(":")[2].isdigit() for change in found)
 
 
 @pytest.mark.parametrize("kind", ["a context variable", "an array of C"])
@@ -382,13 +439,16 @@ def only_read() -> None:
     assert COUNTS.get("n") == 0 and len(LONG) and sum(LONG) is not None and BOX.sum() is not None
     assert [*LONG] and dict(COUNTS) and sorted(LONG) and isinstance(iter(LONG), object)
     assert DEFAULTS.get("x") is None and str(COUNTS) and TEXT.getvalue() is not None
+    assert cached(1) == 1 and CACHED_BEFORE.value == [1] and json.dumps([1]) and copy.copy(LONG)
+    print(end="")
 
 
 def a_constant_iterator() -> None:
     next(ONES)
 
 
-ONES = itertools.repeat(1)
+ONES, CACHED_BEFORE = itertools.repeat(1), Cached()
+assert CACHED_BEFORE.value
 
 
 @pytest.mark.parametrize(
