@@ -30,7 +30,7 @@ from autoptd.codegen.writer import Writer, check_source
 from autoptd.ir import markers
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.names import RESERVED
-from autoptd.ir.notes import note
+from autoptd.ir.notes import note, op_name
 from autoptd.ir.operators.table import operator_of
 from autoptd.ir.quantities import microseconds_text
 
@@ -137,8 +137,15 @@ def write_recipe(
     own |= {node: own[source] for node, source in same.items()}
     position = {node: i for i, node in enumerate(recipe.body)}
     expression = express(own)
+    masks = {node: mask for node in computed if (mask := learned_mask(node)) is not None}
+    names_of_masks = {mask: f"rt.as_in_forward({({**known, **own})[mask]})" for mask in masks.values()}
+    of_attention = express(own | names_of_masks)
+
+    def text(i: int, node: Node) -> str:
+        return (of_attention if node in masks else expression)(position[node], node)
+
     body = Writer()
-    write_body(body, computed, own, mesh, lambda i, node: expression(position[node], node), layers)
+    write_body(body, computed, own, mesh, text, layers)
     results = ", ".join(own[node] for node in recipe.dropped)
     body.add(2, f"return ({results},)" if len(recipe.dropped) == 1 else f"return {results}")
     read = names_in(body)
@@ -153,6 +160,13 @@ def write_recipe(
     writer.gap()
     writer.extend(body)
     writer.gap()
+
+
+def learned_mask(node: Node) -> Node | None:
+    """Return the mask of an attention, where that has a gradient: kernels are chosen by that, and would differ in a recipe."""
+    is_attention = op_name(node) == "aten.scaled_dot_product_attention"
+    mask = node.args[3] if is_attention and len(node.args) > 3 else None
+    return mask if isinstance(mask, Node) and note(mask).needs_grad else None
 
 
 def _computing(operators: Sequence[Node], known: Mapping[Node, str]) -> tuple[list[Node], dict[Node, Node]]:

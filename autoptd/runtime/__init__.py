@@ -1,6 +1,7 @@
 """What emitted stage files import (`from autoptd import runtime as rt`), and what runs them."""
 
 from autoptd.ir.types import Zigzag
+from autoptd.runtime.again import as_in_forward
 from autoptd.runtime.attention import causal_attention
 from autoptd.runtime.buffer_updates import BufferUpdates
 from autoptd.runtime.classes import (
@@ -47,6 +48,7 @@ __all__ = [
     "Zigzag",
     "all_gather_again",
     "apply_function",
+    "as_in_forward",
     "by_expert",
     "causal_attention",
     "classes_argmax",

@@ -38,6 +38,11 @@ Value = TypeVar("Value")
 Runner = Callable[[Callable[..., Any], Sequence[Any], Drawing | None], Any]
 
 
+def as_in_forward(mask: Tensor) -> Tensor:
+    """Return a mask that asks for a gradient, as it does in forward: attention has other kernels for those that do not."""
+    return mask if torch.compiler.is_compiling() else mask.requires_grad_()
+
+
 class Saved:
     """A tensor that autograd saved, or that a recipe reads: itself, or how it is a view of a value that was dropped."""
 

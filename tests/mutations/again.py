@@ -8,4 +8,10 @@ MUTATIONS = (
     Mutation(
         "autoptd/runtime/again.py", "stride if size > 1 else 0", "stride", "tests/runtime/test_again.py"
     ),
+    Mutation(
+        "autoptd/runtime/again.py",
+        "else mask.requires_grad_()",
+        "else mask",
+        "tests/parity/test_recompute.py -k kernel_of_forward",
+    ),
 )

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
@@ -548,3 +549,48 @@ def test_a_weight_gradient_of_another_microbatch_shows() -> None:
 def test_bad_requests(asked: dict[str, Any], words: str) -> None:
     with pytest.raises(PlanError, match=words):
         autoptd.compile(gpt(), example_inputs=batch(), **asked)
+
+
+class Biased(nn.Module):
+    """A layer of attention with a bias that is trained, as T5 has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        heads = (f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return x + self.o(F.scaled_dot_product_attention(*heads, attn_mask=bias).transpose(1, 2).flatten(2))
+
+
+class BiasedLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.bias, self.head = nn.Embedding(16, 8), nn.Embedding(6, 2), nn.Linear(8, 16)
+        self.layers = nn.ModuleList(Biased() for _ in range(2))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x, places = self.embed(ids), torch.arange(6)
+        bias = self.bias((places[:, None] - places).abs()).permute(2, 0, 1)[None]
+        for layer in self.layers:
+            x = layer(x, bias.contiguous())
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def test_attention_is_computed_again_by_the_kernel_of_forward() -> None:
+    """Torch has another one for masks that ask for no gradient, whose last bits differ."""
+    ids = torch.arange(24).view(4, 6) * 7 % 16
+    found = []
+    for recompute in (False, "full"):
+        pm = autoptd.parallelize(
+            BiasedLayers().double(),
+            d=2,
+            recompute=recompute,
+            backend="local",
+            example_inputs=(ids, ids.flip(1)),
+        )
+        pm.step(ids, ids.flip(1))
+        found.append(pm.gradients())
+        pm.close()
+    assert [name for name, x in found[0].items() if not torch.equal(x, found[1][name])] == []
