@@ -1,23 +1,28 @@
-"""A stand-in for a number that a forward only counts with: it can be added to, and whoever reads it is noticed.
+"""Stand-ins for what a forward only adds to, a number or a list: whoever reads one is noticed.
 
-In: the numbers that a call has changed (`Writes.numbers`), and the call. Out: whether the call does anything with them but
-add and put back. A counter that only logs (`self.calls += 1`) changes no later call, whatever it stands at: nothing that is
-computed and no branch comes from it.
+In: where the numbers and lists are that a call has changed (`Writes.logged`), and the call. Out: whether the call does anything
+with them but add and put back. What only logs (`self.calls += 1`, `history.append(n)`) changes no later call, whatever it
+stands at: nothing that is computed and no branch comes from it.
 
-    only_counts(places, call)      # False for `if self.calls > 30`
+    only_logs(places, call)      # False for `if self.calls > 30`
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from autoptd.trace.contents import Holder, with_values
-from autoptd.trace.users import is_writing
+from autoptd.trace.users import is_users, is_writing
 
-# A place that holds a number, and the text that names it in its holder.
-Place = tuple[Holder, str]
+# A place, the text that names it in its holder, and the list that is there; None for a number.
+Place = tuple[Holder, str, Any]
+
+
+# Containers in containers that a call is handed.
+DEEPEST = 8
 
 
 class Read(Exception):
@@ -62,12 +67,52 @@ class Tally:
     __repr__ = __str__ = __format__ = __reduce_ex__ = __reduce__ = __getattr__ = __dir__ = _read  # type: ignore[assignment]
 
 
-def only_counts(places: Sequence[Place], call: Callable[[], Any]) -> bool:
-    """Tell whether a call only adds to the numbers at these places; they are put back."""
-    kept = [(holder, holder.kept()) for holder, _ in places]
-    stand_ins = [Tally() for _ in places]
+class Log(Tally):
+    """Takes what is added to a list, and keeps nothing of it."""
+
+    def append(self, value: Any) -> None:
+        pass
+
+    def extend(self, values: Any) -> None:
+        list(values)
+
+    appendleft, extendleft = append, extend
+    __add__ = __radd__ = __sub__ = __rsub__ = __isub__ = Tally._read
+
+
+# A pattern of a `match` that looks for a list asks for its length.
+Sequence.register(Log)  # type: ignore[attr-defined]
+
+
+def note_reading(function: Any, args: Iterable[Any]) -> None:
+    """Note the logs among what a call hands to others: C asks for the class of a list in ways that a stand-in does not see."""
+    called = getattr(function, "__func__", function)
+    # What the user's code does with it is seen there, and adding is no reading.
+    is_seen = isinstance(called, types.FunctionType) and (
+        is_users(called.__code__) or is_writing(called.__code__)
+    )
+    if not is_seen:
+        for log in _logs_in(args, 0):
+            log.is_read = True
+
+
+def _logs_in(values: Iterable[Any], depth: int) -> Iterator[Log]:
+    for value in values:
+        kind = type(value)
+        if kind is Log:
+            yield value
+        elif kind in (list, tuple, dict) and depth < DEEPEST:
+            yield from _logs_in(value.values() if kind is dict else value, depth + 1)
+
+
+def only_logs(places: Sequence[Place], call: Callable[[], Any]) -> bool:
+    """Tell whether a call only adds to what is at these places; it is put back."""
+    kept = [(holder, holder.kept()) for holder, _, _ in places]
+    # What several names hold has one stand-in.
+    logs = {id(held): Log() for _, _, held in places if held is not None}
+    stand_ins = [Tally() if held is None else logs[id(held)] for _, _, held in places]
     try:
-        for (holder, entry), stand_in in zip(places, stand_ins, strict=True):
+        for (holder, entry, _), stand_in in zip(places, stand_ins, strict=True):
             holder.restore(with_values(holder, {entry: stand_in}))
         call()
     # Whatever the call raises: with the numbers themselves it has not.
@@ -79,4 +124,4 @@ def only_counts(places: Sequence[Place], call: Callable[[], Any]) -> bool:
     return not any(vars(stand_in)["is_read"] for stand_in in stand_ins)
 
 
-__all__ = ["Place", "Tally", "only_counts"]
+__all__ = ["Log", "Place", "Tally", "note_reading", "only_logs"]

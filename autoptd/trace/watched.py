@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from autoptd.compat import FakeTensor, tree_leaves, tree_map
 from autoptd.trace.assigned import AssignedBuffers
 from autoptd.trace.attributes import held_by
-from autoptd.trace.contents import PLAIN
+from autoptd.trace.contents import MISSING, PLAIN
+from autoptd.trace.draws import RANDOM
 from autoptd.trace.loss import WithLoss
 from autoptd.trace.masks import any_mask, given_masks
-from autoptd.trace.tally import only_counts
-from autoptd.trace.writes import RANDOM, REGISTERED, Change, Writes
+from autoptd.trace.tally import only_logs
+from autoptd.trace.writes import REGISTERED, Change, Writes
 
 
 class Watched(WithLoss):
@@ -143,6 +144,11 @@ def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dic
             buffers.take()
         return loss, writes
 
+    def run_once() -> None:
+        run((args, kwargs))
+        # What stands in is put back by this, and must not be once more later.
+        written.pop().undo()
+
     def begin_anew() -> None:
         while written:
             written.pop().undo()
@@ -153,8 +159,8 @@ def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dic
         made = first_writes.changes(names)
         _, later_writes = run((args, kwargs))
         found = later_writes.changes(names)
-        if found and (places := later_writes.numbers()) and only_counts(places, lambda: run((args, kwargs))):
-            warn_of_counts(found)
+        if found and (places := later_writes.logged()) and only_logs(places, run_once):
+            warn_of_logs(found)
             found = []
         if found or not has_values:
             return found
@@ -174,11 +180,18 @@ def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dic
         begin_anew()
 
 
-def warn_of_counts(counts: list[Change]) -> None:
-    """Warn of numbers that a forward counts with, and that nothing in it reads."""
-    for change in counts:
-        text = f"{change.path} ({change.line}): is counted by the forward, which no rank does; nothing in the forward reads it"
-        warnings.warn(f"{text}: count in the training loop", stacklevel=2)
+def warn_of_logs(logs: list[Change]) -> None:
+    """Warn of what a forward only adds to, and that nothing in it reads."""
+    texts = []
+    for change in logs:
+        # A list has an entry more than before.
+        is_list = change.before == repr(MISSING)
+        path = change.path.rpartition("[")[0] if is_list else change.path
+        done, remedy = ("added to", "log") if is_list else ("counted", "count")
+        text = f"{path} ({change.line}): is {done} by the forward, which no rank does; nothing in the forward reads it"
+        texts.append(f"{text}: {remedy} in the training loop")
+    for text in dict.fromkeys(texts):
+        warnings.warn(text, stacklevel=2)
 
 
 def _leading_sizes(call: Any) -> list[int]:

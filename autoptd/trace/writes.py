@@ -13,11 +13,10 @@ then, and compared after the block.
 from __future__ import annotations
 
 import gc
-import random
 import sys
 import types
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -44,12 +43,14 @@ from autoptd.trace.contents import (
     is_opaque,
     slots_of,
 )
+from autoptd.trace.draws import RANDOM, random_states
 from autoptd.trace.instructions import attribute_of, variable_of, watching
-from autoptd.trace.sameness import differing
+from autoptd.trace.places import places_of
+from autoptd.trace.sameness import differing, is_same
+from autoptd.trace.tally import Place, note_reading
 from autoptd.trace.users import is_users, line_of
 from autoptd.trace.value_stack import NULL, ValueStack, at
 
-RANDOM = {"random": "Python's random module", "numpy.random": "numpy's random numbers"}
 NUMBERS = (int, float)
 # Of nn.Module: where an attribute that is a tensor or a module is kept.
 REGISTERED = ("_parameters", "_buffers", "_modules")
@@ -109,7 +110,7 @@ class Writes:
     @contextmanager
     def recorded(cls) -> Iterator[Writes]:
         """Record in a block."""
-        writes, drawn = cls(), _random_states()
+        writes, drawn = cls(), random_states()
         with paused_collection():
             newcomers = Newcomers()
             try:
@@ -119,7 +120,7 @@ class Writes:
             finally:
                 writes.paused = nullcontext
                 writes._drawn = [
-                    name for name, state in _random_states().items() if drawn.get(name, state) != state
+                    name for name, state in random_states().items() if drawn.get(name, state) != state
                 ]
                 for function in writes._cached:
                     function.cache_clear()
@@ -140,15 +141,25 @@ class Writes:
         known = names() if found else {}
         return drawn + [_change(record, entry, known) for record, entry in found]
 
-    def numbers(self) -> list[tuple[Holder, str]]:
-        """Return the places of all that is different now, if all of it are numbers; else nothing."""
-        found = []
+    def logged(self) -> list[Place]:
+        """Return the places of all that is different now, if all of it are numbers and lists with more at their end; else
+        nothing.
+        """
+        found: list[Place] = []
         for record in self._records.values():
             differs = differing(record.entries, record.holder.entries())
-            is_counted = all(type(one) in NUMBERS and type(other) in NUMBERS for _, one, other in differs)
-            if isinstance(record.holder, Moved) or is_opaque(record.holder.holder) or not is_counted:
+            held = record.holder.holder
+            if isinstance(record.holder, Moved) or is_opaque(held):
                 return []
-            found += [(record.holder, entry) for entry, _, _ in differs]
+            if all(type(one) in NUMBERS and type(other) in NUMBERS for _, one, other in differs):
+                found += [(record.holder, entry, None) for entry, _, _ in differs]
+            elif type(held) in (list, deque) and is_same(record.kept, list(held)[: len(record.kept)]):
+                places = places_of(held, Record)
+                if not places:
+                    return []
+                found += [(holder, entry, held) for holder, entry in places]
+            else:
+                return []
         return [] if self._drawn else found
 
     def replaced(self, names: Callable[[], dict[int, str]]) -> dict[str, Tensor]:
@@ -222,7 +233,9 @@ class Writes:
             self._keep(frame, Moved(owner, "is written to"))
 
     def _see_call(self, frame: types.FrameType, name: str, arg: int, top: int) -> None:
-        for handed in handed_to(*operands(name, arg, top)):
+        function, args = operands(name, arg, top)
+        note_reading(function, args)
+        for handed in handed_to(function, args):
             if handed.kind is Kind.CACHE:
                 # Every call is traced, and run, as a first one.
                 handed.value.cache_clear()
@@ -377,13 +390,4 @@ def _is_of_c(owner: Any, name: str) -> bool:
     )
 
 
-def _random_states() -> dict[str, int]:
-    """A forward that draws from these would repeat one outcome for ever, once it is a graph."""
-    states = {"random": hash(random.getstate())}
-    if "numpy" in sys.modules:
-        drawn = sys.modules["numpy"].random.get_state()
-        states["numpy.random"] = hash((drawn[1].tobytes(), *drawn[2:]))
-    return states
-
-
-__all__ = ["RANDOM", "REGISTERED", "Change", "Writes"]
+__all__ = ["REGISTERED", "Change", "Writes"]

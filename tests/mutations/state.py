@@ -2,7 +2,7 @@
 
 from tests.mutations import Mutation
 
-TESTS = "tests/trace/test_writes.py"
+TESTS, TALLY = "tests/trace/test_writes.py", "tests/trace/test_tally.py"
 MUTATIONS = (
     Mutation(
         "autoptd/trace/contents.py",
@@ -32,7 +32,7 @@ MUTATIONS = (
         "autoptd/trace/tally.py",
         "        self.is_read = True\n",
         "        pass\n",
-        "tests/trace/test_tally.py",
+        TALLY,
     ),
     # Of a Python that nobody tried it on, no memory is read.
     Mutation("autoptd/trace/value_stack.py", "and version in TRIED", "", "tests/trace/test_value_stack.py"),
@@ -51,4 +51,15 @@ MUTATIONS = (
         "autoptd/trace/users.py", '"inspect", "contextlib",', '"inspect", "contextlib", "threading",', TESTS
     ),
     Mutation("autoptd/trace/calls.py", "function.__name__ in SEEDS:", "False:", TESTS),
+    # C asks for the class of a list where no stand-in sees it.
+    Mutation("autoptd/trace/writes.py", "        note_reading(function, args)\n", "", TALLY),
+    # A list has several names, and one in a tuple cannot be replaced there.
+    Mutation("autoptd/trace/places.py", "        if not places:\n            return []\n", "", TALLY),
+    Mutation(
+        "autoptd/trace/places.py", "Name(classes[0] if classes else owner, name)", "Name(owner, name)", TALLY
+    ),
+    # What stands in is put back once.
+    Mutation(
+        "autoptd/trace/watched.py", "        written.pop().undo()\n\n    def begin", "\n    def begin", TALLY
+    ),
 )

@@ -1,0 +1,63 @@
+"""Where an object is held: all the names, attributes, entries and cells that are it.
+
+In: an object. Out: (holder, text that names the place in it) of each; nothing where one of them is of another kind, such as a
+tuple, in whose place nothing else can be put.
+
+    places_of(history)      # [(Name(globals(), "history"), ".history")]
+"""
+
+from __future__ import annotations
+
+import gc
+import types
+from typing import Any
+
+from autoptd.trace.contents import Attributes, Cell, Content, Holder, Name
+
+# A pair, in a list, of a record.
+MOST_PAIRS = 1
+
+
+def places_of(value: Any, record: type) -> list[tuple[Holder, str]]:
+    """Return all places that hold an object, but for the variables of frames and what objects of the class `record` keep."""
+    found: list[tuple[Holder, str]] = []
+    for owner in gc.get_referrers(value):
+        if isinstance(owner, (Content, types.FrameType)) or _is_kept(owner, record):
+            continue
+        places = _places_in(owner, value)
+        if not places:
+            return []
+        found += places
+    return found
+
+
+def _places_in(owner: Any, value: Any) -> list[tuple[Holder, str]]:
+    if isinstance(owner, types.CellType):
+        return [(Cell(owner, ""), "")]
+    if type(owner) is list:
+        return [(Content(owner), f"[{i}]") for i, one in enumerate(owner) if one is value]
+    if isinstance(owner, dict):
+        # The names of a class are set by the class itself.
+        classes = [one for one in gc.get_referrers(owner) if isinstance(one, type)]
+        names = [key for key, one in dict.items(owner) if one is value]
+        if not all(isinstance(name, str) for name in names):
+            return []
+        return [(Name(classes[0] if classes else owner, name), f".{name}") for name in names]
+    # Up to 3.12 and from 3.13 on an object may keep its attributes without a dict.
+    names = [name for name, one in getattr(owner, "__dict__", {}).items() if one is value]
+    return [(Attributes(owner), f".{name}") for name in names]
+
+
+def _is_kept(owner: Any, record: type, depth: int = 0) -> bool:
+    """Tell whether a container is a record's: its entries, a pair in a list that it keeps, the `__dict__` of its holder."""
+    if type(owner) not in (dict, list, tuple) or depth > MOST_PAIRS:
+        return False
+    return any(
+        isinstance(one, record)
+        or (isinstance(one, Content) and vars(one) is owner)
+        or (type(owner) is tuple and _is_kept(one, record, depth + 1))
+        for one in gc.get_referrers(owner)
+    )
+
+
+__all__ = ["places_of"]
