@@ -34,6 +34,7 @@ INSTEAD = {
     "zero_grad": "optimizer.zero_grad() of optimizer = pm.optimizer(torch.optim.AdamW, lr=...)",
     "no_sync": "one pm.step of the whole batch; parallelize(..., num_microbatches=) divides it",
     **dict.fromkeys(("clip_grad_norm", "clip_gradients"), "pm.clip_grad_norm_(max_norm)"),
+    "clip_grad_value": "pm.clip_grad_value_(clip_value)",
     **dict.fromkeys(
         ("save_checkpoint", "save_state"), "pm.save(folder, optimizer=optimizer), or pm.checkpointer(...)"
     ),

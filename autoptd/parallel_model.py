@@ -34,7 +34,13 @@ from autoptd.program.program import Picture
 from autoptd.runtime import check_batch, check_copies, check_ranks
 from autoptd.runtime.batch import cut, flatten, is_call_in_one, take_rows
 from autoptd.runtime.check_call import check_call
-from autoptd.runtime.grad_norm import checked_norm_type, clip_gradients
+from autoptd.runtime.grad_norm import (
+    checked_clip_value,
+    checked_norm_type,
+    clip_gradients,
+    clip_values,
+    grad_norm,
+)
 from autoptd.runtime.launch import Rank, RunningRanks
 from autoptd.runtime.memory import count_memory
 from autoptd.runtime.optimizer import make_optimizer
@@ -257,6 +263,16 @@ class ParallelModel(AdaptedModel):
         if self._loss_scale is not None and p in (1, 2, inf):
             self._loss_scale.saw(norm)
         return norm
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamp every entry of all gradients to [-clip_value, clip_value], as `torch.nn.utils.clip_grad_value_` does. All ranks
+        call it.
+        """
+        ranks, value = self._started("clip_grad_value_"), checked_clip_value(clip_value)
+        # An infinity would be a number afterwards, and the update not skipped.
+        if self._loss_scale is not None:
+            self._loss_scale.saw(ranks.run("clip_grad_value_", lambda rank: grad_norm(rank.params, inf)))
+        ranks.run("clip_grad_value_", lambda rank: clip_values(rank.params, value))
 
     def check_ranks(self, *args: Any, **kwargs: Any) -> None:
         """Raise RuntimeFault on all ranks where replicas do not compute the same, bit by bit. Collective.

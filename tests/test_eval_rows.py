@@ -117,6 +117,10 @@ def test_one_loss_for_all_of_them_is_refused() -> None:
 
 def test_other_calls_are_refused_in_the_name_of_eval_step() -> None:
     pm = autoptd.parallelize(Model(), d=2, backend="local", example_inputs=batch(8))
+    with pytest.raises(PlanError, match=r"^eval_step: was called with 1 argument"):
+        pm.eval_step(batch(8)[0])  # before any other
+    with pytest.raises(PlanError, match=r"^eval_step: its arguments are not those"):
+        pm.eval_step(batch(8)[0], [batch(8)[1]])
     pm.eval_step(*batch(4))
     ids, labels = batch(8, 6)
     with pytest.raises(PlanError, match=r"^eval_step: ids is \[8, 6\]"):

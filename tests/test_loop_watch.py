@@ -81,9 +81,12 @@ def test_two_steps_whose_gradients_add_up_are_told_so_once(options: dict[str, An
 
 
 def test_gradients_that_are_forgotten_by_hand_do_not_add_up() -> None:
-    _, pm, _ = made()
+    _, pm, optimizer = made()
 
     def others() -> None:
+        for _ in range(2):
+            pm.step(*BATCH)
+            optimizer.zero_grad(set_to_none=False)
         for _ in range(3):
             pm.step(*BATCH)
             for parameter in pm.parameters():

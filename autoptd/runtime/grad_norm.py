@@ -1,4 +1,4 @@
-"""The norm of a model's gradients, and clipping by it: the same number on every rank, from one collective.
+"""The norm of a model's gradients, and clipping by it, the same number on every rank, from one collective; clipping by value.
 
 In: a rank's parameters, whose gradients a step has left. Out: the p-norm over all of them (2, inf, 1, or any p > 0), every
 shard, copy and tied parameter counted once.
@@ -9,6 +9,7 @@ shard, copy and tied parameter counted once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from math import inf
 
 import torch
@@ -57,6 +58,17 @@ def checked_norm_type(norm_type: float | str) -> float:
     return p
 
 
+def checked_clip_value(clip_value: float) -> float:
+    """Return the bound of a clipping by value; PlanError for what is not a number of at least 0."""
+    try:
+        value = float(clip_value)
+    except (TypeError, ValueError):
+        value = -1.0
+    if not value >= 0:
+        raise PlanError("clip_grad_value_", f"clip_value={clip_value!r} bounds nothing", "a number above 0")
+    return value
+
+
 @unguarded()
 @torch.no_grad()
 def clip_gradients(params: RankParameters, max_norm: float, p: float = 2.0) -> torch.Tensor:
@@ -67,15 +79,32 @@ def clip_gradients(params: RankParameters, max_norm: float, p: float = 2.0) -> t
     norm = grad_norm(params, p)
     # On the device: comparing on the host would make it wait.
     factor = rounded((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    with changed_gradients(params) as gradients:
+        for same in by_dtype(gradients):
+            torch._foreach_mul_(same, factor.to(same[0].dtype))
+    return norm
+
+
+@unguarded()
+@torch.no_grad()
+def clip_values(params: RankParameters, value: float) -> None:
+    """Clamp every entry of all gradients to [-value, value]: what has copies is clamped alike in all of them."""
+    with changed_gradients(params) as gradients:
+        for same in by_dtype(gradients):
+            torch._foreach_clamp_min_(same, -value)
+            torch._foreach_clamp_max_(same, value)
+
+
+@contextmanager
+def changed_gradients(params: RankParameters) -> Iterator[Iterable[torch.Tensor]]:
+    """Give what a rank holds of all gradients, to be changed in place in the block."""
     found = {name: params.gradient(name) for name in params.stored}
     gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
-    for same in by_dtype(gradients.values()):
-        torch._foreach_mul_(same, factor.to(same[0].dtype))
+    yield gradients.values()
     for name, gradient in gradients.items():
         # `parameter.grad` is a rounded copy there.
         if name not in params.plain:
             params.set_gradient(name, gradient)
-    return norm
 
 
 def rounded(x: torch.Tensor, bits: int = 36) -> torch.Tensor:

@@ -76,12 +76,9 @@ def _asks_whether_it_exists() -> bool:
 def refuse(func: Callable[..., Any], caller: str, what: str) -> None:
     """Raise a PlanError if a call of `func` from module `caller` would mistake a shard for the whole."""
     if caller == CLIPPING:
-        fact = "clips by the norm of what this rank holds, and each rank by another"
-        raise PlanError(
-            "torch.nn.utils clipping",
-            fact,
-            "pm.clip_grad_norm_(max_norm), which clips by the norm of the model",
-        )
+        fact = "sees the gradients that this rank holds, and each rank others: not those of the model"
+        remedy = "pm.clip_grad_norm_(max_norm) or pm.clip_grad_value_(clip_value), which clip the gradients of the model"
+        raise PlanError("torch.nn.utils clipping", fact, remedy)
     if func in READS and caller == SCALING:
         fact = "each rank would look for infinities in what it holds, and skip steps that other ranks take"
         raise PlanError(

@@ -61,9 +61,12 @@ class LossScale:
         self._norm, self._is_bad, self._is_settled = None, None, False
 
     def saw(self, norm: torch.Tensor) -> None:
-        """Note the norm of all gradients, which is finite if they are; it is read when an update needs it."""
+        """Note the norm of all gradients, which is finite if they are; it is read when an update needs it.
+
+        One that is not finite stays so: clipping by value leaves finite gradients.
+        """
         if self._is_bad is None:
-            self._norm = norm
+            self._norm = norm if self._norm is None else self._norm + norm
 
     def settle(self, find_norm: Callable[[], torch.Tensor]) -> bool:
         """Return whether an update is skipped, and set the scale for the next step; once for all optimizers.

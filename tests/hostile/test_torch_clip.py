@@ -78,6 +78,18 @@ def test_clips_and_norms(pm: ParallelModel, use: Use) -> None:
         opt.zero_grad()
 
 
+def test_the_clip_by_value_that_is_named(pm: ParallelModel) -> None:
+    step(pm)
+    with pytest.raises(PlanError, match=r"pm\.clip_grad_value_\(clip_value\)"):
+        nn.utils.clip_grad_value_(pm.parameters(), 1e-3)
+    once = pm.gradients()
+    pm.clip_grad_value_(1e-3)
+    assert all(torch.equal(x, once[name].clamp(-1e-3, 1e-3)) for name, x in pm.gradients().items())
+    for value in (-1.0, float("nan"), "a"):
+        with pytest.raises(PlanError, match="bounds nothing"):
+            pm.clip_grad_value_(value)
+
+
 class Other(torch.optim.Optimizer):
     """Somebody's own."""
 

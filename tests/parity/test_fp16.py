@@ -105,6 +105,19 @@ def test_a_norm_that_overflows_is_no_reason_to_skip() -> None:
     pm.close()
 
 
+def test_an_infinity_that_clipping_by_value_would_hide_is_seen() -> None:
+    data = batch(2)
+    pm, optimizer = start(gpt(1), data, t=2, initial_loss_scale=SCALE)
+    pm.step(*data)
+    for parameter in pm.rank_parameters(1).values():
+        parameter.grad = torch.full_like(parameter, inf, dtype=torch.float32)
+    pm.clip_grad_value_(1.0)
+    assert pm.clip_grad_norm_(1.0).isfinite()
+    optimizer.step()
+    assert optimizer.step_was_skipped
+    pm.close()
+
+
 @pytest.mark.parametrize(
     ("mesh", "place"),
     [

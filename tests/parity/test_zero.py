@@ -66,10 +66,10 @@ def largest_difference(pm: autoptd.ParallelModel, expected: dict[str, Tensor]) -
     [{"d": 2, "zero": 1}, {"t": 2, "p": 2, "num_microbatches": 2}, {"c": 2, "d": 2, "zero": 1}],
     ids=str,
 )
-@pytest.mark.parametrize("p", [inf, 1])
-def test_clipping_by_another_norm(mesh: dict[str, Any], p: float) -> None:
+@pytest.mark.parametrize("p", [inf, 1, None], ids=["inf", "1", "value"])
+def test_clipping_by_another_norm_or_by_value(mesh: dict[str, Any], p: float | None) -> None:
     """A tied weight, a frozen one, and one of which the mesh leaves a rank no entry."""
-    data, norms, states = batch(8), [], []
+    data, norms, gradients, states = batch(8), [], [], []
     for is_parallel in (False, True):
         model = gpt().double()
         model.transformer.h[0].ln_1.weight.requires_grad_(False)
@@ -79,16 +79,26 @@ def test_clipping_by_another_norm(mesh: dict[str, Any], p: float) -> None:
         if run is None:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
             model(*data)[-1].backward()
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3, p))
+            if p is None:
+                torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+            else:
+                norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3, p))
+            gradients.append({name: x.grad for name, x in model.named_parameters() if x.grad is not None})
         else:
             optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
             run.step(*data)
-            norms.append(run.clip_grad_norm_(1e-3, norm_type=p))
+            if p is None:
+                run.clip_grad_value_(1e-3)
+            else:
+                norms.append(run.clip_grad_norm_(1e-3, norm_type=p))
+            gradients.append(run.gradients())
         optimizer.step()
         states.append(dict((run or model).state_dict()))
         if run is not None:
             run.close()
-    torch.testing.assert_close(norms[1], norms[0], rtol=1e-12, atol=0)
+    torch.testing.assert_close(norms[1:], norms[:1], rtol=1e-12, atol=0)
+    for name, x in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], x, rtol=1e-9, atol=1e-15)
     for name, x in states[0].items():
         torch.testing.assert_close(states[1][name], x, rtol=0, atol=1e-9)
 

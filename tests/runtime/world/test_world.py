@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -497,20 +499,28 @@ def test_ranks_that_make_different_calls_are_both_named() -> None:
             assert f"rank {rank} at F0.{rank}: all_reduce 'call of {rank}' of {size} bytes" in text, text
 
 
-def interrupt_one(world: World) -> None:
-    """Rank 1 sees Ctrl-C in a call, and its process lives on; a call of rank 0 waits for it, out of Python's reach."""
+def interrupt_one(world: World, ended: Path) -> None:
+    """Rank 1 sees Ctrl-C in a call, and its process lives on until a call of rank 0 that waits for it, out of Python's reach,
+    has ended.
+    """
     world.at = f"F0.{world.rank}"
     group = world.group(("tp",))
     group.all_reduce(torch.ones(1), "same")
     if world.rank == 1:
         world.report_fault(KeyboardInterrupt())
-        time.sleep(8)
-    group.all_reduce_start(torch.ones(5), "x").wait()
+        until = time.monotonic() + 20.0
+        while not ended.exists():
+            assert time.monotonic() < until, "the wait of rank 0 does not end while this process lives"
+            time.sleep(0.05)
+    try:
+        group.all_reduce_start(torch.ones(5), "x").wait()
+    finally:
+        ended.touch()
 
 
 @pytest.mark.processes
-def test_a_wait_for_a_rank_that_was_interrupted_ends_while_that_lives() -> None:
-    said = run_processes(Mesh(t=2), interrupt_one, timeout=30.0)
+def test_a_wait_for_a_rank_that_was_interrupted_ends_while_that_lives(tmp_path: Path) -> None:
+    said = run_processes(Mesh(t=2), partial(interrupt_one, ended=tmp_path / "ended"), timeout=30.0)
     assert said[0].startswith("RuntimeFault: rank 1 at F0.1: left (KeyboardInterrupt) [seen by rank 0"), said
     assert said[1].startswith("RuntimeFault: rank 1 at F0.1: left (KeyboardInterrupt)."), said
 
