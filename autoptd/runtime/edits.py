@@ -2,8 +2,9 @@
 `optimizer.param_groups`, or in a hook after its step.
 
 In: the tensors that an optimizer steps, where they are not what stages compute with (masters, ZeRO's pieces). Out: the names of
-those that were written to since the last update was published. torch counts writes to a tensor; who has its `.data` may write
-without being counted, so its values are compared from then on.
+those that were written to since the last update was published. torch counts writes to a tensor; who has its `.data`, or has
+asked for what numpy or C can be given (`detach`, `data_ptr`), may write without being counted, so its values are compared from
+then on.
 
     edits = Edits(stored)
     edits.note()                    # after an update was published, or values were loaded
@@ -25,7 +26,7 @@ class Edits:
     def __init__(self, stored: Mapping[str, GuardedParameter]) -> None:
         self._stored = dict(stored)
         self._versions: dict[str, int] = {}
-        # Of those whose `.data` somebody has.
+        # Of those whose `.data`, or the like, somebody has.
         self._values: dict[str, torch.Tensor] = {}
         self.note()
 

@@ -49,8 +49,22 @@ NORMS = frozenset(
         Tensor.norm,
     }
 )
-# An alias whose writes do not count in the parameter's version.
-DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+# Aliases whose writes do not count in the parameter's version, and what numpy or C may be given from.
+EXPOSING = frozenset(
+    {
+        Tensor.data.__get__,  # type: ignore[attr-defined]
+        Tensor.detach,
+        Tensor.data_ptr,
+        Tensor.numpy,
+        Tensor.__array__,
+        Tensor.__dlpack__,
+        Tensor.storage,
+        Tensor.untyped_storage,
+        Tensor.view,
+        Tensor.reshape,
+        Tensor.flatten,
+    }
+)
 FORWARDING = ("torch.overrides", "torch._tensor", "torch.functional")
 HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook})
 SAME_VALUES = frozenset({Tensor.data.__get__, Tensor.detach, Tensor.float, Tensor.double})  # type: ignore[attr-defined]
@@ -112,7 +126,7 @@ class GuardedParameter(nn.Parameter):
     """A rank's parameter: see the module's docstring. `arrival` waits until it has the last update.
 
     `bears_gradient`: its gradient is kept with it, and not in parts with what ranks store of it. `was_exposed`: something may
-    have written to it that its version does not count.
+    have written to it that its version does not count, as numpy does: from then on its values are compared.
     """
 
     arrival: Callable[[], None] | None = None
@@ -134,7 +148,7 @@ class GuardedParameter(nn.Parameter):
                         x.arrival()
                         if not x.bears_gradient:
                             refuse_gradient(func)
-            if func == DATA:
+            if func in EXPOSING and type(args[0]) is GuardedParameter:
                 args[0].was_exposed = True
         # `unguarded()` without its generator: this is a hot path.
         with torch._C.DisableTorchFunctionSubclass():

@@ -61,6 +61,7 @@ class RankParameters:
     whole program, `local` and `leaves` hold this rank's by the parameter's (first) name.
     """
 
+    @unguarded()
     def __init__(self, program: Program, world: World, full: Values) -> None:
         self.program, self.world = program, world
         self.specs = program.params

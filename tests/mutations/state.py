@@ -58,8 +58,4 @@ MUTATIONS = (
     Mutation(
         "autoptd/trace/places.py", "Name(classes[0] if classes else owner, name)", "Name(owner, name)", TALLY
     ),
-    # What stands in is put back once.
-    Mutation(
-        "autoptd/trace/watched.py", "        written.pop().undo()\n\n    def begin", "\n    def begin", TALLY
-    ),
 )

@@ -164,6 +164,7 @@ LISTS_READ: dict[str, Callable[[Any], Any]] = {
     "a kind": lambda model: 2.0 if type(model.history) is list else 1.0,
     "a copy": lambda model: float(len(copy.copy(vars(model)["history"]))),
     "in a default": in_a_default,
+    "of the class": lambda model: model.log.append(1) or float(len(model.log)),
 }
 
 
