@@ -26,13 +26,23 @@ INSTEAD = {
     **dict.fromkeys(("to", "cuda", "cpu", "to_empty", "device"), _DEVICE),
     **dict.fromkeys(("half", "float", "double", "bfloat16", "type", "dtype"), _DTYPE),
     **dict.fromkeys(("modules", "named_modules", "children", "named_children", "module", "config"), _MODEL),
-    **dict.fromkeys(
-        ("requires_grad_", "register_forward_hook", "register_buffer", "apply", "compile"), _BEFORE
-    ),
+    **dict.fromkeys(("requires_grad_", "register_forward_hook", "register_buffer", "apply"), _BEFORE),
     **dict.fromkeys(("generate", "predict", "push_to_hub"), _WEIGHTS),
     **dict.fromkeys(("buffers", "named_buffers"), "pm.state_dict(), which has the buffers as well"),
     "zero_grad": "optimizer.zero_grad() of optimizer = pm.optimizer(torch.optim.AdamW, lr=...)",
-    "no_sync": "one pm.step of the whole batch; parallelize(..., num_microbatches=) divides it",
+    **dict.fromkeys(
+        ("no_sync", "require_backward_grad_sync", "set_requires_gradient_sync"),
+        "one pm.step of the whole batch; parallelize(..., num_microbatches=) divides it",
+    ),
+    # A model that torch.compile has wrapped is refused.
+    "compile": "parallelize(..., fuse='inductor'), which compiles the stages",
+    **dict.fromkeys(
+        ("gradient_checkpointing_enable", "set_grad_checkpointing"),
+        "parallelize(..., recompute='full' or 'selective'), or the model's own checkpoints, enabled before parallelize",
+    ),
+    **dict.fromkeys(
+        ("register_full_backward_hook", "register_backward_hook"), "change parameter.grad after pm.step"
+    ),
     **dict.fromkeys(("clip_grad_norm", "clip_gradients"), "pm.clip_grad_norm_(max_norm)"),
     "clip_grad_value": "pm.clip_grad_value_(clip_value)",
     **dict.fromkeys(

@@ -46,3 +46,14 @@ def test_remedies_name_what_there_is(pm: ParallelModel) -> None:
         for word in remedy.replace("(", " ").replace(":", " ").replace(",", " ").split():
             if word.startswith("pm."):
                 assert hasattr(pm, word.removeprefix("pm.").rstrip(".")), word
+
+
+def test_what_is_named_for_compile_and_checkpointing_is_taken() -> None:
+    example = {"input": torch.ones(2, 4), "targets": torch.ones(2, 2)}
+    for name, options in (
+        ("compile", {"fuse": "inductor"}),
+        ("gradient_checkpointing_enable", {"recompute": "full"}),
+    ):
+        ((key, value),) = options.items()
+        assert f"{key}={value!r}" in INSTEAD[name]
+        autoptd.compile(nn.Linear(4, 2), loss_fn=nn.MSELoss(), example_inputs=example, **options)
