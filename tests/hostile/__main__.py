@@ -7,10 +7,12 @@ import logging
 import re
 import sys
 import time
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -49,6 +51,41 @@ def main() -> int:
         tally.add(case.recipe.family, str(case), case.source, run(case))
     for name, source, found in run_all_in_processes(args.processes):
         tally.add("processes", name, source, found)
+    print(tally.report(time.monotonic() - start))
+    return 1 if tally.failed else 0
+
+
+def drive(
+    name: str, doc: str, seed: int, count: int, cases_of: Any, run: Any, kinds: Iterable[str] = ()
+) -> int:
+    """Run the cases that `cases_of(seed)` draws, or of `cases_of(seed, kind)` one kind; the main of a further generator."""
+    parser = argparse.ArgumentParser(prog=f"python -m tests.hostile.{name}", description=doc.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=count, help="stop after so many")
+    parser.add_argument("--first", type=int, default=0, help="leave out so many")
+    parser.add_argument("--seed", type=int, default=seed, help="the same seed draws the same cases")
+    parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
+    parser.add_argument("--show", type=int, help="print the source of this case, and run it alone")
+    if kinds:
+        parser.add_argument("--only", default="", choices=("", *kinds), help="one kind")
+    folder = Path("out") / name
+    parser.add_argument("--folder", type=Path, default=folder, help="where failing cases are written")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)  # torch logs whole graphs where it cannot trace
+    warnings.simplefilter("ignore")
+    drawn = cases_of(args.seed, args.only) if kinds else cases_of(args.seed)
+    if args.show is not None:
+        case = next(islice(drawn, args.show, None))
+        print(f"{case.source}\n# {case}\n# {run(case)}")
+        return 0
+    tally, start = Tally(args.folder), time.monotonic()
+    for case in islice(drawn, args.first, args.cases):
+        if time.monotonic() - start > 60 * args.minutes:
+            break
+        found = run(case)
+        tally.add(getattr(case, "kind", "whole"), str(case), f"{case.source}\n# {case}\n", found)
+        if found.kind in ("refused", "void"):
+            print(f"{found.kind:7} {case}\n        {found.detail[:300]}", flush=True)
     print(tally.report(time.monotonic() - start))
     return 1 if tally.failed else 0
 

@@ -2,53 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-import logging
 import sys
-import time
-import warnings
-from itertools import islice
-from pathlib import Path
 
-import torch
-
-from tests.hostile.__main__ import Tally
+from tests.hostile.__main__ import drive
 from tests.hostile.attack.generate import cases
 from tests.hostile.attack.judge import judge
 
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.hostile.attack", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--cases", type=int, default=300, help="stop after so many")
-    parser.add_argument("--first", type=int, default=0, help="leave out so many")
-    parser.add_argument("--seed", type=int, default=11, help="the same seed draws the same cases")
-    parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
-    parser.add_argument("--show", type=int, help="print the source of this case, and run it alone")
-    parser.add_argument(
-        "--folder", type=Path, default=Path("out/attack"), help="where failing cases are written"
-    )
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    logging.disable(logging.CRITICAL)  # torch logs whole graphs where it cannot trace
-    warnings.simplefilter("ignore")
-    if args.show is not None:
-        case = next(islice(cases(args.seed), args.show, None))
-        print(f"{case.source}\n# {case}\n# {judge(case.source, case.script)}")
-        return 0
-    tally = Tally(args.folder)
-    start = time.monotonic()
-    for case in islice(cases(args.seed), args.first, args.cases):
-        if time.monotonic() - start > 60 * args.minutes:
-            break
-        found = judge(case.source, case.script)
-        tally.add("whole", str(case), f"{case.source}\n# {case.script}\n", found)
-        if found.kind in ("refused", "void"):
-            print(f"{found.kind:7} {case}\n        {found.detail[:260]}", flush=True)
-    print(tally.report(time.monotonic() - start))
-    return 1 if tally.failed else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(drive("attack", __doc__, 11, 300, cases, lambda case: judge(case.source, case.script)))

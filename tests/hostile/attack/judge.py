@@ -312,7 +312,13 @@ def is_rounding(source: str, script: Script, wanted: Seen, size: float) -> bool:
     """Whether a few last bits of the weights move the plain loop's own numbers nearly as far."""
     if size > ROUNDING[script.dtype]:
         return False
-    shaken = plain_loop(source, script, 1e-15 if script.dtype == "float64" else 1e-7)
+    return moves_as_far(
+        plain_loop(source, script, 1e-15 if script.dtype == "float64" else 1e-7), wanted, size
+    )
+
+
+def moves_as_far(shaken: Seen, wanted: Seen, size: float) -> bool:
+    """Whether numbers of a loop whose weights were shaken are nearly as far from its own as `size`."""
     pairs = zip(shaken.numbers, wanted.numbers, strict=True)
     return 30 * max(gap(x, expected, floor) for (_, x, _), (_, expected, floor) in pairs) > size
 

@@ -29,7 +29,7 @@ import torch
 
 import autoptd
 from autoptd.errors import InternalError, PlanError, RuntimeFault, TraceError
-from tests.hostile.attack.judge import Seen, compare, gap
+from tests.hostile.attack.judge import Seen, compare, moves_as_far
 from tests.hostile.oracle import Different, Outcome, namespace
 
 LIMIT = 150  # seconds of a case
@@ -90,7 +90,7 @@ def judge(source: str, play: Play) -> Outcome:
             told = [str(one.message) for one in said if is_ours(one)]
             if play.told and told:
                 return outcome("refused", f"warned: {told[0]}")
-            if error.size < 1e-4 and is_rounding(source, play, wanted, error.size):
+            if error.size < 1e-4 and moves_as_far(plain(source, play, 1e-15), wanted, error.size):
                 return outcome("void", f"the plain loop amplifies its own rounding: {error}")
             return outcome("wrong", f"{error}{' | said: ' + told[0] if told else ''}")
         except (TraceError, PlanError) as error:
@@ -108,12 +108,6 @@ def judge(source: str, play: Play) -> Outcome:
 def is_ours(warning: warnings.WarningMessage) -> bool:
     """Whether AutoPTD said it: torch's own have a line of torch's."""
     return "Remedy:" in str(warning.message) or "site-packages" not in str(warning.filename)
-
-
-def is_rounding(source: str, play: Play, wanted: Seen, size: float) -> bool:
-    shaken = plain(source, play, 1e-15)
-    pairs = zip(shaken.numbers, wanted.numbers, strict=True)
-    return 30 * max(gap(x, expected, floor) for (_, x, _), (_, expected, floor) in pairs) > size
 
 
 def plain(source: str, play: Play, shaken: float = 0.0) -> Seen:
