@@ -267,7 +267,7 @@ class Newcomers:
 
     def __init__(self) -> None:
         # What is there grows older, and all that is made from now on is young.
-        gc.collect(1)
+        gc.collect(0)
 
     def left_out(self, records: Records) -> Records:
         """Return the records of what was there before."""
