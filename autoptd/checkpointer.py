@@ -165,7 +165,7 @@ class Checkpointer:
             if not fault:
                 self._put_aside(found[: len(damaged)], damaged)
                 self._losses_before = [float(loss) for loss in self._pm._losses]
-                self._say(f"resumed from {path}, behind step {self._pm.steps}")
+                self._say(f"resumed from {path}, after step {self._pm.steps}")
                 return path
             damaged.append(fault)
         if damaged:

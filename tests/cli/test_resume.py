@@ -39,7 +39,7 @@ def test_two_parts_are_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert losses(tmp_path / "parts.jsonl") == losses(tmp_path / "whole.jsonl")
     assert sorted(path.name for path in (tmp_path / "ckpts").glob("step*"))[-1] == "step-00000009"
     assert len(list((tmp_path / "ckpts").glob("step*"))) == 2
-    assert "step-00000005, behind step 5" in capsys.readouterr().err
+    assert "step-00000005, after step 5" in capsys.readouterr().err
     run("parts", 9, *saving)
     assert "nothing to do: step 9 of 9 was done before" in capsys.readouterr().err
 
@@ -108,5 +108,5 @@ def test_a_signal_to_torchrun_saves_and_the_same_command_goes_on(tmp_path: Path)
     number = int(last.removeprefix("step-"))
     second = start(number + 5, "--t 2 --d 2")
     out, _ = second.communicate(timeout=LONG)
-    assert second.returncode == 0 and f"{last}, behind step {number}" in out, out
+    assert second.returncode == 0 and f"{last}, after step {number}" in out, out
     assert max(losses(tmp_path / "log")) == number + 5
