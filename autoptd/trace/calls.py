@@ -215,7 +215,7 @@ def _handed_to_method(name: str, owner: Any, args: Sequence[Any]) -> Iterator[Ha
         yield Handed(Kind.ATTRIBUTE, owner, str(args[0]))
     elif name in SETS_OF_SLOTS and args:
         yield Handed(Kind.ATTRIBUTE, args[0], getattr(owner, "__name__", ""))
-    elif isinstance(owner, (Tensor, types.ModuleType, types.FunctionType, *PLAIN)):
+    elif isinstance(owner, (Tensor, types.ModuleType, types.FunctionType, *PLAIN)) or _is_terminal(owner):
         return
     elif isinstance(owner, _lru_cache_wrapper):
         if name == "cache_info":
@@ -226,7 +226,7 @@ def _handed_to_method(name: str, owner: Any, args: Sequence[Any]) -> Iterator[Ha
     elif isinstance(owner, CONTAINERS) or is_opaque(owner):
         if name not in READS:
             yield Handed(Kind.CONTENT, owner)
-    elif is_iterator(owner):
+    elif is_iterator(owner) and not isinstance(owner, io.IOBase):
         if name not in READS:
             yield Handed(Kind.MOVED, owner, "is taken from")
     elif name not in READS and not _is_harmless(name, owner):
@@ -259,8 +259,13 @@ def is_python(value: Any, method: str) -> bool:
     return isinstance(getattr(type(value), method, None), types.FunctionType)
 
 
+def _is_terminal(owner: Any) -> bool:
+    """Tell whether what is written to an object is only shown."""
+    return any(owner is stream for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__))
+
+
 def _is_harmless(name: str, owner: Any) -> bool:
-    if isinstance(owner, nn.Module) or owner is sys.stdout or owner is sys.stderr:
+    if isinstance(owner, nn.Module):
         return True
     # What every object has: __init__, __getattribute__, comparison.
     if hasattr(object, name) or type(owner).__module__.split(".")[0] in HARMLESS:

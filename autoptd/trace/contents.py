@@ -74,7 +74,7 @@ class Content:
         elif is_numpy(holder):
             if holder.flags.writeable and not isinstance(kept[""], int):
                 holder.flat = kept[""]
-        elif isinstance(holder, random.Random):
+        elif isinstance(holder, random.Random) and kept[""] is not None:
             holder.setstate(kept[""])
 
 
@@ -235,7 +235,9 @@ def is_opaque(holder: Any) -> bool:
 def state_of(holder: Any) -> Any:
     """Return a value that is equal as long as the content of an opaque object is."""
     if isinstance(holder, random.Random):
-        return holder.getstate()
+        # One that is being made has no state yet, and one of the system's never has.
+        has_state = hasattr(holder, "gauss_next") and not isinstance(holder, random.SystemRandom)
+        return holder.getstate() if has_state else None
     if isinstance(holder, (io.StringIO, io.BytesIO)):
         return holder.getvalue(), holder.tell()
     if isinstance(holder, ContextVar):

@@ -20,6 +20,7 @@ import operator
 import os
 import queue
 import random
+import sys
 import threading
 import types
 import weakref
@@ -440,7 +441,8 @@ def only_read() -> None:
     assert [*LONG] and dict(COUNTS) and sorted(LONG) and isinstance(iter(LONG), object)
     assert DEFAULTS.get("x") is None and str(COUNTS) and TEXT.getvalue() is not None
     assert cached(1) == 1 and CACHED_BEFORE.value == [1] and json.dumps([1]) and copy.copy(LONG)
-    print(end="")
+    print(end="", file=sys.stderr)
+    assert sys.stderr.write("") == 0 and random.Random(0).random() and random.SystemRandom().random() < 1
 
 
 def a_constant_iterator() -> None:
