@@ -196,7 +196,7 @@ class _Rehearsal(Executor):
         for index, stage in self._stages.items():
             batch = self._batch()
             inputs = {name: batch[name] for name in self.program.stages[index].inputs}
-            set_batch_sums(stage, [inputs], lambda own: own)
+            set_batch_sums(stage, [inputs], lambda own, _: own)
             if stage.counts:
                 stage.totals = (1.0,) * len(stage.count(**inputs))
 

@@ -20,7 +20,7 @@ from autoptd.codegen.names import choose_names, operand_text
 from autoptd.codegen.writer import Writer
 from autoptd.errors import InternalError
 from autoptd.ir import markers
-from autoptd.ir.notes import COUNTED_BY, note, site
+from autoptd.ir.notes import COUNTED_BY, IS_LARGEST, note, site
 
 # What the sum of counts is called, and what is gathered for it.
 COUNT_SITE = "count of labels"
@@ -75,7 +75,10 @@ def write_sums(writer: Writer, number: int, sums: list[Node], given: dict[Node, 
     summed: list[Node] = [node.args[0] for node in sums]  # type: ignore[misc]
     about = "This microbatch's part of sums over the batch, which are known before the first forward."
     text = _begin(writer, f"batch_sums_{number}", about, summed, given)
-    parts = [f"{node.args[1]}: {text(value)}" for node, value in zip(sums, summed, strict=True)]
+    parts = []
+    for node, part in zip(sums, summed, strict=True):
+        shown = f"rt.Largest({text(part)})" if IS_LARGEST in note(node).extra else text(part)
+        parts.append(f"{node.args[1]}: {shown}")
     writer.add(2, f"return {{{', '.join(parts)}}}")
 
 

@@ -34,8 +34,8 @@ def first_rows(x: Any, dim: int) -> Any:
 
 
 def batch_sum(x: Any, index: int = -1) -> Any:
-    """Return the sum of `x` over all microbatches and replicas: x depends on inputs only, so it is known
-    before the first forward.
+    """Return the sum of `x` over all microbatches and replicas, or the largest of each of its entries: x depends on inputs
+    only, so it is known before the first forward.
     """
     raise InternalError("batch_sum", "a marker was executed")
 

@@ -30,6 +30,8 @@ OF_MICROBATCH = "of_microbatch"
 OF_ALL_ROWS = "of_all_rows"
 # Key of `Note.extra` of a loss whose labels are those of all rows: how many replicas count them.
 COUNTED_BY = "counted_by"
+# Key of Note.extra: pieces of the batch have a largest entry each, of which the largest, and not the sum, is that of the batch.
+IS_LARGEST = "is_largest"
 # Keys of `Note.extra` of the operators of a batch norm in training: which one it is; of the last of them.
 BATCH_NORM, LAST_OF_NORM = "batch_norm", "last_of_norm"
 # Key of `Note.extra` of an operator: (args, kwargs) with the numbers that it has for the rows of a whole step.

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from autoptd.ir import markers
 from autoptd.ir.layout import BATCH
-from autoptd.ir.notes import WHOLE_NUMBERS, note, ops, set_note
+from autoptd.ir.notes import IS_LARGEST, WHOLE_NUMBERS, note, ops, set_note
 from autoptd.ir.types import I
 from autoptd.passes.solve.batch import BATCH_SUMS
 
@@ -55,9 +55,11 @@ def _sum_of(graph: Graph, arg: Node, made: dict[Node, Node]) -> Node:
     result.meta["val"] = arg.meta["val"]
     record = set_note(result, note(arg).copy())
     record.kind, record.layout = "op", record.layout.having(BATCH, I)
-    record.forms, record.extra = {}, {}
+    is_largest = IS_LARGEST in note(arg).extra
+    record.forms, record.extra = {}, {IS_LARGEST: True} if is_largest else {}
     if target is markers.batch_sum:
-        record.why = "a sum over the whole batch, known before the first forward"
+        what = "the largest entries of" if is_largest else "a sum over"
+        record.why = f"{what} the whole batch, known before the first forward"
     made[arg] = result
     return result
 

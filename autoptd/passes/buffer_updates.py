@@ -26,7 +26,19 @@ from torch.fx.node import map_arg
 from autoptd.errors import PlanError
 from autoptd.ir.layout import BATCH
 from autoptd.ir.noise import is_draw
-from autoptd.ir.notes import Note, copy_nodes, note, op_name, ops, output, set_note, shape, site, tensor
+from autoptd.ir.notes import (
+    IS_LARGEST,
+    Note,
+    copy_nodes,
+    note,
+    op_name,
+    ops,
+    output,
+    set_note,
+    shape,
+    site,
+    tensor,
+)
 from autoptd.ir.updates import KEEP, UPDATE, Updates, keep_call, part_name
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.axes.constants import Constants
@@ -86,6 +98,9 @@ def _find(graph: Graph, whole: Graph | None, ctx: Context) -> _Plan:
         name = for_buffer[reader]
         if kind == "S" and not ctx.mixes:
             fact = f"the update of buffer {name} reads rows of the batch, of which each microbatch has some"
+            raise MixedSamples(site(reader), fact, f"a sum or mean over the batch, {ONE}")
+        if IS_LARGEST in note(part).extra:
+            fact = f"the update of buffer {name} keeps the largest entries over the batch"
             raise MixedSamples(site(reader), fact, f"a sum or mean over the batch, {ONE}")
         if tensor(part).is_complex():
             fact = f"the update of buffer {name} keeps a complex number"

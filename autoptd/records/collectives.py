@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from autoptd import codegen
 from autoptd.ir.actions import Orders, ranks_of_stages
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.notes import note, op_name, ops, tensor
+from autoptd.ir.notes import IS_LARGEST, note, op_name, ops, tensor
 from autoptd.ir.placement import AxisConversion, slowest_first
 from autoptd.ir.sub_axes import joined
 from autoptd.options import Options
@@ -267,13 +267,16 @@ def _label_count(graph: Graph, stage: int, rank: int, mesh: Mesh) -> list[Collec
 
 
 def _batch_sums(graph: Graph, stage: int, rank: int, mesh: Mesh) -> list[Collective]:
-    """Return the sums over the batch of what depends on inputs only, those of a round in one call."""
+    """Return the sums over the batch of what depends on inputs only, those of a round in one call, and the largest entries."""
     calls = []
-    own = [node for node in ops(graph) if stage in note(node).stages]
-    for sums in codegen.batch_sums(own):
-        count = sum(tensor(node).numel() for node in sums)
-        why = "sums over inputs of the global batch, which are read before the first forward"
-        calls += _known_before("sums over the batch", "batch sums", count, why, stage, rank, mesh)
+    here = [node for node in ops(graph) if stage in note(node).stages]
+    for sums in codegen.batch_sums(here):
+        for conversion, what in (("batch sums", "sums over"), ("batch maxima", "largest entries of")):
+            own = [node for node in sums if (IS_LARGEST in note(node).extra) == (conversion == "batch maxima")]
+            count = sum(tensor(node).numel() for node in own)
+            why = f"{what} inputs of the global batch, which are read before the first forward"
+            if own:
+                calls += _known_before("sums over the batch", conversion, count, why, stage, rank, mesh)
     return calls
 
 

@@ -34,7 +34,7 @@ from autoptd.runtime.losses import count_labels
 from autoptd.runtime.noise import exponential, normal, uniform
 from autoptd.runtime.regather import all_gather_again
 from autoptd.runtime.shards import join_shards, pad_shard, take_shard
-from autoptd.runtime.stage import Stage
+from autoptd.runtime.stage import Largest, Stage
 from autoptd.runtime.standalone import main
 from autoptd.runtime.vocab import cross_entropy, vocab_parallel_cross_entropy, vocab_parallel_embedding
 from autoptd.runtime.world.world import Communicators, Group, World
@@ -43,6 +43,7 @@ __all__ = [
     "BufferUpdates",
     "Communicators",
     "Group",
+    "Largest",
     "Stage",
     "World",
     "Zigzag",

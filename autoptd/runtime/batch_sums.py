@@ -1,26 +1,42 @@
-"""Sums over the batch of what depends on inputs only, before the first forward of a step.
+"""Sums over the batch, and largest entries of it, of what depends on inputs only, before the first forward of a step.
 
 In: a stage, and the microbatches of this replica. Out: the counts that weighted means divide by; `stage.sums`, the same on
-every rank that computes the stage. Where there are several replicas, that is a collective for the counts, and one for each
-round of sums (a round may read those before it).
+every rank that computes the stage. Where there are several replicas, that is a collective for the counts, and one for the sums
+of each round and for its largest entries (a round may read those before it).
 
-    set_batch_sums(stage, microbatches, lambda own: group.all_reduce(own, SUMS))
+    set_batch_sums(stage, microbatches, lambda own, op: group.all_reduce(own, SUMS, op))
     add_nothing(program, stage_index, group, device)    # of a replica without microbatches
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from autoptd.program.program import Program
-from autoptd.runtime.stage import Stage
+from autoptd.runtime.stage import Largest, Stage
 from autoptd.runtime.world.world import Hops
 
 # The sites of their collectives.
 LABELS, SUMS = "count of labels", "sums over the batch"
 Inputs = Mapping[str, torch.Tensor]
+# How the parts of microbatches become one, by what replicas do with theirs.
+COMBINE: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {"sum": torch.sum, "max": torch.amax}
+
+
+# What a replica without microbatches calls, and with which number, by what the program has of the call.
+NOTHING = {
+    "batch sums": (SUMS, "sum", 0.0),
+    "batch maxima": (SUMS, "max", -math.inf),
+    "label count": (LABELS, "sum", 0.0),
+}
+
+
+def value_of(part: torch.Tensor | Largest) -> torch.Tensor:
+    """Return the entries of a part."""
+    return part.value if isinstance(part, Largest) else part
 
 
 def chosen_inputs(microbatches: Sequence[Inputs], names: Sequence[str]) -> list[Inputs]:
@@ -43,28 +59,38 @@ def count_batch(stage: Stage, microbatches: Sequence[Inputs]) -> torch.Tensor:
 def set_batch_sums(
     stage: Stage,
     microbatches: Sequence[Inputs],
-    reduce: Callable[[torch.Tensor], torch.Tensor],
+    reduce: Callable[[torch.Tensor, str], torch.Tensor],
 ) -> None:
-    """Set the sums of a stage; `reduce` adds up those of all replicas, a vector of float64."""
+    """Set the sums of a stage; `reduce` takes those of all replicas together, a vector of float64, by "sum" or "max"."""
     stage.sums = {}
     for method in stage.rounds:
         parts = [method(**microbatch) for microbatch in microbatches]
-        total = reduce(torch.stack(list(map(_in_a_row, parts))).sum(0))
-        for number, part in parts[0].items():
-            stage.sums[number], total = total[: part.numel()].view(part.shape), total[part.numel() :]
+        for op, combine in COMBINE.items():
+            own = {
+                n: value_of(part)
+                for n, part in parts[0].items()
+                if isinstance(part, Largest) == (op == "max")
+            }
+            if not own:
+                continue
+            rows = [_in_a_row([value_of(part[number]) for number in own]) for part in parts]
+            total = reduce(combine(torch.stack(rows), 0), op)
+            for number, value in own.items():
+                stage.sums[number], total = total[: value.numel()].view(value.shape), total[value.numel() :]
 
 
 def add_nothing(program: Program, stage: int, group: Hops, device: torch.device) -> None:
     """Take part in the sums of a stage for a replica without microbatches, which runs nothing and needs none of them."""
     first_axis = program.mesh.batch_axes[0]
     own = [call for call in program.collectives if (call.stage, call.axis) == (stage, first_axis)]
-    for site, what in ((SUMS, "batch sums"), (LABELS, "label count")):
-        for call in own:
-            if call.conversion == what:
-                numbers = call.payload_bytes // torch.float64.itemsize
-                group.all_reduce(torch.zeros(numbers, dtype=torch.float64, device=device), site)
+    # In the order in which the others make them: by round, what is summed first.
+    for call in sorted(own, key=lambda call: call.conversion == "label count"):
+        if call.conversion in NOTHING:
+            site, op, nothing = NOTHING[call.conversion]
+            numbers = call.payload_bytes // torch.float64.itemsize
+            group.all_reduce(torch.full((numbers,), nothing, dtype=torch.float64, device=device), site, op)
 
 
-def _in_a_row(part: Mapping[int, torch.Tensor]) -> torch.Tensor:
+def _in_a_row(values: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return sums end to end, in float64, in which whole numbers up to 2**53 are exact."""
-    return torch.cat([value.reshape(-1).double() for value in part.values()])
+    return torch.cat([value.reshape(-1).double() for value in values])

@@ -276,7 +276,7 @@ class Executor:
             # Labels and their weights may be made of sums: counts come after them.
             if stage.rounds:
                 self.world.at = SUMS
-                set_batch_sums(stage, inputs, lambda own: group.all_reduce(own, SUMS))
+                set_batch_sums(stage, inputs, lambda own, op: group.all_reduce(own, SUMS, op))
                 self.world.mark()
             if stage.counts:
                 self.world.at = LABELS

@@ -16,7 +16,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,12 @@ from autoptd.runtime.inductor import compile_layers
 from autoptd.runtime.linear import Deferred, WeightGradient
 from autoptd.runtime.namespace import make_namespace
 from autoptd.runtime.world.world import Group
+
+
+class Largest(NamedTuple):
+    """A microbatch's largest entries, of which the whole batch has the largest, where else it has the sum."""
+
+    value: torch.Tensor
 
 
 class Stage:
@@ -138,7 +144,7 @@ class Stage:
         return loss
 
     @cached_property
-    def rounds(self) -> list[Callable[..., dict[int, torch.Tensor]]]:
+    def rounds(self) -> list[Callable[..., dict[int, torch.Tensor | Largest]]]:
         """The methods that compute a microbatch's part of `sums`; each may read the sums of those before it."""
         names = [name for name in dir(type(self)) if name.startswith(BATCH_SUMS)]
         return [getattr(self, name) for name in sorted(names, key=lambda name: int(name[len(BATCH_SUMS) :]))]

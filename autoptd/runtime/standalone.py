@@ -106,7 +106,7 @@ def _run(stage: type[Stage], program: Program, index: int, world: World) -> Chec
     )
     this.main_grads = _add
     this.drawing = Drawing(program.seed, step=0, first_row=0, rows=program.rows)
-    set_batch_sums(this, [inputs], lambda own: own)
+    set_batch_sums(this, [inputs], lambda own, _: own)
     if this.counts:
         # Those of this microbatch alone, where the executor sums over all of them.
         this.totals = tuple(float(count) for count in this.count(**inputs))

@@ -1,14 +1,17 @@
-"""Write deviations and norms over the rows of inputs as sums over them, which are known before the first forward.
+"""Write statistics over the rows of inputs as the sums and largest entries that they are made of.
 
-In: a normalised graph. Out: the same with `std`, `var` and p-norms over dim 0, of what depends on inputs alone, as
-the sums that they are: replicas and microbatches add these up (`passes/batch_sums.py`).
+In: a normalised graph. Out: the same in which `std`, `var`, norms, `softmax`, `logsumexp`, `max`, `min`, `any` and `all` over
+dim 0, of what depends on inputs alone, are sums and `amax`: of all microbatches and replicas both are known before the first
+forward (`passes/batch_sums.py`).
 
-    std = rewards.std()    ->    mean = rewards.mean(); ((rewards - mean) ** 2).sum() / (8 - 1), and its root
+    std = rewards.std()        ->    mean = rewards.mean(); ((rewards - mean) ** 2).sum() / (8 - 1), and its root
+    low = rewards.amin(0)      ->    -(-rewards).amax(0)
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,29 +20,64 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from autoptd.ir.notes import is_tensor, note, op_name, ops, set_note, shape, value
-from autoptd.ir.operators.record import argument
+from autoptd.ir.notes import note, op_name, ops, set_note, shape, value
+from autoptd.ir.operators.record import argument, operands
 
 aten = torch.ops.aten
 DEVIATIONS = frozenset({"aten.std", "aten.var"})
 NORMS = {"aten.linalg_vector_norm": "ord", "aten.norm": "p", "aten.linalg_norm": "ord"}
+LARGEST, SMALLEST = (
+    frozenset({"aten.max", "aten.amax", "aten.any"}),
+    frozenset({"aten.min", "aten.amin", "aten.all"}),
+)
+EXPONENTIALS = frozenset({"aten.softmax", "aten.log_softmax", "aten.logsumexp"})
+# What gives several values, and how each is computed by itself.
+PAIRS = {
+    "aten.std_mean": ("aten.std", "mean"),
+    "aten.var_mean": ("aten.var", "mean"),
+    "aten.aminmax": ("aten.amin", "aten.amax"),
+    "aten.max": ("aten.amax", ""),
+    "aten.min": ("aten.amin", ""),
+}
+WRITTEN = DEVIATIONS | NORMS.keys() | LARGEST | SMALLEST | EXPONENTIALS | PAIRS.keys()
 
 
 def write_as_sums(graph: Graph) -> None:
     """Rewrite `graph` in place."""
     for node in list(_over_rows_of_inputs(graph)):
-        calls = _Calls(graph, node)
-        dims = _dims(node)
-        result = _deviation(calls, node, dims) if op_name(node) in DEVIATIONS else _norm(calls, node, dims)
-        if result is None:
+        if isinstance(value(node), torch.Tensor):
+            _replace(graph, node, node, op_name(node))
             continue
-        node.replace_all_uses_with(calls.make(aten.to.dtype, result, value(node).dtype, is_cast=True))
-        graph.erase_node(node)
+        for item in list(node.users):
+            if op_name(item) == "getitem" or item.target is operator.getitem:
+                _replace(graph, item, node, PAIRS[op_name(node)][item.args[1]])  # type: ignore[index]
+        # Places of the largest entries are no number that microbatches have in common.
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _replace(graph: Graph, result: Node, node: Node, name: str) -> None:
+    """Write one result of an operator, what `name` computes, as sums and largest entries; or leave it as it is."""
+    calls, dims = _Calls(graph, node), _dims(node)
+    if name in DEVIATIONS:
+        made = _deviation(calls, node, dims, name == "aten.std")
+    elif name == "mean":
+        made = calls.make(aten.mean.dim, calls.wide(node.args[0]), dims, _keeps(node))
+    elif name in LARGEST or name in SMALLEST:
+        made = _extreme(calls, node.args[0], dims, _keeps(node), is_largest=name in LARGEST)
+    elif name in EXPONENTIALS:
+        made = _exponential(calls, node, dims, name)
+    else:
+        made = _norm(calls, node, dims) if name in NORMS else None
+    if made is None or made is result:
+        return
+    result.replace_all_uses_with(calls.make(aten.to.dtype, made, value(result).dtype, is_cast=True))
+    graph.erase_node(result)
 
 
 def _over_rows_of_inputs(graph: Graph) -> Iterator[Node]:
     """Yield the operators in question: of inputs, of no parameter, over dim 0 among others."""
-    found = [node for node in ops(graph) if op_name(node) in DEVIATIONS or op_name(node) in NORMS]
+    found = [node for node in ops(graph) if op_name(node) in WRITTEN and len(operands(node)) == 1]
     if not found:
         return
     of_inputs: set[Node] = set()
@@ -51,19 +89,52 @@ def _over_rows_of_inputs(graph: Graph) -> Iterator[Node]:
         if note(node).kind == "param" or not of_params.isdisjoint(read):
             of_params.add(node)
     for node in found:
-        x: Any = node.args[0]
-        is_real = is_tensor(node) and value(x).is_floating_point()
-        if node in of_inputs and node not in of_params and is_real and 0 in _dims(node):
+        x = value(operands(node)[0])
+        is_extreme = op_name(node) in LARGEST | SMALLEST or op_name(node) == "aten.aminmax"
+        is_real = x.is_floating_point() or (is_extreme and not x.is_complex())
+        if node in of_inputs and node not in of_params and is_real and x.dim() and 0 in _dims(node):
             yield node
 
 
 def _dims(node: Node) -> list[int]:
     """Return the dims that an operator reduces."""
-    x: Any = node.args[0]
+    x: Any = operands(node)[0]
     given = argument(node, "dim") if _has(node, "dim") else None
     given = [given] if isinstance(given, int) else given
     rank = len(shape(x))
     return [dim % rank for dim in given] if given else list(range(rank))
+
+
+def _extreme(calls: _Calls, x: Any, dims: list[int], keeps: bool, *, is_largest: bool) -> Node:
+    """Return the largest entries, or the smallest as those of the negated numbers; of bools, as numbers."""
+    if not value(x).is_floating_point():
+        # Negated, the smallest int64 would be itself.
+        x = calls.make(aten.to.dtype, x, torch.float64, is_cast=True)
+    if is_largest:
+        return calls.make(aten.amax.default, x, dims, keeps)
+    return calls.make(
+        aten.neg.default, calls.make(aten.amax.default, calls.make(aten.neg.default, x), dims, keeps)
+    )
+
+
+def _exponential(calls: _Calls, node: Node, dims: list[int], name: str) -> Node:
+    """Return what torch computes of the exponentials of numbers, apart from the largest one."""
+    x = calls.wide(node.args[0])
+    largest = calls.make(aten.amax.default, x, dims, True)
+    if name == "aten.logsumexp":
+        # Of infinities, the largest is the sum.
+        infinite = calls.make(aten.isinf.default, largest)
+        largest = calls.make(aten.masked_fill.Scalar, largest, infinite, 0.0)
+    apart = calls.make(aten.sub.Tensor, x, largest)
+    exponentials = calls.make(aten.exp.default, apart)
+    total = calls.make(aten.sum.dim_IntList, exponentials, dims, True)
+    if name == "aten.softmax":
+        return calls.make(aten.div.Tensor, exponentials, total)
+    log = calls.make(aten.log.default, total)
+    if name == "aten.log_softmax":
+        return calls.make(aten.sub.Tensor, apart, log)
+    result = calls.make(aten.add.Tensor, largest, log)
+    return result if _keeps(node) else calls.make(aten.squeeze.dims, result, dims)
 
 
 def _has(node: Node, name: str) -> bool:
@@ -74,7 +145,7 @@ def _keeps(node: Node) -> bool:
     return _has(node, "keepdim") and bool(argument(node, "keepdim"))
 
 
-def _deviation(calls: _Calls, node: Node, dims: list[int]) -> Node | None:
+def _deviation(calls: _Calls, node: Node, dims: list[int], is_std: bool) -> Node:
     x = calls.wide(node.args[0])
     if _has(node, "correction"):
         given = argument(node, "correction")
@@ -86,17 +157,22 @@ def _deviation(calls: _Calls, node: Node, dims: list[int]) -> Node | None:
     apart = calls.make(aten.sub.Tensor, x, mean)
     total = calls.make(aten.sum.dim_IntList, calls.make(aten.mul.Tensor, apart, apart), dims, _keeps(node))
     result = calls.make(aten.div.Tensor, total, max(count - correction, 0))
-    return calls.make(aten.sqrt.default, result) if op_name(node) == "aten.std" else result
+    return calls.make(aten.sqrt.default, result) if is_std else result
 
 
 def _norm(calls: _Calls, node: Node, dims: list[int]) -> Node | None:
-    """Return a p-norm; None for the largest or smallest entry and the count of others, which are no sums of powers."""
+    """Return a p-norm; None for those of matrices."""
     p = argument(node, NORMS[op_name(node)])
     is_of_matrix = op_name(node) == "aten.linalg_norm" and len(dims) > 1 and p is not None
     p = 2 if p is None else p
-    if is_of_matrix or not isinstance(p, (int, float)) or not 0 < p < math.inf:
+    if is_of_matrix or not isinstance(p, (int, float)):
         return None
     x = calls.wide(node.args[0])
+    if math.isinf(p):
+        size = calls.make(aten.abs.default, x)
+        return _extreme(calls, size, dims, _keeps(node), is_largest=p > 0)
+    if p == 0:
+        return calls.make(aten.sum.dim_IntList, calls.make(aten.ne.Scalar, x, 0), dims, _keeps(node))
     powers = calls.make(aten.mul.Tensor, x, x) if p == 2 else calls.make(aten.abs.default, x)
     if p not in (1, 2):
         powers = calls.make(aten.pow.Tensor_Scalar, powers, p)

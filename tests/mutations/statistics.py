@@ -1,8 +1,9 @@
-"""Deviations and norms of inputs, written as sums."""
+"""Statistics of inputs, written as sums and largest entries."""
 
 from tests.mutations import Mutation
 
 FILE, TESTS = "autoptd/trace/statistics.py", "tests/parity/test_statistics.py"
+COUNTS = "tests/parity/test_counts.py"
 
 MUTATIONS = (
     Mutation(FILE, "max(count - correction, 0)", "count", TESTS),
@@ -11,4 +12,33 @@ MUTATIONS = (
     Mutation(FILE, "torch.promote_types(value(x).dtype, torch.float32)", "value(x).dtype", TESTS),
     Mutation(FILE, "total, 1 / p)", "total, 1 / 2)", TESTS),
     Mutation(FILE, "and 0 in _dims(node)", "and False", TESTS),
+    Mutation(
+        FILE,
+        "return calls.make(aten.neg.default, calls.make(aten.amax",
+        "return (calls.make(aten.amax",
+        TESTS,
+    ),
+    Mutation(
+        FILE,
+        "aten.masked_fill.Scalar, largest, infinite, 0.0",
+        "aten.masked_fill.Scalar, largest, infinite, 1.0",
+        TESTS,
+    ),
+    Mutation(FILE, "is_largest=p > 0)", "is_largest=True)", TESTS),
+    Mutation("autoptd/runtime/batch_sums.py", '"max": torch.amax}', '"max": torch.sum}', TESTS),
+    Mutation(
+        "autoptd/runtime/executor.py", "group.all_reduce(own, SUMS, op)", "group.all_reduce(own, SUMS)", TESTS
+    ),
+    Mutation(
+        "autoptd/passes/solve/batch.py",
+        "or any(IS_LARGEST in note(operand).extra for operand in partial)",
+        "",
+        TESTS,
+    ),
+    Mutation(
+        "autoptd/records/collectives.py",
+        'for what in ("sums over", "largest entries of"):',
+        'for what in ("sums over",):',
+        COUNTS,
+    ),
 )

@@ -47,6 +47,15 @@ class Frozen(nn.Module):
         return F.cross_entropy(self.head(x + self.down(F.relu(self.up(x)))).flatten(0, 1), labels.flatten())
 
 
+class Scaled(Smoothed):
+    """A loss by the largest and smallest of numbers that are known before the first forward, and by their sum."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        numbers = ids.float()
+        share = (numbers - numbers.min()) / (1 + numbers.amax(0)) / numbers.sum()
+        return super().forward(ids, labels) * share.amax()
+
+
 HOOKS = {
     "async_tensor_model_parallel_allreduce": True,
     "accumulate_allreduce_grads_in_fp32": True,
@@ -63,6 +72,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
         {"t": 2, "p": 4, "v": 2, "num_microbatches": 4, "p2p": "scatter_gather"},
     ),
     "smoothed t2 d2": (Smoothed, {"t": 2, "d": 2}),
+    "scaled t2 d2": (Scaled, {"t": 2, "d": 2, "num_microbatches": 2}),
     "frozen t2 p2": (Frozen, {"t": 2, "p": 2}),
     "hooked gpt t2 p2 d2": (gpt, {"t": 2, "p": 2, "d": 2, "num_microbatches": 2, **HOOKS}),
     "shared update p2 d4": (gpt, {"p": 2, "d": 4, "zero": 1, "dp_shard": 2}),

@@ -21,6 +21,25 @@ WEIGHTS: dict[str, Weights] = {
     "of another": lambda r: r / ((r - r.mean(0)) / r.std(0)).abs().std(),
     "norm": lambda r: r / r.norm() + F.normalize(r, dim=0) + F.normalize(r, p=1.0, dim=0),
     "linalg": lambda r: r / torch.linalg.norm(r) + r / torch.linalg.norm(r[:, 0], 3),
+    "largest": lambda r: r / r.abs().max() + r.amin(0) * (r > r.amax((0, 1), keepdim=True) - 1),
+    "both": lambda r: (r - r.min()) / (r.max() - r.min()) + sum(torch.aminmax(r, dim=0, keepdim=True)),
+    "of a dim": lambda r: r * r.max(0).values / (1 + r.min(dim=0, keepdim=True)[0]),
+    "whole numbers": lambda r: (
+        r * (r * 100).long().max() / (9 + (r * 9).int().amin(0).abs()) + (r > 1.5).any()
+    ),
+    "bools": lambda r: r * (r > -9).all() + r * (r[:, :1] > 0).all(0) + r * (r > 1).any(0),
+    "softmax": lambda r: r.softmax(0) + torch.log_softmax(r[:, 0], 0)[:, None],
+    "of all": lambda r: (
+        r * r.flatten().softmax(0).view_as(r) / r.logsumexp((0, 1)) + r.logsumexp(0, keepdim=True)
+    ),
+    "pairs": lambda r: (
+        (r - torch.std_mean(r)[1]) / torch.std_mean(r)[0] + torch.var_mean(r, 0, keepdim=True)[0]
+    ),
+    "largest norm": lambda r: (
+        r / r.norm(float("inf")) + r / torch.linalg.vector_norm(r, -float("inf"), dim=0)
+    ),
+    "count": lambda r: r / torch.linalg.vector_norm(r.clamp(min=0), 0),
+    "of a sum": lambda r: r / r.sum(0).amax() + r / (r - r.mean()).abs().max(),
     "of rows": lambda r: (r - r.mean(1, keepdim=True)) / r.std(1, keepdim=True),
 }
 MESHES: list[dict[str, Any]] = [
@@ -67,9 +86,10 @@ def test_all_in_one() -> None:
     assert_parity(Policy(weights), [data(0)], **MESHES[0])
 
 
-def test_evaluation_and_other_lengths() -> None:
+@pytest.mark.parametrize("name", ["advantages", "both"])
+def test_evaluation_and_other_lengths(name: str) -> None:
     """Fewer rows and more, of the same model: numbers of rows are those of each batch."""
-    model = Policy(WEIGHTS["advantages"]).double()
+    model = Policy(WEIGHTS[name]).double()
     pm = autoptd.parallelize(
         model, d=2, shapes="exact", backend="local", num_microbatches=2, example_inputs=wide(data(0))
     )
@@ -79,6 +99,29 @@ def test_evaluation_and_other_lengths() -> None:
         assert_near({"loss": pm.step(*batch)}, wanted, 1e-3)
         assert_near({"loss": pm.eval_step(*batch)}, wanted, 1e-3)
     pm.close()
+
+
+def test_infinities() -> None:
+    """Masked numbers of a softmax, and a column of nothing else for logsumexp, as torch has them."""
+
+    def weights(rewards: Tensor) -> Tensor:
+        masked = rewards.masked_fill(rewards < 0, -float("inf"))
+        none = rewards.masked_fill(rewards.abs() < 99, -float("inf"))
+        return masked.softmax(0) + masked.logsumexp(0).exp() + none.logsumexp(0).exp() + masked.amax(0).exp()
+
+    assert_parity(Policy(weights), [data(0), data(1)], d=2, num_microbatches=2)
+
+
+@pytest.mark.parametrize("of", ["argmax", "max and places", "median"])
+def test_places_of_largest_entries_take_one_microbatch(of: str) -> None:
+    forms: dict[str, Weights] = {
+        "argmax": lambda r: r * r[:, 0].argmax(0),
+        "max and places": lambda r: r * sum(r[:, 0].max(0)),
+        "median": lambda r: r * r.median(),
+    }
+    with pytest.raises(autoptd.PlanError, match=r"mixes the samples of the batch.*num_microbatches=1"):
+        autoptd.compile(Policy(forms[of]), num_microbatches=2, example_inputs=data(0))
+    assert_parity(Policy(forms[of]), [data(0)], num_microbatches=1, t=2)
 
 
 def test_half_precision_is_summed_wide() -> None:

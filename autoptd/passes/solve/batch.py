@@ -21,9 +21,19 @@ from torch.fx import Graph, Node
 from autoptd.errors import InternalError, PlanError
 from autoptd.ir.elsewhere import NORMS, SORTS
 from autoptd.ir.layout import BATCH
-from autoptd.ir.notes import BATCH_NORM, OF_ALL_ROWS, OF_MICROBATCH, note, op_name, output, site, tensor
+from autoptd.ir.notes import (
+    BATCH_NORM,
+    IS_LARGEST,
+    OF_ALL_ROWS,
+    OF_MICROBATCH,
+    note,
+    op_name,
+    output,
+    site,
+    tensor,
+)
 from autoptd.ir.operators.lookups import UNCOUNTED
-from autoptd.ir.operators.record import CLASSES, QUERIES, operands
+from autoptd.ir.operators.record import CLASSES, QUERIES, argument, operands
 from autoptd.ir.operators.table import linear_groups, operator_of
 from autoptd.ir.types import I, P, R, S, ValueType
 from autoptd.ir.updates import KEEP
@@ -98,7 +108,8 @@ def assign_batch(
     assert isinstance(loss, Node)
     kind = note(loss).layout.batch
     # Of all rows, every replica has the whole loss: it counts its share of it (`take_whole`).
-    if kind.kind != "P" and not (kind == R and OF_ALL_ROWS in note(loss).extra):
+    is_sum = kind.kind == "P" and IS_LARGEST not in note(loss).extra
+    if not is_sum and not (kind == R and OF_ALL_ROWS in note(loss).extra):
         raise PlanError(
             site(loss), "the loss does not contract the batch: it is no sum or mean over samples", RULE_REMEDY
         )
@@ -126,6 +137,9 @@ def type_of(node: Node, axes: Axes, constants: Constants, mixes: bool) -> ValueT
     # Samples stay apart where one letter runs along the batch of all operands that carry it.
     letter = _common_letter(node, axes, split) if split else None
     if split and letter is None:
+        if not mixes and _is_largest(node, split):
+            note(node).extra[IS_LARGEST] = True
+            return P
         if not (mixes and _may_be_whole(node) and axes.is_known(node)):
             raise _mixing_error(node, axes, split)
         whole += split
@@ -232,10 +246,19 @@ def _keeps_partial(node: Node, partial: list[Node], split: bool) -> bool:
 
     Linear operators do; a whole addend is shared among the pieces.
     """
-    if split or not partial:
+    if split or not partial or any(IS_LARGEST in note(operand).extra for operand in partial):
         return False
     is_linear = any(set(partial) <= set(group) for group in linear_groups(node))
     return is_linear or _is_float_cast(node) or adds_number(node)
+
+
+def _is_largest(node: Node, split: dict[Node, ValueType]) -> bool:
+    """Tell whether a value is the largest entries over the batch of what is known before the first forward."""
+    if op_name(node) != "aten.amax" or OF_MICROBATCH in note(node).extra or not _is_known(node):
+        return False
+    ((operand, kind),) = split.items()
+    dims = argument(node, "dim") or range(tensor(operand).dim())
+    return kind.dim in [dim % tensor(operand).dim() for dim in dims]
 
 
 def _is_known(node: Node) -> bool:
