@@ -17,7 +17,7 @@ MUTATIONS = (
     ),
     Mutation(
         "autoptd/rehearsal.py",
-        "            set_batch_sums(stage, [inputs], lambda own: own)\n            if stage.counts:",
+        "            set_batch_sums(stage, [inputs], lambda own, _: own)\n            if stage.counts:",
         "            if stage.counts:",
         LOSSES,
     ),

@@ -144,7 +144,7 @@ def test_what_only_sums_read_is_not_computed_in_forward() -> None:
 def test_a_sum_of_one_replica_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = batch_sums.set_batch_sums
     monkeypatch.setattr(
-        batch_sums, "set_batch_sums", lambda stage, inputs, reduce: right(stage, inputs, lambda own: own)
+        batch_sums, "set_batch_sums", lambda stage, inputs, reduce: right(stage, inputs, lambda own, _: own)
     )
     with pytest.raises(autoptd.InternalError, match="differs"):
         check(CASES["masked_mean"], d=2)
