@@ -272,7 +272,9 @@ def _batch_sums(graph: Graph, stage: int, rank: int, mesh: Mesh) -> list[Collect
     here = [node for node in ops(graph) if stage in note(node).stages]
     for sums in codegen.batch_sums(here):
         for conversion, what in (("batch sums", "sums over"), ("batch maxima", "largest entries of")):
-            own = [node for node in sums if (IS_LARGEST in note(node).extra) == (conversion == "batch maxima")]
+            own = [
+                node for node in sums if (IS_LARGEST in note(node).extra) == (conversion == "batch maxima")
+            ]
             count = sum(tensor(node).numel() for node in own)
             why = f"{what} inputs of the global batch, which are read before the first forward"
             if own:

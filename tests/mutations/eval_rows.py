@@ -22,7 +22,7 @@ MUTATIONS = (
     ),
     Mutation("autoptd/runtime/executor.py", " if pair[0].microbatch < len(microbatches)", "", TESTS),
     Mutation("autoptd/runtime/executor.py", "mesh.axes if 0 in self.program.row_counts else ", "", TESTS),
-    Mutation("autoptd/runtime/batch_sums.py", "== what:", "== LABELS:", TESTS),
+    Mutation("autoptd/runtime/batch_sums.py", '"batch sums": (SUMS, "sum", 0.0),\n', "", TESTS),
     Mutation(
         "autoptd/compile.py",
         "        if counts:\n            raise",

@@ -14,14 +14,14 @@ MUTATIONS = (
     Mutation(FILE, "and 0 in _dims(node)", "and False", TESTS),
     Mutation(
         FILE,
-        "return calls.make(aten.neg.default, calls.make(aten.amax",
-        "return (calls.make(aten.amax",
+        "is_largest=name in LARGEST)",
+        "is_largest=True)",
         TESTS,
     ),
     Mutation(
         FILE,
-        "aten.masked_fill.Scalar, largest, infinite, 0.0",
-        "aten.masked_fill.Scalar, largest, infinite, 1.0",
+        'if name == "aten.logsumexp":',
+        "if False:",
         TESTS,
     ),
     Mutation(FILE, "is_largest=p > 0)", "is_largest=True)", TESTS),
@@ -37,8 +37,9 @@ MUTATIONS = (
     ),
     Mutation(
         "autoptd/records/collectives.py",
-        'for what in ("sums over", "largest entries of"):',
-        'for what in ("sums over",):',
+        'for conversion, what in (("batch sums", "sums over"), ("batch maxima", "largest entries of")):',
+        'for conversion, what in (("batch sums", "sums over"),):',
         COUNTS,
     ),
+    Mutation("autoptd/runtime/batch_sums.py", '"max", -math.inf)', '"max", 0.0)', TESTS),
 )

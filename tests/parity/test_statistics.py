@@ -101,6 +101,17 @@ def test_evaluation_and_other_lengths(name: str) -> None:
     pm.close()
 
 
+def test_evaluations_in_which_a_replica_has_no_rows() -> None:
+    """The largest of negative numbers is none of its zeros."""
+    model = Policy(lambda r: r / r.max() + r.sum() + r.softmax(0)).double()
+    pm = autoptd.parallelize(model, d=2, backend="local", num_microbatches=2, example_inputs=wide(data(0)))
+    for rows in (1, 5, 8):
+        ids, rewards = wide(data(rows, rows))
+        wanted = {"loss": model(ids, -rewards.abs()).detach()}
+        assert_near({"loss": pm.eval_step(ids, -rewards.abs())}, wanted, 1e-3)
+    pm.close()
+
+
 def test_infinities() -> None:
     """Masked numbers of a softmax, and a column of nothing else for logsumexp, as torch has them."""
 
