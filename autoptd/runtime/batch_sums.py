@@ -11,7 +11,7 @@ of each round and for its largest entries (a round may read those before it).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -73,7 +73,7 @@ def set_batch_sums(
             }
             if not own:
                 continue
-            rows = [_in_a_row([value_of(part[number]) for number in own]) for part in parts]
+            rows = [_in_a_row(part, own) for part in parts]
             total = reduce(combine(torch.stack(rows), 0), op)
             for number, value in own.items():
                 stage.sums[number], total = total[: value.numel()].view(value.shape), total[value.numel() :]
@@ -91,6 +91,6 @@ def add_nothing(program: Program, stage: int, group: Hops, device: torch.device)
             group.all_reduce(torch.full((numbers,), nothing, dtype=torch.float64, device=device), site, op)
 
 
-def _in_a_row(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return sums end to end, in float64, in which whole numbers up to 2**53 are exact."""
-    return torch.cat([value.reshape(-1).double() for value in values])
+def _in_a_row(part: Mapping[int, torch.Tensor | Largest], numbers: Collection[int]) -> torch.Tensor:
+    """Return some sums of a part end to end, in float64, in which whole numbers up to 2**53 are exact."""
+    return torch.cat([value_of(part[number]).reshape(-1).double() for number in numbers])
