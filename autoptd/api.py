@@ -32,6 +32,7 @@ from autoptd.errors import PlanError
 from autoptd.ir.buffers import same_entries
 from autoptd.ir.machine import Machine
 from autoptd.ir.shapes import EXACT, Buckets
+from autoptd.loop_changes import LoopChanges
 from autoptd.loop_watch import LoopWatch
 from autoptd.match_folder import fitting, format_of, open_weights, with_values
 from autoptd.optimizer_request import OwnParameters
@@ -186,6 +187,7 @@ def parallelize(
     check_precision(model, options.precision)
     given = model
     model, source = with_source(model, weights)
+    changes = LoopChanges(given, lambda: with_source(given, weights)[0], options.loss_fn)
     modes: dict[nn.Module, bool] = {}
     cast: set[str] = set()
 
@@ -199,7 +201,7 @@ def parallelize(
         # Compiled again for other buffers (check=False), it has warned already.
         if check and is_first_process():
             warn_of_fallbacks(program)
-        return program
+        return changes.follow(program)
 
     def compile_other(args: tuple[Any, ...], kwargs: dict[str, Any], trained: Program) -> Program:
         replicas = options.mesh.replicas if is_local(options) else 1
@@ -209,7 +211,7 @@ def parallelize(
         )
         if is_first_process():
             warn_of_fallbacks(program)
-        return program
+        return changes.follow(program)
 
     def compile_eval(
         args: tuple[Any, ...], kwargs: dict[str, Any], trained: Program, counts: tuple[int, ...] = ()
@@ -218,9 +220,10 @@ def parallelize(
         replicas = options.mesh.replicas if is_local(options) else 1
         if options.shapes is not None:
             args, kwargs = beside(model, (args, kwargs))
-        return compile_evaluation(
+        program = compile_evaluation(
             model, options, args, kwargs, trained, modes, replicas=replicas, counts=counts
         )
+        return changes.follow(program, evaluates=True)
 
     def prove(call: str, calls: Sequence[Call], what: str, is_made_up: bool) -> None:
         # One process is enough: all have the same model.
@@ -241,6 +244,7 @@ def parallelize(
         "shared": shared_buffers(model),
         "holding": partial(with_buffers, model),
         "loop": LoopWatch(speaks=is_first_process()),
+        "changes": changes,
         "own": OwnParameters(given),
     }
     pm = ParallelModel.lazy(compile_for, options, model.state_dict(), **keywords)

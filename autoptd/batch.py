@@ -212,11 +212,12 @@ def resize(
 @dataclass(frozen=True)
 class Traces:
     """A model as its rows showed it: with `traced_rows`, and (None where the batch is not split) with
-    `whole_rows`. `updates` of buffers are in the traces, or were taken out of them.
+    `whole_rows`. `updates` of buffers are in the traces, or were taken out of them. `traced` says how to trace it again.
     """
 
     captured: tracing.Captured
     whole: Graph | None
+    traced: tracing.Traced
     updates: Updates | None = None
 
 
@@ -246,7 +247,9 @@ def trace_rows(
             call = resize(args, kwargs, batch, batch.whole_rows)
             autocast = autocast_here(model, options)
             whole = tracing.capture_again(captured, model, *call, options.loss_fn, autocast)
-    return Traces(captured, whole)
+    call = resize(args, kwargs, batch, batch.traced_rows)
+    cast = options.precision, narrowing.cast
+    return Traces(captured, whole, tracing.Traced.of(captured, call, options.loss_fn, autocast_here(model, options), *cast))
 
 
 @paused_collection()

@@ -162,7 +162,7 @@ def _compile(
         (program, graph, ctx), traces = _write_mixed(partial(written, check=False), batch, error)
     if program.graphs:
         warn_of_recompute(graph, ctx.options, traces.captured.checkpointed)
-    return replace(program, cast_buffers=narrowing.cast)
+    return replace(program, cast_buffers=narrowing.cast, traced=traces.traced)
 
 
 def _write_with_groups(

@@ -63,7 +63,7 @@ class ParallelModel(AdaptedModel):
     adds pictures to `show`. `arguments` are the names of the model's own, by which a call is bound that
     passes them in another way than the first one. `shared` says which of the model's buffers share their
     memory, `adapters` which adapters of PEFT it has,
-    `loop` notices loops that are ported by half. `own` are the parameters of the user's model. Collective.
+    `loop` notices loops that are ported by half, `changes` what a loop changes of the model. `own` are the parameters of the user's model. Collective.
     """
 
     # training
@@ -97,6 +97,7 @@ class ParallelModel(AdaptedModel):
             batch = cut(program, args, kwargs, names, replica, rank.world.device)
             return rank.executor.step(batch, self.options.nan, scale)
 
+        self._check_changes(ranks, "step", call)
         # Outside of the step: its collectives are no part of the program, and not recorded.
         if check_copies.is_due(call, self.options.check_every):
             self._compare_copies()
@@ -139,6 +140,7 @@ class ParallelModel(AdaptedModel):
         program, args, kwargs = self._sized_evaluation(args, kwargs)
         check_call(program, args, kwargs, ranks.replicas, "eval_step")
         self._evaluations += 1
+        self._check_changes(ranks, "evaluation", self._evaluations)
 
         def evaluate(rank: Rank) -> torch.Tensor:
             names, replica = rank.evaluator.inputs, ranks.replica_of(rank)

@@ -26,12 +26,14 @@ from autoptd.errors import PlanError, RuntimeFault
 from autoptd.instead import InsteadOf
 from autoptd.ir.buffers import SharedBuffers
 from autoptd.ir.mesh import Coordinate
+from autoptd.loop_changes import SITE, LoopChanges, is_due
 from autoptd.loop_watch import LoopWatch
 from autoptd.optimizer_request import OwnParameters
 from autoptd.options import Options
 from autoptd.program.program import Program
 from autoptd.programs import EVALUATION, Programs, Prove
 from autoptd.runtime.batch import CallForm, is_call_in_one
+from autoptd.runtime.checkpoint.restore import agree, attempted
 from autoptd.runtime.devices import device_of_ranks
 from autoptd.runtime.launch import LocalRanks, ProcessRank, RunningRanks, is_launched, own_rank
 from autoptd.runtime.loss_scale import LossScale
@@ -83,11 +85,13 @@ class StartedModel(InsteadOf):
         shared: SharedBuffers | None = None,
         adapters: Adapters | None = None,
         loop: LoopWatch | None = None,
+        changes: LoopChanges | None = None,
         own: OwnParameters | None = None,
     ) -> None:
         self.options = options
         self._is_process = not is_local(options)
         self._loop, self._original = loop or LoopWatch(speaks=False), own or OwnParameters()
+        self._changes = changes
         self._arguments = tuple(arguments)
         # The form of the call that was compiled for: other spellings of it are brought into this form.
         self._form: CallForm | None = None
@@ -276,6 +280,16 @@ class StartedModel(InsteadOf):
         """Return a call whose keywords are one mapping with keywords."""
         is_one = is_call_in_one(args, kwargs, self._arguments, self._form)
         return ((), dict(args[0])) if is_one else (args, kwargs)
+
+    def _check_changes(self, ranks: RunningRanks, call: str, count: int) -> None:
+        """Raise RuntimeFault on all ranks where a loop has changed what the model computes. Collective."""
+        changes = self._changes
+        if changes is None or not is_due(count, self.options.check_every):
+            return
+        known = (self.program, *self._programs.trained, *self._programs.evaluating)
+        site, buffers = f"{call} {count}", self._buffers.now(ranks)
+        attempt = attempted(lambda: changes.check(known, site, buffers))
+        ranks.unrecorded.run(SITE, lambda rank: agree(rank.world, SITE, attempt))
 
     def _start(self, program: Program) -> None:
         options = self.options

@@ -18,7 +18,7 @@ from autoptd.passes import Context
 def without_updates(traces: Traces, ctx: Context) -> Traces:
     """Take the updates of buffers out of the traces of a model."""
     graph, whole, updates = passes.split_updates(traces.captured.graph, traces.whole, ctx)
-    return Traces(replace(traces.captured, graph=graph), whole, updates)
+    return replace(traces, captured=replace(traces.captured, graph=graph), whole=whole, updates=updates)
 
 
 def constant_buffers(traces: Traces) -> dict[str, torch.Tensor]:

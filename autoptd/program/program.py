@@ -121,6 +121,8 @@ class Program:
     costs: Costs = field(default_factory=Costs)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
     graphs: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    # Of one that was compiled here: how its model was traced (trace/again.py).
+    traced: Any = field(default=None, repr=False, compare=False)
     # Of one that was read from disk, which has no graphs: the program whose parameters and cut it has.
     follows: Program | None = field(default=None, repr=False, compare=False)
     explainer: Callable[[str], str] | None = field(default=None, repr=False, compare=False)
@@ -316,7 +318,7 @@ class Program:
         )
 
     def _record(self) -> dict[str, Any]:
-        skipped = ("orders", "sources", "plan", "buffers", "graphs", "follows", "explainer", "painter")
+        skipped = ("orders", "sources", "plan", "buffers", "graphs", "traced", "follows", "explainer", "painter")
         fields = [item.name for item in dataclasses.fields(self) if item.name not in skipped]
         record = {name: _plain(getattr(self, name)) for name in fields}
         return {"version": VERSION, "files": sorted(self.sources), **record}

@@ -1,5 +1,6 @@
 """nn.Module -> TRACED graph: capture the model's loss faithfully, or say why not."""
 
+from autoptd.trace.again import Traced
 from autoptd.trace.autocast import OFF, Autocast
 from autoptd.trace.capture import Captured, capture, capture_again
 from autoptd.trace.evaluation import evaluating, in_modes, is_training_without_dropout, modes_of
@@ -9,6 +10,7 @@ from autoptd.trace.module import check_device, check_module, has_values
 from autoptd.trace.noise import draws
 from autoptd.trace.own_failure import own_failure
 from autoptd.trace.precision import COMPUTE_DTYPES, Narrowing, autocast_of, check_precision, computing_in
+from autoptd.trace.reads import Difference, Snapshot
 from autoptd.trace.updates import updated_buffers
 
 __all__ = [
@@ -16,7 +18,10 @@ __all__ = [
     "OFF",
     "Autocast",
     "Captured",
+    "Difference",
     "Narrowing",
+    "Snapshot",
+    "Traced",
     "autocast_of",
     "capture",
     "capture_again",

@@ -9,6 +9,7 @@ In: a model. Out: the objects in its attributes, their containers and objects (`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -72,6 +73,17 @@ def map_attribute_tensors(model: nn.Module, change: Callable[[Tensor], Tensor]) 
                 holder[key] = made
 
 
+@contextmanager
+def own_containers(model: nn.Module) -> Iterator[None]:
+    """Leave modules the very objects that their attributes are: torch.export puts copies of lists and dicts in their place."""
+    kept = [(vars(module), dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for names, own in kept:
+            names.update(own)
+
+
 def held_by(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield what the modules of a model hold in plain attributes, and what that holds, by its path."""
     seen: set[int] = set()
@@ -97,4 +109,4 @@ def _walk(path: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[s
             yield from _walk(f"{path}{name}", item, depth + 1, seen)
 
 
-__all__ = ["attribute_tensors", "check_state_dict", "held_by", "map_attribute_tensors"]
+__all__ = ["attribute_tensors", "check_state_dict", "held_by", "map_attribute_tensors", "own_containers"]

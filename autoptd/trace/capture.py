@@ -31,6 +31,7 @@ from autoptd.ir.elsewhere import EXPERTS
 from autoptd.ir.expert_mm import GroupedProducts, grouped_mm
 from autoptd.ir.names import USED, identifier
 from autoptd.ir.notes import copy_graph, note, op_name, ops, placeholders, site
+from autoptd.trace.attributes import own_containers
 from autoptd.trace.autocast import OFF, Autocast, Casting, cast_once
 from autoptd.trace.branches import Checks
 from autoptd.trace.dependence import mark_dependence
@@ -38,6 +39,7 @@ from autoptd.trace.faithful import check_loss_fn, check_model
 from autoptd.trace.functions import other_functions
 from autoptd.trace.normalize import normalize
 from autoptd.trace.read import VALUE_REMEDY, check_kept, read_graph
+from autoptd.trace.reads import Reads
 from autoptd.trace.retrace import IGNORED, NO_GRAD, REGION_RESULT, Differs, Followed, Follower, Raw
 from autoptd.trace.storage import tied_names
 from autoptd.trace.updates import check_updates
@@ -56,7 +58,7 @@ class Captured:
     index) pairs of the flattened call; `constants` are the leaves that are not tensors; `buffers` hold values
     of buffers and constants. `raw` is the graph before it was normalised, for a second trace (`retrace.py`).
     `checkpointed` are modules whose activation checkpoints are not in the graph, `whole` custom autograd functions that are one
-    operator each.
+    operator each; `reads` is what Python's state may decide of them.
     """
 
     graph: Graph
@@ -71,6 +73,7 @@ class Captured:
     checkpointed: tuple[str, ...] = ()
     whole: frozenset[Any] = frozenset()
     checks: Checks = field(default_factory=Checks)
+    reads: Reads = Reads()
 
 
 def capture(
@@ -83,6 +86,28 @@ def capture(
     """Trace `model(*args, **kwargs)` down to its scalar loss, under `autocast`; TraceError names the user's own
     source line.
     """
+    return _captured(model, args, kwargs, loss_fn, autocast, check_changes)
+
+
+def capture_unchecked(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_fn: Callable[..., Any] | None,
+    autocast: Autocast = OFF,
+) -> Captured:
+    """Trace a model that `capture` has traced before; nothing is computed."""
+    return _captured(model, args, kwargs, loss_fn, autocast, lambda *_: None)
+
+
+def _captured(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_fn: Callable[..., Any] | None,
+    autocast: Autocast,
+    check: Callable[[Watched, tuple[Any, ...], dict[str, Any]], None],
+) -> Captured:
     check_model(model)
     check_loss_fn(loss_fn)
     leaves, tree = tree_flatten((args, kwargs))
@@ -97,7 +122,7 @@ def capture(
     checks.warn()
     # After the trace: `Watched` has put the model back, and this calls it again where something changed.
     with autocast.ambient():
-        check_changes(wrapper, args, kwargs)
+        check(wrapper, args, kwargs)
     aliases = tied_names(model)
     first_name = {name: names[0] for names in aliases.values() for name in names}
     graph, inputs, buffers = read_graph(
@@ -125,6 +150,7 @@ def capture(
         checkpointed,
         frozenset(whole),
         checks,
+        wrapper.seen.reads,
     )
 
 
@@ -273,6 +299,7 @@ def _export(
         with ExitStack() as around:
             met = around.enter_context(watch_tracing(wrapper.model, whole))
             around.enter_context(casting.autocast.ambient())
+            around.enter_context(own_containers(wrapper))
             around.enter_context(torch.enable_grad())
             around.enter_context(light_export(UserFrames(), run))
             around.enter_context(traced_through(casting.call))

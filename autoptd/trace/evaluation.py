@@ -20,12 +20,12 @@ from torch import nn
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from autoptd.errors import InternalError
 from autoptd.ir.buffers import same_entries
-from autoptd.ir.notes import note, op_name, value
+from autoptd.ir.notes import note, op_name, output, value
 from autoptd.trace.dropouts import NAME as DROPOUT
 
 Buffers = Mapping[str, torch.Tensor]
+Numbers = dict[object, int]
 
 
 @contextmanager
@@ -77,30 +77,36 @@ def is_training_without_dropout(trained: Graph, evaluated: Graph, before: Buffer
 
     `before` and `after` are the values of their buffers.
     """
-    numbers: dict[object, int] = {}
-    if _number(trained, numbers) != _number(evaluated, numbers):
+    numbers: Numbers = {}
+    results = [number_values(graph, numbers, passed_over=DROPOUT) for graph in (trained, evaluated)]
+    if results[0][output(trained).args[0]] != results[1][output(evaluated).args[0]]:  # type: ignore[index]
         return False
     return all(_is_equal(x, after[name]) for name, x in before.items() if name in after)
 
 
-def _number(graph: Graph, numbers: dict[object, int]) -> int:
-    """The number of a graph's result: values that are computed alike have one number, and a dropout has its
-    operand's.
+def number_values(
+    graph: Graph, numbers: Numbers, passed_over: str = "", constants: Mapping[str, object] | None = None
+) -> dict[Node, int]:
+    """Return a number for every value of a graph: those that are computed alike have the same, in all graphs that share
+    `numbers`.
+
+    An operator that is `passed_over` has its operand's; `constants` say what tensors hold that have no name.
     """
     own: dict[Node, int] = {}
     for node in graph.nodes:
         args, kwargs = map_arg((node.args, node.kwargs), lambda arg: ("value", own[arg]))
         if node.op == "output":
-            return own[node.args[0]]  # type: ignore[index]
+            break
         if node.op == "placeholder":
-            how: object = (note(node).kind, note(node).name, _sizes(node))
-        elif op_name(node) == DROPOUT:
+            name = note(node).name
+            how: object = (note(node).kind, (constants or {}).get(name, name), _sizes(node))
+        elif op_name(node) == passed_over:
             own[node] = own[node.args[0]]  # type: ignore[index]
             continue
         else:
             how = (str(node.target), repr(args), repr(kwargs), _sizes(node))
         own[node] = numbers.setdefault(how, len(numbers))
-    raise InternalError("evaluation", "a graph without an output")
+    return own
 
 
 def _sizes(node: Node) -> tuple[object, ...]:
@@ -116,4 +122,4 @@ def _is_equal(x: torch.Tensor, y: torch.Tensor) -> bool:
     return x is y or x.is_meta or y.is_meta or same_entries(x, y.to(x.device))
 
 
-__all__ = ["evaluating", "in_modes", "is_training_without_dropout", "modes_of", "seen_as_evaluation"]
+__all__ = ["evaluating", "in_modes", "is_training_without_dropout", "modes_of", "number_values", "seen_as_evaluation"]

@@ -41,6 +41,13 @@ class Tables:
         self._is_users = is_users
         # Alive with its code: no other one gets its id.
         self._known: dict[int, tuple[types.CodeType, Table]] = {}
+        # All code that ran, with its globals.
+        self.entered: list[tuple[types.CodeType, dict[str, Any]]] = []
+
+    def enter(self, frame: types.FrameType) -> Table:
+        if id(frame.f_code) not in self._known:
+            self.entered.append((frame.f_code, frame.f_globals))
+        return self.of(frame.f_code)
 
     def of(self, code: types.CodeType) -> Table:
         known = self._known.get(id(code))
@@ -95,7 +102,7 @@ class Tracing:
     """By `sys.settrace`, of which Python 3.11 asks a frame for its instructions."""
 
     def __init__(self, see: See, tables: Tables) -> None:
-        self._see, self._tables, self._stack = see, tables, ValueStack()
+        self._see, self.tables, self._stack = see, tables, ValueStack()
         self._importing: types.FrameType | None = None
         self._before: Any = None
 
@@ -122,7 +129,7 @@ class Tracing:
             self._importing = frame
             frame.f_trace_lines = False
             return self._leave_import
-        if not self._tables.of(frame.f_code) or not is_called_by_user(frame):
+        if not self.tables.enter(frame) or not is_called_by_user(frame):
             return None
         frame.f_trace_lines, frame.f_trace_opcodes = False, True
         return self._step
@@ -134,7 +141,7 @@ class Tracing:
 
     def _step(self, frame: types.FrameType, event: str, arg: Any) -> Any:
         if event == "opcode":
-            found = self._tables.of(frame.f_code).get(frame.f_lasti)
+            found = self.tables.of(frame.f_code).get(frame.f_lasti)
             if found is not None:
                 self._see(frame, *found, self._stack.top(frame))
         return self._step
@@ -144,7 +151,7 @@ class Monitoring:
     """By `sys.monitoring`, from 3.12 on: code that is passed over costs nothing after its first call."""
 
     def __init__(self, see: See, tables: Tables) -> None:
-        self._see, self._tables, self._stack = see, tables, ValueStack()
+        self._see, self.tables, self._stack = see, tables, ValueStack()
         self._codes: dict[int, types.CodeType] = {}
         self._thread = threading.get_ident()
         self._pauses = 0
@@ -176,13 +183,13 @@ class Monitoring:
             self._pauses -= 1
 
     def _enter(self, code: types.CodeType, offset: int) -> Any:
-        if self._tables.of(code) and id(code) not in self._codes:
+        if self.tables.enter(sys._getframe(1)) and id(code) not in self._codes:
             self._codes[id(code)] = code
             self._monitoring.set_local_events(self._tool, code, self._monitoring.events.INSTRUCTION)
         return self._monitoring.DISABLE
 
     def _step(self, code: types.CodeType, offset: int) -> Any:
-        found = self._tables.of(code).get(offset)
+        found = self.tables.of(code).get(offset)
         if found is None:
             return self._monitoring.DISABLE
         if not self._pauses and threading.get_ident() == self._thread:

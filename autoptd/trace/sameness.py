@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import types
 from collections import deque
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -68,6 +69,9 @@ def is_same(one: Any, other: Any, depth: int = 0) -> bool:
         return one.dtype == other.dtype and one.shape == other.shape and one.tolist() == other.tolist()
     if isinstance(one, (type, types.ModuleType, types.BuiltinFunctionType, nn.Module)):
         return False
+    if isinstance(one, partial):
+        pairs = ((one.func, other.func), (one.args, other.args), (one.keywords, other.keywords))
+        return all(is_same(*pair, depth + 1) for pair in pairs)
     if isinstance(one, types.MethodType):
         return one.__self__ is other.__self__ and one.__func__ is other.__func__
     # An object without anything that shows may be an iterator as well.

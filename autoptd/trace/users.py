@@ -57,6 +57,16 @@ def is_called_by_user(frame: types.FrameType) -> bool:
     return False
 
 
+def may_read(code: types.CodeType) -> bool:
+    """Tell whether code reads what a forward computes with: the user's, and that of torch's modules."""
+    return bool(_kind_of(code.co_filename)) or code.co_filename.startswith(os.path.join(TORCH, "nn", ""))
+
+
+def is_users_module(module: types.ModuleType) -> bool:
+    """Tell whether a module of Python is the user's, or a library of models."""
+    return _kind_of(getattr(module, "__file__", None) or "<frozen >") == "user"
+
+
 def is_writing(code: types.CodeType) -> bool:
     """Tell whether code asks for the class of a value that it is about to keep: ours, and that of nn.Module's attributes."""
     file = code.co_filename
@@ -108,4 +118,4 @@ def users_line() -> str:
     return "the forward"
 
 
-__all__ = ["is_called_by_user", "is_users", "is_writing", "line_of", "users_line"]
+__all__ = ["is_called_by_user", "is_users", "is_users_module", "is_writing", "line_of", "may_read", "users_line"]

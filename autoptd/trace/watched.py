@@ -27,6 +27,7 @@ from autoptd.trace.contents import MISSING, PLAIN
 from autoptd.trace.draws import RANDOM
 from autoptd.trace.loss import WithLoss
 from autoptd.trace.masks import any_mask, given_masks
+from autoptd.trace.reads import Reads
 from autoptd.trace.tally import only_logs
 from autoptd.trace.writes import REGISTERED, Change, Writes
 
@@ -63,6 +64,8 @@ class Watched(WithLoss):
                     writes.changes(self._names),
                     writes.replaced(self._names),
                 )
+                written = {*self.seen.replaced, *(change.path for change in self.seen.changes)}
+                self.seen.reads = Reads.of(writes.entered, writes.asked, written)
                 writes.undo()
 
     def _names(self) -> dict[int, str]:
@@ -92,7 +95,8 @@ def _join(path: str, name: str) -> str:
 
 
 class Seen:
-    """What a call has changed, tensors that were attributes before and are none after it, and what buffers were assigned.
+    """What a call has changed, tensors that were attributes before and are none after it, what buffers were assigned, and what
+    it could read.
 
     One object for all calls.
     """
@@ -101,6 +105,7 @@ class Seen:
         self.changes: list[Change] = []
         self.replaced: dict[str, Tensor] = {}
         self.assigned: dict[str, Tensor] = {}
+        self.reads = Reads()
 
 
 def check_changes(watched: Watched, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -103,6 +103,9 @@ class Writes:
         self._drawn: list[str] = []
         self._cached: list[Any] = []
         self._stack = ValueStack()
+        # All code that ran, with its globals, and attributes that it asked for as text.
+        self.entered: list[tuple[types.CodeType, dict[str, Any]]] = []
+        self.asked: set[str] = set()
         # Takes what runs in it out of the record.
         self.paused: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -115,7 +118,7 @@ class Writes:
             newcomers = Newcomers()
             try:
                 with watching(writes._see, is_users) as watch:
-                    writes.paused = watch.paused
+                    writes.paused, writes.entered = watch.paused, watch.tables.entered
                     yield writes
             finally:
                 writes.paused = nullcontext
@@ -206,6 +209,8 @@ class Writes:
             self._keep(frame, Moved(at(top, 0), "is taken from"))
 
     def _set_attribute(self, frame: types.FrameType, owner: Any, name: str) -> None:
+        if name == "__dict__":
+            self.asked |= getattr(owner, "__dict__", {}).keys()
         if isinstance(owner, (types.ModuleType, type)):
             if name != "__dict__":
                 self._keep(frame, Name(owner, name))
@@ -235,6 +240,8 @@ class Writes:
     def _see_call(self, frame: types.FrameType, name: str, arg: int, top: int) -> None:
         function, args = operands(name, arg, top)
         note_reading(function, args)
+        if (function is getattr or function is hasattr) and len(args) > 1:
+            self.asked.add(str(args[1]))
         for handed in handed_to(function, args):
             if handed.kind is Kind.CACHE:
                 # Every call is traced, and run, as a first one.
@@ -344,7 +351,7 @@ def _change(record: Record, entry: tuple[str, Any, Any], names: dict[int, str]) 
     suffix, before, after = entry
     if isinstance(record.holder, Moved):
         return Change(_path(record, "", names), "", "", record.line, record.holder.how)
-    return Change(_path(record, suffix, names), _text(before), _text(after), record.line)
+    return Change(_path(record, suffix, names), text_of(before), text_of(after), record.line)
 
 
 def _path(record: Record, entry: str, names: dict[int, str]) -> str:
@@ -370,7 +377,8 @@ def _own_name(frame: types.FrameType, holder: Holder) -> str:
     return ""
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """Return a value as messages show it."""
     if isinstance(value, Tensor):
         return "a tensor"
     is_shown = isinstance(value, (*PLAIN, *CONTAINERS, tuple)) or value is MISSING

@@ -1,0 +1,190 @@
+"""Notice what a loop changes of the model from outside, which compiled programs do not follow: a schedule that it sets.
+
+In: the user's model, and the programs that were compiled of it. Out: one RuntimeFault that names what has changed, both values,
+and where the forward computes otherwise. Values that a forward can read are compared (`trace/reads.py`); only where one differs
+the model is traced again, and only where its trace differs as well, and does not with that value put back, is it a fault.
+
+    changes = LoopChanges(remade, loss_fn)
+    changes.follow(program, modes)          # as soon as it is compiled
+    changes.check([program], site="step 31", buffers={})
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoptd.errors import RuntimeFault
+from autoptd.ir.buffers import same_entries
+from autoptd.program.program import Program
+from autoptd.trace import Difference, Snapshot, Traced, evaluating, has_values, in_modes
+
+SITE = "check of the model"
+FIRST_STEPS = (2, 31, 101)
+# What changes at every step without an effect is traced again for so much of the time that has passed.
+SHARE_OF_TIME = 0.002
+MOST_TRIED = 8
+RTOL = 1e-5
+REMEDY = (
+    "pass what a schedule sets as a tensor among the inputs of forward; set what stays before parallelize, "
+    "or call parallelize again"
+)
+
+
+def is_due(step: int, every: int) -> bool:
+    """Tell whether the model is looked at before step number `step`; `every` 0 never does."""
+    return every > 0 and (step in FIRST_STEPS or step % every == 0)
+
+
+class LoopChanges:
+    """What programs were compiled of, each as it was; `given` is the user's model, `remade` makes the one that is traced."""
+
+    def __init__(self, given: nn.Module, remade: Callable[[], nn.Module], loss_fn: Any) -> None:
+        self._given, self._remade, self._loss_fn = given, remade, loss_fn
+        self._watched: weakref.WeakKeyDictionary[Traced, Watched] = weakref.WeakKeyDictionary()
+
+    def follow(self, program: Program, *, evaluates: bool = False) -> Program:
+        """Keep the state of which a program is compiled; return the program."""
+        if program.traced is not None and program.traced not in self._watched:
+            snapshot = Snapshot(self._given, self._loss_fn, program.traced.reads)
+            self._watched[program.traced] = Watched(self._given, self._remade, snapshot, evaluates)
+        return program
+
+    def check(self, programs: Iterable[Program], site: str, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Raise RuntimeFault where the model is no longer what one of the programs computes; `buffers` are those of the ranks."""
+        for traced in dict.fromkeys(program.traced for program in programs):
+            if (watched := self._watched.get(traced)) is not None:
+                watched.check(traced, site, buffers)
+
+
+class Watched:
+    """The model of one program."""
+
+    def __init__(
+        self, given: nn.Module, remade: Callable[[], nn.Module], snapshot: Snapshot, evaluates: bool
+    ) -> None:
+        self._given, self._remade, self._snapshot, self._evaluates = given, remade, snapshot, evaluates
+        self._modes = {path: module.training for path, module in given.named_modules()}
+        self._tensors = _tensors_of(given)
+        # What had no effect: its values, and until when it is not tried again.
+        self._harmless: dict[str, Any] = {}
+        self._rest_until = 0.0
+
+    def check(self, traced: Traced, site: str, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Raise RuntimeFault where the forward of `traced` has become another one."""
+        # A model that was moved, or cast, since is no longer trained by anybody.
+        if _tensors_of(self._given) != self._tensors:
+            return
+        found = [one for one in self._snapshot.changes() if not self._is_followed(one, traced, buffers)]
+        caches = [one for one in found if one.path in traced.reads.written]
+        changes = [one for one in found if one.path not in traced.reads.written]
+        if not changes or self._rests(changes):
+            return
+        start = time.monotonic()
+        with put_back(caches):
+            # The values of buffers are no part of a trace, and what was written to a tensor is not put back.
+            culprits = [one for one in changes if traced.has(one.path) and not one.is_replaced]
+            where = f"what reads {culprits[0].path}" if culprits else self._differs(traced)
+            culprits = culprits or (self._culprits(traced, changes) if where else [])
+        if culprits:
+            raise _fault(culprits, where, site)
+        if where:
+            text = f"changed since the model was compiled ({_values(changes[0])}), and its trace is another one for other reasons"
+            warnings.warn(f"{changes[0].path}: {text}: whether the forward reads it is not known", stacklevel=5)
+        self._harmless |= {one.path: one.after for one in changes}
+        end = time.monotonic()
+        self._rest_until = end + (end - start) / SHARE_OF_TIME
+
+    def _is_followed(
+        self, change: Difference, traced: Traced, buffers: Mapping[str, torch.Tensor]
+    ) -> bool:
+        """Tell whether a change is none of the loop's: of modes, of what the ranks have as well."""
+        if change.path.rpartition(".")[2] == "training":
+            # In eval mode as a whole it is somebody else who runs it; ranks train in the modes of then.
+            return self._evaluates or self._given.training != self._modes[""]
+        own = dict(self._given.named_buffers()).get(change.path)
+        if own is None:
+            return False
+        ranks = buffers.get(change.path)
+        if ranks is not None and ranks.shape == own.shape and same_entries(ranks.to(own), own):
+            return True
+        return change.path in traced.updated or not traced.has(change.path)
+
+    def _rests(self, changes: list[Difference]) -> bool:
+        """Tell whether all that changed is known to have no effect, as far as is worth its time."""
+        if any(one.path not in self._harmless for one in changes):
+            return False
+        is_new = any(repr(self._harmless[one.path]) != repr(one.after) for one in changes)
+        return not is_new or time.monotonic() < self._rest_until
+
+    def _differs(self, traced: Traced) -> str:
+        model = self._remade()
+        with self._in_modes(model):
+            return traced.differs(model)
+
+    def _in_modes(self, model: nn.Module) -> AbstractContextManager[None]:
+        if self._evaluates:
+            return evaluating(model)
+        if self._given.training == self._modes[""]:
+            return nullcontext()
+        return in_modes({module: self._modes[path] for path, module in model.named_modules()})
+
+    def _culprits(self, traced: Traced, changes: list[Difference]) -> list[Difference]:
+        """Return the changes with which the forward differs; none where it does without them."""
+        with put_back(changes):
+            if self._differs(traced):
+                return [one for one in changes if one.is_tensor and not one.is_replaced]
+        places = list(dict.fromkeys(id(one.place) for one in changes))
+        found = []
+        for place in places[:MOST_TRIED] if len(places) > 1 else []:
+            with put_back([one for one in changes if id(one.place) != place]):
+                if self._differs(traced):
+                    found += [one for one in changes if id(one.place) == place]
+        culprits = found or changes
+        # Tables that are filled as they are needed hold the same numbers for what they are read for.
+        if all(one.is_tensor for one in culprits) and has_values(self._given):
+            with self._in_modes(self._given):
+                now = traced.loss(self._given)
+                with put_back(changes):
+                    is_same = torch.allclose(now, traced.loss(self._given), rtol=RTOL, equal_nan=True)
+            return [] if is_same else culprits
+        return culprits
+
+
+@contextmanager
+def put_back(changes: list[Difference]) -> Iterator[None]:
+    """Give what changed, for a while, the content that it had."""
+    places = list({id(one.place): one.place for one in changes}.values())
+    now = [place.holder.kept() for place in places]
+    try:
+        for place in places:
+            place.holder.restore(place.kept)
+        yield
+    finally:
+        for place, kept in zip(places, now, strict=True):
+            place.holder.restore(kept)
+
+
+def _tensors_of(model: nn.Module) -> dict[str, Any]:
+    return {name: (x.shape, x.dtype, x.device) for name, x in model.named_parameters()}
+
+
+def _values(change: Difference) -> str:
+    before, after = change.texts
+    return f"{before} then, {after} now"
+
+
+def _fault(culprits: list[Difference], where: str, site: str) -> RuntimeFault:
+    named = "; ".join(f"{one.path} ({_values(one)})" for one in culprits[:MOST_TRIED])
+    fact = f"changed since the model was compiled: {named}; the ranks do not follow it, and the forward would differ at {where}"
+    return RuntimeFault(site, fact, REMEDY)
+
+
+__all__ = ["LoopChanges", "is_due"]

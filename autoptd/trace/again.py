@@ -1,0 +1,129 @@
+"""Trace a model once more, as it is now, and say where it computes something else than what was compiled.
+
+In: how it was traced (`Traced`, of a program), and the model. Out: the place in the forward that differs, "" for none.
+
+    traced = Traced.of(captured, call, loss_fn, autocast, precision, cast)
+    traced.differs(model)         # "layers.0: aten.mul.Tensor (net.py:41)"
+
+Values are compared, not operators: what the loss does not depend on, and the order of operators, do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+
+from autoptd.compat import tree_map
+from autoptd.errors import AutoptdError
+from autoptd.ir.notes import note, output, placeholders, site
+from autoptd.trace.autocast import Autocast
+from autoptd.trace.capture import Captured, capture_unchecked
+from autoptd.trace.evaluation import Numbers, number_values
+from autoptd.trace.loss import WithLoss
+from autoptd.trace.masks import any_mask, given_masks
+from autoptd.trace.precision import computing_in
+from autoptd.trace.reads import Reads, Stamp
+from autoptd.trace.updates import updated_buffers
+
+Stamps = Mapping[str, Stamp]
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """The trace of a program, what its tensors held, and all that is needed to make another one of the model."""
+
+    graph: Graph
+    constants: Stamps
+    reads: Reads
+    call: tuple[tuple[Any, ...], dict[str, Any]]
+    loss_fn: Callable[..., Any] | None
+    autocast: Autocast
+    precision: str | None
+    cast: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        captured: Captured,
+        call: tuple[tuple[Any, ...], dict[str, Any]],
+        loss_fn: Callable[..., Any] | None,
+        autocast: Autocast,
+        precision: str | None,
+        cast: tuple[str, ...],
+    ) -> Traced:
+        """Keep what a trace was made with; of tensors copies, where no rank computes."""
+        call = tree_map(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, call)
+        constants = _constants(captured)
+        return cls(captured.graph, constants, captured.reads, call, loss_fn, autocast, precision, cast)
+
+    @property
+    def updated(self) -> frozenset[str]:
+        """The buffers that the forward updates."""
+        return frozenset(name for name, _ in updated_buffers(self.graph))
+
+    def has(self, name: str) -> bool:
+        """Tell whether the forward reads a buffer."""
+        return any(note(node).name == name for node in placeholders(self.graph, "buffer"))
+
+    def differs(self, model: nn.Module) -> str:
+        """Trace the model, and name what is computed otherwise; "" where all is the same."""
+        try:
+            with computing_in(model, self.precision, self.cast):
+                captured = capture_unchecked(model, *self._call_on(model), self.loss_fn, self.autocast)
+        # What stops a trace now did not then.
+        except AutoptdError as error:
+            return f"{error.site}: {error.fact}"
+        numbers: Numbers = {}
+        before = number_values(self.graph, numbers, constants=self.constants)
+        known = len(numbers)
+        after = number_values(captured.graph, numbers, constants=_constants(captured))
+        if [before[node] for node in _results(self.graph)] == [after[node] for node in _results(captured.graph)]:
+            return ""
+        read = _ancestors(_results(captured.graph))
+        new = [node for node in captured.graph.nodes if node in read and after[node] >= known]
+        # What a forward only leaves out makes nothing that is new.
+        return site((new or _results(captured.graph))[0])
+
+    def loss(self, model: nn.Module) -> Tensor:
+        """Compute the loss of the traced rows, which nothing random changes."""
+        args, kwargs = self._call_on(model)
+        with computing_in(model, self.precision, self.cast), torch.no_grad(), self.autocast.around():
+            with given_masks(any_mask):
+                return WithLoss(model, self.loss_fn)(*args, **kwargs).detach()  # type: ignore[no-any-return]
+
+    def _call_on(self, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        home = next((x.device for x in model.parameters() if not x.is_meta), torch.device("cpu"))
+        return tree_map(lambda x: x.to(home) if isinstance(x, Tensor) else x, self.call)  # type: ignore[no-any-return]
+
+
+def _constants(captured: Captured) -> Stamps:
+    """Return what those tensors hold that are no buffers of the model, by their names in the graph."""
+    found = {}
+    for node in placeholders(captured.graph, "buffer"):
+        if "constant" in note(node).extra:
+            found[note(node).name] = Stamp.of(captured.buffers[note(node).name])
+    return found
+
+
+def _results(graph: Graph) -> list[Node]:
+    """Return the loss, and what buffers are updated to."""
+    return [output(graph).args[0], *(new for _, new in updated_buffers(graph))]  # type: ignore[list-item]
+
+
+def _ancestors(nodes: list[Node]) -> set[Node]:
+    found: set[Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
+
+
+__all__ = ["Traced"]

@@ -1,0 +1,224 @@
+"""What a loop changes of the model from outside is one error, whatever holds it; what changes no number is not."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import os
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoptd
+from autoptd.errors import RuntimeFault
+from autoptd.parallel_model import ParallelModel
+
+BATCH = (torch.arange(32.0).view(8, 4) / 32, torch.arange(16.0).view(8, 2) / 16)
+SCALE, TABLE, LOGGED = 1.0, {"scale": 1.0}, 0
+VARIABLE = "AUTOPTD_TEST_SCALE"
+
+
+@dataclasses.dataclass
+class Config:
+    scale: float = 1.0
+    other: int = 0
+
+
+CONFIG = Config()
+
+
+def double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
+def closed_over(scale: float) -> tuple[Callable[[Tensor], Tensor], Callable[[float], None]]:
+    def scaled(x: Tensor) -> Tensor:
+        return x * scale
+
+    def change(new: float) -> None:
+        nonlocal scale
+        scale = new
+
+    return scaled, change
+
+
+def multiplied(x: Tensor, by: float) -> Tensor:
+    return x * by
+
+
+class Inner(nn.Module):
+    """Has what is nested."""
+
+    shared = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(8, 8), nn.Dropout(0.0)
+        self.options = types.SimpleNamespace(deep=types.SimpleNamespace(scale=1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.linear(x)) * self.options.deep.scale * self.shared
+
+
+class Net(nn.Module):
+    """Reads from everything that Python keeps state in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(4, 8), Inner(), nn.Linear(8, 2)
+        self.alpha, self.steps, self.unread = 1.0, 0, 0
+        self.scales, self.by_name, self.array = [1.0, 1.0], {"a": 1.0}, np.ones(2)
+        self.scaled, self.set_scale = closed_over(1.0)
+        self.partial = functools.partial(multiplied, by=1.0)
+        self.plain = torch.tensor(1.0)
+        self.scale_0 = 1.0
+        self.register_buffer("factor", torch.tensor(1.0))
+        self.register_buffer("ignored", torch.tensor(1.0))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        # At some time the loop reaches it.
+        if self.steps > 1000:
+            x = -x
+        x = self.inner(self.first(x).tanh()) * self.alpha * self.scales[1] * self.by_name["a"]
+        x = self.partial(self.scaled(x)) * SCALE * TABLE["scale"] * CONFIG.scale
+        x = x * float(os.environ.get(VARIABLE, "1")) * self.plain * self.factor * float(self.array[0])
+        return F.mse_loss(self.last(x) * getattr(self, f"scale_{len(self.scales) - 2}"), y)
+
+
+class Halved(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) / 2
+
+
+def set_global(name: str, value: Any) -> None:
+    globals()[name] = value
+
+
+def swap(model: Net) -> None:
+    other = Halved(8, 2)
+    other.load_state_dict(model.last.state_dict())
+    model.last = other
+
+
+def patch(model: Net) -> None:
+    model.inner.forward = lambda x: x * 3  # type: ignore[method-assign]
+
+
+EFFECTIVE: dict[str, Callable[[Net], Any]] = {
+    "attribute": lambda model: setattr(model, "alpha", 2.0),
+    "attribute by a made name": lambda model: setattr(model, "scale_0", 2.0),
+    "nested attribute": lambda model: setattr(model.inner.options.deep, "scale", 2.0),
+    "item of a list": lambda model: model.scales.__setitem__(1, 2.0),
+    "item of a dict": lambda model: model.by_name.update(a=2.0),
+    "numpy array": lambda model: model.array.fill(2.0),
+    "global": lambda model: set_global("SCALE", 2.0),
+    "item of a global": lambda model: TABLE.update(scale=2.0),
+    "config of the module": lambda model: setattr(CONFIG, "scale", 2.0),
+    "another config": lambda model: set_global("CONFIG", Config(scale=2.0)),
+    "closure": lambda model: model.set_scale(2.0),
+    "class attribute": lambda model: setattr(Inner, "shared", 2.0),
+    "attribute over that of the class": lambda model: setattr(model.inner, "shared", 2.0),
+    "environment": lambda model: os.environ.update({VARIABLE: "2"}),
+    "partial": lambda model: model.partial.keywords.update(by=2.0),
+    "another partial": lambda model: setattr(model, "partial", functools.partial(multiplied, by=2.0)),
+    "submodule": swap,
+    "forward": patch,
+    "forward of a class": lambda model: setattr(Inner, "forward", lambda self, x: x),
+    "a function of the file": lambda model: set_global("F", types.SimpleNamespace(mse_loss=F.l1_loss)),
+    "hook": lambda model: model.inner.register_forward_hook(double),
+    "dropout": lambda model: setattr(model.inner.drop, "p", 0.5),
+    "tensor": lambda model: setattr(model, "plain", torch.tensor(2.0)),
+    "tensor in place": lambda model: model.plain.fill_(2.0),
+    "buffer": lambda model: model.factor.fill_(2.0),
+    "late": lambda model: setattr(model, "steps", 1001),
+}
+
+
+def log(model: Net) -> None:
+    model.unread += 1
+    model.history = [1, 2]  # type: ignore[assignment]
+    set_global("LOGGED", LOGGED + 1)
+
+
+def for_a_while(model: Net) -> None:
+    model.alpha = 2.0
+    model(*BATCH)
+    model.alpha = 1.0
+
+
+def evaluated(model: Net) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(*BATCH)
+
+
+HARMLESS: dict[str, Callable[[Net], Any]] = {
+    "what only the loop reads": log,
+    "a number that decides nothing yet": lambda model: setattr(model, "steps", 7),
+    "put back": for_a_while,
+    "eval mode as a whole": evaluated,
+    "equal": lambda model: set_global("CONFIG", Config()),
+    "a field that nobody reads": lambda model: setattr(CONFIG, "other", 5),
+    "a hook that looks": lambda model: model.inner.register_forward_hook(lambda *_: None),
+    "p that is not drawn with": lambda model: setattr(model.inner.drop, "inplace", False),
+    "buffer that nobody reads": lambda model: model.ignored.fill_(2.0),
+    "state dict": lambda model: model.load_state_dict({k: x + 0 for k, x in model.state_dict().items()}),
+}
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, value in {"SCALE": 1.0, "CONFIG": Config(), "F": F, "LOGGED": 0}.items():
+        monkeypatch.setitem(globals(), name, value)
+    monkeypatch.setitem(TABLE, "scale", 1.0)
+    monkeypatch.setattr(Inner, "shared", 1.0)
+    monkeypatch.setattr(Inner, "forward", Inner.forward)
+    monkeypatch.setenv(VARIABLE, "1")
+    yield
+
+
+def running(model: nn.Module, **options: Any) -> ParallelModel:
+    return autoptd.parallelize(
+        model, backend="local", example_inputs=BATCH, **{"check_every": 1, **options}
+    )
+
+
+def train(pm: ParallelModel, steps: int) -> None:
+    with warnings.catch_warnings():
+        # Of gradients that add up.
+        warnings.simplefilter("ignore")
+        for _ in range(steps):
+            pm.step(*BATCH)
+
+
+@pytest.mark.parametrize("form", EFFECTIVE)
+def test_a_change_of_what_the_forward_computes_is_a_fault(form: str) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    pm = running(model)
+    train(pm, 2)
+    before = model(*BATCH)
+    EFFECTIVE[form](model)
+    assert not torch.equal(before, model(*BATCH))
+    with pytest.raises(RuntimeFault, match=r"^step 3: changed since the model was compiled: .* then, .* now"):
+        train(pm, 1)
+
+
+@pytest.mark.parametrize("form", HARMLESS)
+def test_a_change_that_changes_no_number_is_none(form: str) -> None:
+    model = Net()
+    pm = running(model)
+    train(pm, 2)
+    before = model(*BATCH)
+    for _ in range(2):
+        HARMLESS[form](model)
+        train(pm, 1)
+    assert torch.equal(before, model(*BATCH))
