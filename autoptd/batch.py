@@ -249,7 +249,11 @@ def trace_rows(
             whole = tracing.capture_again(captured, model, *call, options.loss_fn, autocast)
     call = resize(args, kwargs, batch, batch.traced_rows)
     cast = options.precision, narrowing.cast
-    return Traces(captured, whole, tracing.Traced.of(captured, call, options.loss_fn, autocast_here(model, options), *cast))
+    return Traces(
+        captured,
+        whole,
+        tracing.Traced.of(captured, call, options.loss_fn, autocast_here(model, options), *cast),
+    )
 
 
 @paused_collection()

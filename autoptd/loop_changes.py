@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,6 @@ FIRST_STEPS = (2, 31, 101)
 # What changes at every step without an effect is traced again for so much of the time that has passed.
 SHARE_OF_TIME = 0.002
 MOST_TRIED = 8
-RTOL = 1e-5
 REMEDY = (
     "pass what a schedule sets as a tensor among the inputs of forward; set what stays before parallelize, "
     "or call parallelize again"
@@ -58,7 +58,7 @@ class LoopChanges:
         return program
 
     def check(self, programs: Iterable[Program], site: str, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Raise RuntimeFault where the model is no longer what one of the programs computes; `buffers` are those of the ranks."""
+        """Raise RuntimeFault where the model is no longer what one of the programs computes; `buffers` are the ranks'."""
         for traced in dict.fromkeys(program.traced for program in programs):
             if (watched := self._watched.get(traced)) is not None:
                 watched.check(traced, site, buffers)
@@ -76,35 +76,41 @@ class Watched:
         # What had no effect: its values, and until when it is not tried again.
         self._harmless: dict[str, Any] = {}
         self._rest_until = 0.0
+        # Those of the ranks.
+        self._buffers: Mapping[str, torch.Tensor] = {}
 
     def check(self, traced: Traced, site: str, buffers: Mapping[str, torch.Tensor]) -> None:
         """Raise RuntimeFault where the forward of `traced` has become another one."""
         # A model that was moved, or cast, since is no longer trained by anybody.
         if _tensors_of(self._given) != self._tensors:
             return
-        found = [one for one in self._snapshot.changes() if not self._is_followed(one, traced, buffers)]
+        self._buffers = buffers
+        found = self._changes(traced)
         caches = [one for one in found if one.path in traced.reads.written]
         changes = [one for one in found if one.path not in traced.reads.written]
         if not changes or self._rests(changes):
             return
         start = time.monotonic()
         with put_back(caches):
-            # The values of buffers are no part of a trace, and what was written to a tensor is not put back.
+            # What was written to a tensor is not put back.
             culprits = [one for one in changes if traced.has(one.path) and not one.is_replaced]
             where = f"what reads {culprits[0].path}" if culprits else self._differs(traced)
             culprits = culprits or (self._culprits(traced, changes) if where else [])
         if culprits:
             raise _fault(culprits, where, site)
         if where:
-            text = f"changed since the model was compiled ({_values(changes[0])}), and its trace is another one for other reasons"
-            warnings.warn(f"{changes[0].path}: {text}: whether the forward reads it is not known", stacklevel=5)
+            text = f"changed since the model was compiled ({_values(changes[0])}), and its trace differs for other reasons"
+            warnings.warn(
+                f"{changes[0].path}: {text}: whether the forward reads it is not known", stacklevel=5
+            )
         self._harmless |= {one.path: one.after for one in changes}
         end = time.monotonic()
         self._rest_until = end + (end - start) / SHARE_OF_TIME
 
-    def _is_followed(
-        self, change: Difference, traced: Traced, buffers: Mapping[str, torch.Tensor]
-    ) -> bool:
+    def _changes(self, traced: Traced) -> list[Difference]:
+        return [one for one in self._snapshot.changes() if not self._is_followed(one, traced)]
+
+    def _is_followed(self, change: Difference, traced: Traced) -> bool:
         """Tell whether a change is none of the loop's: of modes, of what the ranks have as well."""
         if change.path.rpartition(".")[2] == "training":
             # In eval mode as a whole it is somebody else who runs it; ranks train in the modes of then.
@@ -112,7 +118,7 @@ class Watched:
         own = dict(self._given.named_buffers()).get(change.path)
         if own is None:
             return False
-        ranks = buffers.get(change.path)
+        ranks = self._buffers.get(change.path)
         if ranks is not None and ranks.shape == own.shape and same_entries(ranks.to(own), own):
             return True
         return change.path in traced.updated or not traced.has(change.path)
@@ -127,7 +133,10 @@ class Watched:
     def _differs(self, traced: Traced) -> str:
         model = self._remade()
         with self._in_modes(model):
-            return traced.differs(model)
+            where = traced.differs(model)
+        # The values of buffers are no part of a trace.
+        read = [one.path for one in self._changes(traced) if traced.has(one.path)]
+        return where or (f"what reads {read[0]}" if read else "")
 
     def _in_modes(self, model: nn.Module) -> AbstractContextManager[None]:
         if self._evaluates:
@@ -148,14 +157,11 @@ class Watched:
                 if self._differs(traced):
                     found += [one for one in changes if id(one.place) == place]
         culprits = found or changes
-        # Tables that are filled as they are needed hold the same numbers for what they are read for.
-        if all(one.is_tensor for one in culprits) and has_values(self._given):
-            with self._in_modes(self._given):
-                now = traced.loss(self._given)
-                with put_back(changes):
-                    is_same = torch.allclose(now, traced.loss(self._given), rtol=RTOL, equal_nan=True)
-            return [] if is_same else culprits
-        return culprits
+        # Tables that are filled as they are needed, and switches such as use_cache, give the same numbers by other operators.
+        if any(one.is_number for one in culprits) or not has_values(self._given):
+            return culprits
+        with self._in_modes(self._given):
+            return [] if traced.is_same(self._given, partial(put_back, changes)) else culprits
 
 
 @contextmanager

@@ -63,7 +63,8 @@ class ParallelModel(AdaptedModel):
     adds pictures to `show`. `arguments` are the names of the model's own, by which a call is bound that
     passes them in another way than the first one. `shared` says which of the model's buffers share their
     memory, `adapters` which adapters of PEFT it has,
-    `loop` notices loops that are ported by half, `changes` what a loop changes of the model. `own` are the parameters of the user's model. Collective.
+    `loop` notices loops that are ported by half, `changes` what a loop
+    changes of the model. `own` are the parameters of the user's model. Collective.
     """
 
     # training

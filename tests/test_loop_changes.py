@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import os
 import types
 import warnings
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 import autoptd
 from autoptd.errors import RuntimeFault
 from autoptd.parallel_model import ParallelModel
+from autoptd.trace import Traced
 
 BATCH = (torch.arange(32.0).view(8, 4) / 32, torch.arange(16.0).view(8, 2) / 16)
 SCALE, TABLE, LOGGED = 1.0, {"scale": 1.0}, 0
@@ -54,6 +54,13 @@ def multiplied(x: Tensor, by: float) -> Tensor:
     return x * by
 
 
+class Kept(nn.Module):
+    """Does something in training only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0.5 if self.training else x
+
+
 class Inner(nn.Module):
     """Has what is nested."""
 
@@ -61,11 +68,11 @@ class Inner(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.drop = nn.Linear(8, 8), nn.Dropout(0.0)
+        self.linear, self.drop, self.kept = nn.Linear(8, 8), nn.Dropout(0.0), Kept()
         self.options = types.SimpleNamespace(deep=types.SimpleNamespace(scale=1.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.drop(self.linear(x)) * self.options.deep.scale * self.shared
+        return self.kept(self.drop(self.linear(x))) * self.options.deep.scale * self.shared
 
 
 class Net(nn.Module):
@@ -79,7 +86,7 @@ class Net(nn.Module):
         self.scaled, self.set_scale = closed_over(1.0)
         self.partial = functools.partial(multiplied, by=1.0)
         self.plain = torch.tensor(1.0)
-        self.scale_0 = 1.0
+        self.scale_0, self.doubles, self.table = 1.0, False, torch.arange(3.0)
         self.register_buffer("factor", torch.tensor(1.0))
         self.register_buffer("ignored", torch.tensor(1.0))
 
@@ -87,6 +94,7 @@ class Net(nn.Module):
         # At some time the loop reaches it.
         if self.steps > 1000:
             x = -x
+        x = (x + x if self.doubles else x * 2) * self.table[1]
         x = self.inner(self.first(x).tanh()) * self.alpha * self.scales[1] * self.by_name["a"]
         x = self.partial(self.scaled(x)) * SCALE * TABLE["scale"] * CONFIG.scale
         x = x * float(os.environ.get(VARIABLE, "1")) * self.plain * self.factor * float(self.array[0])
@@ -138,6 +146,8 @@ EFFECTIVE: dict[str, Callable[[Net], Any]] = {
     "tensor": lambda model: setattr(model, "plain", torch.tensor(2.0)),
     "tensor in place": lambda model: model.plain.fill_(2.0),
     "buffer": lambda model: model.factor.fill_(2.0),
+    "another buffer": lambda model: setattr(model, "factor", torch.tensor(2.0)),
+    "mode of a submodule": lambda model: model.inner.kept.eval(),
     "late": lambda model: setattr(model, "steps", 1001),
 }
 
@@ -169,6 +179,8 @@ HARMLESS: dict[str, Callable[[Net], Any]] = {
     "a field that nobody reads": lambda model: setattr(CONFIG, "other", 5),
     "a hook that looks": lambda model: model.inner.register_forward_hook(lambda *_: None),
     "p that is not drawn with": lambda model: setattr(model.inner.drop, "inplace", False),
+    "another way to the same number": lambda model: setattr(model, "doubles", True),
+    "a table that grew": lambda model: setattr(model, "table", torch.arange(9.0)),
     "buffer that nobody reads": lambda model: model.ignored.fill_(2.0),
     "state dict": lambda model: model.load_state_dict({k: x + 0 for k, x in model.state_dict().items()}),
 }
@@ -186,9 +198,7 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def running(model: nn.Module, **options: Any) -> ParallelModel:
-    return autoptd.parallelize(
-        model, backend="local", example_inputs=BATCH, **{"check_every": 1, **options}
-    )
+    return autoptd.parallelize(model, backend="local", example_inputs=BATCH, **{"check_every": 1, **options})
 
 
 def train(pm: ParallelModel, steps: int) -> None:
@@ -221,4 +231,56 @@ def test_a_change_that_changes_no_number_is_none(form: str) -> None:
     for _ in range(2):
         HARMLESS[form](model)
         train(pm, 1)
-    assert torch.equal(before, model(*BATCH))
+    assert torch.equal(before, model.train()(*BATCH))
+
+
+def test_what_changes_without_an_effect_is_traced_again_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, traced = Net(), []
+    pm = running(model)
+    differs = Traced.differs
+    monkeypatch.setattr(Traced, "differs", lambda *args: traced.append(1) or differs(*args))
+    for model.steps in range(5):
+        train(pm, 1)
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize(("every", "found"), [(0, False), (1000, True)])
+def test_the_first_steps_are_looked_at_unless_it_is_off(every: int, found: bool) -> None:
+    model = Net()
+    pm = running(model, check_every=every)
+    train(pm, 1)
+    model.alpha = 2.0
+    if found:
+        with pytest.raises(RuntimeFault, match=r"step 2: .*alpha"):
+            train(pm, 1)
+        # Put back, it goes on.
+        model.alpha = 1.0
+    train(pm, 1)
+
+
+def test_a_change_of_what_only_evaluation_reads_is_a_fault() -> None:
+    model = Net()
+    model.inner.kept.forward = lambda x: x if model.training else x * model.alpha  # type: ignore[method-assign]
+    pm = running(model)
+    pm.eval_step(*BATCH)
+    model.alpha = 2.0
+    with pytest.raises(RuntimeFault, match=r"evaluation 2: .*alpha"):
+        pm.eval_step(*BATCH)
+
+
+def test_a_deferred_model_is_followed_as_well() -> None:
+    with autoptd.deferred():
+        model = Net()
+    model.plain, model.table = torch.tensor(1.0), torch.arange(3.0)
+    pm = running(model)
+    train(pm, 2)
+    model.alpha = 2.0
+    with pytest.raises(RuntimeFault, match=r"step 3: .*alpha"):
+        train(pm, 1)
+
+
+def test_lists_of_a_traced_model_are_those_that_it_had() -> None:
+    model = Net()
+    scales = model.scales
+    running(model)
+    assert model.scales is scales

@@ -318,7 +318,17 @@ class Program:
         )
 
     def _record(self) -> dict[str, Any]:
-        skipped = ("orders", "sources", "plan", "buffers", "graphs", "traced", "follows", "explainer", "painter")
+        skipped = (
+            "orders",
+            "sources",
+            "plan",
+            "buffers",
+            "graphs",
+            "traced",
+            "follows",
+            "explainer",
+            "painter",
+        )
         fields = [item.name for item in dataclasses.fields(self) if item.name not in skipped]
         record = {name: _plain(getattr(self, name)) for name in fields}
         return {"version": VERSION, "files": sorted(self.sources), **record}

@@ -11,6 +11,7 @@ Values are compared, not operators: what the loss does not depend on, and the or
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from autoptd.errors import AutoptdError
 from autoptd.ir.notes import note, output, placeholders, site
 from autoptd.trace.autocast import Autocast
 from autoptd.trace.capture import Captured, capture_unchecked
+from autoptd.trace.differences import Reference
 from autoptd.trace.evaluation import Numbers, number_values
 from autoptd.trace.loss import WithLoss
 from autoptd.trace.masks import any_mask, given_masks
@@ -31,6 +33,8 @@ from autoptd.trace.reads import Reads, Stamp
 from autoptd.trace.updates import updated_buffers
 
 Stamps = Mapping[str, Stamp]
+# Of the largest entry, between two runs of one model.
+TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +63,9 @@ class Traced:
         """Keep what a trace was made with; of tensors copies, where no rank computes."""
         call = tree_map(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, call)
         constants = _constants(captured)
-        return cls(captured.graph, constants, captured.reads, call, loss_fn, autocast, precision, cast)
+        return cls(
+            captured.graph, constants, captured.reads or Reads(), call, loss_fn, autocast, precision, cast
+        )
 
     @property
     def updated(self) -> frozenset[str]:
@@ -82,19 +88,25 @@ class Traced:
         before = number_values(self.graph, numbers, constants=self.constants)
         known = len(numbers)
         after = number_values(captured.graph, numbers, constants=_constants(captured))
-        if [before[node] for node in _results(self.graph)] == [after[node] for node in _results(captured.graph)]:
+        if [before[node] for node in _results(self.graph)] == [
+            after[node] for node in _results(captured.graph)
+        ]:
             return ""
         read = _ancestors(_results(captured.graph))
         new = [node for node in captured.graph.nodes if node in read and after[node] >= known]
         # What a forward only leaves out makes nothing that is new.
         return site((new or _results(captured.graph))[0])
 
-    def loss(self, model: nn.Module) -> Tensor:
-        """Compute the loss of the traced rows, which nothing random changes."""
+    def is_same(self, model: nn.Module, before: Callable[[], AbstractContextManager[None]]) -> bool:
+        """Tell whether the loss of the traced rows and its gradients are what they are `before` some changes."""
         args, kwargs = self._call_on(model)
-        with computing_in(model, self.precision, self.cast), torch.no_grad(), self.autocast.around():
-            with given_masks(any_mask):
-                return WithLoss(model, self.loss_fn)(*args, **kwargs).detach()  # type: ignore[no-any-return]
+        twin = WithLoss(model, self.loss_fn)
+        trained = {name: x for name, x in model.named_parameters() if x.requires_grad}
+        around = given_masks(any_mask), self.autocast.around(), torch.enable_grad()
+        with computing_in(model, self.precision, self.cast), around[0], around[1], around[2]:
+            with before():
+                wanted = Reference(twin(*args, **kwargs), trained, share=1.0)
+            return max(wanted.differences(twin(*args, **kwargs), trained).values()) <= TOLERANCE
 
     def _call_on(self, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
         home = next((x.device for x in model.parameters() if not x.is_meta), torch.device("cpu"))

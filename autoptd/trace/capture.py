@@ -73,7 +73,7 @@ class Captured:
     checkpointed: tuple[str, ...] = ()
     whole: frozenset[Any] = frozenset()
     checks: Checks = field(default_factory=Checks)
-    reads: Reads = Reads()
+    reads: Reads | None = None
 
 
 def capture(

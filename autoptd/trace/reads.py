@@ -140,6 +140,11 @@ class Difference(NamedTuple):
         return isinstance(self.after, Stamp) and isinstance(self.before, (Stamp, type(None), type(MISSING)))
 
     @property
+    def is_number(self) -> bool:
+        """Tell whether it is of a number, of which a forward may make little now and much later."""
+        return any(isinstance(x, (int, float)) and not isinstance(x, bool) for x in (self.before, self.after))
+
+    @property
     def texts(self) -> tuple[str, str]:
         """Both values, for messages."""
         return text_of(self.before), text_of(self.after)

@@ -70,8 +70,8 @@ def is_same(one: Any, other: Any, depth: int = 0) -> bool:
     if isinstance(one, (type, types.ModuleType, types.BuiltinFunctionType, nn.Module)):
         return False
     if isinstance(one, partial):
-        pairs = ((one.func, other.func), (one.args, other.args), (one.keywords, other.keywords))
-        return all(is_same(*pair, depth + 1) for pair in pairs)
+        parts = [(each.func, each.args, *sorted(each.keywords.items())) for each in (one, other)]
+        return is_same(parts[0], parts[1], depth + 1)
     if isinstance(one, types.MethodType):
         return one.__self__ is other.__self__ and one.__func__ is other.__func__
     # An object without anything that shows may be an iterator as well.

@@ -118,4 +118,12 @@ def users_line() -> str:
     return "the forward"
 
 
-__all__ = ["is_called_by_user", "is_users", "is_users_module", "is_writing", "line_of", "may_read", "users_line"]
+__all__ = [
+    "is_called_by_user",
+    "is_users",
+    "is_users_module",
+    "is_writing",
+    "line_of",
+    "may_read",
+    "users_line",
+]

@@ -1,0 +1,25 @@
+"""Mutations of what notices that a loop changes the model from outside."""
+
+from tests.mutations import Mutation
+
+TESTS = "tests/test_loop_changes.py"
+MUTATIONS = (
+    Mutation("autoptd/loop_changes.py", "if any(one.is_number for one in culprits) or", "if True or", TESTS),
+    Mutation(
+        "autoptd/loop_changes.py",
+        "return not is_new or time.monotonic() < self._rest_until",
+        "return False",
+        TESTS,
+    ),
+    # Another trace is a change only where its values are others.
+    Mutation(
+        "autoptd/trace/again.py", "if [before[node] for node in _results(self.graph)] ==", "if [] ==", TESTS
+    ),
+    # Attributes are asked for by names that are made.
+    Mutation(
+        "autoptd/trace/writes.py", "            self.asked.add(str(args[1]))\n", "            pass\n", TESTS
+    ),
+    Mutation(
+        "autoptd/trace/capture.py", "            around.enter_context(own_containers(wrapper))\n", "", TESTS
+    ),
+)
