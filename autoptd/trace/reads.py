@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import types
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -203,11 +204,11 @@ class Snapshot:
             return
         self._seen[id(value)] = value
         if isinstance(value, nn.Module):
-            self._take(path, OfModule(vars(value)))
+            self._take(path, OfModule(vars(value), weakref.ref(value)))
             for kind in DICTS:
                 home = path if kind in DICTS[:3] else f"{path}.{kind}"
                 if kind in vars(value):
-                    self._take(home, OfModule(vars(value)[kind]))
+                    self._take(home, OfModule(vars(value)[kind], weakref.ref(value)))
             self._visit_class(type(value))
         elif isinstance(value, type):
             self._visit_class(value)
