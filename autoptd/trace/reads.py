@@ -39,9 +39,8 @@ from autoptd.trace.contents import (
     has_entries,
     is_opaque,
 )
-from autoptd.trace.sameness import differing
+from autoptd.trace.sameness import differing, text_of
 from autoptd.trace.users import is_users_module, may_read
-from autoptd.trace.writes import text_of
 
 Scope = tuple[types.CodeType, dict[str, Any]]
 # Of nn.Module's own attributes those that decide what runs.

@@ -28,6 +28,7 @@ from autoptd.trace.contents import (
 
 # Objects in objects that are new at every call, and compared by what they hold.
 DEEPEST = 8
+MOST_LETTERS = 60
 
 
 def differing(before: Entries, after: Entries) -> list[tuple[str, Any, Any]]:
@@ -94,4 +95,12 @@ def _is_same_function(one: Any, other: Any, depth: int) -> bool:
     return all(is_same(*pair, depth + 1) for pair in pairs)
 
 
-__all__ = ["differing", "is_same"]
+def text_of(value: Any) -> str:
+    """Return a value as messages show it."""
+    if isinstance(value, Tensor):
+        return "a tensor"
+    is_shown = isinstance(value, (*PLAIN, *CONTAINERS, tuple)) or value is MISSING
+    return repr(value)[:MOST_LETTERS] if is_shown else f"a {type(value).__name__}"
+
+
+__all__ = ["differing", "is_same", "text_of"]

@@ -30,7 +30,6 @@ from autoptd.trace.calls import Kind, handed_to, is_iterator, is_python, operand
 from autoptd.trace.contents import (
     CONTAINERS,
     MISSING,
-    PLAIN,
     Attributes,
     Cell,
     Content,
@@ -46,7 +45,7 @@ from autoptd.trace.contents import (
 from autoptd.trace.draws import RANDOM, random_states
 from autoptd.trace.instructions import attribute_of, variable_of, watching
 from autoptd.trace.places import places_of
-from autoptd.trace.sameness import differing, is_same
+from autoptd.trace.sameness import differing, is_same, text_of
 from autoptd.trace.tally import Place, note_reading
 from autoptd.trace.users import is_users, line_of
 from autoptd.trace.value_stack import NULL, ValueStack, at
@@ -375,17 +374,6 @@ def _own_name(frame: types.FrameType, holder: Holder) -> str:
     if code.co_freevars:
         return next((name for name in code.co_freevars if frame.f_locals.get(name) is target), "")
     return ""
-
-
-def text_of(value: Any) -> str:
-    """Return a value as messages show it."""
-    if isinstance(value, Tensor):
-        return "a tensor"
-    is_shown = isinstance(value, (*PLAIN, *CONTAINERS, tuple)) or value is MISSING
-    return repr(value)[:MOST_LETTERS] if is_shown else f"a {type(value).__name__}"
-
-
-MOST_LETTERS = 60
 
 
 def _is_of_c(owner: Any, name: str) -> bool:
