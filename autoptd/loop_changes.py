@@ -25,9 +25,8 @@ from torch import nn
 from autoptd.errors import RuntimeFault
 from autoptd.ir.buffers import same_entries
 from autoptd.program.program import Program
-from autoptd.trace import Difference, Snapshot, Traced, evaluating, has_values, in_modes
+from autoptd.trace import Difference, Snapshot, Stamp, Traced, evaluating, has_values, in_modes
 
-SITE = "check of the model"
 FIRST_STEPS = (2, 31, 101)
 # What changes at every step without an effect is traced again for so much of the time that has passed.
 SHARE_OF_TIME = 0.002
@@ -49,12 +48,17 @@ class LoopChanges:
     def __init__(self, given: nn.Module, remade: Callable[[], nn.Module], loss_fn: Any) -> None:
         self._given, self._remade, self._loss_fn = given, remade, loss_fn
         self._watched: weakref.WeakKeyDictionary[Traced, Watched] = weakref.WeakKeyDictionary()
+        self._first: dict[str, Stamp] | None = None
 
     def follow(self, program: Program, *, evaluates: bool = False) -> Program:
         """Keep the state of which a program is compiled; return the program."""
         if program.traced is not None and program.traced not in self._watched:
+            if self._first is None:
+                self._first = {name: Stamp.of(x) for name, x in self._given.named_buffers()}
             snapshot = Snapshot(self._given, self._loss_fn, program.traced.reads)
-            self._watched[program.traced] = Watched(self._given, self._remade, snapshot, evaluates)
+            self._watched[program.traced] = Watched(
+                self._given, self._remade, snapshot, self._first, evaluates
+            )
         return program
 
     def check(self, programs: Iterable[Program], site: str, buffers: Mapping[str, torch.Tensor]) -> None:
@@ -68,8 +72,15 @@ class Watched:
     """The model of one program."""
 
     def __init__(
-        self, given: nn.Module, remade: Callable[[], nn.Module], snapshot: Snapshot, evaluates: bool
+        self,
+        given: nn.Module,
+        remade: Callable[[], nn.Module],
+        snapshot: Snapshot,
+        first: Mapping[str, Stamp],
+        evaluates: bool,
     ) -> None:
+        # What buffers held when the first program was compiled: later ones are compiled with those of the ranks.
+        self._first = first
         self._given, self._remade, self._snapshot, self._evaluates = given, remade, snapshot, evaluates
         self._modes = {path: module.training for path, module in given.named_modules()}
         self._tensors = _tensors_of(given)
@@ -118,6 +129,8 @@ class Watched:
         own = dict(self._given.named_buffers()).get(change.path)
         if own is None:
             return False
+        if self._first.get(change.path) == Stamp.of(own):
+            return True
         ranks = self._buffers.get(change.path)
         if ranks is not None and ranks.shape == own.shape and same_entries(ranks.to(own), own):
             return True

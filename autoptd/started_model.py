@@ -26,7 +26,7 @@ from autoptd.errors import PlanError, RuntimeFault
 from autoptd.instead import InsteadOf
 from autoptd.ir.buffers import SharedBuffers
 from autoptd.ir.mesh import Coordinate
-from autoptd.loop_changes import SITE, LoopChanges, is_due
+from autoptd.loop_changes import LoopChanges, is_due
 from autoptd.loop_watch import LoopWatch
 from autoptd.optimizer_request import OwnParameters
 from autoptd.options import Options
@@ -35,7 +35,7 @@ from autoptd.programs import EVALUATION, Programs, Prove
 from autoptd.runtime.batch import CallForm, is_call_in_one
 from autoptd.runtime.checkpoint.restore import agree, attempted
 from autoptd.runtime.devices import device_of_ranks
-from autoptd.runtime.launch import LocalRanks, ProcessRank, RunningRanks, is_launched, own_rank
+from autoptd.runtime.launch import MODEL, LocalRanks, ProcessRank, RunningRanks, is_launched, own_rank
 from autoptd.runtime.loss_scale import LossScale
 from autoptd.runtime.model_buffers import ModelBuffers
 from autoptd.runtime.save_pretrained import FolderFormat
@@ -289,7 +289,7 @@ class StartedModel(InsteadOf):
         known = (self.program, *self._programs.trained, *self._programs.evaluating)
         site, buffers = f"{call} {count}", self._buffers.now(ranks)
         attempt = attempted(lambda: changes.check(known, site, buffers))
-        ranks.unrecorded.run(SITE, lambda rank: agree(rank.world, SITE, attempt))
+        ranks.unrecorded.run(MODEL, lambda rank: agree(rank.world, MODEL, attempt))
 
     def _start(self, program: Program) -> None:
         options = self.options

@@ -275,7 +275,8 @@ def _batch_sums(graph: Graph, stage: int, rank: int, mesh: Mesh) -> list[Collect
             own = [
                 node for node in sums if (IS_LARGEST in note(node).extra) == (conversion == "batch maxima")
             ]
-            count = sum(tensor(node).numel() for node in own)
+            # Of the largest, besides whether it is NaN.
+            count = sum(tensor(node).numel() for node in own) * (2 if conversion == "batch maxima" else 1)
             why = f"{what} inputs of the global batch, which are read before the first forward"
             if own:
                 calls += _known_before("sums over the batch", conversion, count, why, stage, rank, mesh)

@@ -74,9 +74,18 @@ def set_batch_sums(
             if not own:
                 continue
             rows = [_in_a_row(part, own) for part in parts]
-            total = reduce(combine(torch.stack(rows), 0), op)
+            total = combine(torch.stack(rows), 0)
+            total = reduce(total, op) if op == "sum" else _largest(total, reduce)
             for number, value in own.items():
                 stage.sums[number], total = total[: value.numel()].view(value.shape), total[value.numel() :]
+
+
+def _largest(own: torch.Tensor, reduce: Callable[[torch.Tensor, str], torch.Tensor]) -> torch.Tensor:
+    """Return the largest entries of all replicas; a NaN is one, which gloo and NCCL may drop, and so it is told besides."""
+    is_nan = own.isnan()
+    both = torch.cat([own.masked_fill(is_nan, -math.inf), is_nan.double()])
+    largest, is_nan = reduce(both, "max").chunk(2)
+    return largest.masked_fill(is_nan > 0, math.nan)
 
 
 def add_nothing(program: Program, stage: int, group: Hops, device: torch.device) -> None:

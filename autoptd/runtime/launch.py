@@ -39,6 +39,7 @@ Result = TypeVar("Result")
 # What ranks do, in errors, while a program for other sizes is compiled and loaded.
 COMPILING = "compiling for other sizes"
 EDITS = "edits of parameters"
+MODEL = "check of the model"
 
 
 @dataclass

@@ -27,7 +27,7 @@ from autoptd.program.buckets import GRADIENTS, TIED, UPDATED
 from autoptd.program.calls import Call, axis_text, expected_calls, star
 from autoptd.program.program import Program
 from autoptd.runtime import check_batch, check_copies, check_sizes, check_state
-from autoptd.runtime.launch import COMPILING, EDITS, Rank, RunningRanks
+from autoptd.runtime.launch import COMPILING, EDITS, MODEL, Rank, RunningRanks
 from autoptd.runtime.timeline import Span, Timeline
 from autoptd.runtime.work import Counting, Work, sum_work
 from autoptd.runtime.world.world import Channel, Group, Pending, World
@@ -37,7 +37,7 @@ Tensor = torch.Tensor
 # Sites of collectives that are not part of the program, and therefore not recorded.
 CHECKS = (check_batch.SITE, check_copies.SITE, check_sizes.SITE, check_state.SITE)
 # What ranks do that is no part of a step.
-UNRECORDED = (COMPILING, EDITS)
+UNRECORDED = (COMPILING, EDITS, MODEL)
 # Arguments: kind, ranks of the group, bytes of the payload, site. The call is made in the `with` block.
 Note = Callable[[str, Sequence[int], int, str], AbstractContextManager[None]]
 

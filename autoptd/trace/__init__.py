@@ -10,7 +10,7 @@ from autoptd.trace.module import check_device, check_module, has_values
 from autoptd.trace.noise import draws
 from autoptd.trace.own_failure import own_failure
 from autoptd.trace.precision import COMPUTE_DTYPES, Narrowing, autocast_of, check_precision, computing_in
-from autoptd.trace.reads import Difference, Snapshot
+from autoptd.trace.reads import Difference, Snapshot, Stamp
 from autoptd.trace.updates import updated_buffers
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Difference",
     "Narrowing",
     "Snapshot",
+    "Stamp",
     "Traced",
     "autocast_of",
     "capture",

@@ -61,7 +61,7 @@ class Traced:
         cast: tuple[str, ...],
     ) -> Traced:
         """Keep what a trace was made with; of tensors copies, where no rank computes."""
-        call = tree_map(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, call)
+        call = tree_map(lambda x: x.detach().cpu() if isinstance(x, Tensor) and not x.is_meta else x, call)
         constants = _constants(captured)
         return cls(
             captured.graph, constants, captured.reads or Reads(), call, loss_fn, autocast, precision, cast
@@ -110,7 +110,9 @@ class Traced:
 
     def _call_on(self, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
         home = next((x.device for x in model.parameters() if not x.is_meta), torch.device("cpu"))
-        return tree_map(lambda x: x.to(home) if isinstance(x, Tensor) else x, self.call)  # type: ignore[no-any-return]
+        return tree_map(  # type: ignore[no-any-return]
+            lambda x: x.to(home) if isinstance(x, Tensor) and not x.is_meta else x, self.call
+        )
 
 
 def _constants(captured: Captured) -> Stamps:

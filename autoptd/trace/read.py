@@ -27,6 +27,11 @@ from autoptd.trace.watched import Watched
 FRAME = re.compile(
     r'^ *File "(.*?)", line (\d+), in [^\n]*(?:\n(?! *File ")([^\n]*))?', re.MULTILINE | re.DOTALL
 )
+SIZE_REMEDY = "use torch.where or a mask of fixed size"
+# By operator, where something else says the same at a size that is known.
+SIZE_REMEDIES = {
+    "aten.bincount": "F.one_hot(labels.flatten(), num_classes).sum(0), whose size does not depend on the labels"
+}
 VALUE_REMEDY = (
     "compute with the tensor itself (x * scale, torch.where, gather), or keep the number as an attribute"
 )
@@ -170,7 +175,9 @@ def _check_sizes(node: Node) -> None:
     for piece in pieces if isinstance(pieces, (tuple, list)) else [pieces]:
         if isinstance(piece, torch.Tensor) and not all(isinstance(size, int) for size in piece.shape):
             fact = f"the size of {node.target}'s result depends on the values of a tensor"
-            raise TraceError("  ".join(source_line(node)), fact, "use torch.where or a mask of fixed size")
+            raise TraceError(
+                "  ".join(source_line(node)), fact, SIZE_REMEDIES.get(op_name(node), SIZE_REMEDY)
+            )
 
 
 def module_path(node: Node) -> str:

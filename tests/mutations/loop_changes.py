@@ -11,6 +11,13 @@ MUTATIONS = (
         "return False",
         TESTS,
     ),
+    # An evaluation is compiled with the buffers that the ranks have by then.
+    Mutation(
+        "autoptd/loop_changes.py",
+        "if self._first.get(change.path) == Stamp.of(own):",
+        "if False:",
+        "tests/hostile/test_loaded_buffers.py tests/parity/test_buffers.py",
+    ),
     # Another trace is a change only where its values are others.
     Mutation(
         "autoptd/trace/again.py", "if [before[node] for node in _results(self.graph)] ==", "if [] ==", TESTS

@@ -25,6 +25,7 @@ MUTATIONS = (
         TESTS,
     ),
     Mutation(FILE, "is_largest=p > 0)", "is_largest=True)", TESTS),
+    Mutation("autoptd/runtime/batch_sums.py", "(is_nan > 0, math.nan)", "(is_nan > 2, math.nan)", TESTS),
     Mutation("autoptd/runtime/batch_sums.py", '"max": torch.amax}', '"max": torch.sum}', TESTS),
     Mutation(
         "autoptd/runtime/executor.py", "group.all_reduce(own, SUMS, op)", "group.all_reduce(own, SUMS)", TESTS

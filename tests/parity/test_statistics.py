@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
+from autoptd.runtime.batch_sums import set_batch_sums
+from autoptd.runtime.stage import Largest
 from tests.hostile.against_torch import assert_near, assert_parity, wide
 
 Weights = Callable[[Tensor], Tensor]
@@ -101,15 +104,37 @@ def test_evaluation_and_other_lengths(name: str) -> None:
     pm.close()
 
 
-def test_evaluations_in_which_a_replica_has_no_rows() -> None:
+@pytest.mark.one_in(1)
+@pytest.mark.parametrize("d", [2, 4])
+def test_evaluations_in_which_a_replica_has_no_rows(d: int) -> None:
     """The largest of negative numbers is none of its zeros."""
     model = Policy(lambda r: r / r.max() + r.sum() + r.softmax(0)).double()
-    pm = autoptd.parallelize(model, d=2, backend="local", num_microbatches=2, example_inputs=wide(data(0)))
-    for rows in (1, 5, 8):
+    pm = autoptd.parallelize(model, d=d, backend="local", num_microbatches=2, example_inputs=wide(data(0)))
+    for rows in (1, 3, 5, 8):
         ids, rewards = wide(data(rows, rows))
         wanted = {"loss": model(ids, -rewards.abs()).detach()}
         assert_near({"loss": pm.eval_step(ids, -rewards.abs())}, wanted, 1e-3)
     pm.close()
+
+
+class Maxima:
+    """A stage with a round of two largest entries."""
+
+    def __init__(self) -> None:
+        self.sums: dict[int, Tensor] = {}
+        self.rounds = [lambda x: {0: Largest(x.amax(0))}]
+
+
+def test_a_nan_is_the_largest_although_a_backend_drops_it() -> None:
+    stage, seen = Maxima(), []
+
+    def reduce(own: Tensor, op: str) -> Tensor:
+        # As NCCL and gloo may: of a NaN and a number, the number.
+        seen.append(op)
+        return torch.fmax(own, torch.zeros_like(own))
+
+    set_batch_sums(stage, [{"x": torch.tensor([[math.nan, -1.0, 2.0]])}], reduce)  # type: ignore[arg-type]
+    assert seen == ["max"] and stage.sums[0][0].isnan() and stage.sums[0][1:].tolist() == [0.0, 2.0]
 
 
 def test_infinities() -> None:
