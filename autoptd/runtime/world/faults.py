@@ -152,12 +152,13 @@ class FaultBoard:
 
     def _check_others(self, call: Call, pages: Pages) -> None:
         """Raise RuntimeFault where another rank of the group is in this call of it, and has made it differently."""
-        for rank in call.ranks:
-            if rank != self._world.rank and pages.is_other(rank, call.place, call.form):
-                self._is_waiting, self.is_out, self._reported = False, True, True
-                error = self._blame.other_call(call, rank)
-                self._publish({**self._here(), "error": error, "remedy": ON_ALL_RANKS})
-                raise self.first_fault()
+        others = [rank for rank in call.ranks if rank != self._world.rank]
+        rank = pages.first_other(others, call.place, call.form)
+        if rank is not None:
+            self._is_waiting, self.is_out, self._reported = False, True, True
+            error = self._blame.other_call(call, rank)
+            self._publish({**self._here(), "error": error, "remedy": ON_ALL_RANKS})
+            raise self.first_fault()
 
     def leave(self) -> None:
         """Note that the call is over."""

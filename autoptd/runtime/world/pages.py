@@ -23,7 +23,7 @@ from pathlib import Path
 SIZE = 4096
 # Seconds after which a page of another run is removed.
 OLD = 3600
-BETWEEN, END = "\x1f", "\0"
+BETWEEN, END, LAST = "\x1f", "\0", b"\0"
 
 
 class Pages:
@@ -58,17 +58,23 @@ class Pages:
         words = self._words(self._path(rank))
         return words[1:] or None if words else None
 
-    def is_other(self, rank: int, begin: Sequence[object], end: Sequence[object]) -> bool:
-        """Tell whether the note of a rank on this machine has the words of `begin`, and then others than those of `end`."""
+    def first_other(self, ranks: Sequence[int], begin: Sequence[object], end: Sequence[object]) -> int | None:
+        """Return the first of some ranks on this machine whose note has the words of `begin`, and then others than those of
+        `end`; None without one.
+        """
+        start = f"{BETWEEN}{BETWEEN.join(map(str, begin))}{BETWEEN}".encode()
+        rest = f"{BETWEEN.join(map(str, end))}{END}".encode()
+        return next((rank for rank in ranks if self._is_other(rank, start, rest)), None)
+
+    def _is_other(self, rank: int, start: bytes, rest: bytes) -> bool:
         if rank not in self._others:
             self._others[rank] = self._mapped(rank)
         if (memory := self._others[rank]) is None:
             return False
-        start = f"{BETWEEN}{BETWEEN.join(map(str, begin))}{BETWEEN}".encode()
         for pause in (0.001, 0.01, None):
-            text = memory[: memory.find(END.encode()) + 1]
+            text = memory[: memory.find(LAST) + 1]
             at = text.find(start)
-            if at < 0 or text[at + len(start) :] == f"{BETWEEN.join(map(str, end))}{END}".encode():
+            if at < 0 or text[at + len(start) :] == rest:
                 return False
             # The other rank may be writing, or about to make its next call: what differs is read again.
             if pause is not None:

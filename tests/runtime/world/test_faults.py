@@ -236,11 +236,13 @@ def test_a_rank_that_left_before_it_arrived_is_not_waited_for(monkeypatch: pytes
 def test_another_call_in_one_place_is_seen_before_it_is_made(tmp_path: Path) -> None:
     pages = [Pages("run", rank, str(tmp_path)) for rank in range(2)]
     pages[1].write(("F0.1", (0, 1), 17, "all_reduce", "loss", 8))
-    assert not pages[0].is_other(1, ((0, 1), 17), ("all_reduce", "loss", 8))
-    assert not pages[0].is_other(1, ((0, 1), 7), ("all_reduce", "norm", 8))  # another call of the group
-    assert not pages[0].is_other(1, ((0, 2), 17), ("all_reduce", "norm", 8))
-    assert not pages[0].is_other(2, ((0, 1), 17), ("all_reduce", "norm", 8))  # on another machine
+    assert pages[0].first_other([1], ((0, 1), 17), ("all_reduce", "loss", 8)) is None
+    assert (
+        pages[0].first_other([1], ((0, 1), 7), ("all_reduce", "norm", 8)) is None
+    )  # another call of the group
+    assert pages[0].first_other([1], ((0, 2), 17), ("all_reduce", "norm", 8)) is None
+    assert pages[0].first_other([2], ((0, 1), 17), ("all_reduce", "norm", 8)) is None  # on another machine
     for form in (("all_reduce", "norm", 8), ("all_reduce", "loss", 80), ("all_gather", "loss", 8)):
-        assert pages[0].is_other(1, ((0, 1), 17), form)
+        assert pages[0].first_other([2, 1], ((0, 1), 17), form) == 1
     for each in pages:
         each.close()
