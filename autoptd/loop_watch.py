@@ -69,10 +69,13 @@ class LoopWatch:
         """Take notice of the steps of an optimizer; after what else is hooked to them."""
         optimizer.register_step_pre_hook(self._before_update)
 
-    def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # A step that is skipped does not see its gradients.
+    def _before_update(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        # A step that is skipped does not see its gradients, and a closure makes them only now.
         is_skipped = getattr(optimizer, "step_was_skipped", False)
-        if not self._unused and not is_skipped and NO_GRADIENTS not in self._told:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not self._unused and not is_skipped and closure is None and NO_GRADIENTS not in self._told:
             tensors = [x for group in optimizer.param_groups for x in group["params"]]
             # A rank may hold none of the optimizer's parameters.
             if tensors and not _has_gradients(tensors):

@@ -104,6 +104,16 @@ def test_gradients_of_the_users_own_are_stepped_without_a_word() -> None:
     pm.close()
 
 
+def test_a_closure_makes_its_gradients_within_the_step() -> None:
+    _, pm, optimizer = made(d=2)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        return float(pm.step(*BATCH))
+
+    assert said(lambda: [optimizer.step(closure), optimizer.step(closure=closure)]) == []
+
+
 def test_the_state_dict_of_the_model_has_initial_weights_after_training() -> None:
     model, pm, optimizer = made()
     pm.step(*BATCH)

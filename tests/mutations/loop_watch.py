@@ -9,6 +9,7 @@ MUTATIONS = (
     Mutation(
         FILE, "ADDS_UP not in self._told and _has_gradients(tensors)", "ADDS_UP not in self._told", TESTS
     ),
+    Mutation(FILE, "and not is_skipped and closure is None and", "and not is_skipped and", TESTS),
     Mutation(FILE, "if tensors and not _has_gradients(tensors):", "if tensors:", TESTS),
     Mutation(FILE, "self.updates, self._unused = self.updates + bool(self.steps), 0", "pass", TESTS),
     Mutation(FILE, "_versions(module) == self._versions and ", "", TESTS),
