@@ -164,7 +164,7 @@ def ignore_signals(worker: int = 0) -> None:
     """Let a worker of a DataLoader go on where the whole job is sent SIGTERM or SIGUSR1: give it as `worker_init_fn`.
 
     Launchers signal all processes, and a loader whose worker is gone raises before its rank can save. What the rank itself
-    sends, to end the worker, ends it.
+    sends, to end the worker, ends it, unless it comes while another's still waits to be taken: the system then drops it.
     """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     # macOS does not tell who sent a signal.
