@@ -11,16 +11,14 @@ means (SyncBatchNorm). In eval mode, batch norm computes entry by entry and stay
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
-from autoptd.ir.notes import BATCH_NORM, LAST_OF_NORM, note, set_note, shape, value
+from autoptd.ir.notes import BATCH_NORM, LAST_OF_NORM, note, shape, value
 from autoptd.ir.operators.record import argument
+from autoptd.trace.new_nodes import Maker
 
 aten = torch.ops.aten
 HALVES = (torch.float16, torch.bfloat16)
@@ -34,13 +32,14 @@ def rewrite_batch_norms(graph: Graph) -> None:
 
 
 def _rewrite(graph: Graph, node: Node) -> None:
-    make, follow = _maker(graph, node, {BATCH_NORM: node.name}), _maker(graph, node, {})
+    extra = note(node).extra
+    make, follow = Maker(node, extra={**extra, BATCH_NORM: node.name}), Maker(node, extra=extra)
     x, weight, bias, mean, var = node.args[:5]
     assert isinstance(x, Node)
     dtype = value(x).dtype
     # Statistics of half precision are computed, and kept, in single precision.
     if dtype in HALVES:
-        x = make(aten.to.dtype, x, torch.float32)
+        x = make.cast(x, torch.float32)
     dims = [dim for dim in range(len(shape(x))) if dim != 1]
     own_mean = make(aten.mean.dim, x, dims, True)
     centered = make(aten.sub.Tensor, x, own_mean)
@@ -51,8 +50,7 @@ def _rewrite(graph: Graph, node: Node) -> None:
     for factor, target in ((weight, aten.mul.Tensor), (bias, aten.add.Tensor)):
         if isinstance(factor, Node):
             result = make(target, result, make(aten.view.default, factor, sizes))
-    if value(result).dtype != dtype:
-        result = make(aten.to.dtype, result, dtype)
+    result = make.cast(result, dtype)
     # A cut of the model behind it is found there in eval mode, too, where it is one operator.
     note(result).extra[LAST_OF_NORM] = True
     node.replace_all_uses_with(result)
@@ -63,31 +61,16 @@ def _rewrite(graph: Graph, node: Node) -> None:
     graph.erase_node(node)
 
 
-def _follow(make: Callable[..., Node], kept: Any, own: Node, momentum: float, factor: float) -> None:
+def _follow(make: Maker, kept: Any, own: Node, momentum: float, factor: float) -> None:
     """Move a running statistic towards that of the batch."""
     if not isinstance(kept, Node):
         return
     own = make(aten.view.default, make(aten.detach.default, own), list(shape(kept)))
-    if value(own).dtype != value(kept).dtype:
-        own = make(aten.to.dtype, own, value(kept).dtype)
+    own = make.cast(own, value(kept).dtype)
     if factor != 1:
         own = make(aten.mul.Tensor, own, factor)
     old = make(aten.mul.Tensor, kept, 1 - momentum)
     make(aten.copy_.default, kept, make(aten.add.Tensor, old, make(aten.mul.Tensor, own, momentum)))
-
-
-def _maker(graph: Graph, node: Node, extra: dict[str, Any]) -> Callable[..., Node]:
-    """Return what makes operators in front of a batch norm, each with its value and the note of the norm."""
-
-    def make(target: Any, *args: Any) -> Node:
-        with graph.inserting_before(node):
-            made = graph.call_function(target, args)
-        with torch.no_grad():
-            made.meta["val"] = target(*map_arg(args, value))
-        set_note(made, replace(note(node), extra={**note(node).extra, **extra}))
-        return made
-
-    return make
 
 
 __all__ = ["rewrite_batch_norms"]

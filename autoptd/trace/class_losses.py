@@ -3,26 +3,20 @@
 In: a node of either, in a TRACED graph. Out: the same value of log_softmax, gather, products and sums, each of which has a row
 of letters: samples and classes may be split. (Labels of the logits themselves stay one operator, `cross_entropy_loss`.)
 
-    rewrite_soft_labels(graph, node)    # -(logits.log_softmax(1) * probabilities).sum(1).mean()
-    rewrite_nll(graph, node)            # -log_p.gather(1, labels) over those that are not ignored, by their number
+    rewrite_soft_labels(node)    # -(logits.log_softmax(1) * probabilities).sum(1).mean()
+    rewrite_nll(node)            # -log_p.gather(1, labels) over those that are not ignored, by their number
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
-
 import torch
-from torch.fx import Graph, Node
-from torch.fx.node import map_arg
+from torch.fx import Node
 
-from autoptd.ir.notes import note, set_note, shape, value
+from autoptd.ir.notes import shape, value
 from autoptd.ir.operators.record import argument
+from autoptd.trace.new_nodes import Maker, put
 
 aten = torch.ops.aten
-# Makes an operator of operands and literals, in front of the loss.
-Make = Callable[..., Node]
 
 
 def has_soft_labels(node: Node) -> bool:
@@ -30,9 +24,9 @@ def has_soft_labels(node: Node) -> bool:
     return bool(value(node.args[1]).is_floating_point())  # type: ignore[arg-type]
 
 
-def rewrite_soft_labels(graph: Graph, node: Node) -> None:
+def rewrite_soft_labels(node: Node) -> None:
     """Rewrite a cross_entropy_loss of class probabilities; a mean of it is one over samples, whatever the classes weigh."""
-    make = _maker(graph, node)
+    make = Maker(node)
     logits, targets = node.args[:2]
     dim = min(1, len(shape(logits)) - 1)  # type: ignore[arg-type]
     classes, smoothing = shape(logits)[dim], argument(node, "label_smoothing")  # type: ignore[arg-type]
@@ -48,12 +42,12 @@ def rewrite_soft_labels(graph: Graph, node: Node) -> None:
     reduction = argument(node, "reduction")
     if reduction:
         loss = make((aten.mean.default, aten.sum.default)[reduction - 1], loss)
-    _put(graph, node, loss)
+    put(node, loss)
 
 
-def rewrite_nll(graph: Graph, node: Node) -> None:
+def rewrite_nll(node: Node) -> None:
     """Rewrite an nll_loss of any values; a mean divides by the number, or the weight, of the labels that count."""
-    make = _maker(graph, node)
+    make = Maker(node)
     x, labels = node.args[:2]
     dim = min(1, len(shape(x)) - 1)  # type: ignore[arg-type]
     ignored = make(aten.eq.Scalar, labels, argument(node, "ignore_index"))
@@ -71,26 +65,7 @@ def rewrite_nll(graph: Graph, node: Node) -> None:
         loss = make(aten.sum.default, loss)
     if reduction == 1:
         loss = make(aten.div.Tensor, loss, make(aten.sum.default, counted))
-    _put(graph, node, loss)
-
-
-def _maker(graph: Graph, loss: Node) -> Make:
-    """Return what makes operators in front of a loss, each with its value and the note of the loss."""
-
-    def make(target: Any, *args: Any) -> Node:
-        with graph.inserting_before(loss):
-            made = graph.call_function(target, args)
-        with torch.no_grad():
-            made.meta["val"] = target(*map_arg(args, value))
-        set_note(made, replace(note(loss), extra={}))
-        return made
-
-    return make
-
-
-def _put(graph: Graph, node: Node, by: Node) -> None:
-    node.replace_all_uses_with(by)
-    graph.erase_node(node)
+    put(node, loss)
 
 
 __all__ = ["has_soft_labels", "rewrite_nll", "rewrite_soft_labels"]

@@ -12,15 +12,14 @@ mask, softmax, dropout, values.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from autoptd.errors import PlanError
 from autoptd.ir.notes import Note, note, op_name, ops, set_note, shape, site, value
+from autoptd.trace.new_nodes import Maker, put
 
 aten = torch.ops.aten
 NAME = "aten.dropout"
@@ -61,8 +60,7 @@ def _attention_rate(node: Node) -> float:
 
 def _rewrite_dropout(graph: Graph, node: Node) -> None:
     if not drops(node):
-        node.replace_all_uses_with(node.args[0])
-        graph.erase_node(node)
+        put(node, node.args[0])
     # With a rate of 1 nothing is drawn: the result is 0.
     elif node.args[1] == 1:
         node.target, node.args = aten.mul.Tensor, (node.args[0], 0.0)
@@ -78,56 +76,43 @@ def _unfuse(graph: Graph, node: Node, futures: dict[tuple[int, int], Node]) -> N
     mask, scale = given.get("attn_mask"), given.get("scale")
     size = (shape(q)[-2], shape(k)[-2])
     if given.get("is_causal") and size not in futures:
-        with graph.inserting_before(next(ops(graph))):
-            ones = _call(graph, Note(), aten.ones.default, list(size), dtype=torch.bool, like=q)
-            futures[size] = _call(graph, Note(), aten.triu.default, ones, 1)
-            note(futures[size]).extra["name"] = "future"
-    with graph.inserting_before(node):
+        futures[size] = _future(graph, size, q)
+    make = Maker(node)
 
-        def call(name: str, target: Any, *args: Any) -> Node:
-            made = _call(graph, note(node), target, *args)
-            note(made).extra["name"] = name
-            return made
+    def call(name: str, target: Any, *args: Any) -> Node:
+        made = make(target, *args)
+        note(made).extra["name"] = name
+        return made
 
-        if given.get("enable_gqa") and shape(q)[-3] != shape(k)[-3]:
-            times = shape(q)[-3] // shape(k)[-3]
-            k, v = (
-                call(name, aten.repeat_interleave.self_int, heads, times, -3)
-                for name, heads in (("k", k), ("v", v))
-            )
-        scaled = call("q", aten.mul.Tensor, q, scale if scale is not None else shape(q)[-1] ** -0.5)
-        scores = call("scores", aten.matmul.default, scaled, call("k", aten.transpose.int, k, -2, -1))
-        if given.get("is_causal"):
-            scores = call("scores", aten.masked_fill.Scalar, scores, futures[size], float("-inf"))
-        elif mask is not None and value(mask).dtype == torch.bool:
-            hidden = call("hidden", aten.logical_not.default, mask)
-            scores = call("scores", aten.masked_fill.Scalar, scores, hidden, float("-inf"))
-        elif mask is not None:
-            scores = call("scores", aten.add.Tensor, scores, mask)
-        # Under a mask a row may have no key at all: its probabilities are zeros, not NaN, as in the fused
-        # operator.
-        softmax = aten._safe_softmax.default if mask is not None else aten.softmax.int
-        probabilities = call("probabilities", softmax, scores, -1)
-        dropped = call("probabilities", aten.dropout.default, probabilities, given["dropout_p"], True)
-        note(dropped).extra["reason"] = UNFUSED
-        _rewrite_dropout(graph, dropped)
-        result = _call(graph, note(node), aten.matmul.default, dropped, v)
-    node.replace_all_uses_with(result)
-    graph.erase_node(node)
-
-
-def _call(
-    graph: Graph, record: Note, target: Any, *args: Any, like: Node | None = None, **kwargs: Any
-) -> Node:
-    """A new operator with the record of another.
-
-    `like` gives the kind of fake tensor to one without operands.
-    """
-    made = graph.call_function(target, args, kwargs)
-    fakes, named = map_arg((args, kwargs), value)
-    with torch.no_grad():
-        made.meta["val"] = (
-            value(like).new_ones(*fakes, **named) if like is not None else target(*fakes, **named)
+    if given.get("enable_gqa") and shape(q)[-3] != shape(k)[-3]:
+        times = shape(q)[-3] // shape(k)[-3]
+        k, v = (
+            call(name, aten.repeat_interleave.self_int, heads, times, -3)
+            for name, heads in (("k", k), ("v", v))
         )
-    set_note(made, replace(record, extra={}))
-    return made
+    scaled = call("q", aten.mul.Tensor, q, scale if scale is not None else shape(q)[-1] ** -0.5)
+    scores = call("scores", aten.matmul.default, scaled, call("k", aten.transpose.int, k, -2, -1))
+    if given.get("is_causal"):
+        scores = call("scores", aten.masked_fill.Scalar, scores, futures[size], float("-inf"))
+    elif mask is not None and value(mask).dtype == torch.bool:
+        hidden = call("hidden", aten.logical_not.default, mask)
+        scores = call("scores", aten.masked_fill.Scalar, scores, hidden, float("-inf"))
+    elif mask is not None:
+        scores = call("scores", aten.add.Tensor, scores, mask)
+    # Under a mask a row may have no key at all: its probabilities are zeros, not NaN, as in the fused
+    # operator.
+    softmax = aten._safe_softmax.default if mask is not None else aten.softmax.int
+    probabilities = call("probabilities", softmax, scores, -1)
+    dropped = call("probabilities", aten.dropout.default, probabilities, given["dropout_p"], True)
+    note(dropped).extra["reason"] = UNFUSED
+    _rewrite_dropout(graph, dropped)
+    put(node, make(aten.matmul.default, dropped, v))
+
+
+def _future(graph: Graph, size: tuple[int, int], like: Any) -> Node:
+    """Return the mask of what attention that is causal does not see, made in front of all operators."""
+    with graph.inserting_before(next(ops(graph))):
+        ones = graph.call_function(aten.ones.default, (list(size),), {"dtype": torch.bool})
+    ones.meta["val"] = value(like).new_ones(size, dtype=torch.bool)
+    set_note(ones, Note())
+    return Maker(ones, ones.next, {"name": "future"})(aten.triu.default, ones, 1)

@@ -16,17 +16,17 @@ Proven from the graph alone: whatever else reads something sorted leaves the sor
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from autoptd.ir.expert_mm import expert_mm
-from autoptd.ir.notes import note, op_name, ops, set_note, shape, value
+from autoptd.ir.notes import op_name, ops, shape
 from autoptd.ir.operators.record import Member, argument, operands
 from autoptd.ir.operators.table import links, operator_of
+from autoptd.trace.new_nodes import Maker, put
 
 aten = torch.ops.aten
 # Of rows, matrices and the ends of groups: ours, torch's own, and what transformers takes in its place.
@@ -283,37 +283,24 @@ def _rewrite(graph: Graph, found: Sort) -> None:
         count = _choices_of(index, found)
         if count > 1:
             sizes = shape(x)
-            x = _made(graph, node, aten.unsqueeze.default, x, 1)
-            x = _made(graph, node, aten.expand.default, x, [sizes[0], count, *sizes[1:]])
-            x = _made(graph, node, aten.reshape.default, x, [sizes[0] * count, *sizes[1:]])
-        _put(graph, node, x)
+            make = Maker(node)
+            x = make(aten.unsqueeze.default, x, 1)
+            x = make(aten.expand.default, x, [sizes[0], count, *sizes[1:]])
+            x = make(aten.reshape.default, x, [sizes[0] * count, *sizes[1:]])
+        put(node, x)
     for node in found.products:
         x, weight = node.args[:2]
-        _put(graph, node, _made(graph, node, expert_mm._opoverload, x, weight, found.ids))
+        put(node, Maker(node)(expert_mm._opoverload, x, weight, found.ids))
     for node in found.ends:
         rows = node.args[0]
         if op_name(node) == "aten.index_add":
             into, _, _, rows = node.args[:4]
             assert isinstance(rows, Node)
             sizes, tokens = shape(rows), shape(into)[0]  # type: ignore[arg-type]
-            rows = _made(graph, node, aten.reshape.default, rows, [tokens, sizes[0] // tokens, *sizes[1:]])
-            rows = _made(graph, node, aten.sum.dim_IntList, rows, [1])
-        _put(graph, node, rows)  # type: ignore[arg-type]
-
-
-def _made(graph: Graph, before: Node, target: Any, *args: Any) -> Node:
-    """Make an operator in front of a node, with its value, in the same module."""
-    with graph.inserting_before(before):
-        made = graph.call_function(target, args)
-    with torch.no_grad():
-        made.meta["val"] = target(*map_arg(args, value))
-    set_note(made, replace(note(before), extra={}))
-    return made
-
-
-def _put(graph: Graph, node: Node, by: Node) -> None:
-    node.replace_all_uses_with(by)
-    graph.erase_node(node)
+            make = Maker(node)
+            rows = make(aten.reshape.default, rows, [tokens, sizes[0] // tokens, *sizes[1:]])
+            rows = make(aten.sum.dim_IntList, rows, [1])
+        put(node, rows)
 
 
 __all__ = ["rewrite_experts"]

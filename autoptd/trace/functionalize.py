@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -23,12 +22,12 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from autoptd.compat import FakeTensor
 from autoptd.errors import PlanError, TraceError
 from autoptd.ir.notes import is_tensor, note, op_name, ops, set_note, shape, site, value
 from autoptd.ir.operators.record import argument
 from autoptd.ir.updates import update_call
 from autoptd.trace import dropouts
+from autoptd.trace.new_nodes import Maker
 
 aten = torch.ops.aten
 MAY_ALIAS = {"aten.reshape", "aten.contiguous", "aten.to", "aten.flatten", "aten.expand_as"}
@@ -226,44 +225,44 @@ def _written(graph: Graph, node: Node, views: list[Node]) -> Iterator[tuple[Node
     """(old, new) of everything that `node` changes: what it writes to, the views on the way, as views of
     that.
     """
-    calls = _Calls(graph, node)
-    made = _assigned(calls, node, views[0]) if op_name(node) in ASSIGNS else _pure(calls, node)
+    # Behind the node.
+    make = Maker(node, node.next, note(node).extra)
+    made = _assigned(make, node, views[0]) if op_name(node) in ASSIGNS else _pure(make, node)
     for view, whole in pairwise(views):
-        made = _put_back(calls, view, whole, made)
+        made = _put_back(make, view, whole, made)
     yield views[-1], made
     for view in reversed(views[:-1]):
-        made = calls.make(view.target, made, *view.args[1:])
+        made = make(view.target, made, *view.args[1:])
         yield view, made
 
 
-def _assigned(calls: _Calls, node: Node, target: Node) -> Node:
+def _assigned(make: Maker, node: Node, target: Node) -> Node:
     """What `copy_` and `fill_` leave behind."""
     source, wanted = node.args[1], value(target)
     if not isinstance(source, Node):
-        return calls.make(aten.full_like.default, target, source)
-    if value(source).dtype != wanted.dtype:
-        source = calls.make(aten.to.dtype, source, wanted.dtype)
+        return make(aten.full_like.default, target, source)
+    source = make.cast(source, wanted.dtype)
     if shape(source) != shape(target):
-        source = calls.make(aten.expand.default, source, list(shape(target)))
+        source = make(aten.expand.default, source, list(shape(target)))
     # A clone: the next write must not reach what was copied.
-    return calls.make(aten.clone.default, source)
+    return make(aten.clone.default, source)
 
 
-def _put_back(calls: _Calls, view: Node, whole: Node, piece: Node) -> Node:
+def _put_back(make: Maker, view: Node, whole: Node, piece: Node) -> Node:
     """`whole` with `piece` in the place of `view`."""
     place = _piece(view)
     assert place is not None
     dim, start, end = place
     size = shape(whole)[dim]
     if op_name(view) == "aten.select":
-        piece = calls.make(aten.unsqueeze.default, piece, dim)
-    before = _parts_of(calls, whole, dim, 0, start)
-    behind = _parts_of(calls, whole, dim, end, size)
+        piece = make(aten.unsqueeze.default, piece, dim)
+    before = _parts_of(make, whole, dim, 0, start)
+    behind = _parts_of(make, whole, dim, end, size)
     parts = [*before, piece, *behind]
-    return calls.make(aten.cat.default, parts, dim) if len(parts) > 1 else piece
+    return make(aten.cat.default, parts, dim) if len(parts) > 1 else piece
 
 
-def _parts_of(calls: _Calls, whole: Node, dim: int, start: int, end: int) -> list[Node]:
+def _parts_of(make: Maker, whole: Node, dim: int, start: int, end: int) -> list[Node]:
     """What `whole` has from `start` to `end`: of what was put together before, its parts, where they end there."""
     if start == end:
         return []
@@ -272,15 +271,15 @@ def _parts_of(calls: _Calls, whole: Node, dim: int, start: int, end: int) -> lis
         ends = list(accumulate((shape(part)[dim] for part in parts), initial=0))
         if start in ends and end in ends:
             return parts[ends.index(start) : ends.index(end)]
-    return [calls.make(aten.slice.Tensor, whole, dim, start, end)]
+    return [make(aten.slice.Tensor, whole, dim, start, end)]
 
 
-def _pure(calls: _Calls, node: Node) -> Node:
+def _pure(make: Maker, node: Node) -> Node:
     """The functional form of an in-place operator."""
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
     if target is aten.fill_diagonal_.default:
-        return _with_diagonal(calls, node)
+        return _with_diagonal(make, node)
     args, pure = list(node.args), FORMS.get(target)
     if target is aten.polygamma_.default:
         pure, args = aten.polygamma.default, args[::-1]
@@ -289,43 +288,23 @@ def _pure(calls: _Calls, node: Node) -> Node:
         pure = getattr(packet, target._overloadname, None) if packet is not None else None
     if pure is None:
         raise TraceError(site(node), "this in-place operator has no functional form", "write it out of place")
-    made = calls.make(pure, *args, **node.kwargs)
-    if is_tensor(node) and value(made).dtype != value(node).dtype:
-        # In place, what is computed in a wider dtype is cast to the target's.
-        return calls.make(aten.to.dtype, made, value(node).dtype)
-    return made
+    made = make(pure, *args, **node.kwargs)
+    # In place, what is computed in a wider dtype is cast to the target's.
+    return make.cast(made, value(node).dtype) if is_tensor(node) else made
 
 
-def _with_diagonal(calls: _Calls, node: Node) -> Node:
+def _with_diagonal(make: Maker, node: Node) -> Node:
     """What `fill_diagonal_` leaves behind: the number where all indices are equal."""
     target, number = node.args[0], argument(node, "fill_value")
     assert isinstance(target, Node)
     sizes, indices = shape(target), []
     for dim, size in enumerate(sizes):
-        index = calls.make(aten.arange.default, size, device=value(target).device)
+        index = make(aten.arange.default, size, device=value(target).device)
         # On from the row below the last column, in matrices with more rows than columns.
         if dim == 0 and argument(node, "wrap") and len(sizes) == 2:
-            index = calls.make(aten.remainder.Scalar, index, sizes[1] + 1)
-        indices.append(calls.make(aten.view.default, index, [size] + [1] * (len(sizes) - 1 - dim)))
-    mask = calls.make(aten.eq.Tensor, indices[0], indices[1])
+            index = make(aten.remainder.Scalar, index, sizes[1] + 1)
+        indices.append(make(aten.view.default, index, [size] + [1] * (len(sizes) - 1 - dim)))
+    mask = make(aten.eq.Tensor, indices[0], indices[1])
     for index in indices[2:]:
-        mask = calls.make(aten.logical_and.default, mask, calls.make(aten.eq.Tensor, indices[0], index))
-    return calls.make(aten.masked_fill.Scalar, target, mask, number)
-
-
-class _Calls:
-    """Makes nodes behind `node`, one behind the other, that come from where it comes from."""
-
-    def __init__(self, graph: Graph, node: Node) -> None:
-        self.graph, self.node, self.last = graph, node, node
-
-    def make(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        with self.graph.inserting_after(self.last):
-            self.last = made = self.graph.call_function(target, args, kwargs)
-        fakes = map_arg((args, kwargs), value)
-        # Also what is made of numbers alone has no data.
-        met = value(self.node)
-        with torch.no_grad(), met.fake_mode if isinstance(met, FakeTensor) else nullcontext():
-            made.meta["val"] = target(*fakes[0], **fakes[1])
-        set_note(made, replace(note(self.node), extra=dict(note(self.node).extra)))
-        return made
+        mask = make(aten.logical_and.default, mask, make(aten.eq.Tensor, indices[0], index))
+    return make(aten.masked_fill.Scalar, target, mask, number)

@@ -7,7 +7,7 @@ their dims could be split.
 
 In: an `aten.index`. Out: the permute and view that it is, or the gather, or the index as it was.
 
-    rewrite_index(graph, node)      # mask[arange(4)[:, None, None], arange(8)] -> mask.view(4, 1, 8)
+    rewrite_index(node)             # mask[arange(4)[:, None, None], arange(8)] -> mask.view(4, 1, 8)
                                     # h[arange(4), last] -> h.gather(1, last[:, None, None].expand(4, 1,
                                     # 16)).view(4, 16)
 """
@@ -16,22 +16,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 from torch.fx.node import map_arg
 
-from autoptd.ir.notes import note, set_note, shape, value
+from autoptd.ir.notes import shape, value
+from autoptd.trace.new_nodes import Maker
 
 aten = torch.ops.aten
 # An index of more entries is not evaluated.
 MAX_ENTRIES = 1 << 20
 
 
-def rewrite_index(graph: Graph, node: Node) -> None:
+def rewrite_index(node: Node) -> None:
     """Make views, or a gather, of an index whose leading dims are counted, each along a dim of its own, but
     for one at most.
     """
@@ -45,20 +45,12 @@ def rewrite_index(graph: Graph, node: Node) -> None:
     met = out[: len(out) - (len(size) - len(indices))]
     places = [_counted_along(index, n, len(met)) for index, n in zip(indices, size, strict=False)]
     if None not in places:
-        _index_to_view(graph, node, [place for place in places if place is not None], met)
+        _index_to_view(node, [place for place in places if place is not None], met)
     elif places.count(None) == 1 and len(places) > 1:
-        _index_to_gather(graph, node, indices, places, met)
+        _index_to_gather(node, indices, places, met)
 
 
-def _call(graph: Graph, like: Node, target: Any, *args: Any) -> Node:
-    made = graph.call_function(target, args)
-    with torch.no_grad():
-        made.meta["val"] = target(*map_arg(args, value))
-    set_note(made, replace(note(like), extra={}))
-    return made
-
-
-def _index_to_view(graph: Graph, node: Node, places: list[int], met: Sequence[int]) -> None:
+def _index_to_view(node: Node, places: list[int], met: Sequence[int]) -> None:
     """All indices are counted: every entry is taken once where each has a dim of its own."""
     x, out = node.args[0], shape(node)
     size = shape(x)  # type: ignore[arg-type]
@@ -66,14 +58,11 @@ def _index_to_view(graph: Graph, node: Node, places: list[int], met: Sequence[in
     if len(set(taken)) != len(taken) or math.prod(out) != math.prod(size):
         return
     order = [*sorted(range(len(places)), key=lambda dim: (places[dim], dim)), *range(len(places), len(size))]
-    with graph.inserting_before(node):
-        moved = _call(graph, node, aten.permute.default, x, order)
+    moved = Maker(node)(aten.permute.default, x, order)
     node.target, node.args = aten.view.default, (moved, list(out))
 
 
-def _index_to_gather(
-    graph: Graph, node: Node, indices: list[Node], places: list[int | None], met: Sequence[int]
-) -> None:
+def _index_to_gather(node: Node, indices: list[Node], places: list[int | None], met: Sequence[int]) -> None:
     """One index is looked up, the others are counted along the first dims of the result."""
     x, out, ids = node.args[0], shape(node), indices[places.index(None)]
     size = shape(x)  # type: ignore[arg-type]
@@ -86,23 +75,24 @@ def _index_to_gather(
     if value(ids).dtype not in (torch.int64, torch.int32) or not is_counted or list(met[: len(kept)]) != kept:
         return
 
+    make = Maker(node)
+
     def shaped(target: Any, ids: Node, *size: int) -> Node:
-        return ids if shape(ids) == size else _call(graph, node, target, ids, list(size))
+        return ids if shape(ids) == size else make(target, ids, list(size))
 
     order = [*counted, looked_up, *range(len(places), len(size))]
     rest, free = size[len(places) :], math.prod(met[len(kept) :])
-    with graph.inserting_before(node):
-        if order != list(range(len(size))):
-            x = _call(graph, node, aten.permute.default, x, order)
-        # gather does not take indices that count from the end.
-        from_end = _call(graph, node, aten.lt.Scalar, ids, 0)
-        from_start = _call(graph, node, aten.add.Tensor, ids, size[looked_up])
-        ids = _call(graph, node, aten.where.self, from_end, from_start, ids)
-        ids = ids if value(ids).dtype == torch.int64 else _call(graph, node, aten.to.dtype, ids, torch.int64)
-        ids = shaped(aten.expand.default, ids, *met)
-        ids = shaped(aten.reshape.default, ids, *kept, free, *[1] * len(rest))
-        ids = shaped(aten.expand.default, ids, *kept, free, *rest)
-        found = _call(graph, node, aten.gather.default, x, len(kept), ids)
+    if order != list(range(len(size))):
+        x = make(aten.permute.default, x, order)
+    # gather does not take indices that count from the end.
+    from_end = make(aten.lt.Scalar, ids, 0)
+    from_start = make(aten.add.Tensor, ids, size[looked_up])
+    ids = make(aten.where.self, from_end, from_start, ids)
+    ids = make.cast(ids, torch.int64)
+    ids = shaped(aten.expand.default, ids, *met)
+    ids = shaped(aten.reshape.default, ids, *kept, free, *[1] * len(rest))
+    ids = shaped(aten.expand.default, ids, *kept, free, *rest)
+    found = make(aten.gather.default, x, len(kept), ids)
     node.target, node.args = aten.view.default, (found, list(out))
 
 

@@ -10,17 +10,16 @@ have, scaled and shifted as the call asks; numbers of a generator of the model's
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from autoptd.compat import OpOverload
 from autoptd.errors import PlanError
 from autoptd.ir.noise import NAMES, OPERATORS, is_draw
-from autoptd.ir.notes import note, op_name, ops, set_note, shape, site, value
+from autoptd.ir.notes import note, op_name, ops, shape, site, value
+from autoptd.trace.new_nodes import Maker, put
 
 aten = torch.ops.aten
 # The kind of the numbers, and the names of the arguments that scale and shift them; each name also in place.
@@ -94,31 +93,20 @@ def scaled(kind: str, given: Mapping[str, Any]) -> list[tuple[Any, float]]:
 def _rewrite(graph: Graph, node: Node) -> None:
     name, dtype = op_name(node), value(node).dtype
     kind = {**LIKE, **SIZED, **FILLED}[name]
-    with graph.inserting_before(node):
-        if name in SIZED:
-            x = _made(graph, node, aten.zeros.default, list(shape(node)), dtype=dtype)
-        else:
-            x = node.args[0]  # type: ignore[assignment]
-            while op_name(x) in SHAPES and value(x).dtype == value(x.args[0]).dtype:  # type: ignore[arg-type]
-                x = x.args[0]  # type: ignore[assignment]
-            if value(x).dtype != dtype:
-                x = _made(graph, node, aten.to.dtype, x, dtype)
-        made = _made(graph, node, OPERATORS[kind]._opoverload, x)
-        for target, number in steps_of(node.target, kind, node.args, node.kwargs):
-            made = _made(graph, node, target, made, number)
-    node.replace_all_uses_with(made)
-    graph.erase_node(node)
-
-
-def _made(graph: Graph, node: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-    made = graph.call_function(target, args, kwargs)
-    fakes, named = map_arg((args, kwargs), value)
-    with torch.no_grad():
-        # What has no operand is on the device, and of the kind, of what it stands for.
-        is_new = target is aten.zeros.default
-        made.meta["val"] = value(node).new_zeros(*fakes, **named) if is_new else target(*fakes, **named)
-    set_note(made, replace(note(node), extra=dict(note(node).extra)))
-    return made
+    make = Maker(node, extra=note(node).extra)
+    if name in SIZED:
+        x = make(aten.zeros.default, list(shape(node)), dtype=dtype)
+        # On the device of what it stands for.
+        x.meta["val"] = value(node).new_zeros(shape(node))
+    else:
+        x = node.args[0]  # type: ignore[assignment]
+        while op_name(x) in SHAPES and value(x).dtype == value(x.args[0]).dtype:  # type: ignore[arg-type]
+            x = x.args[0]  # type: ignore[assignment]
+        x = make.cast(x, dtype)
+    made = make(OPERATORS[kind]._opoverload, x)
+    for target, number in steps_of(node.target, kind, node.args, node.kwargs):
+        made = make(target, made, number)
+    put(node, made)
 
 
 __all__ = ["NAMES", "check_generators", "draws", "kind_of", "rewrite_noise", "steps_of"]

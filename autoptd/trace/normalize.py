@@ -25,6 +25,7 @@ from autoptd.trace.batch_norms import rewrite_batch_norms
 from autoptd.trace.class_losses import has_soft_labels, rewrite_nll, rewrite_soft_labels
 from autoptd.trace.experts import rewrite_experts
 from autoptd.trace.functionalize import functionalize
+from autoptd.trace.new_nodes import Maker, put
 from autoptd.trace.noise import NAMES, check_generators, rewrite_noise
 from autoptd.trace.statistics import write_as_sums
 
@@ -89,14 +90,14 @@ def _normalize_one(graph: Graph, node: Node) -> None:
     if "_assert" in name or name.startswith("aten.sym_constrain"):
         graph.erase_node(node)
     elif name in IDENTITIES:
-        _replace(graph, node, node.args[0])
+        put(node, node.args[0])
     elif name == "aten.narrow":
         x, dim, start, length = node.args
         node.target, node.args = aten.slice.Tensor, (x, dim, start, start + length)
     elif name in ("aten.split", "aten.split_with_sizes", "aten.chunk"):
         _normalize_split(node)
     elif name == "aten.squeeze":
-        _normalize_squeeze(graph, node)
+        _normalize_squeeze(node)
     elif name in ("aten.mT", "aten.mH") and not value(node).is_complex():
         node.target, node.args = aten.transpose.int, (node.args[0], -2, -1)
     elif name == "aten.movedim":
@@ -109,10 +110,10 @@ def _normalize_one(graph: Graph, node: Node) -> None:
     elif name == "aten.take_along_dim" and _is_gather(node):
         node.target, node.args = aten.gather.default, (node.args[0], node.args[2], node.args[1])
     elif name in ("aten.nll_loss_nd", "aten.nll_loss", "aten.nll_loss2d"):
-        _normalize_nll(graph, node)
+        _normalize_nll(node)
         return
     elif name == "aten.cross_entropy_loss" and has_soft_labels(node):
-        rewrite_soft_labels(graph, node)
+        rewrite_soft_labels(node)
         return
     elif name == "aten.embedding" and True in node.args[3:]:
         fact = (
@@ -122,7 +123,7 @@ def _normalize_one(graph: Graph, node: Node) -> None:
     elif name == "aten.broadcast_to":
         node.target = aten.expand.default
     elif name == "aten.index":
-        indices.rewrite_index(graph, node)
+        indices.rewrite_index(node)
     # Of the other tensor only the shape is read.
     elif name in SIZES_OF_ANOTHER:
         node.target, node.args = SIZES_OF_ANOTHER[name], (node.args[0], list(shape(node)))
@@ -130,16 +131,16 @@ def _normalize_one(graph: Graph, node: Node) -> None:
     elif name in NEW:
         node.target, node.args, node.kwargs = NEW[name], node.args[1:], {"dtype": value(node).dtype}
     elif name == "aten.broadcast_tensors":
-        _normalize_broadcast(graph, node)
+        _normalize_broadcast(node)
     elif name in ("aten.cat", "aten.concat", "aten.concatenate") and isinstance(argument(node, "dim"), int):
         node.target = aten.cat.default
-        _normalize_cat(graph, node)
+        _normalize_cat(node)
     elif _adds_nothing(node):
-        _replace(graph, node, node.args[0])
+        put(node, node.args[0])
     elif operator_of(node).reduces:
         _split_reduction(graph, node)
     elif operator_of(node).moves == "cast":
-        _normalize_cast(graph, node)
+        _normalize_cast(node)
     # rrelu draws its slope in training only.
     elif name == "aten.rrelu" and not argument(node, "training"):
         lower, upper = argument(node, "lower"), argument(node, "upper")
@@ -166,11 +167,11 @@ def _adds_nothing(node: Node) -> bool:
     return value(node.args[0]).dtype == value(node).dtype  # type: ignore[arg-type]
 
 
-def _normalize_cat(graph: Graph, node: Node) -> None:
+def _normalize_cat(node: Node) -> None:
     """torch ignores empty vectors here: what a key-value cache is before its first use."""
     parts = [part for part in node.args[0] if shape(part) != (0,)]  # type: ignore[union-attr, arg-type]
     if len(parts) == 1 and value(parts[0]).dtype == value(node).dtype:  # type: ignore[arg-type]
-        _replace(graph, node, parts[0])
+        put(node, parts[0])
     else:
         node.args = (parts, *node.args[1:])
 
@@ -187,7 +188,7 @@ def _normalize_split(node: Node) -> None:
             note(user).code, note(user).extra["piece"] = note(node).code, i
 
 
-def _normalize_squeeze(graph: Graph, node: Node) -> None:
+def _normalize_squeeze(node: Node) -> None:
     x = node.args[0]
     size = shape(x)  # type: ignore[arg-type]
     given: Any = node.args[1] if len(node.args) > 1 else range(len(size))
@@ -197,7 +198,7 @@ def _normalize_squeeze(graph: Graph, node: Node) -> None:
     if dims:
         node.target, node.args, node.kwargs = aten.squeeze.dims, (x, dims), {}
     else:
-        _replace(graph, node, x)
+        put(node, x)
 
 
 def _normalize_movedim(node: Node) -> None:
@@ -222,7 +223,7 @@ def _is_gather(node: Node) -> bool:
     return len(x) == len(index) and all(d == dim or x[d] == index[d] for d in range(len(x)))
 
 
-def _normalize_nll(graph: Graph, node: Node) -> None:
+def _normalize_nll(node: Node) -> None:
     """nll_loss of log-probabilities is cross_entropy of them: their log_softmax is they themselves."""
     x = node.args[0]
     # Reshaped and turned around, log-probabilities are still those.
@@ -236,15 +237,15 @@ def _normalize_nll(graph: Graph, node: Node) -> None:
     if isinstance(x, Node) and op_name(x) == "aten.log_softmax":
         node.target = aten.cross_entropy_loss.default
     else:
-        rewrite_nll(graph, node)
+        rewrite_nll(node)
 
 
-def _normalize_broadcast(graph: Graph, node: Node) -> None:
+def _normalize_broadcast(node: Node) -> None:
     """The tensors that a loss is called with: expanded where their shapes differ."""
     for piece in list(node.users):
         x = node.args[0][piece.args[1]]  # type: ignore[index]
         if shape(x) == shape(piece):
-            _replace(graph, piece, x)
+            put(piece, x)
         else:
             piece.target, piece.args = aten.expand.default, (x, list(shape(piece)))
 
@@ -275,11 +276,7 @@ def _put_time_first(graph: Graph, node: Node) -> None:
     if names[0] != "input" or names[-1] != "batch_first" or not argument(node, "batch_first"):
         return
     given = dict(zip(names, node.args, strict=False)) | node.kwargs | {"batch_first": False}
-    x = given["input"]
-    with graph.inserting_before(node):
-        given["input"] = turned = graph.call_function(aten.transpose.int, (x, 0, 1))
-    turned.meta["val"] = value(x).transpose(0, 1)
-    set_note(turned, replace(note(node), extra={}))
+    given["input"] = Maker(node)(aten.transpose.int, given["input"], 0, 1)
     node.args, node.kwargs = tuple(given.values()), {}
     pieces = list(value(node))
     pieces[0] = pieces[0].transpose(0, 1)
@@ -292,11 +289,11 @@ def _put_time_first(graph: Graph, node: Node) -> None:
         set_note(made, replace(note(piece), extra={}))
 
 
-def _normalize_cast(graph: Graph, node: Node) -> None:
+def _normalize_cast(node: Node) -> None:
     source = node.args[0]
     assert isinstance(source, Node)
     if value(source).dtype == value(node).dtype:
-        _replace(graph, node, source)
+        put(node, source)
     else:
         node.target, node.args, node.kwargs = aten.to.dtype, (source, value(node).dtype), {}
 
@@ -312,9 +309,3 @@ def _is_random(node: Node) -> bool:
             argument(node, "dropout") and argument(node, "train") and argument(node, "num_layers") > 1
         )
     return torch.Tag.nondeterministic_seeded in node.target.tags
-
-
-def _replace(graph: Graph, node: Node, by: object) -> None:
-    assert isinstance(by, Node)
-    node.replace_all_uses_with(by)
-    graph.erase_node(node)

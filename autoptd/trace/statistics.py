@@ -13,15 +13,14 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
-from autoptd.ir.notes import note, op_name, ops, set_note, shape, value
+from autoptd.ir.notes import note, op_name, ops, shape, value
 from autoptd.ir.operators.record import argument, operands
+from autoptd.trace.new_nodes import Maker
 
 aten = torch.ops.aten
 DEVIATIONS = frozenset({"aten.std", "aten.var"})
@@ -58,20 +57,20 @@ def write_as_sums(graph: Graph) -> None:
 
 def _replace(graph: Graph, result: Node, node: Node, name: str) -> None:
     """Write one result of an operator, what `name` computes, as sums and largest entries; or leave it as it is."""
-    calls, dims = _Calls(graph, node), _dims(node)
+    make, dims = Maker(node), _dims(node)
     if name in DEVIATIONS:
-        made = _deviation(calls, node, dims, name == "aten.std")
+        made = _deviation(make, node, dims, name == "aten.std")
     elif name == "mean":
-        made = calls.make(aten.mean.dim, calls.wide(node.args[0]), dims, _keeps(node))
+        made = make(aten.mean.dim, _wide(make, node.args[0]), dims, _keeps(node))
     elif name in LARGEST or name in SMALLEST:
-        made = _extreme(calls, node.args[0], dims, _keeps(node), is_largest=name in LARGEST)
+        made = _extreme(make, node.args[0], dims, _keeps(node), is_largest=name in LARGEST)
     elif name in EXPONENTIALS:
-        made = _exponential(calls, node, dims, name)
+        made = _exponential(make, node, dims, name)
     else:
-        made = _norm(calls, node, dims) if name in NORMS else None
+        made = _norm(make, node, dims) if name in NORMS else None
     if made is None or made is result:
         return
-    result.replace_all_uses_with(calls.make(aten.to.dtype, made, value(result).dtype, is_cast=True))
+    result.replace_all_uses_with(make.cast(made, value(result).dtype))
     graph.erase_node(result)
 
 
@@ -105,36 +104,34 @@ def _dims(node: Node) -> list[int]:
     return [dim % rank for dim in given] if given else list(range(rank))
 
 
-def _extreme(calls: _Calls, x: Any, dims: list[int], keeps: bool, *, is_largest: bool) -> Node:
+def _extreme(make: Maker, x: Any, dims: list[int], keeps: bool, *, is_largest: bool) -> Node:
     """Return the largest entries, or the smallest as those of the negated numbers; of bools, as numbers."""
     if not value(x).is_floating_point():
         # Negated, the smallest int64 would be itself.
-        x = calls.make(aten.to.dtype, x, torch.float64, is_cast=True)
+        x = make.cast(x, torch.float64)
     if is_largest:
-        return calls.make(aten.amax.default, x, dims, keeps)
-    return calls.make(
-        aten.neg.default, calls.make(aten.amax.default, calls.make(aten.neg.default, x), dims, keeps)
-    )
+        return make(aten.amax.default, x, dims, keeps)
+    return make(aten.neg.default, make(aten.amax.default, make(aten.neg.default, x), dims, keeps))
 
 
-def _exponential(calls: _Calls, node: Node, dims: list[int], name: str) -> Node:
+def _exponential(make: Maker, node: Node, dims: list[int], name: str) -> Node:
     """Return what torch computes of the exponentials of numbers, apart from the largest one."""
-    x = calls.wide(node.args[0])
-    largest = calls.make(aten.amax.default, x, dims, True)
+    x = _wide(make, node.args[0])
+    largest = make(aten.amax.default, x, dims, True)
     if name == "aten.logsumexp":
         # Of infinities, the largest is the sum.
-        infinite = calls.make(aten.isinf.default, largest)
-        largest = calls.make(aten.masked_fill.Scalar, largest, infinite, 0.0)
-    apart = calls.make(aten.sub.Tensor, x, largest)
-    exponentials = calls.make(aten.exp.default, apart)
-    total = calls.make(aten.sum.dim_IntList, exponentials, dims, True)
+        infinite = make(aten.isinf.default, largest)
+        largest = make(aten.masked_fill.Scalar, largest, infinite, 0.0)
+    apart = make(aten.sub.Tensor, x, largest)
+    exponentials = make(aten.exp.default, apart)
+    total = make(aten.sum.dim_IntList, exponentials, dims, True)
     if name == "aten.softmax":
-        return calls.make(aten.div.Tensor, exponentials, total)
-    log = calls.make(aten.log.default, total)
+        return make(aten.div.Tensor, exponentials, total)
+    log = make(aten.log.default, total)
     if name == "aten.log_softmax":
-        return calls.make(aten.sub.Tensor, apart, log)
-    result = calls.make(aten.add.Tensor, largest, log)
-    return result if _keeps(node) else calls.make(aten.squeeze.dims, result, dims)
+        return make(aten.sub.Tensor, apart, log)
+    result = make(aten.add.Tensor, largest, log)
+    return result if _keeps(node) else make(aten.squeeze.dims, result, dims)
 
 
 def _has(node: Node, name: str) -> bool:
@@ -145,65 +142,48 @@ def _keeps(node: Node) -> bool:
     return _has(node, "keepdim") and bool(argument(node, "keepdim"))
 
 
-def _deviation(calls: _Calls, node: Node, dims: list[int], is_std: bool) -> Node:
-    x = calls.wide(node.args[0])
+def _wide(make: Maker, x: Any) -> Node:
+    """Return `x` in float32 at least, as torch computes statistics."""
+    return make.cast(x, torch.promote_types(value(x).dtype, torch.float32))
+
+
+def _deviation(make: Maker, node: Node, dims: list[int], is_std: bool) -> Node:
+    x = _wide(make, node.args[0])
     if _has(node, "correction"):
         given = argument(node, "correction")
         correction = 1 if given is None else given
     else:
         correction = int(argument(node, "unbiased"))
     count = math.prod(shape(x)[dim] for dim in dims)
-    mean = calls.make(aten.mean.dim, x, dims, True)
-    apart = calls.make(aten.sub.Tensor, x, mean)
-    total = calls.make(aten.sum.dim_IntList, calls.make(aten.mul.Tensor, apart, apart), dims, _keeps(node))
-    result = calls.make(aten.div.Tensor, total, max(count - correction, 0))
-    return calls.make(aten.sqrt.default, result) if is_std else result
+    mean = make(aten.mean.dim, x, dims, True)
+    apart = make(aten.sub.Tensor, x, mean)
+    total = make(aten.sum.dim_IntList, make(aten.mul.Tensor, apart, apart), dims, _keeps(node))
+    result = make(aten.div.Tensor, total, max(count - correction, 0))
+    return make(aten.sqrt.default, result) if is_std else result
 
 
-def _norm(calls: _Calls, node: Node, dims: list[int]) -> Node | None:
+def _norm(make: Maker, node: Node, dims: list[int]) -> Node | None:
     """Return a p-norm; None for those of matrices."""
     p = argument(node, NORMS[op_name(node)])
     is_of_matrix = op_name(node) == "aten.linalg_norm" and len(dims) > 1 and p is not None
     p = 2 if p is None else p
     if is_of_matrix or not isinstance(p, (int, float)):
         return None
-    x = calls.wide(node.args[0])
+    x = _wide(make, node.args[0])
     if math.isinf(p):
-        size = calls.make(aten.abs.default, x)
-        return _extreme(calls, size, dims, _keeps(node), is_largest=p > 0)
+        size = make(aten.abs.default, x)
+        return _extreme(make, size, dims, _keeps(node), is_largest=p > 0)
     if p == 0:
-        return calls.make(aten.sum.dim_IntList, calls.make(aten.ne.Scalar, x, 0), dims, _keeps(node))
-    powers = calls.make(aten.mul.Tensor, x, x) if p == 2 else calls.make(aten.abs.default, x)
+        return make(aten.sum.dim_IntList, make(aten.ne.Scalar, x, 0), dims, _keeps(node))
+    powers = make(aten.mul.Tensor, x, x) if p == 2 else make(aten.abs.default, x)
     if p not in (1, 2):
-        powers = calls.make(aten.pow.Tensor_Scalar, powers, p)
-    total = calls.make(aten.sum.dim_IntList, powers, dims, _keeps(node))
+        powers = make(aten.pow.Tensor_Scalar, powers, p)
+    total = make(aten.sum.dim_IntList, powers, dims, _keeps(node))
     if p == 1:
         return total
     if p == 2:
-        return calls.make(aten.sqrt.default, total)
-    return calls.make(aten.pow.Tensor_Scalar, total, 1 / p)
-
-
-class _Calls:
-    """Makes nodes in front of `node`, which come from where it comes from."""
-
-    def __init__(self, graph: Graph, node: Node) -> None:
-        self.graph, self.node = graph, node
-
-    def wide(self, x: Any) -> Node:
-        """Return `x` in float32 at least, as torch computes statistics."""
-        dtype = torch.promote_types(value(x).dtype, torch.float32)
-        return self.make(aten.to.dtype, x, dtype, is_cast=True)
-
-    def make(self, target: Any, *args: Any, is_cast: bool = False) -> Node:
-        if is_cast and value(args[0]).dtype == args[1]:
-            return args[0]  # type: ignore[no-any-return]
-        with self.graph.inserting_before(self.node):
-            made = self.graph.call_function(target, args)
-        with torch.no_grad():
-            made.meta["val"] = target(*map_arg(args, value))
-        set_note(made, replace(note(self.node), extra={}))
-        return made
+        return make(aten.sqrt.default, total)
+    return make(aten.pow.Tensor_Scalar, total, 1 / p)
 
 
 __all__ = ["write_as_sums"]
