@@ -56,10 +56,10 @@ def main(folder: Path) -> None:
     rank, meshes = int(os.environ["RANK"]), MESHES[int(os.environ["WORLD_SIZE"])]
     torch.manual_seed(rank)
     pm, optimizer = running(meshes[0])
-    train(pm, optimizer, 7)
+    train(pm, optimizer, 3)
     pm.save(folder / "saved", optimizer=optimizer)
     noise = float(torch.rand(()))
-    losses = [train(pm, optimizer, 13)]
+    losses = [train(pm, optimizer, 4)]
     own = folder / f"{rank}"
     errors = [refused(lambda: pm.save(own), PlanError)]
     errors.append(refused(lambda: pm.load(folder / "none"), PlanError))
@@ -72,7 +72,7 @@ def main(folder: Path) -> None:
         pm, optimizer = running(mesh)
         pm.load(folder / "saved", optimizer=optimizer)
         assert float(torch.rand(())) == noise
-        losses.append(train(pm, optimizer, 13))
+        losses.append(train(pm, optimizer, 4))
         pm.close()
     if rank == 0:
         print(json.dumps({"losses": losses, "errors": errors}), flush=True)

@@ -33,7 +33,7 @@ def check(found: list[dict[str, Any]]) -> None:
     assert committed
 
 
-@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_save_that_replaces_another_ends_anywhere(tmp_path: Path, step: int) -> None:
     found = rows(tmp_path, step)
     check(found)

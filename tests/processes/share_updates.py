@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def one_device() -> dict[str, Tensor]:
-    model, data = gpt().double(), batch(8)
+    model, data = gpt(2).double(), batch(8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(STEPS):
         model(*data)[-1].backward()
@@ -50,7 +50,7 @@ def one_device() -> dict[str, Tensor]:
 
 def largest_difference(mesh: dict[str, Any], expected: dict[str, Tensor]) -> float:
     data = batch(8)
-    pm = autoptd.parallelize(gpt().double(), **mesh, zero=1, example_inputs=data, timeout=120)
+    pm = autoptd.parallelize(gpt(2).double(), **mesh, zero=1, example_inputs=data, timeout=120)
     others = [name for name in expected if name != CLAMPED and name in {x.name for x in pm.program.params}]
     groups = [{"params": [CLAMPED], "name": "clamped"}, {"params": others, "name": "others"}]
     optimizer = pm.optimizer(torch.optim.AdamW, groups, lr=1e-2)

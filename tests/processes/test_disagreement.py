@@ -19,7 +19,6 @@ COPIES = "RuntimeFault: step 2: copies that must be equal are not"
 OTHER_ROWS = "rank {} got other inputs or targets than rank {} of the same replica"
 # What is said, how it begins first; nothing where nothing is wrong.
 FEW: dict[str, tuple[str, ...]] = {
-    "same_seed t=2 p=2": (),
     "seeded_by_rank t=2 p=2": (
         "RuntimeFault: step 1: ranks 1, 2, 3 got other inputs",
         "than rank 0 of the same replica (tensor 0, 1 of the call differs)",
@@ -31,12 +30,13 @@ FEW: dict[str, tuple[str, ...]] = {
         OTHER_ROWS.format(3, 2),
     ),
     "one_gradient_changed t=2 d=2": (COPIES, "is not the same on ranks 0, 1"),
+}
+MORE: dict[str, tuple[str, ...]] = {
+    "same_seed t=2 p=2": (),
     "computed_wrongly t=2 d=2": (
         "RuntimeFault: pm.check_ranks: the same rows give other bits: ",
         "the output of stage 0 is not the same on ranks 1, 3",
     ),
-}
-MORE: dict[str, tuple[str, ...]] = {
     "sampler_over_all_ranks p=2 d=2": (
         "RuntimeFault: step 1",
         REMEDY,

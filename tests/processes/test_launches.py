@@ -104,15 +104,13 @@ def test_a_default_group_of_the_users() -> None:
     )
 
 
-def test_operations_in_one_order_over_all_communicators() -> None:
+@pytest.mark.parametrize("sizes", [(3, 4, 6), pytest.param((8,), marks=pytest.mark.thorough)], ids=str)
+def test_operations_in_one_order_over_all_communicators(sizes: tuple[int, ...]) -> None:
     """What NCCL asks for, and no Work of synchronous collectives: on the stand-in, which gets stuck otherwise."""
-    run(
-        [
-            launch_of([case for case in MESHES if size_of(case) == size], size, "in_order")
-            for size in (3, 4, 6, 8)
-        ],
-        20.0,
-    )
+    launches = []
+    for size in sizes:
+        launches.append(launch_of([case for case in MESHES if size_of(case) == size], size, "in_order"))
+    run(launches, 20.0)
 
 
 @pytest.fixture

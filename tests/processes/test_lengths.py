@@ -14,15 +14,18 @@ from tests.forks import finish, start
 pytestmark = pytest.mark.processes
 
 
+NO_STEP = "PlanError: pm.step: 5 rows do not divide over d=2, which"
 FEW = {
+    "trains p=2": (),
+    "one_length_differs d=2": ("PlanError: pm.step: rank 1 got idx [4, 6]", "rank 0 idx [4, 8]"),
+    "padded_trains d=2 shapes=bucket": (),
+    "evaluates_the_rest d=2 shapes=None max_programs=None": (NO_STEP,),
+}
+MORE = {
     "trains t=2 p=2": (),
     "one_length_differs p=2 d=2": ("PlanError: pm.step: rank 3 got idx [4, 6]", "rank 0 idx [4, 8]"),
     "padded_trains p=2 d=2 shapes=bucket": (),
-    "evaluates_the_rest p=2 d=2 shapes=None max_programs=None": (
-        "PlanError: pm.step: 5 rows do not divide over d=2, which",
-    ),
-}
-MORE = {
+    "evaluates_the_rest p=2 d=2 shapes=None max_programs=None": (NO_STEP,),
     "one_cannot_compile t=2 p=2": ("RuntimeFault: pm.step with idx [8, 6]", "MemoryError", "(on rank 1)"),
     "too_long t=2 p=2 shapes=bucket": ("PlanError: step: idx has 32 tokens, the largest bucket 8",),
     "trains t=2 d=2 zero=1 sequence_parallel=True": (),
@@ -38,13 +41,11 @@ MORE = {
 
 
 @pytest.mark.parametrize(
-    ("wanted", "arguments"), [(FEW, ()), pytest.param(MORE, ("more",), marks=pytest.mark.thorough)]
+    ("wanted", "ranks"), [(FEW, 2), pytest.param(MORE, 4, marks=pytest.mark.thorough)], ids=["few", "more"]
 )
-def test_batches_of_several_lengths_over_gloo(
-    wanted: dict[str, tuple[str, ...]], arguments: tuple[str, ...]
-) -> None:
-    results = finish(start(Path(__file__).parent / "lengths.py", 4, *arguments), timeout=240)
-    assert [code for code, _, _ in results] == [0] * 4, "\n".join(err[-2000:] for _, _, err in results)
+def test_batches_of_several_lengths_over_gloo(wanted: dict[str, tuple[str, ...]], ranks: int) -> None:
+    results = finish(start(Path(__file__).parent / "lengths.py", ranks), timeout=240)
+    assert [code for code, _, _ in results] == [0] * ranks, "\n".join(err[-2000:] for _, _, err in results)
     told = [json.loads(out.splitlines()[-1]) for _, out, _ in results]
     assert all(one == told[0] for one in told), told  # nobody goes on alone, all say the same
     assert list(told[0]) == list(wanted)
