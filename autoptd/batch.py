@@ -234,26 +234,21 @@ def trace_rows(
 
     With `check`, the trace is compared with the model, if it has values.
     """
+    call = resize(args, kwargs, batch, batch.traced_rows)
+    how = options.loss_fn, autocast_here(model, options)
     with activity(f"tracing {batch.traced_rows} samples"):
         captured = capture_rows(model, options, args, kwargs, batch, narrowing)
     # Parameters on meta have no values to compare.
     if check and tracing.has_values(model):
         with activity("comparing trace and model"):
-            call = resize(args, kwargs, batch, batch.traced_rows)
             compare_rows(model, options, captured, call, batch, (args, kwargs))
     whole = None
     if batch.pieces > 1:
         with activity(f"tracing {batch.whole_rows} samples"), paused_collection():
-            call = resize(args, kwargs, batch, batch.whole_rows)
-            autocast = autocast_here(model, options)
-            whole = tracing.capture_again(captured, model, *call, options.loss_fn, autocast)
-    call = resize(args, kwargs, batch, batch.traced_rows)
-    cast = options.precision, narrowing.cast
-    return Traces(
-        captured,
-        whole,
-        tracing.Traced.of(captured, call, options.loss_fn, autocast_here(model, options), *cast),
-    )
+            larger = resize(args, kwargs, batch, batch.whole_rows)
+            whole = tracing.capture_again(captured, model, *larger, *how)
+    traced = tracing.Traced.of(captured, call, *how, options.precision, narrowing.cast)
+    return Traces(captured, whole, traced)
 
 
 @paused_collection()

@@ -16,7 +16,7 @@ Refused by name: what keeps rows of the batch, which depend on how it is divided
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -173,10 +173,12 @@ def _without_updates(graph: Graph) -> Graph:
     return bare
 
 
-def _ancestors(nodes: list[Node]) -> set[Node]:
+def _ancestors(nodes: list[Node], inner: Collection[Node] | None = None) -> set[Node]:
+    """Return `nodes` and what they are computed of; of what is not `inner`, if that is given, nothing more."""
     found, stack = set(nodes), list(nodes)
     while stack:
-        for arg in stack.pop().all_input_nodes:
+        node = stack.pop()
+        for arg in node.all_input_nodes if inner is None or node in inner else ():
             if arg not in found:
                 found.add(arg)
                 stack.append(arg)
@@ -232,7 +234,8 @@ def _tail(graph: Graph, nodes: list[Node], parts: dict[Node, bool]) -> Updates:
     """Return what is computed of parts and old values: the nodes of it, in a graph of its own."""
     tail, made = Graph(), dict[Node, Node]()
     chain = _chain(graph)
-    wanted = _ancestors_among(nodes, [update.args[1] for update in chain])  # type: ignore[misc]
+    # What is computed elsewhere is a part, which is there already.
+    wanted = _ancestors([update.args[1] for update in chain], set(nodes))  # type: ignore[misc]
 
     def place(node: Node, kind: str, name: str) -> Node:
         made[node] = tail.placeholder(name.replace(".", "_"))
@@ -259,19 +262,6 @@ def _tail(graph: Graph, nodes: list[Node], parts: dict[Node, bool]) -> Updates:
 
 def _reads_batch(node: Node) -> bool:
     return any(note(read).kind == "input" for read in _ancestors([node]))
-
-
-def _ancestors_among(inner: list[Node], wanted: list[Node]) -> set[Node]:
-    """Return `wanted` and what it is computed of, as far as that is computed in the tail."""
-    found, stack, allowed = set(wanted), list(wanted), set(inner)
-    while stack:
-        node = stack.pop()
-        # A part is there already.
-        for arg in node.all_input_nodes if node in allowed else ():
-            if arg not in found:
-                found.add(arg)
-                stack.append(arg)
-    return found
 
 
 def _drop_unread(graph: Graph) -> None:

@@ -23,7 +23,7 @@ from autoptd.compat import tree_map
 from autoptd.errors import AutoptdError
 from autoptd.ir.notes import note, output, placeholders, site
 from autoptd.trace.autocast import Autocast
-from autoptd.trace.capture import Captured, capture_unchecked
+from autoptd.trace.capture import Captured, capture
 from autoptd.trace.differences import Reference
 from autoptd.trace.evaluation import Numbers, number_values
 from autoptd.trace.loss import WithLoss
@@ -80,7 +80,8 @@ class Traced:
         """Trace the model, and name what is computed otherwise; "" where all is the same."""
         try:
             with computing_in(model, self.precision, self.cast):
-                captured = capture_unchecked(model, *self._call_on(model), self.loss_fn, self.autocast)
+                call = self._call_on(model)
+                captured = capture(model, *call, self.loss_fn, self.autocast, is_known=True)
         # What stops a trace now did not then.
         except AutoptdError as error:
             return f"{error.site}: {error.fact}"

@@ -30,89 +30,30 @@ from autoptd.trace.value_stack import NULL, at
 BUILT_IN = (types.BuiltinFunctionType, types.MethodWrapperType)
 DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
 # Of built-in functions those that look at their arguments, and of methods those that read.
-LOOKS = {
-    "len",
-    "isinstance",
-    "issubclass",
-    "getattr",
-    "hasattr",
-    "id",
-    "type",
-    "repr",
-    "str",
-    "callable",
-    "hash",
-}
-LOOKS |= {"iter", "dir", "length_hint", "format", "getrefcount", "is_tracked"}
-READS = {"get", "items", "keys", "values", "copy", "index", "count", "__getitem__", "__contains__", "__len__"}
-READS |= {
-    "qsize",
-    "empty",
-    "full",
-    "getvalue",
-    "tell",
-    "fileno",
-    "readable",
-    "writable",
-    "seekable",
-    "isatty",
-}
-READS |= {
-    "__repr__",
-    "__str__",
-    "__eq__",
-    "__hash__",
-    "__iter__",
-    "tolist",
-    "item",
-    "astype",
-    "__length_hint__",
-}
+LOOKS = set(
+    "len isinstance issubclass getattr hasattr id type repr str callable hash iter dir format".split()
+)
+LOOKS |= {"length_hint", "getrefcount", "is_tracked"}
+READS = set(
+    "get items keys values copy index count qsize empty full getvalue tell fileno tolist item astype".split()
+)
+READS |= set("readable writable seekable isatty __getitem__ __contains__ __len__ __length_hint__".split())
+READS |= set("__repr__ __str__ __eq__ __hash__ __iter__".split())
 SETS = {"setattr", "delattr", "__setattr__", "__delattr__"}
 # Of a descriptor, such as a slot's: it writes to its first argument.
 SETS_OF_SLOTS = {"__set__", "__delete__"}
 # Of the functions of `torch.random` those after which later draws are others.
 SEEDS = {"manual_seed", "manual_seed_all", "seed", "seed_all", "set_state", "set_rng_state"}
 # Of what these hold nothing that a model counts with changes.
-HARMLESS = (
-    "torch",
-    "re",
-    "_sre",
-    "_thread",
-    "builtins",
-    "functools",
-    "types",
-    "weakref",
-    "_weakref",
-    "datetime",
+HARMLESS = set(
+    "torch re _sre _thread builtins functools types weakref _weakref datetime decimal fractions".split()
 )
-HARMLESS += (
-    "decimal",
-    "fractions",
-    "numpy",
-    "operator",
-    "_operator",
-    "_abc",
-    "typing",
-    "_struct",
-    "enum",
-    "string",
+HARMLESS |= set(
+    "numpy operator _operator _abc typing _struct enum string threading contextlib inspect".split()
 )
-HARMLESS += ("threading", "contextlib", "inspect", "logging", "warnings", "time")
+HARMLESS |= {"logging", "warnings", "time"}
 # What writes where no object shows it.
-FILES = {
-    "remove",
-    "rename",
-    "replace",
-    "unlink",
-    "mkdir",
-    "rmdir",
-    "truncate",
-    "write",
-    "putenv",
-    "unsetenv",
-    "setenv",
-}
+FILES = set("remove rename replace unlink mkdir rmdir truncate write putenv unsetenv setenv".split())
 MOST_PARTIALS = 8
 
 

@@ -82,32 +82,12 @@ def capture(
     kwargs: dict[str, Any],
     loss_fn: Callable[..., Any] | None,
     autocast: Autocast = OFF,
+    *,
+    is_known: bool = False,
 ) -> Captured:
     """Trace `model(*args, **kwargs)` down to its scalar loss, under `autocast`; TraceError names the user's own
-    source line.
+    source line. Of a model that `is_known`, as it was traced before, nothing is computed.
     """
-    return _captured(model, args, kwargs, loss_fn, autocast, check_changes)
-
-
-def capture_unchecked(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    loss_fn: Callable[..., Any] | None,
-    autocast: Autocast = OFF,
-) -> Captured:
-    """Trace a model that `capture` has traced before; nothing is computed."""
-    return _captured(model, args, kwargs, loss_fn, autocast, lambda *_: None)
-
-
-def _captured(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    loss_fn: Callable[..., Any] | None,
-    autocast: Autocast,
-    check: Callable[[Watched, tuple[Any, ...], dict[str, Any]], None],
-) -> Captured:
     check_model(model)
     check_loss_fn(loss_fn)
     leaves, tree = tree_flatten((args, kwargs))
@@ -121,8 +101,9 @@ def _captured(
     assert exported is not None
     checks.warn()
     # After the trace: `Watched` has put the model back, and this calls it again where something changed.
-    with autocast.ambient():
-        check(wrapper, args, kwargs)
+    if not is_known:
+        with autocast.ambient():
+            check_changes(wrapper, args, kwargs)
     aliases = tied_names(model)
     first_name = {name: names[0] for names in aliases.values() for name in names}
     graph, inputs, buffers = read_graph(

@@ -108,14 +108,8 @@ def line_of(frame: types.FrameType) -> str:
 
 
 def users_line() -> str:
-    """Return `file.py:41` of the innermost running line that is neither torch's nor AutoPTD's."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if "/torch/" not in file and "/autoptd/" not in file and not file.startswith("<"):
-            return f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "the forward"
+    """Return `file.py:41` of the innermost running line of the user's."""
+    return line_of(sys._getframe(1))
 
 
 __all__ = [
