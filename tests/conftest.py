@@ -43,7 +43,7 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark most of many cases as thorough: the first stays, and those that a hash of their names draws, the same each time.
 
-    Not every n-th: of models times meshes that could be all models on the same mesh.
+    Not every n-th: of models times meshes that could be all models on the same mesh. Whatever order they are collected in.
     """
     of_one: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
@@ -53,9 +53,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             and not item.get_closest_marker("thorough")
         ):
             of_one.setdefault((item.path, item.originalname), []).append(item)
-    for (path, _), (first, *others) in of_one.items():
-        for case in others:
-            if zlib.crc32(case.name.encode()) % one_in(first, path):
+    for (path, _), cases in of_one.items():
+        first = min(cases, key=lambda case: sum(case.callspec.indices.values()))
+        for case in cases:
+            if case is not first and zlib.crc32(case.name.encode()) % one_in(first, path):
                 case.add_marker("thorough")
 
 
