@@ -6,6 +6,9 @@ means (SyncBatchNorm). In eval mode, batch norm computes entry by entry and stay
 
     mean = x.mean([0, 2, 3], keepdim=True)
     y = (x - mean) * (centered.square().mean(...) + eps).rsqrt() * weight + bias
+
+With `momentum=None` the statistics are averages over all steps. The module reads its counter as a Python number for that, which
+no trace can follow: while it is traced, its momentum is a mark, in whose place the rewriting computes 1 / counter.
 """
 
 from __future__ import annotations
@@ -14,14 +17,27 @@ import math
 from typing import Any
 
 import torch
+from torch import nn
 from torch.fx import Graph, Node
 
-from autoptd.ir.notes import BATCH_NORM, LAST_OF_NORM, note, shape, value
+from autoptd.errors import TraceError
+from autoptd.ir.notes import BATCH_NORM, LAST_OF_NORM, note, op_name, shape, site, value
 from autoptd.ir.operators.record import argument
 from autoptd.trace.new_nodes import Maker
 
 aten = torch.ops.aten
 HALVES = (torch.float16, torch.bfloat16)
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+# What nobody would ask for as a momentum.
+CUMULATIVE = -1.25e300
+COUNTER = "num_batches_tracked"
+
+
+def mark_cumulative(model: nn.Module) -> None:
+    """Give the batch norms whose statistics are averages over all steps a momentum that says so."""
+    for module in model.modules():
+        if isinstance(module, NORMS) and module.momentum is None and module.training:
+            module.momentum = CUMULATIVE
 
 
 def rewrite_batch_norms(graph: Graph) -> None:
@@ -55,13 +71,34 @@ def _rewrite(graph: Graph, node: Node) -> None:
     note(result).extra[LAST_OF_NORM] = True
     node.replace_all_uses_with(result)
     count = math.prod(shape(x)[dim] for dim in dims)
-    _follow(follow, mean, own_mean, argument(node, "momentum"), 1.0)
+    momentum = argument(node, "momentum")
+    if momentum == CUMULATIVE and isinstance(mean, Node):
+        momentum = _share_of_step(follow, node)
+    _follow(follow, mean, own_mean, momentum, 1.0)
     # The variance that is kept is that of a sample.
-    _follow(follow, var, own_var, argument(node, "momentum"), count / max(count - 1, 1))
+    _follow(follow, var, own_var, momentum, count / max(count - 1, 1))
     graph.erase_node(node)
 
 
-def _follow(make: Maker, kept: Any, own: Node, momentum: float, factor: float) -> None:
+def _share_of_step(make: Maker, node: Node) -> Node:
+    """1 / (the steps so far), which the module has counted just before its norm."""
+    counted = node.prev
+    while counted.op != "root" and not _is_count(counted):
+        counted = counted.prev
+    if counted.op == "root":
+        fact = "a batch norm with momentum=None that does not count its batches"
+        raise TraceError(site(node), fact, "a momentum")
+    return make(aten.reciprocal.default, make.cast(counted, torch.float64))
+
+
+def _is_count(node: Node) -> bool:
+    first: Any = node
+    while op_name(first) in ("aten.add", "aten.add_"):
+        first = first.args[0]
+    return first is not node and note(first).name.endswith(COUNTER)
+
+
+def _follow(make: Maker, kept: Any, own: Node, momentum: float | Node, factor: float) -> None:
     """Move a running statistic towards that of the batch."""
     if not isinstance(kept, Node):
         return
@@ -69,8 +106,9 @@ def _follow(make: Maker, kept: Any, own: Node, momentum: float, factor: float) -
     own = make.cast(own, value(kept).dtype)
     if factor != 1:
         own = make(aten.mul.Tensor, own, factor)
-    old = make(aten.mul.Tensor, kept, 1 - momentum)
+    rest = make(aten.rsub.Scalar, momentum, 1) if isinstance(momentum, Node) else 1 - momentum
+    old = make(aten.mul.Tensor, kept, rest)
     make(aten.copy_.default, kept, make(aten.add.Tensor, old, make(aten.mul.Tensor, own, momentum)))
 
 
-__all__ = ["rewrite_batch_norms"]
+__all__ = ["mark_cumulative", "rewrite_batch_norms"]

@@ -33,6 +33,7 @@ from autoptd.ir.names import USED, identifier
 from autoptd.ir.notes import copy_graph, note, op_name, ops, placeholders, site
 from autoptd.trace.attributes import own_containers
 from autoptd.trace.autocast import OFF, Autocast, Casting, cast_once
+from autoptd.trace.batch_norms import mark_cumulative
 from autoptd.trace.branches import Checks
 from autoptd.trace.dependence import mark_dependence
 from autoptd.trace.faithful import check_loss_fn, check_model
@@ -281,6 +282,8 @@ def _export(
             met = around.enter_context(watch_tracing(wrapper.model, whole))
             around.enter_context(casting.autocast.ambient())
             around.enter_context(own_containers(wrapper))
+            # Attributes are put back by `own_containers`.
+            mark_cumulative(wrapper)
             around.enter_context(torch.enable_grad())
             around.enter_context(light_export(UserFrames(), run))
             around.enter_context(traced_through(casting.call))

@@ -103,6 +103,17 @@ class Norm(Updating):
         return F.cross_entropy(self.last(self.down(self.update(self.mid(torch.relu(self.up(x)))))), y)
 
 
+class CumulativeNorm(Norm):
+    """Batch norms whose statistics are averages over all steps, one of them called twice."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.norm.momentum = self.last.momentum = None
+
+    def update(self, h: Tensor) -> Tensor:
+        return self.norm(h.sin() + self.norm(h))
+
+
 class Images(Updating):
     """Convolutions with BatchNorm2d."""
 
@@ -115,7 +126,7 @@ class Images(Updating):
 
 
 BY_SUMS = (Counter, WeightNorm, Spectral, Statistics, Router, LossAverage)
-NORMS = (Norm, Images)
+NORMS = (Norm, CumulativeNorm, Images)
 
 
 def batches(count: int, rows: int = 8) -> list[tuple[Tensor, Tensor]]:
