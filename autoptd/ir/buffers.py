@@ -61,6 +61,10 @@ class SharedBuffers:
     twins: tuple[tuple[str, ...], ...] = ()
     overlaps: Mapping[str, str] = field(default_factory=dict)
 
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """Return all names of a buffer."""
+        return next((names for names in self.twins if name in names), (name,))
+
     def complete(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the values under all names of their buffers; of several for one, the last stays, as in
         torch.

@@ -63,10 +63,11 @@ class ModelBuffers:
     def follow(self, ranks: RunningRanks) -> None:
         """Hold the tensors that the ranks update, of the buffers that a forward updates."""
         for executor in ranks.here[0].executors:
-            for name in executor.program.updated:
-                if name in self.values:
-                    self.values[name] = executor.buffers[name]
-                    self.updated.add(name)
+            for first in executor.program.updated:
+                for name in self.shared.names_of(first):
+                    if name in self.values:
+                        self.values[name] = executor.buffers[first]
+                        self.updated.add(name)
 
     def saved(self) -> dict[str, torch.Tensor]:
         """Return the values for a checkpoint, which may be written while the next step updates them."""

@@ -42,7 +42,7 @@ from autoptd.trace.normalize import normalize
 from autoptd.trace.read import VALUE_REMEDY, check_kept, read_graph
 from autoptd.trace.reads import Reads
 from autoptd.trace.retrace import IGNORED, NO_GRAD, REGION_RESULT, Differs, Followed, Follower, Raw
-from autoptd.trace.storage import tied_names
+from autoptd.trace.storage import first_names, tied_names
 from autoptd.trace.updates import check_updates
 from autoptd.trace.user_frames import UserFrames
 from autoptd.trace.watch import Operands, checkpoint_sites, watch_tracing
@@ -106,7 +106,8 @@ def capture(
         with autocast.ambient():
             check_changes(wrapper, args, kwargs)
     aliases = tied_names(model)
-    first_name = {name: names[0] for names in aliases.values() for name in names}
+    tied = {name: names[0] for names in aliases.values() for name in names}
+    first_name = tied | first_names(wrapper)
     graph, inputs, buffers = read_graph(
         exported, wrapper, first_name, leaves, input_names(model, args, kwargs)
     )
@@ -114,8 +115,8 @@ def capture(
     # `normalize` drops and rewrites operators that a second run of the forward will call.
     read = copy_graph(graph)
     raw = Raw(read, _given(read, wrapper, first_name, inputs, len(leaves)))
-    _finish(graph, model, autocast)
-    persistent = frozenset(model.state_dict(keep_vars=True)) - set(first_name)
+    _finish(graph, wrapper, autocast)
+    persistent = frozenset(model.state_dict(keep_vars=True)) - set(tied)
     constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
     every = dict(model.named_parameters(remove_duplicate=False))
     parameters = {name: every[name] for name in aliases}
@@ -162,7 +163,7 @@ def capture_again(
     for node in placeholders(graph, "buffer"):
         if "constant" in note(node).extra:
             check_kept(note(node).extra["constant"], wrapper)
-    _finish(graph, model, autocast)
+    _finish(graph, wrapper, autocast)
     return graph
 
 
@@ -192,7 +193,8 @@ def _given(
     for name, _ in wrapper.named_parameters(remove_duplicate=False):
         given.append(named.get(("param", first_name[name.removeprefix("model.")])))
     for name, _ in wrapper.named_buffers(remove_duplicate=False):
-        given.append(named.get(("buffer", name.removeprefix("model."))))
+        name = name.removeprefix("model.")
+        given.append(named.get(("buffer", first_name.get(name, name))))
     name_of = {leaf: name for name, leaf in inputs}
     given += [named.get(("input", name_of.get(leaf, ""))) for leaf in range(leaves)]
     return tuple(given)
@@ -218,14 +220,14 @@ def check_grad_modes(graph: Graph, casting: Casting) -> None:
             )
 
 
-def _finish(graph: Graph, model: nn.Module, autocast: Autocast) -> None:
+def _finish(graph: Graph, wrapper: Watched, autocast: Autocast) -> None:
     """Bring a graph as it was read into the form TRACED."""
     with on_cpu():
         normalize(graph)
         if autocast.dtype is not None:
             cast_once(graph, autocast.dtype)
-        mark_dependence(graph, dict(model.named_parameters()))
-    check_updates(graph, model)
+        mark_dependence(graph, dict(wrapper.model.named_parameters()))
+    check_updates(graph, wrapper.model, wrapper.seen.assigned.keys())
 
 
 def input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:

@@ -40,8 +40,8 @@ TOLERANCES = {torch.float64: (1e-9, 1e-3), torch.float32: (1e-5, 1e-1)}
 TOLERANCE_OF_HALF = (2.0**-7, 1.0)
 # Attention that drops probabilities is written out, and rounds in other places than the model's.
 TOLERANCE_OF_HALF_DROPOUT = (2.0**-6, 1.0)
-# Batch norm is written out: in float32 it adds in another order than torch's operator, and subtracts what is almost equal.
-TOLERANCE_OF_NORMS = (1e-3, 1e-1)
+# Batch norm is written out: it adds in another order than torch's operator, and subtracts what is almost equal.
+TOLERANCES_OF_NORMS = {torch.float64: (1e-7, 1e-1), torch.float32: (1e-3, 1e-1)}
 # Rows of experts are added in another order than the model's, and every sum is rounded.
 TOLERANCE_OF_HALF_EXPERTS = (2.0**-5, 1.0)
 # Both cast alike, and mostly agree to the bit: rounding is allowed for, small gradients are looked at.
@@ -169,9 +169,8 @@ def _tolerance(graph: Graph) -> tuple[float, float]:
     of_half = TOLERANCE_OF_HALF_DROPOUT if any(map(is_draw, ops(graph))) else TOLERANCE_OF_HALF
     if any(op_name(node) in (EXPERTS, "autoptd.grouped_mm") for node in ops(graph)):
         of_half = TOLERANCE_OF_HALF_EXPERTS
-    if narrowest == torch.float32 and any(BATCH_NORM in note(node).extra for node in ops(graph)):
-        return TOLERANCE_OF_NORMS
-    return TOLERANCES.get(narrowest, of_half)
+    has_norm = any(BATCH_NORM in note(node).extra for node in ops(graph))
+    return (TOLERANCES_OF_NORMS if has_norm else TOLERANCES).get(narrowest, of_half)
 
 
 def run_graph(

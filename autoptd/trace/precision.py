@@ -219,11 +219,13 @@ def _dtypes(nodes: Collection[Node]) -> set[torch.dtype]:
 
 
 class _Cast:
-    """Casts tensors storage by storage, so that what was one memory before is one after it."""
+    """Casts tensors storage by storage, so that what was one memory, or one tensor, before is one after it."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.storages: dict[int, torch.Tensor] = {}
+        # With the tensor that each was made of, whose id nothing else then has.
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not self.changes(x):
@@ -233,7 +235,8 @@ class _Cast:
             count = storage.nbytes() // x.element_size()
             self.storages[storage._cdata] = x.detach().as_strided((count,), (1,), 0).to(self.dtype)
         whole = self.storages[storage._cdata]
-        return whole.as_strided(x.size(), x.stride(), x.storage_offset())
+        made = whole.as_strided(x.size(), x.stride(), x.storage_offset())
+        return self._made.setdefault(id(x), (x, made))[1]
 
     def changes(self, x: torch.Tensor) -> bool:
         """Tell whether a tensor has another dtype afterwards."""

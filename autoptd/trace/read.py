@@ -62,12 +62,13 @@ def read_graph(
         # A reader of a region that was inlined is mapped already.
         if node in mapping:
             continue
-        # Tied names are placeholders of their own in torch.export's graph, and one in ours.
+        # Several names of one tensor are placeholders of their own in torch.export's graph, and one in ours.
         if node.op == "placeholder" and node.name in parameters:
             name = first_name[parameters[node.name].removeprefix("model.")]
             mapping[node] = seen[name] = seen.get(name) or _placeholder(graph, node, "param", name)
         elif node.op == "placeholder" and node.name in constants:
             name = constants[node.name].removeprefix("model.")
+            name = first_name.get(name, name)
             mapping[node] = seen[name] = seen.get(name) or _placeholder(graph, node, "buffer", name)
             buffers[name] = stored[constants[node.name]].detach()
             check_kept(buffers[name], wrapper)

@@ -157,6 +157,16 @@ def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {names[0]: tuple(names) for names in groups.values()}
 
 
+def first_names(wrapper: nn.Module) -> dict[str, str]:
+    """Map every name of a buffer to its first one: one tensor is one buffer. `wrapper` has the model as `model`."""
+    firsts: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for name, buffer in wrapper.named_buffers(remove_duplicate=False):
+        name = name.removeprefix("model.")
+        found[name] = firsts.setdefault(id(buffer), name)
+    return found
+
+
 def _extents(named: Iterator[tuple[str, Tensor]]) -> Iterator[Extent]:
     for name, tensor in named:
         if not is_lazy(tensor) and tensor.layout == torch.strided and tensor.numel():

@@ -7,7 +7,7 @@ In: a TRACED graph. Out: what each buffer holds after the call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 from torch import nn
 from torch.fx import Graph, Node
@@ -17,6 +17,9 @@ from autoptd.ir.notes import op_name, ops, site
 from autoptd.ir.updates import UPDATE
 from autoptd.trace.storage import shared_buffers
 
+IN_MODEL = "a loss that is a part of the model, whose forward then returns it"
+IN_PLACE = "buffers of their own (.clone()), or one tensor under both names that is changed in place: self.count += 1"
+
 
 def updated_buffers(graph: Graph) -> Iterator[tuple[str, Node]]:
     """Return (name, new value) of every buffer that the forward updates."""
@@ -25,19 +28,34 @@ def updated_buffers(graph: Graph) -> Iterator[tuple[str, Node]]:
             yield node.args[2], node.args[1]  # type: ignore[misc]
 
 
-def check_updates(graph: Graph, model: nn.Module) -> None:
-    """Raise PlanError for an update of a buffer that shares its memory: the other one would not follow."""
+def check_updates(graph: Graph, model: nn.Module, assigned: Set[str]) -> None:
+    """Raise PlanError for an update of a buffer that no state dict would have, or that another one shares and would not follow.
+
+    Names of one tensor are one buffer (`first_names`) and follow, unless another tensor is `assigned` to one of them.
+    """
     updates = dict(updated_buffers(graph))
-    shared = shared_buffers(model) if updates else None
+    if not updates:
+        return
+    own, shared = dict(model.named_buffers(remove_duplicate=False)), shared_buffers(model)
     for name, new in updates.items():
-        assert shared is not None
-        others = [other for names in shared.twins if name in names for other in names if other != name]
+        if lost := [of_loss for of_loss in (name, *assigned) if of_loss not in own]:
+            fact = f"buffer {lost[0]} is updated by the forward, and neither state dict nor checkpoint has it"
+            raise PlanError(site(new), fact, IN_MODEL)
+        names = shared.names_of(name)
+        others = [twin for twin in names if own[twin] is not own[name]]
+        # A module that is registered twice has each of its buffers once.
+        if len({_place(model, twin) for twin in names}) > 1 and not assigned.isdisjoint(names):
+            others += [twin for twin in names if twin != name]
         if name in shared.overlaps:
             others.append(shared.overlaps[name])
         if others:
             fact = f"buffer {name} is updated by the forward, and shares its memory with {others[0]}"
-            remedy = "one name for it (a module that is registered twice has two), or buffers of their own: .clone()"
-            raise PlanError(site(new), fact, remedy)
+            raise PlanError(site(new), fact, IN_PLACE)
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, attribute = name.rpartition(".")
+    return model.get_submodule(path), attribute
 
 
 __all__ = ["check_updates", "updated_buffers"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations import Mutation
 
-PARITY = "tests/parity/test_buffers.py"
+PARITY, NAMES = "tests/parity/test_buffers.py", "tests/parity/test_buffer_names.py"
 MUTATIONS = (
     Mutation(
         "autoptd/program/prints.py",
@@ -41,5 +41,37 @@ MUTATIONS = (
         "return ours, theirs, tail if ctx.traces_all else of_all",
         "return ours, theirs, tail",
         f"{PARITY}::test_numbers_of_rows_are_those_of_the_batch",
+    ),
+    Mutation(
+        "autoptd/trace/batch_norms.py",
+        "make(aten.rsub.Scalar, momentum, 1) if",
+        "make(aten.rsub.Scalar, momentum, 2) if",
+        f"{PARITY}::test_statistics_are_averages_over_all_steps",
+    ),
+    Mutation(
+        "autoptd/trace/read.py",
+        "            name = first_name.get(name, name)\n",
+        "",
+        NAMES,
+    ),
+    Mutation("autoptd/runtime/model_buffers.py", "self.shared.names_of(first)", "(first,)", NAMES),
+    Mutation("autoptd/trace/precision.py", "self._made.setdefault(id(x), (x, made))[1]", "made", NAMES),
+    Mutation(
+        "autoptd/trace/updates.py",
+        "and not assigned.isdisjoint(names)",
+        "and False",
+        f"{NAMES}::test_what_would_not_follow_is_refused",
+    ),
+    Mutation(
+        "autoptd/trace/updates.py",
+        "len({_place(model, twin) for twin in names}) > 1 and",
+        "True and",
+        f"{NAMES}::test_all_names_follow",
+    ),
+    Mutation(
+        "autoptd/trace/updates.py",
+        "if of_loss not in own",
+        "if False",
+        f"{NAMES}::test_state_of_a_loss_that_nobody_saves_is_refused",
     ),
 )

@@ -22,6 +22,7 @@ from tests.parity.buffers import (
     BY_SUMS,
     NORMS,
     Counter,
+    CumulativeNorm,
     Norm,
     Router,
     Statistics,
@@ -93,6 +94,23 @@ def test_updates_are_those_of_one_device(kind: type[Updating], options: dict[str
     both.step(second)
     both.evaluate(third)
     both.pm.close()
+
+
+def test_statistics_are_averages_over_all_steps(tmp_path: Path) -> None:
+    """Of batch norms with momentum=None, one of which counts twice a step; also where a run goes on."""
+    first, second, third = batches(3)
+    both = Both(make(CumulativeNorm), first, d=2)
+    both.step(first)
+    both.evaluate(third)
+    both.step(second)
+    both.pm.save(tmp_path / "saved", both.ours)
+    other = Both(make(CumulativeNorm), first, num_microbatches=1)
+    other.pm.load(tmp_path / "saved", other.ours)
+    other.plain, other.theirs = both.plain, both.theirs
+    other.step(third)
+    assert int(other.pm.state_dict()["norm.num_batches_tracked"]) == 6
+    both.pm.close()
+    other.pm.close()
 
 
 @pytest.mark.parametrize("options", ONE_BATCH, ids=str)
@@ -317,15 +335,6 @@ def test_in_one_microbatch_it_is_not(kind: type[Updating]) -> None:
     both.step(first)
     both.step(second)
     both.pm.close()
-
-
-def test_buffers_that_share_their_memory_are_refused() -> None:
-    model = make(Counter)
-    model.register_buffer("other", model.steps)
-    with pytest.raises(
-        PlanError, match="buffer other is updated by the forward, and shares its memory with steps"
-    ):
-        autoptd.compile(model, d=2, example_inputs=batches(1)[0])
 
 
 def test_padding_would_count() -> None:
