@@ -139,7 +139,7 @@ class Named(Net):
 
 @pytest.mark.parametrize("counter", COUNTERS, ids=lambda one: one.__name__)
 def test_a_count_outside_of_the_modules_is_refused(counter: Callable[..., int]) -> None:
-    with pytest.raises(TraceError, match="is (changed|taken from) by the forward"):
+    with pytest.raises(TraceError, match=r"is (changed|taken from) by the forward"):
         autoptd.parallelize(Net(counter, True), num_microbatches=2, backend="local", example_inputs=(X, Y))
 
 
