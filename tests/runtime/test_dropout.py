@@ -45,7 +45,6 @@ def run(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, steps: int = 1,
         record(x, *how, **where)
         return bias_dropout_add(x, bias, residual, *how, backend=backend, **where)
 
-    pm = autoptd.parallelize(model, backend="local", example_inputs=batch(), **keywords)
     monkeypatch.setattr(rt, "dropout", record)
     monkeypatch.setattr(fused, "bias_dropout_add", record_fused)
     pm = autoptd.parallelize(model, backend="local", example_inputs=batch(), **keywords)
