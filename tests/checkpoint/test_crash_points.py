@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +10,14 @@ import pytest
 
 from autoptd.runtime.checkpoint import commit
 from tests.checkpoint.crash_points import Operation, operations, save, saves
+from tests.forks import finish, start
 
 
 def rows(folder: Path, step: int, *more: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "tests.checkpoint.crash_points", str(folder), str(step), *more]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    script = Path(__file__).parent / "crash_points.py"
+    ((code, out, err),) = finish(start(script, 1, str(folder), str(step), *more), timeout=600)
+    assert code == 0, err[-3000:]
+    found: list[dict[str, Any]] = json.loads(out.splitlines()[-1])
     return found
 
 

@@ -6,9 +6,6 @@ order on every tensor rank.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.ir import machine
+from tests.forks import finish, start
 
 ROOT = Path(__file__).parents[2]
 VOCAB, LENGTH, WIDTH = 32, 8, 16
@@ -119,11 +117,9 @@ def test_parity(kind: str, mesh: dict[str, Any]) -> None:
 @pytest.mark.processes
 def test_parity_over_gloo() -> None:
     """Which ends a process whose peers make their calls in another order."""
-    command = [sys.executable, "-m", "tests.processes.shared_blocks"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    losses = [float(one) for one in done.stdout.split()]
+    ((code, out, err),) = finish(start(ROOT / "tests/processes/shared_blocks.py", 1), timeout=240)
+    assert code == 0, err[-3000:]
+    losses = [float(one) for one in out.split()]
     assert len(losses) == 4 and max(losses) < 1e-9
 
 

@@ -183,6 +183,7 @@ def test_a_learned_bias_is_not_split_by_heads() -> None:
         autoptd.compile(biased(), c=2, context="ulysses", example_inputs=(IDS, TARGETS))
 
 
+@pytest.mark.one_in(96)
 @pytest.mark.parametrize("mesh", [{"c": 3}, {"c": 3, "t": 2, "sequence_parallel": True}], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_three_ranks(kind: str, mesh: dict[str, Any]) -> None:

@@ -124,7 +124,7 @@ def test_a_model_in_bfloat16_is_not_refused(family: str, rows: int) -> None:
     autoptd.compile(model.bfloat16(), t=2, example_inputs=found, num_microbatches=1, machine=MACHINE)
 
 
-@pytest.mark.one_in(24)
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_goes_on_at_another_mesh(family: str, tmp_path: Path) -> None:
     mesh, other = {"t": 2, "d": 2, "zero": 1}, {"t": 2, "p": 2, "num_microbatches": 2}
@@ -213,7 +213,7 @@ def with_four_experts(family: str) -> nn.Module:
     return model
 
 
-@pytest.mark.one_in(24)
+@pytest.mark.one_in(96)
 @pytest.mark.parametrize(
     ("family", "mesh"),
     CELLS,

@@ -39,13 +39,14 @@ def test_gpt(mesh: dict[str, Any]) -> None:
     autoptd.verify(gpt(), **mesh, context="all_gather", example_inputs=(IDS, uneven(TARGETS)), steps=2)
 
 
-@pytest.mark.one_in(24)
+@pytest.mark.one_in(96)
 @pytest.mark.parametrize(("name", "mesh"), CASES, ids=map(str, CASES))
 def test_models(name: str, mesh: dict[str, Any]) -> None:
     make, labels, _ = MODELS[name]
     autoptd.verify(make(), **mesh, context="all_gather", example_inputs=(IDS, labels), steps=2)
 
 
+@pytest.mark.one_in(96)
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_need_not_divide(kind: str) -> None:
     """Three ranks, and six, three or two heads; of a source of four tokens they take none."""
