@@ -232,22 +232,8 @@ def _step_collectives(
         for plan in plans:
             calls += _bucket_sums(plan, rank, ranks, mesh)
     # Not over the others: tensor ranks all have the whole loss.
-    for axis in mesh.loss_axes:
-        call = Collective(
-            site="loss",
-            stage=options.num_stages - 1,
-            conversion="loss sum",
-            axis=axis,
-            forward="all-reduce",
-            backward="none",
-            # One float64.
-            payload_bytes=8,
-            group_size=mesh.degree(axis),
-            why="every rank returns the loss of the global batch, summed in float64",
-            scope="step",
-            pp_ranks=tuple(range(mesh.pipeline_ranks)),
-        )
-        calls.append(call)
+    why = "every rank returns the loss of the global batch, summed in float64"
+    calls += _sums_of_all("loss", "loss sum", 1, why, options, mesh.loss_axes)
     return [call for call in calls if call.group_size > 1]
 
 
@@ -285,49 +271,48 @@ def _batch_sums(graph: Graph, stage: int, rank: int, mesh: Mesh) -> list[Collect
 
 def _update_sums(parts: Sequence[UpdatePart], options: Options) -> list[Collective]:
     """Return the sum of what microbatches leave for the updates of buffers, which every rank makes."""
+    if not parts:
+        return []
     mesh, count = options.mesh, sum(math.prod(part.shape) for part in parts)
-    calls = []
-    for axis in (*mesh.batch_axes, *mesh.stage_axes) if parts else ():
-        call = Collective(
-            site=UPDATE_SITE,
-            stage=options.num_stages - 1,
-            conversion="buffer updates",
-            axis=axis,
-            forward="all-reduce",
-            backward="none",
-            # A float64 each.
-            payload_bytes=8 * count,
-            group_size=mesh.degree(axis),
-            why="what the updates of buffers are computed of, from the loss stage to every rank, summed over the batch",
-            scope="step",
-            pp_ranks=tuple(range(mesh.pipeline_ranks)),
-        )
-        calls.append(call)
+    why = "what the updates of buffers are computed of, from the loss stage to every rank, summed over the batch"
+    axes = (*mesh.batch_axes, *mesh.stage_axes)
+    calls = _sums_of_all(UPDATE_SITE, "buffer updates", count, why, options, axes)
     return [call for call in calls if call.group_size > 1]
+
+
+def _sums_of_all(
+    site: str, what: str, count: int, why: str, options: Options, axes: Sequence[str]
+) -> list[Collective]:
+    """Return the sum of `count` numbers along some axes, of the last stage's, which every rank makes."""
+    mesh = options.mesh
+    ranks = tuple(range(mesh.pipeline_ranks))
+    return [_sum(site, what, count, why, options.num_stages - 1, ranks, axis, mesh) for axis in axes]
 
 
 def _known_before(
     site: str, what: str, count: int, why: str, stage: int, rank: int, mesh: Mesh
 ) -> list[Collective]:
     """Return the sum of `count` numbers over all replicas, before the first forward of a step."""
-    calls = []
-    for axis in mesh.batch_axes:
-        call = Collective(
-            site=site,
-            stage=stage,
-            conversion=what,
-            axis=axis,
-            forward="all-reduce",
-            backward="none",
-            # An int64 or float64 each.
-            payload_bytes=8 * count,
-            group_size=mesh.degree(axis),
-            why=why,
-            scope="step",
-            pp_ranks=(rank,),
-        )
-        calls.append(call)
-    return calls
+    return [_sum(site, what, count, why, stage, (rank,), axis, mesh) for axis in mesh.batch_axes]
+
+
+def _sum(
+    site: str, what: str, count: int, why: str, stage: int, pp_ranks: tuple[int, ...], axis: str, mesh: Mesh
+) -> Collective:
+    return Collective(
+        site=site,
+        stage=stage,
+        conversion=what,
+        axis=axis,
+        forward="all-reduce",
+        backward="none",
+        # An int64 or float64 each.
+        payload_bytes=8 * count,
+        group_size=mesh.degree(axis),
+        why=why,
+        scope="step",
+        pp_ranks=pp_ranks,
+    )
 
 
 def _bucket_sums(plan: BucketPlan, rank: int, ranks: Sequence[int], mesh: Mesh) -> list[Collective]:

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from autoptd.errors import InternalError
 from autoptd.program.program import Program
 from autoptd.runtime.emitted import execute
 from autoptd.runtime.namespace import make_namespace
@@ -73,10 +72,7 @@ class BufferUpdates:
 
 def load_updates(program: Program, filename: str) -> type[BufferUpdates]:
     """Return the class that a program's `updates.py` defines; `filename` is what tracebacks call it."""
-    module = execute(program.sources[UPDATES], filename)
-    found = module.__dict__.get("Updates")
-    if not (isinstance(found, type) and issubclass(found, BufferUpdates)):
-        raise InternalError(filename, "defines no class Updates")
+    _, found = execute(program.sources[UPDATES], filename, BufferUpdates)
     return found
 
 

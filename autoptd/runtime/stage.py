@@ -13,7 +13,6 @@ holds this rank's weights under the model's own names.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -163,7 +162,7 @@ Methods = Mapping[str, Callable[..., Any]]
 
 def load_layers(source: str, filename: str, *, compiled: bool = False) -> Methods:
     """Return the methods that `layers.py` has for all stages; `filename` and `compiled` are those of `load_stage`."""
-    module, own = _execute(source, filename)
+    module, own = execute(source, filename, Stage)
     # Per class, before its first call: torch.compile is lazy, nothing is compiled here.
     if compiled:
         compile_layers(own, module)
@@ -178,7 +177,7 @@ def load_stage(
     `compiled`: its own layers by torch's compiler (`inductor.py`). Tracebacks and pdb show its lines: from disk if
     `filename` is a file, else from an entry in linecache.
     """
-    module, own = _execute(source, filename)
+    module, own = execute(source, filename, Stage)
     if not own.__name__.removeprefix("Stage").isdigit():
         raise InternalError(filename, f"defines {own.__name__!r} where one class Stage<i> is expected")
     if compiled:
@@ -194,14 +193,3 @@ def give_layers(stage: type[Stage], layers: Methods) -> None:
         raise InternalError(stage.__name__, f"calls methods of {stage.layers}, which was not loaded")
     for name, method in layers.items():
         setattr(stage, name, method)
-
-
-def _execute(source: str, filename: str) -> tuple[types.ModuleType, type[Stage]]:
-    """Execute an emitted file; return its module, and the one class that it defines."""
-    module = execute(source, filename)
-    every = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Stage)]
-    own = [value for value in every if value is not Stage]
-    if len(own) != 1:
-        names = [value.__name__ for value in own]
-        raise InternalError(filename, f"defines {names} where one class Stage<i> or Layers is expected")
-    return module, own[0]
