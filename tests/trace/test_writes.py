@@ -269,7 +269,7 @@ WRITES: dict[str, Callable[[], Any]] = {
     "numpy, out=": lambda: np.add(BOX, 1, out=BOX),
     "numpy over a tensor": lambda: in_place(OVER_A_TENSOR, 1),
     "numpy, a method": lambda: BOX.fill(BOX[0] + 1),
-    "numpy, an attribute": lambda: BOX.flat.__setitem__(0, 3),
+    "numpy, an attribute": lambda: BOX.flat.__setitem__(0, BOX[0] + 1),
     "numpy, at": lambda: np.add.at(BOX, 0, 1),
     "an array": lambda: PACKED.append(1),
     "an array's item": lambda: operator.setitem(PACKED, 0, PACKED[0] + 1),
