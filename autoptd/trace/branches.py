@@ -26,6 +26,7 @@ from torch import Tensor
 
 from autoptd.compat import FakeTensor
 from autoptd.errors import TraceError
+from autoptd.trace.sizes import Sizes
 from autoptd.trace.users import line_of
 
 DRAWN = {torch.rand, torch.rand_like}
@@ -35,11 +36,15 @@ Place = tuple[types.CodeType, int]
 
 
 class Checks:
-    """The checks of a model: `passed` are known to end the call; one that is `tried` has raised in the running trace."""
+    """The checks of a model: `passed` are known to end the call; one that is `tried` has raised in the running trace.
+
+    `sizes` are those that depend on values, too.
+    """
 
     def __init__(self) -> None:
         self.passed: set[Place] = set()
         self.tried: Place | None = None
+        self.sizes = Sizes()
 
     def has_left(self, error: BaseException) -> bool:
         """Tell whether `error`, which left the forward, is what the tried check has raised; it is passed from now on."""
@@ -72,6 +77,7 @@ class Branches:
 
     def see(self, func: Any, args: tuple[Any, ...], made: Any) -> None:
         """Note what a call has made, where its values are known to be within bounds."""
+        self._checks.sizes.see(func, made)
         if func in DRAWN:
             self._drawn[id(made)] = (made, made._version)
         elif func in COMPARISONS and len(args) == 2 and self._is_drawn(args[0]):

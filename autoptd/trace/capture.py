@@ -12,6 +12,7 @@ torch.export does the tracing; what it would lose silently is refused here or re
 from __future__ import annotations
 
 import inspect
+import re
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -45,10 +46,12 @@ from autoptd.trace.retrace import IGNORED, NO_GRAD, REGION_RESULT, Differs, Foll
 from autoptd.trace.storage import first_names, tied_names
 from autoptd.trace.updates import check_updates
 from autoptd.trace.user_frames import UserFrames
-from autoptd.trace.watch import Operands, checkpoint_sites, watch_tracing
+from autoptd.trace.watch import Operands, called_at, checkpoint_sites, watch_tracing
 from autoptd.trace.watched import Watched, check_changes
 
 aten = torch.ops.aten
+# What torch says where it would need the values of a tensor.
+OF_VALUES = re.compile(r"data-dependent|unbacked symbols|infer dtype of Sym|\.numpy\(\) is not supported")
 
 
 @dataclass
@@ -305,16 +308,18 @@ def _export(
         raise
     except Exception as error:
         if not checks.has_left(error):
-            raise _refusal(error) from error
+            raise _refusal(error, checks) from error
     casting.with_grad.clear()
     return _export(wrapper, args, kwargs, casting, whole, checks, run)
 
 
-def _refusal(error: Exception) -> TraceError:
+def _refusal(error: Exception, checks: Checks) -> TraceError:
     """Make the error for what torch.export, or the model in it, raised."""
     line = user_line(error)
     fact = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if "data-dependent" in fact:
+    if OF_VALUES.search(fact):
+        if (refusal := checks.sizes.refusal(error, called_at(error), line)) is not None:
+            return refusal
         fact = "the value of a tensor becomes a Python number, and a branch or a size may follow it"
         remedy = f"{VALUE_REMEDY}; {EXPERTS}" if "for expert" in line else VALUE_REMEDY
         return TraceError(line, fact, remedy)

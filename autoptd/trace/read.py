@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 from autoptd.errors import TraceError
 from autoptd.ir.notes import Note, note, op_name, set_note
 from autoptd.trace.retrace import NO_GRAD, REGION_RESULT
+from autoptd.trace.sizes import size_error
 from autoptd.trace.storage import is_same_memory
 from autoptd.trace.watched import Watched
 
@@ -27,14 +28,10 @@ from autoptd.trace.watched import Watched
 FRAME = re.compile(
     r'^ *File "(.*?)", line (\d+), in [^\n]*(?:\n(?! *File ")([^\n]*))?', re.MULTILINE | re.DOTALL
 )
-SIZE_REMEDY = "use torch.where or a mask of fixed size"
-# By operator, where something else says the same at a size that is known.
-SIZE_REMEDIES = {
-    "aten.bincount": "F.one_hot(labels.flatten(), num_classes).sum(0), whose size does not depend on the labels"
-}
 VALUE_REMEDY = (
-    "compute with the tensor itself (x * scale, torch.where, gather), or keep the number as an attribute"
+    "compute with the tensor itself (x * scale, torch.where, gather; torch.arange(n) < length for a slice), "
 )
+VALUE_REMEDY += "or keep the number as an attribute"
 
 
 def read_graph(
@@ -175,10 +172,7 @@ def _check_sizes(node: Node) -> None:
         raise TraceError("  ".join(source_line(node)) or "model", fact, VALUE_REMEDY)
     for piece in pieces if isinstance(pieces, (tuple, list)) else [pieces]:
         if isinstance(piece, torch.Tensor) and not all(isinstance(size, int) for size in piece.shape):
-            fact = f"the size of {node.target}'s result depends on the values of a tensor"
-            raise TraceError(
-                "  ".join(source_line(node)), fact, SIZE_REMEDIES.get(op_name(node), SIZE_REMEDY)
-            )
+            raise size_error(op_name(node), "  ".join(source_line(node)))
 
 
 def module_path(node: Node) -> str:

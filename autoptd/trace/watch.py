@@ -159,6 +159,14 @@ class Operands(TorchFunctionMode):
         )
 
 
+def called_at(error: BaseException) -> Any:
+    """Return the function of torch in whose call the error was raised; None where it was in none."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code is not Operands.__torch_function__.__code__:
+        frame = frame.tb_next
+    return frame.tb_frame.f_locals["func"] if frame is not None else None
+
+
 def _with_index_of_one(x: Tensor, index: Any) -> tuple[Tensor, Any]:
     """`x[i.argmax()]` as a gather of one position: its number must not become a Python number."""
     # Several index tensors are broadcast against each other: one more dim would change what they mean.
