@@ -138,11 +138,11 @@ class Mesh:
 
     def degree(self, axis: str) -> int:
         """Return the number of ranks along one mesh axis or sub-axis, or along several (`dp x cp`)."""
+        if known := AXES.get(axis):
+            return int(getattr(self, known.degree))
         if len(axes := parts_of(axis)) > 1:
             return math.prod(map(self.degree, axes))
-        if is_sub_axis(axis):
-            return parse(axis).size
-        return int(getattr(self, AXES[axis].degree))
+        return parse(axis).size
 
     def parts(self, axis: str, sub_axes: Iterable[str]) -> tuple[str, ...]:
         """Return the fewest sub-axes that make up `axis`, slowest first, such that each of `sub_axes`

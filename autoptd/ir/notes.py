@@ -131,7 +131,7 @@ def is_pair(node: Node) -> bool:
 
 
 def shape(node: Node) -> tuple[int, ...]:
-    return tuple(int(size) for size in tensor(node).shape)
+    return tuple(map(int, tensor(node).shape))
 
 
 def payload(node: Node) -> int:

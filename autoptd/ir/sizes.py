@@ -7,7 +7,6 @@ In: a node of an ANNOTATED graph, and the `Sizes` that its local shape depends o
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -40,10 +39,22 @@ class Sizes:
 
 def local_shapes(node: Node, sizes: Sizes) -> list[tuple[int, ...]]:
     """Return the local shape of each piece of a node's value (one, for a tensor)."""
-    fake = value(node)
+    fake, layout = value(node), note(node).layout
+    # Several atoms of one dim may be cut, each by another axis.
+    cuts: dict[int, int] = {}
+    for dim, _, pieces in layout.cuts(sizes.mesh):
+        cuts[dim] = cuts.get(dim, 1) * pieces
+    batch = layout.batch
     shapes = []
     for piece in fake if isinstance(fake, (tuple, list)) else [fake]:
-        local = [_local_size(node, dim, int(size), sizes) for dim, size in enumerate(piece.shape)]
+        local = list(map(int, piece.shape))
+        dims = range(len(local))
+        # [2 * s, h] in a trace of 2 rows is [s, h] for one row, whatever else is folded into the dim.
+        if batch.kind == "S" and batch.dim in dims:
+            local[batch.dim] //= sizes.rows_divisor
+        for dim, pieces in cuts.items():
+            if dim in dims:
+                local[dim] = shard_size(local[dim], pieces)
         shapes.append(tuple(local))
     return shapes
 
@@ -51,12 +62,3 @@ def local_shapes(node: Node, sizes: Sizes) -> list[tuple[int, ...]]:
 def local_shape(node: Node, sizes: Sizes) -> tuple[int, ...]:
     """Return the local shape of a node's (first) value."""
     return local_shapes(node, sizes)[0]
-
-
-def _local_size(node: Node, dim: int, size: int, sizes: Sizes) -> int:
-    layout = note(node).layout
-    # [2 * s, h] in a trace of 2 rows is [s, h] for one row, whatever else is folded into the dim.
-    if layout.batch.kind == "S" and layout.batch.dim == dim:
-        size //= sizes.rows_divisor
-    # Several atoms of one dim may be cut, each by another axis.
-    return shard_size(size, math.prod(pieces for cut, _, pieces in layout.cuts(sizes.mesh) if cut == dim))

@@ -9,6 +9,7 @@ Python is looked at as it runs, unless it is torch's or Python's own: then the c
 
 from __future__ import annotations
 
+import builtins
 import io
 import itertools
 import operator
@@ -39,6 +40,10 @@ READS = set(
 )
 READS |= set("readable writable seekable isatty __getitem__ __contains__ __len__ __length_hint__".split())
 READS |= set("__repr__ __str__ __eq__ __hash__ __iter__".split())
+# Of the former those that ask for an attribute, which may be a dict.
+ASKING = {"getattr", "hasattr"}
+# The classes that a tensor's methods are of.
+TENSORS = tuple(kind for kind in Tensor.__mro__ if kind is not object)
 SETS = {"setattr", "delattr", "__setattr__", "__delattr__"}
 # Of a descriptor, such as a slot's: it writes to its first argument.
 SETS_OF_SLOTS = {"__set__", "__delete__"}
@@ -91,6 +96,51 @@ def operands(name: str, arg: int, top: int) -> tuple[Any, list[Any]]:
         return function, args
     # From 3.13 on it is the self that may be missing.
     return (method, args) if function is NULL else (method, [function, *args])
+
+
+def called(arg: int, top: int) -> Any:
+    """Return the function alone that `CALL` is about to call with so many arguments."""
+    function = at(top, arg + 1)
+    return at(top, arg) if function is NULL else function
+
+
+class Harmless:
+    """The functions of which `handed_to` gives nothing, whatever they are handed: most of a forward's calls."""
+
+    def __init__(self) -> None:
+        # By id, alive: Python's functions by their code, and functions and methods of C that always exist.
+        self._known: dict[int, Any] = {}
+
+    def __contains__(self, function: Any) -> bool:
+        kind = type(function)
+        if kind is types.MethodType:
+            function = function.__func__
+            kind = type(function)
+        known = function.__code__ if kind is types.FunctionType else function
+        if id(known) in self._known:
+            return True
+        if kind is types.FunctionType:
+            is_harmless = is_users(known)
+        elif kind is types.MethodDescriptorType:
+            is_harmless = function.__objclass__ in TENSORS or (
+                function.__objclass__ is dict and function.__name__ in READS
+            )
+        elif kind is types.BuiltinFunctionType:
+            is_harmless = function.__self__ is builtins and function.__name__ in LOOKS - ASKING
+        else:
+            # Of these no two have the same id for long.
+            return _is_called_in_python(function)
+        if is_harmless:
+            self._known[id(known)] = known
+        return is_harmless
+
+
+def _is_called_in_python(function: Any) -> bool:
+    if function is super:
+        return True
+    if type(function) is types.MethodWrapperType:
+        return function.__name__ == "__getattribute__"  # type: ignore[no-any-return]
+    return isinstance(function, nn.Module) and is_python(function, "__call__")
 
 
 def handed_to(function: Any, args: Sequence[Any]) -> Iterator[Handed]:
@@ -233,4 +283,4 @@ def _is_own(function: Any) -> bool:
     return (function.__module__ or "").split(".")[0] not in sys.stdlib_module_names
 
 
-__all__ = ["Handed", "Kind", "handed_to", "is_iterator", "is_python", "operands"]
+__all__ = ["Handed", "Harmless", "Kind", "called", "handed_to", "is_iterator", "is_python", "operands"]

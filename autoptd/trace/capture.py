@@ -136,7 +136,7 @@ def capture(
         checkpointed,
         frozenset(whole),
         checks,
-        wrapper.seen.reads,
+        wrapper.seen.reads(),
     )
 
 
@@ -290,7 +290,7 @@ def _export(
             # Attributes are put back by `own_containers`.
             mark_cumulative(wrapper)
             around.enter_context(torch.enable_grad())
-            around.enter_context(light_export(UserFrames(), run))
+            around.enter_context(light_export(UserFrames(Watched.forward.__code__), run))
             around.enter_context(traced_through(casting.call))
             around.enter_context(GroupedProducts(grouped_mm, lambda x: True))
             around.enter_context(suppress(Followed))

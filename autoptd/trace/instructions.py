@@ -5,8 +5,8 @@ every instruction of this thread in such a file that may write to something: `na
 is the address after its operands (`value_stack.at`). What torch and this package do themselves is passed over.
 
     with watching(see, is_users) as watch:
-        with watch.paused():      # what runs here is not looked at
-            ...
+        watch.pause()      # what runs from here on is not looked at
+        watch.resume()
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from autoptd.trace.users import is_called_by_user
@@ -45,9 +46,11 @@ class Tables:
         self.entered: list[tuple[types.CodeType, dict[str, Any]]] = []
 
     def enter(self, frame: types.FrameType) -> Table:
-        if id(frame.f_code) not in self._known:
+        known = self._known.get(id(frame.f_code))
+        if known is None:
             self.entered.append((frame.f_code, frame.f_globals))
-        return self.of(frame.f_code)
+            return self.of(frame.f_code)
+        return known[1]
 
     def of(self, code: types.CodeType) -> Table:
         known = self._known.get(id(code))
@@ -98,53 +101,58 @@ def variable_of(code: types.CodeType, arg: int) -> str:
     return (*code.co_varnames, *cells, *code.co_freevars)[arg]
 
 
+class Steps:
+    """What `sys.settrace` calls before every instruction of a code object's frames."""
+
+    def __init__(self, see: See, table: Table) -> None:
+        self._see, self._found, self._top = see, table.get, ValueStack().top
+
+    def __call__(self, frame: types.FrameType, event: str, arg: Any) -> None:
+        found = self._found(frame.f_lasti)
+        if found is not None and event == "opcode":
+            self._see(frame, *found, self._top(frame))
+
+
 class Tracing:
     """By `sys.settrace`, of which Python 3.11 asks a frame for its instructions."""
 
     def __init__(self, see: See, tables: Tables) -> None:
-        self._see, self.tables, self._stack = see, tables, ValueStack()
+        self._see, self.tables = see, tables
+        # Of the code that has run; None where it is passed over.
+        self._steps: dict[int, Any] = {}
         self._importing: types.FrameType | None = None
         self._before: Any = None
+        # Functions of C, as nothing of Python's may run between what they begin and what they end.
+        self.pause, self.resume = partial(sys.settrace, None), partial(sys.settrace, self._enter)
 
     def start(self) -> None:
         self._before = sys.gettrace()
-        sys.settrace(self._enter)
+        self.resume()
 
     def stop(self) -> None:
         sys.settrace(self._before)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        sys.settrace(None)
-        try:
-            yield
-        finally:
-            sys.settrace(self._enter)
-
     def _enter(self, frame: types.FrameType, event: str, arg: Any) -> Any:
-        if self._importing is not None:
+        steps = self._steps.get(id(frame.f_code), self)
+        if steps is None or self._importing is not None:
             return None
-        # Of what an import runs nothing is looked at: the next call finds the module.
-        if frame.f_code.co_name == "<module>" and _is_importing(frame):
-            self._importing = frame
-            frame.f_trace_lines = False
-            return self._leave_import
-        if not self.tables.enter(frame) or not is_called_by_user(frame):
+        if steps is self:
+            # Of what an import runs nothing is looked at: the next call finds the module.
+            if frame.f_code.co_name == "<module>" and _is_importing(frame):
+                self._importing = frame
+                frame.f_trace_lines = False
+                return self._leave_import
+            table = self.tables.enter(frame)
+            steps = self._steps[id(frame.f_code)] = Steps(self._see, table).__call__ if table else None
+        if steps is None or not is_called_by_user(frame):
             return None
         frame.f_trace_lines, frame.f_trace_opcodes = False, True
-        return self._step
+        return steps
 
     def _leave_import(self, frame: types.FrameType, event: str, arg: Any) -> Any:
         if event == "return":
             self._importing = None
         return self._leave_import
-
-    def _step(self, frame: types.FrameType, event: str, arg: Any) -> Any:
-        if event == "opcode":
-            found = self.tables.of(frame.f_code).get(frame.f_lasti)
-            if found is not None:
-                self._see(frame, *found, self._stack.top(frame))
-        return self._step
 
 
 class Monitoring:
@@ -174,13 +182,11 @@ class Monitoring:
         self._monitoring.set_events(self._tool, 0)
         self._monitoring.free_tool_id(self._tool)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> None:
         self._pauses += 1
-        try:
-            yield
-        finally:
-            self._pauses -= 1
+
+    def resume(self) -> None:
+        self._pauses -= 1
 
     def _enter(self, code: types.CodeType, offset: int) -> Any:
         if self.tables.enter(sys._getframe(1)) and id(code) not in self._codes:

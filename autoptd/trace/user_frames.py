@@ -1,6 +1,6 @@
 """Where a node of a trace comes from: the stack of the line that made it, without torch's own frames.
 
-UserFrames().extract().summary()     # the frames of the model, and of what calls it
+UserFrames(Watched.forward.__code__).extract().summary()     # the frames of the model
 """
 
 from __future__ import annotations
@@ -8,19 +8,22 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import types
 
 import torch
 
 
 class UserFrames:
-    """In the place of torch's CapturedTraceback while a model is traced: gives the stack, but for torch's own frames.
+    """In the place of torch's CapturedTraceback while a model is traced: gives the stack from `root` on, but for torch's
+    own frames.
 
     A line is the same in all stacks that go through it: of repeated layers all lines are.
     """
 
     OWN = os.path.dirname(torch.__file__) + os.sep
 
-    def __init__(self) -> None:
+    def __init__(self, root: types.CodeType | None = None) -> None:
+        self._root = root
         self._lines: dict[tuple[str, int, str], traceback.FrameSummary] = {}
 
     def extract(self, **_: object) -> _Stack:
@@ -31,7 +34,8 @@ class UserFrames:
                 # Not by `code`: equal ones may be of different files.
                 line = code.co_filename, frame.f_lineno, code.co_name
                 frames.append(self._lines.get(line) or self._summary(line))
-            frame = frame.f_back  # type: ignore[assignment]
+            # Torch passes over what calls the first forward.
+            frame = None if code is self._root else frame.f_back  # type: ignore[assignment]
         return _Stack(frames[::-1])
 
     def _summary(self, line: tuple[str, int, str]) -> traceback.FrameSummary:

@@ -15,6 +15,7 @@ import torch
 
 OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 TORCH = os.path.dirname(torch.__file__) + os.sep
+TORCH_NN = os.path.join(TORCH, "nn", "")
 STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 # What torch's modules do to themselves when they are asked to: register, take away, change their mode.
 TORCH_MODULES = tuple(os.path.join(TORCH, "nn", "modules", name) for name in ("module.py", "container.py"))
@@ -59,7 +60,7 @@ def is_called_by_user(frame: types.FrameType) -> bool:
 
 def may_read(code: types.CodeType) -> bool:
     """Tell whether code reads what a forward computes with: the user's, and that of torch's modules."""
-    return bool(_kind_of(code.co_filename)) or code.co_filename.startswith(os.path.join(TORCH, "nn", ""))
+    return bool(_kind_of(code.co_filename)) or code.co_filename.startswith(TORCH_NN)
 
 
 def is_users_module(module: types.ModuleType) -> bool:
@@ -72,7 +73,7 @@ def is_writing(code: types.CodeType) -> bool:
     file = code.co_filename
     if file == TORCH_MODULES[0]:
         return code.co_name == "__setattr__"
-    return file.startswith(OWN) or file == os.path.join(TORCH, "nn", "parameter.py")
+    return file.startswith(OWN) or file == f"{TORCH_NN}parameter.py"
 
 
 @cache

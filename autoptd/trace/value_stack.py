@@ -32,6 +32,8 @@ MOST_WORDS = 24
 # A Python that says itself how many values are on the stack, while it is traced.
 KNOWS_DEPTH = sys.version_info < (3, 12)
 NULL = object()
+# How what is read of memory is taken.
+POINTER, COUNT, OBJECT = ctypes.c_void_p, ctypes.c_int, ctypes.py_object
 
 
 class ValueStack:
@@ -43,12 +45,10 @@ class ValueStack:
 
     def top(self, frame: types.FrameType) -> int:
         """Return the address after the topmost value."""
-        data = _word(id(frame) + FRAME_DATA)
+        data: int = POINTER.from_address(id(frame) + FRAME_DATA).value  # type: ignore[assignment]
         if KNOWS_DEPTH:
-            used = ctypes.c_int.from_address(data + self._locals - WORD).value
-        else:
-            used = self._depth(frame.f_code, frame.f_lasti)
-        return data + self._locals + used * WORD
+            return data + self._locals + COUNT.from_address(data + self._locals - WORD).value * WORD
+        return data + self._locals + self._depth(frame.f_code, frame.f_lasti) * WORD
 
     def peek(self, frame: types.FrameType, place: int) -> Any:
         """Return the value at a place, 0 for the topmost one; `NULL` where there is none."""
@@ -56,8 +56,7 @@ class ValueStack:
 
     def variable(self, frame: types.FrameType, place: int) -> Any:
         """Return what a place of the local variables holds: of those that inner functions share, the cell."""
-        found = _word(_word(id(frame) + FRAME_DATA) + self._locals + place * WORD)
-        return ctypes.cast(found, ctypes.py_object).value if found else NULL
+        return at(_word(id(frame) + FRAME_DATA) + self._locals + (place + 1) * WORD, 0)
 
     def _depth(self, code: types.CodeType, offset: int) -> int:
         if id(code) not in self._depths:
@@ -67,8 +66,11 @@ class ValueStack:
 
 def at(top: int, place: int) -> Any:
     """Return the value at a place under an address that `ValueStack.top` gave."""
-    found = _word(top - (place + 1) * WORD)
-    return ctypes.cast(found, ctypes.py_object).value if found else NULL
+    try:
+        return OBJECT.from_address(top - (place + 1) * WORD).value
+    # There is none.
+    except ValueError:
+        return NULL
 
 
 def depths(code: types.CodeType) -> dict[int, int]:
@@ -140,7 +142,7 @@ def _count_locals(code: types.CodeType) -> int:
 
 
 def _word(address: int) -> int:
-    return ctypes.c_void_p.from_address(address).value or 0
+    return POINTER.from_address(address).value or 0
 
 
 __all__ = ["NULL", "ValueStack", "at", "depths", "locals_offset"]

@@ -105,13 +105,16 @@ class Operands(TorchFunctionMode):
         self._branches = Branches(checks)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with self._writes.paused():
+        self._writes.pause()
+        try:
             if func is Tensor.__bool__:
                 outcome = self._branches.outcome(args[0], sys._getframe(1))
                 return func(*args) if outcome is None else outcome
             made = self._call(func, args, kwargs or {})
             self._branches.see(func, args, made)
             return made
+        finally:
+            self._writes.resume()
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         for arg in args:

@@ -28,8 +28,8 @@ from autoptd.trace.draws import RANDOM
 from autoptd.trace.loss import WithLoss
 from autoptd.trace.masks import any_mask, given_masks
 from autoptd.trace.reads import Reads
-from autoptd.trace.tally import only_logs
-from autoptd.trace.writes import REGISTERED, Change, Writes
+from autoptd.trace.tally import note_reading, only_logs
+from autoptd.trace.writes import REGISTERED, Change, NoteCall, Writes
 
 
 class Watched(WithLoss):
@@ -65,7 +65,7 @@ class Watched(WithLoss):
                     writes.replaced(self._names),
                 )
                 written = {*self.seen.replaced, *(change.path for change in self.seen.changes)}
-                self.seen.reads = Reads.of(writes.entered, writes.asked, written)
+                self.seen.reads = partial(Reads.of, writes.entered, writes.asked, written)
                 writes.undo()
 
     def _names(self) -> dict[int, str]:
@@ -105,7 +105,7 @@ class Seen:
         self.changes: list[Change] = []
         self.replaced: dict[str, Tensor] = {}
         self.assigned: dict[str, Tensor] = {}
-        self.reads = Reads()
+        self.reads: Callable[[], Reads] = Reads
 
 
 def check_changes(watched: Watched, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -139,10 +139,10 @@ def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dic
     has_values = first is None or not (first.is_meta or fake)
     names, buffers = partial(names_of, model, loss_fn), AssignedBuffers(model, loss_fn)
 
-    def run(call: Any) -> tuple[Tensor, Writes]:
+    def run(call: Any, note: NoteCall | None = None) -> tuple[Tensor, Writes]:
         call = tree_map(lambda leaf: leaf, call)
         masks = given_masks(any_mask) if has_values else nullcontext()
-        with torch.no_grad(), fake or nullcontext(), masks, Writes.recorded() as writes:
+        with torch.no_grad(), fake or nullcontext(), masks, Writes.recorded(note) as writes:
             written.append(writes)
             loss = twin(*call[0], **call[1])
             # Updates of buffers are in the graph.
@@ -150,7 +150,7 @@ def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dic
         return loss, writes
 
     def run_once() -> None:
-        run((args, kwargs))
+        run((args, kwargs), note_reading)
         # What stands in is put back by this, and must not be once more later.
         written.pop().undo()
 

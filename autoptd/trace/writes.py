@@ -18,7 +18,7 @@ import types
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from autoptd.errors import TraceError
 from autoptd.ir.garbage import paused_collection
-from autoptd.trace.calls import Kind, handed_to, is_iterator, is_python, operands
+from autoptd.trace.calls import Harmless, Kind, called, handed_to, is_iterator, is_python, operands
 from autoptd.trace.contents import (
     CONTAINERS,
     MISSING,
@@ -46,10 +46,11 @@ from autoptd.trace.draws import RANDOM, random_states
 from autoptd.trace.instructions import attribute_of, variable_of, watching
 from autoptd.trace.places import places_of
 from autoptd.trace.sameness import differing, is_same, text_of
-from autoptd.trace.tally import Place, note_reading
+from autoptd.trace.tally import Place
 from autoptd.trace.users import is_users, line_of
 from autoptd.trace.value_stack import NULL, ValueStack, at
 
+NoteCall = Callable[[Any, list[Any]], None]
 NUMBERS = (int, float)
 # Of nn.Module: where an attribute that is a tensor or a module is kept.
 REGISTERED = ("_parameters", "_buffers", "_modules")
@@ -97,30 +98,34 @@ Records = dict[tuple[Any, ...], Record]
 class Writes:
     """What a block has written to; see the module."""
 
-    def __init__(self) -> None:
+    def __init__(self, note: NoteCall | None = None) -> None:
         self._records: Records = {}
+        self._note = note
         self._drawn: list[str] = []
         self._cached: list[Any] = []
         self._stack = ValueStack()
         # All code that ran, with its globals, and attributes that it asked for as text.
         self.entered: list[tuple[types.CodeType, dict[str, Any]]] = []
         self.asked: set[str] = set()
-        # Takes what runs in it out of the record.
-        self.paused: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._harmless = Harmless()
+        # What runs between these two is no part of the record.
+        self.pause: Callable[[], Any] = _do_nothing
+        self.resume: Callable[[], Any] = _do_nothing
 
     @classmethod
     @contextmanager
-    def recorded(cls) -> Iterator[Writes]:
-        """Record in a block."""
-        writes, drawn = cls(), random_states()
+    def recorded(cls, note: NoteCall | None = None) -> Iterator[Writes]:
+        """Record in a block; `note` is called with every function that is about to be called, and what it is handed."""
+        writes, drawn = cls(note), random_states()
         with paused_collection():
             newcomers = Newcomers()
             try:
                 with watching(writes._see, is_users) as watch:
-                    writes.paused, writes.entered = watch.paused, watch.tables.entered
+                    writes.pause, writes.resume = watch.pause, watch.resume
+                    writes.entered = watch.tables.entered
                     yield writes
             finally:
-                writes.paused = nullcontext
+                writes.pause = writes.resume = _do_nothing
                 writes._drawn = [
                     name for name, state in random_states().items() if drawn.get(name, state) != state
                 ]
@@ -182,6 +187,8 @@ class Writes:
 
     def _see(self, frame: types.FrameType, name: str, arg: int, top: int) -> None:
         """Keep what an instruction is about to write to."""
+        if name == "CALL" and self._note is None and called(arg, top) in self._harmless:
+            return
         code = frame.f_code
         if name in CALLS:
             self._see_call(frame, name, arg, top)
@@ -238,7 +245,8 @@ class Writes:
 
     def _see_call(self, frame: types.FrameType, name: str, arg: int, top: int) -> None:
         function, args = operands(name, arg, top)
-        note_reading(function, args)
+        if self._note is not None:
+            self._note(function, args)
         if (function is getattr or function is hasattr) and len(args) > 1:
             self.asked.add(str(args[1]))
         for handed in handed_to(function, args):
@@ -376,6 +384,9 @@ def _own_name(frame: types.FrameType, holder: Holder) -> str:
     return ""
 
 
+def _do_nothing() -> None: ...
+
+
 def _is_of_c(owner: Any, name: str) -> bool:
     """Tell whether an attribute is kept where no `__dict__` shows it, such as the defaults of a function."""
     descriptor = getattr(type(owner), name, None)
@@ -386,4 +397,4 @@ def _is_of_c(owner: Any, name: str) -> bool:
     )
 
 
-__all__ = ["REGISTERED", "Change", "Writes"]
+__all__ = ["REGISTERED", "Change", "NoteCall", "Writes"]

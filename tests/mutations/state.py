@@ -52,7 +52,9 @@ MUTATIONS = (
     ),
     Mutation("autoptd/trace/calls.py", "function.__name__ in SEEDS:", "False:", TESTS),
     # C asks for the class of a list where no stand-in sees it.
-    Mutation("autoptd/trace/writes.py", "        note_reading(function, args)\n", "", TALLY),
+    Mutation("autoptd/trace/watched.py", "run((args, kwargs), note_reading)", "run((args, kwargs))", TALLY),
+    # A method of a dict's is passed over where it only reads.
+    Mutation("autoptd/trace/calls.py", " and function.__name__ in READS", "", "tests/trace/test_calls.py"),
     # A list has several names, and one in a tuple cannot be replaced there.
     Mutation("autoptd/trace/places.py", "        if not places:\n            return []\n", "", TALLY),
     # What is written to a terminal is nobody's state.

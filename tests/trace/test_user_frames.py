@@ -26,3 +26,8 @@ def test_equal_functions_of_two_files_have_their_own_lines() -> None:
         ("one.py", 2, "forward"),
     ]
     assert last[0] is last[2]
+
+
+def test_a_stack_begins_at_its_root() -> None:
+    run = forward_in("one.py")
+    assert [line.filename for line in run(UserFrames(run.__code__)).summary()] == ["one.py"]
