@@ -16,7 +16,7 @@ from autoptd.cli.commands import COMMANDS
 from autoptd.cli.live import shown
 from autoptd.cli.parser import parse
 from autoptd.errors import AutoptdError, PlanError, TraceError
-from autoptd.reports.excepthook import is_interrupt, is_reported_here
+from autoptd.reports.excepthook import is_interrupt, reported_once
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,8 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 130
         if "--debug" in given:
             traceback.print_exc()
-        elif is_reported_here(error):
-            print(_error_line(error), file=sys.stderr)
+        else:
+            with reported_once(error) as is_own:
+                if is_own:
+                    print(_error_line(error), file=sys.stderr)
         return 2 if isinstance(error, (PlanError, TraceError)) else 1
 
 

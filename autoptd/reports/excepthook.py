@@ -2,19 +2,23 @@
 Ctrl-C.
 
 A request that cannot be met fails on every rank of torchrun with the same words, and Ctrl-C reaches all of
-them. Every other exception is reported by the rank that raised it.
+them. The first rank to come reports it; the others end after that, as torchrun kills all when one has ended.
+Every other exception is reported by the rank that raised it.
 
     print_errors_once()          # once for all, by `parallelize`: uncaught errors of a script
-    if is_reported_here(error): ...  # the command line asks for itself
+    with reported_once(error) as is_own: ...  # the command line asks for itself
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from autoptd.errors import PlanError, RuntimeFault, TraceError
+from autoptd.runtime.world.leaving import told_once
 
 
 def is_interrupt(error: BaseException) -> bool:
@@ -23,13 +27,17 @@ def is_interrupt(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt) or is_of_another
 
 
-def is_reported_here(error: BaseException) -> bool:
-    """Tell whether this process reports `error`: not what another process of the node reports in the same
-    words.
-    """
-    # Plans and traces are the same in every process, and so are their errors.
-    is_alike = isinstance(error, (PlanError, TraceError)) or is_interrupt(error)
-    return not is_alike or os.environ.get("LOCAL_RANK", "0") == "0"
+@contextmanager
+def reported_once(error: BaseException) -> Iterator[bool]:
+    """Yield whether this process reports `error`: not what another process of the node reports in the same words."""
+    if is_interrupt(error):
+        yield os.environ.get("LOCAL_RANK", "0") == "0"
+    # Plans and traces are the same in every process, and so are their errors: as a rule, a batch may be one rank's.
+    elif isinstance(error, (PlanError, TraceError)):
+        with told_once(f"{type(error).__name__}: {error}") as is_own:
+            yield is_own
+    else:
+        yield True
 
 
 def print_errors_once() -> None:
@@ -40,8 +48,11 @@ def print_errors_once() -> None:
         return
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if not is_reported_here(error):
-            return
+        with reported_once(error) as is_own:
+            if is_own:
+                report(kind, error, traceback)
+
+    def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if isinstance(error, RuntimeFault) and is_interrupt(error):
             # Ctrl-C may have reached that rank only.
             print(f"autoptd: {error.site}: {error.fact.partition(' [seen by')[0]}", file=sys.stderr)

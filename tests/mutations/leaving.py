@@ -37,4 +37,28 @@ MUTATIONS = (
         "pass",
         f"{WORLD} -k ctrl_c",
     ),
+    Mutation(
+        "autoptd/runtime/world/leaving.py",
+        'teller = store.compare_set(key, "", own).decode()',
+        'teller = "0"',
+        "tests/reports/test_excepthook.py",
+    ),
+    Mutation(
+        "autoptd/runtime/world/leaving.py",
+        'while not store.check([f"{key}: done"]) and',
+        "while False and",
+        "tests/reports/test_excepthook.py",
+    ),
+    Mutation(
+        "autoptd/runtime/world/faults.py",
+        "            stay_for(2 * BEAT, self._store)",
+        "            time.sleep(2 * BEAT)",
+        "tests/runtime/world/test_faults.py",
+    ),
+    Mutation(
+        "autoptd/runtime/world/faults.py",
+        'self._left = self._left or "its script called pm.close()"',
+        "pass",
+        "tests/runtime/world/test_faults.py",
+    ),
 )

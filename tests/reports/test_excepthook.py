@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 
 import pytest
+import torch.distributed as dist
 
 from autoptd.errors import PlanError, RuntimeFault, TraceError
 from autoptd.reports.excepthook import is_interrupt, print_errors_once
+from autoptd.runtime.world import leaving
 
 INTERRUPTED = RuntimeFault(
     "rank 1 at F0.0", "left (KeyboardInterrupt) [seen by rank 0 at B0.0 in receive 'x']", "look there"
@@ -21,21 +25,60 @@ ALIKE = [
 OWN = [RuntimeFault("rank 1 at F0.0", "waited 10 s", "look there"), ValueError("of the user")]
 
 
-def test_one_process_of_a_node_tells_of_errors_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[BaseException] = []
-    monkeypatch.setattr(sys, "excepthook", lambda kind, error, traceback: told.append(error))
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 0)], ids=["rank 0 is first", "rank 1 is first"])
+def test_the_first_process_of_a_node_tells_of_errors_that_are_alike(
+    monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, int]
+) -> None:
+    """Not rank 0, which torchrun may have ended before it comes to that."""
+    told: list[tuple[str, BaseException]] = []
+    monkeypatch.setattr(
+        sys, "excepthook", lambda kind, error, traceback: told.append((os.environ["RANK"], error))
+    )
+    store = dist.HashStore()
+    monkeypatch.setattr(leaving, "is_served", lambda _: True)
+    monkeypatch.setattr(leaving, "store_from_env", lambda _: store)
     monkeypatch.setenv("LOCAL_RANK", "1")
     print_errors_once()
     hook = sys.excepthook
     print_errors_once()
     assert sys.excepthook is hook
-    for error in [*ALIKE, *OWN]:
-        hook(type(error), error, None)
-    assert told == OWN
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    for error in ALIKE:
-        hook(type(error), error, None)
-    assert told == [*OWN, *ALIKE[:2]]
+    for rank in map(str, ranks):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        monkeypatch.setenv("RANK", rank)
+        for error in [*ALIKE, *OWN]:
+            hook(type(error), error, None)
+        one = PlanError("batch", f"rank {rank} alone has no rows", "give it some")
+        hook(PlanError, one, None)
+        assert told.pop() == (rank, one)
+    first, second = map(str, ranks)
+    assert told == [(first, error) for error in [*ALIKE[:2], *OWN]] + [(second, error) for error in OWN]
+    monkeypatch.setattr(leaving, "is_served", lambda _: False)
+    hook(PlanError, ALIKE[0], None)
+    assert told[-1] == (second, ALIKE[0])  # nobody to ask: said twice rather than not at all
+
+
+def test_who_does_not_tell_ends_after_who_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, waits, done = dist.HashStore(), threading.Event(), []
+    monkeypatch.setattr(leaving, "is_served", lambda _: True)
+    monkeypatch.setattr(leaving, "store_from_env", lambda _: store)
+    monkeypatch.setattr(leaving.time, "sleep", lambda _: waits.set())
+    monkeypatch.setattr(leaving, "TELLING", 60.0)
+
+    def other() -> None:
+        with leaving.told_once("a plan that fails") as is_own:
+            assert not is_own
+        done.append("other")
+
+    monkeypatch.setenv("RANK", "0")
+    with leaving.told_once("a plan that fails") as is_own:
+        assert is_own
+        monkeypatch.setenv("RANK", "1")
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert waits.wait(30)
+        done.append("own")
+    thread.join(30)
+    assert done == ["own", "other"]
 
 
 def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

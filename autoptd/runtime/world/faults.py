@@ -36,7 +36,7 @@ import torch.distributed as dist
 from autoptd.errors import InternalError, RuntimeFault
 from autoptd.runtime.world.blame import Beats, Blame
 from autoptd.runtime.world.calls import KEPT, Call, ScriptCalls
-from autoptd.runtime.world.leaving import cause_of_end
+from autoptd.runtime.world.leaving import cause_of_end, in_short, stay_for
 from autoptd.runtime.world.pages import Pages
 from autoptd.runtime.world.recorder import Recorder
 from autoptd.runtime.world.world import World, fault_site
@@ -106,6 +106,7 @@ class FaultBoard:
         # Every rank has a beat before its first call: without one it has not arrived.
         self._set_beat(store, 0)
         store.add(ARRIVED, 1)
+        self._store = store
         own = store.clone()  # type: ignore[attr-defined]  # a connection that no blocking call of this rank holds
         self._thread = Thread(target=self._serve, args=(own,), name="beat", daemon=True)
         self._thread.start()
@@ -113,8 +114,10 @@ class FaultBoard:
         atexit.register(self._end)
 
     def close(self) -> None:
-        """End the thread, in step with the other ranks: none of them needs this one any more."""
+        """End the thread. A rank that still makes calls is told that this one makes no more."""
         atexit.unregister(self._end)
+        self._left = self._left or "its script called pm.close()"
+        self._ask(partial(self._set_beat, count=-1))
         self._requests.put(None)
         self._thread.join(timeout=2 * BEAT)
         if self._pages is not None:
@@ -128,7 +131,6 @@ class FaultBoard:
                 self._reported = True
                 self._publish(self._departure(cause))
         self._left = "its script has ended"
-        self._ask(partial(self._set_beat, count=-1))
         self.close()
 
     def begin(self, what: str) -> None:
@@ -204,10 +206,8 @@ class FaultBoard:
         self._reported = True
         # Ctrl-C and the like: the calls of this rank no longer meet those of others, wherever it was.
         self._has_left = not isinstance(exc, Exception)
-        name = type(exc).__name__
-        self._publish(
-            self._departure(name) if self._has_left else {**self._here(), "error": f"{name}: {exc}"}
-        )
+        error = in_short(exc, whole=True)
+        self._publish(self._departure(error) if self._has_left else {**self._here(), "error": error})
 
     def fault_of_call(self, call: Call, exc: BaseException) -> RuntimeFault:
         """Return the fault to raise when `call` failed with `exc`.
@@ -230,13 +230,11 @@ class FaultBoard:
             time.sleep(0.1)
         first = self._first
         if first is None:
-            blame = self._blame.of_call(call, at, before, self._ask(self._beats))
-            first = {
-                "rank": self._world.rank,
-                "at": at,
-                "error": f"{call} failed; {blame}",
-                "cause": str(exc),
-            }
+            after = self._ask(self._beats)
+            error = f"{call} failed; {self._blame.of_call(call, at, before, after)}"
+            first = {"rank": self._world.rank, "at": at, "error": error, "cause": str(exc)}
+            if after is not None and any(beat["left"] for beat in after.values()):
+                first["remedy"] = ON_ALL_RANKS
             self._publish(first)
             first = self._first or first
         else:
@@ -348,9 +346,12 @@ class FaultBoard:
         return RuntimeFault(fault_site(first["rank"], first["at"]), fact, remedy)
 
     def _linger(self) -> None:
-        """Rank 0, which may host the store, stays until every beat thread has read the first fault."""
+        """Let rank 0, which may host the store, end only when every beat thread has read the first fault.
+
+        Its own fault is shown before: a launcher may end this process as soon as another has shown it and ended.
+        """
         if self._world.rank == 0 and self._world.mesh.size > 1:
-            time.sleep(2 * BEAT)
+            stay_for(2 * BEAT, self._store)
 
     def _read_first(self, store: dist.Store) -> bool:
         """Return whether a first fault is known."""

@@ -5,17 +5,25 @@ look.
 
     tell_at_exit()                          # once for all, by `parallelize`: from here on other ranks wait for this one
     stop_telling()                          # there is a `FaultBoard` now, which does so itself
+    with told_once(str(error)) as is_own:   # one process of the node prints it
+        ...
     first_that_left(store)                  # (3, "KeyboardInterrupt"); None where nobody has left
+    in_short(exc)                           # "ValueError: bad row (train.py:35)"
 """
 
 from __future__ import annotations
 
 import atexit
+import hashlib
 import json
 import os
 import sys
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from autoptd.compat import default_store
@@ -24,6 +32,10 @@ from autoptd.runtime.world.rendezvous import is_served, store_from_env
 LEFT = "autoptd: left before it arrived"
 # Seconds that the store has to answer a process that ends.
 PATIENCE = 2.0
+# Seconds within which the process of a node that is first to tell something has told it.
+TELLING = 5.0
+# Where files are that no user has written.
+LIBRARIES = tuple(str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parents[2]))
 
 
 def cause_of_end() -> str:
@@ -32,8 +44,34 @@ def cause_of_end() -> str:
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is None:
         return ""
-    text = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return in_short(error)
+
+
+def in_short(error: BaseException, *, whole: bool = False) -> str:
+    """Return class, first line (or the `whole` text) and place of an exception: its rank may be ended before it shows it."""
+    text = str(error).strip() if whole else str(error).strip().partition("\n")[0]
+    name, place = type(error).__name__, _place(error)
+    return name + (f": {text}" if text else "") + (f" ({place})" if place else "")
+
+
+def _place(error: BaseException) -> str:
+    """Return the innermost line of the user's, or of an emitted file, that raised an exception: "train.py:35"."""
+    place, trace = "", error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith(LIBRARIES):
+            place = f"{os.path.basename(file)}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return place
+
+
+def stay_for(seconds: float, store: dist.Store) -> None:
+    """Let this process, which may host `store`, live for so long from now on; it waits only as it ends."""
+    atexit.register(_stay_until, time.monotonic() + seconds, store)
+
+
+def _stay_until(moment: float, store: dist.Store) -> None:
+    time.sleep(max(moment - time.monotonic(), 0.0))
 
 
 def tell_at_exit() -> None:
@@ -58,6 +96,32 @@ def _tell() -> None:
         store.compare_set(LEFT, "", json.dumps([rank, cause_of_end() or "its script has ended"]))
 
 
+@contextmanager
+def told_once(text: str) -> Iterator[bool]:
+    """Yield whether this process is the first of its node to tell `text`. The others leave only when that is done.
+
+    A launcher ends all processes when the first one has ended: that must not be before the text is told. True where
+    there is no store to ask.
+    """
+    key = (
+        f"autoptd: node {os.environ.get('GROUP_RANK', '0')} tells {hashlib.sha256(text.encode()).hexdigest()}"
+    )
+    own, teller, store = os.environ.get("RANK", "0"), None, None
+    with suppress(Exception):
+        if is_served(PATIENCE):
+            store = store_from_env(PATIENCE)
+            teller = store.compare_set(key, "", own).decode()
+    is_own = teller is None or teller == own
+    yield is_own
+    with suppress(Exception):
+        if store is not None and is_own:
+            store.set(f"{key}: done", "")
+        elif store is not None:
+            deadline = time.monotonic() + TELLING
+            while not store.check([f"{key}: done"]) and time.monotonic() < deadline:
+                time.sleep(0.02)
+
+
 def first_that_left(store: dist.Store) -> tuple[int, str] | None:
     """Return the rank that left before it arrived, and why; the first one, None where there is none."""
     if not store.check([LEFT]):
@@ -66,4 +130,12 @@ def first_that_left(store: dist.Store) -> tuple[int, str] | None:
     return int(rank), str(why)
 
 
-__all__ = ["cause_of_end", "first_that_left", "stop_telling", "tell_at_exit"]
+__all__ = [
+    "cause_of_end",
+    "first_that_left",
+    "in_short",
+    "stay_for",
+    "stop_telling",
+    "tell_at_exit",
+    "told_once",
+]

@@ -34,6 +34,7 @@ Result = TypeVar("Result")
 GRACE = 10.0
 # Seconds between two looks at signals: one that another thread receives does not wake up the main thread.
 LISTENS = 0.5
+REMEDY = "call parallelize again, and pm.load a checkpoint"
 
 
 class ThreadWorld(Shared):
@@ -92,12 +93,12 @@ class Ranks:
     def run(self, fn: Callable[[World], Result]) -> list[Result]:
         """Call `fn(world)` on every rank; return the results in rank order, or raise the first fault."""
         if not self._end.alive:
-            raise RuntimeFault("ranks as threads", "the ranks were closed", "start the model anew")
+            raise RuntimeFault("ranks as threads", "pm.close() has ended them", REMEDY)
         if self._stuck:
             raise RuntimeFault(
                 "ranks as threads",
                 f"ranks {self._stuck} still hang after an earlier fault",
-                "start the model anew",
+                REMEDY,
             )
         if len(self._jobs) == 1:
             return [self._run_alone(fn)]

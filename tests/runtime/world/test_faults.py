@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from autoptd.errors import RuntimeFault
@@ -37,9 +38,14 @@ def world_of(rank: int, size: int, at: str = "F0.0") -> Any:
 
 
 def test_rank_0_stays_until_the_others_have_read_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may host the store: whoever has not read the first fault when it goes could not say which rank failed."""
+    """It may host the store: whoever has not read the first fault when it goes could not say which rank failed.
+
+    But it raises at once: torchrun ends it as soon as another rank has ended, and its own error is shown by then.
+    """
     slept: list[float] = []
-    monkeypatch.setattr(faults.time, "sleep", slept.append)
+    at_exit: list[Any] = []
+    monkeypatch.setattr(leaving.time, "sleep", slept.append)
+    monkeypatch.setattr(leaving.atexit, "register", lambda *given: at_exit.append(given))
     first = json.dumps({"rank": 3, "at": "B1.1", "error": "rank 3 is gone"})
     for rank in (0, 1):
         store = dist.HashStore()
@@ -48,9 +54,13 @@ def test_rank_0_stays_until_the_others_have_read_why(monkeypatch: pytest.MonkeyP
             store.set(f"beat of {other}", beat())
         store.set(faults.FIRST, first)
         slept.clear()
+        at_exit.clear()
         assert "rank 3" in str(board.fault_of_call(RECEIVE, RuntimeError("closed by peer")))
         board.close()
-        assert slept == ([2 * faults.BEAT] if rank == 0 else [])
+        assert not slept and len(at_exit) == (rank == 0)
+        for call, *given in at_exit:
+            call(*given)  # Python does
+        assert len(slept) == (rank == 0) and all(0 < seconds <= 2 * faults.BEAT for seconds in slept)
 
 
 def test_two_ranks_in_different_calls_are_both_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +188,27 @@ def test_a_rank_whose_script_is_over_says_why(
     wanted = "rank 0 at F0.0: left (ValueError: bad batch)" if error else "rank 0 left: its script has ended"
     assert wanted in text, text
     other.close()
+
+
+def test_a_rank_that_closes_while_others_go_on_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops of other lengths: one rank's data end before those of the others."""
+    monkeypatch.setattr(faults, "GRACE", 0.1)
+    mine, other, _ = two_boards()
+    mine.close()
+    text = str(other.fault_of_call(RECEIVE, RuntimeError("closed by peer")))
+    assert (
+        "rank 0 left: its script called pm.close()" in text and "Remedy: every rank makes every call" in text
+    )
+    other.close()
+
+
+def test_an_error_is_told_with_the_line_of_the_user_that_raised_it() -> None:
+    try:
+        torch.nn.functional.linear(torch.ones(2), torch.ones(3, 3))  # within torch
+    except RuntimeError as error:
+        text = leaving.in_short(error)
+        assert text.startswith("RuntimeError: ") and "(test_faults.py:" in text and "\n" not in text
+    assert leaving.in_short(KeyboardInterrupt()) == "KeyboardInterrupt"
 
 
 def test_scripts_that_call_different_things_are_seen_while_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
