@@ -42,6 +42,8 @@ ELEMENTWISE = (
 SHAPES = ((6, 4), (4,), (2, 4, 6))
 # The scale of the gradients in each of the trial steps: a norm or a bound within the optimizer shows at one of them.
 SCALES = (1.0, 1e-3, 1e3, 1e-6)
+# The scale of the parameters that the steps begin with: a bound on what a step may do to one may be its own norm.
+STARTS = (1.0, 1e-4)
 
 
 def check_elementwise(
@@ -93,7 +95,18 @@ def try_parts(
     if they do not.
     """
     torch.manual_seed(0)
-    first = [torch.randn(size, dtype=torch.float64, device="cpu") for size in SHAPES]
+    values = [torch.randn(size, dtype=torch.float64, device="cpu") for size in SHAPES]
+    found = (_try_from([start * x for x in values], cls, keywords, groups, has_pieces) for start in STARTS)
+    return next(filter(None, found), "")
+
+
+def _try_from(
+    first: Tensors,
+    cls: type[optim.Optimizer],
+    keywords: Mapping[str, Any],
+    groups: Sequence[Options],
+    has_pieces: bool,
+) -> str:
     grads = []
     for scale in SCALES:
         grads.append([scale * torch.randn_like(x) for x in first])

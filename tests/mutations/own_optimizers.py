@@ -4,6 +4,7 @@ from tests.mutations import Mutation
 
 TESTS = "tests/runtime/test_own_optimizers.py"
 MUTATIONS = (
+    Mutation("autoptd/runtime/elementwise.py", "STARTS = (1.0, 1e-4)", "STARTS = (1.0,)", TESTS),
     Mutation("autoptd/runtime/elementwise.py", "without_first=True", "without_first=False", TESTS),
     Mutation(
         "autoptd/runtime/storage.py",

@@ -257,6 +257,20 @@ def test_what_depends_on_the_other_tensors_of_a_rank_is_refused(cls: type[torch.
         check_elementwise(cls, {"lr": 0.1})
 
 
+def test_a_bound_by_the_norm_of_a_tensor_is_seen_where_tensors_are_small() -> None:
+    class BoundedByNorm(torch.optim.SGD):
+        """As LARS and LAMB do: at the values of a fresh tensor the bound is reached by no step."""
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.sub_(p.grad.sign() * 1e-3 * (p.norm() / 1e-3).clamp(max=1.0))
+
+    with pytest.raises(PlanError, match="halves of a tensor along dim 0"):
+        check_elementwise(BoundedByNorm, {"lr": 0.1})
+
+
 def test_a_constructor_is_tried() -> None:
     class ScalesByNorm(torch.optim.SGD):
         def __init__(self, params: Parameters, lr: float) -> None:
