@@ -98,7 +98,7 @@ class LoopWatch:
         self.updates, self._unused = self.updates + bool(self.steps), 0
 
     def guard(self, model: nn.Module) -> None:
-        """Warn where somebody else than AutoPTD changes `model`'s weights, or asks for its state dict after the first update."""
+        """Warn where the user changes weights of `model`, or asks for its state dict after the first update."""
         self._model, self._versions = weakref.ref(model), _versions(model)
         handle = model.register_state_dict_pre_hook(InitialWeights(self, model))  # type: ignore[no-untyped-call]
         # A model may be parallelized often.

@@ -96,8 +96,11 @@ def try_parts(
     """
     torch.manual_seed(0)
     values = [torch.randn(size, dtype=torch.float64, device="cpu") for size in SHAPES]
-    found = (_try_from([start * x for x in values], cls, keywords, groups, has_pieces) for start in STARTS)
-    return next(filter(None, found), "")
+    for start in STARTS:
+        first = [start * x for x in values]
+        if reason := _try_from(first, cls, keywords, groups, has_pieces):
+            return reason
+    return ""
 
 
 def _try_from(
