@@ -155,6 +155,7 @@ def packed(length: int, step: int, has_positions: bool) -> tuple[Tensor, ...]:
     return ids, labels, places - torch.where(ids == 0, places, 0).cummax(1).values
 
 
+@pytest.mark.one_in(96)
 @pytest.mark.parametrize("shapes", ["exact", "bucket"])
 @pytest.mark.parametrize("has_positions", [True, False], ids=["positions", "ids alone"])
 @pytest.mark.parametrize("mesh", [{"p": 2}, {"t": 2, "p": 2, "v": 2, "num_microbatches": 2}], ids=str)
