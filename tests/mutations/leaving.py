@@ -61,4 +61,10 @@ MUTATIONS = (
         "pass",
         "tests/runtime/world/test_faults.py",
     ),
+    Mutation(
+        "autoptd/runtime/world/threads.py",
+        "jobs.put(_has_ended)",
+        "pass",
+        "tests/runtime/world/test_world.py::test_ctrl_c_before_a_rank_has_its_job",
+    ),
 )

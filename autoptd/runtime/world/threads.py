@@ -111,7 +111,11 @@ class Ranks:
         except BaseException as exc:
             # Rank -1 is the caller: the waiting ranks are released as by a fault of their own.
             self.shared.fail(-1, "run", exc)
-            self._collect(results)
+            # It may have come before a rank had its job, or as an answer was taken: what they answer to this comes last.
+            results.clear()
+            for jobs in self._jobs:
+                jobs.put(_has_ended)
+            self._collect(results, last=_has_ended)
             raise
         finally:
             self._stuck = sorted(set(range(len(self._jobs))) - set(results))
@@ -138,8 +142,8 @@ class Ranks:
         finally:
             self.shared.reset()
 
-    def _collect(self, results: dict[int, Any]) -> None:
-        """Wait for every rank; after a fault, for GRACE seconds at most."""
+    def _collect(self, results: dict[int, Any], last: Any = None) -> None:
+        """Wait for every rank, with `last` until it answers that; after a fault, for GRACE seconds at most."""
         deadline = None
         while len(results) < len(self._jobs):
             if self.shared.fault and deadline is None:
@@ -151,7 +155,8 @@ class Ranks:
                 if deadline is not None:
                     return
                 continue
-            results[rank] = result
+            if last is None or result is last:
+                results[rank] = result
 
 
 def run_ranks(shared: ThreadWorld, fn: Callable[[World], Result]) -> list[Result]:
@@ -169,6 +174,11 @@ def run_ranks(shared: ThreadWorld, fn: Callable[[World], Result]) -> list[Result
 def _end(all_jobs: list[SimpleQueue[Any]]) -> None:
     for jobs in all_jobs:
         jobs.put(None)
+
+
+def _has_ended(world: World) -> Any:
+    """The job of a rank whose `run` was interrupted."""
+    return _has_ended
 
 
 def _serve(world: ThreadRank, jobs: SimpleQueue[Any], ended: SimpleQueue[tuple[int, Any]]) -> None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -353,6 +354,32 @@ def test_ctrl_c_ends_ranks_that_wait_and_those_that_compute_and_they_can_go_on()
         assert ranks.run(lambda world: world.group(("tp",)).all_reduce(torch.ones(1), "sum").item()) == [2, 2]
     finally:
         ranks.close()
+
+
+class Interrupted:
+    """A rank's jobs, given to it by a caller who presses Ctrl-C just before."""
+
+    def __init__(self, jobs: SimpleQueue[Any]) -> None:
+        self.jobs, self.interrupts = jobs, True
+
+    def put(self, job: Any) -> None:
+        if self.interrupts:
+            self.interrupts = False
+            raise KeyboardInterrupt
+        self.jobs.put(job)
+
+
+def test_ctrl_c_before_a_rank_has_its_job() -> None:
+    ranks = Ranks(ThreadWorld(Mesh(t=2)))
+    ranks._jobs[1] = Interrupted(ranks._jobs[1])
+
+    def work(world: World) -> float:
+        return world.group(("tp",)).all_reduce(torch.ones(1), "sum").item()
+
+    with pytest.raises(KeyboardInterrupt):
+        ranks.run(work)
+    assert ranks.run(work) == [2, 2]
+    ranks.close()
 
 
 # Real processes over gloo. They are forked from a server that has imported torch once.
