@@ -175,8 +175,8 @@ def _piece(node: Node) -> tuple[int, int, int] | None:
 
 
 def _check_fresh(node: Node, views: list[Node], position: dict[Node, int], latest: dict[Node, Node]) -> None:
-    """What `node` writes to, the last of `views`, is made by the forward, and not read by an older view later
-    on.
+    """What `node` writes to, the last of `views`, is made by the forward, and neither read later on by an older view
+    nor by what it is itself a view of.
     """
     base = views[-1]
     record = note(base)
@@ -192,11 +192,22 @@ def _check_fresh(node: Node, views: list[Node], position: dict[Node, int], lates
         )
     at = position[node]
     older = {alias for view in views for alias in _aliases(view, {*views}) if position.get(alias, -1) < at}
+    whole = _viewed(base)
+    if whole is not base:
+        older |= {whole, *_aliases(whole, {*views})}
     # Readers behind the write name the old nodes of these values as well.
     older |= {old for old, new in latest.items() if new in older}
-    if _is_view(base) or any(position.get(user, -1) > at for alias in older for user in alias.users):
+    is_read = any(position.get(user, -1) > at for alias in older for user in alias.users)
+    if is_read or (whole is not base and whole.op == "placeholder"):
         fact = "an in-place write goes through a view"
         raise TraceError(site(node), fact, "write out of place: torch.where, torch.cat")
+
+
+def _viewed(node: Node) -> Node:
+    """What a node is a view of, a view of a view, and so on; itself where it is none."""
+    while _is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def _aliases(node: Node, but: set[Node]) -> Iterator[Node]:

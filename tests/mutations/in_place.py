@@ -9,4 +9,7 @@ MUTATIONS = (
     Mutation(FILE, 'if dim == 0 and argument(node, "wrap")', "if False", TESTS),
     Mutation(FILE, "    aten.pow_.Scalar: aten.pow.Tensor_Scalar,\n", "", TESTS),
     Mutation(FILE, "args[::-1]", "args", TESTS),
+    Mutation(FILE, "older |= {whole, *_aliases(whole, {*views})}", "older |= {whole}", TESTS),
+    Mutation(FILE, "older |= {whole, *_aliases(whole, {*views})}", "pass", TESTS),
+    Mutation(FILE, '(whole is not base and whole.op == "placeholder")', "False", TESTS),
 )

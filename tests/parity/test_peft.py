@@ -77,8 +77,8 @@ def vblora() -> peft.PeftConfig:
     return peft.VBLoRAConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"], **bank)
 
 
-def with_rank(config: type[peft.PeftConfig]) -> Callable[[], peft.PeftConfig]:
-    return lambda: config(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"])
+def with_rank(config: type[peft.PeftConfig], **options: Any) -> Callable[[], peft.PeftConfig]:
+    return lambda: config(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"], **options)
 
 
 KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], peft.PeftConfig]]] = {
@@ -98,6 +98,10 @@ WRITTEN_OUT: dict[str, tuple[Callable[[], nn.Module], Callable[[], peft.PeftConf
 }
 # What an adapter adds is computed from its weights: they are traced as they are written, and seldom divided.
 COMPUTED: dict[str, tuple[Callable[[], nn.Module], Callable[[], peft.PeftConfig]]] = {
+    "LoKr with rank dropout": (
+        llama,
+        with_rank(peft.LoKrConfig, rank_dropout=0.3, rank_dropout_scale=True),
+    ),
     "LoKr": (llama, with_rank(peft.LoKrConfig)),
     "LoHa": (llama, with_rank(peft.LoHaConfig)),
     "HRA": (llama, with_rank(peft.HRAConfig)),

@@ -192,8 +192,20 @@ def fills_diagonals(self: Net, x: Tensor) -> Tensor:
     return total + cube.fill_diagonal_(2.0).square().mean()
 
 
+def writes_views(self: Net, x: Tensor) -> Tensor:
+    """Of what nothing reads but they; of a view of a view, a row, a mask that is cast."""
+    flat, turned, pairs = self.first(x).view(-1), self.second(x).t(), self.first(x).view(-1, 2).view(2, -1, 2)
+    flat.mul_(2.0)
+    turned += 1
+    pairs[1] *= 3.0
+    drop = (x > 0).to(x.dtype).view(-1, 1)
+    drop /= drop.mean()
+    return flat.square().mean() + turned.square().mean() + pairs.square().mean() + (drop * x.sum()).mean()
+
+
 IN_PLACE = [
     raises_to_powers,
+    writes_views,
     fills_diagonals,
     adds_in_place,
     fills_in_place,
@@ -217,6 +229,26 @@ def writes_through_a_view(self: Net, x: Tensor) -> Tensor:
     h = self.first(x)
     h.view(-1).mul_(2.0)
     return h.mean()
+
+
+def writes_under_a_second_view(self: Net, x: Tensor) -> Tensor:
+    h = self.first(x)
+    flat, turned = h.view(-1), h.t()
+    flat.mul_(2.0)
+    return (flat * turned.flatten()).mean()
+
+
+def writes_between_views(self: Net, x: Tensor) -> Tensor:
+    flat = self.first(x).view(-1)
+    pairs = flat.view(-1, 2)
+    pairs.mul_(2.0)
+    return flat.square().mean()
+
+
+def writes_a_view_of_an_argument(self: Net, x: Tensor) -> Tensor:
+    flat = x.view(-1)
+    flat.mul_(2.0)
+    return self.first(flat.view(x.shape)).mean()
 
 
 def writes_under_a_view(self: Net, x: Tensor) -> Tensor:
@@ -262,6 +294,9 @@ def writes_a_parameter(self: Net, x: Tensor) -> Tensor:
     ("forward", "fact"),
     [
         (writes_through_a_view, "through a view"),
+        (writes_under_a_second_view, "through a view"),
+        (writes_between_views, "through a view"),
+        (writes_a_view_of_an_argument, "through a view"),
         (writes_under_a_view, "through a view"),
         (writes_under_a_view_of_a_view, "through a view"),
         (writes_under_a_written_view, "through a view"),
