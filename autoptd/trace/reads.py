@@ -158,6 +158,7 @@ class Snapshot:
         self._codes = {code for code, _ in reads.scopes}
         # By their identity: alive, so that no other object gets it.
         self._seen: dict[int, Any] = {}
+        self._classes: dict[int, type] = {}
         self._places: list[Place] = []
         self._waiting: list[tuple[str, Any]] = [("", model), ("loss_fn", loss_fn)]
         if {"environ", "getenv"} & reads.names:
@@ -239,8 +240,10 @@ class Snapshot:
 
     def _visit_class(self, cls: type) -> None:
         for base in cls.__mro__:
-            if base.__module__.split(".")[0] in LIBRARIES and not issubclass(base, nn.Module):
+            is_library = base.__module__.split(".")[0] in LIBRARIES and not issubclass(base, nn.Module)
+            if is_library or id(base) in self._classes:
                 continue
+            self._classes[id(base)] = base
             for name, value in vars(base).items():
                 # Operators are called without their names.
                 code = getattr(getattr(value, "__func__", value), "__code__", None)
