@@ -260,8 +260,9 @@ class ParallelModel(AdaptedModel):
 
         `norm_type` is 2, inf (the largest entry), 1, or the p of any other p-norm. Collective.
         """
-        ranks, p = self._started("clip_grad_norm_"), checked_norm_type(norm_type)
-        norm = ranks.run("clip_grad_norm_", lambda rank: clip_gradients(rank.params, max_norm, p))
+        # As torch does: a number of a config file may be text.
+        ranks, limit, p = self._started("clip_grad_norm_"), float(max_norm), checked_norm_type(norm_type)
+        norm = ranks.run("clip_grad_norm_", lambda rank: clip_gradients(rank.params, limit, p))
         # Powers of finite gradients may overflow.
         if self._loss_scale is not None and p in (1, 2, inf):
             self._loss_scale.saw(norm)

@@ -267,6 +267,11 @@ def test_optimizer_refusals() -> None:
         assert isinstance(pm.optimizer(Own, lr=0.1), Own)
         with pytest.raises(PlanError, match=r"'layer\.\*' names no parameter"):
             pm.optimizer(torch.optim.SGD, ["layer.*"], lr=0.1)
+        for nothing in ([], [{"params": []}]):
+            with pytest.raises(
+                PlanError, match=r"no parameter in any group. Remedy: names such as 'wte.weight'"
+            ):
+                pm.optimizer(torch.optim.SGD, nothing, lr=0.1)
         with pytest.raises(PlanError, match=r"wte.weight are in two groups"):
             pm.optimizer(torch.optim.SGD, [{"params": "head.weight"}, {"params": ["wte.*"]}], lr=0.1)
         with pytest.raises(PlanError, match=r"no local parameter.*named_parameters"):

@@ -174,6 +174,13 @@ def make_optimizer(
     has_pieces = any(mesh.degree(axis) > 1 for axis in chain.from_iterable(sharing))
     check_elementwise(cls, keywords, [options for _, options in mine], has_pieces=has_pieces)
     groups = _agree(run, [names for names, _ in mine], [spec.name for spec in specs])
+    # A filter that fits no name: torch refuses an empty list too.
+    if specs and not any(groups):
+        fact, remedy = (
+            "has no parameter in any group",
+            f"names such as {specs[0].name!r}, or None for all parameters",
+        )
+        raise PlanError(f"pm.optimizer({cls.__name__}, params)", fact, remedy)
     named_groups = [(names, options) for names, (_, options) in zip(groups, mine, strict=True)]
     # Of all ranks' parameters, so that all ranks decide alike.
     dtypes = {dtype_of(spec.storage.dtype) for spec in specs}

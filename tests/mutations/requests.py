@@ -6,6 +6,12 @@ from tests.mutations import Mutation
 
 FILE, TESTS = "autoptd/optimizer_request.py", "tests/test_optimizer_request.py"
 MUTATIONS = (
+    Mutation(
+        "autoptd/runtime/optimizer.py",
+        "if specs and not any(groups):",
+        "if False:",
+        "tests/test_parallel_model.py -k optimizer_refusals",
+    ),
     Mutation(FILE, "if found is not None and found[0]() is x else None", "if False else None", TESTS),
     Mutation(
         FILE, "keywords = {**cls.keywords, **keywords}", "keywords = {**keywords, **cls.keywords}", TESTS
