@@ -18,7 +18,7 @@ from autoptd.ir.updates import UPDATE
 from autoptd.trace.storage import shared_buffers
 
 IN_MODEL = "a loss that is a part of the model, whose forward then returns it"
-IN_PLACE = "buffers of their own (.clone()), or one tensor under both names that is changed in place: self.count += 1"
+IN_PLACE = "buffers of their own (.clone()), or one tensor that is a registered buffer under both names and changed in place"
 
 
 def updated_buffers(graph: Graph) -> Iterator[tuple[str, Node]]:
