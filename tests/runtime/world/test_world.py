@@ -339,6 +339,8 @@ def test_threads_end() -> None:
 
 def test_ctrl_c_ends_ranks_that_wait_and_those_that_compute_and_they_can_go_on() -> None:
     ranks = Ranks(ThreadWorld(Mesh(t=2)))
+    # A shell that starts its jobs in the background has them ignore it.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def work(world: World) -> None:
         if world.rank == 0:
@@ -353,6 +355,7 @@ def test_ctrl_c_ends_ranks_that_wait_and_those_that_compute_and_they_can_go_on()
             ranks.run(work)
         assert ranks.run(lambda world: world.group(("tp",)).all_reduce(torch.ones(1), "sum").item()) == [2, 2]
     finally:
+        signal.signal(signal.SIGINT, handler)
         ranks.close()
 
 
