@@ -187,7 +187,8 @@ def parallelize(
     check_precision(model, options.precision)
     given = model
     model, source = with_source(model, weights)
-    changes = LoopChanges(given, lambda: with_source(given, weights)[0], options.loss_fn)
+    remade, speaks = (lambda: with_source(given, weights)[0]), is_first_process()
+    changes = LoopChanges(given, remade, options.loss_fn, speaks=speaks)
     modes: dict[nn.Module, bool] = {}
     cast: set[str] = set()
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from autoptd.errors import RuntimeFault
-from autoptd.ir.buffers import same_entries
+from autoptd.loop_tensors import Weights, cast_back, is_rounded, sorted_as, sorts_of, without_values
 from autoptd.program.program import Program
 from autoptd.trace import Difference, Snapshot, Stamp, Traced, evaluating, has_values, in_modes
 
@@ -35,6 +35,10 @@ REMEDY = (
     "pass what a schedule sets as a tensor among the inputs of forward; set what stays before parallelize, "
     "or call parallelize again"
 )
+WRITTEN = (
+    "the loop has written to them, which the ranks do not see: they train copies. Remedy: write to pm.parameters() under "
+    "torch.no_grad(), or pm.load_state_dict(...)"
+)
 
 
 def is_due(step: int, every: int) -> bool:
@@ -45,16 +49,21 @@ def is_due(step: int, every: int) -> bool:
 class LoopChanges:
     """What programs were compiled of, each as it was; `given` is the user's model, `remade` makes the one that is traced."""
 
-    def __init__(self, given: nn.Module, remade: Callable[[], nn.Module], loss_fn: Any) -> None:
+    def __init__(
+        self, given: nn.Module, remade: Callable[[], nn.Module], loss_fn: Any, *, speaks: bool = True
+    ) -> None:
         self._given, self._remade, self._loss_fn = given, remade, loss_fn
         self._watched: weakref.WeakKeyDictionary[Traced, Watched] = weakref.WeakKeyDictionary()
         self._first: dict[str, Stamp] | None = None
+        self._weights: Weights | None = None
+        self._speaks, self._has_exchanged = speaks, False
 
     def follow(self, program: Program, *, evaluates: bool = False) -> Program:
         """Keep the state of which a program is compiled; return the program."""
         if program.traced is not None and program.traced not in self._watched:
             if self._first is None:
                 self._first = {name: Stamp.of(x) for name, x in self._given.named_buffers()}
+                self._weights = Weights(self._given)
             snapshot = Snapshot(self._given, self._loss_fn, program.traced.reads)
             self._watched[program.traced] = Watched(
                 self._given, self._remade, snapshot, self._first, evaluates
@@ -63,9 +72,25 @@ class LoopChanges:
 
     def check(self, programs: Iterable[Program], site: str, buffers: Mapping[str, torch.Tensor]) -> None:
         """Raise RuntimeFault where the model is no longer what one of the programs computes; `buffers` are the ranks'."""
+        self._tell_of_weights(site)
         for traced in dict.fromkeys(program.traced for program in programs):
             if (watched := self._watched.get(traced)) is not None:
                 watched.check(traced, site, buffers)
+
+    def note_exchange(self) -> None:
+        """Note that weights went from the ranks to the user or back: a model may be loaded with them, which nobody trains."""
+        self._has_exchanged = True
+
+    def _tell_of_weights(self, site: str) -> None:
+        """Warn once where a loop has written to parameters of its model."""
+        written = self._weights.written(self._given) if self._weights is not None and self._speaks else []
+        has_exchanged, self._has_exchanged = self._has_exchanged, False
+        if written and not has_exchanged:
+            self._speaks = False
+            names = ", ".join(written[:MOST_TRIED])
+            warnings.warn(
+                f"{site}: {names} of the model that was handed to parallelize: {WRITTEN}", stacklevel=7
+            )
 
 
 class Watched:
@@ -83,7 +108,7 @@ class Watched:
         self._first = first
         self._given, self._remade, self._snapshot, self._evaluates = given, remade, snapshot, evaluates
         self._modes = {path: module.training for path, module in given.named_modules()}
-        self._tensors = _tensors_of(given)
+        self._sorts = sorts_of(given)
         # What had no effect: its values, and until when it is not tried again.
         self._harmless: dict[str, Any] = {}
         self._rest_until = 0.0
@@ -92,13 +117,10 @@ class Watched:
 
     def check(self, traced: Traced, site: str, buffers: Mapping[str, torch.Tensor]) -> None:
         """Raise RuntimeFault where the forward of `traced` has become another one."""
-        # A model that was moved, or cast, since is no longer trained by anybody.
-        if _tensors_of(self._given) != self._tensors:
-            return
         self._buffers = buffers
         found = self._changes(traced)
-        caches = [one for one in found if one.path in traced.reads.written]
-        changes = [one for one in found if one.path not in traced.reads.written]
+        caches = [one for one in found if self._is_cache(one, traced)]
+        changes = [one for one in found if one not in caches]
         if not changes or self._rests(changes):
             return
         start = time.monotonic()
@@ -106,10 +128,14 @@ class Watched:
             # What was written to a tensor is not put back.
             culprits = [one for one in changes if traced.has(one.path) and not one.is_replaced]
             where = f"what reads {culprits[0].path}" if culprits else self._differs(traced)
-            culprits = culprits or (self._culprits(traced, changes) if where else [])
+            is_unknown = bool(where) and not culprits and self._differs_without(traced, changes)
+            if is_unknown:
+                culprits = [one for one in changes if one.is_tensor and not one.is_replaced]
+            elif where and not culprits:
+                culprits = self._culprits(traced, changes)
         if culprits:
             raise _fault(culprits, where, site)
-        if where:
+        if is_unknown:
             text = f"changed since the model was compiled ({_values(changes[0])}), and its trace differs for other reasons"
             warnings.warn(
                 f"{changes[0].path}: {text}: whether the forward reads it is not known", stacklevel=5
@@ -129,12 +155,18 @@ class Watched:
         own = dict(self._given.named_buffers()).get(change.path)
         if own is None:
             return False
-        if self._first.get(change.path) == Stamp.of(own):
+        # Of a model that was moved to meta nothing is left.
+        if own.is_meta or self._first.get(change.path) == Stamp.of(own):
             return True
         ranks = self._buffers.get(change.path)
-        if ranks is not None and ranks.shape == own.shape and same_entries(ranks.to(own), own):
+        if ranks is not None and is_rounded(ranks.to(own.device), own):
             return True
         return change.path in traced.updated or not traced.has(change.path)
+
+    def _is_cache(self, change: Difference, traced: Traced) -> bool:
+        """Tell whether the forward itself has made what is there now."""
+        made = traced.reads.written.get(change.path)
+        return made is not None and (made == change.texts[1] or not has_values(self._given))
 
     def _rests(self, changes: list[Difference]) -> bool:
         """Tell whether all that changed is known to have no effect, as far as is worth its time."""
@@ -144,9 +176,11 @@ class Watched:
         return not is_new or time.monotonic() < self._rest_until
 
     def _differs(self, traced: Traced) -> str:
-        model = self._remade()
-        with self._in_modes(model):
-            where = traced.differs(model)
+        # A model that was moved, or cast, since is traced as it was: values are no part of a trace.
+        with sorted_as(self._given, self._sorts, without_values):
+            model = self._remade()
+            with self._in_modes(model):
+                where = traced.differs(model)
         # The values of buffers are no part of a trace.
         read = [one.path for one in self._changes(traced) if traced.has(one.path)]
         return where or (f"what reads {read[0]}" if read else "")
@@ -158,22 +192,23 @@ class Watched:
             return nullcontext()
         return in_modes({module: self._modes[path] for path, module in model.named_modules()})
 
-    def _culprits(self, traced: Traced, changes: list[Difference]) -> list[Difference]:
-        """Return the changes with which the forward differs; none where it does without them."""
+    def _differs_without(self, traced: Traced, changes: list[Difference]) -> bool:
         with put_back(changes):
-            if self._differs(traced):
-                return [one for one in changes if one.is_tensor and not one.is_replaced]
+            return bool(self._differs(traced))
+
+    def _culprits(self, traced: Traced, changes: list[Difference]) -> list[Difference]:
+        """Return the changes with which the forward computes something else."""
         places = list(dict.fromkeys(id(one.place) for one in changes))
         found = []
         for place in places[:MOST_TRIED] if len(places) > 1 else []:
-            with put_back([one for one in changes if id(one.place) != place]):
-                if self._differs(traced):
-                    found += [one for one in changes if id(one.place) == place]
+            if self._differs_without(traced, [one for one in changes if id(one.place) != place]):
+                found += [one for one in changes if id(one.place) == place]
         culprits = found or changes
         # Tables that are filled as they are needed, and switches such as use_cache, give the same numbers by other operators.
-        if any(one.is_number for one in culprits) or not has_values(self._given):
+        is_late = any(one.is_number and one.path not in traced.reads.written for one in culprits)
+        if is_late or not has_values(self._given):
             return culprits
-        with self._in_modes(self._given):
+        with self._in_modes(self._given), sorted_as(self._given, self._sorts, cast_back):
             return [] if traced.is_same(self._given, partial(put_back, changes)) else culprits
 
 
@@ -189,10 +224,6 @@ def put_back(changes: list[Difference]) -> Iterator[None]:
     finally:
         for place, kept in zip(places, now, strict=True):
             place.holder.restore(kept)
-
-
-def _tensors_of(model: nn.Module) -> dict[str, Any]:
-    return {name: (x.shape, x.dtype, x.device) for name, x in model.named_parameters()}
 
 
 def _values(change: Difference) -> str:

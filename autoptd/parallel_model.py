@@ -79,9 +79,11 @@ class ParallelModel(AdaptedModel):
         `zero_grad`. A NaN loss raises RuntimeFault on all ranks, and adds none; on CUDA it is seen in the next
         step, when its own gradients were handed over.
         """
-        if torch.is_inference_mode_enabled():
-            fact = "inference_mode is on around it: there would be no gradients"
-            raise PlanError("pm.step", fact, "leave it off here")
+        if not torch.is_grad_enabled():
+            mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+            fact = f"torch.{mode}() is on around it: a loop of one device would have no gradients, and this call adds them"
+            remedy = "leave it off here; for the loss without gradients call pm.eval_step(...)"
+            raise PlanError("pm.step", fact, remedy)
         _, ranks = self._running(args, kwargs)
         self._refuse_unequal(args, kwargs)
         args, kwargs = self._arranged(args, kwargs)

@@ -221,7 +221,9 @@ class StartedModel(InsteadOf):
         """Return the program and its ranks; compile for this call if there is no program yet."""
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             fact = "autocast is on around it, and the compiled model does not follow it"
-            raise PlanError(f"pm.{call}", fact, "leave autocast off; cast the model before parallelize")
+            raise PlanError(
+                f"pm.{call}", fact, "leave autocast off; precision='bf16-mixed' computes as under it"
+            )
         if self._program is None:
             args, kwargs = self._in_full(args, kwargs)
             # What `step` gets: this replica's rows for a process, the global batch for threads.
@@ -291,6 +293,10 @@ class StartedModel(InsteadOf):
         attempt = attempted(lambda: changes.check(known, site, buffers))
         ranks.unrecorded.run(MODEL, lambda rank: agree(rank.world, MODEL, attempt))
 
+    def _note_exchange(self) -> None:
+        if self._changes is not None:
+            self._changes.note_exchange()
+
     def _start(self, program: Program) -> None:
         options = self.options
         # Buffers may have changed since a saved program was compiled.
@@ -310,6 +316,7 @@ class StartedModel(InsteadOf):
     def _settled(self, what: str) -> RunningRanks:
         """Return the ranks, whose parameters have what the user wrote to them. Collective."""
         ranks = self._started(what)
+        self._note_exchange()
         ranks.unrecorded.follow_edits()
         return ranks
 

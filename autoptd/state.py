@@ -147,6 +147,7 @@ class StatefulModel(StartedModel):
         # Before parameters: if their values are refused, none has changed.
         brought = self._read_buffers(found.checkpoint, ranks)
         self._hold_to(brought, ranks)
+        self._note_exchange()
         self._release()
         self._unusable = f"loading {str(folder)!r} did not end"
         self._buffers.load(brought)
@@ -321,6 +322,7 @@ class StatefulModel(StartedModel):
         if strict and (missing or unexpected):
             fact = f"missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}"
             raise PlanError("load_state_dict", fact, "a state dict of this model, or strict=False")
+        self._note_exchange()
         self._release()
         # Buffers first: if they are refused, no parameter has changed yet.
         brought = self._buffers.values_of(state_dict)

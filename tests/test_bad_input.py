@@ -240,12 +240,14 @@ def test_experts_of_transformers_in_a_loop() -> None:
         autoptd.compile(model, d=2, example_inputs={"input_ids": ids, "labels": ids})
 
 
-def test_autocast_around_a_step() -> None:
+def test_modes_of_torch_around_a_step() -> None:
     pm = autoptd.parallelize(gpt(2), p=2, backend="local", example_inputs=batch())
     try:
         with torch.autocast("cpu", torch.bfloat16), pytest.raises(autoptd.PlanError, match="autocast is on"):
             pm.step(*batch())
         with torch.inference_mode(), pytest.raises(autoptd.PlanError, match="inference_mode"):
+            pm.step(*batch())
+        with torch.no_grad(), pytest.raises(autoptd.PlanError, match=r"no_grad.*pm.eval_step"):
             pm.step(*batch())
     finally:
         pm.close()

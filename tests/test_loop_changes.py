@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 
 import autoptd
 from autoptd.errors import RuntimeFault
@@ -52,6 +55,33 @@ def closed_over(scale: float) -> tuple[Callable[[Tensor], Tensor], Callable[[flo
 
 def multiplied(x: Tensor, by: float) -> Tensor:
     return x * by
+
+
+def shifted(x: Tensor, by: float = 0.0, *, more: float = 0.0) -> Tensor:
+    return x + by + more + shifted.last  # type: ignore[attr-defined, no-any-return]
+
+
+shifted.last = 0.0  # type: ignore[attr-defined]
+
+
+@functools.cache
+def settings() -> types.SimpleNamespace:
+    return types.SimpleNamespace(scale=1.0)
+
+
+class Base:
+    scale = 1.0
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Helper(Base):
+    """Inherits all that it has."""
+
+
+HELPER, WEAK = Helper(), weakref.WeakKeyDictionary[type, float]({Base: 1.0})
+VIEW, PROXY = memoryview(bytearray([1])), types.MappingProxyType(TABLE)
 
 
 class Kept(nn.Module):
@@ -99,6 +129,24 @@ class Net(nn.Module):
         x = self.partial(self.scaled(x)) * SCALE * TABLE["scale"] * CONFIG.scale
         x = x * float(os.environ.get(VARIABLE, "1")) * self.plain * self.factor * float(self.array[0])
         return F.mse_loss(self.last(x) * getattr(self, f"scale_{len(self.scales) - 2}"), y)
+
+
+class Patched(nn.Module):
+    """Reads from what a program may patch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = HELPER.scaled(shifted(F.gelu(self.first(x)))) * settings().scale
+        x = x * math.cos(0.0) * WEAK[Base] * float(VIEW[0]) * PROXY["scale"] * len([x])
+        return F.mse_loss(self.last(x) + (torch.ones(1) / 3).double(), y)
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
 
 
 class Halved(nn.Linear):
@@ -149,6 +197,52 @@ EFFECTIVE: dict[str, Callable[[Net], Any]] = {
     "another buffer": lambda model: setattr(model, "factor", torch.tensor(2.0)),
     "mode of a submodule": lambda model: model.inner.kept.eval(),
     "late": lambda model: setattr(model, "steps", 1001),
+}
+
+
+def set_code(_: nn.Module) -> None:
+    shifted.__code__ = (lambda x, by=0.0, *, more=0.0: x * 2).__code__
+
+
+def set_class(model: nn.Module) -> None:
+    model.first[1].__class__ = nn.Sigmoid  # type: ignore[index]
+
+
+PATCHES: dict[str, Callable[[pytest.MonkeyPatch, Any], Any]] = {
+    "a function of torch": lambda patch, _: patch.setattr(F, "gelu", lambda x: x),
+    "a method of tensors": lambda patch, _: patch.setattr(Tensor, "double", lambda x: x * 2),
+    "a function of Python": lambda patch, _: patch.setattr(math, "cos", lambda x: 2.0),
+    "a global over one of Python's": lambda patch, _: patch.setitem(globals(), "len", lambda x: 2.0),
+    "defaults": lambda patch, _: patch.setattr(shifted, "__defaults__", (1.0,)),
+    "defaults of keywords": lambda patch, _: patch.setattr(shifted, "__kwdefaults__", {"more": 1.0}),
+    "code": lambda patch, _: set_code(_),
+    "an attribute of a function": lambda patch, _: patch.setattr(shifted, "last", 1.0),
+    "a cached object": lambda patch, _: patch.setattr(settings(), "scale", 2.0),
+    "an attribute over the base's": lambda patch, _: patch.setattr(Helper, "scale", 2.0, raising=False),
+    "a method over the base's": lambda patch, _: patch.setattr(
+        Helper, "scaled", lambda _, x: x * 2, raising=False
+    ),
+    "an operator": lambda patch, _: patch.setattr(
+        Helper,
+        "__getattribute__",
+        lambda x, name: 2.0 if name == "scale" else object.__getattribute__(x, name),
+    ),
+    "a call": lambda patch, _: patch.setattr(
+        Patched, "__call__", lambda x, *args: nn.Module.__call__(x, *args) * 2, raising=False
+    ),
+    "a weak dict": lambda patch, _: patch.setitem(WEAK, Base, 2.0),
+    "a view": lambda patch, _: VIEW.__setitem__(0, 2),
+    "a proxy": lambda patch, _: patch.setitem(TABLE, "scale", 2.0),
+    "the default dtype": lambda patch, _: torch.set_default_dtype(torch.float16),
+    "another class": lambda patch, model: set_class(model),
+    "a hook of gradients": lambda patch, model: model.last.weight.register_hook(lambda grad: grad * 2),
+    "a hook of a backward": lambda patch, model: model.last.register_full_backward_hook(
+        lambda _, grads, __: tuple(None if x is None else x * 2 for x in grads)
+    ),
+    "frozen": lambda patch, model: model.first.requires_grad_(False),
+    "one that fails": lambda patch, model: setattr(model.first[1], "__class__", nn.ReLU),
+    "a layer more": lambda patch, model: model.first.append(nn.Linear(8, 8)),
+    "a parametrization": lambda patch, model: register_parametrization(model.first[0], "weight", Doubled()),
 }
 
 
@@ -220,6 +314,82 @@ def test_a_change_of_what_the_forward_computes_is_a_fault(form: str) -> None:
     assert not torch.equal(before, model(*BATCH))
     with pytest.raises(RuntimeFault, match=r"^step 3: changed since the model was compiled: .* then, .* now"):
         train(pm, 1)
+
+
+@pytest.mark.parametrize("form", PATCHES)
+def test_what_a_program_patches_is_a_fault(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Patched()
+    pm, code, dtype = running(model), shifted.__code__, torch.get_default_dtype()
+    train(pm, 2)
+    try:
+        PATCHES[form](monkeypatch, model)
+        with pytest.raises(RuntimeFault, match=r"^step 3: changed since the model was compiled: "):
+            train(pm, 1)
+    finally:
+        torch.set_default_dtype(dtype)
+        shifted.__code__, VIEW[0] = code, 1
+
+
+@pytest.mark.parametrize("move", ["half", "double", "meta"])
+def test_a_model_that_was_moved_is_followed(move: str) -> None:
+    model = Net()
+    pm = running(model)
+    train(pm, 2)
+    model.to(move) if move == "meta" else getattr(model, move)()
+    # What changes nothing is no change there either.
+    model.steps, model.inner.drop.inplace = 7, True
+    train(pm, 1)
+    model.alpha = 2.0
+    with pytest.raises(RuntimeFault, match=r"^step 4: changed since the model was compiled: alpha"):
+        train(pm, 1)
+    assert all(x.device.type == "meta" for x in model.parameters()) == (move == "meta")
+
+
+WRITES: dict[str, Callable[[Net], Any]] = {
+    "its data": lambda model: model.last.weight.data.mul_(2),
+    "other data": lambda model: setattr(model.last.weight, "data", model.last.weight.data * 2),
+    "another one": lambda model: setattr(model.last, "weight", nn.Parameter(torch.zeros(2, 8))),
+}
+
+
+@pytest.mark.parametrize("form", WRITES)
+def test_a_parameter_that_the_loop_writes_to_is_warned_of_once(form: str) -> None:
+    model = Net()
+    pm = running(model)
+    train(pm, 1)
+    WRITES[form](model)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        pm.step(*BATCH)
+        WRITES[form](model)
+        pm.step(*BATCH)
+    texts = [str(x.message) for x in found if "loop has written to them" in str(x.message)]
+    assert len(texts) == 1 and texts[0].startswith("step 2: last.weight of the model")
+
+
+def test_weights_of_the_ranks_in_the_model_are_no_write() -> None:
+    model = Net()
+    pm = running(model)
+    opt = pm.optimizer(torch.optim.SGD, lr=0.1)
+    for move in (model.half, model.float, model.double, model.float):
+        pm.step(*BATCH)
+        opt.step()
+        opt.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model.load_state_dict(pm.state_dict())
+            pm.step(*BATCH)
+            opt.zero_grad()
+            move()
+
+
+def test_both_runs_that_are_compared_drop_the_same_entries() -> None:
+    model = Net()
+    model.inner.drop.p = 0.5
+    pm = running(model)
+    train(pm, 2)
+    model.doubles = True
+    train(pm, 1)
 
 
 @pytest.mark.parametrize("form", HARMLESS)

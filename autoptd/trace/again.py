@@ -42,6 +42,7 @@ class Traced:
     """The trace of a program, what its tensors held, and all that is needed to make another one of the model."""
 
     graph: Graph
+    trained: frozenset[str]
     constants: Stamps
     reads: Reads
     call: tuple[tuple[Any, ...], dict[str, Any]]
@@ -63,9 +64,12 @@ class Traced:
         """Keep what a trace was made with; of tensors copies, where no rank computes."""
         call = tree_map(lambda x: x.detach().cpu() if isinstance(x, Tensor) and not x.is_meta else x, call)
         constants = _constants(captured)
-        return cls(
-            captured.graph, constants, captured.reads or Reads(), call, loss_fn, autocast, precision, cast
-        )
+        trained, reads = _trained(captured), captured.reads or Reads()
+        return cls(captured.graph, trained, constants, reads, call, loss_fn, autocast, precision, cast)
+
+    @property
+    def _parameters(self) -> set[str]:
+        return {note(node).name for node in placeholders(self.graph, "param")}
 
     @property
     def updated(self) -> frozenset[str]:
@@ -85,6 +89,12 @@ class Traced:
         # What stops a trace now did not then.
         except AutoptdError as error:
             return f"{error.site}: {error.fact}"
+        # The model's own error.
+        except Exception as error:
+            return f"its {type(error).__name__}: {str(error).splitlines()[:1]}"
+        # Without gradients where there were some, or the reverse.
+        if others := (_trained(captured) ^ self.trained) & captured.parameters.keys() & self._parameters:
+            return f"the gradient of {min(others)}"
         numbers: Numbers = {}
         before = number_values(self.graph, numbers, constants=self.constants)
         known = len(numbers)
@@ -103,17 +113,31 @@ class Traced:
         args, kwargs = self._call_on(model)
         twin = WithLoss(model, self.loss_fn)
         trained = {name: x for name, x in model.named_parameters() if x.requires_grad}
-        around = given_masks(any_mask), self.autocast.around(), torch.enable_grad()
-        with computing_in(model, self.precision, self.cast), around[0], around[1], around[2]:
+
+        def run() -> Tensor:
+            # The same masks each time.
+            with given_masks(any_mask):
+                return twin(*args, **kwargs)
+
+        with computing_in(model, self.precision, self.cast), self.autocast.around(), torch.enable_grad():
             with before():
-                wanted = Reference(twin(*args, **kwargs), trained, share=1.0)
-            return max(wanted.differences(twin(*args, **kwargs), trained).values()) <= TOLERANCE
+                wanted = Reference(run(), trained, share=1.0)
+            try:
+                loss = run()
+            # It ran before.
+            except Exception:
+                return False
+            return max(wanted.differences(loss, trained).values()) <= TOLERANCE
 
     def _call_on(self, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
         home = next((x.device for x in model.parameters() if not x.is_meta), torch.device("cpu"))
         return tree_map(  # type: ignore[no-any-return]
             lambda x: x.to(home) if isinstance(x, Tensor) and not x.is_meta else x, self.call
         )
+
+
+def _trained(captured: Captured) -> frozenset[str]:
+    return frozenset(name for name, x in captured.parameters.items() if x.requires_grad)
 
 
 def _constants(captured: Captured) -> Stamps:

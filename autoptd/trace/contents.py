@@ -76,6 +76,8 @@ class Content:
                 holder.flat = kept[""]
         elif isinstance(holder, random.Random) and kept[""] is not None:
             holder.setstate(kept[""])
+        elif isinstance(holder, ContextVar) and kept[""] is not MISSING:
+            holder.set(kept[""])
 
 
 @dataclass(frozen=True)

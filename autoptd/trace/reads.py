@@ -11,13 +11,16 @@ which ran has named is not looked at: a counter that only the loop reads changes
 
 from __future__ import annotations
 
+import builtins
+import gc
 import os
+import sys
 import types
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import _lru_cache_wrapper, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +28,7 @@ from torch import Tensor, nn
 
 from autoptd.compat import FakeTensor
 from autoptd.trace.attributes import OWN
+from autoptd.trace.caches import held_in
 from autoptd.trace.contents import (
     CONTAINERS,
     MISSING,
@@ -36,36 +40,45 @@ from autoptd.trace.contents import (
     Holder,
     Name,
     OfModule,
+    base_of,
     has_entries,
     is_opaque,
 )
+from autoptd.trace.patched import ClassOf, Names, OfFunction, Setting, settings_of
 from autoptd.trace.sameness import differing, text_of
 from autoptd.trace.users import is_users_module, may_read
 
 Scope = tuple[types.CodeType, dict[str, Any]]
 # Of nn.Module's own attributes those that decide what runs.
 DICTS = ("_modules", "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks")
+DICTS += ("_backward_pre_hooks", "_backward_hooks")
 # Objects of these count with nothing that a model computes with.
 LIBRARIES = {"torch", "numpy", "logging", "threading", "_thread", "weakref", "builtins", "re"}
 # A larger state is not looked through to its end.
 MOST_PLACES = 200_000
 MOST_SHOWN = 4
+WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
+Readable = Holder | Names | OfFunction | ClassOf | Setting
 
 
 @dataclass(frozen=True)
 class Reads:
-    """The code that a forward ran, each with its globals; the names in it; and what the forward writes to itself, by path."""
+    """The code that a forward ran, each with its globals; the names in it; and what the forward writes itself, by path."""
 
     scopes: tuple[Scope, ...] = ()
     names: frozenset[str] = frozenset()
-    written: frozenset[str] = frozenset()
+    written: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, entered: list[Scope], asked: set[str], written: set[str]) -> Reads:
+    def of(cls, entered: list[Scope], asked: set[str], written: Mapping[str, str]) -> Reads:
         """Gather what ran; `asked` are names of attributes that were asked for as text."""
         scopes = tuple((code, names) for code, names in entered if may_read(code))
-        found = {name for code, _ in scopes for name in (*code.co_names, *_texts(code.co_consts))}
-        return cls(scopes, frozenset(found | asked), frozenset(written))
+        found = {name for code, _ in scopes for name in _names_in(code)}
+        return cls(scopes, frozenset(found | asked), written)
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    return {*code.co_names, *_texts(code.co_consts)}
 
 
 def _texts(constants: tuple[Any, ...]) -> Iterator[str]:
@@ -87,7 +100,9 @@ class Stamp(NamedTuple):
     @classmethod
     def of(cls, x: Tensor) -> Stamp:
         """Stamp a tensor; parameters are followed elsewhere, and of one without data nothing is known."""
-        if isinstance(x, (nn.Parameter, FakeTensor)) or x.is_meta or x.layout is not torch.strided:
+        if isinstance(x, nn.Parameter):
+            return cls(_text_of_parameter(x), torch.Size(), torch.float32, 0)
+        if isinstance(x, FakeTensor) or x.is_meta or x.layout is not torch.strided:
             return cls("a tensor", torch.Size(), torch.float32, 0)
         own = x.detach().cpu().contiguous()
         text = repr(own.tolist()) if own.numel() <= MOST_SHOWN else "a tensor"
@@ -95,6 +110,13 @@ class Stamp(NamedTuple):
 
     def __repr__(self) -> str:
         return self.text
+
+
+def _text_of_parameter(x: Tensor) -> str:
+    """Return what decides how a parameter is trained."""
+    kind = "a parameter" if x.requires_grad else "a frozen parameter"
+    has_hooks = x._backward_hooks or getattr(x, "_post_accumulate_grad_hooks", None)
+    return f"{kind} with hooks" if has_hooks else kind
 
 
 class Stamps:
@@ -105,7 +127,8 @@ class Stamps:
 
     def of(self, x: Tensor) -> Stamp:
         known = self._known.get(id(x))
-        version = -1 if x.is_inference() else x._version
+        # What a parameter is stamped with has no version.
+        version = -1 if x.is_inference() or isinstance(x, nn.Parameter) else x._version
         if known is None or known[0] is not x or known[1] != version or version < 0:
             stamp = Stamp.of(x)
             # One object as long as the content is the same.
@@ -119,10 +142,11 @@ class Place:
     """Something that a forward may read from, and what it held: the values themselves, and with stamps of tensors."""
 
     path: str
-    holder: Holder
+    holder: Readable
     held: Entries
     before: Entries
     kept: Any
+    has_tensors: bool
 
 
 class Difference(NamedTuple):
@@ -163,9 +187,17 @@ class Snapshot:
         self._waiting: list[tuple[str, Any]] = [("", model), ("loss_fn", loss_fn)]
         if {"environ", "getenv"} & reads.names:
             self._waiting.append(("os.environ", vars(os.environ)["_data"]))
+        for setting in settings_of(reads.names):
+            self._take(f"torch.{setting.holder.__name__}()", setting)
+        self._take("torch.Tensor", Names(Tensor, reads.names))
         for code, names in reads.scopes:
-            for name in names.keys() & set(code.co_names):
+            home = str(names.get("__name__", "")).split(".")[0]
+            named = set() if home in LIBRARIES and home != "torch" else _names_in(code)
+            # A name of Python's own may get a global over it.
+            for name in named & (names.keys() | vars(builtins).keys()):
                 self._take_name(str(names.get("__name__", "")), names, name)
+        # Modules that are imported where they are used, or asked for by their names.
+        self._waiting += [(name, sys.modules[name]) for name in reads.names & sys.modules.keys()]
         while self._waiting and len(self._places) < MOST_PLACES:
             self._visit(*self._waiting.pop())
 
@@ -174,23 +206,26 @@ class Snapshot:
         found = []
         for place in self._places:
             now = place.holder.entries()
+            if not place.has_tensors and _is_identical(place.held, now):
+                continue
             for entry, before, after in differing(place.before, self._stamped(place.holder, now)):
                 path = f"{place.path}{entry}".removeprefix(".")
                 is_replaced = place.held.get(entry) is not now.get(entry)
                 found.append(Difference(path, before, after, place, is_replaced))
         return found
 
-    def _stamped(self, holder: Holder, found: Entries) -> Entries:
+    def _stamped(self, holder: Readable, found: Entries) -> Entries:
         """Return the entries that a forward may read, stamps in the place of tensors."""
         if isinstance(holder, OfModule) and "_modules" in holder.holder:
             found = {name: x for name, x in found.items() if name[1:] in self._names and name[1:] not in OWN}
         return {name: self._stamps.of(x) if isinstance(x, Tensor) else x for name, x in found.items()}
 
-    def _take(self, path: str, holder: Holder) -> None:
+    def _take(self, path: str, holder: Readable, *, is_leaf: bool = False) -> None:
         held = holder.entries()
         before = self._stamped(holder, held)
-        self._places.append(Place(path, holder, held, before, holder.kept()))
-        if not is_opaque(holder.holder):
+        has_tensors = any(isinstance(x, Tensor) for x in held.values())
+        self._places.append(Place(path, holder, held, before, holder.kept(), has_tensors))
+        if not is_leaf and not is_opaque(holder.holder):
             self._waiting += [(f"{path}{entry}", value) for entry, value in before.items()]
 
     def _take_name(self, home: str, owner: Any, name: str) -> None:
@@ -205,6 +240,7 @@ class Snapshot:
         self._seen[id(value)] = value
         if isinstance(value, nn.Module):
             self._take(path, OfModule(vars(value), weakref.ref(value)))
+            self._take(path, ClassOf(value), is_leaf=True)
             for kind in DICTS:
                 home = path if kind in DICTS[:3] else f"{path}.{kind}"
                 if kind in vars(value):
@@ -213,19 +249,35 @@ class Snapshot:
         elif isinstance(value, type):
             self._visit_class(value)
         elif isinstance(value, types.ModuleType):
-            if is_users_module(value):
-                for name in self._names & vars(value).keys():
-                    self._take_name(value.__name__, value, name)
+            self._visit_module(value)
         elif isinstance(value, types.FunctionType):
             self._visit_function(value)
+        elif isinstance(value, _lru_cache_wrapper):
+            self._waiting += [(f"{path}()", held) for held in held_in(value)]
+            self._waiting.append((path, value.__wrapped__))
         elif isinstance(value, (tuple, list, dict)) or has_entries(value):
             self._visit_object(path, value)
         elif isinstance(value, (types.MethodType, staticmethod, classmethod)):
             self._waiting += [(path, value.__func__), (path, getattr(value, "__self__", None))]
         elif isinstance(value, property):
             self._waiting.append((path, value.fget))
-        elif is_opaque(value):
-            self._take(path, Content(value))
+        elif isinstance(value, types.MappingProxyType):
+            self._waiting += [(path, held) for held in gc.get_referents(value)]
+        elif isinstance(value, weakref.ref):
+            self._waiting.append((path, value()))
+        elif is_opaque(base_of(value)):
+            self._take(path, Content(base_of(value)))
+
+    def _visit_module(self, module: types.ModuleType) -> None:
+        found = self._names & vars(module).keys()
+        if is_users_module(module):
+            for name in found:
+                self._take_name(module.__name__, module, name)
+        else:
+            # Functions that a program may patch; what they keep for themselves is their business.
+            self._take(module.__name__, Names(module, self._names), is_leaf=True)
+            inner = [(name, vars(module)[name]) for name in found]
+            self._waiting += [pair for pair in inner if isinstance(pair[1], types.ModuleType)]
 
     def _visit_object(self, path: str, value: Any) -> None:
         if isinstance(value, partial):
@@ -234,8 +286,11 @@ class Snapshot:
             self._waiting += [(f"{path}[{i}]", item) for i, item in enumerate(value)]
         elif isinstance(value, CONTAINERS):
             self._take(path, Content(value))
+        elif isinstance(value, WEAK):
+            self._waiting.append((path, value.data))  # type: ignore[union-attr]
         elif str(type(value).__module__).split(".")[0] not in LIBRARIES:
             self._take(path, Attributes(value))
+            self._take(path, ClassOf(value), is_leaf=True)
             self._visit_class(type(value))
 
     def _visit_class(self, cls: type) -> None:
@@ -244,11 +299,7 @@ class Snapshot:
             if is_library or id(base) in self._classes:
                 continue
             self._classes[id(base)] = base
-            for name, value in vars(base).items():
-                # Operators are called without their names.
-                code = getattr(getattr(value, "__func__", value), "__code__", None)
-                if name in self._names or code in self._codes:
-                    self._take_name(base.__qualname__, base, name)
+            self._take(base.__qualname__, Names(base, self._names))
 
     def _visit_function(self, function: types.FunctionType) -> None:
         inner = getattr(function, "__wrapped__", None)
@@ -256,9 +307,14 @@ class Snapshot:
             path, names = function.__qualname__, function.__code__.co_freevars
             for name, cell in zip(names, function.__closure__ or (), strict=True):
                 self._take(f"{path}.{name}", Cell(cell, name))
-            defaults: Mapping[str, Any] = function.__kwdefaults__ or {}
-            self._waiting += [(path, function.__defaults__), (path, defaults)]
+            self._take(path, OfFunction(function))
+        elif self._names & vars(function).keys():
+            self._take(function.__qualname__, Names(function, self._names))
         self._waiting.append((function.__qualname__, inner))
+
+
+def _is_identical(one: Entries, other: Entries) -> bool:
+    return list(one) == list(other) and all(one[name] is other[name] for name in one)
 
 
 __all__ = ["Difference", "Place", "Reads", "Snapshot", "Stamp"]

@@ -23,13 +23,14 @@ from torch import Tensor, nn
 from autoptd.compat import FakeTensor, tree_leaves, tree_map
 from autoptd.trace.assigned import AssignedBuffers
 from autoptd.trace.attributes import held_by
+from autoptd.trace.change import Change
 from autoptd.trace.contents import MISSING, PLAIN
 from autoptd.trace.draws import RANDOM
 from autoptd.trace.loss import WithLoss
 from autoptd.trace.masks import any_mask, given_masks
 from autoptd.trace.reads import Reads
 from autoptd.trace.tally import note_reading, only_logs
-from autoptd.trace.writes import REGISTERED, Change, NoteCall, Writes
+from autoptd.trace.writes import REGISTERED, NoteCall, Writes
 
 
 class Watched(WithLoss):
@@ -53,7 +54,7 @@ class Watched(WithLoss):
         writes: Writes | None = None
         try:
             buffers = AssignedBuffers(self.model, self.loss_fn)
-            with Writes.recorded() as writes, self.around(writes):
+            with Writes.recorded(begins=True) as writes, self.around(writes):
                 loss = super().forward(*args, **kwargs)
                 self.seen.assigned = buffers.take()
                 return loss
@@ -64,7 +65,9 @@ class Watched(WithLoss):
                     writes.changes(self._names),
                     writes.replaced(self._names),
                 )
-                written = {*self.seen.replaced, *(change.path for change in self.seen.changes)}
+                self.seen.filled = writes.filled()
+                written = {change.path: change.after for change in self.seen.changes}
+                written |= dict.fromkeys(self.seen.replaced, "a tensor")
                 self.seen.reads = partial(Reads.of, writes.entered, writes.asked, written)
                 writes.undo()
 
@@ -95,14 +98,15 @@ def _join(path: str, name: str) -> str:
 
 
 class Seen:
-    """What a call has changed, tensors that were attributes before and are none after it, what buffers were assigned, and what
-    it could read.
+    """What a call has changed, caches of functions that it has filled, tensors that were attributes before and are none after
+    it, what buffers were assigned, and what it could read.
 
     One object for all calls.
     """
 
     def __init__(self) -> None:
         self.changes: list[Change] = []
+        self.filled: list[Change] = []
         self.replaced: dict[str, Tensor] = {}
         self.assigned: dict[str, Tensor] = {}
         self.reads: Callable[[], Reads] = Reads
@@ -113,7 +117,7 @@ def check_changes(watched: Watched, args: tuple[Any, ...], kwargs: dict[str, Any
     one finds.
     """
     changes = watched.seen.changes
-    if not changes:
+    if not changes and not watched.seen.filled:
         return
     # Random numbers are never a cache, though a second call may leave the same state by chance.
     drawn = [change for change in changes if change.path in RANDOM]
@@ -161,7 +165,7 @@ def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dic
     written: list[Writes] = []
     try:
         _, first_writes = run((args, kwargs))
-        made = first_writes.changes(names)
+        made = first_writes.changes(names) + first_writes.filled()
         _, later_writes = run((args, kwargs))
         found = later_writes.changes(names)
         if found and (places := later_writes.logged()) and only_logs(places, run_once):

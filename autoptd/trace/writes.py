@@ -24,9 +24,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autoptd.errors import TraceError
 from autoptd.ir.garbage import paused_collection
+from autoptd.trace.caches import Cache
 from autoptd.trace.calls import Harmless, Kind, called, handed_to, is_iterator, is_python, operands
+from autoptd.trace.change import Change
 from autoptd.trace.contents import (
     CONTAINERS,
     MISSING,
@@ -42,7 +43,7 @@ from autoptd.trace.contents import (
     is_opaque,
     slots_of,
 )
-from autoptd.trace.draws import RANDOM, random_states
+from autoptd.trace.draws import random_states
 from autoptd.trace.instructions import attribute_of, variable_of, watching
 from autoptd.trace.places import places_of
 from autoptd.trace.sameness import differing, is_same, text_of
@@ -54,30 +55,6 @@ NoteCall = Callable[[Any, list[Any]], None]
 NUMBERS = (int, float)
 # Of nn.Module: where an attribute that is a tensor or a module is kept.
 REGISTERED = ("_parameters", "_buffers", "_modules")
-
-
-@dataclass(frozen=True)
-class Change:
-    """A value that was different after a call; `path` names it (`layers.0.calls`), `line` is that of the write."""
-
-    path: str
-    before: str
-    after: str
-    line: str = ""
-    how: str = "is changed"
-
-    def refuse(self) -> TraceError:
-        """Make the error that names it."""
-        if self.path in RANDOM:
-            fact = f"the forward draws from {RANDOM[self.path]} (LayerDrop does): the traced graph would repeat one outcome"
-            return TraceError(
-                "model", fact, "switch it off (layerdrop=0), or draw outside and pass the numbers as an input"
-            )
-        values = f" ({self.before} before it, {self.after} after it)" if self.before or self.after else ""
-        values = "" if " 0x" in values else values
-        fact = f"{self.how} by the forward{values}, which the traced graph would not do"
-        remedy = "keep no Python state in forward: count in the training loop, and pass what the model needs as an input"
-        return TraceError(f"{self.path} ({self.line})" if self.line else self.path, fact, remedy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,21 +79,26 @@ class Writes:
         self._records: Records = {}
         self._note = note
         self._drawn: list[str] = []
-        self._cached: list[Any] = []
+        self._caches: dict[int, Cache] = {}
         self._stack = ValueStack()
         # All code that ran, with its globals, and attributes that it asked for as text.
         self.entered: list[tuple[types.CodeType, dict[str, Any]]] = []
         self.asked: set[str] = set()
         self._harmless = Harmless()
+        self._begins = False
         # What runs between these two is no part of the record.
         self.pause: Callable[[], Any] = _do_nothing
         self.resume: Callable[[], Any] = _do_nothing
 
     @classmethod
     @contextmanager
-    def recorded(cls, note: NoteCall | None = None) -> Iterator[Writes]:
-        """Record in a block; `note` is called with every function that is about to be called, and what it is handed."""
+    def recorded(cls, note: NoteCall | None = None, *, begins: bool = False) -> Iterator[Writes]:
+        """Record in a block; `note` is called with every function that is about to be called, and what it is handed.
+
+        If it `begins`, caches of functions have no tables, so that every call is traced.
+        """
         writes, drawn = cls(note), random_states()
+        writes._begins = begins
         with paused_collection():
             newcomers = Newcomers()
             try:
@@ -129,8 +111,6 @@ class Writes:
                 writes._drawn = [
                     name for name, state in random_states().items() if drawn.get(name, state) != state
                 ]
-                for function in writes._cached:
-                    function.cache_clear()
                 _drop(writes._records, _is_written)
                 # What only a record keeps alive, that of another object among them, is gone with the call.
                 while _drop(writes._records, Held(writes._records)):
@@ -180,8 +160,14 @@ class Writes:
         known = names() if found else {}
         return {_path(record, entry, known): before for record, entry, before in found}
 
+    def filled(self) -> list[Change]:
+        """Return the caches of functions that have more in them."""
+        return [cache.change() for cache in self._caches.values() if cache.is_filled()]
+
     def undo(self) -> None:
-        """Give everything the content that it had."""
+        """Give everything the content that it had; what caches hold without a tensor in it is right for ever."""
+        for cache in self._caches.values():
+            cache.drop_filled()
         for record in reversed(self._records.values()):
             record.holder.restore(record.kept)
 
@@ -251,9 +237,9 @@ class Writes:
             self.asked.add(str(args[1]))
         for handed in handed_to(function, args):
             if handed.kind is Kind.CACHE:
-                # Every call is traced, and run, as a first one.
-                handed.value.cache_clear()
-                self._cached.append(handed.value)
+                cache = self._caches.setdefault(id(handed.value), Cache(handed.value, line_of(frame)))
+                if self._begins:
+                    cache.drop_tables()
             elif handed.kind is Kind.ATTRIBUTE:
                 self._set_attribute(frame, handed.value, handed.how)
             elif handed.kind is Kind.CONTENT:
@@ -397,4 +383,4 @@ def _is_of_c(owner: Any, name: str) -> bool:
     )
 
 
-__all__ = ["REGISTERED", "Change", "NoteCall", "Writes"]
+__all__ = ["REGISTERED", "NoteCall", "Writes"]

@@ -2,9 +2,9 @@
 
 from tests.mutations import Mutation
 
-TESTS = "tests/test_loop_changes.py"
+TESTS, CACHES = "tests/test_loop_changes.py", "tests/trace/test_caches.py"
 MUTATIONS = (
-    Mutation("autoptd/loop_changes.py", "if any(one.is_number for one in culprits) or", "if True or", TESTS),
+    Mutation("autoptd/loop_changes.py", "if is_late or", "if True or", TESTS),
     Mutation(
         "autoptd/loop_changes.py",
         "return not is_new or time.monotonic() < self._rest_until",
@@ -14,7 +14,7 @@ MUTATIONS = (
     # An evaluation is compiled with the buffers that the ranks have by then.
     Mutation(
         "autoptd/loop_changes.py",
-        "if self._first.get(change.path) == Stamp.of(own):",
+        "if own.is_meta or self._first.get(change.path) == Stamp.of(own):",
         "if False:",
         "tests/hostile/test_loaded_buffers.py tests/parity/test_buffers.py",
     ),
@@ -28,5 +28,48 @@ MUTATIONS = (
     ),
     Mutation(
         "autoptd/trace/capture.py", "            around.enter_context(own_containers(wrapper))\n", "", TESTS
+    ),
+    # What a program patches.
+    Mutation(
+        "autoptd/trace/reads.py",
+        "            self._take(path, OfFunction(function))\n",
+        "            pass\n",
+        TESTS,
+    ),
+    Mutation(
+        "autoptd/trace/reads.py",
+        "self._take(module.__name__, Names",
+        "0 and self._take(module.__name__, Names",
+        TESTS,
+    ),
+    Mutation("autoptd/trace/reads.py", "self._waiting.append((path, value.data))", "pass", TESTS),
+    Mutation("autoptd/trace/reads.py", "(names.keys() | vars(builtins).keys())", "names.keys()", TESTS),
+    Mutation("autoptd/trace/patched.py", "or _is_operator(name, value)", "", TESTS),
+    Mutation("autoptd/trace/patched.py", "if one is SETTINGS[0] or", "if", TESTS),
+    Mutation("autoptd/trace/again.py", "with given_masks(any_mask):", "if True:", TESTS),
+    Mutation("autoptd/trace/again.py", "(_trained(captured) ^ self.trained)", "frozenset()", TESTS),
+    # The tensors of the model.
+    Mutation(
+        "autoptd/loop_changes.py",
+        "with sorted_as(self._given, self._sorts, without_values):",
+        "with nullcontext():",
+        TESTS,
+    ),
+    Mutation("autoptd/loop_changes.py", "if written and not has_exchanged:", "if written:", TESTS),
+    Mutation("autoptd/loop_changes.py", "            self._speaks = False\n", "", TESTS),
+    Mutation(
+        "autoptd/loop_tensors.py",
+        "if not is_counted and not is_rounded(known[1], now[1]):",
+        "if False:",
+        TESTS,
+    ),
+    # Caches of functions.
+    Mutation(
+        "autoptd/trace/watched.py", "if not changes and not watched.seen.filled:", "if not changes:", CACHES
+    ),
+    Mutation("autoptd/trace/caches.py", "and not any(_has_object(x) for x in held)", "", CACHES),
+    Mutation("autoptd/trace/writes.py", "            cache.drop_filled()\n", "            pass\n", CACHES),
+    Mutation(
+        "autoptd/parallel_model.py", "if not torch.is_grad_enabled():", "if False:", "tests/test_bad_input.py"
     ),
 )

@@ -1,0 +1,143 @@
+"""What a loop does to the tensors of the model that it handed over: it moves or casts them, or writes to them.
+
+In: the user's model. Out: a model that is traced as it was compiled after `model.half()` or `model.cpu()`; and the names of
+parameters that the loop has written to, which the ranks, whose copies are trained, do not see.
+
+    sorts = sorts_of(model)
+    model.half()
+    with sorted_as(model, sorts, without_values):
+        ...                                     # what looks at the model finds float32
+    weights = Weights(model)
+    weights.written(model)                      # ["fc.weight"]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from autoptd.compat import FakeTensor
+from autoptd.ir.buffers import same_entries
+
+# Of the entries of a parameter, so many say whether they are what they were.
+MOST_LOOKED_AT = 64
+# What models are cast to.
+CASTS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Sort(NamedTuple):
+    """What a trace reads of a parameter or a buffer."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, x: Tensor) -> Sort:
+        return cls(x.shape, x.dtype, x.device)
+
+
+def sorts_of(model: nn.Module) -> dict[str, Sort]:
+    """Return the sorts of all parameters and buffers."""
+    return {name: Sort.of(x) for name, _, _, x in _registered(model)}
+
+
+@contextmanager
+def sorted_as(
+    model: nn.Module, sorts: Mapping[str, Sort], make: Callable[[Tensor, Sort], Tensor]
+) -> Iterator[None]:
+    """Put what `make` makes for a while in the place of tensors that were of another dtype, or elsewhere."""
+    before, made = [], dict[int, Tensor]()
+    for name, home, key, x in _registered(model):
+        then = sorts.get(name)
+        if then is not None and then != Sort.of(x) and then.shape == x.shape:
+            if id(x) not in made:
+                value = make(x.detach(), then)
+                is_parameter = isinstance(x, nn.Parameter)
+                made[id(x)] = nn.Parameter(value, x.requires_grad) if is_parameter else value
+            before.append((home, key, x))
+            home[key] = made[id(x)]
+    try:
+        yield
+    finally:
+        for home, key, x in before:
+            home[key] = x
+
+
+def without_values(x: Tensor, then: Sort) -> Tensor:
+    """Return a tensor of a sort that takes no memory."""
+    return torch.zeros((), dtype=then.dtype, device=then.device).expand(then.shape)
+
+
+def cast_back(x: Tensor, then: Sort) -> Tensor:
+    """Return a tensor in the dtype that it had, where it is now."""
+    return x.to(then.dtype)
+
+
+class Stamp(NamedTuple):
+    """Where a parameter is, and how often it was written to."""
+
+    place: tuple[int, int]
+    shape: torch.Size
+    version: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> Stamp:
+        return cls((id(x), x.data_ptr()), x.shape, -1 if x.is_inference() else x._version)
+
+
+class Weights:
+    """The parameters of a model, told apart by where they are, how often they were written to, and some of their entries."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._known = {name: (Stamp.of(x), _some_of(x)) for name, x in _with_values(model)}
+
+    def written(self, model: nn.Module) -> list[str]:
+        """Return the names of those that hold something else since the last call; a model that is moved, or cast, does not."""
+        found = []
+        for name, x in _with_values(model):
+            known, now = self._known.get(name), (Stamp.of(x), _some_of(x))
+            if known is None or known[0].shape != x.shape:
+                continue
+            self._known[name] = now
+            # What torch counts as written in place, `LoopWatch` tells of; what is written through `.data` is not counted.
+            is_counted = known[0].place == now[0].place and known[0].version != now[0].version
+            if not is_counted and not is_rounded(known[1], now[1]):
+                found.append(name)
+        return found
+
+
+def is_rounded(before: Tensor, after: Tensor) -> bool:
+    """Tell whether entries are the same, or rounded to a narrower dtype, by a model that was cast."""
+    if before.shape != after.shape:
+        return False
+    between = CASTS if before.is_floating_point() else (after.dtype,)
+    return any(same_entries(before.to(dtype).to(after.dtype), after) for dtype in (after.dtype, *between))
+
+
+def _some_of(x: Tensor) -> Tensor:
+    """Return some entries, copied."""
+    flat = x.detach().reshape(-1)
+    return flat[:: max(1, len(flat) // MOST_LOOKED_AT)].to("cpu", copy=True)
+
+
+def _with_values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, x in model.named_parameters(remove_duplicate=False):
+        if not (x.is_meta or isinstance(x, FakeTensor)) and x.layout is torch.strided:
+            yield name, x
+
+
+def _registered(model: nn.Module) -> Iterator[tuple[str, dict[str, Tensor | None], str, Tensor]]:
+    """Yield the name of each parameter and buffer, also of one that has several; where it is registered, and as what."""
+    for path, module in model.named_modules():
+        for home in (module._parameters, module._buffers):
+            for key, x in list(home.items()):
+                if x is not None:
+                    yield f"{path}.{key}".removeprefix("."), home, key, x  # type: ignore[misc]
+
+
+__all__ = ["Sort", "Weights", "cast_back", "is_rounded", "sorted_as", "sorts_of", "without_values"]

@@ -1,0 +1,93 @@
+"""What caches of functions (`functools.lru_cache`) hold: an object that a forward finds there and changes is state as well.
+
+In: such a function. Out: whether a block has put more into its cache; its results, of which Python shows only the number.
+
+    cache = Cache(get_counter, "net.py:12")
+    get_counter().n += 1
+    cache.is_filled()           # True
+    held_in(get_counter)        # [<Counter>]
+"""
+
+from __future__ import annotations
+
+import gc
+import types
+from collections.abc import Iterator
+from functools import _lru_cache_wrapper
+from typing import Any
+
+from torch import Tensor, nn
+
+from autoptd.trace.change import Change
+from autoptd.trace.contents import PLAIN, entries_of, has_entries
+
+# Objects in objects that are looked through for a tensor.
+DEEPEST = 4
+
+
+class Cache:
+    """The cache of a function, and how much was in it."""
+
+    def __init__(self, function: _lru_cache_wrapper[Any], line: str) -> None:
+        self._function, self._line = function, line
+        self._count = self._size()
+
+    def is_filled(self) -> bool:
+        """Tell whether there is more in it than there was."""
+        return self._size() > self._count
+
+    def change(self) -> Change:
+        """Return it as what the forward changes."""
+        name = getattr(self._function, "__qualname__", "a function")
+        return Change(f"the cache of {name}", "", "", self._line, "is filled, for good,")
+
+    def drop_tables(self) -> None:
+        """Empty it where all that it holds are tensors, which the next call makes: one from before would be a constant."""
+        held = held_in(self._function)
+        if any(_has_tensor(x) for x in held) and not any(_has_object(x) for x in held):
+            self._function.cache_clear()
+            self._count = 0
+
+    def drop_filled(self) -> None:
+        """Empty it where it was filled with tensors since: those of a trace must not stay."""
+        if self.is_filled() and any(_has_tensor(x) for x in held_in(self._function)):
+            self._function.cache_clear()
+
+    def _size(self) -> int:
+        return self._function.cache_info().currsize
+
+
+def held_in(function: _lru_cache_wrapper[Any]) -> list[Any]:
+    """Return the results that a cache holds; where its size is limited, its keys are among them."""
+    own = {id(function.__wrapped__), id(vars(function))}
+    found = [x for x in gc.get_referents(function) if id(x) not in own and not isinstance(x, type)]
+    if function.cache_parameters()["maxsize"] is None:  # type: ignore[attr-defined]
+        entries = next((x for x in found if type(x) is dict), {})
+        return list(entries.values())
+    return [x for x in found if not (type(x) is dict and _is_of_links(x))]
+
+
+def _is_of_links(entries: dict[Any, Any]) -> bool:
+    return any(type(value).__name__ == "_lru_list_elem" for value in entries.values())
+
+
+def _has_tensor(value: Any) -> bool:
+    return any(isinstance(x, (Tensor, nn.Module)) for x in _within(value))
+
+
+def _has_object(value: Any) -> bool:
+    """Tell whether there is more than tensors and containers of them: what somebody may have set."""
+    return not all(isinstance(x, (Tensor, list, tuple, dict, *PLAIN)) for x in _within(value))
+
+
+def _within(value: Any, depth: int = 0) -> Iterator[Any]:
+    """Yield a value, and what it holds."""
+    yield value
+    is_end = isinstance(value, (Tensor, nn.Module, type, types.ModuleType, *PLAIN)) or depth > DEEPEST
+    if not is_end and has_entries(value):
+        items = list(value) if isinstance(value, (list, tuple)) else list(entries_of(value).values())
+        for item in items:
+            yield from _within(item, depth + 1)
+
+
+__all__ = ["Cache", "held_in"]

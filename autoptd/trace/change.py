@@ -1,0 +1,39 @@
+"""A value that a forward has changed, and the error that names it.
+
+Change("layers.0.calls", "0", "1", "net.py:41").refuse()
+# TraceError: layers.0.calls (net.py:41): is changed by the forward (0 before it, 1 after it), ...
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoptd.errors import TraceError
+from autoptd.trace.draws import RANDOM
+
+
+@dataclass(frozen=True)
+class Change:
+    """A value that was different after a call; `path` names it (`layers.0.calls`), `line` is that of the write."""
+
+    path: str
+    before: str
+    after: str
+    line: str = ""
+    how: str = "is changed"
+
+    def refuse(self) -> TraceError:
+        """Make the error that names it."""
+        if self.path in RANDOM:
+            fact = f"the forward draws from {RANDOM[self.path]} (LayerDrop does): the traced graph would repeat one outcome"
+            return TraceError(
+                "model", fact, "switch it off (layerdrop=0), or draw outside and pass the numbers as an input"
+            )
+        values = f" ({self.before} before it, {self.after} after it)" if self.before or self.after else ""
+        values = "" if " 0x" in values else values
+        fact = f"{self.how} by the forward{values}, which the traced graph would not do"
+        remedy = "keep no Python state in forward: count in the training loop, and pass what the model needs as an input"
+        return TraceError(f"{self.path} ({self.line})" if self.line else self.path, fact, remedy)
+
+
+__all__ = ["Change"]
