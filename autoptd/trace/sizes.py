@@ -24,7 +24,8 @@ COUNTS = (
 )
 COUNTS += "(F.one_hot(labels, num_classes) * weights[:, None]).sum(0)"
 ROWS = "torch.where(mask[:, None], x, 0).sum() / mask.sum() for a mean of x[mask], labels of -100 (ignore_index) for a loss of "
-ROWS += "some rows, mask.sum() for their number; of a mask that never changes, its indices as a buffer"
+ROWS += "some rows, mask.sum() for their number; of a mask that never changes, its indices as a buffer; for the experts of "
+ROWS += 'transformers, from_config(config, experts_implementation="grouped_mm")'
 DISTINCT = "F.one_hot(labels.flatten(), num_classes).sum(0), whose entries above 0 are the values that occur"
 REPEATS = (
     "output_size=, where the sum of the repeats is known; rows of a batch are repeated in the data loader"

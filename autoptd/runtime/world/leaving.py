@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import torch
@@ -67,7 +68,8 @@ def _place(error: BaseException) -> str:
 
 def stay_for(seconds: float, store: dist.Store) -> None:
     """Let this process, which may host `store`, live for so long from now on; it waits only as it ends."""
-    atexit.register(_stay_until, time.monotonic() + seconds, store)
+    # Processes that multiprocessing starts pass atexit over.
+    Finalize(None, _stay_until, (time.monotonic() + seconds, store), exitpriority=0)
 
 
 def _stay_until(moment: float, store: dist.Store) -> None:

@@ -45,7 +45,7 @@ def test_rank_0_stays_until_the_others_have_read_why(monkeypatch: pytest.MonkeyP
     slept: list[float] = []
     at_exit: list[Any] = []
     monkeypatch.setattr(leaving.time, "sleep", slept.append)
-    monkeypatch.setattr(leaving.atexit, "register", lambda *given: at_exit.append(given))
+    monkeypatch.setattr(leaving, "Finalize", lambda _, *given, exitpriority: at_exit.append(given))
     first = json.dumps({"rank": 3, "at": "B1.1", "error": "rank 3 is gone"})
     for rank in (0, 1):
         store = dist.HashStore()
@@ -58,7 +58,7 @@ def test_rank_0_stays_until_the_others_have_read_why(monkeypatch: pytest.MonkeyP
         assert "rank 3" in str(board.fault_of_call(RECEIVE, RuntimeError("closed by peer")))
         board.close()
         assert not slept and len(at_exit) == (rank == 0)
-        for call, *given in at_exit:
+        for call, given in at_exit:
             call(*given)  # Python does
         assert len(slept) == (rank == 0) and all(0 < seconds <= 2 * faults.BEAT for seconds in slept)
 

@@ -321,7 +321,7 @@ def test_first_fault_is_raised_and_ranks_can_run_again() -> None:
     for _ in range(3):
         ranks.run(exercise)
     ranks.close()
-    with pytest.raises(RuntimeFault, match="were closed"):
+    with pytest.raises(RuntimeFault, match="has ended them"):
         ranks.run(exercise)
 
 
