@@ -104,9 +104,9 @@ class Weights:
             if known is None or known[0].shape != x.shape:
                 continue
             self._known[name] = now
-            # What torch counts as written in place, `LoopWatch` tells of; what is written through `.data` is not counted.
+            # Torch does not count what is written through `.data`.
             is_counted = known[0].place == now[0].place and known[0].version != now[0].version
-            if not is_counted and not is_rounded(known[1], now[1]):
+            if is_counted or not is_rounded(known[1], now[1]):
                 found.append(name)
         return found
 

@@ -2,7 +2,7 @@
 
 In: a `ParallelModel`, its optimizers, and the user's own model. Out: a warning where an optimizer steps without gradients,
 since the loop calls the model instead of `pm.step`; where gradients of two `pm.step` add up, or no `pm.optimizer` steps; and
-where the user's model, which has the weights from before training, is asked for a state dict, or its weights are changed.
+where the user's model, which has the weights from before training, is asked for a state dict.
 
     watch = LoopWatch(speaks=True)
     watch.begin(parameters)                         # by pm.step, before it runs
@@ -38,10 +38,6 @@ NO_OPTIMIZER = (
     "pm.step: the gradients of two steps add up, and pm.optimizer was never called: an optimizer over model.parameters() steps "
     "the model that was handed to parallelize, and ranks train copies. Remedy: opt = pm.optimizer(torch.optim.AdamW, lr=...)"
 )
-CHANGED = (
-    "pm.step: weights of the model that was handed to parallelize were changed in place; ranks train copies, which do not "
-    "follow. Remedy: change those of pm.parameters(), or pm.load_state_dict(...)"
-)
 INITIAL = (
     "model.state_dict(): the model that was handed to parallelize has the weights from before training; ranks train copies. "
     "Remedy: pm.state_dict(), pm.save_pretrained(folder), or model.load_state_dict(pm.state_dict()) first"
@@ -59,8 +55,6 @@ class LoopWatch:
         self.steps = self.updates = self._unused = 0
         self._told = set[str]()
         self._has_optimizer = False
-        self._model: weakref.ref[nn.Module] | None = None
-        self._versions, self._gave_state = 0, False
 
     def begin(self, tensors: Iterable[torch.Tensor]) -> None:
         """Look before `pm.step` runs; `tensors` of this process have the gradients, and are seldom looked at."""
@@ -68,8 +62,6 @@ class LoopWatch:
         text = ADDS_UP if self._has_optimizer else NO_OPTIMIZER
         if self._unused and text not in self._told and _has_gradients(tensors):
             self._tell(text)
-        if CHANGED not in self._told and self._is_changed():
-            self._tell(CHANGED)
 
     def end(self) -> None:
         """Note that `pm.step` has added gradients."""
@@ -98,25 +90,10 @@ class LoopWatch:
         self.updates, self._unused = self.updates + bool(self.steps), 0
 
     def guard(self, model: nn.Module) -> None:
-        """Warn where the user changes weights of `model`, or asks for its state dict after the first update."""
-        self._model, self._versions = weakref.ref(model), _versions(model)
+        """Warn where the user asks `model` for its state dict after the first update."""
         handle = model.register_state_dict_pre_hook(InitialWeights(self, model))  # type: ignore[no-untyped-call]
         # A model may be parallelized often.
         weakref.finalize(self, handle.remove).atexit = False
-
-    def gave_state(self) -> None:
-        """Note that the user has the ranks' weights, and may load them into the model to look at it."""
-        self._gave_state = True
-
-    def _is_changed(self) -> bool:
-        # At powers of two: what was changed stays so, and looking costs something.
-        is_due = self.steps > 0 and self.steps & (self.steps - 1) == 0
-        model = self._model() if is_due and self._model is not None else None
-        if model is None:
-            return False
-        before, self._versions = self._versions, _versions(model)
-        is_known, self._gave_state = self._gave_state, False
-        return self._versions != before and not is_known
 
     def asked_for_state(self) -> None:
         if self.updates:

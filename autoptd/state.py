@@ -297,7 +297,6 @@ class StatefulModel(StartedModel):
         """
         ranks = self._settled("state_dict")
         found = ranks.run("state_dict", lambda rank: gather_parameters(rank.params))
-        self._loop.gave_state()
         if not ranks.has_rank_0:
             return {}
         # Copies: who changes a state dict must not change the model.

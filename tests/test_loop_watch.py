@@ -76,38 +76,6 @@ def test_an_optimizer_over_the_model_is_told_that_it_steps_the_model() -> None:
     pm.close()
 
 
-@pytest.mark.parametrize("options", [{"t": 1, "p": 1, "d": 1}, {"t": 2}, {"d": 2, "zero": 1}], ids=str)
-def test_weights_that_the_loop_changes_in_the_model_are_told_once(options: dict[str, Any]) -> None:
-    model, pm, optimizer = made(**options)
-    assert said(lambda: right(pm, optimizer)) == []
-
-    def look() -> None:
-        for _ in range(3):
-            model.load_state_dict(pm.state_dict())
-            right(pm, optimizer)
-
-    assert said(look) == []
-
-    def clamp() -> None:
-        for _ in range(2):
-            with torch.no_grad():
-                for x in model.parameters():
-                    x.clamp_(-0.1, 0.1)
-            for _ in range(4):
-                right(pm, optimizer)
-
-    assert said(clamp) == ["pm.step"]
-    pm.close()
-
-
-def test_weights_loaded_into_the_model_before_the_first_step_are_told_of() -> None:
-    model, pm, optimizer = made(d=2)
-    model.load_state_dict(Model().state_dict())
-    with pytest.warns(UserWarning, match="were changed in place; ranks train copies.*pm.load_state_dict"):
-        right(pm, optimizer)
-    pm.close()
-
-
 @pytest.mark.parametrize("options", [{"d": 2}, {"d": 2, "zero": 1}], ids=str)
 def test_two_steps_whose_gradients_add_up_are_told_so_once(options: dict[str, Any]) -> None:
     _, pm, optimizer = made(**options)

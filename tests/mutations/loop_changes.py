@@ -59,8 +59,8 @@ MUTATIONS = (
     Mutation("autoptd/loop_changes.py", "            self._speaks = False\n", "", TESTS),
     Mutation(
         "autoptd/loop_tensors.py",
-        "if not is_counted and not is_rounded(known[1], now[1]):",
-        "if False:",
+        "if is_counted or not is_rounded(known[1], now[1]):",
+        "if is_counted:",
         TESTS,
     ),
     # Caches of functions.

@@ -7,8 +7,6 @@ from tests.mutations import Mutation
 FILE, TESTS = "autoptd/loop_watch.py", "tests/test_loop_watch.py"
 MUTATIONS = (
     Mutation(FILE, "ADDS_UP if self._has_optimizer else NO_OPTIMIZER", "ADDS_UP", TESTS),
-    Mutation(FILE, "CHANGED not in self._told and self._is_changed()", "False", TESTS),
-    Mutation("autoptd/state.py", "self._loop.gave_state()", "pass", TESTS),
     Mutation(FILE, "text not in self._told and _has_gradients(tensors)", "text not in self._told", TESTS),
     Mutation(FILE, "and not is_skipped and closure is None and", "and not is_skipped and", TESTS),
     Mutation(FILE, "if tensors and not _has_gradients(tensors):", "if tensors:", TESTS),
