@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from types import TracebackType
 
 from autoptd.errors import PlanError, RuntimeFault, TraceError
-from autoptd.runtime.world.leaving import told_once
 
 
 def is_interrupt(error: BaseException) -> bool:
@@ -33,7 +32,10 @@ def reported_once(error: BaseException) -> Iterator[bool]:
     if is_interrupt(error):
         yield os.environ.get("LOCAL_RANK", "0") == "0"
     # Plans and traces are the same in every process, and so are their errors: as a rule, a batch may be one rank's.
-    elif isinstance(error, (PlanError, TraceError)):
+    elif isinstance(error, (PlanError, TraceError)) and "RANK" in os.environ:
+        # A command of one process may fail before it has torch.
+        from autoptd.runtime.world.leaving import told_once
+
         with told_once(f"{type(error).__name__}: {error}") as is_own:
             yield is_own
     else:
