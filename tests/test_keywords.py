@@ -103,6 +103,15 @@ def test_a_mesh_of_more_ranks_than_there_are_is_refused() -> None:
         make_options(p=2, v=10**30)
 
 
+@pytest.mark.parametrize(
+    "batch", [BATCH, BATCH[0], dict(enumerate(BATCH))], ids=["tuple", "tensor", "mapping"]
+)
+def test_a_batch_in_the_place_of_a_degree_is_told_where_it_belongs(batch: Any) -> None:
+    with pytest.raises(PlanError, match=r"^t=.*Remedy: .*a batch is given as example_inputs=") as raised:
+        autoptd.parallelize(Net(), batch)
+    assert len(str(raised.value)) < 200
+
+
 def test_remedies_for_keywords_of_other_tools_work() -> None:
     for other, remedy in REMEDIES.items():
         # Else it would not be asked for here.

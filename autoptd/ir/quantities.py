@@ -7,6 +7,8 @@ In: the value of a keyword or flag. Out: the number, or an error that says what 
 
 from __future__ import annotations
 
+import reprlib
+from collections.abc import Mapping
 from typing import Any
 
 from autoptd.errors import PlanError
@@ -45,7 +47,10 @@ def check_degree(name: str, value: Any) -> None:
     """Raise PlanError for what is not a whole number of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         fact = "a degree is a whole number of at least 1"
-        raise PlanError(f"{name}={value!r}", fact, f"for example {name}=1")
+        remedy = f"for example {name}=1"
+        if isinstance(value, (tuple, list, Mapping)):
+            remedy += "; a batch is given as example_inputs="
+        raise PlanError(f"{name}={reprlib.repr(value)}", fact, remedy)
 
 
 def check_seconds(name: str, seconds: float) -> None:
