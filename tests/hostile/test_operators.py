@@ -220,7 +220,7 @@ REFUSED: dict[str, tuple[Head, str]] = {
         "the transform needs it whole",
     ),
     "batch norm in training": (
-        lambda s, h, y: F.batch_norm(h[:, 0], None, None, training=True).mean(),
+        lambda s, h, y: F.batch_norm(h[:, 0], None, None, training=True).exp().mean(),
         "batch norm in training",
     ),
     "gradient over the batch": (lambda s, h, y: torch.gradient(h)[1].mean(), "gradient"),
