@@ -3,7 +3,7 @@
 In: a frame that stands before an instruction. Out: the object that the instruction finds at a place of its stack, or `NULL`.
 
     stack = ValueStack()
-    stack.peek(frame, 0)      # before STORE_ATTR: the object whose attribute is set
+    at(stack.top(frame), 0)      # before STORE_ATTR: the object whose attribute is set
 
 Python itself does not show them. They lie in the frame's memory, after its local variables: where those begin is found by
 looking for known ones. Of a Python that this was not tried on, nothing is read: that is an error.
@@ -49,10 +49,6 @@ class ValueStack:
         if KNOWS_DEPTH:
             return data + self._locals + COUNT.from_address(data + self._locals - WORD).value * WORD
         return data + self._locals + self._depth(frame.f_code, frame.f_lasti) * WORD
-
-    def peek(self, frame: types.FrameType, place: int) -> Any:
-        """Return the value at a place, 0 for the topmost one; `NULL` where there is none."""
-        return at(self.top(frame), place)
 
     def variable(self, frame: types.FrameType, place: int) -> Any:
         """Return what a place of the local variables holds: of those that inner functions share, the cell."""
