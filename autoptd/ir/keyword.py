@@ -90,7 +90,9 @@ def check_plain(keywords: Mapping[str, Any]) -> None:
     for name, value in keywords.items():
         if _is_tensor(value) or getattr(value, "ndim", False):
             fact = f"is a {type(value).__name__} of shape {tuple(value.shape)}"
-            remedy = "a plain value of Python's, such as int(x) or x.item(); a batch is given as example_inputs="
+            remedy = (
+                "a plain value of Python's, such as int(x) or x.item(); a batch is given as example_inputs="
+            )
             raise PlanError(f"{name}=", fact, remedy)
 
 
