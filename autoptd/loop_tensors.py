@@ -78,7 +78,7 @@ def cast_back(x: Tensor, then: Sort) -> Tensor:
     return x.to(then.dtype)
 
 
-class Stamp(NamedTuple):
+class Identity(NamedTuple):
     """Where a parameter is, and how often it was written to."""
 
     place: tuple[int, int]
@@ -86,7 +86,7 @@ class Stamp(NamedTuple):
     version: int
 
     @classmethod
-    def of(cls, x: Tensor) -> Stamp:
+    def of(cls, x: Tensor) -> Identity:
         return cls((id(x), x.data_ptr()), x.shape, -1 if x.is_inference() else x._version)
 
 
@@ -94,13 +94,13 @@ class Weights:
     """The parameters of a model, told apart by where they are, how often they were written to, and some of their entries."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._known = {name: (Stamp.of(x), _some_of(x)) for name, x in _with_values(model)}
+        self._known = {name: (Identity.of(x), _some_of(x)) for name, x in _with_values(model)}
 
     def written(self, model: nn.Module) -> list[str]:
         """Return the names of those that hold something else since the last call; a model that is moved, or cast, does not."""
         found = []
         for name, x in _with_values(model):
-            known, now = self._known.get(name), (Stamp.of(x), _some_of(x))
+            known, now = self._known.get(name), (Identity.of(x), _some_of(x))
             if known is None or known[0].shape != x.shape:
                 continue
             self._known[name] = now
