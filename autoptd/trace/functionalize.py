@@ -44,6 +44,12 @@ FORMS = {
     aten.pow_.Scalar: aten.pow.Tensor_Scalar,
     aten.pow_.Tensor: aten.pow.Tensor_Tensor,
     aten.transpose_.default: aten.transpose.int,
+    # `x |= y` of integers and booleans.
+    **{
+        getattr(getattr(aten, f"__i{name}__"), overload): getattr(getattr(aten, f"__{name}__"), overload)
+        for name in ("and", "or", "xor", "lshift", "rshift")
+        for overload in ("Scalar", "Tensor")
+    },
 }
 
 
@@ -65,6 +71,7 @@ def functionalize(graph: Graph) -> None:
         for target in _outs(node):
             _check_fresh(node, _views_to_base(target), position, latest)
         if not _writes(node):
+            _refuse_other_writes(node)
             continue
         target = node.args[0]
         if not isinstance(target, Node):
@@ -125,10 +132,37 @@ def _update(last: Node, buffer: Node, new: Node) -> None:
 
 
 def _writes(node: Node) -> bool:
+    """Whether an operator of torch's changes its first argument, as its schema says: `x |= y` has no `_` at its end."""
     name = op_name(node)
-    return (
-        name.startswith("aten.") and name.endswith("_") and not name.endswith("__") and name != "aten.detach_"
-    )
+    return name.startswith("aten.") and name != "aten.detach_" and 0 in _changed(node)
+
+
+def _changed(node: Node) -> list[int]:
+    """Return which arguments an operator writes to, without those of `out=`."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    arguments = enumerate(node.target._schema.arguments)
+    return [i for i, arg in arguments if arg.alias_info and arg.alias_info.is_write and not arg.is_out]
+
+
+def _refuse_other_writes(node: Node) -> None:
+    """Raise TraceError for a custom operator that changes an argument, and for one of torch's that changes more than its first
+    one, where that is there before the call: what it writes would be lost.
+    """
+    if op_name(node) == "aten.detach_":
+        return
+    for i in _changed(node):
+        name = node.target._schema.arguments[i].name  # type: ignore[union-attr]
+        target = node.args[i] if i < len(node.args) else node.kwargs.get(name)
+        is_old = isinstance(target, Node) and _viewed(target).op == "placeholder"
+        if is_old or not op_name(node).startswith("aten."):
+            what = f"its argument {name}"
+            if is_old and note(_viewed(target)).name:
+                what = f"{note(_viewed(target)).kind} {note(_viewed(target)).name}"
+            fact = f"{op_name(node)} changes {what} in place, and has no functional form"
+            raise TraceError(
+                site(node), fact, "an operator that returns the new value: self.buffer.copy_(op(self.buffer))"
+            )
 
 
 def _outs(node: Node) -> list[Node]:
