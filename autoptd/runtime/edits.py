@@ -24,7 +24,7 @@ class Edits:
     """The versions of stored tensors, as they were published last."""
 
     def __init__(self, stored: Mapping[str, GuardedParameter]) -> None:
-        self._stored = dict(stored)
+        self.stored = dict(stored)
         self._versions: dict[str, int] = {}
         # Of those whose `.data`, or the like, somebody has.
         self._values: dict[str, torch.Tensor] = {}
@@ -34,10 +34,10 @@ class Edits:
     @torch.no_grad()
     def note(self, names: Iterable[str] | None = None) -> None:
         """Take what tensors have now as published: of all, or of some."""
-        for name in self._stored if names is None else names:
-            if (x := self._stored.get(name)) is not None:
+        for name in self.stored if names is None else names:
+            if (x := self.stored.get(name)) is not None:
                 self._versions[name] = x._version
-                if x.was_exposed:
+                if _was_exposed(x):
                     self._values[name] = x.detach().clone()
 
     @unguarded()
@@ -46,14 +46,19 @@ class Edits:
         versions = self._versions
         return [
             name
-            for name, x in self._stored.items()
-            if x._version != versions[name] or (x.was_exposed and self._differs(name, x))
+            for name, x in self.stored.items()
+            if x._version != versions[name] or (_was_exposed(x) and self._differs(name, x))
         ]
 
     def _differs(self, name: str, x: torch.Tensor) -> bool:
         known = self._values.get(name)
         # The first time, nothing is known of what was there before.
         return known is None or not torch.equal(known, x)
+
+
+def _was_exposed(x: torch.Tensor) -> bool:
+    # What was exchanged by torch.utils.swap_tensors is of another class.
+    return getattr(x, "was_exposed", True)
 
 
 __all__ = ["Edits"]

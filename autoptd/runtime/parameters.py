@@ -108,10 +108,10 @@ class RankParameters:
         self.is_update_due = False
         # Whether an optimizer, which shows storage to the user, was made of it.
         self.is_lent = False
-        # What `check_storage` compares with, which runs in every step.
+        # What `check_storage` compares with, which runs in every step: what stages use, and what optimizers step of it.
         self._initial = [
-            (name, parameter, parameter.data_ptr(), self.leaves[name].requires_grad)
-            for name, parameter in self.local.items()
+            (name, parameter, parameter.data_ptr(), parameter.requires_grad)
+            for name, parameter in [*self.local.items(), *self.edits.stored.items()]
         ]
 
     def _first_values(self, full: Values) -> Iterator[tuple[ParamSpec, torch.Tensor]]:

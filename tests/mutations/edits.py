@@ -11,7 +11,14 @@ MUTATIONS = (
     Mutation(
         "autoptd/runtime/parameters.py", "    @unguarded()\n    def __init__(", "    def __init__(", TESTS
     ),
-    Mutation("autoptd/runtime/edits.py", "or (x.was_exposed and self._differs(name, x))", "", TESTS),
+    Mutation("autoptd/runtime/edits.py", "or (_was_exposed(x) and self._differs(name, x))", "", TESTS),
+    Mutation(
+        "autoptd/runtime/parameters.py",
+        "in [*self.local.items(), *self.edits.stored.items()]",
+        "in self.local.items()",
+        TESTS,
+    ),
+    Mutation("autoptd/runtime/edits.py", 'getattr(x, "was_exposed", True)', "x.was_exposed", TESTS),
     Mutation(
         "autoptd/runtime/parameters.py",
         "            if spec.name in written:\n                continue\n",

@@ -141,3 +141,39 @@ def test_what_an_alias_may_write_is_compared(expose: Callable[[torch.Tensor], An
     assert not any(p.was_exposed for p in shown)
     assert expose(shown[0]) is not None and [p.was_exposed for p in shown].count(True) == 1
     pm.close()
+
+
+def assigned(p: torch.nn.Parameter) -> None:
+    p.data = p.data * 0.5
+
+
+def frozen(p: torch.nn.Parameter) -> None:
+    p.requires_grad_(False)
+
+
+def exchanged(p: torch.nn.Parameter) -> None:
+    torch.utils.swap_tensors(p, torch.nn.Parameter(p.detach() * 0.5))
+
+
+@pytest.mark.parametrize("options", [{"zero": 1}, {"precision": "bf16-mixed"}], ids=str)
+@pytest.mark.parametrize(
+    "change, words",
+    [(assigned, "data was replaced"), (exchanged, "data was replaced"), (frozen, "requires_grad")],
+)
+def test_what_an_optimizer_steps_is_not_replaced(
+    options: dict[str, Any], change: Callable[[Any], None], words: str
+) -> None:
+    """Stages would go on with the weights of before, whose updates nobody would see."""
+    call = tuple(x.float() for x in batch(0)) if "precision" in options else batch(0)
+    model = net().float() if "precision" in options else net()
+    pm = autoptd.parallelize(model, d=2, **options, backend="local", example_inputs=call)
+    opt = pm.optimizer(torch.optim.SGD, lr=0.1)
+    pm.step(*call)
+    opt.step()
+    opt.zero_grad()
+    for p in tensors(opt):
+        change(p)
+    assert pm.state_dict()
+    with pytest.raises(PlanError, match=words):
+        pm.step(*call)
+    pm.close()
