@@ -32,6 +32,8 @@ class BufferUpdates:
         self.device = device
         self._written = {name: buffers[name] for name in program.updated}
         self._specs = program.update_parts
+        # Of an evaluation, some replicas may have no rows, and know nothing of what all of them have alike.
+        self._teller = next((i for i, rows in enumerate(program.row_counts) if rows), 0)
         self._total: Sequence[torch.Tensor] = ()
 
     def new_values(self) -> dict[str, torch.Tensor]:
@@ -61,8 +63,8 @@ class BufferUpdates:
         for number, spec in enumerate(self._specs):
             kept = [stage.parts[number] for stage in stages if number in stage.parts]
             sizes.append(torch.Size(spec.shape).numel())
-            # What all replicas have alike is that of the first.
-            if not kept or (not spec.is_sum and world.replica):
+            # What all replicas have alike is that of one.
+            if not kept or (not spec.is_sum and world.replica != self._teller):
                 kept = [torch.zeros(sizes[-1], dtype=torch.float64, device=self.device)]
             own.append(kept[0].reshape(-1))
         mesh = world.mesh

@@ -154,12 +154,38 @@ class Bidirectional(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class Follows(Bidirectional):
+    """Follows the mean of what it evaluates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids) - self.mean
+        self.mean.lerp_(x.detach().mean((0, 1)), 0.3)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def updates_where_the_first_replica_has_no_rows(pm: ParallelModel, rank: int) -> None:
+    model = Follows().double()
+    for counts in ((4, 4), (0, 2), (3, 1)):
+        x, y = cut(sum(counts), 8)
+        with torch.no_grad():
+            wanted = model(x, y)
+        own = [tensor.split(list(counts))[pm.share[0]] for tensor in (x, y)]
+        torch.testing.assert_close(pm.eval_step(*own), wanted, rtol=1e-9, atol=1e-9)
+
+
 def attempt(mesh: dict[str, Any], situation: Situation) -> str:
     """What was raised."""
     keywords = {"shapes": "exact", "max_programs": 4, "example_inputs": cut(8, 8), "timeout": 60}
-    model = Bidirectional() if situation is reads_padding else gpt(2)
+    others: dict[Situation, type[nn.Module]] = {
+        reads_padding: Bidirectional,
+        updates_where_the_first_replica_has_no_rows: Follows,
+    }
     try:
-        pm = autoptd.parallelize(model.double(), **{**keywords, **mesh})
+        pm = autoptd.parallelize(others.get(situation, lambda: gpt(2))().double(), **{**keywords, **mesh})
         situation(pm, torch.distributed.get_rank())
     except Exception as error:
         if not isinstance(error, PlanError | autoptd.RuntimeFault):
@@ -176,6 +202,7 @@ FEW: list[tuple[dict[str, Any], Situation]] = [
     ({"d": 2}, one_length_differs),
     ({"d": 2} | BUCKETS, padded_trains),
     ({"d": 2} | ROWS, evaluates_the_rest),
+    ({"d": 2, "num_microbatches": 2} | ROWS, updates_where_the_first_replica_has_no_rows),
 ]
 MORE: list[tuple[dict[str, Any], Situation]] = [
     (PIPELINE, trains),

@@ -20,6 +20,7 @@ FEW = {
     "one_length_differs d=2": ("PlanError: pm.step: rank 1 got idx [4, 6]", "rank 0 idx [4, 8]"),
     "padded_trains d=2 shapes=bucket": (),
     "evaluates_the_rest d=2 shapes=None max_programs=None": (NO_STEP,),
+    "updates_where_the_first_replica_has_no_rows d=2 num_microbatches=2 shapes=None max_programs=None": (),
 }
 MORE = {
     "trains t=2 p=2": (),
