@@ -8,7 +8,7 @@ shard, copy and tied parameter counted once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf
 
@@ -30,10 +30,20 @@ def grad_norm(params: RankParameters, p: float = 2.0) -> torch.Tensor:
     Over an axis where the storage is S every rank counts its shard, over others the first rank counts it; a tied
     parameter is counted by its first owner. One collective of all ranks.
     """
+    return _norm(params, _gradients(params), p)
+
+
+def _gradients(params: RankParameters) -> dict[str, torch.Tensor]:
+    """Return what this rank holds of all gradients, by name."""
+    found = {name: params.gradient(name) for name in params.stored}
+    return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+
+def _norm(params: RankParameters, held: Mapping[str, torch.Tensor], p: float) -> torch.Tensor:
     world = params.world
     # In one order on every run: it is that of the sum.
-    found = [params.gradient(spec.name) for spec in params.specs if spec.name in params.counted]
-    gradients = [gradient for gradient in found if gradient is not None]
+    counted = [spec.name for spec in params.specs if spec.name in params.counted]
+    gradients = [held[name] for name in counted if name in held]
     if p == inf:
         # A NaN would be lost in the maximum over ranks, which differs between backends: it travels as a number.
         own = largest(gradients, world.device)
@@ -76,11 +86,11 @@ def clip_gradients(params: RankParameters, max_norm: float, p: float = 2.0) -> t
 
     The factor is that of `torch.nn.utils.clip_grad_norm_`: min(1, max_norm / (norm + 1e-6)).
     """
-    norm = grad_norm(params, p)
-    # On the device: comparing on the host would make it wait.
-    factor = rounded((max_norm / (norm + 1e-6)).clamp(max=1.0))
     with changed_gradients(params) as gradients:
-        for same in by_dtype(gradients):
+        norm = _norm(params, gradients, p)
+        # On the device: comparing on the host would make it wait.
+        factor = rounded((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        for same in by_dtype(gradients.values()):
             torch._foreach_mul_(same, factor.to(same[0].dtype))
     return norm
 
@@ -90,21 +100,19 @@ def clip_gradients(params: RankParameters, max_norm: float, p: float = 2.0) -> t
 def clip_values(params: RankParameters, value: float) -> None:
     """Clamp every entry of all gradients to [-value, value]: what has copies is clamped alike in all of them."""
     with changed_gradients(params) as gradients:
-        for same in by_dtype(gradients):
+        for same in by_dtype(gradients.values()):
             torch._foreach_clamp_min_(same, -value)
             torch._foreach_clamp_max_(same, value)
 
 
 @contextmanager
-def changed_gradients(params: RankParameters) -> Iterator[Iterable[torch.Tensor]]:
-    """Give what a rank holds of all gradients, to be changed in place in the block."""
-    found = {name: params.gradient(name) for name in params.stored}
-    gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
-    yield gradients.values()
-    for name, gradient in gradients.items():
+def changed_gradients(params: RankParameters) -> Iterator[dict[str, torch.Tensor]]:
+    """Give what this rank holds of all gradients, by name, to be changed in place in the block."""
+    gradients = _gradients(params)
+    yield gradients
+    for name in [name for name in gradients if name not in params.plain]:
         # `parameter.grad` is a rounded copy there.
-        if name not in params.plain:
-            params.set_gradient(name, gradient)
+        params.set_gradient(name, gradients[name])
 
 
 def rounded(x: torch.Tensor, bits: int = 36) -> torch.Tensor:

@@ -236,23 +236,21 @@ class Gradients:
             self.grew(name)
 
     def grew(self, name: str) -> None:
-        """Note that something was added to the gradient of leaf `name`."""
-        self._bucket_of[name].present.add(name)
-        if name in self._counted:
-            self.count(name)
-
-    def count(self, name: str) -> None:
-        """Count one more addition to the gradient of leaf `name`; InternalError where it comes too late or too often."""
-        bucket = self._counted[name]
+        """Note that something was added to the gradient of leaf `name`; InternalError where it comes too late or too often."""
+        bucket = self._bucket_of[name]
+        bucket.present.add(name)
+        if name not in self._counted:
+            return
+        # In every backward of every parameter: this is one call.
         if bucket.pending is not None:
             raise InternalError(f"gradient of {name}", "grew after its reduction had started")
-        self._counts[name] += 1
-        if self._counts[name] > self._expected[name]:
-            raise InternalError(
-                f"gradient of {name}", f"a backward too many: {self._expected[name]} were expected"
-            )
-        if self._counts[name] == self._expected[name]:
-            self._complete(name)
+        self._counts[name] = count = self._counts[name] + 1
+        if count < self._expected[name]:
+            return
+        if count > self._expected[name]:
+            fact = f"a backward too many: {self._expected[name]} were expected"
+            raise InternalError(f"gradient of {name}", fact)
+        self._complete(name)
 
     def reduce(self, stage: int) -> None:
         """Complete the gradients of parameters that no later stage of this rank uses: the backwards of `stage` are over.
@@ -314,7 +312,7 @@ class Gradients:
             leaf.grad = None
 
     def _complete(self, name: str) -> None:
-        # Called once per parameter by `count` or `reduce`, whichever comes first; the other finds it removed.
+        # Called once per parameter by `grew` or `reduce`, whichever comes first; the other finds it removed.
         incomplete = self._counted[name].incomplete
         if name in incomplete:
             incomplete.discard(name)

@@ -6,14 +6,14 @@ In: tensors by dotted name. Out: a tree of namespaces, one a module.
     w.transformer.h[3].ln_1.weight                      # x
     w.transformer.h[3].at("attn.c_proj")                # "transformer.h.3.attn.c_proj"
 
-A parameter that is still gathered after an update is withheld: its attribute is gone until it is read, and whoever reads
-it first waits for the gather. So a layer runs while the parameters of later ones are under way.
+Parameters that are still gathered after an update are withheld: their attributes are gone until one of them is read, and
+whoever reads it first waits for the gather. So a layer runs while the parameters of later ones are under way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,8 +30,8 @@ class Namespace:
 
     def __init__(self, path: str = "", *, is_starred: bool = False) -> None:
         self._items: dict[int | str, Any] = {}
-        # Tensors that must not be read before something has arrived in them, each with what waits for that.
-        self._awaited: dict[int | str, tuple[torch.Tensor, Callable[[], object]]] = {}
+        # Of tensors that must not be read before something has arrived in them: what waits for that.
+        self._awaited: dict[int | str, Withheld] = {}
         self._is_starred = is_starred
         self._path = star(path) if is_starred else path
         self._prefix = f"{self._path}." if path else ""
@@ -41,20 +41,15 @@ class Namespace:
         return self._prefix + name if name else self._path
 
     def __getitem__(self, key: int | str) -> Any:
-        return self._arrived(key) if key in self._awaited else self._items[key]
+        if (withheld := self._awaited.get(key)) is not None:
+            withheld.give_back()
+        return self._items[key]
 
     def __getattr__(self, part: str) -> Any:
         # Called for what is not there, so reading what is there costs nothing more.
         if (key := _key(part)) in self.__dict__.get("_awaited", ()):
-            return self._arrived(key)
+            return self[key]
         raise AttributeError(f"{self._path or 'the model'} has no {part!r}")
-
-    def _arrived(self, key: int | str) -> torch.Tensor:
-        tensor, wait = self._awaited[key]
-        wait()
-        del self._awaited[key]
-        self._set(str(key), tensor)
-        return tensor
 
     def _put(self, name: str, value: torch.Tensor) -> None:
         """Store `value` under a dotted name."""
@@ -72,8 +67,12 @@ class Namespace:
     def _set(self, part: str, value: Any) -> None:
         # As an item always, as an attribute where that hides nothing of the class: `.h[0]`, but `["at"]`.
         self._items[_key(part)] = value
-        if not part.isdecimal() and not part.startswith("_") and part not in METHODS:
+        if _is_attribute(part):
             setattr(self, part, value)
+
+
+def _is_attribute(part: str) -> bool:
+    return not part.isdecimal() and not part.startswith("_") and part not in METHODS
 
 
 def _key(part: str) -> int | str:
@@ -89,18 +88,47 @@ def make_namespace(tensors: Mapping[str, torch.Tensor], *, is_starred: bool = Fa
     return root
 
 
-def find(root: Namespace, name: str) -> tuple[Namespace, str]:
-    """Return the namespace in which the tensor of a dotted name stands, and the last part of the name."""
-    *path, last = name.split(".")
-    node = root
-    for part in path:
-        node = node._items[_key(part)]
-    return node, last
+class _Place(NamedTuple):
+    """Where a tensor is read."""
+
+    node: Namespace
+    key: int | str
+    # None where it is an item only.
+    attribute: str | None
+    tensor: torch.Tensor
 
 
-def withhold(node: Namespace, part: str, wait: Callable[[], object]) -> None:
-    """Take a tensor out of its namespace until it is read: who reads it first calls `wait` before."""
-    key = _key(part)
-    tensor = node._awaited[key][0] if key in node._awaited else node._items.pop(key)
-    node._awaited[key] = tensor, wait
-    node.__dict__.pop(part, None)
+class Withheld:
+    """Tensors that something arrives in together: once withheld, they are back when one of them is read."""
+
+    def __init__(self) -> None:
+        self._places: list[_Place] = []
+        self._wait: Callable[[], object] = bool
+
+    def add(self, root: Namespace, name: str) -> None:
+        """Count the tensor of a dotted name among them."""
+        *path, last = name.split(".")
+        node = root
+        for part in path:
+            node = node._items[_key(part)]
+        key = _key(last)
+        self._places.append(_Place(node, key, last if _is_attribute(last) else None, node._items[key]))
+
+    def withhold(self, wait: Callable[[], object]) -> None:
+        """Take them out of their namespaces: who reads one of them first calls `wait` before."""
+        self._wait = wait
+        for node, key, attribute, _ in self._places:
+            if key not in node._awaited:
+                node._awaited[key] = self
+                del node._items[key]
+                if attribute is not None:
+                    del node.__dict__[attribute]
+
+    def give_back(self) -> None:
+        """Wait for what arrives, and put them back."""
+        self._wait()
+        for node, key, attribute, tensor in self._places:
+            del node._awaited[key]
+            node._items[key] = tensor
+            if attribute is not None:
+                node.__dict__[attribute] = tensor

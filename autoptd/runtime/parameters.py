@@ -27,7 +27,7 @@ from autoptd.program.program import Program
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.edits import Edits
 from autoptd.runtime.guard import GuardedParameter, guard_gradient, unguarded
-from autoptd.runtime.namespace import Namespace, find
+from autoptd.runtime.namespace import Namespace
 from autoptd.runtime.parts import dtype_of, from_rank_0, read_shard, shard_of
 from autoptd.runtime.sources import Source
 from autoptd.runtime.storage import SharedBucket, alias, check_use, is_first_holder
@@ -287,7 +287,8 @@ class RankParameters:
         """Let `stage`, which reads `weights`, wait for a gather where it reads what is gathered; not before it runs."""
         for spec in self.specs:
             if stage in spec.stages and spec.name in self._shared_of:
-                self._shared_of[spec.name].read_at += [find(weights, name) for name in spec.aliases]
+                for name in spec.aliases:
+                    self._shared_of[spec.name].read.add(weights, name)
 
     def gradient(self, name: str) -> torch.Tensor | None:
         """Return the gradient of what this rank stores of a parameter, None without one: `main_grad`, unless `.grad`

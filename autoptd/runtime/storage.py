@@ -26,7 +26,7 @@ from autoptd.errors import InternalError, PlanError
 from autoptd.program.buckets import BucketPlan, Place
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.guard import GuardedParameter
-from autoptd.runtime.namespace import Namespace, withhold
+from autoptd.runtime.namespace import Withheld
 from autoptd.runtime.world.world import Group, Pending, World
 
 
@@ -78,8 +78,8 @@ class SharedBucket:
                 piece.tensor.arrival = self.wait
             self.pieces[spec.name] = piece
         self._pending: Pending | None = None
-        # Where stages read its parameters: they are withheld while a gather is under way.
-        self.read_at: list[tuple[Namespace, str]] = []
+        # Its parameters where stages read them: withheld while a gather is under way.
+        self.read = Withheld()
 
     def split(self, range_: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return by name the pieces of a tensor that is laid out as this rank's range."""
@@ -101,8 +101,7 @@ class SharedBucket:
         if self.has_master:
             self.use[self.start : self.end].copy_(self.range)
         self._pending = start_gather(self.group, self.use, self.plan.gather_site)
-        for node, part in self.read_at:
-            withhold(node, part, self.wait)
+        self.read.withhold(self.wait)
 
     def wait(self) -> None:
         """Wait until the buffer has the last update, if it is not there yet."""

@@ -497,6 +497,6 @@ def test_a_layer_does_not_wait_for_the_parameters_of_later_ones(
 
 
 def test_what_is_read_too_early_shows(late: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "withhold", never)
+    monkeypatch.setattr(storage.Withheld, "withhold", never)
     with pytest.raises(autoptd.AutoptdError, match="NaN"):
         train(gpt(), steps=4, d=2, zero=1)

@@ -7,6 +7,7 @@ import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from autoptd.runtime.batch import cut
 from autoptd.runtime.communicators import communicators_of
 from autoptd.runtime.full_values import gather_gradients
 from autoptd.runtime.launch import LocalRanks, Rank, make_rank
+from autoptd.runtime.namespace import Withheld
 from autoptd.runtime.stage import load_stage, make_namespace
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import World
@@ -248,6 +250,25 @@ def test_namespace_reads_like_the_model() -> None:
     assert (
         root.h[11].ln.weight.item() == 0 and root["h"][0].ln.weight.item() == 1 and root[2].bias.item() == 5
     )
+
+
+def test_what_is_withheld_is_back_when_one_of_it_is_read() -> None:
+    root: Any = make_namespace(
+        {"h.0.weight": torch.zeros(1), "h.0.at": torch.ones(1), "head.bias": torch.ones(2)}
+    )
+    withheld, waits = Withheld(), list[str]()
+    withheld.add(root, "h.0.weight")
+    withheld.add(root, "h.0.at")
+    for read in (lambda: root.h[0].weight, lambda: root.h[0]["at"], lambda: root.h[0]["weight"]):
+        waits.clear()
+        # Two updates, and nothing was read in between.
+        withheld.withhold(partial(waits.append, "older"))
+        withheld.withhold(partial(waits.append, "newer"))
+        assert root.head.bias.numel() == 2 and not waits
+        assert read().numel() == 1 and waits == ["newer"]
+        assert root.h[0].weight.item() == 0 and root.h[0]["at"].item() == 1 and len(waits) == 1
+    with pytest.raises(AttributeError, match=r"h\.0 has no 'bias'"):
+        _ = root.h[0].bias
 
 
 def test_tracebacks_show_emitted_lines() -> None:

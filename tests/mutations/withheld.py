@@ -1,0 +1,29 @@
+"""Parameters that are withheld while they are gathered, and the counting of gradients."""
+
+from tests.mutations import Mutation
+
+NAMES, TESTS = "autoptd/runtime/namespace.py", "tests/runtime/test_executor.py -k withheld"
+GRADIENTS, COUNTED = "autoptd/runtime/gradients.py", "tests/runtime/test_gradients.py"
+
+MUTATIONS = (
+    Mutation(NAMES, "        self._wait()\n", "", TESTS),
+    Mutation(
+        NAMES,
+        "            if key not in node._awaited:\n",
+        "            if key in node._items:\n                self._wait()\n",
+        TESTS,
+    ),
+    Mutation(NAMES, "last if _is_attribute(last) else None, node", "last, node", TESTS),
+    Mutation(
+        GRADIENTS,
+        "        if count < self._expected[name]:\n",
+        "        if count <= self._expected[name]:\n",
+        COUNTED,
+    ),
+    Mutation(
+        "autoptd/runtime/grad_norm.py",
+        "for name in [name for name in gradients if name not in params.plain]:",
+        "for name in list[str]():",
+        "tests/parity/test_hooks.py -k more_exact",
+    ),
+)
