@@ -18,6 +18,7 @@ from autoptd.codegen.expressions import expression
 from autoptd.codegen.names import choose_names, operand_text
 from autoptd.codegen.stage_file import with_header
 from autoptd.codegen.writer import Writer
+from autoptd.ir.names import quoted
 from autoptd.ir.notes import note, ops, output, placeholders, tensor
 from autoptd.ir.updates import Updates
 
@@ -55,7 +56,7 @@ def write_updates(updates: Updates, header: Sequence[str]) -> str:
         writer.add(2, f"{names[node]} = {expression(node, text)}")
     writer.add(2, "return {")
     for name, node in zip(updates.buffers, new, strict=True):
-        writer.add(3, f'"{name}": {text(node)},')
+        writer.add(3, f"{quoted(name)}: {text(node)},")
     writer.add(2, "}")
     return "\n".join(with_header(writer, [HEAD, *header[1:]], []).lines) + "\n"
 

@@ -85,6 +85,25 @@ class Two(nn.Module):
         return F.mse_loss(first * 2 + second, y)
 
 
+class Counts(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.linear = name, nn.Linear(8, 8)
+        self.register_buffer(name, torch.zeros(8))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        mean = self.get_buffer(self.name)
+        x = self.linear(x - mean)
+        mean.lerp_(x.detach().mean(0), 0.5)
+        return F.mse_loss(x, y)
+
+
+@pytest.mark.one_in(1)
+@pytest.mark.parametrize("name", ["\\u0041", 'say "x"', "new\nline"], ids=ascii)
+def test_buffers_with_hard_names_are_updated(name: str) -> None:
+    autoptd.verify(Counts(name), example_inputs=BATCH, steps=2, t=2)
+
+
 def test_globs_and_checkpoints_take_hard_names(tmp_path: Path) -> None:
     """A bracket is a glob's, and a colon divides one."""
     name, other = "a:b", "[ab]\x1f"

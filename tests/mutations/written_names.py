@@ -14,6 +14,12 @@ MUTATIONS = (
         'writer.add(2, f"# {module}{source}")',
         HOSTILE,
     ),
+    Mutation(
+        "autoptd/codegen/update_file.py",
+        "{quoted(name)}: ",
+        "{chr(34)}{name}{chr(34)}: ",
+        f"{HOSTILE} -k updated",
+    ),
     Mutation("autoptd/codegen/writer.py", " or len(parts) == 1:", ":", WRITTEN),
     Mutation(
         "autoptd/codegen/writer.py", "shown(text),\n            WIDTH", "text,\n            WIDTH", WRITTEN
