@@ -103,12 +103,14 @@ def _follow(make: Maker, kept: Any, own: Node, momentum: float | Node, factor: f
     if not isinstance(kept, Node):
         return
     own = make(aten.view.default, make(aten.detach.default, own), list(shape(kept)))
-    own = make.cast(own, value(kept).dtype)
+    # A statistic in 16 bits is rounded once a step.
+    dtype = torch.promote_types(value(kept).dtype, value(own).dtype)
+    own, old = make.cast(own, dtype), make.cast(kept, dtype)
     if factor != 1:
         own = make(aten.mul.Tensor, own, factor)
     rest = make(aten.rsub.Scalar, momentum, 1) if isinstance(momentum, Node) else 1 - momentum
-    old = make(aten.mul.Tensor, kept, rest)
-    make(aten.copy_.default, kept, make(aten.add.Tensor, old, make(aten.mul.Tensor, own, momentum)))
+    new = make(aten.add.Tensor, make(aten.mul.Tensor, old, rest), make(aten.mul.Tensor, own, momentum))
+    make(aten.copy_.default, kept, make.cast(new, value(kept).dtype))
 
 
 __all__ = ["mark_cumulative", "rewrite_batch_norms"]

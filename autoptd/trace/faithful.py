@@ -8,26 +8,24 @@ functions by what `functions.py` finds), and whatever is left is caught by runni
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Graph, Node
-from torch.fx.node import map_arg
+from torch.fx import Graph
 
-from autoptd.compat import plain_checkpoints, tree_leaves
 from autoptd.errors import TraceError
 from autoptd.ir.expert_mm import NAME as EXPERTS
 from autoptd.ir.noise import is_draw
-from autoptd.ir.notes import BATCH_NORM, is_tensor, note, op_name, ops, output, shape, value
+from autoptd.ir.notes import BATCH_NORM, is_tensor, note, op_name, ops, shape, value
 from autoptd.trace.autocast import OFF, Autocast
 from autoptd.trace.differences import Reference
 from autoptd.trace.dropouts import ATTENTION
-from autoptd.trace.kept_buffers import KeptBuffers, distance
-from autoptd.trace.masks import any_mask, given_masks
+from autoptd.trace.kept_buffers import distance
 from autoptd.trace.noise import draws
+from autoptd.trace.pair import Pair
+from autoptd.trace.rounding import STATE, Fault, fault_of
 from autoptd.trace.storage import check_storage
 from autoptd.trace.updates import updated_buffers
 from autoptd.trace.watch import HOOK_REMEDY
@@ -52,8 +50,6 @@ NOISE_FACTOR = 4
 MAX_SCORES = 1 << 28
 # A model that differs more from itself is not a function of its inputs.
 MAX_NOISE = 2.0**-4
-
-Result = TypeVar("Result")
 
 
 def check_model(model: nn.Module) -> None:
@@ -93,60 +89,57 @@ def compare(
 
     They run the same operators in the same order, on CUDA with attention that adds in a fixed order. Where
     they differ by more than the dtype's tolerance, the model runs again: kernels that add in any order give
-    it a tolerance of its own.
+    it a tolerance of its own. Where that is not enough, float64 tells rounding from a fault.
     """
-    # Plain, without `Operands`: parameters are real here, and the model may do with them what it likes.
     watched = Watched(model, loss_fn)
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    kept = KeptBuffers(model)
-    updates = dict(updated_buffers(graph))
-
-    sites = [note(node).extra["site"] for node in draws(graph)]
-    is_exact = bool(sites) or _has_small_attention_on_cuda(graph, parameters)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    sites = tuple(note(node).extra["site"] for node in draws(graph))
+    is_exact = bool(sites) or _has_small_attention_on_cuda(graph, trained)
+    pair = Pair(model, loss_fn, graph, buffers, args, kwargs, autocast, sites if is_exact else None)
     tolerance, share = _tolerance(graph) if autocast.dtype is None else TOLERANCE_OF_AUTOCAST
 
-    def run_model(result: Callable[[torch.Tensor], Result]) -> Result:
-        with given_masks(any_mask) if is_exact else plain_checkpoints(), autocast.around():
-            loss = watched(*args, **kwargs)
-        return result(loss)
-
-    try:
-        wanted = run_model(lambda loss: Reference(loss, parameters, share))
-    except torch.OutOfMemoryError:
-        kept.put_back()
-        raise
-    changed = {**kept.put_back(), **watched.seen.assigned}
-    if others := [name for name in changed if name not in updates]:
+    wanted, changed = pair.of_model(lambda loss, mine: Reference(loss, mine, share), watched)
+    if others := [name for name in changed if name not in dict(updated_buffers(graph))]:
         fact = "changed by the forward, which the traced graph would not do"
         raise TraceError(
             f"buffer {', '.join(others)}", fact, "keep buffers constant in forward, or model.eval()"
         )
     with autocast.ambient():
         check_changes(watched, args, kwargs)
-    with torch.enable_grad(), given_masks(any_mask, sites) if is_exact else nullcontext():
-        found = run_graph(
-            graph, dict(model.named_parameters()), buffers, tree_leaves((args, kwargs)), updates.values()
-        )
-    loss, leaves, results = found
-    excess = wanted.differences(loss, {name: leaf for name, leaf in leaves.items() if leaf.requires_grad})
-    for name, result in zip(updates, results, strict=True):
+    excess, results = pair.of_graph(wanted.differences)
+    for name, result in results.items():
         excess[f"buffer {name}"] = distance(changed.get(name, buffers[name]), result)
     if max(excess.values()) <= tolerance:
         return
     # The model against itself: what it does not reproduce cannot be asked of the graph.
-    noise = max(run_model(lambda loss: wanted.differences(loss, parameters)).values())
-    for name, again in {**kept.put_back(), **watched.seen.assigned}.items():
-        noise = max(noise, distance(changed.get(name, again), again))
+    differences, again = pair.of_model(wanted.differences, watched)
+    noise = max(
+        [*differences.values(), *(distance(changed.get(name, new), new) for name, new in again.items())]
+    )
     if noise > MAX_NOISE:
         fact = f"two runs on the same batch differ by {noise:.0e} of their values: it is not a function of its inputs"
         raise TraceError("model", fact, "draw random numbers outside of the model and pass them as an input")
+    tolerance = max(tolerance, NOISE_FACTOR * noise)
     for what, size in excess.items():
-        if not size <= max(tolerance, NOISE_FACTOR * noise):
-            raise TraceError(
-                what,
-                f"the traced graph gives another value than the model (largest difference {size:.2e} of its entries)",
-                "look for Python state, torch.compiler.is_compiling(), custom backward code or hooks in the forward",
-            )
+        if not size <= tolerance:
+            fact = f"the traced graph gives another value than the model (largest difference {size:.2e} of its entries)"
+            _judge(pair, Fault(what, fact, STATE), tolerance, share)
+            return
+
+
+def _judge(pair: Pair, found: Fault, tolerance: float, share: float) -> None:
+    """Raise TraceError for a difference that is more than rounding, or that nobody can judge."""
+    fault: Fault | None = found
+    if any(p.dtype != torch.float64 for p in pair.model.parameters()):
+        try:
+            fault = fault_of(pair, found, tolerance, share)
+        # Whatever a model in float64 may do: its own code sees another dtype.
+        except Exception as error:
+            why = f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
+            fact = f"{found.fact}; in float64, which would tell whether that is rounding, it cannot be run: {why}"
+            raise TraceError(found.what, fact, f"{STATE}; or let the model run in float64") from error
+    if fault is not None:
+        raise TraceError(fault.what, fault.fact, fault.remedy)
 
 
 def _has_small_attention_on_cuda(graph: Graph, parameters: dict[str, nn.Parameter]) -> bool:
@@ -171,62 +164,3 @@ def _tolerance(graph: Graph) -> tuple[float, float]:
         of_half = TOLERANCE_OF_HALF_EXPERTS
     has_norm = any(BATCH_NORM in note(node).extra for node in ops(graph))
     return (TOLERANCES_OF_NORMS if has_norm else TOLERANCES).get(narrowest, of_half)
-
-
-def run_graph(
-    graph: Graph,
-    parameters: dict[str, torch.Tensor],
-    buffers: dict[str, torch.Tensor],
-    leaves: list[Any],
-    asked: Iterable[Node] = (),
-) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[torch.Tensor]]:
-    """Interpret a TRACED graph; returns the loss, the parameter leaves that it was computed from, and the values of the
-    nodes that are `asked` for.
-    """
-    asked = list(asked)
-    tensors = iter([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-    device = next((parameter.device for parameter in parameters.values()), None)
-    env: dict[Node, Any] = {}
-    used: dict[str, torch.Tensor] = {}
-    # A value is let go where it is read last, as a model lets it go: together they may not fit.
-    last_read = {read: node for node in graph.nodes for read in node.all_input_nodes}
-    ends: dict[Node, list[Node]] = {}
-    for read, node in last_read.items():
-        if read in asked:
-            continue
-        ends.setdefault(node, []).append(read)
-    for node in graph.nodes:
-        record = note(node)
-        if record.kind == "param":
-            parameter = parameters[record.name]
-            leaf = used[record.name] = parameter.detach().requires_grad_(parameter.requires_grad)
-            # Of another dtype where it is cast once a step.
-            env[node] = leaf.to(value(node).dtype)
-        elif record.kind == "buffer":
-            env[node] = buffers[record.name]
-        elif record.kind == "input":
-            env[node] = next(tensors)
-        elif node.op == "call_function":
-            made_here = {} if node.all_input_nodes or device is None else _device_keyword(node, device)
-            kwargs = map_arg(node.kwargs, env.__getitem__) | made_here
-            # The layout of what a view takes is that of the kernels it was traced with.
-            target = (
-                torch.ops.aten.reshape.default if node.target is torch.ops.aten.view.default else node.target
-            )
-            env[node] = target(*map_arg(node.args, env.__getitem__), **kwargs)
-        else:
-            # The output reads the loss, which is returned.
-            continue
-        for read in ends.get(node, ()):
-            del env[read]
-    return env[output(graph).args[0]], used, [env[node].detach() for node in asked]
-
-
-def _device_keyword(node: Node, device: torch.device) -> dict[str, Any]:
-    """Operators that make a tensor from nothing (arange) make it where the parameters are."""
-    schema = getattr(node.target, "_schema", None)
-    return (
-        {"device": device}
-        if schema and any(argument.name == "device" for argument in schema.arguments)
-        else {}
-    )

@@ -42,12 +42,12 @@ from autoptd.program.program import Program
 from autoptd.runtime.check_call import check_call
 from autoptd.trace import OFF, Autocast, check_module, check_precision, computing_in, modes_of
 from autoptd.trace.loss import WithLoss
+from autoptd.trace.widen import Widen, widen_inputs, widen_model
 from autoptd.verify.fresh import Call, fresh_calls, given_calls
 from autoptd.verify.microbatches import loss_by_microbatch
 from autoptd.verify.put_back import put_back
 from autoptd.verify.untouched import ROUNDING, allowance, check_copy, finite_losses, rounding_of
-from autoptd.verify.widen import Widen, widen_inputs, widen_model, widen_options
-from autoptd.verify.widening import check_widening, kernels_of, masks_of, relative_difference
+from autoptd.verify.widening import check_widening, kernels_of, masks_of, relative_difference, widen_options
 
 TOLERANCE = 1e-9
 # Gradients below this share of the largest one are compared with that, not with themselves.

@@ -1,4 +1,4 @@
-"""Whether a check in float64 says something about a model that casts to float32 itself.
+"""Whether a check in float64 says something about a model that casts to float32 itself, and its options there.
 
 In: a widened model, its program and a call. Out: the largest entry of a gradient, or a PlanError where widening the casts
 changes what the model computes by more than float32's own error.
@@ -9,8 +9,10 @@ changes what the model computes by more than float32's own error.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,8 +26,8 @@ from autoptd.runtime.dropout import Draw, dropout
 from autoptd.trace import given_masks
 from autoptd.trace.loss import WithLoss
 from autoptd.trace.masks import written_out_attention
+from autoptd.trace.widen import Widen, in_float64
 from autoptd.verify.put_back import put_back
-from autoptd.verify.widen import Widen, in_float64
 
 WIDENED_TOLERANCE = 1e-6
 NOISE = {"uniform": noise.uniform, "normal": noise.normal, "exponential": noise.exponential}
@@ -71,6 +73,20 @@ def relative_difference(found: torch.Tensor, wanted: torch.Tensor, floor: float)
         return 0.0
     scale = max(float(wanted.abs().max()), floor, 1e-300)
     return float((found.to(wanted) - wanted).abs().max()) / scale
+
+
+def widen_options(options: Options, model: nn.Module) -> Options:
+    """Return options by which the float64 copy gets the plan of the model: bytes are priced as those of
+    its dtype.
+    """
+    sizes = Counter[int]()
+    for parameter in model.parameters():
+        sizes[parameter.element_size()] += parameter.numel()
+    # A bf16 model in float64 has 4 times the bytes. On a machine with 4 times the bandwidth and memory it
+    # gets the plan of the bf16 model, which is the one to be proven.
+    factor = 8 / sizes.most_common(1)[0][0] if sizes else 1.0
+    memory = None if options.memory is None else options.rank_machine.memory * factor
+    return replace(options, machine=options.rank_machine.widened(factor), memory=memory)
 
 
 def check_widening(

@@ -17,7 +17,7 @@ import autoptd
 from autoptd.batch import split_call
 from autoptd.errors import InternalError
 from autoptd.trace.loss import WithLoss
-from autoptd.verify.widen import Widen, widen_inputs
+from autoptd.trace.widen import Widen, widen_inputs
 from autoptd.verify.widening import masks_of
 
 TOLERANCE = 1e-9

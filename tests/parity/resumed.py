@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.ir.machine import Machine
-from autoptd.verify.widen import Widen, widen_model
+from autoptd.trace.widen import Widen, widen_model
 from autoptd.verify.widening import masks_of
 from tests.parity.covering import aliases, compare
 

@@ -18,7 +18,8 @@ from autoptd.errors import TraceError
 from autoptd.ir.notes import op_name, ops, placeholders, value
 from autoptd.trace.autocast import Autocast, Casting, CastingMode
 from autoptd.trace.differences import Reference
-from autoptd.trace.faithful import compare, run_graph
+from autoptd.trace.faithful import compare
+from autoptd.trace.pair import run_graph
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 CPU, CUDA = (Autocast(device, BF16) for device in ("cpu", "cuda"))

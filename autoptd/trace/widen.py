@@ -1,7 +1,7 @@
-"""A model, its options and its calls in float64: what `verify` trains in their place.
+"""A model and its calls in float64: what `verify` trains in their place, and what tells rounding from a fault.
 
-In: the user's model, the options of `parallelize`, a call. Out: the same, widened; and `Widen`, under which a
-model's own casts to float32 become casts to float64.
+In: the user's model, a call. Out: the same, widened; and `Widen`, under which a model's own casts to float32 become casts
+to float64.
 
     with Widen():
         loss = widen_model(model)(*widen_inputs(call))
@@ -10,8 +10,7 @@ model's own casts to float32 become casts to float64.
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,26 +19,39 @@ from torch import nn
 from autoptd.compat import tree_map
 from autoptd.errors import PlanError
 from autoptd.ir.expert_mm import GroupedProducts
-from autoptd.options import Options
 from autoptd.trace.attributes import map_attribute_tensors
+
+FLOAT32 = {torch.float32: torch.float64}
+# Casts that name their dtype.
+CASTS = {
+    torch.Tensor.float: torch.float32,
+    torch.Tensor.bfloat16: torch.bfloat16,
+    torch.Tensor.half: torch.float16,
+}
 
 
 class Widen(GroupedProducts):
-    """Turns requests for float32 into float64: a model's own upcasts must not truncate a float64 check."""
+    """Turns requests for float32 into float64: a model's own upcasts must not truncate a float64 check. Given `dtypes`,
+    those for the ones that are in it.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, dtypes: Mapping[torch.dtype, torch.dtype] = FLOAT32) -> None:
         super().__init__(_grouped_product, _is_float64)
+        self._dtypes = dtypes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The tracer calls this itself: it rebuilds a constant of the model, which keeps its dtype.
         if func is torch.empty_strided:
             return func(*args, **(kwargs or {}))
-        if func is torch.Tensor.float:
-            return args[0].double()
+        if CASTS.get(func) in self._dtypes:
+            return args[0].to(self._dtypes[CASTS[func]])
         # x.to(torch.float32), softmax(x, -1, torch.float32), zeros(..., dtype=torch.float32).
-        wide = [torch.float64 if arg is torch.float32 else arg for arg in args]
-        named = {key: torch.float64 if arg is torch.float32 else arg for key, arg in (kwargs or {}).items()}
+        wide = [self._wide(arg) for arg in args]
+        named = {key: self._wide(arg) for key, arg in (kwargs or {}).items()}
         return super().__torch_function__(func, types, wide, named)
+
+    def _wide(self, arg: Any) -> Any:
+        return self._dtypes.get(arg, arg) if isinstance(arg, torch.dtype) else arg
 
 
 def in_float64() -> GroupedProducts:
@@ -69,20 +81,6 @@ def widen_model(model: nn.Module) -> nn.Module:
         raise PlanError("verify", fact, "keep only parameters and buffers on modules") from error
 
 
-def widen_options(options: Options, model: nn.Module) -> Options:
-    """Return options by which the float64 copy gets the plan of the model: bytes are priced as those of
-    its dtype.
-    """
-    sizes = Counter[int]()
-    for parameter in model.parameters():
-        sizes[parameter.element_size()] += parameter.numel()
-    # A bf16 model in float64 has 4 times the bytes. On a machine with 4 times the bandwidth and memory it
-    # gets the plan of the bf16 model, which is the one to be proven.
-    factor = 8 / sizes.most_common(1)[0][0] if sizes else 1.0
-    memory = None if options.memory is None else options.rank_machine.memory * factor
-    return replace(options, machine=options.rank_machine.widened(factor), memory=memory)
-
-
 def widen_inputs(call: Any) -> Any:
     def wide(leaf: Any) -> Any:
         return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
@@ -90,4 +88,4 @@ def widen_inputs(call: Any) -> Any:
     return tree_map(wide, call)
 
 
-__all__ = ["Widen", "in_float64", "widen_inputs", "widen_model", "widen_options"]
+__all__ = ["Widen", "in_float64", "widen_inputs", "widen_model"]
