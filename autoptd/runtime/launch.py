@@ -32,7 +32,7 @@ from autoptd.runtime.rank_buffers import KnownBuffers
 from autoptd.runtime.sources import Source
 from autoptd.runtime.timeline import Delays, Timeline
 from autoptd.runtime.world.processes import DistributedWorld
-from autoptd.runtime.world.threads import Ranks, ThreadWorld
+from autoptd.runtime.world.threads import REMEDY, Ranks, ThreadWorld
 from autoptd.runtime.world.world import World, on_device
 
 Result = TypeVar("Result")
@@ -195,6 +195,8 @@ class ProcessRank(RunningRanks):
         self.here = [make_rank(program, self._world, full)]
 
     def run(self, what: str, fn: Callable[[Rank], Result]) -> Result:
+        if self._world.is_closed:
+            raise RuntimeFault("ranks as processes", "pm.close() has ended them", REMEDY)
         self._world.at = what
         self._world.board.begin(what)
         with on_device(self._world.device), unguarded():

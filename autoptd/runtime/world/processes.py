@@ -49,11 +49,14 @@ from autoptd.runtime.world.layouts import as_real, fresh, in_place_of, parts_fir
 from autoptd.runtime.world.leaving import stop_telling
 from autoptd.runtime.world.recorder import describe, set_defaults
 from autoptd.runtime.world.rendezvous import (
+    count_world,
     default_backend,
     init_default_group,
+    leave_default_group,
     own_place,
     store_from_env,
     store_of_group,
+    use_default_group,
 )
 from autoptd.runtime.world.send_watcher import SendWatcher
 from autoptd.runtime.world.waiting import WaitingCall
@@ -93,7 +96,7 @@ class DistributedWorld(World):
         if target.type == "cuda":
             # Before the process group: NCCL binds a communicator to the current device.
             torch.cuda.set_device(target)
-        self._owns_default = not dist.is_initialized()
+        makes_default = not dist.is_initialized()
         self._group_limit = timedelta(seconds=timeout + (WATCHDOG_MARGIN if self.backend in PROBES else 0.0))
         set_defaults()
         rank, size = own_place()
@@ -104,10 +107,10 @@ class DistributedWorld(World):
                 f"start {mesh.size} processes (torchrun --nproc-per-node), or change t, p, d",
             )
         super().__init__(rank, mesh, target, timeout)
-        base = store_of_group(timeout) if self._owns_default else default_store()
-        # The worlds of this default group are numbered, by each rank for itself, as it makes all of them.
-        self._number = base.add(_count_key(self.rank), 1)
+        base = store_of_group(timeout) if makes_default else default_store()
+        self._number = count_world(base, self.rank)
         store = dist.PrefixStore(f"autoptd {self._number}", base)
+        self.is_closed = False
         self._handles: list[dist.ProcessGroup] = []
         # Gloo may end a process by SIGABRT, without a word: its calls are noted where other ranks can read them.
         is_gloo, stop = self.backend == "gloo", partial(end_waits, self._handles, self.rank)
@@ -115,10 +118,11 @@ class DistributedWorld(World):
         self.board.recorder.groups = self._handles
         self._watch: DeviceWatch | None = None
         stop_telling()
-        words = store_from_env(timeout) if self._owns_default else base
+        words = store_from_env(timeout) if makes_default else base
         meet(self.board, self, words)
-        if self._owns_default:
+        if makes_default:
             init_default_group(self.backend, base, self._group_limit)
+        use_default_group()
         with self.call(Call("the creation of groups", "start")):
             self._connect(communicators)
         if make_probe := PROBES.get(self.backend):
@@ -142,14 +146,16 @@ class DistributedWorld(World):
         return store.clone()  # type: ignore[attr-defined, no-any-return]
 
     def close(self) -> None:
-        """End the default process group if this world made it; the ranks should have finished together."""
+        """End the default process group if only this world still uses it; the ranks should have finished together."""
+        if self.is_closed:
+            return
+        self.is_closed = True
         if self._watch is not None:
             self._watch.close()
         self.board.close()
         for channel in self._outgoing.values():
             channel.close()
-        if self._owns_default and dist.is_initialized():
-            dist.destroy_process_group()
+        leave_default_group()
 
     def call(self, call: Call) -> WaitingCall:
         """Enclose a call that others take part in."""
@@ -204,10 +210,6 @@ class DistributedWorld(World):
             # Aborted together after a fault.
             self._handles.append(handle)
         return handle
-
-
-def _count_key(rank: int) -> str:
-    return f"autoptd worlds of rank {rank}"
 
 
 class DistributedGroup(Group):

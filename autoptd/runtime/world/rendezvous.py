@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from autoptd.compat import env_store
+from autoptd.compat import default_store, env_store
 from autoptd.errors import PlanError
 
 Result = TypeVar("Result")
@@ -32,6 +32,8 @@ WANTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # The stores of this process, by what names them, and how many default groups it has made in each.
 _STORES: dict[tuple[object, ...], dist.Store] = {}
 _MADE: Counter[tuple[object, ...]] = Counter()
+# Default groups that were made here, with how many worlds use them.
+_USERS: list[tuple[dist.ProcessGroup | None, list[int]]] = []
 
 
 def default_backend(device: torch.device) -> str:
@@ -84,6 +86,33 @@ def init_default_group(backend: str, store: dist.Store, group_limit: timedelta) 
     """Make the default process group; all ranks have arrived."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=group_limit)
+    # It keeps `store` with another prefix: the next world would have this one's number, and its groups their names.
+    count_world(default_store(), rank)
+    _USERS[:] = [(dist.group.WORLD, [0])]
+
+
+def count_world(store: dist.Store, rank: int) -> int:
+    """Return the number of a rank's new world among those of a default group, from 1: each rank makes all of them."""
+    return store.add(f"autoptd worlds of rank {rank}", 1)
+
+
+def use_default_group() -> None:
+    """Count one more world that uses the default group, where it was made here."""
+    for count in _users():
+        count[0] += 1
+
+
+def leave_default_group() -> None:
+    """Count one world less, and end the default group after the last one, where it was made here."""
+    for count in _users():
+        count[0] -= 1
+        if count[0] == 0:
+            dist.destroy_process_group()
+            _USERS.clear()
+
+
+def _users() -> list[list[int]]:
+    return [count for group, count in _USERS if group is dist.group.WORLD]
 
 
 def is_served(seconds: float) -> bool:
