@@ -148,6 +148,17 @@ class Adapters:
             raise PlanError(site, f"the model has no adapter {name!r}", remedy)
         return Adapter(site, name, configs[name], self._path, self._module)
 
+    def check_folder(self, site: str) -> None:
+        """Raise PlanError where the model is one with adapters: its names are not those that `from_pretrained` looks for."""
+        if self._module is None or self._path:
+            return
+        fact = "the model has adapters of PEFT, and from_pretrained would find none of its names, and draw random weights"
+        remedy = "pm.save_adapter(folder), which writes what PEFT does"
+        if _is_wrapped(self._module):
+            remedy += "; for all weights in one, weights = pm.state_dict() on every rank, and on rank 0 "
+            remedy += "model.load_state_dict(weights) and model.merge_and_unload().save_pretrained(folder)"
+        raise PlanError(site, fact, remedy)
+
 
 def _adapted(model: nn.Module) -> tuple[str, nn.Module | None]:
     """Return the outermost module with adapters and its path: a PeftModel, or a model of transformers that has some."""

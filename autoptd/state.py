@@ -371,9 +371,11 @@ class StatefulModel(StartedModel):
 
         Files hold at most `max_shard_size` bytes; rank 0 writes them, and holds one at a time. What an
         earlier save wrote there stays complete until this one is. RuntimeFault on all ranks when rank 0
-        cannot write. Collective.
+        cannot write; PlanError for a model with adapters, see `save_adapter`. Collective.
         """
         limit = parse_size(max_shard_size)
+        if self._adapters is not None:
+            self._adapters.check_folder("pm.save_pretrained")
         ranks, how, specs = self._settled("save_pretrained"), self._format, self.program.params
         others = {name: x.cpu().contiguous() for name, x in self._buffers.values.items()}
         what = contents_of(specs, others, self._names, how)

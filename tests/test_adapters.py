@@ -250,6 +250,23 @@ def test_embeddings_that_were_resized(tmp_path: Path) -> None:
     assert (tmp_path / "mine" / WEIGHTS).read_bytes() == (own / WEIGHTS).read_bytes()
 
 
+def test_a_folder_that_from_pretrained_could_not_read_is_refused(tmp_path: Path) -> None:
+    model = adapted("LoRA")
+    with running(model, t=2) as pm:
+        train(pm)
+        with pytest.raises(
+            autoptd.PlanError, match=r"random weights. Remedy: pm.save_adapter\(folder\).*merge_and_unload"
+        ):
+            pm.save_pretrained(tmp_path / "whole")
+        # What it advises works.
+        model.load_state_dict(pm.state_dict())
+        wanted = logits(model)
+    whole = model.merge_and_unload()  # type: ignore[operator]
+    whole.save_pretrained(tmp_path / "whole")
+    loaded = type(whole).from_pretrained(tmp_path / "whole")
+    torch.testing.assert_close(logits(loaded), wanted, atol=1e-6, rtol=0)
+
+
 def test_a_model_without_adapters(tmp_path: Path) -> None:
     with running(llama(), t=2) as pm:
         for call in (pm.save_adapter, pm.load_adapter):

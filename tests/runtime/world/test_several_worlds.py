@@ -1,4 +1,4 @@
-"""Several worlds of one process group: each has groups of its own, and the last one to be closed ends what was made for them."""
+"""Several worlds of one process group: each has groups of its own, and the last one to be closed ends it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,10 @@
+"""Folders of models with adapters."""
+
+from __future__ import annotations
+
+from tests.mutations import Mutation
+
+TESTS = "tests/test_adapters.py -k could_not_read"
+MUTATIONS = (
+    Mutation("autoptd/adapters.py", "if self._module is None or self._path:", "if True:", TESTS),
+)
