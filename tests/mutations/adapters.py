@@ -5,6 +5,4 @@ from __future__ import annotations
 from tests.mutations import Mutation
 
 TESTS = "tests/test_adapters.py -k could_not_read"
-MUTATIONS = (
-    Mutation("autoptd/adapters.py", "if self._module is None or self._path:", "if True:", TESTS),
-)
+MUTATIONS = (Mutation("autoptd/adapters.py", "if self._module is None or self._path:", "if True:", TESTS),)
