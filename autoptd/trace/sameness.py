@@ -28,6 +28,8 @@ from autoptd.trace.contents import (
 
 # Objects in objects that are new at every call, and compared by what they hold.
 DEEPEST = 8
+# Py_TPFLAGS_HEAPTYPE: what a class statement makes has it.
+OF_PYTHON = 1 << 9
 MOST_LETTERS = 60
 
 
@@ -80,10 +82,22 @@ def is_same(one: Any, other: Any, depth: int = 0) -> bool:
         return False
     if hasattr(type(one), "__next__"):
         return False
+    if isinstance(one, BaseException):
+        parts = [(each.args, each.__cause__, each.__context__, vars(each)) for each in (one, other)]
+        return is_same(parts[0], parts[1], depth + 1)
+    if _hides_something(one):
+        return False
     before, after = entries_of(one), entries_of(other)
     return before.keys() == after.keys() and all(
         is_same(before[name], after[name], depth + 1) for name in before
     )
+
+
+def _hides_something(value: Any) -> bool:
+    """Tell whether a value may hold more than its attributes show: its class is derived from one of C's, such as `datetime`."""
+    if isinstance(value, (*CONTAINERS, types.SimpleNamespace)) or is_opaque(value):
+        return False
+    return any(not kind.__flags__ & OF_PYTHON and kind is not object for kind in type(value).__mro__)
 
 
 def _is_same_function(one: Any, other: Any, depth: int) -> bool:

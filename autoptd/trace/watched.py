@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.compat import FakeTensor, tree_leaves, tree_map
+from autoptd.errors import AutoptdError
 from autoptd.trace.assigned import AssignedBuffers
 from autoptd.trace.attributes import held_by
 from autoptd.trace.change import Change
@@ -121,7 +122,13 @@ def check_changes(watched: Watched, args: tuple[Any, ...], kwargs: dict[str, Any
         return
     # Random numbers are never a cache, though a second call may leave the same state by chance.
     drawn = [change for change in changes if change.path in RANDOM]
-    again = drawn or _changes_of_second_call(watched, args, kwargs)
+    try:
+        again = drawn or _changes_of_second_call(watched, args, kwargs)
+    except (AutoptdError, torch.OutOfMemoryError):
+        raise
+    except Exception:
+        # It ran without what it has left behind: an iterator that is used up, say. It does not fail by itself.
+        raise [*changes, *watched.seen.filled][0].refuse() from None
     if again:
         raise next((change for change in changes if change.path == again[0].path), again[0]).refuse()
 

@@ -25,6 +25,16 @@ MUTATIONS = (
     Mutation("autoptd/trace/writes.py", "gc.get_freeze_count() > 0", "False", TESTS),
     # Python's collector goes on between traces, and what is young before one is no longer.
     Mutation("autoptd/trace/writes.py", "        gc.collect(0)\n", "        pass\n", TESTS),
+    # An object may hold more than its attributes.
+    Mutation("autoptd/trace/sameness.py", "(each.args, ", "(", TESTS),
+    Mutation("autoptd/trace/sameness.py", "    if _hides_something(one):\n        return False\n", "", TESTS),
+    # A second call may fail for what the first one has left.
+    Mutation(
+        "autoptd/trace/watched.py",
+        "    except Exception:\n        # It ran",
+        "    except ImportError:\n        # It ran",
+        TESTS,
+    ),
     # What map is handed is called as well.
     Mutation("autoptd/trace/calls.py", "elif isinstance(arg, (*BUILT_IN, partial)):", "elif False:", TESTS),
     # A number that a branch reads does not only log.

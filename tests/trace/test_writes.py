@@ -8,6 +8,7 @@ import contextvars
 import copy
 import csv
 import ctypes
+import datetime
 import email.message
 import enum
 import functools
@@ -56,6 +57,10 @@ WEAK: weakref.WeakKeyDictionary[Key, int] = weakref.WeakKeyDictionary()
 
 class Structure(ctypes.Structure):
     _fields_ = (("calls", ctypes.c_int),)
+
+
+class Days(datetime.timedelta):
+    """Has attributes, and a value that is none of them."""
 
 
 class Colour(enum.Enum):
@@ -335,6 +340,9 @@ WRITES: dict[str, Callable[[], Any]] = {
     "an enumeration": lambda: setattr(Colour.RED, "calls", getattr(Colour.RED, "calls", 0) + 1),
     "a set, in place": lambda: operator.ior(SEEN, {len(SEEN)}),
     "taken away": taken_away,
+    # Objects that their attributes do not tell apart.
+    "an error's arguments": lambda: LAST.__setitem__(0, ValueError(len(LAST[0].args[:1]), LAST[0])),
+    "a date of one's own class": lambda: DAYS.__setitem__(0, Days(DAYS[0].days + 1)),
     # What functions of C and of Python's library write to.
     "printed to a text": lambda: print("x", file=TEXT),
     "printed to bytes": lambda: print("x", file=ENCODED),
@@ -356,6 +364,7 @@ WRITES: dict[str, Callable[[], Any]] = {
     "a seed of torch": lambda: torch.manual_seed(0),
     "a generator's seed": lambda: torch.default_generator.manual_seed(0),
 }
+LAST, DAYS = [ValueError()], [Days(0)]
 STRUCTURE, NUMBERS_OF_C, SEEN = Structure(), (ctypes.c_int * 2)(), set[int]()
 POINTER, ENCODED = ctypes.pointer(ctypes.c_int(0)), io.TextIOWrapper(io.BytesIO())
 EVENT, MESSAGE, CACHED = threading.Event(), email.message.Message(), Cached()
@@ -508,6 +517,7 @@ class Remembers(nn.Module):
         self.sizes["rows"] = 2
         self.rows = [1]
         self.rows.append(2)
+        self.error = ValueError("rows", 2)
 
 
 def test_what_every_call_makes_alike_is_no_change() -> None:
@@ -537,4 +547,14 @@ def test_a_helper_of_a_model_is_refused_with_its_line() -> None:
     with pytest.raises(
         TraceError, match=r"Helper.calls \(test_writes.py:\d+\): is changed by the forward \(\d+ before"
     ):
+        check_changes(watched, (torch.ones(2, 2),), {})
+
+
+@pytest.mark.parametrize(
+    "factor", [functools.partial(next, iter([1.0])), [1.0].pop], ids=["an iterator", "a list"]
+)
+def test_what_a_second_call_fails_without_is_state(factor: Callable[[], float]) -> None:
+    watched = Watched(Scaled(factor), None)
+    watched(torch.ones(2, 2))
+    with pytest.raises(TraceError, match="the forward"):
         check_changes(watched, (torch.ones(2, 2),), {})
