@@ -47,7 +47,6 @@ from autoptd.runtime.optimizer import make_optimizer
 from autoptd.runtime.record import Record, recording
 from autoptd.runtime.stepclock import StepTimes, measured
 from autoptd.state import LoadResult
-from autoptd.step_loss import StepLossTensor
 from autoptd.viz import graph_picture
 
 
@@ -113,7 +112,7 @@ class ParallelModel(AdaptedModel):
         self._losses.append(loss)
         if self._loss_scale is not None:
             self._loss_scale.renew()
-        return StepLossTensor.of(loss)
+        return loss
 
     @property
     def loss_scale(self) -> float | None:
