@@ -52,6 +52,21 @@ def test_any_number_of_rows_up_to_the_compiled_one(options: dict[str, Any], size
     pm.close()
 
 
+def test_rows_that_first_come_right_after_an_update() -> None:
+    """With zero=1 weights are gathered while the program for so many rows is compiled and loaded."""
+    pm = autoptd.parallelize(Model().double().eval(), backend="local", example_inputs=batch(8), d=2, zero=1)
+    ours, plain = pm.optimizer(torch.optim.SGD, lr=0.5), Model().double().eval()
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for rows in (6, 8, 5):
+        pm.step(*batch(8))
+        plain(*batch(8)).backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        assert pm.eval_step(*batch(rows)).item() == pytest.approx(plain(*batch(rows)).item(), rel=1e-12)
+    pm.close()
+
+
 @pytest.mark.parametrize(
     "options", [{"p": 2, "num_microbatches": 4}, {"d": 2, "num_microbatches": 2}], ids=str
 )

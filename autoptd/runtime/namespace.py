@@ -104,9 +104,11 @@ class Withheld:
     def __init__(self) -> None:
         self._places: list[_Place] = []
         self._wait: Callable[[], object] = bool
+        self._is_withheld = False
 
     def add(self, root: Namespace, name: str) -> None:
-        """Count the tensor of a dotted name among them."""
+        """Count the tensor of a dotted name among them; of a stage that is loaded only now, they may be withheld elsewhere."""
+        self.give_back()
         *path, last = name.split(".")
         node = root
         for part in path:
@@ -117,16 +119,19 @@ class Withheld:
     def withhold(self, wait: Callable[[], object]) -> None:
         """Take them out of their namespaces: who reads one of them first calls `wait` before."""
         self._wait = wait
-        for node, key, attribute, _ in self._places:
-            if key not in node._awaited:
-                node._awaited[key] = self
-                del node._items[key]
-                if attribute is not None:
-                    del node.__dict__[attribute]
+        for node, key, attribute, _ in () if self._is_withheld else self._places:
+            node._awaited[key] = self
+            del node._items[key]
+            if attribute is not None:
+                del node.__dict__[attribute]
+        self._is_withheld = True
 
     def give_back(self) -> None:
-        """Wait for what arrives, and put them back."""
+        """Wait for what arrives, and put them back; nothing where they are there."""
+        if not self._is_withheld:
+            return
         self._wait()
+        self._is_withheld = False
         for node, key, attribute, tensor in self._places:
             del node._awaited[key]
             node._items[key] = tensor

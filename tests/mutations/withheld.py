@@ -7,12 +7,8 @@ GRADIENTS, COUNTED = "autoptd/runtime/gradients.py", "tests/runtime/test_gradien
 
 MUTATIONS = (
     Mutation(NAMES, "        self._wait()\n", "", TESTS),
-    Mutation(
-        NAMES,
-        "            if key not in node._awaited:\n",
-        "            if key in node._items:\n                self._wait()\n",
-        TESTS,
-    ),
+    Mutation(NAMES, "() if self._is_withheld else self._places", "self._places", TESTS),
+    Mutation(NAMES, "        self.give_back()\n        *path", "        *path", TESTS),
     Mutation(NAMES, "last if _is_attribute(last) else None, node", "last, node", TESTS),
     Mutation(
         GRADIENTS,

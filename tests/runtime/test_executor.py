@@ -269,6 +269,13 @@ def test_what_is_withheld_is_back_when_one_of_it_is_read() -> None:
         assert root.h[0].weight.item() == 0 and root.h[0]["at"].item() == 1 and len(waits) == 1
     with pytest.raises(AttributeError, match=r"h\.0 has no 'bias'"):
         _ = root.h[0].bias
+    # A stage of another program, which is loaded while the update is under way.
+    withheld.withhold(partial(waits.append, "newest"))
+    other: Any = make_namespace({"h.0.weight": torch.zeros(1)})
+    withheld.add(other, "h.0.weight")
+    assert other.h[0].weight.numel() == root.h[0].weight.numel() == 1 and waits[-1] == "newest"
+    withheld.withhold(partial(waits.append, "last"))
+    assert other.h[0].weight.numel() == 1 and waits[-1] == "last"
 
 
 def test_tracebacks_show_emitted_lines() -> None:
