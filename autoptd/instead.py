@@ -18,7 +18,7 @@ _DEVICE = "parallelize(..., device=...), and under torchrun each rank's own GPU"
 _DTYPE = "parallelize(..., precision='bf16-mixed'), or the model in this dtype before parallelize"
 _MODEL = "the model that was handed to parallelize, whose modules stay as they are"
 _BEFORE = "call it on the model, before parallelize"
-_WEIGHTS = "model.load_state_dict(pm.state_dict()), and then the model itself"
+_WEIGHTS = "weights = pm.state_dict() on every rank, and on rank 0 model.load_state_dict(weights), and then the model itself"
 INSTEAD = {
     **dict.fromkeys(("train", "eval", "training"), _MODES),
     **dict.fromkeys(("forward", "backward", "loss", "train_step", "train_batch", "training_step"), _STEP),
@@ -27,7 +27,7 @@ INSTEAD = {
     **dict.fromkeys(("half", "float", "double", "bfloat16", "type", "dtype"), _DTYPE),
     **dict.fromkeys(("modules", "named_modules", "children", "named_children", "module", "config"), _MODEL),
     **dict.fromkeys(("requires_grad_", "register_forward_hook", "register_buffer", "apply"), _BEFORE),
-    **dict.fromkeys(("generate", "predict", "push_to_hub"), _WEIGHTS),
+    **dict.fromkeys(("generate", "predict", "push_to_hub", "merge_and_unload", "merge_adapter"), _WEIGHTS),
     **dict.fromkeys(("buffers", "named_buffers"), "pm.state_dict(), which has the buffers as well"),
     "zero_grad": "optimizer.zero_grad() of optimizer = pm.optimizer(torch.optim.AdamW, lr=...)",
     **dict.fromkeys(

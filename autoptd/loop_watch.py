@@ -2,7 +2,7 @@
 
 In: a `ParallelModel`, its optimizers, and the user's own model. Out: a warning where an optimizer steps without gradients,
 since the loop calls the model instead of `pm.step`; where gradients of two `pm.step` add up, or no `pm.optimizer` steps; and
-where the user's model, which has the weights from before training, is asked for a state dict.
+where the user's model, which has the weights from before training, is called or asked for a state dict.
 
     watch = LoopWatch(speaks=True)
     watch.begin(parameters)                         # by pm.step, before it runs
@@ -38,9 +38,14 @@ NO_OPTIMIZER = (
     "pm.step: the gradients of two steps add up, and pm.optimizer was never called: an optimizer over model.parameters() steps "
     "the model that was handed to parallelize, and ranks train copies. Remedy: opt = pm.optimizer(torch.optim.AdamW, lr=...)"
 )
-INITIAL = (
-    "model.state_dict(): the model that was handed to parallelize has the weights from before training; ranks train copies. "
-    "Remedy: pm.state_dict(), pm.save_pretrained(folder), or model.load_state_dict(pm.state_dict()) first"
+INITIAL = "the model that was handed to parallelize has the weights from before training; ranks train copies. Remedy: "
+STATE = (
+    f"model.state_dict(): {INITIAL}weights = pm.state_dict() on every rank, which rank 0 saves; or "
+    "pm.save_pretrained(folder)"
+)
+FORWARD = (
+    f"model(...): {INITIAL}pm.eval_step(*pm.local_batch(x, y)) for a loss; else weights = pm.state_dict() on every rank, "
+    "and on rank 0 model.load_state_dict(weights) first"
 )
 # Code that asks a model for its state dict on behalf of AutoPTD.
 OWN = ("autoptd.", "torch.export.", "torch._export.", "torch._dynamo.", "torch.fx.", "torch._functorch.")
@@ -61,7 +66,7 @@ class LoopWatch:
         # A loop may set them to None by hand.
         text = ADDS_UP if self._has_optimizer else NO_OPTIMIZER
         if self._unused and text not in self._told and _has_gradients(tensors):
-            self._tell(text)
+            self.tell(text)
 
     def end(self) -> None:
         """Note that `pm.step` has added gradients."""
@@ -86,41 +91,57 @@ class LoopWatch:
             tensors = [x for group in optimizer.param_groups for x in group["params"]]
             # A rank may hold none of the optimizer's parameters.
             if tensors and not _has_gradients(tensors):
-                self._tell(NO_GRADIENTS)
+                self.tell(NO_GRADIENTS)
         self.updates, self._unused = self.updates + bool(self.steps), 0
 
     def guard(self, model: nn.Module) -> None:
-        """Warn where the user asks `model` for its state dict after the first update."""
-        handle = model.register_state_dict_pre_hook(InitialWeights(self, model))  # type: ignore[no-untyped-call]
-        # A model may be parallelized often.
-        weakref.finalize(self, handle.remove).atexit = False
+        """Warn where the user calls `model`, or asks it for its state dict, after the first update."""
+        for handle in (
+            model.register_state_dict_pre_hook(AtStateDict(self, model, STATE)),  # type: ignore[no-untyped-call]
+            model.register_forward_pre_hook(AtForward(self, model, FORWARD)),
+        ):
+            # A model may be parallelized often.
+            weakref.finalize(self, handle.remove).atexit = False
 
-    def asked_for_state(self) -> None:
-        if self.updates:
-            self._tell(INITIAL)
+    def is_due(self, text: str) -> bool:
+        """Tell whether there were updates, and nobody was told `text`."""
+        return bool(self.updates) and text not in self._told
 
-    def _tell(self, text: str) -> None:
+    def tell(self, text: str) -> None:
+        """Warn once, with the line of the user's script."""
         if text not in self._told:
             self._told.add(text)
             if self._speaks:
                 warnings.warn(text, stacklevel=_depth_of_caller())
 
 
-class InitialWeights:
+class AtStateDict:
     """The hook on the user's model: keeps nothing alive, and a copy of the model, or one that is pickled, has it no more."""
 
-    def __init__(self, watch: LoopWatch, model: nn.Module) -> None:
-        self._watch, self._versions = weakref.ref(watch), _versions(model)
+    def __init__(self, watch: LoopWatch, model: nn.Module, text: str) -> None:
+        self._watch, self._versions, self._text = weakref.ref(watch), _versions(model), text
 
-    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         watch = self._watch()
+        if watch is None or not watch.is_due(self._text):
+            return
         # Weights that were loaded into it since are the user's business.
-        if watch is not None and watch.updates and _versions(module) == self._versions and not _is_own_call():
-            watch.asked_for_state()
+        if _versions(module) == self._versions and not _is_own_call():
+            watch.tell(self._text)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Something that takes the arguments of a hook, does nothing, and is known where AutoPTD is not installed.
         return partial, (slice,)
+
+
+class AtForward(AtStateDict):
+    """The same, where it is called."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # `{}.get(module, args)`: what such a hook returns are the arguments of the forward.
+        return getattr, ({}, "get")
 
 
 def _versions(model: nn.Module) -> int:
@@ -149,7 +170,7 @@ def _is_own_call() -> bool:
 
 
 def _depth_of_caller() -> int:
-    """Return the `stacklevel` at which `_tell` warns: the line of the user's script."""
+    """Return the `stacklevel` at which `tell` warns: the line of the user's script."""
     names = _names_of_callers()[1:]
     inner = ("autoptd.", "torch.", "contextlib")
     return next((depth for depth, name in enumerate(names, 1) if not name.startswith(inner)), 1)

@@ -172,8 +172,8 @@ class StartedModel(InsteadOf):
         fact = "its parameters belong to ranks that run, and it is neither copied nor pickled"
         remedy = (
             "pm.save(folder) and pm.load(folder) for a checkpoint, torch.save(pm.state_dict(), file) for weights; for a copy "
-            "or an average (AveragedModel), one of the unmodified model, and model.load_state_dict(pm.state_dict()) before "
-            "each update"
+            "or an average (AveragedModel), one of the unmodified model: before each update weights = pm.state_dict() on every "
+            "rank, and on rank 0 model.load_state_dict(weights)"
         )
         raise PlanError("copy of a ParallelModel", fact, remedy)
 

@@ -134,11 +134,38 @@ def test_the_state_dict_of_the_model_has_initial_weights_after_training() -> Non
     pm.close()
 
 
+@pytest.mark.parametrize("shapes", [None, "exact"])
+def test_the_model_computes_with_initial_weights_after_training(shapes: str | None) -> None:
+    model, pm, optimizer = made(t=2, shapes=shapes)
+    assert said(lambda: model(*BATCH)) == []  # not trained yet
+    right(pm, optimizer)
+    # What is compiled, traced again and compared calls the model too.
+    assert (
+        said(lambda: (pm.eval_step(*BATCH), pm.eval_step(*(x[:6] for x in BATCH)), right(pm, optimizer)))
+        == []
+    )
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model.eval()(*BATCH)
+            model(*BATCH)
+
+    assert said(evaluate) == ["model(...)"]
+    pm.close()
+
+
+def test_a_model_that_is_compiled_by_torch_is_compiled_whole() -> None:
+    model, pm, optimizer = made()
+    right(pm, optimizer)
+    assert said(lambda: torch.export.export(model, BATCH, strict=True)) == []
+    pm.close()
+
+
 def test_weights_that_were_brought_back_are_the_users() -> None:
     model, pm, optimizer = made()
     right(pm, optimizer)
     model.load_state_dict(pm.state_dict())
-    assert said(model.state_dict) == []
+    assert said(lambda: (model.state_dict(), model(*BATCH))) == []
     pm.close()
 
 
@@ -148,9 +175,9 @@ def test_copies_of_the_model_and_what_is_pickled_know_nothing_of_it() -> None:
     stored = pickle.dumps(model)
     assert b"autoptd" not in stored.replace(__name__.encode(), b"")
     for each in (copy.deepcopy(model), pickle.loads(stored)):
-        assert said(each.state_dict) == []
+        assert said(lambda each=each: (each.state_dict(), each(*BATCH), each(*BATCH))) == []  # type: ignore[misc]
     pm.close()
-    assert model._state_dict_pre_hooks
+    assert model._state_dict_pre_hooks and model._forward_pre_hooks
     del pm, optimizer
     gc.collect()
-    assert not model._state_dict_pre_hooks
+    assert not model._state_dict_pre_hooks and not model._forward_pre_hooks

@@ -53,7 +53,7 @@ Scope = tuple[types.CodeType, dict[str, Any]]
 DICTS = ("_modules", "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks")
 DICTS += ("_backward_pre_hooks", "_backward_hooks")
 # Objects of these count with nothing that a model computes with.
-LIBRARIES = {"torch", "numpy", "logging", "threading", "_thread", "weakref", "builtins", "re"}
+LIBRARIES = {"autoptd", "torch", "numpy", "logging", "threading", "_thread", "weakref", "builtins", "re"}
 # A larger state is not looked through to its end.
 MOST_PLACES = 200_000
 MOST_SHOWN = 4

@@ -13,6 +13,10 @@ MUTATIONS = (
     Mutation(FILE, "self.updates, self._unused = self.updates + bool(self.steps), 0", "pass", TESTS),
     Mutation(FILE, "_versions(module) == self._versions and ", "", TESTS),
     Mutation(FILE, " and not _is_own_call():", ":", TESTS),
+    Mutation(FILE, "model.register_forward_pre_hook(AtForward(", "str(AtForward(", TESTS),
+    Mutation(FILE, '        return getattr, ({}, "get")\n', "        return partial, (slice,)\n", TESTS),
+    Mutation(FILE, "if torch.compiler.is_compiling():", "if False:", TESTS),
+    Mutation(FILE, "return bool(self.updates) and text", "return text", TESTS),
     Mutation(FILE, "weakref.finalize(self, handle.remove).atexit = False", "pass", TESTS),
     Mutation("autoptd/parallel_model.py", "optimizer.on_zero = self._loop.clear", "pass", TESTS),
 )
