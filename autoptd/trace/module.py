@@ -6,6 +6,7 @@ check_device(model, args, kwargs)
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from autoptd.errors import PlanError
 from autoptd.trace.attributes import check_state_dict
 from autoptd.trace.quantised import check_quantised
 from autoptd.trace.storage import check_storage
+
+UNDIVIDED = "pass the model before it is divided; t, p, d and zero=1 of parallelize divide it"
 
 
 def check_module(model: nn.Module) -> None:
@@ -30,10 +33,33 @@ def check_module(model: nn.Module) -> None:
         raise PlanError(
             "model", "is wrapped by torch.compile", "pass the module that it wraps: model._orig_mod"
         )
+    check_wrappers(model)
     # Before what is a consequence of it: such a module has more in its state dict, or other tensors.
     check_quantised(model)
     check_storage(model)
     check_state_dict(model)
+
+
+def check_wrappers(model: nn.Module) -> None:
+    """Refuse a model that another library has divided or copied over ranks already."""
+    # Whoever wrapped a model has imported these; they take long.
+    fsdp, tensor = (sys.modules.get(f"torch.distributed.{name}") for name in ("fsdp", "tensor"))
+    wrapped = fsdp.FullyShardedDataParallel if fsdp else ()
+    for path, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            fact = "is wrapped by DistributedDataParallel, which would sum gradients once more"
+            inner = f"{path}.module" if path else "model.module"
+            raise PlanError(
+                path or "model", fact, f"pass the module that it wraps ({inner}); d= makes the replicas"
+            )
+        if isinstance(module, wrapped):
+            raise PlanError(path or "model", "is wrapped by FullyShardedDataParallel", UNDIVIDED)
+    if tensor is not None:
+        for name, parameter in model.named_parameters():
+            if isinstance(parameter, tensor.DTensor):
+                raise PlanError(
+                    name, "is a DTensor: fully_shard, or another tool, has divided the model", UNDIVIDED
+                )
 
 
 def check_device(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
