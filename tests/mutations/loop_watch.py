@@ -4,19 +4,61 @@ from __future__ import annotations
 
 from tests.mutations import Mutation
 
-FILE, TESTS = "autoptd/loop_watch.py", "tests/test_loop_watch.py"
+FILE, TESTS, LOOK = "autoptd/loop_watch.py", "tests/test_loop_watch.py", "tests/test_loop_look.py"
 MUTATIONS = (
     Mutation(FILE, "ADDS_UP if self._has_optimizer else NO_OPTIMIZER", "ADDS_UP", TESTS),
     Mutation(FILE, "text not in self._told and _has_gradients(tensors)", "text not in self._told", TESTS),
     Mutation(FILE, "and not is_skipped and closure is None and", "and not is_skipped and", TESTS),
     Mutation(FILE, "if tensors and not _has_gradients(tensors):", "if tensors:", TESTS),
-    Mutation(FILE, "self.updates, self._unused = self.updates + bool(self.steps), 0", "pass", TESTS),
-    Mutation(FILE, "_versions(module) == self._versions and ", "", TESTS),
-    Mutation(FILE, " and not _is_own_call():", ":", TESTS),
+    Mutation(FILE, "self.updates + bool(self.steps)", "self.updates", TESTS),
+    Mutation(FILE, "if model is None or self._first.written(model):", "if model is None:", LOOK),
+    Mutation(FILE, " or _is_own_call():", ":", TESTS),
     Mutation(FILE, "model.register_forward_pre_hook(AtForward(", "str(AtForward(", TESTS),
     Mutation(FILE, '        return getattr, ({}, "get")\n', "        return partial, (slice,)\n", TESTS),
     Mutation(FILE, "if torch.compiler.is_compiling():", "if False:", TESTS),
-    Mutation(FILE, "return bool(self.updates) and text", "return text", TESTS),
+    Mutation(FILE, "if not self.updates or self._first", "if self._first", TESTS),
     Mutation(FILE, "weakref.finalize(self, handle.remove).atexit = False", "pass", TESTS),
     Mutation("autoptd/parallel_model.py", "optimizer.on_zero = self._loop.clear", "pass", TESTS),
+    # Gradients that stay.
+    Mutation(FILE, "elif self._are_kept and not self._has_read:", "elif False:", LOOK),
+    Mutation(FILE, "(not by_value or bool(x.grad.any()))", "True", LOOK),
+    Mutation(FILE, "= 0, False, False", "= 0, False, self._are_mixed", LOOK),
+    Mutation(
+        FILE,
+        "self._unused, self._are_kept, self._are_mixed = 0",
+        "self._unused, _, self._are_mixed = 0",
+        LOOK,
+    ),
+    # The look.
+    Mutation(FILE, "self._look.stop() and self.updates", "self._look.stop()", LOOK),
+    Mutation(FILE, "if sys.getprofile() is None:", "if True:", LOOK),
+    Mutation(FILE, "if sys.getprofile() is self:", "if True:", LOOK),
+    Mutation(FILE, "self._left < 0 or ", "", LOOK),
+    Mutation(FILE, " or self._watch() is None:", ":", LOOK),
+    Mutation(
+        FILE,
+        '(reader.f_code in READS or reader.f_code.co_name == "<genexpr>")',
+        "reader.f_code in READS",
+        LOOK,
+    ),
+    Mutation(FILE, "home == CLIPPING or ", "", LOOK),
+    Mutation(FILE, 'is_users and "grad" in names', "is_users and False", LOOK),
+    Mutation(FILE, "is_users = not home.startswith", "is_users = home.startswith", LOOK),
+    Mutation(FILE, "if is_users else home == AVERAGES)", "if is_users else False)", LOOK),
+    Mutation(FILE, "bool(names & WRITES) or ", "", LOOK),
+    Mutation(FILE, "KEEPS_AVERAGE.search(reader.f_code.co_qualname) is not None", "False", LOOK),
+    Mutation(FILE, "watch.is_stale() and self._has_any(parameters)", "watch.is_stale()", LOOK),
+    Mutation(
+        FILE,
+        "self._average is not None and watch is not None and watch.is_stale()",
+        "self._average is not None",
+        LOOK,
+    ),
+    Mutation(FILE, "given if isinstance(given, (list, tuple)) else []", "[]", LOOK),
+    Mutation(FILE, "all(x.grad is None for x in parameters) and ", "", LOOK),
+    Mutation(FILE, "if not loss.requires_grad and not loss.ndim:", "if False:", LOOK),
+    Mutation(FILE, "can_be and (module is given or _are_same(module, given))", "can_be", LOOK),
+    Mutation(FILE, "not self._is_early or any(", "any(", LOOK),
+    Mutation(FILE, "can_be = not self._is_early or", "can_be = True or", LOOK),
+    Mutation(FILE, '"copy_" for x in body if', '"copy_" for x in [] if', LOOK),
 )
