@@ -1,4 +1,5 @@
-"""Check that ranks have the same settings in the groups of their optimizers: learning rates, betas, weight decay.
+"""Check that ranks have the same settings in the groups of their optimizers: learning rates, betas, weight decay; and that all
+have made as many updates.
 
 In: a rank's world, and the optimizers of this process by their number. Out: nothing, or one RuntimeFault on all ranks together,
 which names ranks, group and key. With zero=1, t or p no copies of weights would differ: each rank steps what it alone has.
@@ -25,8 +26,9 @@ from autoptd.runtime.world.world import World
 OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
 MOST_ELEMENTS = 64
 MOST_NAMED = 5
-# By number of the group and key, as text.
+# By number of the group and key, as text; of no group, how often `step` has run.
 Settings = dict[tuple[int, str], str]
+UPDATES = (-1, "optimizer.step() has run")
 
 
 def check_settings(world: World, optimizers: Mapping[int, torch.optim.Optimizer], step: int) -> None:
@@ -34,14 +36,17 @@ def check_settings(world: World, optimizers: Mapping[int, torch.optim.Optimizer]
     if world.mesh.size == 1:
         return
     mine = {number: settings_of(optimizer) for number, optimizer in optimizers.items()}
-    prints = {number: _print_of(settings) for number, settings in mine.items()}
+    counts = {number: _updates_of(optimizer) for number, optimizer in optimizers.items()}
+    prints = {number: (_print_of(settings), counts[number]) for number, settings in mine.items()}
     everywhere = world.everyone().gather_objects(prints, SITE)
     # Python may free one that is not used any more sooner on one rank than on another.
     common = set(prints).intersection(*everywhere)
     differing = []
     for number in sorted(common):
-        if any(found[number] != prints[number] for found in everywhere):
+        found = [prints[number] for prints in everywhere]
+        if len({text for text, _ in found}) > 1 or len({count for _, count in found} - {None}) > 1:
             differing.append(number)
+            mine[number] |= {} if counts[number] is None else {UPDATES: str(counts[number])}
     if not differing:
         return
     told = world.everyone().gather_objects({number: mine[number] for number in differing}, SITE)
@@ -50,9 +55,15 @@ def check_settings(world: World, optimizers: Mapping[int, torch.optim.Optimizer]
         findings += _findings([settings[number] for settings in told])
     more = f"; and {len(findings) - MOST_NAMED} more" if len(findings) > MOST_NAMED else ""
     fact = f"the optimizer is not set alike on all ranks: {'; '.join(findings[:MOST_NAMED])}{more}"
-    remedy = "step schedulers on every rank, and give those that take a number, as ReduceLROnPlateau does, the same one "
-    remedy += "everywhere: the loss that pm.step returns"
+    remedy = "step optimizers and schedulers on every rank, and give those that take a number, as ReduceLROnPlateau does, the "
+    remedy += "same one everywhere: the loss that pm.step returns"
     raise RuntimeFault(f"step {step}", fact, remedy)
+
+
+def _updates_of(optimizer: torch.optim.Optimizer) -> int | None:
+    """Return how often an optimizer has stepped; None where that is no matter, as it has no parameter on this rank."""
+    has_parameters = any(group["params"] for group in optimizer.param_groups)
+    return getattr(optimizer, "updates", None) if has_parameters else None
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
@@ -93,8 +104,13 @@ def _findings(everywhere: list[Settings]) -> list[str]:
         ranks: dict[str, list[str]] = {}
         for rank, settings in enumerate(everywhere):
             ranks.setdefault(settings.get(place, "not there"), []).append(str(rank))
-        if len(ranks) > 1:
-            number, key = place
+        number, key = place
+        if place == UPDATES:
+            ranks.pop("not there", None)
+        if len(ranks) > 1 and place == UPDATES:
+            texts = [f"{value} times on rank {', '.join(some)}" for value, some in ranks.items()]
+            findings.append(f"{key} {' and '.join(texts)}")
+        elif len(ranks) > 1:
             texts = [f"{value} on rank {', '.join(some)}" for value, some in ranks.items()]
             findings.append(f"{key} of group {number} is {' and '.join(texts)}")
     return findings

@@ -62,6 +62,9 @@ class NamedOptimizer(optim.Optimizer):
     # Called by `zero_grad`.
     on_zero: Callable[[], None] | None = None
     step_was_skipped: bool = False
+    # How often `step` has run, and whether it runs.
+    updates: int = 0
+    is_stepping: bool = False
     # What runs after every hook, and its place among them.
     finish: Callable[..., None] | None = None
     finish_hook: Any = None
@@ -239,6 +242,7 @@ def names_in_groups(
 def register_hooks(optimizer: NamedOptimizer, ranks: Sequence[RankParameters], run: Run[Any]) -> None:
     """Register what runs before and after every `step` of an optimizer; hooks run in this order."""
     every = [x for group in optimizer.param_groups for x in group["params"]]
+    optimizer.register_step_pre_hook(begin)  # type: ignore[arg-type]
     if len(ranks) == 1:
         # `step` may have returned before the device met a fault. (Rank threads are stopped by their pool.)
         optimizer.register_step_pre_hook(lambda *_: ranks[0].world.raise_first_fault())
@@ -257,6 +261,9 @@ def register_hooks(optimizer: NamedOptimizer, ranks: Sequence[RankParameters], r
     is_apart = any(rank.is_apart for rank in ranks)
 
     def finish(*_: Any) -> None:
+        # Hooks run again around a step of torch's that one of the user's own calls.
+        optimizer.updates += optimizer.is_stepping
+        optimizer.is_stepping = False
         clear_padding(paddings)
         if is_apart:
             publish(optimizer, run)
@@ -303,6 +310,11 @@ def publish(optimizer: NamedOptimizer, run: Run[Any]) -> None:
     """Publish an update to all ranks that use it, if there was one."""
     if not optimizer.step_was_skipped:
         run(RankParameters.publish)
+
+
+def begin(optimizer: NamedOptimizer, *_: Any) -> None:
+    """Note that a step begins."""
+    optimizer.is_stepping = True
 
 
 @unguarded()

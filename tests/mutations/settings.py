@@ -7,6 +7,19 @@ MUTATIONS = (
     Mutation("autoptd/runtime/check_settings.py", "if not differing:", "if True:", SETTINGS),
     Mutation("autoptd/runtime/check_settings.py", "or key in OF_SCHEDULERS ", "", SETTINGS),
     Mutation("autoptd/runtime/check_settings.py", ".intersection(*everywhere)", "", SETTINGS),
+    Mutation(
+        "autoptd/runtime/check_settings.py",
+        "for _, count in found} - {None}) > 1",
+        "for _, count in found}) < 0",
+        SETTINGS,
+    ),
+    Mutation("autoptd/runtime/check_settings.py", " if has_parameters else None", "", SETTINGS),
+    Mutation(
+        "autoptd/runtime/optimizer.py",
+        "optimizer.updates += optimizer.is_stepping",
+        "optimizer.updates += 1",
+        SETTINGS,
+    ),
     Mutation("autoptd/runtime/gradients.py", "self.params.is_update_due = True", "pass", GRADIENTS),
     Mutation(
         "autoptd/runtime/optimizer.py",

@@ -39,6 +39,21 @@ def schedule_only(optimizer: Any) -> None:
     optimizer.param_groups[0] |= {"logged as": "decay", "fused": True}
 
 
+def stepped() -> torch.optim.Optimizer:
+    optimizer: Any = SGD(values(), lr=0.1)
+    optimizer.updates = 3
+    return optimizer
+
+
+def step_again(optimizer: Any) -> None:
+    optimizer.updates += 1
+
+
+def step_without_parameters(optimizer: Any) -> None:
+    optimizer.updates = 0
+    optimizer.param_groups[0]["params"] = []
+
+
 def schedule(optimizer: Any) -> None:
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
@@ -56,6 +71,8 @@ def schedule(optimizer: Any) -> None:
         (lambda: AdamW(values()), set_betas, r"betas of group 0 is \(0.9, 0.999\) .* and \(0.8, 0.999\)"),
         (lambda: SGD(values(), lr=0.1), schedule_only, ""),
         (lambda: Grouped(values()), schedule, ""),
+        (stepped, step_again, r"optimizer.step\(\) has run 3 times on rank 0, 2, 3 and 4 times on rank 1\."),
+        (stepped, step_without_parameters, ""),
     ],
 )
 def test_a_setting_of_one_rank(make: Any, change: Any, told: str) -> None:
@@ -89,3 +106,20 @@ def test_what_has_no_plain_value_is_left_out() -> None:
     found = settings_of(optimizer)
     assert found[0, "bounds"] == "(0.1, None, [1, 2])"
     assert not {(0, "hook"), (0, "mixed"), (0, "params")} & set(found)
+
+
+def test_a_step_within_a_step_counts_once() -> None:
+    """Torch hooks the step of a class that somebody has used by itself; one rank may have, and others not."""
+
+    class Own(AdamW):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    AdamW(values())
+    pm = autoptd.parallelize(net(), t=2, backend="local", example_inputs=batch(0))
+    optimizer: Any = pm.optimizer(Own, lr=0.1)
+    for seed in range(3):
+        pm.step(*batch(seed))
+        optimizer.step()
+    assert optimizer.updates == 3
+    pm.close()
