@@ -15,7 +15,8 @@ class AutoptdError(Exception):
     """Base of all errors: `site` (where), `fact` (what is wrong), `remedy` (what to do)."""
 
     def __init__(self, site: str, fact: str, remedy: str) -> None:
-        super().__init__(f"{site}: {fact}. Remedy: {remedy}.")
+        # A fact may end with what another library said.
+        super().__init__(f"{site}: {fact.removesuffix('.')}. Remedy: {remedy}.")
         self.site, self.fact, self.remedy = site, fact, remedy
 
 

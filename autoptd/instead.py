@@ -29,6 +29,8 @@ INSTEAD = {
     **dict.fromkeys(("requires_grad_", "register_forward_hook", "register_buffer", "apply"), _BEFORE),
     **dict.fromkeys(("generate", "predict", "push_to_hub", "merge_and_unload", "merge_adapter"), _WEIGHTS),
     **dict.fromkeys(("buffers", "named_buffers"), "pm.state_dict(), which has the buffers as well"),
+    "configure_optimizers": "pm.optimizer(torch.optim.AdamW, params=groups, lr=...): groups take names, globs, and parameters "
+    "of the model",
     "zero_grad": "optimizer.zero_grad() of optimizer = pm.optimizer(torch.optim.AdamW, lr=...)",
     **dict.fromkeys(
         ("no_sync", "require_backward_grad_sync", "set_requires_gradient_sync"),

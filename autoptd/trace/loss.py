@@ -7,7 +7,8 @@ such as [1], is a scalar where there is no other, as it is for `backward()`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from autoptd.compat import tree_leaves
 from autoptd.errors import TraceError
 
 REMEDY = "return (output, loss) or an object with .loss from forward, or pass loss_fn= and targets="
+
+TARGETS = ("label", "target")
 
 
 class WithLoss(nn.Module):
@@ -30,7 +33,7 @@ class WithLoss(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.loss_fn is None:
-            return find_loss(self.model(*args, **kwargs))
+            return find_loss(self.model(*args, **kwargs), lambda: targets_left_out(self.model, args, kwargs))
         if "targets" not in kwargs:
             raise TraceError(
                 "step", "loss_fn is given but the call has no targets", "pass targets= beside the inputs"
@@ -39,8 +42,22 @@ class WithLoss(nn.Module):
         return find_loss(self.loss_fn(self.model(*args, **kwargs), targets))
 
 
-def find_loss(output: Any) -> torch.Tensor:
-    """Return the scalar loss in `output`, 0-d; TraceError when there is none or more than one."""
+def targets_left_out(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+    """Return the names of targets that a model takes and this call does not have: models have no loss without them."""
+    parameters = inspect.signature(model.forward).parameters
+    given = {*list(parameters)[: len(args)], *kwargs}
+    return [
+        name
+        for name, parameter in parameters.items()
+        if any(word in name for word in TARGETS) and parameter.default is None and name not in given
+    ]
+
+
+def find_loss(output: Any, left_out: Callable[[], Sequence[str]] = tuple) -> torch.Tensor:
+    """Return the scalar loss in `output`, 0-d; TraceError when there is none or more than one.
+
+    `left_out` tells which targets the call could have had.
+    """
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if is_single(named):
         return as_scalar(named)
@@ -50,7 +67,9 @@ def find_loss(output: Any) -> torch.Tensor:
         return as_scalar(scalars[0])
     shapes = [tuple(leaf.shape) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     fact = "no loss found" if not scalars else f"{len(scalars)} scalars found, so the loss is ambiguous"
-    raise TraceError("output of the model", f"{fact}: it returns tensors of shapes {shapes}", REMEDY)
+    names = left_out() if not scalars else ()
+    remedy = f"pass {' or '.join(f'{name}=' for name in names)} in example_inputs; else " if names else ""
+    raise TraceError("output of the model", f"{fact}: it returns tensors of shapes {shapes}", remedy + REMEDY)
 
 
 def is_single(leaf: Any) -> bool:

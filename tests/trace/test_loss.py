@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import autoptd
 from autoptd.errors import TraceError
 from autoptd.trace.loss import find_loss
 from tests.hostile.against_torch import assert_parity
@@ -44,3 +45,28 @@ def test_where_the_loss_is_found() -> None:
     for output in (many, (one, one), one.long(), None):
         with pytest.raises(TraceError, match=r"no loss found|2 scalars found"):
             find_loss(output)
+
+
+class Logits(nn.Linear):
+    def forward(self, x: Tensor, labels: Tensor | None = None, label_weight: float = 1.0) -> Any:
+        return self.loss(x, labels) if labels is not None else super().forward(x)
+
+    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(super().forward(x), labels)
+
+
+def test_targets_that_were_left_out_are_named() -> None:
+    x, labels = torch.ones(2, 4), torch.zeros(2, dtype=torch.long)
+    with pytest.raises(
+        TraceError, match=r"no loss found.* Remedy: pass labels= in example_inputs; else return"
+    ) as told:
+        autoptd.compile(Logits(4, 3), d=2, example_inputs=(x,))
+    assert "label_weight" not in told.value.remedy
+    autoptd.compile(Logits(4, 3), d=2, example_inputs=(x, labels))
+    with pytest.raises(TraceError, match="Remedy: return") as told:
+        autoptd.compile(nn.Linear(4, 3), d=2, example_inputs={"input": x})
+
+
+def test_what_another_library_said_ends_with_one_stop() -> None:
+    error = TraceError("model", "IndexError: Target 9 is out of bounds.", "other labels")
+    assert str(error) == "model: IndexError: Target 9 is out of bounds. Remedy: other labels."
