@@ -7,7 +7,8 @@ In: a rank's parameter or gradient. Out: the same tensor, of a class whose `__to
 - a gradient read by `torch.amp.GradScaler`: ranks would skip different steps;
 - the gradient of a parameter that has none, as each rank keeps those of what it stores (zero=1), read or set;
 - a hook on a parameter's gradient: gradients are accumulated elsewhere, so it would never be called;
-- a norm of a parameter or gradient (also of its `.data`, `.detach()`, `.float()`): it would be the norm of a shard.
+- a norm of a parameter or gradient (also of its `.data`, `.detach()`, `.float()`), or a sum of its squares: it would be the
+  norm of a shard.
 
 Everything else returns plain tensors. The runtime itself works in `unguarded()`, without these checks and their cost;
 optimizers made by `pm.optimizer` step on the plain classes, which torch's foreach and fused implementations require.
@@ -49,6 +50,9 @@ NORMS = frozenset(
         Tensor.norm,
     }
 )
+POWERS = frozenset({torch.pow, torch.square, Tensor.pow, Tensor.__pow__, Tensor.square})
+PRODUCTS = frozenset({torch.mul, Tensor.mul, Tensor.__mul__})
+SUMS = frozenset({torch.sum, torch.mean, Tensor.sum, Tensor.mean})
 # Aliases whose writes do not count in the parameter's version, and what numpy or C may be given from.
 EXPOSING = frozenset(
     {
@@ -108,8 +112,8 @@ def refuse(func: Callable[..., Any], caller: str, what: str) -> None:
     if func in HOOKS:
         fact = f"a hook on a {what} is not called: gradients are summed over microbatches and ranks elsewhere"
         raise PlanError(getattr(func, "__name__", str(func)), fact, "change parameter.grad after pm.step")
-    if func in NORMS:
-        fact = f"a norm of a {what} sees the part that this rank holds, not the whole"
+    if func in NORMS or (func in SUMS and what.startswith("square")):
+        fact = f"a norm of a {what.removeprefix('square of a ')} sees the part that this rank holds, not the whole"
         remedy = "pm.clip_grad_norm_(max_norm) returns the norm of all gradients; "
         remedy += "pm.gradients() and pm.state_dict() have wholes"
         raise PlanError(getattr(func, "__name__", str(func)), fact, remedy)
@@ -152,7 +156,8 @@ class GuardedParameter(nn.Parameter):
                 args[0].was_exposed = True
         # `unguarded()` without its generator: this is a hot path.
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+        return guard_square(result, "parameter") if _is_square(func, args) else result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Saved as the plain tensor that it is, without what this process knows of it.
@@ -170,6 +175,8 @@ class GuardedGradient(Tensor):
         refuse(func, _caller(), "gradient")
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
+        if _is_square(func, args):
+            return guard_square(result, "gradient")
         return guard_gradient(result) if func in SAME_VALUES else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -179,6 +186,37 @@ class GuardedGradient(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         with unguarded():
             return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[arg-type]
+
+
+class GuardedSquare(Tensor):
+    """The squares of a parameter or gradient on one rank, whose sum over all entries is that of a part."""
+
+    of: str = ""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if func in SUMS and type(args[0]) is cls and result.dim() == 0:
+            refuse(func, "", f"square of a {args[0].of}")
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with unguarded():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[arg-type]
+
+
+def guard_square(squares: Tensor, of: str) -> Tensor:
+    """Guard squares of a parameter or gradient; return them."""
+    guarded = squares.as_subclass(GuardedSquare)
+    guarded.of = of
+    return guarded
+
+
+def _is_square(func: Callable[..., Any], args: Any) -> bool:
+    return func in POWERS or (func in PRODUCTS and len(args) > 1 and args[0] is args[1])
 
 
 def guard_gradient(grad: Tensor) -> Tensor:

@@ -78,6 +78,26 @@ def test_clips_and_norms(pm: ParallelModel, use: Use) -> None:
         opt.zero_grad()
 
 
+def test_norms_by_hand() -> None:
+    pm = make(t=2)
+    step(pm)
+    uses: list[Callable[[], Any]] = [
+        lambda: sum(g.pow(2).sum() for g in grads(pm)),
+        lambda: torch.sum(grads(pm)[0].detach() ** 2),
+        lambda: (grads(pm)[0] * grads(pm)[0]).mean(),
+        lambda: next(pm.parameters()).square().sum(),
+    ]
+    for use in uses:
+        with pytest.raises(PlanError, match=r"a norm of a (gradient|parameter) sees .*pm\.clip_grad_norm_"):
+            use()
+    p = next(pm.parameters())
+    assert p.grad is not None
+    for x in (p.grad.square(), p.pow(2).sum(-1, keepdim=True), (p * p.grad).sum(), p.grad.square().sum(0)):
+        assert torch.isfinite(x).all()
+    assert type(pickle.loads(pickle.dumps(p.grad.square()))) is type(p.grad.square() + 1) is torch.Tensor
+    pm.close()
+
+
 def test_the_clip_by_value_that_is_named(pm: ParallelModel) -> None:
     step(pm)
     with pytest.raises(PlanError, match=r"pm\.clip_grad_value_\(clip_value\)"):
