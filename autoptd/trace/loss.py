@@ -19,8 +19,6 @@ from autoptd.errors import TraceError
 
 REMEDY = "return (output, loss) or an object with .loss from forward, or pass loss_fn= and targets="
 
-TARGETS = ("label", "target")
-
 
 class WithLoss(nn.Module):
     """The model followed by its loss: forward takes the call of the model and returns the scalar loss alone."""
@@ -46,11 +44,8 @@ def targets_left_out(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
     """Return the names of targets that a model takes and this call does not have: models have no loss without them."""
     parameters = inspect.signature(model.forward).parameters
     given = {*list(parameters)[: len(args)], *kwargs}
-    return [
-        name
-        for name, parameter in parameters.items()
-        if any(word in name for word in TARGETS) and parameter.default is None and name not in given
-    ]
+    rest = [each.name for each in parameters.values() if each.default is None and each.name not in given]
+    return [name for name in rest if "label" in name or "target" in name]
 
 
 def find_loss(output: Any, left_out: Callable[[], Sequence[str]] = tuple) -> torch.Tensor:
@@ -68,7 +63,7 @@ def find_loss(output: Any, left_out: Callable[[], Sequence[str]] = tuple) -> tor
     shapes = [tuple(leaf.shape) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     fact = "no loss found" if not scalars else f"{len(scalars)} scalars found, so the loss is ambiguous"
     names = left_out() if not scalars else ()
-    remedy = f"pass {' or '.join(f'{name}=' for name in names)} in example_inputs; else " if names else ""
+    remedy = f"pass {'= or '.join(names)}= in example_inputs; else " if names else ""
     raise TraceError("output of the model", f"{fact}: it returns tensors of shapes {shapes}", remedy + REMEDY)
 
 

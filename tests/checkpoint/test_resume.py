@@ -228,6 +228,9 @@ def test_replicas_with_positions_of_their_own() -> None:
     assert loader.at == 8
     with pytest.warns(UserWarning, match="2 processes had random numbers of their own, and there are 4 now"):
         restore(content, {"same": loader}, Place(0, 4, 0, 4), torch.device("cpu"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the others leave it to the first
+        restore(content, {"same": loader}, Place(1, 4, 1, 4), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,8 @@ def restore(content: Mapping[str, Any], extra: Mapping[str, Any], place: Place, 
         return
     if len(saved) == place.processes:
         set_random_state(saved[place.process], device)
-    else:
+    # Once, and not by each process.
+    elif place.process == 0:
         text = f"{len(saved)} processes had random numbers of their own, and there are {place.processes} now"
         warnings.warn(f"{LOAD}: {text}: these go on from other ones", stacklevel=2)
 
