@@ -1,6 +1,6 @@
 """What caches of functions (`functools.lru_cache`) hold: an object that a forward finds there and changes is state as well.
 
-In: such a function. Out: whether a block has put more into its cache; its results, of which Python shows only the number.
+In: such a function. Out: whether a block has put something into its cache; its results, of which Python shows only the number.
 
     cache = Cache(get_counter, "net.py:12")
     get_counter().n += 1
@@ -26,15 +26,16 @@ DEEPEST = 4
 
 
 class Cache:
-    """The cache of a function, and how much was in it."""
+    """The cache of a function, and how often something was not in it."""
 
-    def __init__(self, function: _lru_cache_wrapper[Any], line: str) -> None:
+    def __init__(self, function: _lru_cache_wrapper[Any], line: str, begun: int = 0) -> None:
         self._function, self._line = function, line
-        self._count = self._size()
+        # Less the calls that have begun, for which nothing was found.
+        self._count = self._misses() - begun
 
     def is_filled(self) -> bool:
-        """Tell whether there is more in it than there was."""
-        return self._size() > self._count
+        """Tell whether something was put into it; one that is full has no more in it than before."""
+        return self._misses() > self._count
 
     def change(self) -> Change:
         """Return it as what the forward changes."""
@@ -46,6 +47,7 @@ class Cache:
         held = held_in(self._function)
         if any(_has_tensor(x) for x in held) and not any(_has_object(x) for x in held):
             self._function.cache_clear()
+            # This forgets the count as well.
             self._count = 0
 
     def drop_filled(self) -> None:
@@ -53,18 +55,34 @@ class Cache:
         if self.is_filled() and any(_has_tensor(x) for x in held_in(self._function)):
             self._function.cache_clear()
 
-    def _size(self) -> int:
-        return self._function.cache_info().currsize
+    def _misses(self) -> int:
+        return self._function.cache_info().misses
+
+
+def caches_of(kind: type) -> list[_lru_cache_wrapper[Any]]:
+    """Return the caches among the methods and properties of a class, which C may call without an instruction that shows it."""
+    found: list[_lru_cache_wrapper[Any]] = []
+    for base in kind.__mro__:
+        for value in vars(base).values():
+            function = value.fget if isinstance(value, property) else value
+            if isinstance(function, _lru_cache_wrapper):
+                found.append(function)
+    return found
 
 
 def held_in(function: _lru_cache_wrapper[Any]) -> list[Any]:
-    """Return the results that a cache holds; where its size is limited, its keys are among them."""
-    own = {id(function.__wrapped__), id(vars(function))}
-    found = [x for x in gc.get_referents(function) if id(x) not in own and not isinstance(x, type)]
-    if function.cache_parameters()["maxsize"] is None:  # type: ignore[attr-defined]
-        entries = next((x for x in found if type(x) is dict), {})
-        return list(entries.values())
-    return [x for x in found if not (type(x) is dict and _is_of_links(x))]
+    """Return the results that a cache holds."""
+    count = function.cache_info().currsize
+    if not count:
+        return []
+    # Its class; of each link of a list, where its size is limited, the key, the result and a class; the dict that finds them.
+    # That dict is not for others to write: a link that is taken out of it is freed, and still in the list.
+    found = gc.get_referents(function)
+    is_limited = function.cache_parameters()["maxsize"] is not None  # type: ignore[attr-defined]
+    if is_limited:
+        place = next(i for i, x in enumerate(found) if type(x) is dict and _is_of_links(x))
+        return found[2 : place : (place - 1) // count]
+    return list(next(x for x in found if type(x) is dict).values())
 
 
 def _is_of_links(entries: dict[Any, Any]) -> bool:
@@ -90,4 +108,4 @@ def _within(value: Any, depth: int = 0) -> Iterator[Any]:
             yield from _within(item, depth + 1)
 
 
-__all__ = ["Cache", "held_in"]
+__all__ = ["Cache", "caches_of", "held_in"]

@@ -232,7 +232,7 @@ def _handed_over(args: Sequence[Any]) -> Iterator[Handed]:
         elif is_iterator(arg):
             yield Handed(Kind.MOVED, arg, "is taken from")
         # Called by what it is handed to, as by map.
-        elif isinstance(arg, (*BUILT_IN, partial)):
+        elif isinstance(arg, (*BUILT_IN, partial, _lru_cache_wrapper)):
             yield from handed_to(arg, ())
 
 

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from autoptd.errors import TraceError
 from autoptd.trace.draws import RANDOM
 
+STATELESS = (
+    "keep no Python state in forward: count in the training loop, and pass what the model needs as an input"
+)
+
 
 @dataclass(frozen=True)
 class Change:
@@ -21,6 +25,7 @@ class Change:
     after: str
     line: str = ""
     how: str = "is changed"
+    remedy: str = STATELESS
 
     def refuse(self) -> TraceError:
         """Make the error that names it."""
@@ -32,8 +37,17 @@ class Change:
         values = f" ({self.before} before it, {self.after} after it)" if self.before or self.after else ""
         values = "" if " 0x" in values else values
         fact = f"{self.how} by the forward{values}, which the traced graph would not do"
-        remedy = "keep no Python state in forward: count in the training loop, and pass what the model needs as an input"
-        return TraceError(f"{self.path} ({self.line})" if self.line else self.path, fact, remedy)
+        return TraceError(f"{self.path} ({self.line})" if self.line else self.path, fact, self.remedy)
 
 
-__all__ = ["Change"]
+def of_weights(made: list[Change]) -> Change:
+    """Return what caches, one of which is made of weights, are as a change: the trace makes it of the weights of every step."""
+    named = dict.fromkeys(change.path for change in made if not change.path.startswith("["))
+    paths = ", ".join(named) or made[0].path
+    remedy = (
+        "compute it in every forward, or keep what is made of today's weights in a buffer (register_buffer)"
+    )
+    return Change(paths, "", "", made[0].line, "is made of the weights, once and for good,", remedy)
+
+
+__all__ = ["Change", "of_weights"]

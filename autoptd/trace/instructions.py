@@ -4,7 +4,7 @@ In: a function `see(frame, name, arg, top)`, and which files are the user's. Whi
 every instruction of this thread in such a file that may write to something: `name` and `arg` are the instruction's, `top`
 is the address after its operands (`value_stack.at`). What torch and this package do themselves is passed over.
 
-    with watching(see, is_users) as watch:
+    with watching(see, is_users, begin) as watch:
         watch.pause()      # what runs from here on is not looked at
         watch.resume()
 """
@@ -24,6 +24,7 @@ from autoptd.trace.users import is_called_by_user
 from autoptd.trace.value_stack import ValueStack
 
 See = Callable[[types.FrameType, str, int, int], None]
+Begin = Callable[[types.FrameType], None]
 # Instructions that write, call, or take from an iterator.
 NAMES = {"STORE_ATTR", "STORE_SUBSCR", "STORE_SLICE", "STORE_GLOBAL", "STORE_DEREF"}
 NAMES |= {"DELETE_ATTR", "DELETE_SUBSCR", "DELETE_GLOBAL", "DELETE_DEREF"}
@@ -38,8 +39,8 @@ Table = dict[int, tuple[str, int]]
 class Tables:
     """The instructions of each code object that are looked at, by their offset."""
 
-    def __init__(self, is_users: Callable[[types.CodeType], bool]) -> None:
-        self._is_users = is_users
+    def __init__(self, is_users: Callable[[types.CodeType], bool], begin: Begin) -> None:
+        self._is_users, self._begin = is_users, begin
         # Alive with its code: no other one gets its id.
         self._known: dict[int, tuple[types.CodeType, Table]] = {}
         # All code that ran, with its globals.
@@ -49,6 +50,8 @@ class Tables:
         known = self._known.get(id(frame.f_code))
         if known is None:
             self.entered.append((frame.f_code, frame.f_globals))
+            if self._is_users(frame.f_code):
+                self._begin(frame)
             return self.of(frame.f_code)
         return known[1]
 
@@ -214,10 +217,14 @@ def _is_importing(frame: types.FrameType | None) -> bool:
 
 
 @contextmanager
-def watching(see: See, is_users: Callable[[types.CodeType], bool]) -> Iterator[Tracing | Monitoring]:
-    """Call `see` before the instructions of the user's code that write, call, or take from an iterator."""
+def watching(
+    see: See, is_users: Callable[[types.CodeType], bool], begin: Begin
+) -> Iterator[Tracing | Monitoring]:
+    """Call `see` before the instructions of the user's code that write, call, or take from an iterator, and `begin` where
+    code begins for the first time.
+    """
     kind = Tracing if sys.version_info < (3, 12) else Monitoring
-    watch = kind(see, Tables(is_users))
+    watch = kind(see, Tables(is_users, begin))
     watch.start()
     try:
         yield watch

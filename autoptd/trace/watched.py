@@ -12,8 +12,8 @@ a mask, a table of sines.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,9 +24,10 @@ from autoptd.compat import FakeTensor, tree_leaves, tree_map
 from autoptd.errors import AutoptdError
 from autoptd.trace.assigned import AssignedBuffers
 from autoptd.trace.attributes import held_by
-from autoptd.trace.change import Change
+from autoptd.trace.change import Change, of_weights
 from autoptd.trace.contents import MISSING, PLAIN
 from autoptd.trace.draws import RANDOM
+from autoptd.trace.kept_buffers import KeptBuffers
 from autoptd.trace.loss import WithLoss
 from autoptd.trace.masks import any_mask, given_masks
 from autoptd.trace.reads import Reads
@@ -138,7 +139,8 @@ def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dic
 
     All is refused where the first call leaves something that another batch would have made otherwise: a call
     on the first row alone, and one on the last, must give what they give to a model that has seen nothing.
-    (The largest entry of the batch is in one of them at most.)
+    (The largest entry of the batch is in one of them at most.) So is a call with other weights: what is made of
+    weights once is not what a later step makes of them.
     """
     model, loss_fn = watched.model, watched.loss_fn
     twin = WithLoss(model, loss_fn)
@@ -149,6 +151,7 @@ def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dic
         args, kwargs = tree_map(lambda x: fake.from_tensor(x) if _is_real(x) else x, (args, kwargs))
     has_values = first is None or not (first.is_meta or fake)
     names, buffers = partial(names_of, model, loss_fn), AssignedBuffers(model, loss_fn)
+    kept = KeptBuffers(model) if has_values else None
 
     def run(call: Any, note: NoteCall | None = None) -> tuple[Tensor, Writes]:
         call = tree_map(lambda leaf: leaf, call)
@@ -158,6 +161,8 @@ def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dic
             loss = twin(*call[0], **call[1])
             # Updates of buffers are in the graph.
             buffers.take()
+            if kept is not None:
+                kept.put_back()
         return loss, writes
 
     def run_once() -> None:
@@ -191,9 +196,30 @@ def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dic
                 return made
             begin_anew()
             run((args, kwargs))
+        if made:
+            with _other_weights(model):
+                later, _ = run((args, kwargs))
+                begin_anew()
+                if not torch.equal(later.nan_to_num(), run((args, kwargs))[0].nan_to_num()):
+                    raise of_weights(made).refuse()
         return []
     finally:
         begin_anew()
+
+
+@contextmanager
+def _other_weights(model: nn.Module) -> Iterator[None]:
+    """Double the parameters for a while: what is halved again is what it was, to the bit."""
+    # Not by the parameter itself, whose version says that somebody has written to it.
+    doubled = [p.data for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1]
+    doubled = [x for x in doubled if x.isfinite().all() and (2 * x).isfinite().all()]
+    for x in doubled:
+        x.mul_(2)
+    try:
+        yield
+    finally:
+        for x in doubled:
+            x.mul_(0.5)
 
 
 def warn_of_logs(logs: list[Change]) -> None:

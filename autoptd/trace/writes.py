@@ -13,6 +13,7 @@ then, and compared after the block.
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 import types
 import weakref
@@ -25,7 +26,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autoptd.ir.garbage import paused_collection
-from autoptd.trace.caches import Cache
+from autoptd.trace.caches import Cache, caches_of
 from autoptd.trace.calls import Harmless, Kind, called, handed_to, is_iterator, is_python, operands
 from autoptd.trace.change import Change
 from autoptd.trace.contents import (
@@ -80,6 +81,7 @@ class Writes:
         self._note = note
         self._drawn: list[str] = []
         self._caches: dict[int, Cache] = {}
+        self._caches_of: dict[type, list[Any]] = {}
         self._stack = ValueStack()
         # All code that ran, with its globals, and attributes that it asked for as text.
         self.entered: list[tuple[types.CodeType, dict[str, Any]]] = []
@@ -102,7 +104,7 @@ class Writes:
         with paused_collection():
             newcomers = Newcomers()
             try:
-                with watching(writes._see, is_users) as watch:
+                with watching(writes._see, is_users, writes._enter) as watch:
                     writes.pause, writes.resume = watch.pause, watch.resume
                     writes.entered = watch.tables.entered
                     yield writes
@@ -170,6 +172,18 @@ class Writes:
             cache.drop_filled()
         for record in reversed(self._records.values()):
             record.holder.restore(record.kept)
+
+    def _enter(self, frame: types.FrameType) -> None:
+        """Note a cache that is about to be filled by what it wraps: a property calls it without an instruction."""
+        code = frame.f_code
+        if not code.co_argcount:
+            return
+        kind = type(frame.f_locals.get(code.co_varnames[0]))
+        if kind not in self._caches_of:
+            self._caches_of[kind] = caches_of(kind)
+        for function in self._caches_of[kind]:
+            if getattr(inspect.unwrap(function), "__code__", None) is code:
+                self._caches.setdefault(id(function), Cache(function, line_of(frame), begun=1))
 
     def _see(self, frame: types.FrameType, name: str, arg: int, top: int) -> None:
         """Keep what an instruction is about to write to."""

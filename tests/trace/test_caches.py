@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import types
@@ -101,12 +102,133 @@ def test_a_cache_that_is_only_read_is_none(form: str, size: int | None) -> None:
     pm.close()
 
 
-@pytest.mark.parametrize("size", [None, 2])
+@pytest.mark.parametrize("size", [None, 2, 8])
 def test_results_of_a_cache_are_found(size: int | None) -> None:
-    results = {"a": {"scale": 1.0}, "b": object()}
-    cached = functools.lru_cache(size)(lambda name: results[name])
+    """They alone: its keys are not, nor is the dict that finds them, which nobody must put back."""
+    results: dict[Any, Any] = {"a": {"scale": 1.0}, 2: object(), (3,): {}}
+    cached = functools.lru_cache(size)(lambda name, **more: results[name])
+    assert held_in(cached) == []
     for name in results:
-        cached(name)
-    found = held_in(cached)
-    assert all(any(x is result for x in found) for result in results.values())
-    assert not any(isinstance(x, dict) and x is not results["a"] for x in found)
+        cached(name, more=1)
+    kept = list(results.values())[-(size or 3) :]
+    assert [id(x) for x in held_in(cached)] == [id(x) for x in kept]
+
+
+def test_a_cache_that_is_full_may_be_filled() -> None:
+    """Of one entry: a trace takes out another one's, and leaves none of its own."""
+    one_table(5)
+    trains_like_itself(using(lambda self, x: x * one_table(x.shape[1])))
+    for _ in range(2):
+        trains_like_itself(using(TABLES["a property of another name"]))
+
+
+def table(length: int) -> Tensor:
+    return torch.linspace(1, 2, length)
+
+
+one_table, any_table = functools.lru_cache(1)(table), functools.lru_cache(None)(table)
+
+
+class Cached(nn.Module):
+    """A table that is made once, in each of the ways in which models keep one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    @property
+    @functools.cache  # noqa: B019
+    def of_property(self) -> Tensor:
+        return table(2)
+
+    other_name = property(functools.lru_cache(1)(torch.no_grad()(lambda self: table(2))))
+
+    @functools.cached_property
+    def cached(self) -> Tensor:
+        return table(2)
+
+    @functools.lru_cache  # noqa: B019
+    def of_method(self, length: int) -> Tensor:
+        return table(length)
+
+    @functools.cached_property
+    def of_weights(self) -> Tensor:
+        return self.linear.weight.detach().sum(1)
+
+    @functools.lru_cache  # noqa: B019
+    def of_weights_by_key(self, power: int) -> Tensor:
+        return self.linear.weight.detach().sum(1) ** power
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.use(self, self.linear(x)) - y).pow(2).mean()
+
+    use: Callable[[Any, Tensor], Tensor]
+
+
+TABLES: dict[str, Callable[[Cached, Tensor], Tensor]] = {
+    "a property": lambda self, x: x * self.of_property,
+    "a property of another name": lambda self, x: x * self.other_name,
+    "a cached property": lambda self, x: x * self.cached,
+    "a method": lambda self, x: x * self.of_method(x.shape[1]),
+    "mapped": lambda self, x: x * next(map(any_table, [x.shape[1]])),
+    "another of one": lambda self, x: x * one_table(x.shape[1]) * one_table(x.shape[1] + 2).sum(),
+}
+WEIGHTS: dict[str, Callable[[Cached, Tensor], Tensor]] = {
+    "a cached property": lambda self, x: x * self.of_weights,
+    "a method": lambda self, x: x * self.of_weights_by_key(1),
+}
+
+
+def using(use: Callable[[Cached, Tensor], Tensor], *, is_warm: bool = False) -> Cached:
+    torch.manual_seed(0)
+    model = Cached()
+    model.use = use
+    if is_warm:
+        model(*BATCH)
+    return model
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+@pytest.mark.parametrize("way", TABLES)
+def test_a_table_is_made_once_in_any_way(way: str, is_warm: bool) -> None:
+    trains_like_itself(using(TABLES[way], is_warm=is_warm))
+
+
+def trains_like_itself(model: Cached) -> None:
+    """And no fake tensor stays in it."""
+    pm = autoptd.parallelize(model, d=2, backend="local", example_inputs=BATCH)
+    model = copy.deepcopy(model)
+    ours, theirs = pm.optimizer(torch.optim.SGD, lr=0.5), torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(3):
+        wanted = model(*BATCH)
+        wanted.backward()
+        assert torch.allclose(pm.step(*BATCH), wanted.detach())
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    pm.close()
+
+
+@pytest.mark.parametrize("way", WEIGHTS)
+def test_what_is_made_of_weights_once_is_refused(way: str) -> None:
+    """A trace would make it of the weights of every step. The remedy is a buffer."""
+    model = using(WEIGHTS[way])
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    with pytest.raises(TraceError, match=r"of_weights.*made of the weights.*register_buffer"):
+        autoptd.compile(model, d=2, example_inputs=BATCH)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    model = using(lambda self, x: x * self.kept)
+    model.register_buffer("kept", model.linear.weight.detach().sum(1))
+    trains_like_itself(model)
+
+
+def test_a_cache_may_stand_next_to_buffers_that_count() -> None:
+    """Calls that look for a cache leave them as they were."""
+    model = using(TABLES["a cached property"])
+    model.norm = nn.BatchNorm1d(2)
+    model.use = lambda self, x: self.norm(x) * self.cached
+    pm = autoptd.parallelize(model, d=2, num_microbatches=1, backend="local", example_inputs=BATCH)
+    wanted = model(*BATCH)
+    assert torch.allclose(pm.step(*BATCH), wanted.detach())
+    assert int(pm.state_dict()["norm.num_batches_tracked"]) == 1 == int(model.norm.num_batches_tracked)
+    pm.close()
