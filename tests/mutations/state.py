@@ -36,7 +36,12 @@ MUTATIONS = (
         TESTS,
     ),
     # What map is handed is called as well.
-    Mutation("autoptd/trace/calls.py", "elif isinstance(arg, (*BUILT_IN, partial)):", "elif False:", TESTS),
+    Mutation(
+        "autoptd/trace/calls.py",
+        "elif isinstance(arg, (*BUILT_IN, partial, _lru_cache_wrapper)):",
+        "elif False:",
+        TESTS,
+    ),
     # A number that a branch reads does not only log.
     Mutation(
         "autoptd/trace/tally.py",
