@@ -143,7 +143,11 @@ def draw_mesh(draw: random.Random, kind: str, mixes: bool) -> dict[str, Any]:
         m = max(m, 2) if mesh["schedule"] == "interleaved" else m
     if draw.random() < 0.9:
         mesh["num_microbatches"] = min(m, ROWS // d)
-    if kind in ("optimizers", "params", "buffers") and d * mesh.get("c", 1) > 1 and draw.random() < 0.6:
+    if (
+        kind in ("optimizers", "params", "buffers", "evals")
+        and d * mesh.get("c", 1) > 1
+        and draw.random() < 0.6
+    ):
         mesh["zero"] = 1
         mesh |= {"dp_shard": 2} if d == 4 and draw.random() < 0.5 else {}
     if kind not in ("state", "outside", "precision", "loops") and draw.random() < 0.2:
@@ -168,4 +172,6 @@ def draw_play(draw: random.Random, kind: str, mesh: dict[str, Any], mixes: bool)
     accumulate = 2 if kind in ("buffers", "labels") and draw.random() < 0.2 else 1
     clip = 0.3 if kind not in ("state", "outside") and draw.random() < 0.2 else 0.0
     steps = 4 if reload else 3
-    return Play(mesh, steps, accumulate, evaluate, reload, draw.random() < 0.5, clip)
+    # Of which some ask for nothing else between an update and the evaluation.
+    losses_only = kind == "evals" and draw.random() < 0.5
+    return Play(mesh, steps, accumulate, evaluate, reload, draw.random() < 0.5, clip, losses_only)

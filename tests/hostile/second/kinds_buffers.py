@@ -158,6 +158,23 @@ BUFFERS = [
         z("ring", "3") + "\nself.register_buffer('at', torch.zeros((), dtype=torch.long))",
         end="self.ring[self.at] = h.detach().mean()\nself.at.add_(1).remainder_(3)",
     ),
+    Part(
+        "classes seen, |=",
+        "self.register_buffer('met', torch.zeros(V, dtype=torch.bool))",
+        "self.met |= F.one_hot(y, V).bool().any(0).any(0)",
+        loss="return F.cross_entropy((logits - 0.1 * self.met).flatten(0, 1), y.flatten())",
+    ),
+    Part(
+        "a flag that only a later step sets, |=",
+        z("age") + "\nself.register_buffer('old', torch.tensor(False))",
+        end="h = h * (1 - 0.5 * self.old.double())\nself.old |= self.age > 0\nself.age += 1",
+    ),
+    Part(
+        "bits, ^= and <<=",
+        "self.register_buffer('bits', torch.ones(V, dtype=torch.long))",
+        "self.bits <<= 1\nself.bits ^= F.one_hot(y, V).sum((0, 1)) % 2",
+        end="h = h * (1 + 1e-3 * self.bits[1])",
+    ),
     Part("classes seen, one_hot", z("classes", "V"), "self.classes += F.one_hot(y, V).sum((0, 1))"),
     Part(
         "classes seen, bincount",

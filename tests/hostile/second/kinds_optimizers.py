@@ -34,10 +34,21 @@ def built(name: str, lines: str, **more: str) -> Part:
     )
 
 
+# What the runtime says instead.
+TOLD = (
+    ".data assigned",
+    "gradients clipped by value",
+    "vector_to_parameters",
+    "set_",
+    "swap_tensors",
+    "frozen",
+)
+
+
 def looped(name: str, edit: str = "", **slots: str) -> Part:
     inner = "\n".join("    " + line for line in edit.splitlines())
     more = f"def edit(step, optimizer):\n{inner}\n" if edit else ""
-    play = {"told": True} if name in (".data assigned", "gradients clipped by value") else {}
+    play = {"told": True} if name in TOLD else {}
     return Part(f"loop: {name}", more=more + slots.get("more", ""), top=slots.get("top", ""), play=play)
 
 
@@ -181,6 +192,15 @@ OPTIMIZERS = [
     looped(
         ".data assigned",
         "for g in optimizer.param_groups:\n    for p in g['params']:\n        p.data = p.data * 0.9",
+    ),
+    *(
+        looped(name, f"for g in optimizer.param_groups:\n    for p in g['params']:\n        {edit}")
+        for name, edit in {
+            "vector_to_parameters": "torch.nn.utils.vector_to_parameters(p.detach().flatten() * 0.9, [p])",
+            "set_": "with torch.no_grad():\n            p.set_((p * 0.9).contiguous())",
+            "swap_tensors": "torch.utils.swap_tensors(p, nn.Parameter(p.detach() * 0.9))",
+            "frozen": "p.requires_grad_(p.ndim > 1)",
+        }.items()
     ),
     looped(
         "foreach_mul_",

@@ -20,6 +20,18 @@ def hidden(name: str, top: str, use: str, init: str = "", at: int = 30) -> Part:
 
 FORMS: list[tuple[str, str, str, str]] = [
     (
+        "an error's arguments",
+        "LAST = [ValueError(0)]\ndef tick():\n    LAST[0] = ValueError(LAST[0].args[0] + 1)\n    return bump(LAST[0].args[0])",
+        "tick()",
+        "",
+    ),
+    (
+        "a date of its own class",
+        "import datetime\nclass Days(datetime.timedelta):\n    pass\nD = [Days(0)]\ndef tick():\n    D[0] = Days(D[0].days + 1)\n    return bump(D[0].days)",
+        "tick()",
+        "",
+    ),
+    (
         "attribute of the module",
         "",
         "self.tick()",
