@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.errors import TraceError
-from autoptd.trace.caches import held_in
+from autoptd.trace.caches import Cache, held_in
 
 BATCH = (torch.arange(32.0).view(8, 4) / 32, torch.arange(16.0).view(8, 2) / 16)
 
@@ -117,6 +117,9 @@ def test_results_of_a_cache_are_found(size: int | None) -> None:
 def test_a_cache_that_is_full_may_be_filled() -> None:
     """Of one entry: a trace takes out another one's, and leaves none of its own."""
     one_table(5)
+    cache = Cache(one_table, "")
+    one_table(6)
+    assert cache.is_filled() and one_table.cache_info().currsize == 1
     trains_like_itself(using(lambda self, x: x * one_table(x.shape[1])))
     for _ in range(2):
         trains_like_itself(using(TABLES["a property of another name"]))
