@@ -35,7 +35,8 @@ class Cache:
 
     def is_filled(self) -> bool:
         """Tell whether something was put into it; one that is full has no more in it than before."""
-        return self._misses() > self._count
+        # What gives None is called for what it does, once, as a logger's `warning_once` is.
+        return self._misses() > self._count and any(x is not None for x in held_in(self._function))
 
     def change(self) -> Change:
         """Return it as what the forward changes."""

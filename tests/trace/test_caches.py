@@ -125,6 +125,14 @@ def test_a_cache_that_is_full_may_be_filled() -> None:
         trains_like_itself(using(TABLES["a property of another name"]))
 
 
+def test_what_a_function_does_once_is_not_kept() -> None:
+    """As a logger's `warning_once`: a second trial of the model would cost every compilation of a Hugging Face model time."""
+    once = functools.lru_cache(None)(lambda text: None)
+    cache = Cache(once, "")
+    once("deprecated")
+    assert not cache.is_filled()
+
+
 def table(length: int) -> Tensor:
     return torch.linspace(1, 2, length)
 
