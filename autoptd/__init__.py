@@ -12,6 +12,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from autoptd.ir.garbage import paused_collection
+
 if TYPE_CHECKING:
     from autoptd.api import Machine, ParallelModel, Program, compile, parallelize, verify
     from autoptd.batches import Batches, ignore_signals
@@ -79,7 +81,9 @@ class _Face(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name not in HOME_OF:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        found = getattr(import_module(f"{self.__name__}.{HOME_OF[name]}"), name)
+        # The modules of a compiler, and torch's own for tracing, are made of objects that stay.
+        with paused_collection():
+            found = getattr(import_module(f"{self.__name__}.{HOME_OF[name]}"), name)
         super().__setattr__(name, found)
         return found
 

@@ -1,4 +1,4 @@
-"""When Python looks for garbage: not while a program is compiled.
+"""When Python looks for garbage: not while a program is compiled, nor while the modules for that are imported.
 
 A compilation makes a million objects and keeps most of them. Python's collector would go through all of them a dozen times,
 for a fifth of the compiler's time. What refers to itself waits until the block is over.
