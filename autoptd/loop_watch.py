@@ -177,6 +177,7 @@ class LoopLook:
         self._left, self._is_on = MOST_EVENTS, False
         # Where one is made, if the loop does not write to the model instead, which shows later.
         self._average: Place | None = None
+        self._itself: LoopLook | None = None
 
     def start(self) -> None:
         """Look at this thread, unless a profiler does."""
@@ -198,6 +199,9 @@ class LoopLook:
     def __call__(self, frame: FrameType, event: str, arg: object) -> None:
         self._left -= 1
         if self._left < 0 or not self._is_on or self._watch() is None:
+            # Python 3.11 may call what it has freed: where the collector runs as it is about to call this, and what runs then
+            # ends the look. So this lives until the next collection.
+            self._itself = self
             sys.setprofile(None)
         elif event == "call" and (known := SEEN.get(id(frame.f_code))) is not None:
             known[1](self, frame)

@@ -36,7 +36,8 @@ def pytest_configure() -> None:
     if worker is not None and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         if int(os.environ["PYTEST_XDIST_WORKER_COUNT"]) <= len(cores):
-            os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw"))]})
+            # One that takes the place of a crashed worker has a new number.
+            os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,6 +9,7 @@ import linecache
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from autoptd.errors import PlanError
+from autoptd.ir.garbage import paused_collection
+from autoptd.loop_watch import LoopLook, LoopWatch
 from tests.test_loop_watch import BATCH, Model, made
 
 Act = Callable[[nn.Module, nn.Module], Any]
@@ -333,3 +336,19 @@ def test_a_look_ends_after_so_many_calls_and_with_its_model() -> None:
         for number in range(20):
             abs(number)
         assert sys.getprofile() is None and look._left > limit - 30
+
+
+def test_a_look_that_ends_in_a_call_of_its_own_lives_until_garbage_is_collected() -> None:
+    """Python may be about to call it once more."""
+    model = nn.Linear(2, 2)
+    watch = LoopWatch(speaks=False)
+    look = LoopLook(watch, model)
+    alive = weakref.ref(look)
+    gc.collect()
+    with paused_collection():
+        look.start()
+        del look, watch
+        model(torch.ones(1, 2))
+        assert sys.getprofile() is None and alive() is not None
+    gc.collect()
+    assert alive() is None

@@ -61,4 +61,10 @@ MUTATIONS = (
     Mutation(FILE, "not self._is_early or any(", "any(", LOOK),
     Mutation(FILE, "can_be = not self._is_early or", "can_be = True or", LOOK),
     Mutation(FILE, '"copy_" for x in body if', '"copy_" for x in [] if', LOOK),
+    Mutation(
+        "autoptd/loop_watch.py",
+        "            self._itself = self\n",
+        "",
+        "tests/test_loop_look.py -k until_garbage",
+    ),
 )
