@@ -114,6 +114,11 @@ class LoopWatch:
         if self._look is not None:
             self._look.start()
 
+    def close(self) -> None:
+        """Note that the loop is over."""
+        if self._look is not None:
+            self._look.stop()
+
     def clear(self) -> None:
         """Note that an optimizer forgets gradients."""
         self._unused, self._are_kept, self._are_mixed = 0, False, False

@@ -208,6 +208,7 @@ class StartedModel(InsteadOf):
 
     def close(self) -> None:
         """Stop the ranks (threads, or the process group if it was made here); no call may follow."""
+        self._loop.close()
         if self._ranks is not None:
             self._ranks.close()
 

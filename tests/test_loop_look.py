@@ -338,6 +338,15 @@ def test_a_look_ends_after_so_many_calls_and_with_its_model() -> None:
         assert sys.getprofile() is None and look._left > limit - 30
 
 
+def test_a_look_ends_where_the_model_is_closed() -> None:
+    model, pm, optimizer = made()
+    pm.step(*BATCH)
+    optimizer.step()
+    AveragedModel(model).update_parameters(model)  # told
+    assert sys.getprofile() is not None
+    assert heard(pm.close) == AVERAGE and sys.getprofile() is None
+
+
 def test_a_look_that_ends_in_a_call_of_its_own_lives_until_garbage_is_collected() -> None:
     """Python may be about to call it once more."""
     model = nn.Linear(2, 2)

@@ -67,4 +67,10 @@ MUTATIONS = (
         "",
         "tests/test_loop_look.py -k until_garbage",
     ),
+    Mutation(
+        "autoptd/started_model.py",
+        "        self._loop.close()\n",
+        "",
+        "tests/test_loop_look.py -k model_is_closed",
+    ),
 )
