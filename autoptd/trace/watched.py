@@ -212,14 +212,17 @@ def _other_weights(model: nn.Module) -> Iterator[None]:
     """Double the parameters for a while: what is halved again is what it was, to the bit."""
     # Not by the parameter itself, whose version says that somebody has written to it.
     doubled = [p.data for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1]
-    doubled = [x for x in doubled if x.isfinite().all() and (2 * x).isfinite().all()]
-    for x in doubled:
-        x.mul_(2)
+    # Parameters may share memory, and are doubled more than once.
+    doubled = [x for x in doubled if not x.is_inference() and (16 * x).isfinite().all()]
     try:
+        for x in doubled:
+            x.mul_(2)
         yield
     finally:
         for x in doubled:
-            x.mul_(0.5)
+            # Torch counts writes: Ctrl-C may have come before all were doubled.
+            if x._version:
+                x.mul_(0.5)
 
 
 def warn_of_logs(logs: list[Change]) -> None:

@@ -5,6 +5,7 @@ from tests.mutations import Mutation
 FILE, TESTS = "autoptd/trace/caches.py", "tests/trace/test_caches.py"
 
 MUTATIONS = (
+    Mutation("autoptd/trace/watched.py", "            if x._version:\n", "            if True:\n", TESTS),
     Mutation(FILE, " and any(x is not None for x in held_in(self._function))", "", TESTS),
     Mutation(FILE, "value.fget if isinstance(value, property) else value", "value", TESTS),
     Mutation(FILE, "self._count = self._misses() - begun", "self._count = self._misses()", TESTS),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.errors import TraceError
+from autoptd.trace import watched
 from autoptd.trace.caches import Cache, held_in
 
 BATCH = (torch.arange(32.0).view(8, 4) / 32, torch.arange(16.0).view(8, 2) / 16)
@@ -131,6 +132,25 @@ def test_what_a_function_does_once_is_not_kept() -> None:
     cache = Cache(once, "")
     once("deprecated")
     assert not cache.is_filled()
+
+
+def test_weights_are_what_they_were_where_a_trial_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    model[1].weight = nn.Parameter(model[0].weight.data.view(2, 3))  # another parameter of the same memory
+    before = [p.detach().clone() for p in model.parameters()]
+    real, calls = Tensor.mul_, list[Any]()
+
+    def mul_(x: Tensor, factor: float) -> Tensor:
+        calls.append(factor)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(x, factor)
+
+    monkeypatch.setattr(Tensor, "mul_", mul_)
+    with pytest.raises(KeyboardInterrupt), watched._other_weights(model):
+        pass
+    assert calls[2:] == [2, 0.5, 0.5]
+    assert all(torch.equal(p, x) for p, x in zip(model.parameters(), before, strict=True))
 
 
 def table(length: int) -> Tensor:
