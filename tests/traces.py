@@ -21,14 +21,15 @@ from autoptd.compat import FakeTensor
 from autoptd.ir.notes import copy_graph
 
 MANY = 64  # traces that are kept
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 seen: dict[bytes, trace.Captured] = {}
 seen_again: dict[bytes, Graph] = {}
 trace_now, trace_now_again = trace.capture, trace.capture_again
 
 
 class Key(pickle.Pickler):
-    """Pickles tensors as what they hold, not as where they are, and modules without hooks on their state dicts: a model that
-    was trained has one, under a number of its own, and no trace follows it.
+    """Pickles tensors as what they hold, not as where they are, and modules without hooks on their state dicts, which no trace
+    follows. What other hooks are called by, numbers of this process, is left out: `parallelize` gives every model one.
     """
 
     def reducer_override(self, what: object) -> Any:
@@ -36,6 +37,7 @@ class Key(pickle.Pickler):
             made, arguments, state, *rest = what.__reduce_ex__(4)
             if isinstance(state, dict):
                 state = {name: value for name, value in state.items() if name != "_state_dict_pre_hooks"}
+                state |= {name: list(state[name].values()) for name in HOOKS if state.get(name)}
             return made, arguments, state, *rest
         if not isinstance(what, Tensor):
             return NotImplemented
