@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import gc
 import importlib
 import re
@@ -42,6 +43,7 @@ def package_of(file: Path) -> str:
     return FACE if (file.parent == ROOT and name not in ALLOWED) or name in FACES else name
 
 
+@functools.cache
 def imported(source: str) -> set[str]:
     """Dotted names of everything that a source imports, inside of functions too."""
     found: set[str] = set()
@@ -166,17 +168,13 @@ def test_no_environment_is_read_at_import() -> None:
     """`os.environ` inside of functions only."""
     reads = []
     for file in FILES:
-        tree = ast.parse(file.read_text())
-        inside = {
-            id(node) for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) for node in ast.walk(one)
-        }
-        for node in ast.walk(tree):
-            if (
-                isinstance(node, ast.Attribute)
-                and node.attr in ("environ", "getenv")
-                and id(node) not in inside
-            ):
+        waiting: list[ast.AST] = [ast.parse(file.read_text())]
+        while waiting:
+            node = waiting.pop()
+            if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"):
                 reads.append(str(file.relative_to(ROOT)))
+            if not isinstance(node, ast.FunctionDef):
+                waiting += ast.iter_child_nodes(node)
     assert reads == []
 
 
@@ -191,6 +189,7 @@ OPTIONAL = {
 }
 
 
+@functools.cache
 def third_party(source: str) -> dict[str, list[bool]]:
     """Packages that are neither Python's nor ours, and for each import whether an ImportError is caught there."""
     tree = ast.parse(source)
@@ -205,7 +204,8 @@ def third_party(source: str) -> dict[str, list[bool]]:
     found: dict[str, list[bool]] = {}
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            for name in {name.split(".")[0] for name in imported(ast.unparse(node))}:
+            names = [one.name for one in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            for name in {name.split(".")[0] for name in names}:
                 if name not in sys.stdlib_module_names and name != "autoptd":
                     found.setdefault(name, []).append(id(node) in guarded)
     return found

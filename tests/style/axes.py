@@ -31,14 +31,15 @@ OF_DEGREES = ("Mesh", "Options", "make_options")
 def axes_named(tree: ast.AST, constants: Collection[str] = ()) -> list[tuple[int, str]]:
     """Return the lines that name an axis or a degree; `constants` are names that hold one."""
     silent: set[int] = set()
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    for node in nodes:
         # Docstrings, and the attribute of a transpose.
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             silent.add(id(node.value))
         if isinstance(node, ast.Call) and not node.args and not node.keywords:
             silent.add(id(node.func))
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if id(node) not in silent:
             found += [(node.lineno, text) for text in _named_by(node, constants)]  # type: ignore[attr-defined]
     return sorted(found)
@@ -55,7 +56,7 @@ def _named_by(node: ast.AST, constants: Collection[str]) -> Iterator[str]:
         yield f".{node.attr}"
     if isinstance(node, (ast.arg, ast.keyword)) and node.arg and _is_axis(node.arg):
         yield f"{node.arg}="
-    if isinstance(node, ast.Call) and ast.unparse(node.func) in OF_DEGREES:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in OF_DEGREES:
         yield from (f"{keyword.arg}=" for keyword in node.keywords if keyword.arg in DEGREES)
 
 

@@ -64,7 +64,8 @@ def on_default_device(tree: ast.AST) -> list[int]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
-        is_factory = ast.unparse(node.func.value) == "torch" and node.func.attr in FACTORIES
+        of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+        is_factory = of_torch and node.func.attr in FACTORIES
         if is_factory and not any(keyword.arg in ("device", None) for keyword in node.keywords):
             lines.append(node.lineno)
     return sorted(set(lines))
@@ -112,6 +113,12 @@ class Measure:
         )
 
 
+def lengths_of_functions(tree: ast.AST) -> list[int]:
+    """Return the lines of every function, nested ones too."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)]
+    return [(node.end_lineno or node.lineno) - node.lineno + 1 for node in functions]
+
+
 def measure(path: str, source: str) -> Measure:
     """Count one file."""
     tree = ast.parse(source)
@@ -133,7 +140,7 @@ def measure(path: str, source: str) -> Measure:
         chained=len(chained_conditionals(tree)),
         docstrings=sum(bool(docstring) for _, docstring in documented),
         without_verb=[f"{path}:{name}" for name, text in documented if text and not begins_with_verb(text)],
-        lengths=[(node.end_lineno or node.lineno) - node.lineno + 1 for node in functions],
+        lengths=lengths_of_functions(tree),
         depths=[depth(node) for node in functions],
         long_files=[path] if len(text) > MAX_FILE_LINES else [],
     )

@@ -31,18 +31,23 @@ EXCEPTIONS = {
 }
 
 
+@pytest.fixture(scope="module")
+def in_package() -> dict[str, list[tuple[int, str]]]:
+    return axes_of_package()
+
+
 def is_allowed(file: str) -> bool:
     return file in EXCEPTIONS or any(file == place or file.startswith(f"{place}/") for place in ALLOWED)
 
 
-def test_axes_are_named_in_few_places() -> None:
-    named = {file: lines for file, lines in axes_of_package().items() if not is_allowed(file)}
-    assert named == {}, "ask the mesh for the axes of a role, or say in EXCEPTIONS why it is about one axis"
+def test_axes_are_named_in_few_places(in_package: dict[str, list[tuple[int, str]]]) -> None:
+    wrong = {file: lines for file, lines in in_package.items() if not is_allowed(file)}
+    assert wrong == {}, "ask the mesh for the axes of a role, or say in EXCEPTIONS why it is about one axis"
 
 
-def test_every_exception_is_one() -> None:
+def test_every_exception_is_one(in_package: dict[str, list[tuple[int, str]]]) -> None:
     assert len(EXCEPTIONS) <= 10
-    assert set(EXCEPTIONS) <= set(axes_of_package())
+    assert set(EXCEPTIONS) <= set(in_package)
     assert all((ROOT / place).exists() for place in ALLOWED)
 
 
