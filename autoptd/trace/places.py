@@ -20,25 +20,39 @@ MOST_PAIRS = 1
 
 def places_of(value: Any, record: type) -> list[tuple[Holder, str]]:
     """Return all places that hold an object, but for the variables of frames and what objects of the class `record` keep."""
+    owners = [one for one in gc.get_referrers(value) if not isinstance(one, (Content, types.FrameType))]
+    known_by = _referrers(owners)
     found: list[tuple[Holder, str]] = []
-    for owner in gc.get_referrers(value):
-        if isinstance(owner, (Content, types.FrameType)) or _is_kept(owner, record):
+    for owner in owners:
+        holders = known_by.get(id(owner), [])
+        if _is_kept(owner, holders, record):
             continue
-        places = _places_in(owner, value)
+        places = _places_in(owner, holders, value)
         if not places:
             return []
         found += places
     return found
 
 
-def _places_in(owner: Any, value: Any) -> list[tuple[Holder, str]]:
+def _referrers(values: list[Any]) -> dict[int, list[Any]]:
+    """Return what refers to each of the containers among these, by its id: one look through all objects finds it for all."""
+    found: dict[int, list[Any]] = {
+        id(value): [] for value in values if isinstance(value, (dict, list, tuple))
+    }
+    for one in gc.get_referrers(*(value for value in values if id(value) in found)):
+        for key in found.keys() & set(map(id, gc.get_referents(one))):
+            found[key].append(one)
+    return found
+
+
+def _places_in(owner: Any, holders: list[Any], value: Any) -> list[tuple[Holder, str]]:
     if isinstance(owner, types.CellType):
         return [(Cell(owner, ""), "")]
     if type(owner) is list:
         return [(Content(owner), f"[{i}]") for i, one in enumerate(owner) if one is value]
     if isinstance(owner, dict):
         # The names of a class are set by the class itself.
-        classes = [one for one in gc.get_referrers(owner) if isinstance(one, type)]
+        classes = [one for one in holders if isinstance(one, type)]
         names = [key for key, one in dict.items(owner) if one is value]
         if not all(isinstance(name, str) for name in names):
             return []
@@ -48,16 +62,16 @@ def _places_in(owner: Any, value: Any) -> list[tuple[Holder, str]]:
     return [(Attributes(owner), f".{name}") for name in names]
 
 
-def _is_kept(owner: Any, record: type, depth: int = 0) -> bool:
+def _is_kept(owner: Any, holders: list[Any], record: type, depth: int = 0) -> bool:
     """Tell whether a container is a record's: its entries, a pair in a list that it keeps, the `__dict__` of its holder."""
-    if type(owner) not in (dict, list, tuple) or depth > MOST_PAIRS:
+    if type(owner) not in (dict, list, tuple):
         return False
-    return any(
-        isinstance(one, record)
-        or (isinstance(one, Content) and vars(one) is owner)
-        or (type(owner) is tuple and _is_kept(one, record, depth + 1))
-        for one in gc.get_referrers(owner)
-    )
+    if any(isinstance(one, record) or (isinstance(one, Content) and vars(one) is owner) for one in holders):
+        return True
+    if type(owner) is not tuple or depth == MOST_PAIRS:
+        return False
+    known_by = _referrers(holders)
+    return any(_is_kept(one, known_by.get(id(one), []), record, depth + 1) for one in holders)
 
 
 __all__ = ["places_of"]
