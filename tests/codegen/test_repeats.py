@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -78,6 +79,7 @@ def batch(rows: int = 4) -> tuple[Tensor, Tensor]:
     return ids, targets
 
 
+@cache
 def text(way: str, depth: int, t: int = 2) -> str:
     torch.manual_seed(0)
     request = {"t": t, "num_microbatches": 2, "fuse": False}  # with fusion a causal mask is not read
@@ -99,8 +101,8 @@ EXPECTED = {
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("way", EXPECTED)
 def test_the_file_has_every_layer_once(way: str) -> None:
-    short = text(way, 12)
-    assert EXPECTED[way] in short and short.count("F.scaled_dot_product_attention") <= 6
+    short = text(way, 12 if way == "kinds" else 6)
+    assert EXPECTED[way] in short and short.count("F.scaled_dot_product_attention") <= 3
 
 
 @pytest.mark.one_in(3)
@@ -113,7 +115,7 @@ def test_the_file_does_not_grow_with_depth(way: str) -> None:
 
 
 def test_numbers_are_spelled_by_i() -> None:
-    assert "torch.roll(gelu, [2 * i + 1], [1])" in text("steps", 12)
+    assert "torch.roll(gelu, [2 * i + 1], [1])" in text("steps", 6)
     short = text("floats", 2, t=1)
     assert "(1.0, 0.5)[i]" in short
 
