@@ -162,6 +162,7 @@ LOOPS = [
     Loop(
         "model in eval for a look, then training",
         n(S + "opt.step()\nopt.zero_grad()") + "\nmodel.eval()\nmodel(*x(0))\nmodel.train()",
+        (OLD,),
     ),
     Loop("optimizer state before any step", "opt.state_dict()\n" + n(S + "opt.step()\nopt.zero_grad()")),
     Loop(

@@ -67,6 +67,10 @@ def limited(seconds: int = LIMIT) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+# Where a refusal is one of what the case asks for, not of what it was promised.
+EARLY = ("parallelize", "optimizer", "the loop's own gradients", "evaluation", "reload")
+
+
 def judge(source: str, play: Play) -> Outcome:
     start = time.monotonic()
 
@@ -94,7 +98,7 @@ def judge(source: str, play: Play) -> Outcome:
                 return outcome("void", f"the plain loop amplifies its own rounding: {error}")
             return outcome("wrong", f"{error}{' | said: ' + told[0] if told else ''}")
         except (TraceError, PlanError) as error:
-            early = phase[0] in ("parallelize", "optimizer", "evaluation", "reload") or play.told
+            early = phase[0] in EARLY or play.told
             return outcome("refused" if early else "raw", f"in {phase[0]}: {error}")
         except RuntimeFault as error:
             is_meant = play.told and "Error: " not in error.fact
@@ -186,8 +190,9 @@ def ours(source: str, play: Play, phase: list[str]) -> Seen:
             for part in range(play.accumulate):
                 loss = pm.step(*pm.local_batch(*case["batch"](step * 7 + part, case["B"])))
                 seen.add(f"loss {step}.{part}", loss)
-            phase[0] = "between steps"
+            phase[0] = "the loop's own gradients"  # which it reads where ranks may not have them
             call(case, "grads", step, pm)
+            phase[0] = "between steps"
             if play.clip:
                 seen.add(f"norm {step}", pm.clip_grad_norm_(play.clip))
             keep(seen, play, step, pm.gradients() if not play.losses_only else {})
