@@ -32,7 +32,7 @@ PRELOAD = (
     "autoptd.doctor.run",
     "autoptd.cli.doctor",
 )
-CONTEXT.set_forkserver_preload([*PRELOAD, "tests.processes.launches", "tests.parity.models"])
+CONTEXT.set_forkserver_preload([*PRELOAD, "tests.processes.launches", "tests.processes.preload"])
 
 
 @dataclass(frozen=True)
