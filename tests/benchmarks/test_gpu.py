@@ -13,7 +13,7 @@ import torch
 
 import autoptd
 from autoptd.compat import interpreter_fault
-from benchmarks.gpu import machine, right, right_steps, sections
+from benchmarks.gpu import fast, machine, right, right_steps, sections
 from benchmarks.gpu.__main__ import holds, main
 from benchmarks.gpu.device import CudaDevice, Device, find_device
 from benchmarks.gpu.goals import goals
@@ -46,30 +46,31 @@ def setting(tmp_path: Path) -> Setting:
 # the command
 
 
+@pytest.mark.parametrize(
+    "chosen",
+    [SECTIONS[2:], pytest.param(SECTIONS, marks=pytest.mark.thorough)],
+    ids=["the shortest", "all"],
+)
 def test_the_command_at_toy_size(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    chosen: tuple[Section, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All sections, a few rows of each; again with --resume it finds nothing left to do."""
-    # Each process imports torch, and a core here has one turn after the other.
-    few = [replace(one, workers=min(one.workers, 2)) for one in SECTIONS]
-    monkeypatch.setattr("benchmarks.gpu.__main__.SECTIONS", few)
+    """A few rows of each section; again with --resume it finds nothing left to do."""
     if torch.cuda.is_available():
         pytest.skip("on the GPU itself: make gpu")
     if has("triton") and (fault := interpreter_fault()):
         pytest.skip(fault)
     words = ["--minutes", "30", "--out", str(tmp_path), "--short"]
+    words += ["--sections", *(one.name for one in chosen)]
     assert main(words) == 0, (tmp_path / "log.txt").read_text()[-3000:]
-    found = {one.name: Journal.open(tmp_path, one.name) for one in SECTIONS}
+    found = {one.name: Journal.open(tmp_path, one.name) for one in chosen}
     for name, journal in found.items():
         rows = [row.name for row in sections.rows_of(name) if row.is_short]
         assert [(row["name"], row["state"]) for row in journal.rows] == [(one, "done") for one in rows]
         assert journal.content["state"] == "finished" and journal.content["about"]["versions"]["torch"]
-    forms = [one["form"] for one in found["fast"].rows[0]["forms"]]
-    assert {"ours, fused", "ours, plain", "eager", "torch.compile"} == set(forms)
     page = (tmp_path / "gpu.md").read_text()
     assert all(f"## {one.title}" in page for one in SECTIONS) and "Toy sizes on a CPU" in page
     told = capsys.readouterr().out
-    assert all(f"{one.title}: begins" in told and f"{one.title}: finished" in told for one in SECTIONS)
+    assert all(f"{one.title}: begins" in told and f"{one.title}: finished" in told for one in chosen)
     before = {name: journal.path.stat().st_mtime_ns for name, journal in found.items()}
     assert main([*words, "--resume"]) == 0
     assert before == {name: journal.path.stat().st_mtime_ns for name, journal in found.items()}
@@ -239,6 +240,19 @@ def test_every_row_has_a_name_of_its_own() -> None:
 
 
 # what is measured
+
+
+def test_a_model_is_measured_in_all_its_forms(setting: Setting) -> None:
+    *_, found = fast.train(NANOGPT, fast.FIRST, setting)
+    forms = {one["form"]: one for one in found["forms"]}
+    assert forms.keys() == {"ours, fused", "ours, plain", "eager", "torch.compile"}
+    assert not any("why" in one for one in forms.values())
+
+
+def test_a_model_on_several_ranks_is_right(setting: Setting) -> None:
+    (row,) = [row for row in right.ROWS if row.name.startswith("parity: ") and row.is_short]
+    *_, found = row.run(setting)
+    assert found["ok"], found
 
 
 @pytest.mark.parametrize("shape", [NANOGPT, LLAMA_8B, QWEN_7B])

@@ -132,6 +132,7 @@ def examined(
     groups: dict[tuple[int, str], type[Instead]] | None = None,
     channels: dict[tuple[int, int], type[Instead]] | None = None,
     sizes: Sequence[int] = (),
+    counts: Sequence[int] = COUNTS,
 ) -> MeshReport:
     """What doctor finds on threads: `groups` are by rank and axis, `channels` by source and target."""
     orders = all_orders(mesh.p)
@@ -142,6 +143,6 @@ def examined(
     for (source, target), kind in (channels or {}).items():
         shared.worlds[source]._outgoing[target] = kind(shared.worlds[source]._outgoing[target])
     hosts = [0] * mesh.size
-    reports = run_ranks(shared, lambda world: examine(world, orders, hosts, counts=COUNTS, sizes=sizes))
+    reports = run_ranks(shared, lambda world: examine(world, orders, hosts, counts=counts, sizes=sizes))
     assert all(one == reports[0] for one in reports), "ranks found different things"
     return reports[0]

@@ -108,7 +108,7 @@ def test_a_wrong_sum_beside_messages_names_its_schedule() -> None:
 
 
 def test_a_slow_channel_is_named() -> None:
-    report = examined(Mesh(t=2, p=2), channels={(2, 0): SlowChannel}, sizes=(4096, 1 << 18))
+    report = examined(Mesh(t=2, p=2), channels={(2, 0): SlowChannel}, sizes=(4096, 1 << 18), counts=(1,))
     assert report.wrong == () and ("message", (2, 0)) in {(one.kind, one.ranks) for one in report.slow}
     told = DoctorReport(None, (report,))
     assert told.status == 0, "slow is no error"
@@ -118,7 +118,7 @@ def test_a_slow_channel_is_named() -> None:
 
 
 def test_a_slow_group_is_named() -> None:
-    report = examined(Mesh(t=2, d=3), groups={(2, "tp"): SlowGroup}, sizes=(4096,))
+    report = examined(Mesh(t=2, d=3), groups={(2, "tp"): SlowGroup}, sizes=(4096,), counts=())
     assert ("tp", (2, 3)) in {(one.axis, one.ranks) for one in report.slow}
 
 

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ import pytest
 import torch
 
 from autoptd.cli import main
+from autoptd.doctor import run
 from autoptd.doctor.run import Request, run_launched
+from autoptd.doctor.timing import SMALL
 from autoptd.runtime.world.processes import DistributedChannel, DistributedGroup
 from tests.forks import CONTEXT
 from tests.measured import same_table
@@ -51,6 +54,9 @@ def _serve(
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if spoil:
         spoil_calls()
+    if size > 2:
+        # Two check and time the largest tensors, as users' ranks do.
+        run.examine = partial(run.examine, counts=run.SMALL_COUNTS, sizes=(SMALL, 1 << 20))  # type: ignore[assignment]
     if backend is None:
         sys.exit(main(["doctor", *words]))
     register()

@@ -110,12 +110,12 @@ def checked_by_rank(pm: ParallelModel, rank: int, update: Callable[[], Any]) -> 
 PIPELINE, REPLICAS = {"t": 2, "p": 2}, {"t": 2, "d": 2}
 FEW: list[tuple[dict[str, int], Situation]] = [
     (PIPELINE, seeded_by_rank),
-    (REPLICAS, sampler_over_all_ranks),
     (REPLICAS, one_gradient_changed),
 ]
 MORE: list[tuple[dict[str, int], Situation]] = [
     (PIPELINE, same_seed),
     (REPLICAS, computed_wrongly),
+    (REPLICAS, sampler_over_all_ranks),
     ({"p": 2, "d": 2}, sampler_over_all_ranks),
     (REPLICAS, sampler_over_replicas),
     (PIPELINE, one_gradient_changed),

@@ -198,7 +198,6 @@ PIPELINE, REPLICAS = {"t": 2, "p": 2}, {"p": 2, "d": 2}
 BUCKETS: dict[str, Any] = {"shapes": "bucket"}
 ROWS: dict[str, Any] = {"shapes": None, "max_programs": None}
 FEW: list[tuple[dict[str, Any], Situation]] = [
-    ({"p": 2}, trains),
     ({"d": 2}, one_length_differs),
     ({"d": 2} | BUCKETS, padded_trains),
     ({"d": 2} | ROWS, evaluates_the_rest),

@@ -1,7 +1,7 @@
 """Run by `test_processes.py` as one of 4 ranks over gloo, at (t, d) = (2, 2): DPO in halves, a masked loss, and two that mix
 rows, beside one device; and buffers that a forward updates.
 
-In: the word "more", for others. Rank 0 prints one JSON line: the largest difference of losses and gradients, by loss.
+In: "few" or "more". Rank 0 prints one JSON line: the largest difference of losses and gradients, by loss.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from benchmarks.losses import MACHINE
 from tests.parity.buffers import Norm, Router, Updating, batches, make
 
 MIXING = ("contrastive", "load_balancing")
-FEW = ("dpo_halves", "contrastive")
-UPDATING = (Router, Norm)
-MORE = ("grpo_masked", "entropy_bonus", "load_balancing")
+# By the word that the script is run with.
+LOSSES = {"few": ("contrastive",), "more": ("dpo_halves", "grpo_masked", "entropy_bonus", "load_balancing")}
+UPDATING = {"few": (Router,), "more": (Norm,)}
 
 
 def worst(name: str) -> float:
@@ -78,9 +78,9 @@ def worst_buffer(kind: type[Updating]) -> float:
 
 
 def main() -> None:
-    found = {name: worst(name) for name in (MORE if sys.argv[1:] == ["more"] else FEW)}
-    if not sys.argv[1:]:
-        found |= {kind.__name__: worst_buffer(kind) for kind in UPDATING}
+    word = sys.argv[1]
+    found = {name: worst(name) for name in LOSSES[word]}
+    found |= {kind.__name__: worst_buffer(kind) for kind in UPDATING[word]}
     if os.environ["RANK"] == "0":
         print(json.dumps(found), flush=True)
 

@@ -23,12 +23,6 @@ FEW: dict[str, tuple[str, ...]] = {
         "RuntimeFault: step 1: ranks 1, 2, 3 got other inputs",
         "than rank 0 of the same replica (tensor 0, 1 of the call differs)",
     ),
-    "sampler_over_all_ranks t=2 d=2": (
-        "RuntimeFault: step 1",
-        REMEDY,
-        OTHER_ROWS.format(1, 0),
-        OTHER_ROWS.format(3, 2),
-    ),
     "one_gradient_changed t=2 d=2": (COPIES, "is not the same on ranks 0, 1"),
 }
 MORE: dict[str, tuple[str, ...]] = {
@@ -36,6 +30,12 @@ MORE: dict[str, tuple[str, ...]] = {
     "computed_wrongly t=2 d=2": (
         "RuntimeFault: pm.check_ranks: the same rows give other bits: ",
         "the output of stage 0 is not the same on ranks 1, 3",
+    ),
+    "sampler_over_all_ranks t=2 d=2": (
+        "RuntimeFault: step 1",
+        REMEDY,
+        OTHER_ROWS.format(1, 0),
+        OTHER_ROWS.format(3, 2),
     ),
     "sampler_over_all_ranks p=2 d=2": (
         "RuntimeFault: step 1",

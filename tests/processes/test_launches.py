@@ -85,12 +85,21 @@ def run(launches: list[Launch], timeout: float = 60.0, patience: float = 300.0) 
     }
 
 
-def test_all_meshes_and_schedules_train_like_one_device() -> None:
-    """Under torchrun's environment, with a default group of the user's, and of NCCL's kind."""
-    sizes = sorted({size_of(case) for case in MESHES})
-    cases = {size: [case for case in MESHES if size_of(case) == size] for size in sizes}
-    launches = [launch_of(list(cases[size]), size, "" if size < 8 else "gloo") for size in sizes]
-    run(launches)
+# Below, those of up to six ranks run on the stand-in for NCCL, over gloo as well.
+@pytest.mark.parametrize(
+    "cases",
+    [[MESHES[0], MESHES[5], MESHES[-1]], pytest.param(MESHES, marks=pytest.mark.thorough)],
+    ids=["few", "all"],
+)
+def test_all_meshes_and_schedules_train_like_one_device(cases: list[Case]) -> None:
+    """Under torchrun's environment, and with a default group of the user's."""
+    sizes = sorted({size_of(case) for case in cases})
+    run(
+        [
+            launch_of([case for case in cases if size_of(case) == size], size, "" if size < 8 else "gloo")
+            for size in sizes
+        ]
+    )
 
 
 def test_a_default_group_of_the_users() -> None:
@@ -127,5 +136,8 @@ def programs(tmp_path: Path) -> list[Path]:
     return found
 
 
-def test_compiled_programs_on_both_kinds_of_groups(programs: list[Path]) -> None:
-    run([launch_of(list(programs), 4, group) for group in ("", "in_order")], 60.0)
+@pytest.mark.parametrize(
+    "groups", [("", "in_order"), pytest.param(("in_order", ""), marks=pytest.mark.thorough)], ids=str
+)
+def test_compiled_programs_on_both_kinds_of_groups(programs: list[Path], groups: tuple[str, ...]) -> None:
+    run([launch_of([program], 4, group) for program, group in zip(programs, groups, strict=True)], 60.0)

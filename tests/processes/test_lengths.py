@@ -16,7 +16,6 @@ pytestmark = pytest.mark.processes
 
 NO_STEP = "PlanError: pm.step: 5 rows do not divide over d=2, which"
 FEW = {
-    "trains p=2": (),
     "one_length_differs d=2": ("PlanError: pm.step: rank 1 got idx [4, 6]", "rank 0 idx [4, 8]"),
     "padded_trains d=2 shapes=bucket": (),
     "evaluates_the_rest d=2 shapes=None max_programs=None": (NO_STEP,),

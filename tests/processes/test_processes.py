@@ -36,15 +36,13 @@ def test_eight_processes_train_like_one_device(tmp_path: Path) -> None:
     assert told["pretrained"], "a saved folder gives another loss"
 
 
-@MORE
-def test_four_processes_train_losses_with_batch_sums_halves_split_classes_and_mixed_rows(
-    more: list[str],
-) -> None:
-    results = finish(start(HERE / "losses.py", 4, *more), timeout=180)
+@pytest.mark.parametrize("word", ["few", pytest.param("more", marks=pytest.mark.thorough)])
+def test_four_processes_train_losses_with_batch_sums_halves_split_classes_and_mixed_rows(word: str) -> None:
+    results = finish(start(HERE / "losses.py", 4, word), timeout=180)
     assert [code for code, _, _ in results] == [0] * 4, "\n".join(err[-2000:] for _, _, err in results)
     found = json.loads(results[0][1].splitlines()[-1])
-    wanted = losses.MORE if more else (*losses.FEW, *losses.UPDATING)
-    assert len(found) == len(wanted) and max(found.values()) <= 1e-9, found
+    assert len(found) == len(losses.LOSSES[word]) + len(losses.UPDATING[word])
+    assert max(found.values()) <= 1e-9, found
 
 
 @pytest.mark.thorough
