@@ -28,9 +28,14 @@ trace_now, trace_now_again = trace.capture, trace.capture_again
 
 
 class Key(pickle.Pickler):
-    """Pickles tensors as what they hold, not as where they are, and modules without hooks on their state dicts, which no trace
-    follows. What other hooks are called by, numbers of this process, is left out: `parallelize` gives every model one.
+    """Pickles tensors as what they hold, not as where they are; parameters, whose values no trace reads, as which of them share
+    memory; and modules without hooks on their state dicts, which no trace follows. What other hooks are called by, numbers of
+    this process, is left out: `parallelize` gives every model one.
     """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.memories: dict[int, int] = {}
 
     def reducer_override(self, what: object) -> Any:
         if isinstance(what, nn.Module):
@@ -48,7 +53,12 @@ class Key(pickle.Pickler):
             tuple(what.shape),
             what.stride(),
             what.requires_grad,
+            # Refused.
+            bool(what._backward_hooks or getattr(what, "_post_accumulate_grad_hooks", None)),
         )
+        if isinstance(what, nn.Parameter):
+            memory = self.memories.setdefault(what.untyped_storage()._cdata, len(self.memories))
+            return tuple, ((about, memory, what.storage_offset()),)
         is_held = what.device.type == "cpu" and not isinstance(what, FakeTensor)
         data = what.detach().reshape(-1).view(torch.uint8).numpy().tobytes() if is_held else b""
         return tuple, ((about, data),)
