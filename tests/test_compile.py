@@ -220,7 +220,7 @@ def test_a_sum_has_no_count_and_weights_have() -> None:
 
 def test_weights_on_meta() -> None:
     with torch.device("meta"):
-        model = GPT(GPTConfig(50304, 1024, 24, 16, 1024))
+        model = GPT(GPTConfig(50304, 1024, 16, 16, 1024))
         x = torch.zeros(32, 1024, dtype=torch.long)
     program = compile(model, t=8, p=4, d=2, v=2, example_inputs=(x, x.clone()))
     check(program, model)

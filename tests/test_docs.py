@@ -44,17 +44,30 @@ def test_pages_have_marked_commands() -> None:
         "README.md",
         "docs/howto/pin-a-plan.md",
     }
+    for commands in marked().values():
+        for words in commands:
+            assert words[0] == "autoptd", "only our own commands are run"
+            parse(words[1:])
+
+
+# GPT-2 in full, twice, is thorough.
+LARGE = {"docs/howto/long-sequences.md"}
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("page", sorted({name.split()[0] for name in marked()}))
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.thorough if page in LARGE else [])
+        for page in sorted({name.split()[0] for name in marked()})
+    ],
+)
 def test_marked_commands_end_well(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In order, in a folder of their own."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for name, commands in marked().items():
         for words in commands if name.split()[0] == page else ():
-            assert words[0] == "autoptd", "only our own commands are run"
             assert main(words[1:]) == 0, " ".join(words)
     for name, text in FILES.findall((ROOT / page).read_text()):
         (tmp_path / name).write_text(text)

@@ -33,6 +33,7 @@ def batch(rows: int, length: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, torch.where(torch.arange(length) < 1 + torch.arange(rows)[:, None] % length, ids, -100)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("options", [{"d": 2}, {"t": 2, "p": 2, "num_microbatches": 2}, {"c": 2}], ids=str)
 @pytest.mark.parametrize("sizes", [(2, 8, 4, 8, 2), (8, 4), (4, 2, 6)], ids=str)
 def test_any_number_of_rows_up_to_the_compiled_one(options: dict[str, Any], sizes: tuple[int, ...]) -> None:

@@ -54,6 +54,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("edit", [in_place, by_data, by_numpy, one_matrix])
 @pytest.mark.parametrize("is_hook", [False, True])
