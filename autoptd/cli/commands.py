@@ -32,12 +32,15 @@ FUNCTIONS = {
 }
 
 
+# `show --list`.
+LIST = ("known", "list_names")
 # Of these, the modules that do without torch.
-WITHOUT_TORCH = ("simulate", "compare", "completion")
+WITHOUT_TORCH = ("simulate", "compare", "completion", "known")
 
 
-def _runner(module: str, function: str) -> Callable[[Namespace], int]:
+def _runner(*where: str) -> Callable[[Namespace], int]:
     def run(asked: Namespace) -> int:
+        module, function = LIST if getattr(asked, "list", False) else where
         # What cannot be done is told before anybody waits.
         check_request(asked)
         # Imported here: `autoptd --help` and shell completion must not wait for torch.

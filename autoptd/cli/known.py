@@ -9,6 +9,7 @@ attn_pdrop=0.1` attention runs unfused. A name says a shape, not weights: what i
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -90,4 +91,12 @@ KNOWN: dict[str, Known] = {
     "qwen2.5-72b": _llama(80, 8192, 64, 8, 29568, 152064, 8192, QWEN, "qwen2"),
 }
 
-__all__ = ["KNOWN", "Known"]
+
+def list_names(asked: Namespace) -> int:
+    """Print the names, and where their sizes are from; 0."""
+    for name, known in KNOWN.items():
+        print(f"{name:14} {known.kind:8} {known.source}")
+    return 0
+
+
+__all__ = ["KNOWN", "Known", "list_names"]

@@ -75,10 +75,6 @@ def make_program(asked: Namespace) -> tuple[str, Program]:
 
 def show(asked: Namespace) -> int:
     """Print what a model costs on a mesh; 0."""
-    if asked.list:
-        for name, known in KNOWN.items():
-            print(f"{name:14} {known.kind:8} {known.source}")
-        return 0
     if asked.model.endswith(".py"):
         print("\n".join(factories_in(asked.model)))
         return 0

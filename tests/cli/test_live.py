@@ -45,7 +45,7 @@ class NoTorch:
 
 sys.meta_path.insert(0, NoTorch)
 with shown(quiet=False):
-    COMMANDS["show"](parse(["show", "--list"]))
+    COMMANDS["show"](parse(["show", "gpt2"]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (7, "importing torch ...\n")

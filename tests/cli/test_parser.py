@@ -37,6 +37,7 @@ assert "torch" not in sys.modules
         ["train", "--help"],
         ["simulate", "--p", "2"],
         ["completion", "bash"],
+        ["show", "--list"],
         ["plan", *"--layers 4 --hidden 64 --heads 4 --seq 64 --gpus 2 --batch 4".split()],
     ],
     ids=str,
@@ -46,7 +47,7 @@ def test_what_needs_no_torch_does_not_load_it(words: list[str]) -> None:
         [sys.executable, "-c", NO_TORCH.format(words=words)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert any(word in done.stdout for word in ("autoptd", "bubble"))
+    assert any(word in done.stdout for word in ("autoptd", "bubble", "gpt3-175b"))
 
 
 def test_every_command_has_a_function_and_an_example() -> None:
