@@ -296,9 +296,7 @@ def _nan(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 @shows("docs/howto/train-on-8-gpus.md", "step  120/1000")
 def _progress(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    words = (
-        "train examples/gpt.py:make_gpt --set n_layer=2 --t 2 --p 2 --backend local --random"
-    )
+    words = "train examples/gpt.py:make_gpt --set n_layer=2 --t 2 --p 2 --backend local --random"
     assert main([*words.split(), *"--steps 4 --batch 4 --seq 8 --measure-every 1".split()]) == 0
     lines = capsys.readouterr().err.splitlines()
     return next(line for line in lines if "compute" in line and "norm" in line)

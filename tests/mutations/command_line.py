@@ -12,6 +12,12 @@ MUTATIONS = (
     Mutation(
         LIVE, "from typing import TextIO", "import tqdm\nfrom typing import TextIO", "tests/test_imports.py"
     ),
+    Mutation(
+        "autoptd/cli/commands.py",
+        'LIST if getattr(asked, "list", False) else where',
+        "where",
+        "tests/cli/test_parser.py",
+    ),
     Mutation(LIVE, "[: self._columns - 1]", "", "tests/cli/test_live.py"),
     Mutation("autoptd/cli/commands.py", "        check_request(asked)\n", "", "tests/cli/test_request.py"),
     Mutation(REQUEST, "asked.command not in BESIDES.get(name, ())", "True", "tests/cli/test_request.py"),
