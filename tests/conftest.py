@@ -23,7 +23,7 @@ from autoptd.passes.fusion import losses
 from tests import traces
 
 # Of the cases of a test one in so many runs by default, by folder or as `@pytest.mark.one_in(n)` says.
-ONE_IN = {"parity": 16, "hostile": 12, "checkpoint": 6}
+ONE_IN = {"parity": 48, "hostile": 12, "checkpoint": 6}
 # Chosen by themselves.
 CHOSEN = ("parity/test_covering.py",)
 

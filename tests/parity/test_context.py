@@ -52,7 +52,7 @@ GPT_MESHES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("mesh", GPT_MESHES, ids=map(str, GPT_MESHES))
 def test_gpt(mesh: dict[str, Any]) -> None:
-    autoptd.verify(gpt(), **mesh, example_inputs=(IDS, uneven(TARGETS)), steps=2)
+    autoptd.verify(gpt(2 * mesh.get("p", 1)), **mesh, example_inputs=(IDS, uneven(TARGETS)), steps=2)
 
 
 class Shifted(nn.Module):
@@ -194,10 +194,12 @@ def test_three_ranks(kind: str, mesh: dict[str, Any]) -> None:
     autoptd.verify(given.make(0.2), **mesh, loss_fn=given.loss_fn, example_inputs=given.batch(6, 1), steps=1)
 
 
-def test_more_options() -> None:
+@pytest.mark.parametrize(
+    "more", [{"recompute": "full", "t": 2}, {"zero": 1, "d": 2}, {"precision": "bf16"}], ids=str
+)
+def test_more_options(more: dict[str, Any]) -> None:
     """What a mesh of the covering array has little of."""
-    for more in ({"zero": 1, "d": 2}, {"recompute": "full", "t": 2}, {"precision": "bf16"}):
-        autoptd.verify(gpt(2), c=2, **more, example_inputs=batch(), steps=2)
+    autoptd.verify(gpt(2), c=2, **more, example_inputs=batch(), steps=2)
 
 
 EDITS = {
@@ -315,8 +317,8 @@ def test_a_rank_keeps_its_part_of_the_tokens() -> None:
     """A layer keeps 1/c of what one device does, and attention's result once more: before its all-to-all, and behind."""
     kept = {}
     for c in (1, 2, 4):
-        sizes = [kept_bytes(gpt(layers), batch(4), 1, c=c) for layers in (1, 3)]
-        kept[c] = (sizes[1] - sizes[0]) / 2
+        sizes = [kept_bytes(gpt(layers), batch(4), 1, c=c) for layers in (1, 2)]
+        kept[c] = sizes[1] - sizes[0]
     result = 4 * 4 * LENGTH * 32
     assert kept[1] + result == 2 * kept[2] == 4 * kept[4]
 
@@ -384,7 +386,7 @@ def test_explain_is_honest() -> None:
     "mesh", [{"c": 2, "t": 2, "p": 2, "sequence_parallel": True}, {"c": 2, "t": 4}], ids=str
 )
 def test_a_program_is_saved_and_drawn(mesh: dict[str, Any], tmp_path: Path) -> None:
-    program = autoptd.compile(llama(4, width=32, heads=8), **mesh, example_inputs=batch())
+    program = autoptd.compile(llama(2, width=32, heads=8), **mesh, example_inputs=batch())
     program.save(tmp_path)
     loaded = Program.load(tmp_path)
     assert (loaded.mesh, loaded.params, loaded.sources) == (program.mesh, program.params, program.sources)

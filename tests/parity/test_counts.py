@@ -205,7 +205,7 @@ def test_interleaving_sends_v_times_as_much(p: int) -> None:
     totals = []
     ids, targets = batch(ROWS)
     for v in (1, 2):
-        model = gpt(8)
+        model = gpt(2 * p)
         pm = autoptd.parallelize(
             model, p=p, v=v, num_microbatches=4, backend="local", example_inputs=(ids, targets)
         )
@@ -226,7 +226,7 @@ def test_scattering_sends_a_part_of_t(t: int, p: int, v: int) -> None:
     found = []
     for p2p in ("scatter_gather", "direct"):
         pm = autoptd.parallelize(
-            gpt(), t, p, v=v, num_microbatches=m, p2p=p2p, backend="local", example_inputs=(ids, targets)
+            gpt(p * v), t, p, v=v, num_microbatches=m, p2p=p2p, backend="local", example_inputs=(ids, targets)
         )
         with pm.record() as record:
             pm.step(ids, targets)

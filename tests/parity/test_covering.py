@@ -1,4 +1,4 @@
-"""The array of `covering.py`: few cases in every run, all under `-m thorough`; that it covers, and knows all of Options."""
+"""The array of `covering.py`: few cases of few ranks in every run, all under `-m thorough`; that it covers all of Options."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def one_thread_a_rank() -> Iterator[None]:
 
 
 FEW = len(few_cases())
+FEW_RANKS = 8
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -48,13 +49,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_case:
         is_few = "not thorough" in metafunc.config.getoption("markexpr")
         array = [
-            pytest.param(case, marks=[pytest.mark.thorough] * (i >= FEW))
+            pytest.param(case, marks=[pytest.mark.thorough] * (i >= FEW or ranks_of(case) > FEW_RANKS))
             for i, case in enumerate(few_cases() if is_few else cases(3))
         ]
         metafunc.parametrize("case", array, ids=name_of)
 
 
-@pytest.mark.one_in(6)
+def ranks_of(case: Case) -> int:
+    return math.prod(case[name] for name in "tpdc")
+
+
+@pytest.mark.one_in(11)
 def test_case(case: Case) -> None:
     covering.run(case)
 

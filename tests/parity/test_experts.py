@@ -106,7 +106,7 @@ def batch(rows: int = 4, step: int = 0) -> dict[str, torch.Tensor]:
 CELLS = [(family, mesh) for mesh in range(len(MESHES)) for family in FAMILIES]
 
 
-@pytest.mark.one_in(24)
+@pytest.mark.thorough  # by default with the loss of their routers, below
 @pytest.mark.parametrize(
     ("family", "mesh"), CELLS, ids=[f"{family}, {MESHES[mesh]}" for family, mesh in CELLS]
 )
@@ -134,6 +134,7 @@ def test_a_checkpoint_goes_on_at_another_mesh(family: str, tmp_path: Path) -> No
 # The auxiliary loss of routers: the product of two means over all tokens of the batch.
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 BALANCED_MESHES: tuple[dict[str, Any], ...] = (
+    {"t": 2, "d": 2, "num_microbatches": 1},
     {"t": 2, "p": 2, "d": 2, "num_microbatches": 1},
     {"t": 2, "sequence_parallel": True, "d": 2, "zero": 1, "num_microbatches": 1},
     {"t": 2, "num_microbatches": 1},
@@ -213,7 +214,7 @@ def with_four_experts(family: str) -> nn.Module:
     return model
 
 
-@pytest.mark.one_in(96)
+@pytest.mark.thorough  # by default in `test_all_tokens_may_choose_experts_of_one_rank`, and in the covering array
 @pytest.mark.parametrize(
     ("family", "mesh"),
     CELLS,

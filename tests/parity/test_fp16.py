@@ -59,7 +59,7 @@ def start(
 
 
 def test_to_the_bit_what_one_writes_by_hand() -> None:
-    model, data = gpt(), batch(4)
+    model, data = gpt(2), batch(4)
     masters = by_hand(model, data)
     pm, optimizer = start(model, data, num_microbatches=1, fuse=False, loss_scale=SCALE)
     for step in range(STEPS):
@@ -80,13 +80,13 @@ def test_gradients_are_as_exact_as_those_of_one_device_in_fp16() -> None:
     for seed in range(5):
         data = tuple(x.roll(seed, 1) for x in batch(16))
         torch.manual_seed(seed)
-        exact, narrow = gpt().double(), gpt().half()
+        exact, narrow = gpt(2).double(), gpt(2).half()
         exact(*data)[-1].backward()
         true = {name: x.grad for name, x in exact.named_parameters()}
         (narrow(*data)[-1] * SCALE).backward()
         scaled = {name: x.grad.double() / SCALE for name, x in narrow.named_parameters()}
         errors["one device"].append(error(scaled, true))
-        pm, _ = start(gpt(), data, t=2, p=2, d=2, num_microbatches=4, loss_scale=SCALE)
+        pm, _ = start(gpt(2), data, t=2, p=2, d=2, num_microbatches=4, loss_scale=SCALE)
         pm.step(*data)
         errors["mesh"].append(error(pm.gradients(), true))
         pm.close()
@@ -135,7 +135,7 @@ def test_an_infinity_on_one_rank_lets_all_skip(
     and moments keep all their bits.
     """
     data = batch(8)
-    pm, optimizer = start(gpt(), data, **mesh, initial_loss_scale=SCALE, hysteresis=1)
+    pm, optimizer = start(gpt(2), data, **mesh, initial_loss_scale=SCALE, hysteresis=1)
 
     def step() -> None:
         pm.step(*data)
@@ -215,21 +215,21 @@ def test_the_second_overflow_halves_by_default_and_two_optimizers_count_one() ->
 
 def test_a_run_goes_on_with_its_scale() -> None:
     data = batch(4)
-    pm, optimizer = start(gpt(), data, initial_loss_scale=SCALE, loss_scale_window=2)
+    pm, optimizer = start(gpt(2), data, initial_loss_scale=SCALE, loss_scale_window=2)
     for _ in range(3):
         pm.step(*data)
         optimizer.step()
     saved = optimizer.state_dict()
     assert pm.loss_scale == 2 * SCALE
     pm.close()
-    other, again = start(gpt(), data, d=2, initial_loss_scale=4.0, loss_scale_window=2)
+    other, again = start(gpt(2), data, d=2, initial_loss_scale=4.0, loss_scale_window=2)
     again.load_state_dict(saved)
     assert other.loss_scale == 2 * SCALE
     other.step(*data)
     again.step()
     assert other.loss_scale == 4 * SCALE
     other.close()
-    plain, optimizer = start(gpt(), data, precision="bf16")
+    plain, optimizer = start(gpt(2), data, precision="bf16")
     # Made in float16; there is no scale here.
     optimizer.load_state_dict(saved)
     assert plain.loss_scale is None and "loss_scale" not in optimizer.state_dict()
@@ -295,7 +295,7 @@ def test_a_loss_in_float32_stays_in_float32(precision: str) -> None:
     "keywords", [{"precision": "bf16"}, {"precision": None, "zero": 1, "d": 2}, {}], ids=str
 )
 def test_a_closure_is_refused(keywords: dict[str, Any]) -> None:
-    pm, optimizer = start(gpt(), batch(4), **keywords)
+    pm, optimizer = start(gpt(2), batch(4), **keywords)
     with pytest.raises(PlanError, match="takes no closure"):
         optimizer.step(lambda: pm.step(*batch(4)))
     pm.close()
@@ -315,7 +315,7 @@ def test_a_smaller_window_is_passed_at_once() -> None:
 def test_what_cannot_be_is_refused() -> None:
     def refused(match: str, **keywords: Any) -> None:
         with pytest.raises(PlanError, match=match):
-            autoptd.parallelize(gpt(), backend="local", example_inputs=batch(), **keywords)
+            autoptd.parallelize(gpt(2), backend="local", example_inputs=batch(), **keywords)
 
     refused("there is no loss scale with precision='bf16'", precision="bf16", loss_scale=2.0)
     refused("there is no loss scale with precision=None", hysteresis=3)
@@ -325,7 +325,7 @@ def test_what_cannot_be_is_refused() -> None:
     refused("no positive number of float32", precision="fp16", min_loss_scale=2.0**-127)
     refused("is above initial_loss_scale", precision="fp16", min_loss_scale=2.0**20)
     with pytest.raises(PlanError, match="float64"):
-        autoptd.parallelize(gpt().double(), precision="fp16", backend="local", example_inputs=batch())
+        autoptd.parallelize(gpt(2).double(), precision="fp16", backend="local", example_inputs=batch())
 
 
 class Overflowing(nn.Module):

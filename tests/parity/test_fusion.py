@@ -17,14 +17,14 @@ VOCAB, TOKENS = 64, 32
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"n_embd": 16, "n_layer": 3, "n_head": 2, "vocab_size": VOCAB, "n_positions": TOKENS}
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": VOCAB, "n_positions": TOKENS}
     return GPT2LMHeadModel(GPT2Config(**sizes, attn_implementation="eager", bos_token_id=0, eos_token_id=0))
 
 
 def llama(attention: str = "eager") -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": VOCAB}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": VOCAB}
     more = {"num_key_value_heads": 2, "intermediate_size": 32, "attn_implementation": attention}
     return LlamaForCausalLM(LlamaConfig(**sizes, **more))
 

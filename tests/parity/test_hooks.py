@@ -50,7 +50,8 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize(("hooks", "mesh"), list(itertools.product(["overlap", "all, W last"], MESHES)))
+@pytest.mark.one_in(96)
+@pytest.mark.parametrize(("hooks", "mesh"), list(itertools.product(["all, W last", "overlap"], MESHES)))
 def test_untied_projections_on_other_meshes(hooks: str, mesh: dict[str, Any]) -> None:
     """Biases and none; an f of three readers; ignored labels. m < p and m = 1."""
     ids, targets = batch(6)
@@ -99,6 +100,7 @@ def folded() -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {"frozen": frozen, "folded": folded, "transposed": conv}
 
 
+@pytest.mark.one_in(96)
 @pytest.mark.parametrize("mesh", [{"t": 2, "d": 2}, {"p": 2, "num_microbatches": 2}], ids=str)
 @pytest.mark.parametrize("hooks", ["all, W behind B", "overlap", "all, W last"])
 @pytest.mark.parametrize("name", MODELS)
@@ -106,6 +108,7 @@ def test_other_layers(name: str, hooks: str, mesh: dict[str, Any]) -> None:
     autoptd.verify(MODELS[name](), **mesh, **HOOKS[hooks], example_inputs=batch(), steps=2)
 
 
+@pytest.mark.thorough  # GPT-2 with hooks, by default in test_fusion.py
 @pytest.mark.parametrize("hooks", ["overlap", "all, W behind B"])
 def test_transposed_weights_behind_a_view(hooks: str) -> None:
     pytest.importorskip("transformers")

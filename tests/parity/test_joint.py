@@ -45,7 +45,7 @@ def test_a_plan_that_an_order_does_not_find_is_right(name: str) -> None:
     program = autoptd.compile(make(), **mesh, machine=machine, example_inputs=batch())
     found = orders(program, "")
     assert {axis for axis, percent in found.items() if percent > 0} == dearer
-    autoptd.verify(make(), **mesh, machine=machine, example_inputs=batch(), steps=2)
+    autoptd.verify(make(), **mesh, machine=machine, example_inputs=batch(), steps=1)
 
 
 MESHES = [

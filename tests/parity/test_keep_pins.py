@@ -61,13 +61,13 @@ CASES = [(number, pins, asked) for pins, asked, numbers in ASKED for number in n
 
 @cache
 def kept(number: int, price: float | None) -> Found:
-    return trained(gpt(dropout=0.2), machine=MACHINE, memory_price=price, **SETTINGS[number])
+    return trained(gpt(LAYERS, dropout=0.2), machine=MACHINE, memory_price=price, **SETTINGS[number])
 
 
-@pytest.mark.one_in(24)
+@pytest.mark.one_in(36)
 @pytest.mark.parametrize(("number", "pins", "asked"), CASES, ids=map(str, CASES))
 def test_the_same_bits(number: int, pins: Any, asked: dict[str, Any]) -> None:
-    found = trained(gpt(dropout=0.2), machine=MACHINE, plan=plan(*pins), **asked, **SETTINGS[number])
+    found = trained(gpt(LAYERS, dropout=0.2), machine=MACHINE, plan=plan(*pins), **asked, **SETTINGS[number])
     assert differing(found, kept(number, asked.get("memory_price"))) == []
 
 
@@ -80,7 +80,7 @@ def test_kept_bytes_and_calls_are_those_that_were_told(number: int, pins: Any, a
     call = batch()
     setting = {**SETTINGS[number], "num_microbatches": 1}
     pm = autoptd.parallelize(
-        gpt(dropout=0.2),
+        gpt(LAYERS, dropout=0.2),
         backend="local",
         machine=MACHINE,
         example_inputs=call,

@@ -44,7 +44,7 @@ def test_a_loss_is_that_of_one_device(name: str, mesh: str) -> None:
 @pytest.mark.one_in(24)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in MIXING])
 def test_a_loss_of_divided_tokens_is_that_of_one_device(name: str) -> None:
-    check(CASES[name], t=2, c=2, d=2)
+    check(CASES[name], t=2, c=2)
 
 
 @pytest.mark.parametrize(("name", "mesh"), [(MIXING[0], LARGE), (MIXING[1], "m=4")])

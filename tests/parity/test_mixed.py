@@ -63,9 +63,9 @@ def train(
 )
 def test_to_the_bit_a_loop_under_autocast(precision: str, dtype: torch.dtype) -> None:
     scale = None if dtype == torch.bfloat16 else 1024.0
-    losses, wanted = by_hand(gpt(), batch(4), dtype, scale or 1.0)
+    losses, wanted = by_hand(gpt(2), batch(4), dtype, scale or 1.0)
     ours, state = train(
-        gpt(), batch(4), precision=precision, num_microbatches=1, fuse=False, loss_scale=scale
+        gpt(2), batch(4), precision=precision, num_microbatches=1, fuse=False, loss_scale=scale
     )
     assert ours == losses
     for name, x in wanted.items():
@@ -104,10 +104,10 @@ def test_gradients_are_as_exact_as_those_of_one_device(mesh: dict[str, Any]) -> 
     """The relative 2-norm of their error against float64, the median of 5 seeds: at most 1.1 times autocast's own."""
     errors: dict[str, list[float]] = {"one device": [], "mesh": []}
     asked = {**mesh, "precision": "bf16-mixed", "num_microbatches": 4, "backend": "local"}
-    pm = autoptd.parallelize(gpt(), **asked, example_inputs=batch(16))
+    pm = autoptd.parallelize(gpt(2), **asked, example_inputs=batch(16))
     for seed in range(5):
         data = tuple(x.roll(seed, 1) for x in batch(16))
-        exact, narrow = gpt().double(), gpt()
+        exact, narrow = gpt(2).double(), gpt(2)
         exact(*data)[-1].backward()
         true = {name: x.grad for name, x in exact.named_parameters()}
         with torch.autocast("cpu", torch.bfloat16):
@@ -125,7 +125,7 @@ def test_gradients_are_as_exact_as_those_of_one_device(mesh: dict[str, Any]) -> 
 
 def test_sharded_masters_are_those_of_whole_ones() -> None:
     """To the bit: what is read in 16 bits and what is not, in buckets of their own."""
-    states = [train(gpt(), batch(8), d=2, zero=zero)[1] for zero in (0, 1)]
+    states = [train(gpt(2), batch(8), d=2, zero=zero)[1] for zero in (0, 1)]
     for name, x in states[0].items():
         assert torch.equal(x, states[1][name]), name
 
@@ -156,9 +156,9 @@ def test_verify_compares_what_autocast_computes(monkeypatch: pytest.MonkeyPatch,
 def test_evaluation_is_under_autocast_too() -> None:
     data = batch(4)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        wanted = gpt().eval()(*data)[-1]
+        wanted = gpt(2).eval()(*data)[-1]
     pm = autoptd.parallelize(
-        gpt(), precision="bf16-mixed", fuse=False, num_microbatches=1, backend="local", example_inputs=data
+        gpt(2), precision="bf16-mixed", fuse=False, num_microbatches=1, backend="local", example_inputs=data
     )
     pm.step(*data)
     assert float(pm.eval_step(*data)) == float(wanted)

@@ -59,7 +59,7 @@ def train(
 
 
 def test_to_the_bit_what_one_writes_by_hand() -> None:
-    model, data = gpt(), batch(4)
+    model, data = gpt(2), batch(4)
     losses, masters = by_hand(model, data)
     pm, _, ours = train(model, data, num_microbatches=1, fuse=False)
     assert [float(x) for x in ours] == [float(x) for x in losses]
@@ -73,7 +73,7 @@ def test_to_the_bit_what_one_writes_by_hand() -> None:
 def test_sharded_masters_are_those_of_whole_ones(mesh: dict[str, Any]) -> None:
     states = []
     for keywords in (mesh, {name: value for name, value in mesh.items() if name not in ("zero", "dp_shard")}):
-        pm, _, _ = train(gpt(), batch(8), **keywords)
+        pm, _, _ = train(gpt(2), batch(8), **keywords)
         states.append(pm.state_dict())
         pm.close()
     for name, x in states[0].items():
@@ -88,13 +88,13 @@ def test_gradients_are_as_exact_as_those_of_one_device_in_bf16(m: int) -> None:
     for seed in range(5):
         data = tuple(x.roll(seed, 1) for x in batch(max(16, 2 * m)))
         torch.manual_seed(seed)
-        exact, narrow = gpt().double(), gpt().to(torch.bfloat16)
+        exact, narrow = gpt(2).double(), gpt(2).to(torch.bfloat16)
         exact(*data)[-1].backward()
         true = {name: x.grad for name, x in exact.named_parameters()}
         narrow(*data)[-1].backward()
         errors["one device"].append(error({n: x.grad for n, x in narrow.named_parameters()}, true))
         pm = autoptd.parallelize(
-            gpt(), t=2, p=2, d=2, precision="bf16", num_microbatches=m, backend="local", example_inputs=data
+            gpt(2), t=2, p=2, d=2, precision="bf16", num_microbatches=m, backend="local", example_inputs=data
         )
         pm.step(*data)
         errors["mesh"].append(error(pm.gradients(), true))
@@ -111,7 +111,7 @@ def error(found: dict[str, Any], true: dict[str, Any]) -> float:
 @pytest.mark.parametrize("mesh", [{}, {"d": 2, "zero": 1}], ids=str)
 def test_what_a_user_writes_to_a_parameter_is_stored(mesh: dict[str, Any]) -> None:
     """In place, or through `.data`; entries that were left alone keep all their bits."""
-    pm, optimizer, _ = train(gpt(), batch(4), steps=1, **mesh)
+    pm, optimizer, _ = train(gpt(2), batch(4), steps=1, **mesh)
     before = pm.state_dict()
     first, second = "transformer.wpe.weight", "transformer.ln_f.weight"
     with torch.no_grad():
@@ -142,9 +142,9 @@ def test_what_a_user_writes_to_a_parameter_is_stored(mesh: dict[str, Any]) -> No
 
 
 def test_loading_keeps_bits_that_bf16_has_not() -> None:
-    pm, _, _ = train(gpt(), batch(4), steps=0)
+    pm, _, _ = train(gpt(2), batch(4), steps=0)
     torch.manual_seed(3)
-    wanted = {name: torch.randn_like(x) for name, x in gpt().state_dict().items() if x.is_floating_point()}
+    wanted = {name: torch.randn_like(x) for name, x in gpt(2).state_dict().items() if x.is_floating_point()}
     wanted["lm_head.weight"] = wanted["transformer.wte.weight"]
     pm.load_state_dict(wanted, strict=False)
     found = pm.state_dict()
@@ -156,7 +156,7 @@ def test_loading_keeps_bits_that_bf16_has_not() -> None:
 
 
 def test_the_users_model_is_what_it_was() -> None:
-    model = gpt()
+    model = gpt(2)
     model.register_buffer("scale", torch.tensor(1.0))
     before = {name: (x, x.clone(), x.data_ptr()) for name, x in model.state_dict(keep_vars=True).items()}
     pm, _, _ = train(model, batch(4), steps=1)
@@ -168,7 +168,7 @@ def test_the_users_model_is_what_it_was() -> None:
 
 
 def test_a_bf16_model_is_stored_in_float32_and_handed_back_in_bf16() -> None:
-    pm, optimizer, _ = train(gpt().to(torch.bfloat16), batch(4), steps=1)
+    pm, optimizer, _ = train(gpt(2).to(torch.bfloat16), batch(4), steps=1)
     assert {x.dtype for group in optimizer.param_groups for x in group["params"]} == {torch.float32}
     assert {x.dtype for x in pm.state_dict().values() if x.is_floating_point()} == {torch.bfloat16}
     pm.close()
@@ -226,7 +226,7 @@ def test_verify_knows_in_which_dtype_gradients_travel(monkeypatch: pytest.Monkey
 def test_gradients_are_there_on_either_side_of_a_master() -> None:
     """The parameter and what the optimizer steps show one gradient: what is set on either is used, by clipping too."""
     data = batch(4)
-    pm = autoptd.parallelize(gpt(), precision="bf16", backend="local", example_inputs=data)
+    pm = autoptd.parallelize(gpt(2), precision="bf16", backend="local", example_inputs=data)
     optimizer = pm.optimizer(torch.optim.SGD, lr=1.0)
     name = "transformer.ln_f.bias"
     before = pm.state_dict()[name]
@@ -270,10 +270,10 @@ class Summed(nn.Module):
 
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(PlanError, match="float64"):
-        autoptd.parallelize(gpt().double(), precision="bf16", backend="local", example_inputs=batch())
+        autoptd.parallelize(gpt(2).double(), precision="bf16", backend="local", example_inputs=batch())
     with pytest.raises(PlanError, match="add up in float32 as it is"):
         autoptd.parallelize(
-            gpt(),
+            gpt(2),
             precision="bf16",
             accumulate_allreduce_grads_in_fp32=True,
             backend="local",

@@ -31,8 +31,8 @@ from tests.parity.test_mutations import edit_source
 from tests.sums import sum_only_over
 
 MESHES: list[dict[str, Any]] = [
-    {"t": 4, "d": 2},
     {"t": 2, "p": 2, "v": 2},
+    {"t": 4, "d": 2},
 ]
 OVERLAP: dict[str, Any] = {"async_tensor_model_parallel_allreduce": True}
 HOOKS: dict[str, Any] = {
@@ -55,7 +55,7 @@ def test_parity(model: Any, mesh: dict[str, Any]) -> None:
 @pytest.mark.parametrize("hooks", [OVERLAP, HOOKS], ids=["overlap", "all"])
 @pytest.mark.parametrize("model", [gpt, separate], ids=["gpt", "separate"])
 def test_parity_with_hooks_on_gemms(model: Any, hooks: dict[str, Any]) -> None:
-    autoptd.verify(model(), t=2, p=2, **hooks, sequence_parallel=True, example_inputs=batch(), steps=2)
+    autoptd.verify(model(2), t=2, p=2, **hooks, sequence_parallel=True, example_inputs=batch(), steps=2)
 
 
 def conversions(program: autoptd.Program, layer: str = "") -> Counter[str]:
@@ -93,7 +93,7 @@ def test_a_layer_has_two_gathers_and_two_reduce_scatters() -> None:
 @pytest.mark.parametrize(("model", "hooks"), list(itertools.product([gpt, separate], [{}, OVERLAP, HOOKS])))
 def test_executed_calls_are_those_of_the_program(model: Any, hooks: dict[str, Any]) -> None:
     pm = autoptd.parallelize(
-        model(), 2, 2, 1, sequence_parallel=True, **hooks, backend="local", example_inputs=batch()
+        model(2), 2, 2, 1, sequence_parallel=True, **hooks, backend="local", example_inputs=batch()
     )
     pm.step(*batch())
     with pm.record() as record:
@@ -109,11 +109,11 @@ def test_norms_and_residuals_are_kept_as_shards() -> None:
     """Korthikanti et al. 2022, table 2: with tensor parallelism s b h (10 + 24/t) and attention, with SP all of it over t."""
     ids, targets = batch(4)
     one, two = (
-        {layers: kept_bytes(gpt(layers), (ids, targets), t, sequence_parallel=choice) for layers in (1, 3)}
+        {layers: kept_bytes(gpt(layers), (ids, targets), t, sequence_parallel=choice) for layers in (1, 2)}
         for t, choice in ((1, False), (4, True))
     )
-    plain = {layers: kept_bytes(gpt(layers), (ids, targets), 4) for layers in (1, 3)}
-    per_layer = [(sizes[3] - sizes[1]) / 2 for sizes in (one, plain, two)]
+    plain = {layers: kept_bytes(gpt(layers), (ids, targets), 4) for layers in (1, 2)}
+    per_layer = [sizes[2] - sizes[1] for sizes in (one, plain, two)]
     unit = 4 * LENGTH * 32 * 4  # bytes of one activation, float32
     assert per_layer[2] == per_layer[0] / 4
     assert [round(size / unit) for size in per_layer] == [
@@ -275,7 +275,7 @@ def test_weighed_bytes_are_those_of_the_collectives() -> None:
     list(
         itertools.product(
             ["auto", True],
-            [{"t": 4, "d": 2}, {"t": 2, "p": 2, "v": 2}, {"t": 2}],
+            [{"t": 2}, {"t": 4, "d": 2}, {"t": 2, "p": 2, "v": 2}],
             [gpt, separate, dropping_gpt],
         )
     ),

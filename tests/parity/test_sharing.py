@@ -113,6 +113,7 @@ def test_parity(t: int, kv: int, how: str) -> None:
 @pytest.mark.parametrize(
     "more",
     [
+        {"d": 2, "sequence_parallel": True},
         {"d": 2, "p": 2, "sequence_parallel": True},
         {"p": 2, "v": 2},
         {"async_tensor_model_parallel_allreduce": True, "accumulate_allreduce_grads_in_fp32": True},
@@ -127,7 +128,7 @@ def test_parity_beside_other_options(more: dict[str, Any]) -> None:
 
 def test_evaluation_and_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify_module, "CHECKS", ("own dtype", "reload", "evaluation"))
-    autoptd.verify(grouped(), **request(4, d=2), steps=2)
+    autoptd.verify(grouped(), **request(4), steps=2)
 
 
 @pytest.mark.thorough

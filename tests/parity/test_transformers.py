@@ -79,6 +79,7 @@ def test_family(make: Callable[[], nn.Module], by_tokens: bool, is_masked: bool)
     autoptd.verify(make().train(), **mesh, example_inputs=call_of(is_masked), steps=2)
 
 
+@pytest.mark.thorough  # by default in zigzag order, below
 @pytest.mark.parametrize(("make", "by_tokens", "is_masked"), MODELS.values(), ids=MODELS)
 def test_family_with_parts_of_the_tokens(
     make: Callable[[], nn.Module], by_tokens: bool, is_masked: bool

@@ -27,7 +27,7 @@ from autoptd.runtime.parameters import RankParameters
 from tests.parity.late import Late, usual_gather
 from tests.parity.models import batch, gpt
 
-STEPS = 5
+STEPS = 3
 
 
 def train(
@@ -46,7 +46,7 @@ def train(
 
 
 def one_device(max_norm: float = 0.5, steps: int = STEPS) -> dict[str, Tensor]:
-    model, data = gpt().double(), batch(8)
+    model, data = gpt(2).double(), batch(8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     for step in range(steps):
         model(*(x.roll(step, 0) for x in data))[-1].backward()
@@ -71,7 +71,7 @@ def test_clipping_by_another_norm_or_by_value(mesh: dict[str, Any], p: float | N
     """A tied weight, a frozen one, and one of which the mesh leaves a rank no entry."""
     data, norms, gradients, states = batch(8), [], [], []
     for is_parallel in (False, True):
-        model = gpt().double()
+        model = gpt(2).double()
         model.transformer.h[0].ln_1.weight.requires_grad_(False)
         run = (
             autoptd.parallelize(model, **mesh, backend="local", example_inputs=data) if is_parallel else None
@@ -116,7 +116,7 @@ def test_the_bits_are_those_of_zero_0(mesh: dict[str, Any]) -> None:
     """Each sum is of the same two numbers, and the factor of clipping is rounded so that cutting the norm does not show."""
     states = []
     for zero in (0, 1):
-        pm, _ = train(gpt(), zero=zero, **mesh)
+        pm, _ = train(gpt(2), zero=zero, **mesh)
         states.append(pm.state_dict())
         pm.close()
     for name, x in states[0].items():
@@ -125,7 +125,7 @@ def test_the_bits_are_those_of_zero_0(mesh: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dp_shard", [1, 2, 4])
 def test_some_replicas_share(dp_shard: int) -> None:
-    pm, optimizer = train(gpt().double(), p=2, d=4, dp_shard=dp_shard, zero=1)
+    pm, optimizer = train(gpt(2).double(), p=2, d=4, dp_shard=dp_shard, zero=1)
     assert largest_difference(pm, one_device()) < 1e-9
     # All ranks' tensors: each of the pipeline ranks' copies is divided by `dp_shard`.
     stored = sum(x.numel() for group in optimizer.param_groups for x in group["params"])
@@ -151,11 +151,11 @@ def test_some_replicas_share(dp_shard: int) -> None:
 def test_ranks_with_other_tokens_share_too(
     mesh: dict[str, int], dp_shard: int | None, axes: set[str]
 ) -> None:
-    pm, optimizer = train(gpt().double(), dp_shard=dp_shard, zero=1, **mesh)
+    pm, optimizer = train(gpt(2).double(), dp_shard=dp_shard, zero=1, **mesh)
     assert largest_difference(pm, one_device()) < 1e-9
     stored = sum(x.numel() for group in optimizer.param_groups for x in group["params"])
     copies = mesh["c"] * mesh.get("d", 1) // (dp_shard or mesh["c"] * mesh.get("d", 1))
-    held = sum(x.numel() for x in gpt().parameters())
+    held = sum(x.numel() for x in gpt(2).parameters())
     if mesh.keys() <= {"c", "d"}:
         assert stored == held * copies
     assert {call.axis for call in pm.program.collectives if call.backward == "reduce-scatter"} == axes
@@ -220,7 +220,7 @@ def test_emitted_files_say_what_is_summed_how() -> None:
 def test_traffic_is_that_of_the_formula(zero: int) -> None:
     """Per rank and step: 2gN(k-1)/k of an all-reduce, or (g+e)N(k-1)/k of a reduce-scatter and a gather."""
     d = 4
-    pm, optimizer = train(gpt(), steps=1, d=d, zero=zero, num_microbatches=1)
+    pm, optimizer = train(gpt(2), steps=1, d=d, zero=zero, num_microbatches=1)
     elements = sum(plan.numel(pm.program.mesh) for plan in plans_of(pm))
     with pm.record() as record:
         pm.step(*batch(8))
@@ -240,7 +240,7 @@ def test_gradients_travel_in_16_bits(mesh: dict[str, Any]) -> None:
     sent, found = {}, {}
     for reduce_dtype in ("fp32", "bf16"):
         keywords = {**mesh, "zero": 1, "precision": "bf16", "reduce_dtype": reduce_dtype}
-        pm, optimizer = train(gpt(), steps=0, **keywords, num_microbatches=1)
+        pm, optimizer = train(gpt(2), steps=0, **keywords, num_microbatches=1)
         with pm.record() as record:
             pm.step(*batch(8))
             found[reduce_dtype] = pm.gradients()
@@ -277,9 +277,9 @@ def test_the_optimizers_state_goes_to_any_mesh_and_back() -> None:
         {"p": 2, "d": 2},
     ]
     data = batch(8)
-    pm, optimizer = train(gpt().double(), steps=2, **meshes[0])
+    pm, optimizer = train(gpt(2).double(), steps=2, **meshes[0])
     for mesh in meshes[1:]:
-        other, others = train(gpt().double(), steps=0, **mesh)
+        other, others = train(gpt(2).double(), steps=0, **mesh)
         other.load_state_dict(pm.state_dict())
         others.load_state_dict(optimizer.state_dict())
         pm.close()
@@ -294,9 +294,9 @@ def test_the_optimizers_state_goes_to_any_mesh_and_back() -> None:
 
 
 def test_what_a_user_sees_of_parameters_and_gradients() -> None:
-    pm, optimizer = train(gpt().double(), steps=1, d=2, zero=1)
+    pm, optimizer = train(gpt(2).double(), steps=1, d=2, zero=1)
     name, parameter = next(iter(pm.named_parameters()))
-    assert parameter.shape == gpt().state_dict()[name].shape
+    assert parameter.shape == gpt(2).state_dict()[name].shape
     pm.step(*batch(8))
     assert hasattr(parameter, "grad") and type(copy.deepcopy(parameter)) is type(parameter)
     for use in (lambda: parameter.grad, lambda: getattr(parameter, "grad", None)):
@@ -319,7 +319,7 @@ def test_what_a_user_sees_of_parameters_and_gradients() -> None:
 
 def test_two_updates_in_a_row_and_a_parameter_that_is_saved() -> None:
     """The second update waits for what the first one gathers; what is saved is a tensor, without the ranks."""
-    pm, optimizer = train(gpt().double(), steps=1, d=2, zero=1)
+    pm, optimizer = train(gpt(2).double(), steps=1, d=2, zero=1)
     pm.step(*batch(8))
     optimizer.step()
     optimizer.step()
@@ -367,7 +367,7 @@ def test_a_broken_part_shows(monkeypatch: pytest.MonkeyPatch, broken: str) -> No
     elif broken == "owners":
         monkeypatch.setattr("autoptd.runtime.world.exchange.ThreadRank.owners", lambda self, _: self._solo)
     try:
-        pm, _ = train(gpt().double(), p=2, d=2, zero=1)
+        pm, _ = train(gpt(2).double(), p=2, d=2, zero=1)
     except (autoptd.AutoptdError, AssertionError):
         return
     assert largest_difference(pm, one_device()) > 1e-6
@@ -391,7 +391,7 @@ def test_a_broken_part_shows(monkeypatch: pytest.MonkeyPatch, broken: str) -> No
 )
 def test_what_cannot_be_is_refused(keywords: dict[str, Any], said: str) -> None:
     with pytest.raises(PlanError, match=said):
-        autoptd.parallelize(gpt(), **keywords, backend="local", example_inputs=batch(8))
+        autoptd.parallelize(gpt(2), **keywords, backend="local", example_inputs=batch(8))
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -418,7 +418,7 @@ def test_a_0d_parameter_goes_on_with_its_state(zero: int) -> None:
 
 
 def test_a_gradient_is_not_set_where_it_is_not_kept() -> None:
-    pm, _ = train(gpt(), steps=1, d=2, zero=1)
+    pm, _ = train(gpt(2), steps=1, d=2, zero=1)
     parameter = next(iter(pm.parameters()))
     for gradient in (None, torch.ones_like(parameter)):
         with pytest.raises(PlanError, match="each rank keeps the gradients of what it stores"):
@@ -427,7 +427,7 @@ def test_a_gradient_is_not_set_where_it_is_not_kept() -> None:
 
 
 def test_lists_of_parameters_wait_for_the_last_update() -> None:
-    pm, _ = train(gpt(), steps=1, d=2, zero=1)
+    pm, _ = train(gpt(2), steps=1, d=2, zero=1)
     parameters = list(pm.parameters())
     waited: list[GuardedParameter] = []
     for x in parameters:
@@ -458,7 +458,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 )
 def test_what_is_gathered_is_not_read_before(late: list[tuple[int, str]], asked: dict[str, Any]) -> None:
     kept = {"zero": 1, **asked}
-    pm, optimizer = train(gpt(), steps=4, **kept)
+    pm, optimizer = train(gpt(2), steps=4, **kept)
     assert len({site for _, site in late}) > 4
     optimizer.step()
     assert pm.eval_step(*batch(8)).isfinite()
@@ -466,7 +466,7 @@ def test_what_is_gathered_is_not_read_before(late: list[tuple[int, str]], asked:
     pm.close()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage, "start_gather", usual_gather)
-        usual, _ = train(gpt(), steps=4, **kept)
+        usual, _ = train(gpt(2), steps=4, **kept)
         for name, x in usual.state_dict().items():
             assert torch.equal(x, found[name]), name
         usual.close()
@@ -475,7 +475,7 @@ def test_what_is_gathered_is_not_read_before(late: list[tuple[int, str]], asked:
 def test_a_layer_does_not_wait_for_the_parameters_of_later_ones(
     late: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pm, _ = train(gpt(), steps=3, d=2, zero=1, fuse=False)
+    pm, _ = train(gpt(2), steps=3, d=2, zero=1, fuse=False)
     real = nn.functional.layer_norm
 
     def layer_norm(*args: Any, **keywords: Any) -> Tensor:
@@ -499,4 +499,4 @@ def test_a_layer_does_not_wait_for_the_parameters_of_later_ones(
 def test_what_is_read_too_early_shows(late: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage.Withheld, "withhold", never)
     with pytest.raises(autoptd.AutoptdError, match="NaN"):
-        train(gpt(), steps=4, d=2, zero=1)
+        train(gpt(2), steps=4, d=2, zero=1)
