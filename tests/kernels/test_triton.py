@@ -20,7 +20,8 @@ def run(file: str, tmp_path: Path, **environment: str) -> None:
     pytest.importorskip("triton")
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / file)],
+        # Kernels need nothing of what the other tests share: the compiler is not imported.
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", str(HERE / file)],
         cwd=HERE.parents[1],
         env=kept | environment | {"TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,

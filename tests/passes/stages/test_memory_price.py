@@ -47,9 +47,9 @@ def test_no_price_fits() -> None:
 
 
 @cache
-def compiled(**keywords: Any) -> Program:
+def compiled(layers: int = 1, **keywords: Any) -> Program:
     with torch.device("meta"):
-        model = GPT(GPTConfig(vocab_size=512, block_size=256, n_layer=2, n_head=8, n_embd=256))
+        model = GPT(GPTConfig(vocab_size=512, block_size=256, n_layer=layers, n_head=8, n_embd=256))
         ids = torch.zeros(16, 256, dtype=torch.long)
     return autoptd.compile(model, t=4, num_microbatches=4, example_inputs=(ids, ids.clone()), **keywords)
 
@@ -101,7 +101,7 @@ def test_its_own_plan_gives_the_same_program_and_what_the_model_computes() -> No
     assert program.plan["options"]["memory_price"] > 0
     again = autoptd.compile(gpt(2).double(), plan=program.plan, example_inputs=batch())
     assert again.fingerprint() == program.fingerprint()
-    autoptd.verify(gpt(2).double(), memory=bound, steps=2, **request)
+    autoptd.verify(gpt(2).double(), plan=program.plan, steps=2, example_inputs=batch())
 
 
 @pytest.mark.thorough
@@ -176,7 +176,11 @@ def test_what_the_least_plan_takes_is_enough() -> None:
 
 def test_layouts_are_searched_for_once_however_often_a_step_is_rehearsed() -> None:
     """What is put aside for the work of operators changes with every rehearsal; a layout's price does not."""
-    asked: dict[str, Any] = {"sequence_parallel": "auto", "memory": 0.9 * fullest(compiled())}
+    asked: dict[str, Any] = {
+        "layers": 2,
+        "sequence_parallel": "auto",
+        "memory": 0.9 * fullest(compiled(layers=2)),
+    }
     searched, rehearsed = place._Search._find_layout_prices, fit.peak_memory
     with (
         mock.patch.object(place._Search, "_find_layout_prices", autospec=True, side_effect=searched) as once,
