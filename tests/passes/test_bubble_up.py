@@ -119,7 +119,7 @@ def test_no_rank_makes_the_mask_of_the_other_ranks_queries(mask: Mask, order: st
     "mesh", [{"c": 2}, {"c": 2, "t": 2, "sequence_parallel": True}, {"c": 4, "p": 2, "token_order": "zigzag"}]
 )
 def test_the_numbers_are_those_of_one_device(mask: Mask, mesh: dict[str, Any]) -> None:
-    autoptd.verify(Masked(mask).double(), example_inputs=call(), context="all_gather", **mesh)
+    autoptd.verify(Masked(mask).double(), example_inputs=call(), context="all_gather", steps=2, **mesh)
 
 
 def test_labels_are_counted_whole() -> None:
@@ -196,9 +196,8 @@ def test_values_that_are_read_whole_as_well_stay_whole() -> None:
 
     model = AlsoWhole(near).double()
     for order in ("contiguous", "zigzag"):
-        autoptd.verify(
-            model, example_inputs=call(), context="all_gather", c=2, token_order=order, num_microbatches=1
-        )
+        asked: dict[str, Any] = {"c": 2, "context": "all_gather", "token_order": order}
+        autoptd.verify(model, example_inputs=call(), num_microbatches=1, steps=2, **asked)
 
 
 def test_the_model_of_the_parity_tests_has_no_square() -> None:

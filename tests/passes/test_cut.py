@@ -53,7 +53,10 @@ def layers_of(graph: Graph, stage: int) -> list[int]:
     return sorted({int(found[1]) for one in modules if (found := re.match(r"transformer\.h\.(\d+)", one))})
 
 
-@pytest.mark.parametrize("layers", [3, 4, 5, 6, 7, 8])
+# Fewer than stages, as many, and a number that they do not divide.
+@pytest.mark.parametrize(
+    "layers", [3, 4, 6, *(pytest.param(n, marks=pytest.mark.thorough) for n in (5, 7, 8))]
+)
 def test_any_number_of_layers_over_four_stages(layers: int) -> None:
     graph = gpt(layers)
     told = cut(graph, 4)

@@ -95,6 +95,7 @@ def cut_sizes(graph: Graph) -> list[int]:
     return [math.prod(shape(operands(node)[0])) for node in cuts]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", GONE | SMALL)
 def test_loss_and_gradients_are_equal(name: str) -> None:
     model = Shifting(name).double()

@@ -62,13 +62,13 @@ def test_show_leaves_everything_that_the_readme_names(tmp_path: Path) -> None:
 def test_compiling_again_in_another_process_gives_the_same_bytes(tmp_path: Path) -> None:
     script = (
         "import sys, autoptd; from tests.parity.models import batch, gpt;"
-        "autoptd.compile(gpt(), t=2, p=2, v=2, example_inputs=batch()).save(sys.argv[1])"
+        "autoptd.compile(gpt(2), t=2, p=2, example_inputs=batch()).save(sys.argv[1])"
     )
     subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "a")], check=True, cwd=Path(__file__).parents[2]
     )
     with mock.patch.object(machine, "DEFAULT", machine.Machine()):  # not that of the tests
-        autoptd.compile(gpt(), t=2, p=2, v=2, example_inputs=batch()).save(tmp_path / "b")
+        autoptd.compile(gpt(2), t=2, p=2, example_inputs=batch()).save(tmp_path / "b")
     for file in sorted((tmp_path / "a").glob("*.*")):
         if file.suffix != ".pt":
             assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes(), file.name

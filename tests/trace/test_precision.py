@@ -118,8 +118,19 @@ def test_angles_at_far_positions_are_not_rounded() -> None:
     assert pm.program.cast_buffers == () and summarize(pm.program).remarks == ()
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("mesh", [{"t": 2, "c": 2}, {"d": 2, "zero": 1, "num_microbatches": 1}], ids=str)
+MESHES: list[dict[str, Any]] = [{"t": 2, "c": 2}, {"d": 2, "zero": 1, "num_microbatches": 1}]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "precision"),
+    [
+        (MESHES[0], "bf16"),
+        (MESHES[1], "fp16"),
+        pytest.param(MESHES[0], "fp16", marks=pytest.mark.thorough),
+        pytest.param(MESHES[1], "bf16", marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
 def test_nor_are_they_on_a_mesh(mesh: dict[str, Any], precision: str, tmp_path: Path) -> None:
     data = finding()
     pm = started(Finder(), data, precision=precision, **mesh)

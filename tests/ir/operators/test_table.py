@@ -14,8 +14,7 @@ from torch.fx import Graph, Node
 from autoptd.ir.notes import is_tensor, op_name, ops
 from autoptd.ir.operators.record import argument, operands, set_arguments
 from autoptd.ir.operators.table import TABLE, is_view, operator_of
-from tests.passes.ops.test_table import EXAMPLES
-from tests.passes.sharding import trace_call
+from tests.passes.ops.test_table import EXAMPLES, traced
 
 ROOT = Path(__file__).parents[3] / "autoptd"
 aten = torch.ops.aten
@@ -36,7 +35,7 @@ def memory(x: Tensor) -> int:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_view_shares_the_memory_of_its_operand_and_nothing_else_does(name: str) -> None:
-    graph, env = trace_call(*EXAMPLES[name])
+    graph, env, _ = traced(name)
     for node in ops(graph):
         if is_tensor(node) and op_name(node) not in (*MAY_COPY, "getitem"):
             read = [memory(env[operand]) for operand in operands(node) if is_tensor(operand)]

@@ -393,9 +393,14 @@ def float64() -> Iterator[None]:
 
 @cache
 def traced(name: str) -> Any:
-    function, tensors = EXAMPLES[name]
-    graph, env = trace_call(function, tensors)
-    return graph, env, Axes(graph)
+    """The trace of an example, its values and axes: with a default dtype of float64, whichever file asks first."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        graph, env = trace_call(*EXAMPLES[name])
+        return graph, env, Axes(graph)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def claims_of(graph: Any, env: Any, axes: Axes) -> list[str]:

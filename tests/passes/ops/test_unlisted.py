@@ -81,7 +81,9 @@ def example() -> tuple[Tensor, Tensor]:
     return torch.randint(12, (8, 6), generator=source), torch.randint(12, (8, 6), generator=source)
 
 
-@pytest.mark.parametrize("rule", ["", "... d, d -> ... d", "b s d, d -> b s d"])
+@pytest.mark.parametrize(
+    "rule", ["", "... d, d -> ... d", pytest.param("b s d, d -> b s d", marks=pytest.mark.thorough)]
+)
 def test_a_custom_operator_trains_as_on_one_device(rule: str) -> None:
     if rule:
         autoptd.register_rule("unlisted::swish", rule)

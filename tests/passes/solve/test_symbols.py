@@ -27,11 +27,19 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+TOKENS: dict[str, Any] = {"sequence_parallel": True, "p": 2, "machine": {"link_bandwidth": 5e11}}
+
+
 @pytest.mark.parametrize(
-    "request_",
-    [{}, {"sequence_parallel": True, "p": 2, "machine": {"link_bandwidth": 5e11}}],
-    ids=["", "tokens"],
+    ("name", "request_"),
+    [
+        ("tied GPT", TOKENS),
+        ("parallel residual", {}),
+        ("encoder and decoder", TOKENS),
+        pytest.param("tied GPT", {}, marks=pytest.mark.thorough),
+        pytest.param("parallel residual", TOKENS, marks=pytest.mark.thorough),
+        pytest.param("encoder and decoder", {}, marks=pytest.mark.thorough),
+    ],
 )
 def test_every_formula_that_is_shown_is_the_number_that_was_minimised(
     name: str, request_: dict[str, Any]

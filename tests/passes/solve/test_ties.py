@@ -46,8 +46,17 @@ def gpt(layers: int, width: int) -> tuple[nn.Module, Any]:
     return model, (ids, ids.clone())
 
 
-@pytest.mark.parametrize("t", [2, 4])
-@pytest.mark.parametrize("layers, width", [(2, 64), (3, 128), (5, 256)])
+@pytest.mark.parametrize(
+    "layers, width, t",
+    [
+        (2, 64, 2),
+        (3, 128, 4),
+        (5, 256, 2),
+        pytest.param(2, 64, 4, marks=pytest.mark.thorough),
+        pytest.param(3, 128, 2, marks=pytest.mark.thorough),
+        pytest.param(5, 256, 4, marks=pytest.mark.thorough),
+    ],
+)
 def test_the_tied_optimum_is_the_optimum(
     layers: int, width: int, t: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,8 +72,14 @@ def test_the_tied_optimum_is_the_optimum(
     assert all(len(found) == 1 for found in types.values()) and len(types) == 12
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("way", ["same", "masks", "kinds", "skip", "two stacks"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "same",
+        "skip",
+        *(pytest.param(way, marks=pytest.mark.thorough) for way in ("masks", "kinds", "two stacks")),
+    ],
+)
 def test_the_ends_cost_little(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In models so small that a layer costs as little as a conversion, free ends would save something, but never a layer."""
     torch.manual_seed(0)
