@@ -20,7 +20,7 @@ from tests.waits import LONG, wait_until
 
 
 def test_a_rank_that_does_not_save(tmp_path: Path) -> None:
-    pm, opt = running(t=2, d=2, timeout=4)
+    pm, opt = running(t=2, d=2, timeout=2)
 
     def run(rank: Rank) -> None:
         if rank.world.rank != 3:
@@ -28,7 +28,7 @@ def test_a_rank_that_does_not_save(tmp_path: Path) -> None:
 
     assert pm._ranks is not None
     # Objects are gathered axis by axis: rank 2 waits for rank 3, and rank 0 for rank 2. Either may tell first.
-    told = r"waited 4 s for gather_objects 'pm.save'; not arrived: rank [23] at pm.save"
+    told = r"waited 2 s for gather_objects 'pm.save'; not arrived: rank [23] at pm.save"
     with pytest.raises(RuntimeFault, match=told):
         pm._ranks.run("pm.save", run)
     assert list(tmp_path.iterdir()) == []

@@ -480,7 +480,7 @@ def test_exception_of_a_peer_is_shown() -> None:
 
 @pytest.mark.processes
 def test_hung_rank_is_named_after_the_timeout() -> None:
-    said = run_processes(Mesh(t=2), hang_one, timeout=4.0)
+    said = run_processes(Mesh(t=2), hang_one, timeout=2.0)
     assert "rank 1 is hung or slow: it was last known at F1.2" in said[0] and "all_reduce 'sum'" in said[0]
 
 
