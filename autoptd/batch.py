@@ -125,6 +125,9 @@ def plan_batch(
         total = batch_rows(leaves, replicas * (options.num_microbatches or 1))
     # Every tensor as long as the batch: ids, labels, masks. A tensor of another length goes whole to all.
     batched = tuple(i for i in tensors if leaves[i].shape[0] == total)
+    if not (sum(counts) if counts else total) or 0 in leaves[batched[0]].shape[1:]:
+        fact = f"the batch is empty: tensor {batched[0]} is {list(leaves[batched[0]].shape)}"
+        raise PlanError("example_inputs", fact, "a batch of at least one row, and rows of at least one entry")
     if like is not None:
         batched = _batched_like(like, leaves, batched, total)
     if counts and like is not None and like.row_blocks == 1:

@@ -25,7 +25,11 @@ INSTEAD = {
     **dict.fromkeys(("validation_step", "eval_batch", "evaluate"), "pm.eval_step(*pm.local_batch(x, y))"),
     **dict.fromkeys(("to", "cuda", "cpu", "to_empty", "device"), _DEVICE),
     **dict.fromkeys(("half", "float", "double", "bfloat16", "type", "dtype"), _DTYPE),
-    **dict.fromkeys(("modules", "named_modules", "children", "named_children", "module", "config"), _MODEL),
+    **dict.fromkeys(("children", "named_children", "module", "config"), _MODEL),
+    # DDP and FSDP ask for them.
+    **dict.fromkeys(
+        ("modules", "named_modules"), f"{_MODEL}; DDP and FSDP are left out: d= makes the replicas"
+    ),
     **dict.fromkeys(("requires_grad_", "register_forward_hook", "register_buffer", "apply"), _BEFORE),
     **dict.fromkeys(("generate", "predict", "push_to_hub", "merge_and_unload", "merge_adapter"), _WEIGHTS),
     **dict.fromkeys(("buffers", "named_buffers"), "pm.state_dict(), which has the buffers as well"),

@@ -35,6 +35,7 @@ from autoptd.runtime import check_batch, check_copies, check_ranks
 from autoptd.runtime.batch import cut, flatten, is_call_in_one, take_rows
 from autoptd.runtime.check_call import check_call
 from autoptd.runtime.grad_norm import (
+    check_finite,
     checked_clip_value,
     checked_norm_type,
     clip_gradients,
@@ -245,10 +246,7 @@ class ParallelModel(AdaptedModel):
         return optimizer
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return `optimizer.state_dict()`: full tensors by original names on rank 0, {} elsewhere.
-
-        Collective.
-        """
+        """Return `optimizer.state_dict()`: full tensors by original names on rank 0, {} elsewhere. Collective."""
         return optimizer.state_dict()
 
     def load_optimizer_state_dict(
@@ -257,13 +255,18 @@ class ParallelModel(AdaptedModel):
         """Load what `optimizer_state_dict` returned; every rank passes all of it."""
         optimizer.load_state_dict(dict(state_dict))
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
         """Clip the global norm of all gradients, each parameter counted once; return the norm before.
 
-        `norm_type` is 2, inf (the largest entry), 1, or the p of any other p-norm. Collective.
+        `norm_type` is 2, inf (the largest entry), 1, or the p of any other p-norm. With `error_if_nonfinite`, a norm
+        that is NaN or infinite is a RuntimeFault on all ranks, and nothing is changed. Collective.
         """
         # As torch does: a number of a config file may be text.
         ranks, limit, p = self._started("clip_grad_norm_"), float(max_norm), checked_norm_type(norm_type)
+        if error_if_nonfinite:
+            check_finite(ranks.run("clip_grad_norm_", lambda rank: grad_norm(rank.params, p)))
         norm = ranks.run("clip_grad_norm_", lambda rank: clip_gradients(rank.params, limit, p))
         # Powers of finite gradients may overflow.
         if self._loss_scale is not None and p in (1, 2, inf):
@@ -340,9 +343,9 @@ class ParallelModel(AdaptedModel):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield (first original name, local tensor) of the parameters of this rank, number of dims kept.
 
-        In local: those of all ranks, one rank after the other, so that what a loop over them changes is
-        changed on every rank; a name comes once for every rank that has a part or a copy. `rank_parameters`
-        has those of one rank.
+        In local: those of all ranks, one rank after the other, so that what a loop over them changes is changed on every
+        rank; a name comes once for every rank that has a part or a copy, so that what a loop keeps of its own is kept by
+        tensor, not by name. `rank_parameters` has those of one rank.
         """
         for rank in self._started("named_parameters").here:
             yield from rank.params.local.items()
@@ -366,10 +369,10 @@ class ParallelModel(AdaptedModel):
     def record(self) -> Iterator[Record]:
         """Record what the ranks of this process do in a `with` block, as it is executed.
 
-        `record.collectives`: every collective and send with its kind, mesh axis, payload bytes, group size,
-        phase, site and reason. `record.flops`: matrix products in FLOPs and other operators in elements, by
-        stage, phase and module, and whether every tensor rank computes the same. `record.spans`: start and
-        end of every action, on CUDA the device's. Steps run slower meanwhile.
+        `record.collectives`: every collective and send with its kind, mesh axis, payload bytes, group size, phase, site
+        and reason. `record.flops`: matrix products in FLOPs and other operators in elements, by stage, phase and module,
+        and whether every tensor rank computes the same. `record.spans`: start and end of every action, on CUDA the
+        device's. Steps run slower meanwhile.
         """
         ranks = self._started("record")
         with recording(ranks) as (recorded, record):

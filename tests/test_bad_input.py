@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -39,6 +41,15 @@ def test_microbatches_that_the_rows_do_not_divide_into() -> None:
         autoptd.compile(gpt(4), p=2, v=2, num_microbatches=3, example_inputs=batch())
 
 
+@contextmanager
+def running(shapes: str | None) -> Iterator[autoptd.ParallelModel]:
+    pm = autoptd.parallelize(gpt(1), d=2, backend="local", example_inputs=batch(), shapes=shapes)
+    try:
+        yield pm
+    finally:
+        pm.close()
+
+
 def test_another_shape_later() -> None:
     pm = autoptd.parallelize(gpt(2), p=2, backend="local", example_inputs=batch())
     try:
@@ -47,6 +58,29 @@ def test_another_shape_later() -> None:
         pm.step(*batch())  # the mistake left nothing behind
     finally:
         pm.close()
+
+
+@pytest.mark.parametrize("shapes", [None, "exact", "bucket"])
+def test_an_empty_batch(shapes: str | None) -> None:
+    for ids, targets in (batch(0), (x[:, :0] for x in batch())):
+        with pytest.raises(autoptd.PlanError, match=r"the batch is empty: tensor 0 is .*at least one row"):
+            autoptd.compile(gpt(2), d=2, example_inputs=(ids, targets))
+    with running(shapes) as pm:
+        with pytest.raises(autoptd.PlanError, match=r"idx.*Remedy: (a batch of )?at least one row"):
+            pm.eval_step(*batch(0))
+        if shapes:
+            with pytest.raises(autoptd.PlanError, match=r"at least one (row|token)"):
+                pm.step(*(x[:, :0].contiguous() for x in batch()))
+
+
+def test_a_batch_that_is_a_list() -> None:
+    """As a DataLoader gives it."""
+    with running(None) as pm:
+        for call in (pm.step, pm.eval_step):
+            with pytest.raises(autoptd.PlanError, match=rf"pm\.{call.__name__}\(\*batch\), with a star"):
+                call(list(batch()))
+        with pytest.raises(autoptd.PlanError, match="pass what example_inputs holds"):
+            pm.step([batch()[0]])
 
 
 class Branching(nn.Module):

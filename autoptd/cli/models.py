@@ -148,9 +148,13 @@ def _from_config(
         config = AutoConfig.for_model(kind, **{**given, **asked})
         config.use_cache = False
         model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    except (ValueError, TypeError, KeyError) as error:
+    except AutoptdError:
+        raise
+    # Validators of transformers and huggingface_hub raise what is theirs.
+    except Exception as error:
+        fact = f"transformers makes no decoder of it: {' '.join(str(error).split())}"
         raise PlanError(
-            f"MODEL {name}", f"transformers makes no decoder of it: {error}", "another config"
+            f"MODEL {name}", fact, "another config" + ", or other values of --set" * bool(asked)
         ) from error
     if getattr(model, "loss_type", "") is None:
         # The loss that transformers falls back to; set, it does not warn of that.
@@ -207,18 +211,32 @@ def _load_file(path: Path) -> ModuleType:
     sys.modules[path.stem] = module
     # The file may import its neighbours.
     sys.path.insert(0, str(path.parent.resolve()))
-    spec.loader.exec_module(module)
+    _import(str(path), lambda: spec.loader.exec_module(module))  # type: ignore[union-attr]
     return module
 
 
 def _load_module(name: str) -> ModuleType:
     sys.path.insert(0, "")
+    return _import(name, lambda: importlib.import_module(name))  # type: ignore[no-any-return]
+
+
+def _import(name: str, load: Callable[[], Any]) -> Any:
+    """Run the user's file or module; PlanError where it is not there, or fails by itself."""
     try:
-        return importlib.import_module(name)
+        return load()
+    except AutoptdError:
+        raise
     except ModuleNotFoundError as error:
-        raise PlanError(
-            f"MODEL {name}", str(error), "a module on the path, or path/to/file.py:factory"
-        ) from error
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            remedy = "a module on the path, or path/to/file.py:factory"
+            raise PlanError(f"MODEL {name}", str(error), remedy) from error
+        fact = f"imports {error.name}, which is not installed here"
+        remedy = "install it into the environment of autoptd; --debug shows where it is imported"
+        raise PlanError(f"MODEL {name}", fact, remedy) from error
+    except Exception as error:
+        fact = f"fails as it is imported: {type(error).__name__}: {' '.join(str(error).split())}"
+        remedy = "a file that Python can import; --debug shows where it fails"
+        raise PlanError(f"MODEL {name}", fact, remedy) from error
 
 
 def _call(name: str, factory: Callable[..., Any], keywords: Mapping[str, Any]) -> Any:

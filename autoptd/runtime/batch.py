@@ -45,9 +45,16 @@ class CallForm:
         # `forward(*args)` has fewer names than compiled positions: its arguments cannot be moved to keywords.
         if not is_bound or set(given) != set(wanted) or len(wanted) != self.positions + len(self.keywords):
             fact = f"was called with {_call_text(len(args), kwargs)}, compiled was {_call_text(self.positions, self.keywords)}"
-            raise PlanError(call, fact, "pass what example_inputs holds")
+            raise PlanError(call, fact, self._remedy(args, kwargs, call))
         by_position = tuple(given[name] for name in wanted[: self.positions])
         return by_position, {name: given[name] for name in self.keywords}
+
+    def _remedy(self, args: Args, kwargs: Kwargs, call: str) -> str:
+        """Return what to do about a call that cannot be arranged: a loader's batch is a list, which is taken apart."""
+        is_list = len(args) == 1 and not kwargs and isinstance(args[0], (list, tuple))
+        if is_list and len(args[0]) == self.positions + len(self.keywords):
+            return f"pm.{call}(*batch), with a star: each of its {len(args[0])} entries is an argument"
+        return "pass what example_inputs holds"
 
 
 def is_call_in_one(args: Args, kwargs: Kwargs, names: Collection[str], form: CallForm | None) -> bool:

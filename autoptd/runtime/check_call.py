@@ -58,6 +58,8 @@ def check_call(
                 why = _rows_text(program, spec, replicas)
             remedies.append(_remedy(program, spec, leaf, shape, replicas))
             has_other_sizes |= leaf.dtype == dtype and leaf.dim() == len(shape)
+        elif leaf.requires_grad and call == "step":
+            _refuse_gradient(spec.name, leaf)
     # The traced graph holds these values: another one given here would be ignored.
     for number, value in program.constants:
         if not is_same_constant(leaves[number], value):
@@ -68,6 +70,15 @@ def check_call(
         again = f"or {OTHER_SIZES}; " * has_other_sizes
         remedy = f"{'; '.join(dict.fromkeys(remedies))}; {again}{AGAIN}"
         raise PlanError(call, "; ".join(facts) + why, remedy)
+
+
+def _refuse_gradient(name: str, leaf: torch.Tensor) -> None:
+    """Raise PlanError: backward would give an argument its gradient, and what it was computed from, on one device."""
+    origin = (
+        "is a leaf with requires_grad" if leaf.is_leaf else "was computed from tensors with requires_grad"
+    )
+    remedy = "make what it comes from a part of the model; or detach() it, where no gradient is meant"
+    raise PlanError("step", f"{name} {origin}, and a step hands no gradient back to its arguments", remedy)
 
 
 def _is_other_batch(leaf: torch.Tensor, shape: tuple[int, ...]) -> bool:

@@ -14,7 +14,7 @@ from math import inf
 
 import torch
 
-from autoptd.errors import PlanError
+from autoptd.errors import PlanError, RuntimeFault
 from autoptd.kernels.forms import wide
 from autoptd.runtime.guard import unguarded
 from autoptd.runtime.parameters import RankParameters
@@ -77,6 +77,13 @@ def checked_clip_value(clip_value: float) -> float:
     if not value >= 0:
         raise PlanError("clip_grad_value_", f"clip_value={clip_value!r} bounds nothing", "a number above 0")
     return value
+
+
+def check_finite(norm: torch.Tensor) -> None:
+    """Raise RuntimeFault where the norm of all gradients, which is the same on all ranks, is NaN or infinite."""
+    if not norm.isfinite():
+        remedy = "look at this batch and the learning rate, or leave out error_if_nonfinite=True"
+        raise RuntimeFault("clip_grad_norm_", f"the norm of all gradients is {norm.item()}", remedy)
 
 
 @unguarded()

@@ -80,13 +80,13 @@ class BatchPadding:
                 raise PlanError("step", fact, remedy)
         if not 0 < length <= self.lengths[-1]:
             fact = f"{self._lead.name} has {length} tokens, the largest bucket {self.lengths[-1]}"
-            remedy = (
+            longer = (
                 f"cut it to {self.lengths[-1]} tokens, or example_inputs (and autoptd.Buckets) of {length}"
             )
-            raise PlanError("step", fact, remedy)
+            raise PlanError("step", fact, longer if length else "a batch of at least one token")
         if not 0 < rows <= self.rows:
             fact = f"{self._lead.name} has {rows} rows, and the batch of example_inputs {self.rows}"
-            raise PlanError("step", fact, "at most as many rows as example_inputs has")
+            raise PlanError("step", fact, "at least one row, and at most as many as example_inputs has")
         if rows < self.rows:
             self._check_rows(rows)
         return length, rows

@@ -190,6 +190,30 @@ def test_a_config_of_transformers(tmp_path: Path) -> None:
         make_with_weights(find_model(str(tmp_path), {}))
 
 
+def test_what_fails_while_a_model_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files and modules that do not run, and configs that transformers' own validators refuse."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, text, told in (
+        (
+            "lacks",
+            "import nothing_there",
+            "imports nothing_there, which is not installed here. Remedy: install",
+        ),
+        ("cannot", "def make(:", "fails as it is imported: SyntaxError: invalid syntax"),
+        ("unknown", "make = other", "fails as it is imported: NameError: name 'other' is not defined"),
+    ):
+        (tmp_path / f"{name}.py").write_text(text)
+        for model in (f"{name}:make", f"{tmp_path}/{name}.py:make"):
+            with pytest.raises(PlanError, match=told):
+                find_model(model, {})
+    heads = {"num_attention_heads": 3, "num_hidden_layers": 1}
+    with pytest.raises(
+        PlanError, match=r"makes no decoder of it: .*not a multiple.*values of --set\.$"
+    ) as caught:
+        make_without_weights(find_model("llama-3-8b", heads))
+    assert "\n" not in str(caught.value)
+
+
 def test_what_a_model_is_not() -> None:
     with pytest.raises(PlanError, match="gpt3-175b"):
         find_model("gpt3-175", {})

@@ -110,6 +110,19 @@ def test_the_clip_by_value_that_is_named(pm: ParallelModel) -> None:
             pm.clip_grad_value_(value)
 
 
+def test_a_norm_that_is_not_finite_is_an_error_where_asked_for(pm: ParallelModel) -> None:
+    step(pm)
+    once = pm.clip_grad_norm_(1e-3, error_if_nonfinite=True)
+    assert once > 1e-3 and pm.clip_grad_norm_(1.0, error_if_nonfinite=True) == pytest.approx(1e-3, rel=1e-2)
+    for parameter in pm.parameters():
+        assert parameter.grad is not None
+        parameter.grad.add_(torch.inf)
+    with pytest.raises(RuntimeFault, match="clip_grad_norm_: the norm of all gradients is inf"):
+        pm.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    # As they were, not inf * 0; and the ranks go on.
+    assert all(x.isinf().all() for x in pm.gradients().values()) and step(pm) > 0
+
+
 class Other(torch.optim.Optimizer):
     """Somebody's own."""
 

@@ -70,6 +70,20 @@ def test_a_tensor_for_a_constant_is_not_printed(program: Program) -> None:
         check_call(program, (*EXAMPLE[:2], torch.ones(100, 100)), {}, replicas=2)
 
 
+def test_an_argument_that_would_get_a_gradient(program: Program) -> None:
+    """Of a prompt that is trained outside of the model, or of what another model computed before it."""
+    prompt = torch.ones(4, requires_grad=True)
+    for scale, origin in (
+        (prompt, "is a leaf with requires_grad"),
+        (2 * prompt, "was computed from tensors with"),
+    ):
+        with pytest.raises(PlanError, match=rf"^step: scale {origin}.*a part of the model; or detach\(\)"):
+            check_call(program, (IDS, scale, "fast"), {}, replicas=2)
+        check_call(program, (IDS, scale.detach(), "fast"), {}, replicas=2)
+        # An evaluation gives none on one device either.
+        check_call(program, (IDS, scale, "fast"), {}, replicas=2, call="eval_step")
+
+
 def test_a_mapping_is_a_batch() -> None:
     call = UserDict(ids=IDS, scale=torch.ones(4))  # as BatchEncoding of transformers is
     pm = autoptd.parallelize(Model(), d=2, backend="local", example_inputs=call)
