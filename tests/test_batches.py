@@ -178,7 +178,7 @@ print("read", number + 1, flush=True)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("init", ["autoptd.ignore_signals", "None"])
+@pytest.mark.parametrize("init", ["autoptd.ignore_signals", pytest.param("None", marks=pytest.mark.thorough)])
 def test_workers_outlive_a_signal_to_the_job(init: str) -> None:
     """And end with their parent, which waits for them."""
     process = start(LOADS.format(init=init))
