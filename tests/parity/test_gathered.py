@@ -207,12 +207,12 @@ def test_two_dimensional_tensor_parallelism_sends_what_is_expected() -> None:
 def test_a_rank_keeps_its_queries_and_all_keys() -> None:
     """A layer keeps 1/c of what one device does, and its keys and values whole besides."""
     kept = {}
-    for c in (1, 2, 4):
+    for c in (1, 4):
         more = CHUNKS if c > 1 else {}
         sizes = [kept_bytes(gpt(layers), batch(4), 1, c=c, **more) for layers in (1, 2)]
         kept[c] = sizes[1] - sizes[0]
     whole = 2 * 4 * 4 * LENGTH * 32
-    assert kept[1] == 2 * (kept[2] - whole) == 4 * (kept[4] - whole)
+    assert kept[1] == 4 * (kept[4] - whole)
 
 
 def test_six_heads_over_four_ranks() -> None:

@@ -282,7 +282,7 @@ def decoder(attention: type[Attention], layers: int = 2) -> Decoder:
     return Decoder(attention, layers)
 
 
-@pytest.mark.one_in(24)
+@pytest.mark.one_in(96)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parity(layout: type[Attention], mesh: dict[str, int]) -> None:

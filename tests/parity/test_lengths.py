@@ -106,7 +106,7 @@ def test_padded_batches_train_like_batches_that_are_not(mesh: dict[str, Any], sh
 def test_random_lengths_in_buckets(count: int) -> None:
     sizes = random.Random(1)
     calls = [cut(sizes.choice((8, 8, 8, 5)), sizes.randint(1, LENGTH), step) for step in range(count)]
-    with running(gpt(2).double(), cut(8, 8), t=2, p=2, shapes="bucket") as pm:
+    with running(gpt(2).double(), cut(8, 8), t=2, shapes="bucket") as pm:
         trains_alike(pm, gpt(2).double(), calls)
         assert len(pm.programs) <= 4
 

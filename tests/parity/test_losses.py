@@ -47,7 +47,7 @@ def test_a_loss_of_divided_tokens_is_that_of_one_device(name: str) -> None:
     check(CASES[name], t=2, c=2)
 
 
-@pytest.mark.parametrize(("name", "mesh"), [(MIXING[0], LARGE), (MIXING[1], "m=4")])
+@pytest.mark.parametrize(("name", "mesh"), [(MIXING[1], "m=4"), (MIXING[0], LARGE)])
 def test_what_mixes_samples_is_refused_and_runs_as_the_remedy_says(name: str, mesh: str) -> None:
     with pytest.raises(autoptd.PlanError, match="or run with num_microbatches=1"):
         check(CASES[name], **MESHES[mesh])

@@ -34,7 +34,7 @@ def schedules(t: int, p: int, d: int, v: int) -> list[str]:
 CASES = [(*mesh, schedule) for mesh in MESHES for schedule in schedules(*mesh)]
 
 
-@pytest.mark.one_in(40)
+@pytest.mark.one_in(96)
 @pytest.mark.parametrize(("t", "p", "d", "v", "schedule"), CASES)
 def test_gpt_with_tied_embeddings(t: int, p: int, d: int, v: int, schedule: str) -> None:
     report = autoptd.verify(gpt(), t=t, p=p, d=d, v=v, schedule=schedule, example_inputs=batch(), steps=3)
@@ -143,7 +143,7 @@ def test_vocabulary_parallel_loss_is_chosen_and_right() -> None:
     program = autoptd.compile(model, t=2, example_inputs=batch())
     assert "rt.vocab_parallel_cross_entropy" in program.sources["stage_0.py"]
     ids, targets = batch()
-    autoptd.verify(model, t=2, d=2, example_inputs=(ids, uneven(targets)))
+    autoptd.verify(model, t=2, d=2, example_inputs=(ids, uneven(targets)), steps=2)
 
 
 @pytest.mark.parametrize("width", [32, 64])

@@ -239,7 +239,7 @@ def test_what_is_split_without_it_stays_split() -> None:
     """Korthikanti's plan whatever the prices; "auto" finds another, and says so beside the known ones."""
     request: dict[str, Any] = {"t": 2, "machine": WHOLE_WEIGHTS, "example_inputs": batch()}
     plain, asked, free = (
-        autoptd.compile(gpt(4), sequence_parallel=way, **request) for way in (False, True, "auto")
+        autoptd.compile(gpt(2), sequence_parallel=way, **request) for way in (False, True, "auto")
     )
     assert set(matrices(plain).values()) == {"S"} and matrices(asked) == matrices(plain)
     assert conversions(asked, "transformer.h.1.") == {"s_to_r": 2, "p_to_s": 2, "gathered again": 2}
@@ -258,7 +258,7 @@ def test_what_is_split_without_it_stays_split() -> None:
 def test_weighed_bytes_are_those_of_the_collectives() -> None:
     """`weighed` is counted on the graph, `collectives` is what runs."""
     program = autoptd.compile(
-        gpt(4), t=2, sequence_parallel="auto", machine=WHOLE_WEIGHTS, example_inputs=batch()
+        gpt(2), t=2, sequence_parallel="auto", machine=WHOLE_WEIGHTS, example_inputs=batch()
     )
     sent = [
         wire_bytes(kind, one.payload_bytes, one.group_size)
