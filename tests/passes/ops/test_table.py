@@ -409,10 +409,12 @@ def claims_of(graph: Any, env: Any, axes: Axes) -> list[str]:
     findings = []
     for node in ops(graph):
         for letter in axes.letters(node):
-            for t in (t for t in (2, 3) if letter.size % t == 0):
+            degrees = [t for t in (2, 3) if letter.size % t == 0]
+            for t in degrees:
                 where = f"{op_name(node)}, letter {letter.name} over {t}"
                 findings += [f"{where}: {text}" for text in check_letter(node, env, letter, t, "tp")]
-                if not letter.form.startswith(TOGETHER) and takes_whole_dims(node, letter):
+                is_rows = not letter.form.startswith(TOGETHER) and takes_whole_dims(node, letter)
+                if t == degrees[0] and is_rows:
                     findings += [
                         f"{where} (batch): {text}" for text in check_letter(node, env, letter, t, "batch")
                     ]
@@ -433,7 +435,8 @@ def padded_claims_of(graph: Any, env: Any, axes: Axes) -> list[str]:
     for node in ops(graph):
         for letter in axes.letters(node):
             if takes_whole_dims(node, letter) and is_exact(node, letter):
-                for t in (t for t in (2, 4, 5) if letter.size % t):
+                # Five, as the next number, where four divide it.
+                for t in [t for t in (2, 4) if letter.size % t] or [t for t in (5,) if letter.size % t]:
                     where = f"{op_name(node)}, letter {letter.name} of {letter.size} over {t}"
                     findings += [f"{where}: {text}" for text in check_letter(node, env, letter, t, "tp")]
     return findings
