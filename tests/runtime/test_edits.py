@@ -54,9 +54,21 @@ MESHES = [
 ]
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("edit", [in_place, by_data, by_numpy, one_matrix])
+EDITS = [in_place, by_data, by_numpy, one_matrix]
+# By default each edit on a mesh or two of its own.
+CASES = [
+    pytest.param(
+        mesh,
+        edit,
+        id=f"{mesh}-{edit.__name__}",
+        marks=[] if number % len(EDITS) == EDITS.index(edit) else pytest.mark.thorough,
+    )
+    for number, mesh in enumerate(MESHES)
+    for edit in EDITS
+]
+
+
+@pytest.mark.parametrize(("mesh", "edit"), CASES)
 @pytest.mark.parametrize("is_hook", [False, True])
 def test_parity_with_clamped_weights(mesh: dict[str, Any], edit: Edit, is_hook: bool) -> None:
     model = net()
