@@ -508,7 +508,7 @@ def test_checkpoints_of_transformers(is_reentrant: bool) -> None:
         with pytest.raises(TraceError, match="use_reentrant=False"):
             autoptd.parallelize(model, **MESH, example_inputs=call)
         return
-    autoptd.verify(model, d=2, example_inputs=call, steps=2)
+    autoptd.verify(model, p=2, example_inputs=call, steps=2)
     program = autoptd.compile(model, p=2, example_inputs=call)
     assert "self.again(" in program.sources["stage_0.py"]
 
