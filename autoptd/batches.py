@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from autoptd.errors import PlanError
+from autoptd.errors import PlanError, a_type
 
 if TYPE_CHECKING:
     from autoptd.parallel_model import ParallelModel
@@ -56,7 +56,7 @@ class Batches:
         shuffle: bool = True,
     ) -> None:
         if not hasattr(dataset, "__len__"):
-            fact = f"a {type(dataset).__name__} has no length, and rows that cannot be asked for by number"
+            fact = f"{a_type(dataset)} has no length, and rows that cannot be asked for by number"
             remedy = "a dataset with __len__ and __getitem__; or a loader that keeps its position, by extra= of pm.checkpointer"
             raise PlanError(SITE, fact, remedy)
         numbers = {"batch": batch, "seed": seed, "start": start}

@@ -37,3 +37,14 @@ class InternalError(AutoptdError):
 
     def __init__(self, site: str, fact: str) -> None:
         super().__init__(site, fact, "this is a defect of AutoPTD, please report it with this message")
+
+
+def a_type(value: object) -> str:
+    """Return the name of a value's type with its article: "a Linear", "an int"."""
+    return with_article(type(value).__name__)
+
+
+def with_article(name: str) -> str:
+    """Return "a" or "an" before a name, as it is read aloud: "a UNet", "an AdamW", "an SGD"."""
+    is_spelled = name[:2].isupper() and name[0] in "AEFHILMNORSX"
+    return f"{'an' if is_spelled or name[0] in 'aeioAEIO' else 'a'} {name}"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoptd.errors import PlanError
+from autoptd.errors import PlanError, a_type
 
 SITE = "pm.optimizer"
 Request = tuple[type[torch.optim.Optimizer], Iterable[Any] | None, dict[str, Any]]
@@ -78,7 +78,7 @@ def resolved(
         )
         raise PlanError(SITE, fact, f"the class: {_call_text(cls)}")
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        what = repr(cls) if isinstance(cls, (str, type)) else f"a {type(cls).__name__}"
+        what = repr(cls) if isinstance(cls, (str, type)) else a_type(cls)
         remedy = "pm.optimizer(torch.optim.AdamW, params, lr=1e-3): the class, or a functools.partial of it"
         raise PlanError(SITE, f"{what} is no class of an optimizer", remedy)
     return cls, None if params is None else own.in_names(params, trained), keywords

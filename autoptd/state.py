@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autoptd.errors import PlanError
+from autoptd.errors import PlanError, a_type, with_article
 from autoptd.runtime import check_copies, check_settings, check_state
 from autoptd.runtime.checkpoint import check
 from autoptd.runtime.checkpoint.commit import path_of
@@ -185,7 +185,7 @@ class StatefulModel(StartedModel):
             held = {id(params) for params in optimizer.binding.ranks}
             if any(id(rank.params) in held for rank in self._started("save", even_unusable=True).here):
                 return optimizer
-        fact = f"is a {type(optimizer).__name__} over other tensors than those of this model"
+        fact = f"is {a_type(optimizer)} over other tensors than those of this model"
         raise PlanError(f"{site}(optimizer=)", fact, "one that pm.optimizer(...) has made")
 
     def _opened(
@@ -206,7 +206,7 @@ class StatefulModel(StartedModel):
             check_optimizer(own, saved, strict)
             takes = takes_state(own, saved)
         elif saved is not None and strict:
-            fact = f"{checkpoint.path} has the state of a {saved['class']}, which would be lost"
+            fact = f"{checkpoint.path} has the state of {with_article(saved['class'])}, which would be lost"
             raise PlanError(LOAD, fact, "optimizer=pm.optimizer(...); or strict=False for the weights alone")
         # Another program's has neither.
         content: Mapping[str, Any] = {"extra": {}, "random": None}

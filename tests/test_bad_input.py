@@ -13,11 +13,20 @@ import transformers
 from torch import Tensor, nn
 
 import autoptd
+from autoptd.errors import with_article
 from tests.parity.models import VOCAB, batch, gpt
 
 
 def compile_gpt(**keywords: Any) -> autoptd.Program:
     return autoptd.compile(gpt(2), example_inputs=keywords.pop("example_inputs", batch()), **keywords)
+
+
+@pytest.mark.parametrize(
+    "text",
+    "a Linear, an int, an AdamW, an SGD, a GPT, an LSTM, a UNet, an ASGD, a dict, an Identity".split(", "),
+)
+def test_names_of_types_have_the_right_article(text: str) -> None:
+    assert with_article(text.split()[1]) == text
 
 
 def test_more_stages_than_cut_points() -> None:

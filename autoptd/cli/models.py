@@ -31,7 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autoptd.cli.known import KNOWN
 from autoptd.cli.request import check_model
-from autoptd.errors import AutoptdError, PlanError
+from autoptd.errors import AutoptdError, PlanError, a_type
 from autoptd.ir.plan import nearest
 from autoptd.match_folder import fake_mode, fake_parameter
 
@@ -181,7 +181,7 @@ def _read_config(path: Path) -> dict[str, Any]:
             f"MODEL {path}", f"cannot be read: {error}", "a config.json of transformers"
         ) from error
     if not isinstance(found, dict):
-        raise PlanError(f"MODEL {path}", f"is a {type(found).__name__}", "a config.json of transformers")
+        raise PlanError(f"MODEL {path}", f"is {a_type(found)}", "a config.json of transformers")
     return found
 
 
@@ -330,7 +330,7 @@ class _Empty(TorchFunctionMode):
 def _split(subject: Subject, made: Any, dtype: str | None) -> tuple[nn.Module, Any]:
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
-        fact = f"its factory returns a {type(model).__name__}"
+        fact = f"its factory returns {a_type(model)}"
         raise PlanError(
             f"MODEL {subject.name}", fact, "return the torch.nn.Module, or (module, example_inputs)"
         )

@@ -16,7 +16,7 @@ from typing import Any
 from autoptd.cli.known import KNOWN
 from autoptd.cli.parser import SIZES
 from autoptd.cli.settings import check_writable, read_pairs
-from autoptd.errors import PlanError
+from autoptd.errors import PlanError, a_type
 from autoptd.ir.activity import activity
 from autoptd.planner import plan as planning
 from autoptd.planner.model_shape import shape_of, shape_of_config
@@ -120,7 +120,7 @@ def _read(path: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise PlanError(f"--shape {path}", f"cannot be read: {error}", "a JSON object of sizes") from error
     if not isinstance(found, dict):
-        raise PlanError(f"--shape {path}", f"is a {type(found).__name__}", "a JSON object of sizes")
+        raise PlanError(f"--shape {path}", f"is {a_type(found)}", "a JSON object of sizes")
     return found
 
 

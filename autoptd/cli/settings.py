@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from autoptd.errors import PlanError
+from autoptd.errors import PlanError, a_type
 from autoptd.ir.plan import nearest
 
 # Flags that are NAME=VALUE on the command line, and mappings in a file.
@@ -40,7 +40,7 @@ def read_settings(path: str, known: Collection[str]) -> dict[str, Any]:
             f"--config {path}", f"cannot be read: {error}", "a TOML, YAML or JSON file"
         ) from error
     if not isinstance(found, dict):
-        raise PlanError(f"--config {path}", f"is a {type(found).__name__}", "flags by name: t = 2")
+        raise PlanError(f"--config {path}", f"is {a_type(found)}", "flags by name: t = 2")
     settings = {str(key).replace("-", "_"): value for key, value in found.items()}
     for key in settings:
         if key not in known:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from autoptd.errors import PlanError
+from autoptd.errors import PlanError, a_type
 
 # A million: a typing error, and no cluster.
 MAX_RANKS = 2**20
@@ -89,7 +89,7 @@ def check_plain(keywords: Mapping[str, Any]) -> None:
     """Raise PlanError for tensors and arrays: of none of them a keyword can be asked anything."""
     for name, value in keywords.items():
         if _is_tensor(value) or getattr(value, "ndim", False):
-            fact = f"is a {type(value).__name__} of shape {tuple(value.shape)}"
+            fact = f"is {a_type(value)} of shape {tuple(value.shape)}"
             remedy = (
                 "a plain value of Python's, such as int(x) or x.item(); a batch is given as example_inputs="
             )

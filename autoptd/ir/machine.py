@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autoptd.errors import PlanError
+from autoptd.errors import PlanError, a_type
 from autoptd.ir.machine_files import gpu_of, machine_file, machine_names, nearest_machines
 from autoptd.ir.plan import check_known
 
@@ -148,7 +148,7 @@ def find_machine(given: Any) -> Machine:
         check_known("machine", given, [field.name for field in dataclasses.fields(Machine)])
         return Machine(**given)
     remedy = f"one of {', '.join(machine_names())}, or a Machine"
-    raise PlanError("machine", f"is a {type(given).__name__}", remedy)
+    raise PlanError("machine", f"is {a_type(given)}", remedy)
 
 
 def machine_record(given: Any) -> str | dict[str, float] | None:

@@ -28,7 +28,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from autoptd.errors import PlanError
+from autoptd.errors import PlanError, a_type
 from autoptd.ir.kept import KeepPin, Rate, read_keep
 from autoptd.ir.mesh import DEGREES
 
@@ -120,7 +120,7 @@ def load_plan(given: Any) -> dict[str, Any]:
             fact = f"cannot be read: {error}"
             raise PlanError(f"plan={str(given)!r}", fact, "the path of a plan.json") from error
     if not isinstance(plan, dict):
-        raise PlanError("plan", f"is a {type(plan).__name__}", "a dict, or the path of a plan.json")
+        raise PlanError("plan", f"is {a_type(plan)}", "a dict, or the path of a plan.json")
     return plan
 
 

@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from autoptd.errors import PlanError
+from autoptd.errors import PlanError, a_type
 from autoptd.ir.actions import Orders, format_orders, parse_orders, ranks_of_stages
 from autoptd.ir.buffers import digest
 from autoptd.ir.fallback import Fallback
@@ -393,7 +393,7 @@ def check_program(site: str, given: Any) -> None:
     if not isinstance(given, Program):
         has_one = isinstance(getattr(given, "program", None), Program)
         remedy = "its program: pm.program" if has_one else "what autoptd.compile returns"
-        raise PlanError(site, f"takes a Program, and got a {type(given).__name__}", remedy)
+        raise PlanError(site, f"takes a Program, and got {a_type(given)}", remedy)
 
 
 __all__ = ["Picture", "Program", "check_program"]

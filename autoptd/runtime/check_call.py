@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autoptd.errors import PlanError
+from autoptd.errors import PlanError, a_type
 from autoptd.program.program import Program
 from autoptd.program.specs import InputSpec
 from autoptd.runtime.batch import check_structure, expected_shape, is_same_constant
@@ -123,7 +123,7 @@ def value_text(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return _text(value.shape, value.dtype)
     text = repr(value)
-    return text if len(text) <= 80 else f"a {type(value).__name__}"
+    return text if len(text) <= 80 else a_type(value)
 
 
 def _text(shape: Collection[int], dtype: torch.dtype) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoptd.errors import TraceError
+from autoptd.errors import TraceError, a_type
 from autoptd.trace.outside import outside_state
 from autoptd.trace.own_functions import operator_for
 
@@ -65,7 +65,7 @@ class Call:
         site = f"autograd.Function {function.__name__}"
         for arg in args:
             if not isinstance(arg, (Tensor, *PLAIN)):
-                fact = f"its backward is not traced, and it takes a {type(arg).__name__}"
+                fact = f"its backward is not traced, and it takes {a_type(arg)}"
                 raise TraceError(site, fact, REMEDY)
         given = [Given(arg.shape, arg.requires_grad) if isinstance(arg, Tensor) else arg for arg in args]
         return cls(function, tuple(given))

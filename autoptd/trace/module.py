@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from autoptd.compat import FakeTensor, tree_flatten
-from autoptd.errors import PlanError
+from autoptd.errors import PlanError, a_type
 from autoptd.trace.attributes import check_state_dict
 from autoptd.trace.quantised import check_quantised
 from autoptd.trace.storage import check_storage
@@ -26,9 +26,7 @@ def check_module(model: nn.Module) -> None:
     memory: a copy would not show it.
     """
     if not isinstance(model, nn.Module):
-        raise PlanError(
-            "model", f"is a {type(model).__name__}, not a torch.nn.Module", "pass the module itself"
-        )
+        raise PlanError("model", f"is {a_type(model)}, not a torch.nn.Module", "pass the module itself")
     if hasattr(model, "_orig_mod"):
         raise PlanError(
             "model", "is wrapped by torch.compile", "pass the module that it wraps: model._orig_mod"

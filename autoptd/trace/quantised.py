@@ -18,7 +18,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from autoptd.errors import TraceError
+from autoptd.errors import TraceError, a_type
 
 # By the names of classes, those of bases too.
 BITSANDBYTES = {"Linear4bit", "Linear8bitLt", "Params4bit", "Int8Params"}
@@ -36,7 +36,9 @@ def check_quantised(model: nn.Module) -> None:
     path, module, how = found[0]
     more = len(found) - 1
     others = f", as are those of {more} more module{'s' * (more > 1)}" if more else ""
-    fact = f"is a {type(module).__name__}, whose weights are quantised by {how}{others}: packed integers are not divided"
+    fact = (
+        f"is {a_type(module)}, whose weights are quantised by {how}{others}: packed integers are not divided"
+    )
     remedy = "load the base without quantization_config, in bfloat16: frozen weights have no gradients and no optimizer state"
     raise TraceError(path or "model", fact, remedy)
 

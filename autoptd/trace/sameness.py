@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from autoptd.errors import a_type
 from autoptd.trace.contents import (
     CONTAINERS,
     MISSING,
@@ -114,7 +115,7 @@ def text_of(value: Any) -> str:
     if isinstance(value, Tensor):
         return "a tensor"
     is_shown = isinstance(value, (*PLAIN, *CONTAINERS, tuple)) or value is MISSING
-    return repr(value)[:MOST_LETTERS] if is_shown else f"a {type(value).__name__}"
+    return repr(value)[:MOST_LETTERS] if is_shown else a_type(value)
 
 
 __all__ = ["differing", "is_same", "text_of"]

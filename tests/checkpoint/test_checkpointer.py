@@ -488,7 +488,7 @@ def test_a_loader_goes_on_where_it_was(tmp_path: Path) -> None:
         ({"every": 3, "mtbf": 2.0}, "every=3 says how often to save"),
         ({"every": "auto", "mtbf": 0}, "mtbf=0"),
         ({"every": 1, "keep": 0}, "keep=0"),
-        ({"every": 1, "optimizer": torch.optim.SGD([torch.ones(1)], lr=1.0)}, "is a SGD over other tensors"),
+        ({"every": 1, "optimizer": torch.optim.SGD([torch.ones(1)], lr=1.0)}, "is an SGD over other tensors"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, settings: dict[str, Any], told: str) -> None:

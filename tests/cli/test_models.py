@@ -112,7 +112,7 @@ def test_a_factory_may_bring_its_batch_and_tables(tmp_path: Path) -> None:
         and model.up.weight.dtype == torch.bfloat16
     )
     for name, keywords, told in (
-        ("mine.py:bad", {}, "returns a int"),
+        ("mine.py:bad", {}, "returns an int"),
         ("mine.py:make", {"x": 1}, "unexpected keyword"),
         ("mine.py:mak", {}, "make"),
         ("mine.py:fail", {"size": "x"}, r"its factory fails, called with size='x': TypeError: "),

@@ -31,7 +31,7 @@ def test_a_plan_spells_what_is_meant(given: Any) -> None:
     ("given", "says"),
     [
         ("h10", r"machine='h10': no such machine.*h100"),
-        (3, r"machine: is a int"),
+        (3, r"machine: is an int"),
         ({"flop": 1.0}, r"machine: unknown key 'flop'.*flops"),
         ({"flops": 0}, r"machine: flops=0: not a positive number"),
         ({"latency": -1.0}, r"machine: latency=-1.0"),

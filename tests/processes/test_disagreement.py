@@ -77,14 +77,18 @@ def test_ranks_that_differ_are_named_on_all_ranks(
 
 @pytest.mark.parametrize("arguments", [(), pytest.param(("more",), marks=pytest.mark.thorough)])
 def test_a_call_that_only_rank_0_makes_is_named_on_all_ranks(arguments: tuple[str, ...]) -> None:
-    """By gloo alone it ends a process by SIGABRT, or hangs."""
+    """By gloo alone it ends a process by SIGABRT, or hangs. A state dict of what every rank has in full needs no others."""
     results = finish(start(Path(__file__).parent / "some_ranks_call.py", 2, *arguments), timeout=240)
     assert [code for code, _, _ in results] == [0] * 2, "\n".join(err[-2000:] for _, _, err in results)
     told = [json.loads(out.splitlines()[-1]) for _, out, _ in results]
     for case, said in told[0].items():
         # What it does first has a name of its own.
-        name = case.split(" ")[0].replace("load_state_dict", "state dict")
+        name, _, mesh = case.partition(" ")
+        name = {"load_state_dict": "state dict", "eval_step": "check of the sizes"}.get(name, name)
         for text in (said, told[1][case]):
+            if (name, mesh) == ("state_dict", "{'d': 2}"):
+                assert text == "", text
+                continue
             assert text.startswith("RuntimeFault: rank ") and "every rank makes every call" in text, (
                 case,
                 text,

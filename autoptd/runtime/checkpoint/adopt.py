@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from autoptd.errors import PlanError
+from autoptd.errors import PlanError, a_type
 from autoptd.runtime.checkpoint.commit import begin, finish, new_token
 from autoptd.runtime.checkpoint.disk import remove_folder
 from autoptd.runtime.checkpoint.extra import dumped
@@ -108,7 +108,7 @@ def check_model(model: Any, site: str) -> None:
         raise PlanError(site, "holds no state dict", remedy)
     for name, x in model.items():
         if not isinstance(name, str) or not isinstance(x, torch.Tensor):
-            raise PlanError(site, f"has a {type(x).__name__} under {name!r}, and no tensor", remedy)
+            raise PlanError(site, f"has {a_type(x)} under {name!r}, and no tensor", remedy)
         if x.layout != torch.strided or x.is_quantized:
             raise PlanError(site, f"has {name}, which is sparse or quantized", "dense tensors")
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from autoptd.errors import PlanError
+from autoptd.errors import PlanError, a_type
 from autoptd.runtime.optimizer import NamedOptimizer
 
 SAVE, LOAD = "pm.save", "pm.load"
@@ -66,7 +66,7 @@ def check_objects(extra: Mapping[str, Any]) -> None:
     """Raise PlanError for an object without state."""
     for name, item in extra.items():
         if not hasattr(item, "state_dict") or not hasattr(item, "load_state_dict"):
-            fact = f"is a {type(item).__name__}, without state_dict and load_state_dict"
+            fact = f"is {a_type(item)}, without state_dict and load_state_dict"
             raise PlanError(f"extra[{name!r}]", fact, "an object that has both, such as a scheduler")
 
 
@@ -134,7 +134,7 @@ def check_extra(content: Mapping[str, Any], extra: Mapping[str, Any], place: Pla
         warnings.warn(f"{LOAD}: {text}", stacklevel=3)
     for name, item in extra.items():
         if not hasattr(item, "load_state_dict"):
-            fact = f"is a {type(item).__name__}, without load_state_dict"
+            fact = f"is {a_type(item)}, without load_state_dict"
             raise PlanError(f"extra[{name!r}]", fact, "the object that was saved")
         if len(saved[name]) not in (1, place.replicas):
             fact = (

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from autoptd.errors import PlanError
+from autoptd.errors import PlanError, with_article
 from autoptd.runtime.checkpoint.manifest import GROUPS
 from autoptd.runtime.checkpoint.values import decode, encode, without_numpy
 from autoptd.runtime.optimizer import NamedOptimizer
@@ -56,7 +56,8 @@ def takes_state(optimizer: NamedOptimizer, record: Mapping[str, Any]) -> bool:
     both = {record["class"], class_name(optimizer)}
     if None in both or len(both) == 1 or both == {"Adam", "AdamW"}:
         return True
-    text = f"the state of a {record['class']} is none of a {class_name(optimizer)}, which is left as it is"
+    saved, ours = with_article(record["class"]), with_article(class_name(optimizer))
+    text = f"the state of {saved} is none of {ours}, which is left as it is"
     warnings.warn(f"{SITE}: {text}", stacklevel=4)
     return False
 
@@ -75,7 +76,7 @@ def check_optimizer(optimizer: NamedOptimizer, record: Mapping[str, Any], strict
     """Raise PlanError unless the optimizer is of the class that was saved, with the same parameters in its groups."""
     # None: another program's, which did not say.
     if strict and record["class"] not in (None, class_name(optimizer)):
-        fact = f"has the state of a {record['class']}, and is loaded into a {class_name(optimizer)}"
+        fact = f"has the state of {with_article(record['class'])}, and is loaded into {with_article(class_name(optimizer))}"
         remedy = f"pm.optimizer(torch.optim.{record['class']}, ...); or strict=False, which takes what fits"
         raise PlanError(SITE, fact, remedy)
     optimizer.check_saved(record["groups"], SITE)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from autoptd.errors import PlanError
+from autoptd.errors import PlanError, a_type
 from autoptd.runtime.parts import dtype_of
 
 PLAIN = (bool, int, str, type(None))
@@ -38,7 +38,7 @@ def encode(value: Any, site: str) -> Any:
         return {"tensor": numbers, "dtype": str(value.dtype).removeprefix("torch.")}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {"dict": {key: encode(item, site) for key, item in value.items()}}
-    fact = f"is a {type(value).__name__}, which a checkpoint cannot hold"
+    fact = f"is {a_type(value)}, which a checkpoint cannot hold"
     raise PlanError(site, fact, "numbers, strings, tensors, tuples, lists and dicts of these")
 
 

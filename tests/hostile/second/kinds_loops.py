@@ -20,6 +20,7 @@ from tests.hostile.second.play import is_ours, limited
 from tests.hostile.second.source import write
 
 NO, UP, OLD, WAIT = "no gradients", "add up", "has the weights from before", "wait|no update|gradients"
+STILL = "still have those of the last update"
 STEP = "loss = pm.step(*x({0}))"
 
 
@@ -41,7 +42,7 @@ LOOPS = [
     Loop("zero_grad first", n("opt.zero_grad()\n" + S + "opt.step()")),
     Loop("zero_grad between", n(S + "opt.zero_grad()\n" + S + "opt.step()\nopt.zero_grad()")),
     Loop("zero_grad(set_to_none=False)", n(S + "opt.step()\nopt.zero_grad(set_to_none=False)")),
-    Loop("no zero_grad ever", n(S + "opt.step()"), ()),
+    Loop("no zero_grad ever", n(S + "opt.step()"), (STILL,)),
     Loop("grads set to None by hand", n(S + "opt.step()\nfor p in pm.parameters():\n    p.grad = None")),
     Loop("two steps, then an update", n(S + S + "opt.step()\nopt.zero_grad()"), (UP,)),
     Loop("accumulation by a counter", n(S + "if i % 2:\n    opt.step()\n    opt.zero_grad()", 8), (UP,)),
