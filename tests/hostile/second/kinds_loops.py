@@ -91,6 +91,7 @@ LOOPS = [
     Loop(
         "deepcopy of the model after training",
         n(S + "opt.step()\nopt.zero_grad()") + "\nimport copy\ncopy.deepcopy(model).state_dict()",
+        (OLD,),
     ),
     Loop(
         "torch.save of the model's state",
