@@ -16,34 +16,34 @@ from autoptd.ir.garbage import paused_collection
 
 if TYPE_CHECKING:
     from autoptd.api import Machine, ParallelModel, Program, compile, parallelize, verify
-    from autoptd.batches import Batches, ignore_signals
-    from autoptd.deferred import deferred, materialize
+    from autoptd.compiler.rehearsal import peak_memory
     from autoptd.errors import AutoptdError, InternalError, PlanError, RuntimeFault, TraceError
     from autoptd.ir.shapes import Buckets
+    from autoptd.model.batches import Batches, ignore_signals
     from autoptd.passes import register_rule
-    from autoptd.planner.plan import plan
-    from autoptd.planner.predict import predict
-    from autoptd.planner.traced import predict_program
-    from autoptd.rehearsal import peak_memory
-    from autoptd.reports.diff import diff
-    from autoptd.reports.progress import Progress
+    from autoptd.subject.initial.deferred import deferred, materialize
+    from autoptd.wings.planner.plan import plan
+    from autoptd.wings.planner.predict import predict
+    from autoptd.wings.planner.traced import predict_program
+    from autoptd.wings.reports.diff import diff
+    from autoptd.wings.reports.progress import Progress
 
 __version__ = "0.1.0"
 
 HOMES = {  # module -> the public names that it has
     "api": ("Machine", "ParallelModel", "Program", "compile", "parallelize", "verify"),
-    "batches": ("Batches", "ignore_signals"),
-    "deferred": ("deferred", "materialize"),
+    "model.batches": ("Batches", "ignore_signals"),
+    "subject.initial.deferred": ("deferred", "materialize"),
     "errors": ("AutoptdError", "InternalError", "PlanError", "RuntimeFault", "TraceError"),
     "ir.shapes": ("Buckets",),
     "passes": ("register_rule",),
     "per_microbatch": ("per_microbatch",),
-    "planner.plan": ("plan",),
-    "planner.predict": ("predict",),
-    "planner.traced": ("predict_program",),
-    "rehearsal": ("peak_memory",),
-    "reports.diff": ("diff",),
-    "reports.progress": ("Progress",),
+    "wings.planner.plan": ("plan",),
+    "wings.planner.predict": ("predict",),
+    "wings.planner.traced": ("predict_program",),
+    "compiler.rehearsal": ("peak_memory",),
+    "wings.reports.diff": ("diff",),
+    "wings.reports.progress": ("Progress",),
 }
 HOME_OF = {name: home for home, names in HOMES.items() for name in names}
 
@@ -88,7 +88,7 @@ class _Face(ModuleType):
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """The import system files the submodules `compile`, `diff` and `verify` here: the functions of these names stay."""
+        """The import system files the submodule `verify` here: the function of that name stays."""
         if not (name in HOME_OF and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 

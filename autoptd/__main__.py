@@ -1,4 +1,4 @@
-"""`python -m autoptd` is the command `autoptd`: see `autoptd/cli`."""
+"""`python -m autoptd` is the command `autoptd`: see `autoptd/wings/cli`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import sys
 from typing import NoReturn
 
-from autoptd.cli import main
+from autoptd.wings.cli import main
 
 # Commands that compile one model and are over. The others may run for hours.
 BRIEF = ("show", "compile")

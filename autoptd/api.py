@@ -22,31 +22,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoptd.adapters import Adapters
-from autoptd.auto import planned
-from autoptd.batch import split_call
 from autoptd.compat import tree_leaves, tree_map
-from autoptd.compile import compile, compile_evaluation, compile_program, compile_sizes
-from autoptd.deferred import is_deferred, traceable
+from autoptd.compiler.batch import split_call
+from autoptd.compiler.driver import compile_evaluation, compile_program, compile_sizes
+from autoptd.compiler.records.fallbacks import warn_of_fallbacks
 from autoptd.errors import PlanError
 from autoptd.ir.buffers import same_entries
 from autoptd.ir.machine import Machine
 from autoptd.ir.shapes import EXACT, Buckets
-from autoptd.loop_changes import LoopChanges
-from autoptd.loop_watch import LoopWatch
-from autoptd.match_folder import fitting, format_of, open_weights, with_values
-from autoptd.optimizer_request import OwnParameters
+from autoptd.model.adapters import Adapters
+from autoptd.model.loop_changes import LoopChanges
+from autoptd.model.loop_watch import LoopWatch
+from autoptd.model.match_folder import fitting, format_of, open_weights, with_values
+from autoptd.model.optimizer_request import OwnParameters
+from autoptd.model.parallel_model import ParallelModel
+from autoptd.model.sizes import EVALUATION
+from autoptd.model.started_model import is_local
 from autoptd.options import Options, make_options
-from autoptd.parallel_model import ParallelModel
 from autoptd.program.program import Program
-from autoptd.programs import EVALUATION
-from autoptd.records.fallbacks import warn_of_fallbacks
-from autoptd.reports.excepthook import print_errors_once
-from autoptd.reports.pictures import draw_program
-from autoptd.runtime.devices import check_device
-from autoptd.runtime.sources import Source
+from autoptd.runtime.world.devices import check_device
 from autoptd.runtime.world.leaving import tell_at_exit
-from autoptd.started_model import is_local
+from autoptd.subject.initial.deferred import is_deferred, traceable
+from autoptd.subject.initial.sources import Source
+from autoptd.subject.storage import shared_buffers
 from autoptd.trace import (
     check_module,
     check_precision,
@@ -57,8 +55,10 @@ from autoptd.trace import (
     modes_of,
 )
 from autoptd.trace.padding import Call, compare_padded
-from autoptd.trace.storage import shared_buffers
 from autoptd.verify.verify import verify
+from autoptd.wings.planner.auto import planned
+from autoptd.wings.reports.excepthook import print_errors_once
+from autoptd.wings.reports.pictures import draw_program
 
 
 def parallelize(
@@ -259,6 +259,23 @@ def parallelize(
         args, kwargs = split_call(example_inputs)
         pm.compile_now(args, kwargs)
     return pm
+
+
+def compile(model: nn.Module, *, example_inputs: Any, **keywords: Any) -> Program:
+    """Compile `model` for t*p*d ranks; keywords are those of `parallelize`.
+
+    `example_inputs` is the global batch: a tuple of positional or a dict of keyword arguments of the model.
+    Raises TraceError or PlanError, naming site, fact and remedy. Warns when tensor ranks repeat each
+    other's work because t does not divide.
+    """
+    options = make_options(**planned(model, example_inputs, keywords))
+    check_precision(model, options.precision)
+    if is_deferred(model):
+        model, _ = traceable(model)
+    args, kwargs = split_call(example_inputs)
+    program = compile_program(model, options, args, kwargs, replicas=options.mesh.replicas)
+    warn_of_fallbacks(program)
+    return program
 
 
 def beside(model: nn.Module, call: Call) -> Call:

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from autoptd.elsewhere import remedy_for
 from autoptd.errors import PlanError
-from autoptd.ir.elsewhere import remedy_for
 from autoptd.ir.fusion import FUSED
 from autoptd.ir.keyword import (
     CONTEXT,
@@ -120,7 +120,7 @@ class Options:
         `Buckets`: batches are padded to a few lengths. Those behind the first are kept in the folder `program_cache`, if given.
     plan: pinned decisions (`ir/plan.py`).
 
-    Three keywords, all off by default, are hooks on the backward of linear layers (runtime/linear.py), under Megatron's
+    Three keywords, all off by default, are hooks on the backward of linear layers (runtime/ops/linear.py), under Megatron's
     names. A layer with a hook is a Python autograd function: about 10% slower at h=64, not at all from h=256 (benchmarks).
 
     async_tensor_model_parallel_allreduce: the all-reduce of the input's gradient of a column-split layer

@@ -108,7 +108,7 @@ def measure(case: str) -> dict[str, Any]:
     after_torch = peak_mib()
     torch.set_num_threads(1)
     sys.path.insert(0, str(ROOT))
-    from autoptd.compile import compile_program
+    from autoptd.compiler.driver import compile_program
     from autoptd.options import make_options
     from autoptd.passes import Record
 

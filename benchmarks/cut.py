@@ -30,8 +30,8 @@ import torch
 
 import autoptd
 from autoptd.program.program import Program
-from autoptd.runtime.batch import cut
-from autoptd.runtime.launch import LocalRanks, Rank
+from autoptd.runtime.step.launch import LocalRanks, Rank
+from autoptd.runtime.step.microbatches import cut
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))

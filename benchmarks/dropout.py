@@ -23,7 +23,7 @@ import torch.nn.functional as F
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from autoptd.runtime.dropout import Draw, dropout  # noqa: E402
+from autoptd.runtime.ops.dropout import Draw, dropout  # noqa: E402
 
 RATE = 0.1
 SIZES = {  # what it is -> (shape, dim of the batch)

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 
 import autoptd
-from autoptd.deferred import named_tensors
-from autoptd.runtime.launch import ProcessRank
-from autoptd.runtime.recipes import Recipes, recording_of
+from autoptd.runtime.step.launch import ProcessRank
+from autoptd.subject.initial.deferred import named_tensors
+from autoptd.subject.initial.recipes import Recipes, recording_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 

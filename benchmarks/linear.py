@@ -1,4 +1,4 @@
-"""What hooks on the backward of linear layers cost and gain (`rt.linear`, autoptd/runtime/linear.py).
+"""What hooks on the backward of linear layers cost and gain (`rt.linear`, autoptd/runtime/ops/linear.py).
 
 1. Forward and backward of one linear layer [h, 4h] on 256 rows, the hooked form against `F.linear`, taking turns: the price
    of a Python autograd function. "main_grads" adds to the sum within the GEMM, "deferred" runs the GEMM afterwards.
@@ -29,7 +29,7 @@ import torch.nn.functional as F
 
 import autoptd
 from autoptd import runtime as rt
-from autoptd.runtime.linear import Deferred, WeightGemm
+from autoptd.runtime.ops.linear import Deferred, WeightGemm
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))

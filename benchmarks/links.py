@@ -27,7 +27,7 @@ import torch.multiprocessing as mp
 import autoptd
 from autoptd.ir.mesh import Mesh
 from autoptd.program.specs import TransferBuffer
-from autoptd.runtime.messages import gather, pack
+from autoptd.runtime.step.messages import gather, pack
 from autoptd.runtime.world.processes import DistributedWorld
 from autoptd.runtime.world.world import Communicators, World
 

@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime import i_to_p, i_to_r, p_to_i
-from autoptd.runtime.batch import cut
-from autoptd.runtime.launch import Rank
+from autoptd.runtime.step.launch import Rank
+from autoptd.runtime.step.microbatches import cut
 from autoptd.runtime.world.processes import DistributedWorld
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Communicators, Group, World

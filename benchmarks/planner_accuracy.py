@@ -37,13 +37,13 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from autoptd.planner.cluster import Cluster, find_cluster  # noqa: E402
-from autoptd.planner.estimate import estimate  # noqa: E402
-from autoptd.planner.network import Network  # noqa: E402
-from autoptd.planner.predict import Prediction, predict  # noqa: E402
-from autoptd.planner.setting import Setting  # noqa: E402
-from autoptd.planner.shape import find_shape  # noqa: E402
-from autoptd.planner.terms import count_terms  # noqa: E402
+from autoptd.wings.planner.cluster import Cluster, find_cluster  # noqa: E402
+from autoptd.wings.planner.estimate import estimate  # noqa: E402
+from autoptd.wings.planner.network import Network  # noqa: E402
+from autoptd.wings.planner.predict import Prediction, predict  # noqa: E402
+from autoptd.wings.planner.setting import Setting  # noqa: E402
+from autoptd.wings.planner.shape import find_shape  # noqa: E402
+from autoptd.wings.planner.terms import count_terms  # noqa: E402
 from benchmarks.lib import bloom  # noqa: E402
 from benchmarks.lib.points import DATA, Point, Row, held_out, load, summary  # noqa: E402
 

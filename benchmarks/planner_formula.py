@@ -15,10 +15,10 @@ import random
 from pathlib import Path
 from typing import Any
 
-from autoptd.planner.estimate import estimate
-from autoptd.planner.predict import predict
-from autoptd.planner.setting import Setting
-from autoptd.planner.shape import Shape
+from autoptd.wings.planner.estimate import estimate
+from autoptd.wings.planner.predict import predict
+from autoptd.wings.planner.setting import Setting
+from autoptd.wings.planner.shape import Shape
 
 ROOT = Path(__file__).parent.parent
 SHAPES = [

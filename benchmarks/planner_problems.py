@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from autoptd.planner.search import search, take
+from autoptd.wings.planner.search import search, take
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 

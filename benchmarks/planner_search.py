@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from autoptd.planner.default import DefaultModel
-from autoptd.planner.plan import plan
-from autoptd.planner.request import make_request
-from autoptd.planner.search import search, take
+from autoptd.wings.planner.default import DefaultModel
+from autoptd.wings.planner.plan import plan
+from autoptd.wings.planner.request import make_request
+from autoptd.wings.planner.search import search, take
 
 ROOT = Path(__file__).parent.parent
 FULL = {"recompute": "full", "precision": "bf16"}

@@ -29,8 +29,8 @@ PRELOAD = (
     "torch._dynamo",
     "torch.distributed",
     "autoptd.api",
-    "autoptd.doctor.run",
-    "autoptd.cli.doctor",
+    "autoptd.wings.doctor.run",
+    "autoptd.wings.cli.doctor",
 )
 CONTEXT.set_forkserver_preload([*PRELOAD, "tests.processes.launches", "tests.processes.preload"])
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoptd
-from autoptd.reports.summary import summarize
+from autoptd.wings.reports.summary import summarize
 from tests.parity.test_peft import MACHINE, adapted, batch, lora
 from tests.trace.test_quantised import Linear4bit
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import autoptd
-from autoptd.runtime import read_folder, save_adapter
+from autoptd.runtime.folders import read_folder, save_adapter
 from tests.parity.test_peft import KINDS, MACHINE, adapted, batch, llama, lora
 
 safetensors = pytest.importorskip("safetensors.torch")

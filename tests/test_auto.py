@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.auto import planned
+from autoptd.wings.planner.auto import planned
 from examples.gpt import GPT, GPTConfig
 
 SIZES = {"vocab_size": 64, "block_size": 16, "n_layer": 4, "n_head": 4, "n_embd": 32}

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import autoptd
-from autoptd import adapted_model
+from autoptd.model import adapted_model
 from autoptd.options import Options
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.world.world import World

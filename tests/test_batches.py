@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import autoptd
-from autoptd.batches import Batches, permuted
 from autoptd.errors import PlanError
+from autoptd.model.batches import Batches, permuted
 from tests.parity.models import batch, gpt
 from tests.waits import LONG
 
@@ -195,7 +195,7 @@ def test_workers_outlive_a_signal_to_the_job(init: str) -> None:
 # A signal is lost where one of its kind still waits to be taken, so that each is waited for, and the last is sent again.
 IGNORES = """
 import os, signal, sys, time, autoptd
-from autoptd.batches import ignore_signals
+from autoptd.model.batches import ignore_signals
 
 ready, tell = os.pipe()
 if (worker := os.fork()) == 0:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autoptd.compile import compile
+from autoptd.api import compile
 from autoptd.errors import PlanError
 from autoptd.ir import markers
 from autoptd.ir.notes import note, ops

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.compat import FakeTensor
-from autoptd.deferred import named_tensors
 from autoptd.errors import PlanError
-from autoptd.runtime.fingerprint import fingerprint_of_values
-from autoptd.runtime.parts import shard_of
-from autoptd.runtime.recipes import Recipes
+from autoptd.runtime.params.fingerprint import fingerprint_of_values
+from autoptd.runtime.params.parts import shard_of
+from autoptd.subject.initial.deferred import named_tensors
+from autoptd.subject.initial.recipes import Recipes
 from examples.gpt import GPT, GPTConfig
 from tests.constructors import KINDS
 from tests.parity.models import batch

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import autoptd
-from autoptd.cli import main
-from autoptd.cli.parser import parse
 from autoptd.ir.machine import Machine
+from autoptd.wings.cli import main
+from autoptd.wings.cli.parser import parse
 from benchmarks.gpu.rows import Journal
 from benchmarks.gpu.sections import SECTIONS
 from docs import make_benchmarks
@@ -186,9 +186,9 @@ def test_what_the_package_says_it_has() -> None:
     assert set(autoptd.__all__) == set(autoptd.HOME_OF) and sorted(autoptd.__all__) == autoptd.__all__
     for name, home in autoptd.HOME_OF.items():
         assert getattr(autoptd, name).__module__.startswith("autoptd"), home
-    import autoptd.compile as module_or_function  # the submodule of the same name does not hide the function
+    import autoptd.verify as module_or_function  # the submodule of the same name does not hide the function
 
-    assert callable(autoptd.compile) and module_or_function is autoptd.compile
+    assert callable(autoptd.verify) and module_or_function is autoptd.verify
     with pytest.raises(AttributeError, match="no attribute 'compil'"):
         _ = autoptd.compil
 

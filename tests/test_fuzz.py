@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from autoptd.errors import InternalError, PlanError
-from autoptd.parallel_model import ParallelModel
+from autoptd.model.parallel_model import ParallelModel
 from tests.fuzz.features import CHOICES, Case
 from tests.fuzz.plant import FAULTS, planted
 from tests.fuzz.script import script

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import autoptd
-from autoptd.cli import main
-from autoptd.cli.parser import parse
+from autoptd.wings.cli import main
+from autoptd.wings.cli.parser import parse
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/getting-started.md").read_text()

@@ -10,8 +10,8 @@ from torch import nn
 
 import autoptd
 from autoptd.errors import PlanError
-from autoptd.instead import INSTEAD, WrongCall
-from autoptd.parallel_model import ParallelModel
+from autoptd.model.instead import INSTEAD, WrongCall
+from autoptd.model.parallel_model import ParallelModel
 
 
 @pytest.fixture(scope="module")

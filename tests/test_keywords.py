@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import autoptd
+from autoptd.elsewhere import REMEDIES
 from autoptd.errors import PlanError, TraceError
-from autoptd.ir.elsewhere import REMEDIES
 from autoptd.ir.keyword import NOT_YET
 from autoptd.options import KEYWORDS, make_options
 

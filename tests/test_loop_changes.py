@@ -21,7 +21,7 @@ from torch.nn.utils.parametrize import register_parametrization
 
 import autoptd
 from autoptd.errors import RuntimeFault
-from autoptd.parallel_model import ParallelModel
+from autoptd.model.parallel_model import ParallelModel
 from autoptd.trace import Traced
 
 BATCH = (torch.arange(32.0).view(8, 4) / 32, torch.arange(16.0).view(8, 2) / 16)

@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from autoptd.errors import PlanError
 from autoptd.ir.garbage import paused_collection
-from autoptd.loop_watch import LoopLook, LoopWatch
+from autoptd.model.loop_watch import LoopLook, LoopWatch
 from tests.test_loop_watch import BATCH, Model, made
 
 Act = Callable[[nn.Module, nn.Module], Any]

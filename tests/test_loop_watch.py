@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autoptd
-from autoptd.parallel_model import ParallelModel
+from autoptd.model.parallel_model import ParallelModel
 
 BATCH = (torch.arange(32.0).view(8, 4) / 32, torch.arange(8) % 3)
 

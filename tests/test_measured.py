@@ -7,11 +7,11 @@ import re
 
 import pytest
 
-from autoptd.doctor.words import bandwidth_text, seconds_text
-from autoptd.reports.progress import progress_line
-from autoptd.runtime.stepclock import StepTimes
+from autoptd.runtime.measure.stepclock import StepTimes
 from autoptd.verify.verify import Difference, Report
-from autoptd.viz.words import bytes_text
+from autoptd.wings.doctor.words import bandwidth_text, seconds_text
+from autoptd.wings.reports.progress import progress_line
+from autoptd.wings.viz.words import bytes_text
 from tests.doctor.test_processes import page_blocks
 from tests.measured import same_table, same_words
 from tests.test_shown_output import MEASURED, blocks, claim

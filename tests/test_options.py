@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import autoptd
-from autoptd.cli.parser import FLAGS, make_parser, parse
-from autoptd.cli.programs import keywords_of
 from autoptd.ir.keyword import NOT_YET
 from autoptd.options import KEYWORDS, Keyword, Options
+from autoptd.wings.cli.parser import FLAGS, make_parser, parse
+from autoptd.wings.cli.programs import keywords_of
 
 NO_OPTIONS = {
     "model",

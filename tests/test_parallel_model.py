@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from autoptd.errors import PlanError, RuntimeFault
+from autoptd.model.parallel_model import ParallelModel
 from autoptd.options import Options
-from autoptd.parallel_model import ParallelModel
 from autoptd.program.program import Program
-from autoptd.runtime.launch import is_launched
+from autoptd.runtime.step.launch import is_launched
 from tests.forks import CONTEXT
 from tests.ports import free_port
 from tests.runtime.tied_model import Case, TiedModel, make_batch, make_model, make_program

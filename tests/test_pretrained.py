@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.match_folder import counted
+from autoptd.model.match_folder import counted
 from autoptd.program.specs import ParamSpec
-from autoptd.runtime import read_folder
+from autoptd.runtime.folders import read_folder
 from tests.parity import test_segments, test_sharing
 from tests.parity.models import batch, gpt
 

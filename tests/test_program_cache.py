@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import autoptd
-from autoptd import program_cache
+from autoptd.compiler import program_cache
 from autoptd.program.program import Program
 from tests.parity.covering import aliases, compare
 from tests.parity.models import batch, gpt

@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
+from autoptd.compiler.rehearsal import LiveBytes
 from autoptd.ir.actions import Action
 from autoptd.program.program import Program
-from autoptd.rehearsal import LiveBytes
-from autoptd.runtime.batch import cut
-from autoptd.runtime.executor import Executor
-from autoptd.runtime.guard import unguarded
-from autoptd.runtime.launch import Rank
-from autoptd.runtime.parameters import RankParameters
+from autoptd.runtime.params.guard import unguarded
+from autoptd.runtime.params.parameters import RankParameters
+from autoptd.runtime.step.executor import Executor
+from autoptd.runtime.step.launch import Rank
+from autoptd.runtime.step.microbatches import cut
 from autoptd.runtime.world.processes import DistributedChannel
 from autoptd.runtime.world.world import Done, Pending
 from benchmarks.lib.one_rank import one_rank

@@ -18,14 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.cli import main
-from autoptd.deferred import named_tensors
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
-from autoptd.runtime.launch import check_same_source
-from autoptd.runtime.recipes import Recipes
+from autoptd.runtime.step.launch import check_same_source
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Communicators, World
+from autoptd.subject.initial.deferred import named_tensors
+from autoptd.subject.initial.recipes import Recipes
+from autoptd.wings.cli import main
 from benchmarks.lib.loss_cases import CASES
 from benchmarks.losses import BYTES_AT, LARGE_ROWS, LARGE_VOCAB, LARGE_WIDTH
 from examples.gpt import GPT, GPTConfig

@@ -92,7 +92,7 @@ def recipe_of(name: str, body: Sequence[Node]) -> Recipe | None:
 
 
 def summed_in_place(node: Node) -> Iterator[Node]:
-    """Yield the operators behind the memory in which `node` sums: views, and what allocates it (`passes/own.py`)."""
+    """Yield the operators behind the memory in which `node` sums: views, and what allocates it (`passes/inplace_sums.py`)."""
     if note(node).conversion == "p_to_i":
         at = node.args[0]
         while isinstance(at, Node) and at.op == "call_function":

@@ -1,6 +1,6 @@
 """What a long command is doing, for whoever looks: the logger `autoptd.activity`, at level INFO.
 
-Nobody hears it unless asked, as with any logger. The command line shows it (`cli/live.py`); in Python:
+Nobody hears it unless asked, as with any logger. The command line shows it (`wings/cli/live.py`); in Python:
 
     logging.basicConfig(level=logging.INFO)
     autoptd.parallelize(...)            # INFO:autoptd.activity:tracing 2 samples: 1.2 s

@@ -100,7 +100,7 @@ def check_plain(keywords: Mapping[str, Any]) -> None:
 class Keyword:
     """What is known of a keyword of `parallelize` beside its default: metadata of its field of `Options`.
 
-    `flag` says how the command line reads it, a key of `FLAGS` in cli/parser.py; "" for a keyword without a
+    `flag` says how the command line reads it, a key of `FLAGS` in wings/cli/parser.py; "" for a keyword without a
     flag. `help` and `metavar` are argparse's; `is_for_training`: only `autoptd train` has the flag.
     `choices` are the values that it may have, where they can be listed. `kind`, by default the flag: of `KINDS`, what it
     takes. `is_planned`: plan.json has it

@@ -1,7 +1,7 @@
 """The described machines: a TOML file each in `autoptd/machines`, their GPUs in `gpus.toml` there.
 
 In: a name. Out: its file, and what that says. From it the solver derives a `Machine` (ir/machine.py), the
-planner a `Cluster` (planner/cluster.py, which explains the fields), and progress the peaks of a GPU.
+planner a `Cluster` (wings/planner/cluster.py, which explains the fields), and progress the peaks of a GPU.
 
     # NVIDIA's own machines go by the name of their GPU too.
     machine_file("h100").stem                          # "dgx-h100"
@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parents[1] / "machines"
 GPUS = FOLDER / "gpus.toml"
 # NVIDIA's own machines: they go by the name of their GPU too.
 MAKER = "dgx-"
-# Fields of gpus.toml that only reports/progress.py reads.
+# Fields of gpus.toml that only wings/reports/progress.py reads.
 OF_PROGRESS = ("device", "tf32_flops")
 
 

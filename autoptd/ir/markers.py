@@ -66,7 +66,7 @@ def cross_entropy(
 
 
 def _classes(name: str) -> Callable[..., Any]:
-    """Make the marker of an operator over classes that are split over ranks (`runtime/classes.py`).
+    """Make the marker of an operator over classes that are split over ranks (`runtime/ops/classes.py`).
 
     It takes the operands, the dim and, where classes are padded, their number.
     """

@@ -22,7 +22,7 @@ USED = frozenset({"self", "w", "b", "i", "F", "torch", "rt", "float", "range", *
 RESERVED = frozenset({*USED, *dir(builtins)})
 # Methods of a namespace of weights: a module of this name is read as an item.
 METHODS = frozenset({"at"})
-# What a stage has of its own (`runtime/stage.py`): a method that is called like a module of the user's is none of these.
+# What a stage has of its own (`runtime/step/stage.py`): a method that is called like a module of the user's is none of these.
 OF_STAGE = frozenset(
     "activations again batch_sum buffers count counts deferred device draw drawing dropped forward fused groups is_compiled "
     "keep_part kept layers main_grads parts rounds run sums totals weights".split()

@@ -1,7 +1,7 @@
 """Random numbers of a model beside dropout: what every way to draw them is in a graph.
 
 In: a tensor, of which the shape and the dtype are read alone. Out: as many numbers of one kind. Which ones they are follows
-from where they are drawn (`runtime/noise.py`), and is known to no node: called in a graph, these give torch's own.
+from where they are drawn (`runtime/ops/noise.py`), and is known to no node: called in a graph, these give torch's own.
 
     torch.ops.autoptd.uniform(x)            # from 0 on, below 1
     torch.ops.autoptd.normal(x)             # mean 0, variance 1

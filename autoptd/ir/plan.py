@@ -16,7 +16,7 @@ what a pipeline rank pays to keep a byte less of a microbatch, with recompute="a
     {"rank": 0, "price": 0.0, "more": 1e-9, "share": 0.25}
 
 `fallbacks`, `relief` (what it took to fit into `memory=`), `weighed` (the plan over tp beside the known ones:
-program/weighed.py) and `planner` (why the planner chose this: planner/plan.py) are reports and pin nothing.
+program/weighed.py) and `planner` (why the planner chose this: wings/planner/plan.py) are reports and pin nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What `memory=BYTES` leaves to be chosen: whatever may make ranks smaller, and was not asked for.
 
-In: the keywords of a request. Out: the same, with "auto" where nothing was said. How it is chosen: `place.py`.
+In: the keywords of a request. Out: the same, with "auto" where nothing was said. How it is chosen: `compiler/memory_search.py`.
 
     relieved({"t": 2, "memory": "40GB", "zero": 1})
     # {"t": 2, "memory": "40GB", "zero": 1, "sequence_parallel": "auto", "recompute": "auto"}

@@ -1,4 +1,4 @@
-"""The memory of a rank's values, and what each operator leaves there for its backward: found by `autoptd/saved.py`."""
+"""The memory of a rank's values, and what each operator leaves there for its backward: found by `autoptd/compiler/saved.py`."""
 
 from __future__ import annotations
 

@@ -17,11 +17,12 @@ from autoptd.passes.fusion.chain import Groups
 from autoptd.passes.fusion.fuse import find_fusions, substitute
 from autoptd.passes.group_rows import group_rows
 from autoptd.passes.hook_gemms import adds_to_gradient, hook_gemms
+from autoptd.passes.inplace_sums import mark_owned
 from autoptd.passes.keep import keep
 from autoptd.passes.localize import localize
 from autoptd.passes.ops.costs import backward_flops, count_work, flops
 from autoptd.passes.ops.unlisted import register_rule
-from autoptd.passes.own import mark_owned
+from autoptd.passes.plan_cost import weigh, weigh_known
 from autoptd.passes.runner import Form, Pass, Record, run_passes, up_to
 from autoptd.passes.solve.assign import Assignment
 from autoptd.passes.solve.batch import MixedSamples, RepeatedLayer
@@ -30,7 +31,6 @@ from autoptd.passes.solve.fallbacks import unlisted_operators
 from autoptd.passes.solve.microbatch_losses import MARK
 from autoptd.passes.solve.row_groups import RowGroups
 from autoptd.passes.split_tokens import split_tokens
-from autoptd.passes.weigh import weigh, weigh_known
 from autoptd.passes.windows import read_windows
 
 __all__ = [

@@ -27,7 +27,7 @@ from autoptd.ir.operators.table import operator_of
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.context import Context
 from autoptd.passes.solve.queries import ATTENTION
-from autoptd.passes.uncut import Maker
+from autoptd.passes.token_regions import Maker
 
 aten = torch.ops.aten
 

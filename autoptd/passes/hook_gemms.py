@@ -9,7 +9,7 @@ In: LOCAL, and the options that choose hooks. Out: `markers.linear`, the runtime
 - A gather (S -> R) that only GEMMs read is done again in backward; with *overlap*, while the input's gradient is computed.
   The reduce-scatter of this gradient, where one GEMM alone reads the value, overlaps the weight's gradient.
 - *wgrad*: where the weight is a parameter itself, its gradient bypasses autograd: "main_grads" or "deferred", the attribute
-  of the stage that takes it (see runtime/linear.py). A head fused with its loss has this hook, too.
+  of the stage that takes it (see runtime/ops/linear.py). A head fused with its loss has this hook, too.
 
     hook_gemms(graph, ctx)
 """

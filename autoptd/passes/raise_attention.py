@@ -22,7 +22,7 @@ from autoptd.passes.context import Context
 from autoptd.passes.fusion.attention import PRODUCTS, attention
 from autoptd.passes.fusion.chain import Group, Swapped
 from autoptd.passes.solve.queries import may_be_by_queries
-from autoptd.passes.uncut import Maker
+from autoptd.passes.token_regions import Maker
 
 aten = torch.ops.aten
 

@@ -33,7 +33,7 @@ from autoptd.ir.operators.table import operator_of
 from autoptd.passes.axes.axes import Axes, Letter
 from autoptd.passes.context import Context
 from autoptd.passes.solve.tokens import TokenSplitter
-from autoptd.passes.uncut import Cut, Place, Region, uncut
+from autoptd.passes.token_regions import Cut, Place, Region, uncut
 
 # A cut leaves at least this part of the tokens: what is computed for the others is work for nothing.
 LEAST_KEPT = 3 / 4

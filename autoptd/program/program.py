@@ -57,7 +57,7 @@ Spec = TypeVar("Spec")
 
 
 class Picture(Protocol):
-    """What `Program.graph` returns: `viz/picture.py`."""
+    """What `Program.graph` returns: `wings/viz/picture.py`."""
 
     @property
     def dot(self) -> str: ...
@@ -201,7 +201,7 @@ class Program:
         "full" (all operators); `stage` restricts it to one stage. PlanError for other values.
         """
         if self.painter is None:
-            remedy = "autoptd.viz.graph_picture(program, 'model'), or compile the model again"
+            remedy = "autoptd.wings.viz.graph_picture(program, 'model'), or compile the model again"
             raise PlanError("program.graph", "a loaded program has no graphs", remedy)
         return self.painter(self, level, stage)
 

@@ -1,17 +1,15 @@
 """What emitted stage files import (`from autoptd import runtime as rt`), and what runs them."""
 
 from autoptd.ir.types import Zigzag
-from autoptd.runtime.again import as_in_forward
-from autoptd.runtime.attention import causal_attention
-from autoptd.runtime.buffer_updates import BufferUpdates
-from autoptd.runtime.classes import (
+from autoptd.runtime.ops.attention import causal_attention
+from autoptd.runtime.ops.classes import (
     classes_argmax,
     classes_gather,
     classes_log_softmax,
     classes_logsumexp,
     classes_softmax,
 )
-from autoptd.runtime.conversions import (
+from autoptd.runtime.ops.conversions import (
     i_to_p,
     i_to_r,
     i_to_s,
@@ -26,17 +24,19 @@ from autoptd.runtime.conversions import (
     s_to_r,
     s_to_s,
 )
-from autoptd.runtime.dropout import dropout
-from autoptd.runtime.experts import by_expert, expert_rows, grouped_mm, put_rows, take_rows
-from autoptd.runtime.functions import apply_function
-from autoptd.runtime.linear import linear
-from autoptd.runtime.losses import count_labels
-from autoptd.runtime.noise import exponential, normal, uniform
-from autoptd.runtime.regather import all_gather_again
-from autoptd.runtime.shards import join_shards, pad_shard, take_shard
-from autoptd.runtime.stage import Largest, Stage
-from autoptd.runtime.standalone import main
-from autoptd.runtime.vocab import cross_entropy, vocab_parallel_cross_entropy, vocab_parallel_embedding
+from autoptd.runtime.ops.dropout import dropout
+from autoptd.runtime.ops.experts import by_expert, expert_rows, grouped_mm, put_rows, take_rows
+from autoptd.runtime.ops.functions import apply_function
+from autoptd.runtime.ops.linear import linear
+from autoptd.runtime.ops.losses import count_labels
+from autoptd.runtime.ops.noise import exponential, normal, uniform
+from autoptd.runtime.ops.recompute import as_in_forward
+from autoptd.runtime.ops.regather import all_gather_again
+from autoptd.runtime.ops.shards import join_shards, pad_shard, take_shard
+from autoptd.runtime.ops.vocab import cross_entropy, vocab_parallel_cross_entropy, vocab_parallel_embedding
+from autoptd.runtime.step.buffer_updates import BufferUpdates
+from autoptd.runtime.step.stage import Largest, Stage
+from autoptd.runtime.step.standalone import main
 from autoptd.runtime.world.world import Communicators, Group, World
 
 __all__ = [

@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from autoptd.subject.contents import PLAIN, entries_of, has_entries
 from autoptd.trace.change import Change
-from autoptd.trace.contents import PLAIN, entries_of, has_entries
 
 # Objects in objects that are looked through for a tensor.
 DEEPEST = 4

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Generator, Tensor, nn
 
-from autoptd.trace.contents import CONTAINERS, PLAIN, base_of, is_opaque
+from autoptd.subject.contents import CONTAINERS, PLAIN, base_of, is_opaque
 from autoptd.trace.users import is_users
 from autoptd.trace.value_stack import NULL, at
 

@@ -26,13 +26,14 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from autoptd.compat import OpOverload, light_export, traced_through, tree_flatten, tree_unflatten
+from autoptd.elsewhere import EXPERTS
 from autoptd.errors import AutoptdError, TraceError
 from autoptd.ir.default_device import on_cpu
-from autoptd.ir.elsewhere import EXPERTS
 from autoptd.ir.expert_mm import GroupedProducts, grouped_mm
 from autoptd.ir.names import USED, identifier
 from autoptd.ir.notes import copy_graph, note, op_name, ops, placeholders, site
-from autoptd.trace.attributes import own_containers
+from autoptd.subject.attributes import own_containers
+from autoptd.subject.storage import first_names, tied_names
 from autoptd.trace.autocast import OFF, Autocast, Casting, cast_once
 from autoptd.trace.batch_norms import mark_cumulative
 from autoptd.trace.branches import Checks
@@ -43,7 +44,6 @@ from autoptd.trace.normalize import normalize
 from autoptd.trace.read import VALUE_REMEDY, check_kept, read_graph
 from autoptd.trace.reads import Reads
 from autoptd.trace.retrace import IGNORED, NO_GRAD, REGION_RESULT, Differs, Followed, Follower, Raw
-from autoptd.trace.storage import first_names, tied_names
 from autoptd.trace.updates import check_updates
 from autoptd.trace.user_frames import UserFrames
 from autoptd.trace.watch import Operands, called_at, checkpoint_sites, watch_tracing

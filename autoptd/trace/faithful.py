@@ -19,6 +19,7 @@ from autoptd.errors import TraceError
 from autoptd.ir.expert_mm import NAME as EXPERTS
 from autoptd.ir.noise import is_draw
 from autoptd.ir.notes import BATCH_NORM, is_tensor, note, op_name, ops, shape, value
+from autoptd.subject.storage import check_storage
 from autoptd.trace.autocast import OFF, Autocast
 from autoptd.trace.differences import Reference
 from autoptd.trace.dropouts import ATTENTION
@@ -26,7 +27,6 @@ from autoptd.trace.kept_buffers import distance
 from autoptd.trace.noise import draws
 from autoptd.trace.pair import Pair
 from autoptd.trace.rounding import STATE, Fault, fault_of
-from autoptd.trace.storage import check_storage
 from autoptd.trace.updates import updated_buffers
 from autoptd.trace.watch import HOOK_REMEDY
 from autoptd.trace.watched import Watched, check_changes

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from autoptd.trace.contents import PLAIN
+from autoptd.subject.contents import PLAIN
 
 # Values that cannot change, though their name may be rebound.
 FIXED = PLAIN

@@ -17,11 +17,11 @@ from torch import nn
 
 from autoptd.compat import plain_checkpoints
 from autoptd.errors import AutoptdError, TraceError
+from autoptd.subject.module import has_values
 from autoptd.trace.autocast import Autocast
 from autoptd.trace.capture import user_line
 from autoptd.trace.kept_buffers import KeptBuffers
 from autoptd.trace.loss import WithLoss
-from autoptd.trace.module import has_values
 
 REMEDY = "a model and example_inputs that run and have gradients without AutoPTD"
 

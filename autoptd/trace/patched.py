@@ -1,6 +1,6 @@
 """What a program can patch from outside: names of a class or of a module, a function, the class of an object, a setting.
 
-In: one of them. Out: what it holds by the text that names each entry, and a way to put that back, as of `contents.py`.
+In: one of them. Out: what it holds by the text that names each entry, and a way to put that back, as of `subject/contents.py`.
 
     holder = Names(torch.nn.functional, frozenset({"gelu"}))
     before, kept = holder.entries(), holder.kept()      # {".gelu": <built-in function gelu>}
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from autoptd.trace.contents import MISSING, Entries
+from autoptd.subject.contents import MISSING, Entries
 
 OF_FUNCTION = ("__code__", "__defaults__", "__kwdefaults__")
 

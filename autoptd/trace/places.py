@@ -12,7 +12,7 @@ import gc
 import types
 from typing import Any
 
-from autoptd.trace.contents import Attributes, Cell, Content, Holder, Name
+from autoptd.subject.contents import Attributes, Cell, Content, Holder, Name
 
 # A pair, in a list, of a record.
 MOST_PAIRS = 1

@@ -19,9 +19,9 @@ from torch.fx import Graph, Node
 
 from autoptd.errors import TraceError
 from autoptd.ir.notes import Note, note, op_name, set_note
+from autoptd.subject.storage import is_same_memory
 from autoptd.trace.retrace import NO_GRAD, REGION_RESULT
 from autoptd.trace.sizes import size_error
-from autoptd.trace.storage import is_same_memory
 from autoptd.trace.watched import Watched
 
 # A frame of a stack: its file, its line's number, and that line. A file's name may hold quotes and line breaks.

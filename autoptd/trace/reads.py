@@ -27,9 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.compat import FakeTensor
-from autoptd.trace.attributes import OWN
-from autoptd.trace.caches import held_in
-from autoptd.trace.contents import (
+from autoptd.subject.attributes import OWN
+from autoptd.subject.contents import (
     CONTAINERS,
     MISSING,
     PLAIN,
@@ -44,6 +43,7 @@ from autoptd.trace.contents import (
     has_entries,
     is_opaque,
 )
+from autoptd.trace.caches import held_in
 from autoptd.trace.patched import ClassOf, Names, OfFunction, Setting, settings_of
 from autoptd.trace.sameness import differing, text_of
 from autoptd.trace.users import is_users_module, may_read

@@ -1,6 +1,6 @@
 """Whether two values are the same for a forward, and which entries of two contents differ.
 
-In: entries of a holder (`contents.py`) before and after a call. Out: those that differ.
+In: entries of a holder (`subject/contents.py`) before and after a call. Out: those that differ.
 
     differing({"['n']": 0}, {"['n']": 1})     # [("['n']", 0, 1)]
 """
@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autoptd.errors import a_type
-from autoptd.trace.contents import (
+from autoptd.subject.contents import (
     CONTAINERS,
     MISSING,
     PLAIN,

@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from autoptd.trace.contents import Holder, with_values
+from autoptd.subject.contents import Holder, with_values
 from autoptd.trace.users import is_users, is_writing
 
 # A place, the text that names it in its holder, and the list that is there; None for a number.

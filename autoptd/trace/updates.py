@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from autoptd.errors import PlanError
 from autoptd.ir.notes import op_name, ops, site
 from autoptd.ir.updates import UPDATE
-from autoptd.trace.storage import shared_buffers
+from autoptd.subject.storage import shared_buffers
 
 IN_MODEL = "a loss that is a part of the model, whose forward then returns it"
 IN_PLACE = "buffers of their own (.clone()), or one tensor that is a registered buffer under both names and changed in place"

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autoptd.compat import FakeTensor, plain_checkpoints, tree_leaves
 from autoptd.errors import TraceError
-from autoptd.trace.attributes import attribute_tensors
+from autoptd.subject.attributes import attribute_tensors
 from autoptd.trace.branches import Branches, Checks
 from autoptd.trace.functions import Call, NeedsContext, call_whole, run_forward, takes_others
 from autoptd.trace.numbers import make_tensor

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from autoptd.compat import FakeTensor, tree_leaves, tree_map
 from autoptd.errors import AutoptdError
+from autoptd.subject.attributes import held_by
+from autoptd.subject.contents import MISSING, PLAIN
 from autoptd.trace.assigned import AssignedBuffers
-from autoptd.trace.attributes import held_by
 from autoptd.trace.change import Change, of_weights
-from autoptd.trace.contents import MISSING, PLAIN
 from autoptd.trace.draws import RANDOM
 from autoptd.trace.kept_buffers import KeptBuffers
 from autoptd.trace.loss import WithLoss

@@ -19,7 +19,7 @@ from torch import nn
 from autoptd.compat import tree_map
 from autoptd.errors import PlanError
 from autoptd.ir.expert_mm import GroupedProducts
-from autoptd.trace.attributes import map_attribute_tensors
+from autoptd.subject.attributes import map_attribute_tensors
 
 FLOAT32 = {torch.float32: torch.float64}
 # Casts that name their dtype.

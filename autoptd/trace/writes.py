@@ -26,10 +26,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autoptd.ir.garbage import paused_collection
-from autoptd.trace.caches import Cache, caches_of
-from autoptd.trace.calls import Harmless, Kind, called, handed_to, is_iterator, is_python, operands
-from autoptd.trace.change import Change
-from autoptd.trace.contents import (
+from autoptd.subject.contents import (
     CONTAINERS,
     MISSING,
     Attributes,
@@ -44,6 +41,9 @@ from autoptd.trace.contents import (
     is_opaque,
     slots_of,
 )
+from autoptd.trace.caches import Cache, caches_of
+from autoptd.trace.calls import Harmless, Kind, called, handed_to, is_iterator, is_python, operands
+from autoptd.trace.change import Change
 from autoptd.trace.draws import random_states
 from autoptd.trace.instructions import attribute_of, variable_of, watching
 from autoptd.trace.places import places_of

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from autoptd.batch import split_call
 from autoptd.compat import tree_flatten, tree_unflatten
+from autoptd.compiler.batch import split_call
 from autoptd.errors import PlanError
 from autoptd.program.program import Program
 

@@ -17,7 +17,7 @@ from autoptd.ir.notes import op_name, ops
 from autoptd.passes import MARK
 from autoptd.per_microbatch import marking
 from autoptd.program.program import Program
-from autoptd.runtime.batch import part_of_rows
+from autoptd.runtime.step.microbatches import part_of_rows
 
 Tensor = torch.Tensor
 Loss = Callable[..., Tensor]

@@ -29,17 +29,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoptd.auto import planned
-from autoptd.batch import autocast_here, split_call
-from autoptd.compile import compile_evaluation, compile_program
-from autoptd.deferred import materialize
+from autoptd.compiler.batch import autocast_here, split_call
+from autoptd.compiler.driver import compile_evaluation, compile_program
 from autoptd.errors import InternalError, PlanError, RuntimeFault, TraceError
 from autoptd.ir.activity import activity
 from autoptd.kernels.forms import wide
+from autoptd.model.parallel_model import ParallelModel
 from autoptd.options import LOSS_SCALE, PRECISIONS, Options, make_options
-from autoptd.parallel_model import ParallelModel
 from autoptd.program.program import Program
-from autoptd.runtime.check_call import check_call
+from autoptd.runtime.checks.call import check_call
+from autoptd.subject.initial.deferred import materialize
 from autoptd.trace import OFF, Autocast, check_module, check_precision, computing_in, modes_of
 from autoptd.trace.loss import WithLoss
 from autoptd.trace.widen import Widen, widen_inputs, widen_model
@@ -48,6 +47,7 @@ from autoptd.verify.microbatches import loss_by_microbatch
 from autoptd.verify.put_back import put_back
 from autoptd.verify.untouched import ROUNDING, allowance, check_copy, finite_losses, rounding_of
 from autoptd.verify.widening import check_widening, kernels_of, masks_of, relative_difference, widen_options
+from autoptd.wings.planner.auto import planned
 
 TOLERANCE = 1e-9
 # Gradients below this share of the largest one are compared with that, not with themselves.

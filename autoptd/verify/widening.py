@@ -21,8 +21,8 @@ from torch import nn
 from autoptd.errors import PlanError
 from autoptd.options import Options
 from autoptd.program.program import Program
-from autoptd.runtime import noise
-from autoptd.runtime.dropout import Draw, dropout
+from autoptd.runtime.ops import noise
+from autoptd.runtime.ops.dropout import Draw, dropout
 from autoptd.trace import given_masks
 from autoptd.trace.loss import WithLoss
 from autoptd.trace.masks import written_out_attention

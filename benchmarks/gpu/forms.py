@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.rehearsal import peak_memory
-from autoptd.reports.summary import summarize
+from autoptd.compiler.rehearsal import peak_memory
+from autoptd.wings.reports.summary import summarize
 from benchmarks.gpu.device import Device, ceilings
 from benchmarks.gpu.machine import card
 from benchmarks.gpu.models import Call, Shape, batch, build, loss_of

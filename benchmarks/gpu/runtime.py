@@ -16,7 +16,7 @@ from torch import Tensor
 
 import autoptd
 from autoptd.runtime import linear
-from autoptd.runtime.batch import cut
+from autoptd.runtime.step.microbatches import cut
 from autoptd.runtime.world.world import Pending, SoloGroup
 from benchmarks import overhead
 from benchmarks.gpu import right_nccl

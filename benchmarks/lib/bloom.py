@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from autoptd.planner.cluster import Cluster
-from autoptd.planner.predict import Prediction, predict
+from autoptd.wings.planner.cluster import Cluster
+from autoptd.wings.planner.predict import Prediction, predict
 from benchmarks.lib.points import Point, Row, load
 
 FILE = "bloom_sweep_part.json"

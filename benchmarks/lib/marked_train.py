@@ -59,7 +59,7 @@ def main(folder: Path, arguments: list[str]) -> None:
     import torch.distributed
 
     import autoptd
-    from autoptd.checkpointer import Checkpointer
+    from autoptd.model.checkpointer import Checkpointer
 
     marks.around(torch.distributed, "init_process_group", "group")
     # Asking for it imports the compiler.

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.compat import tree_map
-from autoptd.runtime.batch import cut
-from autoptd.runtime.launch import ProcessRank, Rank
+from autoptd.runtime.step.launch import ProcessRank, Rank
+from autoptd.runtime.step.microbatches import cut
 from autoptd.runtime.world.world import Like, Pending
 from benchmarks.lib.fake_world import fake_process_group
 

@@ -11,12 +11,12 @@ import dataclasses
 from itertools import pairwise
 from typing import Any
 
-from autoptd.planner.cluster import Cluster
-from autoptd.planner.predict import Prediction, predict
-from autoptd.planner.setting import Setting
-from autoptd.planner.shape import find_shape
-from autoptd.planner.terms import count_terms
 from autoptd.schedule import build_orders, simulate
+from autoptd.wings.planner.cluster import Cluster
+from autoptd.wings.planner.predict import Prediction, predict
+from autoptd.wings.planner.setting import Setting
+from autoptd.wings.planner.shape import find_shape
+from autoptd.wings.planner.terms import count_terms
 from benchmarks.lib.figures import Column, Figure, Series, best, spread, verdict
 from benchmarks.lib.sc21_tables import CLUSTER, GPT3, USUAL
 

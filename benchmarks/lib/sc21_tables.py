@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoptd.planner.cluster import find_cluster
-from autoptd.planner.predict import predict
+from autoptd.wings.planner.cluster import find_cluster
+from autoptd.wings.planner.predict import predict
 from benchmarks.lib.figures import Rows
 from benchmarks.lib.points import DATA, load
 from benchmarks.planner_accuracy import fastest

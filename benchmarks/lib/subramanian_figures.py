@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from autoptd.planner.search import Columns, search, take
+from autoptd.wings.planner.search import Columns, search, take
 from benchmarks.lib.figures import Column, Figure, Rows, Series, verdict
 from benchmarks.lib.subramanian import GPT3_1T, SYSTEMS, VIT_64K, SubramanianModel, Transformer
 

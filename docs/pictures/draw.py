@@ -11,8 +11,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autoptd
-from autoptd.reports.pictures import simulated_run
-from autoptd.viz import schedule_svg
+from autoptd.wings.reports.pictures import simulated_run
+from autoptd.wings.viz import schedule_svg
 
 HERE = Path(__file__).parent
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autoptd.planner.search import search
+from autoptd.wings.planner.search import search
 from benchmarks.lib import bloom
 from benchmarks.lib.figures import Figure, best, figure_rows, picture, spread, text_table, verdict
 from benchmarks.lib.points import Point

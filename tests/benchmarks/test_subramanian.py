@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoptd.errors import PlanError
-from autoptd.planner.search import search, take
+from autoptd.wings.planner.search import search, take
 from benchmarks.lib.subramanian import (
     CORRECTED,
     GPT3_1T,

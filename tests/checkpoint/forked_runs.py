@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 import autoptd
-from autoptd.compile import compile_program
+from autoptd.compiler.driver import compile_program
+from autoptd.model.parallel_model import ParallelModel
 from autoptd.options import Options
-from autoptd.parallel_model import ParallelModel
 from autoptd.program.program import Program
 from autoptd.runtime.checkpoint import series, writer
 from tests.parity.models import VOCAB, batch, gpt

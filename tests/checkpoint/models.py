@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.runtime.guard import unguarded
-from autoptd.runtime.parts import shard_of
+from autoptd.runtime.params.guard import unguarded
+from autoptd.runtime.params.parts import shard_of
 from tests.parity.models import batch, gpt
 
 VOCAB = 61

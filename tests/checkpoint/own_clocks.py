@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 import autoptd
-from autoptd import checkpointer as module
+from autoptd.model import checkpointer as module
 from autoptd.runtime.checkpoint.pace import FIRST_STEPS, Pace
 from tests.checkpoint.models import data, tied_gpt
 

@@ -6,8 +6,8 @@ import sys
 import threading
 from pathlib import Path
 
-import autoptd.cli.checkpoint  # noqa: F401 - what is imported is not of the command
-from autoptd.cli import main
+import autoptd.wings.cli.checkpoint  # noqa: F401 - what is imported is not of the command
+from autoptd.wings.cli import main
 
 
 def anonymous_bytes() -> int:

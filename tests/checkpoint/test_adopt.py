@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import autoptd
-from autoptd.cli import main
 from autoptd.errors import PlanError
+from autoptd.wings.cli import main
 from tests.checkpoint.models import assert_same, data, running, state_of, tied_gpt, train
 from tests.checkpoint.other_programs import one_device, plain_losses
 from tests.checkpoint.test_others import Command, check_losses, goes_on

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 import autoptd
-from autoptd import state
+from autoptd.model import state
 from autoptd.program.pieces import share_stage
-from autoptd.runtime.checkpoint.disk import BLOCK_BYTES
 from autoptd.runtime.checkpoint.manifest import Manifest
 from autoptd.runtime.checkpoint.read import open_checkpoint
 from autoptd.runtime.checkpoint.restore import Restoration
-from autoptd.runtime.parts import dtype_of
+from autoptd.runtime.folders.disk import BLOCK_BYTES
+from autoptd.runtime.params.parts import dtype_of
 
 WIDTH = 1024
 KEYS = {"exp_avg": 4, "exp_avg_sq": 4}

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 import autoptd
-from autoptd import checkpointer as module
 from autoptd.errors import PlanError, RuntimeFault
+from autoptd.model import checkpointer as module
 from autoptd.runtime.checkpoint import series, writer
 from autoptd.runtime.checkpoint.staging import Staging
 from tests.checkpoint.models import assert_same, data, running, state_of, train

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autoptd.runtime.checkpoint.disk import AHEAD_BYTES, BLOCK_BYTES, new_file
+from autoptd.runtime.folders.disk import AHEAD_BYTES, BLOCK_BYTES, new_file
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no advice on files")

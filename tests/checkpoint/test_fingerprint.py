@@ -11,7 +11,7 @@ import torch
 from autoptd.errors import AutoptdError, RuntimeFault
 from autoptd.runtime.checkpoint import read
 from autoptd.runtime.checkpoint.read import open_checkpoint
-from autoptd.runtime.fingerprint import fingerprint_of_values
+from autoptd.runtime.params.fingerprint import fingerprint_of_values
 from tests.checkpoint.models import running, tied_gpt, train
 
 MESHES: list[dict[str, Any]] = [

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from autoptd import state
 from autoptd.errors import AutoptdError
 from autoptd.ir.pieces import Item, Run, own_runs
+from autoptd.model import state
 from autoptd.program import pieces
 from autoptd.program.pieces import Shares, share_stage
 from autoptd.runtime.checkpoint import check, read, stage
 from autoptd.runtime.checkpoint.restore import Restoration
-from autoptd.runtime.parameters import RankParameters
-from autoptd.runtime.storage import SharedBucket
+from autoptd.runtime.params.parameters import RankParameters
+from autoptd.runtime.params.storage import SharedBucket
 from tests.checkpoint.models import running
 from tests.checkpoint.test_save_and_load import round_trip
 

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from autoptd import checkpointer as module
+from autoptd.model import checkpointer as module
 from autoptd.runtime.checkpoint.pace import FIRST_STEPS, Pace
 from tests.checkpoint.models import data, running
 from tests.forks import finish, start

@@ -13,7 +13,7 @@ from autoptd.runtime.checkpoint.extra import own_state
 from autoptd.runtime.checkpoint.save import Contents, save_rank
 from autoptd.runtime.checkpoint.stage import Staged
 from autoptd.runtime.checkpoint.writer import Job, Writer
-from autoptd.runtime.launch import Rank
+from autoptd.runtime.step.launch import Rank
 from autoptd.runtime.world.mailbox import OwnMailbox
 from tests.checkpoint.models import running, train
 from tests.waits import LONG, wait_until

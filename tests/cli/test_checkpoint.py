@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import autoptd
-from autoptd.cli import main
+from autoptd.wings.cli import main
 from tests.checkpoint.models import data, running, tied_gpt, train
 
 safetensors = pytest.importorskip("safetensors.torch")

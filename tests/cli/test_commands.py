@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 import autoptd
-from autoptd.cli import main
-from autoptd.cli.data import batches, load_tokens
-from autoptd.cli.programs import _fallbacks
-from autoptd.runtime import standalone
-from autoptd.runtime.standalone import check_stage
+from autoptd.runtime.step import standalone
+from autoptd.runtime.step.standalone import check_stage
 from autoptd.runtime.world import leaving
+from autoptd.wings.cli import main
+from autoptd.wings.cli.data import batches, load_tokens
+from autoptd.wings.cli.programs import _fallbacks
 from examples.gpt import make_gpt
 from tests.viz.programs import deep
 
@@ -99,7 +99,8 @@ def test_a_stage_with_nan_or_without_gradients_is_no_success(
     assert check_stage(stage, tmp_path).wrong == []
     with monkeypatch.context() as patch:
         patch.setattr(
-            "autoptd.runtime.standalone._random", lambda size, dtype, made, scale=1.0: infinite(size, dtype)
+            "autoptd.runtime.step.standalone._random",
+            lambda size, dtype, made, scale=1.0: infinite(size, dtype),
         )
         with pytest.raises(SystemExit) as end:
             standalone.main(stage, str(tmp_path / "stage_0.py"), ["--check"])

@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from autoptd.cli import main
-from autoptd.cli.live import Lines, Terminal, shown
 from autoptd.ir.activity import LOGGER, activity
+from autoptd.wings.cli import main
+from autoptd.wings.cli.live import Lines, Terminal, shown
 
 SHOW = ["show", "gpt2", "--set", "n_layer=1", "--set", "n_embd=16", "--set", "n_head=2", "--seq", "8"]
 
@@ -34,9 +34,9 @@ def test_passes_and_seconds(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_first_line_comes_before_torch() -> None:
     code = """
 import sys
-from autoptd.cli.commands import COMMANDS
-from autoptd.cli.live import shown
-from autoptd.cli.parser import parse
+from autoptd.wings.cli.commands import COMMANDS
+from autoptd.wings.cli.live import shown
+from autoptd.wings.cli.parser import parse
 
 class NoTorch:
     def find_spec(name, *_):

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 import autoptd
-from autoptd.cli.known import KNOWN
-from autoptd.cli.models import (
+from autoptd.compat import FakeTensor
+from autoptd.errors import PlanError
+from autoptd.wings.cli.known import KNOWN
+from autoptd.wings.cli.models import (
     as_call,
     find_model,
     length_of,
@@ -21,8 +23,6 @@ from autoptd.cli.models import (
     make_without_weights,
     vocabulary_of,
 )
-from autoptd.compat import FakeTensor
-from autoptd.errors import PlanError
 
 PUBLISHED = {  # parameters, as model cards and papers count them
     "gpt2": 124_439_808,

@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from autoptd.cli import main
-from autoptd.cli.commands import COMMANDS
-from autoptd.cli.completion import script
-from autoptd.cli.help_texts import EXAMPLES
-from autoptd.cli.parser import make_parser, parse
-from autoptd.cli.settings import read_pairs
 from autoptd.errors import PlanError
 from autoptd.ir.quantities import parse_bytes
+from autoptd.wings.cli import main
+from autoptd.wings.cli.commands import COMMANDS
+from autoptd.wings.cli.completion import script
+from autoptd.wings.cli.help_texts import EXAMPLES
+from autoptd.wings.cli.parser import make_parser, parse
+from autoptd.wings.cli.settings import read_pairs
 
 ROOT = Path(__file__).parents[2]
 NO_TORCH = """
 import sys
-from autoptd.cli import main
+from autoptd.wings.cli import main
 try:
     main({words})
 except SystemExit as end:

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 import autoptd
-from autoptd.cli import main
-from autoptd.cli.help_texts import EXAMPLES
-from autoptd.cli.known import KNOWN
-from autoptd.cli.parser import parse
-from autoptd.cli.plan import read_shape, stated_sizes
 from autoptd.ir.machine_files import FOLDER
 from autoptd.ir.plan import load_plan
-from autoptd.planner.shape import Shape, find_shape
-from autoptd.planner.strategies import cases_text, which_when
+from autoptd.wings.cli import main
+from autoptd.wings.cli.help_texts import EXAMPLES
+from autoptd.wings.cli.known import KNOWN
+from autoptd.wings.cli.parser import parse
+from autoptd.wings.cli.plan import read_shape, stated_sizes
+from autoptd.wings.planner.shape import Shape, find_shape
+from autoptd.wings.planner.strategies import cases_text, which_when
 
 SMALL = {"layers": 12, "hidden": 1024, "heads": 16, "seq": 1024}
 FLAGS = "plan --layers 12 --hidden 1024 --heads 16 --seq 1024 --batch 64".split()

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from autoptd.cli import main
-from autoptd.cli.parser import parse
-from autoptd.cli.request import check_request
 from autoptd.errors import PlanError
+from autoptd.wings.cli import main
+from autoptd.wings.cli.parser import parse
+from autoptd.wings.cli.request import check_request
 
 GPT = "examples/gpt.py:make_gpt"
 REFUSED = {  # the words of a command -> what is said of them
@@ -44,8 +44,8 @@ REFUSED = {  # the words of a command -> what is said of them
 }
 WITHOUT_TORCH = """
 import re, sys
-from autoptd.cli.parser import parse
-from autoptd.cli.commands import COMMANDS
+from autoptd.wings.cli.parser import parse
+from autoptd.wings.cli.commands import COMMANDS
 from autoptd.errors import PlanError
 
 class NoTorch:
@@ -95,7 +95,7 @@ def test_what_can_be_done_is_let_through(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_packages_that_are_missing_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autoptd.cli.request.find_spec", lambda name: None)
+    monkeypatch.setattr("autoptd.wings.cli.request.find_spec", lambda name: None)
     for words, told in (
         ("show gpt2", r"needs the package transformers\. Remedy: pip install 'autoptd\[hf\]'"),
         (f"train {GPT} --tensorboard runs", "--tensorboard runs: the package is missing"),

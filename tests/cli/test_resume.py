@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from autoptd.cli import main
-from autoptd.cli.data import batches, load_tokens
+from autoptd.wings.cli import main
+from autoptd.wings.cli.data import batches, load_tokens
 from tests.waits import LONG
 
 ROOT = Path(__file__).parents[2]

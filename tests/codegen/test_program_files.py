@@ -10,7 +10,7 @@ import torch
 
 import autoptd
 from autoptd.program.program import Program
-from autoptd.runtime.stage import load_layers, load_stage, make_namespace
+from autoptd.runtime.step.stage import load_layers, load_stage, make_namespace
 from examples.gpt import GPT, GPTConfig
 
 

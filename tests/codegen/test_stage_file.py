@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from autoptd.compile import compile
+from autoptd.api import compile
 from autoptd.program.program import Program
 from examples.gpt import GPT, GPTConfig
 

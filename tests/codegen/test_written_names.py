@@ -19,7 +19,7 @@ from autoptd.ir.names import (
     quoted,
     shown,
 )
-from autoptd.runtime.stage import Stage
+from autoptd.runtime.step.stage import Stage
 from tests.fuzz.features import HARD_NAMES
 
 NAMES = [

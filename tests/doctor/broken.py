@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from autoptd.doctor.examine import MeshReport, examine
-from autoptd.doctor.traffic import all_orders, communicators_of_orders
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.sub_axes import parts_of
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Channel, Group, Like, Pending
+from autoptd.wings.doctor.examine import MeshReport, examine
+from autoptd.wings.doctor.traffic import all_orders, communicators_of_orders
 
 COUNTS = (1, 1021)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoptd.doctor.calls import wait_until
-from autoptd.doctor.report import DoctorReport
 from autoptd.errors import RuntimeFault
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime.world.threads import ThreadWorld
+from autoptd.wings.doctor.calls import wait_until
+from autoptd.wings.doctor.report import DoctorReport
 from tests.doctor.broken import (
     SlowChannel,
     SlowGroup,

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autoptd.doctor import facts
-from autoptd.doctor.facts import Facts, Verdict, judge, own_facts
-from autoptd.doctor.words import bandwidth_text, ranks_text, seconds_text
+from autoptd.wings.doctor import facts
+from autoptd.wings.doctor.facts import Facts, Verdict, judge, own_facts
+from autoptd.wings.doctor.words import bandwidth_text, ranks_text, seconds_text
 
 GPU = {"backend": "nccl", "name": "NVIDIA H100", "total": 80e9, "free": 79e9}
 

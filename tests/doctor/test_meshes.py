@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from autoptd.doctor.meshes import asked_mesh, meshes_for
 from autoptd.errors import PlanError
 from autoptd.ir.mesh import Mesh
+from autoptd.wings.doctor.meshes import asked_mesh, meshes_for
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoptd.doctor.patterns import MOVED_DTYPES, SUMMED_DTYPES, find_difference, message, share, total
+from autoptd.wings.doctor.patterns import MOVED_DTYPES, SUMMED_DTYPES, find_difference, message, share, total
 
 CPU = torch.device("cpu")
 

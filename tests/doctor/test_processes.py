@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import torch
 
-from autoptd.cli import main
-from autoptd.doctor import run
-from autoptd.doctor.run import Request, run_launched
-from autoptd.doctor.timing import SMALL
 from autoptd.runtime.world.processes import DistributedChannel, DistributedGroup
+from autoptd.wings.cli import main
+from autoptd.wings.doctor import run
+from autoptd.wings.doctor.run import Request, run_launched
+from autoptd.wings.doctor.timing import SMALL
 from tests.forks import CONTEXT
 from tests.measured import same_table
 from tests.ports import free_port

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from autoptd.cli import main
-from autoptd.doctor.calls import Wrong
-from autoptd.doctor.examine import MeshReport
-from autoptd.doctor.facts import judge
-from autoptd.doctor.report import DoctorReport
-from autoptd.doctor.slow import Slow, Timed
-from autoptd.doctor.traffic import all_orders, communicators_of_orders
 from autoptd.ir.mesh import Mesh
-from autoptd.planner.cluster import find_cluster
 from autoptd.schedule import simulate
+from autoptd.wings.cli import main
+from autoptd.wings.doctor.calls import Wrong
+from autoptd.wings.doctor.examine import MeshReport
+from autoptd.wings.doctor.facts import judge
+from autoptd.wings.doctor.report import DoctorReport
+from autoptd.wings.doctor.slow import Slow, Timed
+from autoptd.wings.doctor.traffic import all_orders, communicators_of_orders
+from autoptd.wings.planner.cluster import find_cluster
 from tests.doctor.test_facts import gpus
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autoptd.doctor.slow import Timed, find_slow, is_slow, suspects_of
+from autoptd.wings.doctor.slow import Timed, find_slow, is_slow, suspects_of
 
 MIB = 1 << 20
 

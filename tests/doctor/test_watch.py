@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from autoptd.doctor.watch import watching
 from autoptd.errors import RuntimeFault
 from autoptd.runtime.world.faults import Call
+from autoptd.wings.doctor.watch import watching
 
 
 class Board:

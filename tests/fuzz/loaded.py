@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.batch import split_call
+from autoptd.compiler.batch import split_call
 from autoptd.errors import InternalError
 from autoptd.trace.loss import WithLoss
 from autoptd.trace.widen import Widen, widen_inputs

@@ -16,15 +16,15 @@ from unittest import mock
 import torch
 from torch.fx import Graph
 
-from autoptd.compile import compile_program
+from autoptd.compiler.driver import compile_program
+from autoptd.compiler.memory_search import PASSES
 from autoptd.ir.machine import Machine
 from autoptd.ir.notes import note, op_name, ops
 from autoptd.options import make_options
 from autoptd.passes import Record, describe
 from autoptd.passes.fusion import losses
-from autoptd.place import PASSES
 from autoptd.program.program import Program
-from autoptd.viz.collectives import collectives_markdown
+from autoptd.wings.viz.collectives import collectives_markdown
 from tests.golden.model import Small
 
 FOLDER = Path(__file__).parent

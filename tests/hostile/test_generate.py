@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autoptd.parallel_model import ParallelModel
+from autoptd.model.parallel_model import ParallelModel
 from tests.hostile.generate import cases, run, write
 from tests.hostile.oracle import Outcome, Setting, judge
 from tests.hostile.processes import process_cases, run_in_processes

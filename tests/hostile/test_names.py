@@ -15,8 +15,8 @@ import autoptd
 from autoptd.codegen import writer
 from autoptd.errors import InternalError
 from autoptd.program.program import Program
-from autoptd.runtime.stage import load_stage
-from autoptd.runtime.standalone import check_stage
+from autoptd.runtime.step.stage import load_stage
+from autoptd.runtime.step.standalone import check_stage
 
 LONG = "(" * 60 + "a_path_that_is_longer_than_an_emitted_line" * 2
 

@@ -126,8 +126,8 @@ def test_the_same_bits(kind: str, number: int, mode: Any) -> None:
 
 def test_saved_stages_run_alone(tmp_path: Any) -> None:
     """`python out/stage_0.py --check`, with the recipes of its own file and of layers.py."""
-    from autoptd.runtime.stage import LAYERS, load_layers, load_stage
-    from autoptd.runtime.standalone import check_stage
+    from autoptd.runtime.step.stage import LAYERS, load_layers, load_stage
+    from autoptd.runtime.step.standalone import check_stage
 
     ids, labels = torch.randint(VOCAB, (2, 4, 8))
     program = autoptd.compile(Model("folded"), t=2, p=3, recompute="full", example_inputs=(ids, labels))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.errors import PlanError
-from autoptd.parallel_model import ParallelModel
+from autoptd.model.parallel_model import ParallelModel
 
 
 class Net(nn.Module):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import autoptd
 from autoptd.program import buckets
-from autoptd.runtime import storage
+from autoptd.runtime.params import storage
 from tests.parity.late import Late, usual_gather
 from tests.parity.models import batch, gpt, separate, skipping
 

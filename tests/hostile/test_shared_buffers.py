@@ -10,8 +10,8 @@ from torch import nn
 import autoptd
 from autoptd import trace
 from autoptd.errors import PlanError
+from autoptd.subject.storage import shared_buffers
 from autoptd.trace.capture import capture
-from autoptd.trace.storage import shared_buffers
 
 X, Y = (torch.randint(0, 16, (8, 6), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
 SCALE = torch.linspace(0.5, 1.5, 8, dtype=torch.float64)

@@ -15,7 +15,7 @@ from torch import nn
 
 import autoptd
 from autoptd.errors import PlanError, RuntimeFault
-from autoptd.parallel_model import ParallelModel
+from autoptd.model.parallel_model import ParallelModel
 
 Use = Callable[[ParallelModel, Any], Any]
 

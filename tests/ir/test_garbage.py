@@ -28,10 +28,10 @@ def test_it_rests_while_a_program_is_compiled(monkeypatch: pytest.MonkeyPatch) -
         "trace.capture": False,
         "trace.compare": True,
         "trace.capture_again": False,
-        "compile.place": False,
+        "compiler.driver.place": False,
     }
     for path in is_on:
-        home, name = path.split(".")
+        home, _, name = path.rpartition(".")
         owner = import_module(f"autoptd.{home}")
         monkeypatch.setattr(owner, name, partial(noted, getattr(owner, name), path))
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))

@@ -12,7 +12,7 @@ from autoptd import Machine, PlanError
 from autoptd.ir.machine import find_machine, machine_record
 from autoptd.ir.machine_files import machine_names, machine_of_device
 from autoptd.options import make_options
-from autoptd.planner.cluster import find_cluster
+from autoptd.wings.planner.cluster import find_cluster
 from tests.parity.models import batch, gpt
 
 SLOW = Machine(link_bandwidth=1e9, latency=1e-4, memory=1e9)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from autoptd.errors import InternalError
 from autoptd.ir.pieces import Item, Range, Rectangle, own_runs, pieces, rectangles_of_flat, share, whole
 from autoptd.ir.types import Outer
-from autoptd.runtime.shards import take_shard
+from autoptd.runtime.ops.shards import take_shard
 
 
 def put(into: torch.Tensor, part: Rectangle, stored: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from autoptd.ir.placement import Placement, conversions, placements
 from autoptd.ir.types import I, R, S, ValueType
 from autoptd.program.buckets import BucketPlan, plan_buckets, usual_bytes
 from autoptd.program.specs import ParamSpec
-from autoptd.runtime.storage import check_use
+from autoptd.runtime.params.storage import check_use
 from autoptd.schedule import build_orders
 
 DP, TP, PP = ("dp", "all-reduce"), ("tp", "all-reduce"), ("pp", "all-reduce")

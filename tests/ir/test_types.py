@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from autoptd.ir.types import division_text, shard_size
-from autoptd.planner.layout import vocab_rows
-from autoptd.planner.shape import Shape
+from autoptd.wings.planner.layout import vocab_rows
+from autoptd.wings.planner.shape import Shape
 
 SIZES = [  # size, ranks, entries of a shard
     (50257, 1, 50257),

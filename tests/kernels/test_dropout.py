@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from autoptd.compat import interpreter_fault
+from autoptd.compiler.rehearsal import LiveBytes
 from autoptd.errors import InternalError
 from autoptd.kernels import dropout
 from autoptd.kernels.dropout import drop, drop_torch
 from autoptd.kernels.dropout_mask import Places, keys, threshold
-from autoptd.rehearsal import LiveBytes
 
 SIZES = [(1, 4, 64), (7, 3, 5), (1, 1, 70_000), (3, 70, 900), (400, 2, 96), (1, 200, 700), (2, 1, 1)]
 Word = np.ndarray

@@ -24,7 +24,7 @@ from autoptd.kernels.norms import layer_norm, layer_norm_plain, rms_norm, rms_no
 from autoptd.kernels.residual import bias_dropout_add, bias_dropout_add_plain
 from autoptd.kernels.rotary import rotary, rotary_plain
 from autoptd.kernels.softmax import masked_softmax, masked_softmax_plain
-from autoptd.runtime.vocab import cross_entropy
+from autoptd.runtime.ops.vocab import cross_entropy
 from tests.kernels.compare import Operator, check_same, random, results
 
 pytest.importorskip("triton")

@@ -2,7 +2,7 @@
 
 A file of this folder holds those of one subject, as a tuple `MUTATIONS`:
 
-    Mutation("autoptd/runtime/optimizer.py", "grad.mul_(scale)", "grad.mul_(1.0)", "tests/runtime/test_optimizer.py")
+    Mutation("autoptd/runtime/params/optimizer.py", "grad.mul_(scale)", "grad.mul_(1.0)", "tests/runtime/test_optimizer.py")
 
 `python -m tests.mutations [WORD ...]` plants each in a copy of the project (only those with all words in their file or texts),
 runs its tests there, and lists the ones that survive.

@@ -5,4 +5,6 @@ from __future__ import annotations
 from tests.mutations import Mutation
 
 TESTS = "tests/test_adapters.py -k could_not_read"
-MUTATIONS = (Mutation("autoptd/adapters.py", "if self._module is None or self._path:", "if True:", TESTS),)
+MUTATIONS = (
+    Mutation("autoptd/model/adapters.py", "if self._module is None or self._path:", "if True:", TESTS),
+)

@@ -6,10 +6,13 @@ from tests.mutations import Mutation
 
 MUTATIONS = (
     Mutation(
-        "autoptd/runtime/again.py", "stride if size > 1 else 0", "stride", "tests/runtime/test_again.py"
+        "autoptd/runtime/ops/recompute.py",
+        "stride if size > 1 else 0",
+        "stride",
+        "tests/runtime/test_again.py",
     ),
     Mutation(
-        "autoptd/runtime/again.py",
+        "autoptd/runtime/ops/recompute.py",
         "else mask.requires_grad_()",
         "else mask",
         "tests/parity/test_recompute.py -k kernel_of_forward",

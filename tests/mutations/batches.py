@@ -6,7 +6,7 @@ from tests.mutations import Mutation
 
 MUTATIONS = (
     Mutation(
-        "autoptd/batches.py",
+        "autoptd/model/batches.py",
         "while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:",
         "while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent != parent:",
         "tests/test_batches.py::test_a_worker_ends_when_its_own_rank_ends_it",

@@ -7,37 +7,37 @@ from tests.mutations import Mutation
 PARITY, NAMES = "tests/parity/test_buffers.py", "tests/parity/test_buffer_names.py"
 MUTATIONS = (
     Mutation(
-        "autoptd/program/prints.py",
+        "autoptd/program/module_hashes.py",
         "loss = loss.args[0]",
         "break",
         f"{PARITY}::test_updates_go_on_where_a_checkpoint_was_saved",
     ),
     Mutation(
-        "autoptd/runtime/buffer_updates.py",
+        "autoptd/runtime/step/buffer_updates.py",
         "(not spec.is_sum and world.replica != self._teller)",
         "not spec.is_sum and False",
         f"{PARITY}::test_all_replicas_have_one_norm_of_a_weight",
     ),
     Mutation(
-        "autoptd/runtime/buffer_updates.py",
+        "autoptd/runtime/step/buffer_updates.py",
         "next((i for i, rows in enumerate(program.row_counts) if rows), 0)",
         "0",
         "tests/processes/test_lengths.py::test_batches_of_several_lengths_over_gloo[few]",
     ),
     Mutation(
-        "autoptd/runtime/stage.py",
+        "autoptd/runtime/step/stage.py",
         "self.parts[number] += part.detach()",
         "self.parts[number] = part.detach().double()",
         f"{PARITY}::test_numbers_of_rows_are_those_of_the_batch",
     ),
     Mutation(
-        "autoptd/runtime/executor.py",
+        "autoptd/runtime/step/executor.py",
         "stage.parts = {}",
         "stage.parts = stage.parts",
         f"{PARITY}::test_numbers_of_rows_are_those_of_the_batch",
     ),
     Mutation(
-        "autoptd/programs.py",
+        "autoptd/model/sizes.py",
         "check_updates(first)",
         "first",
         f"{PARITY}::test_padding_would_count",
@@ -60,7 +60,7 @@ MUTATIONS = (
         "",
         NAMES,
     ),
-    Mutation("autoptd/runtime/model_buffers.py", "self.shared.names_of(first)", "(first,)", NAMES),
+    Mutation("autoptd/runtime/step/model_buffers.py", "self.shared.names_of(first)", "(first,)", NAMES),
     Mutation("autoptd/trace/precision.py", "self._made.setdefault(id(x), (x, made))[1]", "made", NAMES),
     Mutation(
         "autoptd/trace/updates.py",

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from tests.mutations import Mutation
 
-LIVE = "autoptd/cli/live.py"
-REQUEST = "autoptd/cli/request.py"
-SLOW = "autoptd/reports/slow_ranks.py"
+LIVE = "autoptd/wings/cli/live.py"
+REQUEST = "autoptd/wings/cli/request.py"
+SLOW = "autoptd/wings/reports/slow_ranks.py"
 
 MUTATIONS = (
     Mutation(
         LIVE, "from typing import TextIO", "import tqdm\nfrom typing import TextIO", "tests/test_imports.py"
     ),
     Mutation(
-        "autoptd/cli/commands.py",
+        "autoptd/wings/cli/commands.py",
         'LIST if getattr(asked, "list", False) else where',
         "where",
         "tests/cli/test_parser.py",
     ),
     Mutation(LIVE, "[: self._columns - 1]", "", "tests/cli/test_live.py"),
-    Mutation("autoptd/cli/commands.py", "        check_request(asked)\n", "", "tests/cli/test_request.py"),
+    Mutation(
+        "autoptd/wings/cli/commands.py", "        check_request(asked)\n", "", "tests/cli/test_request.py"
+    ),
     Mutation(REQUEST, "asked.command not in BESIDES.get(name, ())", "True", "tests/cli/test_request.py"),
     Mutation(REQUEST, 'if backend == "local":', "if True:", "tests/cli/test_request.py"),
     Mutation(

@@ -10,20 +10,22 @@ COPIES = "tests/test_copies.py"
 
 MUTATIONS = (
     Mutation(
-        "autoptd/runtime/executor.py",
+        "autoptd/runtime/step/executor.py",
         "            if stage.rounds:\n                self.world.at = SUMS",
         "            if stage.rounds and not stage.counts:\n                self.world.at = SUMS",
         LOSSES,
     ),
     Mutation(
-        "autoptd/rehearsal.py",
+        "autoptd/compiler/rehearsal.py",
         "            set_batch_sums(stage, [inputs], lambda own, _: own)\n            if stage.counts:",
         "            if stage.counts:",
         LOSSES,
     ),
-    Mutation("autoptd/compile.py", "if is_same_size and trained.graphs:\n", "if is_same_size:\n", CACHE),
     Mutation(
-        "autoptd/compile.py",
+        "autoptd/compiler/driver.py", "if is_same_size and trained.graphs:\n", "if is_same_size:\n", CACHE
+    ),
+    Mutation(
+        "autoptd/compiler/driver.py",
         "like = trained if trained.graphs else trained.follows",
         "like = trained",
         CACHE,
@@ -34,5 +36,5 @@ MUTATIONS = (
         "if True:",
         COPIES,
     ),
-    Mutation("autoptd/started_model.py", "def __reduce_ex__(", "def _reduce(", COPIES),
+    Mutation("autoptd/model/started_model.py", "def __reduce_ex__(", "def _reduce(", COPIES),
 )

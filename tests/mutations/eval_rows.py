@@ -4,33 +4,35 @@ from __future__ import annotations
 
 from tests.mutations import Mutation
 
-FILE, TESTS = "autoptd/programs.py", "tests/test_eval_rows.py"
+FILE, TESTS = "autoptd/model/sizes.py", "tests/test_eval_rows.py"
 MUTATIONS = (
     Mutation(FILE, "and own[0] <= shape[0])", ")", TESTS),
     Mutation(FILE, "and own[1:] == shape[1:] ", "", TESTS),
     Mutation(
         FILE, "check_structure(first, args, kwargs, call)", "check_structure(first, args, kwargs)", TESTS
     ),
-    Mutation("autoptd/runtime/batch.py", "% pieces else asked", "% 1 else asked", TESTS),
+    Mutation("autoptd/runtime/step/microbatches.py", "% pieces else asked", "% 1 else asked", TESTS),
     # Replicas that have other numbers of rows, or none.
-    Mutation("autoptd/runtime/batch.py", "sum(program.row_counts[:replica])", "0", TESTS),
+    Mutation("autoptd/runtime/step/microbatches.py", "sum(program.row_counts[:replica])", "0", TESTS),
     Mutation(
-        "autoptd/batch.py",
+        "autoptd/compiler/batch.py",
         "sum(counts) // own, options.mesh",
         "max(counts) // own * len(counts), options.mesh",
         TESTS,
     ),
-    Mutation("autoptd/runtime/executor.py", " if pair[0].microbatch < len(microbatches)", "", TESTS),
-    Mutation("autoptd/runtime/executor.py", "mesh.axes if 0 in self.program.row_counts else ", "", TESTS),
-    Mutation("autoptd/runtime/batch_sums.py", '"batch sums": (SUMS, "sum", 0.0),\n', "", TESTS),
+    Mutation("autoptd/runtime/step/executor.py", " if pair[0].microbatch < len(microbatches)", "", TESTS),
     Mutation(
-        "autoptd/compile.py",
+        "autoptd/runtime/step/executor.py", "mesh.axes if 0 in self.program.row_counts else ", "", TESTS
+    ),
+    Mutation("autoptd/runtime/step/batch_sums.py", '"batch sums": (SUMS, "sum", 0.0),\n', "", TESTS),
+    Mutation(
+        "autoptd/compiler/driver.py",
         "        if counts:\n            raise",
         "        if False:\n            raise",
         TESTS,
     ),
     Mutation(
-        "autoptd/parallel_model.py",
+        "autoptd/model/parallel_model.py",
         "        self._refuse_unequal(args, kwargs)\n",
         "",
         "tests/processes/test_lengths.py",

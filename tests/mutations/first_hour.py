@@ -5,14 +5,14 @@ from __future__ import annotations
 from tests.mutations import Mutation
 
 MODELS, MODEL_TESTS, BAD = (
-    "autoptd/cli/models.py",
+    "autoptd/wings/cli/models.py",
     "tests/cli/test_models.py -k fails_while",
     "tests/test_bad_input.py",
 )
-PAD = "autoptd/runtime/pad_batch.py"
+PAD = "autoptd/runtime/step/pad_batch.py"
 CLIP = "tests/hostile/test_torch_clip.py -k finite"
 
-CALL, CALL_TESTS = "autoptd/runtime/check_call.py", "tests/runtime/test_check_call.py -k gradient"
+CALL, CALL_TESTS = "autoptd/runtime/checks/call.py", "tests/runtime/test_check_call.py -k gradient"
 
 MUTATIONS = (
     Mutation(CALL, "elif leaf.requires_grad and", "elif leaf.is_leaf and leaf.requires_grad and", CALL_TESTS),
@@ -30,15 +30,19 @@ MUTATIONS = (
         '    except ValueError as error:\n        fact = f"transformers makes',
         MODEL_TESTS,
     ),
-    Mutation("autoptd/batch.py", "or 0 in leaves[batched[0]].shape[1:]", "", f"{BAD} -k empty"),
-    Mutation("autoptd/batch.py", "if not (sum(counts) if counts else total) or", "if", f"{BAD} -k empty"),
+    Mutation("autoptd/compiler/batch.py", "or 0 in leaves[batched[0]].shape[1:]", "", f"{BAD} -k empty"),
+    Mutation(
+        "autoptd/compiler/batch.py", "if not (sum(counts) if counts else total) or", "if", f"{BAD} -k empty"
+    ),
     Mutation(PAD, 'longer if length else "a batch of at least one token"', "longer", f"{BAD} -k empty"),
     Mutation(PAD, "at least one row, and at most", "at most", f"{BAD} -k empty"),
     Mutation(
-        "autoptd/runtime/batch.py",
+        "autoptd/runtime/step/microbatches.py",
         "if is_list and len(args[0])",
         "if is_list and 0 * len(args[0])",
         f"{BAD} -k list",
     ),
-    Mutation("autoptd/parallel_model.py", "        if error_if_nonfinite:\n", "        if False:\n", CLIP),
+    Mutation(
+        "autoptd/model/parallel_model.py", "        if error_if_nonfinite:\n", "        if False:\n", CLIP
+    ),
 )

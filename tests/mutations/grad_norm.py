@@ -3,8 +3,8 @@
 from tests.mutations import Mutation
 
 NORM, CALL, TESTS = (
-    "autoptd/runtime/grad_norm.py",
-    "autoptd/parallel_model.py",
+    "autoptd/runtime/params/grad_norm.py",
+    "autoptd/model/parallel_model.py",
     "tests/runtime/test_gradients.py",
 )
 
@@ -15,7 +15,7 @@ MUTATIONS = (
     Mutation(NORM, "norms_of(tensors, device, p).pow(p)", "norms_of(tensors, device, p).pow(2)", TESTS),
     Mutation(CALL, "and p in (1, 2, inf):", "and p:", "tests/parity/test_fp16.py"),
     Mutation(
-        "autoptd/runtime/loss_scale.py",
+        "autoptd/runtime/params/loss_scale.py",
         "norm if self._norm is None else self._norm + norm",
         "norm",
         "tests/parity/test_fp16.py -k value",

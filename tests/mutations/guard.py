@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations import Mutation
 
-FILE, TESTS = "autoptd/runtime/guard.py", "tests/hostile/test_torch_clip.py -k by_hand"
+FILE, TESTS = "autoptd/runtime/params/guard.py", "tests/hostile/test_torch_clip.py -k by_hand"
 MUTATIONS = (
     Mutation(
         FILE,

@@ -12,11 +12,11 @@ MUTATIONS = (
     Mutation("autoptd/api.py", "    check_device(options.device)\n", "", KEYWORDS),
     Mutation("autoptd/ir/keyword.py", "MAX_RANKS = 2**20", "MAX_RANKS = 10**40", KEYWORDS),
     Mutation(
-        "autoptd/ir/elsewhere.py",
+        "autoptd/elsewhere.py",
         'RECOMPUTE = \'recompute="full"',
         'RECOMPUTE = \'recomputed="full"',
         KEYWORDS,
     ),
-    Mutation("autoptd/batch.py", "if cause is not None and (", "if cause is None and (", KEYWORDS),
+    Mutation("autoptd/compiler/batch.py", "if cause is not None and (", "if cause is None and (", KEYWORDS),
     Mutation("autoptd/trace/own_failure.py", "        kept.put_back()\n", "        pass\n", KEYWORDS),
 )

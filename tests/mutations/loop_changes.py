@@ -4,16 +4,16 @@ from tests.mutations import Mutation
 
 TESTS, CACHES = "tests/test_loop_changes.py", "tests/trace/test_caches.py"
 MUTATIONS = (
-    Mutation("autoptd/loop_changes.py", "if is_late or", "if True or", TESTS),
+    Mutation("autoptd/model/loop_changes.py", "if is_late or", "if True or", TESTS),
     Mutation(
-        "autoptd/loop_changes.py",
+        "autoptd/model/loop_changes.py",
         "return not is_new or time.monotonic() < self._rest_until",
         "return False",
         TESTS,
     ),
     # An evaluation is compiled with the buffers that the ranks have by then.
     Mutation(
-        "autoptd/loop_changes.py",
+        "autoptd/model/loop_changes.py",
         "if own.is_meta or self._first.get(change.path) == Stamp.of(own):",
         "if False:",
         "tests/hostile/test_loaded_buffers.py tests/parity/test_buffers.py",
@@ -50,15 +50,15 @@ MUTATIONS = (
     Mutation("autoptd/trace/again.py", "(_trained(captured) ^ self.trained)", "frozenset()", TESTS),
     # The tensors of the model.
     Mutation(
-        "autoptd/loop_changes.py",
+        "autoptd/model/loop_changes.py",
         "with sorted_as(self._given, self._sorts, without_values):",
         "with nullcontext():",
         TESTS,
     ),
-    Mutation("autoptd/loop_changes.py", "if written and not has_exchanged:", "if written:", TESTS),
-    Mutation("autoptd/loop_changes.py", "            self._speaks = False\n", "", TESTS),
+    Mutation("autoptd/model/loop_changes.py", "if written and not has_exchanged:", "if written:", TESTS),
+    Mutation("autoptd/model/loop_changes.py", "            self._speaks = False\n", "", TESTS),
     Mutation(
-        "autoptd/loop_tensors.py",
+        "autoptd/model/loop_tensors.py",
         "if is_counted or not is_rounded(known[1], now[1]):",
         "if is_counted:",
         TESTS,
@@ -70,6 +70,9 @@ MUTATIONS = (
     Mutation("autoptd/trace/caches.py", "and not any(_has_object(x) for x in held)", "", CACHES),
     Mutation("autoptd/trace/writes.py", "            cache.drop_filled()\n", "            pass\n", CACHES),
     Mutation(
-        "autoptd/parallel_model.py", "if not torch.is_grad_enabled():", "if False:", "tests/test_bad_input.py"
+        "autoptd/model/parallel_model.py",
+        "if not torch.is_grad_enabled():",
+        "if False:",
+        "tests/test_bad_input.py",
     ),
 )

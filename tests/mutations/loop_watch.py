@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations import Mutation
 
-FILE, TESTS, LOOK = "autoptd/loop_watch.py", "tests/test_loop_watch.py", "tests/test_loop_look.py"
+FILE, TESTS, LOOK = "autoptd/model/loop_watch.py", "tests/test_loop_watch.py", "tests/test_loop_look.py"
 MUTATIONS = (
     Mutation(FILE, "ADDS_UP if self._has_optimizer else NO_OPTIMIZER", "ADDS_UP", TESTS),
     Mutation(FILE, "text not in self._told and _has_gradients(tensors)", "text not in self._told", TESTS),
@@ -18,7 +18,7 @@ MUTATIONS = (
     Mutation(FILE, "if torch.compiler.is_compiling():", "if False:", TESTS),
     Mutation(FILE, "if not self.updates or self._first", "if self._first", TESTS),
     Mutation(FILE, "weakref.finalize(self, handle.remove).atexit = False", "pass", TESTS),
-    Mutation("autoptd/parallel_model.py", "optimizer.on_zero = self._loop.clear", "pass", TESTS),
+    Mutation("autoptd/model/parallel_model.py", "optimizer.on_zero = self._loop.clear", "pass", TESTS),
     # Gradients that stay.
     Mutation(FILE, "elif self._are_kept and not self._has_read:", "elif False:", LOOK),
     Mutation(FILE, "(not by_value or bool(x.grad.any()))", "True", LOOK),
@@ -62,13 +62,13 @@ MUTATIONS = (
     Mutation(FILE, "can_be = not self._is_early or", "can_be = True or", LOOK),
     Mutation(FILE, '"copy_" for x in body if', '"copy_" for x in [] if', LOOK),
     Mutation(
-        "autoptd/loop_watch.py",
+        "autoptd/model/loop_watch.py",
         "            self._itself = self\n",
         "",
         "tests/test_loop_look.py -k until_garbage",
     ),
     Mutation(
-        "autoptd/started_model.py",
+        "autoptd/model/started_model.py",
         "        self._loop.close()\n",
         "",
         "tests/test_loop_look.py -k model_is_closed",

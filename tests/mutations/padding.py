@@ -2,7 +2,7 @@
 
 from tests.mutations import Mutation
 
-FILE, TESTS = "autoptd/runtime/pad_batch.py", "tests/test_lengths.py"
+FILE, TESTS = "autoptd/runtime/step/pad_batch.py", "tests/test_lengths.py"
 HIDDEN = f"{TESTS}::test_numbers_that_hide_that_padding_is_read"
 ROWS = f"{TESTS}::test_rows_are_added_with_a_mask_of_ones_own"
 
@@ -13,5 +13,5 @@ MUTATIONS = (
     Mutation(FILE, "torch.where(_covered(x), x, 1)", "x", HIDDEN),
     Mutation(FILE, "torch.where(x == padding, x.max(), x)", "x", HIDDEN),
     Mutation(FILE, "or spec.name in blank:", "or False:", ROWS),
-    Mutation("autoptd/programs.py", "padding.rows, blank), tree)", "padding.rows), tree)", ROWS),
+    Mutation("autoptd/model/sizes.py", "padding.rows, blank), tree)", "padding.rows), tree)", ROWS),
 )

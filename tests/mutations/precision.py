@@ -19,7 +19,7 @@ MUTATIONS = (
         TESTS,
     ),
     Mutation("autoptd/trace/precision.py", "if caster.has(place.own)]", "if False]", TESTS),
-    Mutation("autoptd/compile.py", "cast_buffers=narrowing.cast, traced", "traced", TESTS),
+    Mutation("autoptd/compiler/driver.py", "cast_buffers=narrowing.cast, traced", "traced", TESTS),
     Mutation(
         "autoptd/trace/precision.py",
         "allowed = STORABLE if precision in COMPUTE_DTYPES else",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.mutations import Mutation
 
-FILE, TESTS = "autoptd/optimizer_request.py", "tests/test_optimizer_request.py"
+FILE, TESTS = "autoptd/model/optimizer_request.py", "tests/test_optimizer_request.py"
 MUTATIONS = (
     Mutation(
-        "autoptd/runtime/optimizer.py",
+        "autoptd/runtime/params/optimizer.py",
         "if specs and not any(groups):",
         "if False:",
         "tests/test_parallel_model.py -k optimizer_refusals",
@@ -19,7 +19,7 @@ MUTATIONS = (
     Mutation(FILE, "            elif name in trained:", "            else:", TESTS),
     Mutation(FILE, "value != known[name].default", "True", TESTS),
     Mutation(
-        "autoptd/instead.py",
+        "autoptd/model/instead.py",
         "class WrongCall(PlanError, AttributeError):",
         "class WrongCall(PlanError):",
         "tests/test_instead.py",

@@ -5,10 +5,18 @@ from tests.mutations import Mutation
 TESTS = "tests/parity/test_row_groups.py"
 
 MUTATIONS = (
-    Mutation("autoptd/batch.py", "max(rows, 2 * group if group > 1 else 2)", "max(rows, 2)", TESTS),
+    Mutation("autoptd/compiler/batch.py", "max(rows, 2 * group if group > 1 else 2)", "max(rows, 2)", TESTS),
     Mutation(
-        "autoptd/batch.py", "batch.tracing(math.lcm(2 * rows, batch.rows))", "batch.tracing(rows)", TESTS
+        "autoptd/compiler/batch.py",
+        "batch.tracing(math.lcm(2 * rows, batch.rows))",
+        "batch.tracing(rows)",
+        TESTS,
     ),
-    Mutation("autoptd/compile.py", "first, more = error, grouped(batch)", "first, more = error, None", TESTS),
-    Mutation("autoptd/compile.py", "known.get(rows) or ", "", "tests/parity/test_mixing.py"),
+    Mutation(
+        "autoptd/compiler/driver.py",
+        "first, more = error, grouped(batch)",
+        "first, more = error, None",
+        TESTS,
+    ),
+    Mutation("autoptd/compiler/driver.py", "known.get(rows) or ", "", "tests/parity/test_mixing.py"),
 )

@@ -9,5 +9,5 @@ MUTATIONS = (
     Mutation(FILE, "    count_world(default_store(), rank)\n", "", TESTS),
     Mutation(FILE, "if count[0] == 0:", "if True:", TESTS),
     Mutation("autoptd/runtime/world/processes.py", "if self.is_closed:", "if False:", TESTS),
-    Mutation("autoptd/runtime/launch.py", "if self._world.is_closed:", "if False:", TESTS),
+    Mutation("autoptd/runtime/step/launch.py", "if self._world.is_closed:", "if False:", TESTS),
 )

@@ -5,7 +5,7 @@ from tests.mutations import Mutation
 TESTS, TALLY = "tests/trace/test_writes.py", "tests/trace/test_tally.py"
 MUTATIONS = (
     Mutation(
-        "autoptd/trace/contents.py",
+        "autoptd/subject/contents.py",
         "if below is None or isinstance(below, torch.Tensor):",
         "if below is None:",
         "tests/trace/test_writes.py",
@@ -13,7 +13,7 @@ MUTATIONS = (
     # A read of a defaultdict makes what it lacks.
     Mutation("autoptd/trace/writes.py", 'hasattr(type(owner), "__missing__")', "False", TESTS),
     # An array is written to by its views.
-    Mutation("autoptd/trace/contents.py", "        value = below\n", "        break\n", TESTS),
+    Mutation("autoptd/subject/contents.py", "        value = below\n", "        break\n", TESTS),
     # What only a record keeps alive is gone with the call.
     Mutation(
         "autoptd/trace/writes.py",

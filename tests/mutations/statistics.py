@@ -25,10 +25,13 @@ MUTATIONS = (
         TESTS,
     ),
     Mutation(FILE, "is_largest=p > 0)", "is_largest=True)", TESTS),
-    Mutation("autoptd/runtime/batch_sums.py", "(is_nan > 0, math.nan)", "(is_nan > 2, math.nan)", TESTS),
-    Mutation("autoptd/runtime/batch_sums.py", '"max": torch.amax}', '"max": torch.sum}', TESTS),
+    Mutation("autoptd/runtime/step/batch_sums.py", "(is_nan > 0, math.nan)", "(is_nan > 2, math.nan)", TESTS),
+    Mutation("autoptd/runtime/step/batch_sums.py", '"max": torch.amax}', '"max": torch.sum}', TESTS),
     Mutation(
-        "autoptd/runtime/executor.py", "group.all_reduce(own, SUMS, op)", "group.all_reduce(own, SUMS)", TESTS
+        "autoptd/runtime/step/executor.py",
+        "group.all_reduce(own, SUMS, op)",
+        "group.all_reduce(own, SUMS)",
+        TESTS,
     ),
     Mutation(
         "autoptd/passes/solve/batch.py",
@@ -37,10 +40,10 @@ MUTATIONS = (
         TESTS,
     ),
     Mutation(
-        "autoptd/records/collectives.py",
+        "autoptd/compiler/records/collectives.py",
         'for conversion, what in (("batch sums", "sums over"), ("batch maxima", "largest entries of")):',
         'for conversion, what in (("batch sums", "sums over"),):',
         COUNTS,
     ),
-    Mutation("autoptd/runtime/batch_sums.py", '"max", -math.inf)', '"max", 0.0)', TESTS),
+    Mutation("autoptd/runtime/step/batch_sums.py", '"max", -math.inf)', '"max", 0.0)', TESTS),
 )

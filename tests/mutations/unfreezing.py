@@ -2,6 +2,6 @@
 
 from tests.mutations import Mutation
 
-FILE, TESTS = "autoptd/runtime/parameters.py", "tests/parity/test_unfreezing.py"
+FILE, TESTS = "autoptd/runtime/params/parameters.py", "tests/parity/test_unfreezing.py"
 
 MUTATIONS = (Mutation(FILE, "if parameter.requires_grad != requires_grad:", "if False:", TESTS),)

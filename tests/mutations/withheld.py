@@ -2,8 +2,8 @@
 
 from tests.mutations import Mutation
 
-NAMES, TESTS = "autoptd/runtime/namespace.py", "tests/runtime/test_executor.py -k withheld"
-GRADIENTS, COUNTED = "autoptd/runtime/gradients.py", "tests/runtime/test_gradients.py"
+NAMES, TESTS = "autoptd/runtime/params/namespace.py", "tests/runtime/test_executor.py -k withheld"
+GRADIENTS, COUNTED = "autoptd/runtime/params/gradients.py", "tests/runtime/test_gradients.py"
 
 MUTATIONS = (
     Mutation(NAMES, "        self._wait()\n", "", TESTS),
@@ -17,7 +17,7 @@ MUTATIONS = (
         COUNTED,
     ),
     Mutation(
-        "autoptd/runtime/grad_norm.py",
+        "autoptd/runtime/params/grad_norm.py",
         "for name in [name for name in gradients if name not in params.plain]:",
         "for name in list[str]():",
         "tests/parity/test_hooks.py -k more_exact",

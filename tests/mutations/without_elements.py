@@ -7,6 +7,9 @@ TESTS = "tests/hostile/test_operators.py -k without_elements"
 MUTATIONS = (
     Mutation("autoptd/passes/axes/padding.py", "return unit > 0 if", "return True if", TESTS),
     Mutation(
-        "autoptd/records/specs.py", "record.needs_grad and parameter.numel() > 0", "record.needs_grad", TESTS
+        "autoptd/compiler/records/specs.py",
+        "record.needs_grad and parameter.numel() > 0",
+        "record.needs_grad",
+        TESTS,
     ),
 )

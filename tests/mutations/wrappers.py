@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations import Mutation
 
-FILE, TESTS = "autoptd/trace/module.py", "tests/trace/test_wrappers.py"
+FILE, TESTS = "autoptd/subject/module.py", "tests/trace/test_wrappers.py"
 MUTATIONS = (
     Mutation(FILE, "isinstance(module, nn.parallel.DistributedDataParallel)", "False", TESTS),
     Mutation(FILE, "if isinstance(module, wrapped):", "if False:", TESTS),

@@ -33,7 +33,7 @@ MUTATIONS = (
     ),
     Mutation("autoptd/ir/names.py", 'unicodedata.normalize("NFKC", text)', "text", WRITTEN),
     Mutation(
-        "autoptd/runtime/optimizer.py",
+        "autoptd/runtime/params/optimizer.py",
         "[spec.name for spec in specs if item in (spec.name, *spec.aliases)]",
         "[]",
         f"{HOSTILE} -k globs",
@@ -45,5 +45,7 @@ MUTATIONS = (
         f"{HOSTILE} -k globs",
     ),
     Mutation("autoptd/trace/read.py", "in reversed(frames)", "in reversed(frames[:0])", f"{HOSTILE} -k file"),
-    Mutation("autoptd/viz/words.py", "escape(visible(text))", "escape(text)", "tests/viz/test_words.py"),
+    Mutation(
+        "autoptd/wings/viz/words.py", "escape(visible(text))", "escape(text)", "tests/viz/test_words.py"
+    ),
 )

@@ -33,7 +33,7 @@ from autoptd.errors import PlanError
 from autoptd.ir import machine
 from autoptd.ir.schedules import SCHEDULES
 from autoptd.options import KEYWORDS, make_options
-from autoptd.runtime.batch import is_call_of
+from autoptd.runtime.step.microbatches import is_call_of
 from autoptd.verify.widening import masks_of
 from tests.parity.kinds import KINDS, LENGTH, Batch, Kind, call
 

@@ -16,10 +16,10 @@ from unittest import mock
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.runtime.again import Saved
-from autoptd.runtime.launch import Rank
-from autoptd.runtime.regather import Regather
-from autoptd.runtime.stage import Stage
+from autoptd.runtime.ops.recompute import Saved
+from autoptd.runtime.ops.regather import Regather
+from autoptd.runtime.step.launch import Rank
+from autoptd.runtime.step.stage import Stage
 
 
 def kept_bytes(model: nn.Module, call: tuple[Tensor, ...], t: int, **keywords: Any) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.errors import AutoptdError, PlanError, RuntimeFault
-from autoptd.parallel_model import ParallelModel
+from autoptd.model.parallel_model import ParallelModel
 from autoptd.program.calls import expected_calls
 from autoptd.program.program import Program
 from tests.parity.buffers import (

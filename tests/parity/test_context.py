@@ -20,7 +20,7 @@ from autoptd.ir.types import I, R, ValueType
 from autoptd.passes.solve.tokens import TokenSplitter
 from autoptd.program.calls import expected_calls
 from autoptd.program.program import Program
-from autoptd.viz.collectives import collectives_markdown
+from autoptd.wings.viz.collectives import collectives_markdown
 from tests.parity.kept import kept_bytes
 from tests.parity.kinds import KINDS, smoothed
 from tests.parity.models import LENGTH, VOCAB, Separate, batch, gpt, separate, skipping, uneven

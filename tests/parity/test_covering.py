@@ -138,7 +138,7 @@ def test_a_lost_state_is_found() -> None:
     """An optimizer that begins anew behind a load."""
     case = {**SIMPLE, "reload": "same mesh"}
     with (
-        mock.patch("autoptd.parallel_model.ParallelModel.load_optimizer_state_dict", lambda *_: None),
+        mock.patch("autoptd.model.parallel_model.ParallelModel.load_optimizer_state_dict", lambda *_: None),
         pytest.raises(AssertionError, match=r"parameter .* of step 2 differs"),
     ):
         covering.run(case)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.runtime.work import Work
+from autoptd.runtime.measure.work import Work
 from tests.parity.models import LENGTH, VOCAB, batch, gpt, separate
 
 ROWS, WIDTH, LAYERS = 8, 32, 4

@@ -21,7 +21,7 @@ import autoptd
 from autoptd.errors import PlanError
 from autoptd.ir.actions import Action, Kind
 from autoptd.kernels.loss import linear_cross_entropy
-from autoptd.runtime.loss_scale import LossScale
+from autoptd.runtime.params.loss_scale import LossScale
 from tests.parity.models import batch, gpt
 from tests.parity.test_precision import error
 

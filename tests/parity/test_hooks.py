@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.ir.actions import parse
-from autoptd.runtime.gradients import Gradients
-from autoptd.runtime.linear import Deferred, WeightGemm
+from autoptd.runtime.ops.linear import Deferred, WeightGemm
+from autoptd.runtime.params.gradients import Gradients
 from autoptd.runtime.world.exchange import ThreadGroup
 from autoptd.runtime.world.world import Done, Pending
 from tests.parity.models import LENGTH, VOCAB, batch, gpt, separate, uneven

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import autoptd
+from autoptd.compiler.saved import FindSaved
 from autoptd.errors import PlanError
 from autoptd.ir.kept import KeepPin
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note
 from autoptd.passes.keep_pins import find_pinned
 from autoptd.program.calls import expected_calls
-from autoptd.saved import FindSaved
 from tests.hostile.test_recompute import Model
 from tests.parity.kept import kept_by_stage
 from tests.parity.test_recompute import Found, batch, differing, gpt, trained

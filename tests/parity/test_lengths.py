@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd import Buckets, ParallelModel
-from autoptd.runtime import storage
+from autoptd.runtime.params import storage
 from autoptd.runtime.world.world import Pending
 from tests.parity.covering import aliases, compare
 from tests.parity.models import LENGTH, batch, gpt

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.program.calls import expected_calls
-from autoptd.runtime.stage import load_stage
-from autoptd.runtime.standalone import check_stage
+from autoptd.runtime.step.stage import load_stage
+from autoptd.runtime.step.standalone import check_stage
 from benchmarks.lib.loss_cases import CASES, LENGTH, VOCAB, Case, Model, log_probs, token_losses
 from benchmarks.losses import MACHINE, MESHES
 from tests.parity.test_mutations import edit_source
 
-batch_sums = importlib.import_module("autoptd.runtime.executor")
+batch_sums = importlib.import_module("autoptd.runtime.step.executor")
 
 # What mixes samples through parameters: in one microbatch, see test_mixing.py.
 MIXING = ("contrastive", "load_balancing")

@@ -23,8 +23,8 @@ from autoptd.ir.fusion import counts
 from autoptd.ir.machine import Machine
 from autoptd.passes.fusion import losses
 from autoptd.program.program import Program
-from autoptd.runtime.batch import cut
-from autoptd.runtime.launch import LocalRanks, Rank
+from autoptd.runtime.step.launch import LocalRanks, Rank
+from autoptd.runtime.step.microbatches import cut
 from autoptd.runtime.world.threads import ThreadChannel
 from autoptd.runtime.world.world import Pending
 from autoptd.schedule import simulate

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.batch import trace_rows
+from autoptd.compiler.batch import trace_rows
 from autoptd.program.calls import expected_calls
-from autoptd.runtime.stage import load_stage
-from autoptd.runtime.standalone import check_stage
-from autoptd.viz.collectives import collectives_markdown
+from autoptd.runtime.step.stage import load_stage
+from autoptd.runtime.step.standalone import check_stage
+from autoptd.wings.viz.collectives import collectives_markdown
 from benchmarks.lib.loss_cases import CASES
 from benchmarks.losses import MACHINE
 from tests.parity.test_mutations import edit_source
@@ -347,6 +347,6 @@ def test_what_is_mixed_is_traced_once_for_pairs_and_for_all_rows(monkeypatch: py
         traced.append(batch.traced_rows)
         return trace_rows(model, options, args, kwargs, batch, *more)
 
-    monkeypatch.setattr(importlib.import_module("autoptd.compile"), "trace_rows", counted)
+    monkeypatch.setattr(importlib.import_module("autoptd.compiler.driver"), "trace_rows", counted)
     autoptd.compile(Net(clip), d=2, num_microbatches=1, example_inputs=call())
     assert traced == [ROWS // 2, ROWS]

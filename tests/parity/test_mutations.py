@@ -15,9 +15,10 @@ import autoptd
 from autoptd.program import transfers
 from autoptd.program.program import Program
 from autoptd.program.specs import TransferBuffer
-from autoptd.runtime import gradients, messages
-from autoptd.runtime.dropout import Drawing
-from autoptd.runtime.executor import Executor
+from autoptd.runtime.ops.dropout import Drawing
+from autoptd.runtime.params import gradients
+from autoptd.runtime.step import messages
+from autoptd.runtime.step.executor import Executor
 from autoptd.runtime.world.threads import ThreadRank
 from autoptd.runtime.world.world import Done, Group
 from tests.parity.models import batch, gpt, separate, uneven

@@ -16,8 +16,8 @@ from autoptd.errors import PlanError
 from autoptd.ir.machine import Machine
 from autoptd.kernels.dropout_mask import Places, Shard, keys
 from autoptd.kernels.noise import draw
-from autoptd.runtime.stage import load_stage
-from autoptd.runtime.standalone import check_stage
+from autoptd.runtime.step.stage import load_stage
+from autoptd.runtime.step.standalone import check_stage
 
 # Collectives start at once: models as small as these are split.
 MACHINE = Machine(latency=1e-9)

@@ -17,7 +17,8 @@ from torch import Tensor
 
 import autoptd
 from autoptd.ir.actions import Action, Kind
-from autoptd.runtime import grad_norm, gradients, messages, optimizer, parameters
+from autoptd.runtime.params import grad_norm, gradients, optimizer, parameters
+from autoptd.runtime.step import messages
 from autoptd.runtime.world.world import Done
 from tests.parity.models import batch, gpt
 from tests.parity.test_fp16 import SCALE, planted
@@ -113,7 +114,7 @@ def first_rank_decides(patch: Patch) -> None:
 
     patch.setattr(optimizer, "grad_norm", norm)
     # Else the update asks for no norm of its own.
-    patch.setattr("autoptd.runtime.loss_scale.LossScale.saw", lambda self, norm: None)
+    patch.setattr("autoptd.runtime.params.loss_scale.LossScale.saw", lambda self, norm: None)
 
 
 def storage_is_not_loaded(patch: Patch) -> None:

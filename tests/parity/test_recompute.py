@@ -18,9 +18,9 @@ import autoptd
 from autoptd.errors import PlanError
 from autoptd.ir.notes import note
 from autoptd.program.calls import expected_calls
-from autoptd.runtime import again
-from autoptd.runtime.linear import Deferred
-from autoptd.runtime.stage import Stage
+from autoptd.runtime.ops import recompute as again
+from autoptd.runtime.ops.linear import Deferred
+from autoptd.runtime.step.stage import Stage
 from examples.gpt import GPT, GPTConfig
 from tests.parity.kept import fullest, kept_by_stage
 

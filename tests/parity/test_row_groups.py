@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import autoptd
-from autoptd.runtime.batch import part_of_rows, take_rows
+from autoptd.runtime.step.microbatches import part_of_rows, take_rows
 from benchmarks.lib.loss_cases import CASES, Case, Model, log_probs
 from benchmarks.losses import MESHES
 
@@ -155,7 +155,8 @@ def test_rows_that_were_cut_before_halves_were_known_are_refused() -> None:
 
 def test_halves_that_are_cut_as_runs_of_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "autoptd.runtime.batch.part_of_rows", lambda x, number, parts, blocks: part_of_rows(x, number, parts)
+        "autoptd.runtime.step.microbatches.part_of_rows",
+        lambda x, number, parts, blocks: part_of_rows(x, number, parts),
     )
     with pytest.raises(autoptd.InternalError, match="differs"):
         check(HALVES.loss, d=2)

@@ -18,11 +18,11 @@ from autoptd import runtime as rt
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
 from autoptd.program.calls import expected_calls, wire_bytes
-from autoptd.reports.report import report_html
-from autoptd.reports.summary import summarize
 from autoptd.runtime.world.exchange import ThreadGroup
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Communicators, Pending, World
+from autoptd.wings.reports.report import report_html
+from autoptd.wings.reports.summary import summarize
 from examples.gpt import GPT, GPTConfig
 from tests.parity.kept import kept_bytes
 from tests.parity.models import LENGTH, batch, gpt, separate, skipping, uneven

@@ -21,9 +21,9 @@ import autoptd
 from autoptd.errors import PlanError
 from autoptd.program import buckets
 from autoptd.program.buckets import ALIGNMENT, BucketPlan
-from autoptd.runtime import gradients, parameters, storage
-from autoptd.runtime.guard import GuardedParameter
-from autoptd.runtime.parameters import RankParameters
+from autoptd.runtime.params import gradients, parameters, storage
+from autoptd.runtime.params.guard import GuardedParameter
+from autoptd.runtime.params.parameters import RankParameters
 from tests.parity.late import Late, usual_gather
 from tests.parity.models import batch, gpt
 

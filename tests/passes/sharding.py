@@ -34,7 +34,7 @@ from autoptd.passes.axes.axes import Letter
 from autoptd.passes.context import Context
 from autoptd.passes.localize import localize
 from autoptd.passes.solve.strategies import REDUCED_FORMS
-from autoptd.runtime.dropout import Draw
+from autoptd.runtime.ops.dropout import Draw
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Communicators, Group, World
 

@@ -22,7 +22,7 @@ from autoptd.options import Options
 from autoptd.passes import Context, find_fusions, localize, substitute
 from autoptd.passes.fusion import losses
 from autoptd.passes.localize import check_local
-from autoptd.runtime.fused import Fused
+from autoptd.runtime.ops.fused import Fused
 
 B, S, H, HEADS = 2, 6, 8, 2
 

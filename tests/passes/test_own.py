@@ -15,9 +15,9 @@ from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import Note, set_note
 from autoptd.ir.operators.table import TABLE
 from autoptd.passes import Context
-from autoptd.passes.own import mark_owned
+from autoptd.passes.inplace_sums import mark_owned
 from autoptd.runtime import i_to_r, linear, p_to_i
-from autoptd.runtime.linear import Deferred
+from autoptd.runtime.ops.linear import Deferred
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Communicators, World
 from tests.parity.models import batch, gpt, separate

@@ -12,13 +12,13 @@ from torch.fx import Graph
 
 import autoptd
 from autoptd import passes
+from autoptd.compiler.memory_search import PASSES
 from autoptd.errors import InternalError
 from autoptd.ir import markers
 from autoptd.ir.notes import note, op_name, ops, placeholders
 from autoptd.ir.types import R, S
 from autoptd.passes import Context, Form, Record, run_passes, up_to
 from autoptd.passes.runner import CALLS, Pass, graph_pass
-from autoptd.place import PASSES
 from tests.parity.models import batch, gpt
 from tests.passes.graphs import context
 
@@ -140,7 +140,7 @@ def test_a_pass_that_breaks_its_contract_is_named(what: str) -> None:
 
 
 def test_contracts_hold_in_every_compilation() -> None:
-    faulty = mock.patch("autoptd.place.PASSES", with_fault("communicate", drop_a_conversion))
+    faulty = mock.patch("autoptd.compiler.memory_search.PASSES", with_fault("communicate", drop_a_conversion))
     with faulty, pytest.raises(InternalError, match="communicate"):
         autoptd.compile(gpt(1), t=2, example_inputs=batch(4))
 

@@ -21,7 +21,7 @@ from autoptd.ir.operators.record import operands
 from autoptd.options import Options
 from autoptd.passes import Context, shift
 from autoptd.passes.for_tokens import rewrite_for_tokens
-from autoptd.passes.uncut import Cut
+from autoptd.passes.token_regions import Cut
 from tests.parity.models import VOCAB
 from tests.parity.test_shift import GONE, LENGTH, SMALL, Shifting, call
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from autoptd.planner.counts import model_flops
-from autoptd.planner.estimate import estimate
-from autoptd.planner.setting import Setting
-from autoptd.planner.shape import find_shape
+from autoptd.wings.planner.counts import model_flops
+from autoptd.wings.planner.estimate import estimate
+from autoptd.wings.planner.setting import Setting
+from autoptd.wings.planner.shape import find_shape
 from benchmarks.lib.points import DATA, Point, held_out, load, spearman, summary
 from benchmarks.planner_accuracy import fitted, korthikanti_layer, mt_nlg, raw, sc21, zero3
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from autoptd.errors import PlanError
-from autoptd.planner.default import DefaultModel
-from autoptd.planner.plan import plan
-from autoptd.planner.request import Request, make_request
-from autoptd.planner.search import search
+from autoptd.wings.planner.default import DefaultModel
+from autoptd.wings.planner.plan import plan
+from autoptd.wings.planner.request import Request, make_request
+from autoptd.wings.planner.search import search
 from tests.planner.test_plan import GPT_22B, SMALL
 
 GPT3 = {"layers": 96, "hidden": 12288, "heads": 96, "seq": 2048}

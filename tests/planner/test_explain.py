@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autoptd.planner.candidate import Candidate
-from autoptd.planner.plan import Plan, plan
+from autoptd.wings.planner.candidate import Candidate
+from autoptd.wings.planner.plan import Plan, plan
 from tests.planner.test_plan import GPT_22B, SMALL
 
 

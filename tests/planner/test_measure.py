@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from autoptd.cli import main
 from autoptd.errors import PlanError
-from autoptd.planner import measure
-from autoptd.planner.cluster import find_cluster
+from autoptd.wings.cli import main
+from autoptd.wings.planner import measure
+from autoptd.wings.planner.cluster import find_cluster
 
 
 def test_products_are_fitted_by_rate_and_ramp() -> None:
@@ -113,7 +113,7 @@ def test_nothing_is_measured_for_a_file_that_cannot_be_written(
     def measured(_: int) -> None:
         raise AssertionError("this would be lost")
 
-    monkeypatch.setattr("autoptd.cli.measure.measure_cluster", measured)
+    monkeypatch.setattr("autoptd.wings.cli.measure.measure_cluster", measured)
     assert main(["measure", str(tmp_path / "nowhere" / "mine.toml")]) == 2
     assert main(["measure", str(tmp_path)]) == 2
     printed = capsys.readouterr().err

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from autoptd.errors import PlanError
-from autoptd.planner.model_shape import shape_of
-from autoptd.planner.plan import plan
-from autoptd.planner.shape import Shape
+from autoptd.wings.planner.model_shape import shape_of
+from autoptd.wings.planner.plan import plan
+from autoptd.wings.planner.shape import Shape
 
 
 @dataclass

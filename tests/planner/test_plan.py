@@ -18,15 +18,15 @@ from autoptd.errors import PlanError
 from autoptd.ir.keyword import NOT_YET
 from autoptd.ir.schedules import SCHEDULES
 from autoptd.options import make_options
-from autoptd.planner import default
-from autoptd.planner.cluster import find_cluster
-from autoptd.planner.default import DefaultModel
-from autoptd.planner.estimate import estimate
-from autoptd.planner.plan import plan
-from autoptd.planner.predict import predict
-from autoptd.planner.request import ANY_SCHEDULE, make_request
-from autoptd.planner.search import NOT_ASKED, OUT_OF_MEMORY, search
-from autoptd.planner.setting import Setting
+from autoptd.wings.planner import default
+from autoptd.wings.planner.cluster import find_cluster
+from autoptd.wings.planner.default import DefaultModel
+from autoptd.wings.planner.estimate import estimate
+from autoptd.wings.planner.plan import plan
+from autoptd.wings.planner.predict import predict
+from autoptd.wings.planner.request import ANY_SCHEDULE, make_request
+from autoptd.wings.planner.search import NOT_ASKED, OUT_OF_MEMORY, search
+from autoptd.wings.planner.setting import Setting
 from tests.parity.models import batch, gpt
 from tests.planner.test_search import as_rows, everything, is_bounded
 

@@ -14,16 +14,16 @@ import pytest
 
 from autoptd.errors import PlanError
 from autoptd.ir.machine_files import FOLDER, machine_names
-from autoptd.planner.cluster import Cluster, Software, find_cluster, find_software, read_cluster
-from autoptd.planner.estimate import estimate
-from autoptd.planner.layout import split_layers
-from autoptd.planner.memory import State, count_activations, state_bytes
-from autoptd.planner.network import Network
-from autoptd.planner.predict import Prediction, predict
-from autoptd.planner.setting import Setting
-from autoptd.planner.shape import Shape
-from autoptd.planner.terms import count_terms
-from autoptd.planner.time import Clock
+from autoptd.wings.planner.cluster import Cluster, Software, find_cluster, find_software, read_cluster
+from autoptd.wings.planner.estimate import estimate
+from autoptd.wings.planner.layout import split_layers
+from autoptd.wings.planner.memory import State, count_activations, state_bytes
+from autoptd.wings.planner.network import Network
+from autoptd.wings.planner.predict import Prediction, predict
+from autoptd.wings.planner.setting import Setting
+from autoptd.wings.planner.shape import Shape
+from autoptd.wings.planner.terms import count_terms
+from autoptd.wings.planner.time import Clock
 
 GPT3 = Shape(layers=96, hidden=12288, heads=96, seq=2048)
 TRILLION = Shape(layers=128, hidden=25600, heads=160, seq=2048)

@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoptd.planner.search import (
+from autoptd.wings.planner.search import (
     OUT_OF_MEMORY,
     ROUNDING,
     Array,

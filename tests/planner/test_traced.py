@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import autoptd
-from autoptd.planner.cluster import Cluster, find_cluster
-from autoptd.planner.counts import Sizes, embedding_operators, head_operators, layer_operators
-from autoptd.planner.predict import predict
-from autoptd.planner.shape import Shape
-from autoptd.planner.traced import predict_program
+from autoptd.wings.planner.cluster import Cluster, find_cluster
+from autoptd.wings.planner.counts import Sizes, embedding_operators, head_operators, layer_operators
+from autoptd.wings.planner.predict import predict
+from autoptd.wings.planner.shape import Shape
+from autoptd.wings.planner.traced import predict_program
 from examples.gpt import GPT, GPTConfig
 
 SHAPE = Shape(layers=4, hidden=1024, heads=16, seq=512, vocab=8192, dropout=False)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from autoptd.planner.cluster import find_cluster
-from autoptd.planner.uncertainty import COMPARED, uncertainty
+from autoptd.wings.planner.cluster import find_cluster
+from autoptd.wings.planner.uncertainty import COMPARED, uncertainty
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "planner_accuracy.json"
 

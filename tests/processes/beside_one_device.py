@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoptd.parallel_model import ParallelModel
+from autoptd.model.parallel_model import ParallelModel
 from autoptd.program.calls import Call, expected_calls
 
 

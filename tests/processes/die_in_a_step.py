@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 
-from autoptd.compile import compile_program
+from autoptd.compiler.driver import compile_program
 from autoptd.ir.actions import parse
+from autoptd.model.parallel_model import ParallelModel
 from autoptd.options import Options
-from autoptd.parallel_model import ParallelModel
 from autoptd.program.program import Program
-from autoptd.runtime.parameters import RankParameters
+from autoptd.runtime.params.parameters import RankParameters
 from tests.parity.models import batch, gpt
 from tests.ports import free_port
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import autoptd
-from autoptd.parallel_model import ParallelModel
+from autoptd.model.parallel_model import ParallelModel
 from tests.parity.models import batch, gpt
 
 Situation = Callable[[ParallelModel, int, Callable[[], Any]], None]

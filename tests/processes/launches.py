@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 
 from autoptd.program.program import Program
-from autoptd.runtime.batch import cut
-from autoptd.runtime.full_values import gather_gradients
-from autoptd.runtime.launch import ProcessRank, Rank
+from autoptd.runtime.params.full_values import gather_gradients
+from autoptd.runtime.step.launch import ProcessRank, Rank
+from autoptd.runtime.step.microbatches import cut
 from tests.parity.models import batch as gpt_batch
 from tests.parity.models import gpt
 from tests.processes.in_order import register

@@ -17,7 +17,7 @@ from torch import nn
 
 import autoptd
 from autoptd import PlanError
-from autoptd.parallel_model import ParallelModel
+from autoptd.model.parallel_model import ParallelModel
 from tests.parity.models import VOCAB, batch, gpt
 
 Situation = Callable[[ParallelModel, int], None]

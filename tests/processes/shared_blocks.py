@@ -10,10 +10,10 @@ import signal
 
 import torch
 
-from autoptd.compile import compile_program
+from autoptd.compiler.driver import compile_program
 from autoptd.ir import machine
+from autoptd.model.parallel_model import ParallelModel
 from autoptd.options import Options
-from autoptd.parallel_model import ParallelModel
 from autoptd.program.program import Program
 from tests.hostile.test_shared_blocks import MODELS, batch
 from tests.ports import free_port

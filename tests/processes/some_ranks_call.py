@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import autoptd
-from autoptd.parallel_model import ParallelModel
+from autoptd.model.parallel_model import ParallelModel
 from tests.parity.models import batch, gpt
 
 ROWS = {"d": 8}

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from autoptd.ir.actions import Action, Kind
-from autoptd.runtime.batch import cut
-from autoptd.runtime.launch import ProcessRank, Rank
-from autoptd.runtime.optimizer import make_optimizer
+from autoptd.runtime.params.optimizer import make_optimizer
+from autoptd.runtime.step.launch import ProcessRank, Rank
+from autoptd.runtime.step.microbatches import cut
 from autoptd.runtime.world import device_watch
 from autoptd.runtime.world.device_watch import PROBES, WATCHDOG_MARGIN
 from tests.forks import CONTEXT

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 import autoptd
-from autoptd.parallel_model import ParallelModel
+from autoptd.model.parallel_model import ParallelModel
 from autoptd.program.calls import expected_calls
-from autoptd.runtime.read_folder import open_folder
+from autoptd.runtime.folders.read_folder import open_folder
 from tests.parity.models import batch, gpt, uneven
 
 MESH = {"t": 2, "p": 2, "d": 2, "v": 2, "p2p": "scatter_gather", "recompute": "full:1/2"}

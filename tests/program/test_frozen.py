@@ -13,8 +13,8 @@ import autoptd
 from autoptd.ir.actions import Kind
 from autoptd.ir.machine import Machine
 from autoptd.program.program import Program
-from autoptd.reports.pictures import simulated_run
-from autoptd.reports.summary import summarize
+from autoptd.wings.reports.pictures import simulated_run
+from autoptd.wings.reports.summary import summarize
 from tests.parity.test_peft import MACHINE, VOCAB, WIDTH, adapted, batch, llama
 
 # Products alone take time.

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from autoptd.cli import main
-from autoptd.reports.checkpoint_costs import CheckpointCosts, checkpoint_costs
 from autoptd.runtime.checkpoint.manifest import MODEL
 from autoptd.runtime.checkpoint.read import open_checkpoint
+from autoptd.wings.cli import main
+from autoptd.wings.reports.checkpoint_costs import CheckpointCosts, checkpoint_costs
 from tests.checkpoint.models import running, train
 from tests.cli.test_commands import GPT
 

@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from autoptd.errors import PlanError, RuntimeFault, TraceError
-from autoptd.reports.excepthook import is_interrupt, print_errors_once
 from autoptd.runtime.world import leaving
+from autoptd.wings.reports.excepthook import is_interrupt, print_errors_once
 
 INTERRUPTED = RuntimeFault(
     "rank 1 at F0.0", "left (KeyboardInterrupt) [seen by rank 0 at B0.0 in receive 'x']", "look there"

@@ -12,9 +12,9 @@ import torch
 import autoptd
 from autoptd.ir.actions import COMPUTES, Kind
 from autoptd.ir.mesh import Coordinate
-from autoptd.reports.pictures import executed_run, simulated_run
-from autoptd.runtime.timeline import Span
-from autoptd.viz import schedule_svg
+from autoptd.runtime.step.timeline import Span
+from autoptd.wings.reports.pictures import executed_run, simulated_run
+from autoptd.wings.viz import schedule_svg
 from examples.gpt import GPT, GPTConfig
 from tests.viz.programs import deep, full, gpt
 

@@ -14,10 +14,10 @@ import torch
 import autoptd
 from autoptd.errors import PlanError
 from autoptd.ir.mesh import Coordinate
-from autoptd.reports.progress import known_peak, progress_line
 from autoptd.runtime.world.threads import ThreadGroup
 from autoptd.runtime.world.world import Done
-from autoptd.viz.words import bytes_text
+from autoptd.wings.reports.progress import known_peak, progress_line
+from autoptd.wings.viz.words import bytes_text
 from examples.gpt import GPT, GPTConfig
 
 Tensor = torch.Tensor

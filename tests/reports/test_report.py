@@ -17,7 +17,7 @@ import autoptd
 from autoptd.ir.fusion import Fusion
 from autoptd.program.costs import ProductCosts
 from autoptd.program.program import Program
-from autoptd.reports.report import odd_products, report_html, write_report
+from autoptd.wings.reports.report import odd_products, report_html, write_report
 from examples.gpt import GPT, GPTConfig
 from tests.viz.programs import deep, full, gpt
 from tests.viz.test_page import check_page

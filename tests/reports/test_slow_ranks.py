@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from autoptd.ir.mesh import Mesh
-from autoptd.reports import progress
-from autoptd.reports.slow_ranks import SlowRanks, share_cores
-from autoptd.runtime.stepclock import StepTimes
+from autoptd.runtime.measure.stepclock import StepTimes
+from autoptd.wings.reports import progress
+from autoptd.wings.reports.slow_ranks import SlowRanks, share_cores
 
 
 def times(*compute: float) -> list[StepTimes]:

@@ -11,8 +11,8 @@ from torch import nn
 import autoptd
 from autoptd.ir.mesh import Mesh
 from autoptd.program.calls import expected_calls
-from autoptd.reports.report import report_html
-from autoptd.reports.summary import _is_between_nodes, seconds_text, summarize
+from autoptd.wings.reports.report import report_html
+from autoptd.wings.reports.summary import _is_between_nodes, seconds_text, summarize
 from tests.viz.programs import full, gpt
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autoptd.errors import InternalError
-from autoptd.runtime.again import Call, Dropped
+from autoptd.runtime.ops.recompute import Call, Dropped
 
 
 def test_the_stride_of_a_single_row_does_not_matter() -> None:

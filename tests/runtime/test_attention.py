@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autoptd import runtime as rt
-from autoptd.runtime.guard import unguarded
+from autoptd.runtime.params.guard import unguarded
 
 
 def keys_seen(order: str, c: int, index: int, length: int) -> torch.Tensor:
@@ -91,7 +91,7 @@ def test_where_the_runtime_works_classes_of_tensors_have_no_say(
     order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the kernels of GPUs: a mask that torch reads off its class must not be read as a tensor."""
-    monkeypatch.setattr("autoptd.runtime.attention._fits_kernel", lambda *_: False)
+    monkeypatch.setattr("autoptd.runtime.ops.attention._fits_kernel", lambda *_: False)
     operands, gradient = drawn(4, 4, 24, torch.float64)
     wanted = of_one_device(operands, gradient)
     with unguarded():

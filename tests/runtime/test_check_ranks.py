@@ -9,7 +9,7 @@ import torch
 
 import autoptd
 from autoptd.errors import RuntimeFault
-from autoptd.parallel_model import ParallelModel
+from autoptd.model.parallel_model import ParallelModel
 from examples.gpt import GPT, GPTConfig
 from tests.parity.models import VOCAB, batch
 

@@ -10,8 +10,8 @@ import torch
 
 import autoptd
 from autoptd.errors import RuntimeFault
-from autoptd.runtime.check_settings import check_settings, settings_of
-from autoptd.runtime.launch import Rank
+from autoptd.runtime.checks.settings import check_settings, settings_of
+from autoptd.runtime.step.launch import Rank
 from tests.runtime.test_own_optimizers import Grouped, batch, net
 
 AdamW, SGD = torch.optim.AdamW, torch.optim.SGD

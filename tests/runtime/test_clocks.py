@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from autoptd.ir.actions import Kind
-from autoptd.runtime import launch
-from autoptd.runtime.clocks import Clock, DeviceClock, clocks_of
-from autoptd.runtime.stepclock import measured
+from autoptd.runtime.measure.stepclock import measured
+from autoptd.runtime.step import launch
+from autoptd.runtime.world.clocks import Clock, DeviceClock, clocks_of
 from tests.runtime.test_executor import running, step
 from tests.runtime.tied_model import Case, make_batch, make_model, make_program
 

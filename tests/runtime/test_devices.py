@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 import autoptd
-from autoptd import auto, compat
+from autoptd import compat
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
 from autoptd.options import Options
-from autoptd.planner.cluster import find_cluster
-from autoptd.runtime import devices
+from autoptd.runtime.world import devices
 from autoptd.runtime.world.threads import Ranks, ThreadWorld
+from autoptd.wings.planner import auto
+from autoptd.wings.planner.cluster import find_cluster
 from tests.parity.models import batch, gpt
 
 

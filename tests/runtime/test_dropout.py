@@ -12,9 +12,9 @@ import torch
 import autoptd
 from autoptd import runtime as rt
 from autoptd.ir.types import Zigzag
-from autoptd.runtime import fused
-from autoptd.runtime.dropout import Draw, bias_dropout_add, dropout
-from autoptd.runtime.shards import take_shard
+from autoptd.runtime.ops import fused
+from autoptd.runtime.ops.dropout import Draw, bias_dropout_add, dropout
+from autoptd.runtime.ops.shards import take_shard
 from tests.parity.models import batch
 from tests.parity.test_dropout import gpt, styled
 

@@ -17,12 +17,12 @@ from torch import Tensor
 from autoptd.errors import InternalError, RuntimeFault
 from autoptd.ir.actions import Kind
 from autoptd.program.program import Program
-from autoptd.runtime.batch import cut
-from autoptd.runtime.communicators import communicators_of
-from autoptd.runtime.full_values import gather_gradients
-from autoptd.runtime.launch import LocalRanks, Rank, make_rank
-from autoptd.runtime.namespace import Withheld
-from autoptd.runtime.stage import load_stage, make_namespace
+from autoptd.runtime.params.full_values import gather_gradients
+from autoptd.runtime.params.namespace import Withheld
+from autoptd.runtime.step.communicators import communicators_of
+from autoptd.runtime.step.launch import LocalRanks, Rank, make_rank
+from autoptd.runtime.step.microbatches import cut
+from autoptd.runtime.step.stage import load_stage, make_namespace
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import World
 from tests.runtime.tied_model import Case, TiedModel, make_batch, make_model, make_program

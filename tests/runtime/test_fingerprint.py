@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from autoptd.runtime.fingerprint import fingerprint, fingerprint_of, hash_words
+from autoptd.runtime.params.fingerprint import fingerprint, fingerprint_of, hash_words
 from tests.runtime.tied_model import Case, make_model, make_program
 from tests.test_parallel_model import parallel
 

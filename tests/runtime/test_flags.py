@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from autoptd.runtime.flags import Flags, FlagWatch, Signals
+from autoptd.runtime.world.flags import Flags, FlagWatch, Signals
 from tests.runtime.tied_model import Case, make_batch
 from tests.test_parallel_model import parallel
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from autoptd.compat import add_mm
 from autoptd.errors import PlanError
 from autoptd.program import buckets
-from autoptd.runtime.full_values import gather_gradients
-from autoptd.runtime.grad_norm import checked_norm_type, clip_gradients, grad_norm, sum_of_powers
-from autoptd.runtime.gradients import Bucket, Gradients
-from autoptd.runtime.launch import Rank
-from autoptd.runtime.record import recording
+from autoptd.runtime.measure.record import recording
+from autoptd.runtime.params.full_values import gather_gradients
+from autoptd.runtime.params.grad_norm import checked_norm_type, clip_gradients, grad_norm, sum_of_powers
+from autoptd.runtime.params.gradients import Bucket, Gradients
+from autoptd.runtime.step.launch import Rank
 from tests.runtime.test_executor import running, step
 from tests.runtime.tied_model import Case, make_batch, make_model, make_program
 from tests.sums import sum_only_over

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import autoptd
-from autoptd.runtime import stage as stages
+from autoptd.runtime.step import stage as stages
 from tests.parity.models import batch, gpt
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autoptd import runtime as rt
 from autoptd.ir.mesh import Mesh
-from autoptd.runtime.linear import Deferred, WeightGemm
+from autoptd.runtime.ops.linear import Deferred, WeightGemm
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Communicators, Pending, SoloGroup, World
 

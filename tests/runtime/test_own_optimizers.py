@@ -14,8 +14,8 @@ from torch import nn
 
 import autoptd
 from autoptd.errors import PlanError
-from autoptd.parallel_model import ParallelModel
-from autoptd.runtime.elementwise import check_elementwise
+from autoptd.model.parallel_model import ParallelModel
+from autoptd.runtime.params.elementwise import check_elementwise
 
 Parameters = Any
 

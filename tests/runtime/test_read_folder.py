@@ -12,8 +12,8 @@ import torch
 
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
-from autoptd.runtime.launch import check_same_source
-from autoptd.runtime.read_folder import INDEX, SINGLE, open_folder, runs
+from autoptd.runtime.folders.read_folder import INDEX, SINGLE, open_folder, runs
+from autoptd.runtime.step.launch import check_same_source
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 
 save_file = pytest.importorskip("safetensors.torch").save_file

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.deferred import named_tensors
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
-from autoptd.runtime.launch import check_same_source
-from autoptd.runtime.recipes import Recipes, recording_of
-from autoptd.runtime.recording import Recording
+from autoptd.runtime.step.launch import check_same_source
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
+from autoptd.subject.initial.deferred import named_tensors
+from autoptd.subject.initial.recipes import Recipes, recording_of
+from autoptd.subject.initial.recording import Recording
 from examples.gpt import make_gpt
 from tests.constructors import Holder
 from tests.parity.models import batch
@@ -98,7 +98,7 @@ def test_rows_are_those_of_the_whole() -> None:
 
 
 def test_a_large_tensor_is_never_held_beside_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autoptd.runtime.recipes.KEPT_BYTES", 100)
+    monkeypatch.setattr("autoptd.subject.initial.recipes.KEPT_BYTES", 100)
     # Of 64 bytes each, and biases of 16.
     source = recipes(lambda m: setattr(m, "layers", nn.ModuleList(nn.Linear(4, 4) for _ in range(4))))
     replay = next(iter(source._replay_of.values()))

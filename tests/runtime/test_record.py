@@ -13,7 +13,7 @@ from autoptd import runtime as rt
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.types import CONVERSIONS
 from autoptd.program.calls import LOCAL_KINDS
-from autoptd.runtime.record import cover, recording
+from autoptd.runtime.measure.record import cover, recording
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Communicators, World
 from tests.runtime.test_executor import running, step

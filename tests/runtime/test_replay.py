@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoptd.runtime.replay import Replay, key_of, state_of
-from autoptd.runtime.tape import Constant, Place, Step, Tape
+from autoptd.subject.initial.replay import Replay, key_of, state_of
+from autoptd.subject.initial.tape import Constant, Place, Step, Tape
 
 
 def by_hand(*functions: Callable[[Tensor], Tensor]) -> tuple[Tape, list[Place]]:

@@ -10,8 +10,14 @@ import pytest
 import torch
 
 from autoptd.errors import PlanError
-from autoptd.runtime.read_folder import INDEX, SINGLE, open_folder
-from autoptd.runtime.save_pretrained import FolderFormat, Writer, free_names, parse_size, split_into_files
+from autoptd.runtime.folders.read_folder import INDEX, SINGLE, open_folder
+from autoptd.runtime.folders.save_pretrained import (
+    FolderFormat,
+    Writer,
+    free_names,
+    parse_size,
+    split_into_files,
+)
 
 pytest.importorskip("safetensors")
 

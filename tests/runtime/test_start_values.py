@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autoptd.ir.mesh import Mesh
-from autoptd.runtime.parts import from_rank_0
+from autoptd.runtime.params.parts import from_rank_0
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Communicators, World
 

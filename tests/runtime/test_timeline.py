@@ -10,8 +10,8 @@ import pytest
 from autoptd.ir.actions import COMPUTES, Kind
 from autoptd.ir.schedules import SCHEDULES
 from autoptd.program.program import Program
-from autoptd.runtime.record import recording
-from autoptd.runtime.timeline import Timeline
+from autoptd.runtime.measure.record import recording
+from autoptd.runtime.step.timeline import Timeline
 from autoptd.schedule import simulate
 from tests.runtime.test_executor import evaluate, running, step
 from tests.runtime.tied_model import Case, make_batch, make_model, make_program

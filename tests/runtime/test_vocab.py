@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from autoptd import runtime as rt
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
-from autoptd.runtime.shards import real_rows
+from autoptd.runtime.ops.shards import real_rows
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Communicators, World
 

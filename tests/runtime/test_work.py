@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autoptd.compat import TorchDispatchMode
 from autoptd.errors import InternalError
-from autoptd.runtime.work import count_flops
+from autoptd.runtime.measure.work import count_flops
 
 F = nn.functional
 

@@ -24,7 +24,7 @@ from tests.style.measures import (
 
 FILES = sorted(ROOT.rglob("*.py"))
 # Run within `on_cpu()`, or (deferred weights) within modes of their own.
-PLACED = ("passes", "trace", "deferred.py", "runtime/recording.py", "runtime/replay.py")
+PLACED = ("passes", "trace", "subject/initial")
 
 
 @pytest.mark.parametrize("file", FILES, ids=[str(file.relative_to(ROOT)) for file in FILES])

@@ -16,7 +16,7 @@ import autoptd
 from autoptd import trace
 from autoptd.errors import PlanError, TraceError
 from autoptd.ir.machine import Machine
-from autoptd.program.prints import prints_of
+from autoptd.program.module_hashes import prints_of
 from tests.waits import LONG
 
 ROOT = Path(__file__).parents[2]

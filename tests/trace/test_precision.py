@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import autoptd
 from autoptd.errors import TraceError
 from autoptd.program.program import Program
-from autoptd.reports.summary import summarize
 from autoptd.trace import computing_in
+from autoptd.wings.reports.summary import summarize
 
 VOCAB, WIDTH = 16, 16
 # Positions are so far apart that a few tokens reach to 8,192.

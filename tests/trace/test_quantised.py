@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.trace.quantised import check_quantised, quantised_by
+from autoptd.subject.quantised import check_quantised, quantised_by
 from tests.parity.test_peft import adapted, llama
 
 

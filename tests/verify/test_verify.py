@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.cli import main
-from autoptd.parallel_model import ParallelModel
+from autoptd.model.parallel_model import ParallelModel
 from autoptd.program.program import Program
 from autoptd.verify.fresh import fresh_calls
+from autoptd.wings.cli import main
 from tests.parity.models import VOCAB, batch, gpt
 from tests.parity.test_dropout import gpt as dropping_gpt
 

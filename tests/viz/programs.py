@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import nn
 
-from autoptd.compile import compile
+from autoptd.api import compile
 from autoptd.program.program import Program
 from examples.gpt import GPT, GPTConfig
 

@@ -10,8 +10,8 @@ from autoptd.ir.placement import placements
 from autoptd.program.costs import Costs
 from autoptd.program.program import Program
 from autoptd.program.specs import Collective, CrossingSpec, ParamSpec
-from autoptd.viz.collectives import collectives_markdown
-from autoptd.viz.words import bytes_text, count_text
+from autoptd.wings.viz.collectives import collectives_markdown
+from autoptd.wings.viz.words import bytes_text, count_text
 
 
 def on_tp(

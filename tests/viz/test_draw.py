@@ -11,7 +11,7 @@ import pytest
 
 from autoptd.program.program import Program
 from autoptd.schedule import simulate
-from autoptd.viz import Run, draw
+from autoptd.wings.viz import Run, draw
 from tests.viz.programs import deep
 
 PICTURES = {"graph.svg", "stages.svg"}

@@ -8,10 +8,10 @@ import pytest
 
 from autoptd.ir.notes import note, ops
 from autoptd.program.program import Program
-from autoptd.viz.alike import layer_of
-from autoptd.viz.node_calls import calls_of_nodes
-from autoptd.viz.outline import Box, outline
-from autoptd.viz.views import is_shown
+from autoptd.wings.viz.alike import layer_of
+from autoptd.wings.viz.node_calls import calls_of_nodes
+from autoptd.wings.viz.outline import Box, outline
+from autoptd.wings.viz.views import is_shown
 from tests.viz.programs import InlinedStack, Skipping, Stack, deep, full, gpt, of, staged
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-from autoptd.viz.highlight import python_html
-from autoptd.viz.page import Tab, folded, markdown_html, page, source, table, tiles
-from autoptd.viz.viewer import STYLE, viewer
+from autoptd.wings.viz.highlight import python_html
+from autoptd.wings.viz.page import Tab, folded, markdown_html, page, source, table, tiles
+from autoptd.wings.viz.viewer import STYLE, viewer
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 

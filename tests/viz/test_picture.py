@@ -14,15 +14,15 @@ import pytest
 import autoptd
 from autoptd.errors import PlanError
 from autoptd.program.program import Program
-from autoptd.viz.colours import KINDS
-from autoptd.viz.columns import find_places
-from autoptd.viz.dark import STROKES
-from autoptd.viz.layout import ARROW
-from autoptd.viz.model_picture import find_cells
-from autoptd.viz.picture import LEVELS, graph_picture
-from autoptd.viz.scene import Item, Scene
-from autoptd.viz.views import COLLECTIVES
-from autoptd.viz.words import bytes_text
+from autoptd.wings.viz.colours import KINDS
+from autoptd.wings.viz.columns import find_places
+from autoptd.wings.viz.dark import STROKES
+from autoptd.wings.viz.layout import ARROW
+from autoptd.wings.viz.model_picture import find_cells
+from autoptd.wings.viz.picture import LEVELS, graph_picture
+from autoptd.wings.viz.scene import Item, Scene
+from autoptd.wings.viz.views import COLLECTIVES
+from autoptd.wings.viz.words import bytes_text
 from tests.parity.models import batch
 from tests.parity.models import gpt as small_gpt
 from tests.viz.programs import Skipping, Stack, deep, full, gpt, of, staged

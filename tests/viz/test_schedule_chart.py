@@ -10,7 +10,7 @@ import pytest
 
 from autoptd.ir.actions import Action, Kind, parse
 from autoptd.schedule import add_transfers, interleaved, simulate
-from autoptd.viz import Run, schedule_svg
+from autoptd.wings.viz import Run, schedule_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 ONE_F_ONE_B = [

@@ -10,7 +10,7 @@ import pytest
 
 from autoptd.ir.actions import SENDS, parse
 from autoptd.schedule import add_transfers, interleaved, one_f_one_b, simulate
-from autoptd.viz import Run, trace_file, trace_json
+from autoptd.wings.viz import Run, trace_file, trace_json
 
 REQUIRED = {  # by phase: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
     "X": {"pid", "tid", "name", "cat", "ts", "dur"},

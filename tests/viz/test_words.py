@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 
-from autoptd.viz.layout import _quoted
-from autoptd.viz.words import xml_text
+from autoptd.wings.viz.layout import _quoted
+from autoptd.wings.viz.words import xml_text
 from tests.fuzz.features import HARD_NAMES
 
 

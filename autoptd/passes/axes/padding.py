@@ -5,10 +5,10 @@ the zeros: no sum runs over them, no value beside them depends on them, and thei
 such a size is split only where all of this holds:
 
 - it is a vocabulary: rows that an embedding looks up, or classes of a cross-entropy. Both have a local form that knows the true
-  size, and so have operators over classes (`runtime/classes.py`). (Other dims of odd sizes stay whole: see `fallbacks.py`.)
+  size, and so have operators over classes (`runtime/ops/classes.py`). (Other dims of odd sizes stay whole: see `fallbacks.py`.)
 - the operator is one of these, or keeps the letter and its record says so: its value and derivative at finite padding are
   finite, so that a cotangent of zero stays zero. An unknown or contracting reader gets the whole value instead: the
-  conversions of `runtime/shards.py` leave the padding behind.
+  conversions of `runtime/ops/shards.py` leave the padding behind.
 - the vocabulary is a whole dim of every tensor that carries it.
 
     padding = Padding(graph, axes, t=4)

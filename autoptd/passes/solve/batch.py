@@ -18,8 +18,8 @@ from collections.abc import Container
 
 from torch.fx import Graph, Node
 
+from autoptd.elsewhere import NORMS, SORTS
 from autoptd.errors import InternalError, PlanError
-from autoptd.ir.elsewhere import NORMS, SORTS
 from autoptd.ir.layout import BATCH
 from autoptd.ir.notes import (
     BATCH_NORM,

@@ -22,13 +22,13 @@ import torch
 
 from autoptd.errors import PlanError, a_type
 from autoptd.runtime.checkpoint.commit import begin, finish, new_token
-from autoptd.runtime.checkpoint.disk import remove_folder
 from autoptd.runtime.checkpoint.extra import dumped
 from autoptd.runtime.checkpoint.manifest import GROUPS
 from autoptd.runtime.checkpoint.stage import Staged, StagedTensor
 from autoptd.runtime.checkpoint.values import encode
 from autoptd.runtime.checkpoint.write import leave_report, write_rank
-from autoptd.runtime.read_folder import open_file, open_folder
+from autoptd.runtime.folders.disk import remove_folder
+from autoptd.runtime.folders.read_folder import open_file, open_folder
 
 MODEL_KEY, OPTIMIZER_KEYS = "model", ("optimizer", "optim")
 # What `extra.pt` says where there is nothing to say.

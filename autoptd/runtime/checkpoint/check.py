@@ -16,15 +16,15 @@ from typing import Any
 import torch
 
 from autoptd.errors import PlanError, RuntimeFault
-from autoptd.program.prints import prints_of
+from autoptd.program.module_hashes import prints_of
 from autoptd.program.program import Program
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.checkpoint.manifest import Manifest, fqn
 from autoptd.runtime.checkpoint.read import Checkpoint
 from autoptd.runtime.checkpoint.save import about_model
-from autoptd.runtime.fingerprint import fingerprint_of_model
-from autoptd.runtime.parameters import RankParameters
-from autoptd.runtime.parts import dtype_of
+from autoptd.runtime.params.fingerprint import fingerprint_of_model
+from autoptd.runtime.params.parameters import RankParameters
+from autoptd.runtime.params.parts import dtype_of
 
 SITE = "pm.load"
 MOST_NAMED = 5

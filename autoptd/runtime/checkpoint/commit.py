@@ -25,16 +25,6 @@ import torch
 
 from autoptd.compat import storage_info
 from autoptd.errors import PlanError, RuntimeFault
-from autoptd.runtime.checkpoint.disk import (
-    NewFile,
-    left_of,
-    make_folder,
-    new_file,
-    remove_file,
-    rename,
-    sync_folder,
-    write_file,
-)
 from autoptd.runtime.checkpoint.manifest import (
     EXTRA,
     GROUPS,
@@ -47,7 +37,17 @@ from autoptd.runtime.checkpoint.manifest import (
     fqn,
 )
 from autoptd.runtime.checkpoint.write import Report, Written, data_file, take_report
-from autoptd.runtime.fingerprint import text_of
+from autoptd.runtime.folders.disk import (
+    NewFile,
+    left_of,
+    make_folder,
+    new_file,
+    remove_file,
+    rename,
+    sync_folder,
+    write_file,
+)
+from autoptd.runtime.params.fingerprint import text_of
 
 PART, OLD = ".part-", ".old-"
 # `new_token`, and a number behind it where a run saves: what is named otherwise is the user's.
@@ -155,7 +155,7 @@ def make_parents(folder: Path) -> None:
 
 
 class _OnDisk:
-    """The files of torch's writer, made by `disk.py`."""
+    """The files of torch's writer, made by `runtime/folders/disk.py`."""
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[NewFile]:

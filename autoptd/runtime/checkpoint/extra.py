@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from autoptd.errors import PlanError, a_type
-from autoptd.runtime.optimizer import NamedOptimizer
+from autoptd.runtime.params.optimizer import NamedOptimizer
 
 SAVE, LOAD = "pm.save", "pm.load"
 # The state of an object on a rank that has none of its own.

@@ -17,7 +17,7 @@ from typing import Any
 from autoptd.errors import PlanError, with_article
 from autoptd.runtime.checkpoint.manifest import GROUPS
 from autoptd.runtime.checkpoint.values import decode, encode, without_numpy
-from autoptd.runtime.optimizer import NamedOptimizer
+from autoptd.runtime.params.optimizer import NamedOptimizer
 
 SITE = "pm.load"
 # How an update is computed, not what it computes: that is this machine's, not the one's that saved.

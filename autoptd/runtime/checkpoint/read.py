@@ -25,7 +25,6 @@ import torch
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ir.pieces import Sizes
 from autoptd.runtime.checkpoint.commit import find
-from autoptd.runtime.checkpoint.disk import BLOCK_BYTES
 from autoptd.runtime.checkpoint.manifest import (
     MODEL,
     Chunk,
@@ -37,7 +36,8 @@ from autoptd.runtime.checkpoint.manifest import (
     read_manifest,
 )
 from autoptd.runtime.checkpoint.write import crc_file
-from autoptd.runtime.parts import dtype_of
+from autoptd.runtime.folders.disk import BLOCK_BYTES
+from autoptd.runtime.params.parts import dtype_of
 
 # Bytes that are read at once, and between two parts that are read together.
 MOST_BYTES, GAP_BYTES = 4 << 20, 64 << 10

@@ -24,14 +24,14 @@ from autoptd.errors import AutoptdError, PlanError, RuntimeFault
 from autoptd.ir.pieces import Item, Rectangle
 from autoptd.program.pieces import Shares, holder_axes, holders, share_stage
 from autoptd.program.specs import ParamSpec
-from autoptd.runtime.check_batch import merge_over_ranks
 from autoptd.runtime.checkpoint.manifest import Manifest, fqn
 from autoptd.runtime.checkpoint.read import Checkpoint, Want
 from autoptd.runtime.checkpoint.stage import view_of
 from autoptd.runtime.checkpoint.values import decode, encode
-from autoptd.runtime.parameters import RankParameters, owners
-from autoptd.runtime.parts import dtype_of
-from autoptd.runtime.storage import alias
+from autoptd.runtime.checks.batch import merge_over_ranks
+from autoptd.runtime.params.parameters import RankParameters, owners
+from autoptd.runtime.params.parts import dtype_of
+from autoptd.runtime.params.storage import alias
 from autoptd.runtime.world.world import World
 
 SITE = "pm.load"

@@ -29,15 +29,15 @@ from autoptd.ir.notes import note, op_name, ops, shape
 from autoptd.ir.operators.record import argument, operands
 from autoptd.ir.types import Segmented
 from autoptd.options import Options
-from autoptd.program.prints import prints_of
+from autoptd.program.module_hashes import prints_of
 from autoptd.program.program import Program
 from autoptd.runtime.checkpoint.commit import begin, finish, new_token, part_of, path_of, sweep
-from autoptd.runtime.checkpoint.disk import remove_folder
 from autoptd.runtime.checkpoint.extra import merged
 from autoptd.runtime.checkpoint.restore import agree
 from autoptd.runtime.checkpoint.stage import Copy, OptimizerState, Staged, StagedTensor, shown, stage
 from autoptd.runtime.checkpoint.write import leave_report, write_rank
-from autoptd.runtime.parameters import RankParameters
+from autoptd.runtime.folders.disk import remove_folder
+from autoptd.runtime.params.parameters import RankParameters
 from autoptd.runtime.world.world import World
 
 SITE = "pm.save"

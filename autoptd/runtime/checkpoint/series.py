@@ -19,8 +19,8 @@ from pathlib import Path
 
 from autoptd.errors import PlanError
 from autoptd.runtime.checkpoint.commit import OLD, PART, find, is_complete, make_parents, marked
-from autoptd.runtime.checkpoint.disk import left_of, rename
 from autoptd.runtime.checkpoint.manifest import check_files, read_checked, read_manifest
+from autoptd.runtime.folders.disk import left_of, rename
 
 GONE, DAMAGED, LOCK = ".gone-", ".damaged-", ".lock"
 # Seconds in which the processes of a run that was killed end: loaders' workers look for their parent every five.

@@ -23,8 +23,8 @@ from autoptd.ir.pieces import Rectangle, Sizes
 from autoptd.program.pieces import Shares, StateKeys, share_stage
 from autoptd.runtime.checkpoint.manifest import fqn
 from autoptd.runtime.checkpoint.values import encode
-from autoptd.runtime.guard import unguarded
-from autoptd.runtime.parameters import RankParameters
+from autoptd.runtime.params.guard import unguarded
+from autoptd.runtime.params.parameters import RankParameters
 
 # Turns what a rank stores into what is written later.
 Copy = Callable[[torch.Tensor], torch.Tensor]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from autoptd.errors import PlanError, a_type
-from autoptd.runtime.parts import dtype_of
+from autoptd.runtime.params.parts import dtype_of
 
 PLAIN = (bool, int, str, type(None))
 

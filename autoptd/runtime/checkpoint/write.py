@@ -23,10 +23,10 @@ import torch
 
 from autoptd.ir.pieces import Sizes
 from autoptd.runtime.checkpoint.archive import around_of, bytes_of
-from autoptd.runtime.checkpoint.disk import NewFile, new_file, remove_file, rename, write_file
 from autoptd.runtime.checkpoint.stage import Staged
-from autoptd.runtime.fingerprint import fingerprint_of_rectangle
-from autoptd.runtime.guard import unguarded
+from autoptd.runtime.folders.disk import NewFile, new_file, remove_file, rename, write_file
+from autoptd.runtime.params.fingerprint import fingerprint_of_rectangle
+from autoptd.runtime.params.guard import unguarded
 
 # A multiple of the bytes of every element: items begin at such bytes of a file, and their elements too.
 ALIGNMENT = 64

@@ -28,13 +28,13 @@ import torch
 
 from autoptd.errors import RuntimeFault
 from autoptd.runtime.checkpoint.commit import begin, part_of
-from autoptd.runtime.checkpoint.disk import remove_file, remove_folder, write_file
 from autoptd.runtime.checkpoint.extra import merged
 from autoptd.runtime.checkpoint.save import Contents, commit, text_of_left, with_losses, write_share
 from autoptd.runtime.checkpoint.series import prune
 from autoptd.runtime.checkpoint.stage import Staged
 from autoptd.runtime.checkpoint.staging import Staging
 from autoptd.runtime.checkpoint.write import report_file
+from autoptd.runtime.folders.disk import remove_file, remove_folder, write_file
 from autoptd.runtime.world.mailbox import Mailbox
 
 SITE = "pm.checkpointer"

@@ -39,10 +39,10 @@ import torch.distributed as dist
 from autoptd.compat import default_store, gather_into, new_group, scatter_into
 from autoptd.errors import InternalError, PlanError
 from autoptd.ir.mesh import Mesh
-from autoptd.runtime.devices import process_device
 from autoptd.runtime.world.arrival import meet
 from autoptd.runtime.world.calls import Call
 from autoptd.runtime.world.device_watch import PROBES, WATCHDOG_MARGIN, DeviceWatch, abort_groups
+from autoptd.runtime.world.devices import process_device
 from autoptd.runtime.world.end_waits import end_waits
 from autoptd.runtime.world.faults import FaultBoard
 from autoptd.runtime.world.layouts import as_real, fresh, in_place_of, parts_first, sum_in_order

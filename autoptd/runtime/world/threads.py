@@ -24,7 +24,7 @@ import torch
 
 from autoptd.errors import AutoptdError, RuntimeFault
 from autoptd.ir.mesh import Mesh
-from autoptd.runtime.devices import thread_device
+from autoptd.runtime.world.devices import thread_device
 from autoptd.runtime.world.exchange import Meeting, Shared, ThreadGroup, ThreadRank
 from autoptd.runtime.world.pipes import Pipe, ThreadChannel
 from autoptd.runtime.world.world import Communicators, World, fault_site, on_device

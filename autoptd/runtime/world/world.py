@@ -27,7 +27,7 @@ import torch
 
 from autoptd.errors import InternalError
 from autoptd.ir.mesh import MESH_AXES, Mesh
-from autoptd.runtime.flags import FlagWatch
+from autoptd.runtime.world.flags import FlagWatch
 
 # Shape and dtype of a tensor to come.
 Like = tuple[Sequence[int], torch.dtype]

@@ -1,10 +1,10 @@
 """The cost model of Subramanian et al. (arXiv:2410.00273), as their published code computes it, to compare with.
 
 Three steps, as in the paper: S1 counts the work of every operator of a layer (`operators`), S2 turns work into seconds
-(`times`, `model`), S3 is the search, which is the planner's own (`autoptd.planner.search`). What their code does and a
+(`times`, `model`), S3 is the search, which is the planner's own (`autoptd.wings.planner.search`). What their code does and a
 machine would not is a switch of `Quirks`. Nothing here knows a graph: a transformer is five numbers.
 
-    from autoptd.planner.search import search
+    from autoptd.wings.planner.search import search
     from benchmarks.lib.subramanian import GPT3_1T, SYSTEMS, SubramanianModel
     model = SubramanianModel(GPT3_1T, SYSTEMS["A100"].with_domain(4), gpus=4096, batch=4096, tensor="1D")
     search(model).seconds[0]                   # 70.996

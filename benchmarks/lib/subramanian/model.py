@@ -1,4 +1,4 @@
-"""The cost model of Subramanian et al. as `autoptd.planner.search` wants it: configs, variants, bytes and seconds.
+"""The cost model of Subramanian et al. as `autoptd.wings.planner.search` wants it: configs, variants, bytes and seconds.
 
 A config is (t1, t2, p, d, b); its variants are the placements (how many ranks of each axis share a fast domain) and, under
 SUMMA, the numbers of panels. Bytes are the same for all variants of a config. Units: bytes, seconds per iteration.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoptd.errors import PlanError
-from autoptd.planner.search import Columns, Configs, divisors, placements, unique_rows
+from autoptd.wings.planner.search import Columns, Configs, divisors, placements, unique_rows
 from benchmarks.lib.subramanian.operators import Array, Local, Operator, layer
 from benchmarks.lib.subramanian.system import PUBLISHED, TENSOR_MODES, Quirks, System, Transformer
 from benchmarks.lib.subramanian.times import (

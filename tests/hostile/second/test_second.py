@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from autoptd.parallel_model import ParallelModel
+from autoptd.model.parallel_model import ParallelModel
 from tests.hostile.second.generate import SIZES, TABLES, Case, cases, draw_case
 from tests.hostile.second.kinds_loops import judge_loop
 from tests.hostile.second.play import Play, judge

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import autoptd
-from autoptd import fit, place
+from autoptd.compiler import fit
+from autoptd.compiler import memory_search as place
 from autoptd.errors import PlanError
 from autoptd.passes.cut import TooFull
 from autoptd.passes.stages.memory_price import MAX_POWER, MIN_POWER, find_memory_price

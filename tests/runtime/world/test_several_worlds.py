@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from autoptd.errors import RuntimeFault
 from autoptd.ir.mesh import Mesh
-from autoptd.runtime.launch import ProcessRank
+from autoptd.runtime.step.launch import ProcessRank
 from autoptd.runtime.world.processes import DistributedWorld
 from autoptd.runtime.world.world import Communicators
 from tests.forks import CONTEXT

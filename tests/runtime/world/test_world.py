@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from autoptd.errors import InternalError, PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
-from autoptd.runtime.record import GROUP_METHODS
+from autoptd.runtime.measure.record import GROUP_METHODS
 from autoptd.runtime.world.layouts import in_place_of, parts_first
 from autoptd.runtime.world.processes import DistributedWorld
 from autoptd.runtime.world.threads import Ranks, ThreadWorld, run_ranks

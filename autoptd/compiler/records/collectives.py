@@ -1,0 +1,375 @@
+"""All communication of a program, with bytes and reasons: per microbatch by stages, per step by buckets and
+losses.
+
+In: the LOCAL graph, what stages send each other, parameters and the schedule. Out: `Collective`s, which the
+runtime's calls are counted against (`program/calls.py`), and the proof that all ranks make theirs in one
+order (`program/call_order.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Graph, Node
+
+from autoptd import codegen
+from autoptd.ir.actions import Orders, ranks_of_stages
+from autoptd.ir.mesh import Mesh
+from autoptd.ir.notes import IS_LARGEST, note, op_name, ops, tensor
+from autoptd.ir.placement import AxisConversion, slowest_first
+from autoptd.ir.sub_axes import joined
+from autoptd.options import Options
+from autoptd.program.buckets import BucketPlan, busy_axes, plan_buckets
+from autoptd.program.call_order import check_call_order
+from autoptd.program.calls import AGAIN, LOCAL_KINDS, joint_axis
+from autoptd.program.specs import GATHER, Collective, ParamSpec, TransferBuffer, UpdatePart
+
+# The site of `runtime/step/buffer_updates.py`.
+UPDATE_SITE = "buffer updates"
+LOSSES = ("cross_entropy", "linear_cross_entropy")
+# What operators over split classes reduce (`runtime/ops/classes.py`): the word in the site, whether it is in backward, and why.
+MAXIMUM = ("maximum", False, "the largest score of every row")
+SUMS = (MAXIMUM, ("sum", False, "the sum of exponentials of every row"))
+GRADIENTS = ("gradients", True, "the sum of gradients of every row")
+CLASS_REDUCTIONS = {
+    "classes_log_softmax": (*SUMS, GRADIENTS),
+    "classes_softmax": (*SUMS, GRADIENTS),
+    "classes_logsumexp": SUMS,
+    "classes_argmax": (MAXIMUM, ("position", False, "the first class with the largest score")),
+}
+
+
+def collectives(
+    graph: Graph,
+    options: Options,
+    buffers: Sequence[TransferBuffer],
+    params: tuple[ParamSpec, ...],
+    orders: Orders,
+    update_parts: Sequence[UpdatePart] = (),
+) -> list[Collective]:
+    """List everything that is communicated, per microbatch and per step, with payload bytes and the reason.
+
+    InternalError where two ranks of a group would make their calls in different orders.
+    """
+    calls, mesh = [], options.mesh
+    ranks = ranks_of_stages(orders)
+    for node in ops(graph):
+        # A node that several stages compute communicates on each of them.
+        for stage in note(node).stages:
+            rank = ranks[stage]
+            if note(node).conversion:
+                calls += _conversion(node, stage, rank, mesh)
+            elif "absorbed" in note(node).extra:
+                calls.append(_absorbed(node, stage, rank, mesh))
+            elif op_name(node) in LOSSES and node.kwargs["vocab"]:
+                calls += _vocabulary_sums(node, stage, rank, mesh)
+            elif op_name(node) in CLASS_REDUCTIONS:
+                calls += _class_reductions(node, stage, rank, mesh)
+    for buffer in buffers:
+        calls += _transfer(buffer, ranks, mesh)
+    # The same plans that the runtime makes of the program: what is listed here is what runs.
+    busy = busy_axes(calls)
+    buckets = [plan_buckets(params, orders, ranks, mesh, rank, busy) for rank in range(mesh.pipeline_ranks)]
+    calls += _step_collectives(graph, options, buckets, ranks)
+    calls += _update_sums(update_parts, options)
+    check_call_order(calls, buckets, mesh)
+    return calls
+
+
+def _conversion(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Collective]:
+    """Return the collective of a conversion, and that of gathering its input again in backward, if it
+    does.
+    """
+    record, (forward, backward) = note(node), codegen.conversion_work(node)
+    call = Collective(
+        site=f"{record.module} ({record.source})",
+        stage=stage,
+        conversion=record.conversion,
+        axis=record.axis,
+        forward=forward,
+        backward=backward,
+        payload_bytes=codegen.collective_bytes(node, mesh),
+        group_size=mesh.degree(record.axis),
+        why=record.why,
+        pp_ranks=(rank,),
+    )
+    if "again" in record.extra and forward not in LOCAL_KINDS:
+        why = "values that were not kept are computed again"
+        return [call, dataclasses.replace(call, conversion=AGAIN, forward="none", backward=forward, why=why)]
+    # Linear layers that read a gathered value keep the shard, and gather it again for the weight's gradient.
+    if "uses" not in record.extra:
+        return [call]
+    why = "the weight's gradient needs the whole input, of which the shard was kept"
+    again = dataclasses.replace(
+        call, conversion="gathered again", forward="none", backward="all-gather", why=why
+    )
+    return [call, again]
+
+
+def _absorbed(node: Node, stage: int, rank: int, mesh: Mesh) -> Collective:
+    """Return the all-reduce of an f that is part of a linear layer: see passes/hook_gemms.py."""
+    record, f = note(node), note(node).extra["absorbed"]
+    return Collective(
+        site=f"{record.module} ({record.source})",
+        stage=stage,
+        conversion=f.conversion,
+        axis=record.axis,
+        forward="none",
+        backward="all-reduce",
+        payload_bytes=f.payload_bytes,
+        group_size=mesh.degree(record.axis),
+        why=f.why,
+        pp_ranks=(rank,),
+    )
+
+
+def _vocabulary_sums(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Collective]:
+    """Return the reductions inside a vocabulary-parallel cross-entropy: a number per token each, the sums
+    in one call.
+    """
+    record = note(node)
+    tokens = torch.Size(note(node.args[1]).extra["local_shapes"][0]).numel()  # type: ignore[arg-type]
+    # Narrower logits are computed in float32.
+    itemsize = max(tensor(node).element_size(), 4)
+    # What every token adds to one call, beside the maximum.
+    sums = ["sum of exponentials", "picked logit"]
+    if op_name(node) == "cross_entropy" and node.args[2] is not None:
+        sums.append("class weight")
+    if node.kwargs["label_smoothing"]:
+        sums += ["sum of logits", "sum of weights"]
+    # The maximum by itself and first: exponentials are taken relative to it, so that none overflows.
+    reductions = (("maximum", 1, "maximum"), ("sums", len(sums), ", ".join(sums)))
+    chunk: int = node.kwargs.get("chunk", tokens)  # type: ignore[assignment]
+    calls = []
+    # The fused head reduces once per chunk of tokens; a plain loss has one chunk of all of them.
+    for start in range(0, tokens, chunk):
+        for name, count, what in reductions:
+            call = Collective(
+                site=f"{record.module or 'model'} {name} ({record.source})",
+                stage=stage,
+                conversion=f"vocab_parallel_{op_name(node)}",
+                axis=record.axis,
+                forward="all-reduce",
+                backward="none",
+                payload_bytes=itemsize * count * min(chunk, tokens - start),
+                group_size=mesh.degree(record.axis),
+                why=f"{what} of every token",
+                pp_ranks=(rank,),
+            )
+            calls.append(call)
+    return calls
+
+
+def _class_reductions(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Collective]:
+    """Return the reductions inside an operator over split classes: a number for every row each."""
+    record, x = note(node), node.args[0]
+    dims = list(note(x).extra["local_shapes"][0])  # type: ignore[arg-type]
+    del dims[node.kwargs["dim"]]  # type: ignore[arg-type]
+    calls = []
+    for name, is_backward, why in CLASS_REDUCTIONS[op_name(node)]:
+        if is_backward and not record.needs_grad:
+            continue
+        # Narrower scores are reduced in float32, positions as whole numbers.
+        itemsize = 8 if name == "position" else max(tensor(x).element_size(), 4)  # type: ignore[arg-type]
+        call = Collective(
+            site=f"{record.module or 'model'} {name} ({record.source})",
+            stage=stage,
+            conversion=op_name(node),
+            axis=record.axis,
+            forward="none" if is_backward else "all-reduce",
+            backward="all-reduce" if is_backward else "none",
+            payload_bytes=itemsize * math.prod(dims),
+            group_size=mesh.degree(record.axis),
+            why=why,
+            pp_ranks=(rank,),
+        )
+        calls.append(call)
+    return calls
+
+
+def _transfer(buffer: TransferBuffer, ranks: Sequence[int], mesh: Mesh) -> list[Collective]:
+    """Return the send of a buffer, and the gather of a scattered one on the other side."""
+    names = ", ".join(buffer.names)
+    what = f"gradient of {names}" if buffer.is_gradient else f"stage {buffer.target} reads {names}"
+
+    def call(
+        stage: int, kind: str, conversion: str, axes: Sequence[str], nbytes: int, size: int, why: str
+    ) -> Collective:
+        return Collective(
+            site=buffer.site,
+            stage=stage,
+            conversion=conversion,
+            axis=joint_axis(mesh, axes),
+            forward="none" if buffer.is_gradient else kind,
+            backward=kind if buffer.is_gradient else "none",
+            payload_bytes=nbytes,
+            group_size=size,
+            why=f"{what}; {why}",
+            pp_ranks=(ranks[stage],),
+        )
+
+    calls = [call(buffer.source, "send", "send", mesh.stage_axes, buffer.sent_bytes, 2, buffer.why)]
+    if buffer.parts > 1:
+        why = f"stage {buffer.source} sends 1/{buffer.parts} from each tensor rank"
+        nbytes = buffer.parts * buffer.sent_bytes
+        calls.append(call(buffer.target, "all-gather", GATHER, mesh.value_axes, nbytes, buffer.parts, why))
+    return calls
+
+
+def _step_collectives(
+    graph: Graph, options: Options, buckets: Sequence[Sequence[BucketPlan]], ranks: Sequence[int]
+) -> list[Collective]:
+    """Return what is communicated once per step: sums over inputs, counts of labels, sums of gradients, the loss."""
+    mesh = options.mesh
+    calls = []
+    for stage, rank in enumerate(ranks):
+        calls += _batch_sums(graph, stage, rank, mesh)
+        calls += _label_count(graph, stage, rank, mesh)
+    for rank, plans in enumerate(buckets):
+        for plan in plans:
+            calls += _bucket_sums(plan, rank, ranks, mesh)
+    # Not over the others: tensor ranks all have the whole loss.
+    why = "every rank returns the loss of the global batch, summed in float64"
+    calls += _sums_of_all("loss", "loss sum", 1, why, options, mesh.loss_axes)
+    return [call for call in calls if call.group_size > 1]
+
+
+def _label_count(graph: Graph, stage: int, rank: int, mesh: Mesh) -> list[Collective]:
+    """Return the counts of labels that weighted means divide by."""
+    counted = codegen.counted_losses([node for node in ops(graph) if stage in note(node).stages])
+    if not counted:
+        return []
+    calls = []
+    for node in codegen.count_conversions(counted):
+        (call,) = _conversion(node, stage, rank, mesh)
+        why = "labels of all rows, to be counted"
+        once = dataclasses.replace(call, site=codegen.COUNT_SITE, backward="none", why=why, scope="step")
+        calls.append(once)
+    why = "valid labels of the global batch, which the mean divides by"
+    return calls + _known_before(codegen.COUNT_SITE, "label count", len(counted), why, stage, rank, mesh)
+
+
+def _batch_sums(graph: Graph, stage: int, rank: int, mesh: Mesh) -> list[Collective]:
+    """Return the sums over the batch of what depends on inputs only, those of a round in one call, and the largest entries."""
+    calls = []
+    here = [node for node in ops(graph) if stage in note(node).stages]
+    for sums in codegen.batch_sums(here):
+        for conversion, what in (("batch sums", "sums over"), ("batch maxima", "largest entries of")):
+            own = [
+                node for node in sums if (IS_LARGEST in note(node).extra) == (conversion == "batch maxima")
+            ]
+            # Of the largest, besides whether it is NaN.
+            count = sum(tensor(node).numel() for node in own) * (2 if conversion == "batch maxima" else 1)
+            why = f"{what} inputs of the global batch, which are read before the first forward"
+            if own:
+                calls += _known_before("sums over the batch", conversion, count, why, stage, rank, mesh)
+    return calls
+
+
+def _update_sums(parts: Sequence[UpdatePart], options: Options) -> list[Collective]:
+    """Return the sum of what microbatches leave for the updates of buffers, which every rank makes."""
+    if not parts:
+        return []
+    mesh, count = options.mesh, sum(math.prod(part.shape) for part in parts)
+    why = "what the updates of buffers are computed of, from the loss stage to every rank, summed over the batch"
+    axes = (*mesh.batch_axes, *mesh.stage_axes)
+    calls = _sums_of_all(UPDATE_SITE, "buffer updates", count, why, options, axes)
+    return [call for call in calls if call.group_size > 1]
+
+
+def _sums_of_all(
+    site: str, what: str, count: int, why: str, options: Options, axes: Sequence[str]
+) -> list[Collective]:
+    """Return the sum of `count` numbers along some axes, of the last stage's, which every rank makes."""
+    mesh = options.mesh
+    ranks = tuple(range(mesh.pipeline_ranks))
+    return [_sum(site, what, count, why, options.num_stages - 1, ranks, axis, mesh) for axis in axes]
+
+
+def _known_before(
+    site: str, what: str, count: int, why: str, stage: int, rank: int, mesh: Mesh
+) -> list[Collective]:
+    """Return the sum of `count` numbers over all replicas, before the first forward of a step."""
+    return [_sum(site, what, count, why, stage, (rank,), axis, mesh) for axis in mesh.batch_axes]
+
+
+def _sum(
+    site: str, what: str, count: int, why: str, stage: int, pp_ranks: tuple[int, ...], axis: str, mesh: Mesh
+) -> Collective:
+    return Collective(
+        site=site,
+        stage=stage,
+        conversion=what,
+        axis=axis,
+        forward="all-reduce",
+        backward="none",
+        # An int64 or float64 each.
+        payload_bytes=8 * count,
+        group_size=mesh.degree(axis),
+        why=why,
+        scope="step",
+        pp_ranks=pp_ranks,
+    )
+
+
+def _bucket_sums(plan: BucketPlan, rank: int, ranks: Sequence[int], mesh: Mesh) -> list[Collective]:
+    """Return the gradient sums of a bucket of pipeline rank `rank`: over the mesh, and over the owners of a
+    tied one.
+    """
+    # The last stage of this rank that uses the bucket: its gradients are complete behind that one's backward.
+    stage = max(stage for spec in plan.params for stage in spec.stages if ranks[stage] == rank)
+
+    def call(
+        step: AxisConversion, site: str, conversion: str, size: int, why: str, pp_ranks: tuple[int, ...]
+    ) -> Collective:
+        # With storage in ranges, later sums are of a range.
+        payload = plan.summed_bytes(mesh)[plan.sums.index(step)]
+        return Collective(
+            site=site,
+            stage=stage,
+            conversion=conversion,
+            axis=step.axis,
+            forward="none",
+            backward=step.row.backward,
+            payload_bytes=payload,
+            group_size=size,
+            why=why,
+            scope="step",
+            pp_ranks=pp_ranks,
+        )
+
+    kinds = "/".join(sorted({spec.kind for spec in plan.params}))
+    why = f"gradients of {len(plan.params)} parameters of type {kinds}"
+    calls = []
+    for step in (*plan.early, *plan.late):
+        calls.append(call(step, plan.site, "gradient sum", mesh.degree(step.axis), why, (rank,)))
+    if plan.sharing_axes:
+        calls.append(_update(plan, stage, rank, mesh))
+    # Listed once, by the first owner.
+    if rank == plan.owners[0]:
+        stages = sorted({stage for spec in plan.params for stage in spec.stages})
+        why = f"used by stages {', '.join(map(str, stages))}"
+        for step in plan.tied:
+            calls.append(call(step, plan.tied_site, "tied sum", len(plan.owners), why, plan.owners))
+    return calls
+
+
+def _update(plan: BucketPlan, stage: int, rank: int, mesh: Mesh) -> Collective:
+    """Return the gather of what the optimizer updated on each rank, which the next forward uses whole."""
+    axis = joined(slowest_first(plan.sharing_axes, mesh))
+    return Collective(
+        site=plan.gather_site,
+        stage=stage,
+        conversion="updated parameters",
+        axis=axis,
+        forward="all-gather",
+        backward="none",
+        payload_bytes=plan.gathered_bytes(mesh),
+        group_size=plan.parts(mesh),
+        why=f"{len(plan.params)} parameters, of which every rank of {axis} updates a range",
+        scope="update",
+        pp_ranks=(rank,),
+    )

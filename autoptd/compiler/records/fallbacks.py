@@ -1,0 +1,102 @@
+"""What tensor parallelism could not split, as records of a plan and as warnings; and what was not computed again.
+
+In: `Fallback`s, one per operator. Out: one record for all layers alike, and a warning where they cost much.
+
+    merged_fallbacks(program.fallbacks)     # [{"site": "h.*.attn", "op": "aten.linear", ..., "flops":
+    12_000}]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from torch.fx import Graph
+
+from autoptd.compiler.batch import Batch
+from autoptd.errors import PlanError
+from autoptd.ir.fallback import Fallback
+from autoptd.ir.mesh import AXES
+from autoptd.ir.names import is_within
+from autoptd.ir.notes import note, ops
+from autoptd.options import Options
+from autoptd.program.program import Program
+
+# Share of the FLOPs of matrix products.
+WORTH_A_WARNING = 0.01
+
+
+def merged_fallbacks(fallbacks: Sequence[Fallback]) -> list[dict[str, Any]]:
+    """Merge the records of layers that have the same operator and the same fact into one, with the sum of
+    their FLOPs.
+    """
+    flops_of: dict[Fallback, int] = {}
+    for fallback in fallbacks:
+        key = dataclasses.replace(fallback, site=any_layer(fallback.site), flops=0)
+        flops_of[key] = flops_of.get(key, 0) + fallback.flops
+    return [{**dataclasses.asdict(key), "flops": flops} for key, flops in flops_of.items()]
+
+
+def warn_of_recompute(graph: Graph, options: Options, checkpointed: Sequence[str]) -> None:
+    """Warn where what was to be computed again is kept: by the keyword, or by activation checkpoints in the model."""
+    drops = [note(node).module for node in ops(graph) if "dropped" in note(node).extra]
+    # By value: where there is room for everything.
+    if options.recompute and options.recompute != "auto" and not drops:
+        why = (
+            "fused attention keeps no scores"
+            if options.recompute == "selective"
+            else "nothing is saved there"
+        )
+        warnings.warn(f"recompute={options.recompute!r} drops nothing: {why}", stacklevel=4)
+    if options.recompute is not None:
+        return
+    kept = []
+    for name in checkpointed:
+        if not any(is_within(module, name) for module in drops):
+            kept.append(name)
+    if kept:
+        names = ", ".join(dict.fromkeys(map(any_layer, kept)))
+        message = (
+            f"activation checkpointing in the model ({names}) is not honoured: these activations are kept. Numbers are "
+            "the same, memory is that without it"
+        )
+        warnings.warn(message, stacklevel=4)
+
+
+def warn_of_mixing(mixed: PlanError, batch: Batch, program: Program) -> None:
+    """Warn where the ranks of a pipeline wait for each other because one microbatch was chosen."""
+    if batch.num_microbatches > program.num_microbatches and program.mesh.pipeline_ranks > 1:
+        message = f"{mixed.site}: {mixed.fact}: one microbatch, in which the ranks of the pipeline wait for each other"
+        warnings.warn(f"{message} (num_microbatches=1 says that this is meant)", stacklevel=4)
+
+
+def warn_of_fallbacks(program: Program) -> None:
+    """Warn once if tensor ranks repeat each other's work to more than a hundredth of all FLOPs of matrix
+    products.
+    """
+    repeated = [record for record in merged_fallbacks(program.fallbacks) if record["flops"]]
+    share = sum(record["flops"] for record in repeated) / max(1, program.costs.total_flops)
+    if share <= WORTH_A_WARNING:
+        return
+    # Sites with one reason share a clause.
+    sites_of: dict[tuple[str, str], list[str]] = {}
+    for record in repeated:
+        sites_of.setdefault((record["fact"], record["remedy"]), []).append(record["site"] or "the model")
+    reasons = []
+    for (fact, remedy), sites in sites_of.items():
+        reasons.append(f"{', '.join(dict.fromkeys(sites))}: {fact} ({remedy})")
+    mesh = program.mesh
+    words = [AXES[axis].word for axis in mesh.value_axes if mesh.degree(axis) > 1]
+    message = (
+        f"{100 * share:.0f} % of the FLOPs of matrix products are done by every {' or '.join(words)} rank in full. "
+        f"{'; '.join(reasons)}. See program.fallbacks"
+    )
+    warnings.warn(message, stacklevel=3)
+
+
+def any_layer(name: str) -> str:
+    """Replace numbers in a name: `h.*.ln.weight` for `h.3.ln.weight`."""
+    return re.sub(r"\b\d+\b", "*", name)

@@ -1,0 +1,91 @@
+"""The record in `plan.json`: the decisions, by the model's own names.
+
+In: options, batch, cut, parameters. Out: a dict that `ir/plan.py` reads again; equal layers are one pattern.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from autoptd.compiler.batch import Batch
+from autoptd.compiler.records.fallbacks import any_layer, merged_fallbacks
+from autoptd.ir.fallback import Fallback
+from autoptd.ir.kept import Rate, rows_of
+from autoptd.ir.sub_axes import base
+from autoptd.ir.types import ValueType
+from autoptd.options import KEYWORDS, Options
+from autoptd.program.costs import Cut
+from autoptd.program.specs import ParamSpec
+
+
+def plan_record(
+    options: Options,
+    batch: Batch,
+    cut: Cut,
+    params: tuple[ParamSpec, ...],
+    fallbacks: Sequence[Fallback],
+    weighed: dict[str, Any] | None,
+    rates: Sequence[Rate],
+    ranks: Sequence[int],
+) -> dict[str, Any]:
+    """Return what `plan.json` has: the decisions, and reports (fallbacks, `weighed` plans, what it took to fit) for people."""
+    mesh: dict[str, Any] = {**options.mesh.degrees, "v": options.v}
+    if not options.mesh.has_usual_order:
+        mesh["order"] = options.order
+    record = {
+        "version": 1,
+        "mesh": mesh,
+        "num_microbatches": batch.num_microbatches,
+        "schedule": str(options.schedule),
+        "options": {name: getattr(options, name) for name in _planned(options)},
+        "cut": list(cut.after),
+        "shard": _shard_pins(options, params),
+        "fallbacks": merged_fallbacks(fallbacks),
+    }
+    if rates or options.plan.keep:
+        record["keep"] = rows_of(rates, options.plan.keep)
+    if options.memory is not None:
+        record["relief"] = _relief(options, cut, ranks)
+    # For people alone: `ir/plan.py` reads past it.
+    return {**record, "weighed": weighed} if weighed else record
+
+
+def _planned(options: Options) -> list[str]:
+    """Return the names of the keywords that a plan has under "options"."""
+    planned = {name: keyword for name, keyword in KEYWORDS.items() if keyword.is_planned}
+    return [
+        name
+        for name, keyword in planned.items()
+        if not keyword.only_with or getattr(options, keyword.only_with) > 1
+    ]
+
+
+def _relief(options: Options, cut: Cut, ranks: Sequence[int]) -> dict[str, Any]:
+    """Return what it took to fit into `memory=`; seconds of a microbatch, by pipeline rank."""
+    again = [0.0] * (max(ranks) + 1)
+    for rank, seconds in zip(ranks, cut.again_seconds, strict=True):
+        again[rank] += seconds
+    return {
+        "fullest_rank_bytes": max(cut.rank_bytes),
+        "zero": options.zero,
+        "byte_price": options.memory_price or 0.0,
+        "again_seconds": again,
+    }
+
+
+def _shard_pins(options: Options, params: tuple[ParamSpec, ...]) -> list[dict[str, Any]]:
+    """Return what pins every sharded parameter, and the pins of the request that keep something whole."""
+    # {"h.*.mlp.c_fc.weight": the ways in which it is cut in any layer}
+    shards: dict[str, set[tuple[tuple[str, ValueType], ...]]] = {}
+    for spec in params:
+        shards.setdefault(any_layer(spec.name), set()).add(spec.use.layout.shards)
+    pins = {}
+    for spec in params:
+        # 12 layers that are sharded alike are one pattern, and one entry.
+        pattern = any_layer(spec.name) if len(shards[any_layer(spec.name)]) == 1 else spec.name
+        if spec.use.layout.shards:
+            # Sub-axes of one axis cut neighbouring atoms of one dim: the pin names the axis.
+            axis, kind = spec.use.layout.shards[0]
+            pins[pattern] = {"pattern": pattern, "dim": kind.dim, "axis": base(axis)}
+    return [*pins.values(), *(dict(pin) for pin in options.plan.shard if pin.get("dim") is None)]

@@ -1,0 +1,240 @@
+"""Notice what a loop changes of the model from outside, which compiled programs do not follow: a schedule that it sets.
+
+In: the user's model, and the programs that were compiled of it. Out: one RuntimeFault that names what has changed, both values,
+and where the forward computes otherwise. Values that a forward can read are compared (`trace/reads.py`); only where one differs
+the model is traced again, and only where its trace differs as well, and does not with that value put back, is it a fault.
+
+    changes = LoopChanges(remade, loss_fn)
+    changes.follow(program, modes)          # as soon as it is compiled
+    changes.check([program], site="step 31", buffers={})
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoptd.errors import RuntimeFault
+from autoptd.model.loop_tensors import Weights, cast_back, is_rounded, sorted_as, sorts_of, without_values
+from autoptd.program.program import Program
+from autoptd.trace import Difference, Snapshot, Stamp, Traced, evaluating, has_values, in_modes
+
+FIRST_STEPS = (2, 31, 101)
+# What changes at every step without an effect is traced again for so much of the time that has passed.
+SHARE_OF_TIME = 0.002
+MOST_TRIED = 8
+REMEDY = (
+    "pass what a schedule sets as a tensor among the inputs of forward; set what stays before parallelize, "
+    "or call parallelize again"
+)
+WRITTEN = (
+    "the loop has written to them, which the ranks do not see: they train copies. Remedy: write to pm.parameters() under "
+    "torch.no_grad(), or pm.load_state_dict(...)"
+)
+
+
+def is_due(step: int, every: int) -> bool:
+    """Tell whether the model is looked at before step number `step`; `every` 0 never does."""
+    return every > 0 and (step in FIRST_STEPS or step % every == 0)
+
+
+class LoopChanges:
+    """What programs were compiled of, each as it was; `given` is the user's model, `remade` makes the one that is traced."""
+
+    def __init__(
+        self, given: nn.Module, remade: Callable[[], nn.Module], loss_fn: Any, *, speaks: bool = True
+    ) -> None:
+        self._given, self._remade, self._loss_fn = given, remade, loss_fn
+        self._watched: weakref.WeakKeyDictionary[Traced, Watched] = weakref.WeakKeyDictionary()
+        self._first: dict[str, Stamp] | None = None
+        self._weights: Weights | None = None
+        self._speaks, self._has_exchanged = speaks, False
+
+    def follow(self, program: Program, *, evaluates: bool = False) -> Program:
+        """Keep the state of which a program is compiled; return the program."""
+        if program.traced is not None and program.traced not in self._watched:
+            if self._first is None:
+                self._first = {name: Stamp.of(x) for name, x in self._given.named_buffers()}
+                self._weights = Weights(self._given)
+            snapshot = Snapshot(self._given, self._loss_fn, program.traced.reads)
+            self._watched[program.traced] = Watched(
+                self._given, self._remade, snapshot, self._first, evaluates
+            )
+        return program
+
+    def check(self, programs: Iterable[Program], site: str, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Raise RuntimeFault where the model is no longer what one of the programs computes; `buffers` are the ranks'."""
+        self._tell_of_weights(site)
+        for traced in dict.fromkeys(program.traced for program in programs):
+            if (watched := self._watched.get(traced)) is not None:
+                watched.check(traced, site, buffers)
+
+    def note_exchange(self) -> None:
+        """Note that weights went from the ranks to the user or back: a model may be loaded with them, which nobody trains."""
+        self._has_exchanged = True
+
+    def _tell_of_weights(self, site: str) -> None:
+        """Warn once where a loop has written to parameters of its model."""
+        written = self._weights.written(self._given) if self._weights is not None and self._speaks else []
+        has_exchanged, self._has_exchanged = self._has_exchanged, False
+        if written and not has_exchanged:
+            self._speaks = False
+            names = ", ".join(written[:MOST_TRIED])
+            warnings.warn(
+                f"{site}: {names} of the model that was handed to parallelize: {WRITTEN}", stacklevel=7
+            )
+
+
+class Watched:
+    """The model of one program."""
+
+    def __init__(
+        self,
+        given: nn.Module,
+        remade: Callable[[], nn.Module],
+        snapshot: Snapshot,
+        first: Mapping[str, Stamp],
+        evaluates: bool,
+    ) -> None:
+        # What buffers held when the first program was compiled: later ones are compiled with those of the ranks.
+        self._first = first
+        self._given, self._remade, self._snapshot, self._evaluates = given, remade, snapshot, evaluates
+        self._modes = {path: module.training for path, module in given.named_modules()}
+        self._sorts = sorts_of(given)
+        # What had no effect: its values, and until when it is not tried again.
+        self._harmless: dict[str, Any] = {}
+        self._rest_until = 0.0
+        # Those of the ranks.
+        self._buffers: Mapping[str, torch.Tensor] = {}
+
+    def check(self, traced: Traced, site: str, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Raise RuntimeFault where the forward of `traced` has become another one."""
+        self._buffers = buffers
+        found = self._changes(traced)
+        caches = [one for one in found if self._is_cache(one, traced)]
+        changes = [one for one in found if one not in caches]
+        if not changes or self._rests(changes):
+            return
+        start = time.monotonic()
+        with put_back(caches):
+            # What was written to a tensor is not put back.
+            culprits = [one for one in changes if traced.has(one.path) and not one.is_replaced]
+            where = f"what reads {culprits[0].path}" if culprits else self._differs(traced)
+            is_unknown = bool(where) and not culprits and self._differs_without(traced, changes)
+            if is_unknown:
+                culprits = [one for one in changes if one.is_tensor and not one.is_replaced]
+            elif where and not culprits:
+                culprits = self._culprits(traced, changes)
+        if culprits:
+            raise _fault(culprits, where, site)
+        if is_unknown:
+            text = f"changed since the model was compiled ({_values(changes[0])}), and its trace differs for other reasons"
+            warnings.warn(
+                f"{changes[0].path}: {text}: whether the forward reads it is not known", stacklevel=5
+            )
+        self._harmless |= {one.path: one.after for one in changes}
+        end = time.monotonic()
+        self._rest_until = end + (end - start) / SHARE_OF_TIME
+
+    def _changes(self, traced: Traced) -> list[Difference]:
+        return [one for one in self._snapshot.changes() if not self._is_followed(one, traced)]
+
+    def _is_followed(self, change: Difference, traced: Traced) -> bool:
+        """Tell whether a change is none of the loop's: of modes, of what the ranks have as well."""
+        if change.path.rpartition(".")[2] == "training":
+            # In eval mode as a whole it is somebody else who runs it; ranks train in the modes of then.
+            return self._evaluates or self._given.training != self._modes[""]
+        own = dict(self._given.named_buffers()).get(change.path)
+        if own is None:
+            return False
+        # Of a model that was moved to meta nothing is left.
+        if own.is_meta or self._first.get(change.path) == Stamp.of(own):
+            return True
+        ranks = self._buffers.get(change.path)
+        if ranks is not None and is_rounded(ranks.to(own.device), own):
+            return True
+        return change.path in traced.updated or not traced.has(change.path)
+
+    def _is_cache(self, change: Difference, traced: Traced) -> bool:
+        """Tell whether the forward itself has made what is there now."""
+        made = traced.reads.written.get(change.path)
+        return made is not None and (made == change.texts[1] or not has_values(self._given))
+
+    def _rests(self, changes: list[Difference]) -> bool:
+        """Tell whether all that changed is known to have no effect, as far as is worth its time."""
+        if any(one.path not in self._harmless for one in changes):
+            return False
+        is_new = any(repr(self._harmless[one.path]) != repr(one.after) for one in changes)
+        return not is_new or time.monotonic() < self._rest_until
+
+    def _differs(self, traced: Traced) -> str:
+        # A model that was moved, or cast, since is traced as it was: values are no part of a trace.
+        with sorted_as(self._given, self._sorts, without_values):
+            model = self._remade()
+            with self._in_modes(model):
+                where = traced.differs(model)
+        # The values of buffers are no part of a trace.
+        read = [one.path for one in self._changes(traced) if traced.has(one.path)]
+        return where or (f"what reads {read[0]}" if read else "")
+
+    def _in_modes(self, model: nn.Module) -> AbstractContextManager[None]:
+        if self._evaluates:
+            return evaluating(model)
+        if self._given.training == self._modes[""]:
+            return nullcontext()
+        return in_modes({module: self._modes[path] for path, module in model.named_modules()})
+
+    def _differs_without(self, traced: Traced, changes: list[Difference]) -> bool:
+        with put_back(changes):
+            return bool(self._differs(traced))
+
+    def _culprits(self, traced: Traced, changes: list[Difference]) -> list[Difference]:
+        """Return the changes with which the forward computes something else."""
+        places = list(dict.fromkeys(id(one.place) for one in changes))
+        found = []
+        for place in places[:MOST_TRIED] if len(places) > 1 else []:
+            if self._differs_without(traced, [one for one in changes if id(one.place) != place]):
+                found += [one for one in changes if id(one.place) == place]
+        culprits = found or changes
+        # Tables that are filled as they are needed, and switches such as use_cache, give the same numbers by other operators.
+        is_late = any(one.is_number and one.path not in traced.reads.written for one in culprits)
+        if is_late or not has_values(self._given):
+            return culprits
+        with self._in_modes(self._given), sorted_as(self._given, self._sorts, cast_back):
+            return [] if traced.is_same(self._given, partial(put_back, changes)) else culprits
+
+
+@contextmanager
+def put_back(changes: list[Difference]) -> Iterator[None]:
+    """Give what changed, for a while, the content that it had."""
+    places = list({id(one.place): one.place for one in changes}.values())
+    now = [place.holder.kept() for place in places]
+    try:
+        for place in places:
+            place.holder.restore(place.kept)
+        yield
+    finally:
+        for place, kept in zip(places, now, strict=True):
+            place.holder.restore(kept)
+
+
+def _values(change: Difference) -> str:
+    before, after = change.texts
+    return f"{before} then, {after} now"
+
+
+def _fault(culprits: list[Difference], where: str, site: str) -> RuntimeFault:
+    named = "; ".join(f"{one.path} ({_values(one)})" for one in culprits[:MOST_TRIED])
+    fact = f"changed since the model was compiled: {named}; the ranks do not follow it, and the forward would differ at {where}"
+    return RuntimeFault(site, fact, REMEDY)
+
+
+__all__ = ["LoopChanges", "is_due"]

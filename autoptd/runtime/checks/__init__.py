@@ -1,0 +1,1 @@
+"""What ranks compare with each other, at run time."""

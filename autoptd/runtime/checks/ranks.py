@@ -1,0 +1,175 @@
+"""Check that all ranks compute the same: every replica runs the same rows, forward and backward, twice, and nothing is kept.
+
+In: a rank, and the microbatches of the first replica. Out: nothing, or one RuntimeFault on all ranks together, which names the
+ranks whose outputs or gradients differ in any bit. Stages are compared between replicas before anything is summed over them.
+A rank that does not compute the same twice is named too: kernels have to be deterministic.
+
+    check_ranks(rank, microbatches)                  # a collective
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from autoptd.errors import RuntimeFault
+from autoptd.runtime.checks.batch import agree_on_largest, merge_over_ranks
+from autoptd.runtime.checks.copies import compare
+from autoptd.runtime.params.fingerprint import fingerprint
+from autoptd.runtime.step.executor import Executor
+from autoptd.runtime.step.launch import Rank
+
+SITE = "pm.check_ranks"
+MOST_NAMED = 4
+Microbatch = Mapping[str, torch.Tensor]
+# By what is compared.
+Prints = dict[str, torch.Tensor]
+
+
+def check_ranks(rank: Rank, microbatches: Sequence[Microbatch], loss_scale: float | None = None) -> None:
+    """Raise RuntimeFault on all ranks unless all replicas compute the same; a collective."""
+    world = rank.world
+    batch = prints_of_batch(microbatches)
+    outputs, gradients = run_once(rank.executor, microbatches, loss_scale)
+    again = run_once(rank.executor, microbatches, loss_scale)
+    findings: list[list[str]] = [[], [], []]
+    for axis in world.mesh.batch_axes:
+        for found, prints in zip(findings, (batch, outputs, gradients), strict=True):
+            found += compare(world.group((axis,)), prints, SITE)
+    unsteady = [
+        name
+        for one, two in zip((outputs, gradients), again, strict=True)
+        for name, value in one.items()
+        if int(value) != int(two[name])
+    ]
+    is_bad = bool(unsteady) or any(findings)
+    if not agree_on_largest(world, torch.tensor(int(is_bad), device=world.device), SITE):
+        return
+    told = merge_over_ranks(world, {world.rank: (findings, unsteady)}, SITE)
+    raise fault_of([told[number] for number in sorted(told)])
+
+
+def fault_of(told: Sequence[tuple[list[list[str]], list[str]]]) -> RuntimeFault:
+    """Return the fault of what all ranks have found: what may have caused the rest comes first."""
+    batches, outputs = texts_of(told, 0), texts_of(told, 1)
+    # Backward begins in the last stage.
+    gradients = texts_of(told[::-1], 2)
+    if batches:
+        remedy = "pass the same global batch on all ranks, as to pm.local_batch"
+        return RuntimeFault(SITE, some(batches), remedy)
+    unsteady = [f"{names[0]} on rank {number}" for number, (_, names) in enumerate(told) if names]
+    if unsteady:
+        fact = f"the same rows give other bits the second time: {some(unsteady)}"
+        remedy = (
+            "torch.use_deterministic_algorithms(True), then check again; if that rank alone still differs, "
+        )
+        remedy += "replace its device"
+        return RuntimeFault(SITE, fact, remedy)
+    fact = f"the same rows give other bits: {some([*outputs, *gradients])}"
+    remedy = "take the rank that differs out of the run (where two are named, either may be wrong), and go back to a "
+    remedy += "checkpoint; on devices of different models bits may differ without a defect"
+    return RuntimeFault(SITE, fact, remedy)
+
+
+def texts_of(told: Sequence[tuple[list[list[str]], list[str]]], kind: int) -> list[str]:
+    """Return the findings of a kind: all ranks of a group have the same."""
+    return list(dict.fromkeys(text for findings, _ in told for text in findings[kind]))
+
+
+def some(texts: Sequence[str]) -> str:
+    """List a few texts."""
+    more = f"; and {len(texts) - MOST_NAMED} more" if len(texts) > MOST_NAMED else ""
+    return "; ".join(texts[:MOST_NAMED]) + more
+
+
+def prints_of_batch(microbatches: Sequence[Microbatch]) -> Prints:
+    """Return the fingerprint of each input that this rank's stages read."""
+    prints: Prints = {}
+    for number, microbatch in enumerate(microbatches):
+        for name, x in microbatch.items():
+            add(prints, f"input {name}", fingerprint(x, str(number)))
+    return prints
+
+
+def run_once(
+    executor: Executor, microbatches: Sequence[Microbatch], loss_scale: float | None
+) -> tuple[Prints, Prints]:
+    """Run a step whose gradients are dropped; return the fingerprints of stages' outputs, and of their gradients."""
+    outputs: Prints = {}
+    gradients: Prints = {}
+
+    def note(name: str, x: torch.Tensor) -> None:
+        add(gradients, f"the gradient of {name}", fingerprint(x, name))
+
+    def note_results(stage: int, results: Sequence[Any]) -> None:
+        for number, x in enumerate(results):
+            if isinstance(x, torch.Tensor):
+                add(outputs, f"the output of stage {stage}", fingerprint(x, str(number)))
+
+    for bucket in executor.gradients.buckets:
+        bucket.note = note
+    try:
+        with as_first_replica(executor), shown_results(executor, note_results):
+            try_step(executor, microbatches, loss_scale)
+    finally:
+        for bucket in executor.gradients.buckets:
+            bucket.note = None
+    return outputs, gradients
+
+
+def try_step(executor: Executor, microbatches: Sequence[Microbatch], loss_scale: float | None) -> None:
+    """Run a step as `Executor.step` does, and drop its gradients; the count of steps, and what the user has, stay."""
+    executor._loss_scale = loss_scale
+    for stage in executor._stages.values():
+        stage.fused.loss_scale = loss_scale
+    try:
+        with executor._guard(), torch.enable_grad():
+            executor.gradients.begin()
+            executor._run(microbatches, executor._order)
+            executor.world.at = SITE
+            executor.gradients.finish()
+            executor.world.raise_first_fault()
+    finally:
+        executor.gradients.drop()
+
+
+def add(prints: Prints, name: str, value: torch.Tensor) -> None:
+    prints[name] = prints[name] + value if name in prints else value
+
+
+@contextmanager
+def as_first_replica(executor: Executor) -> Iterator[None]:
+    """Let dropout draw the masks of the first replica's rows."""
+    own, executor.replica = executor.replica, 0
+    try:
+        yield
+    finally:
+        executor.replica = own
+
+
+@contextmanager
+def shown_results(executor: Executor, note: Callable[[int, Sequence[Any]], None]) -> Iterator[None]:
+    """Show what each forward of a stage returns."""
+
+    def shown(index: int, run: Callable[..., Any]) -> Callable[..., Any]:
+        def run_and_show(**inputs: Any) -> Any:
+            results = list(run(**inputs))
+            note(index, [x.detach() if isinstance(x, torch.Tensor) else x for x in results])
+            return results
+
+        return run_and_show
+
+    before = {index: stage.run for index, stage in executor._stages.items()}
+    for index, stage in executor._stages.items():
+        stage.run = shown(index, before[index])  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for index, stage in executor._stages.items():
+            stage.run = before[index]  # type: ignore[method-assign]
+
+
+__all__ = ["check_ranks"]

@@ -1,0 +1,1 @@
+"""Folders of weights and adapters that other programs read and write."""

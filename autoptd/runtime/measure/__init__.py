@@ -1,0 +1,1 @@
+"""What a step took: records, clocks, work, memory."""

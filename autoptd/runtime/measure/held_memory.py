@@ -1,0 +1,52 @@
+"""What a rank holds of the model's parameters, counted on the tensors that are there: see `program/memory.py`.
+
+In: a rank's parameters and gradients, and the optimizers of this process. Out: bytes by kind. A tensor counts with the
+memory that it keeps alive, which several may share.
+
+    count_memory(rank.params, rank.executor.gradients, [optimizer])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from autoptd.program.memory import StateMemory
+from autoptd.runtime.params.gradients import Gradients
+from autoptd.runtime.params.parameters import RankParameters
+
+
+def count_memory(
+    params: RankParameters, gradients: Gradients | None, optimizers: Sequence[torch.optim.Optimizer]
+) -> StateMemory:
+    """Return what a rank holds now; of gradients, what it held in the last step."""
+    used = {**_storages(params.local.values()), **_storages(bucket.use for bucket in params.shared)}
+    stored = {**_storages(params.stored.values()), **_storages(bucket.range for bucket in params.shared)}
+    moments: list[torch.Tensor] = []
+    for optimizer in optimizers:
+        for x in params.stored.values():
+            state = optimizer.state.get(x, {}).values()
+            moments += [
+                value for value in state if isinstance(value, torch.Tensor) and value.shape == x.shape
+            ]
+    return StateMemory(
+        parameters=sum(used.values()),
+        gradients=0 if gradients is None else gradients.held_bytes,
+        masters=sum(nbytes for key, nbytes in stored.items() if key not in used),
+        moments=sum(_storages(moments).values()),
+    )
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Return the bytes of the memory behind some tensors, by its address."""
+    found = {}
+    for x in tensors:
+        storage = x.detach().untyped_storage()
+        # Without entries there is no memory, and no address.
+        if storage.nbytes():
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+__all__ = ["count_memory"]

@@ -1,0 +1,1 @@
+"""A rank's parameters, gradients and optimizer."""

@@ -1,0 +1,335 @@
+"""Gradients of one step: accumulated over microbatches, summed once over ranks, then added to `parameter.grad`.
+
+In: a rank's leaves, whose `.grad` autograd fills, or `add` where a GEMM brings its weight's gradient itself. Out:
+`parameter.grad`, of the loss of the global batch. A leaf's `.grad` has the dtype `Placement.sum_dtype`, in which all
+sums are computed.
+
+Sums run on *buckets*: flat buffers of 8 to 100 MB, grouped by `program/buckets.py`. A bucket has a list of sums, over
+dp, then tp, then owners: the backward of each conversion from its parameters' storage to their use. The sum over dp
+starts when the last gradient of a bucket is complete, which hooks on the leaves notice and REDUCE actions guarantee; all
+replicas hold the same buckets and start them in the same order. Sums over tp and owners wait for `finish`: within a
+backward they would come between its own calls over tp, at a different place on every tensor rank.
+
+    gradients.begin(); ...; gradients.reduce(stage=2); ...; gradients.finish(); gradients.commit()
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+import torch
+
+from autoptd.compat import set_grad_dtype
+from autoptd.errors import InternalError
+from autoptd.ir.placement import AxisConversion
+from autoptd.program.buckets import BucketPlan, plan_buckets
+from autoptd.program.program import Program
+from autoptd.program.specs import ParamSpec
+from autoptd.runtime.ops.linear import WeightTerm
+from autoptd.runtime.params.grad_norm import by_dtype
+from autoptd.runtime.params.guard import guard_gradient, unguarded
+from autoptd.runtime.params.parameters import RankParameters
+from autoptd.runtime.params.parts import dtype_of
+from autoptd.runtime.world.world import Done, Group, Pending, World
+
+StartSum = Callable[[torch.Tensor, str], Pending]
+
+
+def _all_reduce(group: Group, plan: BucketPlan) -> StartSum:
+    # Looked up at each call: a record puts itself in the place of the group's methods.
+    return lambda flat, site: group.all_reduce_start(flat, site)
+
+
+def _reduce_scatter(group: Group, plan: BucketPlan) -> StartSum:
+    wire, sums = (dtype_of(name) for name in (plan.scattered_dtype, plan.params[0].storage.sum_dtype))
+
+    def start(flat: torch.Tensor, site: str) -> Pending:
+        return group.reduce_scatter_start(flat.to(wire), 0, site, None if wire == sums else sums)
+
+    return start
+
+
+# By the backward of a conversion: what starts it on a flat buffer of gradients.
+START = {"all-reduce": _all_reduce, "reduce-scatter": _reduce_scatter}
+
+
+def _bound(sums: Sequence[AxisConversion], plan: BucketPlan, world: World) -> list[StartSum]:
+    """Return the functions that start these sums of a bucket on this rank's groups."""
+    return [START[step.row.backward](world.group(step.axes), plan) for step in sums]
+
+
+class Bucket:
+    """The gradients of a planned bucket, on one rank: views of a flat buffer, into which autograd adds.
+
+    Call `begin`, `start`, `start_late` and `result`, in this order.
+    """
+
+    def __init__(self, plan: BucketPlan, params: RankParameters) -> None:
+        world = params.world
+        self.number, self.specs = plan.number, plan.params
+        self.site, self.tied_site = plan.site, plan.tied_site
+        self.params, self.owners = params, world.owners(plan.owners)
+        self.early, self.late = _bound(plan.early, plan, world), _bound(plan.late, plan, world)
+        self.is_tied = bool(plan.tied)
+        self.places, self.numel = plan.places(world.mesh), plan.numel(world.mesh)
+        self.is_shared = bool(plan.sharing_axes)
+        # Is shown the gradients of this rank before they are summed; by `check_ranks`.
+        self.note: Callable[[str, torch.Tensor], None] | None = None
+        # Parameters that got a gradient on this rank in any step (a fact of the program), and on any owner, once known.
+        self.present: set[str] = set()
+        self.present_anywhere: set[str] | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the step before, and free its gradients."""
+        # Parameters whose gradient is not complete yet.
+        self.incomplete = {spec.name for spec in self.specs}
+        self.flat: torch.Tensor | None = None
+        self.pending: Pending | None = None
+
+    def begin(self) -> None:
+        """Give every leaf its place in a buffer of zeros: this step's gradients are added there."""
+        leaves = self.params.leaves
+        first = leaves[self.specs[0].name]
+        self.flat = torch.zeros(self.numel, dtype=first.grad_dtype or first.dtype, device=first.device)
+        for spec, start, end in self.places:
+            leaf = leaves[spec.name]
+            leaf.grad = self.flat[start:end].view(leaf.shape)
+
+    def start(self) -> None:
+        """Start the sum over the early axes, of the gradients that are complete; a missing one counts as zeros."""
+        assert self.flat is not None
+        for spec, start, end in self.places:
+            leaf = self.params.leaves[spec.name]
+            # Autograd replaces a gradient where it cannot add in place.
+            if leaf.grad is not None and leaf.grad.data_ptr() != self.flat[start:].data_ptr():
+                self.flat[start:end].copy_(leaf.grad.reshape(-1))
+            leaf.grad = None
+        if self.note is not None:
+            for spec, start, end in self.places:
+                self.note(spec.name, self.flat[start:end])
+        self.pending = self._start_sums(self.early, Done(self.flat))
+        self.flat = None
+
+    def start_late(self) -> None:
+        """Wait for the sum over the early axes and start the others, after the last action."""
+        assert self.pending is not None
+        self.pending = self._start_sums(self.late, self.pending)
+
+    def _start_sums(self, sums: Sequence[StartSum], pending: Pending) -> Pending:
+        """Chain the sums: each waits for the one before it, and the last one is left running."""
+        for start in sums:
+            pending = start(pending.wait(), self.site)
+        return pending
+
+    def result(self) -> dict[str, torch.Tensor]:
+        """Wait; return by name the sums of what this rank stores, without those that no rank has a gradient of.
+
+        Blocks for the sum over owners.
+        """
+        assert self.pending is not None
+        summed = self.pending.wait()
+        if self.is_tied:
+            summed = self.owners.all_reduce(summed, self.tied_site)
+        exists = self._present_on_owners() if self.is_tied else self.present
+        if self.is_shared:
+            named = self.params.pieces_of(self.specs[0].name, summed)
+        else:
+            named = {}
+            for spec, start, end in self.places:
+                named[spec.name] = summed[start:end].view(self.params.local[spec.name].shape)
+        return {name: x for name, x in named.items() if name in exists}
+
+    def _present_on_owners(self) -> set[str]:
+        """Return the parameters whose gradient some owner has: the same in every step, so it is exchanged once."""
+        if self.present_anywhere is None:
+            everywhere = self.owners.gather_objects(self.present, f"{self.tied_site}: which exist")
+            self.present_anywhere = set().union(*everywhere)
+        return self.present_anywhere
+
+
+class Gradients:
+    """The gradients of one rank; `begin`, `reduce`, `finish` and `commit` are called by the executor, in this order."""
+
+    def __init__(self, program: Program, world: World, params: RankParameters) -> None:
+        self.params, self.world = params, world
+        trained = [spec for spec in program.params if spec.requires_grad and spec.name in params.local]
+        here: dict[str, list[int]] = {}
+        for spec in trained:
+            here[spec.name] = self._stages_here(program, spec)
+            set_grad_dtype(params.leaves[spec.name], dtype_of(spec.storage.sum_dtype))
+        busy, place = program.busy_axes, world.pipeline_rank
+        plans = plan_buckets(program.params, program.orders, program.ranks, world.mesh, place, busy)
+        self.buckets = [Bucket(plan, params) for plan in plans if plan.sums]
+        self._bucket_of = {spec.name: bucket for bucket in self.buckets for spec in bucket.specs}
+        # Parameters whose gradients no other rank has a part of: a leaf's own gradient is handed over.
+        self._alone = [spec.name for spec in trained if spec.name not in self._bucket_of]
+        # Counting gradients costs Python time per parameter and microbatch: only where the sum starts during backward.
+        self._counted: dict[str, Bucket] = {}
+        for bucket in self.buckets:
+            if bucket.early:
+                self._counted |= {spec.name: bucket for spec in bucket.specs}
+        # Of counted parameters: their stages here, and how often their gradient grows in one step.
+        self._stages: dict[str, set[int]] = {}
+        self._expected: dict[str, int] = {}
+        for spec in trained:
+            if spec.name in self._counted:
+                stages = here[spec.name]
+                self._stages[spec.name] = set(stages)
+                self._expected[spec.name] = sum(map(spec.adds_in, stages)) * program.num_microbatches
+        self._name_of = {id(params.leaves[name]): name for name in self._bucket_of}
+        self._results: dict[str, torch.Tensor] = {}
+        # Whether a step ended well: until then, an aborted exchange between owners may be known to some of them only.
+        self._is_agreed = False
+        # By parameter. Those that are not counted are needed in the first step only: they see which get a gradient at all.
+        self._hooks: dict[str, Any] = {}
+        self.attach()
+        # Bytes in which the gradients of the last step added up, and those that are rounded for the user.
+        self.held_bytes = 0
+        self.forget()
+
+    def _stages_here(self, program: Program, spec: ParamSpec) -> list[int]:
+        return [stage for stage in spec.stages if program.rank_of_stage(stage) == self.world.pipeline_rank]
+
+    def attach(self) -> None:
+        """Notice what is added to the gradients of leaves."""
+        for name in self._counted if self._is_agreed else self._bucket_of:
+            if name not in self._hooks:
+                hook = _growth_hook(weakref.ref(self), name)
+                self._hooks[name] = self.params.leaves[name].register_post_accumulate_grad_hook(hook)
+
+    def detach(self, but: Container[str] = ()) -> None:
+        """Leave the leaves to a program for other sizes, or those alone that are not in `but`."""
+        for name in [name for name in self._hooks if name not in but]:
+            self._hooks.pop(name).remove()
+
+    def begin(self) -> None:
+        """Forget what an earlier, perhaps failed, step left, and make room for the sums of a new one."""
+        if not self._hooks:
+            self.attach()
+        self.forget()
+        self.held_bytes = 0
+        for bucket in self.buckets:
+            bucket.begin()
+            assert bucket.flat is not None
+            self.held_bytes += bucket.flat.nbytes
+
+    def forget(self) -> None:
+        """Return to the state before a step."""
+        self.drop()
+        for bucket in self.buckets:
+            bucket.forget()
+            if not self._is_agreed:
+                bucket.present_anywhere = None
+        self._counts = dict.fromkeys(self._expected, 0)
+        self._open_stages = {name: set(stages) for name, stages in self._stages.items()}
+        self._next = 0
+
+    @torch.no_grad()
+    def add(self, gemm: WeightTerm) -> None:
+        """Run a GEMM, and add its result to the gradient of its weight, which is a leaf."""
+        leaf = gemm.weight
+        leaf.grad = gemm.add_to(leaf.grad, leaf.grad_dtype or leaf.dtype)
+        if (name := self._name_of.get(id(leaf))) is not None:
+            self.grew(name)
+
+    def grew(self, name: str) -> None:
+        """Note that something was added to the gradient of leaf `name`; InternalError where it comes too late or too often."""
+        bucket = self._bucket_of[name]
+        bucket.present.add(name)
+        if name not in self._counted:
+            return
+        # In every backward of every parameter: this is one call.
+        if bucket.pending is not None:
+            raise InternalError(f"gradient of {name}", "grew after its reduction had started")
+        self._counts[name] = count = self._counts[name] + 1
+        if count < self._expected[name]:
+            return
+        if count > self._expected[name]:
+            fact = f"a backward too many: {self._expected[name]} were expected"
+            raise InternalError(f"gradient of {name}", fact)
+        self._complete(name)
+
+    def reduce(self, stage: int) -> None:
+        """Complete the gradients of parameters that no later stage of this rank uses: the backwards of `stage` are over.
+
+        Without it, a parameter that got no gradient in some microbatch would never be complete.
+        """
+        for name, stages in self._open_stages.items():
+            if stage in stages:
+                stages.discard(stage)
+                if not stages:
+                    self._complete(name)
+
+    def finish(self) -> None:
+        """Start what has not started, then wait for everything; `commit` or `drop` follows."""
+        for bucket in self.buckets:
+            # All backwards are over: a gradient that is missing now stays missing, and counts as zeros.
+            bucket.incomplete.clear()
+        self._start_complete()
+        for bucket in self.buckets:
+            bucket.start_late()
+        # Sums over owners block: all ranks make them in the order of the program, so that no two wait for each other.
+        for bucket in sorted(self.buckets, key=lambda bucket: bucket.number):
+            self._results |= bucket.result()
+
+    @unguarded()
+    @torch.no_grad()
+    def commit(self, loss_scale: float | None = None) -> None:
+        """Add the step's gradients to `parameter.grad` (and `parameter.main_grad`), divided by the loss scale."""
+        for name in self._alone:
+            if (grad := self.params.leaves[name].grad) is not None:
+                self._results[name] = grad
+                self.held_bytes += grad.nbytes
+        if loss_scale is not None:
+            for same in by_dtype(self._results.values()):
+                torch._foreach_mul_(same, 1 / loss_scale)
+        plain = self.params.plain
+        for name, grad in self._results.items():
+            # The usual case, at once: a step makes it for every parameter.
+            if (bearer := plain.get(name)) is not None and bearer.grad is None:
+                bearer.grad = guard_gradient(grad)
+            else:
+                self._hand_over(name, grad)
+        self.params.hand_gradients()
+        self.params.is_update_due = True
+        self.held_bytes += self.params.rounded_bytes()
+        self._is_agreed = True
+        if len(self._hooks) > len(self._counted):
+            self.detach(but=self._counted)
+        self.drop()
+
+    def _hand_over(self, name: str, grad: torch.Tensor) -> None:
+        present = self.params.gradient(name)
+        self.params.set_gradient(name, grad if present is None else present.to(grad.dtype).add_(grad))
+
+    def drop(self) -> None:
+        """Free the step's gradients."""
+        self._results = {}
+        for leaf in self.params.leaves.values():
+            leaf.grad = None
+
+    def _complete(self, name: str) -> None:
+        # Called once per parameter by `grew` or `reduce`, whichever comes first; the other finds it removed.
+        incomplete = self._counted[name].incomplete
+        if name in incomplete:
+            incomplete.discard(name)
+            if not incomplete:
+                self._start_complete()
+
+    def _start_complete(self) -> None:
+        """Start complete buckets, in their fixed order: one that is not complete holds up those behind it."""
+        while self._next < len(self.buckets) and not self.buckets[self._next].incomplete:
+            self.buckets[self._next].start()
+            self._next += 1
+
+
+def _growth_hook(gradients: weakref.ref[Gradients], name: str) -> Callable[[torch.Tensor], None]:
+    # Weak: the garbage collector does not see cycles through a tensor's hooks.
+    def hook(_: torch.Tensor) -> None:
+        if (alive := gradients()) is not None:
+            alive.grew(name)
+
+    return hook

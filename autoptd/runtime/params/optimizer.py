@@ -1,0 +1,398 @@
+"""Real torch optimizers over local parameters, with state dicts in the model's own names.
+
+In: an optimizer class, groups by names, globs or tensors, and the parameters of the ranks of this process (all ranks as
+threads, or one). Out: an instance of the class over those local tensors, so that learning-rate schedulers work. Its
+`state_dict` is a collective that returns full tensors by original names on rank 0:
+
+    {"state": {"lm_head.weight": {"step": ..., "exp_avg": <full>}}, "param_groups": [{"lr": ..., "params": ["lm_head.weight"]}]}
+
+Only elementwise optimizers are allowed (`elementwise.py`): their update of a shard is the shard of the update. What a class
+of the user's own makes of the shapes of shards and pieces is compared with the model's (`shape_trial.py`).
+
+    opt = make_optimizer(torch.optim.AdamW, ranks, run, params=[{"params": ["*.weight"], "weight_decay": 0.1}], lr=3e-4)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+from torch import optim
+
+from autoptd.errors import PlanError
+from autoptd.program.specs import ParamSpec
+from autoptd.runtime.params.elementwise import ELEMENTWISE, check_elementwise
+from autoptd.runtime.params.fused_optimizer import lay_out, takes_fused
+from autoptd.runtime.params.grad_norm import grad_norm
+from autoptd.runtime.params.guard import lower, raise_again, unguarded
+from autoptd.runtime.params.loss_scale import LossScale
+from autoptd.runtime.params.numbered import is_numbered, named
+from autoptd.runtime.params.optimizer_state import gather_state, local_record, stored_of
+from autoptd.runtime.params.padding_stays_zero import clear_padding, padding_of
+from autoptd.runtime.params.parameters import RankParameters
+from autoptd.runtime.params.parts import dtype_of
+from autoptd.runtime.params.shape_trial import NamedGroups, ShapeTrial
+
+Result = TypeVar("Result")
+# Runs a collective on all ranks; returns rank 0's (or this rank's) result.
+Run = Callable[[Callable[[RankParameters], Result]], Result]
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What an optimizer has of the ranks: their parameters, how to run a collective, and the names in each group."""
+
+    ranks: tuple[RankParameters, ...]
+    run: Run[Any]
+    groups: tuple[tuple[str, ...], ...]
+
+
+class NamedOptimizer(optim.Optimizer):
+    """Mixed in before the user's class: its state dict has full tensors under original names."""
+
+    binding: Binding
+    # Of precision="fp16", else None.
+    loss_scale: LossScale | None = None
+    # How many calls of `step` changed nothing, as a gradient was not finite, and whether the last one did so.
+    skipped: int = 0
+    # Called by `zero_grad`.
+    on_zero: Callable[[], None] | None = None
+    step_was_skipped: bool = False
+    # How often `step` has run, and whether it runs.
+    updates: int = 0
+    is_stepping: bool = False
+    # What runs after every hook, and its place among them.
+    finish: Callable[..., None] | None = None
+    finish_hook: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the full state on rank 0 and for ranks as threads, {} elsewhere; a collective."""
+        state = self.binding.run(lambda params: gather_state(params, self.state))
+        if not any(params.world.rank == 0 for params in self.binding.ranks):
+            return {}
+        scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state_dict()}
+        return {"state": state, "param_groups": self.named_groups(), **scale}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state dict of full tensors, the same on every rank; PlanError where its groups are others.
+
+        One of a torch optimizer over the unmodified model's parameters is taken, too: see `numbered.py`.
+        """
+        if is_numbered(state_dict):
+            state_dict = named(state_dict, self.binding.ranks[0].specs, self.binding.groups)
+        self.check_saved(state_dict["param_groups"], "optimizer.load_state_dict")
+        # In torch's format groups hold numbers instead of parameters.
+        own = super().state_dict()["param_groups"]
+        pairs = zip(state_dict["param_groups"], own, strict=True)
+        groups = [{**saved, "params": numbers["params"]} for saved, numbers in pairs]
+        # Ranks as threads share one optimizer: a parameter occurs once per rank that holds a part of it.
+        holders: dict[int, tuple[RankParameters, ParamSpec]] = {}
+        for params in self.binding.ranks:
+            holders |= {id(x): (params, spec) for spec, x in stored_of(params)}
+        state = {}
+        for group, numbers in zip(self.param_groups, own, strict=True):
+            for parameter, number in zip(group["params"], numbers["params"], strict=True):
+                params, spec = holders[id(parameter)]
+                if spec.name in state_dict["state"]:
+                    state[number] = local_record(params, spec, state_dict["state"][spec.name])
+        super().load_state_dict({"state": state, "param_groups": groups})
+        if self.loss_scale is not None and "loss_scale" in state_dict:
+            self.loss_scale.load_state_dict(state_dict["loss_scale"])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        # torch's constructor calls this too, for each group, before there is a binding.
+        if hasattr(self, "binding"):
+            raise PlanError(
+                "optimizer.add_param_group", "groups are fixed", "give all groups to pm.optimizer(params=...)"
+            )
+        super().add_param_group(param_group)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        handle = super().register_step_post_hook(hook)
+        if self.finish is not None:
+            # The user's hooks may change weights: these are published after that.
+            self.finish_hook.remove()
+            self.finish_hook = super().register_step_post_hook(self.finish)
+        return handle
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.on_zero is not None:
+            self.on_zero()
+        with unguarded():
+            super().zero_grad(set_to_none)
+            for params in self.binding.ranks:
+                params.zero_gradients(chain.from_iterable(self.binding.groups), set_to_none)
+                params.is_update_due = False
+
+    def check_saved(self, groups: Sequence[Mapping[str, Any]], site: str) -> None:
+        """Raise PlanError unless the saved groups hold the parameters that this optimizer's hold."""
+        saved = [list(group["params"]) for group in groups]
+        remedy = "make the optimizer with the groups that were saved"
+        if len(saved) != len(self.binding.groups):
+            fact = f"{len(saved)} groups were saved, this optimizer has {len(self.binding.groups)}"
+            raise PlanError(site, fact, remedy)
+        findings = []
+        for i, (names, own) in enumerate(zip(saved, self.binding.groups, strict=True)):
+            if unknown := set(names) - set(own):
+                findings.append(f"group {i} was saved with {_some_of(unknown)}")
+            if missing := set(own) - set(names):
+                findings.append(f"group {i} lacks {_some_of(missing)}")
+        if findings:
+            raise PlanError(site, f"{'; '.join(findings)}, unlike this optimizer's", remedy)
+
+    def named_groups(self) -> list[dict[str, Any]]:
+        """Return the groups with the names of their parameters."""
+        pairs = zip(self.param_groups, self.binding.groups, strict=True)
+        return [{**group, "params": list(names)} for group, names in pairs]
+
+
+def _some_of(names: Collection[str], most: int = 4) -> str:
+    """Return `a, b and 3 more`."""
+    shown = ", ".join(sorted(names)[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def make_optimizer(
+    cls: type[optim.Optimizer],
+    ranks: Sequence[RankParameters],
+    run: Run[Any],
+    params: Iterable[Any] | None = None,
+    loss_scale: LossScale | None = None,
+    **keywords: Any,
+) -> NamedOptimizer:
+    """Return an instance of (a subclass of) `cls` over the local parameters of `ranks`; a collective.
+
+    `params` is None (all), or names, globs, tensors and (name, tensor) pairs, or group dicts with such "params". Where
+    torch has a fused form of `cls`, that is the default. PlanError for a `cls` that is not elementwise.
+    """
+    mine = resolve_groups(ranks, params)
+    specs = ranks[0].specs
+    # As all ranks do: some have no piece of any parameter.
+    mesh = ranks[0].world.mesh
+    sharing = {spec.sharing_axes for spec in specs}
+    has_pieces = any(mesh.degree(axis) > 1 for axis in chain.from_iterable(sharing))
+    check_elementwise(cls, keywords, [options for _, options in mine], has_pieces=has_pieces)
+    groups = _agree(run, [names for names, _ in mine], [spec.name for spec in specs])
+    # A filter that fits no name: torch refuses an empty list too.
+    if specs and not any(groups):
+        fact, remedy = (
+            "has no parameter in any group",
+            f"names such as {specs[0].name!r}, or None for all parameters",
+        )
+        raise PlanError(f"pm.optimizer({cls.__name__}, params)", fact, remedy)
+    named_groups = [(names, options) for names, (_, options) in zip(groups, mine, strict=True)]
+    # Of all ranks' parameters, so that all ranks decide alike.
+    dtypes = {dtype_of(spec.storage.dtype) for spec in specs}
+    if takes_fused(cls, [keywords, *(options for _, options in mine)], ranks[0].world.device, dtypes):
+        keywords["fused"] = True
+    # Of the user's class by name and by `isinstance`; the methods of NamedOptimizer come first.
+    named_class = type(cls.__name__, (NamedOptimizer, cls), {"__doc__": cls.__doc__})
+    with unguarded():
+        optimizer = named_class(_local_groups(cls, ranks, named_groups), **keywords)
+    if cls not in ELEMENTWISE:
+        groups = names_in_groups(cls, keywords, optimizer, ranks, run, named_groups)
+    optimizer.binding = Binding(tuple(ranks), run, groups)
+    optimizer.loss_scale = loss_scale
+    for rank in ranks:
+        rank.is_lent = True
+    register_hooks(optimizer, ranks, run)
+    return optimizer
+
+
+def _local_groups(
+    cls: type[optim.Optimizer], ranks: Sequence[RankParameters], groups: NamedGroups
+) -> list[Any]:
+    """Return what an optimizer is made of: groups of local tensors, or a list of tensors where none were asked for."""
+    local: list[dict[str, Any]] = []
+    for names, options in groups:
+        tensors = [rank.stored[name] for name in names for rank in ranks if name in rank.stored]
+        local.append({**options, "params": tensors})
+    # A constructor of the user's own often looks at each parameter; torch's refuses an empty list.
+    is_list = cls not in ELEMENTWISE and len(local) == 1 and not groups[0][1]
+    return local[0]["params"] or local if is_list else local
+
+
+def names_in_groups(
+    cls: type[optim.Optimizer],
+    keywords: Mapping[str, Any],
+    optimizer: optim.Optimizer,
+    ranks: Sequence[RankParameters],
+    run: Run[Any],
+    groups: NamedGroups,
+) -> tuple[tuple[str, ...], ...]:
+    """Return the names in each group that a class of the user's own has made, which may not be those it was given.
+
+    PlanError where it would do something else with the model's own parameters; a collective.
+    """
+    trial = ShapeTrial(cls, keywords, ranks, groups)
+    finding = trial.finding(optimizer.param_groups)
+    findings = run(lambda params: params.world.everyone().gather_objects(finding, "optimizer groups"))
+    for text in filter(None, findings):
+        remedy = "p.ndim is that of the model on every mesh; give groups by names: pm.optimizer(params=[{...}, ...])"
+        raise PlanError(f"optimizer {cls.__name__}", text, remedy)
+    mine = [trial.names(group) for group in optimizer.param_groups]
+    # In the order of an optimizer of the whole model, whose state dict numbers parameters.
+    return _agree(run, mine, trial.order)
+
+
+def register_hooks(optimizer: NamedOptimizer, ranks: Sequence[RankParameters], run: Run[Any]) -> None:
+    """Register what runs before and after every `step` of an optimizer; hooks run in this order."""
+    every = [x for group in optimizer.param_groups for x in group["params"]]
+    optimizer.register_step_pre_hook(begin)  # type: ignore[arg-type]
+    if len(ranks) == 1:
+        # `step` may have returned before the device met a fault. (Rank threads are stopped by their pool.)
+        optimizer.register_step_pre_hook(lambda *_: ranks[0].world.raise_first_fault())
+    if optimizer.loss_scale is not None or any(rank.is_apart for rank in ranks):
+        optimizer.register_step_pre_hook(refuse_closure)
+    for rank in ranks:
+        optimizer.register_step_pre_hook(lambda *_, rank=rank: before_update(rank))  # type: ignore[misc]
+    if optimizer.loss_scale is not None:
+        skip_where_infinite(optimizer, optimizer.loss_scale, every, run)
+    # torch's foreach and fused implementations accept its own tensor classes only.
+    optimizer.register_step_pre_hook(lambda *_: lower(every))
+    optimizer.register_step_pre_hook(lambda optimizer, *_: lay_out(optimizer.param_groups))
+    # After what works on plain tensors.
+    optimizer.register_step_post_hook(lambda *_: raise_again(every))
+    paddings = [padding for rank in ranks for padding in padding_of(rank)]
+    is_apart = any(rank.is_apart for rank in ranks)
+
+    def finish(*_: Any) -> None:
+        # Hooks run again around a step of torch's that one of the user's own calls.
+        optimizer.updates += optimizer.is_stepping
+        optimizer.is_stepping = False
+        clear_padding(paddings)
+        if is_apart:
+            publish(optimizer, run)
+
+    optimizer.finish_hook = optimizer.register_step_post_hook(finish)
+    optimizer.finish = finish
+
+
+def skip_where_infinite(
+    optimizer: NamedOptimizer, scale: LossScale, parameters: Sequence[torch.Tensor], run: Run[Any]
+) -> None:
+    """Let `step` change nothing where a gradient is not finite on some rank: it does not see the gradients."""
+    hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def hide() -> None:
+        # A step of the user's own calls torch's, which runs hooks again where torch's class was used by itself.
+        if hidden and all(x.grad is None for x, _ in hidden):
+            return
+        hidden.clear()
+        optimizer.step_was_skipped = scale.settle(lambda: run(grad_norm))
+        if optimizer.step_was_skipped:
+            optimizer.skipped += 1
+            hidden.extend((x, x.grad) for x in parameters)
+            for x in parameters:
+                x.grad = None
+
+    def show() -> None:
+        for x, gradient in hidden:
+            x.grad = gradient
+        hidden.clear()
+
+    optimizer.register_step_pre_hook(lambda *_: unguarded()(hide)())
+    optimizer.register_step_post_hook(lambda *_: unguarded()(show)())
+
+
+def refuse_closure(_: optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise PlanError for `step(closure)`: gradients are handed to the optimizer before it would be called."""
+    if any(callable(arg) for arg in (*args, *kwargs.values())):
+        fact = "takes no closure with precision= or zero=1: its gradients would come too late"
+        raise PlanError("optimizer.step", fact, "pm.step(...) first, then optimizer.step()")
+
+
+def publish(optimizer: NamedOptimizer, run: Run[Any]) -> None:
+    """Publish an update to all ranks that use it, if there was one."""
+    if not optimizer.step_was_skipped:
+        run(RankParameters.publish)
+
+
+def begin(optimizer: NamedOptimizer, *_: Any) -> None:
+    """Note that a step begins."""
+    optimizer.is_stepping = True
+
+
+@unguarded()
+def before_update(params: RankParameters) -> None:
+    """Let storage have what the user wrote to parameters and to their gradients."""
+    # What is still sent of the last update must not change under way.
+    params.wait()
+    params.absorb_edits()
+    params.hand_gradients()
+    params.is_update_due = False
+
+
+def resolve_groups(
+    ranks: Sequence[RankParameters], params: Iterable[Any] | None
+) -> list[tuple[list[str], dict[str, Any]]]:
+    """Return (names, options) per group; PlanError for what names no parameter, or two groups for one."""
+    specs = ranks[0].specs
+    if params is None:
+        return [([spec.name for spec in specs], {})]
+    items: list[Any] = [params] if isinstance(params, (str, torch.Tensor)) else list(params)
+    if not any(isinstance(item, Mapping) for item in items):
+        items = [{"params": items}]
+    name_of = {id(x): name for rank in ranks for name, x in rank.local.items()}
+    groups, seen = [], set[str]()
+    for group in items:
+        wanted = group["params"]
+        wanted = [wanted] if isinstance(wanted, (str, torch.Tensor)) else wanted
+        # One parameter may match several globs of a group.
+        matched: dict[str, None] = {}
+        for item in wanted:
+            matched |= dict.fromkeys(_names(item, specs, name_of))
+        names = list(matched)
+        twice = sorted(seen.intersection(names))
+        if twice:
+            raise PlanError(
+                "optimizer groups", f"{', '.join(twice)} are in two groups", "name each parameter once"
+            )
+        seen.update(names)
+        groups.append((names, {key: value for key, value in group.items() if key != "params"}))
+    return groups
+
+
+def _names(item: Any, specs: Sequence[ParamSpec], name_of: Mapping[int, str]) -> list[str]:
+    """Return the first names of the parameters that one entry of a group stands for."""
+    if isinstance(item, tuple):
+        item = item[0]
+    if isinstance(item, torch.Tensor):
+        if id(item) not in name_of:
+            fact = f"a tensor of shape {tuple(item.shape)} is no local parameter"
+            raise PlanError(
+                "optimizer groups", fact, "take tensors from pm.named_parameters(), or give names"
+            )
+        return [name_of[id(item)]]
+    # A name may hold what means something in a glob, `[` for one.
+    found = [spec.name for spec in specs if item in (spec.name, *spec.aliases)]
+    if not found:
+        named = [(spec.name, alias) for spec in specs for alias in (spec.name, *spec.aliases)]
+        found = list(dict.fromkeys(name for name, alias in named if fnmatchcase(alias, item)))
+    if not found:
+        raise PlanError(
+            "optimizer groups",
+            f"{item!r} names no parameter",
+            "the model's own names, or globs such as '*.bias'",
+        )
+    return found
+
+
+def _agree(run: Run[Any], mine: list[list[str]], order: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Return the names of each group over all ranks: groups given as tensors name only what is local."""
+    everywhere = run(lambda params: params.world.everyone().gather_objects(mine, "optimizer groups"))
+    if len({len(groups) for groups in everywhere}) > 1:
+        sizes = [len(groups) for groups in everywhere]
+        raise PlanError(
+            "optimizer groups", f"ranks have {sizes} groups", "make the same groups on every rank"
+        )
+    agreed = []
+    for i in range(len(mine)):
+        named = set().union(*(groups[i] for groups in everywhere))
+        # In the program's order, which is the same on all ranks.
+        agreed.append(tuple(name for name in order if name in named))
+    return tuple(agreed)

@@ -1,0 +1,373 @@
+"""A rank's parameters, and the conversion between shards and the full tensors of the user's model.
+
+In: a program's `ParamSpec`s and full tensors by name. Out: on each rank one `nn.Parameter`, the local shard, for every
+parameter that a stage of its pipeline rank uses; these stages share it. An *owner* of a parameter is a pipeline rank
+with such a stage.
+
+    params = RankParameters(program, world, dict(model.named_parameters()))
+    params.local["lm_head.weight"]           # what the user sees: ndim kept, the rows of this tensor rank
+    params.stored["lm_head.weight"]          # what the optimizer steps: the same, or what this rank stores of it
+
+Stages compute with *leaves*: detached tensors that share the parameter's storage, so that a step's gradients accumulate
+in `leaf.grad` and reach `parameter.grad` only when they are complete and the loss is not NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from autoptd.compat import set_grad_dtype
+from autoptd.errors import PlanError
+from autoptd.program.buckets import BucketPlan, plan_buckets
+from autoptd.program.program import Program
+from autoptd.program.specs import ParamSpec
+from autoptd.runtime.params.edits import Edits
+from autoptd.runtime.params.guard import GuardedParameter, guard_gradient, unguarded
+from autoptd.runtime.params.namespace import Namespace
+from autoptd.runtime.params.parts import dtype_of, from_rank_0, read_shard, shard_of
+from autoptd.runtime.params.storage import SharedBucket, alias, check_use, is_first_holder
+from autoptd.runtime.world.world import World
+from autoptd.subject.initial.sources import Source
+
+# Initial values of parameters: full tensors by name, or a source of them.
+Values = Mapping[str, torch.Tensor] | Source
+
+
+def owners(program: Program, spec: ParamSpec) -> tuple[int, ...]:
+    """Return the pipeline ranks that hold a copy of the parameter, ascending."""
+    return spec.owners(program.ranks)
+
+
+@dataclass(frozen=True)
+class MainGrad:
+    """A gradient in `Placement.sum_dtype`, and its copy in the parameter's dtype, which is `parameter.grad`.
+
+    `version` is the copy's: if it was changed since, by the user, the copy is the gradient.
+    """
+
+    main: torch.Tensor
+    copy: torch.Tensor
+    version: int
+
+
+class RankParameters:
+    """The parameters of one rank. Creating it is a collective: rank 0's values are broadcast, as by DDP.
+
+    From a `Source` every rank reads its own part instead, so that no rank holds a whole tensor. `specs` are those of the
+    whole program, `local` and `leaves` hold this rank's by the parameter's (first) name.
+    """
+
+    @unguarded()
+    def __init__(self, program: Program, world: World, full: Values) -> None:
+        self.program, self.world = program, world
+        self.specs = program.params
+        self.local: dict[str, GuardedParameter] = {}
+        self.leaves: dict[str, torch.Tensor] = {}
+        self._main: dict[str, MainGrad] = {}
+        # Of `.main_grad`; a master's gradient has the dtype of its sum as it is.
+        self._grad_dtypes: dict[str, torch.dtype | None] = {}
+        for spec in self.specs:
+            has_main = spec.storage.grad_dtype and not spec.has_master
+            self._grad_dtypes[spec.name] = dtype_of(spec.storage.grad_dtype) if has_main else None
+        # Those that replicas share, in the order in which forward uses them.
+        self.shared: list[SharedBucket] = []
+        self._shared_of: dict[str, SharedBucket] = {}
+        # What an optimizer steps: the parameter itself, or the piece of it that this rank stores, if any.
+        self.stored: dict[str, GuardedParameter] = {}
+        for spec in self.specs:
+            check_use(spec)
+        parts = {spec.name: shard for spec, shard in self._first_values(full)}
+        for plan in reversed(self._plans()):
+            if plan.parts(world.mesh) > 1:
+                self._share(plan, parts)
+        # What stages use of the others that are stored apart.
+        self._copies: dict[str, torch.Tensor] = {}
+        for spec in self.specs:
+            if spec.name in parts:
+                self._add(spec, parts.pop(spec.name))
+        # Their gradients as their storage has them: what else is found there was set by the user.
+        self._handed: dict[str, torch.Tensor | None] = {}
+        # What has the `.grad` that the user sees and may change: the parameter, or a piece of shared storage.
+        self._bearers: dict[str, GuardedParameter] = {}
+        for name in self.local:
+            bearer = self.stored.get(name) if name in self._shared_of else self.local[name]
+            if bearer is not None:
+                self._bearers[name] = bearer
+        # Those whose `.grad` is the gradient itself: they have no `.main_grad`.
+        self.plain = {name: x for name, x in self._bearers.items() if self._grad_dtypes[name] is None}
+        # Where the user wrote to what stages use, storage follows.
+        self._with_masters = [spec for spec in self.specs if spec.has_master and spec.name in self.local]
+        self._versions = {spec.name: self.local[spec.name]._version for spec in self._with_masters}
+        # Where the user wrote to storage, what stages use follows.
+        self.edits = Edits({name: self.stored[name] for name in self.stored if self._is_stored_apart(name)})
+        # Whether a step has brought gradients since the last update, or since they were forgotten.
+        self.is_update_due = False
+        # Whether an optimizer, which shows storage to the user, was made of it.
+        self.is_lent = False
+        # What `check_storage` compares with, which runs in every step: what stages use, and what optimizers step of it.
+        self._initial = [
+            (name, parameter, parameter.data_ptr(), parameter.requires_grad)
+            for name, parameter in [*self.local.items(), *self.edits.stored.items()]
+        ]
+
+    def _first_values(self, full: Values) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
+        """Yield this rank's part of every parameter that it owns, contiguous."""
+        if not isinstance(full, Mapping):
+            reader = full.reader()
+            for spec in self.specs:
+                if self.is_owner(spec):
+                    yield spec, read_shard(spec, reader, self.world).contiguous()
+            return
+        for spec in self.specs:
+            # A collective: every rank takes part, also those that do not own the parameter.
+            whole = from_rank_0(self.world, spec.name, full[spec.name], dtype_of(spec.storage.dtype))
+            if self.is_owner(spec):
+                own = shard_of(spec, whole, self.world)
+                # A copy, because on rank 0 `whole` may be the user's own storage.
+                yield spec, own.clone(memory_format=torch.contiguous_format)
+
+    def _plans(self) -> list[BucketPlan]:
+        program = self.program
+        rank = self.world.pipeline_rank
+        return plan_buckets(program.params, program.orders, program.ranks, self.world.mesh, rank)
+
+    def _share(self, plan: BucketPlan, parts: dict[str, torch.Tensor]) -> None:
+        """Move the parameters of a bucket into a flat buffer, of which this rank stores a range."""
+        bucket = SharedBucket(plan, self.world, parts)
+        self.shared.append(bucket)
+        for place in bucket.places:
+            name = place.spec.name
+            self._shared_of[name] = bucket
+            parts[name] = bucket.local(place, parts[name].shape)
+            if name in bucket.pieces:
+                self.stored[name] = bucket.pieces[name].tensor
+
+    def _add(self, spec: ParamSpec, part: torch.Tensor) -> None:
+        """Make the tensors of a parameter; `part` is what stages use if it is shared, else what is stored."""
+        used = part
+        is_shared = spec.name in self._shared_of
+        if spec.has_master and not is_shared:
+            used = part.to(dtype_of(spec.use.dtype), copy=True)
+            self._copies[spec.name] = alias(used)
+            self.stored[spec.name] = GuardedParameter(part, spec.requires_grad)
+        local = GuardedParameter(used, requires_grad=spec.requires_grad)
+        if spec.has_master and spec.requires_grad:
+            set_grad_dtype(local, dtype_of(spec.storage.sum_dtype))
+        self.local[spec.name] = local
+        # Shares the parameter's memory: stages read what is updated in place.
+        self.leaves[spec.name] = local.detach().requires_grad_(spec.requires_grad)
+        if is_shared:
+            local.arrival, local.bears_gradient = self._shared_of[spec.name].wait, False
+        elif not spec.has_master:
+            self.stored[spec.name] = local
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether anything is stored apart from what stages use, so that an update has to be published."""
+        return bool(self.shared or self._copies)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Publish what was updated to all ranks that use it; a collective of the ranks that share storage.
+
+        Gathers are only started: `wait` follows.
+        """
+        if self._copies:
+            stored = [self.stored[name].detach() for name in self._copies]
+            torch._foreach_copy_(list(self._copies.values()), stored)
+        for bucket in self.shared:
+            bucket.gather_start()
+        self.edits.note()
+
+    def publish_edits(self) -> None:
+        """Publish what the user wrote to storage since the last update; a collective like `publish`."""
+        self.wait()
+        self.absorb_edits()
+        self.publish()
+
+    def _is_stored_apart(self, name: str) -> bool:
+        return name in self._copies or name in self._shared_of
+
+    @unguarded()
+    @torch.no_grad()
+    def absorb_edits(self) -> None:
+        """Write what the user wrote to parameters into their storage; entries that were left alone keep all their bits.
+
+        The same on all ranks that hold copies, as the edits must be.
+        """
+        edited = [spec for spec in self._with_masters if self._is_touched(spec.name)]
+        # Of these, storage is the newer one.
+        written = frozenset(self.edits.found() if edited else ())
+        for spec in edited:
+            local = self.local[spec.name]
+            if spec.name in written and local._version != self._versions[spec.name]:
+                fact = "was changed both where pm.parameters() shows it and where optimizer.param_groups does"
+                raise PlanError(spec.name, fact, "change it in one of the two places")
+            if spec.name in written:
+                continue
+            self.wait()
+            self._versions[spec.name] = local._version
+            stored = self.stored.get(spec.name)
+            used = self.piece_of(spec.name, local.detach())
+            if stored is not None and used is not None:
+                stored.copy_(torch.where(used == stored.to(used.dtype), stored, used.to(stored.dtype)))
+                self.edits.note([spec.name])
+
+    def _is_touched(self, name: str) -> bool:
+        """Tell whether the user may have written to what stages use of a parameter with a master."""
+        local = self.local[name]
+        # Whoever has its `.data` may write to that at any time: such a parameter is looked at from now on.
+        return local._version != self._versions[name] or local.was_exposed
+
+    @torch.no_grad()
+    def load(self, spec: ParamSpec, part: torch.Tensor) -> None:
+        """Set a parameter, of which `part` is this rank's part, as it is used and as it is stored."""
+        local = self.local[spec.name]
+        local.copy_(part)
+        stored = self.stored.get(spec.name)
+        if spec.has_master and stored is not None:
+            own = self.piece_of(spec.name, part.to(stored.device))
+            assert own is not None
+            stored.copy_(own)
+        if spec.has_master:
+            self._versions[spec.name] = local._version
+        self.edits.note([spec.name])
+
+    def wait(self) -> None:
+        """Wait until stages can use the last update."""
+        for bucket in self.shared:
+            bucket.wait()
+
+    def is_shared(self, name: str) -> bool:
+        """Tell whether replicas share the storage of a parameter of this rank."""
+        return name in self._shared_of
+
+    def pieces_of(self, name: str, range_: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return by name the pieces of what is laid out as the range that this rank stores of the bucket of `name`."""
+        return self._shared_of[name].split(range_)
+
+    def piece_of(self, name: str, local: torch.Tensor) -> torch.Tensor | None:
+        """Return what this rank stores of a tensor laid out as its part of a parameter; None if that is nothing."""
+        bucket = self._shared_of.get(name)
+        if bucket is None:
+            return local
+        piece = bucket.pieces.get(name)
+        return None if piece is None else piece.of(local)
+
+    def local_of(self, name: str, stored: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return this rank's part of a parameter (or of what is laid out like it) from what ranks store of it.
+
+        A collective of the ranks that share its storage.
+        """
+        bucket = self._shared_of.get(name)
+        if bucket is None:
+            return stored
+        return bucket.whole(name, stored, dtype).view(self.local[name].shape)
+
+    def is_owner(self, spec: ParamSpec) -> bool:
+        return self.world.pipeline_rank in owners(self.program, spec)
+
+    def is_first_owner(self, spec: ParamSpec) -> bool:
+        """Tell whether this rank's pipeline rank is the first of those that hold copies."""
+        return self.world.pipeline_rank == owners(self.program, spec)[0]
+
+    def weights_of_stage(self, stage: int) -> dict[str, torch.Tensor]:
+        """Return the leaves of the parameters that `stage` uses, under all their names."""
+        weights: dict[str, torch.Tensor] = {}
+        for spec in self.specs:
+            if stage in spec.stages:
+                weights |= dict.fromkeys((spec.name, *spec.aliases), self.leaves[spec.name])
+        return weights
+
+    def wait_where_read(self, stage: int, weights: Namespace) -> None:
+        """Let `stage`, which reads `weights`, wait for a gather where it reads what is gathered; not before it runs."""
+        for spec in self.specs:
+            if stage in spec.stages and spec.name in self._shared_of:
+                for name in spec.aliases:
+                    self._shared_of[spec.name].read.add(weights, name)
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """Return the gradient of what this rank stores of a parameter, None without one: `main_grad`, unless `.grad`
+        was changed; what was set on storage that stands apart.
+        """
+        if name in self._copies and (set_apart := self.stored[name].grad) is not self._handed.get(name):
+            return set_apart
+        parameter = self._bearers.get(name)
+        if parameter is None or (grad := parameter.grad) is None:
+            return None
+        known = self._main.get(name)
+        if known is not None and grad is known.copy and grad._version == known.version:
+            return known.main
+        return grad
+
+    def hand_gradients(self) -> None:
+        """Give storage that stands apart the gradients of its parameters: behind a step, and before an update.
+
+        One that was set on the storage since, where an optimizer shows it, stays.
+        """
+        for name in self._copies:
+            stored, local = self.stored[name], self.local[name]
+            if stored.grad is self._handed.get(name):
+                stored.grad = self._handed[name] = local.grad
+
+    @cached_property
+    def counted(self) -> frozenset[str]:
+        """Those that this rank counts where each entry of the model is counted once: as the first that stores a part."""
+        own = [spec for spec in self.specs if self.is_first_owner(spec)]
+        return frozenset(spec.name for spec in own if is_first_holder(spec, self.world))
+
+    def zero_gradients(self, names: Iterable[str], set_to_none: bool) -> None:
+        """Forget the gradients that the user sees of parameters whose storage stands apart."""
+        for name in names:
+            local = self.local.get(name)
+            if name not in self._copies or local is None:
+                continue
+            self.stored[name].grad = self._handed[name] = None
+            if local.grad is None:
+                continue
+            if set_to_none:
+                local.grad = None
+            else:
+                local.grad.zero_()
+
+    @property
+    def has_unused_gradients(self) -> bool:
+        """Whether gradients are there that no update has used."""
+        with unguarded():
+            return self.is_update_due and any(x.grad is not None for x in self._bearers.values())
+
+    def rounded_bytes(self) -> int:
+        """Return the bytes of gradients that are there beside `main_grad`, rounded to the parameters' dtype."""
+        return sum(grad.copy.nbytes for grad in self._main.values())
+
+    def set_gradient(self, name: str, grad: torch.Tensor) -> None:
+        """Set the gradient of a parameter: `.main_grad` if it has one, of which `.grad` is a rounded copy, else `.grad`."""
+        parameter, dtype = self._bearers[name], self._grad_dtypes[name]
+        if dtype is None:
+            parameter.grad = guard_gradient(grad)
+            if name in self._copies:
+                self.stored[name].grad = self._handed[name] = parameter.grad
+            return
+        main = guard_gradient(grad.to(dtype))
+        parameter.main_grad = main  # type: ignore[attr-defined]
+        parameter.grad = guard_gradient(main.to(parameter.dtype))
+        if parameter.grad is not main:
+            self._main[name] = MainGrad(main, parameter.grad, parameter.grad._version)
+
+    @unguarded()
+    def check_storage(self) -> None:
+        """Raise PlanError where the storage or `requires_grad` of a parameter was replaced: stages use the old ones."""
+        for name, parameter, address, requires_grad in self._initial:
+            if parameter.data_ptr() != address:
+                raise PlanError(
+                    name, "its .data was replaced", "change values in place: parameter.data.copy_(...)"
+                )
+            if parameter.requires_grad != requires_grad:
+                fact = "its requires_grad was changed, which the compiled program does not follow"
+                remedy = "pm.save(folder, optimizer), set requires_grad on the model, parallelize it again, "
+                remedy += "and pm.load(folder, optimizer) with a new optimizer"
+                raise PlanError(name, fact, remedy)

@@ -1,0 +1,164 @@
+"""A rank's storage of parameters where it is not what stages use: a range of a flat buffer (ZeRO).
+
+In: a planned bucket and this rank's parts of its parameters. Out: one flat buffer that holds what stages use, and of it
+the range that this rank stores, in *pieces*: one tensor for each parameter that the range cuts, which the optimizer
+steps. A piece has as many dims as its parameter, all of size 1 but the last, as many optimizers treat matrices and
+vectors differently. After an update the range is gathered by all ranks into the buffer.
+
+    bucket = SharedBucket(plan, world, {"h.0.ln_1.weight": x, ...})
+    bucket.pieces["h.0.ln_1.weight"].tensor           # what the optimizer steps; absent where another rank stores it
+    bucket.gather_start(); ...; bucket.wait()         # behind an update, before the next use
+
+With 2 replicas, and parameters a of 5 elements and b of 4 (aligned to 4 here, 64 in truth):
+
+    the flat buffer     a a a a | a - - - || b b b b | - - - -
+    stored by               replica 0      ||     replica 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from autoptd.errors import InternalError, PlanError
+from autoptd.program.buckets import BucketPlan, Place
+from autoptd.program.specs import ParamSpec
+from autoptd.runtime.params.guard import GuardedParameter
+from autoptd.runtime.params.namespace import Withheld
+from autoptd.runtime.world.world import Group, Pending, World
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a parameter that this rank stores: elements `start` to `end` of its local part, flattened."""
+
+    start: int
+    end: int
+    tensor: GuardedParameter
+
+    def of(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the same part of a tensor that is laid out as the parameter's local part, in the piece's shape."""
+        return local.reshape(-1)[self.start : self.end].view(self.tensor.shape)
+
+
+class SharedBucket:
+    """Parameters in one flat buffer, of which every rank of an axis stores an equal range."""
+
+    def __init__(self, plan: BucketPlan, world: World, parts: Mapping[str, torch.Tensor]) -> None:
+        mesh, first = world.mesh, plan.params[0]
+        self.plan, self.places = plan, plan.places(mesh)
+        self.group = world.group(plan.sharing_axes)
+        # Padding is zero: it is reduced and gathered with the rest.
+        dtype = getattr(torch, first.use.dtype)
+        self.use = torch.zeros(plan.numel(mesh), dtype=dtype, device=world.device)
+        for spec, start, end in self.places:
+            self.use[start:end].copy_(parts[spec.name].reshape(-1))
+        width = self.use.numel() // self.group.size
+        self.start = self.group.index * width
+        self.end = self.start + width
+        # What this rank stores: of the buffer itself where stages use the storage's own numbers.
+        self.range = self.use[self.start : self.end]
+        self.has_master = first.has_master
+        if self.has_master:
+            self.range = torch.zeros(width, dtype=getattr(torch, first.storage.dtype), device=world.device)
+        self.pieces: dict[str, Piece] = {}
+        for spec, start, end in self.places:
+            begin, stop = max(start, self.start), min(end, self.end)
+            if begin >= stop:
+                continue
+            part = parts[spec.name]
+            own = alias(as_piece(self.range[begin - self.start : stop - self.start], part.dim()))
+            piece = Piece(begin - start, stop - start, GuardedParameter(own, first.requires_grad))
+            if self.has_master:
+                own.copy_(piece.of(part))
+            else:
+                # A gather that is under way may write to it.
+                piece.tensor.arrival = self.wait
+            self.pieces[spec.name] = piece
+        self._pending: Pending | None = None
+        # Its parameters where stages read them: withheld while a gather is under way.
+        self.read = Withheld()
+
+    def split(self, range_: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return by name the pieces of a tensor that is laid out as this rank's range."""
+        pieces = {}
+        for spec, start, end in self.places:
+            if (piece := self.pieces.get(spec.name)) is not None:
+                part = range_[max(start, self.start) - self.start : min(end, self.end) - self.start]
+                pieces[spec.name] = part.view(piece.tensor.shape)
+        return pieces
+
+    def local(self, place: Place, shape: torch.Size) -> torch.Tensor:
+        """Return what stages use of a parameter: a view of the buffer."""
+        return alias(self.use[place.start : place.end].view(shape))
+
+    def gather_start(self) -> None:
+        """Start bringing what all ranks updated into the buffer; it must not be read before `wait`."""
+        # Two updates in a row: the buffer is not gathered twice at once.
+        self.wait()
+        if self.has_master:
+            self.use[self.start : self.end].copy_(self.range)
+        self._pending = start_gather(self.group, self.use, self.plan.gather_site)
+        self.read.withhold(self.wait)
+
+    def wait(self) -> None:
+        """Wait until the buffer has the last update, if it is not there yet."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+
+    def whole(self, name: str, piece: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """Return the flat local part of parameter `name`, whose pieces the ranks hold; a collective of the group.
+
+        `piece` is this rank's, of `dtype` and laid out as `pieces[name]`; None where this rank stores none of it.
+        """
+        place = next(place for place in self.places if place.spec.name == name)
+        width = self.end - self.start
+        parts = []
+        # The ranks whose ranges hold some of it, each with how much.
+        for index in range(place.start // width, (place.end - 1) // width + 1):
+            size = min(place.end, (index + 1) * width) - max(place.start, index * width)
+            x = torch.empty(size, dtype=dtype, device=self.use.device)
+            if index == self.group.index:
+                if piece is None:
+                    fact = "has no gradient on this rank, and one on others"
+                    raise PlanError(name, fact, "change gradients on all ranks alike: optimizer.zero_grad()")
+                x = piece.detach().view(-1)
+            parts.append(self.group.broadcast(x, index, f"gather {name}"))
+        return torch.cat(parts)
+
+
+def start_gather(group: Group, flat: torch.Tensor, site: str) -> Pending:
+    """Start filling a flat buffer, of which this rank's range is there."""
+    # Looked up at each call: a record puts itself in the place of the group's methods.
+    return group.all_gather_start_(flat, site)
+
+
+def as_piece(flat: torch.Tensor, ndim: int) -> torch.Tensor:
+    """Return a flat range of a parameter in the shape of a piece: as many dims as the parameter, the last one long."""
+    return flat.view(*[1] * (ndim - 1), -1) if ndim else flat.view(())
+
+
+def alias(x: torch.Tensor) -> torch.Tensor:
+    """Return the same memory with a version counter of its own, so that the user's edits can be told from ours."""
+    return x.data
+
+
+__all__ = ["Piece", "SharedBucket", "alias", "as_piece"]
+
+
+def check_use(spec: ParamSpec) -> None:
+    """Raise InternalError unless this runtime can turn the storage of a parameter into what stages use."""
+    rows = [step for step in spec.conversions if step.axis not in spec.sharing_axes]
+    work = [f"{step.row.forward} over {step.axis}" for step in rows if step.row.forward != "none"]
+    is_cast = spec.use.dtype != spec.storage.dtype
+    if work or (is_cast and not spec.has_master) or spec.scope != "step":
+        what = ", ".join([*work, f"{spec.storage.dtype} to {spec.use.dtype} once a {spec.scope}"])
+        raise InternalError(spec.name, f"cannot be converted from what is stored to what stages use: {what}")
+
+
+def is_first_holder(spec: ParamSpec, world: World) -> bool:
+    """Tell whether this rank is the first of those that store the same part of a parameter."""
+    return all(world.group((axis,)).index == 0 for axis in spec.copy_axes(world.mesh))

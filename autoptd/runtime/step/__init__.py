@@ -1,0 +1,1 @@
+"""One step of a rank: its actions, its messages, its stages."""

@@ -1,0 +1,407 @@
+"""Run one pipeline rank's actions: a step (all microbatches forward and backward, gradients summed) or an evaluation.
+
+In: a program, this rank's world and parameters, and the microbatches of its replica, each a dict of batch inputs. Out:
+the global loss, equal on every rank, and `parameter.grad`.
+
+A *message* is what one stage sends another for one microbatch: the values of crossings or, on the way back, their
+gradients (`messages.py`). An F saves for its B the received tensors, whose `.grad` is sent back, and the *gradient
+edges* of its outputs. The outputs themselves are freed once sent, unless autograd saved them.
+
+    executor = Executor(program, world, params)
+    loss = executor.step([{"ids": x, "targets": y} for x, y in microbatches])
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from autoptd.errors import InternalError
+from autoptd.ir.actions import Action, Kind
+from autoptd.kernels.forms import wide
+from autoptd.program.program import Program
+from autoptd.runtime.ops.dropout import Drawing
+from autoptd.runtime.ops.fused import Fused
+from autoptd.runtime.ops.linear import WeightTerm
+from autoptd.runtime.ops.losses import sum_loss
+from autoptd.runtime.params.gradients import Gradients
+from autoptd.runtime.params.parameters import RankParameters
+from autoptd.runtime.params.rank_buffers import KnownBuffers, receive_buffers
+from autoptd.runtime.step.batch_sums import (
+    LABELS,
+    SUMS,
+    add_nothing,
+    chosen_inputs,
+    count_batch,
+    set_batch_sums,
+)
+from autoptd.runtime.step.buffer_updates import SITE as BUFFERS
+from autoptd.runtime.step.buffer_updates import UPDATES, BufferUpdates, load_updates
+from autoptd.runtime.step.communicators import groups_of
+from autoptd.runtime.step.messages import Messages
+from autoptd.runtime.step.nan import NanWatch, nan_fault
+from autoptd.runtime.step.stage import LAYERS, Methods, Stage, load_layers, load_stage
+from autoptd.runtime.step.timeline import Watch
+from autoptd.runtime.step.wires import Wires
+from autoptd.runtime.world.world import World
+
+Microbatch = Mapping[str, torch.Tensor]
+FORWARD = (Kind.F, Kind.SEND_F, Kind.RECV_F)
+
+
+@dataclass
+class SavedForBackward:
+    """What the backward of one (stage, microbatch) needs, by crossing: the received tensors, and the outputs' edges."""
+
+    inputs: dict[str, torch.Tensor]
+    edges: dict[str, GradientEdge]
+    loss: torch.Tensor | None
+
+
+class Executor:
+    """The stages of one rank, and what runs them. Creating it is a collective: rank 0's buffers are broadcast.
+
+    It can be used again after an exception, if all ranks stopped. Equal buffers that are `known` are shared.
+    """
+
+    def __init__(
+        self, program: Program, world: World, params: RankParameters, known: KnownBuffers | None = None
+    ) -> None:
+        self.program, self.world, self.params = program, world, params
+        self._fingerprint = program.fingerprint()
+        self.steps = 0
+        # Called at the start and the end of every action while a step is timed.
+        self.watch: Watch | None = None
+        # With their texts, which become `world.at`: formatting them anew would cost time in every step.
+        self._order = [(action, str(action)) for action in program.orders[world.pipeline_rank]]
+        self._rows = program.mask_rows
+        self._wires, self._messages = Wires(program), Messages(program, world)
+        self.buffers = receive_buffers(program, world, known)
+        self._stages: dict[int, Stage] = {}
+        for spec in program.stages:
+            if program.rank_of_stage(spec.index) == world.pipeline_rank:
+                self._stages[spec.index] = self._load(spec.index)
+        self._updates: BufferUpdates | None = None
+        if program.updated:
+            updates = load_updates(program, self._title(UPDATES))
+            self._updates = updates(program, self.buffers, world.device)
+        # The dtype of the loss: seen where the loss stage ran, and agreed on by all ranks at the end of the first step.
+        self._seen_dtype: torch.dtype | None = None
+        self._loss_dtype: torch.dtype | None = None
+        self._loss_scale: float | None = None
+        self._nan = NanWatch(world.device)
+        # On CUDA the host queues work ahead of the device, and must not read a number from it within a step.
+        self._runs_ahead = world.device.type == "cuda"
+        self._do = {
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.W: self._weight_gradients,
+            Kind.SEND_F: self._messages.send,
+            Kind.SEND_B: self._messages.send,
+            Kind.RECV_F: self._messages.receive,
+            Kind.RECV_B: self._messages.receive,
+            # Looked up late: `gradients` does not exist before the first step.
+            Kind.REDUCE: lambda action: self.gradients.reduce(action.stage),
+        }
+        # Of whose rows dropout draws the masks.
+        self.replica = world.replica
+        self._begin(())
+
+    @cached_property
+    def gradients(self) -> Gradients:
+        """This rank's gradient buffers; allocated at the first step, since an executor that only evaluates has none."""
+        gradients = Gradients(self.program, self.world, self.params)
+        for stage in self._stages.values():
+            stage.main_grads = gradients.add
+        return gradients
+
+    def go_on_from(self, other: Executor) -> None:
+        """Run the next step in the place of another, which ran the last one for other sizes."""
+        if "gradients" in other.__dict__:
+            other.gradients.detach()
+        self.steps, self.watch, self._nan = other.steps, other.watch, other._nan
+
+    @property
+    def inputs(self) -> set[str]:
+        """Names of the batch inputs that this rank's stages read."""
+        return {name for spec in self.program.stages if spec.index in self._stages for name in spec.inputs}
+
+    def files(self) -> dict[str, Program]:
+        """Return the program by the name that tracebacks use for each of its emitted files."""
+        return {self._title(name): self.program for name in self.program.sources}
+
+    def step(
+        self, microbatches: Sequence[Microbatch], nan: str = "raise", loss_scale: float | None = None
+    ) -> torch.Tensor:
+        """Run one step; return the detached loss of the global batch, the same on every rank.
+
+        `microbatches` are this replica's, with at least this rank's `inputs`. A NaN loss raises a RuntimeFault on all
+        ranks and drops the gradients, unless `nan="ignore"`; on CUDA it raises one step later. Backward starts from
+        `loss_scale` in place of 1; gradients and loss are those without it.
+        """
+        self.steps += 1
+        began = time.perf_counter()
+        self._loss_scale = loss_scale
+        for stage in self._stages.values():
+            stage.fused.loss_scale = loss_scale
+        with self._guard(), torch.enable_grad():
+            self.gradients.begin()
+            self._run(microbatches, self._order)
+            self.world.at = "gradients"
+            self.gradients.finish()
+            loss = self._global_loss()
+            self._update_buffers()
+            bad = self._nan.look(self.steps, loss, self._loss) if nan == "raise" else None
+            # After everything that waits for the device, so that a fault met during these waits is raised too.
+            self.world.raise_first_fault()
+            bad_ranks = self._ranks_with_nan(bad.own) if bad else []
+        # All ranks reach this point with the same `bad`: they raise together, and no rank waits for another.
+        if bad:
+            self.gradients.drop()
+            raise nan_fault(self.steps, bad.step, bad_ranks)
+        self.gradients.commit(loss_scale)
+        self.world.at = "between steps"
+        if self.steps == 1 and self.world.rank == 0 and self.program.fuse == "inductor":
+            took = time.perf_counter() - began
+            print(f"autoptd: the first step, with compiling its layers, took {took:.1f} s", file=sys.stderr)
+        return loss
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
+        """Return the loss of the global batch, without gradients; a replica may have fewer microbatches than the schedule."""
+        forward = [pair for pair in self._order if pair[0].kind in FORWARD]
+        with self._guard():
+            self._run(microbatches, [pair for pair in forward if pair[0].microbatch < len(microbatches)])
+            loss = self._global_loss()
+            self._update_buffers()
+            self.world.raise_first_fault()
+        self.world.at = "between steps"
+        return loss
+
+    def _title(self, name: str) -> str:
+        """The name of an emitted file in tracebacks: unique to the program, for `linecache` is global."""
+        return f"<{name} of program {self._fingerprint}>"
+
+    @cached_property
+    def _layers(self) -> Methods:
+        """The methods that stages share: loaded once, so that inductor compiles them once for all stages of this rank."""
+        is_compiled, source = self.program.fuse == "inductor", self.program.sources.get(LAYERS)
+        return load_layers(source, self._title(LAYERS), compiled=is_compiled) if source else {}
+
+    def _load(self, index: int) -> Stage:
+        name, spec = f"stage_{index}.py", self.program.stages[index]
+        is_compiled = self.program.fuse == "inductor"
+        stage_class = load_stage(
+            self.program.sources[name], self._title(name), self._layers, compiled=is_compiled
+        )
+        stage = stage_class(
+            groups=groups_of(self.program, self.world),
+            weights=self.params.weights_of_stage(index),
+            buffers={buffer: self.buffers[buffer] for buffer in spec.buffers},
+            device=self.world.device,
+            fused=Fused(str(self.program.fuse or "eager")),
+        )
+        if not is_compiled:
+            self.params.wait_where_read(index, stage.weights)
+        return stage
+
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        """Report an exception to the other ranks, and free everything that the step holds."""
+        try:
+            yield
+        except BaseException as exc:
+            self.world.report_fault(exc)
+            raise
+        finally:
+            self._begin(())
+
+    def _begin(self, microbatches: Sequence[Microbatch]) -> None:
+        self._microbatches = microbatches
+        # Both by (stage, microbatch): from an F to its B, and from a B to its W.
+        self._saved: dict[tuple[int, int], SavedForBackward] = {}
+        self._deferred_wgrads: dict[tuple[int, int], list[WeightTerm]] = {}
+        self._messages.begin()
+        # An aborted backward may have left GEMMs.
+        for stage in self._stages.values():
+            stage.deferred.take()
+            stage.parts = {}
+
+    def _run(self, microbatches: Sequence[Microbatch], order: Sequence[tuple[Action, str]]) -> None:
+        self.params.check_storage()
+        self.params.absorb_edits()
+        # Else stages wait where they read. Compiled code reads past that, and a wait is no action's time.
+        if self.watch is not None or self.program.fuse == "inductor":
+            self.params.wait()
+        self._execute(microbatches, order)
+
+    def _execute(self, microbatches: Sequence[Microbatch], order: Sequence[tuple[Action, str]]) -> None:
+        self._begin(microbatches)
+        self._loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        self._set_totals()
+        # The loop assigns `world.at` itself, which faults and records read.
+        for action, self.world.at in order:
+            if self.watch is None:
+                self._do[action.kind](action)
+            else:
+                self._do_watched(action, self.watch)
+            self.world.mark()
+        self.world.at = "end of the pipeline"
+        self._messages.finish()
+        if any(self._deferred_wgrads.values()):
+            deferred = sorted(self._deferred_wgrads.items())
+            left = [f"B{stage}.{number}" for (stage, number), gemms in deferred if gemms]
+            raise InternalError(self.world.at, f"no W came for the weight gradients of {', '.join(left)}")
+
+    def _do_watched(self, action: Action, watch: Watch) -> None:
+        """Wait for the action's messages, then run it between `watch.start` and `watch.end`: the wait is not its time."""
+        peers = {Kind.F: self._wires.sources, Kind.B: self._wires.grad_targets}.get(action.kind)
+        receive = Kind.RECV_F if action.kind is Kind.F else Kind.RECV_B
+        for peer in peers[action.stage] if peers else ():
+            self._messages.wait_for(Action(receive, action.stage, action.microbatch, peer))
+        watch.start(action)
+        self._do[action.kind](action)
+        watch.end(action)
+
+    def _set_totals(self) -> None:
+        """Set what is known before the first forward: what weighted means divide by, and sums over the batch."""
+        group = self.world.hops(self.world.mesh.batch_axes)
+        # In one order on all ranks: the sums are collectives.
+        for index, stage in sorted(self._stages.items()):
+            if not self._microbatches:
+                add_nothing(self.program, index, group, self.world.device)
+                continue
+            names = self.program.stages[index].inputs
+            inputs = chosen_inputs(self._microbatches, names)
+            # Labels and their weights may be made of sums: counts come after them.
+            if stage.rounds:
+                self.world.at = SUMS
+                set_batch_sums(stage, inputs, lambda own, op: group.all_reduce(own, SUMS, op))
+                self.world.mark()
+            if stage.counts:
+                self.world.at = LABELS
+                sums = group.all_reduce(count_batch(stage, inputs), LABELS)
+                self.world.mark()
+                dtype = self._loss_dtype or self._seen_dtype
+                if self._runs_ahead and dtype is not None:
+                    stage.totals = sums.to(wide(dtype)).unbind()
+                else:
+                    # The loss's dtype is unknown in the first step. Python numbers do not change it; tensors would.
+                    stage.totals = tuple(sums.tolist())
+
+    def _forward(self, action: Action) -> None:
+        stage, number = action.stage, action.microbatch
+        arrived: dict[str, torch.Tensor] = {}
+        for source in self._wires.sources[stage]:
+            message = self._messages.take(Action(Kind.RECV_F, stage, number, source))
+            for spec in self._wires.values[source, stage]:
+                # A received tensor is a leaf, in whose `.grad` autograd leaves what `_backward` sends back.
+                wants_grad = spec.has_grad and torch.is_grad_enabled()
+                arrived[spec.name] = message[spec.name].requires_grad_(wants_grad)
+        batch = {name: self._microbatches[number][name] for name in self.program.stages[stage].inputs}
+        self._stages[stage].drawing = self._drawing(number)
+        results = list(self._stages[stage].run(**arrived, **batch))
+        loss = None
+        if stage == self.program.loss_stage:
+            loss = results.pop()
+            self._loss += loss.detach()
+            # Only the first step's dtype is the model's own: later ones may divide by tensors.
+            self._seen_dtype = self._seen_dtype or loss.dtype
+        outputs = {spec.name: x for spec, x in zip(self._wires.outputs[stage], results, strict=True)}
+        for target in self._wires.targets[stage]:
+            left = {spec.name: outputs[spec.name].detach() for spec in self._wires.values[stage, target]}
+            self._messages.leave(Action(Kind.SEND_F, stage, number, target), left)
+        if torch.is_grad_enabled():
+            # Edges instead of outputs: backward needs the nodes only, and the memory of the outputs is freed.
+            edges = {
+                spec.name: get_gradient_edge(outputs[spec.name])
+                for spec in self._wires.outputs[stage]
+                if spec.has_grad and outputs[spec.name].requires_grad
+            }
+            inputs = {name: x for name, x in arrived.items() if x.requires_grad}
+            self._saved[stage, number] = SavedForBackward(inputs, edges, loss)
+
+    def _drawing(self, number: int) -> Drawing | None:
+        """The dropout masks of a microbatch, by its first row in the global batch; None in an evaluation."""
+        if not torch.is_grad_enabled():
+            return None
+        first = (self.replica * self.program.num_microbatches + number) * self._rows
+        return Drawing(self.program.seed, self.steps, first, self._rows)
+
+    def _backward(self, action: Action) -> None:
+        stage, number = action.stage, action.microbatch
+        saved = self._saved.pop((stage, number))
+        # A crossing that several stages read gets the sum of their gradients.
+        sums: dict[str, torch.Tensor] = {}
+        for target in self._wires.grad_targets[stage]:
+            message = self._messages.take(Action(Kind.RECV_B, stage, number, target))
+            for name, grad in message.items():
+                sums[name] = sums[name] + grad if name in sums else grad
+        roots: list[GradientEdge | torch.Tensor] = []
+        grads: list[torch.Tensor | None] = []
+        for name, edge in saved.edges.items():
+            if name in sums:
+                roots.append(edge)
+                grads.append(sums[name])
+        if saved.loss is not None and saved.loss.requires_grad:
+            roots.append(saved.loss)
+            grads.append(self._seed(saved.loss))
+        if len(roots) == 1 and roots[0] is saved.loss and self._loss_scale is None:
+            # The common case of the last stage: autograd makes the 1 itself, and skips its checks of shapes.
+            torch.autograd.backward(saved.loss)
+        elif roots:
+            torch.autograd.backward(roots, grads)  # type: ignore[arg-type]
+        self._deferred_wgrads[stage, number] = self._stages[stage].deferred.take()
+        for source in self._wires.grad_sources[stage]:
+            specs = self._wires.gradients[source, stage]
+            back = {spec.name: _gradient_of(saved.inputs[spec.name]) for spec in specs}
+            self._messages.leave(Action(Kind.SEND_B, stage, number, source), back)
+
+    def _seed(self, loss: torch.Tensor) -> torch.Tensor:
+        """The gradient of a loss from which backward starts: once, where the loss is, and nowhere else."""
+        if self._loss_scale is None:
+            return torch.ones_like(loss)
+        # Too large for the dtype of the loss, it is infinite there, and so found.
+        return torch.full_like(loss, self._loss_scale, dtype=wide(loss.dtype)).to(loss.dtype)
+
+    def _weight_gradients(self, action: Action) -> None:
+        gemms = self._deferred_wgrads.pop((action.stage, action.microbatch))
+        # `add` completes buckets, as the hooks do in backward: after the last W a bucket's sum may start.
+        for gemm in gemms:
+            self.gradients.add(gemm)
+
+    def _global_loss(self) -> torch.Tensor:
+        """Sum the loss over replicas, and give it to all ranks in the dtype that the loss stage computes."""
+        self.world.at = "loss"
+        total = sum_loss(self.world, self._loss)
+        mesh = self.world.mesh
+        # A replica without rows has seen none.
+        axes = mesh.axes if 0 in self.program.row_counts else mesh.stage_axes
+        told = self.world.hops(axes)
+        if self._loss_dtype is None and told.size > 1:
+            seen = told.gather_objects(self._seen_dtype, "dtype of the loss")
+            self._loss_dtype = next(dtype for dtype in seen if dtype is not None)
+        return total.to(self._loss_dtype or self._seen_dtype)
+
+    def _update_buffers(self) -> None:
+        """Update the buffers that the forward updates, once for all microbatches; a step whose gradients nobody uses, too."""
+        if self._updates is not None:
+            self.world.at = BUFFERS
+            self._updates.run(list(self._stages.values()), self.world)
+            self.world.mark()
+
+    def _ranks_with_nan(self, own: torch.Tensor) -> list[int]:
+        ranks = self.world.everyone().gather_objects(bool(own.isnan()), "which loss is NaN")
+        return [rank for rank, is_nan in enumerate(ranks) if is_nan]
+
+
+def _gradient_of(x: torch.Tensor) -> torch.Tensor:
+    # No gradient reached `x`, and its source waits for one all the same.
+    return torch.zeros_like(x) if x.grad is None else x.grad

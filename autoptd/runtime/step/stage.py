@@ -1,0 +1,195 @@
+"""The base class of emitted stages, and how their source becomes a class.
+
+In: the text of `stage_2.py`, which defines `class Stage2(rt.Stage)` with `forward` (and `count`, where a loss divides by the
+number of valid labels), and that of `layers.py`, with the methods that several stages call. Out: the class; an instance of it
+holds this rank's weights under the model's own names.
+
+    layers = load_layers(program.sources["layers.py"], "layers.py")
+    stage = load_stage(program.sources["stage_2.py"], "stage_2.py", layers)(groups={"tp": group}, weights=weights, ...)
+    stage.weights.transformer.h[3].ln_1.weight          # a tensor: this rank's shard
+    stage.weights.transformer.h[3].at("attn.c_proj")    # "transformer.h.3.attn.c_proj"
+    x, = stage.forward(x_from_1=x)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from autoptd.errors import InternalError
+from autoptd.runtime.ops.dropout import Draw, Drawing
+from autoptd.runtime.ops.fused import Fused
+from autoptd.runtime.ops.inductor import compile_layers
+from autoptd.runtime.ops.linear import Deferred, WeightGradient
+from autoptd.runtime.ops.recompute import Activations
+from autoptd.runtime.params.namespace import make_namespace
+from autoptd.runtime.step.emitted import execute
+from autoptd.runtime.world.world import Group
+
+
+class Largest(NamedTuple):
+    """A microbatch's largest entries, of which the whole batch has the largest, where else it has the sum."""
+
+    value: torch.Tensor
+
+
+class Stage:
+    """One stage on one rank: the base class of emitted ones.
+
+    - `groups`: the ranks that it communicates with, by mesh axis or sub-axis.
+    - `totals`: the global counts that weighted-mean losses divide by, sums over all microbatches and replicas, set
+      before the first forward of every step (numbers or 0-d tensors).
+    - `sums`: sums over all microbatches and replicas of what depends on inputs only, by number, set likewise.
+    - `parts`: what microbatches left for the updates of buffers, by number, in float64 (`buffer_updates.py`).
+    - `drawing`: the dropout masks of the next forward; None: no dropout.
+    - `fused`: the fused operators.
+    - `main_grads` and `deferred`: what an emitted `rt.linear` names as its `wgrad`.
+
+    - `activations`: what forwards save for backward, where methods of the stage have recipes.
+
+    Of the class, `layers` is the file of the methods that it shares with other stages; `is_compiled`: they are compiled.
+    """
+
+    layers = ""
+    is_compiled = False
+
+    def __init__(
+        self,
+        *,
+        groups: Mapping[str, Group],
+        weights: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+        device: torch.device,
+        fused: Fused | None = None,
+    ) -> None:
+        self.groups = groups
+        self.fused = fused or Fused()
+        self.weights: Any = make_namespace(weights, is_starred=self.is_compiled)
+        self.buffers: Any = make_namespace(buffers, is_starred=self.is_compiled)
+        self.device = device
+        self.totals: tuple[float | torch.Tensor, ...] = ()
+        self.sums: dict[int, torch.Tensor] = {}
+        self.parts: dict[int, torch.Tensor] = {}
+        self.drawing: Drawing | None = None
+        # Set before the first forward that needs gradients.
+        self.main_grads: WeightGradient | None = None
+        self.deferred = Deferred()
+        self.activations = Activations(self._repeat)
+        self._recomputes = any(name.endswith(RECIPE) for name in dir(type(self)))
+
+    def run(self, **values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run `forward`; what its methods drop is computed again in backward."""
+        if not self._recomputes or not torch.is_grad_enabled():
+            return self.forward(**values)
+        with self.activations:
+            return self.forward(**values)
+
+    def again(self, method: Callable[..., Any], recipe: Callable[..., Any], *args: Any) -> Any:
+        """Call `method`; `recipe` computes again, in backward, what that drops."""
+        if not self.activations.is_on:
+            return method(*args)
+        return self.activations.call(method, recipe, args, self.drawing)
+
+    def dropped(self, x: Any) -> Any:
+        """Return x, a tensor or several, which is not kept for backward: a recipe computes it again."""
+        if self.activations.is_on:
+            for each in (x,) if isinstance(x, torch.Tensor) else x:
+                self.activations.drop(each)
+        return x
+
+    def kept(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x, which is kept for the recipe of the running method."""
+        if self.activations.is_on:
+            self.activations.keep(x)
+        return x
+
+    @torch.no_grad()
+    def _repeat(self, recipe: Callable[..., Any], args: Sequence[Any], drawing: Drawing | None) -> Any:
+        """Run a recipe with the masks of its own microbatch: another one's forward may have been the last to run."""
+        current, self.drawing = self.drawing, drawing
+        try:
+            return recipe(*args)
+        finally:
+            self.drawing = current
+
+    def draw(self, site: int) -> Draw | None:
+        """Return the masks of one dropout of the model, by the number of its call; None: no dropout."""
+        return None if self.drawing is None else self.drawing.draw(site)
+
+    @property
+    def counts(self) -> bool:
+        """Whether a loss of this stage divides by counts: then its file defines `count`."""
+        return type(self).count is not Stage.count
+
+    def forward(self, **values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run one microbatch: see the calling convention in `program/program.py`."""
+        raise NotImplementedError
+
+    def batch_sum(self, number: int, *, dtype: torch.dtype, shape: Sequence[int] = ()) -> torch.Tensor:
+        """Return one of `sums`, in the dtype and shape that the model has it in."""
+        return self.sums[number].to(dtype).view(shape)
+
+    def keep_part(self, loss: torch.Tensor, part: torch.Tensor, number: int, is_sum: bool) -> torch.Tensor:
+        """Return the loss; keep what a microbatch leaves for the updates of buffers: a part of a sum over the batch, or what
+        is the same for all microbatches.
+        """
+        if number not in self.parts:
+            self.parts[number] = part.detach().to(torch.float64, copy=True)
+        elif is_sum:
+            self.parts[number] += part.detach()
+        return loss
+
+    @cached_property
+    def rounds(self) -> list[Callable[..., dict[int, torch.Tensor | Largest]]]:
+        """The methods that compute a microbatch's part of `sums`; each may read the sums of those before it."""
+        names = [name for name in dir(type(self)) if name.startswith(BATCH_SUMS)]
+        return [getattr(self, name) for name in sorted(names, key=lambda name: int(name[len(BATCH_SUMS) :]))]
+
+    def count(self, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return what `totals` sums, of one microbatch; emitted for weighted-mean losses only."""
+        raise NotImplementedError
+
+
+# How the methods begin that sum over the batch before the first forward.
+BATCH_SUMS = "batch_sums_"
+# The file of the methods that several stages call; the end of a recipe's name.
+LAYERS, RECIPE = "layers.py", "_again"
+Methods = Mapping[str, Callable[..., Any]]
+
+
+def load_layers(source: str, filename: str, *, compiled: bool = False) -> Methods:
+    """Return the methods that `layers.py` has for all stages; `filename` and `compiled` are those of `load_stage`."""
+    module, own = execute(source, filename, Stage)
+    # Per class, before its first call: torch.compile is lazy, nothing is compiled here.
+    if compiled:
+        compile_layers(own, module)
+    return {name: method for name, method in vars(own).items() if callable(method)}
+
+
+def load_stage(
+    source: str, filename: str, layers: Methods | None = None, *, compiled: bool = False
+) -> type[Stage]:
+    """Return the `Stage<i>` class that `source` defines, with the methods of `layers`.
+
+    `compiled`: its own layers by torch's compiler (`runtime/ops/inductor.py`). Tracebacks and pdb show its lines: from disk if
+    `filename` is a file, else from an entry in linecache.
+    """
+    module, own = execute(source, filename, Stage)
+    if not own.__name__.removeprefix("Stage").isdigit():
+        raise InternalError(filename, f"defines {own.__name__!r} where one class Stage<i> is expected")
+    if compiled:
+        own.is_compiled = True
+        compile_layers(own, module, is_whole=not own.layers)
+    give_layers(own, layers or {})
+    return own
+
+
+def give_layers(stage: type[Stage], layers: Methods) -> None:
+    """Add `layers` to the methods of a stage; InternalError where it needs some and there are none."""
+    if stage.layers and not layers:
+        raise InternalError(stage.__name__, f"calls methods of {stage.layers}, which was not loaded")
+    for name, method in layers.items():
+        setattr(stage, name, method)

@@ -1,0 +1,97 @@
+"""What a process has to tell all others: to stop, that a save failed. It travels with the loss: all learn it in the same step.
+
+In: signals, and what is asked of this process behind each step or evaluation. Out: the same answer on every rank, behind the
+same step; on CUDA behind the next one, as the host would else wait for the device.
+
+    signals = Signals((signal.SIGTERM, signal.SIGUSR1))             # the handler notes the signal, nothing else
+    world.flags = FlagWatch(lambda: Flags(stop=signals.seen is not None), world.device)
+    ...                                                             # a step: `sum_loss` calls `mine`, and `look`
+    if world.flags.known.stop:                                      # save, and end
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+from autoptd.runtime.world.host_value import HostValue
+
+# Each flag has a count of ranks below this in a sum, which float64 holds exactly.
+MOST_RANKS = 1 << 17
+
+
+class Flags(NamedTuple):
+    """What one rank says, or what some rank says: `stop` was asked for, a save has `failed`, one is under way (`busy`).
+
+    A save is `due` where the time decides: only rank 0 says so, and float64 has no room for a count of it.
+    """
+
+    stop: bool = False
+    failed: bool = False
+    busy: bool = False
+    due: bool = False
+
+
+class Signals:
+    """Takes signals of this process from `open` to `close`, and keeps the first one.
+
+    Only in the main thread, as Python has it: elsewhere none is taken (`is_open` says so).
+    """
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self._numbers = tuple(numbers)
+        self._before: dict[int, Any] = {}
+        self.seen: int | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._before)
+
+    def open(self) -> None:
+        try:
+            self._before = {number: signal.signal(number, self._note) for number in self._numbers}
+        except ValueError:
+            self._before = {}
+
+    def close(self) -> None:
+        for number, handler in self._before.items():
+            # None: it was not set by Python.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before = {}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.seen = self.seen or number
+
+
+class FlagWatch:
+    """One rank's: `read` says its own flags, `known` those that some rank had when all last told theirs."""
+
+    def __init__(self, read: Callable[[], Flags], device: torch.device) -> None:
+        self._read, self._device = read, device
+        self.is_late = device.type == "cuda"
+        self._pending: HostValue | None = None
+        self.known = Flags()
+
+    def mine(self) -> torch.Tensor:
+        """Return this rank's flags as a number (float64, 0-d), to be summed over all ranks with the loss."""
+        code = sum(is_set * MOST_RANKS**place for place, is_set in enumerate(self._read()))
+        # `full` is a kernel, where `tensor` would be a copy that waits.
+        return torch.full((), code, dtype=torch.float64, device=self._device)
+
+    def look(self, total: torch.Tensor) -> None:
+        """Take note of the sum over all ranks."""
+        value: HostValue | None = HostValue(total)
+        if self.is_late:
+            value, self._pending = self._pending, value
+        if value is not None:
+            counts = int(value.read())
+            self.known = Flags(
+                *(bool(counts // MOST_RANKS**place % MOST_RANKS) for place in range(len(Flags._fields)))
+            )
+
+
+__all__ = ["FlagWatch", "Flags", "Signals"]

@@ -1,0 +1,159 @@
+"""`t="auto"`: the planner chooses what is left open, once it is known how many ranks there are.
+
+In: the model, the global batch, and the keywords of `parallelize`, of which one at least is "auto". Out: the
+keywords with numbers in them. What is neither "auto" nor given is chosen too; what is given stays. The plan
+is for this project's own runtime (software.toml, "autoptd"): parameters, gradients and moments in the
+parameters' dtype, as it holds them.
+
+    planned(model, (x, y), {"t": "auto", "p": 2, "gpus": 8, "machine": "h100"})
+    # {"t": 4, "p": 2, "d": 1, ...}
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoptd.compat import tree_flatten
+from autoptd.errors import PlanError
+from autoptd.ir.machine_files import machine_file, machine_of_device, nearest_machines
+from autoptd.ir.mesh import TABLE, Mesh, Role
+from autoptd.runtime.world.devices import device_of_ranks
+from autoptd.wings.planner.cluster import Software, find_cluster, find_software
+from autoptd.wings.planner.model_shape import shape_of
+from autoptd.wings.planner.plan import plan
+
+AUTO = "auto"
+# Keywords that may be "auto".
+OPEN = ("t", "p", "d", "v", "num_microbatches")
+# Keywords that constrain the planner, where they are given.
+KEPT = ("sequence_parallel", "schedule", "memory", "zero")
+# The degrees that the batch divides over.
+BATCH_DEGREES = tuple(axis.degree for axis in TABLE if axis.role is Role.BATCH)
+# The machine of ranks on CPUs, and of GPUs that are not described.
+CPU, USUAL = "laptop-cpu", "dgx-a100"
+PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def is_auto(keywords: Mapping[str, Any]) -> bool:
+    """Tell whether something is left to the planner."""
+    return any(keywords.get(name) == AUTO for name in OPEN)
+
+
+def planned(model: nn.Module, example_inputs: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `keywords` without `gpus` and, where one is "auto", with what the planner chose.
+
+    PlanError where it cannot.
+    """
+    keywords = dict(keywords)
+    gpus = keywords.pop("gpus", None)
+    if not is_auto(keywords):
+        if gpus is not None:
+            raise PlanError(f"gpus={gpus}", "there is nothing to choose", 't="auto", or leave gpus out')
+        return keywords
+    ranks = _ranks(gpus)
+    if example_inputs is None:
+        raise PlanError('"auto"', "the planner needs to know the batch", "example_inputs=the global batch")
+    rows, tokens = _sizes(example_inputs)
+    given = {name: value for name, value in keywords.items() if value is not None}
+    fixed = {name: given[name] for name in OPEN if given.get(name, AUTO) != AUTO}
+    # What the planner may not choose; `sequence_parallel="auto"` leaves it the choice, and stays in `given`.
+    constraints = {name: given[name] for name in KEPT if given.get(name, AUTO) != AUTO}
+    constraints |= {name: fixed[name] for name in ("t", "p", "d", "v") if name in fixed}
+    # The tokens are divided only where that is asked for.
+    constraints |= {"c": given["c"]} if "c" in given else {}
+    if "num_microbatches" in fixed:
+        constraints["microbatch"] = _microbatch(rows, given)
+    # The model's config may allow longer sequences than the batch has.
+    shape = replace(shape_of(model), seq=tokens)
+    dtype = next(model.parameters()).dtype
+    if given.get("precision"):
+        constraints["precision"] = given["precision"].removesuffix("-mixed")
+    elif dtype in PRECISIONS:
+        constraints["precision"] = PRECISIONS[dtype]
+    device = device_of_ranks(model.parameters(), keywords.get("device"), keywords.get("backend"))
+    name = _machine(keywords.get("machine"), device)
+    cluster = find_cluster(name).with_software(_software(name, keywords))
+    best = plan(shape, gpus=ranks, cluster=cluster, batch=rows, **constraints).record()
+    chosen = {**best["mesh"], "num_microbatches": best["num_microbatches"], "schedule": best["schedule"]}
+    return {**keywords, **best["options"], **chosen, **{name: given[name] for name in KEPT if name in given}}
+
+
+def _ranks(gpus: Any) -> int:
+    """Return the number of ranks: that of torchrun, else `gpus`; PlanError where they disagree or both
+    are missing.
+    """
+    launched = os.environ.get("WORLD_SIZE")
+    if gpus is None and launched is None:
+        raise PlanError(
+            '"auto"', "it is not known how many ranks there are", "gpus=8, or start under torchrun"
+        )
+    if gpus is not None and launched is not None and int(launched) != gpus:
+        raise PlanError(f"gpus={gpus}", f"torchrun started {launched} ranks", "leave gpus out")
+    return int(launched) if gpus is None else gpus  # type: ignore[arg-type]
+
+
+def _sizes(example_inputs: Any) -> tuple[int, int]:
+    """Return the samples of the batch and the sequence length, as the first tensor of at least two dims has
+    them.
+    """
+    leaves = tree_flatten(example_inputs)[0]
+    found = next((leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 1), None)
+    if found is None:
+        raise PlanError("example_inputs", "no tensor [rows, tokens]", "pass what the model is called with")
+    return found[0], found[1]
+
+
+def _microbatch(rows: int, given: Mapping[str, Any]) -> int:
+    """Return the rows of a microbatch, which the planner is told instead of their number."""
+    degrees = {name: given.get(name, AUTO if name in OPEN else 1) for name in BATCH_DEGREES}
+    for name, degree in degrees.items():
+        if degree == AUTO:
+            fact = f"is per replica, and {name} is left open"
+            raise PlanError("num_microbatches", fact, f'{name}=1, or num_microbatches="auto"')
+    mesh, count = Mesh.of(degrees), given["num_microbatches"]
+    if rows % (mesh.replicas * count):
+        fact = f"{rows} rows do not divide into {mesh.product_text(mesh.batch_axes)} times {count}"
+        raise PlanError("num_microbatches", fact, 'num_microbatches="auto"')
+    return rows // (mesh.replicas * count)
+
+
+def machine_here(device: torch.device) -> str:
+    """Return the name of the machine that ranks on `device` run on, as far as it is described."""
+    if device.type != "cuda":
+        return CPU
+    return machine_of_device(torch.cuda.get_device_name(device)) or USUAL
+
+
+def _machine(given: Any, device: torch.device) -> str:
+    """Return the name of the machine that `machine=` means; by default that of the device of the ranks."""
+    if given is None:
+        return machine_here(device)
+    file = machine_file(given) if isinstance(given, str) else None
+    if file is None:
+        known = nearest_machines(str(given))
+        remedy = f"{known}, or plan=autoptd.plan(model, cluster=..., ...).record()"
+        raise PlanError(f"machine={given!r}", "the planner does not know it", remedy)
+    return file.stem
+
+
+def _software(cluster: str, keywords: Mapping[str, Any]) -> Software:
+    """Describe what the runtime holds and sums, as `keywords` say; `memory` counts tensors alone."""
+    software = find_software("autoptd-cpu" if cluster == CPU else "autoptd")
+    if keywords.get("accumulate_allreduce_grads_in_fp32"):
+        software = replace(software, extra_parameter_bytes=4.0)
+    # A model in 16 bits is stepped as it is, without a float32 copy.
+    if not keywords.get("precision"):
+        sums = 4 if keywords.get("accumulate_allreduce_grads_in_fp32") else 2
+        software = replace(software, master_weights=False, gradient_bytes=sums)
+    if keywords.get("memory") is not None:
+        software = replace(software, context_bytes=0.0, slack=0.0)
+    return software
+
+
+__all__ = ["is_auto", "machine_here", "planned"]

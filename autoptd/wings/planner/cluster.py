@@ -1,0 +1,270 @@
+"""A cluster as a TOML file: what a GPU, a node and the network can do, and how the software there uses them.
+
+In: the name of a machine (ir/machine_files.py), a path, or a `Cluster`. Out: a `Cluster`. Every number that
+such a file may set is a field below: peaks are a vendor's, fractions are what large transfers and products
+reach of them. `gpu` is a table, or the name of one in gpus.toml; the table [solver] is of `Machine`
+(ir/machine.py).
+
+    find_cluster("dgx-a100").gpu.flops("bf16")      # 312e12
+    find_cluster("my.toml")
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autoptd.errors import PlanError
+from autoptd.ir.machine_files import gpu_of, machine_file, nearest_machines
+from autoptd.ir.plan import check_known, nearest
+
+GENERATIONS = Path(__file__).parent / "software.toml"
+ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+OVERLAPS = ("tp_overlap", "tp_overlap_backward", "dp_overlap", "pp_overlap")
+# Fields that are fractions, 0 to 1.
+SHARES = {*OVERLAPS, *"matrix_fraction memory_fraction unaligned unaligned_single".split()}
+SHARES |= {"fraction", "small", "causal", "flash_fraction"}
+# Every other number must be above 0.
+MAY_BE_ZERO = {*OVERLAPS, *"units ramp kernel_seconds latency message small_latency nics".split()}
+MAY_BE_ZERO |= {"exchange_seconds", "extra_parameter_bytes", "context_bytes", "slack"}
+ATTENTIONS = ("unfused", "flash")
+CONTEXTS = ("ring", "solved")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU (or one CPU rank).
+
+    `matrix_flops`, `float32_flops`: peak FLOP/s of products in 16 and in 32 bits; `matrix_fraction`: of the
+    peak, what a large product reaches. `units`: processors that share the tiles of a product (0: no
+    quantisation), `tile`: elements of a side of a tile, `ramp`: length k of a product that reaches half of
+    that; `unaligned`, `unaligned_single`: fraction of that where a dim of a batch of products (of attention),
+    or of a single one, is not a multiple of 8 elements of 16 bits. `memory_bytes`; `memory_bandwidth` in
+    bytes/s, `memory_fraction`, what large kernels reach of it. `kernel_seconds`: start of a kernel that the
+    one before does not hide. `bf16`: whether it has products in bfloat16.
+    """
+
+    matrix_flops: float
+    float32_flops: float
+    memory_bytes: float
+    memory_bandwidth: float
+    matrix_fraction: float = 0.8
+    memory_fraction: float = 0.8
+    units: int = 0
+    tile: int = 128
+    ramp: float = 0.0
+    unaligned: float = 1.0
+    unaligned_single: float = 1.0
+    kernel_seconds: float = 0.0
+    bf16: bool = True
+
+    def flops(self, precision: str) -> float:
+        """Peak FLOP/s of products in a precision."""
+        return self.float32_flops if precision == "fp32" else self.matrix_flops
+
+
+@dataclass(frozen=True)
+class Link:
+    """`bandwidth`: bytes/s of one direction, of a GPU's links in a node or of one network card.
+
+    `fraction`: what large messages reach of it; `latency`: seconds of a hop of a ring collective, `message`:
+    of one message between stages; `small`: fraction of the bandwidth that the low-latency protocol of small
+    messages has, `small_latency` the seconds of its hop.
+    """
+
+    bandwidth: float
+    fraction: float = 0.8
+    latency: float = 0.0
+    message: float = 0.0
+    small: float = 1.0
+    small_latency: float = 0.0
+
+
+@dataclass(frozen=True)
+class Software:
+    """How a training system uses the hardware.
+
+    `attention`: "unfused" or "flash"; `causal`: fraction of a causal mask's products that flash attention
+    computes; `flash_fraction`: of the matrix peak, what flash attention reaches. `tp_overlap`, `dp_overlap`,
+    `pp_overlap`: fraction of the communication of tensor, data and pipeline ranks that runs beside
+    computation, as far as there is any; `tp_overlap_backward`: the same of what tensor ranks exchange beside
+    the products of weights' gradients. `scatter`: stage boundaries are sent in t pieces. `exchange_seconds`:
+    what an exchange with the neighbour stages takes beside its message, where ranks wait for one another.
+    `gradient_bytes`: bytes of a parameter's gradient as it is summed over ranks; `fetches`: collectives that
+    ZeRO-3 makes of a layer's parameters. `extra_parameter_bytes`: what it keeps of a parameter beside weight,
+    gradient and optimizer state (memory.py). `master_weights`: 16-bit weights have a float32 copy, gradient
+    and moments; else all of these are 16 bits wide too. `copies_fp16_gradients`: in float16, the gradient of
+    the float32 copy stands beside one of 16 bits (Megatron-LM). `factor`: what all of a step's time is multiplied
+    with, the one number that is fitted for a generation of software. `replays`: what full recomputation of a layer runs
+    again, "all" of it or what is "needed" by its backward: not the last product. `context`: how ranks with other tokens
+    attend, "ring" (keys and values go around beside attention) or as `passes/solve` chooses, "solved": all-to-alls of heads
+    where t c divides the KV heads, else gathered keys and values. `context_bytes`: memory that is no
+    tensor's (CUDA, NCCL, libraries), `slack`: fraction of tensors that the allocator adds.
+    """
+
+    attention: str = "flash"
+    causal: float = 0.5
+    flash_fraction: float = 0.5
+    tp_overlap: float = 0.0
+    tp_overlap_backward: float = 0.0
+    dp_overlap: float = 0.0
+    pp_overlap: float = 0.0
+    scatter: bool = True
+    exchange_seconds: float = 0.0
+    gradient_bytes: int = 4
+    fetches: int = 1
+    extra_parameter_bytes: float = 0.0
+    master_weights: bool = True
+    copies_fp16_gradients: bool = True
+    factor: float = 1.0
+    replays: str = "all"
+    context: str = "ring"
+    context_bytes: float = 3.5e9
+    slack: float = 0.1
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`nics` network cards serve the `gpus_per_node` GPUs of a node, which `fast` joins.
+
+    `network` is one card's.
+
+    `switched`: a GPU reaches all of its fast bandwidth with any number of partners; else each pair has its
+    own links, and a group of l of n GPUs uses (l - 1) / (n - 1) of a GPU's. `source` says where the numbers
+    are from.
+    """
+
+    name: str
+    gpus_per_node: int
+    gpu: Gpu
+    fast: Link
+    network: Link
+    nics: int = 0
+    switched: bool = True
+    software: Software = field(default_factory=Software)
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.nics:
+            # Where the file does not say: a card per GPU, as in a DGX.
+            object.__setattr__(self, "nics", self.gpus_per_node)
+
+    def with_software(self, name: str | Software | None) -> Cluster:
+        """Return the cluster with another generation of software; None keeps its own."""
+        return self if name is None else dataclasses.replace(self, software=find_software(name))
+
+
+def find_cluster(given: Cluster | str | Path) -> Cluster:
+    """Return the Cluster that is meant: itself, the name of a machine, or the path of a TOML file."""
+    if isinstance(given, Cluster):
+        return given
+    path = Path(given)
+    # "dgx-a100" is a name, "my.toml" a path.
+    if not path.suffix:
+        file = machine_file(str(given))
+        if file is None:
+            remedy = f"{nearest_machines(str(given))}, or a .toml file"
+            raise PlanError(f"cluster={str(given)!r}", "no such cluster", remedy)
+        path = file
+    if not path.is_file():
+        raise PlanError(f"cluster={str(given)!r}", "no such file", "a path, or the name of a cluster")
+    try:
+        return read_cluster(tomllib.loads(path.read_text()), path.stem)
+    except tomllib.TOMLDecodeError as error:
+        raise PlanError(f"cluster {path.name}", f"is not TOML: {error}", "correct it") from None
+
+
+def find_software(given: Software | str) -> Software:
+    """Find a generation of software by its name in `software.toml`."""
+    if isinstance(given, Software):
+        return given
+    known = tomllib.loads(GENERATIONS.read_text())
+    if given not in known:
+        raise PlanError(f"software={given!r}", "no such generation", nearest(given, sorted(known)))
+    return _record(Software, known[given], given)
+
+
+def read_cluster(record: Mapping[str, Any], name: str) -> Cluster:
+    """Build a Cluster from a record as a file has it.
+
+    `software` is a name, or a table of `Software`'s fields with a `base`.
+    """
+    # [solver] is for `Machine`, which the compiler reads.
+    given = {key: value for key, value in record.items() if key != "solver"}
+    if "gpu" in given:
+        given["gpu"] = gpu_of(given, f"cluster {name}")
+    parts: dict[str, Any] = {}
+    for key, kind in (("gpu", Gpu), ("fast", Link), ("network", Link)):
+        if key not in given:
+            raise PlanError(
+                f"cluster {name}", f"says nothing of [{key}]", "see autoptd/wings/planner/cluster.py"
+            )
+        parts[key] = _record(kind, given.pop(key), f"{name} [{key}]")
+    software = given.pop("software", {})
+    if isinstance(software, Mapping):
+        base = find_software(software["base"]) if "base" in software else Software()
+        changed = {key: value for key, value in software.items() if key != "base"}
+        # `replace` would report an unknown field as a TypeError that does not say where it stands.
+        _check_fields(Software, changed, f"{name} [software]")
+        parts["software"] = dataclasses.replace(base, **changed)
+    elif isinstance(software, str):
+        parts["software"] = find_software(software)
+    else:
+        fact = "is neither a name nor a table"
+        raise PlanError(f"cluster {name}: software={software!r}", fact, "a name of software.toml")
+    return _record(Cluster, {"name": name, **given, **parts}, name)
+
+
+def _record(kind: Any, record: Any, site: str) -> Any:
+    if not isinstance(record, Mapping):
+        raise PlanError(
+            f"cluster {site}", f"{record!r} is not a table", "see autoptd/wings/planner/cluster.py"
+        )
+    fields = dataclasses.fields(kind)
+    _check_fields(kind, record, site)
+    # A field is needed where it has neither a default nor a factory of one.
+    needed = [item.name for item in fields if item.default is item.default_factory is dataclasses.MISSING]
+    missing = [name for name in needed if name not in record]
+    if missing:
+        raise PlanError(
+            f"cluster {site}", f"does not say {', '.join(missing)}", "see autoptd/wings/planner/cluster.py"
+        )
+    return kind(**record)
+
+
+def _check_fields(kind: Any, record: Mapping[str, Any], site: str) -> None:
+    """Raise PlanError where a field is unknown, has the wrong type, or a value that no machine has."""
+    types = {item.name: item.type for item in dataclasses.fields(kind)}
+    check_known(f"cluster {site}", record, list(types))
+    for name, value in record.items():
+        fact, remedy = _wrong(name, str(types[name]), value)
+        if fact:
+            raise PlanError(f"cluster {site}: {name}={value!r}", fact, remedy)
+
+
+def _wrong(name: str, kind: str, value: Any) -> tuple[str, str]:
+    """Return what is wrong with the value of a field and what it could be; "" where nothing is."""
+    if name == "attention" and value not in ATTENTIONS:
+        return "no such attention", " or ".join(map(repr, ATTENTIONS))
+    if name == "context" and value not in CONTEXTS:
+        return "no such context", " or ".join(map(repr, CONTEXTS))
+    if kind not in ("float", "int"):
+        # Gpu, Link and Software were checked when they were built from their tables.
+        expected = {"bool": bool, "str": str}.get(kind, object)
+        return ("", "") if isinstance(value, expected) else (f"is not a {kind}", f"a {kind}")
+    accepted = int | float if kind == "float" else int
+    # In Python a bool is an int, and TOML has inf and nan.
+    if isinstance(value, bool) or not isinstance(value, accepted) or not math.isfinite(value):
+        return "is not a number" if kind == "float" else "is not a whole number", "a number"
+    if value < 0 or (value == 0 and name not in MAY_BE_ZERO) or (value > 1 and name in SHARES):
+        least = "0" if name in MAY_BE_ZERO else "more than 0"
+        return "cannot be", f"{least} to 1" if name in SHARES else f"{least} and up"
+    return "", ""
+
+
+__all__ = ["Cluster", "Gpu", "Link", "Software", "find_cluster", "find_software", "read_cluster"]

@@ -1,0 +1,181 @@
+"""What a user asks the planner: a model, GPUs, a batch, and what is fixed or allowed.
+
+In: the keywords of `plan`. Out: a `Request`: a shape, a cluster, and for every choice the values that may be
+tried. What the runtime does not have yet (`options.NOT_YET`) is tried only where it is asked for.
+
+    make_request({"layers": 24, "hidden": 2304, "heads": 24, "seq": 2048}, gpus=32, cluster="dgx-a100",
+    batch=512, t=8)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autoptd.errors import PlanError
+from autoptd.ir.keyword import NOT_YET
+from autoptd.ir.schedules import SCHEDULES
+from autoptd.wings.planner.cluster import ELEMENT_BYTES, Cluster, find_cluster
+from autoptd.wings.planner.search import Columns, divisors
+from autoptd.wings.planner.setting import RECOMPUTE
+from autoptd.wings.planner.shape import Shape, find_shape
+
+# Keyword -> column.
+DEGREES = {"t": "t", "p": "p", "d": "d", "c": "c", "v": "v", "microbatch": "b"}
+ANY = "any"
+ZERO = (0, 1, 2, 3)
+# What "any" means. Left out: gpipe takes 1f1b's time with more memory; zbv's closed form is only a bound.
+ANY_SCHEDULE = ("1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_2p")
+# The value that the runtime has of a feature that it does not have yet.
+RUNS = {"recompute": ("none",), "zero": (0,)}
+
+
+@dataclass(frozen=True)
+class Request:
+    """One question to the planner.
+
+    `pinned`: columns of the search ("t", "p", "d", "c", "v", "b") with the values that are wanted; the others
+    are free. `recompute`, `sequence_parallel`, `zero`, `schedules`: the values to try; of schedules None is
+    1f1b, or interleaved where v > 1. `placement`: "ranks", as ranks are numbered (tp fastest), or "any".
+    `memory_bytes` that a GPU may hold.
+    """
+
+    shape: Shape
+    cluster: Cluster
+    gpus: int
+    batch: int
+    pinned: Mapping[str, tuple[int, ...]]
+    recompute: tuple[str, ...] = ("none",)
+    sequence_parallel: tuple[bool, ...] = (False, True)
+    zero: tuple[int, ...] = (0,)
+    precision: str = "fp32"
+    schedules: tuple[str | None, ...] = (None,)
+    placement: str = "ranks"
+    memory_bytes: float = 0.0
+
+    def wants(self, column: str, value: int) -> bool:
+        """Tell whether a value of a degree is wanted.
+
+        C only where it is asked for: whether a model's tokens can be divided is not known here.
+        """
+        if column == "c" and "c" not in self.pinned:
+            return value == 1
+        return column not in self.pinned or value in self.pinned[column]
+
+    def only(self, configs: Columns) -> np.ndarray:
+        """Tell which configurations are wanted."""
+        wanted = np.ones(len(configs["p"]), dtype=bool)
+        for column, values in self.pinned.items():
+            if column in configs:
+                wanted &= np.isin(configs[column], values)
+        return wanted
+
+    def but(self, **changes: Any) -> Request:
+        """Return the same request with something else in it."""
+        return replace(self, **changes)
+
+
+def make_request(
+    shape: Shape | Mapping[str, Any],
+    *,
+    gpus: int,
+    cluster: Cluster | str | Path,
+    batch: int,
+    recompute: Any = None,
+    sequence_parallel: Any = None,
+    zero: Any = None,
+    precision: str | None = None,
+    schedule: Any = None,
+    placement: str = "ranks",
+    memory: float | None = None,
+    software: str | None = None,
+    **degrees: Any,
+) -> Request:
+    """Check the keywords of `plan` and return the Request.
+
+    PlanError names what is wrong and what could be said.
+    """
+    found = find_cluster(cluster).with_software(software)
+    for name, value in (("gpus", gpus), ("batch", batch)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise PlanError(
+                f"{name}={value!r}", "a whole number of at least 1 is needed", f"for example {name}=64"
+            )
+    pinned: dict[str, tuple[int, ...]] = {}
+    for name, value in degrees.items():
+        if name not in DEGREES:
+            raise PlanError(f"{name}=", "no such keyword", ", ".join(DEGREES))
+        if value == ANY:
+            # Other degrees are free where nothing is said; c is 1 then, as long as the runtime does not have it.
+            if name == "c":
+                pinned["c"] = tuple(divisors(gpus))
+        elif value is not None:
+            pinned[DEGREES[name]] = _whole_numbers(name, value)
+    # Also by the names that torch gives them.
+    precision = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(str(precision), precision)
+    if precision is not None and precision not in ELEMENT_BYTES:
+        raise PlanError(f"precision={precision!r}", "no such precision", ", ".join(map(repr, ELEMENT_BYTES)))
+    if placement not in ("ranks", ANY):
+        raise PlanError(f"placement={placement!r}", "no such choice", "'ranks' or 'any'")
+    if memory is not None and not memory > 0:
+        raise PlanError(f"memory={memory}", "not a positive number of bytes", "for example memory=80e9")
+    return Request(
+        shape=find_shape(shape),
+        cluster=found,
+        gpus=gpus,
+        batch=batch,
+        pinned=pinned,
+        recompute=_values("recompute", recompute, RECOMPUTE),
+        sequence_parallel=_values("sequence_parallel", sequence_parallel, (False, True)),
+        zero=_values("zero", zero, ZERO),
+        # What `parallelize` would train in, where nothing is said.
+        precision=precision or "fp32",
+        schedules=(None,) if schedule is None else _schedules(schedule),
+        placement=placement,
+        memory_bytes=memory or found.gpu.memory_bytes,
+    )
+
+
+def _values(name: str, given: Any, known: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the values to try: those given, all for "any", for None what the runtime has."""
+    if given is None:
+        # A keyword that the runtime has is weighed by default, all of its values.
+        return RUNS[name] if name in NOT_YET else known
+    if given == ANY:
+        return known
+    values = given if isinstance(given, tuple | list) else (given,)
+    for value in values:
+        if value not in known:
+            raise PlanError(
+                f"{name}={value!r}", "no such choice", f"{', '.join(map(repr, known))}, or {ANY!r}"
+            )
+    # The known values, not the given ones: 1 is found in (False, True), and is printed as True.
+    return tuple(known[known.index(value)] for value in dict.fromkeys(values))
+
+
+def _schedules(given: Any) -> tuple[str, ...]:
+    """Return the schedules to try: those given, for "any" all whose time the closed form can tell."""
+    if given == ANY:
+        return ANY_SCHEDULE
+    values = given if isinstance(given, tuple | list) else (given,)
+    for value in values:
+        if value not in SCHEDULES:
+            raise PlanError(f"schedule={value!r}", "no such schedule", f"{', '.join(SCHEDULES)}, or {ANY!r}")
+    return tuple(dict.fromkeys(values))
+
+
+def _whole_numbers(name: str, given: Any) -> tuple[int, ...]:
+    values = given if isinstance(given, tuple | list) else (given,)
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise PlanError(
+                f"{name}={value!r}", "a degree is a whole number of at least 1", f"for example {name}=1"
+            )
+    return tuple(values)
+
+
+__all__ = ["ANY", "Request", "make_request"]
