@@ -23,7 +23,7 @@ from autoptd.passes.fusion import losses
 from tests import traces
 
 # Of the cases of a test one in so many runs by default, by folder or as `@pytest.mark.one_in(n)` says.
-ONE_IN = {"parity": 48, "hostile": 12, "checkpoint": 6}
+ONE_IN = {"parity": 48, "hostile": 12, "runtime/checkpoint": 6}
 # Chosen by themselves.
 CHOSEN = ("parity/test_covering.py",)
 
@@ -65,8 +65,10 @@ def one_in(item: pytest.Item, path: Path) -> int:
     """Return of how many cases of a test one runs by default."""
     if marker := item.get_closest_marker("one_in"):
         return int(marker.args[0])
-    folder, *_ = path.relative_to(Path(__file__).parent).parts
-    return 1 if str(path).endswith(CHOSEN) else ONE_IN.get(folder, 1)
+    if str(path).endswith(CHOSEN):
+        return 1
+    folders = (str(folder) for folder in path.relative_to(Path(__file__).parent).parents)
+    return next((ONE_IN[folder] for folder in folders if folder in ONE_IN), 1)
 
 
 def pytest_collection_finish() -> None:

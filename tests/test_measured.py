@@ -12,9 +12,9 @@ from autoptd.verify.verify import Difference, Report
 from autoptd.wings.doctor.words import bandwidth_text, seconds_text
 from autoptd.wings.reports.progress import progress_line
 from autoptd.wings.viz.words import bytes_text
-from tests.doctor.test_processes import page_blocks
 from tests.measured import same_table, same_words
 from tests.test_shown_output import MEASURED, blocks, claim
+from tests.wings.doctor.test_processes import page_blocks
 
 ODD = (
     0.0,

@@ -29,8 +29,8 @@ from autoptd.wings.cli import main
 from benchmarks.lib.loss_cases import CASES
 from benchmarks.losses import BYTES_AT, LARGE_ROWS, LARGE_VOCAB, LARGE_WIDTH
 from examples.gpt import GPT, GPTConfig
-from tests import shown_adapters
 from tests.measured import same_words
+from tests.model import shown_adapters
 from tests.waits import LONG
 
 ROOT = Path(__file__).parents[1]
@@ -51,7 +51,7 @@ ELSEWHERE = {  # (page, the words a block begins with) -> the test that holds it
     (
         "docs/howto/check-a-launch.md",
         "",
-    ): "tests/doctor/test_processes.py::test_four_ranks_look_at_several_meshes",
+    ): "tests/wings/doctor/test_processes.py::test_four_ranks_look_at_several_meshes",
 }
 
 

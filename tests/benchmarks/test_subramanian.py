@@ -23,7 +23,7 @@ from benchmarks.lib.subramanian import (
     Transformer,
 )
 from benchmarks.lib.subramanian.times import Group, collective_seconds, send_seconds
-from tests.planner.test_search import as_rows, everything, is_bounded
+from tests.wings.planner.test_search import as_rows, everything, is_bounded
 
 # Optima of the authors' code (arXiv:2410.00273, commit 54278b0) at a batch of 4096: seconds, (t1, t2, p, d, b), how many of
 # these axes share a fast domain (t1, t2, d, p), GB, and how many candidates there are; None: nothing fits.

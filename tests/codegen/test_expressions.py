@@ -59,7 +59,7 @@ def test_text_means_the_operator(name: str) -> None:
     graph, env = traced(name)[:2] if name in EXAMPLES else trace_call(*MORE[name])
     for node in ops(graph):
         if is_draw(node) or op_name(node) == EXPERT_MM:
-            continue  # written in its local form only: draws below, products of experts in tests/runtime/test_experts.py
+            continue  # written in its local form only: draws below, products of experts in tests/runtime/ops/test_experts.py
         found, wanted = evaluate(node, env), env[node]
         pairs = zip(found, wanted, strict=True) if isinstance(wanted, (tuple, list)) else [(found, wanted)]
         for one, other in pairs:

@@ -9,7 +9,7 @@ MUTATIONS = (
         "autoptd/runtime/ops/recompute.py",
         "stride if size > 1 else 0",
         "stride",
-        "tests/runtime/test_again.py",
+        "tests/runtime/ops/test_recompute.py",
     ),
     Mutation(
         "autoptd/runtime/ops/recompute.py",

@@ -9,6 +9,6 @@ MUTATIONS = (
         "autoptd/model/batches.py",
         "while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:",
         "while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent != parent:",
-        "tests/test_batches.py::test_a_worker_ends_when_its_own_rank_ends_it",
+        "tests/model/test_batches.py::test_a_worker_ends_when_its_own_rank_ends_it",
     ),
 )

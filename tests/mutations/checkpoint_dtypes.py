@@ -9,12 +9,12 @@ MUTATIONS = (
         "autoptd/runtime/checkpoint/restore.py",
         "dtype = stored.dtype if is_own else dtype_of(saved)",
         "dtype = dtype_of(saved)",
-        "tests/checkpoint/test_other_dtypes.py",
+        "tests/runtime/checkpoint/test_other_dtypes.py",
     ),
     Mutation(
         "autoptd/runtime/checkpoint/check.py",
         "stored.itemsize > saved.itemsize",
         "True",
-        "tests/checkpoint/test_bad_input.py -k dtype",
+        "tests/runtime/checkpoint/test_bad_input.py -k dtype",
     ),
 )

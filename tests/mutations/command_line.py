@@ -16,15 +16,23 @@ MUTATIONS = (
         "autoptd/wings/cli/commands.py",
         'LIST if getattr(asked, "list", False) else where',
         "where",
-        "tests/cli/test_parser.py",
+        "tests/wings/cli/test_parser.py",
     ),
-    Mutation(LIVE, "[: self._columns - 1]", "", "tests/cli/test_live.py"),
+    Mutation(LIVE, "[: self._columns - 1]", "", "tests/wings/cli/test_live.py"),
     Mutation(
-        "autoptd/wings/cli/commands.py", "        check_request(asked)\n", "", "tests/cli/test_request.py"
+        "autoptd/wings/cli/commands.py",
+        "        check_request(asked)\n",
+        "",
+        "tests/wings/cli/test_request.py",
     ),
-    Mutation(REQUEST, "asked.command not in BESIDES.get(name, ())", "True", "tests/cli/test_request.py"),
-    Mutation(REQUEST, 'if backend == "local":', "if True:", "tests/cli/test_request.py"),
     Mutation(
-        SLOW, "torch.get_num_threads() + 1", "torch.get_num_threads()", "tests/reports/test_slow_ranks.py"
+        REQUEST, "asked.command not in BESIDES.get(name, ())", "True", "tests/wings/cli/test_request.py"
+    ),
+    Mutation(REQUEST, 'if backend == "local":', "if True:", "tests/wings/cli/test_request.py"),
+    Mutation(
+        SLOW,
+        "torch.get_num_threads() + 1",
+        "torch.get_num_threads()",
+        "tests/wings/reports/test_slow_ranks.py",
     ),
 )

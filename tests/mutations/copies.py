@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.mutations import Mutation
 
 LOSSES = "tests/parity/test_losses.py -k counted_after"
-CACHE = "tests/test_program_cache.py -k read_evaluates"
-COPIES = "tests/test_copies.py"
+CACHE = "tests/compiler/test_program_cache.py -k read_evaluates"
+COPIES = "tests/subject/test_copies.py"
 
 MUTATIONS = (
     Mutation(

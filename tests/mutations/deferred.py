@@ -9,6 +9,6 @@ MUTATIONS = (
         "autoptd/subject/initial/replay.py",
         'hashlib.shake_256(key.encode()).digest(4 * MERSENNE_WORDS), dtype="<u4")',
         'hashlib.blake2b(key.encode(), digest_size=4).digest() * MERSENNE_WORDS, dtype="<u4")',
-        "tests/runtime/test_replay.py",
+        "tests/subject/initial/test_replay.py",
     ),
 )

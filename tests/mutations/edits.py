@@ -2,7 +2,7 @@
 
 from tests.mutations import Mutation
 
-TESTS = "tests/runtime/test_edits.py"
+TESTS = "tests/runtime/params/test_edits.py"
 MUTATIONS = (
     Mutation("autoptd/runtime/params/edits.py", "if x._version != versions[name] or (", "if (", TESTS),
     # numpy writes where no version counts.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations import Mutation
 
-FILE, TESTS = "autoptd/model/sizes.py", "tests/test_eval_rows.py"
+FILE, TESTS = "autoptd/model/sizes.py", "tests/model/test_eval_rows.py"
 MUTATIONS = (
     Mutation(FILE, "and own[0] <= shape[0])", ")", TESTS),
     Mutation(FILE, "and own[1:] == shape[1:] ", "", TESTS),

@@ -6,13 +6,13 @@ from tests.mutations import Mutation
 
 MODELS, MODEL_TESTS, BAD = (
     "autoptd/wings/cli/models.py",
-    "tests/cli/test_models.py -k fails_while",
+    "tests/wings/cli/test_models.py -k fails_while",
     "tests/test_bad_input.py",
 )
 PAD = "autoptd/runtime/step/pad_batch.py"
 CLIP = "tests/hostile/test_torch_clip.py -k finite"
 
-CALL, CALL_TESTS = "autoptd/runtime/checks/call.py", "tests/runtime/test_check_call.py -k gradient"
+CALL, CALL_TESTS = "autoptd/runtime/checks/call.py", "tests/runtime/checks/test_call.py -k gradient"
 
 MUTATIONS = (
     Mutation(CALL, "elif leaf.requires_grad and", "elif leaf.is_leaf and leaf.requires_grad and", CALL_TESTS),

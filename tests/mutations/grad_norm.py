@@ -5,7 +5,7 @@ from tests.mutations import Mutation
 NORM, CALL, TESTS = (
     "autoptd/runtime/params/grad_norm.py",
     "autoptd/model/parallel_model.py",
-    "tests/runtime/test_gradients.py",
+    "tests/runtime/params/test_gradients.py",
 )
 
 MUTATIONS = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations import Mutation
 
-FILE, TESTS = "autoptd/model/instead.py", "tests/test_instead.py"
+FILE, TESTS = "autoptd/model/instead.py", "tests/model/test_instead.py"
 MUTATIONS = (
     Mutation(
         FILE, "parallelize(..., fuse='inductor'), which", "parallelize(..., fuse='triton_only'), which", TESTS

@@ -41,13 +41,13 @@ MUTATIONS = (
         "autoptd/runtime/world/leaving.py",
         'teller = store.compare_set(key, "", own).decode()',
         'teller = "0"',
-        "tests/reports/test_excepthook.py",
+        "tests/wings/reports/test_excepthook.py",
     ),
     Mutation(
         "autoptd/runtime/world/leaving.py",
         'while not store.check([f"{key}: done"]) and',
         "while False and",
-        "tests/reports/test_excepthook.py",
+        "tests/wings/reports/test_excepthook.py",
     ),
     Mutation(
         "autoptd/runtime/world/faults.py",

@@ -2,7 +2,7 @@
 
 from tests.mutations import Mutation
 
-TESTS, CACHES = "tests/test_loop_changes.py", "tests/trace/test_caches.py"
+TESTS, CACHES = "tests/model/test_loop_changes.py", "tests/trace/test_caches.py"
 MUTATIONS = (
     Mutation("autoptd/model/loop_changes.py", "if is_late or", "if True or", TESTS),
     Mutation(

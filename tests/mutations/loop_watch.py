@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from tests.mutations import Mutation
 
-FILE, TESTS, LOOK = "autoptd/model/loop_watch.py", "tests/test_loop_watch.py", "tests/test_loop_look.py"
+FILE, TESTS, LOOK = (
+    "autoptd/model/loop_watch.py",
+    "tests/model/test_loop_watch.py",
+    "tests/model/test_loop_look.py",
+)
 MUTATIONS = (
     Mutation(FILE, "ADDS_UP if self._has_optimizer else NO_OPTIMIZER", "ADDS_UP", TESTS),
     Mutation(FILE, "text not in self._told and _has_gradients(tensors)", "text not in self._told", TESTS),
@@ -65,12 +69,12 @@ MUTATIONS = (
         "autoptd/model/loop_watch.py",
         "            self._itself = self\n",
         "",
-        "tests/test_loop_look.py -k until_garbage",
+        "tests/model/test_loop_look.py -k until_garbage",
     ),
     Mutation(
         "autoptd/model/started_model.py",
         "        self._loop.close()\n",
         "",
-        "tests/test_loop_look.py -k model_is_closed",
+        "tests/model/test_loop_look.py -k model_is_closed",
     ),
 )

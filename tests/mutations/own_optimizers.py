@@ -2,7 +2,7 @@
 
 from tests.mutations import Mutation
 
-TESTS = "tests/runtime/test_own_optimizers.py"
+TESTS = "tests/runtime/params/test_own_optimizers.py"
 MUTATIONS = (
     Mutation("autoptd/runtime/params/elementwise.py", "STARTS = (1.0, 1e-4)", "STARTS = (1.0,)", TESTS),
     Mutation("autoptd/runtime/params/elementwise.py", "without_first=True", "without_first=False", TESTS),

@@ -2,7 +2,7 @@
 
 from tests.mutations import Mutation
 
-FILE, TESTS = "autoptd/runtime/step/pad_batch.py", "tests/test_lengths.py"
+FILE, TESTS = "autoptd/runtime/step/pad_batch.py", "tests/model/test_lengths.py"
 HIDDEN = f"{TESTS}::test_numbers_that_hide_that_padding_is_read"
 ROWS = f"{TESTS}::test_rows_are_added_with_a_mask_of_ones_own"
 

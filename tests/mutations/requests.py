@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from tests.mutations import Mutation
 
-FILE, TESTS = "autoptd/model/optimizer_request.py", "tests/test_optimizer_request.py"
+FILE, TESTS = "autoptd/model/optimizer_request.py", "tests/model/test_optimizer_request.py"
 MUTATIONS = (
     Mutation(
         "autoptd/runtime/params/optimizer.py",
         "if specs and not any(groups):",
         "if False:",
-        "tests/test_parallel_model.py -k optimizer_refusals",
+        "tests/model/test_parallel_model.py -k optimizer_refusals",
     ),
     Mutation(FILE, "if found is not None and found[0]() is x else None", "if False else None", TESTS),
     Mutation(
@@ -22,6 +22,6 @@ MUTATIONS = (
         "autoptd/model/instead.py",
         "class WrongCall(PlanError, AttributeError):",
         "class WrongCall(PlanError):",
-        "tests/test_instead.py",
+        "tests/model/test_instead.py",
     ),
 )

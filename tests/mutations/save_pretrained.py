@@ -9,18 +9,18 @@ MUTATIONS = (
         "autoptd/runtime/folders/save_pretrained.py",
         "if name not in self.left_out] or [spec.name]",
         "if name not in self.left_out][:1] or [spec.name]",
-        "tests/test_pretrained.py -k by_hand",
+        "tests/model/test_pretrained.py -k by_hand",
     ),
     Mutation(
         "autoptd/model/match_folder.py",
         "if first[name] == first[source]}",
         "}",
-        "tests/test_pretrained.py -k by_hand",
+        "tests/model/test_pretrained.py -k by_hand",
     ),
     Mutation(
         "autoptd/model/match_folder.py",
         "model.get_expanded_tied_weights_keys(all_submodels=True)",
         "model.all_tied_weights_keys",
-        "tests/test_pretrained.py -k by_hand",
+        "tests/model/test_pretrained.py -k by_hand",
     ),
 )

@@ -2,7 +2,10 @@
 
 from tests.mutations import Mutation
 
-SETTINGS, GRADIENTS = "tests/runtime/test_check_settings.py", "tests/checkpoint/test_unused_gradients.py"
+SETTINGS, GRADIENTS = (
+    "tests/runtime/checks/test_settings.py",
+    "tests/runtime/checkpoint/test_unused_gradients.py",
+)
 MUTATIONS = (
     Mutation("autoptd/runtime/checks/settings.py", "if not differing:", "if True:", SETTINGS),
     Mutation("autoptd/runtime/checks/settings.py", "or key in OF_SCHEDULERS ", "", SETTINGS),

@@ -2,8 +2,8 @@
 
 from tests.mutations import Mutation
 
-NAMES, TESTS = "autoptd/runtime/params/namespace.py", "tests/runtime/test_executor.py -k withheld"
-GRADIENTS, COUNTED = "autoptd/runtime/params/gradients.py", "tests/runtime/test_gradients.py"
+NAMES, TESTS = "autoptd/runtime/params/namespace.py", "tests/runtime/step/test_executor.py -k withheld"
+GRADIENTS, COUNTED = "autoptd/runtime/params/gradients.py", "tests/runtime/params/test_gradients.py"
 
 MUTATIONS = (
     Mutation(NAMES, "        self._wait()\n", "", TESTS),

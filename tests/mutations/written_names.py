@@ -46,6 +46,6 @@ MUTATIONS = (
     ),
     Mutation("autoptd/trace/read.py", "in reversed(frames)", "in reversed(frames[:0])", f"{HOSTILE} -k file"),
     Mutation(
-        "autoptd/wings/viz/words.py", "escape(visible(text))", "escape(text)", "tests/viz/test_words.py"
+        "autoptd/wings/viz/words.py", "escape(visible(text))", "escape(text)", "tests/wings/viz/test_words.py"
     ),
 )

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.checkpoint.forked_runs import compiled, train
+from tests.runtime.checkpoint.forked_runs import compiled, train
 
 MESH = {"t": 2, "p": 2}
 

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 import autoptd
+from tests.model.test_adapters import WEIGHTS, fresh
 from tests.parity.test_peft import MACHINE, batch
-from tests.test_adapters import WEIGHTS, fresh
 
 
 def main(folder: Path) -> None:

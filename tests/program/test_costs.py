@@ -7,7 +7,7 @@ from pathlib import Path
 
 from autoptd.program.costs import Costs, Cut, read_costs
 from autoptd.program.program import Program
-from tests.viz.programs import full
+from tests.wings.viz.programs import full
 
 KEYS = "flops_per_stage backward_flops_per_stage total_flops total_backward_flops redundant_gemm_flops"
 KEYS += " moved_bytes_per_stage kernels_per_stage"

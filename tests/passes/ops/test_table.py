@@ -24,8 +24,8 @@ from autoptd.ir.operators.table import TABLE, linear_groups
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.axes.padding import is_exact
 from examples.gpt import GPT, GPTConfig
+from tests.compiler.test_compile import Einsum, UnequalFused
 from tests.passes.sharding import TOGETHER, check_letter, check_linear, trace_call, trace_model
-from tests.test_compile import Einsum, UnequalFused
 
 Tensor = torch.Tensor
 

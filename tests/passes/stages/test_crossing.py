@@ -19,7 +19,7 @@ from autoptd.passes.cut import check_cut, find_backbone
 from autoptd.passes.stages.crossing import place_values
 from tests.parity.models import VOCAB, batch
 from tests.passes.graphs import find, traced
-from tests.runtime.test_executor import running
+from tests.runtime.step.test_executor import running
 
 Tensor = torch.Tensor
 COMPUTE_AGAIN = Machine(message=1e3)

@@ -1,0 +1,150 @@
+"""Defects that must show: each one is put in, and the round trip of `test_save_and_load.py` finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoptd.errors import AutoptdError
+from autoptd.ir.pieces import Item, Run, own_runs
+from autoptd.model import state
+from autoptd.program import pieces
+from autoptd.program.pieces import Shares, share_stage
+from autoptd.runtime.checkpoint import check, read, stage
+from autoptd.runtime.checkpoint.restore import Restoration
+from autoptd.runtime.params.parameters import RankParameters
+from autoptd.runtime.params.storage import SharedBucket
+from tests.runtime.checkpoint.models import running
+from tests.runtime.checkpoint.test_save_and_load import round_trip
+
+PLAIN: tuple[dict[str, Any], dict[str, Any]] = ({"t": 2, "p": 2}, {"t": 4})
+ZERO: tuple[dict[str, Any], dict[str, Any]] = ({"d": 2, "zero": 1}, {"d": 2, "zero": 1})
+MIXED: tuple[dict[str, Any], dict[str, Any]] = ({"d": 2, "precision": "bf16"}, {"precision": "bf16", "t": 2})
+Patch = pytest.MonkeyPatch
+
+
+def padding_is_written(patch: Patch) -> None:
+    def mutated(size: int, blocks: Any, index: int, degree: int, is_padded: bool = False) -> list[Run]:
+        runs = own_runs(size, blocks, index, degree, is_padded)
+        width = -(-size // degree)
+        return [Run(index * width, 0, width)] if is_padded else runs
+
+    patch.setattr(pieces, "own_runs", mutated)
+
+
+def a_segment_is_dropped(patch: Patch) -> None:
+    def mutated(*args: Any) -> list[Run]:
+        runs = own_runs(*args)
+        return runs[:-1] if len(runs) == 3 else runs
+
+    patch.setattr(pieces, "own_runs", mutated)
+
+
+def the_second_owner_writes(patch: Patch) -> None:
+    def mutated(program: Any, pipeline_rank: int, keys: Any) -> Shares:
+        shares = share_stage(program, pipeline_rank, keys)
+        own = {spec.name for spec in program.params if pipeline_rank in spec.owners(program.ranks)}
+        first = share_stage(program, 0, {})
+        for rank, items in first.items.items() if pipeline_rank else ():
+            there = program.mesh.at_stage(rank, pipeline_rank)
+            shares.items[there] += [item for item in items if item.name in own]
+        return shares
+
+    patch.setattr(stage, "share_stage", mutated)
+
+
+def a_replica_writes_what_another_has(patch: Patch) -> None:
+    def mutated(program: Any, pipeline_rank: int, keys: Any) -> Shares:
+        shares = share_stage(program, pipeline_rank, keys)
+        items: dict[int, list[Item]] = dict.fromkeys(shares.items, shares.items[min(shares.items)])
+        return Shares(items, shares.first)
+
+    patch.setattr(stage, "share_stage", mutated)
+
+
+def moments_are_not_loaded(patch: Patch) -> None:
+    patch.setattr(Restoration, "_set_state", lambda self: None)
+
+
+def the_other_owner_keeps_its_own(patch: Patch) -> None:
+    patch.setattr(Restoration, "_spread_tied", lambda self: None)
+
+
+def copies_keep_their_own(patch: Patch) -> None:
+    patch.setattr(Restoration, "_spread_copies", lambda self: None)
+
+
+def steps_are_not_restored(patch: Patch) -> None:
+    go_on = state.StatefulModel._go_on
+
+    def mutated(self: state.StatefulModel, *args: Any) -> None:
+        before = self.steps
+        go_on(self, *args)
+        self.steps = before
+
+    patch.setattr(state.StatefulModel, "_go_on", mutated)
+
+
+def what_is_used_does_not_follow(patch: Patch) -> None:
+    patch.setattr(RankParameters, "publish", lambda self: None)
+
+
+def a_bucket_is_not_gathered(patch: Patch) -> None:
+    patch.setattr(SharedBucket, "gather_start", lambda self: None)
+
+
+DEFECTS: list[tuple[Callable[[Patch], None], tuple[dict[str, Any], dict[str, Any]]]] = [
+    (padding_is_written, ({"t": 2, "p": 2}, {})),
+    (a_segment_is_dropped, PLAIN),
+    (the_second_owner_writes, PLAIN),
+    (a_replica_writes_what_another_has, ({"d": 2}, {})),
+    (moments_are_not_loaded, PLAIN),
+    (the_other_owner_keeps_its_own, ({"t": 2}, {"p": 2})),
+    (copies_keep_their_own, ({}, {"d": 2})),
+    (steps_are_not_restored, PLAIN),
+    (what_is_used_does_not_follow, MIXED),
+    (a_bucket_is_not_gathered, ZERO),
+]
+
+
+@pytest.mark.parametrize(("defect", "meshes"), DEFECTS, ids=lambda value: getattr(value, "__name__", None))
+def test_a_defect_is_found(
+    tmp_path: Path, monkeypatch: Patch, defect: Callable[[Patch], None], meshes: tuple[Any, Any]
+) -> None:
+    defect(monkeypatch)
+    with pytest.raises((AssertionError, AutoptdError)):
+        round_trip(tmp_path, *meshes)
+
+
+class Equal:
+    """Equal to whatever it is compared with."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __getitem__(self, index: int) -> Equal:
+        return self
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_an_unchecked_crc_is_found(tmp_path: Path, monkeypatch: Patch) -> None:
+    """Without the check, a changed byte becomes a changed weight: what `test_bad_input.py` expects does not come."""
+    monkeypatch.setattr(read.Reader, "_crcs_of", lambda self, file: Equal())
+    # What was loaded is looked at as well.
+    monkeypatch.setattr(check, "check_fingerprint", lambda *_: None)
+    pm, optimizer = running()
+    pm.save(tmp_path / "saved", optimizer=optimizer)
+    before = pm.state_dict()
+    record = read.open_checkpoint(tmp_path / "saved").manifest.tensors["model.transformer.wpe.weight"]
+    file = tmp_path / "saved" / record.chunks[0].file
+    content = bytearray(file.read_bytes())
+    content[record.chunks[0].at] ^= 1
+    file.write_bytes(content)
+    pm.load(tmp_path / "saved", optimizer=optimizer)
+    after = pm.state_dict()
+    assert (after["transformer.wpe.weight"] != before["transformer.wpe.weight"]).sum() == 1
+    pm.close()

