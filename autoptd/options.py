@@ -1,8 +1,7 @@
-"""What a user may ask for, checked once: where keywords, their defaults and choices are declared.
+"""Keywords of `parallelize`: their defaults, choices and checks.
 
-In: keywords of `parallelize`, and a plan. Out: `Options`. A field of `Options` is a keyword: its metadata
-make the flag of the command line and the entry in plan.json. The signature of `parallelize` is written by
-hand, and a test compares the two.
+In: keywords, and a plan. Out: `Options`. Each field of `Options` is a keyword; its metadata define the command-line
+flag and the entry in plan.json. The signature of `parallelize` is written by hand, and a test compares the two.
 
     Options(t=2, p=2, d=2, v=2).mesh.size == 8
 """
@@ -23,7 +22,6 @@ from autoptd.ir.keyword import (
     CONTEXT,
     FOR_TRAINING,
     FUSED_BY,
-    HOOK,
     IN_PLAN,
     ON_DEVICE,
     SPLIT_TOKENS,
@@ -31,6 +29,7 @@ from autoptd.ir.keyword import (
     Keyword,
     about,
     check_degrees,
+    hook,
     without_missing,
 )
 from autoptd.ir.machine import Machine, find_machine, machine_record
@@ -53,6 +52,7 @@ MIN_SCALE, MAX_SCALE = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 LOSS_SCALE = ("loss_scale", "initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
 # What stages compute in, by the keyword `precision`.
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "bf16-mixed": "bfloat16", "fp16-mixed": "float16"}
+ZERO = (0, 1, "auto")
 REDUCE_DTYPES = ("fp32", "bf16")
 
 
@@ -85,8 +85,8 @@ class Options:
         and Triton is installed, else "eager".
     fuse_only: the fused operators that may be used, if not all: those of `program.fusions`.
     memory: what a rank may hold, in bytes: parameters with gradients and AdamW's two moments, and the
-        activations of the microbatches in flight; None: the machine's (the default has no bound). With it, those of
-        sequence_parallel, recompute and zero that are not given are "auto".
+        activations of the microbatches in flight; None: the machine's (the default has no bound). With it,
+        sequence_parallel, recompute and zero are "auto" unless given.
     memory_price: seconds per microbatch that each byte of a rank costs more. Where the fastest plan over tp
         does not fit, it is raised until one does (`memory_price.py`); a saved plan has it, and so gives the
         same program again.
@@ -140,82 +140,95 @@ class Options:
     t: int = field(default=1, metadata=about("count", "tensor-parallel degree"))
     p: int = field(default=1, metadata=about("count", "pipeline-parallel degree"))
     d: int = field(default=1, metadata=about("count", "data-parallel degree"))
-    c: int = field(default=1, metadata=about("count", "context-parallel degree: parts of the tokens"))
+    c: int = field(default=1, metadata=about("count", "context-parallel degree: splits the sequence"))
     v: int = field(default=1, metadata=about("count", "model chunks per pipeline rank"))
     order: str = field(
         default=ORDER,
-        metadata=about("text", f"of ranks: mesh axes, fastest first (default {ORDER})", metavar="AXES"),
+        metadata=about("text", f"rank order: mesh axes, fastest first (default {ORDER})", metavar="AXES"),
     )
     loss_fn: Callable[..., Any] | None = field(default=None, metadata=about(kind="function"))
-    num_microbatches: int | None = field(default=None, metadata=about("count", "per replica and step"))
+    num_microbatches: int | None = field(default=None, metadata=about("count", "microbatches per replica"))
     schedule: str | os.PathLike[str] | None = field(  # a Path, once checked, where it is a file
-        default=None, metadata=about("text", f"{', '.join(SCHEDULES)}, or a file with your own", kind="path")
+        default=None,
+        metadata=about("text", f"pipeline schedule: {', '.join(SCHEDULES)}, or a file", kind="path"),
     )
-    seed: int = field(default=0, metadata=about("number", "of the dropout masks", **IN_PLAN))
+    seed: int = field(default=0, metadata=about("number", "seed for dropout", **IN_PLAN))
     sequence_parallel: bool | str = field(default=False, metadata=SPLIT_TOKENS)
     context: str = field(default="auto", metadata=CONTEXT)
     token_order: str = field(default="auto", metadata=TOKEN_ORDER)
     p2p: str = field(
         default="auto",
-        metadata=about("choice", "how stages send where t > 1", choices=P2P, **IN_PLAN),
+        metadata=about("choice", "how stages exchange activations when t > 1", choices=P2P, **IN_PLAN),
     )
     fuse: str | bool | None = field(default=None, metadata=FUSED_BY)
     fuse_only: Sequence[str] | None = field(
-        default=None, metadata=about("list", f"of {', '.join(FUSED)}, only these", metavar="A,B", **IN_PLAN)
+        default=None,
+        metadata=about("list", f"use only these of {', '.join(FUSED)}", metavar="A,B", **IN_PLAN),
     )
     precision: str | None = field(
         default=None,
         metadata=about(
-            "choice", "of computing; storage and sums are float32", choices=tuple(PRECISIONS), **IN_PLAN
+            "choice", "compute dtype; parameters and sums stay float32", choices=tuple(PRECISIONS), **IN_PLAN
         ),
     )
     loss_scale: float | None = field(
-        default=None, metadata=about("float", "a fixed one for fp16 (default: dynamic)", **FOR_TRAINING)
+        default=None, metadata=about("float", "fixed loss scale for fp16 (default: dynamic)", **FOR_TRAINING)
     )
     initial_loss_scale: float = field(
-        default=2.0**16, metadata=about("float", "of a dynamic scale (default 2**16)", **FOR_TRAINING)
+        default=2.0**16, metadata=about("float", "first dynamic loss scale (default 2**16)", **FOR_TRAINING)
     )
     loss_scale_window: int = field(
-        default=1000, metadata=about("count", "good updates that double it (default 1000)", **FOR_TRAINING)
+        default=1000,
+        metadata=about("count", "finite updates before the scale doubles (default 1000)", **FOR_TRAINING),
     )
     hysteresis: int = field(
-        default=2, metadata=about("count", "bad updates before it is halved (default 2)", **FOR_TRAINING)
+        default=2, metadata=about("count", "overflows before the scale is halved (default 2)", **FOR_TRAINING)
     )
     min_loss_scale: float = field(
-        default=1.0, metadata=about("float", "of a dynamic scale (default 1)", **FOR_TRAINING)
+        default=1.0,
+        metadata=about("float", "lower bound of the dynamic loss scale (default 1)", **FOR_TRAINING),
     )
     zero: int | str = field(
         default=0,
-        metadata=about("stage", "of ZeRO: 1 shards the optimizer; auto", choices=(0, 1, "auto"), **IN_PLAN),
+        metadata=about("stage", "ZeRO stage: 0, 1 (optimizer state) or auto", choices=ZERO, **IN_PLAN),
     )
     dp_shard: int | None = field(
         default=None,
-        metadata=about("count", "replicas that share one optimizer state (all)", **IN_PLAN),
+        metadata=about("count", "ranks that share one copy of the ZeRO state (default: all)", **IN_PLAN),
     )
     reduce_dtype: str = field(
         default="fp32",
-        metadata=about("choice", "in which gradients travel with zero=1", choices=REDUCE_DTYPES, **IN_PLAN),
+        metadata=about("choice", "dtype of reduced gradients (zero=1)", choices=REDUCE_DTYPES, **IN_PLAN),
     )
     recompute: str | Sequence[str] | bool | None = field(
-        default=None, metadata=about("text", "auto, full, selective or full:1/2", **IN_PLAN)
+        default=None,
+        metadata=about("text", "activation recomputation: auto, full, selective or full:1/2", **IN_PLAN),
     )
-    recompute_num_layers: int = field(default=1, metadata=about("count", "that share an input", **IN_PLAN))
+    recompute_num_layers: int = field(
+        default=1, metadata=about("count", "layers per checkpointed block with --recompute full", **IN_PLAN)
+    )
     memory: float | str | None = field(  # a float, once checked
-        default=None, metadata=about("bytes", "of a rank: 80e9, 80GB or 80GiB", **IN_PLAN)
+        default=None, metadata=about("bytes", "memory budget per rank: 80e9, 80GB or 80GiB", **IN_PLAN)
     )
     memory_price: float | None = field(default=None, metadata=about(kind="float", **IN_PLAN))
     machine: str | Machine | Mapping[str, Any] | None = field(  # once checked, as a plan spells it
         default=None,
-        metadata=about("text", f"what plans are weighed for: {', '.join(machine_names())}", **IN_PLAN),
+        metadata=about("text", f"machine to plan for: {', '.join(machine_names())}", **IN_PLAN),
     )
-    async_tensor_model_parallel_allreduce: bool = field(default=False, metadata=HOOK)
-    accumulate_allreduce_grads_in_fp32: bool = field(default=False, metadata=HOOK)
-    delay_wgrad_compute: str | None = field(default=None, metadata=about("choice", choices=DELAYS, **IN_PLAN))
+    async_tensor_model_parallel_allreduce: bool = field(
+        default=False, metadata=hook("overlap the input-gradient all-reduce with the wgrad GEMM")
+    )
+    accumulate_allreduce_grads_in_fp32: bool = field(
+        default=False, metadata=hook("accumulate and reduce gradients in float32")
+    )
+    delay_wgrad_compute: str | None = field(
+        default=None, metadata=about("choice", "when to compute wgrads", choices=DELAYS, **IN_PLAN)
+    )
     device: str | None = field(default=None, metadata=ON_DEVICE)
     backend: str | None = field(
         default=None,
         metadata=about(
-            "choice", "local: ranks are threads of this process", choices=BACKENDS, **FOR_TRAINING
+            "choice", "communication backend; local: ranks are threads", choices=BACKENDS, **FOR_TRAINING
         ),
     )
     timeout: float = field(default=300.0, metadata=about(kind="float"))
@@ -224,9 +237,7 @@ class Options:
     shapes: str | Buckets | None = field(default=None, metadata=about())
     max_programs: int | None = field(default=None, metadata=about())
     program_cache: str | os.PathLike[str] | None = field(default=None, metadata=about(kind="path"))
-    plan: Plan = field(
-        default_factory=Plan, metadata=about("text", "a plan.json whose decisions are taken", metavar="FILE")
-    )
+    plan: Plan = field(default_factory=Plan, metadata=about("text", "plan.json to reproduce", metavar="FILE"))
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -245,7 +256,7 @@ class Options:
             object.__setattr__(self, "schedule", "interleaved" if self.v > 1 else "1f1b")
         if is_path(self.schedule):
             object.__setattr__(self, "schedule", Path(str(self.schedule)))
-        # As plan.json has it, so that the two can be compared.
+        # As plan.json spells it, to compare the two.
         object.__setattr__(self, "machine", machine_record(self.machine))
         object.__setattr__(self, "memory", check_memory(self.memory))
         self._check_schedule()

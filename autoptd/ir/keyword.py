@@ -143,32 +143,40 @@ def about(flag: str = "", help: str | None = None, **more: Any) -> dict[str, Key
     return {"keyword": Keyword(flag, help, **more)}
 
 
-HOOK = about("on", choices=(False, True), is_planned=True)
+def hook(help: str) -> dict[str, Keyword]:
+    """Describe a switch for the backward of linear layers."""
+    return about("on", help, choices=(False, True), is_planned=True)
+
+
 # How attention sees all tokens where ranks have a part of them each.
 CONTEXT = about(
     "choice",
-    "of attention where c > 1",
+    "how attention gathers the sequence, with --c > 1",
     choices=("auto", "ulysses", "all_gather"),
     is_planned=True,
     only_with="c",
 )
 TOKEN_ORDER = about(
     "choice",
-    "of tokens where c > 1",
+    "token layout over ranks, with --c > 1",
     choices=("auto", "zigzag", "contiguous"),
     is_planned=True,
     only_with="c",
 )
 SPLIT_TOKENS = about(
-    "switch", "split tokens too", metavar="auto", choices=(True, False, "auto"), is_planned=True
+    "switch",
+    "shard activations by tokens between matrix products (Korthikanti et al.)",
+    metavar="auto",
+    choices=(True, False, "auto"),
+    is_planned=True,
 )
 FUSED_BY = about(
     "choice",
-    "of fused operators: eager, triton, inductor, or false",
+    "operator fusion: eager, triton, inductor, or false",
     metavar="BACKEND",
     choices=("eager", "triton", "inductor", False),
     is_planned=True,
 )
-ON_DEVICE = about("text", "where ranks that are threads compute", is_for_training=True, kind="device")
+ON_DEVICE = about("text", "device of the ranks with --backend local", is_for_training=True, kind="device")
 FOR_TRAINING: dict[str, Any] = {"is_for_training": True}
 IN_PLAN: dict[str, Any] = {"is_planned": True}

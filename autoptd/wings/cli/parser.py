@@ -20,10 +20,9 @@ from autoptd.ir.plan import nearest
 from autoptd.ir.schedules import SCHEDULES
 from autoptd.options import KEYWORDS
 from autoptd.wings.cli.flags import FLAGS, as_bytes, as_count_or_auto, as_level, as_numbers, as_switch
-from autoptd.wings.cli.help_texts import CHECKPOINT, DOCTOR, EXAMPLES, MODEL, PLAN, SHOW
+from autoptd.wings.cli.help_texts import CHECKPOINT, COUNTED, DOCTOR, EXAMPLES, MODEL, PLAN, SHOW, SIZES
 from autoptd.wings.cli.settings import read_settings
 
-SIZES = ("layers", "hidden", "heads", "seq", "vocab", "ffn", "kv_heads", "head_dim", "mlp_matrices")
 # Flags that are at least 1, of all commands but plan.
 DEGREES = tuple(name for name, keyword in KEYWORDS.items() if keyword.flag == "count")
 WITHOUT_FLAG = [name for name, keyword in KEYWORDS.items() if not keyword.flag and name != "loss_fn"]
@@ -88,7 +87,7 @@ def make_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     parser = Parser(
         "autoptd",
         description="Write the model for one device; train it on any (t, p, d).",
-        epilog=f"examples:\n{EXAMPLES['']}\n\nautoptd COMMAND --help says more.",
+        epilog=f"examples:\n{EXAMPLES['']}\n\nautoptd COMMAND --help lists the flags of a command.",
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -108,100 +107,101 @@ def make_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
             # file.
             allow_abbrev=False,
         )
-        commands[name].add_argument("--debug", action="store_true", help="show the traceback of an error")
+        commands[name].add_argument("--debug", action="store_true", help="print tracebacks")
         commands[name].add_argument(
-            "-q", "--quiet", action="store_true", help="do not say on stderr what is done"
+            "-q", "--quiet", action="store_true", help="no progress messages on stderr"
         )
         return commands[name]
 
-    show = command("show", "what a model costs on t*p*d ranks: memory, traffic, bubble", SHOW)
+    show = command("show", "report memory, traffic and bubble of a model on t*p*d ranks", SHOW)
     # Before MODEL is asked for: `show --list` needs none.
     show.add_argument("--list", action="store_true", help="list the well-known sizes")
     _add_model(show)
-    show.add_argument("--out", metavar="DIR", help="write the pictures and report.html there")
-    show.add_argument("--explain", metavar="MODULE", help="say how tp splits a module or parameter, and why")
+    show.add_argument("--out", metavar="DIR", help="directory for pictures and report.html")
+    show.add_argument("--explain", metavar="MODULE", help="explain how tp splits a module or parameter")
     show.add_argument("--json", action="store_true", help="print the numbers as JSON")
     show.add_argument(
-        "--storage-bandwidth", type=float, metavar="GB/S", help="of all ranks together: how long a save takes"
+        "--storage-bandwidth",
+        type=float,
+        metavar="GB/S",
+        help="aggregate storage bandwidth; predicts how long a save takes",
     )
     show.add_argument(
-        "--mtbf", type=float, metavar="HOURS", help="between faults of the whole job: how often to save"
+        "--mtbf",
+        type=float,
+        metavar="HOURS",
+        help="mean time between failures of the job; suggests how often to save",
     )
 
     compile = command(
-        "compile", "write the program: a Python file per stage, the plan, pictures, a report", MODEL
+        "compile", "write the program: one Python file per stage, plan.json, pictures, a report", MODEL
     )
     _add_model(compile)
     compile.add_argument(
-        "--out", metavar="DIR", help="where to; has to be given, here or in the file of --config"
+        "--out", metavar="DIR", help="output directory (required, here or in the --config file)"
     )
 
-    verify = command("verify", "train model and partition side by side in float64, compare everything", MODEL)
+    verify = command("verify", "train a model with and without partitioning in float64, and compare", MODEL)
     _add_model(verify)
     verify.add_argument("--steps", type=int, default=5, help="optimizer steps (default %(default)s)")
 
     train = command(
-        "train", "train on text, a token a byte: alone, with ranks as threads, or under torchrun", MODEL
+        "train", "train on text, one token per byte: one process, ranks as threads, or torchrun", MODEL
     )
     _add_model(train)
     _add_training(train)
 
-    simulate = command("simulate", "run a schedule on paper: bubble, waits, saved activations")
+    simulate = command("simulate", "simulate a pipeline schedule: bubble, idle time, saved activations")
     _add_simulation(simulate)
 
-    diff = command("diff", "what differs between two plans or saved programs")
-    diff.add_argument("a", metavar="A", help="a plan.json, or a folder with one")
-    diff.add_argument("b", metavar="B", help="likewise")
+    diff = command("diff", "compare two plans or saved programs")
+    diff.add_argument("a", metavar="A", help="a plan.json, or a directory with one")
+    diff.add_argument("b", metavar="B", help="the same")
 
-    plan = command("plan", "choose (t, p, d, v, b) for a cluster, and say why", f"{PLAN}\n\n{MODEL}")
+    plan = command("plan", "search for the fastest (t, p, d, v, b) on a cluster", f"{PLAN}\n\n{MODEL}")
     _add_planning(plan)
 
-    measure = command("measure", "describe this machine to the planner: products, memory, collectives")
+    measure = command("measure", "benchmark this machine for the planner: GEMMs, memory, collectives")
     measure.add_argument("file", metavar="FILE", help="the TOML file to write")
     measure.add_argument(
-        "--ranks", type=int, default=2, help="processes that take part in collectives (default %(default)s)"
+        "--ranks", type=int, default=2, help="processes in the measured collectives (default %(default)s)"
     )
 
     doctor = command(
-        "doctor", "try every collective and channel on the ranks at hand; name what is wrong or slow", DOCTOR
+        "doctor", "check and time every collective on these ranks; name wrong or slow pairs", DOCTOR
     )
     _add_examination(doctor)
 
     checkpoint = command("checkpoint", "list, show, verify or convert checkpoints", CHECKPOINT)
     _add_checkpoints(checkpoint)
 
-    completion = command("completion", "print what completes commands and flags in a shell")
+    completion = command("completion", "print a shell completion script")
     completion.add_argument("shell", choices=("bash", "zsh"))
     return parser, commands
 
 
 def _add_model(parser: ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?")
-    sizes = parser.add_argument_group("the model and its batch")
-    sizes.add_argument(
-        "--set", action="append", metavar="NAME=VALUE", help="a keyword of the factory or the config"
-    )
-    sizes.add_argument(
-        "--dtype", help="of the parameters, e.g. bfloat16 (show and compile: of well-known sizes, too)"
-    )
+    sizes = parser.add_argument_group("model and batch")
+    sizes.add_argument("--set", action="append", metavar="NAME=VALUE", help="factory keyword or config field")
+    # `show` and `compile` take bfloat16 for the well-known sizes.
+    sizes.add_argument("--dtype", help="parameter dtype, e.g. bfloat16 (default: the model's)")
     sizes.add_argument("--seq", type=int, metavar="N", help="sequence length (default: the model's, or 128)")
+    sizes.add_argument("--vocab", type=int, metavar="N", help="vocabulary size (default: the model's)")
+    sizes.add_argument("--batch", type=int, metavar="N", help="global batch size in samples")
     sizes.add_argument(
-        "--vocab", type=int, metavar="N", help="token ids are below this (default: the model's)"
-    )
-    sizes.add_argument("--batch", type=int, metavar="N", help="samples of the global batch")
-    sizes.add_argument(
-        "--rows", type=int, metavar="N", help="samples of a microbatch, instead of --batch (default 1)"
+        "--rows", type=int, metavar="N", help="samples per microbatch, instead of --batch (default 1)"
     )
 
-    mesh = parser.add_argument_group("the mesh and the plan: names are those of autoptd.parallelize")
+    mesh = parser.add_argument_group("mesh and plan (the keywords of autoptd.parallelize)")
     _add_keywords(mesh, is_for_training=False)
     mesh.add_argument(
         "--option",
         action="append",
         metavar="NAME=VALUE",
-        help=f"a keyword without a flag: {', '.join(WITHOUT_FLAG)} (train: weights too)",
+        help=f"any other keyword: {', '.join(WITHOUT_FLAG)} (and weights, for train)",
     )
-    parser.add_argument("--config", metavar="FILE", help="flags from a TOML, YAML or JSON file")
+    parser.add_argument("--config", metavar="FILE", help="read flags from a TOML, YAML or JSON file")
 
 
 def _add_keywords(group: Any, is_for_training: bool) -> None:
@@ -227,35 +227,43 @@ def _add_training(parser: ArgumentParser) -> None:
     run.add_argument(
         "--random",
         action="store_true",
-        help="begin with random weights, where the folder MODEL has some of its own",
+        help="start from random weights, even if the directory MODEL contains weights",
     )
-    run.add_argument("--deferred", action="store_true", help="each rank makes its own slices of the weights")
-    run.add_argument("--data", metavar="FILE", help="text (default: Python's own help topics)")
-    run.add_argument("--steps", type=int, default=100, help="(default %(default)s)")
-    run.add_argument("--lr", type=float, default=1e-3, help="of AdamW (default %(default)s)")
-    run.add_argument("--weight-decay", type=float, default=0.01, help="(default %(default)s)")
-    run.add_argument("--clip", type=float, default=1.0, help="of the gradient's norm (default %(default)s)")
-    run.add_argument("--log", metavar="FILE", help="a JSON object a step")
-    run.add_argument("--tensorboard", metavar="DIR", help="where the package tensorboard is installed")
+    run.add_argument(
+        "--deferred", action="store_true", help="initialize on each rank only the weight slices that it holds"
+    )
+    run.add_argument("--data", metavar="FILE", help="text file to train on (default: Python's help topics)")
+    run.add_argument("--steps", type=int, default=100, help="optimizer steps (default %(default)s)")
+    run.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW (default %(default)s)")
+    run.add_argument(
+        "--weight-decay", type=float, default=0.01, help="weight decay of AdamW (default %(default)s)"
+    )
+    run.add_argument("--clip", type=float, default=1.0, help="maximum gradient norm (default %(default)s)")
+    run.add_argument("--log", metavar="FILE", help="write one JSON object per step")
+    run.add_argument("--tensorboard", metavar="DIR", help="directory for TensorBoard event files")
     run.add_argument(
         "--peak",
         type=float,
         metavar="FLOPS",
-        help="of a rank, for the MFU (default: a known GPU's, for the dtype of the parameters)",
+        help="peak FLOP/s per rank, for MFU (default: the GPU's, if known)",
     )
-    run.add_argument("--measure-every", type=int, default=10, metavar="N", help="where time goes; 0: never")
-    run.add_argument("--save", metavar="DIR", help="where checkpoints are written, beside training")
+    run.add_argument(
+        "--measure-every", type=int, default=10, metavar="N", help="profile every N-th step; 0: never"
+    )
+    run.add_argument("--save", metavar="DIR", help="checkpoint directory; saves run in the background")
     run.add_argument(
         "--save-every",
         type=as_count_or_auto,
         default=100,
         metavar="N|auto",
-        help="steps; auto: by what a save takes, and --mtbf (default %(default)s)",
+        help="steps between saves; auto: from save time and --mtbf (default %(default)s)",
     )
-    run.add_argument("--mtbf", type=float, metavar="HOURS", help="between faults of the whole job")
-    run.add_argument("--keep", type=int, metavar="K", help="the last checkpoints (default: all)")
-    run.add_argument("--resume", action="store_true", help="from the last one of --save, if there is one")
-    run.add_argument("--out", metavar="DIR", help="write program, pictures and report.html of the run there")
+    run.add_argument("--mtbf", type=float, metavar="HOURS", help="mean time between failures of the job")
+    run.add_argument("--keep", type=int, metavar="K", help="keep only the last K checkpoints (default: all)")
+    run.add_argument(
+        "--resume", action="store_true", help="resume from the latest checkpoint in --save, if any"
+    )
+    run.add_argument("--out", metavar="DIR", help="directory for the program, pictures and report.html")
 
 
 def _add_examination(parser: ArgumentParser) -> None:
@@ -264,35 +272,40 @@ def _add_examination(parser: ArgumentParser) -> None:
         words = f"{axis.word}-parallel degree"
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{words} (default: several meshes)")
     parser.add_argument(
-        "--backend", choices=("gloo", "nccl"), help="(default: nccl on CUDA devices, else gloo)"
+        "--backend", choices=("gloo", "nccl"), help="backend (default: nccl on CUDA devices, else gloo)"
     )
-    parser.add_argument("--device", help="of a rank (default: the GPU of LOCAL_RANK, else cpu)")
+    parser.add_argument(
+        "--device", help="device of each rank (default: the GPU numbered LOCAL_RANK, else cpu)"
+    )
     parser.add_argument(
         "--timeout",
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="of a rank that hangs (default %(default)g)",
+        help="how long a rank may hang (default %(default)g)",
     )
     parser.add_argument(
-        "--cluster", help="whose links to compare with: a name, or a TOML file (default: by the device)"
+        "--cluster", help="expected link speeds: a cluster name or TOML file (default: by device)"
     )
-    parser.add_argument("--json", metavar="FILE", help="write all that was found")
+    parser.add_argument("--json", metavar="FILE", help="write the full report as JSON")
 
 
 def _add_checkpoints(parser: ArgumentParser) -> None:
     parser.add_argument("action", metavar="ACTION", choices=("list", "show", "verify", "convert"))
     parser.add_argument(
-        "folder", metavar="PATH", help="a checkpoint; for list, the folder of a run; what --from says"
+        "folder", metavar="PATH", help="a checkpoint (list: a run's checkpoint directory; --from: the input)"
     )
     parser.add_argument(
-        "--to", choices=("hf", "torch"), help="for convert: safetensors, or one file of torch.save"
+        "--to", choices=("hf", "torch"), help="convert: output format: safetensors, or one torch.save file"
     )
     parser.add_argument(
-        "--from", dest="source", choices=("hf", "torch"), help="for convert: PATH is one of these instead"
+        "--from",
+        dest="source",
+        choices=("hf", "torch"),
+        help="convert: format of PATH, to make a checkpoint of it",
     )
     parser.add_argument(
-        "--out", metavar="PATH", help="for convert: the folder (of --to torch, file) to write"
+        "--out", metavar="PATH", help="convert: output directory (for --to torch, output file)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -302,65 +315,80 @@ def _add_simulation(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--v", type=int, default=1, help="model chunks per pipeline rank (default %(default)s)"
     )
-    parser.add_argument("--num-microbatches", type=int, help="per step (default 4p; a file's own)")
     parser.add_argument(
-        "--schedule", help=f"{', '.join(SCHEDULES)}, or a file (default: 1f1b, interleaved where v > 1)"
+        "--num-microbatches", type=int, help="microbatches per step (default 4p, or the schedule file's)"
     )
     parser.add_argument(
-        "--forward", type=float, default=1.0, help="time of a stage's forward (default %(default)s)"
+        "--schedule", help=f"{', '.join(SCHEDULES)}, or a file (default: 1f1b; interleaved if v > 1)"
     )
-    parser.add_argument("--backward", type=float, default=2.0, help="likewise (default %(default)s)")
-    parser.add_argument("--link", type=float, default=0.0, help="time of a message (default %(default)s)")
-    parser.add_argument("--out", metavar="FILE", help="write the chart: schedule.svg")
+    parser.add_argument(
+        "--forward", type=float, default=1.0, help="time of one stage's forward (default %(default)s)"
+    )
+    parser.add_argument(
+        "--backward", type=float, default=2.0, help="time of one stage's backward (default %(default)s)"
+    )
+    parser.add_argument("--link", type=float, default=0.0, help="time of one message (default %(default)s)")
+    parser.add_argument("--out", metavar="FILE", help="write the schedule chart as SVG")
 
 
 def _add_planning(parser: ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", nargs="?", help="its config gives the sizes")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="read the sizes from this model's config")
     parser.add_argument(
-        "--set", action="append", metavar="NAME=VALUE", help="a keyword of the factory or the config"
+        "--set", action="append", metavar="NAME=VALUE", help="factory keyword or config field"
     )
-    sizes = parser.add_argument_group("the sizes: instead of MODEL, or other than its own")
-    sizes.add_argument("--shape", metavar="FILE", help="a JSON file with these sizes")
-    for name in SIZES:
-        sizes.add_argument(_flag(name), type=int, metavar="N")
-    where = parser.add_argument_group("where, and what for")
-    where.add_argument("--gpus", type=int, metavar="N", help="all are used")
-    where.add_argument("--batch", type=int, metavar="N", help="sequences of a step")
+    sizes = parser.add_argument_group("sizes (instead of MODEL, or overriding it)")
+    sizes.add_argument("--shape", metavar="FILE", help="read these sizes from a JSON file")
+    for name, words in SIZES.items():
+        sizes.add_argument(_flag(name), type=int, metavar="N", help=words)
+    where = parser.add_argument_group("cluster and batch")
+    where.add_argument("--gpus", type=int, metavar="N", help="number of GPUs; every plan uses all of them")
+    where.add_argument("--batch", type=int, metavar="N", help="global batch size in sequences")
     where.add_argument(
         "--cluster",
         "--machine",
         default="dgx-a100",
-        help="h100, dgx-h100, ..., or a TOML file (default %(default)s)",
+        help="cluster name (h100, dgx-h100, ...) or TOML file (default %(default)s)",
     )
-    where.add_argument("--memory", type=as_bytes, metavar="BYTES", help="of a GPU: 80e9, 80GB or 80GiB")
+    where.add_argument("--memory", type=as_bytes, metavar="BYTES", help="memory per GPU: 80e9, 80GB or 80GiB")
     constraints = parser.add_argument_group(
-        "constraints: a value, or several; the planner chooses what is left out"
+        "constraints (one value or several; the planner chooses the rest)"
     )
-    for name in ("t", "p", "d", "c", "v", "microbatch"):
-        constraints.add_argument(f"--{name}", type=as_numbers, metavar="N[,N]")
+    for name, words in COUNTED.items():
+        constraints.add_argument(f"--{name}", type=as_numbers, metavar="N[,N]", help=words)
     constraints.add_argument(
-        "--sequence-parallel", nargs="?", const=True, type=as_switch, metavar="true|false|any"
+        "--sequence-parallel",
+        nargs="?",
+        const=True,
+        type=as_switch,
+        metavar="true|false|any",
+        help="sequence parallelism",
     )
-    constraints.add_argument("--recompute", metavar="none|selective|full|full:1/2|any")
-    constraints.add_argument("--zero", type=as_level, metavar="0|1|2|3|any")
     constraints.add_argument(
-        "--precision", "--dtype", metavar="fp32|bf16|fp16", help="of the weights (default fp32)"
+        "--recompute", metavar="none|selective|full|full:1/2|any", help="activation recomputation"
     )
-    constraints.add_argument("--schedule", metavar="NAME|any", help="any: zero bubble too, and breadth first")
-    constraints.add_argument("--placement", metavar="ranks|any", help="of mesh axes on the nodes")
-    constraints.add_argument("--software", help="the generation that the times are of: docs/planner.md")
+    constraints.add_argument("--zero", type=as_level, metavar="0|1|2|3|any", help="ZeRO stage")
+    constraints.add_argument(
+        "--precision", "--dtype", metavar="fp32|bf16|fp16", help="weight dtype (default fp32)"
+    )
+    constraints.add_argument(
+        "--schedule", metavar="NAME|any", help="any: consider zero-bubble and breadth-first schedules too"
+    )
+    constraints.add_argument("--placement", metavar="ranks|any", help="placement of mesh axes on nodes")
+    constraints.add_argument(
+        "--software", help="software generation of the measured efficiencies (docs/planner.md)"
+    )
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--keep", type=int, default=10, metavar="N", help="how many plans to list (default %(default)s)"
+        "--keep", type=int, default=10, metavar="N", help="number of plans to list (default %(default)s)"
     )
-    output.add_argument("--explain", action="store_true", help="say why")
+    output.add_argument("--explain", action="store_true", help="explain the choice")
     output.add_argument(
-        "--when", action="store_true", help="instead: which strategy when, on one GPU, one node, slow network"
+        "--when",
+        action="store_true",
+        help="compare strategies on one GPU, one node and a slow network instead",
     )
-    output.add_argument(
-        "--out", metavar="FILE", help="write plan.json of the best: --plan FILE of the other commands"
-    )
-    parser.add_argument("--config", metavar="FILE", help="flags from a TOML, YAML or JSON file")
+    output.add_argument("--out", metavar="FILE", help="write the best plan, for --plan of the other commands")
+    parser.add_argument("--config", metavar="FILE", help="read flags from a TOML, YAML or JSON file")
 
 
 def _config_of(arguments: Sequence[str]) -> str | None:

@@ -15,8 +15,8 @@ from typing import Any
 
 from autoptd.errors import PlanError, a_type
 from autoptd.ir.activity import activity
+from autoptd.wings.cli.help_texts import SIZES
 from autoptd.wings.cli.known import KNOWN
-from autoptd.wings.cli.parser import SIZES
 from autoptd.wings.cli.settings import check_writable, read_pairs
 from autoptd.wings.planner import plan as planning
 from autoptd.wings.planner.model_shape import shape_of, shape_of_config
