@@ -1,9 +1,9 @@
 """Where each draw of a recorded constructor starts from: the state that torch's generator would have there.
 
 While operators are recorded, nothing is drawn, and generators stand still. What a constructor does to them itself shows
-in their state: `torch.manual_seed`, `fork_rng`, a generator of its own. So after each recorded draw the generator is
-given a state that nothing else has, a *label*, by which the next draw is known to follow this one. A state that is no
-label was set by the constructor: a new *stream* begins there.
+in their state: `torch.manual_seed`, `fork_rng`, a generator of its own. So after each recorded draw one number is really
+drawn: the generator is in a state that it has been in at no draw before, by which the next draw is known to follow this
+one. A state that no draw has left was set by the constructor: a new *stream* begins there.
 
     streams = Streams(seed=0)                     # torch's generator is seeded, as by torch.manual_seed(0)
     first = streams.draw(3, generator)            # operator 3 draws: Draw(root=0, before=None)
@@ -21,10 +21,6 @@ from dataclasses import dataclass
 import torch
 
 from autoptd.errors import PlanError
-
-# Where a label is written: 64-bit words among the 624 of a Mersenne twister, behind its seed and counters.
-LABEL_WORDS = (3, 4)
-LABEL = 0x5EED
 
 
 @dataclass(frozen=True)
@@ -62,9 +58,8 @@ class Streams:
         if draw in self._followed:
             self.rewound.add(number)
         self._followed.add(draw)
-        label = self._label(number, draw.root)
-        self._known[_digest(label)] = Draw(draw.root, number)
-        generator.set_state(label)
+        torch.rand((), generator=generator, device="cpu")
+        self._known[_digest(generator.get_state())] = Draw(draw.root, number)
         return draw
 
     def close(self) -> None:
@@ -79,14 +74,6 @@ class Streams:
         draw = self._known[_digest(state)] = Draw(len(self.roots), None)
         self.roots.append(state)
         return draw
-
-    def _label(self, number: int, root: int) -> torch.Tensor:
-        """Make a state of its own: the stream's first one with other words, so that `initial_seed()` stays."""
-        label = self.roots[root].clone()
-        first, second = LABEL_WORDS
-        words = label[: label.numel() // 8 * 8].view(torch.int64)
-        words[first], words[second] = number, LABEL
-        return label
 
 
 def _digest(state: torch.Tensor) -> bytes:
