@@ -11,50 +11,27 @@ for x, y in loader:
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from autoptd.compat import tree_leaves, tree_map
-from autoptd.compiler.batch import split_call
-from autoptd.compiler.driver import compile_evaluation, compile_program, compile_sizes
-from autoptd.compiler.records.fallbacks import warn_of_fallbacks
+from autoptd.compiler.compiler import Compiler
 from autoptd.errors import PlanError
-from autoptd.ir.buffers import same_entries
 from autoptd.ir.machine import Machine
 from autoptd.ir.shapes import EXACT, Buckets
-from autoptd.model.adapters import Adapters
-from autoptd.model.loop_changes import LoopChanges
-from autoptd.model.loop_watch import LoopWatch
-from autoptd.model.match_folder import fitting, format_of, open_weights, with_values
-from autoptd.model.optimizer_request import OwnParameters
 from autoptd.model.parallel_model import ParallelModel
-from autoptd.model.sizes import EVALUATION
-from autoptd.model.started_model import is_local
-from autoptd.options import Options, make_options
+from autoptd.options import make_options
 from autoptd.program.program import Program
+from autoptd.runtime.checkpoint.weights import open_weights
+from autoptd.runtime.step.launch import is_first_process, is_launched
 from autoptd.runtime.world.devices import check_device
 from autoptd.runtime.world.leaving import tell_at_exit
-from autoptd.subject.initial.deferred import is_deferred, traceable
-from autoptd.subject.initial.sources import Source
-from autoptd.subject.storage import shared_buffers
-from autoptd.trace import (
-    check_module,
-    check_precision,
-    computing_in,
-    evaluating,
-    has_values,
-    in_modes,
-    modes_of,
-)
-from autoptd.trace.padding import Call, compare_padded
+from autoptd.subject.call import split_call
+from autoptd.subject.subject import Subject
+from autoptd.trace import check_precision
 from autoptd.verify.verify import verify
 from autoptd.wings.planner.auto import planned
 from autoptd.wings.reports.excepthook import print_errors_once
@@ -179,85 +156,22 @@ def parallelize(
         del requested[name]
     requested |= later
     print_errors_once()
-    check_module(model)
+    subject = Subject.of(model, None if weights is None else open_weights(weights))
+    subject.check_values()
     options = make_options(**planned(model, example_inputs, requested))
-    if not is_local(options):
-        tell_at_exit()
     check_device(options.device)
     check_precision(model, options.precision)
-    given = model
-    model, source = with_source(model, weights)
-    remade, speaks = (lambda: with_source(given, weights)[0]), is_first_process()
-    changes = LoopChanges(given, remade, options.loss_fn, speaks=speaks)
-    modes: dict[nn.Module, bool] = {}
-    cast: set[str] = set()
-
-    def compile_for(args: tuple[Any, ...], kwargs: dict[str, Any], replicas: int, check: bool) -> Program:
-        # Later evaluations are compared with training in these modes.
-        modes.update(modes_of(model))
-        program = compile_program(
-            model, options, args, kwargs, replicas=replicas, check=check and is_first_process()
-        )
-        cast.update(program.cast_buffers)
-        # Compiled again for other buffers (check=False), it has warned already.
-        if check and is_first_process():
-            warn_of_fallbacks(program)
-        return changes.follow(program)
-
-    def compile_other(args: tuple[Any, ...], kwargs: dict[str, Any], trained: Program) -> Program:
-        replicas = options.mesh.replicas if is_local(options) else 1
-        args, kwargs = beside(model, (args, kwargs))
-        program = compile_sizes(
-            model, options, args, kwargs, trained, modes, replicas=replicas, check=is_first_process()
-        )
-        if is_first_process():
-            warn_of_fallbacks(program)
-        return changes.follow(program)
-
-    def compile_eval(
-        args: tuple[Any, ...], kwargs: dict[str, Any], trained: Program, counts: tuple[int, ...] = ()
-    ) -> Program:
-        # What `eval_step` gets: the global batch for threads, this replica's rows for a process.
-        replicas = options.mesh.replicas if is_local(options) else 1
-        if options.shapes is not None:
-            args, kwargs = beside(model, (args, kwargs))
-        program = compile_evaluation(
-            model, options, args, kwargs, trained, modes, replicas=replicas, counts=counts
-        )
-        return changes.follow(program, evaluates=True)
-
-    def prove(call: str, calls: Sequence[Call], what: str, is_made_up: bool) -> None:
-        # One process is enough: all have the same model.
-        if is_first_process():
-            with evaluating(model) if call == EVALUATION else in_modes(modes):
-                short, padded, others = (beside(model, one) for one in calls)
-                check_passed_over(model, options, cast, (short, padded, others), what, is_made_up)
-
-    keywords: dict[str, Any] = {
-        "weights": source,
-        "arguments": argument_names(model),
-        "format": format_of(model),
-        "adapters": Adapters(model),
-        "compile_eval": compile_eval,
-        "compile_sizes": compile_other,
-        "prove": prove,
-        "draw": draw_program,
-        "shared": shared_buffers(model),
-        "holding": partial(with_buffers, model),
-        "loop": LoopWatch(speaks=is_first_process()),
-        "changes": changes,
-        "own": OwnParameters(given),
-    }
-    pm = ParallelModel.lazy(compile_for, options, model.state_dict(), **keywords)
-    keywords["loop"].guard(given)
+    if is_launched(options.mesh, options.backend):
+        tell_at_exit()
     if example_inputs is None and options.shapes not in (None, EXACT):
         fact = "buckets are for lengths up to that of example_inputs, and there are none"
         raise PlanError(
             f"shapes={options.shapes!r}", fact, "example_inputs=, a global batch of the largest length"
         )
+    compiler = Compiler(subject, options, checks=is_first_process())
+    pm = ParallelModel.lazy(compiler, draw=draw_program)
     if example_inputs is not None:
-        args, kwargs = split_call(example_inputs)
-        pm.compile_now(args, kwargs)
+        pm.compile_now(*split_call(example_inputs))
     return pm
 
 
@@ -268,110 +182,10 @@ def compile(model: nn.Module, *, example_inputs: Any, **keywords: Any) -> Progra
     Raises TraceError or PlanError, naming site, fact and remedy. Warns when tensor ranks repeat each
     other's work because t does not divide.
     """
+    subject = Subject.of(model)
     options = make_options(**planned(model, example_inputs, keywords))
     check_precision(model, options.precision)
-    if is_deferred(model):
-        model, _ = traceable(model)
-    args, kwargs = split_call(example_inputs)
-    program = compile_program(model, options, args, kwargs, replicas=options.mesh.replicas)
-    warn_of_fallbacks(program)
-    return program
-
-
-def beside(model: nn.Module, call: Call) -> Call:
-    """Return a call on the model's device: a step takes its tensors from anywhere, tracing does not."""
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) != 1 or any(device.type == "meta" for device in devices):
-        return call
-    (home,) = devices
-    return tree_map(lambda leaf: leaf.to(home) if isinstance(leaf, torch.Tensor) else leaf, call)  # type: ignore[no-any-return]
-
-
-def check_passed_over(
-    model: nn.Module,
-    options: Options,
-    cast: Collection[str],
-    calls: tuple[Call, Call, Call],
-    what: str,
-    is_made_up: bool,
-) -> None:
-    """Raise PlanError unless the loss and all gradients of a call stay the same with padding.
-
-    `cast` are the program's `cast_buffers`.
-    """
-    if not has_values(model):
-        fact = "the model has no values yet, so that it cannot be run to check that it passes over padding"
-        remedy = (
-            "autoptd.Buckets((512, 1024), check=False) where you know that it does, or a model with values"
-        )
-        raise PlanError("shapes=", fact, remedy)
-    # The model's own dtype shows more than a narrower one, which inputs may be in.
-    tensors = [x for x in tree_leaves(calls[0]) if isinstance(x, torch.Tensor)]
-    is_narrow = options.precision and any(x.is_floating_point() for x in tensors)
-    with computing_in(model, options.precision if is_narrow else None, cast):
-        compare_padded(model, options.loss_fn, *calls, what, is_made_up=is_made_up)
-
-
-def with_source(model: nn.Module, weights: str | os.PathLike[str] | None) -> tuple[nn.Module, Source | None]:
-    """Return the model as it is traced, and where its ranks take their parameters from; None for its own values.
-
-    PlanError where they have none.
-    """
-    source: Source | None = None
-    if is_deferred(model):
-        model, source = traceable(model)
-    # Names and shapes are checked before anything is traced: a wrong folder costs seconds, not minutes.
-    if weights is not None:
-        source = folder = fitting(model, open_weights(weights))
-        return with_values(model, folder), source
-    if any(parameter.is_meta for parameter in model.parameters()):
-        remedy = "build it in `with autoptd.deferred():`, or pass weights='a folder with its safetensors'"
-        raise PlanError("model", "its weights are on meta: there is nothing to train", remedy)
-    return model, source
-
-
-@contextmanager
-def with_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Set the model's buffers to these values for a while, in tensors of their own.
-
-    Names that are no buffers are ignored.
-    """
-    before: list[tuple[nn.Module, str, torch.Tensor]] = []
-    # By identity: modules may share a buffer.
-    copies: dict[int, torch.Tensor] = {}
-    for path, module in model.named_modules():
-        for name, own in module._buffers.items():
-            value = values.get(f"{path}.{name}" if path else name)
-            # A buffer with these values already stays the very tensor, which the user may have views of.
-            if own is None or value is None or own.is_meta or same_entries(own, value.to(own.device)):
-                continue
-            before.append((module, name, own))
-            copies.setdefault(id(own), value.to(own, copy=True))
-    for module, name, own in before:
-        module._buffers[name] = copies[id(own)]
-    try:
-        yield
-    finally:
-        for module, name, own in before:
-            module._buffers[name] = own
-
-
-def argument_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the arguments that the model's forward takes by position; () without a
-    signature.
-    """
-    try:
-        parameters = inspect.signature(model.forward).parameters.values()
-    except (TypeError, ValueError):
-        return ()
-    return tuple(item.name for item in parameters if item.kind is item.POSITIONAL_OR_KEYWORD)
-
-
-def is_first_process() -> bool:
-    """Tell whether this process compares model and trace for its torchrun world: the answer is the same in
-    all.
-    """
-    return os.environ.get("RANK", "0") == "0"
+    return Compiler(subject, options).for_training(split_call(example_inputs), options.mesh.replicas)
 
 
 __all__ = ["Buckets", "Machine", "ParallelModel", "Program", "compile", "parallelize", "verify"]

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -89,15 +88,6 @@ class Batch:
         step = self.rows * self.pieces
         # There must be two numbers of rows to compare, also where a step has no more than a microbatch.
         return step if step > self.traced_rows else 2 * self.traced_rows
-
-
-def split_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return (args, kwargs) of a call given as a tuple, a mapping (a `BatchEncoding` too) or one tensor."""
-    if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    if isinstance(example_inputs, (tuple, list)):
-        return tuple(example_inputs), {}
-    return (example_inputs,), {}
 
 
 def plan_batch(

@@ -8,7 +8,6 @@ No process group, no GPU and no weights in memory are needed: meta parameters co
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -23,7 +22,6 @@ from autoptd.compiler.batch import (
     Batch,
     FewRows,
     Traces,
-    capture_rows,
     groups_of,
     plan_batch,
     trace_rows,
@@ -52,16 +50,12 @@ from autoptd.ir.buffers import Buffers
 from autoptd.ir.default_device import on_cpu
 from autoptd.ir.garbage import paused_collection
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.notes import note, op_name
-from autoptd.ir.plan import Plan
 from autoptd.ir.sizes import local_shape
 from autoptd.options import Options
 from autoptd.passes import Context, Form, Record, up_to
-from autoptd.program.follow import check_follows, check_trains_alike
 from autoptd.program.program import Program
 from autoptd.program.transfers import plan_transfers
 from autoptd.program.weighed import found_text
-from autoptd.runtime.step.microbatches import fitting_microbatches, is_call_of
 from autoptd.runtime.world.devices import default_fusion
 from autoptd.wings.reports.pictures import painter
 
@@ -302,88 +296,3 @@ def make_context(options: Options, traces: Traces, batch: Batch, like: Program |
         saved_by=FindSaved(options.mesh, batch.rows),
         like=like,
     )
-
-
-def compile_sizes(
-    model: nn.Module,
-    options: Options,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    trained: Program,
-    modes: Mapping[nn.Module, bool],
-    *,
-    replicas: int,
-    check: bool = True,
-) -> Program:
-    """Compile for batches of other sizes than those of `trained`, on its ranks and parameters.
-
-    The layout of parameters and the cut are those of `trained`; what backward keeps is found anew. `modes` are those of the
-    modules in training. PlanError where no such program is possible.
-    """
-    # Pinned are those decisions that parameters depend on, by `trained`, and no prices that fitted another size.
-    pins = replace(options.plan, cut=None, shard=(), rates=())
-    options = replace(options, zero=trained.plan["options"]["zero"], plan=pins)
-    with tracing.in_modes(modes):
-        program = compile_program(model, options, args, kwargs, replicas=replicas, check=check, like=trained)
-    check_trains_alike(trained, program)
-    return program
-
-
-def compile_evaluation(
-    model: nn.Module,
-    options: Options,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    trained: Program,
-    modes: Mapping[nn.Module, bool],
-    *,
-    replicas: int,
-    counts: tuple[int, ...] = (),
-) -> Program:
-    """Compile for an evaluation, on the ranks and the parameters of `trained`, the program that trains.
-
-    `modes` are those of the modules in training, `counts` the rows of every replica where they are not equal.
-    Where eval mode only takes the dropouts away, and the sizes are those of training, the result is training's
-    program itself, which draws no masks without gradients. For other sizes it is compiled again, held to
-    training's layout and cut, and so is a model that computes something else in eval mode. PlanError where
-    eval mode draws dropouts, or reads parameters elsewhere than training does.
-    """
-    price = trained.plan["options"]["memory_price"]
-    zero = trained.plan["options"]["zero"]
-    # No bound and no pins: nothing is kept for backward.
-    options = replace(options, recompute=False, recompute_num_layers=1, plan=Plan(), zero=zero)
-    options = replace(options, memory=math.inf, memory_price=price)
-    is_same_size = not counts and is_call_of(trained, args, kwargs, replicas)
-    own = trained.num_microbatches if is_same_size else options.num_microbatches
-    options = replace(options, num_microbatches=fitting_microbatches(own, args, kwargs, replicas))
-    batch = plan_batch(options, args, kwargs, replicas, like=trained, counts=counts)
-    computing = partial(tracing.computing_in, model, options.precision, trained.cast_buffers)
-    with tracing.evaluating(model), computing() as narrowing:
-        evaluated = capture_rows(model, options, args, kwargs, batch, narrowing)
-        for node in tracing.draws(evaluated.graph):
-            is_dropout = op_name(node) == "aten.dropout"
-            what = f"dropout of {node.args[1]} is" if is_dropout else "random numbers are"
-            remedy = (
-                "F.dropout(x, p, training=self.training)" if is_dropout else "draw them where self.training"
-            )
-            raise PlanError(note(node).module or "model", f"{what} drawn in eval mode as well", remedy)
-    # Training's graph at this size, to compare with that of eval mode.
-    with tracing.in_modes(modes):
-        if is_same_size and trained.graphs:
-            graph, buffers = trained.graphs["TRACED"], trained.buffers
-        else:
-            with computing() as narrowing:
-                captured = capture_rows(model, options, args, kwargs, batch, narrowing)
-            graph, buffers = captured.graph, captured.buffers
-        is_training = tracing.is_training_without_dropout(graph, evaluated.graph, buffers, evaluated.buffers)
-        if is_training and is_same_size:
-            return trained
-    like = trained if trained.graphs else trained.follows
-    # Without gradients no masks are drawn: training's own graph at this size will do.
-    with tracing.in_modes(modes) if is_training else tracing.evaluating(model):
-        program = compile_program(
-            model, options, args, kwargs, replicas=replicas, check=False, like=like, counts=counts
-        )
-    check_follows(trained, program)
-    # The ranks hold training's parameters, of which an evaluation may read fewer.
-    return replace(program, params=trained.params, row_counts=counts)

@@ -25,9 +25,9 @@ import torch
 from torch import nn
 
 from autoptd.errors import PlanError
-from autoptd.model.match_folder import counted, misfits
 from autoptd.runtime.folders.read_folder import Folder, headers, library
 from autoptd.runtime.folders.save_adapter import CONFIG, WEIGHTS
+from autoptd.subject.match_folder import counted, misfits
 
 # Fields of a config that say where an adapter came from, or how its values were first drawn: no forward reads them. Of dropout,
 # which training alone has, the model keeps its own.

@@ -74,7 +74,8 @@ class LoopChanges:
         """Raise RuntimeFault where the model is no longer what one of the programs computes; `buffers` are the ranks'."""
         self._tell_of_weights(site)
         for traced in dict.fromkeys(program.traced for program in programs):
-            if (watched := self._watched.get(traced)) is not None:
+            # A program that was written by hand, or loaded, has none.
+            if traced is not None and (watched := self._watched.get(traced)) is not None:
                 watched.check(traced, site, buffers)
 
     def note_exchange(self) -> None:

@@ -1,6 +1,6 @@
 """What `parallelize` returns: the user's model, running on t*p*d ranks.
 
-In: a program (or a way to compile one from the first step's arguments), options, and the model's state dict
+In: a program, options, and the model's state dict; or a compiler, for the arguments of the first step
 (started_model.py). Out: an object with the training loop's verbs, under the model's own parameter names.
 Calls marked *collective* are made by all ranks.
 
@@ -59,15 +59,9 @@ class ParallelModel(AdaptedModel):
     With `backend="local"` they are threads of this process, else this process is one of them.
 
     `program` is the compiled model, or None: see `lazy`. `state` is the model's state dict: its parameters,
-    and persistent buffers. With `weights` the parameters' values are those of this source instead; `format`
-    says how the model is saved as one. `compile_eval` compiles for the first `eval_step`, on the layout of
-    the program that trains; without it, evaluation runs that program's forward; `compile_sizes` compiles for
-    batches of other sizes likewise. All compile the model while it is `holding` the buffers of now. `draw`
-    adds pictures to `show`. `arguments` are the names of the model's own, by which a call is bound that
-    passes them in another way than the first one. `shared` says which of the model's buffers share their
-    memory, `adapters` which adapters of PEFT it has,
-    `loop` notices loops that are ported by half, `changes` what a loop
-    changes of the model. `own` are the parameters of the user's model. Collective.
+    and persistent buffers. With `weights` the parameters' values are those of this source instead. `compiler`
+    compiles for the first `eval_step`, on the layout of the program that trains, and for batches of other
+    sizes; without it, evaluation runs that program's forward. `draw` adds pictures to `show`. Collective.
     """
 
     # training
@@ -196,7 +190,7 @@ class ParallelModel(AdaptedModel):
     @property
     def _takes_unequal(self) -> bool:
         """Whether replicas may have other numbers of rows in an evaluation."""
-        program, has_programs = self._program, self._compile_eval is not None
+        program, has_programs = self._program, self._compiler is not None
         if program is None or not has_programs or self.options.shapes not in (None, EXACT):
             return False
         return program.row_blocks == 1

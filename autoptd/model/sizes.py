@@ -4,7 +4,7 @@ In: the calls of `step` and `eval_step`, and a way to compile. Out: the program 
 and the call, padded where that was asked for. All programs share the ranks' parameters, and so the optimizer; all ranks take
 part in each call.
 
-    programs = Programs(options, are_processes=False, prove=prove)
+    programs = Programs(options, compiler, are_processes=False)
     programs.begin(first, ranks, args, kwargs)
     program, args, kwargs = programs.find("step", ranks, args, kwargs, compile)
 """
@@ -22,6 +22,7 @@ from autoptd.compat import tree_flatten, tree_unflatten
 from autoptd.errors import AutoptdError, PlanError, RuntimeFault, TraceError
 from autoptd.ir.shapes import EXACT, MAX_PROGRAMS, Buckets, bucket_lengths
 from autoptd.ir.types import ZIGZAG
+from autoptd.model.compiling import ModelCompiler
 from autoptd.options import Options
 from autoptd.program.program import Program
 from autoptd.runtime.checkpoint.restore import agree, attempted
@@ -46,9 +47,6 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 # (args, kwargs, the rows of every replica where they are not equal)
 Compile = Callable[[Args, Kwargs, tuple[int, ...]], Program]
-# (the call's name, [a call, it with padding, it with other padding], what was added, whether its numbers are made up):
-# PlanError where the model reads what was added.
-Prove = Callable[[str, Sequence[tuple[Args, Kwargs]], str, bool], None]
 
 
 class Programs:
@@ -57,8 +55,8 @@ class Programs:
     `are_processes`: the ranks may be called with different batches. Threads have one for all of them.
     """
 
-    def __init__(self, options: Options, *, are_processes: bool, prove: Prove | None) -> None:
-        self._options, self._are_processes, self._prove = options, are_processes, prove
+    def __init__(self, options: Options, compiler: ModelCompiler | None, *, are_processes: bool) -> None:
+        self._options, self._compiler, self._are_processes = options, compiler, are_processes
         # Without `shapes` there are others for evaluations only, of fewer rows.
         self.most = options.max_programs or (MAX_PROGRAMS if options.shapes is not None else sys.maxsize)
         self._by_sizes: dict[Sizes, Program] = {}
@@ -248,7 +246,7 @@ class Programs:
 
         It is tried with other numbers too.
         """
-        if self._prove is None:
+        if self._compiler is None:
             fact = "there is no model to check that it passes over padding"
             raise PlanError("shapes=", fact, "autoptd.parallelize(model, ...)")
         own_length, own_rows = padding.length_of(given), padding.rows_of(given)
@@ -257,7 +255,7 @@ class Programs:
             padded = padding.padded(short, length, rows, blank)
             others = padding.with_other_tokens(padded, own_length, own_rows)
             calls: list[Any] = [tree_unflatten(list(leaves), tree) for leaves in (short, padded, others)]
-            self._prove(call, calls, what, number > 0)
+            self._compiler.prove(calls, what, evaluates=call == EVALUATION, is_made_up=number > 0)
 
     def trained_for(self, args: Args, kwargs: Kwargs) -> Program:
         """Return the program that trains with the sizes of an evaluation, if there is one, else the first."""

@@ -3,7 +3,7 @@
 In: a program, or a way to compile one; options; the model's state dict, or a source of weights. Out: the
 program, the running ranks, and this process's place among them: what the verbs of `ParallelModel` work on.
 
-    pm = ParallelModel.lazy(compile, options, model.state_dict())
+    pm = ParallelModel.lazy(compiler)
     pm.compile_now((x, y), {})
     pm.program, pm.coordinate
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -25,35 +24,38 @@ from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ir.buffers import SharedBuffers
 from autoptd.ir.mesh import Coordinate
 from autoptd.model.adapters import Adapters
+from autoptd.model.compiling import ModelCompiler
 from autoptd.model.instead import InsteadOf
 from autoptd.model.loop_changes import LoopChanges, is_due
 from autoptd.model.loop_watch import LoopWatch
 from autoptd.model.optimizer_request import OwnParameters
-from autoptd.model.sizes import EVALUATION, Programs, Prove
+from autoptd.model.sizes import EVALUATION, Programs
 from autoptd.options import Options
+from autoptd.program.folder_format import FolderFormat
 from autoptd.program.program import Program
+from autoptd.program.sources import Source
 from autoptd.runtime.checkpoint.restore import agree, attempted
-from autoptd.runtime.folders.save_pretrained import FolderFormat
 from autoptd.runtime.params.loss_scale import LossScale
-from autoptd.runtime.step.launch import MODEL, LocalRanks, ProcessRank, RunningRanks, is_launched, own_rank
+from autoptd.runtime.step.launch import (
+    MODEL,
+    LocalRanks,
+    ProcessRank,
+    RunningRanks,
+    is_first_process,
+    is_launched,
+    own_rank,
+)
 from autoptd.runtime.step.microbatches import CallForm, is_call_in_one
 from autoptd.runtime.step.model_buffers import ModelBuffers
 from autoptd.runtime.step.timeline import Span
 from autoptd.runtime.world.devices import device_of_ranks
-from autoptd.subject.initial.sources import Source
+from autoptd.subject.call import Call
 
-# (args, kwargs, whose rows these are of how many replicas, whether to compare trace and model once) -> the program
-Compile = Callable[[tuple[Any, ...], dict[str, Any], int, bool], Program]
-# (args, kwargs, the program that trains[, the rows of every replica of an evaluation, where they are not equal]) -> the program
-# that evaluates, or trains with other sizes
-CompileLike = Callable[..., Program]
 Draw = Callable[[Program, Path, Sequence[Span]], None]
 # A program, and the call that it takes.
 SizedCall = tuple[Program, tuple[Any, ...], dict[str, Any]]
 # How many losses are remembered.
 LOSSES = 20
-# A context in which the model has these buffers.
-Holding = Callable[[Mapping[str, torch.Tensor]], AbstractContextManager[None]]
 
 
 def is_local(options: Options) -> bool:
@@ -73,26 +75,16 @@ class StartedModel(InsteadOf):
         options: Options,
         state: Mapping[str, torch.Tensor],
         *,
-        compile: Compile | None = None,
-        compile_eval: CompileLike | None = None,
-        compile_sizes: CompileLike | None = None,
-        prove: Prove | None = None,
-        holding: Holding | None = None,
-        draw: Draw | None = None,
+        compiler: ModelCompiler | None = None,
         weights: Source | None = None,
-        format: FolderFormat | None = None,
-        arguments: Sequence[str] = (),
-        shared: SharedBuffers | None = None,
-        adapters: Adapters | None = None,
-        loop: LoopWatch | None = None,
-        changes: LoopChanges | None = None,
-        own: OwnParameters | None = None,
+        draw: Draw | None = None,
     ) -> None:
         self.options = options
         self._is_process = not is_local(options)
-        self._loop, self._original = loop or LoopWatch(speaks=False), own or OwnParameters()
-        self._changes = changes
-        self._arguments = tuple(arguments)
+        subject = None if compiler is None else compiler.subject
+        self._loop, self._original = LoopWatch(speaks=False), OwnParameters()
+        self._changes: LoopChanges | None = None
+        self._arguments = () if subject is None else subject.arguments
         # The form of the call that was compiled for: other spellings of it are brought into this form.
         self._form: CallForm | None = None
         # Whether `local_batch` cut rows for one of several replicas before it was known which belong together.
@@ -106,13 +98,12 @@ class StartedModel(InsteadOf):
         self._jumps = 0
         self._state = {name: x.detach() for name, x in state.items()}
         self._names = list(self._state)
-        self._compile, self._compile_eval, self._draw = compile, compile_eval, draw
-        self._compile_sizes = compile_sizes
-        self._holding = holding or nullcontext
-        # Stands in for the (args, kwargs, number of replicas whose rows they hold) that were compiled for.
-        self._call: Any = None
-        self._weights, self._format = weights, format or FolderFormat()
-        self._adapters = adapters
+        self._compiler, self._draw = compiler, draw
+        # Stands in for the call that was compiled for, and the number of replicas whose rows it holds.
+        self._call: tuple[Call, int] | None = None
+        self._weights = weights
+        self._format = FolderFormat() if subject is None else subject.format
+        self._adapters = None if subject is None else Adapters(subject.model)
         self._loss_scale = LossScale.of(options)
         # Those that the user still has.
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
@@ -126,40 +117,54 @@ class StartedModel(InsteadOf):
         self._unusable = ""
         # Called before parameters and moments are overwritten: a save may still be copying them.
         self._release: Callable[[], None] = lambda: None
-        self._buffers = ModelBuffers(shared or SharedBuffers())
+        self._buffers = ModelBuffers(SharedBuffers() if subject is None else subject.shared)
         self._program: Program | None = None
         self._ranks: RunningRanks | None = None
         # Those of other sizes: where batches may have several, and of evaluations.
-        self._programs = Programs(options, are_processes=self._is_process, prove=prove)
+        self._programs = Programs(options, compiler, are_processes=self._is_process)
         if program is not None:
             self._start(program)
             self._programs.begin(self.program, self._started("step"), (), {})
 
     @classmethod
-    def lazy(
-        cls, compile: Compile, options: Options, state: Mapping[str, torch.Tensor], **keywords: Any
-    ) -> Self:
-        """Return a model that is compiled by `compile_now`, else at the first step, for the arguments given
-        there.
+    def lazy(cls, compiler: ModelCompiler, draw: Draw | None = None) -> Self:
+        """Return a model that is compiled by `compile_now`, else at the first step, for the arguments given there.
+
+        The user's loop is watched for what compiled programs do not follow.
         """
-        return cls(None, options, state, compile=compile, **keywords)
+        subject = compiler.subject
+        pm = cls(
+            None, compiler.options, subject.state(), compiler=compiler, weights=subject.source, draw=draw
+        )
+        speaks, loss_fn = is_first_process(), compiler.options.loss_fn
+        pm._changes = LoopChanges(subject.given, subject.remade, loss_fn, speaks=speaks)
+        pm._original, pm._loop = OwnParameters(subject.given), LoopWatch(speaks=speaks)
+        pm._loop.guard(subject.given)
+        return pm
 
     def compile_now(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile for steps with such a global batch, and start the ranks. Collective."""
         self._compile_for(args, kwargs, self.options.mesh.replicas)
 
     def _compile_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], replicas: int) -> None:
-        if self._compile is None:
+        compiler = self._compiler
+        if compiler is None:
             raise PlanError("compile_now", "there is nothing to compile", "use ParallelModel.lazy")
-        self._call = (*tree_map(_stand_in, (args, kwargs)), replicas)
-        with self._holding(self._state):
-            program = self._compile(args, kwargs, replicas, True)
+        self._call = (tree_map(_stand_in, (args, kwargs)), replicas)
+        with compiler.subject.holding(self._state):
+            program = self._followed(compiler.for_training((args, kwargs), replicas))
         if self._cut_unseen and program.row_blocks > 1:
             fact = f"the rows of {program.row_blocks} blocks of the batch belong together, which was not known when it was cut"
             raise PlanError("local_batch", fact, "example_inputs= of parallelize, a global batch")
         self._start(program)
         self._programs.begin(self.program, self._started("step"), args, kwargs)
         self._form = CallForm(self._arguments, len(args), tuple(kwargs))
+
+    def _followed(self, program: Program, *, evaluates: bool = False) -> Program:
+        """Return a program that was just compiled, and remember the model as it was."""
+        if self._changes is not None:
+            self._changes.follow(program, evaluates=evaluates)
+        return program
 
     def __repr__(self) -> str:
         """Say on a line what runs where."""
@@ -239,13 +244,13 @@ class StartedModel(InsteadOf):
         """Return the program that trains with a call, which the ranks use from now on, and the call, padded where that was
         asked for. Collective.
         """
-        first, ranks, like = self.program, self._started("step"), self._compile_sizes
-        if self.options.shapes is None or like is None:
+        first, ranks, compiler = self.program, self._started("step"), self._compiler
+        if self.options.shapes is None or compiler is None:
             return first, args, kwargs
 
         def compile(args: tuple[Any, ...], kwargs: dict[str, Any], counts: tuple[int, ...]) -> Program:
-            with self._holding(self._buffers.now(ranks)):
-                return like(args, kwargs, first)
+            with compiler.subject.holding(self._buffers.now(ranks)):
+                return self._followed(compiler.for_sizes((args, kwargs), first))
 
         return self._programs.find("step", ranks, args, kwargs, compile)
 
@@ -254,19 +259,17 @@ class StartedModel(InsteadOf):
 
         Without `shapes`, there is one for each number of rows up to that of the first evaluation, or of training.
         """
-        trained, ranks, like, programs = (
-            self.program,
-            self._started("eval_step"),
-            self._compile_eval,
-            self._programs,
-        )
-        if like is None:
+        trained, ranks = self.program, self._started("eval_step")
+        compiler, programs = self._compiler, self._programs
+        if compiler is None:
             return trained, args, kwargs
 
         # Not before the first evaluation: some runs have none, and compiling takes as long as for training.
         def compile(args: tuple[Any, ...], kwargs: dict[str, Any], counts: tuple[int, ...]) -> Program:
-            with self._holding(self._buffers.now(ranks)):
-                return like(args, kwargs, programs.trained_for(args, kwargs), *([counts] if counts else []))
+            first = programs.trained_for(args, kwargs)
+            with compiler.subject.holding(self._buffers.now(ranks)):
+                program = compiler.for_evaluation((args, kwargs), first, counts)
+                return self._followed(program, evaluates=True)
 
         return programs.find(EVALUATION, ranks, args, kwargs, compile)
 

@@ -358,17 +358,16 @@ class StatefulModel(StartedModel):
         changed = program.differing(brought)
         if not changed:
             return
-        if self._compile is not None:
-            args, kwargs, replicas = self._call
-            with self._holding({**self._buffers.now(ranks), **brought}):
-                again = self._compile(args, kwargs, replicas, False)
+        compiler = self._compiler
+        if compiler is not None and self._call is not None:
+            call, replicas = self._call
+            with compiler.subject.holding({**self._buffers.now(ranks), **brought}):
+                again = self._followed(compiler.for_training(call, replicas, check=False))
             # The same program came out: only the digests of what was read are new.
             if replace(again, looked_at=()).fingerprint() == replace(program, looked_at=()).fingerprint():
                 self._program = replace(program, looked_at=again.looked_at)
                 return
-        what = (
-            "is another model with these values" if self._compile is not None else "was compiled for others"
-        )
+        what = "is another model with these values" if compiler is not None else "was compiled for others"
         fact = f"brings other values of {', '.join(changed)}, which were read while compiling: the program {what}"
         raise PlanError("load_state_dict", fact, LOAD_THEM_BEFORE)
 

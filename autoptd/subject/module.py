@@ -75,5 +75,5 @@ def check_device(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def has_values(model: nn.Module) -> bool:
-    """Tell whether the model can be run: no parameter is on meta, or stands in for one (model/match_folder.py)."""
+    """Tell whether the model can be run: no parameter is on meta, or stands in for one (subject/match_folder.py)."""
     return not any(p.is_meta or isinstance(p, FakeTensor) for p in model.parameters())

@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 
 from autoptd.errors import PlanError
 from autoptd.ir.notes import note, op_name, ops, tensor
+from autoptd.subject.call import Call
 from autoptd.trace.differences import Reference
 from autoptd.trace.kept_buffers import KeptBuffers
 from autoptd.trace.masks import given_masks
@@ -29,7 +30,6 @@ LOSS, IGNORE_INDEX = "aten.cross_entropy_loss", -100
 TOLERANCE, TOLERANCE_OF_HALF = (1e-4, 1e-2), (2.0**-6, 1.0)
 # Of that tolerance where sums are over the same numbers of tokens.
 SAME_SUMS = 1e-2
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def labels_of(graph: Graph) -> dict[str, int]:

@@ -20,11 +20,9 @@ from typing import Any
 import torch
 
 from autoptd.compat import tree_flatten, tree_unflatten
-from autoptd.compiler.batch import split_call
 from autoptd.errors import PlanError
 from autoptd.program.program import Program
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+from autoptd.subject.call import Call, split_call
 
 
 def fresh_calls(program: Program, call: Call, steps: int) -> list[Call]:

@@ -29,8 +29,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoptd.compiler.batch import autocast_here, split_call
-from autoptd.compiler.driver import compile_evaluation, compile_program
+from autoptd.compiler.batch import autocast_here
+from autoptd.compiler.compiler import Compiler
+from autoptd.compiler.driver import compile_program
 from autoptd.errors import InternalError, PlanError, RuntimeFault, TraceError
 from autoptd.ir.activity import activity
 from autoptd.kernels.forms import wide
@@ -38,11 +39,13 @@ from autoptd.model.parallel_model import ParallelModel
 from autoptd.options import LOSS_SCALE, PRECISIONS, Options, make_options
 from autoptd.program.program import Program
 from autoptd.runtime.checks.call import check_call
+from autoptd.subject.call import Call, split_call
 from autoptd.subject.initial.deferred import materialize
-from autoptd.trace import OFF, Autocast, check_module, check_precision, computing_in, modes_of
+from autoptd.subject.subject import Subject
+from autoptd.trace import OFF, Autocast, check_module, check_precision, computing_in
 from autoptd.trace.loss import WithLoss
 from autoptd.trace.widen import Widen, widen_inputs, widen_model
-from autoptd.verify.fresh import Call, fresh_calls, given_calls
+from autoptd.verify.fresh import fresh_calls, given_calls
 from autoptd.verify.microbatches import loss_by_microbatch
 from autoptd.verify.put_back import put_back
 from autoptd.verify.untouched import ROUNDING, allowance, check_copy, finite_losses, rounding_of
@@ -254,20 +257,21 @@ def compare_program(model: nn.Module, program: Program, setting: Setting, calls:
     return Report(tuple(found), TOLERANCE, mesh, tuple(notes))
 
 
+class WideCompiler(Compiler):
+    """Compiles evaluations of a model whose casts to float32 are widened."""
+
+    def for_evaluation(self, call: Call, first: Program, counts: tuple[int, ...] = ()) -> Program:
+        with Widen():
+            return super().for_evaluation(call, first, counts)
+
+
 class Trained:
     """The partitioned model and its optimizer."""
 
     def __init__(self, model: nn.Module, program: Program, setting: Setting) -> None:
-        options = setting.options
-
-        def compile_eval(args: tuple[Any, ...], kwargs: dict[str, Any], trained: Program) -> Program:
-            with Widen():
-                return compile_evaluation(
-                    model, options, args, kwargs, trained, modes_of(model), replicas=options.mesh.replicas
-                )
-
+        compiler = WideCompiler(Subject.of(model), setting.options)
         self.program, self.setting = program, setting
-        self.pm = ParallelModel(program, options, model.state_dict(), compile_eval=compile_eval)
+        self.pm = ParallelModel(program, setting.options, model.state_dict(), compiler=compiler)
         self.optimizer = self.pm.optimizer(torch.optim.AdamW, lr=setting.lr, eps=setting.eps)
 
     def saved_and_loaded(self, model: nn.Module) -> Trained:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.compiler.batch import split_call
 from autoptd.errors import InternalError
+from autoptd.subject.call import split_call
 from autoptd.trace.loss import WithLoss
 from autoptd.trace.widen import Widen, widen_inputs
 from autoptd.verify.widening import masks_of

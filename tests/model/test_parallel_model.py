@@ -13,11 +13,14 @@ import pytest
 import torch
 from torch import nn
 
+from autoptd.compiler.compiler import Compiler
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.model.parallel_model import ParallelModel
 from autoptd.options import Options
 from autoptd.program.program import Program
 from autoptd.runtime.step.launch import is_launched
+from autoptd.subject.call import Call
+from autoptd.subject.subject import Subject
 from tests.forks import CONTEXT
 from tests.ports import free_port
 from tests.runtime.tied_model import Case, TiedModel, make_batch, make_model, make_program
@@ -201,15 +204,14 @@ def test_eval_step_runs_the_program_compiled_in_eval_mode() -> None:
     model, asked = make_model(), []
     batch = make_batch(rows=12)
 
-    def compile_eval(args: Any, kwargs: Any, trained: Program) -> Program:
-        asked.append((args[0].shape, trained is pm.program))
-        return make_program(
-            dataclasses.replace(FULL, rows=12), model
-        )  # another batch size shows which one runs
+    class Evaluations(Compiler):
+        def for_evaluation(self, call: Call, first: Program, counts: tuple[int, ...] = ()) -> Program:
+            asked.append((call[0][0].shape, first is pm.program))
+            # Another batch size shows which one runs.
+            return make_program(dataclasses.replace(FULL, rows=12), model)
 
-    pm = ParallelModel(
-        make_program(FULL, model), options_of(FULL), model.state_dict(), compile_eval=compile_eval
-    )
+    compiler = Evaluations(Subject.of(model), options_of(FULL))
+    pm = ParallelModel(make_program(FULL, model), compiler.options, model.state_dict(), compiler=compiler)
     try:
         for _ in range(2):
             assert pm.eval_step(*batch).item() == pytest.approx(model(*batch).item(), rel=1e-13)
@@ -355,11 +357,12 @@ def test_show_writes_the_program_and_what_draw_adds(tmp_path: Path) -> None:
 def test_lazy_model_compiles_at_the_first_step() -> None:
     model, calls = make_model(), []
 
-    def compile_for(args: Any, kwargs: Any, replicas: int, check: bool) -> Program:
-        calls.append(args)
-        return make_program(FULL, model)
+    class Written(Compiler):
+        def for_training(self, call: Call, replicas: int, check: bool = True) -> Program:
+            calls.append(call[0])
+            return make_program(FULL, model)
 
-    pm = ParallelModel.lazy(compile_for, options_of(FULL), model.state_dict())
+    pm = ParallelModel.lazy(Written(Subject.of(model), options_of(FULL)))
     for ask in (
         lambda: pm.optimizer(torch.optim.SGD, lr=0.1),
         lambda: list(pm.named_parameters()),

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.model.match_folder import counted
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.folders import read_folder
+from autoptd.subject.match_folder import counted
 from tests.parity import test_segments, test_sharing
 from tests.parity.models import batch, gpt
 

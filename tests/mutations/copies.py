@@ -22,12 +22,12 @@ MUTATIONS = (
         LOSSES,
     ),
     Mutation(
-        "autoptd/compiler/driver.py", "if is_same_size and trained.graphs:\n", "if is_same_size:\n", CACHE
+        "autoptd/compiler/compiler.py", "if is_same_size and first.graphs:\n", "if is_same_size:\n", CACHE
     ),
     Mutation(
-        "autoptd/compiler/driver.py",
-        "like = trained if trained.graphs else trained.follows",
-        "like = trained",
+        "autoptd/compiler/compiler.py",
+        "like = first if first.graphs else first.follows",
+        "like = first",
         CACHE,
     ),
     Mutation(

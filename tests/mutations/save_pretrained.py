@@ -12,13 +12,13 @@ MUTATIONS = (
         "tests/model/test_pretrained.py -k by_hand",
     ),
     Mutation(
-        "autoptd/model/match_folder.py",
+        "autoptd/subject/match_folder.py",
         "if first[name] == first[source]}",
         "}",
         "tests/model/test_pretrained.py -k by_hand",
     ),
     Mutation(
-        "autoptd/model/match_folder.py",
+        "autoptd/subject/match_folder.py",
         "model.get_expanded_tied_weights_keys(all_submodels=True)",
         "model.all_tied_weights_keys",
         "tests/model/test_pretrained.py -k by_hand",

@@ -82,7 +82,7 @@ def one_cannot_compile(pm: ParallelModel, rank: int) -> None:
     def fail(*given: Any, **keywords: Any) -> None:
         raise MemoryError("none left")
 
-    with mock.patch("autoptd.api.compile_sizes", fail) if rank == 1 else mock.MagicMock():
+    with mock.patch("autoptd.compiler.compiler.Compiler.for_sizes", fail) if rank == 1 else mock.MagicMock():
         try:
             pm.step(*pm.local_batch(*cut(8, 6)))
         except autoptd.AutoptdError as error:

@@ -8,7 +8,7 @@ names. Out: names, shapes and dtypes from the headers; whole tensors, or some ro
     folder.reader().rows("lm_head.weight", dim=0, rows=rows)      # these rows, in this order
 
 Where the model's names differ from those in the files (by a prefix), `renamed` returns the folder with the model's names.
-A folder is a `Source` (subject/initial/sources.py).
+A folder is a `Source` (program/sources.py).
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 
 from autoptd.errors import PlanError, RuntimeFault
+from autoptd.program.folder_format import FolderFormat
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.folders.read_folder import INDEX, SINGLE, library
 from autoptd.runtime.params.full_values import gather_full
@@ -35,31 +36,6 @@ UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 PART = ".part"
 # What rank 0 writes with.
 W = TypeVar("W")
-
-
-def write_nothing(folder: Path) -> None:
-    """Write nothing beside the weights: the model has no config."""
-
-
-@dataclass(frozen=True)
-class FolderFormat:
-    """How a model's folder differs from its state dict.
-
-    `left_out` are tied names that it omits: by their reader's rule, or (None) all but the first of each parameter.
-    `names` maps the model's names to the folder's, `write_rest` writes the other files, and `remarks` are what a user
-    should know of them.
-    """
-
-    left_out: frozenset[str] | None = None
-    names: Mapping[str, str] = field(default_factory=dict)
-    write_rest: Callable[[Path], None] = write_nothing
-    remarks: tuple[str, ...] = ()
-
-    def kept_names(self, spec: ParamSpec) -> list[str]:
-        """Return the names under which a parameter is written."""
-        if self.left_out is None:
-            return [spec.name]
-        return [name for name in spec.aliases if name not in self.left_out] or [spec.name]
 
 
 @dataclass

@@ -24,6 +24,7 @@ from autoptd.compat import set_grad_dtype
 from autoptd.errors import PlanError
 from autoptd.program.buckets import BucketPlan, plan_buckets
 from autoptd.program.program import Program
+from autoptd.program.sources import Source
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.params.edits import Edits
 from autoptd.runtime.params.guard import GuardedParameter, guard_gradient, unguarded
@@ -31,7 +32,6 @@ from autoptd.runtime.params.namespace import Namespace
 from autoptd.runtime.params.parts import dtype_of, from_rank_0, read_shard, shard_of
 from autoptd.runtime.params.storage import SharedBucket, alias, check_use, is_first_holder
 from autoptd.runtime.world.world import World
-from autoptd.subject.initial.sources import Source
 
 # Initial values of parameters: full tensors by name, or a source of them.
 Values = Mapping[str, torch.Tensor] | Source

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 
 from autoptd.errors import PlanError
+from autoptd.program.sources import Reader
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.ops.shards import take_shard
 from autoptd.runtime.world.world import Group, World
-from autoptd.subject.initial.sources import Reader
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
 from autoptd.program.program import Program
+from autoptd.program.sources import Source
 from autoptd.runtime.params.guard import unguarded
 from autoptd.runtime.params.parameters import RankParameters, Values
 from autoptd.runtime.params.rank_buffers import KnownBuffers
@@ -33,7 +34,6 @@ from autoptd.runtime.world.devices import has_launcher
 from autoptd.runtime.world.processes import DistributedWorld
 from autoptd.runtime.world.threads import REMEDY, Ranks, ThreadWorld
 from autoptd.runtime.world.world import World, on_device
-from autoptd.subject.initial.sources import Source
 
 Result = TypeVar("Result")
 # What ranks do, in errors, while a program for other sizes is compiled and loaded.
@@ -276,6 +276,11 @@ def is_launched(mesh: Mesh, backend: str | None) -> bool:
             f"torchrun --nproc-per-node {mesh.size} ..., or t, p, d whose product is {size}",
         )
     return True
+
+
+def is_first_process() -> bool:
+    """Tell whether this process speaks for its torchrun world: what it says of the model holds for all of them."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def own_rank() -> int:

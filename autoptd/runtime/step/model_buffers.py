@@ -19,8 +19,8 @@ import torch
 from autoptd.errors import PlanError
 from autoptd.ir.buffers import SharedBuffers, same_entries
 from autoptd.program.program import Program
+from autoptd.program.sources import Source
 from autoptd.runtime.step.launch import RunningRanks
-from autoptd.subject.initial.sources import Source
 
 LOAD_BEFORE = "load it before: model.load_state_dict(...), then parallelize(model, ...)"
 LOAD_THEM_BEFORE = LOAD_BEFORE.replace("load it", "load them")

@@ -243,7 +243,7 @@ def signalled(made: Made, phase: str, folder: Path, say: Callable[..., None]) ->
     if phase == "write":
         writer.write_share = before(writer.write_share)  # type: ignore[assignment]
     if phase == "compile":
-        pm._compile_eval = before(pm._compile_eval)  # type: ignore[arg-type]
+        pm._compiler.for_evaluation = before(pm._compiler.for_evaluation)  # type: ignore[union-attr, method-assign]
     share = pm.local_batch(*batch(ROWS))
     with pm.checkpointer(folder / "ckpts", opt, every=3 if phase == "write" else 100) as ckpt:
         while True:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from autoptd.errors import PlanError
+from autoptd.program.folder_format import FolderFormat
 from autoptd.runtime.folders.read_folder import INDEX, SINGLE, open_folder
 from autoptd.runtime.folders.save_pretrained import (
-    FolderFormat,
     Writer,
     free_names,
     parse_size,

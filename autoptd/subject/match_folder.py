@@ -16,9 +16,7 @@ there: `base_model_prefix`, `initialize_weights`, `get_expanded_tied_weights_key
 from __future__ import annotations
 
 import copy
-import os
 import re
-import reprlib
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -28,25 +26,10 @@ import torch
 from torch import nn
 
 from autoptd.errors import PlanError
-from autoptd.runtime.checkpoint.foreign import is_checkpoint, open_any
-from autoptd.runtime.checkpoint.read import Checkpoint
-from autoptd.runtime.folders.read_folder import Folder, open_folder
-from autoptd.runtime.folders.save_pretrained import FolderFormat
+from autoptd.program.folder_format import FolderFormat
+from autoptd.program.sources import Weights
 from autoptd.subject.fakes import fake_mode, fake_parameter
 from autoptd.subject.storage import tied_names
-
-# What has a model's parameters and persistent buffers by name.
-Weights = Folder | Checkpoint
-
-
-def open_weights(path: str | os.PathLike[str]) -> Weights:
-    """Open a folder of Hugging Face's format, or a checkpoint; PlanError for anything else."""
-    if not isinstance(path, (str, os.PathLike)):
-        fact = "is not the path of a folder"
-        raise PlanError(
-            f"weights={reprlib.repr(path)}", fact, "a folder with a model's files, or a checkpoint"
-        )
-    return open_any(path) if is_checkpoint(path) else open_folder(path)
 
 
 def fitting(model: nn.Module, folder: Weights) -> Weights:

@@ -11,7 +11,8 @@ Every rank asks the source on its own: before that, ranks compare `fingerprint()
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -64,4 +65,19 @@ class Source(Protocol):
         ...
 
 
-__all__ = ["Reader", "Source", "TensorEntry"]
+class Weights(Source, Protocol):
+    """A source in files, whose names may not be the model's yet."""
+
+    @property
+    def path(self) -> Path: ...
+
+    def renamed(self, names: Mapping[str, str]) -> Weights:
+        """Return the same tensors under other names, given as old name -> new name."""
+        ...
+
+    def only(self, names: Iterable[str]) -> Weights:
+        """Return those of the tensors that have one of these names."""
+        ...
+
+
+__all__ = ["Reader", "Source", "TensorEntry", "Weights"]

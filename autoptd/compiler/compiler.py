@@ -1,0 +1,188 @@
+"""Compile the programs of one run: the one that trains, and those for other sizes and for evaluation.
+
+In: a `Subject` and `Options`, once; a call for each program. Out: a `Program`, on the parameters and the cut of the first.
+
+    compiler = Compiler(Subject.of(model), options)
+    first = compiler.for_training(((ids, targets), {}), replicas=2)
+    longer = compiler.for_sizes(((longer_ids, longer_targets), {}), first)
+    evaluation = compiler.for_evaluation(((ids, targets), {}), first)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.fx import Graph
+
+from autoptd import trace as tracing
+from autoptd.compat import tree_leaves
+from autoptd.compiler.batch import Batch, capture_rows, plan_batch
+from autoptd.compiler.driver import compile_program
+from autoptd.compiler.records.fallbacks import warn_of_fallbacks
+from autoptd.errors import PlanError
+from autoptd.ir.notes import note, op_name
+from autoptd.ir.plan import Plan
+from autoptd.options import Options
+from autoptd.program.follow import check_follows, check_trains_alike
+from autoptd.program.program import Program
+from autoptd.runtime.step.launch import is_launched
+from autoptd.runtime.step.microbatches import fitting_microbatches, is_call_of
+from autoptd.subject.call import Call
+from autoptd.subject.subject import Subject
+from autoptd.trace.padding import compare_padded
+
+
+class Compiler:
+    """Compiles a subject on request; `checks` compares traces with the model, and warns, in one process of all."""
+
+    def __init__(self, subject: Subject, options: Options, *, checks: bool = True) -> None:
+        self.subject, self.options = subject, options
+        self._checks = checks
+        # Those in which the first program was compiled: the ranks train in them.
+        self._modes: Mapping[nn.Module, bool] = tracing.modes_of(subject.model)
+        self._cast_buffers: Sequence[str] = ()
+
+    def for_training(self, call: Call, replicas: int, check: bool = True) -> Program:
+        """Compile for steps with such a call, which holds the rows of `replicas` replicas.
+
+        `check` is False where this was compiled before, with other values of buffers.
+        """
+        self._modes = tracing.modes_of(self.subject.model)
+        check = check and self._checks
+        program = compile_program(self.subject.model, self.options, *call, replicas=replicas, check=check)
+        self._cast_buffers = program.cast_buffers
+        if check:
+            warn_of_fallbacks(program)
+        return program
+
+    def for_sizes(self, call: Call, first: Program) -> Program:
+        """Compile for steps with batches of other sizes, on the ranks and the parameters of `first`.
+
+        The layout of parameters and the cut are those of `first`; what backward keeps is decided again. PlanError where
+        no such program is possible.
+        """
+        # `first` fixes every decision that parameters depend on; memory prices were tuned for its sizes.
+        plan = replace(self.options.plan, cut=None, shard=(), rates=())
+        options = replace(self.options, zero=first.plan["options"]["zero"], plan=plan)
+        args, kwargs = self.subject.on_its_device(call)
+        with tracing.in_modes(self._modes):
+            program = compile_program(
+                self.subject.model,
+                options,
+                args,
+                kwargs,
+                replicas=self._replicas,
+                check=self._checks,
+                like=first,
+            )
+        check_trains_alike(first, program)
+        if self._checks:
+            warn_of_fallbacks(program)
+        return program
+
+    def for_evaluation(self, call: Call, first: Program, counts: tuple[int, ...] = ()) -> Program:
+        """Compile for an evaluation, on the ranks and the parameters of `first`, a program that trains.
+
+        `counts` are the rows of every replica where they are not equal. Where eval mode only takes the dropouts away, and
+        the sizes are those of training, the result is `first` itself, which draws no masks without gradients. For other
+        sizes it is compiled again, with the layout and the cut of `first`, and so is a model that computes something else
+        in eval mode. PlanError where eval mode draws dropouts, or reads parameters elsewhere than training does.
+        """
+        if self.options.shapes is not None:
+            call = self.subject.on_its_device(call)
+        is_same_size = not counts and is_call_of(first, *call, self._replicas)
+        options = self._evaluating(call, first, is_same_size)
+        batch = plan_batch(options, *call, self._replicas, like=first, counts=counts)
+        model = self.subject.model
+        with tracing.evaluating(model):
+            evaluated = self._captured(options, call, batch, first)
+        check_no_draws(evaluated.graph)
+        # Training's graph at this size, to compare with that of eval mode.
+        with tracing.in_modes(self._modes):
+            if is_same_size and first.graphs:
+                graph, buffers = first.graphs["TRACED"], first.buffers
+            else:
+                captured = self._captured(options, call, batch, first)
+                graph, buffers = captured.graph, captured.buffers
+            is_training = tracing.is_training_without_dropout(
+                graph, evaluated.graph, buffers, evaluated.buffers
+            )
+            if is_training and is_same_size:
+                return first
+        like = first if first.graphs else first.follows
+        # Without gradients no masks are drawn: training's own graph at this size will do.
+        with tracing.in_modes(self._modes) if is_training else tracing.evaluating(model):
+            program = compile_program(
+                model, options, *call, replicas=self._replicas, check=False, like=like, counts=counts
+            )
+        check_follows(first, program)
+        # The ranks hold training's parameters, though an evaluation may read fewer.
+        return replace(program, params=first.params, row_counts=counts)
+
+    def prove(self, calls: Sequence[Call], what: str, *, evaluates: bool, is_made_up: bool) -> None:
+        """Raise PlanError unless the loss and all gradients of a call stay the same with padding.
+
+        `calls` are a call, the same one padded, and with other tokens in the padding; `what` was added.
+        """
+        # One process is enough: all have the same model.
+        if not self._checks:
+            return
+        subject, precision = self.subject, self.options.precision
+        with self._mode(evaluates):
+            short, padded, others = map(subject.on_its_device, calls)
+            if not tracing.has_values(subject.model):
+                fact = "the model has no values yet, so that it cannot be run to check that it passes over padding"
+                remedy = "autoptd.Buckets((512, 1024), check=False) where you know that it does, or a model with values"
+                raise PlanError("shapes=", fact, remedy)
+            # The model's own dtype shows more than a narrower one, which inputs may be in.
+            tensors = [x for x in tree_leaves(short) if isinstance(x, torch.Tensor)]
+            is_narrow = precision and any(x.is_floating_point() for x in tensors)
+            with tracing.computing_in(subject.model, precision if is_narrow else None, self._cast_buffers):
+                compare_padded(
+                    subject.model, self.options.loss_fn, short, padded, others, what, is_made_up=is_made_up
+                )
+
+    @property
+    def _replicas(self) -> int:
+        """How many replicas have their rows in a call: all of them for threads."""
+        return 1 if is_launched(self.options.mesh, self.options.backend) else self.options.mesh.replicas
+
+    def _mode(self, evaluates: bool) -> AbstractContextManager[None]:
+        return tracing.evaluating(self.subject.model) if evaluates else tracing.in_modes(self._modes)
+
+    def _evaluating(self, call: Call, first: Program, is_same_size: bool) -> Options:
+        """Return the request of an evaluation: no bound and no pins, as nothing is kept for backward."""
+        planned = first.plan["options"]
+        options = replace(
+            self.options,
+            recompute=False,
+            recompute_num_layers=1,
+            plan=Plan(),
+            zero=planned["zero"],
+            memory=math.inf,
+            memory_price=planned["memory_price"],
+        )
+        own = first.num_microbatches if is_same_size else options.num_microbatches
+        return replace(options, num_microbatches=fitting_microbatches(own, *call, self._replicas))
+
+    def _captured(self, options: Options, call: Call, batch: Batch, first: Program) -> tracing.Captured:
+        model = self.subject.model
+        with tracing.computing_in(model, options.precision, first.cast_buffers) as narrowing:
+            return capture_rows(model, options, *call, batch, narrowing)
+
+
+def check_no_draws(evaluated: Graph) -> None:
+    """Raise PlanError for a model that draws random numbers in eval mode."""
+    for node in tracing.draws(evaluated):
+        is_dropout = op_name(node) == "aten.dropout"
+        what = f"dropout of {node.args[1]} is" if is_dropout else "random numbers are"
+        remedy = "F.dropout(x, p, training=self.training)" if is_dropout else "draw them where self.training"
+        raise PlanError(note(node).module or "model", f"{what} drawn in eval mode as well", remedy)
+
+
+__all__ = ["Compiler"]
