@@ -6,7 +6,7 @@ from tests.mutations import Mutation
 
 MUTATIONS = (
     Mutation(
-        "autoptd/runtime/folders/save_pretrained.py",
+        "autoptd/program/folder_format.py",
         "if name not in self.left_out] or [spec.name]",
         "if name not in self.left_out][:1] or [spec.name]",
         "tests/model/test_pretrained.py -k by_hand",
