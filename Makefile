@@ -1,5 +1,6 @@
 # make demo     train a small GPT on one device and on 8 ranks, and compare (ARGS="--data FILE --steps N" for your own)
 # make test     the tests          make lint    ruff and mypy
+# make docs     the documentation as a site, in site/index.html; a broken link fails
 # make bench    the benchmarks     make clean   remove what was made, .venv included
 # make gpu      all that a GPU can show, in nine minutes, installing nothing (ARGS="--minutes 20 --resume"); toy sizes without one
 # make install  .venv with everything; the other targets call it. Again it does nothing, unless what to install changed.
@@ -18,7 +19,7 @@ export OMP_NUM_THREADS ?= 1
 # Without byte code on disk every process compiles what it imports once more, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test lint bench gpu clean
+.PHONY: install demo test lint docs bench gpu clean
 
 install: $(INSTALLED)
 
@@ -40,6 +41,9 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy autoptd examples
 
+docs: $(INSTALLED)
+	$(BIN)/python docs/make_site.py
+
 bench: $(INSTALLED)
 	@for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
@@ -47,5 +51,5 @@ gpu:
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu --minutes 9 --out out/gpu $(ARGS)
 
 clean:
-	rm -rf .venv out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv out build site dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find autoptd examples tests -name __pycache__ -type d -prune -exec rm -rf {} +

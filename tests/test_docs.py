@@ -19,12 +19,15 @@ from autoptd.wings.cli import main
 from autoptd.wings.cli.parser import parse
 from benchmarks.gpu.rows import Journal
 from benchmarks.gpu.sections import SECTIONS
-from docs import make_benchmarks
+from docs import make_benchmarks, make_site
 from docs.make_api import PAGE, page
 from examples.gpt import GPT, GPTConfig
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 MARKED = re.compile(r"<!-- run -->\n```sh\n(.*?)```", re.S)
 FILES = re.compile(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", re.S)
 
@@ -147,11 +150,42 @@ def test_pictures_follow_the_screen() -> None:
     assert all("screen and (prefers-color-scheme: dark)" in path.read_text() for path in pictures)
 
 
+def anchors(page: str) -> set[str]:
+    """The names by which links reach the headings of a page, on the site and where repositories are shown."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page, flags=re.S | re.M), re.M)
+    return {re.sub(r"[^\w\s-]", "", text.lower()).strip().replace(" ", "-") for text in headings}
+
+
 def test_links_lead_somewhere() -> None:
     for path in PAGES:
-        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text()):
-            if not target.startswith("http"):
-                assert (path.parent / target).exists(), f"{path.relative_to(ROOT)}: {target}"
+        for name, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", path.read_text()):
+            if not name.startswith("http"):
+                target = path.parent / name if name else path
+                assert target.exists(), f"{path.relative_to(ROOT)}: {name}"
+                assert not anchor or anchor in anchors(target.read_text()), f"{path}: {name}#{anchor}"
+
+
+def test_the_navigation_has_every_page(tmp_path: Path) -> None:
+    make_site.stage(tmp_path)
+    tables = [pages for table in make_site.NAVIGATION.values() for pages in table.values()]
+    listed = [f"{name}.md" for names in tables for name in names]
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert sorted(listed) == sorted({*pages, "changelog.md", "contributing.md"})
+    for place in (tmp_path / name for name in ("index.md", *listed)):
+        for link in make_site.LINK.findall(place.read_text()):
+            assert (place.parent / link).exists(), f"{place}: {link}"
+
+
+@pytest.mark.thorough  # `make docs` does it before a change lands
+def test_the_site_is_built_and_fetches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sphinx")
+    monkeypatch.setattr(make_site, "BUILD", tmp_path / "build")
+    monkeypatch.setattr(make_site, "SITE", tmp_path / "site")
+    assert make_site.build() == 0
+    for path in (tmp_path / "site").rglob("*.html"):
+        assert not re.search(
+            r'(?:<script[^>]* src|<link[^>]* href|<img[^>]* src)="(?:https?:)?//', path.read_text()
+        ), path
 
 
 def test_public_names_are_told() -> None:

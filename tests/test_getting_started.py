@@ -21,6 +21,7 @@ from autoptd.wings.cli import main
 from autoptd.wings.cli.parser import parse
 
 ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
 PAGE = (ROOT / "docs/getting-started.md").read_text()
 # (name of a file, or "" for commands; its text; the output that is shown right behind it, or "")
 STEP = re.compile(r"<!-- walk(?:: (\S+))? -->\n```\w+\n(.*?)```\n(?:\n```text\n(.*?)```)?", re.S)
@@ -54,6 +55,18 @@ def run_here(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     except autoptd.AutoptdError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def test_the_lines_of_the_readme_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (script,) = re.findall(r"<!-- readme: train -->\n```python\n(.*?)```", README, re.S)
+    (tmp_path / "train.py").write_text(script)
+    monkeypatch.syspath_prepend(str(ROOT))
+    assert run_here(["python", str(tmp_path / "train.py")], monkeypatch, capsys) == ""
+    losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
+    assert len(losses) == 10 and losses[-1] < 0.9 * losses[0]
+    assert len(README.splitlines()) <= 130
 
 
 def test_the_page_is_walked(
@@ -100,7 +113,7 @@ def test_commands_of_a_fresh_machine_are_there() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert extras and set(extras[1].split(",")) <= set(project["optional-dependencies"])
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"`make (\w+)", PAGE + (ROOT / "README.md").read_text()):
+    for target in re.findall(r"`make (\w+)", PAGE + README):
         assert f"\n{target}:" in makefile, target
     (check,) = re.findall(r"\nautoptd (verify .*)\n", PAGE)
     assert parse(shlex.split(check)).model == "model.py:GPT"

@@ -148,7 +148,7 @@ class Center(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.mine.center(x)
 """
-OWN_MODEL = "docs/bring-your-own-model.md"
+OWN_MODEL, INSPECT, LENGTHS = "docs/bring-your-own-model.md", "docs/howto/inspect.md", "docs/howto/lengths.md"
 ROWS = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -195,15 +195,12 @@ def _plan_errors(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return "\n".join(told)
 
 
-@shows("README.md", "175 G parameters")
+@shows(INSPECT, "175 G parameters")
 def _headline(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     words = "show gpt3-175b --t 8 --p 12 --d 8 --v 4 --num-microbatches 64 --machine a100"
-    assert f"`autoptd {words}`" in (ROOT / "README.md").read_text()
+    assert f"`autoptd {words}`" in (ROOT / INSPECT).read_text()
     assert main(words.split()) == 0
     return capsys.readouterr().out
-
-
-LENGTHS = "docs/howto/lengths.md"
 
 
 @shows(LENGTHS, "PlanError: pm.step")
@@ -241,7 +238,7 @@ def _checkpoint_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return f"$ autoptd {words}\n{capsys.readouterr().out}"
 
 
-@shows("README.md", "PlanError: num_microbatches=3")
+@shows(OWN_MODEL, "PlanError: num_microbatches=3")
 def _microbatches(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return refusal(
         lambda: autoptd.compile(
@@ -425,7 +422,7 @@ def test_every_block_of_output_is_held() -> None:
 
 def each_block() -> list[Any]:
     """The keys of `SHOWN`; what compiles a hundred layers is thorough."""
-    large = (("README.md", "175 G parameters"), ("docs/howto/checkpoints.md", "$ autoptd show gpt-1t"))
+    large = ((INSPECT, "175 G parameters"), ("docs/howto/checkpoints.md", "$ autoptd show gpt-1t"))
     slow = {key: [pytest.mark.thorough] for key in large}
     return [
         pytest.param(key, id=f"{Path(key[0]).stem}: {key[1]}", marks=slow.get(key, []))

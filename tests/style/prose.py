@@ -41,10 +41,29 @@ BANNED = {
     r"\bmade dearer\b": "priced higher",
 }
 # Sentences, or the part of one, in which a word of `BANNED` is right.
-RIGHT: tuple[str, ...] = ()
+RIGHT: tuple[str, ...] = ("as one of its own options",)
 
 # Pages that are checked, relative to the root of the repository.
-PAGES: tuple[str, ...] = ("docs/decisions/cost-of-a-change.md", "docs/decisions/new-mesh-axis.md")
+PAGES: tuple[str, ...] = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/bring-your-own-model.md",
+    "docs/cli.md",
+    "docs/decisions/cost-of-a-change.md",
+    "docs/decisions/index.md",
+    "docs/decisions/new-mesh-axis.md",
+    "docs/getting-started.md",
+    "docs/howto/fused-operators.md",
+    "docs/howto/index.md",
+    "docs/howto/inspect.md",
+    "docs/howto/overlap.md",
+    "docs/howto/pipeline-schedules.md",
+    "docs/howto/precision.md",
+    "docs/howto/random-numbers.md",
+    "docs/howto/run-time-checks.md",
+    "docs/howto/sequence-parallelism.md",
+    "docs/plan.md",
+)
 # Files, or folders with all that is below them, whose comments and strings are checked, relative to the same.
 SOURCES: tuple[str, ...] = ()
 
