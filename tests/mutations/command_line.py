@@ -14,20 +14,18 @@ MUTATIONS = (
     ),
     Mutation(
         "autoptd/wings/cli/commands.py",
-        'LIST if getattr(asked, "list", False) else where',
+        'LIST if getattr(args, "list", False) else where',
         "where",
         "tests/wings/cli/test_parser.py",
     ),
     Mutation(LIVE, "[: self._columns - 1]", "", "tests/wings/cli/test_live.py"),
     Mutation(
         "autoptd/wings/cli/commands.py",
-        "        check_request(asked)\n",
+        "        check_request(args)\n",
         "",
         "tests/wings/cli/test_request.py",
     ),
-    Mutation(
-        REQUEST, "asked.command not in BESIDES.get(name, ())", "True", "tests/wings/cli/test_request.py"
-    ),
+    Mutation(REQUEST, "args.command not in BESIDES.get(name, ())", "True", "tests/wings/cli/test_request.py"),
     Mutation(REQUEST, 'if backend == "local":', "if True:", "tests/wings/cli/test_request.py"),
     Mutation(
         SLOW,

@@ -26,8 +26,8 @@ MUTATIONS = (
     Mutation(MODELS, 'f"{name}.".startswith(f"{error.name}.")', "True", MODEL_TESTS),
     Mutation(
         MODELS,
-        '    except Exception as error:\n        fact = f"transformers makes',
-        '    except ValueError as error:\n        fact = f"transformers makes',
+        '    except Exception as error:\n        fact = f"transformers cannot',
+        '    except ValueError as error:\n        fact = f"transformers cannot',
         MODEL_TESTS,
     ),
     Mutation("autoptd/compiler/batch.py", "or 0 in leaves[batched[0]].shape[1:]", "", f"{BAD} -k empty"),

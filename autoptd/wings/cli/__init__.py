@@ -1,9 +1,9 @@
 """The command line: `autoptd show gpt2 --t 4 --p 2`.
 
-`wings/cli/parser.py` says what may be asked, `wings/cli/commands.py` which function answers. Neither loads torch: `--help` is
-quick.
+`wings/cli/parser.py` defines the flags, `wings/cli/commands.py` maps commands to functions. Neither loads
+torch, so `--help` is fast.
 
-    main(["diff", "out/a", "out/b"])        # 0: they are the same, 1: they differ, 2: one cannot be read
+    main(["diff", "out/a", "out/b"])        # 0: equal, 1: they differ, 2: one cannot be read
 """
 
 from __future__ import annotations
@@ -20,25 +20,24 @@ from autoptd.wings.reports.excepthook import is_interrupt, reported_once
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command and return the exit code: 0 on success, 1 for a difference or failure, 2 for an invalid
+    request.
 
-    Return how the process is to end: 0 well, 1 it differs or failed, 2 the request cannot be met.
-
-    Errors are one line on stderr, one for all ranks of a node where they are alike; with `--debug` they have
-    their traceback.
+    Errors are printed on stderr, one line each, and once per node if all ranks fail alike; `--debug` adds the
+    traceback.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        asked = parse(given)
-        with shown(asked.quiet):
-            status = COMMANDS[asked.command](asked)
-        # Here, where a reader that is gone is no error.
+        args = parse(given)
+        with shown(args.quiet):
+            status = COMMANDS[args.command](args)
+        # Flush inside the `try`, so that a closed pipe is handled below.
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
-        # The shells' convention: 128 plus the number of the signal.
+        # Shell convention: 128 plus the signal number.
         return 130
-    # The reader of the output is gone: `autoptd show ... | head`.
+    # The reader closed the pipe, as in `autoptd show ... | head`.
     except BrokenPipeError:
         sys.stderr.close()
         return 1

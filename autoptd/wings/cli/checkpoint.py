@@ -1,7 +1,9 @@
-"""`autoptd checkpoint list|show|verify|convert`: checkpoints, looked after by one process without a model.
+"""`autoptd checkpoint list|show|verify|convert`: inspect and convert checkpoints in one process, without the
+model.
 
-In: the folder of a checkpoint, or of a run; for `convert --from`, what another program wrote. Out: text or JSON; converted
-files. One tensor is in memory at a time: `--to torch`, of which torch.save takes all, keeps them in a file beside meanwhile.
+In: the directory of a checkpoint or of a run; for `convert --from`, the output of another program. Out: text,
+JSON or converted files. Only one tensor is in memory at a time. `torch.save` needs all tensors at once, so
+`--to torch` maps them from a scratch file next to the output.
 """
 
 from __future__ import annotations
@@ -30,25 +32,25 @@ from autoptd.runtime.folders.read_folder import SINGLE
 from autoptd.runtime.folders.write_safetensors import write_safetensors
 from autoptd.runtime.params.parts import dtype_of
 
-# Tensors below this stay in memory.
+# Smaller tensors stay in memory.
 SMALL_BYTES = 1 << 16
 
 
-def checkpoint(asked: Namespace) -> int:
-    """Do what is asked; 0, or 1 where `verify` finds something."""
+def checkpoint(args: Namespace) -> int:
+    """Run the action; return 0, or 1 if `verify` finds a difference."""
     actions = {"list": list_run, "show": show, "verify": verify, "convert": convert}
-    return actions[asked.action](asked)
+    return actions[args.action](args)
 
 
-def list_run(asked: Namespace) -> int:
-    """Print the checkpoints of a run, the newest first."""
-    folder = Path(asked.folder)
+def list_run(args: Namespace) -> int:
+    """Print the checkpoints of a run, newest first."""
+    folder = Path(args.folder)
     if not folder.is_dir():
-        raise PlanError(str(folder), "there is no such folder", "the folder of a run's checkpoints")
+        raise PlanError(str(folder), "no such directory", "pass the checkpoint directory of a run")
     paths = checkpoints(folder) or [path for path in sorted(folder.iterdir()) if (path / MANIFEST).is_file()]
     rows = [row_of(path) for path in paths]
     left = sorted(path.name for path in folder.iterdir() if marked(path, PART))
-    if asked.json:
+    if args.json:
         print(json.dumps({"checkpoints": rows, "unfinished": left}, indent=1))
         return 0
     for row in rows:
@@ -56,7 +58,7 @@ def list_run(asked: Namespace) -> int:
             f"{row['name']}   step {row['step']}   {bytes_text(row['bytes'])}   {row['mesh']}   {row['written']}"
         )
     for name in left:
-        print(f"{name}   of a save that is under way, or ended early")
+        print(f"{name}   unfinished save (still running, or interrupted)")
     if not rows and not left:
         print(f"{folder}: no checkpoints")
     return 0
@@ -93,11 +95,11 @@ def bytes_text(count: int) -> str:
     return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
 
 
-def show(asked: Namespace) -> int:
-    """Print what a checkpoint holds."""
-    opened = open_any(asked.folder)
+def show(args: Namespace) -> int:
+    """Print the contents of a checkpoint."""
+    opened = open_any(args.folder)
     facts = facts_of(opened)
-    if asked.json:
+    if args.json:
         print(json.dumps(facts, indent=1))
         return 0
     for name, value in facts.items():
@@ -108,7 +110,7 @@ def show(asked: Namespace) -> int:
 
 
 def facts_of(opened: Checkpoint) -> dict[str, Any]:
-    """Return what people want to know of a checkpoint, by name."""
+    """Return the facts about a checkpoint that `show` prints, by name."""
     manifest = opened.manifest
     about = manifest.about
     weights = [manifest.tensors[name] for name in dict.fromkeys(opened.names.values())]
@@ -124,9 +126,9 @@ def facts_of(opened: Checkpoint) -> dict[str, Any]:
         given = {key: value for key, value in about["options"].items() if key in ("precision", "zero", "v")}
         facts["options"] = " ".join(f"{key}={value}" for key, value in given.items())
     elif "source" in about:
-        facts["written by"] = f"autoptd checkpoint convert, of {about['source']}"
+        facts["written by"] = f"autoptd checkpoint convert, from {about['source']}"
     else:
-        facts["written by"] = "another program, with torch.distributed.checkpoint"
+        facts["written by"] = "another program, through torch.distributed.checkpoint"
     facts["model"] = (
         f"{sum(map(numel, weights)):,} parameters and buffers, {bytes_text(sum(map(nbytes, weights)))}"
     )
@@ -157,49 +159,51 @@ def group_text(group: dict[str, Any]) -> str:
     )
 
 
-def verify(asked: Namespace) -> int:
-    """Read all files, and print what was changed; 1 if anything was."""
-    opened = open_checkpoint(asked.folder)
+def verify(args: Namespace) -> int:
+    """Read all files and print those that changed; return 1 if any did."""
+    opened = open_checkpoint(args.folder)
     with activity("reading all files"):
         findings = verify_files(opened)
-    if asked.json:
+    if args.json:
         print(json.dumps({"findings": findings}))
     else:
         for finding in findings:
             print(finding)
         if not findings:
-            print(f"{opened.path}: all {bytes_text(file_bytes(opened.manifest))} are as they were written")
+            print(f"{opened.path}: all {bytes_text(file_bytes(opened.manifest))} match their checksums")
     return 1 if findings else 0
 
 
-def convert(asked: Namespace) -> int:
-    """Write a checkpoint's content for others."""
-    if asked.to and asked.source:
-        raise PlanError("--to and --from", "say two directions", "one of the two, then the other")
-    if not (asked.to or asked.source) or asked.out is None:
-        missing = "--out" if asked.to or asked.source else "--to or --from"
+def convert(args: Namespace) -> int:
+    """Convert from or to another format."""
+    if args.to and args.source:
+        raise PlanError(
+            "--to and --from", "exclude each other", "convert in one direction first, then in the other"
+        )
+    if not (args.to or args.source) or args.out is None:
+        missing = "--out" if args.to or args.source else "--to or --from"
         raise PlanError(missing, "is missing", "for example: --to hf --out weights")
-    out = Path(asked.out)
-    # A link that leads nowhere is there, too.
+    out = Path(args.out)
+    # Also true for a dangling symlink.
     if os.path.lexists(out):
-        raise PlanError(f"--out {out}", "is there already", "another path, or remove it")
-    if asked.source:
-        content = {"torch": from_torch, "hf": from_hf}[asked.source](Path(asked.folder))
+        raise PlanError(f"--out {out}", "already exists", "choose another path, or remove it")
+    if args.source:
+        content = {"torch": from_torch, "hf": from_hf}[args.source](Path(args.folder))
         with activity(f"writing {out}"):
             write_checkpoint(content, out)
         if content.left:
-            print(f"not taken: {', '.join(content.left)}")
-    elif asked.to == "torch":
+            print(f"skipped: {', '.join(content.left)}")
+    elif args.to == "torch":
         out.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(state_dicts(open_any(asked.folder), out), out)
+        torch.save(state_dicts(open_any(args.folder), out), out)
     else:
-        write_weights(open_any(asked.folder), out)
+        write_weights(open_any(args.folder), out)
     print(f"{out}: written")
     return 0
 
 
 def write_weights(opened: Checkpoint, out: Path) -> None:
-    """Write a folder with model.safetensors: a tied parameter once, under its first name."""
+    """Write a directory with model.safetensors; a tied parameter is stored once, under its first name."""
     tensors = {
         name.removeprefix(MODEL): opened.manifest.tensors[name]
         for name in dict.fromkeys(opened.names.values())
@@ -219,13 +223,13 @@ def write_weights(opened: Checkpoint, out: Path) -> None:
 
 
 def dtype_in_model(manifest: Manifest, name: str, record: TensorRecord) -> torch.dtype:
-    """Return the dtype that a parameter has in the model: it may be stored in more bits."""
+    """Return the dtype of a parameter in the model; the checkpoint may store it in a wider one."""
     entry = manifest.about.get("model", {}).get(name)
     return dtype_of(entry["dtype"] if entry else record.dtype)
 
 
 def state_dicts(opened: Checkpoint, out: Path) -> dict[str, Any]:
-    """Return {"model": ..., "optimizer": ...} as full tensors by name, which are on the disk beside `out`."""
+    """Return {"model": ..., "optimizer": ...} as full tensors by name, backed by scratch files next to `out`."""
     manifest, reader = opened.manifest, opened.reader()
     model: dict[str, torch.Tensor] = {}
     shared: dict[str, torch.Tensor] = {}
@@ -249,12 +253,14 @@ def state_dicts(opened: Checkpoint, out: Path) -> dict[str, Any]:
 
 
 def spilled(x: torch.Tensor, out: Path) -> torch.Tensor:
-    """Return a copy in a file without a name, whose memory the host can take back; a small tensor itself."""
+    """Return a copy backed by an unlinked file, whose pages the OS can evict; a small tensor is returned as
+    it is.
+    """
     if x.nbytes < SMALL_BYTES:
         return x
     file = out.with_name(f"{out.name}{PART}convert")
     remove_file(file)
-    # Untyped: not every dtype can be mapped.
+    # Through an untyped storage, as not every dtype can be mapped.
     storage = torch.UntypedStorage.from_file(str(file), shared=True, nbytes=x.nbytes)
     remove_file(file)
     copy = torch.empty(0, dtype=x.dtype, device="cpu").set_(storage, 0, x.shape)  # type: ignore[call-overload]

@@ -1,4 +1,4 @@
-"""Which function answers which command; what it needs is loaded when it is called.
+"""Map each command to its function, which is imported when the command runs.
 
 In: the parsed arguments. Out: the exit code.
 
@@ -34,20 +34,20 @@ FUNCTIONS = {
 
 # `show --list`.
 LIST = ("known", "list_names")
-# Of these, the modules that do without torch.
+# The modules among them that do not import torch.
 WITHOUT_TORCH = ("simulate", "compare", "completion", "known")
 
 
 def _runner(*where: str) -> Callable[[Namespace], int]:
-    def run(asked: Namespace) -> int:
-        module, function = LIST if getattr(asked, "list", False) else where
-        # What cannot be done is told before anybody waits.
-        check_request(asked)
-        # Imported here: `autoptd --help` and shell completion must not wait for torch.
+    def run(args: Namespace) -> int:
+        module, function = LIST if getattr(args, "list", False) else where
+        # Reject invalid requests before the slow import.
+        check_request(args)
+        # Imported here, so that `autoptd --help` and shell completion do not wait for torch.
         is_quick = module in WITHOUT_TORCH or "torch" in sys.modules
         with nullcontext() if is_quick else activity("importing torch"):
             home = import_module(f"autoptd.wings.cli.{module}")
-        done: int = getattr(home, function)(asked)
+        done: int = getattr(home, function)(args)
         return done
 
     return run

@@ -1,4 +1,4 @@
-"""`autoptd diff A B`: what differs between two plans or saved programs."""
+"""`autoptd diff A B`: compare two plans or saved programs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from argparse import Namespace
 from autoptd.wings.reports.diff import diff
 
 
-def compare(asked: Namespace) -> int:
-    """Print what differs; 0 where nothing does, 1 where something does."""
-    text = diff(asked.a, asked.b)
+def compare(args: Namespace) -> int:
+    """Print the differences; return 0 if there are none, else 1."""
+    text = diff(args.a, args.b)
     print(text, end="")
     return 1 if text else 0

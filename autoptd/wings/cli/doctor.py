@@ -1,6 +1,7 @@
-"""`autoptd doctor`: what the runtime does between ranks, tried on the ranks, devices and backend at hand.
+"""`autoptd doctor`: test the runtime's communication on the ranks, devices and backend at hand.
 
-Under torchrun every rank calls it, and rank 0 prints; alone it looks at one process and at ranks as threads.
+Under torchrun all ranks take part, and rank 0 prints; without it, one process and ranks as threads are
+tested.
 """
 
 from __future__ import annotations
@@ -18,20 +19,22 @@ from autoptd.wings.planner.cluster import find_cluster
 LAUNCHED = ("RANK", "WORLD_SIZE")
 
 
-def doctor(asked: Namespace) -> int:
-    """Look and print; 0: all right, 1: something is wrong."""
+def doctor(args: Namespace) -> int:
+    """Run the checks and print them; return 0 if all pass, else 1."""
     is_launched = all(name in os.environ for name in LAUNCHED)
-    if not (math.isfinite(asked.timeout) and asked.timeout > 0):
-        raise PlanError(f"--timeout {asked.timeout:g}", "is not a time to wait", "seconds above 0")
-    # Rank 0 compares and writes: the others need neither file.
+    if not (math.isfinite(args.timeout) and args.timeout > 0):
+        raise PlanError(
+            f"--timeout {args.timeout:g}", "is not a valid timeout", "a positive number of seconds"
+        )
+    # Only rank 0 compares and writes; the other ranks may lack these files.
     if os.environ.get("RANK", "0") == "0":
-        if asked.json:
-            check_writable("--json", asked.json)
-        if asked.cluster is not None:
-            find_cluster(asked.cluster)
+        if args.json:
+            check_writable("--json", args.json)
+        if args.cluster is not None:
+            find_cluster(args.cluster)
     names = ("device", "backend", "timeout", "cluster", "json")
-    degrees = {name: degree for name in DEGREES if (degree := getattr(asked, name)) is not None}
-    request = Request(degrees, **{name: getattr(asked, name) for name in names})
+    degrees = {name: degree for name in DEGREES if (degree := getattr(args, name)) is not None}
+    request = Request(degrees, **{name: getattr(args, name) for name in names})
     return run_launched(request) if is_launched else run_alone(request)
 
 

@@ -1,4 +1,4 @@
-"""How words on the command line become values: what argparse is given for each kind of flag.
+"""Parse command-line values: the keywords for argparse, by kind of flag.
 
 In: a word. Out: its value, or an ArgumentTypeError, which the parser reports.
 
@@ -17,7 +17,7 @@ def as_bytes(text: str) -> float:
     try:
         return parse_bytes(text)
     except ValueError as error:
-        raise ArgumentTypeError(f"{text!r} is not a number of bytes: 80e9, 80GB or 80GiB") from error
+        raise ArgumentTypeError(f"{text!r} is not a size in bytes, such as 80e9, 80GB or 80GiB") from error
 
 
 def as_stage(text: str) -> int | str:
@@ -36,11 +36,13 @@ def as_numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
-        raise ArgumentTypeError(f"{text!r} is not a number, or numbers with commas: 2 or 1,2,4") from error
+        raise ArgumentTypeError(
+            f"{text!r} is not a number or a comma-separated list of numbers, such as 2 or 1,2,4"
+        ) from error
 
 
 def as_level(text: str) -> int | str:
-    # "any", or a mistake that the planner names.
+    # "any", or an invalid value that the planner reports.
     return int(text) if text.isdigit() else text
 
 
@@ -53,14 +55,14 @@ def as_count_or_auto(text: str) -> int | str:
         raise ArgumentTypeError(f"{text!r} is neither a number nor auto") from error
 
 
-# How a flag of a keyword is read (`options.Keyword.flag`): what argparse is given for it.
+# The keywords for argparse, by `options.Keyword.flag`.
 FLAGS: dict[str, dict[str, Any]] = {
     "text": {},
     "count": {"type": int, "metavar": "N"},
     "number": {"type": int},
     "stage": {"type": as_stage, "metavar": "N"},
     "float": {"type": float, "metavar": "X"},
-    # None rather than False: a flag that was not given must not contradict a plan or a file.
+    # None rather than False: an absent flag must not contradict a plan or a file.
     "on": {"action": "store_true", "default": None},
     # `--flag`, `--flag true` and `--flag false`.
     "switch": {"type": as_switch, "nargs": "?", "const": True},

@@ -1,8 +1,8 @@
-"""Well-known sizes, as their authors published them: configs of transformers, so that nothing is downloaded.
+"""Well-known model sizes as their authors published them: configs for transformers, so nothing is downloaded.
 
-In: a name. Out: `Known`, the config's type and values. Dropout is off, as in large runs: with `--set
-attn_pdrop=0.1` attention runs unfused. A name says a shape, not weights: what its training did besides
-(sparse layers of GPT-3) is not in it.
+In: a name. Out: `Known`, the config's type and values. Dropout is off, as in large runs; `--set
+attn_pdrop=0.1` turns it on, and attention runs unfused. A name stands for a shape only: neither weights nor
+other details of the published model (such as GPT-3's sparse layers) are included.
 
     KNOWN["gpt2"].values["n_layer"]         # 12
 """
@@ -25,9 +25,10 @@ QWEN = "Qwen team 2024 (Qwen2.5), table 1, and its published config"
 
 @dataclass(frozen=True)
 class Known:
-    """A config of transformers: its `kind` (`model_type`) and what is not the kind's default.
+    """A config for transformers: its `kind` (`model_type`) and the values that differ from the kind's
+    defaults.
 
-    `length`: tokens of a sample.
+    `length`: tokens per sample.
     """
 
     kind: str
@@ -62,7 +63,7 @@ def _llama(
         "intermediate_size": ffn,
         "vocab_size": vocab,
         "max_position_embeddings": length,
-        # As published: in all of these the head is a matrix of its own.
+        # As published: all of these have an untied output head.
         "tie_word_embeddings": False,
     }
     return Known(kind, sizes, length, source)
@@ -73,11 +74,11 @@ KNOWN: dict[str, Known] = {
     "gpt2-medium": _gpt2(24, 1024, 16, 1024, GPT2_PAPER),
     "gpt2-large": _gpt2(36, 1280, 20, 1024, GPT2_PAPER),
     "gpt2-xl": _gpt2(48, 1600, 25, 1024, GPT2_PAPER),
-    # GPT-3 is GPT-2's architecture in other sizes; V is that of GPT-2's tokenizer.
+    # GPT-3 has GPT-2's architecture in other sizes, and GPT-2's vocabulary.
     "gpt3-2.7b": _gpt2(32, 2560, 32, 2048, GPT3_PAPER),
     "gpt3-6.7b": _gpt2(32, 4096, 32, 2048, GPT3_PAPER),
     "gpt3-175b": _gpt2(96, 12288, 96, 2048, GPT3_PAPER),
-    # The paper's V is padded to a multiple of 1024.
+    # The paper pads its vocabulary to a multiple of 1024.
     "gpt-530b": _gpt2(105, 20480, 128, 2048, PTD_PAPER, vocab=51200),
     "gpt-1t": _gpt2(128, 25600, 160, 2048, PTD_PAPER, vocab=51200),
     "llama-2-7b": _llama(32, 4096, 32, 32, 11008, 32000, 4096, LLAMA_2),
@@ -92,8 +93,8 @@ KNOWN: dict[str, Known] = {
 }
 
 
-def list_names(asked: Namespace) -> int:
-    """Print the names, and where their sizes are from; 0."""
+def list_names(args: Namespace) -> int:
+    """Print the names and the sources of their sizes; return 0."""
     for name, known in KNOWN.items():
         print(f"{name:14} {known.kind:8} {known.source}")
     return 0

@@ -1,7 +1,9 @@
-"""The progress of a command on stderr: what it does now, on a terminal; what it did and for how long, elsewhere.
+"""Progress of a command on stderr: the current activity on a terminal; one line per finished activity
+elsewhere.
 
-In: `activity` of all parts of the compiler. Out: one line that changes, and is gone when the command is over; into
-a file or a pipe a plain line for each activity that took time, the first one before torch is loaded.
+In: `activity` messages from all parts of the compiler. Out: on a terminal, one line that changes and
+disappears at the end; in a file or a pipe, a plain line with the seconds of each activity, the first one
+before torch is loaded.
 
     with shown(quiet=False), activity("importing torch"):       # importing torch ... 2.1 s
         import torch
@@ -19,17 +21,17 @@ from typing import TextIO
 
 from autoptd.ir.activity import LOGGER
 
-# A pass that takes less is not listed.
+# Shorter passes are not listed.
 MIN_SECONDS = 0.1
-# Of a terminal that does not say how wide it is.
+# The width of a terminal that does not report one.
 COLUMNS = 80
-# To the end of the line.
+# ANSI: erase to the end of the line.
 ERASE = "\x1b[K"
 
 
 @contextmanager
 def shown(quiet: bool) -> Iterator[None]:
-    """Show the activities of a block: those of rank 0, where torchrun started several."""
+    """Show the activities inside a block, on rank 0 only under torchrun."""
     if quiet or os.environ.get("RANK", "0") != "0":
         yield
         return
@@ -37,7 +39,7 @@ def shown(quiet: bool) -> Iterator[None]:
     level, propagates = LOGGER.level, LOGGER.propagate
     LOGGER.addHandler(handler)
     LOGGER.setLevel(logging.DEBUG)
-    # A model's own module may set up logging; what it prints is not told twice.
+    # The user's model may set up logging; do not print each message twice.
     LOGGER.propagate = False
     try:
         yield
@@ -49,7 +51,7 @@ def shown(quiet: bool) -> Iterator[None]:
 
 
 class Lines(logging.Handler):
-    """A line for each activity: its words when it begins, its seconds when it is over."""
+    """Log one line per activity: its name when it begins, its seconds when it ends."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
@@ -70,7 +72,7 @@ class Lines(logging.Handler):
         super().close()
 
     def _end_line(self) -> None:
-        """End the line of what failed."""
+        """End the line of an activity that failed."""
         if self._is_open:
             self._print("", "\n")
 
@@ -80,7 +82,7 @@ class Lines(logging.Handler):
 
 
 class Terminal(logging.Handler):
-    """One line that says what is done now; nothing stands there when another writes."""
+    """Show the current activity on one line, which is erased before other output."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
@@ -98,13 +100,13 @@ class Terminal(logging.Handler):
         super().close()
 
     def _print(self, text: str) -> None:
-        """Replace the line; a longer one than the terminal is wide would stay there."""
+        """Replace the line, cut to the width of the terminal: an overlong line could not be erased."""
         self._stream.write(f"\r{text[: self._columns - 1]}{ERASE}")
         self._stream.flush()
 
     @property
     def _columns(self) -> int:
-        # A window may be made smaller meanwhile; some terminals say that they have no columns.
+        # The window may shrink meanwhile, and some terminals report zero columns.
         with suppress(OSError, ValueError):
             return os.get_terminal_size(self._stream.fileno()).columns or COLUMNS
         return COLUMNS

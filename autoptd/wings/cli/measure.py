@@ -1,4 +1,4 @@
-"""`autoptd measure FILE`: what the machine at hand can do, as a cluster file of the planner."""
+"""`autoptd measure FILE`: benchmark this machine and write a cluster file for the planner."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from autoptd.wings.cli.settings import check_writable
 from autoptd.wings.planner.measure import REMARK, measure_cluster, to_toml
 
 
-def measure(asked: Namespace) -> int:
-    """Measure, print and write; 0."""
-    # Before half a minute of measuring.
-    check_writable("FILE", asked.file)
-    with activity("measuring products, memory and collectives"):
-        text = to_toml(measure_cluster(asked.ranks), REMARK)
-    Path(asked.file).write_text(text)
+def measure(args: Namespace) -> int:
+    """Measure, print and write; return 0."""
+    # Check first: the benchmark takes half a minute.
+    check_writable("FILE", args.file)
+    with activity("measuring GEMMs, memory and collectives"):
+        text = to_toml(measure_cluster(args.ranks), REMARK)
+    Path(args.file).write_text(text)
     print(text, end="")
     return 0
 

@@ -1,7 +1,7 @@
-"""What may be asked on the command line. No torch here: `--help` answers at once.
+"""The flags of the command line. Nothing here loads torch, so `--help` is fast.
 
-In: the words after `autoptd`. Out: a namespace, `command` and one attribute per flag. A file given by
-`--config` (TOML, YAML or JSON) holds flags by their names; what is on the command line goes before it.
+In: the words after `autoptd`. Out: a namespace with `command` and one attribute per flag. A `--config` file
+(TOML, YAML or JSON) sets flags by name; the command line overrides it.
 
     parse(["show", "gpt2", "--t", "4"]).t       # 4
 """
@@ -23,44 +23,44 @@ from autoptd.wings.cli.flags import FLAGS, as_bytes, as_count_or_auto, as_level,
 from autoptd.wings.cli.help_texts import CHECKPOINT, COUNTED, DOCTOR, EXAMPLES, MODEL, PLAN, SHOW, SIZES
 from autoptd.wings.cli.settings import read_settings
 
-# Flags that are at least 1, of all commands but plan.
+# Flags that must be at least 1, for all commands but plan.
 DEGREES = tuple(name for name, keyword in KEYWORDS.items() if keyword.flag == "count")
 WITHOUT_FLAG = [name for name, keyword in KEYWORDS.items() if not keyword.flag and name != "loss_fn"]
 COUNTS = ("batch", "rows", "seq", "vocab", "steps", "save_every", "keep", "ranks", *DEGREES)
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
-    """Return what is asked; PlanError for what cannot be asked."""
+    """Parse the command line; PlanError if it is invalid."""
     parser, commands = make_parser()
     if arguments and arguments[0] in commands:
         chosen = commands[arguments[0]]
         file = _config_of(arguments)
         if file is not None and "config" in _names(chosen):
-            # As defaults of the command, so that what stands on the command line goes before them.
+            # Defaults of the command, so that the command line overrides them.
             chosen.set_defaults(**read_settings(file, _names(chosen) - {"config", "debug", "help"}))
-    # Not parse_args: its error says neither which command, nor what the flag is called here.
-    asked, unknown = parser.parse_known_args(arguments)
+    # Not parse_args, whose error names neither the command nor a similar flag.
+    args, unknown = parser.parse_known_args(arguments)
     if unknown:
-        raise _unknown_argument(asked.command, commands[asked.command], unknown[0])
-    # The planner checks its own, of which some may be several values.
-    for name in COUNTS if asked.command != "plan" else ():
-        value = getattr(asked, name, None)
+        raise _unknown_argument(args.command, commands[args.command], unknown[0])
+    # The planner checks its own flags, which may take several values.
+    for name in COUNTS if args.command != "plan" else ():
+        value = getattr(args, name, None)
         if isinstance(value, int) and value < 1:
-            raise PlanError(f"{_flag(name)} {value}", "is below 1", "a count of at least 1, or leave it out")
-    # MODEL is optional to argparse, which does not see that the file of --config may have it.
-    needs_model = "model" in asked and asked.command != "plan" and not getattr(asked, "list", False)
-    if needs_model and asked.model is None:
+            raise PlanError(f"{_flag(name)} {value}", "is below 1", "at least 1, or leave it out")
+    # MODEL is optional for argparse, because a --config file may set it.
+    needs_model = "model" in args and args.command != "plan" and not getattr(args, "list", False)
+    if needs_model and args.model is None:
         raise PlanError(
-            "MODEL", "is missing", "for example: autoptd show gpt2 (autoptd show --list names the sizes)"
+            "MODEL", "is missing", "for example: autoptd show gpt2 (autoptd show --list lists the sizes)"
         )
-    # Likewise.
-    if asked.command == "compile" and asked.out is None:
+    # Optional for argparse for the same reason.
+    if args.command == "compile" and args.out is None:
         raise PlanError("--out", "is missing", "for example: autoptd compile gpt2 --t 2 --out out")
-    return asked
+    return args
 
 
 class Parser(ArgumentParser):
-    """An `ArgumentParser` whose errors are those of all commands: one line that names site, fact and remedy."""
+    """An `ArgumentParser` that reports errors like all commands: one line with site, fact and remedy."""
 
     def error(self, message: str) -> NoReturn:
         # argparse says `argument --t: invalid int value: 'x'`, `the following arguments are required: ...`.
@@ -69,10 +69,10 @@ class Parser(ArgumentParser):
 
 
 def _unknown_argument(name: str, command: ArgumentParser, word: str) -> PlanError:
-    """What is said of an argument that a command does not take."""
+    """Return the error for an argument that a command does not take."""
     if not word.startswith("-"):
         return PlanError(
-            word, f"autoptd {name} does not take it", f"autoptd {name} --help lists what it takes"
+            word, f"not an argument of autoptd {name}", f"autoptd {name} --help lists what it takes"
         )
     flag = word.partition("=")[0]
     known: list[str] = []
@@ -83,7 +83,7 @@ def _unknown_argument(name: str, command: ArgumentParser, word: str) -> PlanErro
 
 
 def make_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
-    """Return the parser, and those of its commands by name."""
+    """Return the parser, and the parsers of its commands by name."""
     parser = Parser(
         "autoptd",
         description="Write the model for one device; train it on any (t, p, d).",
@@ -103,8 +103,7 @@ def make_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
             description=description or words,
             epilog=f"examples:\n{EXAMPLES[name]}" if name in EXAMPLES else None,
             formatter_class=RawDescriptionHelpFormatter,
-            # `--conf run.toml` would be taken as --config by argparse, but `_config_of` would not read the
-            # file.
+            # argparse would accept `--conf run.toml`, but `_config_of` would not read the file.
             allow_abbrev=False,
         )
         commands[name].add_argument("--debug", action="store_true", help="print tracebacks")
@@ -114,7 +113,7 @@ def make_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
         return commands[name]
 
     show = command("show", "report memory, traffic and bubble of a model on t*p*d ranks", SHOW)
-    # Before MODEL is asked for: `show --list` needs none.
+    # Before MODEL, which `show --list` does not need.
     show.add_argument("--list", action="store_true", help="list the well-known sizes")
     _add_model(show)
     show.add_argument("--out", metavar="DIR", help="directory for pictures and report.html")
@@ -205,10 +204,10 @@ def _add_model(parser: ArgumentParser) -> None:
 
 
 def _add_keywords(group: Any, is_for_training: bool) -> None:
-    """Add the flags of the keywords of `parallelize`, as `Options` declares them."""
+    """Add the flags that `Options` declares."""
     for name, keyword in KEYWORDS.items():
         if keyword.flag and keyword.is_for_training == is_for_training:
-            # What the keyword says of itself goes before what all flags of its kind have.
+            # The keyword's own settings override those of its kind.
             about = dict(FLAGS[keyword.flag])
             if keyword.metavar:
                 about["metavar"] = keyword.metavar
@@ -267,7 +266,7 @@ def _add_training(parser: ArgumentParser) -> None:
 
 
 def _add_examination(parser: ArgumentParser) -> None:
-    # No defaults: with any of these given one mesh is checked, without them several.
+    # No defaults: one mesh is tested if any of these is given, else several.
     for name, axis in BY_DEGREE.items():
         words = f"{axis.word}-parallel degree"
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{words} (default: several meshes)")
@@ -392,7 +391,7 @@ def _add_planning(parser: ArgumentParser) -> None:
 
 
 def _config_of(arguments: Sequence[str]) -> str | None:
-    # By hand, as the file's values must be known before argparse runs.
+    # By hand, as the file must be read before argparse runs.
     for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
         if word == "--config":
             return following

@@ -1,7 +1,7 @@
-"""`autoptd show` and `autoptd compile`: a model without weights to a program, its numbers, its pictures.
+"""`autoptd show` and `autoptd compile`: compile a model without weights; print its numbers, draw its
+pictures.
 
-The batch is d replicas times `num_microbatches` microbatches of `--rows` samples each, or the `--batch`
-samples that were asked for.
+The batch has d replicas of `num_microbatches` microbatches with `--rows` samples each, or `--batch` samples.
 """
 
 from __future__ import annotations
@@ -38,89 +38,87 @@ from autoptd.wings.reports.report import write_report
 from autoptd.wings.reports.summary import summarize
 
 
-def example_inputs(asked: Namespace, subject: Any, model: nn.Module, given: Any) -> Any:
-    """Return the global batch: what the factory gave, else token ids drawn at random, the same in every
-    process.
-    """
+def example_inputs(args: Namespace, subject: Any, model: nn.Module, given: Any) -> Any:
+    """Return the global batch: the factory's, else random token ids, the same in every process."""
     if given is not None:
         return given
-    length = length_of(subject, model, asked.seq)
-    # Ids of one token more than the length: targets are the same row, a token later.
+    length = length_of(subject, model, args.seq)
+    # One more id than the length: targets are the same row, one token later.
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(
-        vocabulary_of(model, asked.vocab), (rows_of(asked), length + 1), generator=generator, device="cpu"
+        vocabulary_of(model, args.vocab), (rows_of(args), length + 1), generator=generator, device="cpu"
     )
     return as_call(model, ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
 
 
-def make_program(asked: Namespace) -> tuple[str, Program]:
-    """Compile what is asked for, without weights; and the words with which its numbers begin."""
-    subject = find_model(asked.model, read_pairs("set", asked.set))
-    # Building the model counts as well: a user waits for both.
+def make_program(args: Namespace) -> tuple[str, Program]:
+    """Compile the requested program without weights; return it with the heading of its numbers."""
+    subject = find_model(args.model, read_pairs("set", args.set))
+    # Include the time to build the model: the user waits for both.
     start = time.perf_counter()
-    with activity(f"building {asked.model} without weights"):
-        # What `precision` stores is in float32, which well-known sizes are not by default.
-        dtype = asked.dtype or ("float32" if asked.precision else None)
+    with activity(f"building {args.model} without weights"):
+        # `precision` stores parameters in float32, which is not the default of known sizes.
+        dtype = args.dtype or ("float32" if args.precision else None)
         model, given = make_without_weights(subject, dtype)
     program = autoptd.compile(
-        model, example_inputs=example_inputs(asked, subject, model, given), **keywords_of(asked)
+        model, example_inputs=example_inputs(args, subject, model, given), **keywords_of(args)
     )
-    # Of a microbatch: [rows, tokens].
+    # Of one microbatch: [rows, tokens].
     rows = next(spec.shape for spec in program.inputs if spec.batched)
-    about = KNOWN[asked.model].source if asked.model in KNOWN else type(model).__name__
+    about = KNOWN[args.model].source if args.model in KNOWN else type(model).__name__
     took = time.perf_counter() - start
     size = "x".join(map(str, rows[1:])) or "no"
-    return f"{asked.model} ({about}), {size} tokens a sample, compiled in {took:.1f} s", program
+    return f"{args.model} ({about}), {size} tokens per sample, compiled in {took:.1f} s", program
 
 
-def show(asked: Namespace) -> int:
-    """Print what a model costs on a mesh; 0."""
-    if asked.model.endswith(".py"):
-        print("\n".join(factories_in(asked.model)))
+def show(args: Namespace) -> int:
+    """Print the cost of a model on a mesh; return 0."""
+    if args.model.endswith(".py"):
+        print("\n".join(factories_in(args.model)))
         return 0
-    bandwidth, mtbf = storage_of(asked)
-    words, program = make_program(asked)
+    bandwidth, mtbf = storage_of(args)
+    words, program = make_program(args)
     summary, costs = summarize(program), checkpoint_costs(program, bandwidth, mtbf)
-    if asked.json:
-        record = {"model": asked.model, **summary.record(), "checkpoint": costs.record()}
+    if args.json:
+        record = {"model": args.model, **summary.record(), "checkpoint": costs.record()}
         print(json.dumps(record, indent=1))
     else:
         print(f"{words}\n{summary}\n{costs}")
-        for line in _fallbacks(program, asked.out):
+        for line in _fallbacks(program, args.out):
             print(line)
-    if asked.explain:
-        # With --json, stdout is for the machine.
-        print(f"\n{program.explain(asked.explain)}", file=sys.stderr if asked.json else sys.stdout)
-    if asked.out:
-        _write(program, Path(asked.out), asked.model)
+    if args.explain:
+        # With --json, stdout is machine-readable.
+        print(f"\n{program.explain(args.explain)}", file=sys.stderr if args.json else sys.stdout)
+    if args.out:
+        _write(program, Path(args.out), args.model)
     return 0
 
 
-def storage_of(asked: Namespace) -> tuple[float | None, float | None]:
-    """Return the storage's bytes a second and the hours between faults, as far as they are given."""
+def storage_of(args: Namespace) -> tuple[float | None, float | None]:
+    """Return the storage bandwidth in bytes per second and the hours between failures, as far as given."""
     for name in ("storage_bandwidth", "mtbf"):
-        value = getattr(asked, name)
+        value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
             flag = f"--{name.replace('_', '-')} {value:g}"
-            raise PlanError(flag, "is not above 0", "GB/s, or hours: for example 50")
-    if asked.mtbf is not None and asked.storage_bandwidth is None:
-        raise PlanError("--mtbf", "needs the seconds of a save", "--storage-bandwidth GB/s as well")
-    return asked.storage_bandwidth and 1e9 * asked.storage_bandwidth, asked.mtbf
+            raise PlanError(flag, "must be positive", "GB/s, or hours: for example 50")
+    if args.mtbf is not None and args.storage_bandwidth is None:
+        raise PlanError("--mtbf", "needs the time of a save", "add --storage-bandwidth GB/s")
+    return args.storage_bandwidth and 1e9 * args.storage_bandwidth, args.mtbf
 
 
-def compile(asked: Namespace) -> int:
-    """Write a program; 0."""
-    words, program = make_program(asked)
-    program.save(asked.out)
+def compile(args: Namespace) -> int:
+    """Write a program; return 0."""
+    words, program = make_program(args)
+    program.save(args.out)
     print(f"{words}\n{summarize(program)}")
-    for line in _fallbacks(program, asked.out):
+    for line in _fallbacks(program, args.out):
         print(line)
-    _write(program, Path(asked.out), asked.model)
+    _write(program, Path(args.out), args.model)
     return 0
 
 
 def _fallbacks(program: Program, folder: str | None) -> list[str]:
-    """Return one line for all that is not split as one would expect, and where the rest is listed."""
+    """Return one line on operators that are not split as expected, with a pointer to the full list."""
     merged = program.plan.get("fallbacks", [])
     if not merged:
         return []
@@ -137,7 +135,7 @@ def _write(program: Program, folder: Path, name: str) -> None:
         draw_program(program, folder)
     with activity("writing the report"):
         write_report(program, folder / "report.html", name)
-    print(f"wrote {folder}/report.html, and its pictures and tables as files", file=sys.stderr)
+    print(f"wrote {folder}/report.html, with its pictures and tables as separate files", file=sys.stderr)
 
 
 __all__ = ["compile", "example_inputs", "make_program", "show", "storage_of"]

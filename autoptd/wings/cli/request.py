@@ -1,9 +1,10 @@
-"""What is asked of a command, and what of it can be refused at once: before torch is loaded and a model is built.
+"""Check a command's request before torch is loaded and a model is built.
 
-In: the parsed arguments. Out: the keywords of `parallelize`, the rows of a batch; PlanError for a file that is not there, a
-folder that cannot be written, a name that nothing has, ranks that nobody started.
+In: the parsed arguments. Out: the keywords of `parallelize` and the rows of a batch; PlanError for a missing
+file, an unwritable directory, an unknown name or missing ranks.
 
-    check_request(parse(["train", "mine.py:make", "--data", "none.txt"]))       # PlanError: --data none.txt: ...
+    check_request(parse(["train", "mine.py:make", "--data", "none.txt"]))       # PlanError: --data none.txt:
+    ...
 """
 
 from __future__ import annotations
@@ -22,120 +23,125 @@ from autoptd.options import KEYWORDS, Options, make_options
 from autoptd.wings.cli.known import KNOWN
 from autoptd.wings.cli.settings import check_folder, check_new_file, check_readable, read_pairs
 
-# Keywords of `parallelize` that are not among its options, and commands that take them.
+# Keywords of `parallelize` that are not options, and the commands that take them.
 BESIDES = {"weights": ("train",)}
 
 
-def check_request(asked: Namespace) -> None:
-    """Raise PlanError for what cannot be done, as far as that can be told without torch."""
-    if check := CHECKS.get(asked.command):
-        check(asked)
+def check_request(args: Namespace) -> None:
+    """Raise PlanError for an invalid request, as far as it can be detected without torch."""
+    if check := CHECKS.get(args.command):
+        check(args)
 
 
-def keywords_of(asked: Namespace) -> dict[str, Any]:
-    """Return the keywords of `parallelize` that were asked for."""
-    flags = {name: getattr(asked, name, None) for name, keyword in KEYWORDS.items() if keyword.flag}
-    # Left out, not None: then a plan or the default decides.
+def keywords_of(args: Namespace) -> dict[str, Any]:
+    """Return the requested keywords of `parallelize`."""
+    flags = {name: getattr(args, name, None) for name, keyword in KEYWORDS.items() if keyword.flag}
+    # Left out rather than None, so that a plan or the default decides.
     given = {name: value for name, value in flags.items() if value is not None}
-    return given | read_pairs("option", asked.option)
+    return given | read_pairs("option", args.option)
 
 
-def options_of(asked: Namespace) -> Options:
-    """Return the options that were asked for; PlanError for those that do not exist, or not together."""
-    keywords = keywords_of(asked)
+def options_of(args: Namespace) -> Options:
+    """Return the requested options; PlanError if they are invalid or contradict each other."""
+    keywords = keywords_of(args)
     return make_options(
-        **{name: value for name, value in keywords.items() if asked.command not in BESIDES.get(name, ())}
+        **{name: value for name, value in keywords.items() if args.command not in BESIDES.get(name, ())}
     )
 
 
-def rows_of(asked: Namespace) -> int:
-    """Return the samples of the global batch; flags go before what a plan says."""
-    if asked.batch is not None and asked.rows is not None:
-        raise PlanError("--batch and --rows", "both say how many samples a microbatch has", "one of the two")
-    if asked.batch is not None:
-        return int(asked.batch)
-    plan = load_plan(asked.plan) if asked.plan else {}
+def rows_of(args: Namespace) -> int:
+    """Return the global batch size; flags override the plan."""
+    if args.batch is not None and args.rows is not None:
+        raise PlanError("--batch and --rows", "both set the batch size", "pass one of them")
+    if args.batch is not None:
+        return int(args.batch)
+    plan = load_plan(args.plan) if args.plan else {}
     mesh = plan.get("mesh", {})
-    # No degree is 0 (the parser refuses it), so `or` falls through for None alone.
-    p, d = (getattr(asked, name) or mesh.get(name, 1) for name in ("p", "d"))
-    m = asked.num_microbatches or plan.get("num_microbatches") or 4 * p
-    return int(d * m * (asked.rows or 1))
+    # Degrees are never 0 (the parser rejects it), so `or` falls through only for None.
+    p, d = (getattr(args, name) or mesh.get(name, 1) for name in ("p", "d"))
+    m = args.num_microbatches or plan.get("num_microbatches") or 4 * p
+    return int(d * m * (args.rows or 1))
 
 
 def check_model(name: str, is_listed: bool = False) -> None:
-    """Raise PlanError for a MODEL that cannot be there; with `is_listed` a file without a name is one."""
+    """Raise PlanError for a MODEL that cannot exist; with `is_listed`, a file without a factory name is
+    allowed.
+    """
     path, (where, _, _) = Path(name), name.rpartition(":")
     if name in KNOWN or path.suffix == ".json" or (path / "config.json").is_file():
         if name not in KNOWN and path.suffix == ".json":
-            check_readable("MODEL", name, "a config.json of transformers")
+            check_readable("MODEL", name, "pass a transformers config.json")
         if find_spec("transformers") is None:
             raise PlanError(f"MODEL {name}", "needs the package transformers", "pip install 'autoptd[hf]'")
     elif where.endswith(".py") or path.suffix == ".py":
         check_readable("MODEL", where or name, "path/to/file.py:factory")
         if not where and not is_listed:
-            remedy = f"{name}:factory; autoptd show {name} lists what it has"
-            raise PlanError(f"MODEL {name}", "is a file, which may have several models", remedy)
+            remedy = f"{name}:factory; autoptd show {name} lists its models"
+            raise PlanError(f"MODEL {name}", "is a file that may define several models", remedy)
     elif not where:
         remedy = f"{nearest(name, KNOWN)}; a config.json; package.module:factory; path/to/file.py:factory"
         raise PlanError(f"MODEL {name}", "is not a well-known size, config or factory", remedy)
 
 
-def _check_program(asked: Namespace) -> None:
-    """Check what `show` and `compile` are asked."""
-    if getattr(asked, "list", False):
+def _check_program(args: Namespace) -> None:
+    """Check the arguments of `show` and `compile`."""
+    if getattr(args, "list", False):
         return
-    check_model(asked.model, is_listed=asked.command == "show")
-    _check_call(asked)
-    if asked.out is not None:
-        check_folder("--out", asked.out)
+    check_model(args.model, is_listed=args.command == "show")
+    _check_call(args)
+    if args.out is not None:
+        check_folder("--out", args.out)
 
 
-def _check_verify(asked: Namespace) -> None:
-    check_model(asked.model)
-    _check_call(asked)
+def _check_verify(args: Namespace) -> None:
+    check_model(args.model)
+    _check_call(args)
 
 
-def _check_call(asked: Namespace) -> None:
-    """Check options and batch, but for what the planner is to choose."""
-    read_pairs("set", asked.set)
-    if "auto" not in keywords_of(asked).values():
-        options_of(asked)
-        rows_of(asked)
+def _check_call(args: Namespace) -> None:
+    """Check options and batch, except for those that the planner will choose."""
+    read_pairs("set", args.set)
+    if "auto" not in keywords_of(args).values():
+        options_of(args)
+        rows_of(args)
 
 
-def _check_train(asked: Namespace) -> None:
-    check_model(asked.model)
-    read_pairs("set", asked.set)
-    options = options_of(asked)
+def _check_train(args: Namespace) -> None:
+    check_model(args.model)
+    read_pairs("set", args.set)
+    options = options_of(args)
     check_launch(options.mesh, options.backend)
-    rows, replicas = rows_of(asked), options.mesh.replicas
+    rows, replicas = rows_of(args), options.mesh.replicas
     if rows % replicas:
         degrees = options.mesh.product_text(options.mesh.batch_axes)
         raise PlanError(f"--batch {rows}", f"does not divide over {degrees}", f"a multiple of {replicas}")
-    weights = keywords_of(asked).get("weights")
+    weights = keywords_of(args).get("weights")
     if weights is not None and not Path(weights).exists():
         raise PlanError(
-            f"weights={weights}", "there is no such folder", "a checkpoint, or a Hugging Face folder"
+            f"weights={weights}", "no such directory", "pass a checkpoint or a Hugging Face directory"
         )
-    if asked.data is not None:
-        check_readable("--data", asked.data, "a text file")
-    if asked.resume and asked.save is None:
-        raise PlanError("--resume", "says no folder", "--save DIR, where the run before has saved")
-    if asked.tensorboard is not None and find_spec("tensorboard") is None:
+    if args.data is not None:
+        check_readable("--data", args.data, "pass a text file")
+    if args.resume and args.save is None:
+        raise PlanError("--resume", "needs a directory", "add --save DIR with the previous run's directory")
+    if args.tensorboard is not None and find_spec("tensorboard") is None:
         raise PlanError(
-            f"--tensorboard {asked.tensorboard}", "the package is missing", "pip install tensorboard"
+            f"--tensorboard {args.tensorboard}",
+            "the package tensorboard is missing",
+            "pip install tensorboard",
         )
-    if asked.log is not None:
-        check_new_file("--log", asked.log)
+    if args.log is not None:
+        check_new_file("--log", args.log)
     for flag in ("out", "save", "tensorboard"):
-        if (folder := getattr(asked, flag)) is not None:
+        if (folder := getattr(args, flag)) is not None:
             check_folder(f"--{flag}", folder)
 
 
 def check_launch(mesh: Mesh, backend: str | None) -> None:
-    """Raise PlanError where ranks are to be processes, and torchrun has started none, or not as many as are asked for.
+    """Raise PlanError if the ranks are to be processes and torchrun started none, or another number of them.
 
-    A command makes no process group before this, so that the environment tells, as `runtime/step/launch.py` looks again.
+    No command creates a process group before this, so the environment tells; `runtime/step/launch.py` checks
+    again.
     """
     if backend == "local":
         return
@@ -146,7 +152,7 @@ def check_launch(mesh: Mesh, backend: str | None) -> None:
                 f"torchrun --nproc-per-node {mesh.size} -m -- autoptd train ..., or --backend local: threads"
             )
             raise PlanError(
-                f"{mesh}", f"{ranks} asked for, and torchrun has not started this process", remedy
+                f"{mesh}", f"{ranks} requested, but this process was not started by torchrun", remedy
             )
     elif (size := int(os.environ["WORLD_SIZE"])) != mesh.size:
         fact = f"{'*'.join(mesh.degrees)} is {mesh.size} ({mesh})"
@@ -154,9 +160,9 @@ def check_launch(mesh: Mesh, backend: str | None) -> None:
         raise PlanError(f"world size {size}", fact, remedy)
 
 
-def _check_plan(asked: Namespace) -> None:
-    if asked.model is not None and (asked.model not in KNOWN or asked.set):
-        check_model(asked.model)
+def _check_plan(args: Namespace) -> None:
+    if args.model is not None and (args.model not in KNOWN or args.set):
+        check_model(args.model)
 
 
 CHECKS: dict[str, Callable[[Namespace], None]] = {

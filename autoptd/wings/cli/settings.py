@@ -1,6 +1,6 @@
-"""Flags from a file: TOML, YAML or JSON, by their names with underscores (or dashes).
+"""Read flags from a TOML, YAML or JSON file, by name with underscores or dashes.
 
-In: a file, and the flags that a command has. Out: a dict of settings.
+In: a file, and the flags of a command. Out: a dict of settings.
 
     # run.toml
     model = "gpt2"
@@ -28,19 +28,16 @@ PAIRS = ("set", "option")
 
 
 def read_settings(path: str, known: Collection[str]) -> dict[str, Any]:
-    """Return the settings of a file.
-
-    PlanError for one that cannot be read, or that names what is not a flag.
-    """
+    """Return the settings in a file; PlanError if it cannot be read or contains an unknown flag."""
     try:
         text = Path(path).read_text()
         found = _parse(path, text)
     except (OSError, ValueError) as error:
         raise PlanError(
-            f"--config {path}", f"cannot be read: {error}", "a TOML, YAML or JSON file"
+            f"--config {path}", f"cannot be read: {error}", "pass a TOML, YAML or JSON file"
         ) from error
     if not isinstance(found, dict):
-        raise PlanError(f"--config {path}", f"is {a_type(found)}", "flags by name: t = 2")
+        raise PlanError(f"--config {path}", f"is {a_type(found)}", "flags by name, such as t = 2")
     settings = {str(key).replace("-", "_"): value for key, value in found.items()}
     for key in settings:
         if key not in known:
@@ -64,46 +61,48 @@ def _parse(path: str, text: str) -> Any:
         try:
             return yaml.safe_load(text)
         except yaml.YAMLError as error:
-            # What JSON's and TOML's parsers raise for text that they cannot read.
+            # The exception type of the JSON and TOML parsers.
             raise ValueError(str(error)) from error
     return tomllib.loads(text)
 
 
 def check_writable(flag: str, path: str) -> None:
-    """Raise PlanError where a file cannot be written there, before the work that would be lost."""
+    """Raise PlanError if a file cannot be written, before work would be lost."""
     file = Path(path)
     if file.is_dir():
-        raise PlanError(f"{flag} {path}", "is a folder", "the name of a file")
+        raise PlanError(f"{flag} {path}", "is a directory", "pass a file name")
     if not file.parent.is_dir():
-        raise PlanError(f"{flag} {path}", f"there is no folder {file.parent}", "make it, or name another")
+        raise PlanError(
+            f"{flag} {path}", f"there is no directory {file.parent}", "create it, or choose another"
+        )
     if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise PlanError(f"{flag} {path}", "may not be written", "another name")
+        raise PlanError(f"{flag} {path}", "is not writable", "choose another name")
 
 
 def check_readable(flag: str, path: str, remedy: str) -> None:
-    """Raise PlanError where there is no file, or none that may be read."""
+    """Raise PlanError if there is no readable file."""
     file = Path(path)
     if not file.exists():
-        raise PlanError(f"{flag} {path}", "there is no such file", remedy)
+        raise PlanError(f"{flag} {path}", "no such file", remedy)
     if file.is_dir():
-        raise PlanError(f"{flag} {path}", "is a folder", remedy)
+        raise PlanError(f"{flag} {path}", "is a directory", remedy)
     if not os.access(file, os.R_OK):
-        raise PlanError(f"{flag} {path}", "may not be read", remedy)
+        raise PlanError(f"{flag} {path}", "is not readable", remedy)
 
 
 def check_folder(flag: str, path: str) -> None:
-    """Raise PlanError where nothing can be written into a folder, which need not be there yet, nor those above it."""
+    """Raise PlanError if a directory, which may not exist yet, is not writable."""
     folder = Path(path).absolute()
     while not folder.exists():
         folder = folder.parent
     if not folder.is_dir():
-        raise PlanError(f"{flag} {path}", f"{folder} is a file", "the name of a folder")
+        raise PlanError(f"{flag} {path}", f"{folder} is a file", "choose a directory")
     if not os.access(folder, os.W_OK):
-        raise PlanError(f"{flag} {path}", f"nothing may be written into {folder}", "another folder")
+        raise PlanError(f"{flag} {path}", f"{folder} is not writable", "choose another directory")
 
 
 def check_new_file(flag: str, path: str) -> None:
-    """Raise PlanError where a file cannot be written that may be there already, or be the first of its folder."""
+    """Raise PlanError if a file cannot be written; neither it nor its directory need exist."""
     if Path(path).exists():
         check_writable(flag, path)
     else:
@@ -111,18 +110,18 @@ def check_new_file(flag: str, path: str) -> None:
 
 
 def read_pairs(flag: str, given: Mapping[str, Any] | Iterable[str] | None) -> dict[str, Any]:
-    """Return `{"n_layer": 4}` for `["n_layer=4"]`: values are JSON where they can be, else text."""
+    """Return `{"n_layer": 4}` for `["n_layer=4"]`: values are parsed as JSON if possible, else taken as text."""
     if isinstance(given, Mapping):
         return dict(given)
     pairs = {}
     for pair in given or ():
         name, equals, text = pair.partition("=")
         if not (name and equals):
-            raise PlanError(f"--{flag} {pair}", "is not a NAME=VALUE", f"--{flag} n_layer=4")
+            raise PlanError(f"--{flag} {pair}", "is not NAME=VALUE", f"--{flag} n_layer=4")
         try:
             pairs[name.replace("-", "_")] = json.loads(text)
         except ValueError:
-            # Written as in Python; everything else is text: `--set attn=flash`.
+            # Python's spelling; anything else is text: `--set attn=flash`.
             pairs[name.replace("-", "_")] = {"True": True, "False": False, "None": None}.get(text, text)
     return pairs
 

@@ -1,4 +1,4 @@
-"""`autoptd verify`: train the model and its partition side by side in float64."""
+"""`autoptd verify`: train a model with and without partitioning in float64."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from autoptd.wings.cli.request import keywords_of
 from autoptd.wings.cli.settings import read_pairs
 
 
-def verify(asked: Namespace) -> int:
-    """Print the largest differences; 0 where model and partition are equal, 1 where they are not."""
-    # Models without weights of their own are initialised here.
-    torch.manual_seed(asked.seed or 0)
-    subject = find_model(asked.model, read_pairs("set", asked.set))
-    with activity(f"building {asked.model}"):
-        model, given = make_with_weights(subject, asked.dtype)
-    batch = example_inputs(asked, subject, model, given)
-    report = autoptd.verify(model, example_inputs=batch, steps=asked.steps, **keywords_of(asked))
+def verify(args: Namespace) -> int:
+    """Print the largest differences; return 0 if the two agree, else 1."""
+    # Seeds the weights of models that come without any.
+    torch.manual_seed(args.seed or 0)
+    subject = find_model(args.model, read_pairs("set", args.set))
+    with activity(f"building {args.model}"):
+        model, given = make_with_weights(subject, args.dtype)
+    batch = example_inputs(args, subject, model, given)
+    report = autoptd.verify(model, example_inputs=batch, steps=args.steps, **keywords_of(args))
     print(report)
     return 0 if report.passed else 1

@@ -36,11 +36,11 @@ def test_a_run_of_plain_torch_goes_on(
     torch.save(saved, tmp_path / "saved.pt")
     expected = plain_losses(own, optimizer, 2, 3)
     convert(tmp_path / "saved.pt", "torch", tmp_path / "saved")
-    assert "not taken: epoch" in capsys.readouterr().out
+    assert "skipped: epoch" in capsys.readouterr().out
     check_losses(goes_on(tmp_path / "saved", **mesh), expected)
     assert main(["checkpoint", "verify", str(tmp_path / "saved")]) == 0
     assert main(["checkpoint", "show", str(tmp_path / "saved")]) == 0
-    assert "autoptd checkpoint convert, of " in capsys.readouterr().out
+    assert "autoptd checkpoint convert, from " in capsys.readouterr().out
 
 
 def test_there_and_back_is_the_same(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_list_and_show(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["checkpoint", "list", str(saved[0])]) == 0
     text = capsys.readouterr().out
     assert "step-00000002   step 2" in text and "t=2 p=1 d=2" in text
-    assert "step-00000003.part-11111111   of a save that is under way, or ended early" in text
+    assert "step-00000003.part-11111111   unfinished save (still running, or interrupted)" in text
     (saved[0] / "step-00000003.part-11111111").rmdir()
     folder = str(saved[0] / "step-00000002")
     assert main(["checkpoint", "show", folder]) == 0
@@ -46,7 +46,7 @@ def test_list_and_show(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None
 def test_verify(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
     folder = saved[0] / "step-00000002"
     assert main(["checkpoint", "verify", str(folder)]) == 0
-    assert "are as they were written" in capsys.readouterr().out
+    assert "match their checksums" in capsys.readouterr().out
     for file in folder.iterdir():
         content = file.read_bytes()
         file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
@@ -113,12 +113,12 @@ def test_convert_to_torch(saved: Saved, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("list none", "none: there is no such folder"),
+        ("list none", "none: no such directory"),
         ("show none", "none: there is no such folder"),
         ("convert .", "--to or --from: is missing"),
-        ("convert . --to hf --from hf --out a", "say two directions"),
+        ("convert . --to hf --from hf --out a", "exclude each other"),
         ("convert . --to hf", "--out: is missing"),
-        ("convert . --to hf --out .", "is there already"),
+        ("convert . --to hf --out .", "already exists"),
         ("remove .", "invalid choice: 'remove'"),
     ],
 )

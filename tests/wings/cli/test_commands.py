@@ -175,9 +175,9 @@ def test_train_takes_the_weights_of_a_folder(tmp_path: Path, capsys: pytest.Capt
         return float(json.loads(log.read_text().splitlines()[0])["loss"])
 
     assert first_loss() == pytest.approx(wanted, rel=1e-5)
-    assert f"weights: read from {tmp_path}" in capsys.readouterr().err
+    assert f"weights: loaded from {tmp_path}" in capsys.readouterr().err
     assert abs(first_loss("--random") - wanted) > 0.1
-    assert "weights: random, of seed 0" in capsys.readouterr().err
+    assert "weights: random, seed 0" in capsys.readouterr().err
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     assert main(["train", str(tmp_path), "--backend", "local", "--steps", "1", "--seq", "8"]) == 2
     assert "holds pickled weights (pytorch_model.bin)" in capsys.readouterr().err
@@ -188,7 +188,7 @@ def test_train_takes_the_weights_of_a_folder(tmp_path: Path, capsys: pytest.Capt
     [
         ("--t 2 --steps 1", "torchrun"),
         ("--backend local --steps 1 --data none.txt", "none.txt"),
-        ("--backend local --steps 1 --set vocab_size=64", "no place for 256 bytes"),
+        ("--backend local --steps 1 --set vocab_size=64", "too small for 256 bytes"),
     ],
 )
 def test_what_cannot_be_trained(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,7 +115,7 @@ def test_a_factory_may_bring_its_batch_and_tables(tmp_path: Path) -> None:
         ("mine.py:bad", {}, "returns an int"),
         ("mine.py:make", {"x": 1}, "unexpected keyword"),
         ("mine.py:mak", {}, "make"),
-        ("mine.py:fail", {"size": "x"}, r"its factory fails, called with size='x': TypeError: "),
+        ("mine.py:fail", {"size": "x"}, r"the factory raises when called with size='x': TypeError: "),
         ("other.py:make", {}, "no such file"),
     ):
         with pytest.raises(PlanError, match=told):
@@ -197,10 +197,10 @@ def test_what_fails_while_a_model_is_looked_for(tmp_path: Path, monkeypatch: pyt
         (
             "lacks",
             "import nothing_there",
-            "imports nothing_there, which is not installed here. Remedy: install",
+            "imports nothing_there, which is not installed. Remedy: install",
         ),
-        ("cannot", "def make(:", "fails as it is imported: SyntaxError: invalid syntax"),
-        ("unknown", "make = other", "fails as it is imported: NameError: name 'other' is not defined"),
+        ("cannot", "def make(:", "raises on import: SyntaxError: invalid syntax"),
+        ("unknown", "make = other", "raises on import: NameError: name 'other' is not defined"),
     ):
         (tmp_path / f"{name}.py").write_text(text)
         for model in (f"{name}:make", f"{tmp_path}/{name}.py:make"):
@@ -208,7 +208,7 @@ def test_what_fails_while_a_model_is_looked_for(tmp_path: Path, monkeypatch: pyt
                 find_model(model, {})
     heads = {"num_attention_heads": 3, "num_hidden_layers": 1}
     with pytest.raises(
-        PlanError, match=r"makes no decoder of it: .*not a multiple.*values of --set\.$"
+        PlanError, match=r"cannot build a decoder from it: .*not a multiple.*other --set values\.$"
     ) as caught:
         make_without_weights(find_model("llama-3-8b", heads))
     assert "\n" not in str(caught.value)

@@ -137,7 +137,7 @@ def test_pairs_and_bytes() -> None:
         (["show"], 2, "MODEL: is missing"),
         (["diff", "none", "none"], 2, "none"),
         (["simulate", "--p", "2", "--schedule", "1f1bb"], 2, "no such schedule"),
-        (["simulate", "--p", "2", "--forward", "0"], 2, "times"),
+        (["simulate", "--p", "2", "--forward", "0"], 2, "positive"),
         (["plan", "--gpus", "8"], 2, ""),
         (["simulate", "--p", "4", "--num-microbatches", "0"], 2, "--num-microbatches 0: is below 1"),
         (["show", "gpt2", "--batch", "0"], 2, "--batch 0: is below 1"),
@@ -154,17 +154,17 @@ def test_pairs_and_bytes() -> None:
             2,
             "--tp: is not a flag of autoptd show. Remedy: it is called t here",
         ),
-        (["show", "gpt2", "gpt3"], 2, "gpt3: autoptd show does not take it"),
+        (["show", "gpt2", "gpt3"], 2, "gpt3: not an argument of autoptd show"),
         (["show", "gpt2", "--t"], 2, "--t: expected one argument"),
         (["show", "gpt2", "--t", "two"], 2, "--t: invalid int value: 'two'"),
         (["shwo", "gpt2"], 2, "COMMAND: invalid choice: 'shwo'"),
         ([], 2, "COMMAND"),
-        (["show", "gpt2", "--memory", "80G"], 2, "'80G' is not a number of bytes: 80e9, 80GB or 80GiB"),
-        (["plan", "gpt2", "--t", "x"], 2, "'x' is not a number, or numbers with commas"),
+        (["show", "gpt2", "--memory", "80G"], 2, "'80G' is not a size in bytes, such as 80e9, 80GB or 80GiB"),
+        (["plan", "gpt2", "--t", "x"], 2, "'x' is not a number or a comma-separated list"),
         (
             ["simulate", "--p", "2", "--forward", "nan"],
             2,
-            "PlanError: --forward, --backward and --link: are times",
+            "PlanError: --forward, --backward and --link: must be finite",
         ),
         (["simulate", "--p", "2", "--out", "/proc/none/x.svg"], 2, "PlanError: --out /proc/none/x.svg"),
         (["compile", "gpt2"], 2, "PlanError: --out: is missing"),
@@ -186,9 +186,9 @@ def test_debug_shows_where(capsys: pytest.CaptureFixture[str]) -> None:
 def test_simulate_prints_the_bubble_of_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
     """(p-1)/m for 1F1B, (p-1)/(v m) interleaved: SC'21, section 2.2."""
     assert main("simulate --p 4 --num-microbatches 8".split()) == 0
-    assert "bubble 37.5% of the work" in capsys.readouterr().out
+    assert "bubble 37.5% of busy time" in capsys.readouterr().out
     assert main("simulate --p 4 --v 2 --num-microbatches 8".split()) == 0
-    assert "bubble 18.8% of the work" in capsys.readouterr().out
+    assert "bubble 18.8% of busy time" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -90,9 +90,9 @@ def test_a_well_known_size_is_read_off_its_config_as_off_its_model(name: str) ->
         ([], "--gpus: is missing"),
         (
             ["--gpus", "8", "--when", "--explain", "--out", "F"],
-            "plans several cases, and --explain, --out is for one plan",
+            "compares several cases, but --explain, --out applies to a single plan",
         ),
-        (["--gpus", "8", "--out", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
+        (["--gpus", "8", "--out", "/nowhere/at/all.json"], "there is no directory /nowhere/at"),
         (["--gpus", "8", "--schedule", "all"], "no such schedule"),
     ],
 )

@@ -16,31 +16,31 @@ from autoptd.wings.cli.request import check_request
 
 GPT = "examples/gpt.py:make_gpt"
 REFUSED = {  # the words of a command -> what is said of them
-    "show none.py:make": "MODEL none.py: there is no such file",
-    "show none.py": "MODEL none.py: there is no such file",
+    "show none.py:make": "MODEL none.py: no such file",
+    "show none.py": "MODEL none.py: no such file",
     "show gpt22": "MODEL gpt22: is not a well-known size.*gpt2",
-    "show none.json": "MODEL none.json: there is no such file",
+    "show none.json": "MODEL none.json: no such file",
     f"show {GPT} --option colour=1": "colour=: no such keyword",
     f"show {GPT} --option weights=out": "weights=: no such keyword",
     f"show {GPT} --machine h10": "machine='h10': no such machine",
     f"show {GPT} --plan none.json": "plan='none.json': cannot be read",
-    f"show {GPT} --set n_layer": "--set n_layer: is not a NAME=VALUE",
+    f"show {GPT} --set n_layer": "--set n_layer: is not NAME=VALUE",
     f"show {GPT} --batch 4 --rows 2": "--batch and --rows",
     f"show {GPT} --out README.md": "--out README.md: .* is a file",
     f"compile {GPT} --out README.md/deep": "--out README.md/deep: .*README.md is a file",
-    "verify examples/gpt.py": "is a file, which may have several models.*autoptd show examples/gpt.py lists",
+    "verify examples/gpt.py": "is a file that may define several models.*autoptd show examples/gpt.py lists",
     f"verify {GPT} --schedule none": "none",
-    f"train {GPT} --t 2": "2 ranks are asked for, and torchrun has not started.*--nproc-per-node 2",
-    f"train {GPT} --backend gloo": "1 rank is asked for, and torchrun has not started",
-    f"train {GPT} --backend local --data none.txt": "--data none.txt: there is no such file",
-    f"train {GPT} --backend local --data examples": "--data examples: is a folder",
-    f"train {GPT} --backend local --log examples": "--log examples: is a folder",
+    f"train {GPT} --t 2": "2 ranks are requested, but this process was not started by torchrun.*--nproc-per-node 2",
+    f"train {GPT} --backend gloo": "1 rank is requested, but this process was not started by torchrun",
+    f"train {GPT} --backend local --data none.txt": "--data none.txt: no such file",
+    f"train {GPT} --backend local --data examples": "--data examples: is a directory",
+    f"train {GPT} --backend local --log examples": "--log examples: is a directory",
     f"train {GPT} --backend local --log README.md/run.jsonl": "README.md is a file",
     f"train {GPT} --backend local --save README.md": "--save README.md: .* is a file",
-    f"train {GPT} --backend local --resume": "--resume: says no folder",
+    f"train {GPT} --backend local --resume": "--resume: needs a directory",
     f"train {GPT} --backend local --d 2 --batch 3": "--batch 3: does not divide over d=2",
-    f"train {GPT} --backend local --option weights=none": "weights=none: there is no such folder",
-    "plan none.py:make --gpus 2 --batch 2": "MODEL none.py: there is no such file",
+    f"train {GPT} --backend local --option weights=none": "weights=none: no such directory",
+    "plan none.py:make --gpus 2 --batch 2": "MODEL none.py: no such file",
 }
 WITHOUT_TORCH = """
 import re, sys
@@ -98,7 +98,7 @@ def test_packages_that_are_missing_are_named_at_once(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("autoptd.wings.cli.request.find_spec", lambda name: None)
     for words, told in (
         ("show gpt2", r"needs the package transformers\. Remedy: pip install 'autoptd\[hf\]'"),
-        (f"train {GPT} --tensorboard runs", "--tensorboard runs: the package is missing"),
+        (f"train {GPT} --tensorboard runs", "--tensorboard runs: the package tensorboard is missing"),
     ):
         with pytest.raises(PlanError, match=told):
             check_request(parse(words.split()))
@@ -124,4 +124,4 @@ def test_a_file_without_a_name_lists_its_models(tmp_path: Path, capsys: pytest.C
     ]
     file.write_text("import torch\n")
     assert main(["show", str(file)]) == 2
-    assert "has no function and no nn.Module class of its own" in capsys.readouterr().err
+    assert "defines no function and no nn.Module class" in capsys.readouterr().err

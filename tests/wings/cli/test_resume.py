@@ -41,13 +41,13 @@ def test_two_parts_are_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert len(list((tmp_path / "ckpts").glob("step*"))) == 2
     assert "step-00000005, after step 5" in capsys.readouterr().err
     run("parts", 9, *saving)
-    assert "nothing to do: step 9 of 9 was done before" in capsys.readouterr().err
+    assert "nothing to do: step 9 of 9 is already done" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "words, told",
     [
-        ("--resume", "--resume: says no folder"),
+        ("--resume", "--resume: needs a directory"),
         ("--save ckpts --save-every 0", "--save-every 0: is below 1"),
         ("--save ckpts --save-every often", "--save-every: 'often' is neither a number nor auto"),
         ("--save ckpts --save-every auto", "every='auto'): how often the run fails is not given"),

@@ -117,4 +117,4 @@ def test_nothing_is_measured_for_a_file_that_cannot_be_written(
     assert main(["measure", str(tmp_path / "nowhere" / "mine.toml")]) == 2
     assert main(["measure", str(tmp_path)]) == 2
     printed = capsys.readouterr().err
-    assert "there is no folder" in printed and "is a folder" in printed
+    assert "there is no directory" in printed and "is a directory" in printed

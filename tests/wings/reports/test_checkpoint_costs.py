@@ -57,9 +57,9 @@ def test_show_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--mtbf 3", "--mtbf: needs the seconds of a save"),
-        ("--storage-bandwidth 0", "--storage-bandwidth 0: is not above 0"),
-        ("--storage-bandwidth 1 --mtbf nan", "--mtbf nan: is not above 0"),
+        ("--mtbf 3", "--mtbf: needs the time of a save"),
+        ("--storage-bandwidth 0", "--storage-bandwidth 0: must be positive"),
+        ("--storage-bandwidth 1 --mtbf nan", "--mtbf nan: must be positive"),
     ],
 )
 def test_what_is_no_bandwidth(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
