@@ -52,7 +52,9 @@ def _peers(found: Found) -> list[str]:
             [row["case"], row["h"], row["who"], row["pairs"], _ratio(row["wall"]), _ratio(row["cpu"]), *mega]
         )
     return [
-        _table(["case", "h", "beside", "turns", "wall time", "CPU time", "peak MB, ours", "theirs"], rows)
+        _table(
+            ["case", "h", "compared with", "turns", "wall time", "CPU time", "peak MB, ours", "theirs"], rows
+        )
     ]
 
 
@@ -119,7 +121,7 @@ def _context(found: Found) -> list[str]:
         "turns",
         "ms",
         "busiest / mean",
-        "beside our",
+        "compared with our",
         "wall time",
         "CPU time",
         "peak MB",
@@ -144,7 +146,7 @@ def _single(found: Found) -> list[str]:
         "form",
         "ms",
         "GFLOP/s",
-        "of GEMM",
+        "share of GEMM",
         "peak MB",
         "wall time / ours plain",
         "CPU time / ours plain",
@@ -172,7 +174,7 @@ def _fusion(found: Found) -> list[str]:
         f"{sizes['rows']} x {sizes['tokens']} tokens, h={sizes['h']}, {sizes['layers']} layers, "
         f"vocabulary {sizes['vocabulary']}, {found['device']}. A block of attention laid out as [s, b, h] over [b, s, h] "
         f"(SC'21, section 4.2): {_ratio(layout)}. Embedding and positions summed in one buffer: {_ratio(embedding)}; "
-        "no pattern stands for it."
+        "there is no pattern for it."
     )
     loss = _table(
         ["MB of logits", "gain"],
@@ -193,7 +195,7 @@ def _recompute(found: Found) -> list[str]:
         median, low, high = row["time"]
         gain, memory = f"{median:.3f} ({low:.3f} to {high:.3f})", f"{row['memory']:.2f}"
         rows.append([row["setup"], row["ours"], row["theirs"], f"{row['ms']:.0f}", gain, memory])
-    return [_table(["setup", "this", "beside", "ms", "time", "memory"], rows)]
+    return [_table(["setup", "this", "compared with", "ms", "time", "memory"], rows)]
 
 
 def _recompute_plans(found: Found) -> list[str]:
@@ -246,7 +248,7 @@ def _initial(found: Found) -> list[str]:
     made, rows = found["record"], []
     seconds = [f"{made[name]:.2f}" for name in ("record s", "seeds s", "hash s")]
     row = [f"{made['parameters'] / 1e12:.3f}T", made["operators"], *seconds]
-    header = ["parameters", "operators", "record, s", "seeds, s", "hash, s", "peak, GiB", "of it torch"]
+    header = ["parameters", "operators", "record, s", "seeds, s", "hash, s", "peak, GiB", "torch alone, GiB"]
     first = _table(header, [[*row, *(f"{made[name] / 2**30:.2f}" for name in ("peak bytes", "torch bytes"))]])
     for one in found["ranks"]:
         sizes = [one[f"{name} bytes"] / 2**30 for name in ("slices", "largest", "compiled", "peak", "bound")]
@@ -263,14 +265,14 @@ def _checkpoints(found: Found) -> list[str]:
     for name, taken in seconds.items():
         plain = seconds["plain writes" if "save" in name or "write" in name else "plain reads"]
         rows.append([name, f"{taken:.2f}", f"{nbytes / taken / 1e9:.2f}", f"{plain / taken:.2f}"])
-    first = _table([f"{nbytes / 1e6:.0f} MB", "seconds", "GB/s", "of plain"], rows)
+    first = _table([f"{nbytes / 1e6:.0f} MB", "seconds", "GB/s", "relative to plain"], rows)
     rows = [["cloning a share", f"{1e3 * stalls['pm.checkpointer']['clone']:.0f}", ""]]
     for name in ("pm.checkpointer", "dcp.async_save"):
         rows.append([name, *(f"{1e3 * stalls[name][what]:.0f}" for what in ("stall", "step"))])
     tables = [first, _table(["asynchronous", "stall, ms", "a step, ms"], rows)]
     if one := found.get("of one rank"):
         rows = [[name, f"{row['seconds']:.2f}", f"{row['bytes'] / 1e6:.0f}"] for name, row in one.items()]
-        tables.append(_table(["what one rank saved, by four", "seconds", "MB that a rank reads"], rows))
+        tables.append(_table(["saved by one rank, loaded by four", "seconds", "MB read per rank"], rows))
     return tables
 
 
@@ -278,7 +280,7 @@ def _restart(found: Found) -> list[str]:
     row = found["median"]
     parts = [name for name in row if name not in ("again", "total")]
     rows = [[part, f"{row[part]:.2f}", f"{row[part] / row['total']:.0%}"] for part in parts]
-    return [_table(["part", "seconds", "of it"], [*rows, ["total", f"{row['total']:.2f}", ""]])]
+    return [_table(["part", "seconds", "share"], [*rows, ["total", f"{row['total']:.2f}", ""]])]
 
 
 def _plans(found: Found) -> list[str]:
@@ -327,10 +329,10 @@ def _losses(found: Found) -> list[str]:
         rows.append([f"`{row['name']}`", row["about"], *cells, a_token])
     counts = ", ".join(f"{number} {kind}" for kind, number in found["counts"].items())
     exact = [cell["largest"] for row in found["rows"] for cell in row["cells"].values() if "largest" in cell]
-    said = f"Cells: {counts}. The largest difference of a right one is {max(exact):.0e}."
+    said = f"Cells: {counts}. The largest difference in a right cell is {max(exact):.0e}."
     logits = next(row["tp"]["logits a token"] for row in found["rows"] if row["tp"])
-    about = f"Bytes are those a token over tp; its logits are {logits:,.0f} bytes a token."
-    return [_table(["loss", "what it is", *found["meshes"], "bytes"], rows), f"{said} {about}"]
+    about = f"Bytes are per token over tp; the logits of a token have {logits:,.0f} bytes."
+    return [_table(["loss", "description", *found["meshes"], "bytes"], rows), f"{said} {about}"]
 
 
 TABLES: dict[str, Callable[[Found], list[str]]] = {

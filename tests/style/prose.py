@@ -47,6 +47,7 @@ RIGHT: tuple[str, ...] = ("as one of its own options", "behind a firewall")
 PAGES: tuple[str, ...] = (
     "README.md",
     "CONTRIBUTING.md",
+    "docs/benchmarks.md",
     "docs/bring-your-own-model.md",
     "docs/cli.md",
     "docs/decisions",
