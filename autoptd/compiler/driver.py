@@ -27,7 +27,7 @@ from autoptd.compiler.batch import (
     trace_rows,
 )
 from autoptd.compiler.fit import Written, fit
-from autoptd.compiler.memory_search import cut_of, explain, passes_for, place
+from autoptd.compiler.memory_search import cut_of, explain, place
 from autoptd.compiler.program_cache import ProgramCache
 from autoptd.compiler.records.collectives import collectives
 from autoptd.compiler.records.fallbacks import warn_of_mixing, warn_of_recompute
@@ -210,9 +210,8 @@ def _place_and_write(
     # The passes, as often as it takes to find a plan that fits in memory.
     graph, ctx = place(traced, ctx, record)
     # "auto" beside the plans of Megatron and Korthikanti: two more runs, up to CONNECTED.
-    weighed = passes.weigh_known(
-        traced, record.graphs["CONNECTED"], ctx, up_to(Form.CONNECTED, passes_for(ctx.mesh))
-    )
+    connecting = up_to(Form.CONNECTED, passes.passes_for(ctx))
+    weighed = passes.weigh_known(traced, record.graphs["CONNECTED"], ctx, connecting)
     options, found = ctx.options, ctx.found
 
     # What the runtime runs: crossings first, as orders and transfers follow from them.

@@ -20,9 +20,8 @@ from torch.fx import Graph
 
 from autoptd import passes
 from autoptd.ir.layout import Layout
-from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note
-from autoptd.passes import Context, Findings, Pass, Record, run_passes
+from autoptd.passes import Context, Findings, Form, Record, run_passes, up_to
 from autoptd.passes.cut import TooFull
 from autoptd.passes.stages.memory_price import (
     check_fits,
@@ -32,31 +31,9 @@ from autoptd.passes.stages.memory_price import (
 )
 from autoptd.program.costs import Cut
 
-PASSES = (
-    passes.annotate,
-    passes.communicate,
-    passes.find_fusions,
-    passes.cut,
-    passes.localize,
-    passes.substitute,
-    passes.group_rows,
-    passes.keep,
-    passes.hook_gemms,
-    passes.mark_owned,
-)
-# Where ranks divide the tokens, too: behind the conversions over tp.
-SPLIT_TOKENS_AT = PASSES.index(passes.communicate) + 1
 # Cuts that are tried again because more bytes are kept than they foresaw.
 MORE_CUTS = 2
 Placed = tuple[Graph, Context]
-
-
-def passes_for(mesh: Mesh) -> tuple[Pass, ...]:
-    """Return the passes that bring a TRACED graph to LOCAL for the ranks of a mesh."""
-    if not mesh.token_axes:
-        return PASSES
-    by_tokens = (passes.split_tokens, passes.bubble_up_slices, passes.read_windows)
-    return (*PASSES[:SPLIT_TOKENS_AT], *by_tokens, *PASSES[SPLIT_TOKENS_AT:])
 
 
 def place(traced: Graph, ctx: Context, record: Record) -> Placed:
@@ -159,7 +136,9 @@ class _Search:
 
     def _layout(self, price: float) -> list[Layout]:
         """Return the layout of every value that a price makes."""
-        graph = run_passes(PASSES[:1], self.traced, self._priced(price), self.record)
+        priced = self._priced(price)
+        annotating = up_to(Form.ANNOTATED, passes.passes_for(priced))
+        graph = run_passes(annotating, self.traced, priced, self.record)
         return [note(node).layout for node in graph.nodes]
 
     def cheapest(self) -> Placed:
@@ -185,7 +164,7 @@ class _Search:
         return replace(self.ctx, options=options, price_range=prices_from(self.first, self.unit))
 
     def _run_passes(self, ctx: Context) -> Graph:
-        return run_passes(passes_for(ctx.mesh), self.traced, ctx, self.record)
+        return run_passes(passes.passes_for(ctx), self.traced, ctx, self.record)
 
 
-__all__ = ["PASSES", "cut_of", "explain", "passes_for", "place"]
+__all__ = ["cut_of", "explain", "place"]

@@ -38,9 +38,9 @@ BATCH_NORM, LAST_OF_NORM = "batch_norm", "last_of_norm"
 WHOLE_NUMBERS = "whole_numbers"
 # Key of `Note.extra` of an input: of how many blocks of its dim 0 a microbatch has equal parts.
 ROW_BLOCKS = "row_blocks"
-# Key of `Note.extra` of a cut of tokens that was moved to where there is little to cut (`passes/shift.py`).
+# Key of `Note.extra` of a cut of tokens that was moved to where there is little to cut (`passes/tokens/shift.py`).
 MOVED_CUT = "moved_cut"
-# Key of `Note.extra` of copies of KV heads: over how many ranks of other axes the heads are divided (`passes/copy_heads.py`).
+# Key of `Note.extra` of copies of KV heads: over how many ranks of other axes heads are divided (`passes/tokens/`).
 OUTER_HEADS = "outer_heads"
 # Key of `Note.extra` of a parameter: the atoms that it has where no KV heads are copied.
 MODEL_DIMS = "model_dims"

@@ -1,12 +1,14 @@
-"""Graph to graph, one file a pass: annotate, communicate, split_tokens, bubble_up_slices, read_windows, find_fusions, cut,
-localize, substitute, group_rows, keep, hook_gemms, mark_owned.
+"""Graph to graph, one file a pass: `PASSES` lists them all, in order.
 
-What they share lies in folders: `ops` (what is known of an operator), `axes` (which dims run together), `solve` (the types
-over a mesh axis), `stages` (where to cut, and what fits).
+What they share is in folders: `ops` (what is known of an operator), `axes` (which dims run together), `solve` (the types
+over a mesh axis), `tokens` (rewrites for ranks that divide tokens), `stages` (where to cut, and what fits).
 """
 
+from __future__ import annotations
+
+from autoptd.passes.addends import divide_addends
 from autoptd.passes.annotate import annotate
-from autoptd.passes.bubble_up import bubble_up_slices
+from autoptd.passes.batch_sums import read_batch_sums, take_whole_numbers
 from autoptd.passes.buffer_updates import split_updates
 from autoptd.passes.communicate import check_connected, communicate, conversion_row
 from autoptd.passes.context import Context, Findings
@@ -30,11 +32,52 @@ from autoptd.passes.solve.explain import explain_split
 from autoptd.passes.solve.fallbacks import unlisted_operators
 from autoptd.passes.solve.microbatch_losses import MARK
 from autoptd.passes.solve.row_groups import RowGroups
-from autoptd.passes.split_tokens import split_tokens
-from autoptd.passes.windows import read_windows
+from autoptd.passes.tokens.bubble_up import bubble_up_slices
+from autoptd.passes.tokens.causal_masks import read_causal
+from autoptd.passes.tokens.copy_heads import copy_heads
+from autoptd.passes.tokens.raise_attention import raise_attention
+from autoptd.passes.tokens.shift import keep_tokens
+from autoptd.passes.tokens.split_tokens import split_tokens
+from autoptd.passes.tokens.windows import read_windows
+from autoptd.passes.whole_rows import take_whole_rows
+
+PASSES = (
+    # TRACED: the model in forms that ranks can divide.
+    raise_attention,
+    read_causal,
+    keep_tokens,
+    copy_heads,
+    # Types, and conversions where they disagree.
+    annotate,
+    take_whole_numbers,
+    communicate,
+    read_batch_sums,
+    take_whole_rows,
+    divide_addends,
+    split_tokens,
+    bubble_up_slices,
+    read_windows,
+    find_fusions,
+    # Stages, and the shapes of a rank.
+    cut,
+    localize,
+    substitute,
+    group_rows,
+    # What a rank keeps, and where it adds.
+    keep,
+    hook_gemms,
+    mark_owned,
+)
+
+
+def passes_for(ctx: Context) -> tuple[Pass, ...]:
+    """Return the passes that bring a TRACED graph to LOCAL for a request."""
+    return tuple(each for each in PASSES if each.when(ctx))
+
 
 __all__ = [
     "MARK",
+    "PASSES",
     "Assignment",
     "Context",
     "Findings",
@@ -64,6 +107,7 @@ __all__ = [
     "keep",
     "localize",
     "mark_owned",
+    "passes_for",
     "read_windows",
     "register_rule",
     "run_passes",

@@ -19,8 +19,7 @@ from autoptd.ir.notes import is_tensor, note, output, shape, site
 from autoptd.ir.sub_axes import base
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.context import Context
-from autoptd.passes.for_tokens import rewrite_for_tokens
-from autoptd.passes.runner import CALLS, Form, graph_pass
+from autoptd.passes.runner import Form, graph_pass
 from autoptd.passes.solve.fallbacks import fallbacks
 from autoptd.passes.solve.policies import policies
 
@@ -82,14 +81,13 @@ def _unannotated(node: Node, axes: set[str]) -> Iterator[str]:
 @graph_pass(
     takes=Form.TRACED,
     gives=Form.ANNOTATED,
-    changes=(CALLS, "rule", "dims", "layout", "forms", "why", "fallback"),
+    changes=("rule", "dims", "layout", "forms", "why", "fallback"),
     finds=("axes", "assignments", "fallbacks"),
     requires=check_traced,
     ensures=check_annotated,
 )
 def annotate(graph: Graph, ctx: Context) -> None:
     """Fill the types of every node, one axis after the other: see `solve/policies.py`."""
-    ctx = rewrite_for_tokens(graph, ctx)
     # Axes first: they need no mesh, and every policy asks them.
     ctx.found.axes, ctx.found.assignments = Axes(graph), {}
     for policy in policies(ctx):

@@ -1,12 +1,12 @@
-"""Give readers sums over the whole batch, and numbers that follow its size (part of ANNOTATED -> CONNECTED).
+"""Give readers sums over the whole batch, and numbers that follow its size (CONNECTED -> CONNECTED).
 
 In: a graph whose readers name, in their notes, what they read as a batch sum (`solve/batch.py`). Out: a `markers.batch_sum`
 behind every such value, of type I over the batch; `number_sums` says, once stages are known, which one it is.
 
 A batch sum may be made of others (the variance of a mean): these are known one *round* earlier.
 
-    read_batch_sums(graph)      # mask.sum() -> batch_sum(mask.sum())
-    number_sums(graph)          # -> batch_sum(mask.sum(), 0), in round 0
+    read_batch_sums(graph, ctx)     # mask.sum() -> batch_sum(mask.sum())
+    number_sums(graph)              # -> batch_sum(mask.sum(), 0), in round 0
 """
 
 from __future__ import annotations
@@ -17,17 +17,21 @@ from autoptd.ir import markers
 from autoptd.ir.layout import BATCH
 from autoptd.ir.notes import IS_LARGEST, WHOLE_NUMBERS, note, ops, set_note
 from autoptd.ir.types import I
+from autoptd.passes.context import Context
+from autoptd.passes.runner import CALLS, Form, divides_rows, graph_pass
 from autoptd.passes.solve.batch import BATCH_SUMS
 
 
-def take_whole_numbers(graph: Graph) -> None:
+@graph_pass(takes=Form.ANNOTATED, gives=Form.ANNOTATED, when=divides_rows, changes=(CALLS,))
+def take_whole_numbers(graph: Graph, ctx: Context) -> None:
     """Give operators the numbers that the model computes for the rows of the whole batch."""
     for node in ops(graph):
         if WHOLE_NUMBERS in note(node).extra:
             node.args, node.kwargs = note(node).extra[WHOLE_NUMBERS]
 
 
-def read_batch_sums(graph: Graph) -> None:
+@graph_pass(takes=Form.CONNECTED, gives=Form.CONNECTED, when=divides_rows, changes=(CALLS,))
+def read_batch_sums(graph: Graph, ctx: Context) -> None:
     """Insert the markers, in front of the conversions that readers want a sum in."""
     made: dict[Node, Node] = {}
     for reader in list(ops(graph)):

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from autoptd.errors import InternalError
 from autoptd.ir import markers
-from autoptd.ir.layout import BATCH, Layout, loss_over
+from autoptd.ir.layout import Layout, loss_over
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import Note, converted_types, note, ops, output, placeholders, set_note, site
 from autoptd.ir.operators.record import operands
@@ -25,17 +25,14 @@ from autoptd.ir.operators.table import linear_groups
 from autoptd.ir.steps import Step, shard_places, steps
 from autoptd.ir.sub_axes import base
 from autoptd.ir.types import CONVERSIONS, Conversion, E, I, P, R, S, ValueType, padded_size
-from autoptd.passes.axes.axes import Axes, Letter, Place
+from autoptd.passes.axes.axes import Axes, Letter
 from autoptd.passes.axes.padding import Padding
-from autoptd.passes.batch_sums import read_batch_sums, take_whole_numbers
 from autoptd.passes.context import Context
 from autoptd.passes.reader_names import reader_name
 from autoptd.passes.runner import CALLS, Form, graph_pass
 from autoptd.passes.solve.assign import Assignment
-from autoptd.passes.solve.batch import FIRST_ROWS, adds_number
 from autoptd.passes.solve.classes import REDUCED_FORMS
 from autoptd.passes.solve.experts import expert_table
-from autoptd.passes.whole_rows import take_whole
 
 
 def check_axes(graph: Graph, ctx: Context) -> None:
@@ -46,14 +43,10 @@ def check_axes(graph: Graph, ctx: Context) -> None:
 
 @graph_pass(takes=Form.ANNOTATED, gives=Form.CONNECTED, changes=(CALLS,), ensures=check_axes)
 def communicate(graph: Graph, ctx: Context) -> None:
-    """Insert conversions over every axis, sums over the batch that are known, and shares of what is added to others."""
-    take_whole_numbers(graph)
+    """Insert conversions over every axis."""
     # One axis after the other: a conversion over one leaves the types over all others as they are.
     for assignment in ctx.found.assignments.values():
         meet_readers(graph, assignment, ctx.mesh)
-    read_batch_sums(graph)
-    take_whole(graph, ctx.mesh)
-    _divide_addends(graph, ctx.pieces)
 
 
 def meet_readers(graph: Graph, assignment: Assignment, mesh: Mesh) -> None:
@@ -83,17 +76,6 @@ def _missing(route: Sequence[Layout], by_type: Collection[Layout]) -> Sequence[L
     """Return the end of a route, from the last type that the value has already: nobody reads what leads there."""
     known = [i for i, types in enumerate(route) if types in by_type]
     return route[known[-1] :] if known else route
-
-
-def _divide_addends(graph: Graph, pieces: int) -> None:
-    """Give every microbatch of every replica its share of what is added to a sum over the batch, and its rows of constants."""
-    for node in list(ops(graph)):
-        if note(node).layout.batch == P and adds_number(node):
-            _share_number(node, pieces)
-        elif note(node).layout.batch == P:
-            _share_addends(graph, node, pieces)
-        for operand, place in note(node).extra.get(FIRST_ROWS, {}).items():
-            _take_first_rows(graph, node, operand, place)
 
 
 def _behind(node: Node, source: Node, types: Layout, assignment: Assignment) -> Node | None:
@@ -139,12 +121,12 @@ def _insert(graph: Graph, source: Node, axis: str, step: Step, mesh: Mesh, near:
     args = (source, row.name, *shard_places(record.dims, step.axis, (record.layout, layout), mesh))
     converted = graph.call_function(markers.convert, args, {"size": size} if size else {})
     converted.meta["val"] = source.meta["val"]
-    set_note(converted, _note_of(record, near, layout))
+    set_note(converted, note_of(record, near, layout))
     note(converted).conversion, note(converted).axis = row.name, step.axis
     return converted
 
 
-def _note_of(value: Note, near: Note, layout: Layout) -> Note:
+def note_of(value: Note, near: Note, layout: Layout) -> Note:
     """Return the record of a value in another layout, made in the module of `near`."""
     return Note(
         module=near.module,
@@ -176,45 +158,6 @@ def _why(source: Node, kind: ValueType, reader: Node) -> str:
         "S": "a shard",
     }
     return f"{where}{reader_name(reader)} needs {need[kind.kind]}"
-
-
-def _take_first_rows(graph: Graph, reader: Node, constant: Node, place: Place) -> None:
-    """Give `reader` as many rows of a constant as its microbatch has; all rows are equal, so the first ones do."""
-    for arg in reader.all_input_nodes:
-        if _origin(arg) is constant:
-            with graph.inserting_before(reader):
-                rows = graph.call_function(markers.first_rows, (arg, place[0]))
-            rows.meta["val"] = arg.meta["val"]
-            record = note(arg)
-            new_note = Note(module=note(reader).module, source=note(reader).source, dims=record.dims)
-            new_note.layout = record.layout.having(BATCH, S(*place))
-            set_note(rows, new_note)
-            reader.replace_input_with(arg, rows)
-
-
-def _share_number(node: Node, pieces: int) -> None:
-    """Divide the number in `sum over the batch + number`: each of the pieces adds an equal part."""
-    x, number, *rest = node.args
-    node.args = (x, number / pieces, *rest)  # type: ignore[operator]
-    note(node).extra["reason"] = f"a part of {number}: {pieces} pieces add up to it"
-
-
-def _share_addends(graph: Graph, node: Node, pieces: int) -> None:
-    """Divide the whole value in `sum over the batch + whole value`: each of the pieces adds an equal part."""
-    pending = {operand for operand in operands(node) if note(operand).layout.batch == P}
-    for group in linear_groups(node):
-        whole = [operand for operand in group if note(operand).layout.batch.is_whole]
-        # All operands whole: nothing is pending in this group.
-        if len(whole) == len(group) or not pending <= set(group):
-            continue
-        for operand in whole:
-            with graph.inserting_before(node):
-                share = graph.call_function(markers.share, (operand, pieces))
-            share.meta["val"] = operand.meta["val"]
-            record = note(operand)
-            set_note(share, _note_of(record, note(node), record.layout.having(BATCH, P)))
-            node.replace_input_with(operand, share)
-        return
 
 
 def check_connected(graph: Graph, axes: Axes, axis: str, mesh: Mesh) -> None:
@@ -259,7 +202,7 @@ class _Table:
 
 def _odd_shards(node: Node, table: _Table) -> Iterator[str]:
     """Yield shards of a dim that does not divide and may not be padded."""
-    origin = _origin(node)
+    origin = origin_of(node)
     for axis, kind in note(node).layout.over(table.axis).shards:
         if not table.padding(axis).divides_place(origin, (kind.dim, kind.atom)):
             yield (
@@ -281,7 +224,7 @@ def _findings(node: Node, table: _Table) -> Iterator[str]:
     if not parts:
         yield f"{site(node)} maps sub-axes of {table.axis} to others"
     for part in parts:
-        types = {_origin(operand): note(operand).layout[part] for operand in operands(node)}
+        types = {origin_of(operand): note(operand).layout[part] for operand in operands(node)}
         gives = record.layout[part]
         if not _is_row(node, types, gives, table.axes, table.padding(part)):
             shown = ", ".join(f"{operand.name}: {kind}" for operand, kind in types.items())
@@ -332,7 +275,7 @@ def _is_by_expert(node: Node, types: dict[Node, ValueType]) -> bool:
     table = expert_table(node)
     own = {operand for operand, kind in types.items() if kind == E}
     if table is not None:
-        table = _origin(table)
+        table = origin_of(table)
         is_table = types[table] == S(0, 0) and own <= {operands(node)[0]} - {table}
         return is_table and _rest_is_whole(types, {table, *own}, R)
     return rows_read(node, own) is not None and _rest_is_whole(types, own, R)
@@ -373,11 +316,11 @@ def linear_groups_of(node: Node) -> list[tuple[Node, ...]]:
     """Return the linear groups with the operands before their conversions, as letters have them."""
     groups = []
     for group in linear_groups(node):
-        groups.append(tuple(dict.fromkeys(_origin(operand) for operand in group)))
+        groups.append(tuple(dict.fromkeys(origin_of(operand) for operand in group)))
     return groups
 
 
-def _origin(node: Node) -> Node:
+def origin_of(node: Node) -> Node:
     """Return the value that conversions, shares, first rows and batch sums were made of."""
     while node.target in (*markers.PLACED, markers.batch_sum):
         node = node.args[0]  # type: ignore[assignment]

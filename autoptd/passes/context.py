@@ -46,6 +46,7 @@ ONE_STAGE: Orders = [[Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)]]
 class Findings:
     """The results of passes beside the notes of the graph; reading one that no pass has left yet is an InternalError.
 
+    rewrites of TRACED: `whole`: the trace with all samples, rewritten like the graph (None: as it was given)
     annotate:     `axes`: which dims run together; `assignments`: the solver's answer over every mesh axis;
                   `fallbacks`: operators that are not split as one would expect; `joint`: what was solved over two axes at
                   once, where a model is split over tp and over cp
@@ -56,6 +57,7 @@ class Findings:
                   `kept_values`: how every value is kept, for people
     """
 
+    whole: Graph | None = field(init=False, default=None)
     axes: Axes = field(init=False)
     assignments: dict[str, Assignment] = field(init=False)
     fallbacks: tuple[Fallback, ...] = field(init=False)
@@ -70,6 +72,11 @@ class Findings:
         if name in self.__dataclass_fields__:
             raise InternalError("Findings", f"{name} is read, and no pass has found it yet")
         raise AttributeError(name)
+
+    def forget(self) -> None:
+        """Forget everything: a run of passes begins."""
+        vars(self).clear()
+        self.whole = None
 
     def has(self, name: str) -> bool:
         """Tell whether a pass has left this result."""
@@ -121,6 +128,11 @@ class Context:
     @property
     def mesh(self) -> Mesh:
         return self.options.mesh
+
+    @property
+    def second(self) -> Graph | None:
+        """The trace with all samples, as this run has rewritten it."""
+        return self.whole if self.found.whole is None else self.found.whole
 
     @cached_property
     def machine(self) -> Machine:

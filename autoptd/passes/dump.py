@@ -1,8 +1,10 @@
-"""Write the graph in its forms as numbered texts.
+"""Write graphs as numbered texts: after every pass with AUTOPTD_DUMP, in every form for a report.
 
-In: the graph in every form that a run has kept. Out: a folder of texts.
+In: graphs and their names. Out: a folder of texts.
 
-    write_forms(record.graphs, "out/")   # out/passes/02_connected.txt, ...
+    dump = Dump("out/")
+    dump.begin("trace", traced)
+    dump.add("annotate", graph)         # out/passes/01_annotate.txt
 
 Every text lists the nodes with their types and reasons, and ends with the change in operator counts: diff two of them first,
 debug second.
@@ -11,7 +13,6 @@ debug second.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 
 from torch.fx import Graph
@@ -19,22 +20,30 @@ from torch.fx import Graph
 from autoptd.ir.notes import note, op_name, ops, payload, shape
 
 
-def write_forms(graphs: Mapping[str, Graph], folder: str | Path) -> None:
-    """Write `passes/NN_name.txt` below `folder` for every form."""
-    target = Path(folder) / "passes"
-    target.mkdir(parents=True, exist_ok=True)
-    before: Counter[str] = Counter()
-    for number, (form, graph) in enumerate(graphs.items()):
+class Dump:
+    """Writes `passes/NN_name.txt` below a folder, one text after the other; another run writes over those of the one before."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder) / "passes"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._number, self._before = 0, Counter[str]()
+
+    def begin(self, name: str, graph: Graph) -> None:
+        """Write the first graph of a run."""
+        self._number, self._before = 0, Counter()
+        self.add(name, graph)
+
+    def add(self, name: str, graph: Graph) -> None:
+        """Write the next graph."""
         counts = Counter(note(node).conversion or op_name(node) for node in ops(graph))
         change = []
-        for operator in sorted({*counts, *before}):
-            if counts[operator] != before[operator]:
-                change.append(f"{counts[operator] - before[operator]:+d} {operator}")
+        for operator in sorted({*counts, *self._before}):
+            if counts[operator] != self._before[operator]:
+                change.append(f"{counts[operator] - self._before[operator]:+d} {operator}")
         text = "\n".join([describe(graph), "change in operators:", *change, ""])
-        (target / f"{number:02d}_{form.lower()}.txt").write_text(
-            text, encoding="utf-8", errors="backslashreplace"
-        )
-        before = counts
+        path = self._folder / f"{self._number:02d}_{name}.txt"
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
+        self._number, self._before = self._number + 1, counts
 
 
 def describe(graph: Graph) -> str:

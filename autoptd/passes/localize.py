@@ -48,7 +48,7 @@ from autoptd.passes.batch_sums import number_sums
 from autoptd.passes.context import Context
 from autoptd.passes.runner import CALLS, Form, graph_pass
 from autoptd.passes.solve.microbatch_losses import MARK
-from autoptd.passes.windows import READS
+from autoptd.passes.tokens.windows import READS
 
 
 @graph_pass(

@@ -33,7 +33,7 @@ from autoptd.errors import InternalError
 from autoptd.ir.activity import activity
 from autoptd.ir.notes import Note, copy_graph, note
 from autoptd.passes.context import Context
-from autoptd.passes.dump import write_forms
+from autoptd.passes.dump import Dump
 
 Body = Callable[[Graph, Context], Graph | None]
 # A check raises InternalError.
@@ -60,6 +60,7 @@ class Pass:
     """A pass with its contract.
 
     - `takes`, `gives`: the form of the graph before and after it.
+    - `when`: which runs need it; it leaves the graphs of all others as they are.
     - `changes`: the fields of existing notes that it may change (`extra` always); with "calls" also operators and their
       arguments.
     - `finds`: the fields of the context's `Findings` that it fills.
@@ -69,6 +70,7 @@ class Pass:
     run: Body
     takes: Form
     gives: Form
+    when: Callable[[Context], bool]
     changes: frozenset[str]
     finds: tuple[str, ...] = ()
     requires: Check | None = None
@@ -90,6 +92,7 @@ def graph_pass(
     *,
     takes: Form,
     gives: Form,
+    when: Callable[[Context], bool] = lambda ctx: True,
     changes: Sequence[str] = (),
     finds: Sequence[str] = (),
     requires: Check | None = None,
@@ -101,16 +104,31 @@ def graph_pass(
         raise InternalError("graph_pass", f"notes have no {', '.join(sorted(unknown))}")
 
     def decorate(run: Body) -> Pass:
-        return Pass(run, takes, gives, frozenset(changes), tuple(finds), requires, ensures)
+        return Pass(run, takes, gives, when, frozenset(changes), tuple(finds), requires, ensures)
 
     return decorate
+
+
+def divides_values(ctx: Context) -> bool:
+    """Tell whether ranks have parts of values."""
+    return ctx.mesh.value_ranks > 1
+
+
+def divides_tokens(ctx: Context) -> bool:
+    """Tell whether ranks along an axis of their own have some of the tokens."""
+    return bool(ctx.mesh.token_axes)
+
+
+def divides_rows(ctx: Context) -> bool:
+    """Tell whether microbatches or replicas have some of the rows of a step."""
+    return ctx.pieces > 1
 
 
 class Record:
     """What a run leaves behind: the graph in every form; CPU seconds of passes, of contracts and of copies.
 
-    With AUTOPTD_DUMP=out/ in the environment every form is written to out/passes as it is reached, unless
-    `dump` is False. With `every_pass`, `after` has a copy of the graph after each pass.
+    With AUTOPTD_DUMP=out/ in the environment the graph is written to out/passes after every pass, unless `dump` is False.
+    With `every_pass`, `after` has a copy of the graph after each pass.
     """
 
     def __init__(self, *, every_pass: bool = False, dump: bool = True) -> None:
@@ -118,16 +136,22 @@ class Record:
         self.after: dict[str, Graph] = {}
         self.seconds: dict[str, float] = {}
         self._every_pass = every_pass
-        self._folder = os.environ.get("AUTOPTD_DUMP") if dump else None
+        folder = os.environ.get("AUTOPTD_DUMP") if dump else None
+        self._dump = Dump(folder) if folder else None
 
     def keep(self, form: Form, graph: Graph) -> None:
         """Keep `graph` as that of a form; it must not change any more."""
         self.graphs[form.name] = graph
-        if self._folder:
-            write_forms(self.graphs, self._folder)
+
+    def begin(self, graph: Graph) -> None:
+        """Note the graph that a run begins with."""
+        if self._dump is not None:
+            self._dump.begin("trace", graph)
 
     def add(self, made: Pass, graph: Graph) -> None:
-        """Keep a copy of the graph behind a pass, if copies of all passes are asked for."""
+        """Write the graph after a pass, and keep a copy, if that is asked for."""
+        if self._dump is not None:
+            self._dump.add(made.name, graph)
         if self._every_pass:
             self.after[made.name] = copy_graph(graph)
 
@@ -149,13 +173,16 @@ class Record:
 def run_passes(passes: Sequence[Pass], graph: Graph, ctx: Context, record: Record) -> Graph:
     """Run `passes` one after the other; return what the last one gives.
 
-    A TRACED graph is copied first, for several runs may begin with it. A graph of a later form is changed in place: the
-    findings in the context refer to its nodes. Raises InternalError for a broken contract.
+    A TRACED graph is copied first, for several runs may begin with it, and what an earlier one has found is forgotten. A
+    graph of a later form is changed in place: the findings in the context refer to its nodes. Raises InternalError for a
+    broken contract.
     """
     form = passes[0].takes
     if form is Form.TRACED:
         record.keep(form, graph)
+        record.begin(graph)
         graph = record.copy(graph)
+        ctx.found.forget()
     seen = _Seen(graph)
     for each in passes:
         if each.takes != form:
@@ -185,8 +212,9 @@ def _run_pass(each: Pass, graph: Graph, before: _Seen, ctx: Context, record: Rec
         if findings:
             raise InternalError(str(each), "; ".join(findings))
         # Last, since it may read what the pass was to find.
-        if each.ensures is not None:
+        if each.ensures is not None and not before.is_verified(each, seen):
             _verify(each, "ensures", each.ensures, graph, ctx)
+        seen.verified = each.ensures
     return graph, seen
 
 
@@ -203,6 +231,12 @@ class _Seen:
     def __init__(self, graph: Graph) -> None:
         self.facts = {node.name: facts_of(note(node)) for node in graph.nodes}
         self.calls = {node.name: (node.target, node.args, node.kwargs) for node in graph.nodes}
+        self.verified: Check | None = None
+
+    def is_verified(self, each: Pass, after: _Seen) -> bool:
+        """Tell whether what a pass ensures was verified before it, of the graph that it left as it was."""
+        is_same = self.verified is each.ensures and not each.finds
+        return is_same and self.calls == after.calls and self.facts == after.facts
 
 
 def _changes(before: _Seen, after: _Seen, allowed: frozenset[str]) -> Iterator[str]:
@@ -228,4 +262,15 @@ def up_to(form: Form, passes: Sequence[Pass]) -> tuple[Pass, ...]:
     return tuple(each for each in passes if each.gives <= form)
 
 
-__all__ = ["Form", "Pass", "Record", "graph_pass", "run_passes", "up_to"]
+__all__ = [
+    "CALLS",
+    "Form",
+    "Pass",
+    "Record",
+    "divides_rows",
+    "divides_tokens",
+    "divides_values",
+    "graph_pass",
+    "run_passes",
+    "up_to",
+]

@@ -1,4 +1,4 @@
-"""Give operators that mix samples the rows of all replicas, and sums over them (part of ANNOTATED -> CONNECTED).
+"""Give operators that mix samples the rows of all replicas, and sums over them (CONNECTED -> CONNECTED).
 
 In: a graph whose readers name, in their notes, what they read whole (`solve/batch.py`): replicas have one microbatch each. Out:
 a conversion over dp in front of every such reader, S -> R or P -> R: an all-gather or an all-reduce in forward. What follows
@@ -6,7 +6,7 @@ is the same on all replicas, and each has a part of its cotangent, as of a param
 each. So backward of the conversions, a reduce-scatter or an all-reduce, adds these parts up, and gradients are summed over dp
 as ever.
 
-    take_whole(graph, mesh)     # left @ right.T -> s_to_r(left) @ s_to_r(right.T)
+    take_whole_rows(graph, ctx)     # left @ right.T -> s_to_r(left) @ s_to_r(right.T)
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ from torch.fx import Graph, Node
 from autoptd.ir import markers
 from autoptd.ir.layout import BATCH
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.notes import Note, note, ops, output, set_note
+from autoptd.ir.notes import note, ops, output, set_note
 from autoptd.ir.steps import shard_places
-from autoptd.ir.types import CONVERSIONS, P, R, ValueType
+from autoptd.ir.types import CONVERSIONS, P, R
+from autoptd.passes.communicate import note_of
+from autoptd.passes.context import Context
 from autoptd.passes.reader_names import reader_name
+from autoptd.passes.runner import CALLS, Form, divides_rows, graph_pass
 from autoptd.passes.solve.batch import TAKEN_WHOLE
 
 SHARED = "all replicas have this loss: each counts an equal part"
 
 
-def take_whole(graph: Graph, mesh: Mesh) -> None:
+@graph_pass(takes=Form.CONNECTED, gives=Form.CONNECTED, when=divides_rows, changes=(CALLS,))
+def take_whole_rows(graph: Graph, ctx: Context) -> None:
     """Insert the conversions behind those over other axes, one for all readers; divide a loss that is whole."""
     made: dict[Node, Node] = {}
     for reader in list(ops(graph)):
@@ -33,12 +37,12 @@ def take_whole(graph: Graph, mesh: Mesh) -> None:
         for arg in list(reader.all_input_nodes) if wanted else ():
             if markers.unconverted(arg) in wanted:
                 if arg not in made:
-                    made[arg] = _convert(graph, arg, reader, mesh)
+                    made[arg] = _convert(graph, arg, reader, ctx.mesh)
                 reader.replace_input_with(arg, made[arg])
     loss = output(graph).args[0]
     assert isinstance(loss, Node)
     if note(loss).layout.batch == R:
-        _share_loss(graph, loss, mesh)
+        _share_loss(graph, loss, ctx.mesh)
 
 
 def _convert(graph: Graph, source: Node, reader: Node, mesh: Mesh) -> Node:
@@ -50,7 +54,7 @@ def _convert(graph: Graph, source: Node, reader: Node, mesh: Mesh) -> Node:
     with graph.inserting_before(reader):
         converted = graph.call_function(markers.convert, (source, row.name, *places))
     converted.meta["val"] = source.meta["val"]
-    whole = set_note(converted, _placed(source, reader, R))
+    whole = set_note(converted, note_of(record, note(reader), record.layout.having(BATCH, R)))
     whole.conversion, whole.axis = row.name, axis
     need = "rows" if kind.kind == "S" else "the sum over the rows"
     where = f"{note(reader).module}: " if note(reader).module else ""
@@ -63,21 +67,9 @@ def _share_loss(graph: Graph, loss: Node, mesh: Mesh) -> None:
     with graph.inserting_after(loss):
         share = graph.call_function(markers.share, (loss, mesh.replicas))
     share.meta["val"] = loss.meta["val"]
-    set_note(share, _placed(loss, loss, P)).extra["reason"] = SHARED
+    record = note(loss)
+    set_note(share, note_of(record, record, record.layout.having(BATCH, P))).extra["reason"] = SHARED
     output(graph).replace_input_with(loss, share)
 
 
-def _placed(value: Node, near: Node, kind: ValueType) -> Note:
-    """Return the record of a value with another type over the batch, made in the module of `near`."""
-    record = note(value)
-    return Note(
-        module=note(near).module,
-        source=note(near).source,
-        of_params=record.of_params,
-        needs_grad=record.needs_grad,
-        dims=record.dims,
-        layout=record.layout.having(BATCH, kind),
-    )
-
-
-__all__ = ["take_whole"]
+__all__ = ["take_whole_rows"]

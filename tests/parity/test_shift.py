@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.passes import for_tokens
+from autoptd import passes
 from autoptd.program.calls import expected_calls
 from tests.parity.models import VOCAB
 from tests.parity.test_mutations import check_is_found
@@ -222,7 +222,7 @@ def test_keys_and_values_are_all_that_is_sent(name: str, numbers: float, order: 
 @pytest.mark.parametrize("order", ORDERS)
 def test_logits_were_sent_before(monkeypatch: pytest.MonkeyPatch, order: str) -> None:
     """Each rank had those of all tokens, and a warning said so."""
-    monkeypatch.setattr(for_tokens, "keep_tokens", lambda *_: False)
+    monkeypatch.setattr(passes, "PASSES", [each for each in passes.PASSES if each is not passes.keep_tokens])
     given = {"context": "all_gather", "token_order": order, "example_inputs": call()}
     program = autoptd.compile(Shifting("mean"), c=2, **given)
     calls = expected_calls(program, 0)

@@ -14,7 +14,7 @@ from autoptd.ir.buffers import Buffers
 from autoptd.ir.machine import Machine
 from autoptd.ir.notes import note, op_name, ops
 from autoptd.options import Options
-from autoptd.passes import Context
+from autoptd.passes import Context, Form, up_to
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.solve.assign import Assignment
 
@@ -63,15 +63,27 @@ def context(
 def annotate(model: nn.Module, *inputs: Tensor, **keywords: Any) -> tuple[Graph, Axes, Assignment]:
     """ANNOTATED; keywords are those of `context`."""
     graph, ctx = context(model, *inputs, **keywords)
-    passes.annotate(graph, ctx)
+    run(graph, ctx, Form.ANNOTATED)
     return graph, ctx.found.axes, ctx.found.assignments["tp"]
 
 
 def connect(model: nn.Module, *inputs: Tensor, **keywords: Any) -> tuple[Graph, Axes]:
     """CONNECTED, not verified; keywords are those of `context`."""
     graph, ctx = context(model, *inputs, **keywords)
-    passes.communicate(passes.annotate(graph, ctx), ctx)
+    run(graph, ctx, Form.CONNECTED)
     return graph, ctx.found.axes
+
+
+def rewrite(graph: Graph, ctx: Context) -> Graph | None:
+    """Rewrite a TRACED graph for ranks that divide tokens; return the trace with all samples, rewritten alike."""
+    run(graph, ctx, Form.TRACED)
+    return ctx.second
+
+
+def run(graph: Graph, ctx: Context, form: Form) -> None:
+    """Run the passes up to a form in place, without their checks."""
+    for each in up_to(form, passes.passes_for(ctx)):
+        each(graph, ctx)
 
 
 def find(graph: Graph, name: str, index: int = 0) -> Node:

@@ -12,13 +12,12 @@ from torch.fx import Graph
 
 import autoptd
 from autoptd import passes
-from autoptd.compiler.memory_search import PASSES
 from autoptd.errors import InternalError
 from autoptd.ir import markers
 from autoptd.ir.notes import note, op_name, ops, placeholders
 from autoptd.ir.types import R, S
-from autoptd.passes import Context, Form, Record, run_passes, up_to
-from autoptd.passes.runner import CALLS, Pass, graph_pass
+from autoptd.passes import PASSES, Context, Form, Record, passes_for, run_passes, up_to
+from autoptd.passes.runner import CALLS, Pass, divides_tokens, graph_pass
 from tests.parity.models import batch, gpt
 from tests.passes.graphs import context
 
@@ -43,7 +42,11 @@ def broken(each: Pass, fault: Fault) -> Pass:
 
 def with_fault(name: str, fault: Fault) -> tuple[Pass, ...]:
     """All passes, that of this name with a fault."""
-    return tuple(broken(each, fault) if each.name == name else each for each in PASSES)
+    return tuple(
+        broken(each, fault) if each.name == name else each
+        for each in PASSES
+        if each.when is not divides_tokens
+    )
 
 
 def drop_a_conversion(graph: Graph, ctx: Context) -> None:
@@ -134,13 +137,13 @@ FAULTS: dict[str, tuple[str, Fault, str]] = {  # name -> pass, what it does wron
 def test_a_pass_that_breaks_its_contract_is_named(what: str) -> None:
     name, fault, said = FAULTS[what]
     graph, ctx = traced()
-    run_passes(PASSES, graph, replace(ctx), Record())  # without the fault all is well
+    run_passes(passes_for(ctx), graph, replace(ctx), Record())  # without the fault all is well
     with pytest.raises(InternalError, match=said):
         run_passes(with_fault(name, fault), graph, ctx, Record())
 
 
 def test_contracts_hold_in_every_compilation() -> None:
-    faulty = mock.patch("autoptd.compiler.memory_search.PASSES", with_fault("communicate", drop_a_conversion))
+    faulty = mock.patch("autoptd.passes.PASSES", with_fault("communicate", drop_a_conversion))
     with faulty, pytest.raises(InternalError, match="communicate"):
         autoptd.compile(gpt(1), t=2, example_inputs=batch(4))
 
@@ -149,7 +152,7 @@ def test_a_graph_that_is_not_traced_well_is_not_annotate_s_fault() -> None:
     graph, ctx = traced()
     note(next(placeholders(graph, "param"))).of_params = False
     with pytest.raises(InternalError, match=r"annotate .* requires TRACED: .*its note says otherwise"):
-        run_passes(PASSES, graph, ctx, Record())
+        run_passes(passes_for(ctx), graph, ctx, Record())
 
 
 def test_passes_in_another_order() -> None:
@@ -176,24 +179,27 @@ def test_a_contract_names_fields_of_notes() -> None:
 def test_the_forms_of_a_run() -> None:
     graph, ctx = traced()
     before, record = passes.describe(graph), Record(every_pass=True)
-    made = run_passes(up_to(Form.CUT, PASSES), graph, ctx, record)
+    made = run_passes(up_to(Form.CUT, passes_for(ctx)), graph, ctx, record)
     assert list(record.graphs) == ["TRACED", "ANNOTATED", "CONNECTED", "CUT"] and record.graphs["CUT"] is made
     assert record.graphs["TRACED"] is graph and passes.describe(graph) == before  # it can be run again
     assert all(node.graph is made for node in ctx.found.assignments["tp"].strategies)
-    local = run_passes([each for each in PASSES if each.gives > Form.CUT], made, ctx, record)
+    local = run_passes([each for each in passes_for(ctx) if each.gives > Form.CUT], made, ctx, record)
     assert record.graphs["LOCAL"] is local and record.graphs["CUT"] is not made
-    names = [each.name for each in PASSES]
+    names = [each.name for each in passes_for(ctx)]
     assert list(record.after) == names and set(record.seconds) == {*names, "copies", "contracts"}
     texts = [passes.describe(record.graphs[form.name]) for form in Form]
     assert len(set(texts)) == len(Form)
 
 
-def test_forms_are_written_as_they_are_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_graph_is_written_after_every_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOPTD_DUMP", str(tmp_path))
     graph, ctx = traced()
     with pytest.raises(InternalError):
         run_passes(with_fault("communicate", drop_a_conversion), graph, ctx, Record())
     assert sorted(file.name for file in (tmp_path / "passes").iterdir()) == [
-        "00_traced.txt",
-        "01_annotated.txt",
+        "00_trace.txt",
+        "01_raise_attention.txt",
+        "02_read_causal.txt",
+        "03_annotate.txt",
+        "04_take_whole_numbers.txt",
     ]

@@ -7,7 +7,7 @@ axis, with reasons; what was solved, in `ctx.found.assignments`.
 - An axis of the mesh that divides values is solved: whatever is cheapest of what it may split (`assign.py`).
 
 A new mesh axis is a row of `policies`. That of context parallelism is solved behind the conversions over tp, by a pass of its
-own (`passes/split_tokens.py`).
+own (`passes/tokens/split_tokens.py`).
 
     for policy in policies(ctx):
         policy.assign(graph, axes, ctx)
@@ -68,8 +68,8 @@ class ByRule:
         atom = place_batch(graph, ctx)
         assign_batch(graph, axes, set(ctx.batched), ctx.pieces, constants, atom, mixes=ctx.mixes)
         place_rows(graph, set(ctx.batched), ctx.pieces, ctx.buffers, atom)
-        if ctx.whole is not None:
-            check_literals(graph, ctx.whole, constants, traces_all=ctx.traces_all)
+        if ctx.second is not None:
+            check_literals(graph, ctx.second, constants, traces_all=ctx.traces_all)
 
 
 @dataclass(frozen=True)

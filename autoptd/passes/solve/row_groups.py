@@ -70,8 +70,8 @@ def _keeps_apart(graph: Graph, ctx: Context, atom: int) -> bool:
         assign_batch(
             trial, Axes(trial), set(ctx.batched), max(ctx.pieces, 2), constants, atom, mixes=ctx.mixes
         )
-        if ctx.whole is not None:
-            check_literals(trial, ctx.whole, constants, traces_all=ctx.traces_all)
+        if ctx.second is not None:
+            check_literals(trial, ctx.second, constants, traces_all=ctx.traces_all)
     except PlanError:
         return False
     return True

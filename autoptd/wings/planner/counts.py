@@ -119,7 +119,7 @@ def kv_width(shape: Shape, t: Number) -> Number:
 def exchanged_heads(shape: Shape, t: Number, c: Number) -> Number:
     """Return the KV heads of a tensor rank that ranks with other tokens exchange, with the copies that make c divide them.
 
-    0 where they gather keys and values instead: as `passes/copy_heads.py` has it.
+    0 where they gather keys and values instead: as `passes/tokens/copy_heads.py` has it.
     """
     t, c = (np.asarray(degree).astype(int) for degree in (t, c))
     own, queries = shape.kv_heads // t, shape.heads // t

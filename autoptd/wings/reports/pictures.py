@@ -21,7 +21,7 @@ from torch.fx import Node
 from autoptd import passes
 from autoptd import schedule as schedules
 from autoptd.ir.actions import Action, Kind
-from autoptd.passes.dump import write_forms
+from autoptd.passes.dump import Dump
 from autoptd.program.program import Program
 from autoptd.runtime.step.timeline import Span
 from autoptd.wings import viz
@@ -36,7 +36,9 @@ def draw_program(program: Program, folder: Path, spans: Sequence[Span] = ()) -> 
 
     `spans` of a record are drawn beside the simulated step.
     """
-    write_forms(program.graphs, folder)
+    dump = Dump(folder)
+    for form, graph in program.graphs.items():
+        dump.add(form.lower(), graph)
     runs = [simulated_run(program), *([executed_run(program, spans)] if spans else [])]
     viz.draw(program, folder, runs)
 

@@ -19,11 +19,12 @@ from autoptd.ir.buffers import Buffers
 from autoptd.ir.notes import note, op_name, ops, shape
 from autoptd.ir.operators.record import operands
 from autoptd.options import Options
-from autoptd.passes import Context, shift
-from autoptd.passes.for_tokens import rewrite_for_tokens
-from autoptd.passes.token_regions import Cut
+from autoptd.passes import Context
+from autoptd.passes.tokens import shift
+from autoptd.passes.tokens.token_regions import Cut
 from tests.parity.models import VOCAB
 from tests.parity.test_shift import GONE, LENGTH, SMALL, Shifting, call
+from tests.passes.graphs import rewrite
 
 Loss = Callable[[Any, Tensor, Tensor], Tensor]
 # Of two samples, and of all: as they were, and as they are.
@@ -56,7 +57,7 @@ def rewritten(model: nn.Module, *inputs: Tensor, **options: Any) -> Traces:
         whole=whole,
         buffers=Buffers(captured.buffers),
     )
-    found = rewrite_for_tokens(captured.graph, ctx).whole
+    found = rewrite(captured.graph, ctx)
     assert found is not None
     return before.graph, captured.graph, whole, found
 

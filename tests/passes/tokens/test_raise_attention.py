@@ -18,9 +18,9 @@ from autoptd.ir.buffers import Buffers
 from autoptd.ir.notes import op_name, ops, shape
 from autoptd.options import Options
 from autoptd.passes import Context
-from autoptd.passes.for_tokens import rewrite_for_tokens
 from autoptd.passes.fusion import attention as pattern
 from tests.parity.models import VOCAB
+from tests.passes.graphs import rewrite
 
 LENGTH, WIDTH, HEADS = 24, 16, 4
 SIZE = WIDTH // HEADS
@@ -140,7 +140,7 @@ def rewritten(model: nn.Module) -> tuple[Graph, Graph]:
         whole=whole,
         buffers=Buffers(captured.buffers),
     )
-    found = rewrite_for_tokens(captured.graph, ctx).whole
+    found = rewrite(captured.graph, ctx)
     assert found is not None
     return before, found
 

@@ -28,14 +28,14 @@ from autoptd.ir.sub_axes import base
 from autoptd.ir.types import ZIGZAG
 from autoptd.passes.communicate import check_axes, meet_readers
 from autoptd.passes.context import Context
-from autoptd.passes.copy_heads import degrees_of_copies
 from autoptd.passes.ops.costs import flops
-from autoptd.passes.runner import CALLS, Form, graph_pass
+from autoptd.passes.runner import CALLS, Form, divides_tokens, graph_pass
 from autoptd.passes.solve.assign import Assignment, assign_tensor, find_plan, follows
 from autoptd.passes.solve.fallbacks import fallbacks, note_fallbacks
 from autoptd.passes.solve.queries import ATTENTION
 from autoptd.passes.solve.symbols import name_axes
 from autoptd.passes.solve.tokens import GATHERED_REMEDY, SHIFTED_REMEDY, TokenSplitter, is_repeat
+from autoptd.passes.tokens.copy_heads import degrees_of_copies
 
 
 def check_tokens(graph: Graph, ctx: Context) -> None:
@@ -75,6 +75,7 @@ def _outer_parts(node: Node, splitter: TokenSplitter) -> Iterator[str]:
 @graph_pass(
     takes=Form.CONNECTED,
     gives=Form.CONNECTED,
+    when=divides_tokens,
     changes=(CALLS, "layout", "forms", "why", "fallback"),
     ensures=check_tokens,
 )

@@ -1,4 +1,4 @@
-"""Keep tokens whole where losses shift labels (part of TRACED -> ANNOTATED, where ranks divide tokens).
+"""Keep tokens whole where losses shift labels (TRACED -> TRACED, where ranks divide tokens).
 
 A model that shifts its labels itself cuts off the logits of the last token: the tokens left are divided by no ranks. In: a
 TRACED graph, and the trace with all samples. Out: both with the cut *behind* what is computed token by token. A cross-entropy
@@ -17,7 +17,7 @@ What is read is equal, and what is cut off has a gradient of zero. That stays ze
 no other is passed (no logarithm, no quotient by what is padded). Where a fact is missing, or the cut gets no smaller, all
 stays as it is, and `program.fallbacks` tells what is gathered.
 
-    keep_tokens(graph, whole, ctx)
+    keep_tokens(graph, ctx)
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ from autoptd.ir.operators.record import argument, operands
 from autoptd.ir.operators.table import operator_of
 from autoptd.passes.axes.axes import Axes, Letter
 from autoptd.passes.context import Context
+from autoptd.passes.runner import CALLS, Form, divides_tokens, graph_pass
 from autoptd.passes.solve.tokens import TokenSplitter
-from autoptd.passes.token_regions import Cut, Place, Region, uncut
+from autoptd.passes.tokens.both_traces import drop_unread, second_trace
+from autoptd.passes.tokens.token_regions import Cut, Place, Region, uncut
 
 # A cut leaves at least this part of the tokens: what is computed for the others is work for nothing.
 LEAST_KEPT = 3 / 4
@@ -55,14 +57,17 @@ FINITE_OPS = frozenset(f"aten.{name}" for name in FINITE.split())
 PADDED = {("aten.embedding", 1), ("aten.gather", 1), ("aten.where", 1), ("aten.where", 2), (CROSS_ENTROPY, 1)}
 
 
-def keep_tokens(graph: Graph, whole: Graph, ctx: Context) -> bool:
-    """Move cuts of tokens behind what is computed token by token, in both traces; tell whether any was moved."""
-    if not any(map(_is_cut, ops(whole))):
-        return False
+# Axes leave their dims in the notes of the graph in which the tokens are found.
+@graph_pass(takes=Form.TRACED, gives=Form.TRACED, when=divides_tokens, changes=(CALLS, "dims", "rule"))
+def keep_tokens(graph: Graph, ctx: Context) -> None:
+    """Move cuts of tokens after what is computed token by token, in both traces."""
+    if not any(map(_is_cut, ops(ctx.second or graph))):
+        return
+    whole = second_trace(graph, ctx)
     ours, theirs = list(graph.nodes), list(whole.nodes)
     # Traces of different operators are refused later.
     if list(map(_call, ours)) != list(map(_call, theirs)):
-        return False
+        return
     # Of the trace with all samples: with one sample alone a folded dim [b * s] would look like one of tokens.
     regions = list(find_regions(whole, ctx))
     node_of = dict(zip(theirs, ours, strict=True))
@@ -70,7 +75,8 @@ def keep_tokens(graph: Graph, whole: Graph, ctx: Context) -> bool:
         if whole is not graph:
             uncut(graph, region.renamed(node_of))
         uncut(whole, region)
-    return bool(regions)
+    if regions:
+        drop_unread(graph, whole)
 
 
 def _call(node: Node) -> tuple[str, str]:

@@ -27,14 +27,20 @@ from autoptd.ir.types import I, S, ValueType
 from autoptd.passes.axes.axes import Axes, Letter
 from autoptd.passes.communicate import convert_before
 from autoptd.passes.context import Context
-from autoptd.passes.runner import CALLS, Form, graph_pass
-from autoptd.passes.split_tokens import check_tokens
+from autoptd.passes.runner import CALLS, Form, divides_tokens, graph_pass
+from autoptd.passes.tokens.split_tokens import check_tokens
 
 # Its labels are counted whole.
 COUNTS = "aten.cross_entropy_loss"
 
 
-@graph_pass(takes=Form.CONNECTED, gives=Form.CONNECTED, changes=(CALLS, "layout"), ensures=check_tokens)
+@graph_pass(
+    takes=Form.CONNECTED,
+    gives=Form.CONNECTED,
+    when=divides_tokens,
+    changes=(CALLS, "layout"),
+    ensures=check_tokens,
+)
 def bubble_up_slices(graph: Graph, ctx: Context) -> None:
     """Move slices over the axes of tokens towards inputs and constants."""
     for axis in ctx.mesh.token_axes:

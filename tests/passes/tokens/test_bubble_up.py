@@ -17,8 +17,8 @@ from autoptd.ir import markers
 from autoptd.ir.layout import Layout
 from autoptd.ir.notes import converted_types, note, op_name, ops, shape
 from autoptd.ir.types import I
-from autoptd.passes import bubble_up
 from autoptd.passes.context import Context
+from autoptd.passes.tokens import bubble_up
 from autoptd.program.program import Program
 from tests.parity.models import VOCAB
 from tests.parity.test_context import shifted

@@ -1,11 +1,11 @@
-"""Make one operator of attention that a model writes out (part of TRACED -> ANNOTATED, where ranks divide tokens).
+"""Make one operator of attention that a model writes out (TRACED -> TRACED, where ranks divide queries).
 
 In: a TRACED graph, and the trace with all samples that it is compared with. Out: both, in which torch's attention stands in
 the place of scale, mask, softmax and product with the values, by the pattern of fused operators (`fusion/attention.py`). A
 rank's queries are then split from the keys of all ranks as in a model that calls it, a causal mask is not made, and no scores
 are kept: written out, a rank keeps [b, heads, s/c, s] of them. Where a fact is missing, all stays as it is.
 
-    raise_attention(graph, whole, ctx)
+    raise_attention(graph, ctx)
 """
 
 from __future__ import annotations
@@ -21,15 +21,20 @@ from autoptd.passes.axes.constants import Constants
 from autoptd.passes.context import Context
 from autoptd.passes.fusion.attention import PRODUCTS, attention
 from autoptd.passes.fusion.chain import Group, Swapped
+from autoptd.passes.runner import CALLS, Form, divides_values, graph_pass
 from autoptd.passes.solve.queries import may_be_by_queries
-from autoptd.passes.token_regions import Maker
+from autoptd.passes.tokens.both_traces import divides_queries, drop_unread, second_trace
+from autoptd.passes.tokens.token_regions import Maker
 
 aten = torch.ops.aten
 
 
-def raise_attention(graph: Graph, whole: Graph, ctx: Context) -> bool:
-    """Rewrite the attention of both traces where both have it; tell whether any was rewritten."""
-    constants = Constants(ctx.buffers)
+@graph_pass(takes=Form.TRACED, gives=Form.TRACED, when=divides_values, changes=(CALLS,))
+def raise_attention(graph: Graph, ctx: Context) -> None:
+    """Rewrite the attention of both traces where both have it."""
+    if not divides_queries(graph, ctx):
+        return
+    whole, constants = second_trace(graph, ctx), Constants(ctx.buffers)
     is_found = False
     for node, same in zip(list(ops(graph)), list(ops(whole)), strict=False):
         if not may_be_by_queries(node, ctx.mesh):
@@ -39,7 +44,8 @@ def raise_attention(graph: Graph, whole: Graph, ctx: Context) -> bool:
             is_found = True
             for group in groups:
                 _replace(group)
-    return is_found
+    if is_found:
+        drop_unread(graph, whole)
 
 
 def _written_out(node: Node, constants: Constants) -> Group | None:

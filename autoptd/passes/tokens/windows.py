@@ -14,16 +14,16 @@ from torch.fx import Graph, Node
 
 from autoptd.ir.notes import note, ops
 from autoptd.ir.operators.record import QUERIES
-from autoptd.passes.causal_masks import WINDOW
 from autoptd.passes.context import Context
-from autoptd.passes.for_tokens import is_kept
-from autoptd.passes.runner import CALLS, Form, graph_pass
+from autoptd.passes.runner import CALLS, Form, divides_tokens, graph_pass
+from autoptd.passes.tokens.both_traces import drop_unread
+from autoptd.passes.tokens.causal_masks import WINDOW
 
 # In the notes of attention without a mask: the keys that a query sees, its own the last.
 READS = "reads_window"
 
 
-@graph_pass(takes=Form.CONNECTED, gives=Form.CONNECTED, changes=(CALLS,))
+@graph_pass(takes=Form.CONNECTED, gives=Form.CONNECTED, when=divides_tokens, changes=(CALLS,))
 def read_windows(graph: Graph, ctx: Context) -> None:
     """Drop the masks that are windows where ranks split queries, and what makes them."""
     found = [node for node in ops(graph) if _is_by_window(node)]
@@ -32,7 +32,7 @@ def read_windows(graph: Graph, ctx: Context) -> None:
         keywords = {name: each for name, each in node.kwargs.items() if name in ("scale", "enable_gqa")}
         node.args, node.kwargs = node.args[:3], keywords | {"is_causal": True}
     if found:
-        graph.eliminate_dead_code(is_kept)
+        drop_unread(graph)
         left = set(graph.nodes)
         for assignment in ctx.found.assignments.values():
             for node in assignment.strategies.keys() - left:

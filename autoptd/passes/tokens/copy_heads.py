@@ -1,4 +1,4 @@
-"""Copy KV heads until context-parallel ranks divide them (part of TRACED -> ANNOTATED, where ranks divide tokens).
+"""Copy KV heads until context-parallel ranks divide them (TRACED -> TRACED, where ranks divide tokens).
 
 By Ulysses every rank has some heads of all tokens. Of fewer KV heads than ranks, several ranks need the same: each of them
 would gather all heads of all tokens, to read one. In: a TRACED graph, and the trace with all samples. Out: both, in which
@@ -10,7 +10,7 @@ queries read, and backward adds up the gradients of the copies.
 
 Sent are 2 b s k (c-1)/c elements of keys and values with heads of size k, whatever the number of KV heads.
 
-    copy_heads(graph, whole, ctx)
+    copy_heads(graph, ctx)
 """
 
 from __future__ import annotations
@@ -26,16 +26,20 @@ from autoptd.ir.operators.record import argument, operands
 from autoptd.ir.operators.table import operator_of
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.context import Context
+from autoptd.passes.runner import CALLS, Form, divides_tokens, graph_pass
 from autoptd.passes.solve.queries import ATTENTION
-from autoptd.passes.token_regions import Maker
+from autoptd.passes.tokens.both_traces import drop_unread, second_trace
+from autoptd.passes.tokens.token_regions import Maker
 
 aten = torch.ops.aten
 
 
-def copy_heads(graph: Graph, whole: Graph, ctx: Context) -> bool:
-    """Rewrite the attention of both traces where both have it; tell whether any was rewritten."""
+@graph_pass(takes=Form.TRACED, gives=Form.TRACED, when=divides_tokens, changes=(CALLS,))
+def copy_heads(graph: Graph, ctx: Context) -> None:
+    """Rewrite the attention of both traces where both have it."""
     if ctx.options.context not in ("auto", "ulysses"):
-        return False
+        return
+    whole = second_trace(graph, ctx)
     ranks = math.prod(map(ctx.mesh.degree, ctx.mesh.token_axes))
     outer = math.prod(map(ctx.mesh.degree, ctx.mesh.axes_of(Role.VALUES)))
     is_found = False
@@ -50,7 +54,8 @@ def copy_heads(graph: Graph, whole: Graph, ctx: Context) -> bool:
             is_found = True
             for attention in dict.fromkeys((node, same)):
                 _replace(attention, times, outer)
-    return is_found
+    if is_found:
+        drop_unread(graph, whole)
 
 
 def degrees_of_copies(node: Node, mesh: Mesh) -> list[int]:

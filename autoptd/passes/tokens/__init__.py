@@ -1,0 +1,1 @@
+"""Rewrites and passes for ranks that divide tokens, attention's queries included."""
