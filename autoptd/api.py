@@ -36,6 +36,7 @@ from autoptd.verify.verify import verify
 from autoptd.wings.planner.auto import planned
 from autoptd.wings.reports.excepthook import print_errors_once
 from autoptd.wings.reports.pictures import draw_program
+from autoptd.wings.viz import graph_picture
 
 
 def parallelize(
@@ -168,7 +169,7 @@ def parallelize(
         raise PlanError(
             f"shapes={options.shapes!r}", fact, "example_inputs=, a global batch of the largest length"
         )
-    compiler = Compiler(subject, options, checks=is_first_process())
+    compiler = Compiler(subject, options, checks=is_first_process(), draw=graph_picture)
     pm = ParallelModel.lazy(compiler, draw=draw_program)
     if example_inputs is not None:
         pm.compile_now(*split_call(example_inputs))
@@ -185,7 +186,8 @@ def compile(model: nn.Module, *, example_inputs: Any, **keywords: Any) -> Progra
     subject = Subject.of(model)
     options = make_options(**planned(model, example_inputs, keywords))
     check_precision(model, options.precision)
-    return Compiler(subject, options).for_training(split_call(example_inputs), options.mesh.replicas)
+    compiler = Compiler(subject, options, draw=graph_picture)
+    return compiler.for_training(split_call(example_inputs), options.mesh.replicas)
 
 
 __all__ = ["Buckets", "Machine", "ParallelModel", "Program", "compile", "parallelize", "verify"]

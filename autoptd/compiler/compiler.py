@@ -22,6 +22,7 @@ from torch.fx import Graph
 from autoptd import trace as tracing
 from autoptd.compat import tree_leaves
 from autoptd.compiler.batch import Batch, capture_rows, plan_batch
+from autoptd.compiler.compiled import Draw
 from autoptd.compiler.driver import compile_program
 from autoptd.compiler.records.fallbacks import warn_of_fallbacks
 from autoptd.errors import PlanError
@@ -38,11 +39,16 @@ from autoptd.trace.padding import compare_padded
 
 
 class Compiler:
-    """Compiles a subject on request; `checks` compares traces with the model, and warns, in one process of all."""
+    """Compiles a subject on request; `checks` compares traces with the model, and warns, in one process of all.
 
-    def __init__(self, subject: Subject, options: Options, *, checks: bool = True) -> None:
+    `draw` makes the pictures of its programs.
+    """
+
+    def __init__(
+        self, subject: Subject, options: Options, *, checks: bool = True, draw: Draw | None = None
+    ) -> None:
         self.subject, self.options = subject, options
-        self._checks = checks
+        self._checks, self._draw = checks, draw
         # Those in which the first program was compiled: the ranks train in them.
         self._modes: Mapping[nn.Module, bool] = tracing.modes_of(subject.model)
         self._cast_buffers: Sequence[str] = ()
@@ -54,7 +60,9 @@ class Compiler:
         """
         self._modes = tracing.modes_of(self.subject.model)
         check = check and self._checks
-        program = compile_program(self.subject.model, self.options, *call, replicas=replicas, check=check)
+        program = compile_program(
+            self.subject.model, self.options, *call, replicas=replicas, check=check, draw=self._draw
+        )
         self._cast_buffers = program.cast_buffers
         if check:
             warn_of_fallbacks(program)
@@ -79,6 +87,7 @@ class Compiler:
                 replicas=self._replicas,
                 check=self._checks,
                 like=first,
+                draw=self._draw,
             )
         check_trains_alike(first, program)
         if self._checks:
@@ -118,7 +127,14 @@ class Compiler:
         # Without gradients no masks are drawn: training's own graph at this size will do.
         with tracing.in_modes(self._modes) if is_training else tracing.evaluating(model):
             program = compile_program(
-                model, options, *call, replicas=self._replicas, check=False, like=like, counts=counts
+                model,
+                options,
+                *call,
+                replicas=self._replicas,
+                check=False,
+                like=like,
+                counts=counts,
+                draw=self._draw,
             )
         check_follows(first, program)
         # The ranks hold training's parameters, though an evaluation may read fewer.

@@ -26,8 +26,9 @@ from autoptd.compiler.batch import (
     plan_batch,
     trace_rows,
 )
+from autoptd.compiler.compiled import Compiled, Draw
 from autoptd.compiler.fit import Written, fit
-from autoptd.compiler.memory_search import cut_of, explain, place
+from autoptd.compiler.memory_search import cut_of, place
 from autoptd.compiler.program_cache import ProgramCache
 from autoptd.compiler.records.collectives import collectives
 from autoptd.compiler.records.fallbacks import warn_of_mixing, warn_of_recompute
@@ -57,7 +58,6 @@ from autoptd.program.program import Program
 from autoptd.program.transfers import plan_transfers
 from autoptd.program.weighed import found_text
 from autoptd.runtime.world.devices import default_fusion
-from autoptd.wings.reports.pictures import painter
 
 
 def compile_program(
@@ -71,11 +71,12 @@ def compile_program(
     like: Program | None = None,
     record: Record | None = None,
     counts: tuple[int, ...] = (),
+    draw: Draw | None = None,
 ) -> Program:
     """Compile for the batch in `(args, kwargs)`: the rows of `replicas` replicas (1 under torchrun, else all).
 
     With `like`, a program of the same model, parameters are stored and the model is cut as there. `record`
-    gets the graph in all its forms, and the seconds of every pass. `counts`: see `plan_batch`.
+    gets the graph in all its forms, and the seconds of every pass. `counts`: see `plan_batch`; `draw`: see `Compiled`.
     """
     tracing.check_module(model)
     tracing.check_device(model, args, kwargs)
@@ -84,7 +85,7 @@ def compile_program(
     with tracing.computing_in(model, options.precision, cast) as narrowing:
         record = record or Record()
         return _compile(
-            model, options, args, kwargs, handed, replicas, check, like, record, narrowing, counts
+            model, options, args, kwargs, handed, replicas, check, like, record, narrowing, counts, draw
         )
 
 
@@ -100,6 +101,7 @@ def _compile(
     record: Record,
     narrowing: tracing.Narrowing,
     counts: tuple[int, ...],
+    draw: Draw | None,
 ) -> Program:
     options = settle(model, options)
     batch = plan_batch(options, args, kwargs, replicas, like=like, counts=counts)
@@ -145,7 +147,8 @@ def _compile(
         (program, graph, ctx), traces = _write_mixed(partial(written, check=False), batch, error)
     if program.graphs:
         warn_of_recompute(graph, ctx.options, traces.captured.checkpointed)
-    return replace(program, cast_buffers=narrowing.cast, traced=traces.traced)
+    program = replace(program, cast_buffers=narrowing.cast, traced=traces.traced)
+    return replace(program, draw=draw) if isinstance(program, Compiled) else program
 
 
 def _write_with_groups(
@@ -228,7 +231,7 @@ def _place_and_write(
     # Shapes of nodes, for counts of FLOPs: of a microbatch on one device, and on a rank.
     of_one_device = partial(local_shape, sizes=replace(ctx.sizes, mesh=Mesh()))
     of_a_rank = partial(local_shape, sizes=replace(ctx.sizes, mesh=options.mesh))
-    program = Program(
+    program = Compiled(
         mesh=options.mesh,
         v=options.v,
         num_microbatches=batch.num_microbatches,
@@ -261,8 +264,9 @@ def _place_and_write(
         buffers={name: value.detach() for name, value in captured.buffers.items()},
         looked_at=ctx.buffers.looked_at(),
         graphs=record.graphs,
-        explainer=partial(explain, found, found_text(weighed)),
-        painter=painter(of_a_rank),
+        found=found,
+        remark=found_text(weighed),
+        sizes=replace(ctx.sizes, mesh=options.mesh),
     )
     return Written(program, graph, ctx)
 

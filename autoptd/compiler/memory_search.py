@@ -21,7 +21,7 @@ from torch.fx import Graph
 from autoptd import passes
 from autoptd.ir.layout import Layout
 from autoptd.ir.notes import note
-from autoptd.passes import Context, Findings, Form, Record, run_passes, up_to
+from autoptd.passes import Context, Form, Record, run_passes, up_to
 from autoptd.passes.cut import TooFull
 from autoptd.passes.stages.memory_price import (
     check_fits,
@@ -50,12 +50,6 @@ def place(traced: Graph, ctx: Context, record: Record) -> Placed:
     elif ctx.options.zero == "auto":
         ctx = _with_zero(ctx, 0)
     return _Search(traced, ctx, record).run()
-
-
-def explain(found: Findings, remark: str, path: str) -> str:
-    """Return how a module is split, and how its values are kept for backward."""
-    split = passes.explain_split(found.assignments, path, remark)
-    return split + passes.explain_kept(found.kept_values, path)
 
 
 def cut_of(ctx: Context) -> Cut:
@@ -167,4 +161,4 @@ class _Search:
         return run_passes(passes.passes_for(ctx), self.traced, ctx, self.record)
 
 
-__all__ = ["cut_of", "explain", "place"]
+__all__ = ["cut_of", "place"]

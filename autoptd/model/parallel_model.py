@@ -390,7 +390,7 @@ class ParallelModel(AdaptedModel):
             program.save(folder)
             if self._draw is not None:
                 self._draw(program, Path(folder), record.spans if record else ())
-        return program.graph() if program.painter else graph_picture(program, "model")
+        return graph_picture(program, "layer" if program.graphs else "model")
 
 
 __all__ = ["LoadResult", "ParallelModel"]

@@ -18,7 +18,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -71,7 +71,7 @@ class Picture(Protocol):
     def save(self, path: str | Path) -> None: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
     """A compiled model: see the module's docstring."""
 
@@ -125,14 +125,17 @@ class Program:
     traced: Any = field(default=None, repr=False, compare=False)
     # Of one that was read from disk, which has no graphs: the program whose parameters and cut it has.
     follows: Program | None = field(default=None, repr=False, compare=False)
-    explainer: Callable[[str], str] | None = field(default=None, repr=False, compare=False)
-    painter: Callable[[Program, str, int | None], Picture] | None = field(
-        default=None, repr=False, compare=False
-    )
+
+    def __eq__(self, other: object) -> bool:
+        """Compare all that is saved: a loaded program equals the one that was compiled."""
+        compared = [item.name for item in dataclasses.fields(Program) if item.compare]
+        return isinstance(other, Program) and all(
+            getattr(self, name) == getattr(other, name) for name in compared
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise PlanError where copy or pickle ask for a program with its graphs."""
-        if self.graphs or self.explainer is not None:
+        if self.graphs:
             fact = "it has the graphs of its compilation, and is neither copied nor pickled"
             raise PlanError(
                 "copy of a Program", fact, "program.save(folder), and Program.load(folder) where it is needed"
@@ -188,11 +191,7 @@ class Program:
         memory priced in. Rows follow on the values that backward needs: kept or made again, and what the other way takes.
         PlanError for a name that the model does not have, and for a loaded program: the solver's tables are not saved.
         """
-        if self.explainer is None:
-            raise PlanError(
-                "explain", "a loaded program has no costs of alternatives", "compile the model again"
-            )
-        return self.explainer(module)
+        raise PlanError("explain", "a loaded program has no costs of alternatives", "compile the model again")
 
     def graph(self, level: str = "layer", stage: int | None = None) -> Picture:
         """Return a picture of the program: `.svg` and `.dot` are its text, `.save("graph.svg")` writes it, notebooks show it.
@@ -200,10 +199,8 @@ class Program:
         `level` is "model" (the stages and what they send each other), "layer" (the operators of each distinct layer) or
         "full" (all operators); `stage` restricts it to one stage. PlanError for other values.
         """
-        if self.painter is None:
-            remedy = "autoptd.wings.viz.graph_picture(program, 'model'), or compile the model again"
-            raise PlanError("program.graph", "a loaded program has no graphs", remedy)
-        return self.painter(self, level, stage)
+        remedy = "autoptd.wings.viz.graph_picture(program, 'model'), or compile the model again"
+        raise PlanError("program.graph", "a loaded program has no graphs", remedy)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -326,10 +323,8 @@ class Program:
             "graphs",
             "traced",
             "follows",
-            "explainer",
-            "painter",
         )
-        fields = [item.name for item in dataclasses.fields(self) if item.name not in skipped]
+        fields = [item.name for item in dataclasses.fields(Program) if item.name not in skipped]
         record = {name: _plain(getattr(self, name)) for name in fields}
         return {"version": VERSION, "files": sorted(self.sources), **record}
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 NOTHING = "nothing"
 COMPARED = ("mesh", "v", "num_microbatches", "schedule_name", "plan", "params", "collectives", "fallbacks")
 # Fields of a program that are not compared: values, and what follows from the rest.
-LEFT_OUT = ("buffers", "graphs", "explainer", "painter", "costs", "lines", "traced")
+LEFT_OUT = ("buffers", "graphs", "costs", "lines", "traced")
 
 
 def diff(a: Any, b: Any) -> str:

@@ -1,5 +1,4 @@
-"""What the pictures of a program are drawn from: its simulated step, a recorded one, the work of its
-operators.
+"""What the pictures of a program are drawn from: its simulated step, and a recorded one.
 
 In: a `Program`, and the spans of a record if there is one. Out: `Run`s, and the files of `wings/viz/draw.py`.
 
@@ -11,14 +10,10 @@ In: a `Program`, and the spans of a record if there is one. Out: `Run`s, and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-from torch.fx import Node
-
-from autoptd import passes
 from autoptd import schedule as schedules
 from autoptd.ir.actions import Action, Kind
 from autoptd.passes.dump import Dump
@@ -26,7 +21,6 @@ from autoptd.program.program import Program
 from autoptd.runtime.step.timeline import Span
 from autoptd.wings import viz
 
-Size = Callable[[Node], tuple[int, ...]]
 # The simulation wants times above 0.
 MIN_SECONDS = 1e-12
 
@@ -41,17 +35,6 @@ def draw_program(program: Program, folder: Path, spans: Sequence[Span] = ()) -> 
         dump.add(form.lower(), graph)
     runs = [simulated_run(program), *([executed_run(program, spans)] if spans else [])]
     viz.draw(program, folder, runs)
-
-
-def painter(shape: Size) -> Callable[[Program, str, int | None], viz.Picture]:
-    """Return what draws a program's graph, given the local shapes: tooltips show the FLOPs of its
-    operators.
-    """
-
-    def work(node: Node) -> tuple[int, int]:
-        return passes.flops(node, shape), passes.backward_flops(node, shape)
-
-    return partial(viz.graph_picture, work=work)
 
 
 def simulated_run(program: Program) -> viz.Run:
@@ -144,4 +127,4 @@ def _held(row: Sequence[tuple[Action, float, float]], sizes: Sequence[float]) ->
     return points
 
 
-__all__ = ["draw_program", "executed_run", "painter", "simulated_run"]
+__all__ = ["draw_program", "executed_run", "simulated_run"]

@@ -193,14 +193,14 @@ def _drawn(drawn: Picture, name: str) -> str:
 
 def _layers(program: Program) -> str:
     parts = []
-    if program.painter is not None:
-        parts.append(_drawn(program.graph("layer"), "the operators"))
+    if program.graphs:
+        parts.append(_drawn(graph_picture(program, "layer"), "the operators"))
         for stage in range(len(program.stages)):
             count = sum(line.file in (f"stage_{stage}.py", "layers.py") for line in program.lines)
             # A browser takes long for pictures of thousands of nodes, and nobody reads them.
             if count > MAX_DRAWN_OPERATORS or len(program.stages) > MAX_DRAWN_STAGES:
                 continue
-            full = program.graph("full", stage).svg
+            full = graph_picture(program, "full", stage).svg
             if full:
                 title = f"Stage {stage}, every operator"
                 parts.append(folded(title, "", viewer(full, f"picture of {title}")))

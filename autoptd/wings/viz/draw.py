@@ -27,8 +27,8 @@ def draw(program: Program, folder: Path, runs: Sequence[Run]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     _write(graph_picture(program, "model"), folder / "stages")
     # A loaded program has no graphs, and what it drew when it was compiled may still be right.
-    if program.painter is not None:
-        _write(program.graph("layer"), folder / "graph")
+    if program.graphs:
+        _write(graph_picture(program, "layer"), folder / "graph")
     title = f"{program.schedule_name}, p={program.mesh.p} v={program.v} m={program.num_microbatches}"
     (folder / "schedule.svg").write_text(schedule_svg(runs, program.orders, title=title))
     (folder / "trace.json").write_text(trace_json(runs, program.orders))

@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from autoptd.compiler.compiled import Compiled
 from autoptd.errors import PlanError
 from autoptd.program.program import Program
 from autoptd.wings.viz.columns import find_places
 from autoptd.wings.viz.graph_svg import scene_svg
-from autoptd.wings.viz.layer_picture import Work, layer_scene
+from autoptd.wings.viz.layer_picture import layer_scene
 from autoptd.wings.viz.layout import scene_dot
 from autoptd.wings.viz.model_picture import model_scene
 from autoptd.wings.viz.scene import Scene
@@ -92,10 +93,8 @@ class Picture:
         return self.svg
 
 
-def graph_picture(
-    program: Program, level: str = "layer", stage: int | None = None, work: Work | None = None
-) -> Picture:
-    """Return the picture of a program, or of its `stage`; `work` gives the FLOPs that tooltips show.
+def graph_picture(program: Program, level: str = "layer", stage: int | None = None) -> Picture:
+    """Return the picture of a program, or of its `stage`.
 
     PlanError for an unknown level or stage, and for what needs graphs of a program that was loaded from disk.
     """
@@ -110,7 +109,9 @@ def graph_picture(
     if "LOCAL" not in program.graphs:
         remedy = "level='model', or compile the model again"
         raise PlanError(f"level={level!r}", "a loaded program has no graphs", remedy)
+    # Tooltips show the FLOPs.
+    work = program.work if isinstance(program, Compiled) else None
     return Picture(layer_scene(program, folds=level == "layer", stage=stage, work=work))
 
 
-__all__ = ["LEVELS", "Picture", "Work", "graph_picture"]
+__all__ = ["LEVELS", "Picture", "graph_picture"]

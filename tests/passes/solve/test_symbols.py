@@ -11,6 +11,7 @@ import sympy
 from torch import nn
 
 import autoptd
+from autoptd.compiler.compiled import Compiled
 from autoptd.ir.layout import Layout
 from autoptd.ir.steps import Step
 from autoptd.ir.types import I, P, R, S, ValueType
@@ -49,8 +50,8 @@ def test_every_formula_that_is_shown_is_the_number_that_was_minimised(
     program = autoptd.compile(
         make(), t=4, example_inputs=inputs, async_tensor_model_parallel_allreduce=True, **request_
     )
-    assert program.explainer is not None
-    assignment = program.explainer.args[0].assignments["tp"]  # type: ignore[attr-defined]
+    assert isinstance(program, Compiled)
+    assignment = program.found.assignments["tp"]
     nodes = [node for node in assignment.problem.variable if flops(node)]
     symbols = Symbols(assignment.splitter, assignment.letters)
     seen = 0

@@ -15,6 +15,7 @@ import torch
 from torch.fx import Node
 
 import autoptd
+from autoptd.compiler.compiled import Compiled
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, ops
 from autoptd.passes.ops.costs import backward_flops, flops
@@ -139,8 +140,8 @@ def test_tensor_collectives_of_a_layer_are_those_of_the_program() -> None:
 
 def symbols_of(program: autoptd.Program) -> tuple[Symbols, list[Node]]:
     """The symbols of a compiled program's sizes, and its matrix products."""
-    assert program.explainer is not None
-    assignment = program.explainer.args[0].assignments["tp"]  # type: ignore[attr-defined]
+    assert isinstance(program, Compiled)
+    assignment = program.found.assignments["tp"]
     nodes = {node.name: node for node in assignment.problem.variable if flops(node)}
     return Symbols(assignment.splitter, assignment.letters), list(nodes.values())
 

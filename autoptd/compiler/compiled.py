@@ -1,0 +1,62 @@
+"""What a compilation returns: a `Program` that explains its decisions and draws its graph.
+
+In: a program, and what the passes found. Out: texts and pictures. A program that was loaded from disk has neither: see
+`Program.explain` and `Program.graph`.
+
+    program.explain("transformer.h.0.mlp.c_fc")
+    program.graph("layer").save("graph.svg")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from autoptd import passes
+from autoptd.errors import PlanError
+from autoptd.ir.sizes import Sizes, local_shape
+from autoptd.passes import Findings
+from autoptd.program.program import Picture, Program
+
+# Draws a compiled program, or one stage of it, at a level.
+Draw = Callable[["Compiled", str, int | None], Picture]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Compiled(Program):
+    """A program with what its compilation found.
+
+    - `found`: the results of the passes; `remark`: how the plan compares with the known ones, for people.
+    - `sizes`: what the local shapes of the graph depend on.
+    - `draw`: makes pictures, which is not the compiler's business: handed in by its caller.
+    """
+
+    found: Findings = field(default_factory=Findings)
+    remark: str = ""
+    sizes: Sizes | None = None
+    draw: Draw | None = None
+
+    def explain(self, module: str) -> str:
+        """Explain how a module is split, and how its values are kept for backward: see `Program.explain`."""
+        split = passes.explain_split(self.found.assignments, module, self.remark)
+        return split + passes.explain_kept(self.found.kept_values, module)
+
+    def graph(self, level: str = "layer", stage: int | None = None) -> Picture:
+        """Return a picture of the program: see `Program.graph`."""
+        if self.draw is None:
+            raise PlanError("program.graph", "was compiled without pictures", "compile with autoptd.compile")
+        return self.draw(self, level, stage)
+
+    def work(self, node: Node) -> tuple[int, int]:
+        """Return the FLOPs of an operator on a rank, forward and backward."""
+
+        def shape(node: Node) -> tuple[int, ...]:
+            assert self.sizes is not None
+            return local_shape(node, self.sizes)
+
+        return passes.flops(node, shape), passes.backward_flops(node, shape)
+
+
+__all__ = ["Compiled", "Draw"]
