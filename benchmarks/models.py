@@ -232,7 +232,7 @@ def table(rows: list[Row]) -> str:
     return (
         "\n".join(lines)
         + "\n"
-        + ("\nWhat is not as it should be:\n\n" + "\n".join(notes) + "\n" if notes else "")
+        + ("\nExceptions:\n\n" + "\n".join(notes) + "\n" if notes else "")
     )
 
 

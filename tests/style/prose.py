@@ -53,7 +53,10 @@ PAGES: tuple[str, ...] = (
     "docs/decisions",
     "docs/getting-started.md",
     "docs/howto",
+    "docs/models.md",
     "docs/plan.md",
+    "docs/planner.md",
+    "docs/real-models.md",
 )
 # Files, or folders with all that is below them, whose comments and strings are checked, relative to the same.
 SOURCES: tuple[str, ...] = ()
