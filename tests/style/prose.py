@@ -46,6 +46,7 @@ RIGHT: tuple[str, ...] = ("as one of its own options", "behind a firewall")
 # Pages that are checked, or folders with all pages below them, relative to the root of the repository.
 PAGES: tuple[str, ...] = (
     "README.md",
+    "CHANGELOG.md",
     "CONTRIBUTING.md",
     "docs/benchmarks.md",
     "docs/bring-your-own-model.md",
