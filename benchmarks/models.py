@@ -229,11 +229,7 @@ def table(rows: list[Row]) -> str:
             notes.append(
                 f"- {row['name']} with {', '.join(m for m, found in wrong.items() if found == fact)}: {fact}"
             )
-    return (
-        "\n".join(lines)
-        + "\n"
-        + ("\nExceptions:\n\n" + "\n".join(notes) + "\n" if notes else "")
-    )
+    return "\n".join(lines) + "\n" + ("\nExceptions:\n\n" + "\n".join(notes) + "\n" if notes else "")
 
 
 def write(rows: list[Row], *, are_all: bool) -> None:
