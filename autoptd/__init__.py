@@ -16,7 +16,7 @@ from autoptd.ir.garbage import paused_collection
 
 if TYPE_CHECKING:
     from autoptd.api import Machine, ParallelModel, Program, compile, parallelize, verify
-    from autoptd.compiler.rehearsal import peak_memory
+    from autoptd.compiler.peak_memory import peak_memory
     from autoptd.errors import AutoptdError, InternalError, PlanError, RuntimeFault, TraceError
     from autoptd.ir.shapes import Buckets
     from autoptd.model.batches import Batches, ignore_signals
@@ -41,7 +41,7 @@ HOMES = {  # module -> the public names that it has
     "wings.planner.plan": ("plan",),
     "wings.planner.predict": ("predict",),
     "wings.planner.traced": ("predict_program",),
-    "compiler.rehearsal": ("peak_memory",),
+    "compiler.peak_memory": ("peak_memory",),
     "wings.reports.diff": ("diff",),
     "wings.reports.progress": ("Progress",),
 }

@@ -27,7 +27,7 @@ from autoptd.passes.ops.unlisted import register_rule
 from autoptd.passes.plan_cost import weigh, weigh_known
 from autoptd.passes.runner import Form, Pass, Record, run_passes, up_to
 from autoptd.passes.solve.assign import Assignment
-from autoptd.passes.solve.batch import MixedSamples, RepeatedLayer
+from autoptd.passes.solve.batch import MixedSamples
 from autoptd.passes.solve.explain import explain_split
 from autoptd.passes.solve.fallbacks import unlisted_operators
 from autoptd.passes.solve.microbatch_losses import MARK
@@ -86,7 +86,6 @@ __all__ = [
     "MixedSamples",
     "Pass",
     "Record",
-    "RepeatedLayer",
     "RowGroups",
     "adds_to_gradient",
     "annotate",

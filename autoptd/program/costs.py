@@ -54,7 +54,7 @@ class Cut:
     FLOPs (forward, of the whole model), seconds of operators, bytes kept for backward, seconds in which it makes the rest again
     and in which it sends and receives are per stage and microbatch; seconds of a microbatch and bytes held, per pipeline rank.
     `makespan`: seconds of the simulated schedule. `peak_bytes`: what a rank's step takes at its fullest moment, where that was
-    rehearsed (`compiler/fit.py`).
+    rehearsed (`compiler/rehearse.py`).
     """
 
     after: tuple[str, ...] = ()

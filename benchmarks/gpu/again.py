@@ -2,7 +2,7 @@
 
 The same plain operators on both sides (fuse=False), bf16, torch's fused AdamW, as in the section "Fast". `checkpoint` stops the
 second forward of a layer at the last value that backward needs (`early_stop`); *checkpoint, no early stop* does not. The bytes
-that are predicted are those of a step that was rehearsed on tensors without numbers (`autoptd/compiler/rehearsal.py`).
+that are predicted are those of a step that was rehearsed on tensors without numbers (`autoptd/compiler/peak_memory.py`).
 """
 
 from __future__ import annotations

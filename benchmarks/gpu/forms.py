@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.compiler.rehearsal import peak_memory
+from autoptd.compiler.peak_memory import peak_memory
 from autoptd.wings.reports.summary import summarize
 from benchmarks.gpu.device import Device, ceilings
 from benchmarks.gpu.machine import card

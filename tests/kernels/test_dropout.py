@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from autoptd.compat import interpreter_fault
-from autoptd.compiler.rehearsal import LiveBytes
+from autoptd.compiler.peak_memory import LiveBytes
 from autoptd.errors import InternalError
 from autoptd.kernels import dropout
 from autoptd.kernels.dropout import drop, drop_torch

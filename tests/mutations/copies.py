@@ -16,7 +16,7 @@ MUTATIONS = (
         LOSSES,
     ),
     Mutation(
-        "autoptd/compiler/rehearsal.py",
+        "autoptd/compiler/peak_memory.py",
         "            set_batch_sums(stage, [inputs], lambda own, _: own)\n            if stage.counts:",
         "            if stage.counts:",
         LOSSES,

@@ -26,9 +26,9 @@ MUTATIONS = (
     ),
     Mutation("autoptd/runtime/step/batch_sums.py", '"batch sums": (SUMS, "sum", 0.0),\n', "", TESTS),
     Mutation(
-        "autoptd/compiler/driver.py",
-        "        if counts:\n            raise",
-        "        if False:\n            raise",
+        "autoptd/compiler/batch_plans.py",
+        "    if request.counts:\n        raise",
+        "    if False:\n        raise",
         TESTS,
     ),
     Mutation(

@@ -348,6 +348,6 @@ def test_what_is_mixed_is_traced_once_for_pairs_and_for_all_rows(monkeypatch: py
         traced.append(batch.traced_rows)
         return trace_rows(model, options, args, kwargs, batch, *more)
 
-    monkeypatch.setattr(importlib.import_module("autoptd.compiler.driver"), "trace_rows", counted)
+    monkeypatch.setattr(importlib.import_module("autoptd.compiler.request"), "trace_rows", counted)
     autoptd.compile(Net(clip), d=2, num_microbatches=1, example_inputs=call())
     assert traced == [ROWS // 2, ROWS]

@@ -16,7 +16,6 @@ from typing import Any
 
 from torch.fx import Graph
 
-from autoptd.compiler.batch import Batch
 from autoptd.errors import PlanError
 from autoptd.ir.fallback import Fallback
 from autoptd.ir.mesh import AXES
@@ -66,9 +65,9 @@ def warn_of_recompute(graph: Graph, options: Options, checkpointed: Sequence[str
         warnings.warn(message, stacklevel=4)
 
 
-def warn_of_mixing(mixed: PlanError, batch: Batch, program: Program) -> None:
+def warn_of_mixing(mixed: PlanError, microbatches_before: int, program: Program) -> None:
     """Warn where the ranks of a pipeline wait for each other because one microbatch was chosen."""
-    if batch.num_microbatches > program.num_microbatches and program.mesh.pipeline_ranks > 1:
+    if microbatches_before > program.num_microbatches and program.mesh.pipeline_ranks > 1:
         message = f"{mixed.site}: {mixed.fact}: one microbatch, in which the ranks of the pipeline wait for each other"
         warnings.warn(f"{message} (num_microbatches=1 says that this is meant)", stacklevel=4)
 

@@ -62,15 +62,16 @@ TAKEN_WHOLE = "taken_whole"
 
 
 class MixedSamples(PlanError):
-    """An operator computes across rows of the batch, as far as a trace shows; users get a PlanError."""
+    """An operator computes across rows of the batch, as far as a trace shows; users get a PlanError.
+
+    `is_layer`: one with a weight, after what mixes rows: each replica would compute it for the rows of all.
+    """
+
+    is_layer = False
 
     def refused(self, *, in_one: bool = False) -> PlanError:
         """Return the error for users; `in_one`: replicas have one microbatch each already."""
         return PlanError(self.site, self.fact, self.remedy.replace(ONE, ALONE) if in_one else self.remedy)
-
-
-class RepeatedLayer(MixedSamples):
-    """A layer reads rows of all replicas, behind what mixes them: each would compute it for all."""
 
 
 def assign_batch(
@@ -186,7 +187,7 @@ def _whole_type(node: Node, axes: Axes, is_of_params: bool) -> ValueType:
 
 
 def _refuse_layer(node: Node) -> None:
-    """Raise RepeatedLayer for a product with a weight: what mixes samples there stands within the model, in no loss."""
+    """Raise MixedSamples for a product with a weight: what mixes samples there is within the model, not in a loss."""
     weights = [
         operand
         for operand in operands(node)
@@ -196,7 +197,9 @@ def _refuse_layer(node: Node) -> None:
     is_unlisted = bool(note(node).rule) and any(tensor(weight).dim() > 1 for weight in weights)
     if is_unlisted or (weights and (flops(node) or op_name(node).startswith("aten.conv"))):
         fact = f"{op_name(node)} is a layer for the rows of all replicas"
-        raise RepeatedLayer(site(node), fact, RULE_REMEDY)
+        error = MixedSamples(site(node), fact, RULE_REMEDY)
+        error.is_layer = True
+        raise error
 
 
 def _may_be_whole(node: Node) -> bool:

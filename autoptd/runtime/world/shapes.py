@@ -1,7 +1,7 @@
 """A world in which nobody else is there: its results have the shapes of a real one's, and no numbers.
 
 In: tensors on the meta device. Out: tensors on it, in new memory. What a rank would save, and how much memory a step takes,
-is found with it (`compiler/saved.py`, `compiler/rehearsal.py`), and no rank is started.
+is found with it (`compiler/saved.py`, `compiler/peak_memory.py`), and no rank is started.
 """
 
 from __future__ import annotations

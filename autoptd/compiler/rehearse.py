@@ -1,23 +1,22 @@
 """Hold a program to the memory of a rank: what a step needs beside what ranks hold is known once the program is written.
 
-In: a function that places and writes a program for a context. Out: the first program whose step fits, rehearsed rank by rank
-(`rehearsal.py`). What a rank holds is counted before (parameters with their state, saved activations); at its fullest moment it
-also has what is between operators: gradients on their way back, values computed again, messages, logits. Where a step does
-not fit, the passes run again, with so many bytes of every rank put aside.
+In: a writer, which places and writes a program for a context. Out: the first program whose step fits, rehearsed rank by
+rank (`peak_memory.py`). What a rank holds is counted before (parameters with their state, saved activations); at its fullest
+moment it also has what is between operators: gradients on their way back, values computed again, messages, logits. Where a
+step does not fit, the passes run again, with so many bytes of every rank put aside.
 
-    program, graph, ctx = fit(write, ctx)
+    program, graph, ctx = rehearse(writer, ctx)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch.fx import Graph
 
-from autoptd.compiler.rehearsal import Peak, peak_memory
+from autoptd.compiler.peak_memory import Peak, peak_memory
 from autoptd.passes import Context
 from autoptd.passes.cut import TooFull, too_full
 from autoptd.program.program import Program
@@ -36,12 +35,18 @@ class Written(NamedTuple):
     ctx: Context
 
 
-def fit(write: Callable[[Context], Written], ctx: Context) -> Written:
+class Writes(Protocol):
+    """Places and writes a program: `driver.Writer`."""
+
+    def write(self, ctx: Context) -> Written: ...
+
+
+def rehearse(writer: Writes, ctx: Context) -> Written:
     """Return a program whose step fits on every rank; TooFull where none was found."""
     refused: TooFull | None = None
     for _ in range(MAX_REHEARSALS):
         try:
-            written = write(ctx)
+            written = writer.write(ctx)
         except TooFull as error:
             # What was put aside is what a plan takes that holds more: one that holds less may take less.
             if not any(ctx.working):
@@ -76,4 +81,4 @@ def _with_peaks(program: Program, peaks: tuple[Peak, ...]) -> Program:
     return replace(program, plan=plan, costs=replace(program.costs, cut=cut))
 
 
-__all__ = ["Written", "fit"]
+__all__ = ["Written", "rehearse"]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.compiler.rehearsal import LiveBytes
+from autoptd.compiler.peak_memory import LiveBytes
 from autoptd.ir.actions import Action
 from autoptd.program.program import Program
 from autoptd.runtime.params.guard import unguarded

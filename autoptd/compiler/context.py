@@ -1,0 +1,61 @@
+"""What passes read beside their graph, of a traced model and a division of its rows.
+
+In: a request, `Traces`, a `Batch`. Out: a `Context`. Updates of buffers are taken out of the traces first
+(`passes/buffer_updates.py`): their values at the time of compiling hold for no other step.
+
+    traces = without_updates(traces, make_context(request, traces, batch))
+    ctx = make_context(request, traces, batch)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from autoptd import passes, schedule
+from autoptd import trace as tracing
+from autoptd.compiler.batch import Batch, Traces
+from autoptd.compiler.request import Request
+from autoptd.compiler.saved import FindSaved
+from autoptd.ir.buffers import Buffers
+from autoptd.passes import Context
+
+
+def make_context(request: Request, traces: Traces, batch: Batch) -> Context:
+    """Gather what passes read beside their graph."""
+    options = request.options
+    orders = schedule.requested_orders(options, batch.num_microbatches)
+    return Context(
+        options=options,
+        traced_rows=batch.traced_rows,
+        rows=batch.rows,
+        pieces=batch.pieces,
+        batched=frozenset(name for name, leaf in traces.captured.inputs if leaf in batch.batched),
+        whole=traces.whole,
+        mixes=batch.mixes,
+        buffers=Buffers(constant_buffers(traces)),
+        orders=orders,
+        live=schedule.in_flight_moments(orders),
+        makespan=schedule.makespan_of(orders),
+        checkpointed=traces.captured.checkpointed if options.recompute is None else (),
+        saved_by=FindSaved(options.mesh, batch.rows),
+        like=request.like,
+    )
+
+
+def without_updates(traces: Traces, ctx: Context) -> Traces:
+    """Take the updates of buffers out of the traces of a model."""
+    graph, whole, updates = passes.split_updates(traces.captured.graph, traces.whole, ctx)
+    return replace(traces, captured=replace(traces.captured, graph=graph), whole=whole, updates=updates)
+
+
+def constant_buffers(traces: Traces) -> dict[str, torch.Tensor]:
+    """Return the values of buffers; those that the forward updates have none that holds for another step."""
+    updated = set(traces.updates.buffers) if traces.updates is not None else set()
+    updated.update(name for name, _ in tracing.updated_buffers(traces.captured.graph))
+    values = traces.captured.buffers
+    return {name: value.to("meta") if name in updated else value for name, value in values.items()}
+
+
+__all__ = ["make_context", "without_updates"]
