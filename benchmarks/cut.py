@@ -127,7 +127,7 @@ def step_times(ranks: LocalRanks, program: Program, batch: tuple[torch.Tensor, .
 
     def body(rank: Rank) -> None:
         torch.set_num_threads(1)
-        pieces = cut(program, batch, {}, rank.executor.inputs, rank.world.coordinate.dp, rank.world.device)
+        pieces = cut(program, batch, rank.executor.inputs, rank.world.coordinate.dp, rank.world.device)
         start = time.thread_time()
         rank.executor.step(pieces)
         taken[rank.world.rank] = time.thread_time() - start

@@ -73,8 +73,8 @@ def step_time(parameters: int = 200, repeats: int = 81, device: str = "cpu") -> 
     """Per parameter, of one microbatch: all that a step does beyond its stage's forward and backward."""
     x, model = torch.randn(2, 2, device=device), Tiny(parameters).to(device)
     pm = autoptd.parallelize(model, num_microbatches=1, backend="local", example_inputs=(x,))
-    rank: Rank = pm._running((x,), {})[1].here[0]
-    stage, own = rank.executor._stages[0], list(rank.params.leaves.values())
+    rank: Rank = pm.run.started("step").here[0]
+    stage, own = rank.executor.stages[0], list(rank.params.leaves.values())
     local = list(pm.parameters())
 
     def bare() -> None:
@@ -96,9 +96,9 @@ def action_time(microbatches: int = 64, repeats: int = 41, device: str = "cpu") 
     """Per F or B, beyond the stage's own forward and backward."""
     x, model = torch.randn(microbatches, 2, device=device), Tiny().to(device)
     pm = autoptd.parallelize(model, num_microbatches=microbatches, backend="local", example_inputs=(x,))
-    rank: Rank = pm._running((x,), {})[1].here[0]
-    pieces = cut(pm.program, (x,), {}, rank.executor.inputs, 0, rank.world.device)
-    stage = rank.executor._stages[0]
+    rank: Rank = pm.run.started("step").here[0]
+    pieces = cut(pm.program, (x,), rank.executor.inputs, 0, rank.world.device)
+    stage = rank.executor.stages[0]
 
     def bare() -> None:
         rank.executor.gradients.begin()

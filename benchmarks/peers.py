@@ -110,7 +110,7 @@ def ours(model: GPT, case: Case, ids: Tensor, targets: Tensor) -> tuple[Contende
     made = Contender(pm.step, list(pm.parameters()), lambda: pm.optimizer(torch.optim.SGD, lr=0.1))
     if case.t == 1:
         return made, None
-    group = pm._started("peers.py").here[0].world.group(("tp",))
+    group = pm.run.started("peers.py").here[0].world.group(("tp",))
     assert isinstance(group, DistributedGroup)
     return made, group.handle
 

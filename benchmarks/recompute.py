@@ -92,7 +92,7 @@ def our_step(model: GPT, call: tuple[Tensor, Tensor], recompute: Any, *, hooks: 
         model, num_microbatches=1, backend="local", fuse=False, recompute=recompute, example_inputs=call
     )
     if hooks:
-        for stage in pm._ranks.here[0].executor._stages.values():  # type: ignore[union-attr]
+        for stage in pm.run.ranks.here[0].executor.stages.values():  # type: ignore[union-attr]
             stage._recomputes = True
     parameters = list(pm.parameters())
 

@@ -64,7 +64,7 @@ def compare(schedule: str, v: int, m: int, unit: float, steps: int) -> Row:
         Kind.W: weight_gradient,
     }
     delays = {(stage, kind): unit * time for kind, time in units.items() for stage in range(P * v)}
-    ranks = pm._started("step")
+    ranks = pm.run.started("step")
     pm.step(x, target)
     executed = []
     for _ in range(steps):

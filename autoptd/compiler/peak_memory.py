@@ -25,7 +25,6 @@ from autoptd.ir.actions import Action
 from autoptd.kernels.forms import has_triton
 from autoptd.program.program import Program, check_program
 from autoptd.program.specs import ParamSpec
-from autoptd.runtime.ops.recompute import Activations
 from autoptd.runtime.params.guard import unguarded
 from autoptd.runtime.params.parameters import RankParameters
 from autoptd.runtime.params.parts import dtype_of
@@ -193,7 +192,7 @@ class _Rehearsal(Executor):
         }
 
     def _set_totals(self) -> None:
-        for index, stage in self._stages.items():
+        for index, stage in self.stages.items():
             batch = self._batch()
             inputs = {name: batch[name] for name in self.program.stages[index].inputs}
             set_batch_sums(stage, [inputs], lambda own, _: own)
@@ -202,14 +201,14 @@ class _Rehearsal(Executor):
 
     def _load(self, index: int) -> Stage:
         stage = super()._load(index)
-        repeat = stage._repeat
+        repeat = stage.activations.runner
 
         def repeat_as_on_cpu(*args: Any) -> Any:
             # Torch leaves modes while it runs a backward.
             with AsOnCpu():
                 return repeat(*args)
 
-        stage.activations = Activations(repeat_as_on_cpu)
+        stage.activations.runner = repeat_as_on_cpu
         return stage
 
 

@@ -63,7 +63,7 @@ class Batches:
         for name, value in numbers.items():
             # A seed of 1.0 would be another one than 1, and NumPy's integers are integers.
             if not hasattr(value, "__index__") or isinstance(value, bool) or (name == "start" and value < 0):
-                fact = "is no whole number" + (" of at least 0" if name == "start" else "")
+                fact = "must be a" + (" non-negative" if name == "start" else "n") + " integer"
                 raise PlanError(f"{SITE}: {name}={value!r}", fact, f"for example {name}=1")
         batch, seed, start = (operator.index(value) for value in numbers.values())
         if not 1 <= batch <= len(dataset):
@@ -82,8 +82,19 @@ class Batches:
         return self.rows // self.batch
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Return the batches from that of the next step to the end of its epoch."""
-        return _Epoch(self, self.step)
+        """Yield the batches from that of the next step to the end of its epoch."""
+        return self._from(self.step, self.jumps)
+
+    def _from(self, first: int, jumps: int) -> Iterator[list[int]]:
+        for number in range(first, (first // len(self) + 1) * len(self)):
+            # A loader with workers asks for some before their steps come.
+            now, is_set = self.step, self.jumps != jumps
+            if self._pm is not None and (is_set or not first <= now <= number):
+                how = "was set to" if is_set else "is"
+                fact = f"began at step {first} and gave batches up to {number - 1}, and pm.steps {how} {now}"
+                remedy = "begin to iterate after resume() and whatever else sets pm.steps; a batch a step"
+                raise PlanError(SITE, fact, remedy)
+            yield self.rows_of(number)
 
     @property
     def step(self) -> int:
@@ -91,9 +102,9 @@ class Batches:
         return self.start if self._pm is None else self._pm.steps
 
     @property
-    def _jumps(self) -> int:
+    def jumps(self) -> int:
         """How often the number of the next step was set: a loader with workers is ahead by more than some jumps."""
-        return 0 if self._pm is None else self._pm._jumps
+        return 0 if self._pm is None else self._pm.clock.jumps
 
     def rows_of(self, step: int) -> list[int]:
         """Return the rows that this process reads for step number `step` (from 0)."""
@@ -105,31 +116,6 @@ class Batches:
         if self.shuffle:
             places = permuted(places, self.rows, f"{self.seed} {epoch}")
         return places.tolist()  # type: ignore[no-any-return]
-
-
-class _Epoch:
-    """The batches of the rest of an epoch. A loader with workers asks for some before their steps come."""
-
-    def __init__(self, batches: Batches, first: int) -> None:
-        self._batches, self._first, self._next = batches, first, first
-        self._jumps = batches._jumps
-        self._end = (first // len(batches) + 1) * len(batches)
-
-    def __iter__(self) -> _Epoch:
-        return self
-
-    def __next__(self) -> list[int]:
-        if self._next == self._end:
-            raise StopIteration
-        now = self._batches.step
-        is_set = self._batches._jumps != self._jumps
-        if self._batches._pm is not None and (is_set or not self._first <= now <= self._next):
-            how = "was set to" if is_set else "is"
-            fact = f"began at step {self._first} and gave batches up to {self._next - 1}, and pm.steps {how} {now}"
-            remedy = "begin to iterate behind resume() and whatever else sets pm.steps; a batch a step"
-            raise PlanError(SITE, fact, remedy)
-        self._next += 1
-        return self._batches.rows_of(self._next - 1)
 
 
 def permuted(places: np.ndarray[Any, Any], size: int, key: str) -> np.ndarray[Any, Any]:

@@ -21,6 +21,7 @@ import statistics
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -52,7 +53,7 @@ from autoptd.runtime.world.flags import Flags, FlagWatch, Signals
 from autoptd.runtime.world.mailbox import mailbox_of
 
 if TYPE_CHECKING:
-    from autoptd.model.state import StatefulModel
+    from autoptd.model.state import State
 
 Result = TypeVar("Result")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -67,7 +68,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        pm: StatefulModel,
+        state: State,
         folder: str | Path,
         optimizer: torch.optim.Optimizer | None,
         *,
@@ -82,17 +83,19 @@ class Checkpointer:
             raise PlanError(
                 f"{SITE}({str(folder)!r})", "names no folder", "for example 'ckpts'; '.' for this one"
             )
-        self._pm, self._asked, self.folder = pm, str(folder), path_of(folder, SITE).absolute()
+        self._asked, self.folder = str(folder), path_of(folder, SITE).absolute()
+        self._state, self._run, self._clock = state, state.run, state.run.clock
         self._optimizer = optimizer
-        self._ranks = pm._started("checkpointer").unrecorded
-        self._own = None if optimizer is None else pm._own(optimizer, SITE)
+        self._ranks = state.run.started("checkpointer").unrecorded
+        self._own = None if optimizer is None else state.own(optimizer, SITE)
         self.every, self.keep, self._extra = every, keep, dict(extra or {})
         self._lock, self._signals = Lock(self.folder), Signals(SIGNALS)
         self._staging = [staging_of(rank.world.device) for rank in self._ranks.here]
         # Of the run; each save adds its number.
         self._token, self._count = "", 0
         self._writer: Writer | None = None
-        self._hook: Any = None
+        # What the `with` block ends.
+        self._open = ExitStack()
         self._is_due = self._told_late = self._told_ahead = False
         # How many more steps it takes until flags tell of the save that was started last.
         self._unseen = 0
@@ -107,7 +110,7 @@ class Checkpointer:
         first = self._ranks.here[0].world
         for rank in self._ranks.here:
             rank.world.flags = FlagWatch(partial(self._flags, rank.world.rank == 0), rank.world.device)
-        processes = first.mesh.size if self._pm._is_process else 1
+        processes = first.mesh.size if self._run.is_process else 1
         self._writer = Writer(
             mailbox_of(first, f"checkpoints {self._token}"), first.rank, first.mesh.size, processes
         )
@@ -115,8 +118,8 @@ class Checkpointer:
         if not self._signals.is_open:
             self._say("signals are not taken: Python gives them to the main thread only")
         if self._own is not None:
-            self._hook = self._own.register_step_pre_hook(lambda *_: self.release())
-        self._pm._release = self.release
+            self._open.callback(self._own.register_step_pre_hook(lambda *_: self.release()).remove)
+        self._open.enter_context(self._run.on_overwrite(self.release))
         return self
 
     def __exit__(
@@ -126,7 +129,7 @@ class Checkpointer:
             if exc is None:
                 self._wait()
                 # One that had to wait is made now, where the loop has ended behind a call of `step`.
-                if self._is_due and self._seen_step == self._pm.steps:
+                if self._is_due and self._seen_step == self._clock.steps:
                     self.save()
             elif self._signals.seen is not None and "DataLoader worker" in str(exc):
                 exc.add_note("a signal ended it: give the DataLoader worker_init_fn=autoptd.ignore_signals")
@@ -136,9 +139,7 @@ class Checkpointer:
             self._signals.close()
             for rank in self._ranks.here:
                 rank.world.flags = None
-            if self._hook is not None:
-                self._hook.remove()
-            self._pm._release = lambda: None
+            self._open.close()
             self._lock.free()
 
     def release(self) -> None:
@@ -164,8 +165,8 @@ class Checkpointer:
             fault = self._from_rank_0("check", partial(damage_of, path)) or self._load(path)
             if not fault:
                 self._put_aside(found[: len(damaged)], damaged)
-                self._losses_before = [float(loss) for loss in self._pm._losses]
-                self._say(f"resumed from {path}, after step {self._pm.steps}")
+                self._losses_before = [float(loss) for loss in self._clock.losses]
+                self._say(f"resumed from {path}, after step {self._clock.steps}")
                 return path
             damaged.append(fault)
         if damaged:
@@ -184,7 +185,7 @@ class Checkpointer:
         self._pace.observe(self._writer_here.is_busy)  # PlanError outside of the block
         self._say(self._pace.news())
         known = self._known
-        self._seen_step = now = self._pm.steps
+        self._seen_step = now = self._clock.steps
         if known.failed:
             self._raise_failed()
         if known.stop:
@@ -194,7 +195,7 @@ class Checkpointer:
         self._unseen = max(0, self._unseen - 1)
         # What was told before the last save is about that one.
         is_due = self._pace.is_due(now, known.due and not self._unseen)
-        self._is_due |= is_due and self._saved != (now, self._pm._jumps)
+        self._is_due |= is_due and self._saved != (now, self._clock.jumps)
         if self._is_due and not self._is_busy(known):
             self._start()
         elif self._is_due and not self._told_late:
@@ -213,7 +214,7 @@ class Checkpointer:
         self._start()
         self._wait()
         self._pace.forget()
-        return self.folder / name_of(self._pm.steps)
+        return self.folder / name_of(self._clock.steps)
 
     # a save
 
@@ -221,15 +222,15 @@ class Checkpointer:
         """Copy the state, and let the thread write it."""
         self._warn_of_later_ones()
         self._ranks.follow_edits()
-        self._pm._warn_of_gradients(SITE, self._ranks, "no checkpoint has them: save after optimizer.step()")
+        self._state.warn_of_gradients(SITE, "no checkpoint has them: save after optimizer.step()")
         # Where saves are rarer than comparisons, one more is nothing: no replica's lost bit is saved.
-        step, before = self._pm.steps, 0 if self._saved is None else self._saved[0]
-        if 0 < self._pm.options.check_every <= self._pace.gap(step, before):
-            self._pm._compare_copies()
+        step, before = self._clock.steps, 0 if self._saved is None else self._saved[0]
+        if 0 < self._run.options.check_every <= self._pace.gap(step, before):
+            self._run.compare_copies()
         self._is_due = False
         self._pace.begin()
         self._count += 1
-        contents = self._pm._contents(self._own)
+        contents = self._state.contents(self._own)
         staged: dict[int, Staged] = {}
 
         def run(rank: Rank) -> None:
@@ -242,7 +243,7 @@ class Checkpointer:
         self._ranks.run(SITE, run)
         first = self._ranks.here[0].world
         mesh = first.mesh
-        replicas = replicas_of_states(mesh) if self._pm._is_process else {0: 0}
+        replicas = replicas_of_states(mesh) if self._run.is_process else {0: 0}
         job = Job(
             folder=self.folder / name_of(step),
             token=f"{self._token}-{self._count}",
@@ -252,10 +253,10 @@ class Checkpointer:
             # Asked now. One that fails on this process alone is told to all, as anything that fails in a save.
             state=attempted(partial(own_state, self._extra, first.device)),
             replicas=replicas,
-            losses=tuple(self._pm._losses),
+            losses=tuple(self._clock.losses),
             keep=self.keep,
         )
-        self._saved = (step, self._pm._jumps)
+        self._saved = (step, self._clock.jumps)
         # The flags of the next step tell of it; where they are known a step late, those of the one behind.
         flags = first.flags
         self._unseen = 2 if flags is not None and flags.is_late else 1
@@ -263,7 +264,7 @@ class Checkpointer:
 
     def _wait(self) -> None:
         """Wait for the save under way; RuntimeFault on all ranks if it failed."""
-        self._writer_here.wait(self._pm.options.timeout)
+        self._writer_here.wait(self._run.options.timeout)
         if error := self._writer_here.take_error():
             self._saved = None
             raise failed_fault(error)
@@ -271,7 +272,7 @@ class Checkpointer:
     def _raise_failed(self) -> None:
         """Raise what failed on all ranks; some may still be in the save."""
         self._saved = None
-        self._writer_here.wait(self._pm.options.timeout)
+        self._writer_here.wait(self._run.options.timeout)
         own = self._writer_here.take_error()
         texts = self._all("failed save", lambda rank: rank.world.everyone().gather_objects(own, SITE))
         raise failed_fault(next((text for text in texts if text), "no rank says why"))
@@ -329,7 +330,7 @@ class Checkpointer:
     def _load(self, path: Path) -> str:
         """Load a checkpoint; return what is damaged in it, "" for nothing."""
         try:
-            self._pm.load(path, optimizer=self._optimizer, extra=self._extra)
+            self._state.load(path, optimizer=self._optimizer, extra=self._extra)
         # Bytes of tensors are checked as they are read. What is wrong with the request is a PlanError.
         except RuntimeFault as fault:
             return f"{fault.site}: {fault.fact}"
@@ -348,10 +349,10 @@ class Checkpointer:
             return
         self._told_ahead = True
         if self._own is not None:
-            warn_of_others(self._own, self._pm._living_optimizers(), self._extra.values())
-        later = [path for path in checkpoints(self.folder) if step_of(path) > self._pm.steps]
+            warn_of_others(self._own, self._run.optimizers.values(), self._extra.values())
+        later = [path for path in checkpoints(self.folder) if step_of(path) > self._clock.steps]
         if later:
-            fact = f"{self.folder} has {later[0].name}, which resume() would take, and this run saves step {self._pm.steps}"
+            fact = f"{self.folder} has {later[0].name}, which resume() would take, and this run saves step {self._clock.steps}"
             warnings.warn(
                 f"{fact}: call resume(), remove what is not wanted, or use another folder", stacklevel=4
             )

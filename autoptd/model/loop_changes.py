@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from autoptd.errors import RuntimeFault
-from autoptd.model.loop_tensors import Weights, cast_back, is_rounded, sorted_as, sorts_of, without_values
+from autoptd.model.loop_tensors import cast_back, is_rounded, sorted_as, sorts_of, without_values
 from autoptd.program.program import Program
 from autoptd.trace import Difference, Snapshot, Stamp, Traced, evaluating, has_values, in_modes
 
@@ -35,10 +35,6 @@ REMEDY = (
     "pass what a schedule sets as a tensor among the inputs of forward; set what stays before parallelize, "
     "or call parallelize again"
 )
-WRITTEN = (
-    "the loop has written to them, which the ranks do not see: they train copies. Remedy: write to pm.parameters() under "
-    "torch.no_grad(), or pm.load_state_dict(...)"
-)
 
 
 def is_due(step: int, every: int) -> bool:
@@ -49,21 +45,16 @@ def is_due(step: int, every: int) -> bool:
 class LoopChanges:
     """What programs were compiled of, each as it was; `given` is the user's model, `remade` makes the one that is traced."""
 
-    def __init__(
-        self, given: nn.Module, remade: Callable[[], nn.Module], loss_fn: Any, *, speaks: bool = True
-    ) -> None:
+    def __init__(self, given: nn.Module, remade: Callable[[], nn.Module], loss_fn: Any) -> None:
         self._given, self._remade, self._loss_fn = given, remade, loss_fn
         self._watched: weakref.WeakKeyDictionary[Traced, Watched] = weakref.WeakKeyDictionary()
         self._first: dict[str, Stamp] | None = None
-        self._weights: Weights | None = None
-        self._speaks, self._has_exchanged = speaks, False
 
     def follow(self, program: Program, *, evaluates: bool = False) -> Program:
         """Keep the state of which a program is compiled; return the program."""
         if program.traced is not None and program.traced not in self._watched:
             if self._first is None:
                 self._first = {name: Stamp.of(x) for name, x in self._given.named_buffers()}
-                self._weights = Weights(self._given)
             snapshot = Snapshot(self._given, self._loss_fn, program.traced.reads)
             self._watched[program.traced] = Watched(
                 self._given, self._remade, snapshot, self._first, evaluates
@@ -72,26 +63,10 @@ class LoopChanges:
 
     def check(self, programs: Iterable[Program], site: str, buffers: Mapping[str, torch.Tensor]) -> None:
         """Raise RuntimeFault where the model is no longer what one of the programs computes; `buffers` are the ranks'."""
-        self._tell_of_weights(site)
         for traced in dict.fromkeys(program.traced for program in programs):
             # A program that was written by hand, or loaded, has none.
             if traced is not None and (watched := self._watched.get(traced)) is not None:
                 watched.check(traced, site, buffers)
-
-    def note_exchange(self) -> None:
-        """Note that weights went from the ranks to the user or back: a model may be loaded with them, which nobody trains."""
-        self._has_exchanged = True
-
-    def _tell_of_weights(self, site: str) -> None:
-        """Warn once where a loop has written to parameters of its model."""
-        written = self._weights.written(self._given) if self._weights is not None and self._speaks else []
-        has_exchanged, self._has_exchanged = self._has_exchanged, False
-        if written and not has_exchanged:
-            self._speaks = False
-            names = ", ".join(written[:MOST_TRIED])
-            warnings.warn(
-                f"{site}: {names} of the model that was handed to parallelize: {WRITTEN}", stacklevel=7
-            )
 
 
 class Watched:

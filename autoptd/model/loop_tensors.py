@@ -78,35 +78,23 @@ def cast_back(x: Tensor, then: Sort) -> Tensor:
     return x.to(then.dtype)
 
 
-class Identity(NamedTuple):
-    """Where a parameter is, and how often it was written to."""
-
-    place: tuple[int, int]
-    shape: torch.Size
-    version: int
-
-    @classmethod
-    def of(cls, x: Tensor) -> Identity:
-        return cls((id(x), x.data_ptr()), x.shape, -1 if x.is_inference() else x._version)
-
-
 class Weights:
     """The parameters of a model, told apart by where they are, how often they were written to, and some of their entries."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._known = {name: (Identity.of(x), _some_of(x)) for name, x in _with_values(model)}
+        self._known = {name: _seen(x) for name, x in _with_values(model)}
 
     def written(self, model: nn.Module) -> list[str]:
         """Return the names of those that hold something else since the last call; a model that is moved, or cast, does not."""
         found = []
         for name, x in _with_values(model):
-            known, now = self._known.get(name), (Identity.of(x), _some_of(x))
-            if known is None or known[0].shape != x.shape:
+            if name not in self._known or self._known[name][0] != x.shape:
                 continue
+            (_, place, writes, entries), now = self._known[name], _seen(x)
             self._known[name] = now
             # Torch does not count what is written through `.data`.
-            is_counted = known[0].place == now[0].place and known[0].version != now[0].version
-            if is_counted or not is_rounded(known[1], now[1]):
+            is_counted = place == now[1] and writes != now[2]
+            if is_counted or not is_rounded(entries, now[3]):
                 found.append(name)
         return found
 
@@ -119,10 +107,11 @@ def is_rounded(before: Tensor, after: Tensor) -> bool:
     return any(same_entries(before.to(dtype).to(after.dtype), after) for dtype in (after.dtype, *between))
 
 
-def _some_of(x: Tensor) -> Tensor:
-    """Return some entries, copied."""
-    flat = x.detach().reshape(-1)
-    return flat[:: max(1, len(flat) // MOST_LOOKED_AT)].to("cpu", copy=True)
+def _seen(x: Tensor) -> tuple[torch.Size, tuple[int, int], int, Tensor]:
+    """Return the shape of a parameter, where it is, how often it was written to, and copies of some entries."""
+    flat, writes = x.detach().reshape(-1), -1 if x.is_inference() else x._version
+    some = flat[:: max(1, len(flat) // MOST_LOOKED_AT)].to("cpu", copy=True)
+    return x.shape, (id(x), x.data_ptr()), writes, some
 
 
 def _with_values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -1,92 +1,98 @@
-"""The programs of a run whose batches have several sizes: one for each, compiled when it first comes.
+"""The programs of a run: the first one, and one for each other size of a batch, compiled when it first comes.
 
-In: the calls of `step` and `eval_step`, and a way to compile. Out: the program for a call, which the ranks use from then on,
-and the call, padded where that was asked for. All programs share the ranks' parameters, and so the optimizer; all ranks take
-part in each call.
+In: the calls of `step` and `eval_step`, and what compiles. Out: the program for a call, which the ranks use from then on, and
+the call, padded where that was asked for. All programs share the ranks' parameters, and so the optimizer; all ranks take part
+in each call.
 
-    programs = Programs(options, compiler, are_processes=False)
-    programs.begin(first, ranks, args, kwargs)
-    program, args, kwargs = programs.find("step", ranks, args, kwargs, compile)
+    programs = Programs(run, compiler, changes)
+    run.start(programs.first(args, kwargs, replicas))
+    programs.begin(args, kwargs)
+    program, args, kwargs = programs.find("step", args, kwargs)
 """
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from autoptd.compat import tree_flatten, tree_unflatten
+from autoptd.compat import tree_flatten, tree_map
 from autoptd.errors import AutoptdError, PlanError, RuntimeFault, TraceError
-from autoptd.ir.shapes import EXACT, MAX_PROGRAMS, Buckets, bucket_lengths
-from autoptd.ir.types import ZIGZAG
+from autoptd.ir.shapes import EXACT, MAX_PROGRAMS
 from autoptd.model.compiling import ModelCompiler
-from autoptd.options import Options
+from autoptd.model.loop_changes import LoopChanges
+from autoptd.model.padded import EVALUATION, PaddedCalls, check_updates
+from autoptd.model.run import Run
 from autoptd.program.program import Program
 from autoptd.runtime.checkpoint.restore import agree, attempted
 from autoptd.runtime.checks import sizes as check_sizes
 from autoptd.runtime.checks.call import check_call, check_kinds
 from autoptd.runtime.checks.sizes import Sizes, agree_on_sizes
-from autoptd.runtime.step.launch import COMPILING, RunningRanks
+from autoptd.runtime.step.launch import MODEL
 from autoptd.runtime.step.microbatches import check_structure, expected_shape, rows_of_replicas
-from autoptd.runtime.step.pad_batch import BatchPadding, lead_of
-from autoptd.trace.padding import labels_of
+from autoptd.runtime.step.model_buffers import LOAD_THEM_BEFORE
+from autoptd.subject.call import Call
 
-EVALUATION = "eval_step"
-TOKENS, ROWS = "padded tokens", "added rows"
-UNKNOWN_ROWS = (
-    "the batch has fewer rows than that of example_inputs, and no argument by which the loss could pass over rows "
-    "that are added: no labels with an ignore_index, no mask",
-    "drop a smaller last batch (DataLoader(..., drop_last=True))",
-)
-# Rows of the runs that show whether padding changes anything.
-PROOF_ROWS = 4
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-# (args, kwargs, the rows of every replica where they are not equal)
-Compile = Callable[[Args, Kwargs, tuple[int, ...]], Program]
+# A program, and the call that it takes.
+SizedCall = tuple[Program, Args, Kwargs]
 
 
 class Programs:
     """Programs by what they are for; at most so many that train, and as many that evaluate.
 
-    `are_processes`: the ranks may be called with different batches. Threads have one for all of them.
+    Without a compiler there is one alone. `changes` notices what a loop changes of the model.
     """
 
-    def __init__(self, options: Options, compiler: ModelCompiler | None, *, are_processes: bool) -> None:
-        self._options, self._compiler, self._are_processes = options, compiler, are_processes
+    def __init__(
+        self, run: Run, compiler: ModelCompiler | None = None, changes: LoopChanges | None = None
+    ) -> None:
+        self._run, self._compiler, self._changes = run, compiler, changes
+        options = self._options = run.options
         # Without `shapes` there are others for evaluations only, of fewer rows.
         self.most = options.max_programs or (MAX_PROGRAMS if options.shapes is not None else sys.maxsize)
         self._by_sizes: dict[Sizes, Program] = {}
-        self._padding: BatchPadding | None = None
-        # The calls that rows were added to, without a change, and what is blank in these.
-        self._blanks: dict[str, tuple[str, ...]] = {}
+        self._padding: PaddedCalls | None = None
+        # Stands in for the call that the first program was compiled for, and the replicas whose rows it holds.
+        self._first_call: tuple[Call, int] | None = None
 
-    def begin(self, first: Program, ranks: RunningRanks, args: Args, kwargs: Kwargs) -> None:
-        """Take in the program that the ranks were started with, for such a call. A collective."""
+    def first(self, args: Args, kwargs: Kwargs, replicas: int) -> Program:
+        """Compile for steps with such a call, which has the rows of so many replicas."""
+        if self._compiler is None:
+            raise PlanError("compile_now", "there is nothing to compile", "autoptd.parallelize(model, ...)")
+        self._first_call = (tree_map(_stand_in, (args, kwargs)), replicas)
+        with self._holding() as compiler:
+            return self._followed(compiler.for_training((args, kwargs), replicas))
+
+    @contextmanager
+    def _holding(self, brought: Mapping[str, torch.Tensor] | None = None) -> Iterator[ModelCompiler]:
+        """Let the model have the run's buffers while it is compiled, with those that are `brought`."""
+        assert self._compiler is not None
+        with self._compiler.subject.holding({**self._run.values, **(brought or {})}):
+            yield self._compiler
+
+    def _followed(self, program: Program, *, evaluates: bool = False) -> Program:
+        """Return a program that was just compiled, and remember the model as it was."""
+        if self._changes is not None:
+            self._changes.follow(program, evaluates=evaluates)
+        return program
+
+    def begin(self, args: Args, kwargs: Kwargs) -> None:
+        """Take in the program that the ranks were started with, for such a call. Collective."""
+        first, ranks = self._run.program, self._run.started("step")
         shapes = [(spec.name, expected_shape(first, spec, ranks.replicas)) for spec in first.inputs]
         sizes = Sizes("step", tuple(shapes), _texts(first, dict(first.constants)))
-        self._first, self._by_sizes[sizes] = first, first
+        self._by_sizes[sizes] = first
         for rank in ranks.here:
             rank.others[sizes] = rank.executor
-        shapes_of = self._options.shapes
-        if shapes_of == EXACT or shapes_of is None:
-            return
-        check_updates(first)
-        options, length = self._options, lead_of(first).shape[1]
-        # Ranks that split tokens want equal parts of them.
-        parts = math.prod(map(options.mesh.degree, options.mesh.token_axes))
-        unit = parts * (options.mesh.value_ranks if options.sequence_parallel is True else 1)
-        if options.token_order == ZIGZAG:
-            unit = math.lcm(unit, 2 * parts)
-        lengths = bucket_lengths(shapes_of, length, unit)
-        self.most = options.max_programs or max(MAX_PROGRAMS, len(lengths))
-        labels, pad = labels_of(first.graphs["TRACED"]), dict(getattr(shapes_of, "pad", {}))
-        padding = self._padding = BatchPadding(first, lengths, labels, pad, ranks.replicas)
-        leaves, tree = tree_flatten((args, kwargs))
-        self._done(ranks, lambda: self._prove_length("step", padding, leaves, tree, length))
+        if self._options.shapes not in (None, EXACT):
+            padding = self._padding = PaddedCalls(self._run, self._compiler, (args, kwargs))
+            self.most = self._options.max_programs or max(MAX_PROGRAMS, len(padding.lengths))
 
     @property
     def trained(self) -> list[Program]:
@@ -98,46 +104,55 @@ class Programs:
         """Those that evaluate, likewise; one of training's may be among them."""
         return [program for sizes, program in self._by_sizes.items() if sizes.call == EVALUATION]
 
-    def find(
-        self, call: str, ranks: RunningRanks, args: Args, kwargs: Kwargs, compile: Compile
-    ) -> tuple[Program, Args, Kwargs]:
-        """Return the program for a call, which the ranks use from now on, and the call as that takes it. A collective.
+    def find(self, call: str, args: Args, kwargs: Kwargs) -> SizedCall:
+        """Return the program for a call, which the ranks use from now on, and the call as that takes it. Collective.
 
+        Without `shapes`, steps have one, and evaluations one for each number of rows up to that of the first evaluation, or of
+        training; an evaluation's is not compiled before it comes: some runs have none, and it takes as long as for training.
         PlanError on all ranks where they have other sizes, where there is no such program, or where it is one too many.
         """
+        if self._compiler is None or (self._options.shapes is None and call != EVALUATION):
+            return self._first, args, kwargs
         if self._padding is None:
-            sizes = self._exact(call, ranks, args, kwargs)
+            sizes = self._exact(call, args, kwargs)
         else:
-            sizes, args, kwargs = self._padded(self._padding, call, ranks, args, kwargs)
+            sizes, args, kwargs = self._padded(self._padding, call, args, kwargs)
         program = self._by_sizes.get(sizes)
         if program is None:
             self._check_count(sizes)
-            program = self._compiled(sizes, ranks, lambda: compile(args, kwargs, sizes.rows))
+            program = self._run.together(lambda: self._compiled(sizes, (args, kwargs)))
             if self._padding is not None:
                 check_updates(program)
-            self._attach(sizes, program, ranks)
-        ranks.use(sizes, evaluates=call == EVALUATION)
+            self._attach(sizes, program)
+        self._run.started(call).use(sizes, evaluates=call == EVALUATION)
         return program, args, kwargs
 
-    def _exact(self, call: str, ranks: RunningRanks, args: Args, kwargs: Kwargs) -> Sizes:
+    def _exact(self, call: str, args: Args, kwargs: Kwargs) -> Sizes:
         """Return the sizes of a call that is not padded; in an evaluation, replicas may have other numbers of rows."""
         batched = self._batched if call == EVALUATION else set()
-        sizes, _, counts = self._agreed(
-            ranks, lambda: (self._own_sizes(call, ranks, args, kwargs), 0), batched
-        )
+        sizes, _, counts = self._agreed(lambda: (self._own_sizes(call, args, kwargs), 0), batched)
         most = sizes.rows_of(batched)
-        if self._are_processes:
+        if self._run.is_process:
             most = max(counts)
         else:
-            counts = rows_of_replicas(most, ranks.replicas, self._first.rows)
+            counts = rows_of_replicas(most, self._replicas, self._first.rows)
         # Names must be the same on all ranks.
         return sizes.with_rows(most, batched, counts) if len(set(counts)) > 1 else sizes
+
+    @property
+    def _first(self) -> Program:
+        return self._run.program
+
+    @property
+    def _replicas(self) -> int:
+        """How many replicas have their rows in a call."""
+        return self._run.started("step").replicas
 
     @property
     def _batched(self) -> set[str]:
         return {spec.name for spec in self._first.inputs if spec.batched}
 
-    def _own_sizes(self, call: str, ranks: RunningRanks, args: Args, kwargs: Kwargs) -> Sizes:
+    def _own_sizes(self, call: str, args: Args, kwargs: Kwargs) -> Sizes:
         """Return the sizes of a call; without `shapes`, PlanError for an evaluation that has more than fewer rows than another
         call, once there was an evaluation.
         """
@@ -148,7 +163,7 @@ class Programs:
             and known
             and not any(self._holds(other, sizes) for other in self._by_sizes)
         ):
-            check_call(self._by_sizes[known[0]], args, kwargs, ranks.replicas, call)
+            check_call(self._by_sizes[known[0]], args, kwargs, self._replicas, call)
         return sizes
 
     def _holds(self, most: Sizes, sizes: Sizes) -> bool:
@@ -164,7 +179,7 @@ class Programs:
         )
 
     def _padded(
-        self, padding: BatchPadding, call: str, ranks: RunningRanks, args: Args, kwargs: Kwargs
+        self, padding: PaddedCalls, call: str, args: Args, kwargs: Kwargs
     ) -> tuple[Sizes, Args, Kwargs]:
         """Return a call padded to the bucket that holds the longest of all ranks, and its sizes."""
         leaves, tree = tree_flatten((args, kwargs))
@@ -175,108 +190,58 @@ class Programs:
             # Lengths may differ from replica to replica, rows may not.
             return Sizes(call, (("rows", (rows,)),), _texts(self._first, leaves)), length
 
-        sizes, longest, _ = self._agreed(ranks, own)
-        bucket, rows = padding.bucket(longest), sizes.shapes[0][1][0]
-        if rows < padding.rows and call not in self._blanks:
-            self._blanks[call] = self._find_blank(call, padding, ranks, leaves, tree)
-        blank = self._blanks.get(call, ())
-        padded = tree_unflatten(padding.padded(leaves, bucket, padding.rows, blank), tree)
+        sizes, longest, _ = self._agreed(own)
+        bucket = padding.bucket(longest)
+        padded = padding.padded_call(call, leaves, tree, bucket, rows=sizes.shapes[0][1][0])
         sizes = sizes_of(self._first, call, *padded)
         if sizes not in self._by_sizes:
             self._check_count(sizes)
-            self._done(ranks, lambda: self._prove_length(call, padding, leaves, tree, bucket))
+            padding.prove_length(call, leaves, tree, bucket)
         return sizes, *padded
 
-    def _prove_length(
-        self, call: str, padding: BatchPadding, leaves: Sequence[Any], tree: Any, bucket: int
-    ) -> None:
-        """Raise PlanError unless the model passes over the tokens that fill a bucket up."""
-        have = min(padding.length_of(leaves), max(1, 3 * bucket // 4))
-        if bucket > 1 and self._is_checked:
-            short = padding.cut(leaves, have, PROOF_ROWS)
-            self._compare(call, tree, padding, short, bucket, padding.rows_of(short))
+    def hold_to(self, brought: Mapping[str, torch.Tensor]) -> None:
+        """Make sure that what was proven of buffers holds for other values, by compiling again; else PlanError.
 
-    def _find_blank(
-        self, call: str, padding: BatchPadding, ranks: RunningRanks, leaves: Sequence[Any], tree: Any
-    ) -> tuple[str, ...]:
-        """Return the fewest arguments that are to be blank in added rows. A collective.
-
-        PlanError where the model reads such rows all the same.
+        The programs of other sizes that were compiled for other values are compiled again when they are needed.
         """
-        blanks = padding.possible_blanks()
-        refused = PlanError(f"pm.{call}", *UNKNOWN_ROWS)
-        if not self._is_checked:
-            # Which arguments the loss reads as a mask, only trying shows.
-            if padding.labels:
-                return ()
-            raise refused
-        for number, blank in enumerate(blanks):
-            try:
-                self._done(ranks, lambda: self._prove_rows(call, padding, blank, leaves, tree))  # noqa: B023
-                return blank
-            except PlanError as error:
-                # A refusal is the answer of all ranks, whatever data each has.
-                refused = error if number == 0 else refused
-        raise refused
-
-    def _prove_rows(
-        self, call: str, padding: BatchPadding, blank: tuple[str, ...], leaves: Sequence[Any], tree: Any
-    ) -> None:
-        """Raise PlanError unless the model passes over rows whose labels are all ignored, and that are `blank`."""
-        length = padding.length_of(leaves)
-        short = padding.cut(leaves, length, PROOF_ROWS)
-        self._compare(call, tree, padding, short, length, padding.rows_of(short) + 1, blank)
-
-    @property
-    def _is_checked(self) -> bool:
-        shapes = self._options.shapes
-        return not isinstance(shapes, Buckets) or shapes.check
-
-    def _compare(
-        self,
-        call: str,
-        tree: Any,
-        padding: BatchPadding,
-        given: Sequence[Any],
-        length: int,
-        rows: int,
-        blank: tuple[str, ...] = (),
-    ) -> None:
-        """Raise PlanError unless the model passes over what fills a call up to so many tokens and rows.
-
-        It is tried with other numbers too.
-        """
-        if self._compiler is None:
-            fact = "there is no model to check that it passes over padding"
-            raise PlanError("shapes=", fact, "autoptd.parallelize(model, ...)")
-        own_length, own_rows = padding.length_of(given), padding.rows_of(given)
-        what = TOKENS if length > own_length else ROWS
-        for number, short in enumerate([given, *padding.varied(given)]):
-            padded = padding.padded(short, length, rows, blank)
-            others = padding.with_other_tokens(padded, own_length, own_rows)
-            calls: list[Any] = [tree_unflatten(list(leaves), tree) for leaves in (short, padded, others)]
-            self._compiler.prove(calls, what, evaluates=call == EVALUATION, is_made_up=number > 0)
-
-    def trained_for(self, args: Args, kwargs: Kwargs) -> Program:
-        """Return the program that trains with the sizes of an evaluation, if there is one, else the first."""
-        return self._by_sizes.get(sizes_of(self._first, "step", args, kwargs), self._first)
-
-    def forget(self, brought: Mapping[str, torch.Tensor], first: Program, ranks: RunningRanks) -> None:
-        """Forget the programs that were compiled for other values of buffers: they are compiled again when they are needed.
-
-        The first one, which may have read others, is `first` from now on.
-        """
+        before = self._first
+        if changed := before.differing(brought):
+            self._run.compiled = self._compiled_again(before, brought, changed)
         for sizes, program in list(self._by_sizes.items()):
-            if program is self._first:
-                self._by_sizes[sizes] = first
+            if program is before:
+                self._by_sizes[sizes] = self._first
             elif program.differing(brought):
                 del self._by_sizes[sizes]
-                for rank in ranks.here:
+                for rank in self._run.started("step", even_unusable=True).here:
                     del rank.others[sizes]
-        self._first = first
+
+    def _compiled_again(
+        self, program: Program, brought: Mapping[str, torch.Tensor], changed: Sequence[str]
+    ) -> Program:
+        """Return the first program as one of other buffers; PlanError where it is another program."""
+        what = "was compiled for others"
+        if self._first_call is not None:
+            call, replicas = self._first_call
+            with self._holding(brought) as compiler:
+                again = self._followed(compiler.for_training(call, replicas, check=False))
+            # The same program: only the digests of what was read are new.
+            if replace(again, looked_at=()).fingerprint() == replace(program, looked_at=()).fingerprint():
+                return replace(program, looked_at=again.looked_at)
+            what = "is another model with these values"
+        fact = f"brings other values of {', '.join(changed)}, which were read while compiling: the program {what}"
+        raise PlanError("load_state_dict", fact, LOAD_THEM_BEFORE)
+
+    def check_changes(self, site: str) -> None:
+        """Raise RuntimeFault on all ranks where a loop has changed what the model computes. Collective."""
+        run = self._run
+        if (changes := self._changes) is None:
+            return
+        known = (self._first, *self.trained, *self.evaluating)
+        attempt = attempted(lambda: changes.check(known, site, run.values))
+        run.started("step").unrecorded.run(MODEL, lambda rank: agree(rank.world, MODEL, attempt))
 
     def _agreed(
-        self, ranks: RunningRanks, own: Callable[[], tuple[Sizes, int]], batched: Collection[str] = ()
+        self, own: Callable[[], tuple[Sizes, int]], batched: Collection[str] = ()
     ) -> tuple[Sizes, int, tuple[int, ...]]:
         """Return the sizes of a call, which all ranks have, the largest of their lengths, and the rows of every replica, which
         may differ in the tensors of `batched`; () for threads.
@@ -289,8 +254,8 @@ class Programs:
             sizes, length = own()
         except AutoptdError as error:
             fault = error
-        if self._are_processes:
-            length, rows = ranks.unrecorded.run(
+        if self._run.is_process:
+            length, rows = self._run.started("step").unrecorded.run(
                 check_sizes.SITE, lambda rank: agree_on_sizes(rank.world, sizes, fault, length, batched)
             )
         if fault is not None:
@@ -308,33 +273,26 @@ class Programs:
         remedy = f"batches of fewer sizes (shapes='bucket' pads them), or max_programs={2 * self.most}"
         raise PlanError(f"pm.{sizes.call}", fact, remedy)
 
-    def _compiled(self, sizes: Sizes, ranks: RunningRanks, compile: Callable[[], Program]) -> Program:
-        """Compile on all ranks; where one of them cannot, all raise why."""
+    def _compiled(self, sizes: Sizes, call: Call) -> Program:
+        """Compile for a call; where it cannot be, the error says for which sizes."""
+        site = f"pm.{sizes.call} with {sizes}"
+        try:
+            with self._holding() as compiler:
+                if sizes.call != EVALUATION:
+                    return self._followed(compiler.for_sizes(call, self._first))
+                like = self._by_sizes.get(sizes_of(self._first, "step", *call), self._first)
+                return self._followed(compiler.for_evaluation(call, like, sizes.rows), evaluates=True)
+        except (PlanError, TraceError) as error:
+            raise PlanError(site, f"{error.site}: {error.fact}", error.remedy) from error
+        except AutoptdError:
+            raise
+        except Exception as error:
+            fact = f"cannot be compiled for: {type(error).__name__}: {error}"
+            raise RuntimeFault(site, fact, "other sizes, or see to what it says") from error
 
-        def explained() -> Program:
-            site = f"pm.{sizes.call} with {sizes}"
-            try:
-                return compile()
-            except (PlanError, TraceError) as error:
-                raise PlanError(site, f"{error.site}: {error.fact}", error.remedy) from error
-            except AutoptdError:
-                raise
-            except Exception as error:
-                fact = f"cannot be compiled for: {type(error).__name__}: {error}"
-                raise RuntimeFault(site, fact, "other sizes, or see to what it says") from error
-
-        program: Program = self._done(ranks, explained)
-        return program
-
-    def _done(self, ranks: RunningRanks, act: Callable[[], Any]) -> Any:
-        """Do something in every process; where one of them cannot, all raise why."""
-        if not self._are_processes:
-            return act()
-        attempt = attempted(act)
-        return ranks.unrecorded.run(COMPILING, lambda rank: agree(rank.world, COMPILING, attempt))
-
-    def _attach(self, sizes: Sizes, program: Program, ranks: RunningRanks) -> None:
+    def _attach(self, sizes: Sizes, program: Program) -> None:
         """Let the ranks know a program; an evaluation may be that which trains with these sizes."""
+        ranks = self._run.started("step")
         known = next((other for other, its in self._by_sizes.items() if its is program), None)
         if known is None:
             ranks.attach(sizes, program)
@@ -344,19 +302,17 @@ class Programs:
         self._by_sizes[sizes] = program
 
 
-def check_updates(program: Program) -> None:
-    """Raise PlanError where padding would count in a buffer: whether it would is not seen from a loss."""
-    if program.updated_by_batch:
-        fact = f"buffer {program.updated_by_batch[0]} is updated by what depends on the batch, and padding would count"
-        raise PlanError("shapes=", fact, "shapes='exact'")
-
-
 def sizes_of(first: Program, call: str, args: Args, kwargs: Kwargs) -> Sizes:
     """Return the sizes of a call; PlanError where it differs from the compiled one in more than these."""
     leaves = check_structure(first, args, kwargs, call)
     check_kinds(first, leaves, call)
     shapes = tuple((spec.name, tuple(leaves[spec.leaf].shape)) for spec in first.inputs)
     return Sizes(call, shapes, _texts(first, leaves))
+
+
+def _stand_in(leaf: Any) -> Any:
+    """Return a tensor that a call can be compiled for, without memory."""
+    return leaf.new_zeros(()).expand_as(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _texts(first: Program, leaves: Mapping[int, Any] | Sequence[Any]) -> tuple[tuple[int, str], ...]:

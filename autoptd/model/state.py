@@ -1,6 +1,6 @@
 """The state of a running model: full tensors by the model's own names, folders of weights, checkpoints.
 
-In: the ranks of this process. Out: state dicts and gradients; a folder of Hugging Face's format; checkpoints that any mesh
+In: the running ranks. Out: state dicts and gradients; a folder of Hugging Face's format; checkpoints that any mesh
 reads. Calls marked *collective* are made by all ranks.
 
     pm.save("ckpts/step-1000", optimizer=opt, extra={"scheduler": scheduler})
@@ -10,17 +10,19 @@ reads. Calls marked *collective* are made by all ranks.
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from autoptd.errors import PlanError, a_type, with_article
-from autoptd.model.started_model import StartedModel
+from autoptd.model.adapters import Adapters
+from autoptd.model.run import Run
+from autoptd.model.sizes import Programs
+from autoptd.program.folder_format import FolderFormat
+from autoptd.program.program import Program
 from autoptd.runtime.checkpoint import check
 from autoptd.runtime.checkpoint.commit import path_of
 from autoptd.runtime.checkpoint.extra import Place, check_extra, own_state, read_extra, restore
@@ -37,8 +39,6 @@ from autoptd.runtime.checkpoint.manifest import EXTRA, read_checked
 from autoptd.runtime.checkpoint.read import Checkpoint
 from autoptd.runtime.checkpoint.restore import Restoration, agree, attempted
 from autoptd.runtime.checkpoint.save import Contents, about_program, save_rank, tied_names, with_losses
-from autoptd.runtime.checks import copies as check_copies
-from autoptd.runtime.checks import settings as check_settings
 from autoptd.runtime.checks import state as check_state
 from autoptd.runtime.folders.save_pretrained import contents_of, parse_size, save_folder
 from autoptd.runtime.params.fingerprint import fingerprint_of_model
@@ -50,7 +50,7 @@ from autoptd.runtime.params.full_values import (
 )
 from autoptd.runtime.params.optimizer import NamedOptimizer
 from autoptd.runtime.step.launch import Rank, RunningRanks, check_same_source
-from autoptd.runtime.step.model_buffers import LOAD_THEM_BEFORE, copy_buffers
+from autoptd.runtime.step.model_buffers import copy_buffers
 
 SAVE, LOAD = "pm.save", "pm.load"
 
@@ -71,26 +71,15 @@ class Opened(NamedTuple):
     takes_state: bool
 
 
-class StatefulModel(StartedModel):
-    """A running model whose state is saved and loaded."""
+class State:
+    """What a running model holds; `format` says how it is saved for Hugging Face's `from_pretrained`."""
 
-    @property
-    def steps(self) -> int:
-        """How often `step` was called, whose number draws the dropout masks; set it on all ranks to resume a run."""
-        return 0 if self._ranks is None else self._ranks.here[0].executor.steps
-
-    @steps.setter
-    def steps(self, count: int) -> None:
-        if not hasattr(count, "__index__") or count < 0:
-            raise PlanError(
-                f"pm.steps={count!r}", "is no whole number of at least 0", "for example pm.steps = 0"
-            )
-        self._set_steps(operator.index(count), self._started("steps"))
-
-    def _set_steps(self, count: int, ranks: RunningRanks) -> None:
-        self._jumps += 1
-        for rank in ranks.here:
-            rank.executor.steps = count
+    def __init__(self, run: Run, sizes: Programs, adapters: Adapters, format: FolderFormat) -> None:
+        self.run, self._sizes, self._adapters, self._format = run, sizes, adapters, format
+        # The calls that have warned of gradients that wait for an update.
+        self._told_gradients: set[str] = set()
+        # What checkpoints say of a program, once it was asked for.
+        self._about: tuple[Program, dict[str, Any]] | None = None
 
     # checkpoints
 
@@ -107,17 +96,16 @@ class StatefulModel(StartedModel):
         run ends, `folder` holds the checkpoint that it had before, or this one. It is a folder of
         torch.distributed.checkpoint as well. PlanError or RuntimeFault on all ranks if one cannot write.
         """
-        ranks = self._settled("save")
-        self._warn_of_gradients(SAVE, ranks, "no checkpoint has them: save after optimizer.step()")
+        ranks = self.run.settled("save")
+        self.warn_of_gradients(SAVE, "no checkpoint has them: save after optimizer.step()")
         first = ranks.here[0].world.rank
 
         def prepare() -> tuple[Contents, bytes]:
-            made = None if optimizer is None else self._own(optimizer, SAVE)
+            made = None if optimizer is None else self.own(optimizer, SAVE)
             if made is not None:
-                warn_of_others(made, self._living_optimizers(), (extra or {}).values())
-            return with_losses(self._contents(made), self._losses), own_state(
-                extra or {}, ranks.here[0].world.device
-            )
+                warn_of_others(made, self.run.optimizers.values(), (extra or {}).values())
+            contents = with_losses(self.contents(made), self.run.clock.losses)
+            return contents, own_state(extra or {}, ranks.here[0].world.device)
 
         # Once for all ranks of this process; what it raises, all ranks raise.
         contents = attempted(prepare)
@@ -144,53 +132,43 @@ class StatefulModel(StartedModel):
         optimizer, or files that are not whole. With strict=False, what fits is loaded. RuntimeFault where bytes of a file
         were changed: the model then has to load another checkpoint before it goes on.
         """
-        ranks = self._started("load", even_unusable=True).unrecorded
+        run = self.run
+        ranks = run.started("load", even_unusable=True).unrecorded
         what = "they stay, and the next ones are added: call optimizer.zero_grad() first"
-        self._warn_of_gradients(LOAD, ranks, what)
+        self.warn_of_gradients(LOAD, what)
         opened = attempted(lambda: self._opened(path_of(folder, LOAD), optimizer, extra or {}, strict))
         found = ranks.run(LOAD, lambda rank: agree(rank.world, LOAD, opened))
         ranks.run(LOAD, lambda rank: check_same_source(found.checkpoint, rank.world))
         optimizer = optimizer if found.takes_state else None
         # Before parameters: if their values are refused, none has changed.
         brought = self._read_buffers(found.checkpoint, ranks)
-        self._hold_to(brought, ranks)
-        self._note_exchange()
-        self._release()
-        self._unusable = f"loading {str(folder)!r} did not end"
-        self._buffers.load(brought)
-
-        def run(rank: Rank) -> None:
-            plan = Restoration(found.checkpoint, rank.params, None if optimizer is None else optimizer.state)
-            agree(rank.world, LOAD, plan.read)
-            plan.spread()
-            for executor in rank.executors:
-                copy_buffers(executor.buffers, brought)
-
-        ranks.run(LOAD, run)
-        ranks.run(LOAD, lambda rank: check.check_fingerprint(found.checkpoint, rank.params))
-        self._go_on(found, optimizer, extra or {}, ranks)
-        self._unusable = ""
+        self._sizes.hold_to(brought)
+        run.clock.exchanges += 1
+        with run.overwriting(f"loading {str(folder)!r}"):
+            run.buffers.load(brought)
+            ranks.run(LOAD, lambda rank: _restore(rank, found.checkpoint, optimizer, brought))
+            ranks.run(LOAD, lambda rank: check.check_fingerprint(found.checkpoint, rank.params))
+            self._go_on(found, optimizer, extra or {}, ranks)
         return found.names
 
-    def _contents(self, optimizer: NamedOptimizer | None) -> Contents:
+    def contents(self, optimizer: NamedOptimizer | None) -> Contents:
         """Return what this process says of the run."""
-        program, options = self.program, self.options
+        program, buffers = self.run.program, self.run.buffers
         # Of the program once: a save must not wait for it.
-        if self._told is None or self._told[0] is not program:
-            self._told = (program, about_program(program, options))
-        steps = self._started("save").here[0].executor.steps
-        about = {"steps": steps, **self._told[1], "buffers": list(self._buffers.values)}
+        if self._about is None or self._about[0] is not program:
+            self._about = (program, about_program(program, self.run.options))
+        about = {"steps": self.run.clock.steps, **self._about[1], "buffers": list(buffers.values)}
         if optimizer is None:
-            return Contents(about, tied_names(program), buffers=self._buffers.saved())
+            return Contents(about, tied_names(program), buffers=buffers.saved())
         about["optimizer"] = optimizer_record(optimizer)
         objects = group_objects(optimizer)
-        return Contents(about, tied_names(program), objects, self._buffers.saved(), optimizer.state)
+        return Contents(about, tied_names(program), objects, buffers.saved(), optimizer.state)
 
-    def _own(self, optimizer: torch.optim.Optimizer, site: str) -> NamedOptimizer:
+    def own(self, optimizer: torch.optim.Optimizer, site: str) -> NamedOptimizer:
         """Return the optimizer; PlanError for one that is not of this model."""
         if isinstance(optimizer, NamedOptimizer):
             held = {id(params) for params in optimizer.binding.ranks}
-            if any(id(rank.params) in held for rank in self._started("save", even_unusable=True).here):
+            if any(id(rank.params) in held for rank in self.run.started("save", even_unusable=True).here):
                 return optimizer
         fact = f"is {a_type(optimizer)} over other tensors than those of this model"
         raise PlanError(f"{site}(optimizer=)", fact, "one that pm.optimizer(...) has made")
@@ -199,17 +177,18 @@ class StatefulModel(StartedModel):
         self, folder: Path, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any], strict: bool
     ) -> Opened:
         """Open a checkpoint and check it against the model, the optimizer, and `extra`."""
-        tied = [spec.aliases for spec in self.program.params if len(spec.aliases) > 1]
+        program = self.run.program
+        tied = [spec.aliases for spec in program.params if len(spec.aliases) > 1]
         checkpoint = open_any(folder).named(tied)
         manifest = checkpoint.manifest
-        names = check.check_model(checkpoint, self.program, self._buffers.values, strict)
+        names = check.check_model(checkpoint, program, self.run.buffers.values, strict)
         saved, takes = manifest.optimizer, False
         if optimizer is not None:
             if saved is None:
                 fact = f"{checkpoint.path} has no state of an optimizer"
                 raise PlanError(LOAD, fact, "pm.load(folder) without optimizer=, to go on with a new one")
-            check.check_state(self.program, manifest)
-            own = self._own(optimizer, LOAD)
+            check.check_state(program, manifest)
+            own = self.own(optimizer, LOAD)
             check_optimizer(own, saved, strict)
             takes = takes_state(own, saved)
         elif saved is not None and strict:
@@ -223,24 +202,23 @@ class StatefulModel(StartedModel):
         check_extra(content, extra, self._place())
         return Opened(checkpoint, LoadResult(*names), content, takes)
 
-    def _warn_of_gradients(self, site: str, ranks: RunningRanks, what: str) -> None:
+    def warn_of_gradients(self, site: str, what: str) -> None:
         """Warn once at each site where gradients wait for an `optimizer.step()`, as between steps that add up."""
+        ranks = self.run.started("save", even_unusable=True)
         if site in self._told_gradients or not any(rank.params.has_unused_gradients for rank in ranks.here):
             return
         self._told_gradients.add(site)
         if ranks.has_rank_0:
             text = f"{site}: there are gradients that no optimizer.step() has used, and {what}"
-            warnings.warn(f"{text}; num_microbatches= accumulates within a step", stacklevel=3)
+            warnings.warn(f"{text}; num_microbatches= accumulates within a step", stacklevel=4)
 
     def _place(self) -> Place:
-        mesh = self.options.mesh
-        if not self._is_process:
-            return Place(0, 1, 0, 1)
-        return Place(self._rank, mesh.size, mesh.replica_of(self._rank), mesh.replicas)
+        run = self.run
+        return Place(run.rank, run.options.mesh.size, *run.share) if run.is_process else Place(0, 1, 0, 1)
 
     def _read_buffers(self, checkpoint: Checkpoint, ranks: RunningRanks) -> dict[str, torch.Tensor]:
         """Return the buffers that a checkpoint brings: rank 0 reads them."""
-        known = {name: x for name, x in self._buffers.values.items() if name in checkpoint.names}
+        known = {name: x for name, x in self.run.buffers.values.items() if name in checkpoint.names}
 
         def run(rank: Rank) -> dict[str, torch.Tensor]:
             reader = checkpoint.reader()
@@ -253,7 +231,7 @@ class StatefulModel(StartedModel):
                 values[name] = rank.world.everyone().broadcast(x, f"load {name}").to(own.device)
             return values
 
-        return self._buffers.values_of(ranks.run(LOAD, run))
+        return self.run.buffers.values_of(ranks.run(LOAD, run))
 
     def _go_on(
         self,
@@ -263,28 +241,15 @@ class StatefulModel(StartedModel):
         ranks: RunningRanks,
     ) -> None:
         """Set what is no tensor of the model: the settings of groups, `steps`, losses, random numbers, `extra`."""
-        manifest = found.checkpoint.manifest
+        manifest, clock = found.checkpoint.manifest, self.run.clock
         if isinstance(optimizer, NamedOptimizer) and manifest.optimizer is not None:
             set_groups(optimizer, manifest.optimizer)
-        self._set_steps(int(manifest.about.get("steps", self.steps)), ranks)
-        self._losses.clear()
-        self._losses.extend(
+        clock.steps = int(manifest.about.get("steps", clock.steps))
+        clock.losses.clear()
+        clock.losses.extend(
             torch.tensor(loss, dtype=torch.float64, device="cpu") for loss in manifest.about.get("losses", ())
         )
         restore(found.extra, extra, self._place(), ranks.here[0].world.device)
-
-    def _compare_copies(self) -> None:
-        """Raise RuntimeFault on all ranks where copies of parameters or of their state differ, or settings of optimizers.
-
-        Collective.
-        """
-        states, call = [made.state for made in self._living_optimizers()], self._calls
-        ranks = self._started("step").unrecorded
-        ranks.run(check_copies.SITE, lambda rank: check_copies.check_copies(rank.params, states, call))
-        if self._is_process:
-            # By the number in which all ranks made them; ranks as threads share one optimizer.
-            made = {number: found for number, ref in enumerate(self._optimizers) if (found := ref())}
-            ranks.run(check_copies.SITE, lambda rank: check_settings.check_settings(rank.world, made, call))
 
     def fingerprint(self) -> str:
         """Return 64 bits of all parameters as they are stored, as text. Collective.
@@ -292,7 +257,7 @@ class StatefulModel(StartedModel):
         The same on every mesh, for the same values: one flipped bit, or two rows in each other's place, change it.
         `fingerprint_of_values(dict(model.named_parameters()))` of autoptd.runtime.params.fingerprint is that of one device.
         """
-        ranks = self._settled("fingerprint").unrecorded
+        ranks = self.run.settled("fingerprint").unrecorded
         return ranks.run("fingerprint", lambda rank: fingerprint_of_model(rank.params))
 
     # full tensors
@@ -302,14 +267,14 @@ class StatefulModel(StartedModel):
 
         Collective.
         """
-        ranks = self._settled("state_dict")
+        ranks = self.run.settled("state_dict")
         found = ranks.run("state_dict", lambda rank: gather_parameters(rank.params))
         if not ranks.has_rank_0:
             return {}
         # Copies: who changes a state dict must not change the model.
-        found |= {name: x.to("cpu", copy=True) for name, x in self._buffers.values.items()}
+        found |= {name: x.to("cpu", copy=True) for name, x in self.run.buffers.values.items()}
         # In the model's order.
-        return {name: found[name] for name in dict.fromkeys([*self._names, *found])}
+        return {name: found[name] for name in dict.fromkeys([*self.run.names, *found])}
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> LoadResult:
         """Load full tensors by original names: those of `state_dict` or of the unmodified model.
@@ -319,57 +284,30 @@ class StatefulModel(StartedModel):
         PlanError, and nothing is loaded, where a buffer has other values than the program relies on (a mask
         that was proven causal, and is not read any more): load those into the model, before `parallelize`.
         """
-        ranks = self._started("load_state_dict")
-        if self._is_process:
+        run = self.run
+        ranks = run.started("load_state_dict")
+        if run.is_process:
             ranks.unrecorded.run(
                 check_state.SITE, lambda rank: check_state.check_state(rank.world, state_dict)
             )
-        missing, unexpected = check_loaded(self.program, self._buffers.values, state_dict)
+        missing, unexpected = check_loaded(run.program, run.buffers.values, state_dict)
         if strict and (missing or unexpected):
             fact = f"missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}"
             raise PlanError("load_state_dict", fact, "a state dict of this model, or strict=False")
-        self._note_exchange()
-        self._release()
+        run.clock.exchanges += 1
         # Buffers first: if they are refused, no parameter has changed yet.
-        brought = self._buffers.values_of(state_dict)
-        self._hold_to(brought, ranks)
-        self._buffers.load(brought)
+        brought = run.buffers.values_of(state_dict)
+        self._sizes.hold_to(brought)
 
         def load(rank: Rank) -> None:
             load_parameters(rank.params, state_dict)
             for executor in rank.executors:
                 copy_buffers(executor.buffers, brought)
 
-        ranks.run("load_state_dict", load)
+        with run.overwriting():
+            run.buffers.load(brought)
+            ranks.run("load_state_dict", load)
         return LoadResult(missing, unexpected)
-
-    def _hold_to(self, brought: Mapping[str, torch.Tensor], ranks: RunningRanks) -> None:
-        """Make sure that what was proven of buffers holds for other values, by compiling again.
-
-        Else PlanError.
-
-        An evaluation of other values is compiled again at the next `eval_step`.
-        """
-        self._hold_first_to(brought, ranks)
-        self._programs.forget(brought, self.program, ranks)
-
-    def _hold_first_to(self, brought: Mapping[str, torch.Tensor], ranks: RunningRanks) -> None:
-        program = self.program
-        changed = program.differing(brought)
-        if not changed:
-            return
-        compiler = self._compiler
-        if compiler is not None and self._call is not None:
-            call, replicas = self._call
-            with compiler.subject.holding({**self._buffers.now(ranks), **brought}):
-                again = self._followed(compiler.for_training(call, replicas, check=False))
-            # The same program came out: only the digests of what was read are new.
-            if replace(again, looked_at=()).fingerprint() == replace(program, looked_at=()).fingerprint():
-                self._program = replace(program, looked_at=again.looked_at)
-                return
-        what = "is another model with these values" if compiler is not None else "was compiled for others"
-        fact = f"brings other values of {', '.join(changed)}, which were read while compiling: the program {what}"
-        raise PlanError("load_state_dict", fact, LOAD_THEM_BEFORE)
 
     def save_pretrained(self, folder: str | Path, max_shard_size: int | str = "5GB") -> None:
         """Write the model as Hugging Face's `save_pretrained` does: safetensors under the original names, and
@@ -380,13 +318,13 @@ class StatefulModel(StartedModel):
         cannot write; PlanError for a model with adapters, see `save_adapter`. Collective.
         """
         limit = parse_size(max_shard_size)
-        if self._adapters is not None:
-            self._adapters.check_folder("pm.save_pretrained")
-        ranks, how, specs = self._settled("save_pretrained"), self._format, self.program.params
-        others = {name: x.cpu().contiguous() for name, x in self._buffers.values.items()}
-        what = contents_of(specs, others, self._names, how)
+        self._adapters.check_folder("pm.save_pretrained")
+        run, how = self.run, self._format
+        ranks = run.settled("save_pretrained")
+        others = {name: x.cpu().contiguous() for name, x in run.buffers.values.items()}
+        what = contents_of(run.program.params, others, run.names, how)
         for remark in how.remarks if ranks.here[0].world.rank == 0 else ():
-            warnings.warn(f"save_pretrained: {remark}", stacklevel=2)
+            warnings.warn(f"save_pretrained: {remark}", stacklevel=3)
         ranks.run("save_pretrained", lambda rank: save_folder(rank.params, what, Path(folder), limit, how))
 
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -394,7 +332,20 @@ class StatefulModel(StartedModel):
 
         Collective.
         """
-        return self._started("gradients").run("gradients", lambda rank: gather_gradients(rank.params))
+        return self.run.started("gradients").run("gradients", lambda rank: gather_gradients(rank.params))
 
 
-__all__ = ["LoadResult", "StatefulModel"]
+def _restore(
+    rank: Rank,
+    checkpoint: Checkpoint,
+    optimizer: torch.optim.Optimizer | None,
+    brought: Mapping[str, torch.Tensor],
+) -> None:
+    plan = Restoration(checkpoint, rank.params, None if optimizer is None else optimizer.state)
+    agree(rank.world, LOAD, plan.read)
+    plan.spread()
+    for executor in rank.executors:
+        copy_buffers(executor.buffers, brought)
+
+
+__all__ = ["LoadResult", "State"]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import autoptd
 from autoptd.runtime import linear
-from autoptd.runtime.step.microbatches import cut
+from autoptd.runtime.step.microbatches import cut, flatten
 from autoptd.runtime.world.world import Pending, SoloGroup
 from benchmarks import overhead
 from benchmarks.gpu import right_nccl
@@ -157,10 +157,10 @@ def graph_gain(shape: Shape, setting: Setting) -> Iterator[Found]:
     pm = autoptd.parallelize(
         model, num_microbatches=1, backend="local", example_inputs=args or kwargs, fuse=fuse
     )
-    rank = pm._running(args, kwargs)[1].here[0]
-    (piece,) = cut(pm.program, args, kwargs, rank.executor.inputs, 0, rank.world.device)
+    rank = pm.run.started("step").here[0]
+    (piece,) = cut(pm.program, flatten(args, kwargs)[0], rank.executor.inputs, 0, rank.world.device)
     pm.step(*args, **kwargs)  # counts of labels are set
-    stage, weights = rank.executor._stages[0], list(rank.params.leaves.values())
+    stage, weights = rank.executor.stages[0], list(rank.params.leaves.values())
 
     def once() -> None:
         for leaf in weights:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import autoptd
 from autoptd.compat import tree_map
 from autoptd.runtime.step.launch import ProcessRank, Rank
-from autoptd.runtime.step.microbatches import cut
+from autoptd.runtime.step.microbatches import cut, flatten
 from autoptd.runtime.world.world import Like, Pending
 from benchmarks.lib.fake_world import fake_process_group
 
@@ -57,7 +57,7 @@ def one_rank(model: nn.Module, call: Batch, *, rank: int, device: str, **mesh: A
         fake_process_group(rank, program.mesh.size)
     made = ProcessRank(program, RandomWeights(model, device), device=device).here[0]
     made.executor._loss_dtype = next(model.parameters()).dtype  # what the rank with the loss would tell
-    for channel in made.world._incoming.values():
+    for channel in made.world.channels_in.values():
         channel.receive = partial(_arrives, channel.receive)  # type: ignore[method-assign]
     return made
 
@@ -74,7 +74,7 @@ def step(rank: Rank, call: Batch) -> Tensor:
     """A step of this rank; gradients are gone afterwards."""
     program = rank.executor.program
     args, kwargs = ((), call) if isinstance(call, Mapping) else (call, {})
-    batch = cut(program, args, dict(kwargs), rank.executor.inputs, 0, rank.world.device)
+    batch = cut(program, flatten(args, dict(kwargs))[0], rank.executor.inputs, 0, rank.world.device)
     loss = rank.executor.step(batch, nan="ignore")
     for parameter in rank.params.local.values():
         parameter.grad = None

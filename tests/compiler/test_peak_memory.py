@@ -101,7 +101,7 @@ def held_by(params: RankParameters, executor: Executor) -> Iterator[Tensor]:
 
 def step(rank: Rank, call: tuple[Tensor, Tensor]) -> None:
     """A step; gradients are gone afterwards, as behind an optimizer's."""
-    microbatches = cut(rank.executor.program, call, {}, rank.executor.inputs, 0, rank.world.device)
+    microbatches = cut(rank.executor.program, call, rank.executor.inputs, 0, rank.world.device)
     rank.executor.step(microbatches, nan="ignore")
     with unguarded():
         for x in (*rank.params.local.values(), *rank.params.stored.values()):

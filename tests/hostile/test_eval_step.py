@@ -58,7 +58,7 @@ def test_dropouts_alone_are_no_reason_to_compile_again(mesh: tuple[int, int]) ->
     model = Styles(written_out).double()
     pm = parallel(model, t=mesh[0], p=mesh[1])
     assert pm.eval_step(*batch()).item() == pytest.approx(expected(model), rel=1e-12)
-    assert pm._programs.evaluating == [pm.program]
+    assert pm.sizes.evaluating == [pm.program]
     pm.close()
 
 
@@ -105,7 +105,7 @@ def test_a_model_that_computes_something_else(mesh: tuple[int, int, int]) -> Non
     model = Modes().double()
     pm = parallel(model, t=mesh[0], p=mesh[1], v=mesh[2])
     assert pm.eval_step(*batch()).item() == pytest.approx(expected(model), rel=1e-12)
-    (evaluated,) = pm._programs.evaluating
+    (evaluated,) = pm.sizes.evaluating
     assert evaluated is not pm.program and evaluated.params == pm.program.params
     pm.close()
 

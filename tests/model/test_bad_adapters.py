@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import autoptd
-from autoptd.model import adapted_model
+from autoptd.model import adapters
 from autoptd.options import Options
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.world.world import World
@@ -151,7 +151,7 @@ def test_one_rank_that_cannot_read_stops_all(
     target: autoptd.ParallelModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = rewritten(lambda name, x: (name, 2 * x))(own_folder(adapted("LoRA"), tmp_path / "own"))
-    before, read = target.fingerprint(), adapted_model.read_shard
+    before, read = target.fingerprint(), adapters.read_shard
 
     def fails(spec: ParamSpec, reader: Any, world: World) -> torch.Tensor:
         if world.rank == 2:
@@ -159,7 +159,7 @@ def test_one_rank_that_cannot_read_stops_all(
         return read(spec, reader, world)
 
     with monkeypatch.context() as broken:
-        broken.setattr(adapted_model, "read_shard", fails)
+        broken.setattr(adapters, "read_shard", fails)
         with pytest.raises(autoptd.RuntimeFault, match=r"the disk is gone \(on rank 2\)"):
             target.load_adapter(own)
     assert target.fingerprint() == before

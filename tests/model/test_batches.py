@@ -40,7 +40,7 @@ class Rows(Dataset[int]):
 
 def replica(number: int, of: int, steps: int = 0) -> Any:
     """What `Batches` asks a ParallelModel for."""
-    return SimpleNamespace(share=(number, of), steps=steps, _jumps=0)
+    return SimpleNamespace(share=(number, of), steps=steps, clock=SimpleNamespace(jumps=0))
 
 
 def read(number: int, of: int, workers: int, begin: int, end: int) -> list[list[int]]:
@@ -117,8 +117,8 @@ class Stream(IterableDataset[int]):
         (lambda: Batches(Stream(), 4), "a Stream has no length"),  # type: ignore[arg-type]
         (lambda: Batches(Rows(), 44), "batch=44: a dataset of 43 rows"),
         (lambda: Batches(Rows(), 0), "batch=0"),
-        (lambda: Batches(Rows(), 4, seed=1.0), "seed=1.0: is no whole number"),  # type: ignore[arg-type]
-        (lambda: Batches(Rows(), 4, start=-1), "start=-1: is no whole number of at least 0"),
+        (lambda: Batches(Rows(), 4, seed=1.0), "seed=1.0: must be an integer"),  # type: ignore[arg-type]
+        (lambda: Batches(Rows(), 4, start=-1), "start=-1: must be a non-negative integer"),
         (lambda: Batches(Rows(), 6, pm=replica(0, 4)), "batch=6: does not divide over 4 replicas"),
     ],
 )
@@ -133,7 +133,7 @@ def test_a_position_that_changes_under_way_is_refused() -> None:
     rows = iter(Batches(Rows(), 8, pm=pm))
     next(rows)
     pm.steps = 3
-    with pytest.raises(PlanError, match=r"began at step 0 .* up to 0, and pm.steps is 3.*behind resume\(\)"):
+    with pytest.raises(PlanError, match=r"began at step 0 .* up to 0, and pm.steps is 3.*after resume\(\)"):
         next(rows)
 
 

@@ -48,7 +48,7 @@ def test_any_number_of_rows_up_to_the_compiled_one(options: dict[str, Any], size
         plain.load_state_dict(pm.state_dict())
         wanted = plain.eval()(*batch(rows)).item()
         assert pm.eval_step(*batch(rows)).item() == pytest.approx(wanted, rel=1e-12)
-    assert len(pm._programs.evaluating) == len(set(sizes))
+    assert len(pm.sizes.evaluating) == len(set(sizes))
     assert pm.programs == (pm.program,)  # those of evaluations train nothing
     pm.close()
 
@@ -119,7 +119,7 @@ def test_rows_that_replicas_do_not_divide(loss: str) -> None:
         wanted = model.eval()(*batch(rows))
         wanted = (wanted[0] if isinstance(wanted, tuple) else wanted).item()
         assert pm.eval_step(*batch(rows)).item() == pytest.approx(wanted, rel=1e-12)
-        assert loss == "batch norm" or pm._programs.evaluating[-1].row_counts == counts
+        assert loss == "batch norm" or pm.sizes.evaluating[-1].row_counts == counts
     pm.close()
 
 

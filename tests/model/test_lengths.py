@@ -461,7 +461,7 @@ def test_what_is_seen_of_steps_of_other_sizes() -> None:
         assert half.spans and len(half.spans) == len(whole.spans)
         loss, times = pm.measured_step(*cut(8, 6))
         assert all(one.compute > 0 for one in times) and bool(loss.isfinite())
-        assert all(executor.watch is None for rank in pm._ranks.here for executor in rank.executors)  # type: ignore[union-attr]
+        assert all(executor.watch is None for rank in pm.run.ranks.here for executor in rank.executors)  # type: ignore[union-attr]
         pm.check_ranks(*cut(8, 4))
         pm.check_ranks(*cut(8, 2))
         assert pm.steps == 4 and len(pm.programs) == 4

@@ -37,7 +37,7 @@ MUTATIONS = (
         f"{PARITY}::test_numbers_of_rows_are_those_of_the_batch",
     ),
     Mutation(
-        "autoptd/model/sizes.py",
+        "autoptd/model/padded.py",
         "check_updates(first)",
         "first",
         f"{PARITY}::test_padding_would_count",

@@ -36,5 +36,5 @@ MUTATIONS = (
         "if True:",
         COPIES,
     ),
-    Mutation("autoptd/model/started_model.py", "def __reduce_ex__(", "def _reduce(", COPIES),
+    Mutation("autoptd/model/parallel_model.py", "def __reduce_ex__(", "def _reduce(", COPIES),
 )

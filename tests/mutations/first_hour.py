@@ -42,7 +42,5 @@ MUTATIONS = (
         "if is_list and 0 * len(args[0])",
         f"{BAD} -k list",
     ),
-    Mutation(
-        "autoptd/model/parallel_model.py", "        if error_if_nonfinite:\n", "        if False:\n", CLIP
-    ),
+    Mutation("autoptd/model/updates.py", "        if error_if_nonfinite:\n", "        if False:\n", CLIP),
 )

@@ -4,7 +4,7 @@ from tests.mutations import Mutation
 
 NORM, CALL, TESTS = (
     "autoptd/runtime/params/grad_norm.py",
-    "autoptd/model/parallel_model.py",
+    "autoptd/model/updates.py",
     "tests/runtime/params/test_gradients.py",
 )
 
@@ -22,7 +22,7 @@ MUTATIONS = (
     ),
     Mutation(
         CALL,
-        'self._loss_scale.saw(ranks.run("clip_grad_value_"',
+        'self._run.loss_scale.saw(ranks.run("clip_grad_value_"',
         'print(ranks.run("clip_grad_value_"',
         "tests/parity/test_fp16.py -k value",
     ),

@@ -55,11 +55,13 @@ MUTATIONS = (
         "with nullcontext():",
         TESTS,
     ),
-    Mutation("autoptd/model/loop_changes.py", "if written and not has_exchanged:", "if written:", TESTS),
-    Mutation("autoptd/model/loop_changes.py", "            self._speaks = False\n", "", TESTS),
+    Mutation(
+        "autoptd/model/loop_watch.py", "if written and exchanges == self._exchanges:", "if written:", TESTS
+    ),
+    Mutation("autoptd/model/loop_watch.py", "            self._told.add(WRITTEN)\n", "", TESTS),
     Mutation(
         "autoptd/model/loop_tensors.py",
-        "if is_counted or not is_rounded(known[1], now[1]):",
+        "if is_counted or not is_rounded(entries, now[3]):",
         "if is_counted:",
         TESTS,
     ),

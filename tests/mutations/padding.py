@@ -13,5 +13,5 @@ MUTATIONS = (
     Mutation(FILE, "torch.where(_covered(x), x, 1)", "x", HIDDEN),
     Mutation(FILE, "torch.where(x == padding, x.max(), x)", "x", HIDDEN),
     Mutation(FILE, "or spec.name in blank:", "or False:", ROWS),
-    Mutation("autoptd/model/sizes.py", "padding.rows, blank), tree)", "padding.rows), tree)", ROWS),
+    Mutation("autoptd/model/padded.py", "self.rows, blank), tree)", "self.rows), tree)", ROWS),
 )

@@ -32,7 +32,7 @@ def kept_bytes(model: nn.Module, call: tuple[Tensor, ...], t: int, **keywords: A
 
 def kept_by_stage(pm: autoptd.ParallelModel, call: tuple[Tensor, ...]) -> dict[int, int]:
     """Bytes that the forward of the last microbatch leaves for backward on rank 0, of each of its stages."""
-    with watched(pm._ranks.here[0]) as found:  # type: ignore[union-attr]
+    with watched(pm.run.ranks.here[0]) as found:  # type: ignore[union-attr]
         pm.step(*call)
     return found
 
@@ -42,7 +42,7 @@ def watched(rank: Rank) -> Iterator[dict[int, int]]:
     """Have the forwards of a rank fill in the bytes that they leave for backward, by stage."""
     found: dict[int, int] = {}
     with mock.patch.object(Regather, "__init__", _noting_shard()):
-        for number, stage in rank.executor._stages.items():
+        for number, stage in rank.executor.stages.items():
             own = [*rank.params.weights_of_stage(number).values(), *rank.executor.buffers.values()]
             _watch(stage, number, own, found)
         yield found

@@ -100,7 +100,7 @@ def test_executed_calls_are_those_of_the_program(make: Callable[[], nn.Module], 
         assert step == 0 or not control
     with pm.record() as record:
         pm.eval_step(ids, targets)
-    (evaluated,) = pm._programs.evaluating
+    (evaluated,) = pm.sizes.evaluating
     for rank in range(pm.program.mesh.size):
         found = Counter(
             call for call in record.of(rank) if call.phase != "step" or call.site in ("loss", LABELS, SUMS)
@@ -262,11 +262,11 @@ def test_divisors_that_stay_on_the_device_are_those_of_the_host(
         pm = autoptd.parallelize(
             Smoothed().to(dtype), **mesh, backend="local", fuse=False, example_inputs=(ids, targets)
         )
-        executors = [rank.executor for rank in pm._started("test").here]
+        executors = [rank.executor for rank in pm.run.started("test").here]
         for executor in executors:
             executor._runs_ahead = runs_ahead
         losses = [pm.step(ids, uneven(targets)) for _ in range(2)]
-        totals = [total for one in executors for stage in one._stages.values() for total in stage.totals]
+        totals = [total for one in executors for stage in one.stages.values() for total in stage.totals]
         assert totals and all(isinstance(total, Tensor) == runs_ahead for total in totals)
         assert losses[0].dtype == losses[1].dtype == dtype
         found.append([*losses, *pm.gradients().values()])

@@ -162,7 +162,7 @@ def test_an_infinity_on_one_rank_lets_all_skip(
 def planted(pm: autoptd.ParallelModel, place: tuple[int, int, int]) -> Any:
     """Let the backward of one rank, stage and microbatch leave an infinity in a gradient, within a context."""
     rank, stage, microbatch = place
-    (executor,) = [held.executor for held in pm._started("test").here if held.world.rank == rank]
+    (executor,) = [held.executor for held in pm.run.started("test").here if held.world.rank == rank]
     backward = executor._do[Kind.B]
 
     def plant(action: Action) -> None:

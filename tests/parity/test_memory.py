@@ -94,7 +94,7 @@ def run_watched(program: Program, model: torch.nn.Module, rows: int) -> list[Wat
     watched = [Watched(rank) for rank in ranks.here]
 
     def body(rank: Rank) -> None:
-        rank.executor.step(cut(program, batch(rows), {}, rank.executor.inputs, 0, rank.world.device))
+        rank.executor.step(cut(program, batch(rows), rank.executor.inputs, 0, rank.world.device))
 
     ranks.run("step", body)
     ranks.close()
@@ -226,8 +226,8 @@ def test_what_was_sent_is_let_go_when_it_has_left(
 
 def kept_by_autograd(pm: autoptd.ParallelModel, *call: Tensor) -> int:
     """Bytes that the forward of one microbatch leaves for backward on rank 0, parameters left out."""
-    stage = pm._ranks.here[0].executor._stages[0]
-    own = {one.untyped_storage().data_ptr() for one in pm._ranks.here[0].params.local.values()}
+    stage = pm.run.ranks.here[0].executor.stages[0]
+    own = {one.untyped_storage().data_ptr() for one in pm.run.ranks.here[0].params.local.values()}
     found: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:

@@ -148,7 +148,7 @@ def test_local_batch_takes_rows_of_both_halves() -> None:
 
 def test_rows_that_were_cut_before_halves_were_known_are_refused() -> None:
     pm = autoptd.parallelize(HALVES.make(), d=2, backend="local")
-    pm._cut_unseen = True
+    pm._calls._cut_unseen = True
     with pytest.raises(autoptd.PlanError, match="was not known when it was cut"):
         pm.step(**HALVES.call())
 

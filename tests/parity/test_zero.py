@@ -194,7 +194,7 @@ def test_every_element_is_stored_once_and_ranges_are_equal(d: int) -> None:
 
 
 def params_of(pm: autoptd.ParallelModel) -> list[RankParameters]:
-    return [rank.params for rank in pm._started("test").here]
+    return [rank.params for rank in pm.run.started("test").here]
 
 
 def test_emitted_files_say_what_is_summed_how() -> None:

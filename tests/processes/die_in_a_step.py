@@ -66,7 +66,7 @@ def run_rank(
             RankParameters.publish = die  # type: ignore[method-assign]
         pm.optimizer(torch.optim.SGD, lr=0.1).step()
     elif is_victim:
-        executor = pm._ranks.here[0].executor  # type: ignore[union-attr]
+        executor = pm.run.ranks.here[0].executor  # type: ignore[union-attr]
         right = executor._do[parse(action).kind]
         executor._do[parse(action).kind] = lambda now: die() if str(now) == action else right(now)
     pm.step(*share)

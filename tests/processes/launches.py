@@ -131,7 +131,7 @@ def check(program: Program, model: nn.Module, batches: list[tuple[Tensor, Tensor
     ranks = ProcessRank(program, dict(model.state_dict()), "cpu", timeout)
 
     def microbatches(rank: Rank, batch: tuple[Tensor, Tensor]) -> Any:
-        return cut(program, batch, {}, rank.executor.inputs, rank.world.coordinate.dp, rank.world.device)
+        return cut(program, batch, rank.executor.inputs, rank.world.coordinate.dp, rank.world.device)
 
     def step(rank: Rank) -> Tensor:
         return rank.executor.step(microbatches(rank, batch))

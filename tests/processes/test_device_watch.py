@@ -99,7 +99,7 @@ def run(rank: int, port: int, how: str, waits_in: str) -> Any:
 
 def step(ranks: ProcessRank, waits_in: str) -> torch.Tensor:
     def run(rank: Rank) -> torch.Tensor:
-        batch = cut(rank.executor.program, make_batch(), {}, rank.executor.inputs, 0, rank.world.device)
+        batch = cut(rank.executor.program, make_batch(), rank.executor.inputs, 0, rank.world.device)
         return rank.executor.step(batch, nan="raise" if waits_in == "step" else "ignore")
 
     return ranks.run("step", run)

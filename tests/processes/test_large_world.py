@@ -22,7 +22,7 @@ model = GPT(GPTConfig(vocab_size=64, block_size=4, n_layer=64, n_head=8, n_embd=
 ids, targets = torch.randint(0, 64, (2, 6 * 64, 4))  # of all 6 replicas
 machine = autoptd.Machine(latency=1e-9)  # for which half a layer is much
 pm = autoptd.parallelize(model, MESH, machine=machine, nan="ignore", num_microbatches=64, example_inputs=(ids, targets))
-pm._ranks.here[0].executor._loss_dtype = torch.float32  # what the rank with the loss would tell
+pm.run.ranks.here[0].executor._loss_dtype = torch.float32  # what the rank with the loss would tell
 loss = pm.step(*pm.local_batch(ids, targets))
 assert loss.shape == () and pm.program.mesh.size == 3072 and len(pm.program.stages) == 128
 print("parameters", sum(one.grad is not None for one in pm.parameters()))

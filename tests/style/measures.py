@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import io
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -56,6 +56,37 @@ def chained_conditionals(tree: ast.AST) -> list[int]:
             parts = (outer.body, outer.test, outer.orelse)
             lines += [part.lineno for part in parts if isinstance(part, ast.IfExp)]
     return sorted(set(lines))
+
+
+def privates_of_classes(tree: ast.Module) -> set[str]:
+    """Names such as `_release` that the classes of a module define: methods, fields, and attributes of self."""
+    found = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for part in ast.walk(node):
+            if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store) and is_own(part.value):
+                found.add(part.attr)
+        for statement in node.body:
+            if isinstance(statement, ast.FunctionDef):
+                found.add(statement.name)
+            elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                found.add(statement.target.id)
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
+def is_own(value: ast.expr) -> bool:
+    """Whether an attribute is one of the object whose method this is."""
+    if isinstance(value, ast.Call):
+        value = value.func
+    return isinstance(value, ast.Name) and value.id in ("self", "cls", "super")
+
+
+def foreign_privates(tree: ast.Module, known: Collection[str]) -> list[str]:
+    """Accesses such as `pm._release` to what `known`, names that classes of other modules define, has and this one has not."""
+    foreign = set(known) - privates_of_classes(tree)
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in foreign]
+    return [f"{node.lineno}: {ast.unparse(node)}" for node in found if not is_own(node.value)]
 
 
 def on_default_device(tree: ast.AST) -> list[int]:

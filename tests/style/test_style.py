@@ -5,9 +5,12 @@ instead.
 from __future__ import annotations
 
 import ast
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from tests.style.measures import (
     MAX_FILE_LINES,
@@ -16,10 +19,12 @@ from tests.style.measures import (
     chained_conditionals,
     code_and_comments,
     depth,
+    foreign_privates,
     lengths_of_functions,
     measure,
     nested_comprehensions,
     on_default_device,
+    privates_of_classes,
 )
 
 FILES = sorted(ROOT.rglob("*.py"))
@@ -43,6 +48,15 @@ def test_tensors_name_their_device() -> None:
     for file in FILES:
         if not str(file.relative_to(ROOT)).startswith(PLACED):
             assert on_default_device(ast.parse(file.read_text())) == [], file
+
+
+def test_no_object_reaches_into_anothers_privates() -> None:
+    """What one class calls `_name` is not read or written by other modules; torch's privates are not meant."""
+    trees = {str(file.relative_to(ROOT)): ast.parse(file.read_text()) for file in FILES}
+    known: set[str] = set().union(*map(privates_of_classes, trees.values()))
+    known -= {*dir(nn.Module()), *dir(torch.Tensor), *dir(namedtuple("Record", ""))}
+    found = {path: accesses for path, tree in trees.items() if (accesses := foreign_privates(tree, known))}
+    assert found == {}, "give it a public name, or the other object a method or a callback"
 
 
 def test_no_file_is_long() -> None:
@@ -81,6 +95,21 @@ def test_nested_comprehensions_are_found(source: str, lines: list[int]) -> None:
 )
 def test_chained_conditionals_are_found(source: str, lines: list[int]) -> None:
     assert chained_conditionals(ast.parse(source)) == lines
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("pm._release = f", ["1: pm._release"]),
+        ("self._pm._release()", ["1: self._pm._release"]),
+        ("self._release()\ncls._release\nsuper()._release\nsuper(A, self)._release()", []),
+        ("class A:\n  def _release(self): ...\ndef f(a: A):\n  a._release()", []),
+        ("class A:\n  def f(self, a):\n    self._release = a._release", []),
+        ("x._version\nx.release", []),
+    ],
+)
+def test_foreign_privates_are_found(source: str, found: list[str]) -> None:
+    assert foreign_privates(ast.parse(source), {"_release"}) == found
 
 
 @pytest.mark.parametrize(

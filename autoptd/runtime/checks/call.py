@@ -40,8 +40,8 @@ def check_kinds(program: Program, leaves: Sequence[Any], call: str = "step") -> 
 
 def check_call(
     program: Program, args: tuple[Any, ...], kwargs: dict[str, Any], replicas: int, call: str = "step"
-) -> None:
-    """Raise PlanError with every argument that is not as it was compiled."""
+) -> list[Any]:
+    """Return the leaves of a call; PlanError with every argument that is not as it was compiled."""
     leaves = check_structure(program, args, kwargs, call)
     facts, why, remedies, has_other_sizes = [], "", [], False
     for spec in program.inputs:
@@ -70,6 +70,7 @@ def check_call(
         again = f"or {OTHER_SIZES}; " * has_other_sizes
         remedy = f"{'; '.join(dict.fromkeys(remedies))}; {again}{AGAIN}"
         raise PlanError(call, "; ".join(facts) + why, remedy)
+    return leaves
 
 
 def _refuse_gradient(name: str, leaf: torch.Tensor) -> None:

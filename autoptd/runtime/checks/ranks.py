@@ -122,15 +122,9 @@ def run_once(
 
 def try_step(executor: Executor, microbatches: Sequence[Microbatch], loss_scale: float | None) -> None:
     """Run a step as `Executor.step` does, and drop its gradients; the count of steps, and what the user has, stay."""
-    executor._loss_scale = loss_scale
-    for stage in executor._stages.values():
-        stage.fused.loss_scale = loss_scale
     try:
-        with executor._guard(), torch.enable_grad():
-            executor.gradients.begin()
-            executor._run(microbatches, executor._order)
-            executor.world.at = SITE
-            executor.gradients.finish()
+        with executor.guard(), torch.enable_grad():
+            executor.sum_gradients(microbatches, loss_scale, SITE)
             executor.world.raise_first_fault()
     finally:
         executor.gradients.drop()
@@ -162,13 +156,13 @@ def shown_results(executor: Executor, note: Callable[[int, Sequence[Any]], None]
 
         return run_and_show
 
-    before = {index: stage.run for index, stage in executor._stages.items()}
-    for index, stage in executor._stages.items():
+    before = {index: stage.run for index, stage in executor.stages.items()}
+    for index, stage in executor.stages.items():
         stage.run = shown(index, before[index])  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for index, stage in executor._stages.items():
+        for index, stage in executor.stages.items():
             stage.run = before[index]  # type: ignore[method-assign]
 
 

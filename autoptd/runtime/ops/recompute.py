@@ -151,7 +151,7 @@ class Activations:
     """
 
     def __init__(self, run: Runner) -> None:
-        self._run = run
+        self.runner = run
         self._hooks: saved_tensors_hooks | None = None
         self._calls: list[Call] = []
         self._filed: dict[StorageWeakRef, list[weakref.ref[Saved]]] = {}
@@ -182,7 +182,7 @@ class Activations:
         given = dict(zip(_arguments(method.__code__), args, strict=True))  # type: ignore[attr-defined]
         needed = [given[name] for name in _arguments(recipe.__code__) if name in given]  # type: ignore[attr-defined]
         filed = [self.save(arg.detach()) if isinstance(arg, Tensor) else arg for arg in needed]
-        self._calls.append(Call(self._run, recipe, filed, drawing))
+        self._calls.append(Call(self.runner, recipe, filed, drawing))
         try:
             return method(*args)
         finally:

@@ -84,10 +84,10 @@ class Executor:
         self._rows = program.mask_rows
         self._wires, self._messages = Wires(program), Messages(program, world)
         self.buffers = receive_buffers(program, world, known)
-        self._stages: dict[int, Stage] = {}
+        self.stages: dict[int, Stage] = {}
         for spec in program.stages:
             if program.rank_of_stage(spec.index) == world.pipeline_rank:
-                self._stages[spec.index] = self._load(spec.index)
+                self.stages[spec.index] = self._load(spec.index)
         self._updates: BufferUpdates | None = None
         if program.updated:
             updates = load_updates(program, self._title(UPDATES))
@@ -118,7 +118,7 @@ class Executor:
     def gradients(self) -> Gradients:
         """This rank's gradient buffers; allocated at the first step, since an executor that only evaluates has none."""
         gradients = Gradients(self.program, self.world, self.params)
-        for stage in self._stages.values():
+        for stage in self.stages.values():
             stage.main_grads = gradients.add
         return gradients
 
@@ -131,7 +131,7 @@ class Executor:
     @property
     def inputs(self) -> set[str]:
         """Names of the batch inputs that this rank's stages read."""
-        return {name for spec in self.program.stages if spec.index in self._stages for name in spec.inputs}
+        return {name for spec in self.program.stages if spec.index in self.stages for name in spec.inputs}
 
     def files(self) -> dict[str, Program]:
         """Return the program by the name that tracebacks use for each of its emitted files."""
@@ -146,16 +146,9 @@ class Executor:
         ranks and drops the gradients, unless `nan="ignore"`; on CUDA it raises one step later. Backward starts from
         `loss_scale` in place of 1; gradients and loss are those without it.
         """
-        self.steps += 1
-        began = time.perf_counter()
-        self._loss_scale = loss_scale
-        for stage in self._stages.values():
-            stage.fused.loss_scale = loss_scale
-        with self._guard(), torch.enable_grad():
-            self.gradients.begin()
-            self._run(microbatches, self._order)
-            self.world.at = "gradients"
-            self.gradients.finish()
+        self.steps, began = self.steps + 1, time.perf_counter()
+        with self.guard(), torch.enable_grad():
+            self.sum_gradients(microbatches, loss_scale, "gradients")
             loss = self._global_loss()
             self._update_buffers()
             bad = self._nan.look(self.steps, loss, self._loss) if nan == "raise" else None
@@ -173,11 +166,21 @@ class Executor:
             print(f"autoptd: the first step, with compiling its layers, took {took:.1f} s", file=sys.stderr)
         return loss
 
+    def sum_gradients(self, microbatches: Sequence[Microbatch], loss_scale: float | None, site: str) -> None:
+        """Run all microbatches forward and backward, and add gradients up; within `guard`."""
+        self._loss_scale = loss_scale
+        for stage in self.stages.values():
+            stage.fused.loss_scale = loss_scale
+        self.gradients.begin()
+        self._run(microbatches, self._order)
+        self.world.at = site
+        self.gradients.finish()
+
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
         """Return the loss of the global batch, without gradients; a replica may have fewer microbatches than the schedule."""
         forward = [pair for pair in self._order if pair[0].kind in FORWARD]
-        with self._guard():
+        with self.guard():
             self._run(microbatches, [pair for pair in forward if pair[0].microbatch < len(microbatches)])
             loss = self._global_loss()
             self._update_buffers()
@@ -213,7 +216,7 @@ class Executor:
         return stage
 
     @contextmanager
-    def _guard(self) -> Iterator[None]:
+    def guard(self) -> Iterator[None]:
         """Report an exception to the other ranks, and free everything that the step holds."""
         try:
             yield
@@ -230,7 +233,7 @@ class Executor:
         self._deferred_wgrads: dict[tuple[int, int], list[WeightTerm]] = {}
         self._messages.begin()
         # An aborted backward may have left GEMMs.
-        for stage in self._stages.values():
+        for stage in self.stages.values():
             stage.deferred.take()
             stage.parts = {}
 
@@ -274,7 +277,7 @@ class Executor:
         """Set what is known before the first forward: what weighted means divide by, and sums over the batch."""
         group = self.world.hops(self.world.mesh.batch_axes)
         # In one order on all ranks: the sums are collectives.
-        for index, stage in sorted(self._stages.items()):
+        for index, stage in sorted(self.stages.items()):
             if not self._microbatches:
                 add_nothing(self.program, index, group, self.world.device)
                 continue
@@ -306,8 +309,8 @@ class Executor:
                 wants_grad = spec.has_grad and torch.is_grad_enabled()
                 arrived[spec.name] = message[spec.name].requires_grad_(wants_grad)
         batch = {name: self._microbatches[number][name] for name in self.program.stages[stage].inputs}
-        self._stages[stage].drawing = self._drawing(number)
-        results = list(self._stages[stage].run(**arrived, **batch))
+        self.stages[stage].drawing = self._drawing(number)
+        results = list(self.stages[stage].run(**arrived, **batch))
         loss = None
         if stage == self.program.loss_stage:
             loss = results.pop()
@@ -358,7 +361,7 @@ class Executor:
             torch.autograd.backward(saved.loss)
         elif roots:
             torch.autograd.backward(roots, grads)  # type: ignore[arg-type]
-        self._deferred_wgrads[stage, number] = self._stages[stage].deferred.take()
+        self._deferred_wgrads[stage, number] = self.stages[stage].deferred.take()
         for source in self._wires.grad_sources[stage]:
             specs = self._wires.gradients[source, stage]
             back = {spec.name: _gradient_of(saved.inputs[spec.name]) for spec in specs}
@@ -394,7 +397,7 @@ class Executor:
         """Update the buffers that the forward updates, once for all microbatches; a step whose gradients nobody uses, too."""
         if self._updates is not None:
             self.world.at = BUFFERS
-            self._updates.run(list(self._stages.values()), self.world)
+            self._updates.run(list(self.stages.values()), self.world)
             self.world.mark()
 
     def _ranks_with_nan(self, own: torch.Tensor) -> list[int]:

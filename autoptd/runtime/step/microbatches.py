@@ -1,9 +1,9 @@
 """Cut the arguments of `step` into microbatches.
 
-In: the (args, kwargs) of one call. Out: a dict of batch inputs by name for each microbatch. Microbatch j of replica r
+In: the leaves of one call. Out: a dict of batch inputs by name for each microbatch. Microbatch j of replica r
 owns the global rows from r*B/d + j*b on (b rows per microbatch, B per step).
 
-    microbatches = cut(program, args, kwargs, names={"ids"}, replica=0, device=torch.device("cpu"))
+    microbatches = cut(program, [ids, targets], names={"ids"}, replica=0, device=torch.device("cpu"))
 """
 
 from __future__ import annotations
@@ -119,18 +119,16 @@ def is_same_constant(given: Any, compiled: Any) -> bool:
 
 def cut(
     program: Program,
-    args: Args,
-    kwargs: Kwargs,
+    leaves: Sequence[Any],
     names: Collection[str],
     replica: int,
     device: torch.device,
     replicas: int = 1,
 ) -> list[dict[str, torch.Tensor]]:
-    """Return the microbatches of replica `replica` of the `replicas` whose rows the call holds, with the inputs `names`.
+    """Return the microbatches of replica `replica` of the `replicas` whose rows the leaves hold, with the inputs `names`.
 
     They are those of the program, or fewer where replicas have other numbers of rows.
     """
-    leaves, _ = flatten(args, kwargs)
     count = program.num_microbatches
     if program.row_counts:
         leaves, rows = _own_rows(program, leaves, replica, replicas)
@@ -155,7 +153,9 @@ def cut(
     return microbatches
 
 
-def _own_rows(program: Program, leaves: list[Any], replica: int, replicas: int) -> tuple[list[Any], int]:
+def _own_rows(
+    program: Program, leaves: Sequence[Any], replica: int, replicas: int
+) -> tuple[Sequence[Any], int]:
     """Return a call with the rows of one replica, where they have other numbers, and how many these are."""
     batched = [spec.leaf for spec in program.inputs if spec.batched]
     # A process is called with its own.

@@ -153,7 +153,7 @@ class DistributedWorld(World):
         if self._watch is not None:
             self._watch.close()
         self.board.close()
-        for channel in self._outgoing.values():
+        for channel in self.channels_out.values():
             channel.close()
         leave_default_group()
 
@@ -178,7 +178,7 @@ class DistributedWorld(World):
                 if handle is not None:
                     down = handle
         for ranks, handle in handles.items():
-            self._groups[ranks] = DistributedGroup(self, handle, ranks)
+            self.groups_here[ranks] = DistributedGroup(self, handle, ranks)
             # NCCL connects at the first use: let it be here, in one order. The group `down` is for its pairs
             # only.
             dist.all_reduce(torch.ones(1, device=self.device), group=handle)
@@ -195,10 +195,10 @@ class DistributedWorld(World):
         # NCCL makes a pair's communicator at its first message: now, rather than amid the first step.
         channel, warm = DistributedChannel(self, handle, source, target), torch.ones(1, device=self.device)
         if self.rank == source:
-            self._outgoing[target] = channel
+            self.channels_out[target] = channel
             dist.send(warm, target, group=handle)
         else:
-            self._incoming[source] = channel
+            self.channels_in[source] = channel
             dist.recv(warm, source, group=handle)
 
     def _communicator(

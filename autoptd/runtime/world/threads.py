@@ -56,10 +56,10 @@ class ThreadWorld(Shared):
         self.worlds = [ThreadRank(self, rank, place) for rank in range(mesh.size)]
         for ranks, meeting in meetings.items():
             for index, rank in enumerate(ranks):
-                self.worlds[rank]._groups[ranks] = ThreadGroup(self.worlds[rank], meeting, index)
+                self.worlds[rank].groups_here[ranks] = ThreadGroup(self.worlds[rank], meeting, index)
         for (source, target), pipe in pipes.items():
-            self.worlds[source]._outgoing[target] = ThreadChannel(self.worlds[source], pipe)
-            self.worlds[target]._incoming[source] = ThreadChannel(self.worlds[target], pipe)
+            self.worlds[source].channels_out[target] = ThreadChannel(self.worlds[source], pipe)
+            self.worlds[target].channels_in[source] = ThreadChannel(self.worlds[target], pipe)
 
     def reset(self) -> None:
         """Forget a fault and all half-finished calls; no rank may be running."""

@@ -305,9 +305,9 @@ class World(ABC):
         # `group`, once asked for.
         self._along: dict[tuple[str, ...], Group] = {}
         self._hops: dict[tuple[str, ...], Hops] = {}
-        self._groups: dict[tuple[int, ...], Group] = {}
-        self._outgoing: dict[int, Channel] = {}
-        self._incoming: dict[int, Channel] = {}
+        self.groups_here: dict[tuple[int, ...], Group] = {}
+        self.channels_out: dict[int, Channel] = {}
+        self.channels_in: dict[int, Channel] = {}
 
     def group(self, axes: tuple[str, ...]) -> Group:
         """Return the group of the ranks that differ from this one along `axes` only."""
@@ -337,11 +337,11 @@ class World(ABC):
 
     def outgoing(self, peer_rank: int) -> Channel:
         """Return the channel from this rank to global rank `peer_rank`."""
-        return self._find(self._outgoing, peer_rank, f"channel {self.rank} -> {peer_rank}")
+        return self._find(self.channels_out, peer_rank, f"channel {self.rank} -> {peer_rank}")
 
     def incoming(self, peer_rank: int) -> Channel:
         """Return the channel from global rank `peer_rank` to this rank."""
-        return self._find(self._incoming, peer_rank, f"channel {peer_rank} -> {self.rank}")
+        return self._find(self.channels_in, peer_rank, f"channel {peer_rank} -> {self.rank}")
 
     @abstractmethod
     def report_fault(self, exc: BaseException) -> None:
@@ -363,13 +363,13 @@ class World(ABC):
 
     def communicators(self) -> tuple[list[Group], dict[int, Channel]]:
         """Return this rank's groups of two ranks or more, and the channels that it sends over, by peer."""
-        return list(self._groups.values()), dict(self._outgoing)
+        return list(self.groups_here.values()), dict(self.channels_out)
 
     def _group_of(self, ranks: tuple[int, ...]) -> Group:
         # Not in the table: nobody announces groups of one rank, which need no communicator.
         if ranks == (self.rank,):
             return self._solo
-        return self._find(self._groups, ranks, f"group of ranks {ranks}")
+        return self._find(self.groups_here, ranks, f"group of ranks {ranks}")
 
     def _find(self, table: dict[Any, Any], key: Any, what: str) -> Any:
         # Made here, only some ranks would make it, and hang: all communicators exist before the first step.

@@ -37,7 +37,7 @@ from autoptd.errors import PlanError
 from autoptd.ir.machine_files import read_gpus
 from autoptd.ir.mesh import Coordinate
 from autoptd.model.parallel_model import ParallelModel
-from autoptd.model.started_model import is_local
+from autoptd.model.run import is_local
 from autoptd.runtime.measure.stepclock import StepTimes
 from autoptd.wings.reports.slow_ranks import SlowRanks, share_cores
 from autoptd.wings.viz.words import bytes_text, count_text

@@ -70,8 +70,8 @@ def saves(steps: tuple[int, ...]) -> list[Saved]:
     found = []
     for count in steps:
         train(pm, optimizer, count - pm.steps)
-        contents = pm._contents(optimizer)
-        shares = [stage_rank(rank.params, contents, copied) for rank in pm._ranks.here]
+        contents = pm.state.contents(optimizer)
+        shares = [stage_rank(rank.params, contents, copied) for rank in pm.run.ranks.here]
         found.append(Saved(shares, contents, merged([own_state({}, torch.device("cpu"))], [0])))
     pm.close()
     return found

@@ -235,7 +235,7 @@ def signalled(made: Made, phase: str, folder: Path, say: Callable[..., None]) ->
 
         return asked
 
-    executor = pm._ranks.here[0].executor  # type: ignore[union-attr]
+    executor = pm.run.ranks.here[0].executor  # type: ignore[union-attr]
     if phase == "forward":
         executor._do = {kind: before(act) for kind, act in executor._do.items()}
     if phase == "optimizer":
@@ -243,7 +243,7 @@ def signalled(made: Made, phase: str, folder: Path, say: Callable[..., None]) ->
     if phase == "write":
         writer.write_share = before(writer.write_share)  # type: ignore[assignment]
     if phase == "compile":
-        pm._compiler.for_evaluation = before(pm._compiler.for_evaluation)  # type: ignore[union-attr, method-assign]
+        pm.sizes._compiler.for_evaluation = before(pm.sizes._compiler.for_evaluation)  # type: ignore[union-attr, method-assign]
     share = pm.local_batch(*batch(ROWS))
     with pm.checkpointer(folder / "ckpts", opt, every=3 if phase == "write" else 100) as ckpt:
         while True:

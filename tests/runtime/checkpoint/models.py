@@ -64,7 +64,7 @@ def state_of(pm: autoptd.ParallelModel, optimizer: torch.optim.Optimizer) -> dic
 def assert_used(pm: autoptd.ParallelModel) -> None:
     """What stages compute with is what is stored, in their dtype, on every rank."""
     full = pm.state_dict()
-    for rank in pm._ranks.here:
+    for rank in pm.run.ranks.here:
         for spec in rank.params.specs:
             if (used := rank.params.local.get(spec.name)) is not None:
                 expected = shard_of(spec, full[spec.name], rank.world).to(used.dtype)

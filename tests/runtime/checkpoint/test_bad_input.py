@@ -310,7 +310,7 @@ def test_extra_that_fails_is_named(written: Path, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="the states of loader were saved as well, and are not asked for"):
         pm.load(tmp_path / "saved")
     for steps in ("5", 5.0, -1):
-        with pytest.raises(PlanError, match="is no whole number"):
+        with pytest.raises(PlanError, match="must be a non-negative integer"):
             pm.steps = steps  # type: ignore[assignment]
     pm.close()
 

@@ -78,14 +78,14 @@ def copies_keep_their_own(patch: Patch) -> None:
 
 
 def steps_are_not_restored(patch: Patch) -> None:
-    go_on = state.StatefulModel._go_on
+    go_on = state.State._go_on
 
-    def mutated(self: state.StatefulModel, *args: Any) -> None:
-        before = self.steps
+    def mutated(self: state.State, *args: Any) -> None:
+        before = self.run.clock.steps
         go_on(self, *args)
-        self.steps = before
+        self.run.clock.steps = before
 
-    patch.setattr(state.StatefulModel, "_go_on", mutated)
+    patch.setattr(state.State, "_go_on", mutated)
 
 
 def what_is_used_does_not_follow(patch: Patch) -> None:

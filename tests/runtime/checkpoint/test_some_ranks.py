@@ -26,11 +26,11 @@ def test_a_rank_that_does_not_save(tmp_path: Path) -> None:
         if rank.world.rank != 3:
             save_rank(rank.params, tmp_path / "saved", lambda: (Contents({}), None))
 
-    assert pm._ranks is not None
+    assert pm.run.ranks is not None
     # Objects are gathered axis by axis: rank 2 waits for rank 3, and rank 0 for rank 2. Either may tell first.
     told = r"waited 2 s for gather_objects 'pm.save'; not arrived: rank [23] at pm.save"
     with pytest.raises(RuntimeFault, match=told):
-        pm._ranks.run("pm.save", run)
+        pm.run.ranks.run("pm.save", run)
     assert list(tmp_path.iterdir()) == []
     # Ranks as threads go on.
     train(pm, opt, 1)

@@ -65,7 +65,7 @@ def test_a_flipped_bit_of_a_moment(key: str) -> None:
 def test_a_flipped_bit_of_what_two_ranks_share_each_of_two_times(mesh: dict[str, int]) -> None:
     """Four ranks that sum gradients, two of which share one state: rank 1 has the same part of it as rank 3."""
     pm, opt = trained(**mesh, zero=1, dp_shard=2)
-    (own,) = (rank for rank in pm._ranks.here if rank.world.rank == 3)
+    (own,) = (rank for rank in pm.run.ranks.here if rank.world.rank == 3)
     flip(opt.state[own.params.stored[NAME]]["exp_avg"])
     with pytest.raises(RuntimeFault, match=f"the optimizer's state of {NAME} is not the same on ranks 1, 3"):
         pm.step(*batch(8))
@@ -74,7 +74,7 @@ def test_a_flipped_bit_of_what_two_ranks_share_each_of_two_times(mesh: dict[str,
 
 def test_a_flipped_bit_of_a_master() -> None:
     pm, _ = trained(d=2, precision="bf16")
-    (own,) = (rank for rank in pm._ranks.here if rank.world.rank == 1)
+    (own,) = (rank for rank in pm.run.ranks.here if rank.world.rank == 1)
     # The lowest bit of float32: what stages use of it, in bfloat16, stays.
     flip(own.params.stored[NAME])
     with pytest.raises(

@@ -92,8 +92,8 @@ def test_a_flipped_bit_is_named(mesh: dict[str, int], victim: int, name: str, bi
 def test_a_rank_that_computes_wrongly(is_always: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In backward alone: its gradients are named; where it does so now and then, it is said not to be steady."""
     pm = started(d=3, rows=6)
-    assert pm._ranks is not None
-    (bucket, *_) = pm._ranks.here[1].executor.gradients.buckets
+    assert pm.run.ranks is not None
+    (bucket, *_) = pm.run.ranks.here[1].executor.gradients.buckets
     right, calls = bucket.start, [0]
 
     def start() -> None:

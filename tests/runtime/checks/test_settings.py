@@ -92,7 +92,7 @@ def test_a_setting_of_one_rank(make: Any, change: Any, told: str) -> None:
     if told:
         outcome = pytest.raises(RuntimeFault, match=f"step 5: .*{told}")
     with outcome:
-        pm._ranks.run("check", check)
+        pm.run.ranks.run("check", check)
     pm.close()
 
 

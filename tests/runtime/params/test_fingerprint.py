@@ -58,7 +58,7 @@ def test_parts_of_ranks_add_up_to_the_models(case: Any) -> None:
         for spec in program.params:
             owners = [
                 rank
-                for rank in pm._ranks.here
+                for rank in pm.run.ranks.here
                 if spec.name in rank.params.local and rank.world.coordinate.dp == 0
             ]
             owners = [rank for rank in owners if rank.params.is_first_owner(spec)]

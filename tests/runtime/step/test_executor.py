@@ -59,7 +59,7 @@ def step(
     losses: dict[int, Tensor] = {}
 
     def body(rank: Rank) -> None:
-        one = cut(program, batch, {}, rank.executor.inputs, rank.world.coordinate.dp, rank.world.device)
+        one = cut(program, batch, rank.executor.inputs, rank.world.coordinate.dp, rank.world.device)
         losses[rank.world.rank] = rank.executor.step(one, nan)
 
     ranks.run("step", body)
@@ -68,7 +68,7 @@ def step(
 
 def evaluate(ranks: LocalRanks, program: Program, batch: tuple[Tensor, Tensor]) -> Tensor:
     def body(rank: Rank) -> Tensor:
-        one = cut(program, batch, {}, rank.executor.inputs, rank.world.coordinate.dp, rank.world.device)
+        one = cut(program, batch, rank.executor.inputs, rank.world.coordinate.dp, rank.world.device)
         return rank.executor.evaluate(one)
 
     return ranks.run("evaluate", body)
@@ -124,7 +124,7 @@ def test_sent_outputs_are_let_go() -> None:
     alive: list[int] = []
     with running(program, model) as ranks:
         executor = ranks.here[0].executor
-        forward = executor._stages[0].forward
+        forward = executor.stages[0].forward
 
         def watched(**values: Tensor) -> tuple[Tensor, ...]:
             alive.append(sum(one() is not None for one in outputs))
@@ -132,7 +132,7 @@ def test_sent_outputs_are_let_go() -> None:
             outputs.append(weakref.ref(results[0]))
             return results
 
-        executor._stages[0].forward = watched  # type: ignore[method-assign]
+        executor.stages[0].forward = watched  # type: ignore[method-assign]
         step(ranks, program, make_batch())
     assert alive == [0, 0] and len(outputs) == 2
 
@@ -157,7 +157,7 @@ def test_an_exception_in_a_stage_names_rank_and_action_and_leaves_a_working_mode
     program = make_program(Case(p=2, d=2), model)
     with running(program, model) as ranks:
         executor = ranks.here[3].executor
-        forward, calls = executor._stages[1].forward, []
+        forward, calls = executor.stages[1].forward, []
 
         def failing(**values: Tensor) -> tuple[Tensor, ...]:
             calls.append(1)
@@ -165,7 +165,7 @@ def test_an_exception_in_a_stage_names_rank_and_action_and_leaves_a_working_mode
                 raise ZeroDivisionError("one over zero")
             return forward(**values)
 
-        executor._stages[1].forward = failing  # type: ignore[method-assign]
+        executor.stages[1].forward = failing  # type: ignore[method-assign]
         with pytest.raises(RuntimeFault, match=r"rank 3 at F1\.1: ZeroDivisionError: one over zero"):
             step(ranks, program, make_batch())
         assert all(x.grad is None for rank in ranks.here for x in rank.params.local.values())

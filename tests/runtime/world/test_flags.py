@@ -46,7 +46,7 @@ def test_where_the_host_runs_ahead_it_is_known_one_step_later() -> None:
     with parallel(Case(t=2)) as pm:
         signals = [Signals(()), Signals(())]
         watch(pm, signals)
-        for rank in pm._ranks.here:
+        for rank in pm.run.ranks.here:
             rank.world.flags.is_late = True
         signals[1].seen = signal.SIGTERM
         pm.step(*make_batch())
@@ -57,13 +57,13 @@ def test_where_the_host_runs_ahead_it_is_known_one_step_later() -> None:
 
 def watch(pm: Any, signals: list[Signals]) -> None:
     """Each rank has signals of its own."""
-    for rank, own in zip(pm._ranks.here, signals, strict=True):
+    for rank, own in zip(pm.run.ranks.here, signals, strict=True):
         read = lambda own=own: Flags(stop=own.seen is not None)  # noqa: E731
         rank.world.flags = FlagWatch(read, rank.world.device)
 
 
 def known(pm: Any) -> set[bool]:
-    return {rank.world.flags.known.stop for rank in pm._ranks.here}
+    return {rank.world.flags.known.stop for rank in pm.run.ranks.here}
 
 
 def test_flags_are_told_apart_in_their_sum() -> None:

@@ -120,7 +120,7 @@ def test_every_mesh_starts_from_the_same_bits(mesh: dict[str, Any]) -> None:
         state = pm.state_dict()
         for name, x in wanted.items():
             assert torch.equal(state[name], x), name
-        for rank in pm._ranks.here:  # type: ignore[union-attr]
+        for rank in pm.run.ranks.here:  # type: ignore[union-attr]
             for spec in rank.params.specs:
                 if (local := rank.params.local.get(spec.name)) is not None:
                     own = shard_of(spec, wanted[spec.name], rank.world)

@@ -139,9 +139,9 @@ def examined(
     shared = ThreadWorld(mesh, communicators_of_orders(mesh.p, orders.values()), timeout=60.0)
     for (rank, axis), kind in (groups or {}).items():
         ranks = mesh.group(rank, parts_of(axis))
-        shared.worlds[rank]._groups[ranks] = kind(shared.worlds[rank]._groups[ranks])
+        shared.worlds[rank].groups_here[ranks] = kind(shared.worlds[rank].groups_here[ranks])
     for (source, target), kind in (channels or {}).items():
-        shared.worlds[source]._outgoing[target] = kind(shared.worlds[source]._outgoing[target])
+        shared.worlds[source].channels_out[target] = kind(shared.worlds[source].channels_out[target])
     hosts = [0] * mesh.size
     reports = run_ranks(shared, lambda world: examine(world, orders, hosts, counts=counts, sizes=sizes))
     assert all(one == reports[0] for one in reports), "ranks found different things"
