@@ -1,8 +1,8 @@
 """Schedules as data: integers in, lists of `Action` per pipeline rank out. Nothing here imports torch.
 
-`orders` says in which order a rank computes, `weight_gradients` may split its backwards, `transfers` adds
-what it sends and receives, `simulate` proves that the run ends and measures it, with `check` finding what is
-wrong in an order that somebody wrote (`written` reads one). `requested` has what a request asks for.
+`orders` puts each rank's computations in order, `weight_gradients` may split the backwards, `transfers` adds
+sends and receives, `simulate` proves that the run ends and measures it. `check` finds the faults in a
+hand-written order (`written` reads one), and `requested` builds the schedule of a request.
 
     orders = add_transfers(build_orders("1f1b", p=2, v=1, m=4), links=[(0, 1, True)])
     simulate(orders).bubble == 1 / 4

@@ -1,12 +1,11 @@
-"""Actions as integers: a schedule of a million of them is checked and run in a second, with lists instead of
-dicts.
+"""Actions as integers, so that a schedule of a million actions is checked and simulated in about a second.
 
-In: the wiring of the stages, m, and which actions there are besides F and B. Out: `ActionIds`, which gives
-every action that the schedule must have an id, and says per *row* what its actions do and wait for.
+In: the wiring of the stages, m, and which kinds of actions there are besides F and B. Out: `ActionIds`, which
+numbers every action of the schedule and tells, per *row*, what its actions do and wait for.
 
 Terms. A row is a (kind, stage, peer): m actions that differ in their microbatch only. The id of an action is
-`row * width + microbatch + 1`; the + 1 is for REDUCE, whose microbatch is -1. So what an action waits for is
-a fixed distance away: `id + distance`, whatever the microbatch.
+`row * width + microbatch + 1`; the + 1 is for REDUCE, whose microbatch is -1. So an action and the one it
+waits for are a fixed distance apart, whatever the microbatch: `id + distance`.
 
     wiring = Wiring([(0, 1, True)], ranks=(0, 1))
     ids = ActionIds(wiring, m=2, has_weights=False, has_transfers=False, has_reduces=False)
@@ -25,7 +24,7 @@ Row = tuple[Kind, int, int]
 
 
 class ActionIds:
-    """The ids of all actions of a schedule; the lists are indexed by row."""
+    """The ids of all actions of a schedule; lists are indexed by row."""
 
     def __init__(
         self, wiring: Wiring, m: int, *, has_weights: bool, has_transfers: bool, has_reduces: bool
@@ -52,12 +51,12 @@ class ActionIds:
         return ids
 
     def expected(self, rank: int) -> set[int]:
-        """Return the ids of all that `rank` must do."""
+        """Return the ids of all actions that `rank` must run."""
         expected: set[int] = set()
         for number, (kind, _, _) in enumerate(self.rows):
             if self.ranks[number] != rank:
                 continue
-            # The id for microbatch -1, which REDUCE alone has.
+            # The id for microbatch -1, which only REDUCE has.
             first = number * self.width
             if kind is Kind.REDUCE:
                 expected.add(first)
@@ -66,7 +65,7 @@ class ActionIds:
         return expected
 
     def action(self, number: int) -> Action:
-        """Return the action that has an id."""
+        """Return the action with this id."""
         kind, stage, peer = self.rows[number // self.width]
         return Action(kind, stage, number % self.width - 1, peer)
 
@@ -75,15 +74,15 @@ class ActionIds:
         return (self.row_of[other] - self.row_of[row]) * self.width
 
     def message(self, row: Row) -> Row:
-        """Return the row of the receives of a row of transfers."""
+        """Return the row of the receives that match a row of transfers."""
         if row[0] not in SENDS:
             return row
         receive = partner(Action(row[0], row[1], 0, row[2]))
         return receive.kind, receive.stage, receive.peer
 
     def _needs(self, row: Row, has_transfers: bool) -> Iterator[tuple[int, int]]:
-        """Yield what a computation waits for: (distance, stage that a value comes from without being
-        sent, or -1).
+        """Yield the dependencies of a computation: (distance, stage whose value arrives without a send, or
+        -1).
         """
         kind, stage, _ = row
         if kind not in COMPUTES:

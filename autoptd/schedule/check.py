@@ -1,17 +1,16 @@
-"""What is wrong in an order, seen without running it: `simulate` asks when an order is incomplete or gets
-stuck.
+"""Find the faults in an order without running it: `simulate` calls this for an order that is incomplete or
+gets stuck.
 
-In: orders, with or without transfers, and the links they serve. Out: sentences, one per fault, none when all
-is well.
+In: orders, with or without transfers, and the links they serve. Out: one sentence per fault.
 
-What is checked: every stage does every microbatch's F and B (and W, if there is any W) exactly once, on its
-own rank, in that sequence; a value is sent after it is made and its receive posted before it is used; every
-message that a link needs is sent once and received once; on each channel the receives are posted in the order
-of the sends; a stage is reduced after its last backward and its last W. `find_crossed` says which messages
-have no one order for all ranks.
+Checked: every stage runs F and B (and W, if there is any W) of every microbatch exactly once, on its own
+rank, in that sequence; a value is sent after it is made, and its receive posted before it is used; every
+message that a link needs is sent once and received once; on each channel, receives are posted in the order of
+the sends; a stage is reduced after its last backward and its last W. `find_crossed` finds messages that
+cannot be put into one order for all ranks.
 
     find_faults(parse_orders("B0.0 F0.0"), links=[])
-    # ["rank 0: B0.0 stands before F0.0"]
+    # ["rank 0: B0.0 comes before F0.0"]
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def find_faults(orders: Sequence[Sequence[Action]], links: Sequence[Link]) -> li
     places: Places = {}
     ranks = ranks_of_stages(orders)
     faults = list(_place(orders, ranks, places)) + list(_check_grid(places, ranks, len(orders)))
-    # The later checks assume that every action is there, once and on its own rank.
+    # The later checks assume that every action exists once, on its own rank.
     if not faults:
         faults += _check_sequence(places)
         if has_transfers(orders):
@@ -44,7 +43,7 @@ def find_faults(orders: Sequence[Sequence[Action]], links: Sequence[Link]) -> li
 
 
 def find_crossed(orders: Sequence[Sequence[Action]]) -> str:
-    """Say where ranks issue messages in orders that do not fit together; the orders have no other fault."""
+    """Describe where ranks issue messages in conflicting orders. The orders must have no other fault."""
     ranks = ranks_of_stages(orders)
     queues = [list(filter(_is_transfer, order)) for order in orders]
     # Per rank, the index of its next message.
@@ -58,20 +57,20 @@ def find_crossed(orders: Sequence[Sequence[Action]]) -> str:
         return at[other] < len(queues[other]) and queues[other][at[other]] == partner(queues[rank][at[rank]])
 
     stuck = [rank for rank, queue in enumerate(queues) if queue]
-    # Play the messages as a rendezvous until no two ranks stand at the same one.
+    # Match messages as a rendezvous until no two ranks are at the same one.
     while ready := [rank for rank in stuck if meets(rank)]:
-        # Both ends of a message move on together.
+        # Both ends of a message advance together.
         for rank in {ready[0], peer(ready[0])}:
             at[rank] += 1
         stuck = [rank for rank in stuck if at[rank] < len(queues[rank])]
-    # Follow who waits for whom until a rank comes again: from there on it is the circle.
+    # Follow the ranks that wait for each other until one repeats: that is the cycle.
     path = [stuck[0]]
     while peer(path[-1]) not in path:
         path.append(peer(path[-1]))
     circle = path[path.index(peer(path[-1])) :]
     waits = {peer(rank): partner(queues[rank][at[rank]]) for rank in circle}
     texts = [f"rank {rank} issues {queues[rank][at[rank]]} before {waits[rank]}" for rank in circle]
-    return f"messages cross: {', '.join(texts)}; NCCL asks for one order on all ranks"
+    return f"messages cross: {', '.join(texts)}; NCCL requires the same order on all ranks"
 
 
 def _is_transfer(action: Action) -> bool:
@@ -79,12 +78,12 @@ def _is_transfer(action: Action) -> bool:
 
 
 def has_transfers(orders: Sequence[Sequence[Action]]) -> bool:
-    """Tell whether the orders say what is sent; if not, values are taken to move by themselves."""
+    """Tell whether the orders contain transfers; if not, values are assumed to move by themselves."""
     return any(action.kind in SENDS or action.kind in RECVS for order in orders for action in order)
 
 
 def guess_links(orders: Sequence[Sequence[Action]]) -> list[Link]:
-    """Return the links that the orders speak of: those of their transfers, else the chain 0 -> 1 -> 2 ..."""
+    """Return the links of the transfers in the orders; without transfers, the chain 0 -> 1 -> 2 ..."""
     if not has_transfers(orders):
         stages = sorted({action.stage for order in orders for action in order})
         return [(stage, stage + 1, True) for stage in stages[:-1]]
@@ -94,13 +93,13 @@ def guess_links(orders: Sequence[Sequence[Action]]) -> list[Link]:
             if action.kind in COMPUTE_OF:
                 ends = (min(action.stage, action.peer), max(action.stage, action.peer))
                 grads[ends] = grads.get(ends, False) or COMPUTE_OF[action.kind] is Kind.B
-    # A transfer from a stage to itself, or without a second one, is a fault that is found elsewhere.
+    # A transfer without a second stage, or to its own stage, is reported elsewhere.
     ends_of_links = [(source, target) for source, target in sorted(grads) if 0 <= source < target]
     return [(source, target, grads[source, target]) for source, target in ends_of_links]
 
 
 def _place(orders: Sequence[Sequence[Action]], ranks: Sequence[int], places: Places) -> Iterator[str]:
-    """Fill `places`; yield actions that are incomplete, doubled or on the wrong rank."""
+    """Fill `places`; yield actions that are incomplete, duplicated or on the wrong rank."""
     for rank, order in enumerate(orders):
         for index, action in enumerate(order):
             if (action.microbatch < 0) != (action.kind is Kind.REDUCE):
@@ -112,14 +111,12 @@ def _place(orders: Sequence[Sequence[Action]], ranks: Sequence[int], places: Pla
             if action.peer >= len(ranks):
                 yield f"rank {rank}: {action} is a transfer with stage {action.peer}, which does not exist"
             if action in places:
-                yield f"{action} stands twice: on rank {places[action][0]} and on rank {rank}"
+                yield f"{action} appears twice: on rank {places[action][0]} and on rank {rank}"
             places[action] = (rank, index)
 
 
 def _check_grid(places: Places, ranks: Sequence[int], p: int) -> Iterator[str]:
-    """Yield what is missing for stages 0 .. p*v-1 and microbatches 0 .. m-1 to have their F, B (and W)
-    each.
-    """
+    """Yield the missing actions: stages 0 .. p*v-1 each need F, B (and W) of microbatches 0 .. m-1."""
     computes = [action for action in places if action.kind in COMPUTES]
     stages = sorted({action.stage for action in computes})
     microbatches = sorted({action.microbatch for action in computes})
@@ -131,7 +128,7 @@ def _check_grid(places: Places, ranks: Sequence[int], p: int) -> Iterator[str]:
             yield f"ranks have different numbers of stages: {', '.join(map(str, counts))}"
     if microbatches != list(range(len(microbatches))):
         yield f"the microbatches are {_brief(microbatches)}, not 0 .. m-1"
-    # One W anywhere splits all backwards: a stage without would never get its weight gradients.
+    # One W anywhere splits all backwards: a stage without W would never compute its weight gradients.
     kinds = COMPUTES if any(action.kind is Kind.W for action in computes) else (Kind.F, Kind.B)
     for stage in stages:
         for microbatch in microbatches:
@@ -142,9 +139,7 @@ def _check_grid(places: Places, ranks: Sequence[int], p: int) -> Iterator[str]:
 
 
 def _check_sequence(places: Places) -> Iterator[str]:
-    """Yield pairs of one rank that stand in the wrong sequence, and transfers of computations that do not
-    exist.
-    """
+    """Yield pairs on one rank in the wrong sequence, and transfers of computations that do not exist."""
     for action in places:
         if action.kind is Kind.B:
             yield from _after(action, Action(Kind.F, action.stage, action.microbatch), places)
@@ -158,15 +153,15 @@ def _check_sequence(places: Places) -> Iterator[str]:
 
 def _after(late: Action, early: Action, places: Places) -> Iterator[str]:
     if early not in places:
-        yield f"{late} is there without {early}"
+        yield f"{late} appears without {early}"
     elif late not in places:
-        yield f"{early} is there without {late}"
+        yield f"{early} appears without {late}"
     elif places[early][1] > places[late][1]:
-        yield f"rank {places[late][0]}: {late} stands before {early}"
+        yield f"rank {places[late][0]}: {late} comes before {early}"
 
 
 def _check_messages(places: Places, wiring: Wiring) -> Iterator[str]:
-    """Yield messages that are needed and do not travel, travel halfway, or travel unneeded."""
+    """Yield messages that are needed but not sent, sent but not received, or not needed."""
     needed: set[Action] = set()
     for action, (rank, _) in places.items():
         if action.kind not in COMPUTES:
@@ -178,14 +173,14 @@ def _check_messages(places: Places, wiring: Wiring) -> Iterator[str]:
                 yield f"rank {rank}: {action} needs {receive}, which is never posted"
             if partner(receive) not in places:
                 sender = wiring.ranks[receive.peer]
-                yield f"rank {sender}: {partner(receive)} is missing, which {action} needs"
+                yield f"rank {sender}: {partner(receive)}, needed by {action}, is missing"
     for action, (rank, _) in places.items():
         if action.kind in COMPUTE_OF and (action if action.kind in RECVS else partner(action)) not in needed:
             yield f"rank {rank}: {action} serves no link between ranks"
 
 
 def _check_channels(orders: Sequence[Sequence[Action]], ranks: Sequence[int]) -> Iterator[str]:
-    """Yield the first place of each channel where the receives are not posted in the order of the sends."""
+    """Yield, per channel, the first place where the receives are not posted in the order of the sends."""
     sends: dict[Place, list[Action]] = defaultdict(list)
     posts: dict[Place, list[Action]] = defaultdict(list)
     for rank, order in enumerate(orders):
@@ -197,12 +192,15 @@ def _check_channels(orders: Sequence[Sequence[Action]], ranks: Sequence[int]) ->
     for source, target in sorted(sends):
         for sent, posted in zip(sends[source, target], posts[source, target], strict=False):
             if sent != posted:
-                yield f"rank {source} sends {partner(sent)} where rank {target} posts {posted}: one order per channel"
+                yield (
+                    f"rank {source} sends {partner(sent)} where rank {target} posts {posted}: a channel has one "
+                    "order"
+                )
                 break
 
 
 def _check_reduces(places: Places) -> Iterator[str]:
-    """Yield stages that are reduced before their gradients are complete, or not at all while others are."""
+    """Yield stages that are reduced before their gradients are complete, or not reduced while others are."""
     reduced = {action.stage for action in places if action.kind is Kind.REDUCE}
     last: dict[int, Action] = {}
     for action, (_, index) in places.items():
@@ -210,7 +208,10 @@ def _check_reduces(places: Places) -> Iterator[str]:
             action.stage not in last or index > places[last[action.stage]][1]
         ):
             last[action.stage] = action
-    yield from (f"{Action(Kind.REDUCE, stage)} names no stage" for stage in sorted(reduced - set(last)))
+    yield from (
+        f"{Action(Kind.REDUCE, stage)} names a stage that does not exist"
+        for stage in sorted(reduced - set(last))
+    )
     if reduced:
         for stage in sorted(last):
             yield from _after(Action(Kind.REDUCE, stage), last[stage], places)

@@ -1,7 +1,7 @@
-"""How many microbatches are in flight on the stages of each rank, at the moments when they are most.
+"""Count the microbatches in flight on the stages of each rank at the moments of peak memory.
 
-In: orders, of F, B and W at least. Out: vectors of one number per stage, of one rank's stages each (the
-others are 0). Of two moments of a rank where one has no fewer on any stage, only that one is kept.
+In: orders with at least F, B and W. Out: vectors with one number per stage (0 for stages of other ranks).
+Moments that another moment of the rank exceeds on every stage are dropped.
 
     in_flight_moments(one_f_one_b(p=2, m=4))
     # [(2, 0), (0, 1)]
@@ -16,7 +16,7 @@ from autoptd.ir.actions import Action, Kind
 
 
 def in_flight_moments(orders: Sequence[Sequence[Action]]) -> list[tuple[int, ...]]:
-    """Return vectors of the microbatches in flight per stage: F has begun and B (W, where there is one) has
+    """Return vectors of the microbatches in flight per stage: those whose F has begun and whose B (or W) has
     not ended.
     """
     actions = list(chain.from_iterable(orders))
@@ -29,8 +29,8 @@ def in_flight_moments(orders: Sequence[Sequence[Action]]) -> list[tuple[int, ...
 
 
 def _moments(order: Sequence[Action], count: int, last: Kind) -> set[tuple[int, ...]]:
-    """Return what is in flight after every forward that a backward follows: between these, it only grows or
-    shrinks.
+    """Return the counts after each forward that is followed by a backward: in between, they only rise or
+    fall.
     """
     live, moments, has_grown = [0] * count, set(), False
     for action in order:
@@ -46,7 +46,7 @@ def _moments(order: Sequence[Action], count: int, last: Kind) -> set[tuple[int, 
 
 
 def _fullest(moments: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Leave out moments at which no stage has more in flight than at another one."""
+    """Drop moments at which no stage has more in flight than at some other moment."""
     kept: list[tuple[int, ...]] = []
     for moment in sorted(moments, key=lambda moment: (-sum(moment), moment)):
         if not any(_covers(other, moment) for other in kept):

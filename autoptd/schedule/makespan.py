@@ -1,8 +1,8 @@
-"""How long a schedule takes for given seconds per stage: what the cut is chosen by.
+"""The makespan of a schedule for given seconds per stage, by which the cut is chosen.
 
-In: orders. Out: a function of the seconds that every stage takes for a microbatch, forward and backward (1 :
-2, and where weight gradients are apart, half of the backward is theirs), and of those that backward takes
-besides, to make again what was not kept. None for schedules that are too long to be run many times.
+In: orders. Out: a function of the seconds that each stage takes for a microbatch (split 1 : 2 into forward
+and backward; half of a backward is weight gradients if those are separate), and of the extra backward seconds
+for recomputation. None for schedules that are too long to simulate many times.
 
     makespan_of(one_f_one_b(p=2, m=4))([3.0, 3.0], [0.0, 0.0])
     # 15.0
@@ -15,21 +15,21 @@ from collections.abc import Callable, Sequence
 from autoptd.ir.actions import Action
 from autoptd.schedule.simulate import Complete
 
-# A schedule of more actions takes over 30 ms a run.
+# Longer schedules take over 30 ms per simulation.
 MAX_ACTIONS = 10_000
-# The simulation wants times above 0.
+# The simulation needs positive times.
 MIN_SECONDS = 1e-12
 MakespanOf = Callable[[Sequence[float], Sequence[float]], float]
 
 
 def makespan_of(orders: Sequence[Sequence[Action]]) -> MakespanOf | None:
-    """Return the makespan as a function of the seconds of every stage, and of those to make values again.
+    """Return the makespan as a function of the seconds per stage and of the recomputation seconds.
 
     None for more than `MAX_ACTIONS` actions.
     """
     if sum(map(len, orders)) > MAX_ACTIONS:
         return None
-    # What durations do not change is looked at once.
+    # Done once: it does not depend on durations.
     complete = Complete.of(orders)
     complete.check_messages()
 

@@ -1,5 +1,4 @@
-"""What a schedule costs, read from the spans of its computations: makespan, bubble, waits, live microbatches,
-bytes over time.
+"""The cost of a simulated schedule: makespan, bubble, idle time, live microbatches, bytes over time.
 
 result = simulate(one_f_one_b(p=2, m=2))
 # result.idle[1] == ((0, 1), (7, 9)): rank 1 waits for its first forward, and for rank 0's last backward
@@ -25,7 +24,7 @@ Curve = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of activations per pipeline rank: the curve over time, and its highest point."""
+    """Activation bytes per pipeline rank: the curve over time, and its peak."""
 
     curves: tuple[Curve, ...]
 
@@ -36,7 +35,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a schedule costs, in the unit of the durations given.
+    """The cost of a schedule, in the unit of the given durations.
 
     `starts` and `ends` are those of each rank's computations.
     """
@@ -56,45 +55,43 @@ class Simulation:
 
     @cached_property
     def makespan(self) -> float:
-        """When the last rank is done."""
+        """The time at which the last rank finishes."""
         return max(row[-1] for row in self.ends)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """How long each rank computes."""
+        """The compute time of each rank."""
         return tuple(map(_busy, self.starts, self.ends))
 
     @cached_property
     def bubble(self) -> float:
-        """The idle share over ideal time of SC'21, section 2.2, where ideal is the busiest rank's own
-        work.
+        """The idle share over ideal time (SC'21, section 2.2); the ideal time is the busiest rank's compute
+        time.
         """
         ideal = max(self.busy)
         return (self.makespan - ideal) / ideal
 
     @cached_property
     def idle(self) -> tuple[tuple[Gap, ...], ...]:
-        """Per rank, from when to when it waits: before its first computation, between two, and after its
-        last.
-        """
+        """Per rank, the intervals in which it waits: before, between and after its computations."""
         rows = zip(self.starts, self.ends, strict=True)
         return tuple(_gaps(starts, ends, self.makespan) for starts, ends in rows)
 
     @cached_property
     def peak_live(self) -> tuple[int, ...]:
-        """Per rank, the largest number of (stage, microbatch) whose F has begun and whose B (W, if any) has
-        not ended.
+        """Per rank, the peak number of (stage, microbatch) pairs whose F has begun and whose B (or W) has not
+        ended.
         """
         return tuple(int(peak) for peak in self.memory(1).peaks)
 
     def memory(
         self, activation_bytes: float | Sequence[float], until_w: float | Sequence[float] | None = None
     ) -> Memory:
-        """Return the bytes that forwards keep for their backwards: `activation_bytes` of a microbatch, one or
-        per stage.
+        """Return the bytes saved for backward: `activation_bytes` per microbatch, one number or one per
+        stage.
 
-        They are there from the start of F to the end of B; where W actions split the backward, `until_w` of
-        them (all, if left out) to the end of W.
+        They are held from the start of F to the end of B; where W actions split the backward, `until_w` of
+        them (default: all) are held to the end of W.
         """
         whole = _per_stage(activation_bytes, self.spans)
         late = whole if until_w is None else _per_stage(until_w, self.spans)
@@ -118,7 +115,7 @@ def _gaps(starts: Sequence[float], ends: Sequence[float], makespan: float) -> tu
 def _curve(row: Sequence[Span], whole: Sequence[float], late: Sequence[float]) -> Curve:
     """Return bytes over time.
 
-    Spans of a rank do not overlap: what is freed at an end is gone before the next start.
+    Spans of a rank do not overlap: bytes freed at the end of one are gone before the next one starts.
     """
     has_weights = any(action.kind is Kind.W for action, _, _ in row)
     nbytes: float = 0
@@ -128,7 +125,7 @@ def _curve(row: Sequence[Span], whole: Sequence[float], late: Sequence[float]) -
         if action.kind is Kind.F:
             when, change = start, whole[stage]
         elif action.kind is Kind.B:
-            # A weight gradient that runs later still needs `late`.
+            # A delayed weight gradient still needs `late`.
             freed = whole[stage] - late[stage] if has_weights else whole[stage]
             when, change = end, -freed
         else:
@@ -143,5 +140,5 @@ def _per_stage(value: float | Sequence[float], spans: Sequence[Sequence[Span]]) 
     num_stages = 1 + max(action.stage for row in spans for action, _, _ in row)
     values = [value] * num_stages if isinstance(value, Real) else list(value)  # type: ignore[list-item, arg-type]
     if len(values) != num_stages:
-        raise ValueError(f"{len(values)} numbers of bytes: one for each of {num_stages} stages is needed")
+        raise ValueError(f"{len(values)} byte counts given, but there are {num_stages} stages")
     return values  # type: ignore[return-value]

@@ -1,10 +1,9 @@
-"""In which order each pipeline rank runs its forwards and backwards: pure functions of integers.
+"""Orders of forwards and backwards per pipeline rank: pure functions of integers.
 
 Terms: p pipeline ranks, v model chunks per rank, m microbatches. Stages are numbered 0 .. p*v-1 in model
 order; stage s is on pipeline rank s % p and is that rank's chunk s // p. All three schedules have one shape
-(Narayanan et al., SC'21, section 2.2): some forwards to warm up, then one forward and one backward in turn,
-then the backwards that are left. They differ in the length of the warm-up and in which (stage, microbatch) is
-the k-th.
+(Narayanan et al., SC'21, section 2.2): warm-up forwards, then forwards and backwards in turn, then the
+remaining backwards. They differ in the length of the warm-up and in the k-th (stage, microbatch).
 
     one_f_one_b(p=2, m=2)
     # rank 0: F0.0 F0.1 B0.0 B0.1
@@ -32,8 +31,8 @@ def gpipe(p: int, m: int) -> Orders:
 def one_f_one_b(p: int, m: int) -> Orders:
     """Run one forward, one backward (PipeDream-Flush; SC'21, section 2.2.1, figure 4 top).
 
-    The bubble is GPipe's, (p-1)/m, but rank r keeps only min(m, p-r) microbatches live: it warms up with as
-    many forwards as there are ranks behind it.
+    The bubble is GPipe's, (p-1)/m, but rank r keeps only min(m, p-r) microbatches live: its warm-up has one
+    forward per downstream rank.
     """
     orders = []
     for rank in range(p):
@@ -108,7 +107,7 @@ def _one_stage(kind: Kind, stage: int, m: int) -> list[Action]:
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
-    """Order `warmup` forwards, then forward and backward in turn, then the backwards that are left."""
+    """Order `warmup` forwards, then forwards and backwards in turn, then the remaining backwards."""
     order = forwards[:warmup]
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
         order += [forward, backward]

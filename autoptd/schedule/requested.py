@@ -1,6 +1,7 @@
-"""The schedule that a request asks for: built or read, and with its transfers once it is known what crosses.
+"""The schedule of a request: built or read from a file, with transfers once the values that cross stages are
+known.
 
-In: options, and what crosses between stages. Out: orders.
+In: options, and the links between stages. Out: orders.
 
     orders = requested_orders(options, num_microbatches=4)
     orders = connect_orders(orders, links=[(0, 1, True)])
@@ -23,14 +24,14 @@ from autoptd.schedule.written import read_schedule
 
 
 def written_orders(options: Options) -> Orders | None:
-    """Return the user's own schedule, where the request names a file."""
+    """Return the user's schedule if the request names a file."""
     if not isinstance(options.schedule, Path):
         return None
     return read_schedule(options.schedule, options.mesh.pipeline_ranks, options.v, options.num_microbatches)
 
 
 def requested_orders(options: Options, num_microbatches: int) -> Orders:
-    """Return what every pipeline rank computes, and so which stages it holds."""
+    """Return the computations of every pipeline rank, which also place the stages."""
     written = written_orders(options)
     if written is not None:
         return written
@@ -41,9 +42,7 @@ def requested_orders(options: Options, num_microbatches: int) -> Orders:
 
 
 def connect_orders(orders: Orders, links: Sequence[Link]) -> Orders:
-    """Return the schedule with its transfers (a user's own may have them), once it was simulated to its
-    end.
-    """
+    """Add the transfers, unless a user's schedule has them, and check by simulation that it ends."""
     if not has_transfers(orders):
         orders = add_transfers(orders, links)
     elif not has_reduces(orders):

@@ -1,7 +1,7 @@
-"""Run a schedule on paper: prove that it ends, and measure its bubble, its waits, its memory and its chart.
+"""Simulate a schedule: prove that it ends, and measure its bubble, idle time and memory.
 
 In: orders, with or without transfers, and a time per forward, backward and message. Out: a `Simulation`, or a
-PlanError that lists every fault, or shows who waits for whom in a deadlock.
+PlanError that lists every fault, or the cycle of ranks in a deadlock.
 
 What the proof says. A rank waits in F and B only. RECV posts a receive, SEND starts a send, and neither
 waits. A message moves once its SEND and its RECV have both been issued *and* every earlier message of its
@@ -9,11 +9,11 @@ channel (directed pair of ranks) has moved: that is a rendezvous on an in-order 
 relies on buffers in the transport or on tags. As every message is sent once and received once, waiting for
 all sends at the end of the step ends too.
 
-More than that: all ranks issue their messages in one order. The run ends even if every rank ends each SEND
-and RECV, over whatever communicator, before it begins what stands behind it, be it a computation with
-collectives of its own: those of tensor and data parallel ranks stand at the same places of one order. So it
-ends on any transport that begins operations in the order in which they were issued (NCCL, whose kernels wait
-for room on the device; gloo, whose isend completes when received).
+Moreover, all ranks issue their messages in one order: the run ends even if every rank completes each SEND and
+RECV, over any communicator, before it starts the next action, including computations with collectives, as
+tensor and data parallel ranks have those at the same places of one order. So the run ends on any transport
+that starts operations in issue order (NCCL, whose kernels wait for room on the device; gloo, whose isend
+completes when received).
 
     result = simulate(one_f_one_b(p=2, m=4))
     # result.makespan == 15, result.bubble == 0.25, result.peak_live == (2, 1)
@@ -37,9 +37,9 @@ from autoptd.schedule.sweep import Sweep
 from autoptd.schedule.wiring import Link, Wiring
 
 LinkTimes = float | Mapping[tuple[int, int], float] | Callable[[int, int], float]
-# Fields of an action: `map` with these is faster than attributes, over a million of actions.
+# Fields of an action: over a million actions, `map` with these is faster than attributes.
 KIND, MICROBATCH = itemgetter(0), itemgetter(2)
-# Faults printed of a broken schedule: one slip can cause thousands.
+# Faults printed per broken schedule: one slip can cause thousands.
 MAX_FAULTS = 20
 
 
@@ -56,11 +56,10 @@ def simulate(
 
     `forward` and `backward` are durations, one for all stages or one per stage; where W actions split the
     backward, each takes `weight_gradient` of it and B the rest. `link` is the duration of a message between
-    ranks: one for all, or a function or mapping of (stage that sends, stage that receives), where gradients
-    take the time of (source, target) unless the mapping has (target, source) as well. Times are computed with
-    as they are given: exactly, if they are integers or Fractions. `links` are the links that the orders must
-    serve. Left out, they are those of the transfers in the orders, or the chain 0 -> 1 -> 2 ... where there
-    are none (values then move by themselves as soon as they are made).
+    ranks: one for all, or a function or mapping of (sending stage, receiving stage), where gradients take the
+    time of (source, target) unless the mapping has (target, source) as well. Integers and Fractions give
+    exact times. `links` are the links that the orders must serve; by default, those of the transfers in the
+    orders, or the chain 0 -> 1 -> 2 ... if there are none (values then move as soon as they are made).
     """
     complete = Complete.of(orders, links)
     sweep = complete.run(forward, backward, weight_gradient, link)
@@ -70,7 +69,7 @@ def simulate(
 
 @dataclass(frozen=True)
 class Complete:
-    """Orders in which every rank does all that it must, and nothing else; they can be run with any durations."""
+    """Orders in which every rank runs exactly its actions; they can be run with any durations."""
 
     orders: Sequence[Sequence[Action]]
     links: Sequence[Link]
@@ -79,7 +78,7 @@ class Complete:
 
     @classmethod
     def of(cls, orders: Sequence[Sequence[Action]], links: Sequence[Link] | None = None) -> Complete:
-        """Return what `orders` must have to serve `links`; PlanError where they have not."""
+        """Check the orders against `links`; PlanError if they do not serve them."""
         wanted = guess_links(orders) if links is None else links
         ids = find_ids(orders, wanted)
         rows = [ids.of(order) for order in orders] if ids else []
@@ -94,7 +93,7 @@ class Complete:
         weight_gradient: float | Sequence[float],
         link: LinkTimes = 0,
     ) -> Sweep:
-        """Run all actions; PlanError where they do not end."""
+        """Run all actions; PlanError if they do not end."""
         durations = _durations(self.ids, forward, backward, weight_gradient)
         sweep = Sweep(self.ids, self.orders, self.rows, durations, _link_time(link))
         if not sweep.to_the_end():
@@ -102,23 +101,23 @@ class Complete:
         return sweep
 
     def check_messages(self) -> None:
-        """Raise PlanError where ranks do not issue their messages in one order."""
+        """Raise PlanError if ranks do not issue their messages in one order."""
         if not have_one_order(self.ids, self.rows):
             raise _refusal(self.orders, self.links, lambda: find_crossed(self.orders))
 
 
 def find_ids(orders: Sequence[Sequence[Action]], links: Sequence[Link]) -> ActionIds | None:
-    """Number what `orders` must have to serve `links`; None where stages or microbatches have no such ids."""
+    """Number the actions needed to serve `links`; None if stages or microbatches have no such ids."""
     ranks = ranks_of_stages(orders)
     stages_of_rank = {ranks.count(rank) for rank in range(len(orders))}
-    # Every stage has a rank, and every rank as many stages.
+    # Every stage has a rank, and all ranks have equally many stages.
     if not ranks or -1 in ranks or len(stages_of_rank) > 1:
         return None
     if any(target >= len(ranks) for _, target, _ in links):
         return None
     if min(min(map(MICROBATCH, order)) for order in orders) < -1:
         return None
-    # Rank 0 stands for all: a rank with other kinds does not do all that it must.
+    # Rank 0 stands for all: a rank with other kinds is incomplete.
     kinds = set(map(KIND, orders[0]))
     return ActionIds(
         Wiring(links, ranks),
@@ -130,7 +129,7 @@ def find_ids(orders: Sequence[Sequence[Action]], links: Sequence[Link]) -> Actio
 
 
 def is_complete(ids: ActionIds, rows: Sequence[Sequence[int]]) -> bool:
-    """Tell whether every rank does all that it must, once, and nothing else."""
+    """Tell whether every rank runs exactly its actions, each once."""
     for rank, row in enumerate(rows):
         expected = ids.expected(rank)
         if len(row) != len(expected) or set(row) != expected:
@@ -139,10 +138,10 @@ def is_complete(ids: ActionIds, rows: Sequence[Sequence[int]]) -> bool:
 
 
 def have_one_order(ids: ActionIds, rows: Sequence[Sequence[int]]) -> bool:
-    """Tell whether all messages move if every rank ends each of its transfers before it begins the next."""
+    """Tell whether all messages move if every rank completes each transfer before it starts the next."""
     queues = _messages(ids, rows)
     at = [0] * len(queues)
-    # Message -> the rank that stands at it, and waits for its peer.
+    # Message -> the rank that has reached it and waits for its peer.
     here: dict[int, int] = {}
     runnable = list(range(len(queues)))
     while runnable:
@@ -150,7 +149,7 @@ def have_one_order(ids: ActionIds, rows: Sequence[Sequence[int]]) -> bool:
         queue, place = queues[rank], at[rank]
         while place < len(queue):
             message = queue[place]
-            # The first of the two ranks waits there; the second takes both past it.
+            # The first of the two ranks waits; the second advances both.
             if message not in here:
                 here[message] = rank
                 break
@@ -163,10 +162,7 @@ def have_one_order(ids: ActionIds, rows: Sequence[Sequence[int]]) -> bool:
 
 
 def _messages(ids: ActionIds, rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return, per rank, the ids of the messages that it sends or receives, in its order.
-
-    A message has its RECV's id.
-    """
+    """Return, per rank, the ids of its messages in order. A message has the id of its RECV."""
     width = ids.width
     to_message: list[int | None] = [None] * len(ids.rows)
     for index, row in enumerate(ids.rows):
@@ -200,7 +196,7 @@ def _durations(
 def _per_stage(duration: float | Sequence[float], num_stages: int) -> list[float]:
     values = [duration] * num_stages if isinstance(duration, Real) else list(duration)  # type: ignore[list-item, arg-type]
     if len(values) != num_stages or not all(value > 0 for value in values):  # type: ignore[operator]
-        raise ValueError(f"durations {values}: one positive number for each of {num_stages} stages is needed")
+        raise ValueError(f"durations {values}: must be positive, one for each of {num_stages} stages")
     return values  # type: ignore[return-value]
 
 
@@ -215,7 +211,7 @@ def _link_time(link: LinkTimes) -> Callable[[int, int], float]:
         else:
             time = link
         if not time >= 0:
-            raise ValueError(f"link time {time} from stage {sender} to stage {receiver}: no time is negative")
+            raise ValueError(f"link time {time} from stage {sender} to stage {receiver} is negative")
         return time
 
     return time_of
@@ -224,19 +220,17 @@ def _link_time(link: LinkTimes) -> Callable[[int, int], float]:
 def _refusal(
     orders: Sequence[Sequence[Action]], links: Sequence[Link], stuck: Callable[[], str] | None = None
 ) -> Exception:
-    """Make the error for orders that are incomplete, or that got stuck: their faults, else what `stuck`
-    says.
-    """
+    """Return the error for orders that are incomplete or stuck: their faults, else the text in `stuck`."""
     faults = find_faults(orders, links)
     if not faults and stuck is None:
         return InternalError(
-            "schedule", f"the orders do not fit their {len(links)} links, and no fault is found"
+            "schedule", f"the orders do not fit their {len(links)} links, for an unknown reason"
         )
     if not faults and stuck is not None:
         faults = [stuck()]
     more = [f"and {len(faults) - MAX_FAULTS} more"] if len(faults) > MAX_FAULTS else []
     fact = "; ".join(faults[:MAX_FAULTS] + more)
-    remedy = "correct these entries (SEND, RECV and REDUCE may be left out), or take one of "
+    remedy = "correct these entries (SEND, RECV and REDUCE may be left out), or use one of "
     remedy += ", ".join(SCHEDULES)
     return PlanError("schedule", fact, remedy)
 

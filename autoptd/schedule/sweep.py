@@ -1,10 +1,9 @@
-"""One pass over all actions of a schedule, each rank advancing until it waits: when everything starts and
-ends.
+"""One pass over all actions of a schedule: each rank advances until it waits, and gets start and end times.
 
 In: the ids of the actions (action_ids.py), which are complete and have one order per channel, and durations.
-Out: start and end of every computation, or, if they do not end, who waits for whom. Work is linear in the
-number of actions; the order in which the ranks get their turns changes nothing, as what an action waits for
-does not depend on it.
+Out: start and end of every computation or, if they do not end, the ranks that wait for each other. Work is
+linear in the number of actions. The result does not depend on the order in which ranks take turns, as
+dependencies do not.
 
     sweep = Sweep(ids, orders, [ids.of(order) for order in orders], durations, lambda sender, receiver: 0)
     sweep.to_the_end()   # sweep.starts[rank], sweep.ends[rank]
@@ -20,14 +19,14 @@ from autoptd.schedule.action_ids import ActionIds, Row
 from autoptd.schedule.wiring import partner
 
 COMPUTE, SEND, RECEIVE, REDUCE = range(4)
-# (distance to the id of what is needed, time that it travels)
+# (distance to the needed id, travel time)
 Need = tuple[int, float]
-# Of a row of actions: (what, duration, needs, number of the channel)
+# Of a row of actions: (kind, duration, needs, channel number)
 Plan = tuple[int, float, list[Need], int]
 
 
 class Sweep:
-    """A run in progress: each rank's clock and place, and what has happened so far."""
+    """A run in progress: each rank's clock and position, and the events so far."""
 
     def __init__(
         self,
@@ -46,7 +45,7 @@ class Sweep:
         # Per rank, the index of its next action.
         self.at = [0 for _ in ranks]
         self.clock: list[float] = [0 for _ in ranks]
-        # The id that a rank waits for, -1 for none.
+        # The id that a rank waits for, or -1.
         self.blocked = [-1 for _ in ranks]
         self.runnable = deque(ranks)
         # Id -> ranks that wait for it.
@@ -59,17 +58,17 @@ class Sweep:
         # (from rank, to rank) -> number of the channel.
         self.channels: dict[tuple[int, int], int] = {}
         self.plans = [self._plan(row, needs) for row, needs in zip(ids.rows, ids.needs, strict=True)]
-        # When the last message of a channel has moved.
+        # When the last message of a channel moved.
         self.free: list[float] = [0] * len(self.channels)
 
     def _plan(self, row: Row, needs: Sequence[tuple[int, int]]) -> Plan:
-        """Return what the sweep has to know of the actions of a row."""
+        """Return the facts that the sweep needs about a row of actions."""
         kind, stage, peer = row
         ranks, distance = self.ids.wiring.ranks, self.ids.distance
         if kind in COMPUTES:
             timed = []
             for step, source in needs:
-                # A value that is not sent by an action of its own travels by itself from another rank.
+                # A value without a send action moves from the other rank by itself.
                 is_remote = source >= 0 and ranks[source] != ranks[stage]
                 timed.append((step, self.link_time(source, stage) if is_remote else 0))
             return COMPUTE, self.durations[kind][stage], timed, -1
@@ -84,14 +83,14 @@ class Sweep:
         return REDUCE, 0, [], -1
 
     def to_the_end(self) -> bool:
-        """Advance ranks until all are done, or no more can; tell which."""
+        """Advance ranks until all are done (True) or stuck (False)."""
         while self.runnable:
             if not self._advance(self.runnable.popleft()):
                 return False
         return all(number < 0 for number in self.blocked)
 
     def _advance(self, rank: int) -> bool:
-        """Run `rank` until it is done or waits; False where an action stands before one that it needs."""
+        """Run `rank` until it is done or waits; False if an action comes before one that it needs."""
         row, width, plans = self.rows[rank], self.ids.width, self.plans
         done, half, free, waiting = self.done, self.half, self.free, self.waiting
         starts, ends, clock = self.starts[rank], self.ends[rank], self.clock[rank]
@@ -118,15 +117,15 @@ class Sweep:
                 if what == SEND:
                     if done[number + needs[0][0]] is None:
                         return False
-                    # A message is known by the id of its RECV.
+                    # A message has the id of its RECV.
                     number += needs[1][0]
                 issued = half[number]
-                # The first of the two sides: nothing has moved yet, and neither a SEND nor a RECV waits.
+                # The first side is issued: nothing has moved yet, and neither SEND nor RECV waits.
                 if issued is None:
                     half[number] = clock
                     continue
-                # The other side waits for this one. All earlier messages of the channel are matched, as both
-                # sides issue in one order (`have_one_order`): this one moves when they have.
+                # The second side is issued. All earlier messages of the channel are matched, as both sides
+                # issue in one order (`have_one_order`), so this one moves as soon as those have.
                 begin = clock if clock > issued else issued
                 if free[channel] > begin:
                     begin = free[channel]
@@ -146,14 +145,14 @@ class Sweep:
             self.runnable.append(rank)
 
     def _is_reduced_last(self, number: int) -> bool:
-        """Tell whether a stage that is reduced has done all its B and W."""
+        """Tell whether the stage has run all its B and W when it is reduced."""
         width, rows = self.ids.width, self.ids.row_of
         stage = self.ids.rows[number // width][1]
         firsts = [rows[kind, stage, -1] * width + 1 for kind in (Kind.B, Kind.W) if (kind, stage, -1) in rows]
         return all(None not in self.done[first : first + width - 1] for first in firsts)
 
     def deadlock(self) -> str:
-        """Say where every blocked rank waits, for what and whom, and show one circle."""
+        """Describe where every blocked rank waits and for which rank, and one cycle."""
         owner: dict[int, int] = {}
         lines = []
         for rank, number in enumerate(self.blocked):
@@ -164,8 +163,8 @@ class Sweep:
                 where = self.orders[rank][self.at[rank]]
                 lines.append(f"rank {rank} waits in {where} for {what} of rank {owner[rank]}")
         path = [min(owner)]
-        # Whoever a blocked rank waits for is blocked too, as all others are done.
+        # The rank that a blocked rank waits for is blocked too, as all others are done.
         while path[-1] not in path[:-1]:
             path.append(owner[path[-1]])
         circle = path[path.index(path[-1]) :]
-        return f"deadlock: {'; '.join(lines)}; the circle is rank {' -> '.join(map(str, circle))}"
+        return f"deadlock: {'; '.join(lines)}; cycle of ranks: {' -> '.join(map(str, circle))}"

@@ -1,18 +1,17 @@
-"""What each pipeline rank sends and receives, added to an order of forwards and backwards.
+"""Add sends, receives and REDUCE to orders of forwards and backwards.
 
 In: orders of F, B and W, and the links between stages (wiring.py). Out: the same with transfers, and a REDUCE
-of every stage.
+for every stage.
 
 Terms. A *channel* is the directed pair of pipeline ranks that a message travels on; it delivers in order and
-knows no tags. A RECV *posts* a receive and does not wait: the F or B that needs the message waits. A SEND
-never waits.
+has no tags. A RECV *posts* a receive and does not wait: the F or B that needs the message waits. A SEND never
+waits.
 
-All ranks issue their messages in **one order**, that in which a simulation makes them: a rank would get
-through its step even if each of its sends and receives ended before the next began. NCCL asks for that:
-kernels of all communicators of a device may be launched, and wait for room on it, in the order in which they
-were issued. It costs no time: a receive is posted before the computation during which its message is made,
-and after those that end earlier. Where a message is made long before its turn (looped_bfs), it waits on the
-receiver's side, where it is an input that the backward keeps anyway.
+All ranks issue their messages in **one order**, that of a simulation, so that a rank would get through its
+step even if each send and receive ended before the next began. NCCL needs this: kernels of all communicators
+on a device may be launched, and wait for room on it, in issue order. It costs no time: a receive is posted
+before the computation during which its message is made, and after those that end earlier. A message that is
+made long before its turn (looped_bfs) waits on the receiver, as an input that the backward keeps anyway.
 
     add_transfers(one_f_one_b(p=2, m=1), links=[(0, 1, True)])
     # rank 0: F0.0 SEND_F0.0>1 RECV_B0.0<1 B0.0 REDUCE0
@@ -30,16 +29,15 @@ from autoptd.ir.actions import COMPUTES, SENDS, Action, Kind, Orders, ranks_of_s
 from autoptd.schedule.simulate import simulate
 from autoptd.schedule.wiring import Link, Wiring, partner
 
-# Kinds of actions that a stage's REDUCE stands behind.
+# Kinds of actions that come before their stage's REDUCE.
 GRADIENTS = (Kind.B, Kind.W, Kind.SEND_B)
 
 
 def add_transfers(orders: Sequence[Sequence[Action]], links: Sequence[Link]) -> Orders:
-    """Return the orders with every transfer that `links` ask for, and with the REDUCE of every stage, if
-    there is none yet.
+    """Return the orders with all transfers for `links`, and with a REDUCE for every stage if they have none.
 
     Sends follow the computation that makes their value. Links within a rank need no transfer. PlanError for
-    computations that are not complete or do not end.
+    computations that are incomplete or do not end.
     """
     wiring = Wiring(links, ranks_of_stages(orders))
     computes = [list(filter(_is_compute, order)) for order in orders]
@@ -54,7 +52,7 @@ def add_transfers(orders: Sequence[Sequence[Action]], links: Sequence[Link]) -> 
         for kind, peer in sends[action.kind, action.stage]:
             send = Action(kind, action.stage, action.microbatch, peer)
             woven[rank].append(send)
-            # Both ends at once: so the messages of every rank come in the one order of the simulation.
+            # Both ends at once, so that all ranks follow the one order of the simulation.
             woven[wiring.ranks[peer]].append(partner(send))
     if not has_reduces(orders):
         return add_reduces(woven)
@@ -68,8 +66,8 @@ def _is_compute(action: Action) -> bool:
 def _as_they_end(computes: Orders, links: Sequence[Link]) -> list[tuple[int, Action]]:
     """Return all computations with their ranks, in the order in which they end.
 
-    Of those that end together a sender is before its receiver (forwards by ascending stage, backwards by
-    descending): so the receive is posted ahead of what the receiver computes at that time.
+    Among those that end together, a sender comes before its receiver (forwards by ascending stage, backwards
+    by descending), so that the receive is posted ahead of the receiver's computation at that time.
     """
     ends = simulate(computes, links=links).ends
     found = []
@@ -83,12 +81,12 @@ def _as_they_end(computes: Orders, links: Sequence[Link]) -> list[tuple[int, Act
 
 
 def has_reduces(orders: Sequence[Sequence[Action]]) -> bool:
-    """Tell whether the orders say when a stage is reduced."""
+    """Tell whether the orders contain REDUCE."""
     return any(action.kind is Kind.REDUCE for order in orders for action in order)
 
 
 def add_reduces(orders: Sequence[Sequence[Action]]) -> Orders:
-    """Return the orders with the REDUCE of every stage behind its last B, W and SEND_B."""
+    """Return the orders with a REDUCE after the last B, W and SEND_B of every stage."""
     reduced: Orders = []
     for order in orders:
         last = {action.stage: index for index, action in enumerate(order) if action.kind in GRADIENTS}
@@ -102,9 +100,7 @@ def add_reduces(orders: Sequence[Sequence[Action]]) -> Orders:
 
 
 def _keep_reduces(order: list[Action], given: Sequence[Action]) -> list[Action]:
-    """Put every REDUCE of `given` into `order`, behind the computation that it stands behind, and its
-    sends.
-    """
+    """Put every REDUCE of `given` into `order`, after the computation that it follows there and its sends."""
     behind: dict[Action | None, list[Action]] = defaultdict(list)
     latest = None
     for action in given:
@@ -113,7 +109,7 @@ def _keep_reduces(order: list[Action], given: Sequence[Action]) -> list[Action]:
         latest = action if action.kind in COMPUTES else latest
     kept, latest = behind[None], None
     for action in order:
-        # Sends of a computation stand between it and its REDUCE.
+        # Sends of a computation come between it and its REDUCE.
         if action.kind not in SENDS:
             kept += behind.pop(latest, ())
         kept.append(action)

@@ -1,8 +1,7 @@
-"""Where the weight gradients run that a backward leaves for later: a W for every B of an order.
+"""Split backwards: place a W (weight gradients) for every B of an order.
 
-In: orders of F and B. Out: the same with W actions. The backward of a stage is then B, which gives what
-earlier stages wait for, and W, which nobody waits for but the stage's REDUCE (Qi et al. 2023, "Zero Bubble
-Pipeline Parallelism").
+In: orders of F and B. Out: the same with W actions. A backward is then B, which computes what earlier stages
+wait for, and W, which only the stage's REDUCE waits for (Qi et al. 2023, "Zero Bubble Pipeline Parallelism").
 
     delay_weight_gradients(gpipe(p=1, m=2), "after_b")        # F0.0 F0.1 B0.0 W0.0 B0.1 W0.1
     delay_weight_gradients(gpipe(p=1, m=2), "before_reduce")  # F0.0 F0.1 B0.0 B0.1 W0.0 W0.1
@@ -17,13 +16,13 @@ from autoptd.options import DELAYS
 
 
 def delay_weight_gradients(orders: Sequence[Sequence[Action]], delay: str) -> Orders:
-    """Return `orders` with a W for every B: right behind it, or all of a stage's behind its last B
+    """Return `orders` with a W for every B: right after it ("after_b"), or all of a stage's after its last B
     ("before_reduce").
 
-    Waiting for the last B keeps the inputs and output gradients of every GEMM alive for all microbatches.
+    The latter keeps the inputs and output gradients of every GEMM alive for all microbatches.
     """
     if delay not in DELAYS:
-        raise ValueError(f"delay {delay!r}: one of {', '.join(DELAYS)} is needed")
+        raise ValueError(f"delay {delay!r}: must be one of {', '.join(DELAYS)}")
     return [_delay(order, delay == "after_b") for order in orders]
 
 

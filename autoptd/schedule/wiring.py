@@ -1,11 +1,11 @@
-"""Which stages tell each other what: the links of a pipeline, looked up by stage, and the two ends of a
-message.
+"""The links of a pipeline, looked up by stage, and the two ends of a message.
 
-In: the links between stages, and which pipeline rank has which stage. Out: what a computation waits for, and
-what is sent after it.
+In: the links between stages, and the pipeline rank of each stage. Out: the dependencies of a computation, and
+the sends that follow it.
 
-Terms. A *link* (source, target, has_grad) says that stage `target` reads values of the earlier stage `source`
-(not always its neighbour), and that gradients flow back. One message carries all of that for one microbatch.
+Terms. A *link* (source, target, has_grad) means that stage `target` reads values of the earlier stage
+`source` (not always its neighbour), and whether gradients flow back. One message carries all of that for one
+microbatch.
 
     Wiring([(0, 1, True)], ranks=(0, 1)).needs(parse("F1.0"))   # [RECV_F1.0<0]
 """
@@ -36,7 +36,7 @@ def partner(transfer: Action) -> Action:
 class Wiring:
     """The links, looked up by stage; `ranks` is the pipeline rank of every stage.
 
-    Links that are named twice are one (with gradient if one of them has it).
+    Duplicate links are merged (with gradient if one of them has it).
     """
 
     def __init__(self, links: Sequence[Link], ranks: Sequence[int]) -> None:
@@ -52,7 +52,7 @@ class Wiring:
         for source, target in sorted({(source, target) for source, target, _ in links}):
             if not 0 <= source < target:
                 site = f"link from stage {source} to stage {target}"
-                raise InternalError(site, "values flow to later stages only")
+                raise InternalError(site, "values must flow to later stages")
             self.sources[target].append(source)
             self.targets[source].append(target)
         for source, target in sorted({(source, target) for source, target, has_grad in links if has_grad}):
@@ -60,7 +60,7 @@ class Wiring:
             self.grad_targets[source].append(target)
 
     def sends_after(self, action: Action) -> list[Action]:
-        """Return the sends of what the computation `action` made; a W makes nothing that others need."""
+        """Return the sends of the results of a computation; a W has none."""
         if action.kind is Kind.W:
             return []
         if action.kind is Kind.F:
@@ -75,7 +75,7 @@ class Wiring:
         return self.ranks[stage] == self.ranks[other]
 
     def needs(self, action: Action) -> list[Action]:
-        """Return what the computation `action` waits for: receives, or computations of the same rank."""
+        """Return the dependencies of a computation: receives, or computations on the same rank."""
         if action.kind is Kind.W:
             return [Action(Kind.B, action.stage, action.microbatch)]
         forward = action.kind is Kind.F

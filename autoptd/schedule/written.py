@@ -1,11 +1,11 @@
-"""A user's own schedule: read from a text file, checked, and compared with what was asked for.
+"""Read a user's schedule from a text file, check it, and compare it with the request.
 
-In: the text, one line per pipeline rank, as `ir/actions.py` writes it; empty lines and lines that start with
-# say nothing. Out: its orders. Sends, receives and REDUCE may be left out: they are added once it is known
-what crosses between the stages. How many pipeline ranks, chunks and microbatches there are, and which rank
-has which stage, is read from the actions.
+In: the text, one line per pipeline rank, in the format of `ir/actions.py`; empty lines and lines that start
+with # are ignored. Out: its orders. Sends, receives and REDUCE may be left out: they are added once the
+values that cross stages are known. The numbers of pipeline ranks, chunks and microbatches, and the rank of
+each stage, are read from the actions.
 
-    # two ranks, two microbatches: what the built-in "1f1b" does
+    # two ranks, two microbatches: the built-in "1f1b"
     F0.0 F0.1 B0.0 B0.1
     F1.0 B1.0 F1.1 B1.1
 """
@@ -22,14 +22,14 @@ from autoptd.schedule.simulate import simulate
 def read_schedule(path: Path, p: int, v: int, m: int | None) -> Orders:
     """Return the orders in the file.
 
-    PlanError unless they run to their end, on p ranks with v chunks and (if given) m each.
+    PlanError unless they run to their end, on p ranks with v chunks and (if given) m microbatches.
     """
     site = f"schedule={str(path)!r}"
     try:
         orders = parse_orders(path.read_text())
     except OSError as error:
         fact = f"cannot be read: {error.strerror}"
-        raise PlanError(site, fact, "the path of a text file with a line per pipeline rank") from error
+        raise PlanError(site, fact, "pass a text file with one line per pipeline rank") from error
     except ValueError as error:
         remedy = "F2.1, B2.1, W2.1 (stage 2, microbatch 1), SEND_F2.1>3, RECV_F3.1<2, SEND_B3.1>2, RECV_B2.1<3, REDUCE2"
         raise PlanError(site, str(error), remedy) from error
@@ -47,7 +47,9 @@ def read_schedule(path: Path, p: int, v: int, m: int | None) -> Orders:
     if wrong:
         has = ", ".join(f"{name}={found[name]}" for name in wrong)
         wants = ", ".join(f"{name}={wanted[name]}" for name in wrong)
-        raise PlanError(site, f"is for {has}; asked for was {wants}", f"ask for {has}, or change the file")
+        raise PlanError(
+            site, f"is for {has}, but the request has {wants}", f"request {has}, or change the file"
+        )
     return orders
 
 

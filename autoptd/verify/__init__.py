@@ -1,1 +1,1 @@
-"""Whether a partitioned model trains as the one device would: `autoptd.verify`."""
+"""Check that a partitioned model trains like the unpartitioned one: `autoptd.verify`."""

@@ -1,7 +1,8 @@
-"""The loss of the unmodified model where a part of it is meant for every microbatch (`autoptd.per_microbatch`).
+"""The loss of the unmodified model where part of it is meant per microbatch (`autoptd.per_microbatch`).
 
-In: the model, and the program that divides its batch. Out: the loss of one device. It runs on the rows of every microbatch, for
-what is marked there, then on the whole batch, with the means of these in their places. Without marks it runs once.
+In: the model, and the program that divides its batch. Out: the loss on one device. The model runs on the rows
+of every microbatch to collect the marked values, then on the whole batch with their means in place. Without
+marks it runs once.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def loss_by_microbatch(loss: Loss, program: Program, args: tuple[Any, ...], kwar
     if not any(op_name(node) == MARK for node in ops(program.graphs["TRACED"])):
         return loss(*args, **kwargs)
     if program.dropouts:
-        fact = "what is marked by per_microbatch is computed once more by row, and would draw other masks"
-        raise PlanError("verify", fact, "dropout of p=0")
+        fact = "values marked by per_microbatch are computed again per row, with other dropout masks"
+        raise PlanError("verify", fact, "set dropout to p=0")
     pieces = program.num_microbatches * program.mesh.replicas
     rounds = [_marked(loss, program, args, kwargs, number, pieces) for number in range(pieces)]
     means = [torch.stack(values).mean(0) for values in zip(*rounds, strict=True)]
@@ -41,7 +42,7 @@ def loss_by_microbatch(loss: Loss, program: Program, args: tuple[Any, ...], kwar
 def _marked(
     loss: Loss, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, pieces: int
 ) -> list[Tensor]:
-    """Return what is marked in the loss of one microbatch, in order."""
+    """Return the marked values in the loss of one microbatch, in order."""
     leaves, tree = tree_flatten((args, kwargs))
     for spec in program.inputs:
         if spec.batched:

@@ -1,6 +1,7 @@
-"""Leave a model as it was found: its values, and what a forward keeps on its modules.
+"""Restore a model after training or running it: its values, and the state that a forward leaves on its
+modules.
 
-In: a model. Out: the same one, after anything that trains it or runs it.
+In: a model. Out: the same one, unchanged afterwards.
 
     with put_back(model):
         loss = model(ids, labels)

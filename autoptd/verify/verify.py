@@ -1,20 +1,20 @@
-"""Prove that a partitioned model computes what the model computes: loss, gradients, updated parameters.
+"""Prove that a partitioned model computes the same loss, gradients and updated parameters as the model.
 
     report = autoptd.verify(model, t=2, p=2, d=2, example_inputs=(ids, targets))
     print(report)           # largest difference of losses, gradients and parameters, by name
 
-Both programs run in float64 for some optimizer steps, the partitioned one with its ranks as threads, and with
-the plan that the model has in its own dtype. Every step has new data (fresh.py). In the middle, the
-partitioned model is saved and loaded into a new one, optimizer included; at the end it evaluates. What a copy
-in float64 cannot show is looked for on the model itself, which makes one step and is put back (untouched.py):
-its first two losses are those of the copy, and of the partitioned model in the model's own dtype, up to that
-dtype's rounding.
+Both run in float64 for some optimizer steps, the partitioned one with ranks as threads, and with the plan
+that the model has in its own dtype. Every step has new data (fresh.py). Halfway, the partitioned model is
+saved and loaded into a new one, optimizer included; at the end it is evaluated. Faults that a float64 copy
+would hide are looked for on the model itself, which trains one step and is restored (untouched.py): its first
+two losses must equal those of the copy, and of the partitioned model in the model's dtype, up to that dtype's
+rounding.
 
 Differences are measured as max|x - ref| / max(max|ref|, 1e-3 * largest gradient, or the learning rate for
 parameters): a gradient that is mathematically zero (a key bias) is noise and must not be divided by itself.
 Casts to float32 inside the model (Hugging Face's norms and losses) would hide errors under 1e-7, so they are
-widened to float64 in both programs, and the widened reference is held against the untouched model at 1e-6.
-Where the model drops out, the reference draws the same masks, of the whole batch.
+widened to float64 in both programs, and the widened reference is compared with the untouched model at 1e-6.
+If the model uses dropout, the reference draws the same masks, for the whole batch.
 """
 
 from __future__ import annotations
@@ -53,21 +53,23 @@ from autoptd.verify.widening import check_widening, kernels_of, masks_of, relati
 from autoptd.wings.planner.auto import planned
 
 TOLERANCE = 1e-9
-# Gradients below this share of the largest one are compared with that, not with themselves.
+# Smaller gradients, relative to the largest one, are compared with it instead of themselves.
 NOISE = 1e-3
-# The learning rate of the model's own step: large enough to stand out from the rounding of its dtype.
+# The learning rate of the model's own step: large enough to exceed the rounding of its dtype.
 FIRST_LR = 1e-2
-# An overflow here is the model's own; gradients that are rounded to zero are noise to both (see `Setting`).
+# With this scale, an overflow is the model's own; gradients that round to zero are noise on both sides (see
+# `Setting`).
 FIXED_SCALE = 1.0
-# Checks besides training in float64; most tests leave them out.
+# Checks besides training in float64; most tests skip them.
 CHECKS = ("own dtype", "reload", "evaluation")
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The relative difference of one tensor after one step, and how large it may be.
+    """The relative difference of one tensor after one step, and its tolerance.
 
-    `what` is "loss", "gradient", "parameter" or "evaluation", or "own dtype": a loss of the model as it is.
+    `what` is "loss", "gradient", "parameter" or "evaluation", or "own dtype": a loss of the unconverted
+    model.
     """
 
     what: str
@@ -78,13 +80,13 @@ class Difference:
 
     @property
     def passed(self) -> bool:
-        # Written so that NaN does not pass.
+        # Written so that NaN fails.
         return self.size <= self.allowed
 
 
 @dataclass(frozen=True)
 class Report:
-    """All differences, the largest one that passes, and what was done or could not be done besides."""
+    """All differences, the largest one that passes, and notes on further checks."""
 
     differences: tuple[Difference, ...]
     tolerance: float
@@ -107,7 +109,7 @@ class Report:
         lines = [f"{self.mesh}: {verdict} over {steps} step{'s'[: steps > 1]}"]
         for kind in kinds:
             worst = self.worst(kind)
-            allowed = f" ({worst.allowed:.1g} is allowed)" if worst.allowed != self.tolerance else ""
+            allowed = f" (tolerance {worst.allowed:.1g})" if worst.allowed != self.tolerance else ""
             where = f"at {worst.name}, step {worst.step}{allowed}"
             lines.append(f"  {kind:10}  largest difference {worst.size:.1e}  {where}")
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
@@ -124,19 +126,18 @@ def verify(
 ) -> Report:
     """Run `model` and its partitioned form side by side; raise InternalError with the report if they differ.
 
-    `example_inputs` is a global batch. Steps are made with the first ones of `batches`, each like
-    `example_inputs`; without it, with the example, then with others in which its tokens, labels and rows
-    change places. Keywords are those of `parallelize`. The model itself is not changed: it makes one step,
-    and is put back. Where it cannot be evaluated, the report says why. Raises PlanError when the model has no
-    weights (meta) or trains no parameter, and TraceError when its copy in float64 trains otherwise (weights
-    tied by storage).
+    `example_inputs` is a global batch. Steps use the first ones of `batches`, each like `example_inputs`;
+    without it, the example, then variations of it with its tokens, labels and rows permuted. Keywords are
+    those of `parallelize`. The model itself is not changed: it trains one step, and is restored. If it cannot
+    be evaluated, the report says why. Raises PlanError if the model has no weights (meta) or trains no
+    parameter, and TraceError if its float64 copy trains differently (weights tied by storage).
     """
     options = make_options(**{**planned(model, example_inputs, keywords), "backend": "local"})
     call = split_call(example_inputs)
     check_module(model)
     check_precision(model, options.precision)
     if any(p.is_meta for p in model.parameters()):
-        remedy = "build it on a real device, or in `with autoptd.deferred():`"
+        remedy = "build it on a real device, or inside `with autoptd.deferred():`"
         raise PlanError("verify", "the model is on meta: there are no weights to compare", remedy)
     model = materialize(model)
     own = None
@@ -154,7 +155,7 @@ def verify(
     eps = max(1e-8, NOISE * check_widening(wide_model, program, options, *wide_calls[0]))
     setting = Setting(wide_options, lr, eps)
     large = replace(setting, lr=max(lr, FIRST_LR))
-    with activity("first steps of the model and of its copy in float64"):
+    with activity("first steps of the model and its float64 copy"):
         losses = first_losses(model, program, large, calls)
         with Widen():
             exact = first_losses(wide_model, program, large, wide_calls)
@@ -163,7 +164,7 @@ def verify(
     if own is not None:
         with kernels_of(own), activity(f"first steps of {program.mesh.size} ranks in the model's own dtype"):
             narrow = replace(large, options=with_fixed_scale(options))
-            # The model as `precision` computes it; as it is, these are the losses from above.
+            # The model as `precision` computes it; without `precision`, these are the losses from above.
             wanted = losses
             if options.precision:
                 with computing_in(model, options.precision, own.cast_buffers):
@@ -178,7 +179,9 @@ def verify(
 
 
 def with_fixed_scale(options: Options) -> Options:
-    """Return a request whose first steps are not skipped: a dynamic loss scale begins by finding its place."""
+    """Return a request with a fixed loss scale, whose first steps are not skipped: a dynamic scale first
+    searches for its value.
+    """
     if not options.is_fp16 or options.loss_scale is not None:
         return options
     usual = {name: getattr(Options, name) for name in LOSS_SCALE}
@@ -186,22 +189,22 @@ def with_fixed_scale(options: Options) -> Options:
 
 
 def _rounding(model: nn.Module, options: Options) -> float:
-    """Return how far a loss of the ranks may be off one in float64 by the dtypes in which they compute and add up."""
+    """Return how far a loss of the ranks may differ from float64, given their compute and reduction dtypes."""
     rounding = rounding_of(model)
     if options.precision:
         rounding = ROUNDING[getattr(torch, PRECISIONS[options.precision])]
     if options.reduce_dtype != "fp32":
-        # Gradients are rounded on their way, which no single device does: from the first update on it shows.
+        # Gradients are rounded in transit, which no single device does: it shows after the first update.
         rounding = max(rounding, ROUNDING[getattr(torch, PRECISIONS[options.reduce_dtype])])
     return rounding
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How both are trained, with AdamW.
+    """The training setup of both sides, with AdamW.
 
-    It divides a gradient by its own size plus `eps`. With torch's 1e-8, a gradient that is zero but for
-    rounding moves a weight by as much as a true one, and the rounding shows.
+    AdamW divides a gradient by its own size plus `eps`. With torch's 1e-8, a gradient that is zero up to
+    rounding would move a weight as much as a real one, and the rounding would show.
     """
 
     options: Options
@@ -213,7 +216,7 @@ class Setting:
 
 
 def checks_own_dtype(model: nn.Module) -> bool:
-    """Tell whether the model is compiled as it is, besides in float64."""
+    """Tell whether the model is also compiled in its own dtype, besides float64."""
     return "own dtype" in CHECKS and any(p.dtype != torch.float64 for p in model.parameters())
 
 
@@ -228,17 +231,17 @@ def compare_program(model: nn.Module, program: Program, setting: Setting, calls:
     notes: list[str] = []
     try:
         for step, (args, kwargs) in enumerate(calls):
-            # In the middle, so that both loading and training on are compared.
+            # Halfway, so that both the loading and the training after it are compared.
             if step and step == len(calls) // 2 and "reload" in CHECKS:
                 ours = ours.saved_and_loaded(model)
-                notes.append(f"saved, and loaded into a new one, before step {step}")
+                notes.append(f"saved, and loaded into a new model, before step {step}")
             with activity(f"step {step + 1} of {len(calls)} of the model"):
                 loss = loss_of(reference, program, setting, calls[step], step)
                 loss.backward()
             with activity(f"step {step + 1} of {len(calls)} of {program.mesh.size} ranks"):
                 our_loss = ours.pm.step(*args, **kwargs)
             found.append(Difference("loss", "loss", step, relative_difference(our_loss, loss.detach(), 0.0)))
-            # Before the optimizers step: `zero_grad` takes the gradients away.
+            # Before the optimizers step, as `zero_grad` removes the gradients.
             found += _gradient_differences(ours.pm, reference, step)
             for each in (optimizer, ours.optimizer):
                 each.step()
@@ -249,7 +252,7 @@ def compare_program(model: nn.Module, program: Program, setting: Setting, calls:
     except RuntimeFault as error:
         if all(difference.passed for difference in found):
             raise
-        # Something differed before, and a guard of the runtime noticed it.
+        # An earlier difference, noticed by a guard of the runtime.
         notes.append(f"ended: {error}")
     finally:
         ours.pm.close()
@@ -275,7 +278,7 @@ class Trained:
         self.optimizer = self.pm.optimizer(torch.optim.AdamW, lr=setting.lr, eps=setting.eps)
 
     def saved_and_loaded(self, model: nn.Module) -> Trained:
-        """Return a new one with the state of this, which ends, by way of a file as a user writes it."""
+        """Save this model to a file, close it, and return a new one loaded from that file, as a user would."""
         file = io.BytesIO()
         torch.save({"model": self.pm.state_dict(), "optimizer": self.optimizer.state_dict()}, file)
         file.seek(0)
@@ -289,7 +292,7 @@ class Trained:
 
 
 def loss_of(model: nn.Module, program: Program, setting: Setting, call: Call, step: int) -> torch.Tensor:
-    """Compute the loss of the unmodified model in float64, with the masks of this step (from 0 on)."""
+    """Compute the loss of the unmodified model in float64, with the dropout masks of this step (from 0 on)."""
     with Widen(), masks_of(program, step + 1):
         return loss_by_microbatch(WithLoss(model, setting.options.loss_fn), program, *call)
 
@@ -297,7 +300,7 @@ def loss_of(model: nn.Module, program: Program, setting: Setting, call: Call, st
 def compare_evaluation(
     pm: ParallelModel, reference: nn.Module, setting: Setting, calls: list[Call], notes: list[str]
 ) -> list[Difference]:
-    """Evaluate both on the last batch; where that is refused, `notes` gets the reason."""
+    """Evaluate both on the last batch; if that is refused, add the reason to `notes`."""
     args, kwargs = calls[-1]
     try:
         ours = pm.eval_step(*args, **kwargs)
@@ -318,7 +321,7 @@ def compare_first_losses(
     wanted: list[torch.Tensor],
     allowed: float,
 ) -> list[Difference]:
-    """Compare the first two losses of the partitioned model in the dtype that it is asked to compute in."""
+    """Compare the first two losses of the partitioned model in its requested compute dtype."""
     pm = ParallelModel(program, setting.options, model.state_dict())
     found = []
     try:
@@ -327,7 +330,7 @@ def compare_first_losses(
             ours = pm.step(*calls[step][0], **calls[step][1])
             is_same = ours.dtype == loss.dtype
             name = "loss" if is_same else f"loss, of {ours.dtype} for {loss.dtype},"
-            # Another dtype is wrong however close the number.
+            # A wrong dtype fails however close the number is.
             size = relative_difference(ours, loss, 0.0) if is_same else float("inf")
             found.append(Difference("own dtype", name, step, size, allowed=allowed))
             optimizer.step()
@@ -340,9 +343,9 @@ def compare_first_losses(
 def first_losses(
     model: nn.Module, program: Program, setting: Setting, calls: list[Call], autocast: Autocast = OFF
 ) -> list[torch.Tensor]:
-    """Return the losses of the first two calls (one, where there is no more), a step between, under `autocast`.
+    """Return the losses of the first two calls (one, if there is only one), a step apart, under `autocast`.
 
-    One as well where that step is none: in float16 a gradient may overflow, and then an update is skipped.
+    Also only one if the step is skipped: in float16 a gradient may overflow.
     """
     losses = []
     with put_back(model):
@@ -356,9 +359,9 @@ def first_losses(
 
 
 def take_step(model: nn.Module, loss: torch.Tensor, setting: Setting) -> bool:
-    """Make the first step of a training: of the parameters, or with `precision` of wide copies of them.
+    """Take the first training step, of the parameters or, with `precision`, of wide copies of them.
 
-    Return False where it would be skipped: with float16, where a gradient is not finite.
+    Return False if it would be skipped: in float16, when a gradient is not finite.
     """
     parameters = list(model.parameters())
     stored = parameters
@@ -383,7 +386,7 @@ def take_step(model: nn.Module, loss: torch.Tensor, setting: Setting) -> bool:
 def _gradient_differences(pm: ParallelModel, reference: nn.Module, step: int) -> list[Difference]:
     wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
     largest = max((float(gradient.abs().max()) for gradient in wanted.values()), default=0.0)
-    # Names without a gradient are absent: compared with zeros, they must be so on both sides.
+    # Names without a gradient are absent; compared with zeros, they must be absent on both sides.
     ours = pm.gradients()
     made = []
     for name, parameter in reference.named_parameters():

@@ -1,7 +1,8 @@
-"""Whether a check in float64 says something about a model that casts to float32 itself, and its options there.
+"""Check that a comparison in float64 is meaningful for a model that casts to float32 itself; choose its
+options there.
 
-In: a widened model, its program and a call. Out: the largest entry of a gradient, or a PlanError where widening the casts
-changes what the model computes by more than float32's own error.
+In: a widened model, its program and a call. Out: the largest gradient entry, or a PlanError if widening the
+casts changes the results by more than float32's own error.
 
     largest = check_widening(model, program, options, args, kwargs)
 """
@@ -35,7 +36,9 @@ NOISE = {"uniform": noise.uniform, "normal": noise.normal, "exponential": noise.
 
 @contextmanager
 def masks_of(program: Program, step: int) -> Iterator[None]:
-    """Let the unmodified model, called with the global batch, draw the masks of a step of `program` meanwhile."""
+    """In this context, the unmodified model, called with the global batch, draws the dropout masks of a step
+    of `program`.
+    """
     if not program.dropouts:
         yield
         return
@@ -45,14 +48,14 @@ def masks_of(program: Program, step: int) -> Iterator[None]:
     def mask_of(site: int, x: torch.Tensor, keep: float) -> torch.Tensor:
         # Dropout of ones: an entry is 0, or 1 / keep.
         whole = torch.ones(x.shape, device=x.device)
-        # A dropout whose result is not read has no place in the program.
+        # A dropout whose result is unused is not in the program.
         if site not in spec_of:
             return whole.bool()
         spec = spec_of[site]
         return dropout(whole, spec.rate, Draw(program.seed, step, site, 0, rows), spec.batch) != 0
 
     def noise_of(site: int, x: torch.Tensor, kind: str) -> torch.Tensor:
-        # Read by nothing but a branch, whose outcome the tracer knows of numbers that are not 0.
+        # Read only by a branch, whose outcome is traced for nonzero numbers.
         if site not in spec_of:
             return torch.full_like(x, 0.5)
         return NOISE[kind](x, Draw(program.seed, step, site, 0, rows), spec_of[site].batch)
@@ -62,13 +65,15 @@ def masks_of(program: Program, step: int) -> Iterator[None]:
 
 
 def kernels_of(program: Program) -> AbstractContextManager[None]:
-    """Let ranks run the attention that the model ran with given masks; a model that amplifies rounding tells kernels apart."""
+    """Let the ranks use the attention backend that the model used with given masks; models that amplify
+    rounding tell backends apart.
+    """
     return written_out_attention() if program.dropouts else nullcontext()
 
 
 def relative_difference(found: torch.Tensor, wanted: torch.Tensor, floor: float) -> float:
-    """Return the largest difference over the largest entry, or over `floor` where that is more."""
-    # A parameter may have no entries; of all zeros, any difference shows.
+    """Return the largest difference relative to the largest entry, or to `floor` if that is larger."""
+    # A parameter may be empty; if all entries are zero, any difference shows.
     if not wanted.numel():
         return 0.0
     scale = max(float(wanted.abs().max()), floor, 1e-300)
@@ -76,14 +81,14 @@ def relative_difference(found: torch.Tensor, wanted: torch.Tensor, floor: float)
 
 
 def widen_options(options: Options, model: nn.Module) -> Options:
-    """Return options by which the float64 copy gets the plan of the model: bytes are priced as those of
-    its dtype.
+    """Return options that give the float64 copy the plan of the model: bytes cost what they cost in the
+    model's dtype.
     """
     sizes = Counter[int]()
     for parameter in model.parameters():
         sizes[parameter.element_size()] += parameter.numel()
-    # A bf16 model in float64 has 4 times the bytes. On a machine with 4 times the bandwidth and memory it
-    # gets the plan of the bf16 model, which is the one to be proven.
+    # A bf16 model has 4 times the bytes in float64. On a machine with 4 times the bandwidth and memory, it
+    # gets the plan of the bf16 model, which is the plan to prove.
     factor = 8 / sizes.most_common(1)[0][0] if sizes else 1.0
     memory = None if options.memory is None else options.rank_machine.memory * factor
     return replace(options, machine=options.rank_machine.widened(factor), memory=memory)
@@ -92,14 +97,13 @@ def widen_options(options: Options, model: nn.Module) -> Options:
 def check_widening(
     model: nn.Module, program: Program, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> float:
-    """Check that widening float32 casts changes what the model computes by no more than float32's own error.
-
-    Returns the largest entry of a gradient.
+    """Check that widening float32 casts changes the results by no more than float32's own error; return the
+    largest gradient entry.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise PlanError(
-            "verify", "the model has no parameter that requires a gradient", "nothing is trained here"
+            "verify", "the model has no parameter that requires a gradient", "there is nothing to train"
         )
     with put_back(model):
         with masks_of(program, 1), in_float64():
@@ -120,10 +124,13 @@ def check_widening(
     )
     values = [plain, loss, *itertools.chain.from_iterable(pairs)]
     if not all(value.isfinite().all() for value in values):
-        fact = "the model's own loss or gradients are not finite on this batch: there is nothing to compare"
-        raise PlanError("verify", fact, "a batch and weights for which they are")
+        fact = "loss or gradients of the model are not finite on this batch: there is nothing to compare"
+        raise PlanError("verify", fact, "use a batch and weights for which they are finite")
     if not worst <= WIDENED_TOLERANCE:
-        fact = f"its casts to float32 change loss or gradients by {worst:.1e}: a check in float64 says nothing about it"
-        remedy = "leave them out for the check, or take a batch and weights that amplify them less"
+        fact = (
+            f"its casts to float32 change loss or gradients by {worst:.1e}: a check in float64 proves "
+            "nothing about it"
+        )
+        remedy = "leave them out for the check, or use a batch and weights that amplify them less"
         raise PlanError("verify", fact, remedy)
     return largest

@@ -58,7 +58,7 @@ def test_bytes_per_stage() -> None:
     result = simulate(build_orders("interleaved", 2, 2, 2))
     assert result.memory([1, 10, 100, 1000]).peaks == (2 + 200, 20 + 1000 + 0)
     assert result.memory(1).peaks == result.peak_live
-    with pytest.raises(ValueError, match="each of 4 stages"):
+    with pytest.raises(ValueError, match="there are 4 stages"):
         result.memory([1, 2])
 
 
@@ -69,7 +69,7 @@ def test_links_may_differ() -> None:
         assert simulate(simulated, link={(0, 1): 1, (1, 2): 10}).makespan == 9 + 2 * 11
         assert simulate(simulated, link={(0, 1): 1, (1, 2): 10, (2, 1): 0}).makespan == 9 + 12
         assert simulate(simulated, link=lambda sender, receiver: 5 * (receiver > sender)).makespan == 9 + 10
-        with pytest.raises(ValueError, match="no time is negative"):
+        with pytest.raises(ValueError, match="is negative"):
             simulate(simulated, link=-1)
 
 

@@ -101,29 +101,29 @@ F0.0 SEND_F0.0>1 RECV_B0.0<1 B0.0 REDUCE0
 RECV_F1.0<0 F1.0 B1.0 SEND_B1.0>0 REDUCE1
 """
 SLIPS = [
-    ("REDUCE0", "B0.0 REDUCE0", "B0.0 stands twice: on rank 0 and on rank 0"),
+    ("REDUCE0", "B0.0 REDUCE0", "B0.0 appears twice: on rank 0 and on rank 0"),
     ("RECV_F1.0<0", "RECV_F1.0<0 F0.0", "rank 1: F0.0 belongs to rank 0"),
-    (" F1.0 B1.0", " B1.0 F1.0", "rank 1: B1.0 stands before F1.0"),
+    (" F1.0 B1.0", " B1.0 F1.0", "rank 1: B1.0 comes before F1.0"),
     ("F1.0 B1.0", "F1.0", "rank 1: B1.0 is missing"),
     ("F0.0 SEND", "F2.0 B2.0 F0.0 SEND", "the stages are 0, 1, 2, not 0 .. 2*v-1"),
     ("REDUCE0", "F0.2 B0.2 REDUCE0", "the microbatches are 0, 2, not 0 .. m-1"),
-    ("F0.0 SEND_F0.0>1", "SEND_F0.0>1 F0.0", "rank 0: SEND_F0.0>1 stands before F0.0"),
-    ("B1.0 SEND_B1.0>0", "SEND_B1.0>0 B1.0", "rank 1: SEND_B1.0>0 stands before B1.0"),
-    ("RECV_F1.0<0 F1.0", "F1.0 RECV_F1.0<0", "rank 1: F1.0 stands before RECV_F1.0<0"),
-    ("RECV_B0.0<1 B0.0", "B0.0 RECV_B0.0<1", "rank 0: B0.0 stands before RECV_B0.0<1"),
+    ("F0.0 SEND_F0.0>1", "SEND_F0.0>1 F0.0", "rank 0: SEND_F0.0>1 comes before F0.0"),
+    ("B1.0 SEND_B1.0>0", "SEND_B1.0>0 B1.0", "rank 1: SEND_B1.0>0 comes before B1.0"),
+    ("RECV_F1.0<0 F1.0", "F1.0 RECV_F1.0<0", "rank 1: F1.0 comes before RECV_F1.0<0"),
+    ("RECV_B0.0<1 B0.0", "B0.0 RECV_B0.0<1", "rank 0: B0.0 comes before RECV_B0.0<1"),
     ("RECV_F1.0<0", "", "rank 1: F1.0 needs RECV_F1.0<0, which is never posted"),
-    ("SEND_B1.0>0", "", "rank 1: SEND_B1.0>0 is missing, which B0.0 needs"),
-    ("SEND_F0.0>1", "SEND_F0.0>1 SEND_F0.0>1", "SEND_F0.0>1 stands twice"),
-    ("RECV_F1.0<0", "RECV_F1.0<0 RECV_F1.0<0", "RECV_F1.0<0 stands twice"),
-    ("SEND_F0.0>1", "SEND_F0.0>1 SEND_F0.7>1", "SEND_F0.7>1 is there without F0.7"),
+    ("SEND_B1.0>0", "", "rank 1: SEND_B1.0>0, needed by B0.0, is missing"),
+    ("SEND_F0.0>1", "SEND_F0.0>1 SEND_F0.0>1", "SEND_F0.0>1 appears twice"),
+    ("RECV_F1.0<0", "RECV_F1.0<0 RECV_F1.0<0", "RECV_F1.0<0 appears twice"),
+    ("SEND_F0.0>1", "SEND_F0.0>1 SEND_F0.7>1", "SEND_F0.7>1 appears without F0.7"),
     (
         "SEND_F0.0>1",
         "SEND_F0.0>1 SEND_F0.0>9",
         "rank 0: SEND_F0.0>9 is a transfer with stage 9, which does not exist",
     ),
-    ("B0.0 REDUCE0", "REDUCE0 B0.0", "rank 0: REDUCE0 stands before B0.0"),
-    ("REDUCE0", "", "B0.0 is there without REDUCE0"),
-    ("REDUCE0", "REDUCE0 REDUCE2", "REDUCE2 names no stage"),
+    ("B0.0 REDUCE0", "REDUCE0 B0.0", "rank 0: REDUCE0 comes before B0.0"),
+    ("REDUCE0", "", "B0.0 appears without REDUCE0"),
+    ("REDUCE0", "REDUCE0 REDUCE2", "REDUCE2 names a stage that does not exist"),
     ("F0.0 SEND", "F0 F0.0 SEND", "rank 0: F0 has no microbatch"),
 ]
 
@@ -142,8 +142,8 @@ def test_all_findings_come_at_once():
     fact = fact_of(
         SOUND.replace("RECV_F1.0<0 F1.0", "F1.0 RECV_F1.0<0").replace("B0.0 REDUCE0", "REDUCE0 B0.0")
     )
-    assert "F1.0 stands before RECV_F1.0<0" in fact
-    assert "REDUCE0 stands before B0.0" in fact
+    assert "F1.0 comes before RECV_F1.0<0" in fact
+    assert "REDUCE0 comes before B0.0" in fact
 
 
 def test_many_findings_are_counted():
@@ -161,7 +161,9 @@ def test_a_channel_has_one_order():
     orders = with_chain(gpipe(p=2, m=2), 2)
     first, second = parse("RECV_F1.0<0"), parse("RECV_F1.1<0")
     orders[1] = [second, first] + [action for action in orders[1] if action not in (first, second)]
-    assert fact_of(orders) == "rank 0 sends SEND_F0.0>1 where rank 1 posts RECV_F1.1<0: one order per channel"
+    assert (
+        fact_of(orders) == "rank 0 sends SEND_F0.0>1 where rank 1 posts RECV_F1.1<0: a channel has one order"
+    )
 
 
 def test_forward_and_backward_share_a_channel():
@@ -169,7 +171,7 @@ def test_forward_and_backward_share_a_channel():
     orders = with_chain(interleaved(2, 2, 2), 4)
     gradient = parse("RECV_B1.0<2")
     orders[1] = [gradient] + [action for action in orders[1] if action != gradient]
-    assert "posts RECV_B1.0<2: one order per channel" in fact_of(orders)
+    assert "posts RECV_B1.0<2: a channel has one order" in fact_of(orders)
 
 
 def test_a_computation_left_out_is_found_where_transfers_are_added():
@@ -181,7 +183,7 @@ def test_given_links_must_be_served():
     links = [*chain(3), (0, 2, True)]
     fact = fact_of(with_chain(one_f_one_b(p=3, m=1), 3), links)
     assert "F2.0 needs RECV_F2.0<0, which is never posted" in fact
-    assert "SEND_B2.0>0 is missing, which B0.0 needs" in fact
+    assert "SEND_B2.0>0, needed by B0.0, is missing" in fact
     fact = fact_of(add_transfers(one_f_one_b(p=3, m=1), links), chain(3))
     assert "SEND_F0.0>2 serves no link between ranks" in fact
 
@@ -202,19 +204,19 @@ def test_a_deadlock_shows_everybody_and_the_circle():
     assert "rank 0 waits in B0.0 for message SEND_B1.0>0 of rank 1" in fact
     assert "rank 1 waits in F1.1 for message SEND_F0.1>1 of rank 0" in fact
     assert fact.startswith("deadlock: ")
-    assert fact.endswith("the circle is rank 0 -> 1 -> 0")
+    assert fact.endswith("cycle of ranks: 0 -> 1 -> 0")
 
 
 def test_a_bystander_is_named_but_not_in_the_circle():
     fact = fact_of("F0.0 F0.1 B0.0 B0.1\nF1.0 B1.0 F1.1 B1.1\nF2.0 F2.1 B2.0 B2.1\n")
     assert "rank 0 waits in B0.0 for B1.0 of rank 1" in fact
-    assert fact.endswith("the circle is rank 1 -> 2 -> 1")
+    assert fact.endswith("cycle of ranks: 1 -> 2 -> 1")
 
 
 def test_a_rank_may_wait_for_itself():
     fact = fact_of("F1.0 F0.0 B1.0 B0.0")
     assert "rank 0 waits in F1.0 for F0.0 of rank 0" in fact
-    assert fact.endswith("the circle is rank 0 -> 0")
+    assert fact.endswith("cycle of ranks: 0 -> 0")
 
 
 def test_a_link_within_a_rank_is_a_dependency():

@@ -101,7 +101,7 @@ def test_one_computation_ahead_on_both_sides_is_refused():
         simulate(orders)
     assert caught.value.fact == (
         "messages cross: rank 0 issues RECV_B0.0<1 before SEND_F0.1>1, rank 1 issues RECV_F1.1<0 before SEND_B1.0>0; "
-        "NCCL asks for one order on all ranks"
+        "NCCL requires the same order on all ranks"
     )
 
 
@@ -164,5 +164,5 @@ def test_transfers_are_made_anew():
 
 @pytest.mark.parametrize("link", [(1, 1, True), (2, 1, False)])
 def test_a_link_backwards_is_refused(link: Link):
-    with pytest.raises(InternalError, match="later stages only"):
+    with pytest.raises(InternalError, match="flow to later stages"):
         add_transfers(gpipe(p=3, m=1), [link])

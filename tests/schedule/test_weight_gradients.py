@@ -80,9 +80,9 @@ def test_a_w_takes_its_part_of_the_backward(weight_gradient: float, fits: bool) 
 
 FAULTS = {
     "F0.0 F0.1 B0.0 W0.0 B0.1": "W0.1 is missing",
-    "F0.0 W0.0 B0.0": "W0.0 stands before B0.0",
-    "F0.0 B0.0 W0.0 W0.0": "W0.0 stands twice",
-    "F0.0 B0.0 REDUCE0 W0.0": "REDUCE0 stands before W0.0",
+    "F0.0 W0.0 B0.0": "W0.0 comes before B0.0",
+    "F0.0 B0.0 W0.0 W0.0": "W0.0 appears twice",
+    "F0.0 B0.0 REDUCE0 W0.0": "REDUCE0 comes before W0.0",
 }
 
 

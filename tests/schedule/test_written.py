@@ -85,13 +85,17 @@ SLIPS = {  # of the sound one -> what is said
     "an unknown word": ("B1.0 ", "C1.0 ", "line 2, word 3: 'C1.0' is not an action"),
     "a word that is cut off": ("SEND_F0.0>1", "SEND_F0.0>", "line 1, word 2: 'SEND_F0.0>' is not an action"),
     "one missing": ("B1.0 ", "", "rank 1: B1.0 is missing"),
-    "one twice": ("F0.0 ", "F0.0 F0.0 ", "F0.0 stands twice"),
+    "one twice": ("F0.0 ", "F0.0 F0.0 ", "F0.0 appears twice"),
     "a wrong rank": ("REDUCE1", "F0.0 REDUCE1", "F0.0 belongs to rank 0"),
-    "a wrong sequence": ("F1.0 B1.0", "B1.0 F1.0", "B1.0 stands before F1.0"),
-    "sent too early": ("F0.0 SEND_F0.0>1", "SEND_F0.0>1 F0.0", "SEND_F0.0>1 stands before F0.0"),
+    "a wrong sequence": ("F1.0 B1.0", "B1.0 F1.0", "B1.0 comes before F1.0"),
+    "sent too early": ("F0.0 SEND_F0.0>1", "SEND_F0.0>1 F0.0", "SEND_F0.0>1 comes before F0.0"),
     "never posted": ("RECV_F1.0<0 ", "", "F1.0 needs RECV_F1.0<0, which is never posted"),
-    "reduced too early": ("B0.0 REDUCE0", "REDUCE0 B0.0", "REDUCE0 stands before B0.0"),
-    "another pipeline": ("\nRECV_F1.0<0 F1.0", "RECV_F1.0<0 F1.0", "is for p=1, v=2; asked for was p=2, v=1"),
+    "reduced too early": ("B0.0 REDUCE0", "REDUCE0 B0.0", "REDUCE0 comes before B0.0"),
+    "another pipeline": (
+        "\nRECV_F1.0<0 F1.0",
+        "RECV_F1.0<0 F1.0",
+        "is for p=1, v=2, but the request has p=2, v=1",
+    ),
 }
 
 
@@ -108,7 +112,7 @@ def test_a_slip_in_a_file_is_told(tmp_path: Path, slip: str) -> None:
 
 def test_a_deadlock_in_a_file_is_told(tmp_path: Path) -> None:
     path = written(tmp_path, "F0.0 B0.0 F0.1 B0.1\nF1.0 F1.1 B1.0 B1.1")
-    with pytest.raises(autoptd.PlanError, match="the circle is rank 0 -> 1 -> 0"):
+    with pytest.raises(autoptd.PlanError, match="cycle of ranks: 0 -> 1 -> 0"):
         read_schedule(path, 2, 1, None)
 
 
@@ -130,9 +134,12 @@ def test_reduces_are_kept_or_added() -> None:
 @pytest.mark.parametrize(
     ("keywords", "said"),
     [
-        ({"p": 2, "num_microbatches": 8}, "is for num_microbatches=1; asked for was num_microbatches=8"),
-        ({"p": 4}, "is for p=2; asked for was p=4"),
-        ({"p": 2, "v": 2}, "is for v=1; asked for was v=2"),
+        (
+            {"p": 2, "num_microbatches": 8},
+            "is for num_microbatches=1, but the request has num_microbatches=8",
+        ),
+        ({"p": 4}, "is for p=2, but the request has p=4"),
+        ({"p": 2, "v": 2}, "is for v=1, but the request has v=2"),
         ({"p": 2, "delay_wgrad_compute": "after_b"}, "places the weight gradients itself"),
     ],
 )

@@ -40,8 +40,8 @@ def test_report_tells_what_was_done() -> None:
     report = autoptd.verify(gpt(2), t=2, d=2, num_microbatches=2, example_inputs=tokens(0), steps=3)
     kinds = {one.what for one in report.differences}
     assert report.passed and kinds == {"loss", "gradient", "parameter", "evaluation", "own dtype"}
-    assert "own dtype" in str(report) and "(1e-05 is allowed)" in str(report)
-    assert "saved, and loaded into a new one, before step 1" in str(report)
+    assert "own dtype" in str(report) and "(tolerance 1e-05)" in str(report)
+    assert "saved, and loaded into a new model, before step 1" in str(report)
 
 
 def test_model_is_as_it_was() -> None:
@@ -99,7 +99,7 @@ def test_batches_are_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_batches_that_do_not_do() -> None:
-    with pytest.raises(autoptd.PlanError, match="there are 2 for 3 steps"):
+    with pytest.raises(autoptd.PlanError, match="2 batches given for 3 steps"):
         autoptd.verify(gpt(1), example_inputs=tokens(0), batches=[tokens(0)] * 2, steps=3)
     ids, targets = tokens(0)
     with pytest.raises(autoptd.PlanError, match=r"\[2, 8\] int64, expected is \[4, 8\] int64"):
