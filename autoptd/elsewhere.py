@@ -16,7 +16,7 @@ SCALE = (
 )
 RANKS = "leave it out: t * p * d ranks run, as many as torchrun starts (--nproc-per-node)"
 ROWS = "num_microbatches=m: a replica's rows of the batch are divided by it"
-ZERO = "zero=1 divides the optimizer's state over the replicas, dp_shard=k over groups of k; stages 2 and 3 are not there yet"
+ZERO = "zero=1 divides the optimizer's state over the replicas, dp_shard=k over groups of k; stages 2 and 3 are not implemented"
 RECOMPUTE = 'recompute="full", "selective" or "auto"; what the model wraps in torch.utils.checkpoint is followed as it is'
 CLIPPING = "leave it out: pm.clip_grad_norm_(1.0) behind pm.step"
 OPTIMIZER = "leave it out: pm.optimizer(torch.optim.AdamW, lr=3e-4)"

@@ -107,7 +107,7 @@ def test_a_mesh_of_more_ranks_than_there_are_is_refused() -> None:
     "batch", [BATCH, BATCH[0], dict(enumerate(BATCH))], ids=["tuple", "tensor", "mapping"]
 )
 def test_a_batch_in_the_place_of_a_degree_is_told_where_it_belongs(batch: Any) -> None:
-    with pytest.raises(PlanError, match=r"^t=.*Remedy: .*a batch is given as example_inputs=") as raised:
+    with pytest.raises(PlanError, match=r"^t=.*Remedy: .*batches are passed as example_inputs=") as raised:
         autoptd.parallelize(Net(), batch)
     assert len(str(raised.value)) < 200
 
@@ -126,7 +126,7 @@ def test_remedies_for_keywords_of_other_tools_work() -> None:
                     "schedule": {"p": 2, "v": 2 if "inter" in value else 1},
                 }
                 make_options(**{name: eval(value), **asked.get(name, {})})
-        if "not there yet" in remedy:
+        if "not implemented" in remedy:
             assert any(name in NOT_YET for name, _ in named), other
 
 

@@ -1,1 +1,3 @@
-"""The words all stages share: mesh, value types, actions, notes, forms. Nothing here computes on tensors."""
+"""The vocabulary shared by all stages: mesh, value types, actions, notes, forms. Nothing here computes on
+tensors.
+"""

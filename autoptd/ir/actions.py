@@ -1,12 +1,12 @@
-"""The words of a schedule: what one pipeline rank does, in order.
+"""The actions of a schedule: the work of one pipeline rank, in order.
 
     F2.1          forward of stage 2 on microbatch 1
     B2.1          its backward
-    W2.1          its weight gradients, where B2.1 left them for later
+    W2.1          its weight gradients, if B2.1 left them for later
     SEND_F2.1>3   send stage 2's outputs for stage 3
-    RECV_F3.1<2   post the receive of it, on stage 3's rank
+    RECV_F3.1<2   post the matching receive, on stage 3's rank
     SEND_B3.1>2   send the gradients of those values back
-    RECV_B2.1<3   post the receive of it, on stage 2's rank
+    RECV_B2.1<3   post the matching receive, on stage 2's rank
     REDUCE2       stage 2's parameter gradients are complete on this rank: reduce them
 
 Every action prints as its text and parses back: `parse("F2.1") == Action(Kind.F, 2, 1)`.
@@ -30,7 +30,7 @@ class Kind(Enum):
     RECV_B = "RECV_B"
     REDUCE = "REDUCE"
 
-    # A schedule has a million actions, looked up by hash: Enum's own hash is Python code.
+    # A schedule has up to a million actions, looked up by hash: Enum's own hash is Python code.
     __hash__ = object.__hash__
 
 
@@ -42,9 +42,7 @@ _TEXT = re.compile(r"(SEND_F|SEND_B|RECV_F|RECV_B|REDUCE|F|B|W)(\d+)(?:\.(\d+))?
 
 
 class Action(NamedTuple):
-    """One entry of a schedule: `stage` does `kind` for `microbatch`; `peer` is the other stage of a
-    transfer.
-    """
+    """One entry of a schedule: `stage` runs `kind` for `microbatch`; `peer` is the other stage of a transfer."""
 
     kind: Kind
     stage: int
@@ -58,20 +56,20 @@ class Action(NamedTuple):
 
 
 def parse(text: str) -> Action:
-    """Return the action that `text` spells; ValueError when it spells none."""
+    """Parse an action; ValueError if `text` is not one."""
     match = _TEXT.fullmatch(text)
     if match:
         kind, stage, microbatch, peer = match.groups(default="-1")
         action = Action(Kind(kind), int(stage), int(microbatch), int(peer))
-        # The pattern takes `F02`, or an arrow the wrong way, too.
+        # The pattern also accepts `F02`, or an arrow in the wrong direction.
         if str(action) == text:
             return action
     raise ValueError(f"{text!r} is not an action")
 
 
 def phase_of(text: str) -> tuple[str, int]:
-    """Return ("forward" or "backward", stage) for the action that `text` spells; ("step", -1) between
-    actions, and for REDUCE.
+    """Return ("forward" or "backward", stage) of the action in `text`; ("step", -1) between actions, and for
+    REDUCE.
     """
     try:
         action = parse(text)
@@ -87,9 +85,7 @@ Orders = list[list[Action]]
 
 
 def ranks_of_stages(orders: Sequence[Sequence[Action]]) -> tuple[int, ...]:
-    """Return the pipeline rank of every stage: the first one whose order runs it; -1 for a stage that none
-    runs.
-    """
+    """Return the pipeline rank of every stage: the first whose order runs it, or -1."""
     rank_of: dict[int, int] = {}
     for rank, order in enumerate(orders):
         for stage in {action.stage for action in order if action.kind in COMPUTES}:
@@ -103,7 +99,7 @@ def format_orders(orders: Sequence[Sequence[Action]]) -> str:
 
 
 def parse_orders(text: str) -> Orders:
-    """Return the orders that `format_orders` wrote; empty lines and lines that start with # are skipped.
+    """Parse the text of `format_orders`; empty lines and lines that start with # are skipped.
 
     ValueError names line and word.
     """

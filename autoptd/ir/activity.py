@@ -1,6 +1,6 @@
-"""What a long command is doing, for whoever looks: the logger `autoptd.activity`, at level INFO.
+"""Progress messages of long-running commands: the logger `autoptd.activity`, at level INFO.
 
-Nobody hears it unless asked, as with any logger. The command line shows it (`wings/cli/live.py`); in Python:
+The command line shows them (`wings/cli/live.py`); in Python:
 
     logging.basicConfig(level=logging.INFO)
     autoptd.parallelize(...)            # INFO:autoptd.activity:tracing 2 samples: 1.2 s
@@ -21,10 +21,10 @@ LOGGER = logging.getLogger("autoptd.activity")
 
 @contextmanager
 def activity(words: str, *, is_brief: bool = False) -> Iterator[None]:
-    """Log that something begins (at DEBUG), and how long it took (at INFO); nothing more where it fails.
+    """Log the start of an activity (at DEBUG) and its duration (at INFO), unless it fails.
 
-    Records have what is done as `words`, for how long as `seconds` (None at the beginning), and `is_brief`:
-    nobody waits for it as a rule.
+    Records have the fields `words`, `seconds` (None at the start) and `is_brief`, for activities that are
+    usually short.
     """
     if not LOGGER.isEnabledFor(logging.INFO):
         yield

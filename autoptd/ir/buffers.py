@@ -1,12 +1,11 @@
-"""The values of a model's buffers while it is compiled, and which of them the compiler has looked at.
+"""The values of a model's buffers during compilation, with a record of those that the compiler read.
 
-In: values by name. Out: the same, for passes to read, and a digest of each that was read. A value that was
-read may have decided something (a causal mask became `is_causal`, and is not read when the program runs),
-so the program remembers it and refuses another value that is loaded later. Every read through this mapping
-is remembered.
+In: values by name. Out: the same, for passes to read, and a digest of each that was read. A value may have
+decided something (a causal mask became `is_causal`, and is not read at run time), so the program stores its
+digest and rejects another value that is loaded later. Every read through this mapping is recorded.
 
     buffers = Buffers(captured.buffers)
-    buffers["mask"]                                  # remembered
+    buffers["mask"]                                  # recorded
     buffers.looked_at()                              # (("mask", "3f2a..."),)
 """
 
@@ -22,7 +21,7 @@ BLOCK_BYTES = 1 << 26
 
 
 class Buffers(Mapping[str, torch.Tensor]):
-    """A mapping of name to value that remembers the names whose values were read."""
+    """A mapping from name to value that records the names whose values were read."""
 
     def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
         self._values = dict(values)
@@ -41,7 +40,7 @@ class Buffers(Mapping[str, torch.Tensor]):
         return len(self._values)
 
     def has_value(self, name: str) -> bool:
-        """Tell whether a buffer is not on meta; this does not count as a read."""
+        """Tell whether a buffer has a value, i.e. is not on meta; this does not count as a read."""
         return not self._values[name].is_meta
 
     def looked_at(self) -> tuple[tuple[str, str], ...]:
@@ -52,10 +51,10 @@ class Buffers(Mapping[str, torch.Tensor]):
 
 @dataclass(frozen=True)
 class SharedBuffers:
-    """Buffers of a model that share memory: what is written to one is written to the other.
+    """Buffers of a model that share memory: a write to one is a write to the other.
 
-    `twins` are groups of names of one buffer, in the model's order; `overlaps` maps a buffer's name to what
-    overlaps a part of it.
+    `twins` are groups of names of one buffer, in the model's order; `overlaps` maps a buffer's name to the
+    buffers that partly overlap it.
     """
 
     twins: tuple[tuple[str, ...], ...] = ()
@@ -66,8 +65,8 @@ class SharedBuffers:
         return next((names for names in self.twins if name in names), (name,))
 
     def complete(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the values under all names of their buffers; of several for one, the last stays, as in
-        torch.
+        """Return the values under all names of their buffers; if several values are given for one buffer, the
+        last one wins, as in torch.
         """
         complete = dict(values)
         for names in self.twins:
@@ -78,7 +77,9 @@ class SharedBuffers:
 
 
 def same_entries(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two tensors have equal entries, also in dtypes that torch does not compare: float8 by its bits."""
+    """Tell whether two tensors have equal entries, also in dtypes that torch cannot compare (float8, by its
+    bits).
+    """
     if one.dtype.itemsize > 1 or not one.is_floating_point():
         return torch.equal(one, other)
     is_alike = one.shape == other.shape and one.dtype == other.dtype
@@ -88,7 +89,7 @@ def same_entries(one: torch.Tensor, other: torch.Tensor) -> bool:
 def digest(x: torch.Tensor) -> str:
     """Return a hash of a tensor's shape, dtype and entries."""
     state = hashlib.sha256(f"{tuple(x.shape)} {x.dtype}".encode())
-    # As bytes: NaN and -0.0 count as what they are.
+    # As bytes, so that NaN and -0.0 compare by their bits.
     flat = x.detach().contiguous().reshape(-1).view(torch.uint8)
     for block in flat.split(BLOCK_BYTES):
         state.update(block.cpu().numpy().data)

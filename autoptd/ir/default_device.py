@@ -1,7 +1,7 @@
-"""Where tensors that the compiler makes for itself are: on the CPU, whatever the user has made torch's default device.
+"""Keep the compiler's own tensors on the CPU, whatever the user's default device is.
 
-`torch.set_default_device("cuda")` at the top of a script is for the model. What the passes try, count and compare is small,
-and read at once.
+`torch.set_default_device("cuda")` at the top of a script is meant for the model. The tensors on which passes
+test and count are small, and read at once.
 
     with on_cpu():
         torch.arange(3)    # on the CPU
@@ -15,8 +15,8 @@ import torch
 
 
 def on_cpu() -> AbstractContextManager[object]:
-    """Return a block in which tensors are made on the CPU where no device is named."""
-    # Each call of torch costs time within `torch.device`: it is entered where it changes something.
+    """Return a context in which tensors are created on the CPU unless a device is named."""
+    # `torch.device` slows down every call of torch: enter it only if it changes something.
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 

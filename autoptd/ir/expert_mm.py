@@ -1,13 +1,14 @@
-"""Products of rows with the matrices of their experts: what a mixture of experts computes.
+"""Products of rows with the matrices of their experts, the core of a mixture of experts.
 
-In: rows, the matrices of all experts [e, i, o], and which rows belong to which. Out: [s, o]; no row depends on another one.
+In: rows, the matrices of all experts [e, i, o], and the expert of each row. Out: [s, o]; rows are independent
+of each other.
 
-    y = torch.ops.autoptd.grouped_mm(x, weight, ends)      # sorted: those of expert k end at ends[k]
+    y = torch.ops.autoptd.grouped_mm(x, weight, ends)      # sorted: the rows of expert k end at ends[k]
     y = torch.ops.autoptd.expert_mm(x, weight, ids)        # in any order: y[k] = x[k] @ weight[ids[k]]
 
-`GroupedProducts` puts the first in the place of torch's, which takes bfloat16 alone in a trace; `trace/experts.py` turns it
-into the second one, whose rows may be those of any microbatch. No matrix is copied: rows are sorted by expert, multiplied
-group by group, and put back.
+`GroupedProducts` replaces torch's grouped product, which only traces in bfloat16, with the first one;
+`trace/experts.py` turns it into the second one, whose rows may come from any microbatch. No matrix is copied:
+rows are sorted by expert, multiplied group by group, and put back.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ NAME = "autoptd.expert_mm"
 
 
 class GroupedProducts(TorchFunctionMode):
-    """Calls `product` of rows, matrices and ends in the place of torch's grouped product where `wanted` says so."""
+    """Call `product` of rows, matrices and ends in place of torch's grouped product, if `wanted` says so."""
 
     def __init__(self, product: Callable[..., Tensor], wanted: Callable[[Tensor], bool]) -> None:
         super().__init__()
@@ -43,7 +44,9 @@ class GroupedProducts(TorchFunctionMode):
 
 @torch.library.custom_op("autoptd::grouped_mm", mutates_args=())
 def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return [s, o] of rows [s, i] sorted by group, matrices [e, i, o], and where the rows of each group end [e]."""
+    """Return [s, o] from rows [s, i] sorted by group, matrices [e, i, o], and the end of each group's rows
+    [e].
+    """
     return products_of_groups(x, weight, ends)
 
 
@@ -69,7 +72,7 @@ def _grouped_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
 
 @torch.library.custom_op("autoptd::expert_mm", mutates_args=())
 def expert_mm(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    """Return [s, o] of rows [s, i], matrices [e, i, o] and the expert of each row [s], from 0 to e - 1."""
+    """Return [s, o] from rows [s, i], matrices [e, i, o] and the expert of each row [s], from 0 to e - 1."""
     order, ends = sorted_by_expert(ids, len(weight))
     out = x.new_empty(len(x), weight.shape[2])
     out[order] = products_of_groups(x[order], weight, ends)
@@ -85,7 +88,7 @@ def _(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
 def expert_mm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, ids: Tensor, for_x: bool, for_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of rows and matrices; one that is not asked for has no elements."""
+    """Return the gradients of rows and matrices; one that is not needed is empty."""
     order, ends = sorted_by_expert(ids, len(weight))
     sorted_grad = grad[order]
     of_x, of_weight = x.new_empty(0), weight.new_empty(0)
@@ -120,15 +123,17 @@ grouped_mm.register_autograd(_grouped_backward, setup_context=_setup)
 
 
 def sorted_by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Return the order that sorts rows by expert, and behind which row each expert's end."""
+    """Return the order that sorts rows by expert, and the end of each expert's rows."""
     return ids.argsort(stable=True), torch.bincount(ids, minlength=experts).cumsum(0)
 
 
 def _is_fast(x: Tensor, other: Tensor) -> bool:
-    """Tell whether torch multiplies all groups in one kernel; else one by one, for which the host waits for sizes."""
+    """Tell whether torch multiplies all groups in one kernel; otherwise one by one, and the host waits for
+    their sizes.
+    """
     if not x.is_cuda or x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device) < (8, 0):
         return False
-    # Rows and columns begin at multiples of 16 bytes.
+    # Rows and columns must start at multiples of 16 bytes.
     return not any(size % 8 for size in (*x.shape, *other.shape[-2:]))
 
 
@@ -138,7 +143,7 @@ def products_of_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         return torch.nn.functional.grouped_mm(x, weight, offs=ends.to(torch.int32))
     if x.is_meta:
         return x.new_empty(len(x), weight.shape[2])
-    # Behind the last group, rows belong to none.
+    # Rows after the last group belong to no expert.
     out = x.new_zeros(len(x), weight.shape[2])
     start = 0
     for end, matrix in zip(ends.tolist(), weight, strict=True):
@@ -149,10 +154,10 @@ def products_of_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def outer_products(x: Tensor, grad: Tensor, ends: Tensor, weight: Tensor) -> Tensor:
-    """Return the gradient of every matrix of `weight`, in memory as that is: zero where no row has chosen it."""
+    """Return the gradient of every matrix in `weight`, with its strides: zero if no row chose the expert."""
     if _is_fast(x, grad):
         return torch.nn.functional.grouped_mm(x.t(), grad, offs=ends.to(torch.int32))
-    # Of a transposed parameter it is transposed, too, and is added to what there is without a copy across rows.
+    # For a transposed parameter the gradient is transposed too, so that accumulation needs no strided copy.
     out = torch.empty_like(weight, dtype=grad.dtype)
     if x.is_meta:
         return out

@@ -1,4 +1,4 @@
-"""What tensor parallelism could not split, and why: one record per operator, for people.
+"""Operators that tensor parallelism could not split, and the reason: one record per operator, for people.
 
 Fallback("transformer.h.0.attn", "aten.linear", "6 heads do not divide over t=4", "t in {1, 2, 3, 6}",
 flops=1000)
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Fallback:
-    """An operator that is not split as one would expect: `site` is its module, `fact` the reason, `remedy`
-    what would help.
+    """An operator that is not split as expected: `site` is its module, `fact` the reason, `remedy` the way to
+    split it.
 
-    `flops` are forward FLOPs of whole tensors that every tensor rank repeats because of it; 0 where it is
-    split otherwise.
+    `flops` are forward FLOPs of whole tensors that every tensor rank repeats because of it; 0 if it is split
+    in another way.
     """
 
     site: str

@@ -1,4 +1,5 @@
-"""Which operators of a program are fused, and which are not and why: one record for all layers alike.
+"""The operators of a program that are fused, and those that are not with the reason: one record for all
+layers.
 
 Fusion("rms_norm", "model.layers.*.input_layernorm", times=12) Fusion("attention", "h.*.attn", times=12,
 why="its mask needs a gradient")          # not fused, and why Fusion("rms_norm", "norm", form="by torch's
@@ -9,15 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Logits that a chunked loss holds at a time. On a GPU few chunks pay: each reads and writes the weight's
-# gradient once more, and launches some thirty kernels.
+# Bytes of logits that a chunked loss holds at a time. A GPU needs few chunks: each one reads and writes the
+# weight's gradient again, and launches some thirty kernels.
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
-# A chunk has at least these rows: fewer make slow matrix products.
+# The minimum rows of a chunk: fewer make slow matrix products.
 CHUNK_ROWS = 128
-# Operators that have kernels in autoptd/kernels.
+# Operators with kernels in autoptd/kernels.
 OURS = "masked_softmax bias_gelu swiglu geglu rms_norm layer_norm rotary".split()
 OURS += ["bias_dropout_add", "linear_cross_entropy"]
-# Elements of a row that a Triton program holds in registers; wider rows spill (benchmarks/registers.py).
+# Elements of a row that a Triton program keeps in registers; wider rows spill (benchmarks/registers.py).
 WIDEST = {"rms_norm": 1 << 14, "layer_norm": 1 << 14, "masked_softmax": 1 << 15}
 # The first three, and a layer_norm without a sum, are operators of torch.
 FUSED = ("attention", "gelu", "silu", *OURS)
@@ -25,10 +26,9 @@ FUSED = ("attention", "gelu", "silu", *OURS)
 
 @dataclass(frozen=True)
 class Fusion:
-    """`times` operators of `site` (its layers as a star) are fused to `op`, or are not because of `why`.
+    """`times` operators at `site` (with a star for the layer) are fused to `op`, or are not because of `why`.
 
-    `form` says why a fused operator does not run by the kernel that its backend has for it; "" where it
-    does.
+    `form` is the reason why a fused operator does not use its backend's kernel, else "".
     """
 
     op: str

@@ -1,7 +1,7 @@
-"""When Python looks for garbage: not while a program is compiled, nor while the modules for that are imported.
+"""Pause Python's garbage collector while a program is compiled, and while the modules for that are imported.
 
-A compilation makes a million objects and keeps most of them. Python's collector would go through all of them a dozen times,
-for a fifth of the compiler's time. What refers to itself waits until the block is over.
+A compilation allocates a million objects and keeps most of them. The collector would scan all of them a dozen
+times, which takes a fifth of the compile time. Cycles are collected after the block.
 
     with paused_collection():
         captured = capture(model, args, kwargs, loss_fn)
@@ -16,9 +16,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused_collection() -> Iterator[None]:
-    """Do without the collector in a block; afterwards it is as it was before.
+    """Pause the collector in a block, and restore its state afterwards.
 
-    For blocks that make no real tensors: what refers to itself and holds memory of a device must not wait.
+    For blocks that create no real tensors: a cycle that holds device memory must not wait.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,7 +1,8 @@
-"""What a program keeps for backward, what ranks paid to keep less (recompute="auto"), and what a plan pins of both.
+"""The values that a program saves for backward, the price that ranks paid to save fewer (recompute="auto"),
+and a plan's pins for both.
 
-In: the result of `passes.keep`. Out: `Kept`, and the entries of `keep` in `plan.json`: the rate of a pipeline rank, or the way
-in which the values of some modules are kept.
+In: the result of `passes.keep`. Out: `Kept`, and the entries of `keep` in `plan.json`: the rate of a pipeline
+rank, or how the values of some modules are kept.
 
     Rate(price=0.0, more=1e-9, share=0.25).of_layers(4)     # [1e-9, 0.0, 0.0, 0.0]
     read_keep([{"pattern": "*.mlp.gelu", "way": "again"}])  # ((), (KeepPin("*.mlp.gelu", "again"),))
@@ -18,9 +19,10 @@ from autoptd.errors import PlanError
 
 
 class Rate(NamedTuple):
-    """Seconds that a pipeline rank pays to keep a byte less of a microbatch.
+    """Seconds that a pipeline rank pays to save one byte less per microbatch.
 
-    It pays `more` in the first `share` of every stage's layers, whose backward comes last, and `price` in the others.
+    It pays `more` in the first `share` of every stage's layers, whose backward comes last, and `price` in the
+    others.
     """
 
     price: float
@@ -28,14 +30,16 @@ class Rate(NamedTuple):
     share: float
 
     def of_layers(self, count: int) -> list[float]:
-        """Return what each of a stage's layers pays."""
-        # A quarter of four layers is one, whatever rounding says.
+        """Return the price in each of a stage's layers."""
+        # A quarter of four layers is one, despite rounding.
         dearer = math.ceil(self.share * count - 1e-9)
         return [self.more] * dearer + [self.price] * (count - dearer)
 
 
 class KeepPin(NamedTuple):
-    """How the values are kept that the modules or operators like `pattern` make: `whole`, as a `shard`, or made `again`."""
+    """How the results of the modules or operators matching `pattern` are kept: `whole`, as a `shard`, or made
+    `again`.
+    """
 
     pattern: str
     way: str
@@ -49,7 +53,9 @@ HOW = {"whole": "kept whole", "shard": "kept as a shard", "again": "made again"}
 
 @dataclass(frozen=True)
 class Kept:
-    """Per stage: bytes kept of a microbatch, and seconds to make again what is not; per pipeline rank its rate ("auto")."""
+    """Per stage: bytes saved per microbatch, and seconds to recompute the rest; per pipeline rank its rate
+    ("auto").
+    """
 
     nbytes: tuple[int, ...]
     again: tuple[float, ...]
@@ -57,7 +63,7 @@ class Kept:
 
 
 def rows_of(rates: Sequence[Rate], pins: Sequence[KeepPin]) -> list[dict[str, Any]]:
-    """Return rates and pins as a plan has them."""
+    """Return rates and pins as entries of a plan."""
     priced = [{"rank": rank, **rate._asdict()} for rank, rate in enumerate(rates)]
     return [*priced, *(pin._asdict() for pin in pins)]
 
@@ -78,17 +84,20 @@ def _read_pin(row: dict[str, Any]) -> KeepPin:
     is_pin = row.keys() == {*KeepPin._fields} and isinstance(row["pattern"], str)
     if not is_pin or row["way"] not in HOW:
         remedy = '{"pattern": "*.mlp.gelu", "way": "again"}, or "whole" or "shard"'
-        raise PlanError("plan: keep", f"{row!r} is no entry", remedy)
+        raise PlanError("plan: keep", f"invalid entry {row!r}", remedy)
     return KeepPin(**row)
 
 
 def _read_rate(row: Any, rank: int) -> Rate:
-    """Return the rate of a pipeline rank; PlanError where there is none, or it is another rank's."""
+    """Return the rate of a pipeline rank; PlanError if it is missing, or belongs to another rank."""
     numbers = row if isinstance(row, dict) else {}
     rate = [numbers.get(name) for name in Rate._fields]
     is_rate = set(numbers) == {"rank", *Rate._fields} and numbers["rank"] == rank
     if not is_rate or not all(isinstance(x, (int, float)) and x >= 0 for x in rate):
-        remedy = f'{{"rank": {rank}, "price": 0.0, "more": 1e-9, "share": 0.25}}, seconds a byte; or leave "keep" out'
+        remedy = (
+            f'{{"rank": {rank}, "price": 0.0, "more": 1e-9, "share": 0.25}}, in seconds per byte; or leave '
+            '"keep" out'
+        )
         raise PlanError("plan: keep", f"is {row!r} for pipeline rank {rank}", remedy)
     return Rate(*map(float, rate))  # type: ignore[arg-type]
 

@@ -1,6 +1,6 @@
-"""What is known of a keyword of `parallelize`, and of those that exist in part or not at all.
+"""Descriptions of the keywords of `parallelize`, and of those that are not (fully) implemented.
 
-In: how the command line reads it, its choices, where it is asked for. Out: metadata of the fields of `Options`.
+In: how the command line parses a keyword, and its choices. Out: metadata of the fields of `Options`.
 
     t: int = field(default=1, metadata=about("count", "tensor-parallel degree"))
 """
@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 from autoptd.errors import PlanError, a_type
 
-# A million: a typing error, and no cluster.
+# A million: more can only be a typo.
 MAX_RANKS = 2**20
 
 
 class Missing(NamedTuple):
-    """A feature that does not exist yet, and the values of its keyword that do not ask for it."""
+    """A feature that does not exist yet, and the values of its keyword that do not request it."""
 
     feature: str
     neutral: tuple[Any, ...]
@@ -30,31 +30,31 @@ NOT_YET = {
     "context": Missing("attention over rotating keys", ("auto", "ulysses", "all_gather", None)),
     "summa": Missing("SUMMA", (False, None)),
     "zero": Missing("ZeRO beyond its first stage", (0, 1, "auto", None)),
-    "dropout_exact": Missing("fused attention with random numbers of its own", (True,)),
+    "dropout_exact": Missing("fused attention with its own random numbers", (True,)),
 }
 
 
 def without_missing(keywords: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return the keywords without those of features that do not exist, none of which is asked for; PlanError if one is,
-    or if a value is a tensor.
+    """Return the keywords without those of missing features; PlanError if one is requested, or if a value is
+    a tensor.
 
-    Those in `known` exist in part, and stay.
+    Features in `known` exist in part, and their keywords stay.
     """
     check_plain(keywords)
     for name, missing in NOT_YET.items():
         if keywords.get(name, missing.neutral[0]) not in missing.neutral:
-            fact = f"{missing.feature} is not there yet"
+            fact = f"{missing.feature} is not implemented"
             raise PlanError(f"{name}={keywords[name]!r}", fact, f"leave the keyword {name} out")
     return {name: value for name, value in keywords.items() if name in known or name not in NOT_YET}
 
 
 def _is_number(value: Any) -> bool:
-    # True is an int, and no number.
+    # True is an int, but not a number.
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _is_device(value: Any) -> bool:
-    # Not above: options of the command line are read without torch, which takes seconds to load.
+    # Imported here: the command line parses options without torch, which takes seconds to load.
     import torch
 
     try:
@@ -67,10 +67,10 @@ def _are_names(value: Any) -> bool:
     return isinstance(value, (list, tuple, set, frozenset)) and all(isinstance(each, str) for each in value)
 
 
-# By the kind of a keyword, or its flag: whether a value is of that kind, and what to pass instead of one that is not.
+# By the kind of a keyword, or its flag: whether a value is of that kind, and a description of the kind.
 KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "function": (callable, "a function of (output, targets)"),
-    "number": (lambda value: _is_number(value) and isinstance(value, int), "a whole number"),
+    "number": (lambda value: _is_number(value) and isinstance(value, int), "an integer"),
     "float": (_is_number, "a number"),
     "path": (
         lambda value: isinstance(value, (str, os.PathLike)) and bool(os.fspath(value)),
@@ -86,25 +86,25 @@ def _is_tensor(value: Any) -> bool:
 
 
 def check_plain(keywords: Mapping[str, Any]) -> None:
-    """Raise PlanError for tensors and arrays: of none of them a keyword can be asked anything."""
+    """Raise PlanError for tensors and arrays, which no keyword accepts."""
     for name, value in keywords.items():
         if _is_tensor(value) or getattr(value, "ndim", False):
             fact = f"is {a_type(value)} of shape {tuple(value.shape)}"
             remedy = (
-                "a plain value of Python's, such as int(x) or x.item(); a batch is given as example_inputs="
+                "pass a plain Python value, such as int(x) or x.item(); batches are passed as example_inputs="
             )
             raise PlanError(f"{name}=", fact, remedy)
 
 
 @dataclass(frozen=True)
 class Keyword:
-    """What is known of a keyword of `parallelize` beside its default: metadata of its field of `Options`.
+    """The description of a keyword of `parallelize` besides its default: metadata of its field in `Options`.
 
-    `flag` says how the command line reads it, a key of `FLAGS` in wings/cli/parser.py; "" for a keyword without a
-    flag. `help` and `metavar` are argparse's; `is_for_training`: only `autoptd train` has the flag.
-    `choices` are the values that it may have, where they can be listed. `kind`, by default the flag: of `KINDS`, what it
-    takes. `is_planned`: plan.json has it
-    under "options", in the order of the fields; with `only_with`, where this degree is above 1.
+    `flag` is a key of `FLAGS` in wings/cli/flags.py, which tells how the command line parses it; "" for a
+    keyword without a flag. `help` and `metavar` are argparse's; `is_for_training`: only `autoptd train` has
+    the flag. `choices` are its values, if they can be listed. `kind`, by default the flag, is a key of
+    `KINDS`. `is_planned`: plan.json has it under "options", in the order of the fields; with `only_with`,
+    only if this degree is above 1.
     """
 
     flag: str = ""
@@ -117,25 +117,27 @@ class Keyword:
     kind: str = ""
 
     def check_kind(self, name: str, value: Any) -> None:
-        """Raise PlanError for a value of another kind than the keyword's."""
+        """Raise PlanError for a value of the wrong kind."""
         is_one, what = KINDS.get(self.kind or self.flag, (None, ""))
         if is_one is not None and not is_one(value):
             raise PlanError(f"{name}={reprlib.repr(value)}", f"is not {what}", f"{what}, or leave it out")
 
     def allows(self, value: Any) -> bool:
-        """Tell whether a value is one of the choices, if they are listed; 1 is not True."""
+        """Tell whether a value is one of the choices, if there are any; 1 is not True."""
         same = (value == choice and type(value) is type(choice) for choice in self.choices)
         return not self.choices or any(same)
 
 
 def check_degrees(options: Any) -> None:
-    """Raise PlanError for more ranks than there are, and for what is asked of those along an axis (`only_with`) of one."""
+    """Raise PlanError for too many ranks, and for keywords that need several ranks along an axis
+    (`only_with`) that has one.
+    """
     if (count := max(options.mesh.size, options.num_stages)) > MAX_RANKS:
         raise PlanError("mesh", f"would have {count:,} ranks or stages", f"at most {MAX_RANKS:,}")
     for item in fields(options):
         degree, value = item.metadata["keyword"].only_with, getattr(options, item.name)
         if degree and value != item.default and getattr(options, degree) == 1:
-            fact = f"{degree}=1 leaves every rank all tokens"
+            fact = f"with {degree}=1 every rank has all tokens"
             raise PlanError(f"{item.name}={value!r}", fact, f"{degree} > 1, or leave it out")
 
 
@@ -148,7 +150,7 @@ def hook(help: str) -> dict[str, Keyword]:
     return about("on", help, choices=(False, True), is_planned=True)
 
 
-# How attention sees all tokens where ranks have a part of them each.
+# How attention sees all tokens if each rank has a part of them.
 CONTEXT = about(
     "choice",
     "how attention gathers the sequence, with --c > 1",

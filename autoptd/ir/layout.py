@@ -1,8 +1,8 @@
-"""Where the parts of a value lie on the ranks: one value type per axis.
+"""How a value is laid out over the ranks: one value type per axis.
 
-In: types by the name of their axis; an axis that is left out has `I`. Axes are those of the mesh, sub-axes
-of them (`sub_axes.py`), and `BATCH`: all microbatches of all replicas, over which values are typed as over
-an axis of ranks. Out: types, local shapes, and where shards lie.
+In: types by the name of their axis; an axis that is left out has `I`. Axes are those of the mesh, their
+sub-axes (`sub_axes.py`), and `BATCH`: all microbatches of all replicas, over which values have types as over
+an axis of ranks. Out: types, local shapes, and the positions of shards.
 
     layout = Layout({"tp": S(2, 0), BATCH: S(0, 0)})
     layout["tp"], layout["pp"], layout.batch        # S(2, 0), I, S(0, 0)
@@ -12,7 +12,7 @@ With 2 KV heads, 4 query heads for each and t = 4, no atom of 2 x 4 divides over
 of them do:
 
     queries = Layout({"tp:(1)2": S(2, 0), "tp:(2)2": S(2, 1)})      # every rank has 2 of the 8 heads
-    keys = Layout({"tp:(1)2": S(2, 0), "tp:(2)2": R})               # and the KV head that these look at
+    keys = Layout({"tp:(1)2": S(2, 0), "tp:(2)2": R})               # and the KV head that they attend to
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from autoptd.ir.types import (
     type_text,
 )
 
-# No axis of the mesh: its "ranks" are the microbatches of all replicas.
+# Not an axis of the mesh: its "ranks" are the microbatches of all replicas.
 BATCH = "batch"
 
 
@@ -48,7 +48,7 @@ BATCH = "batch"
 class Layout:
     """One value type per axis; an axis that is not named has `I`. Layouts with equal types are equal.
 
-    `types` are sorted: sub-axes of one axis stand slowest first.
+    `types` are sorted: sub-axes of one axis slowest first.
     """
 
     types: tuple[tuple[str, ValueType], ...]
@@ -62,7 +62,7 @@ class Layout:
         return self._hash
 
     def __reduce__(self) -> tuple[type[Layout], tuple[dict[str, ValueType]]]:
-        # Without what is cached: texts have other hashes in another process.
+        # Without cached values: hashes of strings differ between processes.
         return Layout, (dict(self.types),)
 
     @cached_property
@@ -71,8 +71,7 @@ class Layout:
 
     def __getitem__(self, axis: str) -> ValueType:
         for name, kind in self.types:
-            # A type over an axis is that over each of its sub-axes; types over sub-axes make none of the
-            # axis.
+            # A type over an axis is also the type over each of its sub-axes, but not the other way around.
             if covers(name, axis):
                 return kind
             if covers(axis, name):
@@ -91,7 +90,7 @@ class Layout:
         return Layout({name: kind for name, kind in self.types if base(name) != axis} | dict(types.types))
 
     def over(self, axis: str) -> Layout:
-        """Return the types over one axis and its sub-axes alone."""
+        """Return only the types over one axis and its sub-axes."""
         return Layout({name: kind for name, kind in self.types if base(name) == axis})
 
     @property
@@ -116,7 +115,7 @@ class Layout:
 
     @cached_property
     def cut_places(self) -> frozenset[tuple[int, int]]:
-        """The atoms that axes of the mesh cut: their dim, and their place in it."""
+        """The atoms that axes of the mesh cut: (dim, index in the dim)."""
         return frozenset((kind.dim, kind.atom) for _, kind in self.shards)
 
     @property
@@ -126,22 +125,22 @@ class Layout:
 
     @property
     def letter(self) -> str:
-        """The letter of its type over all axes of the mesh: S if one cuts the value, else P, R or I."""
+        """The letter of its type over all axes of the mesh: S if one shards the value, else P, R or I."""
         letters = {kind.kind for _, kind in self.over_mesh}
-        # Neither the value nor its cotangent is equal on all ranks: as with shards.
+        # As with shards, neither the value nor its cotangent is equal on all ranks.
         if letters >= {"P", "R"} or E.kind in letters:
             return "S"
         return next((letter for letter in "SPR" if letter in letters), I.kind)
 
     @property
     def sharded_dims(self) -> frozenset[int]:
-        """The dims that an axis of the mesh cuts."""
+        """The dims that axes of the mesh cut."""
         return frozenset(kind.dim for _, kind in self.shards)
 
     def is_chunk(self, dims: Dims) -> bool:
         """Tell whether consecutive ranks have consecutive chunks of the value, or of each of its blocks.
 
-        Sub-axes that cut neighbouring atoms do together what their axis would do with the product of these.
+        Sub-axes that cut adjacent atoms together act like their axis on the product of these atoms.
         """
         if len(self.shards) < 2:
             return True
@@ -155,25 +154,25 @@ class Layout:
         return all(second == first + 1 for first, second in pairwise(places))
 
     def chunk_axis(self, dims: Dims, mesh: Mesh) -> str | None:
-        """Return the axis along which the chunks of the value lie, None if it is not cut.
+        """Return the axis along which the chunks of the value lie, or None if it is not cut.
 
-        InternalError where the shards are not chunks along one axis.
+        InternalError if the shards are not chunks along one axis.
         """
         if not self.is_chunk(dims):
             raise InternalError(str(self), "consecutive ranks do not have consecutive chunks")
         axes = [axis for axis, _ in self.shards]
         if len(axes) < 2:
             return axes[0] if axes else None
-        # Neighbouring sub-axes are one larger sub-axis, or the axis itself.
+        # Adjacent sub-axes form one larger sub-axis, or the axis itself.
         first, last = parse(axes[0]), parse(axes[-1])
         whole = SubAxis(first.axis, first.before, last.end // first.before)
         return whole.axis if whole.size == mesh.degree(whole.axis) else str(whole)
 
     def element_layout(self, dims: Dims, mesh: Mesh) -> tuple[object, ...]:
-        """Return which elements each rank has, as a value that compares equal however the dims are written in
-        atoms; () where every rank has all of them.
+        """Return the elements of each rank as a value that compares equal for any choice of atoms; () if
+        every rank has all of them.
         """
-        # One rank along the axis has all of it, whatever the type says.
+        # One rank along the axis has all of it, whatever the type.
         axis = self.chunk_axis(dims, mesh)
         if axis is None or mesh.degree(axis) == 1:
             return ()
@@ -187,17 +186,15 @@ class Layout:
         )
 
     def padded_size(self, dims: Dims, mesh: Mesh) -> int:
-        """Return the size of the dim that is padded to make equal shards; 0 where all axes divide what they
-        cut.
-        """
+        """Return the size of the dim that is padded to make equal shards; 0 if all axes divide it."""
         return max((padded_size(dims, kind, mesh.degree(axis)) for axis, kind in self.shards), default=0)
 
     def pieces(self, mesh: Mesh) -> int:
-        """Count the different pieces into which the ranks of a mesh cut the value; by expert they are equal on average."""
+        """Count the distinct pieces into which a mesh cuts the value; pieces by expert are equal on average."""
         return math.prod(mesh.degree(axis) for axis, kind in self.over_mesh if kind.kind in "SE")
 
     def cuts(self, mesh: Mesh) -> Iterator[tuple[int, int, int]]:
-        """Yield (dim, atom, pieces) of everything that the ranks of a mesh cut."""
+        """Yield (dim, atom, pieces) for everything that the mesh cuts."""
         for axis, kind in self.shards:
             if mesh.degree(axis) > 1:
                 yield kind.dim, kind.atom, mesh.degree(axis)
@@ -214,31 +211,33 @@ class Layout:
         return tuple(map(math.prod, self.local_dims(dims, mesh)))
 
     def blocks(self, dims: Dims, axis: str, mesh: Mesh) -> Outer:
-        """Return how many blocks, or blocks of which sizes, the shards over `axis` make in the part that
-        the other axes leave.
+        """Return the number of blocks, or the sizes of the blocks, that the shards over `axis` form in the
+        part that the other axes leave.
         """
         others = Layout({name: kind for name, kind in self.types if name not in (axis, BATCH)})
         return outer_size(others.local_dims(dims, mesh), self[axis])
 
     def text(self, dims: Dims) -> str:
-        """Format the layout for people: `I`, or the types over all axes of the mesh, with the atoms that
-        are cut in brackets.
+        """Format the layout for people: `I`, or the types over all axes of the mesh, with the sharded atoms
+        in brackets.
         """
         texts, axes = [], {base(axis) for axis, _ in self.over_mesh}
         for axis, kind in self.over_mesh:
-            # An S names its axis; of the others, only those over a sub-axis, or beside other axes, have to.
+            # An S names its axis; other types do so only over a sub-axis, or if there are several axes.
             is_named = kind.kind == "S" or (len(axes) == 1 and not is_sub_axis(axis))
             texts.append(type_text(kind, dims, axis) if is_named else f"{kind}({axis})")
         return ", ".join(texts) or "I"
 
 
 def typed_over(axis: str) -> str:
-    """Return the name under which a layout has the types over a mesh axis or sub-axis: of replicas, `BATCH`."""
+    """Return the name under which a layout has the types over a mesh axis or sub-axis; for replicas, `BATCH`."""
     return BATCH if base(axis) in AXES and role_of(axis) is Role.BATCH else axis
 
 
 def loss_over(axis: str) -> Layout:
-    """Return the type of the loss over a mesh axis: whole, but pending where ranks have other tokens, as other samples."""
+    """Return the type of the loss over a mesh axis: whole, but a partial sum if ranks have other tokens or
+    samples.
+    """
     return Layout({axis: P} if role_of(axis) is Role.TOKENS else {})
 
 
@@ -252,13 +251,13 @@ def copy_axes(layout: Layout, mesh: Mesh) -> list[str]:
 
 
 def _shard(size: int, pieces: int) -> int:
-    """Return the size of a shard of an atom; one of several segments has a chunk of each."""
+    """Return the size of a shard of an atom; of an atom with several segments, a shard has a chunk of each."""
     if isinstance(size, Segmented):
         return Segmented([block // pieces for block in size.blocks])
     return shard_size(size, pieces)
 
 
 def _place(entry: tuple[str, ValueType]) -> tuple[str, int]:
-    """Return the sorting key of a type: sub-axes of one axis stand slowest first."""
+    """Return the sort key of a type: sub-axes of one axis slowest first."""
     axis, _ = entry
     return base(axis), parse(axis).before if is_sub_axis(axis) else 0

@@ -1,8 +1,8 @@
-"""What a rank can do, in round numbers: the units in which the solver weighs compute, memory and
+"""The performance of a rank in round numbers: the units in which the solver weighs compute, memory and
 communication.
 
 In: the keyword `machine=`: the name of a file in `autoptd/machines`, or a `Machine` (in a plan: an object
-of the fields that are not the default). Out: a `Machine`. The files describe the planner's clusters too
+with the non-default fields). Out: a `Machine`. The same files describe the planner's clusters
 (`machine_files.py`).
 
     find_machine("h100").flops                          # 692.3e12
@@ -22,30 +22,28 @@ from autoptd.errors import PlanError, a_type
 from autoptd.ir.machine_files import gpu_of, machine_file, machine_names, nearest_machines
 from autoptd.ir.plan import check_known
 
-# Numbers that may be 0; 0 of the last three stands for their default.
+# Numbers that may be 0; in the last three, 0 stands for their default.
 MAY_BE_ZERO = ("latency", "message", "per_parameter_byte", "per_saved_byte", "redundant")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Per rank: `flops` per second, `memory_bandwidth` and `link_bandwidth` in bytes per second, `latency`
-    in seconds.
+    """Per rank: `flops` per second, `memory_bandwidth` and `link_bandwidth` in bytes per second, `latency` in
+    seconds.
 
-    `link_bandwidth` is that between the `ranks_per_node` ranks of a node, in one direction;
-    `network_bandwidth` that between nodes. `latency` is the fixed cost of a collective over tp, `message`
-    that of a message between stages, or of one more collective of theirs. `memory` is in bytes (unbounded
-    by default).
+    `link_bandwidth` is between the `ranks_per_node` ranks of a node, in one direction; `network_bandwidth` is
+    between nodes. `latency` is the fixed cost of a collective over tp, `message` that of a message between
+    stages, or of one more collective for them. `memory` is in bytes (unbounded by default).
 
-    The defaults are a node of 8 GPUs with a 200 Gb/s network card each. `redundant` is the penalty, in
-    seconds, of a matrix product that every rank computes in full, beside its time: whoever asks for t ranks
-    wants products split, even those of a small model, which would be faster whole. By default ten
+    The defaults describe a node of 8 GPUs with a 200 Gb/s network card each. `redundant` is the penalty, in
+    seconds on top of its time, of a matrix product that every rank computes in full: a request for t ranks
+    means that products should be split, even small ones that would be faster whole. The default is ten
     collectives.
 
-    `per_parameter_byte` and `per_saved_byte` are the prices, in seconds per microbatch, of a byte of a
-    parameter that a rank stores (its gradient and optimizer state come with it) and of a byte saved for
-    backward. They are never zero: on time alone an all-gather followed by redundant GEMMs beats an
-    all-reduce. By default the time of a link for 4 bytes, and for a fiftieth of one; where memory is short,
-    `memory_price.py` raises both.
+    `per_parameter_byte` and `per_saved_byte` are the prices, in seconds per microbatch, of a byte of a stored
+    parameter (with its gradient and optimizer state) and of a byte saved for backward. They are never zero:
+    judged by time alone, an all-gather followed by redundant GEMMs beats an all-reduce. The defaults are the
+    link time of 4 bytes, and of a fiftieth of a byte; if memory is short, `memory_price.py` raises both.
     """
 
     flops: float = 300e12
@@ -54,7 +52,7 @@ class Machine:
     latency: float = 15e-6
     network_bandwidth: float = 25e9
     ranks_per_node: int = 8
-    # 0 in these three: derived from the link, or from the latency.
+    # 0 in these three: derived from the link or the latency.
     per_parameter_byte: float = 0.0
     per_saved_byte: float = 0.0
     redundant: float = 0.0
@@ -72,18 +70,18 @@ class Machine:
             object.__setattr__(self, "redundant", 10 * self.latency)
 
     def with_memory_priced(self, price: float, in_flight: float, copies: float) -> Machine:
-        """Return the machine on which a byte that a rank holds costs `price` seconds per microbatch more.
+        """Return the machine on which every byte that a rank holds costs `price` more seconds per microbatch.
 
-        A parameter is held in `copies`, gradient and optimizer state among them; what is saved for
-        backward, once for each microbatch `in_flight`.
+        A parameter is held in `copies`, counting gradient and optimizer state; saved values, once for each
+        microbatch `in_flight`.
         """
         per_parameter_byte = self.per_parameter_byte + price * copies
         per_saved_byte = self.per_saved_byte + price * in_flight
         return dataclasses.replace(self, per_parameter_byte=per_parameter_byte, per_saved_byte=per_saved_byte)
 
     def widened(self, factor: float) -> Machine:
-        """Return the machine on which values of `factor` times the bytes take the same time and room: it
-        gets the same plan.
+        """Return the machine on which values with `factor` times the bytes take the same time and memory, so
+        that the plan stays the same.
         """
         times = ("memory_bandwidth", "link_bandwidth", "network_bandwidth", "memory")
         per = ("per_parameter_byte", "per_saved_byte")
@@ -92,26 +90,26 @@ class Machine:
 
 
 def _check_number(name: str, number: Any) -> None:
-    """Refuse what is not a positive number, or 0 where that may be; only `memory` may be infinite."""
+    """Reject anything but a positive number, or 0 where allowed; only `memory` may be infinite."""
     is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
     may_be_zero = name in MAY_BE_ZERO
     if not is_number or math.isnan(number) or number < 0 or (number == 0 and not may_be_zero):
-        fact = "not a number that is at least 0" if may_be_zero else "not a positive number"
+        fact = "must be a number of at least 0" if may_be_zero else "must be a positive number"
         raise PlanError(f"machine: {name}={number!r}", fact, "leave it out, or see autoptd/ir/machine.py")
     if math.isinf(number) and name != "memory":
-        raise PlanError(f"machine: {name}={number!r}", "is not finite", "a large number")
+        raise PlanError(f"machine: {name}={number!r}", "must be finite", "use a large number")
 
 
-# Fractions of a vendor's peaks that products, copies and collectives of a layer's sizes sustain. The
-# planner's own fractions are for large ones: usually higher, and where they are lower they count. The rest
-# of the memory belongs to the allocator, the driver and the communicators.
+# The sustained fractions of a vendor's peaks for products, copies and collectives of a layer's sizes. The
+# planner's own fractions are for large ones: usually higher; where lower, they apply. The rest of the memory
+# is left for the allocator, the driver and the communicators.
 GEMM, BYTES, MEMORY = 0.7, 0.8, 0.85
 # The fixed cost of a collective, in hops of the low-latency protocol for small messages.
 HOPS = 5
 
 
 def _derived(record: Mapping[str, Any], site: str) -> Machine:
-    """Return a rank of a machine that has a file; what its table [solver] says is taken as it is."""
+    """Return a rank of a machine that has a file; its table [solver] overrides derived values."""
     gpu, fast, network = gpu_of(record, site), record["fast"], record["network"]
     cards_per_rank = record["nics"] / record["gpus_per_node"]
     fields = {
@@ -131,9 +129,7 @@ DEFAULT = Machine()
 
 
 def find_machine(given: Any) -> Machine:
-    """Return the Machine that is meant: None (the defaults), a name, a Machine, or its fields as a plan has
-    them.
-    """
+    """Return the Machine for None (the defaults), a name, a Machine, or its fields from a plan."""
     if isinstance(given, Machine):
         return given
     if given is None:
@@ -152,11 +148,11 @@ def find_machine(given: Any) -> Machine:
 
 
 def machine_record(given: Any) -> str | dict[str, float] | None:
-    """Return a machine as a plan has it: a name, or the fields that are not the default."""
+    """Return a machine as a plan stores it: a name, or the non-default fields."""
     machine = find_machine(given)
     if given is None or isinstance(given, str):
         return given
-    # Prices and penalty default to these two: they are left out where they follow from them.
+    # Prices and penalty default to multiples of these two, and are left out if they equal their defaults.
     leading = {name: getattr(machine, name) for name in ("link_bandwidth", "latency")}
     usual = dataclasses.asdict(Machine(**leading))
     fields = {name: number for name, number in dataclasses.asdict(machine).items() if number != usual[name]}

@@ -1,9 +1,10 @@
-"""The described machines: a TOML file each in `autoptd/machines`, their GPUs in `gpus.toml` there.
+"""The machine descriptions: one TOML file each in `autoptd/machines`, with their GPUs in `gpus.toml`.
 
-In: a name. Out: its file, and what that says. From it the solver derives a `Machine` (ir/machine.py), the
-planner a `Cluster` (wings/planner/cluster.py, which explains the fields), and progress the peaks of a GPU.
+In: a name. Out: its file, and its contents, from which the solver derives a `Machine` (ir/machine.py), the
+planner a `Cluster` (wings/planner/cluster.py, which explains the fields), and progress reports the peaks of a
+GPU.
 
-    # NVIDIA's own machines go by the name of their GPU too.
+    # NVIDIA's own machines may also be called by the name of their GPU.
     machine_file("h100").stem                          # "dgx-h100"
     machine_of_device("NVIDIA H100 80GB HBM3")         # "dgx-h100"
 """
@@ -20,7 +21,7 @@ from autoptd.ir.plan import nearest
 
 FOLDER = Path(__file__).parents[1] / "machines"
 GPUS = FOLDER / "gpus.toml"
-# NVIDIA's own machines: they go by the name of their GPU too.
+# NVIDIA's own machines, which may also be called by the name of their GPU.
 MAKER = "dgx-"
 # Fields of gpus.toml that only wings/reports/progress.py reads.
 OF_PROGRESS = ("device", "tf32_flops")
@@ -32,7 +33,7 @@ def machine_names() -> list[str]:
 
 
 def machine_file(name: str) -> Path | None:
-    """Return the file of a machine, by its name or by that of the GPU in one of NVIDIA's own; None for an
+    """Return the file of a machine by its name, or by that of the GPU in one of NVIDIA's own; None for an
     unknown name.
     """
     known = machine_names()
@@ -41,14 +42,14 @@ def machine_file(name: str) -> Path | None:
 
 
 def nearest_machines(name: str) -> str:
-    """Format the names that look most like `name`."""
+    """Format the names most similar to `name`."""
     known = machine_names()
     short = [full.removeprefix(MAKER) for full in known if full.startswith(MAKER)]
     return nearest(name, [*known, *short])
 
 
 def machine_of_device(device: str) -> str | None:
-    """Return NVIDIA's own machine whose GPUs CUDA calls `device`; None where none is described."""
+    """Return NVIDIA's own machine whose GPUs CUDA calls `device`, or None."""
     # "NVIDIA H100 80GB HBM3" contains "h100".
     own = [name for name in machine_names() if name.startswith(MAKER)]
     return next((name for name in own if name.removeprefix(MAKER) in device.lower()), None)
@@ -60,8 +61,8 @@ def read_gpus() -> dict[str, dict[str, Any]]:
 
 
 def gpu_of(record: Mapping[str, Any], site: str) -> Any:
-    """Return the [gpu] of a machine's record: its own table, or the one of gpus.toml that it names;
-    PlanError for an unknown name.
+    """Return the [gpu] of a machine's record: its own table, or the one of gpus.toml that it names; PlanError
+    for an unknown name.
     """
     given = record.get("gpu")
     if not isinstance(given, str):

@@ -1,6 +1,6 @@
-"""Operators that exist in AutoPTD's graphs only; codegen writes each as a call of the runtime.
+"""Operators that only exist in AutoPTD's graphs; codegen writes each as a call of the runtime.
 
-They stand for communication and for the local forms of split operators. They are never run as they are.
+They stand for communication and for the local forms of split operators, and are never executed themselves.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from autoptd.ir.fusion import OURS
 def convert(
     x: Any, name: str, dim: int = 0, outer: int = 1, to_dim: int = 0, to_outer: int = 1, *, size: int = 0
 ) -> Any:
-    """Turn a value of one type over tp into another: `name` is a row of `ir.types.CONVERSIONS`.
+    """Convert a value from one type over tp to another: `name` is a row of `ir.types.CONVERSIONS`.
 
-    `dim` and `outer` place the shards (see `ir.types.outer_size`); `to_dim` and `to_outer` those of an S ->
-    S. `size` is that of a padded dim (see `ir.types.padded_size`).
+    `dim` and `outer` locate the shards (see `ir.types.outer_size`); `to_dim` and `to_outer` the target shards
+    of S -> S. `size` is that of a padded dim (see `ir.types.padded_size`).
     """
     raise InternalError("convert", "a marker was executed")
 
@@ -29,19 +29,19 @@ def share(x: Any, pieces: int) -> Any:
 
 
 def first_rows(x: Any, dim: int) -> Any:
-    """Return as many rows of a constant as a microbatch has; all its rows are equal."""
+    """Return the rows of one microbatch from a constant whose rows are all equal."""
     raise InternalError("first_rows", "a marker was executed")
 
 
 def batch_sum(x: Any, index: int = -1) -> Any:
-    """Return the sum of `x` over all microbatches and replicas, or the largest of each of its entries: x depends on inputs
-    only, so it is known before the first forward.
+    """Return the sum of `x` (or the maximum of each entry) over all microbatches and replicas: x depends only
+    on inputs, so it is known before the first forward.
     """
     raise InternalError("batch_sum", "a marker was executed")
 
 
 def vocab_embedding(ids: Any, weight: Any, padding_idx: int = -1, *, size: int = 0) -> Any:
-    """Look ids up in this rank's rows: a partial sum over tp. `size`: all rows of a padded vocabulary."""
+    """Look ids up in this rank's rows, as a partial sum over tp. `size`: all rows of a padded vocabulary."""
     raise InternalError("vocab_embedding", "a marker was executed")
 
 
@@ -59,8 +59,8 @@ def cross_entropy(
 ) -> Any:
     """Compute the cross-entropy of one microbatch.
 
-    `vocab`: the logits are split by vocabulary, of `size` where it is padded (else 0). `total` >= 0: the
-    sum is divided by that global count.
+    `vocab`: the logits are split by vocabulary, whose padded size is `size` (else 0). `total` >= 0: the sum
+    is divided by that global count.
     """
     raise InternalError("cross_entropy", "a marker was executed")
 
@@ -68,7 +68,7 @@ def cross_entropy(
 def _classes(name: str) -> Callable[..., Any]:
     """Make the marker of an operator over classes that are split over ranks (`runtime/ops/classes.py`).
 
-    It takes the operands, the dim and, where classes are padded, their number.
+    It takes the operands, the dim and, if classes are padded, their number.
     """
 
     def marker(*operands: Any, dim: int, size: int = 0, **keywords: Any) -> Any:
@@ -93,14 +93,16 @@ def mean(x: Any, dims: list[int], keepdim: bool, count: int) -> Any:
 def dropout(
     x: Any, rate: float, site: int, batch: tuple[int, int] | None, shard: tuple[int, int] | None
 ) -> Any:
-    """Dropout at call site number `site`; `batch` and `shard`: (dim, elements of it before) of the rows and
-    of the shards.
+    """Dropout at call site number `site`; `batch` and `shard` are (dim, offset of this rank's elements) for
+    rows and shards.
     """
     raise InternalError("dropout", "a marker was executed")
 
 
 def noise(x: Any, kind: str, site: int, batch: tuple[int, int] | None, shard: tuple[int, int] | None) -> Any:
-    """Random numbers of a kind, of the shape of x, at call site number `site`; `batch` and `shard` as for dropout."""
+    """Random numbers of a kind, in the shape of x, at call site number `site`; `batch` and `shard` as for
+    dropout.
+    """
     raise InternalError("noise", "a marker was executed")
 
 
@@ -114,22 +116,26 @@ def causal_attention(
     order: str = "",
     window: int | None = None,
 ) -> Any:
-    """Causal attention of this rank's queries to the keys of all ranks that come before each, or to the last of them."""
+    """Causal attention from this rank's queries to the keys of all ranks, up to each query or to the last
+    one.
+    """
     raise InternalError("causal_attention", "a marker was executed")
 
 
 def by_expert(ids: Any, experts: int) -> Any:
-    """Sort rows by expert: which come one after the other, and where those of each end. Over an axis, a rank's own."""
+    """Sort rows by expert; return their order and the end of each expert's rows. Over an axis, only this
+    rank's experts.
+    """
     raise InternalError("by_expert", "a marker was executed")
 
 
 def take_rows(x: Any, order: Any, choices: int = 1) -> Any:
-    """Return rows of x in an order, which has `choices` for each."""
+    """Return rows of x in an order that has `choices` entries per row."""
     raise InternalError("take_rows", "a marker was executed")
 
 
 def put_rows(x: Any, order: Any, count: int) -> Any:
-    """Return `count` rows, those of x where the order says, and zeros."""
+    """Return `count` rows: those of x at the places in `order`, and zeros elsewhere."""
     raise InternalError("put_rows", "a marker was executed")
 
 
@@ -139,12 +145,12 @@ def grouped_mm(x: Any, weight: Any, ends: Any) -> Any:
 
 
 def expert_rows(table: Any, order: Any, ends: Any) -> Any:
-    """Return the row of a table for the expert of each row."""
+    """Return, for each row, its expert's row in a table."""
     raise InternalError("expert_rows", "a marker was executed")
 
 
 def linear(x: Any, weight: Any, bias: Any, *, overlap: bool, wgrad: str, transposed: bool) -> Any:
-    """Apply a linear layer with hooks on its backward: see passes/hook_gemms.py, and `rt.linear`."""
+    """Apply a linear layer with hooks on its backward: see passes/hook_gemms.py and `rt.linear`."""
     raise InternalError("linear", "a marker was executed")
 
 
@@ -158,9 +164,9 @@ def _fused(name: str) -> Callable[..., Any]:
     return marker
 
 
-# Operators of autoptd/kernels, which take what passes/fusion gives them.
+# Operators of autoptd/kernels, which take the arguments that passes/fusion gives them.
 FUSED = {name: _fused(name) for name in OURS}
-# What stands between a value and its reader: entry by entry the value, or its first rows.
+# Operators between a value and its reader that keep its entries, or its first rows.
 PLACED = (convert, share, first_rows)
 MARKERS = (
     *(convert, share, first_rows, batch_sum, vocab_embedding, cross_entropy, mean, dropout, linear),
@@ -173,7 +179,7 @@ MARKERS = (
 
 
 def unconverted(node: Any) -> Any:
-    """Return the node that conversions were made of: a value in the types in which it is computed."""
+    """Return the node before conversions: a value in the types in which it is computed."""
     while node.target is convert:
         node = node.args[0]
     return node

@@ -1,16 +1,16 @@
-"""The device mesh: its named axes, which rank sits where, and which ranks form a group.
+"""The device mesh: its named axes, the coordinates of ranks, and the groups that ranks form.
 
-In: degrees and an order of axes. Out: coordinates, ranks and groups; nothing else decides them. By default
+In: degrees and an order of axes. Out: coordinates, ranks and groups, which nothing else decides. By default
 tp is fastest, then cp, dp, and pp slowest (Narayanan et al., SC'21, section 3: tensor-parallel ranks are
-neighbours, pipeline ranks are far apart); `order` says otherwise. cp is named only where it has ranks.
+neighbours, pipeline ranks are far apart); `order` overrides it. A mesh has the axis cp only if c > 1.
 
     Mesh(t=2, p=2, d=2).coordinate(5) == Coordinate(pp=1, tp=1)
     Mesh(t=2, p=2, d=2, order="tp-pp-dp").coordinate(5) == Coordinate(dp=1, tp=1)
 
 An axis may be named in parts (`sub_axes.py`): `Mesh(t=8).group(5, ("tp:(2)4",)) == (4, 5, 6, 7)`.
 
-What the ranks along an axis divide is its `role`. Code that needs "the ranks that hold other samples" asks
-for a role (`mesh.batch_axes`, `mesh.replicas`, `mesh.pipeline_rank`), not for an axis by name.
+The `role` of an axis is the thing that its ranks divide. Code that needs "the ranks that hold other samples"
+asks for a role (`mesh.batch_axes`, `mesh.replicas`, `mesh.pipeline_rank`), not for an axis by name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from autoptd.ir.sub_axes import SubAxis, base, is_sub_axis, parse, parts_of
 
 
 class Role(Enum):
-    """What the ranks along a mesh axis divide among themselves."""
+    """The thing that the ranks along a mesh axis divide among themselves."""
 
     VALUES = "the values within a layer"
     TOKENS = "the tokens of every sample, and so the values within a layer"
@@ -36,14 +36,14 @@ class Role(Enum):
     STAGES = "the stages of the model"
 
 
-# Of axes whose ranks compute one layer of the same samples together.
+# Roles of axes whose ranks compute one layer of the same samples together.
 WITHIN_A_LAYER = (Role.VALUES, Role.TOKENS)
 
 
 class MeshAxis(NamedTuple):
     """One kind of parallelism: `degree` is its keyword in `parallelize`, `word` its name in texts.
 
-    `is_optional`: a mesh that has one rank along it does not have the axis at all.
+    `is_optional`: a mesh with one rank along this axis does not have the axis at all.
     """
 
     name: str
@@ -53,7 +53,7 @@ class MeshAxis(NamedTuple):
     is_optional: bool = False
 
 
-# In the default order, fastest first. A new kind of parallelism begins with its row here.
+# In the default order, fastest first. A new kind of parallelism starts with a row here.
 TABLE = (
     MeshAxis("tp", "t", Role.VALUES, "tensor"),
     MeshAxis("cp", "c", Role.TOKENS, "context", is_optional=True),
@@ -62,21 +62,21 @@ TABLE = (
 )
 AXES = {axis.name: axis for axis in TABLE}
 MESH_AXES = tuple(AXES)
-# The keywords of the axes, in the order in which people write them.
+# The keywords of the axes, in their conventional order.
 DEGREES = ("t", "p", "d", "c")
 BY_DEGREE = {axis.degree: axis for axis in sorted(TABLE, key=lambda axis: DEGREES.index(axis.degree))}
-# Those that every mesh has.
+# The degrees that every mesh has.
 USUAL_DEGREES = tuple(degree for degree, axis in BY_DEGREE.items() if not axis.is_optional)
 ORDER = "-".join(MESH_AXES)
 
 
 def role_of(axis: str) -> Role:
-    """Return what the ranks along an axis or sub-axis divide."""
+    """Return the role of an axis or sub-axis."""
     return AXES[base(axis)].role
 
 
 class Coordinate(Mapping[str, int]):
-    """The place of a rank along every mesh axis, by name; an axis that is left out is at 0."""
+    """The position of a rank along every mesh axis, by name; an axis that is left out is at 0."""
 
     __slots__ = ("_places",)
 
@@ -129,7 +129,7 @@ class Mesh:
 
     @classmethod
     def of(cls, degrees: Mapping[str, int], order: str = ORDER) -> Mesh:
-        """Return the mesh of some degrees, by the keyword of `parallelize`; the others are 1."""
+        """Return the mesh of some degrees, by keyword of `parallelize`; the others are 1."""
         return cls(**degrees, order=order)
 
     @property
@@ -146,12 +146,12 @@ class Mesh:
 
     def parts(self, axis: str, sub_axes: Iterable[str]) -> tuple[str, ...]:
         """Return the fewest sub-axes that make up `axis`, slowest first, such that each of `sub_axes`
-        consists of some: `axis` itself if nothing else is named, none if they do not fit together.
+        consists of some of them: `axis` itself if nothing else is named, none if they do not fit together.
         """
         factors = [parse(part) for part in sub_axes if part != axis]
         if not factors:
             return (axis,)
-        # Where one factor ends and the next begins, as the number of ranks in all slower ones.
+        # The boundaries between factors, as the number of ranks in all slower ones.
         bounds = {1, self.degree(axis)}
         for factor in factors:
             bounds |= {factor.before, factor.end}
@@ -162,21 +162,21 @@ class Mesh:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Number of ranks along every axis that the mesh has, by the keyword of `parallelize`."""
+        """Ranks along every axis of the mesh, by keyword of `parallelize`."""
         return {name: int(getattr(self, name)) for name in DEGREES if self._has(BY_DEGREE[name])}
 
     def product_text(self, axes: Sequence[str]) -> str:
-        """Format how many ranks there are along some axes together: `d=2`, of several axes `t*p=8`."""
+        """Format the number of ranks along some axes together: `d=2`, or `t*p=8` for several axes."""
         names = "*".join(AXES[axis].degree for axis in axes)
         return f"{names}={math.prod(map(self.degree, axes))}"
 
     def along(self, axes: Iterable[str]) -> Mesh:
-        """Return the mesh of the ranks along some axes, all other axes having one rank."""
+        """Return the mesh of the ranks along some axes; all other axes have one rank."""
         return Mesh.of({AXES[axis].degree: self.degree(axis) for axis in axes}, self.order)
 
     @property
     def has_usual_order(self) -> bool:
-        """Whether its ranks are those of the default order."""
+        """Whether its ranks are in the default order."""
         return self.axes == Mesh.of(self.degrees).axes
 
     def _has(self, axis: MeshAxis) -> bool:
@@ -189,7 +189,7 @@ class Mesh:
 
     @cached_property
     def _every_axis(self) -> tuple[str, ...]:
-        """All axes, fastest first; those that `order` leaves out have one rank, and are slowest."""
+        """All axes, fastest first; those left out of `order` have one rank, and are slowest."""
         named = read_order(self.order)
         left_out = tuple(axis for axis in AXES if axis not in named)
         wide = [axis for axis in left_out if self.degree(axis) > 1]
@@ -201,7 +201,7 @@ class Mesh:
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """How far apart the numbers of two neighbours along each mesh axis are."""
+        """The distance between the rank numbers of neighbours along each mesh axis."""
         strides, step = {}, 1
         for axis in self.axes:
             strides[axis] = step
@@ -209,15 +209,15 @@ class Mesh:
         return strides
 
     def stride(self, axis: str) -> int:
-        """Return how far apart the numbers of two neighbours along an axis or sub-axis are."""
+        """Return the distance between the rank numbers of neighbours along an axis or sub-axis."""
         if is_sub_axis(axis):
             # t=8, "tp:(2)4": its 4 ranks are neighbours (8 // 8 = 1); "tp:(1)2": 4 apart (8 // 2).
             return self.strides[base(axis)] * (self.degree(base(axis)) // parse(axis).end)
-        # Along an axis that the mesh does not have, a rank has no neighbour.
+        # A rank has no neighbour along an axis that the mesh does not have.
         return self.strides.get(axis, self.size)
 
     def place(self, rank: int, axis: str) -> int:
-        """Return the place of a rank along an axis or sub-axis."""
+        """Return the position of a rank along an axis or sub-axis."""
         return rank // self.stride(axis) % self.degree(axis)
 
     def coordinate(self, rank: int) -> Coordinate:
@@ -229,16 +229,16 @@ class Mesh:
         return sum(self.stride(axis) * place for axis, place in at.items())
 
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """Return the ranks that differ from `rank` along `axes` only, in ascending order, `rank` included."""
+        """Return the ranks that differ from `rank` only along `axes`, in ascending order, `rank` included."""
         along = [(self.stride(axis), self.degree(axis)) for axis in axes]
-        # The member at 0 along all of `axes`, from which the others are reached.
+        # The member at 0 along all of `axes`, from which the others are counted.
         first = rank - sum(rank // stride % degree * stride for stride, degree in along)
         steps = [range(0, stride * degree, stride) for stride, degree in along]
         return tuple(sorted(first + sum(offsets) for offsets in product(*steps)))
 
     def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
-        """Return all groups along `axes`, in a fixed order; together they hold every rank once."""
-        # Every member gives the same tuple.
+        """Return all groups along `axes`, in a fixed order; together they contain every rank once."""
+        # Every member of a group yields the same tuple.
         return sorted({self.group(rank, axes) for rank in range(self.size)})
 
     def axes_of(self, *roles: Role) -> tuple[str, ...]:
@@ -247,32 +247,34 @@ class Mesh:
 
     @property
     def value_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks have other parts of values."""
+        """The axes along which ranks have different parts of values."""
         return self.axes_of(*WITHIN_A_LAYER)
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """Those of them along which ranks have other tokens, and the same parameters."""
+        """Those value axes along which ranks have different tokens and the same parameters."""
         return self.axes_of(Role.TOKENS)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks have other samples."""
+        """The axes along which ranks have different samples."""
         return self.axes_of(Role.BATCH)
 
     @property
     def gradient_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks have other samples or tokens, and sum the gradients of equal parameters."""
+        """The axes along which ranks have different samples or tokens, and sum the gradients of equal
+        parameters.
+        """
         return self.axes_of(Role.BATCH, Role.TOKENS)
 
     @property
     def loss_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks have parts of the loss, in the order in which these are added up."""
+        """The axes along which ranks have parts of the loss, in the order in which these are added."""
         return (*self.batch_axes, *self.token_axes, *self.stage_axes)
 
     @property
     def stage_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks have other stages."""
+        """The axes along which ranks have different stages."""
         return self.axes_of(Role.STAGES)
 
     @property
@@ -296,26 +298,26 @@ class Mesh:
         return math.prod(map(self.degree, self.stage_axes))
 
     def replica_of(self, rank: int) -> int:
-        """Return which part of the global batch a rank has."""
+        """Return the part of the global batch that a rank has."""
         return self.group(rank, self.batch_axes).index(rank)
 
     def pipeline_rank_of(self, rank: int) -> int:
-        """Return the place of a rank in its pipeline."""
+        """Return the position of a rank in its pipeline."""
         return self.group(rank, self.stage_axes).index(rank)
 
     def at_stage(self, rank: int, pipeline_rank: int) -> int:
-        """Return the rank at another place of the pipeline of `rank`."""
+        """Return the rank at another position in the pipeline of `rank`."""
         return self.group(rank, self.stage_axes)[pipeline_rank]
 
     def ranks_at(self, pipeline_rank: int) -> list[int]:
-        """Return the ranks at one place of all pipelines; those at two places correspond."""
-        # Rank 0's group along the other axes has one rank of every pipeline.
+        """Return the ranks at one position of all pipelines, in corresponding order."""
+        # Rank 0's group along the other axes contains one rank of every pipeline.
         others = [axis for axis in self.axes if axis not in self.stage_axes]
         return [self.at_stage(rank, pipeline_rank) for rank in self.group(0, others)]
 
     @property
     def value_text(self) -> str:
-        """The axes along which ranks have other parts of values, for texts: `tp`."""
+        """The axes along which ranks have different parts of values, as text: `tp`."""
         return ", ".join(self.value_axes)
 
     @property
@@ -330,9 +332,9 @@ class Mesh:
 
 
 def read_order(order: str) -> tuple[str, ...]:
-    """Return the axes that `"tp-cp-dp-pp"` names, fastest first; PlanError for anything else."""
+    """Return the axes in `"tp-cp-dp-pp"`, fastest first; PlanError for anything else."""
     named = tuple(order.split("-")) if isinstance(order, str) else ()
     if not named or set(named) - AXES.keys() or len(set(named)) != len(named):
-        remedy = f"mesh axes, each once, fastest first, with dashes: order={ORDER!r}"
+        remedy = f"mesh axes, each once, fastest first, joined with dashes: order={ORDER!r}"
         raise PlanError(f"order={order!r}", "is not an order of mesh axes", remedy)
     return named

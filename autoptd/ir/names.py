@@ -1,12 +1,13 @@
-"""The names that emitted files use for their own purposes, and how names of the user's are written in them.
+r"""Names that emitted files reserve, and ways to write the user's names in them.
 
-No input, argument or variable may take one of ours. An argument of the user's may hide any other builtin (`input`); a
-variable of ours hides none. Names of modules and parameters may hold any character but a dot, so there are three ways to
-write one: as a variable (`free_name`), as a string (`quoted`), and in a comment (`shown`).
+No input, argument or variable may take a reserved name. A user's argument may shadow any other builtin
+(`input`); a variable of ours shadows none. Names of modules and parameters may contain any character but a
+dot, so there are three ways to write one: as a variable (`free_name`), as a string (`quoted`), and in a
+comment (`shown`).
 
     free_name("class")          # "class_"
-    quoted('a "b"')             # the text "a \\"b\\"", with its quotes
-    shown("a\\nb")              # one line: a, a backslash, n, b
+    quoted('a "b"')             # the text "a \"b\"", with its quotes
+    shown("a\nb")              # one line: a, a backslash, n, b
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from autoptd.ir.mesh import MESH_AXES
 
 USED = frozenset({"self", "w", "b", "i", "F", "torch", "rt", "float", "range", *MESH_AXES, *keyword.kwlist})
 RESERVED = frozenset({*USED, *dir(builtins)})
-# Methods of a namespace of weights: a module of this name is read as an item.
+# Methods of a namespace of weights: a module of this name is accessed as an item.
 METHODS = frozenset({"at"})
-# What a stage has of its own (`runtime/step/stage.py`): a method that is called like a module of the user's is none of these.
+# Attributes of a stage (`runtime/step/stage.py`), which the method for a user's module must not shadow.
 OF_STAGE = frozenset(
     "activations again batch_sum buffers count counts deferred device draw drawing dropped forward fused groups is_compiled "
     "keep_part kept layers main_grads parts rounds run sums totals weights".split()
@@ -30,9 +31,9 @@ OF_STAGE = frozenset(
 
 
 def identifier(text: str, prefix: str = "p_") -> str:
-    """Return a text as a name of Python's: `p_0_weight` for "0.weight".
+    """Turn a text into a Python identifier: `p_0_weight` for "0.weight".
 
-    Python compares names in their normal form (NFKC), and would take "ﬁ" and "fi" for one variable.
+    Python compares identifiers in NFKC, and would treat "ﬁ" and "fi" as one variable.
     """
     name = re.sub(r"\W", "_", unicodedata.normalize("NFKC", text))
     if not name.isidentifier():
@@ -41,32 +42,34 @@ def identifier(text: str, prefix: str = "p_") -> str:
 
 
 def free_name(wanted: str) -> str:
-    """Return `wanted` as a variable of ours: as a name of Python's, with a `_` behind one that must not be used."""
+    """Turn `wanted` into a variable name, with a `_` appended if the name is reserved."""
     name = identifier(wanted)
     return f"{name}_" if name in RESERVED else name
 
 
 def free_method(wanted: str) -> str:
-    """Return `wanted` as the name of a method of a stage; those of its recipe, and of batch sums, are made by others."""
+    """Turn `wanted` into the name of a stage's method; names for its recipe and for batch sums are made
+    elsewhere.
+    """
     name = free_name(identifier(wanted, "layer_"))
     is_taken = name in OF_STAGE or name.startswith(("_", "batch_sums_")) or name.endswith("_again")
     return f"layer_{name}_" if is_taken else name
 
 
 def quoted(text: str) -> str:
-    """Return a text as a string of Python's, in ASCII, whatever is in it."""
+    """Return a text as an ASCII Python string literal."""
     return '"' + "".join(_escaped(letter) if letter in '"\\' else _printed(letter) for letter in text) + '"'
 
 
 def shown(text: str) -> str:
-    """Return a text as a comment has it: on one line, of characters that can be seen."""
+    """Return a text for use in a comment: on one line, of printable characters."""
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() else _escaped(letter) for letter in text)
 
 
 def in_docstring(text: str) -> str:
-    """Return a text as a docstring has it, which it does not end."""
+    """Return a text for use in a docstring, which it cannot terminate."""
     return re.sub(r'"(?="|$)', r"\"", shown(text).replace("\\", "\\\\"))
 
 
@@ -75,12 +78,14 @@ def _printed(letter: str) -> str:
 
 
 def _escaped(letter: str) -> str:
-    """Return a character by its number or its short form, `\\n`; a quote or backslash behind a backslash."""
+    """Return the escape sequence of a character."""
     return f"\\{letter}" if letter in '"\\' else ascii(letter)[1:-1]
 
 
 def layer_of(path: str) -> str:
-    """Return a module's path up to its first number, else its first name: `transformer.h.3` for all inside that layer."""
+    """Return a module's path up to its first number, else its first name: `transformer.h.3` for all modules
+    in that layer.
+    """
     parts = path.split(".")
     for i, part in enumerate(parts):
         if part.isdigit():

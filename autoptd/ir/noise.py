@@ -1,11 +1,12 @@
-"""Random numbers of a model beside dropout: what every way to draw them is in a graph.
+"""A model's random numbers other than dropout: the operators that stand for every way to draw them.
 
-In: a tensor, of which the shape and the dtype are read alone. Out: as many numbers of one kind. Which ones they are follows
-from where they are drawn (`runtime/ops/noise.py`), and is known to no node: called in a graph, these give torch's own.
+In: a tensor, of which only shape and dtype matter. Out: as many numbers of one kind. Their values depend on
+the place where they are drawn (`runtime/ops/noise.py`), which no node knows: called in a graph, these
+operators return torch's own numbers.
 
-    torch.ops.autoptd.uniform(x)            # from 0 on, below 1
+    torch.ops.autoptd.uniform(x)            # from 0 (inclusive) to 1 (exclusive)
     torch.ops.autoptd.normal(x)             # mean 0, variance 1
-    torch.ops.autoptd.exponential(x)        # mean 1, above 0
+    torch.ops.autoptd.exponential(x)        # mean 1, positive
 """
 
 from __future__ import annotations
@@ -22,31 +23,31 @@ DROPOUT = "aten.dropout"
 
 
 def is_draw(node: Node) -> bool:
-    """Tell whether a node draws numbers: a dropout, or noise."""
+    """Tell whether a node draws random numbers: a dropout, or noise."""
     return op_name(node) == DROPOUT or op_name(node) in NAMES
 
 
 @torch.library.custom_op("autoptd::uniform", mutates_args=())
 def uniform(x: Tensor) -> Tensor:
-    """Return numbers from 0 on, below 1, of the shape and dtype of x."""
+    """Return numbers from 0 (inclusive) to 1 (exclusive), in the shape and dtype of x."""
     return torch.rand_like(x)
 
 
 @torch.library.custom_op("autoptd::normal", mutates_args=())
 def normal(x: Tensor) -> Tensor:
-    """Return numbers of mean 0 and variance 1, of the shape and dtype of x."""
+    """Return numbers of mean 0 and variance 1, in the shape and dtype of x."""
     return torch.randn_like(x)
 
 
 @torch.library.custom_op("autoptd::exponential", mutates_args=())
 def exponential(x: Tensor) -> Tensor:
-    """Return numbers above 0 of mean 1, of the shape and dtype of x."""
+    """Return positive numbers of mean 1, in the shape and dtype of x."""
     return torch.empty_like(x).exponential_()
 
 
 for made in (uniform, normal, exponential):
     made.register_fake(lambda x: x.new_empty(x.shape))
-    # No gradient goes through what was drawn.
+    # Drawn numbers have no gradient.
     made.register_autograd(lambda ctx, grad: None)
 
 OPERATORS = {"uniform": uniform, "normal": normal, "exponential": exponential}

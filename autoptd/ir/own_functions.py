@@ -1,7 +1,7 @@
-"""Custom autograd functions that a graph keeps as they are, each as one operator: forward and backward are the user's own.
+"""Custom autograd functions that a graph keeps, each as one operator with the user's forward and backward.
 
-In: a node of such an operator (`trace/own_functions.py` makes them). Out: the class, the name by which an emitted file calls
-it, and all that its `apply` takes.
+In: a node of such an operator (made by `trace/own_functions.py`). Out: the class, its name in emitted files,
+and the arguments of its `apply`.
 
     own_function(node).name                                 # "my.layers:ScaleGradient"
     class_of("my.layers:ScaleGradient").apply(x, 0.5)
@@ -17,21 +17,21 @@ from torch.fx import Node
 
 from autoptd.errors import PlanError
 
-# Of this process: classes by name, and what the operators made of them stand for.
+# In this process: classes by name, and the functions behind the operators made of them.
 CLASSES: dict[str, Any] = {}
 OWN: dict[Any, Own] = {}
 
 
 @dataclass(frozen=True)
 class Own:
-    """What an operator stands for: a class, under which name, with which fixed arguments by place."""
+    """The function behind an operator: its class, name, and fixed arguments by position."""
 
     function: Any
     name: str
     fixed: tuple[tuple[int, Any], ...]
 
     def arguments(self, given: Any) -> list[Any]:
-        """Put the fixed arguments between those that are given."""
+        """Merge the fixed arguments with the given ones."""
         args = list(given)
         for place, value in self.fixed:
             args.insert(place, value)
@@ -39,12 +39,12 @@ class Own:
 
 
 def own_function(node: Node) -> Own | None:
-    """Return what a node calls, None where that is no custom autograd function."""
+    """Return the custom autograd function that a node calls, or None."""
     return OWN.get(node.target)
 
 
 def class_of(name: str) -> Any:
-    """Return the class of a name, "module:Outer.Function": one that was traced here, else imported."""
+    """Return the class called "module:Outer.Function": one that was traced in this process, else imported."""
     if name not in CLASSES:
         module, _, path = name.partition(":")
         try:
@@ -53,13 +53,13 @@ def class_of(name: str) -> Any:
                 found = getattr(found, part)
         except (ImportError, AttributeError) as error:
             fact = f"cannot be imported: {error}"
-            raise PlanError(f"autograd.Function {name}", fact, "define it at the top of a module") from None
+            raise PlanError(f"autograd.Function {name}", fact, "define it at module level") from None
         CLASSES[name] = found
     return CLASSES[name]
 
 
 def name_of(function: Any) -> str:
-    """Return the name of a class; functions make classes anew, which then have numbers."""
+    """Return the name of a class; classes created by a function on each call get numbers."""
     plain = name = f"{function.__module__}:{function.__qualname__}"
     number = 1
     while CLASSES.setdefault(name, function) is not function:

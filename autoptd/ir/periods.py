@@ -1,12 +1,12 @@
-"""Find what is repeated in a list of operators: layers, or groups of layers that alternate.
+"""Find the repeats in a list of operators: layers, or groups of layers that alternate.
 
 In: operators in order, a signature of each (equal for operators that may correspond in two layers), and the
-values that are needed afterwards. Out: `Period`s. Names of modules play no part.
+values that are needed afterwards. Out: `Period`s. Names of modules play no role.
 
-Terms. A *period* of `length` operators comes `count` times. An operand of one of them is *inner* (made in
-the same period), *carried* (made in the period before; in the first one, any value from before the repeat),
-or *outer* (a placeholder, or a value from before the repeat; it may be another one in every period: a
-layer's weights, the mask of its kind).
+Terms. A *period* of `length` operators repeats `count` times. An operand of one of them is *inner* (made in
+the same period), *carried* (made in the previous period; in the first one, any value from before the repeat),
+or *outer* (a placeholder, or a value from before the repeat, possibly a different one in every period: a
+layer's weights, the mask for its kind).
 
     (period,) = find_periods(body, signature, results=set())
     # Of operator 3 in a period, operand 1:
@@ -21,18 +21,18 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-# A period has at least so many operators.
+# The minimum number of operators in a period.
 MIN_OPERATORS = 3
-# Lengths that are tried: the commonest distances between equal operators, ...
+# The lengths that are tried: the most frequent distances between equal operators, ...
 MAX_LENGTHS = 16
-# ... of which each is compared with so many before it.
+# ... for each operator, to at most this many before it.
 MAX_BACK = 12
 
 
 @dataclass(frozen=True)
 class Operand:
-    """What an operator of a period reads: `index` is where an inner or carried value stands, `nodes` one
-    per period.
+    """An operand of a period's operator: `index` locates an inner or carried value, `nodes` has one entry per
+    period.
     """
 
     kind: str
@@ -49,8 +49,8 @@ class Operand:
 class Period:
     """`count` periods of `length` operators from index `start` of a list.
 
-    `operands` has the distinct operands of every operator of a period; `carried` maps the index of a
-    carried value to the value that the first period reads in its place.
+    `operands` has the distinct operands of every operator of a period; `carried` maps the index of a carried
+    value to the value that the first period reads instead.
     """
 
     start: int
@@ -61,12 +61,12 @@ class Period:
 
     @property
     def stop(self) -> int:
-        """Index of the first operator behind the last period."""
+        """Index of the first operator after the last period."""
         return self.start + self.length * self.count
 
     @property
     def saved(self) -> int:
-        """Operators that need not be written, or decided, once more."""
+        """Number of operators that need not be written, or decided, again."""
         return self.length * (self.count - 1)
 
 
@@ -84,10 +84,10 @@ def find_periods(
     agree: Agree = lambda operator, other: True,
     rank: Rank = lambda period: (),
 ) -> list[Period]:
-    """Find the repeats that save most, none within another, in order.
+    """Find the non-nested repeats that save most, in order.
 
-    `agree` may refuse two operators of equal signature. `rank` chooses among the places where a period can
-    begin, least first (None refuses a place).
+    `agree` may reject two operators of equal signature. `rank` chooses among the possible starts of a period,
+    least first (None rejects a place).
     """
     periods = _Finder(body, signature, results, agree, rank).find(0, len(body))
     return sorted(periods, key=lambda period: period.start)
@@ -107,18 +107,18 @@ class _Finder:
         number: dict[Hashable, int] = {}
         self.signature = [number.setdefault(key, len(number)) for key in signature]
         self.position = {node: i for i, node in enumerate(self.body)}
-        # The position of the last operator that reads each value; behind the end if it is a result.
+        # The position of the last operator that reads each value; the end if it is a result.
         self.last_use = []
         for node in self.body:
             uses = [self.position.get(user, -1) for user in node.users]
             self.last_use.append(len(self.body) if node in self.results else max(uses, default=-1))
 
     def find(self, low: int, high: int) -> list[Period]:
-        """Find the best repeat in body[low:high], and what is repeated before and after it."""
+        """Find the best repeat in body[low:high], then those before and after it."""
         best: Period | None = None
         for length in self._lengths(low, high):
             for first, last in self._runs(length, low, high):
-                # A period saves at most what the run has beside its first one.
+                # At most, a period saves the whole run but its first period.
                 if best is None or last - first > best.saved:
                     period = self._best_start(length, first, last)
                     if period and (best is None or period.saved > best.saved):
@@ -128,7 +128,7 @@ class _Finder:
         return [*self.find(low, best.start), best, *self.find(best.stop, high)]
 
     def _lengths(self, low: int, high: int) -> list[int]:
-        """Return distances between equal operators, the commonest first."""
+        """Return distances between equal operators, most frequent first."""
         last: dict[int, deque[int]] = defaultdict(lambda: deque(maxlen=MAX_BACK))
         distances: Counter[int] = Counter()
         for i in range(low, high):
@@ -138,7 +138,7 @@ class _Finder:
         return [length for length, _ in distances.most_common(MAX_LENGTHS) if length >= MIN_OPERATORS]
 
     def _runs(self, length: int, low: int, high: int) -> list[tuple[int, int]]:
-        """Return ranges in which every operator equals the one a period later: at least one period long."""
+        """Return ranges, at least one period long, in which every operator equals the one a period later."""
         runs, first = [], low
         for i in range(low, high - length + 1):
             if i + length == high or self.signature[i] != self.signature[i + length]:
@@ -148,7 +148,7 @@ class _Finder:
         return runs
 
     def _best_start(self, length: int, first: int, last: int) -> Period | None:
-        """Return the repeat in a run that begins where fewest values are carried on."""
+        """Return the repeat in a run that starts where the fewest values are carried over."""
         width = {}
         for start in range(first, min(first + length, last - length) + 1):
             stop = start + length
@@ -188,13 +188,13 @@ class _Finder:
         stop = start + length * agreed
         final = stop - length
         for i in range(start, stop):
-            # After a loop only what goes from period to period is there to be read.
+            # After a loop, only the carried values can be read.
             if self.last_use[i] >= stop and (i < final or i - final not in carried):
                 return None
         return Period(start, length, agreed, tuple(operands), carried)
 
     def _describe(self, start: int, low: int, length: int) -> Slots | None:
-        """Return the operands of the period that begins at `low`; None when it reads an older period."""
+        """Return the operands of the period that starts at `low`; None if it reads an older period."""
         described: Slots = []
         for node in self.body[low : low + length]:
             slots = []
@@ -212,7 +212,7 @@ class _Finder:
         return described
 
     def _agrees(self, model: Slots | None, other: Slots | None, start: int, length: int, k: int) -> bool:
-        """Tell whether period k is like the second one, the `model`."""
+        """Tell whether a period is like the second one, the `model`."""
         if model is None or other is None:
             return False
         for j, (slots, theirs) in enumerate(zip(model, other, strict=True)):

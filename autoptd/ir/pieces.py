@@ -1,16 +1,18 @@
-"""Which rectangles of a full tensor a rank holds, and where they are in what it stores: integers alone.
+"""The rectangles of a full tensor that a rank holds, and their positions in its storage, as integers.
 
-In: the shape of a full tensor, and how it is cut: into shards along a dim, and perhaps into flat ranges of a shard (ZeRO).
-Out: rectangles, by their offsets and sizes in the full tensor; padding has none. `share` divides rectangles that several
-ranks hold, so that each is written, or read, by one of them.
+In: the shape of a full tensor, and how it is cut: into shards along a dim, and possibly into flat ranges of a
+shard (ZeRO). Out: rectangles, by their offsets and sizes in the full tensor; padding has none. `share`
+divides rectangles that several ranks hold, so that each is written, or read, by one of them.
 
     runs = own_runs(size=6, blocks=3, index=1, degree=2)         # [Run(1, 0, 1), Run(3, 1, 1), Run(5, 2, 1)]
     [rectangle] = whole((4, 6))
     cut = pieces((6, 5), 0, runs)                                # three rectangles of one row each
-    flat = pieces((6, 5), 0, runs, Range(3, 9))                  # what elements 3 to 9 of the shard [3, 5] have of them
+    flat = pieces((6, 5), 0, runs, Range(3, 9))                  # their parts in elements 3 to 9 of the shard
+    [3, 5]
 
-A rank stores a contiguous tensor. A rectangle lies in it `at` some offsets of a *block*: as many elements as the shape `block`
-has, from element `start` on. Of a shard that is stored whole, the block is the shard; a flat range is cut into several.
+A rank stores a contiguous tensor. A rectangle is located by offsets `at` in a *block*: the elements of shape
+`block` from element `start` on. If a shard is stored whole, the block is the shard; a flat range is cut into
+several blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ Sizes = tuple[int, ...]
 
 
 class Run(NamedTuple):
-    """`size` consecutive entries of a dim: from `start` on in the full tensor, from `local` on in a shard."""
+    """`size` consecutive entries of a dim: from `start` in the full tensor, from `local` in a shard."""
 
     start: int
     local: int
@@ -43,7 +45,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, order=True)
 class Rectangle:
-    """A part of a full tensor, from `offsets` on in `sizes`, and where it lies in what a rank stores."""
+    """A part of a full tensor (`offsets`, `sizes`), and its position in a rank's storage."""
 
     offsets: Sizes
     sizes: Sizes
@@ -57,7 +59,9 @@ class Rectangle:
 
     @property
     def cut_dim(self) -> int:
-        """The dim along which it is cut into rows: the first one of several entries; -1 for a single element."""
+        """The dim along which it is cut into rows: the first one with several entries; -1 for a single
+        element.
+        """
         return next((dim for dim, size in enumerate(self.sizes) if size > 1), -1)
 
     def rows(self, begin: int, end: int) -> Rectangle:
@@ -71,7 +75,7 @@ class Rectangle:
         )
 
     def common(self, offsets: Sizes, sizes: Sizes) -> Rectangle | None:
-        """Return the part that lies in another rectangle of the full tensor; None where there is none."""
+        """Return its intersection with another rectangle of the full tensor, or None."""
         begin = tuple(map(max, self.offsets, offsets))
         end = tuple(map(min, _plus(self.offsets, self.sizes), _plus(offsets, sizes)))
         if any(stop <= first for first, stop in zip(begin, end, strict=True)):
@@ -93,7 +97,7 @@ def _minus(one: Sizes, other: Sizes) -> Sizes:
 
 
 def own_runs(size: int, blocks: Outer, index: int, degree: int, is_padded: bool = False) -> list[Run]:
-    """Return the entries of a dim of `size` that shard `index` of `degree` has: the integers of `shards.take_shard`."""
+    """Return the entries of a dim of `size` in shard `index` of `degree`, as `shards.take_shard` takes them."""
     if degree == 1:
         return [Run(0, 0, size)]
     if is_padded:
@@ -101,10 +105,12 @@ def own_runs(size: int, blocks: Outer, index: int, degree: int, is_padded: bool 
         real = min(max(size - index * width, 0), width)
         return [Run(index * width, 0, real)] if real else []
     if isinstance(blocks, Zigzag):
-        raise InternalError(f"a dim of {size}", "is stored in zigzag order, as tokens alone are")
+        raise InternalError(f"a dim of {size}", "is stored in zigzag order, which only token dims can be")
     lengths = [size // blocks] * blocks if isinstance(blocks, int) else blocks
     if sum(lengths) != size or any(length % degree for length in lengths):
-        raise InternalError(f"a dim of {size}", f"is not {blocks} blocks that divide into {degree} shards")
+        raise InternalError(
+            f"a dim of {size}", f"does not consist of {blocks} blocks that divide into {degree} shards"
+        )
     runs, start, local = [], 0, 0
     for length in lengths:
         width = length // degree
@@ -114,7 +120,7 @@ def own_runs(size: int, blocks: Outer, index: int, degree: int, is_padded: bool 
 
 
 def whole(shape: Sizes) -> list[Rectangle]:
-    """Return the one rectangle of a tensor that is stored as it is; none where it has no elements."""
+    """Return the only rectangle of an uncut tensor; none if it is empty."""
     zero = (0,) * len(shape)
     return [Rectangle(zero, shape, 0, shape, zero)] if math.prod(shape) else []
 
@@ -122,10 +128,11 @@ def whole(shape: Sizes) -> list[Rectangle]:
 def pieces(
     shape: Sizes, dim: int | None, runs: Sequence[Run], local_dim: int = 0, flat: Range | None = None
 ) -> list[Rectangle]:
-    """Return what a rank holds of a full tensor of `shape`, whose `dim` is cut (None: it is whole).
+    """Return the rectangles that a rank holds of a full tensor of `shape`, whose `dim` is cut (None: it is
+    whole).
 
-    Its shard has the entries `runs` of that dim, and `local_dim` of them with padding. With `flat`, it stores this range
-    of the shard alone.
+    Its shard has the entries `runs` of that dim, `local_dim` of them with padding. With `flat`, it stores
+    only this range of the shard.
     """
     local = shape if dim is None else _with(shape, dim, local_dim)
     blocks = whole(local) if flat is None else list(rectangles_of_flat(local, flat))
@@ -135,7 +142,7 @@ def pieces(
 
 
 def _in_full(part: Rectangle, dim: int, runs: Sequence[Run]) -> Iterator[Rectangle]:
-    """Yield the rectangles of the full tensor that a rectangle of a shard is made of."""
+    """Yield the rectangles of the full tensor in a rectangle of a shard."""
     first, stop = part.offsets[dim], part.offsets[dim] + part.sizes[dim]
     for run in runs:
         begin, end = max(first, run.local), min(stop, run.local + run.size)
@@ -150,7 +157,7 @@ def _in_full(part: Rectangle, dim: int, runs: Sequence[Run]) -> Iterator[Rectang
 
 
 def rectangles_of_flat(shape: Sizes, flat: Range) -> Iterator[Rectangle]:
-    """Yield the rectangles that make up a range of a flattened tensor, in order: at most 2n - 1 of n dims.
+    """Yield the rectangles that make up a range of a flattened tensor, in order: at most 2n - 1 for n dims.
 
     Their blocks are counted from the start of the range.
     """
@@ -174,7 +181,7 @@ def rectangles_of_flat(shape: Sizes, flat: Range) -> Iterator[Rectangle]:
 
 
 def _unravel(index: int, shape: Sizes) -> Sizes:
-    """Return the place of an element in a tensor by its index in the flattened one."""
+    """Return the index of an element in a tensor, given its index in the flattened one."""
     places = []
     for size in reversed(shape):
         places.append(index % size)
@@ -183,9 +190,9 @@ def _unravel(index: int, shape: Sizes) -> Sizes:
 
 
 class Item(NamedTuple):
-    """A rectangle of one tensor, of elements of `itemsize` bytes.
+    """A rectangle of one tensor, with elements of `itemsize` bytes.
 
-    The tensor is parameter `name` itself, or what an optimizer's state of it has under `key`.
+    The tensor is parameter `name` itself, or its optimizer state under `key`.
     """
 
     name: str
@@ -199,9 +206,11 @@ class Item(NamedTuple):
 
 
 def share(items: Iterable[Item], loads: dict[int, int], holders: Sequence[int]) -> dict[int, list[Item]]:
-    """Divide what all of `holders` hold, so that they have equally many bytes to write; `loads` is what they have already.
+    """Divide the items that all of `holders` hold, so that they write equally many bytes; `loads` are the
+    bytes that they already have.
 
-    Each gets a run of the items, in order; where one run ends within an item, this is cut by rows. `loads` is updated.
+    Each gets a run of the items, in order; if a run ends within an item, the item is cut by rows. Updates
+    `loads`.
     """
     shares: dict[int, list[Item]] = {rank: [] for rank in holders}
     waiting = list(reversed(list(items)))
@@ -209,7 +218,7 @@ def share(items: Iterable[Item], loads: dict[int, int], holders: Sequence[int]) 
     level = _level(sorted(loads[rank] for rank in holders), left)
     due = 0
     for rank in holders:
-        # Rows are not cut: what one rank has too little by, the next one makes up for, and the last one takes the rest.
+        # Rows are not cut: the next rank makes up for the difference, and the last one takes the rest.
         due += max(0, level - loads[rank])
         room = min(due, left) if rank != holders[-1] else left
         while waiting and room > 0:
@@ -225,9 +234,9 @@ def share(items: Iterable[Item], loads: dict[int, int], holders: Sequence[int]) 
 
 
 def _level(loads: Sequence[int], more: int) -> int:
-    """Return to which height `more` fills up the ascending `loads`, rounded up."""
+    """Return the level to which `more` fills up the ascending `loads`, rounded up."""
     for count in range(len(loads), 0, -1):
-        # The `count` lowest ones are filled; the others are above.
+        # The `count` lowest ones are filled; the others are above the level.
         level = -(-(sum(loads[:count]) + more) // count)
         if level >= loads[count - 1]:
             return level
@@ -235,7 +244,7 @@ def _level(loads: Sequence[int], more: int) -> int:
 
 
 def _split(item: Item, room: int) -> tuple[Item | None, Item | None]:
-    """Cut an item by rows where `room` bytes end: what is in, to the nearest row, and what remains."""
+    """Cut an item by rows after `room` bytes: return the part inside, to the nearest row, and the rest."""
     part = item.rectangle
     if item.nbytes <= room:
         return item, None

@@ -1,9 +1,9 @@
-"""Where a parameter is stored, where it is used, and what turns one into the other.
+"""The storage and the use of a parameter, and the conversions between them.
 
 In: the layout in which the graph reads a parameter. Out: two `Placement`s, each a layout and a dtype: its
 *storage*, which the optimizer steps, and its *use*, which stages compute with. Over every axis of the mesh
-where the two types differ, a row of `CONVERSIONS` turns storage into use; the row's backward is what the
-gradient goes through on its way from use to storage.
+where the two types differ, a row of `CONVERSIONS` turns storage into use; the row's backward turns the
+gradient of the use into that of the storage.
 
 | axis | storage | use | gradient      | because                                                        |
 |------|---------|-----|---------------|----------------------------------------------------------------|
@@ -14,12 +14,13 @@ gradient goes through on its way from use to storage.
 | part of tp | I | R   | all-reduce    | the ranks of a sub-axis share a KV head, stored by each        |
 | cp   | I       | R   | all-reduce    | every context rank sees other tokens; one sum with that of dp  |
 | pp   | I       | R   | all-reduce    | tied: stages of several pipeline ranks, its *owners*, use it   |
-| dp, cp | FLAT  | R   | reduce-scatter | ZeRO: the optimizer's state is divided over the ranks that sum a gradient |
+| dp, cp | FLAT  | R   | reduce-scatter | ZeRO: the optimizer's state is divided over the ranks that sum a
+gradient |
 
 All rows but the last communicate nothing in forward: stages compute with the storage itself. The last one is
-an all-gather before the use (Rajbhandari et al. 2020, stage 1, "optimizer state partitioning"). Where `dp_shard`
-ranks hold one copy of the storage, they are neighbours: the row stands over cp and the faster sub-axis of dp, or over
-that of cp, and the row I -> R over the slower ones (hybrid sharding: "HSDP" in torch's words).
+an all-gather before the use (Rajbhandari et al. 2020, stage 1, "optimizer state partitioning"). If `dp_shard`
+ranks share one copy of the storage, they are neighbours: the row is over cp and the faster sub-axis of dp, or
+over that of cp, and the row I -> R over the slower ones (hybrid sharding, torch's "HSDP").
 
     storage, use = placements(Layout({"tp": R}), "float32", stages=(0, 3))
     [(step.axis, step.row.backward) for step in conversions(storage.layout, use.layout)]
@@ -40,19 +41,17 @@ from autoptd.ir.mesh import AXES, Mesh, Role, role_of
 from autoptd.ir.sub_axes import SubAxis, base, joined, parts_of
 from autoptd.ir.types import CONVERSIONS, FLAT, Conversion, R, ValueType
 
-# How often storage becomes use: once a step, or for every microbatch.
+# How often storage becomes use: once per step, or for every microbatch.
 Scope = Literal["step", "microbatch"]
 SUMS = frozenset({"all-reduce", "reduce-scatter"})
-# Gradients are summed over replicas first, then over other tokens, then within a layer, then over the owners of a
-# tied parameter.
+# Gradients are summed over replicas first, then over context ranks, then within a layer, then over the owners
+# of a tied parameter.
 ORDER_OF_SUMS = (Role.BATCH, Role.TOKENS, Role.VALUES, Role.STAGES)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the parts of values lie, and their dtype; `grad_dtype` is that of their gradients, "" for the
-    same.
-    """
+    """A layout and a dtype; `grad_dtype` is the dtype of gradients, "" for the same."""
 
     layout: Layout
     dtype: str
@@ -60,12 +59,12 @@ class Placement:
 
     @property
     def sum_dtype(self) -> str:
-        """The dtype in which gradients add up, over microbatches and over ranks."""
+        """The dtype in which gradients are accumulated over microbatches and ranks."""
         return self.grad_dtype or self.dtype
 
 
 class AxisConversion(NamedTuple):
-    """A row of `CONVERSIONS`, over one mesh axis or sub-axis; or over several, all of whose ranks sum at once."""
+    """A row of `CONVERSIONS` over one mesh axis or sub-axis, or over several whose ranks all sum at once."""
 
     axis: str
     row: Conversion
@@ -87,7 +86,7 @@ class AxisConversion(NamedTuple):
 class Sharing(NamedTuple):
     """How ranks share the storage of parameters: `over` are the axes and sub-axes that cut it.
 
-    `axes` are all axes and sub-axes along which ranks have other samples or tokens, `over` among them.
+    `axes` are all axes and sub-axes along which ranks have different samples or tokens, including `over`.
     """
 
     axes: tuple[str, ...]
@@ -95,23 +94,27 @@ class Sharing(NamedTuple):
 
 
 def sharing_of(mesh: Mesh, count: int = 1) -> Sharing:
-    """Return how `count` neighbours of those that sum a gradient share one copy of the storage; 1: each has its own."""
+    """Return the sharing in which `count` neighbours that sum a gradient share one copy of the storage; 1:
+    each has its own.
+    """
     axes: list[str] = []
     over: list[str] = []
-    # Neighbours hold the shards, so that the large sums run where links are fast.
+    # Neighbours hold the shards, so that the large sums use fast links.
     for axis in mesh.gradient_axes:
         degree = mesh.degree(axis)
         size = math.gcd(count, degree)
         part = axis if size == degree else str(SubAxis(axis, degree // size, size))
         axes += mesh.parts(axis, [part]) if size > 1 else [axis]
         over += [part] if size > 1 else []
-        # 1 where it is a part of this axis; what is left goes on along the next, slower one.
+        # 1 if it is a part of this axis; the rest continues along the next, slower one.
         count //= size
     return Sharing(tuple(axes), tuple(over))
 
 
 def check_sharing(mesh: Mesh, count: int) -> None:
-    """Raise PlanError unless `count` neighbours may share storage: a part of the fastest axis, or all of it and of the next."""
+    """Raise PlanError unless `count` neighbours can share storage: a part of the fastest axis, or all of it
+    and a part of the next.
+    """
     whole = 1
     counts: list[int] = []
     for axis in mesh.gradient_axes:
@@ -122,10 +125,10 @@ def check_sharing(mesh: Mesh, count: int) -> None:
         ranks = mesh.product_text(sorted(mesh.gradient_axes, reverse=True))
         several = f", such as {', '.join(map(str, sorted({*counts} - {1})))}"
         remedy = f"a divisor of {whole}{several if len(mesh.gradient_axes) > 1 else ''}"
-        raise PlanError(f"dp_shard={count}", f"does not divide {ranks} into neighbours", remedy)
+        raise PlanError(f"dp_shard={count}", f"does not divide {ranks} into groups of neighbours", remedy)
 
 
-# Every replica stores all of a parameter.
+# Every replica stores a full copy of its parameters.
 EVERY_REPLICA = Sharing(tuple(axis for axis in AXES if role_of(axis) is Role.BATCH))
 
 
@@ -134,11 +137,11 @@ def placements(
 ) -> tuple[Placement, Placement]:
     """Return storage and use of a parameter that `stages` read in `layout`.
 
-    Every owner of a tied parameter stores it. `grad_dtype` is that in which gradients add up, "" for the
-    parameter's.
+    Every owner of a tied parameter stores it. `grad_dtype` is the dtype in which gradients are accumulated,
+    "" for the parameter's.
     """
     types = dict(layout.over_mesh)
-    # R over an axis: its ranks have partial sums of the gradient; of other tokens, where stages split these.
+    # R over an axis: its ranks have partial sums of the gradient, of other tokens if stages split these.
     for part in sharing.axes:
         if role_of(part) is Role.BATCH:
             types[part] = R
@@ -148,21 +151,21 @@ def placements(
     if len(stages) > 1:
         types |= dict.fromkeys(_axes_of(Role.STAGES), R)
     use = Layout(types)
-    # S is stored as it is used; R becomes I: what differs between the ranks is the gradient, which they sum.
+    # S is stored as it is used; R becomes I: only the gradient differs between the ranks, which sum it.
     stored = dict(use.shards)
     stored |= {part: FLAT for part in sharing.over if types.get(part) == R}
     return Placement(Layout(stored), dtype, grad_dtype), Placement(use, dtype)
 
 
 def conversions(storage: Layout, use: Layout) -> tuple[AxisConversion, ...]:
-    """Return what turns storage into use, an entry per axis, in the order in which gradients go through
-    it.
+    """Return the conversions from storage to use, one per axis, in the order in which gradients pass through
+    them.
     """
-    # Over an axis that neither names, both are I: there is nothing to convert.
+    # Over an axis that neither names, both are I: nothing to convert.
     axes = {axis for layout in (storage, use) for axis, _ in layout.over_mesh}
 
     def place(axis: str) -> tuple[bool, int, str]:
-        # Scattered before anything else is summed: the sums that follow are of a shard.
+        # Scattered before anything else is summed, so that the following sums are of a shard.
         return not storage[axis].is_flat, ORDER_OF_SUMS.index(role_of(axis)), axis
 
     ordered = sorted(axes, key=place)
@@ -170,19 +173,19 @@ def conversions(storage: Layout, use: Layout) -> tuple[AxisConversion, ...]:
     return tuple(AxisConversion(axis, row) for axis, row in rows if row is not None)
 
 
-# Roles of the axes over which one sum does: their ranks hold equal parameters, of other samples or tokens.
+# Roles of the axes that one sum can cover: their ranks hold equal parameters, and other samples or tokens.
 JOINED_SUMS = (Role.BATCH, Role.TOKENS)
 
 
 def joined_sums(sums: Sequence[AxisConversion], mesh: Mesh) -> tuple[AxisConversion, ...]:
-    """Return these sums with one for all axes of other samples or tokens over which gradients go through the same."""
+    """Merge the sums over all axes of other samples or tokens that have the same conversion."""
     found: list[AxisConversion] = []
     for row, steps in groupby(sums, key=lambda step: step.row if step.role in JOINED_SUMS else None):
         alike = list(steps)
         if row is None or len(alike) < 2:
             found += alike
         else:
-            # Named as groups are: slowest first.
+            # Named like groups: slowest first.
             found.append(AxisConversion(joined(slowest_first((step.axis for step in alike), mesh)), row))
     return tuple(found)
 
@@ -202,7 +205,7 @@ def _axes_of(role: Role) -> list[str]:
 
 def itemsize(dtype: str) -> int:
     """Return the bytes of a number: 4 for "float32"."""
-    # Options are read before torch is loaded, which takes seconds.
+    # Imported here: options are parsed before torch is loaded, which takes seconds.
     import torch
 
     return int(getattr(torch, dtype).itemsize)

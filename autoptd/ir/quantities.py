@@ -1,6 +1,6 @@
-"""Numbers that people write: bytes and degrees.
+"""Parse and check quantities: bytes, degrees, seconds, steps.
 
-In: the value of a keyword or flag. Out: the number, or an error that says what it should be.
+In: the value of a keyword or flag. Out: the number, or an error with a valid example.
 
     parse_bytes("80GB")         # 8e10
 """
@@ -17,7 +17,7 @@ UNIT_BYTES = {"kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "kb": 1e3, "mb": 1
 
 
 def parse_bytes(text: str) -> float:
-    """Return the bytes of `80e9`, `80GB` or `80 gib`, in any case; ValueError for what is not a number of bytes."""
+    """Parse `80e9`, `80GB` or `80 gib`, in any case; ValueError for anything else."""
     for unit, nbytes in UNIT_BYTES.items():
         if text.strip().lower().endswith(unit):
             return float(text.strip().lower().removesuffix(unit)) * nbytes
@@ -25,12 +25,12 @@ def parse_bytes(text: str) -> float:
 
 
 def microseconds_text(seconds: float) -> str:
-    """Format the seconds of an operator: `40.0 us`."""
+    """Format seconds in microseconds: `40.0 us`."""
     return f"{1e6 * seconds:,.1f} us" if seconds >= 1e-7 else "<0.1 us"
 
 
 def check_memory(memory: Any) -> float | None:
-    """Return a rank's memory in bytes; PlanError for what is not a positive number of them."""
+    """Return a rank's memory in bytes; PlanError if it is not a positive number of bytes."""
     if memory is None:
         return None
     try:
@@ -40,33 +40,35 @@ def check_memory(memory: Any) -> float | None:
     except (TypeError, ValueError, OverflowError):
         pass
     remedy = "for example memory=80e9 or '80GB'"
-    raise PlanError(f"memory={memory!r}", "is not a positive number of bytes", remedy)
+    raise PlanError(f"memory={memory!r}", "must be a positive number of bytes", remedy)
 
 
 def check_degree(name: str, value: Any) -> None:
-    """Raise PlanError for what is not a whole number of at least 1."""
+    """Raise PlanError unless a degree is an integer of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        fact = "a degree is a whole number of at least 1"
+        fact = "a degree must be an integer of at least 1"
         remedy = f"for example {name}=1"
         if isinstance(value, (tuple, list, Mapping)):
-            remedy += "; a batch is given as example_inputs="
+            remedy += "; batches are passed as example_inputs="
         raise PlanError(f"{name}={reprlib.repr(value)}", fact, remedy)
 
 
 def check_seconds(name: str, seconds: float) -> None:
-    """Raise PlanError for what is not a positive number of seconds."""
-    # NaN is not above 0 either.
+    """Raise PlanError unless `seconds` is positive."""
+    # False for NaN, too.
     if not seconds > 0:
         remedy = f"for example {name}=300"
-        raise PlanError(f"{name}={seconds}", "not a positive number of seconds", remedy)
+        raise PlanError(f"{name}={seconds}", "must be a positive number of seconds", remedy)
 
 
 def check_steps(name: str, steps: Any) -> None:
-    """Raise PlanError for what is not a whole number of steps, 0 for never."""
-    # True is an int, and no number of steps.
+    """Raise PlanError unless `steps` is a non-negative integer; 0 means never."""
+    # True is an int, but not a number of steps.
     is_whole = isinstance(steps, int) and not isinstance(steps, bool)
     if not is_whole or steps < 0:
-        raise PlanError(f"{name}={steps!r}", "not a number of steps", "for example 100; 0 for never")
+        raise PlanError(
+            f"{name}={steps!r}", "must be a non-negative integer", "for example 100, or 0 for never"
+        )
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What the keyword `recompute` asks for: which values saved for backward are dropped, and computed again there.
+"""The keyword `recompute`: which values saved for backward are dropped, and recomputed there.
 
 In: "auto", "full", "full:1/2", "selective", or globs of modules. Out: the same, checked.
 
@@ -16,16 +16,16 @@ from typing import Any
 from autoptd.errors import PlanError
 from autoptd.ir.kept import KeepPin
 
-# False: nothing, whatever the model asks for itself (`torch.utils.checkpoint`).
+# False: nothing, not even the model's own `torch.utils.checkpoint` calls.
 Recompute = str | list[str] | bool | None
 
 
 def check_recompute(
     asked: str | Sequence[str] | bool | None, num_layers: int, fuse: Any, pins: Sequence[KeepPin] = ()
 ) -> Recompute:
-    """Return what is asked for as a plan has it; PlanError for what there is not, or does not go together.
+    """Return the request as a plan stores it; PlanError if it is invalid or contradicts other keywords.
 
-    `num_layers` share one kept input; `fuse` is the backend of fused operators; `pins` are the plan's.
+    `num_layers` share one kept input; `fuse` is the fusion backend; `pins` are the plan's.
     """
     site = f"recompute={asked!r}"
     if asked is None or asked is False:
@@ -36,21 +36,21 @@ def check_recompute(
             raise PlanError(site, "no such choice", remedy)
     elif asked is True:
         raise PlanError(
-            site, "does not say what to compute again", "'auto', 'full', 'selective' or 'full:1/2'"
+            site, "does not select anything to recompute", "'auto', 'full', 'selective' or 'full:1/2'"
         )
     elif not isinstance(asked, Sequence) or not asked or not all(isinstance(glob, str) for glob in asked):
         raise PlanError(
             site,
-            "names nothing to compute again",
+            "does not select anything to recompute",
             "'auto', 'full', 'selective', 'full:1/2', or a list of globs: ['*.mlp']",
         )
     if asked and fuse == "inductor":
-        fact = "what torch's compiler saves within a layer is its own"
+        fact = "torch's compiler decides itself what to save within a layer"
         raise PlanError(site, fact, "fuse='triton' or 'eager', or leave recompute out")
     for pin in pins:
         if pin.way == "again" and (asked is False or fuse == "inductor"):
             other = "recompute=False" if asked is False else "fuse='inductor'"
-            raise PlanError(f"plan: keep, and {other}", f"the plan has {pin}", "leave one of the two out")
+            raise PlanError(f"plan: keep, and {other}", f"the plan has {pin}", "leave one of them out")
     if num_layers > 1 and asked != "full":
         fact = f"layers share a kept input with recompute='full' only, not {asked!r}"
         raise PlanError(f"recompute_num_layers={num_layers}", fact, "leave it out")
@@ -58,7 +58,7 @@ def check_recompute(
 
 
 def full_share(asked: Any) -> Fraction | None:
-    """Return the share of layers that are computed again in full: 1 of "full", 1/2 of "full:1/2"; None of all else."""
+    """Return the share of layers that are fully recomputed: 1 for "full", 1/2 for "full:1/2", else None."""
     found = re.fullmatch(r"full(?::(\d+)/(\d+))?", asked) if isinstance(asked, str) else None
     if found is None:
         return None

@@ -1,4 +1,6 @@
-"""The memory of a rank's values, and what each operator leaves there for its backward: found by `autoptd/compiler/saved.py`."""
+"""The memory of a rank's values, and the values that each operator saves for its backward; see
+`autoptd/compiler/saved.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from torch.fx import Node
 
 @dataclass(frozen=True)
 class Storage:
-    """Memory that an operator allocates: its result number `piece`, or with -1 and below what it alone knows of."""
+    """Memory that an operator allocates: its result number `piece`, or, with -1 and below, internal memory."""
 
     node: Node
     piece: int

@@ -1,6 +1,6 @@
-"""The names of schedules, and what is known of each before it is built.
+"""The names of schedules, and their properties before they are built.
 
-In: the keyword `schedule`. Out: whether it is a name or a file of the user's own, and which v it runs.
+In: the keyword `schedule`. Out: whether it is a name or the user's file, and which v it supports.
 
     check_schedule("zbv", v=2)
 """
@@ -23,22 +23,22 @@ SCHEDULES: dict[str, int] = {
     "zb_2p": 1,
     "zbv": 2,
 }
-# Schedules that place the weight gradients, as actions W, themselves.
+# Schedules that place the weight gradients (actions W) themselves.
 ZERO_BUBBLE = ("zb_h1", "zb_2p", "zbv")
 
 
 def is_path(schedule: Any) -> bool:
-    """Tell whether a schedule is a user's own: a path, a name that ends in .txt, or that of a file."""
+    """Tell whether a schedule is a user's file: a path, a name that ends in .txt, or an existing file."""
     if isinstance(schedule, os.PathLike):
         return True
-    # A name first: a file called "1f1b" in the working directory must not replace the schedule.
+    # Names first: a file called "1f1b" in the working directory must not replace the schedule.
     if schedule in SCHEDULES or not isinstance(schedule, str):
         return False
     return schedule.endswith(".txt") or Path(schedule).is_file()
 
 
 def check_schedule(name: str, v: int) -> None:
-    """Refuse a schedule that does not exist, or that does not run `v` model chunks per pipeline rank."""
+    """Reject a schedule that does not exist, or that does not run `v` model chunks per pipeline rank."""
     if name not in SCHEDULES:
         remedy = f"one of {', '.join(SCHEDULES)}, or a .txt file"
         raise PlanError(f"schedule={name!r}", "no such schedule", remedy)

@@ -1,6 +1,6 @@
-"""What a run does with batches of other lengths or numbers of rows than `example_inputs`: the keyword `shapes`.
+"""The keyword `shapes`: how a run handles batches with other lengths or rows than `example_inputs`.
 
-In: None, "exact", "bucket" or `Buckets`. Out: the same, checked; the lengths that batches are padded to.
+In: None, "exact", "bucket" or `Buckets`. Out: the same, checked; the lengths to which batches are padded.
 
     check_shapes("exact", max_programs=None)
     bucket_lengths("bucket", 1024, unit=2)              # (64, 128, 256, 512, 1024)
@@ -16,20 +16,20 @@ from typing import Any
 from autoptd.errors import PlanError
 
 EXACT, BUCKET = "exact", "bucket"
-# Programs of a run, if `max_programs` is not given: each has its graphs and emitted files in memory.
+# Default of `max_programs`: each program keeps its graphs and emitted files in memory.
 MAX_PROGRAMS = 16
-# The smallest bucket that "bucket" makes is this part of the largest: below it, steps take hardly less time.
+# The smallest bucket of "bucket", as a part of the largest: shorter batches are hardly faster.
 SMALLEST_PART = 16
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """The lengths that batches are padded to: `parallelize(shapes=autoptd.Buckets((512, 1024, 2048)))`.
+    """The lengths to which batches are padded: `parallelize(shapes=autoptd.Buckets((512, 1024, 2048)))`.
 
-    A batch takes the smallest that holds it, and is padded at its end. Labels are padded with the `ignore_index` of the loss,
-    found in the model; everything else with 0, or with the number that `pad` has for an argument's name. That the loss and all
-    gradients are those of the batch without padding is checked for every bucket, by running the unmodified model on both;
-    `check=False` leaves that to you.
+    A batch takes the smallest length that holds it, and is padded at its end. Labels are padded with the
+    `ignore_index` of the loss, found in the model; everything else with 0, or with the number in `pad` for an
+    argument's name. For every bucket, the unmodified model is run with and without padding, to check that
+    loss and all gradients are equal; `check=False` skips this.
     """
 
     lengths: Sequence[int]
@@ -40,35 +40,37 @@ class Buckets:
         lengths = self.lengths
         is_list = isinstance(lengths, Sequence) and not isinstance(lengths, str) and len(lengths) > 0
         if not is_list or not all(type(length) is int and length > 0 for length in lengths):
-            raise PlanError(f"Buckets({lengths!r})", "are no lengths", "for example Buckets((512, 1024))")
+            raise PlanError(
+                f"Buckets({lengths!r})", "must be positive integers", "for example Buckets((512, 1024))"
+            )
         object.__setattr__(self, "lengths", tuple(sorted(set(lengths))))
 
 
 def check_shapes(shapes: Any, max_programs: Any) -> None:
-    """Raise PlanError for what says nothing about shapes."""
+    """Raise PlanError for an invalid request about shapes."""
     if shapes is not None and shapes not in (EXACT, BUCKET) and not isinstance(shapes, Buckets):
-        remedy = "None: all batches are like example_inputs; 'exact': a program for every shape that comes; "
+        remedy = "None: all batches are like example_inputs; 'exact': one program per shape; "
         remedy += "'bucket' or autoptd.Buckets((512, 1024)): batches are padded"
         raise PlanError(f"shapes={shapes!r}", "no such choice", remedy)
     if max_programs is None:
         return
     if shapes is None:
-        fact = "without shapes= there is one program"
+        fact = "has no effect without shapes="
         raise PlanError(f"max_programs={max_programs!r}", fact, "leave it out, or shapes='exact'")
     if not isinstance(max_programs, int) or isinstance(max_programs, bool) or max_programs < 1:
-        raise PlanError(f"max_programs={max_programs!r}", "not a number of programs", "for example 16")
+        raise PlanError(f"max_programs={max_programs!r}", "must be a positive integer", "for example 16")
 
 
 def bucket_lengths(shapes: str | Buckets, length: int, unit: int) -> tuple[int, ...]:
-    """Return the lengths that batches are padded to, ascending; those of "bucket" are halves of the example's `length`, down
-    to a 16th, that `unit` divides.
+    """Return the lengths to which batches are padded, ascending; for "bucket", halves of the example's
+    `length` that `unit` divides, down to a 16th.
 
-    PlanError where the example has none of the lengths that were given.
+    PlanError if the example has none of the given lengths.
     """
     if isinstance(shapes, Buckets):
         if length not in shapes.lengths:
-            fact = f"has {length} tokens, which is none of the buckets {tuple(shapes.lengths)}"
-            raise PlanError("example_inputs", fact, f"a batch of {shapes.lengths[-1]} tokens")
+            fact = f"has {length} tokens, which is not one of the buckets {tuple(shapes.lengths)}"
+            raise PlanError("example_inputs", fact, f"an example with {shapes.lengths[-1]} tokens")
         return tuple(shapes.lengths)
     found = [length]
     while found[-1] % 2 == 0 and found[-1] // 2 % unit == 0 and 2 * length <= found[-1] * SMALLEST_PART:

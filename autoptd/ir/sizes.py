@@ -1,4 +1,4 @@
-"""How large a value is on one rank, in one microbatch.
+"""The size of a value on one rank, in one microbatch.
 
 In: a node of an ANNOTATED graph, and the `Sizes` that its local shape depends on. Out: shapes.
 
@@ -18,9 +18,9 @@ from autoptd.ir.types import shard_size
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a local shape depends on: the ranks of `mesh`, and how a step's rows are divided.
+    """The inputs of local shapes: the ranks of `mesh`, and the division of a step's rows.
 
-    The trace saw `traced_rows`; a microbatch has `rows`, and a step `pieces` microbatches over all replicas.
+    The trace has `traced_rows`; a microbatch has `rows`, and a step `pieces` microbatches over all replicas.
     """
 
     mesh: Mesh

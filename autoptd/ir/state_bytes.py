@@ -1,6 +1,7 @@
-"""Count the bytes that a rank holds of one element of a parameter, by what they are for.
+"""The bytes that a rank holds per element of a parameter, by purpose.
 
-In: the sizes of its dtypes, and over how many replicas its storage is divided. Out: bytes an element, in AdamW's terms.
+In: the sizes of its dtypes, and the number of replicas that divide its storage. Out: bytes per element, in
+AdamW's terms.
 
 | recipe                           | parameter | gradient | master | moments | sum, k replicas |
 |----------------------------------|-----------|----------|--------|---------|-----------------|
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 
 class StateBytes(NamedTuple):
-    """Bytes for one element of a parameter that is trained."""
+    """Bytes per element of a trained parameter."""
 
     parameter: float
     gradient: float
@@ -40,11 +41,11 @@ def state_bytes(
     has_main_grad: bool = False,
     parts: int = 1,
 ) -> StateBytes:
-    """Count the bytes of an element: `use`, `storage` and `sums` are the sizes of the dtypes in which stages compute, the
-    optimizer steps and gradients add up.
+    """Count the bytes per element: `use`, `storage` and `sums` are the sizes of the dtypes in which stages
+    compute, the optimizer steps and gradients accumulate.
 
-    `has_main_grad`: the gradient is there in the dtype of the parameter, too. `parts`: how many ranks divide what the
-    optimizer holds.
+    `has_main_grad`: there is a gradient in the dtype of the parameter, too. `parts`: the number of ranks that
+    divide the optimizer's state.
     """
     gradient = sums + (use if has_main_grad else 0)
     return StateBytes(use, gradient, storage / parts if has_master else 0, 2 * storage / parts)

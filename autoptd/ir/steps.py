@@ -1,7 +1,7 @@
 """The conversions from one layout to another, each over one axis or sub-axis.
 
 In: the types of a value over one mesh axis and its sub-axes, before and after. Out: `Step`s, rows of the
-table of conversions (`types.py`); None where no rows lead there.
+table of conversions (`types.py`); None if no rows lead there.
 
     keys = Layout({"tp:(1)2": S(1, 0), "tp:(2)2": R})
     steps("tp", Layout({"tp": P}), keys, Mesh(t=4))     # P -> S over tp:(1)2, then P -> R over tp:(2)2
@@ -20,7 +20,7 @@ from autoptd.ir.types import CONVERSIONS, Dims, E, Outer, P, ValueType
 class Step(NamedTuple):
     """One conversion over `axis`; `layout` has the types over the whole mesh axis after it.
 
-    The other axes cut the value into `others` pieces meanwhile: a group of ranks converts one of these.
+    The other axes cut the value into `others` pieces; a group of ranks converts one of these.
     """
 
     axis: str
@@ -31,21 +31,21 @@ class Step(NamedTuple):
 
 
 def steps(axis: str, source: Layout, target: Layout, mesh: Mesh) -> list[Step] | None:
-    """Return the conversions over a mesh axis from `source` to `target`: [] if they are equal, None if
-    there is no way.
+    """Return the conversions over a mesh axis from `source` to `target`: [] if they are equal, None if there
+    is no way.
 
-    What cuts a value comes first, slow sub-axes before fast ones, and what gathers it last, fast ones
-    first: the collectives in between move less.
+    Cuts come first, slow sub-axes before fast ones; gathers come last, fast ones first: the collectives in
+    between move less.
     """
     if source == target:
         return []
     if source == Layout({axis: E}):
-        # Rows of the experts that the ranks have: put among zeros they add up to all.
+        # Rows of the ranks' own experts: put among zeros, they add up to all rows.
         pending = Layout({axis: P})
         onward = steps(axis, pending, target, mesh)
         return None if onward is None else [Step(axis, E, P, pending, 1), *onward]
     parts = mesh.parts(axis, (*source.sub_axes, *target.sub_axes))
-    # Shards over an axis are not those that its sub-axes make of them one by one.
+    # Shards over an axis are not the shards that its sub-axes make one by one.
     if not all(name in parts for layout in (source, target) for name, _ in layout.shards):
         return None
     # The types on the way: those of the source, which become the target's one by one.
@@ -60,14 +60,14 @@ def steps(axis: str, source: Layout, target: Layout, mesh: Mesh) -> list[Step] |
             if name != part and kind.kind == "S":
                 others *= mesh.degree(name)
         is_there = all(types[name] == target[name] for name in parts)
-        # Named by the mesh axis where the target is: types over its sub-axes would be another layout.
+        # Named by the mesh axis if the target is: types over its sub-axes would be another layout.
         layout = target if is_there else Layout(types)
         found.append(Step(part, before, types[part], layout, others))
     return found
 
 
 def _in_order(parts: tuple[str, ...], source: Layout, target: Layout) -> list[str]:
-    """Return the parts whose types change: what cuts, slow parts first; then what gathers, fast ones first."""
+    """Return the parts whose types change: cuts, slow parts first; then gathers, fast ones first."""
     cutting: list[str] = []
     gathering: list[str] = []
     for part in parts:
@@ -81,9 +81,7 @@ def _in_order(parts: tuple[str, ...], source: Layout, target: Layout) -> list[st
 
 
 def shard_places(dims: Dims, axis: str, layouts: Iterable[Layout], mesh: Mesh) -> tuple[Outer, ...]:
-    """Return where the shards over an axis lie in values of these layouts: dim and blocks of each that it
-    cuts.
-    """
+    """Return the positions of the shards over an axis in values of these layouts: dim and blocks of each cut."""
     places: list[Outer] = []
     for layout in layouts:
         if layout[axis].kind == "S":

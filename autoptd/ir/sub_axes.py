@@ -1,16 +1,16 @@
 """Sub-axes: a mesh axis seen as a grid, by name.
 
-In: names. Out: degrees and places. Of 8 tensor ranks with 2 KV heads, 4 consecutive ranks work on one head:
-tp is a grid of 2 x 4 ranks. `tp:(2)4` is the part of 4 ranks that has a factor of 2 before it, `tp:(1)2`
-the slower part: Shardy's notation, "axis":(pre-size)size. Values of one program may factor tp differently.
-Wherever a mesh axis is named, a sub-axis can be: it has a degree, a stride and groups (`Mesh`), and values
-have a type over it (`Layout`).
+In: names. Out: degrees and positions. Of 8 tensor ranks with 2 KV heads, 4 consecutive ranks work on one
+head: tp is a grid of 2 x 4 ranks. `tp:(2)4` is the part of 4 ranks with a factor of 2 before it, `tp:(1)2`
+the slower part: Shardy's notation, "axis":(pre-size)size. Values of one program may factor tp differently. A
+sub-axis can replace a mesh axis anywhere: it has a degree, a stride and groups (`Mesh`), and values have a
+type over it (`Layout`).
 
     str(SubAxis("tp", 2, 4))                # "tp:(2)4"
     base("tp:(2)4")                         # "tp"
     covers("tp", "tp:(2)4")                 # True
 
-Several axes together are named one after the other: ranks along `dp x cp` differ along either.
+Several axes together are joined: ranks along `dp x cp` differ along either.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SubAxis(NamedTuple):
 
     @property
     def end(self) -> int:
-        """How many ranks this factor and the slower one make."""
+        """The number of ranks in this factor and the slower ones."""
         return self.before * self.size
 
 
@@ -60,12 +60,12 @@ def joined(axes: Iterable[str]) -> str:
 
 
 def parts_of(axes: str) -> tuple[str, ...]:
-    """Return the axes or sub-axes that a name stands for; of "" none."""
+    """Return the axes or sub-axes in a joined name; () for ""."""
     return tuple(axes.split(JOINT)) if axes else ()
 
 
 def base(axis: str) -> str:
-    """Return the mesh axis of a sub-axis; a mesh axis is its own."""
+    """Return the mesh axis of a sub-axis, or the mesh axis itself."""
     return axis.partition(":")[0]
 
 
@@ -75,6 +75,6 @@ def covers(axis: str, part: str) -> bool:
         return axis == part
     if not is_sub_axis(axis):
         return True
-    # A factor of a factor: it begins and ends where the larger one has a boundary.
+    # A factor of a factor: it starts and ends at boundaries of the larger one.
     whole, inner = parse(axis), parse(part)
     return inner.before % whole.before == 0 and whole.end % inner.end == 0

@@ -8,15 +8,16 @@
 | `S(dim, atom)` sharded  | sharded     | sharded     |
 | `E`  by expert          | own rows    | own rows    |
 
-`E` is a shard as well, whose size the data decides: of rows that have chosen experts a rank has those whose expert it has,
-whichever and however many these are (`passes/group_rows.py`). Where a rank has all of the value, the others' rows are zeros.
+`E` is a shard whose size depends on the data: of the rows that have chosen experts, a rank has those of its
+own experts, however many these are (`passes/group_rows.py`). In a whole value, the rows of other ranks are
+zeros.
 
-A tensor dim is an ordered product of *atoms* (`heads x head_dim`); `S(2, 1)` says that atom 1 of dim 2 is
+A tensor dim is an ordered product of *atoms* (`heads x head_dim`); `S(2, 1)` means that atom 1 of dim 2 is
 split over the ranks. Megatron's f (Shoeybi et al. 2019, section 3) is I -> R, its g is P -> I.
 
-Ranks hold equal shards. A vocabulary that the number of ranks does not divide is *padded*: 61 rows over 4
-ranks are shards of 16, the last 3 rows of the last one are zeros (which operators may hold such shards:
-`passes/axes/padding.py`). Large ones are multiples of 64: 50,257 rows over 8 ranks are shards of 6,336,
+Ranks hold equal shards. A vocabulary that does not divide over the ranks is *padded*: 61 rows over 4 ranks
+are shards of 16, with the last 3 rows of the last one zero (operators that may hold such shards:
+`passes/axes/padding.py`). Large shards are multiples of 64: 50,257 rows over 8 ranks are shards of 6,336,
 because odd sizes keep matrix products off a GPU's fast kernels.
 """
 
@@ -33,8 +34,8 @@ Dims = tuple[tuple[int, ...], ...]
 
 
 class Segmented(int):
-    """The size of an atom that is a sum of segments, `128 = 64 + 32 + 32`: a shard is one contiguous chunk
-    of each block.
+    """The size of an atom that is a sum of segments, `128 = 64 + 32 + 32`: a shard has one contiguous chunk
+    of each.
     """
 
     blocks: tuple[int, ...]
@@ -47,7 +48,7 @@ class Segmented(int):
 
 @dataclass(frozen=True)
 class ValueType:
-    """One of I, R, P, S, E; `dim` and `atom` say what an S splits, `order` which parts of it a rank has (`ZIGZAG`)."""
+    """One of I, R, P, S, E; an S splits `atom` of `dim`, in chunks or in another `order` (`ZIGZAG`)."""
 
     kind: str
     # -1 unless the kind is S.
@@ -67,7 +68,7 @@ class ValueType:
 
     @property
     def is_flat(self) -> bool:
-        """Whether it cuts no dim, but a buffer of several parameters end to end: see `FLAT`."""
+        """Whether it cuts, instead of a dim, a flat buffer of several parameters: see `FLAT`."""
         return self.kind == "S" and self.dim < 0
 
 
@@ -76,30 +77,33 @@ R = ValueType("R")
 P = ValueType("P")
 # Rows along dim 0, of the experts that a rank has.
 E = ValueType("E")
-# The storage of a parameter under ZeRO: every rank has an equal range of a flat buffer, cut where it comes.
+# The storage of a parameter under ZeRO: every rank has an equal range of a flat buffer, which may cut
+# parameters anywhere.
 FLAT = ValueType("S")
 
 
-# Of 2n pieces the i-th of n ranks has the i-th from the front and the i-th from behind: of a causal triangle of scores each
-# rank has as much as any other.
+# With 2n pieces over n ranks, rank i has the i-th piece from the front and the i-th from the back: equal
+# areas of a causal triangle of scores.
 ZIGZAG = "zigzag"
 
 
 def S(dim: int, atom: int, order: str = "") -> ValueType:
-    """Return the type of a value of which one atom of one dim is split over the ranks, in chunks or in another order."""
+    """Return the type of a value with one atom of one dim split over the ranks, in chunks or in another
+    order.
+    """
     return ValueType("S", dim, atom, order)
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What turns a value of one type into another: `name` is also the runtime function's."""
+    """A conversion between two types: `name` is also that of the runtime function."""
 
     name: str
     forward: str
     backward: str
 
 
-# (from, to) -> what ranks do with the value in forward, and with the cotangent in backward.
+# (from, to) -> communication of the value in forward, and of the cotangent in backward.
 CONVERSIONS: dict[tuple[str, str], Conversion] = {
     ("I", "R"): Conversion("i_to_r", "none", "all-reduce"),
     ("P", "I"): Conversion("p_to_i", "all-reduce", "none"),
@@ -132,18 +136,19 @@ class Zigzag:
         return f"rt.Zigzag({self.blocks if self.blocks > 1 else ''})"
 
 
-# How many equal blocks, the sizes of unequal ones, or equal ones whose shards are no chunks.
+# The number of equal blocks, the sizes of unequal ones, or `Zigzag` for equal ones whose shards are not
+# chunks.
 Outer = int | tuple[int, ...] | Zigzag
 
 
 def outer_size(dims: Sequence[Sequence[int]], kind: ValueType) -> Outer:
-    """Return of how many blocks a shard is one contiguous chunk each: the elements of the dim before the
-    sharded atom.
+    """Return the number of blocks of which a shard has one contiguous chunk each: the elements of the dim
+    before the sharded atom.
 
     Of a `Segmented` atom, the sizes of the blocks; of shards in zigzag order, a `Zigzag`.
     """
     atoms = dims[kind.dim]
-    # S over heads of [3 x 12 x 64]: a shard is one chunk of each of the 3 blocks q, k, v.
+    # S over heads of [3 x 12 x 64]: a shard has one chunk of each of the 3 blocks q, k, v.
     count = math.prod(atoms[: kind.atom])
     if kind.order:
         if isinstance(atoms[kind.atom], Segmented):
@@ -171,8 +176,8 @@ def type_text(kind: ValueType, dims: Dims, axis: str) -> str:
 
 
 def shard_size(size: int, degree: int) -> int:
-    """Return the entries of one shard of `size` entries: the last ranks' shards of a padded dim are filled
-    up with zeros.
+    """Return the entries of one shard of `size` entries; the last shards of a padded dim are filled up with
+    zeros.
 
     Large padded shards are multiples of `ALIGNED`.
     """
@@ -182,22 +187,20 @@ def shard_size(size: int, degree: int) -> int:
 
 
 def aligned(size: int) -> int:
-    """Round a size up to one whose matrix products take a GPU's aligned kernels; small ones stay what they
-    are.
-    """
+    """Round a large size up to one with aligned GPU kernels for matrix products."""
     return -(-size // ALIGNED) * ALIGNED if size >= MIN_ALIGNED else size
 
 
 def padded_size(dims: Dims, kind: ValueType, degree: int) -> int:
-    """Return the size of the dim that `kind` pads to make `degree` equal shards; 0 where it divides, or
-    nothing is sharded.
+    """Return the size of the dim that `kind` pads to make `degree` equal shards; 0 if it divides, or nothing
+    is sharded.
     """
     size = dims[kind.dim][kind.atom] if kind.kind == "S" else 0
     return size if size % degree else 0
 
 
 def division_text(size: int, degree: int) -> str:
-    """Format a division: `256 = 2 x 128`; of a padded dim `61 = 4 x 16 - 3`."""
+    """Format a division: `256 = 2 x 128`; for a padded dim, `61 = 4 x 16 - 3`."""
     each = shard_size(size, degree)
     padding = each * degree - size
     return f"{size} = {degree} x {each}" + (f" - {padding}" if padding else "")

@@ -1,8 +1,9 @@
-"""Buffers that a forward updates: operators that stand for the updates, and what is computed once a step.
+"""Buffers that a forward updates: operators that stand for the updates, and the computation once per step.
 
-Each operator takes the loss, and returns it, so that a graph has one output. In a TRACED graph `update_buffer` says what a
-buffer holds after the call. `passes/buffer_updates.py` puts `keep_part` in its place, which a microbatch leaves for the
-update, and writes down in `Updates` what is computed of the parts after the last microbatch.
+Each operator takes the loss and returns it, so that a graph has one output. In a TRACED graph,
+`update_buffer` gives the value of a buffer after the call. `passes/buffer_updates.py` replaces it with
+`keep_part`, a microbatch's contribution to the update, and records in `Updates` the computation on these
+parts after the last microbatch.
 
     loss = torch.ops.autoptd.update_buffer(loss, new, "norm.running_mean")
     loss = torch.ops.autoptd.keep_part(loss, mean, 0, True)     # part 0: a part of a sum over the batch
@@ -57,11 +58,11 @@ def keep_call(graph: Graph, loss: Node, part: Node, number: int, is_sum: bool) -
 
 @dataclass(frozen=True)
 class Updates:
-    """What is computed after the last microbatch of a step: the new values of `buffers`, of old ones and of `parts`.
+    """The computation after the last microbatch of a step: new values of `buffers` from old ones and `parts`.
 
-    The output of `graph` are these values; its placeholders are buffers, and parts, of `kind` "part" and the name
-    `part_0`. `sums` says of each part whether it is a sum over the batch; `of_batch` are the buffers whose new values
-    depend on the batch.
+    The outputs of `graph` are these values; its placeholders are buffers, and parts with `kind` "part" and a
+    name like `part_0`. `sums` tells for each part whether it is a sum over the batch; `of_batch` are the
+    buffers whose new values depend on the batch.
     """
 
     graph: Graph

@@ -1,7 +1,7 @@
-"""How often to save: Young's rule (Communications of the ACM 17, 1974).
+"""The optimal interval between saves: Young's rule (Communications of the ACM 17, 1974).
 
-In: the seconds for which a save stops training, and the mean seconds between two faults of the whole job. Out: the seconds
-from one save to the next with which saves and work that is done again cost least together.
+In: the seconds for which a save stops training, and the mean seconds between failures of the whole job. Out:
+the interval, in seconds, that minimizes the time lost to saves and repeated work.
 
     young_interval(stall=2.0, mtbf=3600.0)      # 120.0
 """

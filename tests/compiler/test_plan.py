@@ -104,26 +104,26 @@ def sharded(pattern: str, dim: int | None) -> dict[str, Any]:
 
 
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"mesh": {"t": 2}}, {"t": 4}, "the plan says t=2, the keyword t=4"),
+    ({"mesh": {"t": 2}}, {"t": 4}, "the plan sets t=2, the keyword t=4"),
     (
         {"num_microbatches": 2},
         {"num_microbatches": 4},
-        "the plan says num_microbatches=2, the keyword num_microbatches=4",
+        "the plan sets num_microbatches=2, the keyword num_microbatches=4",
     ),
     (
         {"schedule": "gpipe"},
         {"schedule": "1f1b", "p": 2},
-        "the plan says schedule='gpipe', the keyword schedule='1f1b'",
+        "the plan sets schedule='gpipe', the keyword schedule='1f1b'",
     ),
-    ({"options": {"seed": 1}}, {"seed": 2}, "the plan says seed=1, the keyword seed=2"),
-    ({"version": 7}, {}, "is version 7"),
+    ({"options": {"seed": 1}}, {"seed": 2}, "the plan sets seed=1, the keyword seed=2"),
+    ({"version": 7}, {}, "has version 7"),
     ({"meshes": {"t": 2}}, {}, "unknown key 'meshes'. Remedy: one of mesh"),
     ({"mesh": {"tp": 2}}, {}, "plan: mesh: unknown key 'tp'"),
     ({"options": {"sead": 2}}, {}, "unknown key 'sead'. Remedy: "),
     ({"mesh": [2]}, {}, "plan: mesh: is"),
     ({"cut": "transformer.h.1"}, {"p": 2}, "plan: cut: is 'transformer.h.1'"),
-    ({"cut": [1, "transformer.h.1"]}, {"p": 2}, "numbers of layers per stage"),
-    ({"cut": [-1, 5]}, {"p": 2}, "numbers of layers per stage"),
+    ({"cut": [1, "transformer.h.1"]}, {"p": 2}, "layers per stage"),
+    ({"cut": [-1, 5]}, {"p": 2}, "layers per stage"),
     ({"cut": [2, 1]}, {"p": 2}, r"2 numbers that add up to 4 layers \(transformer.h.0 to transformer.h.3\)"),
     ({"cut": [4]}, {"p": 2}, "are 4 layers on 1 stages"),
     ({"cut": [2, 0, 2]}, {"p": 3}, "transformer.h.1 does not come behind transformer.h.1"),

@@ -27,5 +27,5 @@ def test_units_in_any_case(text: str, nbytes: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "GB", "80G", "many", "-1gb", "0", "nan"])
 def test_what_is_no_number_of_bytes(text: str) -> None:
-    with pytest.raises(PlanError, match="is not a positive number of bytes"):
+    with pytest.raises(PlanError, match="must be a positive number of bytes"):
         check_memory(text)

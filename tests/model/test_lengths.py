@@ -65,10 +65,10 @@ def test_without_shapes_the_error_tells_of_them() -> None:
     [
         ({"shapes": "padded"}, "no such choice"),
         ({"shapes": True}, "no such choice"),
-        ({"max_programs": 4}, "without shapes= there is one program"),
-        ({"shapes": "exact", "max_programs": 0}, "not a number of programs"),
+        ({"max_programs": 4}, "has no effect without shapes="),
+        ({"shapes": "exact", "max_programs": 0}, "must be a positive integer"),
         ({"shapes": "bucket", "example_inputs": None}, "there are none"),
-        ({"shapes": Buckets((4, 6))}, r"has 8 tokens, which is none of the buckets \(4, 6\)"),
+        ({"shapes": Buckets((4, 6))}, r"has 8 tokens, which is not one of the buckets \(4, 6\)"),
         ({"shapes": Buckets((4, 8), pad={"mask": 0})}, "the model has no mask"),
     ],
     ids=str,
@@ -80,7 +80,7 @@ def test_a_wrong_request_is_refused(keywords: dict[str, Any], fact: str) -> None
 
 @pytest.mark.parametrize("lengths", [(), (0, 4), (4.0,), "512", 512, (True,)], ids=str)
 def test_buckets_are_lengths(lengths: Any) -> None:
-    with pytest.raises(PlanError, match="are no lengths"):
+    with pytest.raises(PlanError, match="must be positive integers"):
         Buckets(lengths)
 
 

@@ -285,8 +285,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         {"c": 4, "context": "ulysses", "loss_fn": smoothed, "example_inputs": LONG},
         r"6 heads do not divide over c=4.*c in \{1, 2, 3, 6\}",
     ),
-    "another way": (gpt, {"c": 2, "context": "ring"}, "context='ring'.*is not there yet"),
-    "a way without ranks": (gpt, {"context": "ulysses"}, "c=1 leaves every rank all tokens"),
+    "another way": (gpt, {"c": 2, "context": "ring"}, "context='ring'.*is not implemented"),
+    "a way without ranks": (gpt, {"context": "ulysses"}, "with c=1 every rank has all tokens"),
     "an order without them": (gpt, {"c": 2, "order": "tp-dp-pp"}, "leaves out cp"),
 }
 

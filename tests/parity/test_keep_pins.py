@@ -158,7 +158,7 @@ def test_an_evaluation_has_no_pins() -> None:
     [
         ([("*.mlp.glu", "again")], {}, r"no module is called \*.mlp.glu.*transformer.h.\*.mlp.gelu"),
         ([("*.mlp:glu", "again")], {}, r"transformer.h.\*.mlp.gelu:gelu"),
-        ([("*.mlp.gelu", "agan")], {}, "is no entry.*whole"),
+        ([("*.mlp.gelu", "agan")], {}, "invalid entry.*whole"),
         ([("*.mlp.c_proj", "again")], {}, "backward needs nothing of what is made there"),
         ([("*.mlp.gelu", "shard")], {}, "nothing there is gathered"),
         ([("*.mlp.c_fc", "shard")], {"sequence_parallel": False}, "sequence_parallel=True"),

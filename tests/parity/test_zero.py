@@ -384,9 +384,9 @@ def test_a_broken_part_shows(monkeypatch: pytest.MonkeyPatch, broken: str) -> No
         ({"d": 4, "zero": 1, "dp_shard": 3}, "does not divide d=4"),
         (
             {"d": 3, "c": 4, "zero": 1, "dp_shard": 3},
-            r"does not divide d\*c=12 into neighbours.*such as 2, 4, 12",
+            r"does not divide d\*c=12 into groups of neighbours.*such as 2, 4, 12",
         ),
-        ({"d": 2, "zero": 3}, "not there yet"),
+        ({"d": 2, "zero": 3}, "not implemented"),
         ({"d": 2, "reduce_dtype": "bf16"}, "without zero=1 an all-reduce"),
         ({"d": 2, "zero": 1, "reduce_dtype": "fp8"}, "no such choice"),
         ({"d": 2, "zero": 1, "dp_shard": 0}, "at least 1"),

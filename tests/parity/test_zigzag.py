@@ -178,7 +178,7 @@ def test_batches_are_padded_to_lengths_that_have_pieces() -> None:
 
 
 def test_an_order_without_ranks_is_one_error() -> None:
-    with pytest.raises(autoptd.PlanError, match="token_order='zigzag': c=1 leaves every rank all tokens"):
+    with pytest.raises(autoptd.PlanError, match="token_order='zigzag': with c=1 every rank has all tokens"):
         autoptd.compile(gpt(2), token_order="zigzag", example_inputs=batch())
     with pytest.raises(autoptd.PlanError, match="token_order='striped': no such choice"):
         autoptd.compile(gpt(2), c=2, token_order="striped", example_inputs=batch())

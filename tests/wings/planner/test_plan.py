@@ -159,7 +159,7 @@ def test_options_read_the_plan(constraints: dict[str, Any], tmp_path: Path) -> N
     assert (options.t, options.p, options.d, options.v) == tuple(best[name] for name in "tpdv")
     assert (options.num_microbatches, options.schedule) == (best["m"], found.best.options["schedule"])
     assert options.sequence_parallel == found.best.options["sequence_parallel"]
-    with pytest.raises(PlanError, match="the plan says t="):
+    with pytest.raises(PlanError, match="the plan sets t="):
         make_options(plan=found.record(), t=best["t"] + 1)
 
 
