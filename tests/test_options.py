@@ -61,7 +61,7 @@ def test_a_new_keyword_has_a_flag_and_is_handed_on(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", [name for name, keyword in KEYWORDS.items() if keyword.flag == "count"])
 def test_a_count_is_a_whole_number_of_at_least_1(name: str) -> None:
     for value in (0, 1.0, True, "2"):
-        with pytest.raises(autoptd.PlanError, match="whole number"):
+        with pytest.raises(autoptd.PlanError, match="must be an integer of at least 1"):
             Options(**{name: value})  # type: ignore[arg-type]
     with pytest.raises(autoptd.PlanError, match="is below 1"):
         command = "train" if KEYWORDS[name].is_for_training else "show"
