@@ -78,11 +78,25 @@ def test_marked_commands_end_well(page: str, tmp_path: Path, monkeypatch: pytest
         assert all(getattr(asked, key) == value for key, value in tomllib.loads(text).items())
 
 
-def test_the_glossary_has_one_row_for_a_word() -> None:
+def test_the_glossary_has_one_row_for_a_term() -> None:
     rows = re.findall(r"^\| ([^|]+?) \|", (ROOT / "docs/glossary.md").read_text(), re.M)
-    words = Counter(one.strip() for row in rows for one in re.split(r"[;,]", re.sub(r"\(.*?\)", "", row)))
-    words -= Counter({"word": words["word"], "---": words["---"]})
-    assert not {word: count for word, count in words.items() if count > 1}
+    terms = Counter(term.strip() for row in rows for term in re.split(r"[;,]", re.sub(r"\(.*?\)", "", row)))
+    assert not {term for term, count in terms.items() if count > 1} - {"term", "---"}
+
+
+def test_files_that_pages_name_exist() -> None:
+    """By a path from the root or from autoptd/, or by their name alone."""
+    files = [path.relative_to(ROOT) for path in ROOT.rglob("*.py") if ".venv" not in path.parts]
+    known = {str(path.relative_to("autoptd")) for path in files if path.parts[0] == "autoptd"}
+    known |= {str(path) for path in files} | {path.name for path in files}
+    # What a user has, or a run leaves.
+    known |= {"model.py", "train.py", "stage_0.py", "stage_1.py", "layers.py", "updates.py", "finetune.py"}
+    for page in PAGES:
+        named = set(
+            re.findall(r"`([\w./]+\.py)`", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M))
+        )
+        missing = {name for name in named if not name.startswith("out/")} - known
+        assert not missing, f"{page.relative_to(ROOT)}: {missing}"
 
 
 def plain(text: str) -> list[str]:
