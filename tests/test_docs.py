@@ -91,12 +91,10 @@ def test_files_that_pages_name_exist() -> None:
     known |= {str(path) for path in files} | {path.name for path in files}
     # What a user has, or a run leaves.
     known |= {"model.py", "train.py", "stage_0.py", "stage_1.py", "layers.py", "updates.py", "finetune.py"}
-    for page in PAGES:
-        named = set(
-            re.findall(r"`([\w./]+\.py)`", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M))
-        )
-        missing = {name for name in named if not name.startswith("out/")} - known
-        assert not missing, f"{page.relative_to(ROOT)}: {missing}"
+    for path in PAGES:
+        prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.S | re.M)
+        named = {name for name in re.findall(r"`([\w./]+\.py)`", prose) if not name.startswith("out/")}
+        assert not named - known, path.relative_to(ROOT)
 
 
 def plain(text: str) -> list[str]:
