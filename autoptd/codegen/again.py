@@ -1,6 +1,6 @@
 """Write the recipe of a method: what computes again, in backward, the values that the method does not keep.
 
-In: the operators of a method, marked by `passes/keep.py`: `extra["again"]`, computed again; `extra["dropped"]`, not kept.
+In: the operators of a method, marked by `passes/keep.py`: `keep.again`, computed again; `keep.dropped`, not kept.
 Out: the calls around values in the method, and a second method with the operators that are computed again:
 
     gelu = self.dropped(F.gelu(self.kept(c_fc)))
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -51,24 +51,24 @@ class Recipe:
         """What the recipe computes: the operators behind what it returns that are computed again."""
         needed = set(self.dropped)
         for node in reversed(self.body):
-            if node in needed and "again" in note(node).extra:
+            if node in needed and note(node).keep.again is not None:
                 needed.update(node.all_input_nodes)
-        return [node for node in self.body if node in needed and "again" in note(node).extra]
+        return [node for node in self.body if node in needed and note(node).keep.again is not None]
 
     @property
     def dropped(self) -> list[Node]:
         """What the recipe returns, in the order in which the method drops it."""
-        return [node for node in self.body if note(node).extra.get("dropped")]
+        return [node for node in self.body if note(node).keep.dropped]
 
     @cached_property
     def kept(self) -> list[Node]:
         """What the recipe reads of the method's other operators."""
         read = {arg for node in self.operators for arg in node.all_input_nodes}
-        return [node for node in self.body if node in read and "again" not in note(node).extra]
+        return [node for node in self.body if node in read and note(node).keep.again is None]
 
     def wrapped(self, node: Node, text: str) -> str:
         """Return the expression of a value of the method, as it is kept or dropped."""
-        if note(node).extra.get("dropped"):
+        if note(node).keep.dropped:
             return f"self.dropped({text})"
         return f"self.kept({text})" if node in self.kept else text
 
@@ -82,11 +82,10 @@ def recipe_of(name: str, body: Sequence[Node]) -> Recipe | None:
 
     A sum in the memory of an argument is kept: the recipe would find the sum in its place, which has the bytes of the argument.
     """
-    again = {node for node in body if "again" in note(node).extra}
+    again = {node for node in body if note(node).keep.again is not None}
     for node in body:
-        if node in again and note(node).extra.get("owned") and not again.issuperset(summed_in_place(node)):
-            del note(node).extra["again"]
-            note(node).extra.pop("dropped", None)
+        if node in again and note(node).is_owned and not again.issuperset(summed_in_place(node)):
+            note(node).keep = replace(note(node).keep, again=None, dropped="")
     recipe = Recipe(name, tuple(body))
     return recipe if recipe.dropped else None
 
@@ -151,7 +150,7 @@ def write_recipe(
     read = names_in(body)
     needed = [name for name in arguments if name in read]
     writer.add(1, f"def {recipe.name}_again({', '.join(['self', *needed, *kept.values()])}):")
-    seconds = microseconds_text(sum(note(node).extra["again"] for node in recipe.operators))
+    seconds = microseconds_text(sum(note(node).keep.again for node in recipe.operators))
     writer.docstring(f"What backward needs of `{recipe.name}` and was not kept: in {seconds}.")
     axes = bound_axes(computed)
     writer.bind(axes | _needed(bound or {}, read))
@@ -175,9 +174,7 @@ def _computing(operators: Sequence[Node], known: Mapping[Node, str]) -> tuple[li
     same: dict[Node, Node] = {}
     for node in operators:
         source = node.args[0] if node.target is markers.convert else None
-        is_idle = (
-            source is not None and conversion_work(node)[0] == "none" and not note(node).extra.get("dropped")
-        )
+        is_idle = source is not None and conversion_work(node)[0] == "none" and not note(node).keep.dropped
         if is_idle and (source in known or source in same or source in computing):
             same[node] = same.get(source, source)  # type: ignore[arg-type]
         else:

@@ -55,7 +55,7 @@ def write_body(
             writer.comment(2, f"{module}{source}")
         # A conversion I -> R that has no line of its own: its all-reduce runs within the backward of this
         # GEMM (passes/hook_gemms.py), and a reader who counts collectives must find it.
-        absorbed = note(node).extra.get("absorbed")
+        absorbed = note(node).gemm.absorbed
         if absorbed is not None:
             why = brief(node, absorbed.why, layers)
             writer.comment(2, f"overlap: AR bwd, {absorbed.payload_bytes:,} B: {why}")
@@ -65,7 +65,7 @@ def write_body(
         text = express(i, node)
         if kept is not None and not is_unpacked:
             text = kept.wrapped(node, text)
-            reason = "; ".join(filter(None, [reason, note(node).extra.get("dropped", "")]))
+            reason = "; ".join(filter(None, [reason, note(node).keep.dropped]))
         writer.add(2, f"{target} = {text}", shape_of(node), above=reason, node=node)
         if kept is not None and is_unpacked:
             _write_pieces(writer, node, body, names, kept)
@@ -77,7 +77,7 @@ def _write_pieces(
     """Write how the pieces of a tuple are kept, in the order in which they are taken."""
     for piece in body:
         if piece in node.users and kept.wrapped(piece, names[piece]) != names[piece]:
-            how = note(piece).extra.get("dropped", "")
+            how = note(piece).keep.dropped
             writer.add(2, f"{names[piece]} = {kept.wrapped(piece, names[piece])}", above=how)
 
 

@@ -56,8 +56,8 @@ def reason_of(node: Node, mesh: Mesh, layers: dict[str, str] | None = None, is_s
     is_split = record.why.startswith(("column", "row")) or bool(record.forms.keys() - {BATCH})
     if is_split or record.fallback or record.rule:
         reasons.append(record.why or record.rule)
-    if "reason" in record.extra:
-        reasons.append(record.extra["reason"])
+    if record.reason:
+        reasons.append(record.reason)
     # Not in the method of a layer: its rounds belong to different stages.
     is_repeated = record.stages_why.startswith("computed again") and len(record.stages) > 1
     if is_repeated and layers is None and not is_shared:
@@ -72,7 +72,7 @@ def _conversion_reason(node: Node, mesh: Mesh, layers: dict[str, str] | None) ->
         if kind != "none":
             work.append(f"{SHORT.get(kind, kind)} {when}")
     # Regathered for the weight's gradient instead of being kept: a collective that the table does not have.
-    if "uses" in note(node).extra:
+    if note(node).gemm.uses is not None:
         work.append("AG again bwd")
     why = brief(node, note(node).why, layers)
     return f"{', '.join(work) or 'no communication'}, {collective_bytes(node, mesh):,} B: {why}"
@@ -155,7 +155,7 @@ def conversion_work(node: Node) -> tuple[str, str]:
 
 def collective_bytes(node: Node, mesh: Mesh) -> int:
     """Return the bytes of the whole value of a conversion, with its padding, of one microbatch."""
-    count = math.prod(note(node).extra["local_shapes"][0])
+    count = math.prod(note(node).local.shapes[0])
     padded, axis = node.kwargs.get("size", 0), note(node).axis
     degree = mesh.degree(axis)
     if note(node).layout[axis].kind == "S":
@@ -169,7 +169,7 @@ def collective_bytes(node: Node, mesh: Mesh) -> int:
 
 def local_shape_text(node: Node) -> str:
     """Return the local shape of a node's (first) value: `[2, 64, 96]`."""
-    shapes = note(node).extra.get("local_shapes") or [shape(node)]
+    shapes = note(node).local.shapes or [shape(node)]
     return str(list(shapes[0]))
 
 

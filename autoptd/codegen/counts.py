@@ -20,7 +20,7 @@ from autoptd.codegen.names import choose_names, operand_text
 from autoptd.codegen.writer import Writer
 from autoptd.errors import InternalError
 from autoptd.ir import markers
-from autoptd.ir.notes import COUNTED_BY, IS_LARGEST, note, site
+from autoptd.ir.notes import note, site
 
 # What the sum of counts is called, and what is gathered for it.
 COUNT_SITE = "count of labels"
@@ -45,7 +45,7 @@ def write_count(writer: Writer, counted: list[Node], given: dict[Node, str]) -> 
     about = "Number (or class weight) of the valid labels of one microbatch."
     text = _begin(writer, "count", about, _counted_of(counted), given)
     calls = [_count_call(node, text) for node in counted]
-    if any(note(node).extra.get(COUNTED_BY, 1) > 1 for node in counted):
+    if any(note(node).rows.counted_by > 1 for node in counted):
         writer.comment(2, "Labels of all rows are counted by every replica: an equal part by each.")
     writer.add(2, f"return ({', '.join(calls)},)")
 
@@ -63,10 +63,10 @@ def count_conversions(counted: list[Node]) -> list[Node]:
 def batch_sums(nodes: Sequence[Node]) -> list[list[Node]]:
     """Return the batch sums among some operators, by the rounds in which they are known."""
     sums = [node for node in nodes if node.target is markers.batch_sum]
-    last = max((note(node).extra["round"] for node in sums), default=-1)
+    last = max((note(node).rows.round for node in sums), default=-1)
     rounds: list[list[Node]] = [[] for _ in range(last + 1)]
     for node in sums:
-        rounds[note(node).extra["round"]].append(node)
+        rounds[note(node).rows.round].append(node)
     return rounds
 
 
@@ -77,7 +77,7 @@ def write_sums(writer: Writer, number: int, sums: list[Node], given: dict[Node, 
     text = _begin(writer, f"batch_sums_{number}", about, summed, given)
     parts = []
     for node, part in zip(sums, summed, strict=True):
-        shown = f"rt.Largest({text(part)})" if IS_LARGEST in note(node).extra else text(part)
+        shown = f"rt.Largest({text(part)})" if note(node).rows.is_largest else text(part)
         parts.append(f"{node.args[1]}: {shown}")
     writer.add(2, f"return {{{', '.join(parts)}}}")
 
@@ -137,5 +137,5 @@ def _count_call(loss: Node, text: Callable[[Node], str]) -> str:
     if weights:
         keywords += f", weight={text(markers.unconverted(weights[0]))}"
     count = f"rt.count_labels({text(markers.unconverted(targets))}, {keywords})"
-    counted_by = note(loss).extra.get(COUNTED_BY, 1)
+    counted_by = note(loss).rows.counted_by
     return f"{count} / {counted_by}" if counted_by > 1 else count

@@ -194,10 +194,10 @@ def _convert(node: Node, text: Text, site: str) -> str:
         # One block is the default.
         if "blocks" not in label or number != 1:
             keywords[label] = str(number)
-    if "uses" in note(node).extra:
+    if note(node).gemm.uses is not None:
         return _all_gather_again(node, operands, keywords, site)
     keywords |= {key: str(number) for key, number in node.kwargs.items()}
-    if note(node).extra.get("owned"):
+    if note(node).is_owned:
         keywords["owned"] = "True"
     # What communicates in neither direction has no site to be found at when a run hangs.
     if name not in SILENT:
@@ -207,8 +207,8 @@ def _convert(node: Node, text: Text, site: str) -> str:
 
 def _all_gather_again(node: Node, operands: list[str], keywords: dict[str, str], site: str) -> str:
     """Return the call of a gather whose result is not saved: backward gathers again, for `uses` GEMMs."""
-    keywords = keywords | {"uses": str(note(node).extra["uses"])}
-    if note(node).extra.get("overlap"):
+    keywords = keywords | {"uses": str(note(node).gemm.uses)}
+    if note(node).gemm.overlaps:
         keywords["overlap"] = "True"
     return f"rt.all_gather_again({_join(operands, keywords | {'site': site})})"
 
@@ -382,7 +382,7 @@ OF_RUNTIME = "causal_attention by_expert take_rows put_rows grouped_mm expert_ro
 MARKER_TEXTS: dict[str, Callable[[Node, Text, str], str]] = {
     "convert": _convert,
     "first_rows": lambda node, text, site: (
-        f"{text(node.args[0])}.narrow({node.args[1]}, 0, {note(node).extra['local_shapes'][0][node.args[1]]})"
+        f"{text(node.args[0])}.narrow({node.args[1]}, 0, {note(node).local.shapes[0][node.args[1]]})"
     ),
     "batch_sum": _batch_sum,
     "share": _share,

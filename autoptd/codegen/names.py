@@ -81,8 +81,8 @@ def operand_text(node: Node, names: dict[Node, str]) -> str:
 def _wanted(node: Node, body: list[Node], i: int, names: dict[Node, str]) -> str:
     # In the order of what a reader recognises first: the user's variable, the user's module, the operator.
     # Given by a pass that made the node.
-    if "name" in note(node).extra:
-        return str(note(node).extra["name"])
+    if note(node).origin.name:
+        return note(node).origin.name
     if is_pair(node):
         return "pair"
     assigned = assigned_name(body, i)
@@ -130,9 +130,9 @@ def assigned_name(body: list[Node], i: int) -> str:
     """Return the variable that the source line of operator i assigns, if no operator of that line follows; else ""."""
     node = body[i]
     is_piece = node.target is operator.getitem and _counts(node.args[0])  # type: ignore[arg-type]
-    piece = node.args[1] if is_piece else note(node).extra.get("piece")
+    piece = node.args[1] if is_piece else note(node).origin.piece
     if piece is not None:
-        targets = _targets(note(node if "piece" in note(node).extra else node.args[0]).code)  # type: ignore[arg-type]
+        targets = _targets(note(node if note(node).origin.piece is not None else node.args[0]).code)  # type: ignore[arg-type]
         return targets[piece] if len(targets) > piece else ""  # type: ignore[index, operator]
     line, module = note(node).source, note(node).module
     # `x = x + self.attn(x)` is many operators with one line: only the last of them is the user's `x`. The

@@ -279,7 +279,7 @@ def _pieces(part: Part) -> Iterator[Block]:
                 pieces.append([])
             pieces[-1].append(node)
         for nodes in pieces:
-            if any(note(node).extra.get("dropped") for node in nodes):
+            if any(note(node).keep.dropped for node in nodes):
                 start = part.body.index(nodes[0])
                 yield Block(tuple(nodes), _results(nodes, [part]), start, (part.index,))
 

@@ -179,7 +179,7 @@ def _signature(node: Node) -> tuple[str, ...]:
     # Shapes of operands too: the shapes in an emitted comment must be true in every round.
     read = [_shape(arg) for arg in node.all_input_nodes]
     # A layer that keeps other values is another one.
-    kept = [mark in note(node).extra for mark in ("again", "dropped")]
+    kept = [note(node).keep.again is not None, bool(note(node).keep.dropped)]
     return (
         str(node.target),
         str(literals),
@@ -192,7 +192,7 @@ def _signature(node: Node) -> tuple[str, ...]:
 
 
 def _shape(node: Node) -> Any:
-    return note(node).extra.get("local_shapes")
+    return note(node).local.shapes or None
 
 
 def _is_number(arg: Any) -> bool:
@@ -329,7 +329,7 @@ def _rank(
 
 def _joins_equal_layers(operators: Sequence[Node], signatures: Mapping[Node, tuple[str, ...]]) -> bool:
     """Tell whether one recipe would make the values of equal layers again at once, which a recipe each makes one by one."""
-    if not any("dropped" in note(node).extra for node in operators):
+    if not any(note(node).keep.dropped for node in operators):
         return False
     layers = groupby(operators, key=lambda node: layer_of(note(node).module))
     texts = [list(map(signatures.__getitem__, layer)) for _, layer in layers]

@@ -78,7 +78,7 @@ class FindSaved:
 
 def _given(node: Node) -> Iterator[Value]:
     dtype = tensor(node).dtype
-    for piece, shape in enumerate(note(node).extra["local_shapes"]):
+    for piece, shape in enumerate(note(node).local.shapes):
         count = torch.Size(shape).numel()
         stride = torch.empty(shape, device="meta").stride()
         yield Value(

@@ -8,7 +8,7 @@ str(note(node).layout) == "batch: S(0, 0), tp: S(2, 1)"      # its types, once a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from autoptd.ir import markers
+from autoptd.ir.facts import Draw, Fused, Gemm, Keep, Local, Origin, Rows, Tokens
 from autoptd.ir.fallback import Fallback
 from autoptd.ir.layout import Layout, typed_over
 from autoptd.ir.types import Dims, ValueType
@@ -24,26 +25,10 @@ from autoptd.ir.types import Dims, ValueType
 # Of `node.meta`.
 KEY = "autoptd"
 NO_TYPES = Layout()
-# Key of `Note.extra` of an operator that only `autoptd.per_microbatch` reads.
-OF_MICROBATCH = "of_microbatch"
-# Key of `Note.extra` of an operator whose value every replica has, made of the rows of all of them.
-OF_ALL_ROWS = "of_all_rows"
-# Key of `Note.extra` of a loss whose labels are those of all rows: how many replicas count them.
-COUNTED_BY = "counted_by"
-# Key of Note.extra: pieces of the batch have a largest entry each, of which the largest, and not the sum, is that of the batch.
-IS_LARGEST = "is_largest"
-# Keys of `Note.extra` of the operators of a batch norm in training: which one it is; of the last of them.
-BATCH_NORM, LAST_OF_NORM = "batch_norm", "last_of_norm"
-# Key of `Note.extra` of an operator: (args, kwargs) with the numbers that it has for the rows of a whole step.
-WHOLE_NUMBERS = "whole_numbers"
-# Key of `Note.extra` of an input: of how many blocks of its dim 0 a microbatch has equal parts.
-ROW_BLOCKS = "row_blocks"
-# Key of `Note.extra` of a cut of tokens that was moved to where there is little to cut (`passes/tokens/shift.py`).
-MOVED_CUT = "moved_cut"
-# Key of `Note.extra` of copies of KV heads: over how many ranks of other axes heads are divided (`passes/tokens/`).
-OUTER_HEADS = "outer_heads"
-# Key of `Note.extra` of a parameter: the atoms that it has where no KV heads are copied.
-MODEL_DIMS = "model_dims"
+NO_ORIGIN, NO_DRAW, NO_ROWS, NO_TOKENS = Origin(), Draw(), Rows(), Tokens()
+NOT_FUSED, NO_SHAPES, NO_MARKS, NO_GEMM = Fused(), Local(), Keep(), Gemm()
+# The fields of a note that are about its value alone.
+OF_VALUE = "origin draw rows tokens fused local keep gemm is_owned reason position".split()
 
 
 @dataclass
@@ -61,7 +46,9 @@ class Note:
                  `sub_axes.joined`)
     cut:         `stages` that compute the node, ascending (the first one sends it); `stages_why`: why, where
                  that is not plain
-    all:         `extra`, what one pass leaves for another, by name
+    records:     what stages leave for later ones, a record each: see `ir/facts.py`; `is_owned`: a sum that may be made in
+                 place (mark_owned); `reason`: what else there is to say about the node, for people; `position`: where in
+                 the backbone an operator of a previewed stage comes from
     """
 
     kind: str = "op"
@@ -81,23 +68,33 @@ class Note:
     fallback: Fallback | None = None
     stages: tuple[int, ...] = ()
     stages_why: str = ""
-    extra: dict[str, Any] = field(default_factory=dict)
+    origin: Origin = NO_ORIGIN
+    draw: Draw = NO_DRAW
+    rows: Rows = NO_ROWS
+    tokens: Tokens = NO_TOKENS
+    fused: Fused = NOT_FUSED
+    local: Local = NO_SHAPES
+    keep: Keep = NO_MARKS
+    gemm: Gemm = NO_GEMM
+    is_owned: bool = False
+    reason: str = ""
+    position: int | None = None
 
     def copy(self) -> Note:
         """Return a note with the same facts that can be changed by itself."""
         # `dataclasses.replace` takes ten times as long, and every node of every form of the graph is copied.
         made = object.__new__(Note)
-        made.__dict__.update(self.__dict__, extra=dict(self.extra))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def bare(self) -> Note:
+        """Return a note with the same facts, without the records: for another value that is made where this one is."""
+        made = self.copy()
+        made.__dict__.update(NO_RECORDS)
         return made
 
 
-@dataclass(frozen=True)
-class Absorbed:
-    """A conversion that became part of an operator: `note(node).extra["absorbed"]`."""
-
-    conversion: str
-    payload_bytes: int
-    why: str
+NO_RECORDS = {item.name: item.default for item in fields(Note) if item.name in OF_VALUE}
 
 
 def note(node: Node) -> Note:
@@ -180,7 +177,7 @@ def site(node: Node) -> str:
 
 def row_blocks(node: Node) -> int:
     """Return of how many blocks of an input's dim 0 a microbatch has equal parts."""
-    return note(node).extra.get(ROW_BLOCKS, 1)  # type: ignore[no-any-return]
+    return note(node).rows.blocks
 
 
 def placeholders(graph: Graph, kind: str) -> Iterator[Node]:

@@ -21,11 +21,15 @@ from autoptd.passes.axes.axes import Place
 from autoptd.passes.communicate import check_axes, note_of, origin_of
 from autoptd.passes.context import Context
 from autoptd.passes.runner import CALLS, Form, divides_rows, graph_pass
-from autoptd.passes.solve.batch import FIRST_ROWS, adds_number
+from autoptd.passes.solve.batch import adds_number
 
 
 @graph_pass(
-    takes=Form.CONNECTED, gives=Form.CONNECTED, when=divides_rows, changes=(CALLS,), ensures=check_axes
+    takes=Form.CONNECTED,
+    gives=Form.CONNECTED,
+    when=divides_rows,
+    changes=(CALLS, "reason"),
+    ensures=check_axes,
 )
 def divide_addends(graph: Graph, ctx: Context) -> None:
     """Divide numbers and whole values that are added to sums over the batch; take rows of constants."""
@@ -34,7 +38,7 @@ def divide_addends(graph: Graph, ctx: Context) -> None:
             _share_number(node, ctx.pieces)
         elif note(node).layout.batch == P:
             _share_addends(graph, node, ctx.pieces)
-        for operand, place in note(node).extra.get(FIRST_ROWS, {}).items():
+        for operand, place in note(node).rows.equal.items():
             _take_first_rows(graph, node, operand, place)
 
 
@@ -60,7 +64,7 @@ def _share_number(node: Node, pieces: int) -> None:
     """Divide the number in `sum over the batch + number`: each of the pieces adds an equal part."""
     x, number, *rest = node.args
     node.args = (x, number / pieces, *rest)  # type: ignore[operator]
-    note(node).extra["reason"] = f"a part of {number}: {pieces} pieces add up to it"
+    note(node).reason = f"a part of {number}: {pieces} pieces add up to it"
 
 
 def _take_first_rows(graph: Graph, reader: Node, constant: Node, place: Place) -> None:

@@ -81,7 +81,7 @@ def _unannotated(node: Node, axes: set[str]) -> Iterator[str]:
 @graph_pass(
     takes=Form.TRACED,
     gives=Form.ANNOTATED,
-    changes=("rule", "dims", "layout", "forms", "why", "fallback"),
+    changes=("rule", "dims", "layout", "forms", "why", "fallback", "rows", "draw"),
     finds=("axes", "assignments", "fallbacks"),
     requires=check_traced,
     ensures=check_annotated,

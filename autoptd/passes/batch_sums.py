@@ -11,23 +11,25 @@ A batch sum may be made of others (the variance of a mean): these are known one 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch.fx import Graph, Node
 
 from autoptd.ir import markers
+from autoptd.ir.facts import Rows
 from autoptd.ir.layout import BATCH
-from autoptd.ir.notes import IS_LARGEST, WHOLE_NUMBERS, note, ops, set_note
+from autoptd.ir.notes import note, ops, set_note
 from autoptd.ir.types import I
 from autoptd.passes.context import Context
 from autoptd.passes.runner import CALLS, Form, divides_rows, graph_pass
-from autoptd.passes.solve.batch import BATCH_SUMS
 
 
 @graph_pass(takes=Form.ANNOTATED, gives=Form.ANNOTATED, when=divides_rows, changes=(CALLS,))
 def take_whole_numbers(graph: Graph, ctx: Context) -> None:
     """Give operators the numbers that the model computes for the rows of the whole batch."""
     for node in ops(graph):
-        if WHOLE_NUMBERS in note(node).extra:
-            node.args, node.kwargs = note(node).extra[WHOLE_NUMBERS]
+        if (call := note(node).rows.whole_call) is not None:
+            node.args, node.kwargs = call
 
 
 @graph_pass(takes=Form.CONNECTED, gives=Form.CONNECTED, when=divides_rows, changes=(CALLS,))
@@ -35,7 +37,7 @@ def read_batch_sums(graph: Graph, ctx: Context) -> None:
     """Insert the markers, in front of the conversions that readers want a sum in."""
     made: dict[Node, Node] = {}
     for reader in list(ops(graph)):
-        wanted = note(reader).extra.get(BATCH_SUMS, ())
+        wanted = note(reader).rows.sums
         for arg in list(reader.all_input_nodes) if wanted else ():
             if markers.unconverted(arg) in wanted:
                 reader.replace_input_with(arg, _sum_of(graph, arg, made))
@@ -57,10 +59,10 @@ def _sum_of(graph: Graph, arg: Node, made: dict[Node, Node]) -> Node:
     with graph.inserting_after(arg):
         result = graph.call_function(target, args, arg.kwargs if arg.target is markers.convert else {})
     result.meta["val"] = arg.meta["val"]
-    record = set_note(result, note(arg).copy())
+    record = set_note(result, note(arg).bare())
     record.kind, record.layout = "op", record.layout.having(BATCH, I)
-    is_largest = IS_LARGEST in note(arg).extra
-    record.forms, record.extra = {}, {IS_LARGEST: True} if is_largest else {}
+    is_largest = note(arg).rows.is_largest
+    record.forms, record.rows = {}, Rows(is_largest=is_largest)
     if target is markers.batch_sum:
         what = "the largest entries of" if is_largest else "a sum over"
         record.why = f"{what} the whole batch, known before the first forward"
@@ -78,7 +80,7 @@ def number_sums(graph: Graph) -> None:
         rounds[node] = known
         if node.target is markers.batch_sum:
             node.args = (node.args[0], number)
-            note(node).extra["round"] = known
+            note(node).rows = replace(note(node).rows, round=known)
             rounds[node], number = known + 1, number + 1
 
 

@@ -27,7 +27,6 @@ from autoptd.errors import PlanError
 from autoptd.ir.layout import BATCH
 from autoptd.ir.noise import is_draw
 from autoptd.ir.notes import (
-    IS_LARGEST,
     Note,
     copy_nodes,
     note,
@@ -99,7 +98,7 @@ def _find(graph: Graph, whole: Graph | None, ctx: Context) -> _Plan:
         if kind == "S" and not ctx.mixes:
             fact = f"the update of buffer {name} reads rows of the batch, of which each microbatch has some"
             raise MixedSamples(site(reader), fact, f"a sum or mean over the batch, {ONE}")
-        if IS_LARGEST in note(part).extra:
+        if note(part).rows.is_largest:
             fact = f"the update of buffer {name} keeps the largest entries over the batch"
             raise MixedSamples(site(reader), fact, f"a sum or mean over the batch, {ONE}")
         if tensor(part).is_complex():
@@ -220,8 +219,8 @@ def _divide(graph: Graph, plan: _Plan) -> tuple[Graph, Updates]:
         with copy.inserting_before(last):
             made = keep_call(copy, loss, copies[part], number, is_sum)
         made.meta["val"] = tensor(loss)
-        record = set_note(made, note(loss).copy())
-        record.kind, record.name, record.extra, record.code = "op", "", {}, ""
+        record = set_note(made, note(loss).bare())
+        record.kind, record.name, record.code = "op", "", ""
         record.of_params = note(loss).of_params or note(copies[part]).of_params
         loss = made
     last.args = (loss,)
@@ -293,8 +292,8 @@ def _detach(graph: Graph, node: Node, readers: list[Node]) -> None:
     with graph.inserting_after(node):
         made = graph.call_function(torch.ops.aten.detach.default, (node,))
     made.meta["val"] = tensor(node).detach()
-    record = set_note(made, note(node).copy())
-    record.kind, record.name, record.extra, record.needs_grad = "op", "", {}, False
+    record = set_note(made, note(node).bare())
+    record.kind, record.name, record.needs_grad = "op", "", False
     for reader in readers:
         if _keeps(reader):
             # The loss itself may be the part.

@@ -25,7 +25,7 @@ from autoptd.errors import InternalError, PlanError
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.names import layer_of
-from autoptd.ir.notes import BATCH_NORM, is_tensor, note, op_name, output
+from autoptd.ir.notes import is_tensor, note, op_name, output
 from autoptd.ir.sizes import Sizes
 from autoptd.passes.context import Context
 from autoptd.passes.ops.costs import flops, local_payload, rank_seconds
@@ -308,7 +308,7 @@ def _inside_norms(backbone: list[Node]) -> set[int]:
     first: dict[str, int] = {}
     inside: set[int] = set()
     for i, node in enumerate(backbone):
-        if (norm := note(node).extra.get(BATCH_NORM)) is not None:
+        if norm := note(node).origin.batch_norm:
             inside.update(range(first.setdefault(norm, i), i))
     return inside
 

@@ -57,11 +57,11 @@ def describe(graph: Graph) -> str:
         if node.op == "placeholder":
             label = record.kind
         name = record.name or record.module
-        size = str(list(record.extra.get("local_shapes", [shape(node)])[0]))
+        size = str(list((record.local.shapes or [shape(node)])[0]))
         stages = ",".join(map(str, record.stages))
         batch = {"S": "per row", "P": "sum over rows"}.get(record.layout.batch.kind, "")
         kind = record.layout.text(record.dims) if record.dims or not record.layout.shards else ""
-        reason, fused = record.extra.get("reason", ""), record.extra.get("fused", "")
+        reason, fused = record.reason, record.fused.what
         why = "; ".join(filter(None, (record.rule, record.why, reason, fused, record.stages_why)))
         lines.append(f"{name:36} {label:24} {size:18} {kind:30} {batch:14} {stages:4} {why}".rstrip())
     total = sum(payload(node) for node in graph.nodes if note(node).kind == "param")

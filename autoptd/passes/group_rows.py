@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.fx import Graph, Node
@@ -23,6 +23,7 @@ from torch.fx import Graph, Node
 from autoptd.errors import InternalError
 from autoptd.ir import markers
 from autoptd.ir.expert_mm import NAME
+from autoptd.ir.facts import Origin
 from autoptd.ir.notes import Note, note, op_name, ops, set_note, shape, site, value
 from autoptd.ir.operators.record import operands
 from autoptd.ir.operators.rows import rows_read
@@ -79,17 +80,17 @@ class _Group:
         table = expert_table(first)
         if table is None:
             raise InternalError(site(first), "reads rows by expert, and is no product of them")
-        count, each = shape(table)[0], note(table).extra["local_shapes"][0][0]
+        count, each = shape(table)[0], note(table).local.shapes[0][0]
         text = f"a rank's own rows: those of {each} of {count} experts" if self.axis else ""
         found = self._made(first, markers.by_expert, (ids, count), like=ids, reason=text)
-        rows = note(ids).extra["local_shapes"][0]
+        rows = note(ids).local.shapes[0]
         note(found).axis = self.axis
         found.meta["val"] = (value(ids), value(ids).new_empty(count))
-        note(found).extra["local_shapes"] = [rows, (each,)]
+        note(found).local = replace(note(found).local, shapes=[rows, (each,)])
         self.order = self._made(first, operator.getitem, (found, 0), like=ids, name="order")
         self.ends = self._made(first, operator.getitem, (found, 1), like=ids, name="ends")
         self.ends.meta["val"] = found.meta["val"][1]
-        note(self.ends).extra["local_shapes"] = [(each,)]
+        note(self.ends).local = replace(note(self.ends).local, shapes=[(each,)])
 
     def _enter(self, node: Node, inside: set[Node]) -> None:
         """Let an operator have sorted rows of all its operands."""
@@ -129,7 +130,7 @@ class _Group:
         outside = [user for user in node.users if user not in inside]
         if not outside:
             return
-        count = note(self.ids).extra["local_shapes"][0][0]
+        count = note(self.ids).local.shapes[0][0]
         made = self._made(outside[0], markers.put_rows, (node, self.order, count), like=node)
         for user in outside:
             if note(user).conversion == "e_to_p":
@@ -154,9 +155,6 @@ class _Group:
             made = self.graph.call_function(target, args)
         made.meta["val"] = value(like)
         record, near = note(like), note(self.nodes[0])
-        extra: dict[str, Any] = {key: record.extra[key] for key in ("local_shapes", "global_shape")}
-        extra |= {"reason": reason} if reason else {}
-        extra |= {"name": name} if name else {}
         set_note(
             made,
             Note(
@@ -167,7 +165,9 @@ class _Group:
                 dims=record.dims,
                 layout=record.layout,
                 stages=near.stages,
-                extra=extra,
+                local=record.local,
+                reason=reason,
+                origin=Origin(name=name),
             ),
         )
         return made

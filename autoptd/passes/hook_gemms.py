@@ -17,13 +17,15 @@ In: LOCAL, and the options that choose hooks. Out: `markers.linear`, the runtime
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import Graph, Node
 
 from autoptd.ir import markers
+from autoptd.ir.facts import Absorbed
 from autoptd.ir.layout import BATCH, typed_over
-from autoptd.ir.notes import Absorbed, note, op_name, ops, tensor
+from autoptd.ir.notes import note, op_name, ops, tensor
 from autoptd.ir.operators.table import operator_of
 from autoptd.passes.context import Context
 from autoptd.passes.runner import CALLS, Form, graph_pass
@@ -34,7 +36,7 @@ WEIGHTS = {markers.linear: 1, HEAD: 2}
 PLAIN_KWARGS: dict[str, object] = {"alpha": 1, "beta": 1}
 
 
-@graph_pass(takes=Form.LOCAL, gives=Form.LOCAL, changes=(CALLS, "axis"))
+@graph_pass(takes=Form.LOCAL, gives=Form.LOCAL, changes=(CALLS, "axis", "gemm"))
 def hook_gemms(graph: Graph, ctx: Context) -> None:
     """Replace every GEMM that one of the hooks applies to."""
     overlap, wgrad = ctx.options.async_tensor_model_parallel_allreduce, ctx.wgrad_sink
@@ -57,7 +59,8 @@ def hook_gemms(graph: Graph, ctx: Context) -> None:
         node.kwargs = {"overlap": f is not None, "wgrad": where, "transposed": is_transposed}
         if f is not None:
             record = note(f)
-            note(node).extra["absorbed"] = Absorbed(record.conversion, _payload(f), record.why)
+            absorbed = Absorbed(record.conversion, _payload(f), record.why)
+            note(node).gemm = replace(note(node).gemm, absorbed=absorbed)
             note(node).axis = record.axis
             # In forward an f does nothing, so the GEMM reads what f read.
             f.replace_all_uses_with(f.args[0])  # type: ignore[arg-type]
@@ -72,10 +75,10 @@ def _mark_readers(node: Node, overlap: bool) -> list[Node]:
     """
     gemms = gather_again(node)
     if gemms:
-        count = note(node).extra["uses"] = sum(note(gemm_operands(gemm)[1]).needs_grad for gemm in gemms)  # type: ignore[index]
-        # One reader that counts, beside others, could not reduce for all.
-        if overlap and (len(gemms) == 1 or count > 1):
-            note(node).extra["overlap"] = True
+        count = sum(note(gemm_operands(gemm)[1]).needs_grad for gemm in gemms)  # type: ignore[index]
+        # One reader that counts, among others, could not reduce for all.
+        overlaps = overlap and (len(gemms) == 1 or count > 1)
+        note(node).gemm = replace(note(node).gemm, uses=count, overlaps=overlaps)
     return gemms
 
 
@@ -99,7 +102,7 @@ def gather_again(node: Node) -> list[Node]:
             return []
     count = sum(note(gemm_operands(gemm)[1]).needs_grad for gemm in gemms)  # type: ignore[index]
     # What is computed again is made once for all that backward needs it for; a plan may pin that it is kept whole.
-    if "again" in note(node).extra or "whole" in note(node).extra or not count:
+    if note(node).keep.again is not None or note(node).keep.whole or not count:
         return []
     if any(note(gemm).stages != note(node).stages for gemm in gemms):
         return []
@@ -156,4 +159,4 @@ def _f_in_front(x: Node, reader: Node) -> Node | None:
 
 
 def _payload(f: Node) -> int:
-    return math.prod(note(f).extra["local_shapes"][0]) * tensor(f).element_size()
+    return math.prod(note(f).local.shapes[0]) * tensor(f).element_size()

@@ -22,15 +22,15 @@ from autoptd.passes.hook_gemms import gemm_operands
 from autoptd.passes.runner import Form, graph_pass
 
 
-@graph_pass(takes=Form.LOCAL, gives=Form.LOCAL)
+@graph_pass(takes=Form.LOCAL, gives=Form.LOCAL, changes=("is_owned",))
 def mark_owned(graph: Graph, ctx: Context) -> None:
-    """Set `extra["owned"]` of the conversions that may sum in place."""
+    """Mark the conversions that may sum in place."""
     for node in ops(graph):
         if node.target is not markers.convert:
             continue
         name = note(node).conversion
         if (name == "p_to_i" and _is_fresh(node)) or (name == "i_to_r" and _is_read_by_gemms(node)):
-            note(node).extra["owned"] = True
+            note(node).is_owned = True
 
 
 def _is_fresh(node: Node) -> bool:

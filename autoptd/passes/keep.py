@@ -1,8 +1,8 @@
 """Mark the values saved for backward that are dropped after their forward, and what computes them again (LOCAL -> LOCAL).
 
 In: LOCAL, what every operator saves (`ctx.saved_by`), the keyword `recompute` (`recompute.py`), and pins (`keep_pins.py`). Out:
-marks that codegen writes out: `extra["dropped"]` of a value that is not kept, with the words above its line, `extra["again"]`
-of the operators that backward runs again for such values, their seconds, and `extra["whole"]` of a gather that it does not
+marks that codegen writes out (`Keep`): `dropped` of a value that is not kept, with the words above its line, `again` of the
+operators that backward runs again for such values, their seconds, and `whole` of a gather that it does not
 repeat. And the bytes that every stage keeps.
 
 A value is dropped whoever saved it. Nothing is computed again that no backward reads: a recipe has the operators between what
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from torch.fx import Graph, Node
 
@@ -34,7 +35,7 @@ from autoptd.passes.runner import Form, graph_pass
 Holders = dict[Storage, Node]
 
 
-@graph_pass(takes=Form.LOCAL, gives=Form.LOCAL, finds=("kept", "kept_values"))
+@graph_pass(takes=Form.LOCAL, gives=Form.LOCAL, changes=("keep",), finds=("kept", "kept_values"))
 def keep(graph: Graph, ctx: Context) -> None:
     """Mark what is dropped, and what is computed again; find the bytes that stages keep."""
     keeper = Keeper(graph, ctx)
@@ -80,7 +81,7 @@ class Keeper:
         )
         self.pinned = find_pinned(graph, self._saved, pins if self._is_asked else ())
         for node in self.pinned.gathers:
-            note(node).extra["whole"] = True
+            note(node).keep = replace(note(node).keep, whole=True)
         self.is_by_value = self._is_asked and asked == "auto"
         self._by_value = ByValue(graph, ctx, self._saved, self.pinned) if self.is_by_value else None
 
@@ -90,8 +91,7 @@ class Keeper:
             return
         ctx = self.ctx
         for node in self.graph.nodes:
-            note(node).extra.pop("again", None)
-            note(node).extra.pop("dropped", None)
+            note(node).keep = replace(note(node).keep, again=None, dropped="")
         if self._by_value is not None:
             wish = self._by_value.choose(lambda stage: rates[ctx.ranks[stage]])
         else:
@@ -108,8 +108,7 @@ class Keeper:
         """Return bytes and seconds, as the graph is marked."""
         held, again = self.held(), dict.fromkeys(range(len(self.ctx.ranks)), 0.0)
         for node in ops(self.graph):
-            if "again" in note(node).extra:
-                again[note(node).stages[0]] += note(node).extra["again"]
+            again[note(node).stages[0]] += note(node).keep.again or 0.0
         nbytes = tuple(_bytes_of(held.get(stage, {})) for stage in again)
         return Kept(nbytes, tuple(again.values()), tuple(rates))
 
@@ -119,9 +118,7 @@ class Keeper:
         for stage, holders in sorted(self.held().items()):
             in_flight = max((moment[stage] for moment in ctx.live), default=1)
             dropped = [
-                self._saved.storage(node)
-                for node in self._stages.get(stage, ())
-                if "dropped" in note(node).extra
+                self._saved.storage(node) for node in self._stages.get(stage, ()) if note(node).keep.dropped
             ]
             for storage in [*holders, *dropped]:
                 maker = storage.node
@@ -173,14 +170,14 @@ def _bytes_of(held: Holders) -> int:
 
 def _held(graph: Graph, saved: SavedForBackward) -> dict[int, Holders]:
     """Return what operators save and is not dropped, what is computed again reads, and what arrives with a gradient."""
-    dropped = {saved.storage(node) for node in ops(graph) if "dropped" in note(node).extra}
+    dropped = {saved.storage(node) for node in ops(graph) if note(node).keep.dropped}
     # A value that is gathered again is held as its shard.
     shards = {each.whole: each.shard for each in find_gathered(graph, saved)}
     kept: dict[int, Holders] = {}
     for node in ops(graph):
         held = set(saved.of.get(node, ()))
-        if "again" in note(node).extra:
-            read = [arg for arg in operands_of(node) if "again" not in note(arg).extra]
+        if note(node).keep.again is not None:
+            read = [arg for arg in operands_of(node) if note(arg).keep.again is None]
             held |= set(map(saved.storage, read))
         held = {shards.get(storage, storage) for storage in held - dropped}
         held = {storage for storage in held if storage.node.op != "placeholder"}
@@ -221,12 +218,12 @@ def _mark(nodes: list[Node], wish: Wish, saved: SavedForBackward, ctx: Context) 
     dropped = set(left)
     while left:
         node = left.pop()
-        if "again" in note(node).extra:
+        if note(node).keep.again is not None:
             continue
-        seconds = note(node).extra["again"] = forward_seconds(node, ctx.mesh, ctx.machine)
+        seconds, words = forward_seconds(node, ctx.mesh, ctx.machine), ""
         if node in dropped or node in gathered:
             words = f"not kept: {saved.storage(node).nbytes:,} B, again in {microseconds_text(seconds)}"
-            note(node).extra["dropped"] = words
+        note(node).keep = replace(note(node).keep, again=seconds, dropped=words)
         for arg in operands_of(node):
             is_kept = is_tensor(arg) and saved.storage(arg) in kept
             if arg in own and not is_kept and is_repeatable(arg):

@@ -1,7 +1,7 @@
 """Give every value its local shape and rewrite what depends on sizes (CUT -> LOCAL).
 
 In: a CUT graph, with the shapes of the trace. Out: the same with operators that are right for the shapes of a rank, in
-`extra["local_shapes"]`.
+`note(node).local`.
 
 Literal sizes are computed from the atoms of the result, never patched. Contractions over a split dim get their local form: a
 mean becomes a sum divided by the global count, a cross-entropy a sum divided by the global number of valid labels, an
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,12 +24,10 @@ from torch.fx.node import map_arg
 from autoptd.compat import FakeTensorMode
 from autoptd.errors import InternalError
 from autoptd.ir import markers
+from autoptd.ir.facts import Local
 from autoptd.ir.layout import Layout, typed_over
 from autoptd.ir.noise import NAMES, is_draw
 from autoptd.ir.notes import (
-    COUNTED_BY,
-    OF_ALL_ROWS,
-    OF_MICROBATCH,
     Note,
     note,
     op_name,
@@ -48,13 +47,12 @@ from autoptd.passes.batch_sums import number_sums
 from autoptd.passes.context import Context
 from autoptd.passes.runner import CALLS, Form, graph_pass
 from autoptd.passes.solve.microbatch_losses import MARK
-from autoptd.passes.tokens.windows import READS
 
 
 @graph_pass(
     takes=Form.CUT,
     gives=Form.LOCAL,
-    changes=(CALLS, "axis"),
+    changes=(CALLS, "axis", "local", "rows"),
     ensures=lambda graph, ctx: check_local(graph),
 )
 def localize(graph: Graph, ctx: Context) -> None:
@@ -94,8 +92,7 @@ def localize(graph: Graph, ctx: Context) -> None:
     for node in graph.nodes:
         if value(node) is not None and node.op != "output":
             record = note(node)
-            record.extra["global_shape"] = shape(node)
-            record.extra["local_shapes"] = local_shapes(node, sizes)
+            record.local = Local(local_shapes(node, sizes), shape(node))
 
 
 def _local_cross_entropy(node: Node, totals: Counter[int], sizes: Sizes) -> None:
@@ -108,8 +105,8 @@ def _local_cross_entropy(node: Node, totals: Counter[int], sizes: Sizes) -> None
         reduction, total = "sum", totals[stage]
         totals[stage] += 1
     labels, class_weights = read[1], read[2] if len(read) > 2 else None
-    if OF_ALL_ROWS in record.extra and note(markers.unconverted(labels)).layout.batch.kind != "S":
-        record.extra[COUNTED_BY] = sizes.mesh.replicas
+    if record.rows.of_all and note(markers.unconverted(labels)).layout.batch.kind != "S":
+        record.rows = replace(record.rows, counted_by=sizes.mesh.replicas)
     keywords = {
         "reduction": reduction,
         "ignore_index": argument(node, "ignore_index"),
@@ -156,7 +153,7 @@ def _local_mean(node: Node, sizes: Sizes) -> None:
     dims = [d % tensor(x).dim() for d in dims] if dims else list(range(tensor(x).dim()))
     count = math.prod(shape(x)[d] for d in dims)
     # The mean is over the samples of the whole batch, or of a microbatch, not over those of the trace.
-    rows = sizes.rows if OF_MICROBATCH in note(node).extra else sizes.global_rows
+    rows = sizes.rows if note(node).rows.of_microbatch else sizes.global_rows
     if note(x).layout.batch.kind == "S" and note(x).layout.batch.dim in dims:
         count = count * rows // sizes.traced_rows
     node.target, node.args, node.kwargs = markers.mean, (x, dims, bool(argument(node, "keepdim")), count), {}
@@ -167,7 +164,7 @@ def _local_attention(node: Node) -> None:
     record = note(node)
     record.axis = next(axis for axis, form in record.forms.items() if form == QUERIES)
     given = {"enable_gqa": argument(node, "enable_gqa"), "order": record.layout[record.axis].order}
-    given |= {"window": record.extra.get(READS)}
+    given |= {"window": record.tokens.reads_window}
     keywords = {name: value for name, value in given.items() if value}
     # A scale of 0 is one.
     if (scale := argument(node, "scale")) is not None:
@@ -187,10 +184,10 @@ def _local_draw(node: Node, sizes: Sizes) -> None:
     chunks = _chunks(record, sizes)
     record.axis = joined(axis for axis, _ in chunks)
     # (dim, elements of that dim before them): what `rt.dropout` numbers the mask's rows by.
-    batch = place(record.extra["rows"])
+    batch = place(record.draw.rows)
     shards = [place(kind) for _, kind in chunks]
     shard = tuple(shards) if len(shards) > 1 else next(iter(shards), None)
-    number, kind = record.extra["site"], NAMES.get(op_name(node))
+    number, kind = record.draw.site, NAMES.get(op_name(node))
     node.target = markers.noise if kind else markers.dropout
     node.args = (node.args[0], kind or node.args[1], number, batch, shard)
 
@@ -206,7 +203,7 @@ def _chunks(record: Note, sizes: Sizes) -> list[tuple[str, ValueType]]:
 
     def place(chunk: tuple[str, ValueType]) -> tuple[int, int, bool]:
         axis, kind = chunk
-        return kind.dim, kind.atom, base(axis) == record.extra.get("inner_axis")
+        return kind.dim, kind.atom, base(axis) == record.draw.inner_axis
 
     return sorted(found, key=place)
 
@@ -264,7 +261,7 @@ def check_local(graph: Graph) -> None:
             call = repr((str(node.target), *map_arg((node.args, node.kwargs), _LocalValue)))
             if call not in results:
                 results[call] = _local_result(node)
-            result, expected = results[call], note(node).extra["local_shapes"]
+            result, expected = results[call], note(node).local.shapes
             if isinstance(result, str):
                 findings.append(f"{site(node)} fails on local shapes: {result}")
             elif result != expected:
@@ -277,7 +274,7 @@ class _LocalValue:
     """An operand with its local shapes, as an operator gets it; prints as these and the dtype."""
 
     def __init__(self, node: Node) -> None:
-        self.shapes, self.dtype = note(node).extra["local_shapes"], tensor(node).dtype
+        self.shapes, self.dtype = note(node).local.shapes, tensor(node).dtype
         self.is_tuple = isinstance(value(node), (tuple, list))
 
     def __repr__(self) -> str:

@@ -99,9 +99,9 @@ def weigh(graph: Graph, sizes: Sizes, machine: Machine, saved_bytes: float) -> W
 def _seconds(node: Node, mesh: Mesh, machine: Machine) -> float:
     """Return the seconds of an operator, forward and backward; values inside of a fused one are not moved."""
     record = note(node)
-    if record.extra.get("inner") and not flops(node):
+    if record.fused.is_inner and not flops(node):
         return 0.0
-    if record.extra.get("fused", "").startswith("part of") and not flops(node):
+    if record.fused.what.startswith("part of") and not flops(node):
         moved = sum(local_payload(value, mesh) for value in [node, *read_from_outside(node)])
         # Once in forward; twice in backward, for values and their gradients.
         return passes_of(node) * moved / machine.memory_bandwidth

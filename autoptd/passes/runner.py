@@ -3,7 +3,7 @@
 A pass is a function of a graph and a `Context`. It changes the graph in place (or returns another), and leaves further results
 in `ctx.found`. Its contract stands above it:
 
-    @graph_pass(takes=Form.ANNOTATED, gives=Form.CONNECTED, changes=("calls", "extra"), ensures=check)
+    @graph_pass(takes=Form.ANNOTATED, gives=Form.CONNECTED, changes=("calls", "reason"), ensures=check)
     def communicate(graph: Graph, ctx: Context) -> None: ...
 
 In: the passes, a graph in the form that the first one takes, the context. Out: the graph in the form that the
@@ -40,8 +40,8 @@ Body = Callable[[Graph, Context], Graph | None]
 Check = Callable[[Graph, Context], None]
 # What a pass may change beside the fields of a Note: which operators there are, and their arguments.
 CALLS = "calls"
-# The fields of a Note that only a pass with the right to it may change. All may write into `extra`.
-GUARDED_FIELDS = tuple(field.name for field in fields(Note) if field.name != "extra")
+# The fields of a Note, which only a pass with the right to it may change.
+GUARDED_FIELDS = tuple(field.name for field in fields(Note))
 facts_of = attrgetter(*GUARDED_FIELDS)
 
 
@@ -61,7 +61,7 @@ class Pass:
 
     - `takes`, `gives`: the form of the graph before and after it.
     - `when`: which runs need it; it leaves the graphs of all others as they are.
-    - `changes`: the fields of existing notes that it may change (`extra` always); with "calls" also operators and their
+    - `changes`: the fields of existing notes that it may change; with "calls" also operators and their
       arguments.
     - `finds`: the fields of the context's `Findings` that it fills.
     - `requires`, `ensures`: verify the graph before and after it.

@@ -23,7 +23,6 @@ from autoptd.passes.communicate import note_of
 from autoptd.passes.context import Context
 from autoptd.passes.reader_names import reader_name
 from autoptd.passes.runner import CALLS, Form, divides_rows, graph_pass
-from autoptd.passes.solve.batch import TAKEN_WHOLE
 
 SHARED = "all replicas have this loss: each counts an equal part"
 
@@ -33,7 +32,7 @@ def take_whole_rows(graph: Graph, ctx: Context) -> None:
     """Insert the conversions behind those over other axes, one for all readers; divide a loss that is whole."""
     made: dict[Node, Node] = {}
     for reader in list(ops(graph)):
-        wanted = note(reader).extra.get(TAKEN_WHOLE, ())
+        wanted = note(reader).rows.taken_whole
         for arg in list(reader.all_input_nodes) if wanted else ():
             if markers.unconverted(arg) in wanted:
                 if arg not in made:
@@ -68,7 +67,7 @@ def _share_loss(graph: Graph, loss: Node, mesh: Mesh) -> None:
         share = graph.call_function(markers.share, (loss, mesh.replicas))
     share.meta["val"] = loss.meta["val"]
     record = note(loss)
-    set_note(share, note_of(record, record, record.layout.having(BATCH, P))).extra["reason"] = SHARED
+    set_note(share, note_of(record, record, record.layout.having(BATCH, P))).reason = SHARED
     output(graph).replace_input_with(loss, share)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from autoptd.ir.notes import WHOLE_NUMBERS, note, op_name, output
+from autoptd.ir.notes import note, op_name, output
 from autoptd.ir.own_functions import own_function
 from autoptd.ir.updates import KEEP
 from autoptd.program.program import Program
@@ -30,7 +30,7 @@ def prints_of(program: Program) -> dict[str, str]:
     """Return the print of every module that computes something, in the order of the model."""
     graph, annotated = program.graphs.get("TRACED"), program.graphs.get("ANNOTATED")
     # Numbers that follow the rows of the batch are those of a whole step, not those of a microbatch.
-    whole = {node.name: note(node).extra.get(WHOLE_NUMBERS) for node in annotated.nodes} if annotated else {}
+    whole = {node.name: note(node).rows.whole_call for node in annotated.nodes} if annotated else {}
     lines: dict[str, list[str]] = {}
     for node in _of_loss(graph) if graph is not None else ():
         if node.op != "call_function" or any(part in str(node.target) for part in LEFT_OUT):

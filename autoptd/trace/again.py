@@ -144,7 +144,7 @@ def _constants(captured: Captured) -> Stamps:
     """Return what those tensors hold that are no buffers of the model, by their names in the graph."""
     found = {}
     for node in placeholders(captured.graph, "buffer"):
-        if "constant" in note(node).extra:
+        if note(node).origin.constant is not None:
             found[note(node).name] = Stamp.of(captured.buffers[note(node).name])
     return found
 

@@ -14,6 +14,7 @@ no trace can follow: while it is traced, its momentum is a mark, in whose place 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from autoptd.errors import TraceError
-from autoptd.ir.notes import BATCH_NORM, LAST_OF_NORM, note, op_name, shape, site, value
+from autoptd.ir.notes import note, op_name, shape, site, value
 from autoptd.ir.operators.record import argument
 from autoptd.trace.new_nodes import Maker
 
@@ -48,8 +49,9 @@ def rewrite_batch_norms(graph: Graph) -> None:
 
 
 def _rewrite(graph: Graph, node: Node) -> None:
-    extra = note(node).extra
-    make, follow = Maker(node, extra={**extra, BATCH_NORM: node.name}), Maker(node, extra=extra)
+    record = note(node)
+    part = replace(record, origin=replace(record.origin, batch_norm=node.name))
+    make, follow = Maker(node, about=part), Maker(node, about=record)
     x, weight, bias, mean, var = node.args[:5]
     assert isinstance(x, Node)
     dtype = value(x).dtype
@@ -68,7 +70,7 @@ def _rewrite(graph: Graph, node: Node) -> None:
             result = make(target, result, make(aten.view.default, factor, sizes))
     result = make.cast(result, dtype)
     # A cut of the model behind it is found there in eval mode, too, where it is one operator.
-    note(result).extra[LAST_OF_NORM] = True
+    note(result).origin = replace(note(result).origin, ends_norm=True)
     node.replace_all_uses_with(result)
     count = math.prod(shape(x)[dim] for dim in dims)
     momentum = argument(node, "momentum")

@@ -43,7 +43,7 @@ from autoptd.trace.functions import other_functions
 from autoptd.trace.normalize import normalize
 from autoptd.trace.read import VALUE_REMEDY, check_kept, read_graph
 from autoptd.trace.reads import Reads
-from autoptd.trace.retrace import IGNORED, NO_GRAD, REGION_RESULT, Differs, Followed, Follower, Raw
+from autoptd.trace.retrace import IGNORED, Differs, Followed, Follower, Raw
 from autoptd.trace.updates import check_updates
 from autoptd.trace.user_frames import UserFrames
 from autoptd.trace.watch import Operands, called_at, checkpoint_sites, watch_tracing
@@ -164,8 +164,8 @@ def capture_again(
     graph = follower.graph()
     # What `read_graph` refuses in a trace, and the first one did not have.
     for node in placeholders(graph, "buffer"):
-        if "constant" in note(node).extra:
-            check_kept(note(node).extra["constant"], wrapper)
+        if note(node).origin.constant is not None:
+            check_kept(note(node).origin.constant, wrapper)
     _finish(graph, wrapper, autocast)
     return graph
 
@@ -213,7 +213,7 @@ def check_grad_modes(graph: Graph, casting: Casting) -> None:
     for node in ops(graph):
         if not isinstance(node.target, OpOverload) or node.target in without:
             continue
-        if {NO_GRAD, REGION_RESULT} & note(node).extra.keys():
+        if note(node).origin.without_grad or note(node).origin.ends_region:
             continue
         met[node.target] += 1
         if met[node.target] > casting.with_grad[node.target]:

@@ -6,7 +6,7 @@ site: 0, 1, 2 ... in the order in which the model calls dropout. Attention that 
 a fused kernel is written out, because the kernel's own random numbers would depend on the layout: scores,
 mask, softmax, dropout, values.
 
-    rewrite_dropouts(graph);  [note(node).extra["site"] for node in dropouts(graph)]     # [0, 1, 2, ...]
+    rewrite_dropouts(graph);  [note(node).draw.site for node in dropouts(graph)]     # [0, 1, 2, ...]
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autoptd.errors import PlanError
+from autoptd.ir.facts import Origin
 from autoptd.ir.notes import Note, note, op_name, ops, set_note, shape, site, value
 from autoptd.trace.new_nodes import Maker, put
 
@@ -81,7 +82,7 @@ def _unfuse(graph: Graph, node: Node, futures: dict[tuple[int, int], Node]) -> N
 
     def call(name: str, target: Any, *args: Any) -> Node:
         made = make(target, *args)
-        note(made).extra["name"] = name
+        note(made).origin = Origin(name=name)
         return made
 
     if given.get("enable_gqa") and shape(q)[-3] != shape(k)[-3]:
@@ -104,7 +105,7 @@ def _unfuse(graph: Graph, node: Node, futures: dict[tuple[int, int], Node]) -> N
     softmax = aten._safe_softmax.default if mask is not None else aten.softmax.int
     probabilities = call("probabilities", softmax, scores, -1)
     dropped = call("probabilities", aten.dropout.default, probabilities, given["dropout_p"], True)
-    note(dropped).extra["reason"] = UNFUSED
+    note(dropped).reason = UNFUSED
     _rewrite_dropout(graph, dropped)
     put(node, make(aten.matmul.default, dropped, v))
 
@@ -115,4 +116,4 @@ def _future(graph: Graph, size: tuple[int, int], like: Any) -> Node:
         ones = graph.call_function(aten.ones.default, (list(size),), {"dtype": torch.bool})
     ones.meta["val"] = value(like).new_ones(size, dtype=torch.bool)
     set_note(ones, Note())
-    return Maker(ones, ones.next, {"name": "future"})(aten.triu.default, ones, 1)
+    return Maker(ones, ones.next, Note(origin=Origin(name="future")))(aten.triu.default, ones, 1)

@@ -18,7 +18,7 @@ from torch.fx import Graph
 from autoptd.errors import TraceError
 from autoptd.ir.expert_mm import NAME as EXPERTS
 from autoptd.ir.noise import is_draw
-from autoptd.ir.notes import BATCH_NORM, is_tensor, note, op_name, ops, shape, value
+from autoptd.ir.notes import is_tensor, note, op_name, ops, shape, value
 from autoptd.subject.storage import check_storage
 from autoptd.trace.autocast import OFF, Autocast
 from autoptd.trace.differences import Reference
@@ -93,7 +93,7 @@ def compare(
     """
     watched = Watched(model, loss_fn)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    sites = tuple(note(node).extra["site"] for node in draws(graph))
+    sites = tuple(note(node).draw.site for node in draws(graph))
     is_exact = bool(sites) or _has_small_attention_on_cuda(graph, trained)
     pair = Pair(model, loss_fn, graph, buffers, args, kwargs, autocast, sites if is_exact else None)
     tolerance, share = _tolerance(graph) if autocast.dtype is None else TOLERANCE_OF_AUTOCAST
@@ -162,5 +162,5 @@ def _tolerance(graph: Graph) -> tuple[float, float]:
     of_half = TOLERANCE_OF_HALF_DROPOUT if any(map(is_draw, ops(graph))) else TOLERANCE_OF_HALF
     if any(op_name(node) in (EXPERTS, "autoptd.grouped_mm") for node in ops(graph)):
         of_half = TOLERANCE_OF_HALF_EXPERTS
-    has_norm = any(BATCH_NORM in note(node).extra for node in ops(graph))
+    has_norm = any(note(node).origin.batch_norm for node in ops(graph))
     return (TOLERANCES_OF_NORMS if has_norm else TOLERANCES).get(narrowest, of_half)

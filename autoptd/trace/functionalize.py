@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -110,7 +109,7 @@ def _write_afterwards(graph: Graph, node: Node, target: Node) -> None:
                 pure = graph.call_function(overload, node.args)
             pure.kwargs = {name: arg for name, arg in node.kwargs.items() if arg is not target}
             pure.meta["val"] = value(node)
-            set_note(pure, replace(note(node), extra=dict(note(node).extra)))
+            set_note(pure, note(node).copy())
             node.target, node.args, node.kwargs = aten.copy_.default, (target, pure), {}
             return
     fact = f"{op_name(node)} writes to buffer {note(target).name} by out=, and has no other form"
@@ -127,7 +126,7 @@ def _update(last: Node, buffer: Node, new: Node) -> None:
     with last.graph.inserting_before(last):
         made = update_call(last.graph, loss, new, note(buffer).name)
     made.meta["val"] = value(loss)
-    set_note(made, replace(note(loss), extra={}))
+    set_note(made, note(loss).bare())
     last.args = (made, *last.args[1:])
 
 
@@ -214,7 +213,7 @@ def _check_fresh(node: Node, views: list[Node], position: dict[Node, int], lates
     """
     base = views[-1]
     record = note(base)
-    if "constant" in record.extra:
+    if record.origin.constant is not None:
         fact = "a tensor that is no buffer is changed by the forward"
         raise PlanError(site(node), fact, "register_buffer, or keep it as it is in forward")
     if record.kind == "param":
@@ -271,7 +270,7 @@ def _written(graph: Graph, node: Node, views: list[Node]) -> Iterator[tuple[Node
     that.
     """
     # Behind the node.
-    make = Maker(node, node.next, note(node).extra)
+    make = Maker(node, node.next, note(node))
     made = _assigned(make, node, views[0]) if op_name(node) in ASSIGNS else _pure(make, node)
     for view, whole in pairwise(views):
         made = _put_back(make, view, whole, made)

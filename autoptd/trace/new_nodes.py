@@ -8,9 +8,7 @@ In: that node. Out: operators in front of it, in the order in which they are ask
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,18 +16,16 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from autoptd.compat import FakeTensor
-from autoptd.ir.notes import note, set_note, value
+from autoptd.ir.notes import Note, note, set_note, value
 
 aten = torch.ops.aten
 
 
 class Maker:
-    """Makes operators that come from where `node` comes from, in front of it or of `before`, with notes that say `extra`."""
+    """Makes operators that come from where `node` comes from, in front of it or of `before`, with the facts of `about`."""
 
-    def __init__(
-        self, node: Node, before: Node | None = None, extra: Mapping[str, Any] | None = None
-    ) -> None:
-        self.node, self._before, self._extra = node, before or node, extra or {}
+    def __init__(self, node: Node, before: Node | None = None, about: Note | None = None) -> None:
+        self.node, self._before, self._about = node, before or node, about
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         with self.node.graph.inserting_before(self._before):
@@ -39,7 +35,8 @@ class Maker:
         met = value(self.node)
         with torch.no_grad(), met.fake_mode if isinstance(met, FakeTensor) else nullcontext():
             made.meta["val"] = target(*fakes, **named)
-        set_note(made, replace(note(self.node), extra=dict(self._extra)))
+        about = note(self.node) if self._about is None else self._about
+        set_note(made, about.bare() if self._about is None else about.copy())
         return made
 
     def cast(self, x: Node, dtype: torch.dtype) -> Node:

@@ -10,6 +10,7 @@ have, scaled and shifted as the call asks; numbers of a generator of the model's
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def rewrite_noise(graph: Graph) -> None:
         if name in (*LIKE, *SIZED, *FILLED):
             _rewrite(graph, node)
     for number, node in enumerate(draws(graph)):
-        note(node).extra["site"] = number
+        note(node).draw = replace(note(node).draw, site=number)
 
 
 def kind_of(func: Any) -> str | None:
@@ -93,7 +94,7 @@ def scaled(kind: str, given: Mapping[str, Any]) -> list[tuple[Any, float]]:
 def _rewrite(graph: Graph, node: Node) -> None:
     name, dtype = op_name(node), value(node).dtype
     kind = {**LIKE, **SIZED, **FILLED}[name]
-    make = Maker(node, extra=note(node).extra)
+    make = Maker(node, about=note(node))
     if name in SIZED:
         x = make(aten.zeros.default, list(shape(node)), dtype=dtype)
         # On the device of what it stands for.

@@ -185,7 +185,7 @@ def _normalize_split(node: Node) -> None:
         for user in list(node.users):
             i = int(user.args[1])  # type: ignore[arg-type]
             user.target, user.args = aten.slice.Tensor, (node.args[0], dim, ends[i] - sizes[i], ends[i])
-            note(user).code, note(user).extra["piece"] = note(node).code, i
+            note(user).code, note(user).origin = note(node).code, replace(note(user).origin, piece=i)
 
 
 def _normalize_squeeze(node: Node) -> None:
@@ -262,7 +262,7 @@ def _split_reduction(graph: Graph, node: Node) -> None:
             made = graph.call_function((aten.mean.default, aten.sum.default)[reduction - 1])
         node.replace_all_uses_with(made)
         made.args, made.meta = (node,), {"val": value(node)}
-        set_note(made, replace(note(node), extra={}))
+        set_note(made, note(node).bare())
         args, kwargs = map_arg((node.args, node.kwargs), value)
         with torch.no_grad():
             node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
@@ -286,7 +286,7 @@ def _put_time_first(graph: Graph, node: Node) -> None:
             made = graph.call_function(aten.transpose.int, (piece, 0, 1))
         piece.replace_all_uses_with(made, delete_user_cb=lambda user, made=made: user is not made)
         made.meta["val"], piece.meta["val"] = value(piece), pieces[0]
-        set_note(made, replace(note(piece), extra={}))
+        set_note(made, note(piece).bare())
 
 
 def _normalize_cast(node: Node) -> None:

@@ -18,9 +18,9 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Graph, Node
 
 from autoptd.errors import TraceError
+from autoptd.ir.facts import Origin
 from autoptd.ir.notes import Note, note, op_name, set_note
 from autoptd.subject.storage import is_same_memory
-from autoptd.trace.retrace import NO_GRAD, REGION_RESULT
 from autoptd.trace.sizes import size_error
 from autoptd.trace.watched import Watched
 
@@ -71,7 +71,7 @@ def read_graph(
             check_kept(buffers[name], wrapper)
             if node.name in lifted:
                 # A constant that the forward makes may follow the size of the batch.
-                note(mapping[node]).extra["constant"] = buffers[name]
+                note(mapping[node]).origin = Origin(constant=buffers[name])
         elif node.op == "placeholder" and node.name in leaf_of:
             leaf = leaf_of[node.name]
             if isinstance(leaves[leaf], torch.Tensor):
@@ -119,8 +119,8 @@ def _copy(
     made = graph.node_copy(node, lambda old: mapping[old])
     made.meta = {"val": node.meta.get("val")}
     source, code = source_line(node)
-    extra = {NO_GRAD: True} if detached else {}
-    set_note(made, Note(module=module_path(node), source=source, code=code, extra=extra))
+    origin = Origin(without_grad=detached)
+    set_note(made, Note(module=module_path(node), source=source, code=code, origin=origin))
     mapping[node] = made
 
 
@@ -146,8 +146,8 @@ def _inline(
             inside = piece
             piece = graph.call_function(torch.ops.aten.detach.default, (inside,))
             piece.meta["val"] = inside.meta["val"].detach()
-            extra = {REGION_RESULT: True}
-            set_note(piece, Note(module=note(inside).module, source=note(inside).source, extra=extra))
+            record, origin = note(inside), Origin(ends_region=True)
+            set_note(piece, Note(module=record.module, source=record.source, origin=origin))
         pieces.append(piece)
     for reader in list(node.users):
         if reader.target is operator.getitem:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -31,8 +31,6 @@ from autoptd.ir.notes import copy_nodes, note, output, value
 from autoptd.trace.autocast import Casting
 
 aten = torch.ops.aten
-# Keys of Note.extra: an operator in a region under no_grad; the detach that `capture` puts behind a region.
-NO_GRAD, REGION_RESULT = "no_grad", "region_result"
 # Calls without a value. While torch.export traces, a cast asserts the dtype that it casts from.
 IGNORED = (torch.ops.prim.device.default, aten._assert_tensor_metadata.default)
 
@@ -113,7 +111,7 @@ class Follower(PreDispatchMode):
                 args, kwargs = self._calls[node]
                 copy.args, copy.kwargs = map_arg((args, kwargs), copies.__getitem__)
             if node in self._constants:
-                note(copy).extra["constant"] = self._constants[node].detach()
+                note(copy).origin = replace(note(copy).origin, constant=self._constants[node].detach())
             made_by = _made_by(node)
             if made_by in self._values:
                 copy.meta["val"] = _with(value(node), self._values[made_by])
@@ -138,7 +136,7 @@ class Follower(PreDispatchMode):
         # Sizes that change in place would change behind what is kept here; detach_ changes none.
         if torch.Tag.inplace_view in func.tags and func is not aten.detach_.default:
             self._differ()
-        if torch.is_grad_enabled() == (NO_GRAD in note(node).extra):
+        if torch.is_grad_enabled() == note(node).origin.without_grad:
             self._differ()
         self._calls[node] = self._literals(args, node.args), self._literals(kwargs, node.kwargs)
         result = func(*args, **kwargs)
@@ -192,7 +190,7 @@ class Follower(PreDispatchMode):
         known = self._node_of.get(met) if isinstance(met, Tensor) else None
         if known is None:
             # A tensor from nowhere: a constant that the forward makes, or finds, in both runs.
-            is_new = "constant" in note(made_by).extra and made_by not in self._constants
+            is_new = note(made_by).origin.constant is not None and made_by not in self._constants
             if not is_new or type(met) is not Tensor:
                 self._differ()
             self._constants[made_by] = met
@@ -209,12 +207,12 @@ class Follower(PreDispatchMode):
 def _is_step(node: Node) -> bool:
     """Tell whether a node is a call that the forward made: no part of another's result, no detach of ours."""
     is_call = node.op == "call_function" and node.target not in (*IGNORED, operator.getitem)
-    return is_call and REGION_RESULT not in note(node).extra
+    return is_call and not note(node).origin.ends_region
 
 
 def _made_by(node: Any) -> Any:
     """Return the node itself, or what it detaches behind a region: the same tensor for the forward."""
-    while isinstance(node, Node) and REGION_RESULT in note(node).extra:
+    while isinstance(node, Node) and note(node).origin.ends_region:
         node = node.args[0]
     return node
 
@@ -226,4 +224,4 @@ def _with(known: Any, met: Metadata | tuple[Metadata, ...]) -> Any:
     return known if Metadata.of(known) == met else met.make(known.fake_mode)
 
 
-__all__ = ["IGNORED", "NO_GRAD", "REGION_RESULT", "Differs", "Followed", "Follower", "Raw"]
+__all__ = ["IGNORED", "Differs", "Followed", "Follower", "Raw"]

@@ -89,7 +89,13 @@ def calls(graph: Graph) -> tuple[str, ...]:
     lines = []
     for node in ops(graph):
         given = [*map(str, node.args), *(f"{name}={value}" for name, value in node.kwargs.items())]
-        marks = [name for name in ("owned", "again", "dropped") if name in note(node).extra]
+        record = note(node)
+        kept = {
+            "owned": record.is_owned,
+            "again": record.keep.again is not None,
+            "dropped": record.keep.dropped,
+        }
+        marks = [name for name, is_marked in kept.items() if is_marked]
         mark = f"  # {', '.join(marks)}" if marks else ""
         lines.append(f"{node} = {op_name(node)}({', '.join(given)}){mark}")
     return tuple(lines)

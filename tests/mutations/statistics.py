@@ -35,7 +35,7 @@ MUTATIONS = (
     ),
     Mutation(
         "autoptd/passes/solve/batch.py",
-        "or any(IS_LARGEST in note(operand).extra for operand in partial)",
+        "or any(note(operand).rows.is_largest for operand in partial)",
         "",
         TESTS,
     ),

@@ -21,7 +21,7 @@ from torch.fx.node import map_arg
 
 from autoptd import runtime as rt
 from autoptd import trace
-from autoptd.ir import markers
+from autoptd.ir import facts, markers
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.noise import NAMES
@@ -153,7 +153,7 @@ def _other_shapes(local: Node, answers: list[Answer], parts: dict[Node, list[Any
     return [
         f"{one.name}: {shapes} are there, not those that are planned"
         for one, shapes in found
-        if shapes != note(one).extra["local_shapes"]
+        if shapes != note(one).local.shapes
     ]
 
 
@@ -185,13 +185,10 @@ def _local_node(
     for old, new in [*mapping.items(), (node, made)]:
         kind = gives if old is node else takes[old]
         new.meta = {"val": old.meta["val"]}
-        record = set_note(new, type(note(old))(**vars(note(old)) | {"extra": {}, "forms": {}}))
+        record = set_note(new, note(old).bare())
         record.layout = Layout({axis: kind})
         record.forms = {axis: form} if old is node and form else {}
-    note(made).extra |= {
-        "site": 0,
-        "rows": note(made).layout.batch if gives.kind == "S" else I,
-    }  # of a dropout
+    note(made).draw = facts.Draw(0, note(made).layout.batch if gives.kind == "S" else I)
     ctx = Context(Options(t=t)) if axis == "tp" else Context(traced_rows=t, rows=1, pieces=t)
     localize(graph, ctx)
     made.meta["operands"] = kept

@@ -9,6 +9,7 @@ from torch.fx import Graph
 
 from autoptd.errors import InternalError
 from autoptd.ir import markers
+from autoptd.ir.facts import Local
 from autoptd.ir.notes import note, op_name, ops
 from autoptd.ir.types import S
 from autoptd.options import Options
@@ -31,7 +32,7 @@ def local(
 
 
 def shapes(graph: Graph, *names: str) -> list[tuple[int, ...]]:
-    return [note(find(graph, name)).extra["local_shapes"][0] for name in names]
+    return [note(find(graph, name)).local.shapes[0] for name in names]
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def test_shapes_of_one_rank_and_one_microbatch(split: Graph) -> None:
         (64, 128),
     ]
     assert shapes(split, "scaled_dot_product_attention", "gelu") == [(1, 2, 16, 16), (1, 16, 128)]
-    assert note(find(split, "gelu")).extra["global_shape"] == (2, 16, 256)
+    assert note(find(split, "gelu")).local.traced == (2, 16, 256)
     assert find(split, "view").args[1] == [1, 16, 2, 16] and find(split, "split").args[1] == 32
 
 
@@ -118,14 +119,14 @@ def test_a_wrong_literal_is_found(split: Graph, name: str) -> None:
 
 
 def test_a_wrong_shape_of_a_parameter_is_found(split: Graph) -> None:
-    note(find(split, "transformer.h.0.mlp.c_fc.weight")).extra["local_shapes"] = [(256, 64)]
+    note(find(split, "transformer.h.0.mlp.c_fc.weight")).local = Local([(256, 64)])
     with pytest.raises(InternalError, match="linear"):
         check_local(split)
 
 
 def test_all_findings_come_at_once(split: Graph) -> None:
     for name in ("gelu", "scaled_dot_product_attention"):
-        note(find(split, name)).extra["local_shapes"] = [(1, 1)]
+        note(find(split, name)).local = Local([(1, 1)])
     with pytest.raises(InternalError) as caught:
         check_local(split)
     assert str(caught.value).count("is planned") >= 2

@@ -65,7 +65,7 @@ class Built:
     def is_owned(self, node: Node) -> bool:
         self.graph.output(())
         mark_owned(self.graph, Context())
-        return bool(node.meta["autoptd"].extra.get("owned"))
+        return bool(node.meta["autoptd"].is_owned)
 
 
 @pytest.mark.parametrize(

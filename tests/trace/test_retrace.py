@@ -202,7 +202,7 @@ def lines(graph: Graph) -> list[Any]:
         values = node.meta.get("val")
         pieces = values if isinstance(values, (list, tuple)) else [values]
         sizes = [(tuple(piece.shape), piece.dtype) for piece in pieces if isinstance(piece, Tensor)]
-        record, constant = note(node), note(node).extra.get("constant")
+        record, constant = note(node), note(node).origin.constant
         numbers = None if constant is None else constant.tolist()
         call = (node.op, str(node.target), str(node.args), str(node.kwargs))
         found.append((call, sizes, numbers, record.kind, record.name, record.code, record.needs_grad))

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from autoptd import codegen
 from autoptd.ir.actions import Orders, ranks_of_stages
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.notes import IS_LARGEST, note, op_name, ops, tensor
+from autoptd.ir.notes import note, op_name, ops, tensor
 from autoptd.ir.placement import AxisConversion, slowest_first
 from autoptd.ir.sub_axes import joined
 from autoptd.options import Options
@@ -62,7 +62,7 @@ def collectives(
             rank = ranks[stage]
             if note(node).conversion:
                 calls += _conversion(node, stage, rank, mesh)
-            elif "absorbed" in note(node).extra:
+            elif note(node).gemm.absorbed is not None:
                 calls.append(_absorbed(node, stage, rank, mesh))
             elif op_name(node) in LOSSES and node.kwargs["vocab"]:
                 calls += _vocabulary_sums(node, stage, rank, mesh)
@@ -96,11 +96,11 @@ def _conversion(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Collectiv
         why=record.why,
         pp_ranks=(rank,),
     )
-    if "again" in record.extra and forward not in LOCAL_KINDS:
+    if record.keep.again is not None and forward not in LOCAL_KINDS:
         why = "values that were not kept are computed again"
         return [call, dataclasses.replace(call, conversion=AGAIN, forward="none", backward=forward, why=why)]
     # Linear layers that read a gathered value keep the shard, and gather it again for the weight's gradient.
-    if "uses" not in record.extra:
+    if record.gemm.uses is None:
         return [call]
     why = "the weight's gradient needs the whole input, of which the shard was kept"
     again = dataclasses.replace(
@@ -111,7 +111,8 @@ def _conversion(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Collectiv
 
 def _absorbed(node: Node, stage: int, rank: int, mesh: Mesh) -> Collective:
     """Return the all-reduce of an f that is part of a linear layer: see passes/hook_gemms.py."""
-    record, f = note(node), note(node).extra["absorbed"]
+    record, f = note(node), note(node).gemm.absorbed
+    assert f is not None
     return Collective(
         site=f"{record.module} ({record.source})",
         stage=stage,
@@ -131,7 +132,7 @@ def _vocabulary_sums(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Coll
     in one call.
     """
     record = note(node)
-    tokens = torch.Size(note(node.args[1]).extra["local_shapes"][0]).numel()  # type: ignore[arg-type]
+    tokens = torch.Size(note(node.args[1]).local.shapes[0]).numel()  # type: ignore[arg-type]
     # Narrower logits are computed in float32.
     itemsize = max(tensor(node).element_size(), 4)
     # What every token adds to one call, beside the maximum.
@@ -166,7 +167,7 @@ def _vocabulary_sums(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Coll
 def _class_reductions(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Collective]:
     """Return the reductions inside an operator over split classes: a number for every row each."""
     record, x = note(node), node.args[0]
-    dims = list(note(x).extra["local_shapes"][0])  # type: ignore[arg-type]
+    dims = list(note(x).local.shapes[0])  # type: ignore[arg-type]
     del dims[node.kwargs["dim"]]  # type: ignore[arg-type]
     calls = []
     for name, is_backward, why in CLASS_REDUCTIONS[op_name(node)]:
@@ -258,9 +259,7 @@ def _batch_sums(graph: Graph, stage: int, rank: int, mesh: Mesh) -> list[Collect
     here = [node for node in ops(graph) if stage in note(node).stages]
     for sums in codegen.batch_sums(here):
         for conversion, what in (("batch sums", "sums over"), ("batch maxima", "largest entries of")):
-            own = [
-                node for node in sums if (IS_LARGEST in note(node).extra) == (conversion == "batch maxima")
-            ]
+            own = [node for node in sums if (note(node).rows.is_largest) == (conversion == "batch maxima")]
             # Of the largest, besides whether it is NaN.
             count = sum(tensor(node).numel() for node in own) * (2 if conversion == "batch maxima" else 1)
             why = f"{what} inputs of the global batch, which are read before the first forward"

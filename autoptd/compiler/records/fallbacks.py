@@ -41,7 +41,7 @@ def merged_fallbacks(fallbacks: Sequence[Fallback]) -> list[dict[str, Any]]:
 
 def warn_of_recompute(graph: Graph, options: Options, checkpointed: Sequence[str]) -> None:
     """Warn where what was to be computed again is kept: by the keyword, or by activation checkpoints in the model."""
-    drops = [note(node).module for node in ops(graph) if "dropped" in note(node).extra]
+    drops = [note(node).module for node in ops(graph) if note(node).keep.dropped]
     # By value: where there is room for everything.
     if options.recompute and options.recompute != "auto" and not drops:
         why = (

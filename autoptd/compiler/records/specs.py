@@ -17,7 +17,7 @@ from autoptd import trace as tracing
 from autoptd.compiler.batch import Batch
 from autoptd.ir.layout import Layout
 from autoptd.ir.noise import NAMES, is_draw
-from autoptd.ir.notes import MODEL_DIMS, note, op_name, ops, placeholders, row_blocks, shape, tensor
+from autoptd.ir.notes import note, op_name, ops, placeholders, row_blocks, shape, tensor
 from autoptd.ir.placement import EVERY_REPLICA, placements
 from autoptd.ir.types import Dims, outer_size
 from autoptd.ir.updates import Updates
@@ -57,7 +57,7 @@ def _param_spec(
         layout, stages, why = record.layout, record.stages, record.why
         # Without entries there is nothing to train, and no state for an optimizer to keep, of which files hold nothing.
         dims, requires_grad = record.dims, record.needs_grad and parameter.numel() > 0
-        of_model = record.extra.get(MODEL_DIMS, dims)
+        of_model = dims if record.tokens.model_dims is None else record.tokens.model_dims
         model_dims = of_model if of_model != dims else ()
         adds = tuple(passes.adds_to_gradient(node, stage) for stage in stages)
     # With `precision`, the model is held in the dtype that it computes in while it is compiled; under autocast it is
@@ -123,7 +123,7 @@ def crossing_spec(crossing: codegen.Crossing) -> CrossingSpec:
         crossing.name,
         crossing.source,
         crossing.targets,
-        record.extra["local_shapes"][0],
+        record.local.shapes[0],
         _dtype_name(tensor(node).dtype),
         record.needs_grad,
         record.layout.letter,
@@ -156,11 +156,11 @@ def dropout_specs(graph: Graph) -> tuple[DropoutSpec, ...]:
     for node in ops(graph):
         if is_draw(node):
             record = note(node)
-            rows, why = record.extra["rows"], record.extra.get("reason", "")
+            rows, why = record.draw.rows, record.reason
             batch = (rows.dim, outer_size(record.dims, rows)) if rows.kind == "S" else None
             kind = NAMES.get(op_name(node), "")
             rate = 0.0 if kind else node.args[1]
-            specs.append(DropoutSpec(record.extra["site"], record.module, rate, batch, why, kind))  # type: ignore[arg-type]
+            specs.append(DropoutSpec(record.draw.site, record.module, rate, batch, why, kind))  # type: ignore[arg-type]
     return tuple(sorted(specs, key=lambda spec: spec.site))
 
 

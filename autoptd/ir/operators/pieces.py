@@ -12,7 +12,7 @@ from typing import Any
 from torch.fx import Node
 
 from autoptd.ir import markers
-from autoptd.ir.notes import OUTER_HEADS, note, op_name, shape, tensor, value
+from autoptd.ir.notes import note, op_name, shape, tensor, value
 from autoptd.ir.operators.links import same_dim
 from autoptd.ir.operators.record import EVERY, FIRST, Link, Member, Operator, argument, operands
 from autoptd.ir.sizes import Sizes, local_shapes
@@ -137,7 +137,7 @@ def repeat_links(node: Node) -> list[Link]:
     if not isinstance(repeat, int):
         return links
     before = shape(operands(node)[0])[grown]
-    if outer := note(node).extra.get(OUTER_HEADS):
+    if outer := note(node).tokens.outer_heads:
         # What those ranks leave of the copies is divided as one: by whom, is not said of the heads they are made of.
         inner = before // outer
         heads = Link("kv", {0: Member((grown,), tail=inner)}, Member((grown,), tail=inner * repeat))

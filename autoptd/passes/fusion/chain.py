@@ -198,4 +198,4 @@ def _is_floating(node: Any) -> bool:
 
 def local_size(node: Node) -> tuple[int, ...]:
     """Return the shape of a rank's part of a value of a LOCAL graph."""
-    return tuple(note(node).extra["local_shapes"][0])
+    return tuple(note(node).local.shapes[0])

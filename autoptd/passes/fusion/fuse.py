@@ -21,6 +21,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autoptd.ir import markers
+from autoptd.ir.facts import Fused, Local
 from autoptd.ir.fusion import CHUNK_BYTES, WIDEST, Fusion
 from autoptd.ir.notes import copy_nodes, note, op_name, ops, set_note, shape, value
 from autoptd.ir.operators.record import is_over_classes
@@ -63,7 +64,7 @@ PATTERNS = (
 )
 
 
-@graph_pass(takes=Form.CONNECTED, gives=Form.CONNECTED, finds=("groups",))
+@graph_pass(takes=Form.CONNECTED, gives=Form.CONNECTED, changes=("fused",), finds=("groups",))
 def find_fusions(graph: Graph, ctx: Context) -> None:
     """Choose groups that share no operator, the last and largest first; marks their members for the dump.
 
@@ -91,8 +92,7 @@ def find_fusions(graph: Graph, ctx: Context) -> None:
                 chosen.append(found)
                 taken |= found.members
                 for member in found.members:
-                    note(member).extra["fused"] = f"part of {found.op}"
-                    note(member).extra["inner"] = member is not found.result
+                    note(member).fused = Fused(f"part of {found.op}", member is not found.result)
             elif isinstance(found, Refusal):
                 refused.append(found)
     # What one pattern refused, a later one may have taken.
@@ -209,9 +209,9 @@ def _norm_of_sum(graph: Graph, group: Group, total: Node) -> dict[Node, Node]:
         (added, *group.operands[1:]),
         group.keywords | {"residual": residual},
     )
-    note(call).extra["reason"] += ", with the sum before it"
+    note(call).reason += ", with the sum before it"
     call.meta["val"] = (value(group.result), value(total))
-    note(call).extra["local_shapes"] = [local_size(group.result), local_size(total)]
+    note(call).local = replace(note(call).local, shapes=[local_size(group.result), local_size(total)])
     pieces = {}
     for k, old in enumerate((group.result, total)):
         with graph.inserting_before(group.result):
@@ -246,9 +246,9 @@ def _operand(graph: Graph, group: Group, operand: Any, made: dict[Node, Node]) -
     with graph.inserting_before(group.result):
         swapped = graph.call_function(aten.transpose.int, (source, -2, -1))
     swapped.meta["val"] = value(source).transpose(-2, -1)
-    local = [(*size[:-2], size[-1], size[-2]) for size in note(source).extra["local_shapes"]]
-    extra = {"local_shapes": local, "global_shape": shape(swapped)}
-    set_note(swapped, replace(note(source), why="", forms={}, axis="", extra=extra))
+    local = [(*size[:-2], size[-1], size[-2]) for size in note(source).local.shapes]
+    record = set_note(swapped, replace(note(source).bare(), why="", forms={}, axis=""))
+    record.local = Local(local, shape(swapped))
     return swapped
 
 
@@ -276,9 +276,7 @@ def _call(graph: Graph, group: Group, target: Any, args: tuple[Any, ...], kwargs
     reason = f"fused: {', '.join(names)}"
     if op_name(result) == "aten.scaled_dot_product_attention":
         reason = "its mask is causal, and not read"
-    extra = {key: fact for key, fact in record.extra.items() if key not in ("fused", "inner")}
-    extra["reason"] = reason
-    set_note(made, replace(record, why="", forms={}, conversion="", extra=extra))
+    set_note(made, replace(record, why="", forms={}, conversion="", fused=Fused(), reason=reason))
     return made
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from autoptd.ir import markers
+from autoptd.ir.facts import Local
 from autoptd.ir.fusion import CHUNK_ROWS
 from autoptd.ir.notes import note, op_name, set_note, shape, value
 from autoptd.ir.operators.record import argument
@@ -101,10 +102,8 @@ def in_chunks(
             made = graph.call_function(view.target, args, view.kwargs)
         # In the dtype of x: a cast may stand between the GEMM and the view.
         made.meta["val"] = value(x).new_empty((*shape(view)[:-1], shape(x)[-1]))
-        extra = {"local_shapes": [size], "global_shape": shape(made)}
-        set_note(
-            made, replace(record, layout=note(x).layout, dims=(), why="", forms={}, axis="", extra=extra)
-        )
+        moved = replace(record.bare(), layout=note(x).layout, dims=(), why="", forms={}, axis="")
+        set_note(made, moved).local = Local([size], shape(made))
         x = made
     loss = group.literals
     keywords = dict(loss.kwargs)

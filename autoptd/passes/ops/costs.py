@@ -16,7 +16,6 @@ from autoptd.ir import markers
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import (
-    OF_ALL_ROWS,
     converted_types,
     is_pair,
     is_tensor,
@@ -93,7 +92,7 @@ def count_work(graph: Graph, mesh: Mesh, whole: Size, local: Size) -> Costs:
         # A fused head makes its gradients in forward. Scores that backward makes again are no work of the model.
         total_backward = min(once - total + backward_flops(node, whole), 2 * total) if total else 0
         # Once for all replicas, each of which repeats it.
-        if OF_ALL_ROWS in note(node).extra:
+        if note(node).rows.of_all:
             total, total_backward = (-(-count // mesh.replicas) for count in (total, total_backward))
         backward = backward_flops(node, local) if total else 0
         redundant = forward if mesh.value_ranks > 1 and is_whole(node) else 0
@@ -101,7 +100,7 @@ def count_work(graph: Graph, mesh: Mesh, whole: Size, local: Size) -> Costs:
             stage_sums = sums.setdefault(stage, Counter())
             work = Counter(moved=moved_bytes(node, local), kernels=int(has_kernel(node)))
             stage_sums.update(work)
-            if "again" in note(node).extra:
+            if note(node).keep.again is not None:
                 stage_sums.update(again_moved=work["moved"], again_kernels=work["kernels"], again=forward)
             # "gemms" by module for people; "products" by size, which says how fast they run.
             if total:
@@ -203,7 +202,7 @@ def forward_seconds(node: Node, mesh: Mesh, machine: Machine) -> float:
 
 
 def _local_size(node: Node) -> tuple[int, ...]:
-    return note(node).extra["local_shapes"][0]  # type: ignore[no-any-return]
+    return note(node).local.shapes[0]  # type: ignore[no-any-return]
 
 
 def _local_bytes(node: Node) -> int:

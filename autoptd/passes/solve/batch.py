@@ -15,6 +15,7 @@ Which Python numbers follow the batch size, a second trace shows: `literals.py`.
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import replace
 
 from torch.fx import Graph, Node
 
@@ -22,10 +23,6 @@ from autoptd.elsewhere import NORMS, SORTS
 from autoptd.errors import InternalError, PlanError
 from autoptd.ir.layout import BATCH
 from autoptd.ir.notes import (
-    BATCH_NORM,
-    IS_LARGEST,
-    OF_ALL_ROWS,
-    OF_MICROBATCH,
     note,
     op_name,
     output,
@@ -53,12 +50,6 @@ NUMBER_REMEDY = f"the number itself, as in loss / x.shape[0]; or {RULE_REMEDY}"
 COUNT_REMEDY = "F.cross_entropy(..., reduction='none').mean(), and class weights in a buffer"
 # Where an operator tells more of what the user wants.
 REMEDIES = {"aten.sort": f"{ONE_REMEDY}; {SORTS}"}
-# Key of Note.extra: operands whose rows are all equal -> the place where they meet the batch.
-FIRST_ROWS = "first_rows"
-# Operands that are read as batch sums.
-BATCH_SUMS = "batch_sums"
-# Of an operator: operands that it reads whole, of the rows of all replicas.
-TAKEN_WHOLE = "taken_whole"
 
 
 class MixedSamples(PlanError):
@@ -109,8 +100,8 @@ def assign_batch(
     assert isinstance(loss, Node)
     kind = note(loss).layout.batch
     # Of all rows, every replica has the whole loss: it counts its share of it (`take_whole`).
-    is_sum = kind.kind == "P" and IS_LARGEST not in note(loss).extra
-    if not is_sum and not (kind == R and OF_ALL_ROWS in note(loss).extra):
+    is_sum = kind.kind == "P" and not note(loss).rows.is_largest
+    if not is_sum and not (kind == R and note(loss).rows.of_all):
         raise PlanError(
             site(loss), "the loss does not contract the batch: it is no sum or mean over samples", RULE_REMEDY
         )
@@ -128,18 +119,18 @@ def type_of(node: Node, axes: Axes, constants: Constants, mixes: bool) -> ValueT
     partial = [operand for operand, kind in types.items() if kind.kind == "P"]
     summed = [] if _keeps_partial(node, partial, bool(split)) else list(filter(_is_known, partial))
     if summed:
-        note(node).extra[BATCH_SUMS] = summed
+        note(node).rows = replace(note(node).rows, sums=summed)
         types |= dict.fromkeys(summed, I)
         partial = [operand for operand in partial if operand not in summed]
     # A sum over samples: what follows, such as scaling the loss, must not tell the parts from the whole.
     if partial and not (mixes and _may_be_whole(node) and not _keeps_partial(node, partial, bool(split))):
         return _keep_partial(node, partial, bool(split))
-    whole = [operand for operand in read if OF_ALL_ROWS in note(operand).extra] + partial
+    whole = [operand for operand in read if note(operand).rows.of_all] + partial
     # Samples stay apart where one letter runs along the batch of all operands that carry it.
     letter = _common_letter(node, axes, split) if split else None
     if split and letter is None:
         if not mixes and _is_largest(node, split):
-            note(node).extra[IS_LARGEST] = True
+            note(node).rows = replace(note(node).rows, is_largest=True)
             return P
         if not (mixes and _may_be_whole(node) and axes.is_known(node)):
             raise _mixing_error(node, axes, split)
@@ -151,10 +142,10 @@ def type_of(node: Node, axes: Axes, constants: Constants, mixes: bool) -> ValueT
         split, letter = {}, None
     taken = [operand for operand in whole if types[operand].kind in "SP"]
     if taken:
-        note(node).extra[TAKEN_WHOLE] = taken
+        note(node).rows = replace(note(node).rows, taken_whole=taken)
     if whole and letter is None:
         _refuse_layer(node)
-        note(node).extra[OF_ALL_ROWS] = True
+        note(node).rows = replace(note(node).rows, of_all=True)
     if letter is None:
         return _whole_type(node, axes, is_of_params=bool(whole) or R in types.values())
     # Operands with the letter that do not carry the batch are constants.
@@ -166,11 +157,12 @@ def type_of(node: Node, axes: Axes, constants: Constants, mixes: bool) -> ValueT
             raise PlanError(site(node), fact, "leave the expand out: a sum is broadcast")
         # An expanded mask [b, 1, s, s], for example: any b rows of it are right for any b samples.
         if constants.has_equal_rows(operand, place[0]):
-            note(node).extra.setdefault(FIRST_ROWS, {})[operand] = place
+            equal = {**note(node).rows.equal, operand: place}
+            note(node).rows = replace(note(node).rows, equal=equal)
         else:
             _demand(operand, place, axes, node)
     # Of a microbatch alone, a sum or mean over its rows is whole.
-    if letter.out is None and OF_MICROBATCH in note(node).extra:
+    if letter.out is None and note(node).rows.of_microbatch:
         return R if note(node).of_params else I
     if letter.form and letter.out is None:
         note(node).forms = {**note(node).forms, BATCH: letter.form}
@@ -191,7 +183,7 @@ def _refuse_layer(node: Node) -> None:
     weights = [
         operand
         for operand in operands(node)
-        if note(operand).layout.batch == R and OF_ALL_ROWS not in note(operand).extra
+        if note(operand).layout.batch == R and not note(operand).rows.of_all
     ]
     # Of an operator without a row nobody knows what it computes: a grouped product, for one.
     is_unlisted = bool(note(node).rule) and any(tensor(weight).dim() > 1 for weight in weights)
@@ -207,7 +199,7 @@ def _may_be_whole(node: Node) -> bool:
 
     What is meant for each microbatch by itself may not.
     """
-    return OF_MICROBATCH not in note(node).extra
+    return not note(node).rows.of_microbatch
 
 
 def _marked_type(node: Node) -> ValueType:
@@ -225,11 +217,11 @@ def _kept_type(node: Node) -> ValueType:
     loss, part = operands(node)
     kind = note(part).layout.batch
     if kind.kind == "S":
-        note(node).extra[TAKEN_WHOLE] = [part]
+        note(node).rows = replace(note(node).rows, taken_whole=[part])
     if (kind.kind == "P") != node.args[3]:
         raise InternalError(site(node), f"keeps a part that is {kind} over the batch")
-    if OF_ALL_ROWS in note(loss).extra:
-        note(node).extra[OF_ALL_ROWS] = True
+    if note(loss).rows.of_all:
+        note(node).rows = replace(note(node).rows, of_all=True)
     return note(loss).layout.batch
 
 
@@ -249,7 +241,7 @@ def _keeps_partial(node: Node, partial: list[Node], split: bool) -> bool:
 
     Linear operators do; a whole addend is shared among the pieces.
     """
-    if split or not partial or any(IS_LARGEST in note(operand).extra for operand in partial):
+    if split or not partial or any(note(operand).rows.is_largest for operand in partial):
         return False
     is_linear = any(set(partial) <= set(group) for group in linear_groups(node))
     return is_linear or _is_float_cast(node) or adds_number(node)
@@ -257,7 +249,7 @@ def _keeps_partial(node: Node, partial: list[Node], split: bool) -> bool:
 
 def _is_largest(node: Node, split: dict[Node, ValueType]) -> bool:
     """Tell whether a value is the largest entries over the batch of what is known before the first forward."""
-    if op_name(node) != "aten.amax" or OF_MICROBATCH in note(node).extra or not _is_known(node):
+    if op_name(node) != "aten.amax" or note(node).rows.of_microbatch or not _is_known(node):
         return False
     ((operand, kind),) = split.items()
     dims = argument(node, "dim") or range(tensor(operand).dim())
@@ -271,7 +263,7 @@ def _is_known(node: Node) -> bool:
         read = stack.pop()
         if note(read).of_params or operator_of(read).is_random or tensor(read).is_complex():
             return False
-        if OF_ALL_ROWS in note(read).extra or TAKEN_WHOLE in note(read).extra:
+        if note(read).rows.of_all or note(read).rows.taken_whole:
             return False
         stack += [operand for operand in operands(read) if operand not in seen]
         seen.update(operands(read))
@@ -282,7 +274,7 @@ def _keep_partial(node: Node, partial: list[Node], split: bool) -> ValueType:
     """Return P where an operator of a pending sum keeps it pending; PlanError where it does not."""
     if _keeps_partial(node, partial, split):
         return P
-    if BATCH_NORM in note(node).extra:
+    if note(node).origin.batch_norm:
         fact = "batch norm in training computes means over the whole batch, which several microbatches do not have"
         raise MixedSamples(site(node), fact, f"{NORMS}, {ONE}")
     fact = f"{op_name(node)} of a sum over samples is not a sum over samples"

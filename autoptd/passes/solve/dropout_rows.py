@@ -1,6 +1,6 @@
 """Find the dim of a dropout's value that carries the batch: its mask is numbered by sample.
 
-In: a graph whose batch types are assigned. Out: `note(node).extra["rows"]` of every dropout, an S or I.
+In: a graph whose batch types are assigned. Out: `note(node).draw.rows` of every dropout, an S or I.
 
 A step of one piece (one microbatch, one replica) has no batch types, but must draw the same masks as a step of several: types
 are assigned on a copy of the graph. What is made of all rows at once is numbered as a whole, and gets I.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch.fx import Graph, Node
@@ -39,7 +40,7 @@ def place_rows(
     kinds = _batch_types(graph, dropouts, batched, pieces, buffers, atom)
     for node, kind in zip(dropouts, kinds, strict=True):
         rows = 1
-        note(node).extra["rows"] = I
+        note(node).draw = replace(note(node).draw, rows=I)
         if kind.kind == "S":
             rows = _size(note(node).dims[kind.dim], kind.atom)
             # Where rows are numbered within a half, every dropout's must be.
@@ -48,7 +49,7 @@ def place_rows(
                 raise PlanError(
                     site(node), fact, "neighbouring rows in pairs, view(-1, 2), in place of halves"
                 )
-            note(node).extra["rows"] = kind
+            note(node).draw = replace(note(node).draw, rows=kind)
         columns = math.prod(shape(node)) // rows
         if columns > MAX_COLUMNS:
             fact = (

@@ -6,6 +6,7 @@ that takes the numbers of the whole batch; PlanError for what else follows its s
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -15,9 +16,6 @@ from torch.fx.node import map_arg
 
 from autoptd.errors import PlanError
 from autoptd.ir.notes import (
-    OF_ALL_ROWS,
-    OF_MICROBATCH,
-    WHOLE_NUMBERS,
     note,
     op_name,
     shape,
@@ -28,7 +26,7 @@ from autoptd.ir.notes import (
 from autoptd.ir.operators.record import argument, operands
 from autoptd.ir.operators.table import is_pointwise, operator_of
 from autoptd.passes.axes.constants import Constants
-from autoptd.passes.solve.batch import FIRST_ROWS, NUMBER_REMEDY, RULE_REMEDY
+from autoptd.passes.solve.batch import NUMBER_REMEDY, RULE_REMEDY
 
 
 def check_literals(graph: Graph, whole: Graph, constants: Constants, *, traces_all: bool) -> None:
@@ -47,7 +45,7 @@ def check_literals(graph: Graph, whole: Graph, constants: Constants, *, traces_a
     for node, other in zip(ours, theirs, strict=True):
         _check_made(node, other)
         # What is made of all rows, in a trace of all rows, has the numbers and sizes of one device.
-        if node.op != "call_function" or OF_ALL_ROWS in note(node).extra:
+        if node.op != "call_function" or note(node).rows.of_all:
             continue
         if constants.is_constant(node):
             _check_constant(node, other, constants)
@@ -57,7 +55,8 @@ def check_literals(graph: Graph, whole: Graph, constants: Constants, *, traces_a
             if _takes_numbers(node, other):
                 if not traces_all:
                     same = dict(zip(theirs, ours, strict=True)).__getitem__
-                    note(node).extra[WHOLE_NUMBERS] = map_arg((other.args, other.kwargs), same)
+                    call = map_arg((other.args, other.kwargs), same)
+                    note(node).rows = replace(note(node).rows, whole_call=call)
                 continue
             raise PlanError(
                 site(node),
@@ -74,7 +73,7 @@ def _takes_numbers(node: Node, other: Node) -> bool:
     """
     pairs = zip(_literals(node), _literals(other), strict=True)
     # What is of a microbatch would need that one's numbers.
-    if OF_MICROBATCH in note(node).extra:
+    if note(node).rows.of_microbatch:
         return False
     are_numbers = all(type(a) is type(b) and type(a) in (int, float) for a, b in pairs if a != b)
     return are_numbers and is_pointwise(node) and not operator_of(node).is_random
@@ -96,7 +95,7 @@ def _check_made(node: Node, other: Node) -> None:
         return
     # A constant on the meta device has no values, but such a model cannot run either.
     has_values = not (ours.is_meta or theirs.is_meta)
-    if node.users and all(OF_ALL_ROWS in note(reader).extra for reader in node.users):
+    if node.users and all(note(reader).rows.of_all for reader in node.users):
         return
     if ours.shape != theirs.shape or (has_values and not torch.equal(ours, theirs)):
         reader = next(iter(node.users))
@@ -106,14 +105,14 @@ def _check_made(node: Node, other: Node) -> None:
 
 
 def _constant_of(node: Node) -> torch.Tensor | None:
-    return note(node).extra.get("constant") if note(node).kind == "buffer" else None
+    return note(node).origin.constant if note(node).kind == "buffer" else None
 
 
 def _check_constant(node: Node, other: Node, constants: Constants) -> None:
     """Raise PlanError if what the rest of the model reads of a constant depends on the number of rows."""
     readers = [user for user in node.users if not constants.is_constant(user) and user.op != "output"]
-    readers = [user for user in readers if OF_ALL_ROWS not in note(user).extra]
-    places = [note(user).extra.get(FIRST_ROWS, {}).get(node) for user in readers]
+    readers = [user for user in readers if not note(user).rows.of_all]
+    places = [note(user).rows.equal.get(node) for user in readers]
     if note(node).layout.batch.kind == "S" or not readers or not constants.follows_rows(node, other):
         return
     for place in dict.fromkeys(places):

@@ -6,9 +6,11 @@ one; the mark makes it one, the mean over all microbatches.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch.fx import Graph, Node
 
-from autoptd.ir.notes import OF_MICROBATCH, note, op_name
+from autoptd.ir.notes import note, op_name
 
 MARK = "autoptd.per_microbatch"
 
@@ -17,11 +19,11 @@ def note_marked(graph: Graph) -> None:
     """Note the operators whose values are read by marks alone, directly or by way of others."""
     for node in reversed(graph.nodes):
         if node.op == "call_function" and node.users and all(map(_is_marked, node.users)):
-            note(node).extra[OF_MICROBATCH] = True
+            note(node).rows = replace(note(node).rows, of_microbatch=True)
 
 
 def _is_marked(reader: Node) -> bool:
-    return op_name(reader) == MARK or OF_MICROBATCH in note(reader).extra
+    return op_name(reader) == MARK or note(reader).rows.of_microbatch
 
 
 __all__ = ["MARK", "note_marked"]

@@ -11,11 +11,12 @@ it.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from torch.fx import Graph, Node
 
 from autoptd.errors import PlanError
-from autoptd.ir.notes import ROW_BLOCKS, copy_graph, note, placeholders, shape
+from autoptd.ir.notes import copy_graph, note, placeholders, shape
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.axes.constants import Constants
 from autoptd.passes.context import Context
@@ -60,7 +61,7 @@ def place_batch(graph: Graph, ctx: Context) -> int:
 
 def _note_blocks(inputs: list[Node], blocks: int) -> None:
     for node in inputs:
-        note(node).extra[ROW_BLOCKS] = blocks
+        note(node).rows = replace(note(node).rows, blocks=blocks)
 
 
 def _keeps_apart(graph: Graph, ctx: Context, atom: int) -> bool:

@@ -21,7 +21,7 @@ from torch.fx import Node
 
 from autoptd.errors import PlanError
 from autoptd.ir.names import layer_of
-from autoptd.ir.notes import LAST_OF_NORM, is_tensor, note, op_name
+from autoptd.ir.notes import is_tensor, note, op_name
 from autoptd.ir.plan import nearest
 
 SITE = "plan: cut"
@@ -172,6 +172,6 @@ class Places:
 
 
 def _label(node: Node) -> str:
-    if LAST_OF_NORM in note(node).extra:
+    if note(node).origin.ends_norm:
         return "batch_norm"
     return note(node).conversion or op_name(node).removeprefix("aten.")

@@ -76,7 +76,7 @@ def read_from_outside(result: Node) -> set[Node]:
     outside: set[Node] = set()
     while inner:
         for operand in inner.pop().all_input_nodes:
-            if note(operand).extra.get("inner"):
+            if note(operand).fused.is_inner:
                 inner.append(operand)
             else:
                 outside.add(operand)

@@ -78,7 +78,7 @@ def _on_one_stage(graph: Graph, backbone: Sequence[Node], ctx: Context) -> tuple
     for node in copy.nodes:
         note(node).stages = (0,)
     for i, node in enumerate(backbone):
-        note(copies[node]).extra[POSITION] = i
+        note(copies[node]).position = i
     # The groups may be those of another copy: a node has its name in all.
     groups = _groups(ctx)
     named = _Named({node.name: node for node in copy.nodes})
@@ -121,8 +121,9 @@ def _count(local: Graph, kept: Holders, length: int) -> Level:
     places: dict[Node, int] = {}
     place = 0
     for node in local.nodes:
-        place = places[node] = note(node).extra.get(POSITION, place)
-        again[place] += note(node).extra.get("again", 0.0)
+        position = note(node).position
+        place = places[node] = place if position is None else position
+        again[place] += note(node).keep.again or 0.0
     for storage, holder in kept.items():
         saved[places[holder]] += storage.nbytes
     return Level(saved, again)

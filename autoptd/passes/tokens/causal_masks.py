@@ -11,6 +11,8 @@ attention finds the same by itself (`fusion/attention.py`).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch.fx import Graph
 
 from autoptd.ir.notes import note, ops
@@ -21,11 +23,8 @@ from autoptd.passes.runner import CALLS, Form, divides_values, graph_pass
 from autoptd.passes.solve.queries import may_be_by_queries
 from autoptd.passes.tokens.both_traces import divides_queries, drop_unread, second_trace
 
-# In the notes of attention under a mask: the keys that a query sees, its own the last.
-WINDOW = "window"
 
-
-@graph_pass(takes=Form.TRACED, gives=Form.TRACED, when=divides_values, changes=(CALLS,))
+@graph_pass(takes=Form.TRACED, gives=Form.TRACED, when=divides_values, changes=(CALLS, "tokens"))
 def read_causal(graph: Graph, ctx: Context) -> None:
     """Rewrite the attention of both traces where the masks of both are causal."""
     if not divides_queries(graph, ctx):
@@ -43,9 +42,9 @@ def read_causal(graph: Graph, ctx: Context) -> None:
             continue
         windows = {window_of(one, constants) for one in (node, same)}
         if len(windows) == 1 and (window := windows.pop()) is not None:
-            note(node).extra[WINDOW] = window
+            note(node).tokens = replace(note(node).tokens, window=window)
     if is_found:
         drop_unread(graph, whole)
 
 
-__all__ = ["WINDOW", "read_causal"]
+__all__ = ["read_causal"]

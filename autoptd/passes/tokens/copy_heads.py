@@ -16,12 +16,13 @@ Sent are 2 b s k (c-1)/c elements of keys and values with heads of size k, whate
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch.fx import Graph, Node
 
 from autoptd.ir.mesh import Mesh, Role
-from autoptd.ir.notes import MODEL_DIMS, OUTER_HEADS, copy_graph, note, op_name, ops, placeholders, shape
+from autoptd.ir.notes import copy_graph, note, op_name, ops, placeholders, shape
 from autoptd.ir.operators.record import argument, operands
 from autoptd.ir.operators.table import operator_of
 from autoptd.passes.axes.axes import Axes
@@ -34,7 +35,7 @@ from autoptd.passes.tokens.token_regions import Maker
 aten = torch.ops.aten
 
 
-@graph_pass(takes=Form.TRACED, gives=Form.TRACED, when=divides_tokens, changes=(CALLS,))
+@graph_pass(takes=Form.TRACED, gives=Form.TRACED, when=divides_tokens, changes=(CALLS, "tokens"))
 def copy_heads(graph: Graph, ctx: Context) -> None:
     """Rewrite the attention of both traces where both have it."""
     if ctx.options.context not in ("auto", "ulysses"):
@@ -71,7 +72,7 @@ def _note_atoms(graph: Graph) -> None:
     copied = copy_graph(graph)
     Axes(copied)
     for node, same in zip(placeholders(graph, "param"), placeholders(copied, "param"), strict=True):
-        note(node).extra[MODEL_DIMS] = note(same).dims
+        note(node).tokens = replace(note(node).tokens, model_dims=note(same).dims)
 
 
 def _kv_heads(node: Node) -> tuple[Node, Node] | None:
@@ -150,7 +151,8 @@ def _replace(node: Node, times: int, outer: int) -> None:
     maker, copied = Maker(node.graph, node, note(node)), []
     for name, heads in zip(("k_copies", "v_copies"), found, strict=True):
         made = maker.make(aten.repeat_interleave.self_int, heads, times, 1)
-        note(made).extra |= {OUTER_HEADS: outer, "name": name}
+        note(made).tokens = replace(note(made).tokens, outer_heads=outer)
+        note(made).origin = replace(note(made).origin, name=name)
         copied.append(made)
     args = list(node.args)
     args[1:3] = copied

@@ -21,7 +21,7 @@ from autoptd.ir.fallback import Fallback, divisors
 from autoptd.ir.layout import typed_over
 from autoptd.ir.mesh import AXES, Mesh
 from autoptd.ir.noise import is_draw
-from autoptd.ir.notes import MOVED_CUT, note, op_name, ops, payload, placeholders, site
+from autoptd.ir.notes import note, op_name, ops, payload, placeholders, site
 from autoptd.ir.operators.record import QUERIES, argument, operands
 from autoptd.ir.steps import shard_places
 from autoptd.ir.sub_axes import base
@@ -76,7 +76,7 @@ def _outer_parts(node: Node, splitter: TokenSplitter) -> Iterator[str]:
     takes=Form.CONNECTED,
     gives=Form.CONNECTED,
     when=divides_tokens,
-    changes=(CALLS, "layout", "forms", "why", "fallback"),
+    changes=(CALLS, "layout", "forms", "why", "fallback", "draw"),
     ensures=check_tokens,
 )
 def split_tokens(graph: Graph, ctx: Context) -> None:
@@ -105,7 +105,7 @@ def _split(graph: Graph, axis: str, ctx: Context) -> None:
     for node in ops(graph):
         # Masks are numbered in the whole value: a rank must know which part of it is its own.
         if is_draw(node):
-            note(node).extra["inner_axis"] = splitter.inner_axis(node)
+            note(node).draw = replace(note(node).draw, inner_axis=splitter.inner_axis(node))
     meet_readers(graph, assignment, ctx.mesh)
     _place_again(graph, ctx.mesh)
 
@@ -140,7 +140,7 @@ def _check_pieces(graph: Graph, splitter: TokenSplitter) -> None:
 def _note_gathers(assignment: Assignment, splitter: TokenSplitter) -> None:
     """Note operators that run whole on gathered tokens: an uneven slice of large values, a sort."""
     for node, strategy in assignment.strategies.items():
-        is_known = note(node).fallback is not None or MOVED_CUT in note(node).extra
+        is_known = note(node).fallback is not None or note(node).tokens.is_moved_cut
         if strategy.is_split or is_known or is_repeat(node):
             continue
         nbytes = sum(payload(read) for read in operands(node) if splitter.gathered(node, read))

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from autoptd.errors import InternalError
-from autoptd.ir.notes import MOVED_CUT, Note, note, op_name, set_note, shape, site, value
+from autoptd.ir.notes import Note, note, op_name, set_note, shape, site, value
 from autoptd.ir.operators.record import argument, operands, set_arguments
 from autoptd.ir.operators.table import operator_of
 
@@ -125,7 +125,7 @@ class _Editor:
         maker = Maker(self.graph, node.next, note(node))
         apart, dim = _unfold(maker, node, place, cut.size)
         piece = maker.make(aten.slice.Tensor, apart, dim, cut.start, cut.start + cut.length)
-        note(piece).extra[MOVED_CUT] = True
+        note(piece).tokens = replace(note(piece).tokens, is_moved_cut=True)
         return _fold(maker, piece, place)
 
     def _read(self, node: Node, wanted: Mapping[Node, Node], size: tuple[int, ...]) -> None:
@@ -174,7 +174,7 @@ class Maker:
     def make(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         with self.graph.inserting_before(self.before):
             made = self.graph.call_function(target, args, kwargs)
-        set_note(made, replace(self.about, kind="op", name="", extra=dict(self.about.extra)))
+        set_note(made, replace(self.about, kind="op", name=""))
         _evaluate(made)
         return made
 

@@ -5,10 +5,12 @@ where it is split by its queries, the same without the mask. A rank with s/c que
 of them, not s, and makes no row of a mask. Without context-parallel ranks nothing changes.
 
     z = scaled_dot_product_attention(q, k, v, mask)     # mask: [1, 1, s/c, s]
-    z = scaled_dot_product_attention(q, k, v, is_causal=True)   # and note(z).extra["reads_window"] = w
+    z = scaled_dot_product_attention(q, k, v, is_causal=True)   # and note(z).tokens.reads_window == w
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from torch.fx import Graph, Node
 
@@ -17,18 +19,14 @@ from autoptd.ir.operators.record import QUERIES
 from autoptd.passes.context import Context
 from autoptd.passes.runner import CALLS, Form, divides_tokens, graph_pass
 from autoptd.passes.tokens.both_traces import drop_unread
-from autoptd.passes.tokens.causal_masks import WINDOW
-
-# In the notes of attention without a mask: the keys that a query sees, its own the last.
-READS = "reads_window"
 
 
-@graph_pass(takes=Form.CONNECTED, gives=Form.CONNECTED, when=divides_tokens, changes=(CALLS,))
+@graph_pass(takes=Form.CONNECTED, gives=Form.CONNECTED, when=divides_tokens, changes=(CALLS, "tokens"))
 def read_windows(graph: Graph, ctx: Context) -> None:
     """Drop the masks that are windows where ranks split queries, and what makes them."""
     found = [node for node in ops(graph) if _is_by_window(node)]
     for node in found:
-        note(node).extra[READS] = note(node).extra[WINDOW]
+        note(node).tokens = replace(note(node).tokens, reads_window=note(node).tokens.window)
         keywords = {name: each for name, each in node.kwargs.items() if name in ("scale", "enable_gqa")}
         node.args, node.kwargs = node.args[:3], keywords | {"is_causal": True}
     if found:
@@ -43,10 +41,10 @@ def _is_by_window(node: Node) -> bool:
     """Tell whether attention is split by runs of queries over one axis, of which a window is known."""
     record = note(node)
     axes = [axis for axis, form in record.forms.items() if form == QUERIES]
-    if WINDOW not in record.extra or len(axes) != 1:
+    if record.tokens.window is None or len(axes) != 1:
         return False
     # Places are counted in chunks of all queries, not of each of several blocks.
     return record.layout[axes[0]].atom == 0
 
 
-__all__ = ["READS", "read_windows"]
+__all__ = ["read_windows"]

@@ -132,7 +132,7 @@ def _operator(node: Node, layer: str) -> Hashable:
         str(literals),
         local,
         record.layout,
-        str(record.extra.get("local_shapes")),
+        str(record.local.shapes),
         record.conversion,
     )
 

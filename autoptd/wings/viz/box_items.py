@@ -110,9 +110,7 @@ class BoxItems:
         layers = list(box.folded)
         equal = likeness(list(box.folded.values()))
         # Layers may share a parameter: each is counted once.
-        params = sum(
-            math.prod(note(param).extra["local_shapes"][0]) for _, param, _ in dict.fromkeys(box.params)
-        )
+        params = sum(math.prod(note(param).local.shapes[0]) for _, param, _ in dict.fromkeys(box.params))
         lines = [line((range_text(layers), "bold")), *(line(text) for text in equal)]
         if params:
             count = len(self.drawn.columns[box.column].stages)
@@ -172,7 +170,7 @@ class BoxItems:
         summed = [call for call in box.calls if call.forward in COLLECTIVES or call.backward in COLLECTIVES]
         lines += bars(summed)
         # The all-reduce of a GEMM with a hook is hidden behind its second GEMM.
-        if "absorbed" in note(node).extra:
+        if note(node).gemm.absorbed is not None:
             lines.append(line(("while the weight's gradient is computed", "quiet")))
         return Item(
             box.id,

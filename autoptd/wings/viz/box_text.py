@@ -113,8 +113,8 @@ class BoxText:
         if record.source:
             where = f"{record.module or 'model'} ({record.source})"
         size = shape_text(node)
-        if "global_shape" in record.extra:
-            size += f" of {list(record.extra['global_shape'])} traced"
+        if record.local.traced is not None:
+            size += f" of {list(record.local.traced)} traced"
         dtype = str(tensor(node).dtype).removeprefix("torch.")
         lines = [where, record.code, f"why: {record.why}" if record.why else "", record.stages_why]
         lines.append(f"{size} {dtype}: {bytes_text(local_bytes(node))} on each rank")

@@ -50,13 +50,13 @@ def range_text(layers: Sequence[str]) -> str:
 
 def shape_text(node: Node) -> str:
     """Return the local shape of a value."""
-    shape = note(node).extra["local_shapes"][0]
+    shape = note(node).local.shapes[0]
     return str(list(shape)) if shape else "a number"
 
 
 def local_bytes(node: Node) -> int:
     """Return the bytes of a rank's part of a value."""
-    return math.prod(note(node).extra["local_shapes"][0]) * tensor(node).element_size()
+    return math.prod(note(node).local.shapes[0]) * tensor(node).element_size()
 
 
 def is_sum(box: Box) -> bool:

@@ -48,10 +48,10 @@ def _sites(node: Node) -> list[tuple[str, str]]:
     here = f"{record.module} ({record.source})"
     if record.conversion:
         # A value that is not kept for backward is gathered a second time, at the same site.
-        again = [(here, "gathered again")] if "uses" in record.extra else []
+        again = [(here, "gathered again")] if record.gemm.uses is not None else []
         return [(here, record.conversion), *again]
-    if "absorbed" in record.extra:
-        return [(here, record.extra["absorbed"].conversion)]
+    if record.gemm.absorbed is not None:
+        return [(here, record.gemm.absorbed.conversion)]
     if node.target is markers.cross_entropy and node.kwargs["vocab"]:
         # A cross-entropy over a split vocabulary reduces twice within one operator.
         sites = (f"{record.module or 'model'} {what} ({record.source})" for what in ("maximum", "sums"))

@@ -31,7 +31,7 @@ def test_every_collective_is_told_once(make, folds: bool) -> None:
 def test_a_hooked_gemm_has_the_all_reduce_that_became_part_of_it() -> None:
     program = gpt(2, t=2, async_tensor_model_parallel_allreduce=True)
     made, _ = calls_of_nodes(program)
-    absorbed = [node for node in ops(program.graphs["LOCAL"]) if "absorbed" in note(node).extra]
+    absorbed = [node for node in ops(program.graphs["LOCAL"]) if note(node).gemm.absorbed is not None]
     assert absorbed and all(made[node, 0][0].backward == "all-reduce" for node in absorbed)
     assert calls_in(program) == Counter(program.collectives)
 
