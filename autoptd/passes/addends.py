@@ -18,7 +18,7 @@ from autoptd.ir.operators.record import operands
 from autoptd.ir.operators.table import linear_groups
 from autoptd.ir.types import P, S
 from autoptd.passes.axes.axes import Place
-from autoptd.passes.communicate import check_axes, note_of, origin_of
+from autoptd.passes.communicate import check_over_batch, note_of, origin_of
 from autoptd.passes.context import Context
 from autoptd.passes.runner import CALLS, Form, divides_rows, graph_pass
 from autoptd.passes.solve.batch import adds_number
@@ -29,7 +29,7 @@ from autoptd.passes.solve.batch import adds_number
     gives=Form.CONNECTED,
     when=divides_rows,
     changes=(CALLS, "reason"),
-    ensures=check_axes,
+    ensures=check_over_batch,
 )
 def divide_addends(graph: Graph, ctx: Context) -> None:
     """Divide numbers and whole values that are added to sums over the batch; take rows of constants."""

@@ -20,6 +20,7 @@ from autoptd.ir.facts import Rows
 from autoptd.ir.layout import BATCH
 from autoptd.ir.notes import note, ops, set_note
 from autoptd.ir.types import I
+from autoptd.passes.communicate import check_over_batch
 from autoptd.passes.context import Context
 from autoptd.passes.runner import CALLS, Form, divides_rows, graph_pass
 
@@ -32,7 +33,9 @@ def take_whole_numbers(graph: Graph, ctx: Context) -> None:
             node.args, node.kwargs = call
 
 
-@graph_pass(takes=Form.CONNECTED, gives=Form.CONNECTED, when=divides_rows, changes=(CALLS,))
+@graph_pass(
+    takes=Form.CONNECTED, gives=Form.CONNECTED, when=divides_rows, changes=(CALLS,), ensures=check_over_batch
+)
 def read_batch_sums(graph: Graph, ctx: Context) -> None:
     """Insert the markers, in front of the conversions that readers want a sum in."""
     made: dict[Node, Node] = {}

@@ -41,6 +41,22 @@ def check_axes(graph: Graph, ctx: Context) -> None:
         check_connected(graph, ctx.found.axes, axis, ctx.mesh)
 
 
+def check_over_batch(graph: Graph, ctx: Context) -> None:
+    """Verify that what is inserted over the batch has the types of its source over every axis that was solved."""
+    findings = []
+    for node in ops(graph):
+        is_inserted = node.target in (*markers.PLACED, markers.batch_sum)
+        if not is_inserted or base(note(node).axis) in ctx.found.assignments:
+            continue
+        source, gives = note(node.args[0]).layout, note(node).layout  # type: ignore[arg-type]
+        for axis in ctx.found.assignments:
+            if source.over(axis) != gives.over(axis):
+                fact = f"is {gives.over(axis)} over {axis}, made of {source.over(axis)}"
+                findings.append(f"{site(node)} {fact}")
+    if findings:
+        raise InternalError("CONNECTED", "; ".join(findings))
+
+
 @graph_pass(takes=Form.ANNOTATED, gives=Form.CONNECTED, changes=(CALLS,), ensures=check_axes)
 def communicate(graph: Graph, ctx: Context) -> None:
     """Insert conversions over every axis."""

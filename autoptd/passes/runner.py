@@ -212,9 +212,8 @@ def _run_pass(each: Pass, graph: Graph, before: _Seen, ctx: Context, record: Rec
         if findings:
             raise InternalError(str(each), "; ".join(findings))
         # Last, since it may read what the pass was to find.
-        if each.ensures is not None and not before.is_verified(each, seen):
+        if each.ensures is not None:
             _verify(each, "ensures", each.ensures, graph, ctx)
-        seen.verified = each.ensures
     return graph, seen
 
 
@@ -231,12 +230,6 @@ class _Seen:
     def __init__(self, graph: Graph) -> None:
         self.facts = {node.name: facts_of(note(node)) for node in graph.nodes}
         self.calls = {node.name: (node.target, node.args, node.kwargs) for node in graph.nodes}
-        self.verified: Check | None = None
-
-    def is_verified(self, each: Pass, after: _Seen) -> bool:
-        """Tell whether what a pass ensures was verified before it, of the graph that it left as it was."""
-        is_same = self.verified is each.ensures and not each.finds
-        return is_same and self.calls == after.calls and self.facts == after.facts
 
 
 def _changes(before: _Seen, after: _Seen, allowed: frozenset[str]) -> Iterator[str]:

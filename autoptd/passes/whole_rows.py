@@ -19,7 +19,7 @@ from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, ops, output, set_note
 from autoptd.ir.steps import shard_places
 from autoptd.ir.types import CONVERSIONS, P, R
-from autoptd.passes.communicate import note_of
+from autoptd.passes.communicate import check_over_batch, note_of
 from autoptd.passes.context import Context
 from autoptd.passes.reader_names import reader_name
 from autoptd.passes.runner import CALLS, Form, divides_rows, graph_pass
@@ -27,7 +27,9 @@ from autoptd.passes.runner import CALLS, Form, divides_rows, graph_pass
 SHARED = "all replicas have this loss: each counts an equal part"
 
 
-@graph_pass(takes=Form.CONNECTED, gives=Form.CONNECTED, when=divides_rows, changes=(CALLS,))
+@graph_pass(
+    takes=Form.CONNECTED, gives=Form.CONNECTED, when=divides_rows, changes=(CALLS,), ensures=check_over_batch
+)
 def take_whole_rows(graph: Graph, ctx: Context) -> None:
     """Insert the conversions behind those over other axes, one for all readers; divide a loss that is whole."""
     made: dict[Node, Node] = {}

@@ -28,9 +28,6 @@ from autoptd.passes.keep import Holders, Keeper
 from autoptd.passes.localize import localize
 from autoptd.passes.stages.line import Level
 
-# Of `extra`: where in the backbone an operator of the copy comes from.
-POSITION = "position"
-
 
 def kept_per_operator(graph: Graph, backbone: Sequence[Node], ctx: Context) -> list[Level]:
     """Return the bytes that every operator of the backbone leaves for backward, and the seconds to make the rest again.

@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autoptd.errors import AutoptdError, PlanError
+from autoptd.errors import AutoptdError, InternalError, PlanError
 from autoptd.ir import markers
 from autoptd.ir.notes import note, ops, output
 from autoptd.ir.types import I, P, R, S
-from tests.passes.graphs import Net, annotate, connect, find
+from autoptd.passes import Form
+from autoptd.passes.communicate import check_over_batch
+from tests.passes.graphs import Net, annotate, connect, context, find, run
 
 Tensor = torch.Tensor
 X, Y = torch.randn(4, 6), torch.randint(6, (4,))
@@ -185,6 +187,18 @@ def test_a_bias_under_a_sum_over_the_batch_is_shared() -> None:
     product = find(graph, "linear", 1)
     assert note(product).layout.batch == P
     assert [node.args[1] for node in ops(graph) if node.target is markers.share] == [4]
+
+
+def test_a_share_has_the_types_of_its_value_over_other_axes() -> None:
+    graph, ctx = context(
+        make(lambda self, x: F.linear(F.linear(x, self.w).t(), x.t(), self.rows[0]).sum()), X, pieces=4
+    )
+    run(graph, ctx, Form.CONNECTED)
+    check_over_batch(graph, ctx)
+    (share,) = [node for node in ops(graph) if node.target is markers.share]
+    note(share).layout = note(share).layout.having("tp", S(0, 0))
+    with pytest.raises(InternalError, match=r"is tp: S\(0, 0\) over tp, made of"):
+        check_over_batch(graph, ctx)
 
 
 def test_mean_is_divided_by_the_global_count_and_sum_is_not() -> None:

@@ -1,0 +1,19 @@
+"""What the verifiers of passes look at."""
+
+from tests.mutations import Mutation
+
+MUTATIONS = (
+    Mutation(
+        "autoptd/passes/communicate.py",
+        "if source.over(axis) != gives.over(axis):",
+        "if False:",
+        "tests/passes/solve/test_batch.py -k share",
+    ),
+    # The second trace is rewritten like the first, or they are not compared.
+    Mutation(
+        "autoptd/passes/context.py",
+        "return self.whole if self.found.whole is None else self.found.whole",
+        "return self.whole",
+        "tests/passes/tokens/test_shift.py",
+    ),
+)
