@@ -35,6 +35,7 @@ from autoptd.ir.default_device import on_cpu
 from autoptd.ir.garbage import paused_collection
 from autoptd.options import Options
 from autoptd.passes import Context, Form, Record, up_to
+from autoptd.passes.stages.memory_bound import TooFull
 from autoptd.program.program import Program
 
 
@@ -95,12 +96,13 @@ def try_plan(request: Request, plan: BatchPlan, record: Record) -> Tried | Autop
         traces = request.traces(plan.batch, check=plan.mixed is None)
         with on_cpu():
             traces = without_updates(traces, make_context(request, traces, plan.batch))
-            return Tried(_write(request, plan.batch, traces, record), traces)
+            written = _write(request, plan.batch, traces, record)
+        return written if isinstance(written, TooFull) else Tried(written, traces)
     except AutoptdError as error:
         return error
 
 
-def _write(request: Request, batch: Batch, traces: Traces, record: Record) -> Written:
+def _write(request: Request, batch: Batch, traces: Traces, record: Record) -> Written | TooFull:
     """Return the program of these traces, read from the cache where there is one."""
     ctx, like = make_context(request, traces, batch), request.like
     writer = Writer(traces, batch, request.handed, record)
@@ -112,7 +114,8 @@ def _write(request: Request, batch: Batch, traces: Traces, record: Record) -> Wr
     if (kept := cache.load(key, traces.captured.buffers)) is not None:
         return Written(replace(kept, follows=like), traces.captured.graph, ctx)
     written = rehearse(writer, ctx)
-    cache.store(key, written.program)
+    if not isinstance(written, TooFull):
+        cache.store(key, written.program)
     return written
 
 
@@ -126,9 +129,12 @@ class Writer:
     record: Record
 
     @paused_collection()
-    def write(self, ctx: Context) -> Written:
+    def write(self, ctx: Context) -> Written | TooFull:
         """Run the passes, as often as it takes to find a plan that fits in memory, and write the program."""
-        graph, ctx = place(self.traces.captured.graph, ctx, self.record)
+        placed = place(self.traces.captured.graph, ctx, self.record)
+        if isinstance(placed, TooFull):
+            return placed
+        graph, ctx = placed
         # "auto" beside the plans of Megatron and Korthikanti: two more runs, up to CONNECTED.
         connecting = up_to(Form.CONNECTED, passes.passes_for(ctx))
         weighed = passes.weigh_known(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 from torch.fx import Graph
@@ -22,13 +21,8 @@ from autoptd import passes
 from autoptd.ir.layout import Layout
 from autoptd.ir.notes import note
 from autoptd.passes import Context, Form, Record, run_passes, up_to
-from autoptd.passes.cut import TooFull
-from autoptd.passes.stages.memory_price import (
-    check_fits,
-    excess_bytes,
-    find_memory_price,
-    prices_from,
-)
+from autoptd.passes.stages.memory_bound import TooFull, excess_bytes, too_full
+from autoptd.passes.stages.memory_price import find_memory_price, prices_from
 from autoptd.program.costs import Cut
 
 # Cuts that are tried again because more bytes are kept than they foresaw.
@@ -36,16 +30,15 @@ MORE_CUTS = 2
 Placed = tuple[Graph, Context]
 
 
-def place(traced: Graph, ctx: Context, record: Record) -> Placed:
+def place(traced: Graph, ctx: Context, record: Record) -> Placed | TooFull:
     """Run the passes so that every rank fits; the context returned has the options that were chosen.
 
-    TooFull where that is impossible.
+    Return TooFull where that is impossible.
     """
     if ctx.options.zero == "auto" and ctx.mesh.gradient_ranks > 1:
-        with suppress(TooFull):
-            graph, found = _Search(traced, _with_zero(ctx, 0), record).cheapest()
-            if not any(cut_of(found).again_seconds):
-                return graph, found
+        placed = _Search(traced, _with_zero(ctx, 0), record).cheapest()
+        if not isinstance(placed, TooFull) and not any(cut_of(placed[1]).again_seconds):
+            return placed
         ctx = _with_zero(ctx, 1)
     elif ctx.options.zero == "auto":
         ctx = _with_zero(ctx, 0)
@@ -73,7 +66,7 @@ class _Search:
         self.first = ctx.options.memory_price or 0.0
         self.unit = 1 / ctx.options.rank_machine.link_bandwidth
 
-    def run(self) -> Placed:
+    def run(self) -> Placed | TooFull:
         """Return the plan of the lowest price that fits; where a bound on memory leaves tokens open, the fastest that fits.
 
         A dearer byte may make a faster plan, for the layout is chosen operator by operator and the schedule is not: so every
@@ -85,19 +78,20 @@ class _Search:
         is_open = is_bound and options.sequence_parallel == "auto"
         has_chosen = options.memory_price is not None or options.plan.rates
         if not is_open or has_chosen or self.ctx.mesh.value_ranks == 1:
-            return find_memory_price(self._solve, self.first, self.unit)[0]
+            found = find_memory_price(self._solve, self.first, self.unit)
+            return found if isinstance(found, TooFull) else found[0]
         return self._fastest(self._layout_prices())
 
-    def _fastest(self, prices: Sequence[float]) -> Placed:
+    def _fastest(self, prices: Sequence[float]) -> Placed | TooFull:
         """Return the fastest plan of these prices, of equal ones the first; TooFull where none fits."""
         seconds: dict[float, float] = {}
         for price in prices:
-            with suppress(TooFull):
-                placed = self._solve(price)
+            placed = self._solve(price)
+            if not isinstance(placed, TooFull):
                 seconds[price] = cut_of(placed[1]).makespan
         # The record is that of the last run. Where none fits, the highest price says how much is missing.
         best = min(seconds, key=seconds.__getitem__, default=prices[-1])
-        return placed if best == prices[-1] and seconds else self._solve(best)
+        return placed if best == prices[-1] else self._solve(best)
 
     def _layout_prices(self) -> list[float]:
         """Return the lowest price of every layout: of two prices with the same one, those between have it, too.
@@ -113,19 +107,18 @@ class _Search:
         prices = prices_from(self.first, self.unit)
         layouts = {0: self._layout(prices[0]), len(prices) - 1: self._layout(prices[-1])}
         found = [prices[0]]
-
-        def search(low: int, high: int) -> None:
+        # Ranges of prices between which the layout may change, the lowest last.
+        left = [(0, len(prices) - 1)]
+        while left:
+            low, high = left.pop()
             if layouts[low] == layouts[high]:
-                return
+                continue
             if high - low == 1:
                 found.append(prices[high])
-                return
+                continue
             middle = (low + high) // 2
             layouts[middle] = self._layout(prices[middle])
-            search(low, middle)
-            search(middle, high)
-
-        search(0, len(prices) - 1)
+            left += [(middle, high), (low, middle)]
         return found
 
     def _layout(self, price: float) -> list[Layout]:
@@ -135,22 +128,24 @@ class _Search:
         graph = run_passes(annotating, self.traced, priced, self.record)
         return [note(node).layout for node in graph.nodes]
 
-    def cheapest(self) -> Placed:
+    def cheapest(self) -> Placed | TooFull:
         """Return the plan of the first price; TooFull where that does not fit."""
         return self._solve(self.first)
 
-    def _solve(self, price: float) -> Placed:
+    def _solve(self, price: float) -> Placed | TooFull:
         priced = self._priced(price)
-        graph = self._run_passes(priced)
-        for _ in range(MORE_CUTS):
-            # What is kept is known exactly now; the cut had an estimate, and leaves room for the rest next time.
-            excess = excess_bytes(cut_of(priced), priced)
+        for _ in range(1 + MORE_CUTS):
+            try:
+                graph = self._run_passes(priced)
+            except TooFull as error:
+                return error
+            cut = cut_of(priced)
+            excess = excess_bytes(cut, priced)
             if not excess:
-                break
-            priced = replace(priced, reserve=priced.reserve + excess)
-            graph = self._run_passes(priced)
-        check_fits(cut_of(priced), priced)
-        return graph, priced
+                return graph, priced
+            # What is kept is known exactly now; the cut had an estimate, and leaves room for the rest next time.
+            last, priced = priced, replace(priced, reserve=priced.reserve + excess)
+        return too_full(max(last.needed_bytes(cut)), last, "the best cut found")
 
     def _priced(self, price: float) -> Context:
         """Return a context without findings, so that each attempt starts from TRACED; 0 is None, as in a plan."""

@@ -18,7 +18,7 @@ from torch.fx import Graph
 
 from autoptd.compiler.peak_memory import Peak, peak_memory
 from autoptd.passes import Context
-from autoptd.passes.cut import TooFull, too_full
+from autoptd.passes.stages.memory_bound import TooFull, too_full
 from autoptd.program.program import Program
 
 # The bytes between operators change with the plan: how often they are put aside anew.
@@ -38,20 +38,19 @@ class Written(NamedTuple):
 class Writes(Protocol):
     """Places and writes a program: `driver.Writer`."""
 
-    def write(self, ctx: Context) -> Written: ...
+    def write(self, ctx: Context) -> Written | TooFull: ...
 
 
-def rehearse(writer: Writes, ctx: Context) -> Written:
+def rehearse(writer: Writes, ctx: Context) -> Written | TooFull:
     """Return a program whose step fits on every rank; TooFull where none was found."""
     refused: TooFull | None = None
     for _ in range(MAX_REHEARSALS):
-        try:
-            written = writer.write(ctx)
-        except TooFull as error:
+        written = writer.write(ctx)
+        if isinstance(written, TooFull):
             # What was put aside is what a plan takes that holds more: one that holds less may take less.
             if not any(ctx.working):
-                raise
-            refused, ctx = refused or error, ctx.with_less_working(error.excess)
+                return written
+            refused, ctx = refused or written, ctx.with_less_working(written.excess)
             continue
         if not _may_be_full(written):
             return written
@@ -60,8 +59,8 @@ def rehearse(writer: Writes, ctx: Context) -> Written:
         cut = written.program.costs.cut
         if max(cut.peak_bytes) <= ctx.machine.memory:
             return written
-        ctx = ctx.with_working(cut.working_bytes)
-    raise refused or too_full(max(cut.peak_bytes), written.ctx, "the plan that came closest")
+        closest, ctx = written.ctx, ctx.with_working(cut.working_bytes)
+    return refused or too_full(max(cut.peak_bytes), closest, "the plan that came closest")
 
 
 def _may_be_full(written: Written) -> bool:

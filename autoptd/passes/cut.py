@@ -35,19 +35,13 @@ from autoptd.passes.stages.crossing import is_never_computed_again, place_values
 from autoptd.passes.stages.cut_pins import Places
 from autoptd.passes.stages.line import Line, Value
 from autoptd.passes.stages.memory import count_bytes
+from autoptd.passes.stages.memory_bound import too_full
 from autoptd.program.costs import Cut
 
 # A cut inside a layer must bring the time of a step, or of the busiest rank, below this share of that with whole layers.
 MAX_SHARE_OF_WHOLE_LAYERS = 0.95
 # Where more than this share of the work is the fixed cost of collectives, a toy is weighed: seconds at real sizes differ.
 MAX_FIXED_SHARE = 0.5
-GIB = 1 << 30
-
-
-class TooFull(PlanError):
-    """No cut leaves every rank within its memory: on the fullest, `excess` bytes are too many."""
-
-    excess: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -194,33 +188,6 @@ class _Chooser:
             self.ctx,
             "the cut that spreads it best",
         )
-
-
-def too_full(needed: float, ctx: Context, which: str) -> TooFull:
-    """Make the error for a rank that would hold more than its memory, with what is left to ask for."""
-    fact = f"with {which}, the fullest rank takes {_size(needed)} and has {_size(ctx.machine.memory)}"
-    parts = "parameters, gradients, AdamW's two moments; activations of the microbatches in flight"
-    if ctx.working:
-        parts += f"; up to {_size(max(ctx.working))} between operators"
-    fact += f" ({parts})"
-    options = ctx.options
-    left = {
-        "sequence_parallel='auto'": ctx.mesh.value_ranks > 1 and not options.sequence_parallel,
-        "recompute='auto'": options.recompute != "auto",
-        "zero=1": ctx.mesh.gradient_ranks > 1 and not options.zero,
-    }
-    remedies = ["a larger t or p", "smaller microbatches (a larger num_microbatches)"]
-    remedies += ["a schedule with fewer of them in flight (1f1b)", *(each for each in left if left[each])]
-    error = TooFull("memory", fact, f"{', '.join(remedies)}, or more memory")
-    error.excess = max(needed - ctx.machine.memory, 0.0)
-    return error
-
-
-def _size(nbytes: float) -> str:
-    for unit, size in (("GiB", GIB), ("MiB", 2**20)):
-        if nbytes >= size:
-            return f"{nbytes / size:,.2f} {unit}"
-    return f"{nbytes:,.0f} bytes"
 
 
 def _trace_factor(node: Node, sizes: Sizes) -> int:

@@ -1,6 +1,6 @@
 """Find the cheapest plan that fits into the memory of a rank, by putting a price on bytes.
 
-In: a function that solves for one price and raises `TooFull` where its plan does not fit. Out: its plan for the lowest price
+In: a function that solves for one price, or returns `TooFull` where its plan does not fit. Out: its plan for the lowest price
 that does, and the price: extra seconds per microbatch for a byte of a rank, beside its usual cost (`ir/machine.py`). A
 parameter counts four times (gradient and two moments), a byte saved for backward once for every microbatch in flight.
 
@@ -19,36 +19,37 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from autoptd.passes.context import Context
-from autoptd.passes.cut import TooFull, too_full
-from autoptd.program.costs import Cut
+from autoptd.passes.stages.memory_bound import TooFull
 
 # The price is a power of two, times the time of a byte on a link: from a sixteenth of that to 16384 times.
 MIN_POWER, MAX_POWER = -4, 14
 T = TypeVar("T")
 
 
-def find_memory_price(solve: Callable[[float], T], first: float, unit: float) -> tuple[T, float]:
-    """Return the plan of least price that fits, and its price in seconds per byte; TooFull if none fits.
+def find_memory_price(
+    solve: Callable[[float], T | TooFull], first: float, unit: float
+) -> tuple[T, float] | TooFull:
+    """Return the plan of least price that fits, and its price in seconds per byte; TooFull, of the highest, if none fits.
 
     The price `first` is tried before all others; `unit` is the time of a byte on a link.
     """
-    try:
-        return solve(first), first
-    except TooFull:
-        plan = solve(unit * 2**MAX_POWER)
+    plan = solve(first)
+    if not isinstance(plan, TooFull):
+        return plan, first
+    plan = solve(unit * 2**MAX_POWER)
+    if isinstance(plan, TooFull):
+        return plan
     too_low, fits, last = MIN_POWER - 1, MAX_POWER, MAX_POWER
     while fits - too_low > 1:
         last = (too_low + fits) // 2
-        try:
-            plan = solve(unit * 2**last)
-        except TooFull:
+        tried = solve(unit * 2**last)
+        if isinstance(tried, TooFull):
             too_low = last
         else:
-            fits = last
+            plan, fits = tried, last
     # `solve` leaves a record of its last call: that must be the one whose plan is returned.
     if last != fits:
-        plan = solve(unit * 2**fits)
+        solve(unit * 2**fits)
     return plan, unit * 2**fits
 
 
@@ -58,15 +59,4 @@ def prices_from(first: float, unit: float) -> tuple[float, ...]:
     return (first, *(each for each in ladder if each > first))
 
 
-def excess_bytes(cut: Cut, ctx: Context) -> float:
-    """Return the bytes by which the fullest rank exceeds its memory."""
-    return max(max(ctx.needed_bytes(cut), default=0.0) - ctx.machine.memory, 0.0)
-
-
-def check_fits(cut: Cut, ctx: Context) -> None:
-    """Raise TooFull where a rank holds more than its memory."""
-    if excess_bytes(cut, ctx):
-        raise too_full(max(ctx.needed_bytes(cut)), ctx, "the best cut found")
-
-
-__all__ = ["check_fits", "excess_bytes", "find_memory_price", "prices_from"]
+__all__ = ["find_memory_price", "prices_from"]
