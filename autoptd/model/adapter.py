@@ -54,7 +54,7 @@ ORIGIN = {
 }
 # Which modules have an adapter: names and shapes of tensors say it, however it was written.
 PLACES = {"exclude_modules", "feedforward_modules", "layers_pattern", "layers_to_transform", "target_modules"}
-# Of `init_lora_weights`: these leave the base's weights as they are, others subtract from them.
+# Of `init_lora_weights`: these leave the base's weights unchanged, others subtract from them.
 PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 
 # How many names an error lists.
@@ -104,7 +104,7 @@ class Adapter:
         return {f"{outer}{key}": prefix + name_of[id(x)] for key, x in written.items()}
 
     def _unlike(self, what: str) -> PlanError:
-        fact = f"its folder holds what is no parameter of it: {what}"
+        fact = f"its folder holds values that are not parameters of it: {what}"
         return PlanError(
             f"{self.site}: adapter {self.name!r}", fact, "pm.state_dict() into the model, and save that"
         )

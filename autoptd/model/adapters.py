@@ -28,7 +28,6 @@ from autoptd.runtime.folders.save_adapter import save_adapter
 from autoptd.runtime.folders.save_pretrained import Contents
 from autoptd.runtime.params.parts import dtype_of, read_shard
 from autoptd.runtime.step.launch import Rank, check_same_source
-from autoptd.runtime.step.model_buffers import copy_buffers
 
 SAVE, LOAD = "pm.save_adapter", "pm.load_adapter"
 
@@ -54,13 +53,12 @@ class Adapters:
 
         The active one, or the one called `adapter`: adapter_config.json and adapter_model.safetensors, the names and values
         of the model on one device. Rank 0 writes; what an earlier save wrote there stays until this one is complete.
-        Warns of what is trained and no part of the adapter: `save` keeps that. PlanError for a model without adapters;
-        RuntimeFault on all ranks when rank 0 cannot write. Collective.
+        Warns of trained parameters that do not belong to the adapter: `save` keeps those. PlanError for a model without
+        adapters; RuntimeFault on all ranks when rank 0 cannot write. Collective.
         """
         run = self._run
         ranks, specs = run.settled("save_adapter"), self._specs()
-        attempt = attempted(lambda: self._named(SAVE, adapter))
-        found: Adapter = ranks.run(SAVE, lambda rank: agree(rank.world, SAVE, attempt))
+        found = run.agreed(SAVE, lambda: self._named(SAVE, adapter))
         # Rank 0's: which embeddings PEFT adds depends on files of the base, which other nodes may not have.
         listed = attempted(found.names if ranks.has_rank_0 else dict)
         buffers = {name: x.cpu() for name, x in run.buffers.values.items()} if ranks.has_rank_0 else {}
@@ -69,27 +67,26 @@ class Adapters:
             own = agree(rank.world, SAVE, listed)
             names: dict[str, str] = rank.world.everyone().gather_objects(own, SAVE)[0]
             params = {key: specs[name] for key, name in names.items() if name in specs}
-            # Two names of one buffer, in memory of their own each: safetensors takes no other.
+            # Two names of one buffer get separate memory: safetensors refuses shared tensors.
             others = {key: buffers[name].clone() for key, name in names.items() if name in buffers}
             save_adapter(rank.params, Contents(params, others, list(names)), Path(folder), found.write_config)
             return names
 
         names = ranks.run(SAVE, save)
-        # Of several adapters, what is trained may be another one.
+        # With several adapters, another one may be the trained one.
         if ranks.has_rank_0 and found.is_only:
             self._warn_of_others(found, set(names.values()))
 
     def load(self, folder: str | Path, adapter: str | None = None) -> None:
         """Load an adapter that `save_adapter`, or PEFT, wrote; every rank reads its own part. Collective.
 
-        Into the active one, or the one called `adapter`. The state of optimizers stays as it is. Everything is checked, and
+        Into the active one, or the one called `adapter`. The state of optimizers does not change. Everything is checked, and
         read, before anything is changed: PlanError for missing files, another kind of adapter, other settings (r,
         lora_alpha), or an adapter for another base; RuntimeFault on all ranks when one cannot read.
         """
         run = self._run
         ranks = run.started("load_adapter").unrecorded
-        attempt = attempted(lambda: self._opened(Path(folder), adapter))
-        found: Folder = ranks.run(LOAD, lambda rank: agree(rank.world, LOAD, attempt))
+        found = run.agreed(LOAD, lambda: self._opened(Path(folder), adapter))
         ranks.run(LOAD, lambda rank: check_same_source(found, rank.world))
         parts: dict[int, list[tuple[ParamSpec, torch.Tensor]]] = {}
 
@@ -103,21 +100,17 @@ class Adapters:
 
         ranks.run(LOAD, read)
         # Before parameters: if their values are refused, none has changed.
-        attempt = attempted(lambda: self._buffers_in(found))
-        brought: dict[str, torch.Tensor] = ranks.run(LOAD, lambda rank: agree(rank.world, LOAD, attempt))
+        brought = run.agreed(LOAD, lambda: self._buffers_in(found))
         self._sizes.hold_to(brought)
 
         @torch.no_grad()
         def load(rank: Rank) -> None:
-            # A gather that is under way would overwrite what is loaded.
+            # A gather that is under way would overwrite the loaded values.
             rank.params.wait()
             for spec, part in parts[rank.world.rank]:
                 rank.params.load(spec, part)
-            for executor in rank.executors:
-                copy_buffers(executor.buffers, brought)
 
-        with run.overwriting(f"loading {str(folder)!r}"):
-            run.buffers.load(brought)
+        with run.overwriting(LOAD, brought, f"loading {str(folder)!r}"):
             ranks.run(LOAD, load)
 
     def check_folder(self, site: str) -> None:

@@ -10,7 +10,7 @@ run; a process reads its replica's rows of it.
         for x, y in loader:                          # to the end of the epoch in which pm.steps is
             loss = pm.step(x, y)
 
-An *epoch* is one permutation of the rows, of its own for each epoch; the rows that are left when no whole batch is, it drops.
+An *epoch* is one permutation of the rows, another one for each epoch; rows that do not fill a batch are dropped.
 The permutation is computed row by row (a Feistel cipher), however long the dataset is: nothing of its length is held.
 """
 
@@ -67,8 +67,8 @@ class Batches:
                 raise PlanError(f"{SITE}: {name}={value!r}", fact, f"for example {name}=1")
         batch, seed, start = (operator.index(value) for value in numbers.values())
         if not 1 <= batch <= len(dataset):
-            fact = f"a dataset of {len(dataset)} rows has no batch of so many"
-            raise PlanError(f"{SITE}: batch={batch!r}", fact, "1 to that many rows")
+            fact = f"a dataset of {len(dataset)} rows has no batch of that size"
+            raise PlanError(f"{SITE}: batch={batch!r}", fact, f"1 to {len(dataset)}")
         self.rows, self.batch, self.seed = len(dataset), batch, seed
         self.start, self.shuffle = start, shuffle
         self._pm = pm
@@ -147,7 +147,7 @@ def _mix(x: np.ndarray[Any, Any], key: np.uint64) -> np.ndarray[Any, Any]:
 
 
 def ignore_signals(worker: int = 0) -> None:
-    """Let a worker of a DataLoader go on where the whole job is sent SIGTERM or SIGUSR1: give it as `worker_init_fn`.
+    """Keep a DataLoader worker running when the whole job is sent SIGTERM or SIGUSR1: give it as `worker_init_fn`.
 
     Launchers signal all processes, and a loader whose worker is gone raises before its rank can save. What the rank itself
     sends, to end the worker, ends it, unless it comes while another's still waits to be taken: the system then drops it.

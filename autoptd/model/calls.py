@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,39 +20,14 @@ from autoptd.errors import PlanError
 from autoptd.ir.shapes import EXACT
 from autoptd.model.run import Run
 from autoptd.program.program import Program
-from autoptd.runtime.checks import batch as check_batch
-from autoptd.runtime.step.executor import Executor
-from autoptd.runtime.step.launch import Rank, RunningRanks
-from autoptd.runtime.step.microbatches import CallForm, cut, flatten, is_call_in_one, take_rows
+from autoptd.runtime.step.microbatches import CallForm, flatten, is_call_in_one, take_rows
 from autoptd.subject.call import Call
-
-
-class Batch(NamedTuple):
-    """The leaves of a call that fits a program, and the ranks that run it."""
-
-    call: str
-    program: Program
-    ranks: RunningRanks
-    leaves: list[Any]
-    # How often ranks compare what they read.
-    every: int
-
-    def microbatches(self, rank: Rank, executor: Executor) -> list[dict[str, torch.Tensor]]:
-        """Cut what a rank's stages read."""
-        replica, device = self.ranks.replica_of(rank), rank.world.device
-        return cut(self.program, self.leaves, executor.inputs, replica, device, self.ranks.replicas)
-
-    def checked(self, count: int) -> AbstractContextManager[None]:
-        """Check, where it is due, that the ranks of a replica read the same: around the `count`-th call of its kind."""
-        if not check_batch.is_due(count, self.every):
-            return nullcontext()
-        return check_batch.batch_checked(self.ranks, self.call, count, self.leaves)
 
 
 class Calls:
     """The form of calls; `names` are those of the model's own arguments.
 
-    `is_compiled_again`: evaluations have programs of their own, whose replicas may have other numbers of rows.
+    `is_compiled_again`: evaluations have separate programs, whose replicas may have different numbers of rows.
     """
 
     def __init__(self, run: Run, names: Sequence[str], *, is_compiled_again: bool) -> None:
@@ -133,4 +107,4 @@ class Calls:
                 raise PlanError("pm.step", fact, "a batch that d divides: DataLoader(..., drop_last=True)")
 
 
-__all__ = ["Batch", "Calls"]
+__all__ = ["Calls"]

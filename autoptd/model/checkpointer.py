@@ -1,7 +1,7 @@
-"""Checkpoints of a run, written beside training: every so many steps, when a signal asks the run to end, and found again.
+"""Checkpoints of a run, written while it trains: every few steps, and when a signal asks the run to end.
 
 In: a `ParallelModel`, its optimizer, a folder; how often, or "auto" (`pace.py`). Out: `step-00001000` and so on in the folder,
-the last `keep` of them; a run that goes on where the last complete one was saved, on any mesh.
+the last `keep` of them; a run that resumes from the last complete one, on any mesh.
 
     with pm.checkpointer("ckpts", opt, every=500, keep=3, extra={"scheduler": sched}) as ckpt:
         ckpt.resume()
@@ -10,7 +10,7 @@ the last `keep` of them; a run that goes on where the last complete one was save
             if not ckpt.step(loss):                   # saved, and asked to end
                 break
 
-A save copies the state (on CUDA beside the next forward and backward; the optimizer waits for that by itself), and a thread of
+A save copies the state (on CUDA during the next forward and backward; the optimizer waits for that by itself), and a thread of
 each process writes it. What ranks have to agree on, a signal, a failed save, one under way, travels with the loss of the steps.
 """
 
@@ -59,7 +59,7 @@ Result = TypeVar("Result")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # Seconds that a save under way has when the run ends by an exception.
 GRACE = 5.0
-# A loss this many standard deviations above those before a resume is told, if there were so many.
+# A loss this many standard deviations above those before a resume is reported, if there were at least MIN_LOSSES.
 SPIKE, MIN_LOSSES = 6.0, 5
 
 
@@ -102,7 +102,7 @@ class Checkpointer:
         self._seen_step = -1
         # The step that was saved last, and how often the run had been set back by then; None if that failed.
         self._saved: tuple[int, int] | None = None
-        # Those before a resume, until the first loss behind it.
+        # Those before a resume, until the first loss after it.
         self._losses_before: list[float] = []
 
     def __enter__(self) -> Checkpointer:
@@ -128,7 +128,7 @@ class Checkpointer:
         try:
             if exc is None:
                 self._wait()
-                # One that had to wait is made now, where the loop has ended behind a call of `step`.
+                # One that had to wait is made now, if the loop ended right after a call of `step`.
                 if self._is_due and self._seen_step == self._clock.steps:
                     self.save()
             elif self._signals.seen is not None and "DataLoader worker" in str(exc):
@@ -143,7 +143,7 @@ class Checkpointer:
             self._lock.free()
 
     def release(self) -> None:
-        """Let what follows change parameters and moments: what is being copied is copied first."""
+        """Finish copying, so that the caller may change parameters and moments."""
         for staging in self._staging:
             staging.release()
 
@@ -171,7 +171,7 @@ class Checkpointer:
             damaged.append(fault)
         if damaged:
             fact = f"no checkpoint of {str(self.folder)!r} is whole: {'; '.join(damaged)}"
-            raise RuntimeFault(SITE, fact, "another folder, to begin anew; or files from a backup")
+            raise RuntimeFault(SITE, fact, "use a new folder, or restore the files from a backup")
         return None
 
     def step(self, loss: torch.Tensor | float | None = None) -> bool:
@@ -193,7 +193,7 @@ class Checkpointer:
             self._say(f"asked to end by a signal: saved {self.folder / name_of(now)}")
             return False
         self._unseen = max(0, self._unseen - 1)
-        # What was told before the last save is about that one.
+        # Flags that were set before the last save are about that one.
         is_due = self._pace.is_due(now, known.due and not self._unseen)
         self._is_due |= is_due and self._saved != (now, self._clock.jumps)
         if self._is_due and not self._is_busy(known):
@@ -250,14 +250,14 @@ class Checkpointer:
             staged=tuple(staged.values()),
             staging=self._staging,
             contents=contents,
-            # Asked now. One that fails on this process alone is told to all, as anything that fails in a save.
+            # Asked now. A failure on this process alone reaches all ranks, like any failure in a save.
             state=attempted(partial(own_state, self._extra, first.device)),
             replicas=replicas,
             losses=tuple(self._clock.losses),
             keep=self.keep,
         )
         self._saved = (step, self._clock.jumps)
-        # The flags of the next step tell of it; where they are known a step late, those of the one behind.
+        # The flags of the next step report it; where they are known a step late, those of the step after.
         flags = first.flags
         self._unseen = 2 if flags is not None and flags.is_late else 1
         self._writer_here.start(job)
@@ -328,10 +328,10 @@ class Checkpointer:
         return checkpoints(self.folder)
 
     def _load(self, path: Path) -> str:
-        """Load a checkpoint; return what is damaged in it, "" for nothing."""
+        """Load a checkpoint; return how it is damaged, "" if it is not."""
         try:
             self._state.load(path, optimizer=self._optimizer, extra=self._extra)
-        # Bytes of tensors are checked as they are read. What is wrong with the request is a PlanError.
+        # Bytes of tensors are checked while they are read. A wrong request is a PlanError.
         except RuntimeFault as fault:
             return f"{fault.site}: {fault.fact}"
         return ""
@@ -354,11 +354,11 @@ class Checkpointer:
         if later:
             fact = f"{self.folder} has {later[0].name}, which resume() would take, and this run saves step {self._clock.steps}"
             warnings.warn(
-                f"{fact}: call resume(), remove what is not wanted, or use another folder", stacklevel=4
+                f"{fact}: call resume(), remove unwanted checkpoints, or use another folder", stacklevel=4
             )
 
     def _look_at(self, loss: float) -> None:
-        """Warn where the first loss behind a resume is far from those before."""
+        """Warn if the first loss after a resume is far above those before."""
         before, self._losses_before = self._losses_before, []
         if len(before) < MIN_LOSSES:
             return
@@ -386,7 +386,7 @@ class Checkpointer:
 
 
 def failed_fault(error: str) -> RuntimeFault:
-    remedy = "see to its cause, and save again; the checkpoints before it are as they were"
+    remedy = "fix the cause, and save again; earlier checkpoints are unchanged"
     return RuntimeFault(SITE, f"a save failed: {error}", remedy)
 
 

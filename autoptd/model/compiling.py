@@ -21,7 +21,7 @@ class ModelCompiler(Protocol):
     def options(self) -> Options: ...
 
     def for_training(self, call: Call, replicas: int, check: bool = True) -> Program:
-        """Compile for steps with the rows of so many replicas; `check` compares trace and model."""
+        """Compile for steps with the rows of `replicas` replicas; `check` compares trace and model."""
         ...
 
     def for_sizes(self, call: Call, first: Program) -> Program:
@@ -33,7 +33,7 @@ class ModelCompiler(Protocol):
         ...
 
     def prove(self, calls: Sequence[Call], what: str, *, evaluates: bool, is_made_up: bool) -> None:
-        """Raise PlanError unless the model passes over what was added to a call."""
+        """Raise PlanError unless the model ignores the padding of a call."""
         ...
 
 

@@ -1,6 +1,6 @@
 """What to call instead of what scripts try on a `ParallelModel`: methods of nn.Module, of DDP and of trainers.
 
-    pm.eval()          # WrongCall: pm.eval: is no call of it. Remedy: pm.eval_step(...), which runs the model in eval mode.
+    pm.eval()          # WrongCall: pm.eval: a ParallelModel has no such attribute. Remedy: ... pm.eval_step(...)
 
 `hasattr(pm, "eval")` is False, and `getattr(pm, "eval", None)` gives the default, as code that asks what it has got expects:
 the error is an AttributeError as well. `pm(...)` alone is found by its type, so that `callable(pm)` is True.
@@ -16,7 +16,7 @@ _MODES = "pm.step(...) trains in the modes that modules had at parallelize, pm.e
 _STEP = "loss = pm.step(*pm.local_batch(x, y)): forward and backward; without gradients pm.eval_step(...)"
 _DEVICE = "parallelize(..., device=...), and under torchrun each rank's own GPU"
 _DTYPE = "parallelize(..., precision='bf16-mixed'), or the model in this dtype before parallelize"
-_MODEL = "the model that was handed to parallelize, whose modules stay as they are"
+_MODEL = "the model that was handed to parallelize, whose modules do not change"
 _BEFORE = "call it on the model, before parallelize"
 _WEIGHTS = "weights = pm.state_dict() on every rank, and on rank 0 model.load_state_dict(weights), and then the model itself"
 INSTEAD = {

@@ -5,7 +5,7 @@ and where the forward computes otherwise. Values that a forward can read are com
 the model is traced again, and only where its trace differs as well, and does not with that value put back, is it a fault.
 
     changes = LoopChanges(remade, loss_fn)
-    changes.follow(program, modes)          # as soon as it is compiled
+    changes.follow(program, modes)          # right after it is compiled
     changes.check([program], site="step 31", buffers={})
 """
 
@@ -43,7 +43,7 @@ def is_due(step: int, every: int) -> bool:
 
 
 class LoopChanges:
-    """What programs were compiled of, each as it was; `given` is the user's model, `remade` makes the one that is traced."""
+    """The state of the model at each compilation; `given` is the user's model, `remade` makes the one that is traced."""
 
     def __init__(self, given: nn.Module, remade: Callable[[], nn.Module], loss_fn: Any) -> None:
         self._given, self._remade, self._loss_fn = given, remade, loss_fn
@@ -51,7 +51,7 @@ class LoopChanges:
         self._first: dict[str, Stamp] | None = None
 
     def follow(self, program: Program, *, evaluates: bool = False) -> Program:
-        """Keep the state of which a program is compiled; return the program."""
+        """Keep the model's state at the compilation of a program; return the program."""
         if program.traced is not None and program.traced not in self._watched:
             if self._first is None:
                 self._first = {name: Stamp.of(x) for name, x in self._given.named_buffers()}
@@ -101,7 +101,7 @@ class Watched:
             return
         start = time.monotonic()
         with put_back(caches):
-            # What was written to a tensor is not put back.
+            # Writes to a tensor are not undone.
             culprits = [one for one in changes if traced.has(one.path) and not one.is_replaced]
             where = f"what reads {culprits[0].path}" if culprits else self._differs(traced)
             is_unknown = bool(where) and not culprits and self._differs_without(traced, changes)
@@ -126,7 +126,7 @@ class Watched:
     def _is_followed(self, change: Difference, traced: Traced) -> bool:
         """Tell whether a change is none of the loop's: of modes, of what the ranks have as well."""
         if change.path.rpartition(".")[2] == "training":
-            # In eval mode as a whole it is somebody else who runs it; ranks train in the modes of then.
+            # A model that is in eval mode as a whole is being evaluated; ranks train in the modes at compilation.
             return self._evaluates or self._given.training != self._modes[""]
         own = dict(self._given.named_buffers()).get(change.path)
         if own is None:
@@ -140,7 +140,7 @@ class Watched:
         return change.path in traced.updated or not traced.has(change.path)
 
     def _is_cache(self, change: Difference, traced: Traced) -> bool:
-        """Tell whether the forward itself has made what is there now."""
+        """Tell whether the forward itself has made the current value."""
         made = traced.reads.written.get(change.path)
         return made is not None and (made == change.texts[1] or not has_values(self._given))
 
@@ -152,12 +152,12 @@ class Watched:
         return not is_new or time.monotonic() < self._rest_until
 
     def _differs(self, traced: Traced) -> str:
-        # A model that was moved, or cast, since is traced as it was: values are no part of a trace.
+        # A model that was moved or cast since then is traced with its old dtypes and devices: a trace has no values.
         with sorted_as(self._given, self._sorts, without_values):
             model = self._remade()
             with self._in_modes(model):
                 where = traced.differs(model)
-        # The values of buffers are no part of a trace.
+        # A trace does not have the values of buffers.
         read = [one.path for one in self._changes(traced) if traced.has(one.path)]
         return where or (f"what reads {read[0]}" if read else "")
 
@@ -180,7 +180,7 @@ class Watched:
             if self._differs_without(traced, [one for one in changes if id(one.place) != place]):
                 found += [one for one in changes if id(one.place) == place]
         culprits = found or changes
-        # Tables that are filled as they are needed, and switches such as use_cache, give the same numbers by other operators.
+        # Tables that are filled on demand, and switches such as use_cache, give the same numbers by other operators.
         is_late = any(one.is_number and one.path not in traced.reads.written for one in culprits)
         if is_late or not has_values(self._given):
             return culprits

@@ -43,7 +43,7 @@ Place = tuple[str, int, str]
 
 
 class Listener(Protocol):
-    """What is told what a look finds."""
+    """Receives the findings of a look."""
 
     def is_stale(self) -> bool:
         """Tell whether others were trained while the model kept its weights."""
@@ -82,7 +82,7 @@ class LoopLook:
     def __call__(self, frame: FrameType, event: str, arg: object) -> None:
         self._left -= 1
         if self._left < 0 or not self._is_on or self._watch() is None:
-            # Python 3.11 may call what it has freed: where the collector runs as it is about to call this, and what runs then
+            # Python 3.11 may call what it has freed: if the collector runs just before the call, and code that runs then
             # ends the look. So this lives until the next collection.
             self._itself = self
             sys.setprofile(None)

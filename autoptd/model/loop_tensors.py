@@ -1,6 +1,6 @@
 """What a loop does to the tensors of the model that it handed over: it moves or casts them, or writes to them.
 
-In: the user's model. Out: a model that is traced as it was compiled after `model.half()` or `model.cpu()`; and the names of
+In: the user's model. Out: a model that is traced as at compilation after `model.half()` or `model.cpu()`; and the names of
 parameters that the loop has written to, which the ranks, whose copies are trained, do not see.
 
     sorts = sorts_of(model)
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from autoptd.compat import FakeTensor
 from autoptd.ir.buffers import same_entries
 
-# Of the entries of a parameter, so many say whether they are what they were.
+# How many entries of a parameter are compared.
 MOST_LOOKED_AT = 64
 # What models are cast to.
 CASTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,7 +50,7 @@ def sorts_of(model: nn.Module) -> dict[str, Sort]:
 def sorted_as(
     model: nn.Module, sorts: Mapping[str, Sort], make: Callable[[Tensor, Sort], Tensor]
 ) -> Iterator[None]:
-    """Put what `make` makes for a while in the place of tensors that were of another dtype, or elsewhere."""
+    """Replace, for a while, tensors that had another dtype or device by what `make` returns."""
     before, made = [], dict[int, Tensor]()
     for name, home, key, x in _registered(model):
         then = sorts.get(name)
@@ -79,7 +79,7 @@ def cast_back(x: Tensor, then: Sort) -> Tensor:
 
 
 class Weights:
-    """The parameters of a model, told apart by where they are, how often they were written to, and some of their entries."""
+    """The parameters of a model, known by where they are, how often they were written to, and some of their entries."""
 
     def __init__(self, model: nn.Module) -> None:
         self._known = {name: _seen(x) for name, x in _with_values(model)}
@@ -92,7 +92,7 @@ class Weights:
                 continue
             (_, place, writes, entries), now = self._known[name], _seen(x)
             self._known[name] = now
-            # Torch does not count what is written through `.data`.
+            # Torch does not count writes through `.data`.
             is_counted = place == now[1] and writes != now[2]
             if is_counted or not is_rounded(entries, now[3]):
                 found.append(name)

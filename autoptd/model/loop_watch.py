@@ -81,8 +81,8 @@ class LoopWatch:
         # Those that the ranks have copies of, and how often weights had gone from them to the user or back at the last check.
         self._weights: Weights | None = None
         self._exchanges = 0
-        # Whether the user has written to them, and names that nobody was told of.
-        self._are_the_users, self._written = False, list[str]()
+        # Whether the user has written to them, and the names that were not reported yet.
+        self._are_the_users, self._written = False, dict[str, None]()
         self._model: Callable[[], nn.Module | None] = lambda: None
         if model is not None:
             self._look, self._model = LoopLook(self, model), weakref.ref(model)
@@ -146,18 +146,18 @@ class LoopWatch:
         self.updates, self._unused, self._are_kept = self.updates + bool(self.steps), 0, self.steps > 0
 
     def is_due(self, text: str) -> bool:
-        """Tell whether nobody was told `text`, and the model is stale."""
+        """Tell whether `text` was not reported yet, and the model is stale."""
         return text not in self._told and self.is_stale()
 
     def is_stale(self) -> bool:
-        """Tell whether others were trained while the model kept its weights; what is loaded into it is the user's business."""
+        """Tell whether others were trained while the model kept its weights; one that the user has loaded is not stale."""
         return self.updates > 0 and self._has_weights() and not self._are_the_users
 
     def _has_weights(self) -> bool:
-        """Tell whether the model is there and has values; look what was written to them."""
+        """Tell whether the model is alive and has values; note writes to them."""
         if (model := self._model()) is None or self._weights is None:
             return False
-        self._written += self._weights.written(model)
+        self._written |= dict.fromkeys(self._weights.written(model))
         self._are_the_users |= bool(self._written)
         return True
 
@@ -165,7 +165,7 @@ class LoopWatch:
         """Warn once where the loop has written to the model since the last check, unless weights of the ranks."""
         if not self._speaks or WRITTEN in self._told or not self._has_weights():
             return
-        written, self._written = self._written, []
+        written, self._written = list(self._written), {}
         if written and exchanges == self._exchanges:
             self._told.add(WRITTEN)
             self.tell(f"{site}: {', '.join(written[:MOST_NAMED])} {WRITTEN}")

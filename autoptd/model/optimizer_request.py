@@ -1,7 +1,7 @@
 """What `pm.optimizer` is asked for, in the words of the ranks: a class, names of parameters, keywords.
 
 In: what scripts pass: a class or a functools.partial of one, and the parameters of the user's own model or groups of them, as
-`configure_optimizers` makes them. Out: the class, names in the place of those parameters, and all keywords.
+`configure_optimizers` makes them. Out: the class, names instead of those parameters, and all keywords.
 
     own = OwnParameters(model)
     cls, params, keywords = resolved(partial(AdamW, lr=1e-3), model.parameters(), {}, own)
@@ -62,7 +62,7 @@ def resolved(
     own: OwnParameters,
     trained: Collection[str],
 ) -> Request:
-    """Return the class, the parameters and the keywords that are meant; PlanError where `cls` is no class of an optimizer.
+    """Return the class, the parameters and the keywords that are meant; PlanError if `cls` is not an optimizer class.
 
     `trained` are the names of the parameters that ranks have.
     """
@@ -73,14 +73,12 @@ def resolved(
             params = cls.args[0]
         cls = cls.func
     if isinstance(cls, torch.optim.Optimizer):
-        fact = (
-            f"{type(cls).__name__}(...) has tensors of its own, and the ranks have others: copies, or parts"
-        )
+        fact = f"{type(cls).__name__}(...) has its own tensors, and the ranks have others: copies, or parts"
         raise PlanError(SITE, fact, f"the class: {_call_text(cls)}")
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         what = repr(cls) if isinstance(cls, (str, type)) else a_type(cls)
         remedy = "pm.optimizer(torch.optim.AdamW, params, lr=1e-3): the class, or a functools.partial of it"
-        raise PlanError(SITE, f"{what} is no class of an optimizer", remedy)
+        raise PlanError(SITE, f"{what} is not an optimizer class", remedy)
     return cls, None if params is None else own.in_names(params, trained), keywords
 
 

@@ -1,4 +1,4 @@
-"""Calls that are padded to a bucket (shapes="bucket"), once the model is seen to pass over what is added.
+"""Calls that are padded to a bucket (shapes="bucket"), once the model is seen to ignore the padding.
 
 In: the first program, the leaves of a call, and what runs the model as one device does. Out: the call's leaves in the sizes of
 a bucket; PlanError where the model reads the padding.
@@ -37,7 +37,7 @@ PROOF_ROWS = 4
 
 
 class PaddedCalls(BatchPadding):
-    """How the calls of a run are padded, of which `call` was the first."""
+    """How the calls of a run are padded; `call` was the first one."""
 
     def __init__(self, run: Run, compiler: ModelCompiler | None, call: Call) -> None:
         first, options, shapes = run.program, run.options, run.options.shapes
@@ -54,13 +54,13 @@ class PaddedCalls(BatchPadding):
         super().__init__(first, lengths, labels_of(first.graphs["TRACED"]), pad, run.started("step").replicas)
         self._run, self._compiler = run, compiler
         self._is_checked = not isinstance(shapes, Buckets) or shapes.check
-        # The calls that rows were added to, without a change, and what is blank in these.
+        # The calls that rows were added to, without changing the loss, with the arguments that are blank in these rows.
         self._blanks: dict[str, tuple[str, ...]] = {}
         leaves, tree = tree_flatten(call)
         self.prove_length("step", leaves, tree, length)
 
     def padded_call(self, call: str, leaves: Sequence[Any], tree: Any, bucket: int, rows: int) -> Call:
-        """Return a call of so many rows padded to a bucket. Collective."""
+        """Return a call of `rows` rows padded to a bucket. Collective."""
         if rows < self.rows and call not in self._blanks:
             self._blanks[call] = self._find_blank(call, leaves, tree)
         blank = self._blanks.get(call, ())
@@ -111,7 +111,7 @@ class PaddedCalls(BatchPadding):
         rows: int,
         blank: tuple[str, ...] = (),
     ) -> None:
-        """Raise PlanError unless the model passes over what fills a call up to so many tokens and rows.
+        """Raise PlanError unless the model ignores the padding of a call to `length` tokens and `rows` rows.
 
         It is tried with other numbers too.
         """

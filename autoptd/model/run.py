@@ -38,7 +38,7 @@ from autoptd.runtime.step.launch import (
     is_launched,
     own_rank,
 )
-from autoptd.runtime.step.model_buffers import ModelBuffers
+from autoptd.runtime.step.model_buffers import ModelBuffers, copy_buffers
 from autoptd.runtime.world.devices import device_of_ranks
 
 Result = TypeVar("Result")
@@ -62,7 +62,7 @@ class Clock:
         self.calls = self.evaluations = 0
         # How often `steps` was set to another number than the next one.
         self.jumps = 0
-        # How often weights went from the ranks to the user or back: a model that nobody trains may be loaded with them.
+        # How often weights went from the ranks to the user or back: the user may load a model with them.
         self.exchanges = 0
         # Of the last steps.
         self.losses: deque[torch.Tensor] = deque(maxlen=LOSSES)
@@ -165,11 +165,12 @@ class Run:
 
     def together(self, act: Callable[[], Result]) -> Result:
         """Do something in every process; where one of them cannot, all raise why."""
-        if not self.is_process:
-            return act()
-        attempt = attempted(act)
-        ranks = self.started("step").unrecorded
-        return ranks.run(COMPILING, lambda rank: agree(rank.world, COMPILING, attempt))  # type: ignore[no-any-return]
+        return self.agreed(COMPILING, act) if self.is_process else act()
+
+    def agreed(self, site: str, act: Callable[[], Result]) -> Result:
+        """Do something once in every process; where it fails in one of them, all ranks raise why. Collective."""
+        attempt, ranks = attempted(act), self.started("step", even_unusable=True).unrecorded
+        return ranks.run(site, lambda rank: agree(rank.world, site, attempt))  # type: ignore[no-any-return]
 
     @contextmanager
     def on_overwrite(self, release: Callable[[], None]) -> Iterator[None]:
@@ -181,11 +182,21 @@ class Run:
             self._before_overwriting.remove(release)
 
     @contextmanager
-    def overwriting(self, what: str = "") -> Iterator[None]:
-        """Overwrite parameters in a `with` block; where it raises, they cannot be used, since `what` did not end."""
+    def overwriting(self, site: str, brought: Mapping[str, torch.Tensor], what: str = "") -> Iterator[None]:
+        """Overwrite buffers with those `brought`, and parameters in a `with` block.
+
+        Where that raises, they cannot be used, since `what` did not end.
+        """
         for release in self._before_overwriting:
             release()
         self._unusable = what and f"{what} did not end"
+        self.buffers.load(brought)
+
+        def load(rank: Rank) -> None:
+            for executor in rank.executors:
+                copy_buffers(executor.buffers, brought)
+
+        self.started(site, even_unusable=True).unrecorded.run(site, load)
         yield
         self._unusable = ""
 

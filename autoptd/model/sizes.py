@@ -28,7 +28,6 @@ from autoptd.model.loop_changes import LoopChanges
 from autoptd.model.padded import EVALUATION, PaddedCalls, check_updates
 from autoptd.model.run import Run
 from autoptd.program.program import Program
-from autoptd.runtime.checkpoint.restore import agree, attempted
 from autoptd.runtime.checks import sizes as check_sizes
 from autoptd.runtime.checks.call import check_call, check_kinds
 from autoptd.runtime.checks.sizes import Sizes, agree_on_sizes
@@ -44,7 +43,7 @@ SizedCall = tuple[Program, Args, Kwargs]
 
 
 class Programs:
-    """Programs by what they are for; at most so many that train, and as many that evaluate.
+    """Programs by call and sizes; at most `most` that train, and as many that evaluate.
 
     Without a compiler there is one alone. `changes` notices what a loop changes of the model.
     """
@@ -62,7 +61,7 @@ class Programs:
         self._first_call: tuple[Call, int] | None = None
 
     def first(self, args: Args, kwargs: Kwargs, replicas: int) -> Program:
-        """Compile for steps with such a call, which has the rows of so many replicas."""
+        """Compile for steps with such a call, which has the rows of `replicas` replicas."""
         if self._compiler is None:
             raise PlanError("compile_now", "there is nothing to compile", "autoptd.parallelize(model, ...)")
         self._first_call = (tree_map(_stand_in, (args, kwargs)), replicas)
@@ -77,7 +76,7 @@ class Programs:
             yield self._compiler
 
     def _followed(self, program: Program, *, evaluates: bool = False) -> Program:
-        """Return a program that was just compiled, and remember the model as it was."""
+        """Return a program that was just compiled, and remember the state of the model."""
         if self._changes is not None:
             self._changes.follow(program, evaluates=evaluates)
         return program
@@ -200,7 +199,7 @@ class Programs:
         return sizes, *padded
 
     def hold_to(self, brought: Mapping[str, torch.Tensor]) -> None:
-        """Make sure that what was proven of buffers holds for other values, by compiling again; else PlanError.
+        """Make sure that everything proven about buffers holds for other values, by compiling again; else PlanError.
 
         The programs of other sizes that were compiled for other values are compiled again when they are needed.
         """
@@ -224,7 +223,7 @@ class Programs:
             call, replicas = self._first_call
             with self._holding(brought) as compiler:
                 again = self._followed(compiler.for_training(call, replicas, check=False))
-            # The same program: only the digests of what was read are new.
+            # The same program: only the digests of the values read are new.
             if replace(again, looked_at=()).fingerprint() == replace(program, looked_at=()).fingerprint():
                 return replace(program, looked_at=again.looked_at)
             what = "is another model with these values"
@@ -233,12 +232,9 @@ class Programs:
 
     def check_changes(self, site: str) -> None:
         """Raise RuntimeFault on all ranks where a loop has changed what the model computes. Collective."""
-        run = self._run
-        if (changes := self._changes) is None:
-            return
-        known = (self._first, *self.trained, *self.evaluating)
-        attempt = attempted(lambda: changes.check(known, site, run.values))
-        run.started("step").unrecorded.run(MODEL, lambda rank: agree(rank.world, MODEL, attempt))
+        if (changes := self._changes) is not None:
+            known = (self._first, *self.trained, *self.evaluating)
+            self._run.agreed(MODEL, lambda: changes.check(known, site, self._run.values))
 
     def _agreed(
         self, own: Callable[[], tuple[Sizes, int]], batched: Collection[str] = ()
@@ -316,7 +312,7 @@ def _stand_in(leaf: Any) -> Any:
 
 
 def _texts(first: Program, leaves: Mapping[int, Any] | Sequence[Any]) -> tuple[tuple[int, str], ...]:
-    """Return the arguments that are no tensors, as text; of what may say its address, the type."""
+    """Return the arguments that are not tensors, as text; of objects whose text may contain an address, the type."""
     found = []
     for number, _ in first.constants:
         value = leaves[number]

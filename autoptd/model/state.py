@@ -50,7 +50,6 @@ from autoptd.runtime.params.full_values import (
 )
 from autoptd.runtime.params.optimizer import NamedOptimizer
 from autoptd.runtime.step.launch import Rank, RunningRanks, check_same_source
-from autoptd.runtime.step.model_buffers import copy_buffers
 
 SAVE, LOAD = "pm.save", "pm.load"
 
@@ -63,7 +62,7 @@ class LoadResult(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """A checkpoint that was checked, and what it holds beside tensors of the model."""
+    """A checkpoint that was checked, and what it holds besides tensors of the model."""
 
     checkpoint: Checkpoint
     names: LoadResult
@@ -91,7 +90,7 @@ class State:
     ) -> None:
         """Write a checkpoint into `folder`, which any mesh loads; return when it is complete. Collective.
 
-        It has the parameters as they are stored, persistent buffers, the state of `optimizer`, `steps`, the loss scale,
+        It has the stored parameters, persistent buffers, the state of `optimizer`, `steps`, the loss scale,
         random numbers, and of each object in `extra` (schedulers, loaders) its `state_dict`; no gradients. Whenever the
         run ends, `folder` holds the checkpoint that it had before, or this one. It is a folder of
         torch.distributed.checkpoint as well. PlanError or RuntimeFault on all ranks if one cannot write.
@@ -126,7 +125,7 @@ class State:
         extra: Mapping[str, Any] | None = None,
         strict: bool = True,
     ) -> LoadResult:
-        """Load a checkpoint, of any mesh, and go on where it was saved. Collective.
+        """Load a checkpoint, of any mesh, and resume from it. Collective.
 
         Takes what `save` takes. Everything is checked before anything is changed: PlanError for another model, another
         optimizer, or files that are not whole. With strict=False, what fits is loaded. RuntimeFault where bytes of a file
@@ -136,17 +135,21 @@ class State:
         ranks = run.started("load", even_unusable=True).unrecorded
         what = "they stay, and the next ones are added: call optimizer.zero_grad() first"
         self.warn_of_gradients(LOAD, what)
-        opened = attempted(lambda: self._opened(path_of(folder, LOAD), optimizer, extra or {}, strict))
-        found = ranks.run(LOAD, lambda rank: agree(rank.world, LOAD, opened))
+        found = run.agreed(LOAD, lambda: self._opened(path_of(folder, LOAD), optimizer, extra or {}, strict))
         ranks.run(LOAD, lambda rank: check_same_source(found.checkpoint, rank.world))
         optimizer = optimizer if found.takes_state else None
         # Before parameters: if their values are refused, none has changed.
         brought = self._read_buffers(found.checkpoint, ranks)
         self._sizes.hold_to(brought)
         run.clock.exchanges += 1
-        with run.overwriting(f"loading {str(folder)!r}"):
-            run.buffers.load(brought)
-            ranks.run(LOAD, lambda rank: _restore(rank, found.checkpoint, optimizer, brought))
+
+        def spread(rank: Rank) -> None:
+            plan = Restoration(found.checkpoint, rank.params, None if optimizer is None else optimizer.state)
+            agree(rank.world, LOAD, plan.read)
+            plan.spread()
+
+        with run.overwriting(LOAD, brought, f"loading {str(folder)!r}"):
+            ranks.run(LOAD, spread)
             ranks.run(LOAD, lambda rank: check.check_fingerprint(found.checkpoint, rank.params))
             self._go_on(found, optimizer, extra or {}, ranks)
         return found.names
@@ -186,7 +189,7 @@ class State:
         if optimizer is not None:
             if saved is None:
                 fact = f"{checkpoint.path} has no state of an optimizer"
-                raise PlanError(LOAD, fact, "pm.load(folder) without optimizer=, to go on with a new one")
+                raise PlanError(LOAD, fact, "pm.load(folder) without optimizer=, to continue with a new one")
             check.check_state(program, manifest)
             own = self.own(optimizer, LOAD)
             check_optimizer(own, saved, strict)
@@ -240,7 +243,7 @@ class State:
         extra: Mapping[str, Any],
         ranks: RunningRanks,
     ) -> None:
-        """Set what is no tensor of the model: the settings of groups, `steps`, losses, random numbers, `extra`."""
+        """Set everything but the tensors of the model: the settings of groups, `steps`, losses, random numbers, `extra`."""
         manifest, clock = found.checkpoint.manifest, self.run.clock
         if isinstance(optimizer, NamedOptimizer) and manifest.optimizer is not None:
             set_groups(optimizer, manifest.optimizer)
@@ -252,7 +255,7 @@ class State:
         restore(found.extra, extra, self._place(), ranks.here[0].world.device)
 
     def fingerprint(self) -> str:
-        """Return 64 bits of all parameters as they are stored, as text. Collective.
+        """Return 64 bits of all stored parameters, as text. Collective.
 
         The same on every mesh, for the same values: one flipped bit, or two rows in each other's place, change it.
         `fingerprint_of_values(dict(model.named_parameters()))` of autoptd.runtime.params.fingerprint is that of one device.
@@ -298,15 +301,8 @@ class State:
         # Buffers first: if they are refused, no parameter has changed yet.
         brought = run.buffers.values_of(state_dict)
         self._sizes.hold_to(brought)
-
-        def load(rank: Rank) -> None:
-            load_parameters(rank.params, state_dict)
-            for executor in rank.executors:
-                copy_buffers(executor.buffers, brought)
-
-        with run.overwriting():
-            run.buffers.load(brought)
-            ranks.run("load_state_dict", load)
+        with run.overwriting("load_state_dict", brought):
+            ranks.run("load_state_dict", lambda rank: load_parameters(rank.params, state_dict))
         return LoadResult(missing, unexpected)
 
     def save_pretrained(self, folder: str | Path, max_shard_size: int | str = "5GB") -> None:
@@ -333,19 +329,6 @@ class State:
         Collective.
         """
         return self.run.started("gradients").run("gradients", lambda rank: gather_gradients(rank.params))
-
-
-def _restore(
-    rank: Rank,
-    checkpoint: Checkpoint,
-    optimizer: torch.optim.Optimizer | None,
-    brought: Mapping[str, torch.Tensor],
-) -> None:
-    plan = Restoration(checkpoint, rank.params, None if optimizer is None else optimizer.state)
-    agree(rank.world, LOAD, plan.read)
-    plan.spread()
-    for executor in rank.executors:
-        copy_buffers(executor.buffers, brought)
 
 
 __all__ = ["LoadResult", "State"]

@@ -87,7 +87,7 @@ def test_an_instance_is_told_as_a_call() -> None:
         ("AdamW", "'AdamW'"),
         (model.parameters(), "a generator"),
     ):
-        with pytest.raises(PlanError, match=f"^pm.optimizer: {what} is no class of an optimizer"):
+        with pytest.raises(PlanError, match=f"^pm.optimizer: {what} is not an optimizer class"):
             pm.optimizer(wrong)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="is no local parameter"):
         pm.optimizer(AdamW, [torch.ones(3)], lr=0.1)

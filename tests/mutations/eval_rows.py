@@ -32,7 +32,7 @@ MUTATIONS = (
         TESTS,
     ),
     Mutation(
-        "autoptd/model/parallel_model.py",
+        "autoptd/model/steps.py",
         "            self._calls.refuse_unequal(args, kwargs)\n",
         "            pass\n",
         "tests/processes/test_lengths.py",

@@ -72,7 +72,7 @@ MUTATIONS = (
     Mutation("autoptd/trace/caches.py", "and not any(_has_object(x) for x in held)", "", CACHES),
     Mutation("autoptd/trace/writes.py", "            cache.drop_filled()\n", "            pass\n", CACHES),
     Mutation(
-        "autoptd/model/parallel_model.py",
+        "autoptd/model/steps.py",
         "if not torch.is_grad_enabled():",
         "if False:",
         "tests/test_bad_input.py",
