@@ -9,7 +9,7 @@ import pytest
 
 from autoptd.runtime.measure.stepclock import StepTimes
 from autoptd.verify.verify import Difference, Report
-from autoptd.wings.doctor.words import bandwidth_text, seconds_text
+from autoptd.wings.doctor.report import bandwidth_text, seconds_text
 from autoptd.wings.reports.progress import progress_line
 from autoptd.wings.viz.words import bytes_text
 from tests.measured import same_table, same_words
@@ -107,5 +107,5 @@ def test_other_words_are_a_difference() -> None:
     ):
         assert same_words(SHOWN[begins].replace(old, new)) != same_words(SHOWN[begins])
     table = page_blocks()[0]
-    for old, new in (("2544", "2545"), ("broadcast ", "gather "), ("4 pairs", "3 pairs"), ("zbv", "1f1b")):
+    for old, new in (("936", "937"), ("broadcast ", "gather "), ("4 pairs", "3 pairs"), ("right", "wrong")):
         assert same_table(table.replace(old, new)) != same_table(table)

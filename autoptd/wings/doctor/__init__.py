@@ -1,12 +1,10 @@
-"""`autoptd doctor`: whether the collectives and channels of a launch are right, and how fast, before a model
-is trained on it.
+"""`autoptd doctor`: check the collectives and channels of a launch, and how fast they are, before training on it.
 
 | file | what |
 |---|---|
-| `arrival`, `facts` | the ranks meet in the store; versions, devices, who does not come |
-| `meshes` | which meshes are looked at |
-| `patterns`, `calls` | numbers with known sums; every call of groups and channels held against them |
-| `traffic` | calls under way at once, in the order of a schedule |
-| `timing`, `slow` | seconds of groups and channels, and which stand out |
-| `examine`, `report`, `run` | all of that on one mesh, as text and JSON, on all ranks |
+| `facts` | what a rank knows about itself (versions, device, memory), and what is wrong with all of these together |
+| `launch` | the ranks meet in the store: names the ones that do not arrive |
+| `checks` | one call of every method of a group and of every channel, compared with the known result |
+| `speed` | latency and bandwidth of every group and channel |
+| `run`, `report` | all of it on a few meshes, as text and JSON |
 """

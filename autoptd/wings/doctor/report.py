@@ -1,12 +1,11 @@
 """What `autoptd doctor` found, as text and as plain data.
 
-In: the verdict on the launch, a `MeshReport` per mesh, and what stopped it, if something did. Out:
-`DoctorReport`; its text is a table of every collective and channel, and a line for everything that is wrong
-or slow.
+In: the verdict on the launch, a `MeshReport` per mesh, and the fault that ended the run, if there was one. Out: a table of
+every collective and channel, and a line for everything that is wrong or slow.
 
     report = DoctorReport(verdict, (mesh_report,), find_cluster("dgx-h100"))
     print(report)
-    report.status           # 0: all right (slow is only said), 1: something is wrong
+    report.status           # 0: all right (slow links are only reported), 1: something is wrong
 """
 
 from __future__ import annotations
@@ -18,28 +17,32 @@ from statistics import median
 from typing import Any
 
 from autoptd.ir.mesh import Mesh
-from autoptd.wings.doctor.calls import Wrong
-from autoptd.wings.doctor.examine import MeshReport
-from autoptd.wings.doctor.facts import Verdict
-from autoptd.wings.doctor.slow import SMALL, Slow, Timed
-from autoptd.wings.doctor.words import bandwidth_text, ranks_text, seconds_text
+from autoptd.wings.doctor.checks import Wrong
+from autoptd.wings.doctor.facts import Verdict, ranks_text
+from autoptd.wings.doctor.speed import SMALL, Timed, slow_ones
 from autoptd.wings.planner.cluster import Cluster
 from autoptd.wings.planner.network import Network
-from autoptd.wings.viz.words import bytes_text
+from autoptd.wings.viz.words import bytes_text, count_text, plural
 
 MAX_LINES = 12
-# How many calls a line names.
+# Calls that a line names.
 MAX_CALLS = 4
 HEAD = ("over", "call", "groups", "latency", "bandwidth", "of the link", "slowest", "on ranks")
 
 
 @dataclass(frozen=True)
-class DoctorReport:
-    """See the module's docstring.
+class MeshReport:
+    """What all ranks found on one mesh: `checks` results were compared, of which `wrong` were wrong."""
 
-    `verdict`: None where ranks did not meet; `cluster` says what the links should give (None: unknown);
-    `fault` ended it early.
-    """
+    mesh: Mesh
+    checks: int
+    wrong: tuple[Wrong, ...]
+    times: tuple[Timed, ...]
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    """All findings: `cluster` says what the links should give, if that is known; `fault` ended the run early."""
 
     verdict: Verdict | None
     meshes: tuple[MeshReport, ...] = ()
@@ -49,21 +52,19 @@ class DoctorReport:
 
     @property
     def wrong(self) -> list[str]:
-        """What has to be put right."""
+        """What has to be fixed."""
         found = list(self.verdict.stops) if self.verdict else []
         for mesh in self.meshes:
-            found += _wrong_lines(mesh.mesh, mesh.wrong)
-        if self.fault:
-            found.append(self.fault)
-        return found
+            found += _wrong_lines(mesh)
+        return [*found, self.fault] if self.fault else found
 
     @property
     def warnings(self) -> list[str]:
         """What may be slow."""
-        lines = list(self.verdict.warnings) if self.verdict else []
+        found = list(self.verdict.warnings) if self.verdict else []
         for mesh in self.meshes:
-            lines += [_slow_line(mesh.mesh, slow) for slow in mesh.slow]
-        return lines
+            found += [_slow_line(mesh.mesh, timed, usual) for timed, usual in slow_ones(mesh.times)]
+        return found
 
     @property
     def status(self) -> int:
@@ -71,93 +72,77 @@ class DoctorReport:
 
     def record(self) -> dict[str, Any]:
         """Return everything as plain data."""
-        cluster = None if self.cluster is None else self.cluster.name
+        meshes = []
+        for mesh in self.meshes:
+            times = [{**asdict(timed), "bytes_per_second": timed.bandwidth} for timed in mesh.times]
+            meshes.append({**asdict(mesh), "times": times})
         return {
             "status": self.status,
             "wrong": self.wrong,
             "warnings": self.warnings,
-            "launch": asdict(self.verdict) if self.verdict else None,
-            "cluster": cluster,
-            "meshes": [
-                {**asdict(mesh), "times": list(map(_time_record, mesh.times))} for mesh in self.meshes
-            ],
+            "launch": self.verdict and asdict(self.verdict),
+            "cluster": self.cluster and self.cluster.name,
+            "meshes": meshes,
         }
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
 
 
-def _time_record(timed: Timed) -> dict[str, Any]:
-    return {**asdict(timed), "bytes_per_second": timed.bandwidth}
-
-
 def _lines(report: DoctorReport) -> Iterator[str]:
     if report.verdict is not None:
         yield _launch_line(report.verdict)
     for mesh in report.meshes:
-        yield ""
-        right = "are right" if not mesh.wrong else "looked at, not all of them right"
-        yield f"{mesh.mesh}: {mesh.checks} results {right}; schedules: {', '.join(mesh.schedules)}"
+        wrong = f"{len(mesh.wrong)} wrong" if mesh.wrong else "all right"
+        yield from ("", f"{mesh.mesh}: {mesh.checks} results compared, {wrong}")
         if mesh.times:
             yield from _table(mesh, report)
     if report.cluster is not None and any(mesh.times for mesh in report.meshes):
-        yield ""
-        yield f"The link is that of {report.cluster.name}, as the planner has it (--cluster)."
+        yield from ("", f"'of the link' compares with {report.cluster.name} (--cluster).")
     if report.notes:
         yield from ("", *report.notes)
-    # What is wrong comes last, where a terminal stands still.
+    # Errors come last, where a terminal stops scrolling.
     yield from _list_of("Slow, or not alike", report.warnings)
     yield from _list_of("Wrong", report.wrong)
-    yield ""
-    if report.wrong:
-        yield "Something is wrong."
-    else:
-        yield "All right, but see above." if report.warnings else "All right."
+    is_right = "All right, but see above." if report.warnings else "All right."
+    yield from ("", "Something is wrong." if report.wrong else is_right)
 
 
 def _list_of(title: str, lines: Sequence[str]) -> Iterator[str]:
     """Yield a title and the first lines of a list, nothing for an empty one."""
-    if not lines:
-        return
-    yield from ("", f"{title}:")
-    for line in lines[:MAX_LINES]:
-        yield f"  {line}"
+    if lines:
+        yield from ("", f"{title}:", *(f"  {line}" for line in lines[:MAX_LINES]))
     if len(lines) > MAX_LINES:
-        yield f"  ... and {len(lines) - MAX_LINES} more: --json FILE has all"
+        yield f"  ... and {len(lines) - MAX_LINES} more (all of them with --json FILE)"
 
 
 def _launch_line(verdict: Verdict) -> str:
-    size, hosts = len(verdict.hosts), verdict.host_names
+    hosts = verdict.host_names
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts, {hosts[0]} to {hosts[-1]}"
     versions = ", ".join(f"{name} {text}" for name, text in verdict.versions.items())
-    free = bytes_text(verdict.least_free)
-    if bytes_text(verdict.most_free) != free:
-        free += f" to {bytes_text(verdict.most_free)}"
-    ranks = f"{size} rank{'s' * (size != 1)}"
+    free = " to ".join(dict.fromkeys((bytes_text(verdict.least_free), bytes_text(verdict.most_free))))
     device = f": {verdict.backend}, {verdict.device_name}, {free} free" if verdict.device_name else ""
-    return f"{ranks} on {where}{device}; {versions}"
+    return f"{plural(len(verdict.hosts), 'rank')} on {where}{device}; {versions}"
 
 
 def _table(mesh: MeshReport, report: DoctorReport) -> Iterator[str]:
-    """Yield a row for every call along every axis: of all its groups the median, and the slowest."""
+    """Yield a row for every call along every axis: the median of all its groups, and the slowest one."""
     rows: list[tuple[str, ...]] = [HEAD]
     is_one_host = report.verdict is None or len(report.verdict.host_names) == 1
-    # Groups within a machine and over several are different links: a row each.
+    # Groups within a machine and over several use different links: a row each.
     alike: dict[tuple[str, str, int], list[Timed]] = defaultdict(list)
     for timed in mesh.times:
         alike[timed.axis, timed.kind, timed.hosts].append(timed)
     for (axis, kind, hosts), some in alike.items():
         small = [timed for timed in some if timed.nbytes <= SMALL]
-        # The latency is that of small calls, the bandwidth that of large ones.
         large = [timed for timed in some if timed.nbytes > SMALL] or small
         slowest = min(large, key=lambda timed: timed.bandwidth)
         usual = median(timed.bandwidth for timed in large)
-        over = axis if is_one_host else f"{axis}, {hosts} host{'s' * (hosts > 1)}"
+        over = axis if is_one_host else f"{axis}, {plural(hosts, 'host')}"
         groups = f"{len(large)} pairs" if kind == "message" else f"{len(large)} of {len(slowest.ranks)}"
         latency = seconds_text(median(timed.seconds for timed in small)) if small else ""
-        share = _share_of_link(usual, slowest, report.cluster)
-        # Of a single group, the median is the slowest.
         worst = (bandwidth_text(slowest.bandwidth), _ranks(slowest)) if len(large) > 1 else ("", "")
+        share = _share_of_link(usual, slowest, report.cluster)
         rows.append((over, kind, groups, latency, bandwidth_text(usual), share, *worst))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -173,63 +158,53 @@ def _share_of_link(bandwidth: float, timed: Timed, cluster: Cluster | None) -> s
     return f"{bandwidth / float(Network(cluster).bandwidth(local, timed.hosts)):.0%}"
 
 
-def _ranks(timed: Timed | Slow) -> str:
+def _ranks(timed: Timed) -> str:
     return f"{timed.ranks[0]} > {timed.ranks[1]}" if timed.kind == "message" else ranks_text(timed.ranks)
 
 
-def _wrong_lines(mesh: Mesh, wrong: Sequence[Wrong]) -> list[str]:
-    """Return one line for each group, channel and rank whose part is wrong, with all calls and dtypes in
-    which it was.
-    """
+def _wrong_lines(report: MeshReport) -> Iterator[str]:
+    """Yield a line for each group or channel and rank whose part is wrong, with all its calls and dtypes."""
     alike: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[Wrong]] = defaultdict(list)
-    for fault in wrong:
-        alike[fault.over, fault.ranks, fault.sources].append(fault)
-    return [_wrong_line(mesh, over, ranks, sources, some) for (over, ranks, sources), some in alike.items()]
+    for wrong in report.wrong:
+        alike[wrong.over, wrong.ranks, wrong.sources].append(wrong)
+    for (over, ranks, sources), some in alike.items():
+        place, whose = f"over {over} of ranks {ranks_text(ranks)}", ""
+        if some[0].what == "message":
+            place = f"from rank {ranks[0]} to rank {ranks[1]}"
+        elif sources:
+            whose = f"the part of rank {ranks_text(sources)} is "
+        seen = ranks_text(wrong.seen_by for wrong in some)
+        calls, dtypes = (
+            dict.fromkeys(wrong.what for wrong in some),
+            dict.fromkeys(wrong.dtype for wrong in some),
+        )
+        what = ", ".join([*calls][:MAX_CALLS]) + (", ..." if len(calls) > MAX_CALLS else "")
+        first = f"{some[0].what} of {some[0].dtype}: {some[0].text}"
+        yield f"{place} ({report.mesh}): {whose}wrong on rank {seen}: {what} of {', '.join(dtypes)} ({first})"
 
 
-def _wrong_line(
-    mesh: Mesh, over: str, ranks: Sequence[int], sources: Sequence[int], some: Sequence[Wrong]
-) -> str:
-    seen, dtypes = ranks_text([fault.seen_by for fault in some]), dict.fromkeys(fault.dtype for fault in some)
-    if some[0].what.startswith("message"):
-        place, whose = f"from rank {ranks[0]} to rank {ranks[1]}", "what arrives is wrong"
-    else:
-        place = f"over {over} of ranks {ranks_text(ranks)}"
-        whose = f"wrong on rank {seen}"
-        # Empty where it cannot be told whose part it is: then the sum is wrong as a whole.
-        if sources:
-            whose = f"the part of rank {ranks_text(sources)} is {whose}"
-    first = some[0]
-    what = f"{_calls_text(some)} of {', '.join(dtypes)}"
-    return f"{place} ({mesh}): {whose}: {what} ({first.what} of {first.dtype}: {first.text})"
+def _slow_line(mesh: Mesh, timed: Timed, usual: float) -> str:
+    took = (
+        f"{bytes_text(timed.nbytes)} took {seconds_text(timed.seconds)}, the median is {seconds_text(usual)}"
+    )
+    if timed.kind == "message":
+        return f"from rank {timed.ranks[0]} to rank {timed.ranks[1]} ({mesh}): {took}"
+    # Neighbors along pp exchange messages one by one.
+    advice = f"; --p {len(timed.ranks)} times its links one by one" if len(timed.ranks) > 2 else ""
+    return f"over {timed.axis} of ranks {ranks_text(timed.ranks)} ({mesh}): {timed.kind} of {took}{advice}"
 
 
-def _calls_text(some: Sequence[Wrong]) -> str:
-    """Name what was called alone, and in which schedules: `all_reduce, all_gather, also in 1f1b`."""
-    # "all_reduce" was called by itself, "all_reduce in 1f1b" while a schedule was played.
-    alone = [fault.what for fault in some if " in " not in fault.what]
-    inside = [fault.what.partition(" in ") for fault in some if " in " in fault.what]
-    calls = list(dict.fromkeys(alone or [what for what, _, _ in inside]))
-    schedules = ", ".join(dict.fromkeys(name for _, _, name in inside))
-    text = ", ".join(calls[:MAX_CALLS])
-    if len(calls) > MAX_CALLS:
-        text += ", ..."
-    if not alone:
-        return f"{text} with others under way, in {schedules},"
-    return f"{text}, also in {schedules}," if schedules else text
+def seconds_text(seconds: float) -> str:
+    """Format seconds with a unit: `31 us`, `4.1 ms`."""
+    for unit, factor in (("us", 1e6), ("ms", 1e3)):
+        if seconds * factor < 1000:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds:.3g} s"
 
 
-def _slow_line(mesh: Mesh, slow: Slow) -> str:
-    size, took, usual = bytes_text(slow.nbytes), seconds_text(slow.seconds), seconds_text(slow.usual)
-    beside = f"the median of {slow.others} other{'s' * (slow.others != 1)} is {usual}"
-    if slow.kind == "message":
-        return f"from rank {slow.ranks[0]} to rank {slow.ranks[1]} ({mesh}): {size} take {took}, {beside}"
-    advice = ""
-    # Which link of the group is slow: along pp, neighbours exchange messages one by one.
-    if len(slow.ranks) > 2:
-        advice = f"; --p {len(slow.ranks)} times its links one by one, where ranks are neighbours"
-    place = f"over {slow.axis} of ranks {ranks_text(slow.ranks)} ({mesh})"
-    return f"{place}: {slow.kind} of {size} takes {took}, {beside}{advice}"
+def bandwidth_text(bandwidth: float) -> str:
+    """Format bytes/s with a decimal unit, as links are sold: `1.2 GB/s`."""
+    return count_text(bandwidth, "B/s")
 
 
-__all__ = ["DoctorReport"]
+__all__ = ["DoctorReport", "MeshReport", "bandwidth_text", "seconds_text"]

@@ -1,58 +1,50 @@
-"""The run of `autoptd doctor`: under torchrun on all its ranks, alone on one rank and on threads.
+"""The run of `autoptd doctor`: on all ranks of torchrun, or alone, with threads as ranks.
 
-In: what is asked. Out: a `DoctorReport`, on every rank the same; rank 0 prints it, and if it cannot, one of
-the others does.
+In: a `Request`. Out: the status to end with. Every rank has the same `DoctorReport`; rank 0 prints it.
 
-    run_launched(Request(timeout=30.0))     # on every rank of torchrun: the status with which it is to end
+    run_launched(Request(timeout=30.0))     # on every rank of torchrun
     run_alone(Request())
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
-from autoptd.compat import new_group
-from autoptd.errors import AutoptdError, PlanError, RuntimeFault
+from autoptd.errors import AutoptdError, PlanError
 from autoptd.ir.activity import activity
 from autoptd.ir.machine_files import machine_of_device
-from autoptd.ir.mesh import USUAL_DEGREES, Mesh
-from autoptd.runtime.world.processes import DistributedGroup, DistributedWorld
+from autoptd.ir.mesh import DEGREES, USUAL_DEGREES, Mesh
+from autoptd.runtime.world.device_watch import WATCHDOG_MARGIN
+from autoptd.runtime.world.processes import DistributedWorld
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
-from autoptd.runtime.world.world import Communicators, on_device
-from autoptd.wings.doctor.arrival import MARGIN, Lobby, number_of
-from autoptd.wings.doctor.calls import Checks, check_group, settle
-from autoptd.wings.doctor.examine import COUNTS, MeshReport, examine
-from autoptd.wings.doctor.facts import Facts, Verdict, judge, own_facts
-from autoptd.wings.doctor.meshes import asked_mesh, meshes_for
-from autoptd.wings.doctor.report import DoctorReport
-from autoptd.wings.doctor.traffic import all_orders, communicators_of_orders
-from autoptd.wings.doctor.watch import PATIENCE, watch, watching_store
+from autoptd.runtime.world.world import Communicators, World, on_device
+from autoptd.wings.doctor.checks import Checks, check_world
+from autoptd.wings.doctor.facts import Verdict, judge, own_facts
+from autoptd.wings.doctor.launch import Lobby, int_from_env
+from autoptd.wings.doctor.report import DoctorReport, MeshReport
+from autoptd.wings.doctor.speed import sizes_on, time_world
 from autoptd.wings.planner.auto import CPU
 from autoptd.wings.planner.cluster import Cluster, find_cluster
 
-# Ranks as threads, where no mesh is asked for: the smallest with several ranks along every axis.
+# The mesh of threads, where none is given: several ranks along every axis.
 THREADS = Mesh.of(dict.fromkeys(USUAL_DEGREES, 2))
 MAX_THREADS = 64
-# Elements of the tensors that threads are checked with.
-SMALL_COUNTS = (1, 1021, 1 << 16)
+# Elements of the tensors that are checked: of processes, and of threads.
+COUNTS, SMALL_COUNTS = (1, 1021, 1 << 20), (1, 1021)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked: a mesh (or a part of one), a device and a backend.
-
-    `degrees` of mesh axes by keyword, as far as they are given; `timeout` in seconds; a file for the report
-    as JSON.
-    """
+    """What to check: degrees of mesh axes as far as given, device, backend, `timeout` in seconds, a file for JSON."""
 
     degrees: Mapping[str, int] = field(default_factory=dict)
     device: str | None = None
@@ -62,97 +54,61 @@ class Request:
     json: str | None = None
 
     def __str__(self) -> str:
-        """What all ranks must be asked alike."""
+        """What must be the same on all ranks."""
         values = {**self.degrees, "backend": self.backend, "timeout": self.timeout}
         return " ".join(f"{name}={value}" for name, value in values.items() if value is not None)
 
 
-def run_launched(asked: Request) -> int:
-    """Meet the other ranks, check everything, print; return the status with which to end."""
-    size = number_of("WORLD_SIZE")
-    # A mesh that does not fit is refused before any rank waits for another.
-    asked_mesh(size, asked.degrees)
-    # torchrun with one process: there is nobody to meet.
+def run_launched(request: Request) -> int:
+    """Meet the other ranks, check everything, print; return the status to end with."""
+    size = int_from_env("WORLD_SIZE")
+    # Refused before any rank waits for another.
+    requested_mesh(size, request.degrees)
     if size == 1:
-        return run_alone(asked)
-    # `end` reads these when it is called: also from another thread, while the main one is stuck.
-    lobby = Lobby(asked.timeout)
-    verdict: Verdict | None = None
-    meshes: list[MeshReport] = []
-
-    def end(fault: str) -> int:
-        status = _end(
-            asked, lobby, DoctorReport(verdict, tuple(meshes), _cluster(asked, lobby, verdict), fault)
-        )
-        if fault and verdict is not None and verdict.backend == "nccl":
-            # An ordinary end would wait for kernels that never finish.
-            os._exit(status)
-        return status
-
-    def end_at_once(error: RuntimeFault) -> None:
-        """End a process that is stuck; called by another thread."""
-        os._exit(end(_error_line(error)))
-
+        return run_alone(request)
+    lobby = Lobby(request.timeout)
+    verdict, meshes, fault = None, list[MeshReport](), ""
     try:
-        with watching_store(lobby, asked.timeout + PATIENCE, end_at_once):
-            verdict = lobby.agree(own_facts(lobby.rank, str(asked), asked.device, asked.backend))
-            if not verdict.stops:
-                _look_at_all(asked, lobby, verdict, meshes, end_at_once)
+        verdict = lobby.agree(own_facts(lobby.rank, str(request), request.device, request.backend))
+        if not verdict.stops:
+            _examine_all(request, lobby, verdict, meshes)
     # RuntimeError and OSError are torch's own: no connection, no such host.
     except (AutoptdError, RuntimeError, OSError) as error:
-        return end(_error_line(error))
-    return end("")
-
-
-def _error_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _end(asked: Request, lobby: Lobby, report: DoctorReport) -> int:
-    """Print the report if it is this rank's to print, rank 0's or the first one's that misses it.
-
-    Return the status.
-    """
+        fault = f"{type(error).__name__}: {error}"
     if lobby.rank == 0:
-        _print(asked, report)
+        report = DoctorReport(verdict, tuple(meshes), _cluster(request, verdict), fault)
+        _print(request, report)
         lobby.report_printed()
-        return report.status
-    who = lobby.wait_for_report()
-    if who == "mine":
-        # Rank 0 writes the file of --json, another rank only prints.
-        _print(Request(), report)
-    # Rank 0 may have printed all, or be gone.
-    elif who == "lost":
-        print("\n".join(report.wrong), file=sys.stderr, flush=True)
+    else:
+        report = DoctorReport(verdict, tuple(meshes), fault=fault)
+        if fault:
+            # Rank 0 may be the one that is gone.
+            print(fault, file=sys.stderr, flush=True)
+        lobby.wait_for_report()
+    if fault:
+        # An ordinary end would wait for threads and kernels that never finish.
+        os._exit(report.status)
     return report.status
 
 
-def _look_at_all(
-    asked: Request,
-    lobby: Lobby,
-    verdict: Verdict,
-    found: list[MeshReport],
-    on_fault: Callable[[RuntimeFault], None],
-) -> None:
-    """Look at one mesh after the other; what is found is added as it comes, as the next mesh may hang."""
+def _examine_all(request: Request, lobby: Lobby, verdict: Verdict, found: list[MeshReport]) -> None:
+    """Check one mesh after the other; results are added as they come, since the next mesh may hang."""
     # NCCL's watchdog would end the process before our own timeout names who is missing.
-    margin = MARGIN if verdict.backend == "nccl" else 0.0
-    limit = timedelta(seconds=asked.timeout + margin)
-    # The lobby's store, in which all ranks have met, instead of a second one.
+    limit = timedelta(seconds=request.timeout + (WATCHDOG_MARGIN if verdict.backend == "nccl" else 0.0))
+    # The lobby's store, where all ranks have met, instead of a second one.
     store = dist.PrefixStore("default", lobby.store)
     store.set_timeout(limit)
     dist.init_process_group(
-        verdict.backend, store=store, rank=lobby.rank, world_size=lobby.size, timeout=limit
+        verdict.backend, store=store, timeout=limit, rank=lobby.rank, world_size=lobby.size
     )
-    asked_alone = asked_mesh(lobby.size, asked.degrees)
-    for mesh in [asked_alone] if asked_alone else meshes_for(lobby.size, verdict.per_node):
-        orders = all_orders(mesh.pipeline_ranks)
-        communicators = communicators_of_orders(mesh.pipeline_ranks, orders.values())
-        world = DistributedWorld(mesh, communicators, asked.device, asked.timeout, verdict.backend)
+    requested = requested_mesh(lobby.size, request.degrees)
+    for mesh in [requested] if requested else usual_meshes(lobby.size, verdict.per_node):
+        links = links_of(mesh.pipeline_ranks)
+        communicators = Communicators(links=links)
+        world = DistributedWorld(mesh, communicators, request.device, request.timeout, verdict.backend)
         try:
-            with activity(f"trying {mesh}"), on_device(world.device), watch(world, on_fault):
-                settle(world, "doctor: creation of groups")
-                found.append(examine(world, orders, verdict.hosts))
+            with activity(f"trying {mesh}"), on_device(world.device):
+                found.append(examine(world, links, verdict.hosts, COUNTS, sizes_on(world.device)))
         except BaseException as error:
             world.report_fault(error)
             raise
@@ -160,93 +116,105 @@ def _look_at_all(
     dist.destroy_process_group()
 
 
-def run_alone(asked: Request) -> int:
-    """Check this process's backend, and ranks as threads; print."""
-    return _print(asked, _alone(asked, 0))
+def examine(
+    world: World,
+    links: Sequence[tuple[int, int]],
+    hosts: Sequence[int],
+    counts: Sequence[int],
+    sizes: Sequence[int],
+) -> MeshReport:
+    """Check results, then time calls of `sizes` bytes: times of wrong results say nothing."""
+    checks = Checks(world)
+    check_world(checks, links, counts)
+    world.at = "doctor: times"
+    times = time_world(world, links, hosts, sizes) if sizes else []
+    world.at = "doctor: findings"
+    found = world.everyone().gather_objects((checks.count, checks.wrong), "doctor: findings")
+    wrong = [one for _, some in found for one in some]
+    return MeshReport(world.mesh, sum(count for count, _ in found), tuple(wrong), tuple(times))
 
 
-def _alone(asked: Request, rank: int) -> DoctorReport:
-    mesh = _mesh_of_threads(asked)
-    facts = own_facts(rank, str(asked), asked.device, asked.backend)
-    verdict = judge([facts])
-    if verdict.stops:
-        return DoctorReport(verdict)
-    with activity(f"trying one rank over {facts.backend}"):
-        alone = check_backend(facts, asked.timeout)
-    with activity(f"trying {mesh} with ranks as threads"):
-        threads = check_threads(mesh, facts.device, asked.timeout)
-    count = max(torch.cuda.device_count() if facts.device.startswith("cuda") else 4, 2)
-    notes = (
-        f"Checked: a group of one over {facts.backend} ({alone.checks} results), and ranks that are threads of this process.",
-        "Several processes, their links and what these give:",
-        f"  torchrun --nproc-per-node {count} -m -- autoptd doctor",
-    )
-    faults = [
-        f"a group of one rank over {facts.backend}: {wrong.what}: {wrong.text}" for wrong in alone.wrong[:1]
-    ]
-    return DoctorReport(verdict, (threads,), fault="".join(faults), notes=notes)
-
-
-def _mesh_of_threads(asked: Request) -> Mesh:
-    if not asked.degrees:
-        return THREADS
-    mesh = Mesh.of(asked.degrees)
+def run_alone(request: Request) -> int:
+    """Check this process's device, and threads as ranks; print, return the status to end with."""
+    mesh = Mesh.of(request.degrees) if request.degrees else THREADS
     if mesh.size > MAX_THREADS:
         flags = " ".join(f"--{name} {degree}" for name, degree in mesh.degrees.items())
         command = f"torchrun --nproc-per-node {mesh.size} -m -- autoptd doctor {flags}"
         raise PlanError(f"{mesh}", f"{mesh.size} ranks, and this process is alone", command)
-    return mesh
-
-
-def check_backend(facts: Facts, timeout: float) -> MeshReport:
-    """Check every collective of a group of this one process, over its backend."""
-    if dist.is_initialized():
-        raise PlanError("torch.distributed", "has a default process group already", "a process of its own")
-    limit = timedelta(seconds=timeout + MARGIN)
-    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=limit)
-    dist.init_process_group(facts.backend, store=store, rank=0, world_size=1, timeout=limit)
-    try:
-        world = DistributedWorld(Mesh(), Communicators(), facts.device, timeout, facts.backend)
-        # A world of one rank has no groups: made by hand, so that the backend itself runs.
-        handle = new_group("autoptd doctor", (0,), facts.backend, limit, None, "autoptd doctor")
-        checks = Checks(world)
-        if handle is not None:
-            with on_device(world.device):
-                check_group(checks, "one rank", DistributedGroup(world, handle, (0,)), COUNTS)
-        world.close()
-    finally:
-        dist.destroy_process_group()
-    return MeshReport(Mesh(), (), checks.count, tuple(checks.wrong), (), ())
-
-
-def check_threads(mesh: Mesh, device: str, timeout: float) -> MeshReport:
-    """Check everything between ranks that are threads, on one device.
-
-    Nothing is timed, as nothing is sent.
-    """
-    orders = all_orders(mesh.pipeline_ranks)
-    shared = ThreadWorld(mesh, communicators_of_orders(mesh.pipeline_ranks, orders.values()), device, timeout)
+    facts = own_facts(0, str(request), request.device, request.backend)
+    verdict = judge([facts])
+    if verdict.stops:
+        return _print(request, DoctorReport(verdict))
+    links = links_of(mesh.pipeline_ranks)
+    shared = ThreadWorld(mesh, Communicators(links=links), facts.device, request.timeout)
     hosts = [0] * mesh.size
-    return run_ranks(shared, lambda world: examine(world, orders, hosts, counts=SMALL_COUNTS, sizes=()))[0]
+    with activity(f"trying {mesh} with ranks as threads"):
+        # Nothing is sent between threads, so nothing is timed.
+        report = run_ranks(shared, lambda world: examine(world, links, hosts, SMALL_COUNTS, ()))[0]
+    notes = (
+        "Only threads of this process were checked as ranks. To check processes and the links between them:",
+        f"  torchrun --nproc-per-node {mesh.size} -m -- autoptd doctor",
+    )
+    return _print(request, DoctorReport(verdict, (report,), notes=notes))
 
 
-def _cluster(asked: Request, lobby: Lobby, verdict: Verdict | None) -> Cluster | None:
-    """Return what the links should give: as asked for, or a known device's. Only rank 0 needs the file."""
-    if lobby.rank != 0 or verdict is None:
+def requested_mesh(size: int, degrees: Mapping[str, int | None]) -> Mesh | None:
+    """Return the mesh of some degrees, None without any; the first one left out takes the remaining ranks.
+
+    PlanError where they do not fit.
+    """
+    given = {name: degree for name in DEGREES if (degree := degrees.get(name)) is not None}
+    if not given:
         return None
-    if asked.cluster is not None:
-        return find_cluster(asked.cluster)
-    if verdict.device_name == "CPU":
-        return find_cluster(CPU)
-    name = machine_of_device(verdict.device_name)
+    known, is_full = math.prod(given.values()), given.keys() >= set(USUAL_DEGREES)
+    if size % known or (is_full and known != size):
+        site = " ".join(f"{name}={degree}" for name, degree in given.items())
+        fact = f"{size} ranks do not divide by {known}"
+        if is_full:
+            fact = f"{'*'.join(given)} is {known}, and there are {size} ranks"
+        names = ", ".join(given if is_full else USUAL_DEGREES)
+        raise PlanError(site, fact, f"{names} whose product is {size}, or leave them out")
+    # More replicas rather than more stages, and more stages rather than more parts of a layer.
+    left_out = [name for name in ("d", "p", "t") if name not in given]
+    return Mesh.of({**given, left_out[0]: size // known} if left_out else given)
+
+
+def usual_meshes(size: int, per_node: int) -> list[Mesh]:
+    """Return the meshes to check without any degrees, with `per_node` ranks on a machine.
+
+    Layers over each machine and replicas over all of them; and a stage on each machine (of one machine two, if they
+    divide its ranks) with its ranks as replicas.
+    """
+    local = math.gcd(size, per_node)
+    nodes = size // local
+    stages = nodes
+    if nodes == 1:
+        stages = next((factor for factor in range(2, size) if size % factor == 0), size)
+    meshes = [Mesh.of({"t": local, "d": nodes}), Mesh.of({"p": stages, "d": size // stages})]
+    return list(dict.fromkeys(meshes))
+
+
+def links_of(stages: int) -> tuple[tuple[int, int], ...]:
+    """Return the (source, target) pipeline ranks of neighbors, both ways: in a ring, as looped schedules use it."""
+    ahead = {(stage, (stage + 1) % stages) for stage in range(stages)} if stages > 1 else set()
+    return tuple(sorted(ahead | {(target, source) for source, target in ahead}))
+
+
+def _cluster(request: Request, verdict: Verdict | None) -> Cluster | None:
+    """Return what the links should give: those of the cluster requested, or of a known device's."""
+    if verdict is None:
+        return None
+    name = request.cluster or (
+        CPU if verdict.device_name == "CPU" else machine_of_device(verdict.device_name)
+    )
     return None if name is None else find_cluster(name)
 
 
-def _print(asked: Request, report: DoctorReport) -> int:
+def _print(request: Request, report: DoctorReport) -> int:
     print(report, flush=True)
-    if asked.json:
-        Path(asked.json).write_text(json.dumps(report.record(), indent=1) + "\n")
+    if request.json:
+        Path(request.json).write_text(json.dumps(report.record(), indent=1) + "\n")
     return report.status
 
 
-__all__ = ["Request", "check_backend", "check_threads", "run_alone", "run_launched"]
+__all__ = ["Request", "examine", "links_of", "requested_mesh", "run_alone", "run_launched", "usual_meshes"]

@@ -1,4 +1,4 @@
-"""Channels and groups that are wrong or slow, put into a world of threads in the place of the right ones."""
+"""Channels and groups that are wrong or slow, in a world of threads."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.sub_axes import parts_of
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
-from autoptd.runtime.world.world import Channel, Group, Like, Pending
-from autoptd.wings.doctor.examine import MeshReport, examine
-from autoptd.wings.doctor.traffic import all_orders, communicators_of_orders
+from autoptd.runtime.world.world import Channel, Communicators, Group, Like, Pending
+from autoptd.wings.doctor.report import MeshReport
+from autoptd.wings.doctor.run import examine, links_of
 
 COUNTS = (1, 1021)
 
 
 def spoiled(x: torch.Tensor) -> torch.Tensor:
-    """A copy whose last element is another."""
+    """Return a copy with a wrong last element."""
     y = x.clone()
     last = y.flatten()[-1:]
     last.copy_(~last if y.dtype is torch.bool else last + 3)
@@ -27,7 +27,7 @@ def spoiled(x: torch.Tensor) -> torch.Tensor:
 
 
 class Instead(Group, Channel):
-    """Hands everything on, but for what a subclass does itself."""
+    """Delegates everything that a subclass does not override."""
 
     def __init__(self, right: Any) -> None:
         self._right = right
@@ -85,7 +85,7 @@ class WrongChannel(Instead):
 
 
 class SlowChannel(Instead):
-    """Takes its time for a large message."""
+    """Delays a large message."""
 
     def send(self, tensors: Sequence[torch.Tensor], site: str) -> Pending:
         if sum(x.nbytes for x in tensors) > 1 << 16:
@@ -119,7 +119,7 @@ class WrongScatter(Instead):
 
 
 class SlowGroup(Instead):
-    """Late in every collective."""
+    """Is late in every collective."""
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"):
@@ -134,15 +134,15 @@ def examined(
     sizes: Sequence[int] = (),
     counts: Sequence[int] = COUNTS,
 ) -> MeshReport:
-    """What doctor finds on threads: `groups` are by rank and axis, `channels` by source and target."""
-    orders = all_orders(mesh.p)
-    shared = ThreadWorld(mesh, communicators_of_orders(mesh.p, orders.values()), timeout=60.0)
+    """Return what doctor finds on threads; `groups` are by rank and axis, `channels` by source and target."""
+    links = links_of(mesh.p)
+    shared = ThreadWorld(mesh, Communicators(links=links), timeout=60.0)
     for (rank, axis), kind in (groups or {}).items():
         ranks = mesh.group(rank, parts_of(axis))
         shared.worlds[rank].groups_here[ranks] = kind(shared.worlds[rank].groups_here[ranks])
     for (source, target), kind in (channels or {}).items():
         shared.worlds[source].channels_out[target] = kind(shared.worlds[source].channels_out[target])
     hosts = [0] * mesh.size
-    reports = run_ranks(shared, lambda world: examine(world, orders, hosts, counts=counts, sizes=sizes))
+    reports = run_ranks(shared, lambda world: examine(world, links, hosts, counts, sizes))
     assert all(one == reports[0] for one in reports), "ranks found different things"
     return reports[0]

@@ -11,7 +11,6 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from autoptd.runtime.world.processes import DistributedChannel, DistributedGroup
 from autoptd.wings.cli import main
 from autoptd.wings.doctor import run
 from autoptd.wings.doctor.run import Request, run_launched
-from autoptd.wings.doctor.timing import SMALL
+from autoptd.wings.doctor.speed import SMALL
 from tests.forks import CONTEXT
 from tests.measured import same_table
 from tests.ports import free_port
@@ -56,7 +55,7 @@ def _serve(
         spoil_calls()
     if size > 2:
         # Two check and time the largest tensors, as users' ranks do.
-        run.examine = partial(run.examine, counts=run.SMALL_COUNTS, sizes=(SMALL, 1 << 20))  # type: ignore[assignment]
+        run.COUNTS, run.sizes_on = (1, 1021, 1 << 16), lambda device: (SMALL, 1 << 20)
     if backend is None:
         sys.exit(main(["doctor", *words]))
     register()
@@ -135,10 +134,10 @@ def test_four_ranks_look_at_several_meshes(tmp_path: Path) -> None:
     assert set(launch.ends().values()) == {0}, launch.said()
     text, record = launch.out(0), json.loads((tmp_path / "doctor.json").read_text())
     assert text.startswith("4 ranks on ") and ": gloo, CPU, " in text
-    meshes = ["t=2 p=2 d=1", "t=1 p=2 d=2", "t=4 p=1 d=1"]
+    meshes = ["t=4 p=1 d=1", "t=1 p=2 d=2"]
     assert all(f"\n{mesh}: " in text and f"trying {mesh} ... " in launch.err(0) for mesh in meshes)
-    assert "pp    message         4 pairs" in text and "The link is that of laptop-cpu" in text
-    assert record["status"] == 0 and record["wrong"] == [] and len(record["meshes"]) == 3
+    assert "pp    message         4 pairs" in text and "compares with laptop-cpu" in text
+    assert record["status"] == 0 and record["wrong"] == [] and len(record["meshes"]) == 2
     assert all(one["bytes_per_second"] > 0 for mesh in record["meshes"] for one in mesh["times"])
     assert not any(launch.out(rank) for rank in (1, 2, 3)), "rank 0 alone prints"
     shown, *_ = page_blocks()
@@ -158,12 +157,8 @@ def test_wrong_numbers_are_told_by_both_ends(tmp_path: Path) -> None:
     launch = Launch(tmp_path, 2, "--timeout", "60", spoiled=1)
     assert set(launch.ends().values()) == {1}, launch.said()
     lines = [line for line in launch.out(0).partition("\nWrong:\n")[2].splitlines() if line.startswith("  ")]
-    assert len(lines) == 4, launch.out(0)
-    assert any(
-        line.startswith("  from rank 1 to rank 0 (t=1 p=2 d=1): what arrives is wrong: message")
-        for line in lines
-    )
-    for axis, mesh in (("pp", "t=1 p=2 d=1"), ("tp", "t=2 p=1 d=1"), ("dp", "t=1 p=1 d=2")):
+    assert len(lines) == 3, launch.out(0)
+    for axis, mesh in (("pp", "t=1 p=2 d=1"), ("tp", "t=2 p=1 d=1")):
         start = f"  over {axis} of ranks 0, 1 ({mesh}): the part of rank 1 is wrong on rank 0, 1: all_reduce"
         assert any(line.startswith(start) for line in lines), lines
     assert "  " + page_blocks()[1].strip() in lines
@@ -179,15 +174,13 @@ def test_a_rank_that_never_comes_is_named(absent: int, tmp_path: Path) -> None:
         words = " at start: the store of rank 0 at 127.0.0.1:"
         assert all(f"RuntimeFault: rank {rank}{words}" in launch.err(rank) for rank in (1, 2)), launch.said()
         return
-    told = [launch.out(rank) for rank in launch.processes if launch.out(rank)]
-    (text,) = told
-    assert "waited 4 s for rank 1, not arrived (2 of 3 are here)" in text
-    # The first to find out tells, which is rank 0 unless it is slow.
-    assert page_blocks()[2].strip() in re.sub(r"rank \d at start", "rank 0 at start", text)
+    fault = "waited 4 s for rank 1, not arrived (2 of 3 are here)"
+    assert fault in launch.out(0) and fault in launch.err(2) and not launch.out(2), launch.said()
+    assert page_blocks()[2].strip() in launch.out(0)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("size", "victim", "mesh"), [(4, 2, "t=1 p=2 d=2"), (2, 0, "t=2 p=1 d=1")])
+@pytest.mark.parametrize(("size", "victim", "mesh"), [(4, 2, "t=4 p=1 d=1"), (2, 0, "t=2 p=1 d=1")])
 def test_a_rank_that_is_stopped_is_named(size: int, victim: int, mesh: str, tmp_path: Path) -> None:
     """Stopped, not ended: its connections stay open, and nothing fails but by the timeout."""
     launch = Launch(tmp_path, size, "--timeout", "5")
@@ -195,16 +188,9 @@ def test_a_rank_that_is_stopped_is_named(size: int, victim: int, mesh: str, tmp_
     os.kill(launch.processes[victim].pid, signal.SIGSTOP)
     status = launch.ends(but=victim)
     assert set(status.values()) == {1}, launch.said()
-    if victim == 0:  # which has the store: nobody can be asked whether it is gone
-        said = launch.out(1) + launch.err(1)
-        assert "does not answer: rank 0, or what else hosts " in said or "rank 0 is gone" in said, (
-            launch.said()
-        )
+    if victim == 0:
+        # Its machine has the store: nothing can be asked any more.
+        assert "rank 0 is gone" in launch.err(1) or "does not answer" in launch.err(1), launch.said()
         return
     gone = r"RuntimeFault: rank \d at .*(rank 2 is gone: it was last known at |waited 5 s for rank 2, not arrived)"
-    assert re.search(gone, launch.out(0)), launch.said()
-    assert launch.out(0).count("RuntimeFault") == 1, launch.said()
-    # Gloo's connecting has a limit of its own: where rank 0 hangs in there, another rank does not wait to
-    # print for it.
-    assert all(not launch.out(rank) or re.search(gone, launch.out(rank)) for rank in (1, 3)), launch.said()
-    assert "t=2 p=2 d=1: " in launch.out(0), "what was found before is told"
+    assert all(re.search(gone, text) for text in (launch.out(0), launch.err(1), launch.err(3))), launch.said()

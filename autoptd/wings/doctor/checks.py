@@ -1,0 +1,341 @@
+"""One call of every method of a group and of every channel, compared with the result that it must have.
+
+In: a `World` whose channels connect neighboring stages. Out: the `Wrong`s that this rank saw, and how many results it
+compared. All ranks make the same calls in the same order; channels go link by link.
+
+    checks = Checks(world)
+    check_world(checks, links, counts=(1, 1021))
+    checks.wrong                            # []: all right
+
+All numbers are whole and small, so that bfloat16 holds them and their sums exactly, in whatever order they are added. In a
+sum every even place has one rank that adds to it, its *owner*, so that a wrong place says whose part is wrong; many ranks
+add to every odd place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from autoptd.ir.mesh import MESH_AXES
+from autoptd.program.calls import joint_axis
+from autoptd.runtime.world.calls import Call
+from autoptd.runtime.world.processes import DistributedWorld
+from autoptd.runtime.world.world import Group, World, in_rounds
+
+Tensor = torch.Tensor
+SUMMED_DTYPES = (torch.float32, torch.bfloat16)
+MOVED_DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+# Ranks that add to an odd place, at most: sums stay below 256, which bfloat16 holds.
+MAX_ADDENDS = 60
+# Places after which numbers repeat: a prime, so that a piece that lands elsewhere does not fit there.
+PERIOD = 16_381
+# Elements of a tensor of another dtype, at most.
+MAX_SMALL = 1 << 14
+# A rank reports no more faults.
+MAX_WRONG = 300
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's side of a call: its group, and the count, dtype and device of what it hands in."""
+
+    group: Group
+    count: int
+    dtype: torch.dtype
+    device: torch.device
+    site: str
+
+    def share(self, count: int | None = None) -> Tensor:
+        """Return what this rank adds to a sum."""
+        places = torch.arange(PERIOD, device="cpu")
+        index, size = self.group.index, self.group.size
+        alone = torch.where(places // 2 % size == index, 1 + places // 2 % 7, 0)
+        together = torch.where((places + index) % size < MAX_ADDENDS, _addend(places, index), 0)
+        return self._laid(torch.where(places % 2 == 0, alone, together), count)
+
+    def total(self, count: int | None = None, op: str = "sum") -> Tensor:
+        """Return the sum (`op="max"`: the maximum) of all shares."""
+        places, size = torch.arange(PERIOD, device="cpu"), self.group.size
+        # Where more ranks hand in zeros, those are part of the maximum.
+        least = 0 if op == "sum" or size > MAX_ADDENDS else -2
+        together = torch.full_like(places, least)
+        # The ranks that add to a place are those with (place + rank) % size < MAX_ADDENDS: `number` counts them.
+        for number in range(min(size, MAX_ADDENDS)):
+            addend = _addend(places, (number - places) % size)
+            together = together + addend if op == "sum" else torch.maximum(together, addend)
+        return self._laid(torch.where(places % 2 == 0, 1 + places // 2 % 7, together), count)
+
+    def _laid(self, pattern: Tensor, count: int | None) -> Tensor:
+        return _laid(pattern, self.count if count is None else count, self.dtype, self.device)
+
+    def own(self) -> Tensor:
+        """Return what this rank hands in where ranks only exchange numbers."""
+        return message(self.group.ranks[self.group.index], 0, self.count, self.dtype, self.device)
+
+
+class Result(NamedTuple):
+    """What a call returned and what is right: the part of the rank at `position`, or a sum (from `offset` on)."""
+
+    got: Tensor
+    right: Tensor
+    position: int = -1
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A wrong result on rank `seen_by`: `ranks` called `what`; `sources` are the ranks whose part is wrong, if known."""
+
+    what: str
+    over: str
+    ranks: tuple[int, ...]
+    sources: tuple[int, ...]
+    seen_by: int
+    dtype: str
+    text: str
+
+
+@dataclass
+class Checks:
+    """What one rank has compared."""
+
+    world: World
+    count: int = 0
+    # By what is wrong: one entry, however many sizes show it.
+    _found: dict[tuple[object, ...], Wrong] = field(default_factory=dict)
+
+    @property
+    def wrong(self) -> list[Wrong]:
+        return list(self._found.values())
+
+    def compare(self, what: str, over: str, ranks: Sequence[int], result: Result) -> None:
+        """Compare a result with the right one."""
+        self.count += 1
+        got, right, position, offset = result
+        is_alike = got.shape == right.shape and got.dtype == right.dtype
+        if is_alike and torch.equal(got, right):
+            return
+        sources: tuple[int, ...] = () if position < 0 else (ranks[position],)
+        text = f"{got.dtype} {list(got.shape)} instead of {right.dtype} {list(right.shape)}"
+        if is_alike:
+            places = (got != right).flatten().nonzero().flatten()
+            first = int(places[0])
+            text = (
+                f"element {first} is {float(got.flatten()[first]):g}, not {float(right.flatten()[first]):g}"
+            )
+            if right.numel() > 1:
+                text = f"{len(places)} of {right.numel()} elements; {text}"
+            if position < 0:
+                sources = _owners(places + offset, ranks)
+        dtype = str(right.dtype).removeprefix("torch.")
+        wrong = Wrong(what, over, tuple(ranks), sources, self.world.rank, dtype, text)
+        if len(self._found) < MAX_WRONG:
+            self._found.setdefault((what, over, wrong.ranks, sources, dtype), wrong)
+
+
+def message(
+    source: int, target: int, count: int, dtype: torch.dtype, device: torch.device, number: int = 0
+) -> Tensor:
+    """Return what `source` sends to `target` in its message `number`."""
+    # Ranks 251 apart would send the same numbers if they had the same factor.
+    factor = 3 + (source // 251 + 5 * (target // 251)) % 97
+    values = (
+        torch.arange(PERIOD, device="cpu") * factor + 17 * source + 29 * target + 101 * number
+    ) % 251 - 125
+    return _laid(values % 3 == 0 if dtype is torch.bool else values, count, dtype, device)
+
+
+def _laid(pattern: Tensor, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return `count` elements of a pattern, repeated as often as needed."""
+    return pattern.to(device, dtype).repeat(-(-count // PERIOD))[:count]
+
+
+def _addend(places: Tensor, index: int | Tensor) -> Tensor:
+    return (7 * places + 13 * index) % 5 - 2
+
+
+def _owners(places: Tensor, ranks: Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks whose part of a sum is wrong; none where most of them seem to be: then the sum itself is."""
+    places = places % PERIOD
+    indices = (places[places % 2 == 0] // 2 % len(ranks)).unique().tolist()
+    return tuple(ranks[index] for index in indices) if 2 * len(indices) <= max(len(ranks), 2) else ()
+
+
+def _all_reduce(part: Part) -> Iterator[Result]:
+    yield Result(part.group.all_reduce(part.share(), part.site), part.total())
+
+
+def _maximum(part: Part) -> Iterator[Result]:
+    yield Result(part.group.all_reduce(part.share(), part.site, "max"), part.total(op="max"))
+
+
+def _in_place(part: Part) -> Iterator[Result]:
+    """Sum a tensor whose strides are not in order."""
+    count = 2 * part.count
+    x = part.share(count).view(part.count, 2).t().clone().t()
+    yield Result(part.group.all_reduce_(x, part.site).flatten(), part.total(count))
+
+
+def _all_reduce_start(part: Part) -> Iterator[Result]:
+    """Start two sums of different lengths, and wait for the later one first: results that were exchanged show."""
+    counts = part.count, part.count + 3
+    pending = [part.group.all_reduce_start(part.share(count), part.site) for count in counts]
+    for count, started in zip(reversed(counts), reversed(pending), strict=True):
+        yield Result(started.wait(), part.total(count))
+
+
+def _all_gather(part: Part) -> Iterator[Result]:
+    yield from _gathered(part, part.group.all_gather(part.own().view(1, -1), 1, part.site).flatten())
+
+
+def _all_gather_start(part: Part) -> Iterator[Result]:
+    yield from _gathered(part, part.group.all_gather_start(part.own(), 0, part.site).wait())
+
+
+def _all_gather_start_in_place(part: Part) -> Iterator[Result]:
+    flat = torch.zeros(part.group.size * part.count, dtype=part.dtype, device=part.device)
+    flat[part.group.index * part.count :][: part.count] = part.own()
+    yield from _gathered(part, part.group.all_gather_start_(flat, part.site).wait())
+
+
+def _gathered(part: Part, whole: Tensor) -> Iterator[Result]:
+    for position, (got, rank) in enumerate(zip(whole.split(part.count), part.group.ranks, strict=True)):
+        yield Result(got, message(rank, 0, part.count, part.dtype, part.device), position)
+
+
+def _reduce_scatter(part: Part) -> Iterator[Result]:
+    yield _scattered(part, lambda x: part.group.reduce_scatter(x.view(1, -1), 1, part.site).flatten())
+
+
+def _reduce_scatter_start(part: Part) -> Iterator[Result]:
+    yield _scattered(part, lambda x: part.group.reduce_scatter_start(x, 0, part.site).wait())
+
+
+def _scattered(part: Part, scatter: Callable[[Tensor], Tensor]) -> Result:
+    count, offset = part.count * part.group.size, part.count * part.group.index
+    return Result(scatter(part.share(count)), part.total(count)[offset:][: part.count], offset=offset)
+
+
+def _all_to_all(part: Part) -> Iterator[Result]:
+    ranks, like = part.group.ranks, (part.count, part.dtype, part.device)
+    mine = ranks[part.group.index]
+    got = part.group.all_to_all([message(mine, other, *like) for other in ranks], part.site)
+    for index, (piece, other) in enumerate(zip(got, ranks, strict=True)):
+        yield Result(piece, message(other, mine, *like), index)
+
+
+def _broadcast(part: Part) -> Iterator[Result]:
+    for source in sorted({0, part.group.size - 1}):
+        right = message(part.group.ranks[source], 0, part.count, part.dtype, part.device)
+        yield Result(part.group.broadcast(part.own(), source, part.site), right, source)
+
+
+def _gather_objects(part: Part) -> Iterator[Result]:
+    objects = part.group.gather_objects(part.own().cpu(), part.site)
+    yield from _gathered(part, torch.cat(objects).to(part.device))
+
+
+METHODS: dict[str, tuple[tuple[torch.dtype, ...], Callable[[Part], Iterator[Result]]]] = {
+    "all_reduce": (SUMMED_DTYPES, _all_reduce),
+    "all_reduce max": (SUMMED_DTYPES, _maximum),
+    "all_reduce_": (SUMMED_DTYPES, _in_place),
+    "all_reduce_start": (SUMMED_DTYPES, _all_reduce_start),
+    "all_gather": (MOVED_DTYPES, _all_gather),
+    "all_gather_start": (MOVED_DTYPES, _all_gather_start),
+    "all_gather_start_": (MOVED_DTYPES, _all_gather_start_in_place),
+    "reduce_scatter": (SUMMED_DTYPES, _reduce_scatter),
+    "reduce_scatter_start": (SUMMED_DTYPES, _reduce_scatter_start),
+    "all_to_all": (MOVED_DTYPES, _all_to_all),
+    "broadcast": (MOVED_DTYPES, _broadcast),
+    "gather_objects": ((torch.float32,), _gather_objects),
+}
+# Every rank hands in its part, or gets the parts of all: with many ranks these are large.
+IN_PARTS = ("all_gather", "reduce_scatter", "all_to_all", "gather_objects")
+
+
+def check_world(checks: Checks, links: Sequence[tuple[int, int]], counts: Sequence[int]) -> None:
+    """Check the groups along every axis and several axes together, and the channels of all links between stages."""
+    world = checks.world
+    mesh = world.mesh
+    groups = {}
+    for axes in (*((axis,) for axis in MESH_AXES), mesh.value_axes, mesh.gradient_axes):
+        # Of several axes, only one may have several ranks: that group is checked once.
+        if name := joint_axis(mesh, axes):
+            groups[name] = world.group(axes)
+    for name, group in groups.items():
+        world.at = f"doctor: group along {name}"
+        check_group(checks, name, group, counts)
+    world.at = "doctor: channels"
+    for link in in_rounds(links):
+        if world.pipeline_rank in link:
+            _check_channel(checks, link, counts)
+
+
+def check_group(checks: Checks, over: str, group: Group, counts: Sequence[int]) -> None:
+    """Check all methods of a group."""
+    world = checks.world
+    for what, (dtypes, results) in METHODS.items():
+        for dtype in dtypes:
+            for count in _counts_of(dtype, counts):
+                each = max(count // group.size, 1) if what.startswith(IN_PARTS) else count
+                site = f"doctor: {what} of {each} {str(dtype).removeprefix('torch.')} over {over}"
+                found = list(results(Part(group, each, dtype, world.device, site)))
+                settle(world, site)
+                for result in found:
+                    checks.compare(what, over, group.ranks, result)
+
+
+def _counts_of(dtype: torch.dtype, counts: Sequence[int]) -> list[int]:
+    """Return the counts to try: only activations and gradients are large."""
+    return [count for count in counts if count <= MAX_SMALL or dtype in SUMMED_DTYPES]
+
+
+def _check_channel(checks: Checks, link: tuple[int, int], counts: Sequence[int]) -> None:
+    """Check a channel with two messages of several tensors: a first one that arrives twice shows."""
+    world, over = checks.world, over_stages(checks.world)
+    sender, receiver = (peer(world, place) for place in link)
+    site = f"doctor: message over {over} {sender} > {receiver}"
+    for number in range(2):
+        right = []
+        for dtype in MOVED_DTYPES:
+            for count in _counts_of(dtype, counts):
+                right.append(message(sender, receiver, count, dtype, world.device, number))
+        if world.rank == sender:
+            # Tensors that are not contiguous are sent too.
+            spread = [torch.stack([x, x], dim=-1)[..., 0] for x in right]
+            world.outgoing(receiver).send(spread, site).wait()
+            settle(world, site)
+            continue
+        got = world.incoming(sender).receive([(x.shape, x.dtype) for x in right], site).wait()
+        settle(world, site)
+        for x, expected in zip(got, right, strict=True):
+            checks.compare("message", over, (sender, receiver), Result(x, expected, 0))
+
+
+def peer(world: World, pipeline_rank: int) -> int:
+    """Return the rank at another place of this rank's pipeline."""
+    return world.mesh.at_stage(world.rank, pipeline_rank)
+
+
+def over_stages(world: World) -> str:
+    """Name the axes that messages between stages go along."""
+    return joint_axis(world.mesh, world.mesh.stage_axes)
+
+
+def settle(world: World, site: str) -> None:
+    """Wait until the device has finished its work."""
+    if world.device.type != "cuda":
+        return
+    if isinstance(world, DistributedWorld):
+        # A call that hangs on the device blocks the host here: the world's watch sees how long, and ends it.
+        with world.call(Call("work on the device", site)):
+            torch.cuda.synchronize(world.device)
+    else:
+        torch.cuda.synchronize(world.device)
+
+
+__all__ = ["METHODS", "Checks", "Wrong", "check_group", "check_world", "over_stages", "peer", "settle"]
