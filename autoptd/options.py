@@ -105,7 +105,7 @@ class Options:
         (torch's hybrid sharding).
     reduce_dtype: "bf16" sends gradients to the replicas that sum them in 16 bits, with zero=1; they add up in float32.
         Sums over copies of a shard, over tp and over the owners of tied parameters stay in float32, as they are small.
-    recompute: what backward computes again (passes/recompute.py): "full", of every layer all but its input; "full:1/2",
+    recompute: what backward computes again (passes/kept/requested.py): "full", of every layer all but its input; "full:1/2",
         in half of each stage's layers; "selective", attention's scores and what is made of them; a list of globs, what
         these modules make; None, what the model itself wraps in `torch.utils.checkpoint`; False, nothing.
     recompute_num_layers: with "full", the layers that share one kept input (Megatron's "uniform" method).

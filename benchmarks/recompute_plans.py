@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 import autoptd
-from autoptd.passes.by_value import ByValue
+from autoptd.passes.kept.by_value import ByValue
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 

@@ -1,6 +1,6 @@
 """Write the recipe of a method: what computes again, in backward, the values that the method does not keep.
 
-In: the operators of a method, marked by `passes/keep.py`: `keep.again`, computed again; `keep.dropped`, not kept.
+In: the operators of a method, marked by `passes/kept/keep.py`: `keep.again`, computed again; `keep.dropped`, not kept.
 Out: the calls around values in the method, and a second method with the operators that are computed again:
 
     gelu = self.dropped(F.gelu(self.kept(c_fc)))

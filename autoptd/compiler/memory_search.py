@@ -4,7 +4,7 @@ In: a TRACED graph and the context of a request. Out: the LOCAL graph with its c
 else, of what the request leaves open (`relief.py`), in this order:
 
 - zero="auto": replicas, and ranks with other tokens, share the optimizer's state, which takes no longer.
-- recompute="auto": every pipeline rank pays for keeping less what it takes to fit (`passes/keep.py`).
+- recompute="auto": every pipeline rank pays for keeping less what it takes to fit (`passes/kept/keep.py`).
 - the layout over tp, tokens included with sequence_parallel="auto", at a price for bytes (`passes/stages/memory_price.py`): the
   fastest of all layouts that fit, since splitting tokens may take less memory and less time.
 """

@@ -2,7 +2,7 @@
 
 In: a program. Out: for every pipeline rank, the bytes of its fullest moment, and the action in which that is. What runs is
 what a rank runs: the emitted stages, autograd, recomputation, messages, the sums of gradients. A storage counts from the
-operator that makes it to its last reader; the moments of AdamW are those of the ledger (`program/memory.py`).
+operator that makes it to its last reader; the moments of AdamW are those of the ledger (`program/state_memory.py`).
 
     peak_memory(program)[0]                     # Peak(nbytes=71204864, at="B0.1")
 
@@ -31,7 +31,7 @@ from autoptd.runtime.params.parts import dtype_of
 from autoptd.runtime.step.batch_sums import set_batch_sums
 from autoptd.runtime.step.executor import Executor
 from autoptd.runtime.step.stage import Stage
-from autoptd.runtime.world.shapes import ShapeWorld
+from autoptd.runtime.world.shape_world import ShapeWorld
 
 # A gradient is new in the first microbatch, and added to in the others.
 REHEARSED = 2

@@ -34,7 +34,7 @@ from autoptd.ir.saved import SavedForBackward, Storage, Value
 from autoptd.ir.sub_axes import is_sub_axis
 from autoptd.runtime.ops.dropout import Draw
 from autoptd.runtime.ops.fused import Fused
-from autoptd.runtime.world.shapes import ShapeGroup
+from autoptd.runtime.world.shape_world import ShapeGroup
 
 # In an expression: where it stands in the model.
 SITE = re.compile(r"""\bsite=(?:\d+|'[^']*'|"[^"]*")""")

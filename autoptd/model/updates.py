@@ -21,7 +21,7 @@ import torch
 from autoptd.model.loop_watch import LoopWatch
 from autoptd.model.optimizer_request import resolved
 from autoptd.model.run import Run
-from autoptd.program.memory import StateMemory
+from autoptd.program.state_memory import StateMemory
 from autoptd.runtime.measure.held_memory import count_memory
 from autoptd.runtime.params.grad_norm import (
     check_finite,

@@ -14,20 +14,20 @@ from autoptd.passes.communicate import check_connected, communicate, conversion_
 from autoptd.passes.context import Context, Findings
 from autoptd.passes.cut import cut
 from autoptd.passes.dump import describe
-from autoptd.passes.explain_kept import explain_kept
 from autoptd.passes.fusion.chain import Groups
 from autoptd.passes.fusion.fuse import find_fusions, substitute
 from autoptd.passes.group_rows import group_rows
 from autoptd.passes.hook_gemms import adds_to_gradient, hook_gemms
 from autoptd.passes.inplace_sums import mark_owned
-from autoptd.passes.keep import keep
+from autoptd.passes.kept.explain import explain_kept
+from autoptd.passes.kept.keep import keep
 from autoptd.passes.localize import localize
 from autoptd.passes.ops.costs import backward_flops, count_work, flops
 from autoptd.passes.ops.unlisted import register_rule
 from autoptd.passes.plan_cost import weigh, weigh_known
 from autoptd.passes.runner import Form, Pass, Record, run_passes, up_to
 from autoptd.passes.solve.assign import Assignment
-from autoptd.passes.solve.batch import MixedSamples
+from autoptd.passes.solve.batch_types import MixedSamples
 from autoptd.passes.solve.explain import explain_split
 from autoptd.passes.solve.fallbacks import unlisted_operators
 from autoptd.passes.solve.microbatch_losses import MARK

@@ -21,7 +21,7 @@ from autoptd.passes.axes.axes import Place
 from autoptd.passes.communicate import check_over_batch, note_of, origin_of
 from autoptd.passes.context import Context
 from autoptd.passes.runner import CALLS, Form, divides_rows, graph_pass
-from autoptd.passes.solve.batch import adds_number
+from autoptd.passes.solve.batch_types import adds_number
 
 
 @graph_pass(

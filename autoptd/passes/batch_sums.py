@@ -1,7 +1,8 @@
 """Give readers sums over the whole batch, and numbers that follow its size (CONNECTED -> CONNECTED).
 
-In: a graph whose readers name, in their notes, what they read as a batch sum (`solve/batch.py`). Out: a `markers.batch_sum`
-behind every such value, of type I over the batch; `number_sums` says, once stages are known, which one it is.
+In: a graph whose readers name, in their notes, what they read as a batch sum (`solve/batch_types.py`). Out: a
+`markers.batch_sum` after every such value, of type I over the batch; `number_sums` says, once stages are known, which one it
+is.
 
 A batch sum may be made of others (the variance of a mean): these are known one *round* earlier.
 

@@ -26,7 +26,7 @@ from autoptd.ir.steps import Step, shard_places, steps
 from autoptd.ir.sub_axes import base
 from autoptd.ir.types import CONVERSIONS, Conversion, E, I, P, R, S, ValueType, padded_size
 from autoptd.passes.axes.axes import Axes, Letter
-from autoptd.passes.axes.padding import Padding
+from autoptd.passes.axes.vocabulary import Padding
 from autoptd.passes.context import Context
 from autoptd.passes.reader_names import reader_name
 from autoptd.passes.runner import CALLS, Form, graph_pass

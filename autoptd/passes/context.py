@@ -31,8 +31,8 @@ from autoptd.ir.saved import SavedForBackward
 from autoptd.ir.sizes import Sizes
 from autoptd.options import Options
 from autoptd.passes.axes.axes import Axes
-from autoptd.passes.explain_kept import KeptValue
 from autoptd.passes.fusion.chain import Groups
+from autoptd.passes.kept.explain import KeptValue
 from autoptd.passes.solve.assign import Assignment
 from autoptd.passes.solve.joint import Joint
 from autoptd.program.costs import Cut

@@ -8,9 +8,9 @@ values, and decides what happens to those that cross. A parameter lives on every
 Cut points are positions in the backbone with GEMMs on both sides; of those between the same two GEMMs, the one where fewest
 bytes cross. A stage costs the seconds of its operators on one rank, embedding, head and loss included, and those of the
 messages that it sends and receives. A rank holds parameters with their state, and the saved activations of the microbatches
-in flight (`memory.py`). `balance.py` chooses: for the busiest rank, then for the simulated schedule. Layers stay whole unless
-a cut inside of one makes a step more than 5% faster at a size where work decides, not the fixed cost of collectives, or nothing
-else fits. A plan may pin the cuts (`stages/cut_pins.py`).
+in flight (`held_bytes.py`). `balance.py` chooses: for the busiest rank, then for the simulated schedule. Layers stay whole
+unless a cut inside of one makes a step more than 5% faster at a size where work decides, not the fixed cost of collectives,
+or nothing else fits. A plan may pin the cuts (`stages/cut_pins.py`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from autoptd.passes.runner import Form, graph_pass
 from autoptd.passes.stages.balance import Cuts, evaluate, least_memory, place
 from autoptd.passes.stages.crossing import is_never_computed_again, place_values
 from autoptd.passes.stages.cut_pins import Places
+from autoptd.passes.stages.held_bytes import count_bytes
 from autoptd.passes.stages.line import Line, Value
-from autoptd.passes.stages.memory import count_bytes
 from autoptd.passes.stages.memory_bound import too_full
 from autoptd.program.costs import Cut
 

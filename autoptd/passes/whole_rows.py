@@ -1,10 +1,10 @@
 """Give operators that mix samples the rows of all replicas, and sums over them (CONNECTED -> CONNECTED).
 
-In: a graph whose readers name, in their notes, what they read whole (`solve/batch.py`): replicas have one microbatch each. Out:
-a conversion over dp in front of every such reader, S -> R or P -> R: an all-gather or an all-reduce in forward. What follows
-is the same on all replicas, and each has a part of its cotangent, as of a parameter: a loss that is whole counts a d-th on
-each. So backward of the conversions, a reduce-scatter or an all-reduce, adds these parts up, and gradients are summed over dp
-as ever.
+In: a graph whose readers name, in their notes, what they read whole (`solve/batch_types.py`): replicas have one microbatch
+each. Out: a conversion over dp in front of every such reader, S -> R or P -> R: an all-gather or an all-reduce in forward.
+What follows is the same on all replicas, and each has a part of its cotangent, as of a parameter: a loss that is whole counts
+a d-th on each. So backward of the conversions, a reduce-scatter or an all-reduce, adds these parts up, and gradients are
+summed over dp as ever.
 
     take_whole_rows(graph, ctx)     # left @ right.T -> s_to_r(left) @ s_to_r(right.T)
 """

@@ -1,6 +1,6 @@
 """Which parts of every parameter each rank of a program stores, and which rank writes, or reads, which of them.
 
-In: a program. Out: rectangles of full tensors (`ir/pieces.py`) by rank. All of it is computed from integers, by every rank
+In: a program. Out: rectangles of full tensors (`ir/rectangles.py`) by rank. All of it is computed from integers, by every rank
 for itself: nothing is communicated to plan a checkpoint.
 
     stored(program, rank=5)["h.0.attn.c_attn.weight"]          # three rectangles: q, k and v
@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.pieces import Item, Range, Rectangle, own_runs, pieces, share
 from autoptd.ir.placement import itemsize
+from autoptd.ir.rectangles import Item, Range, Rectangle, own_runs, pieces, share
 from autoptd.program.buckets import BucketPlan, plan_buckets
 from autoptd.program.program import Program
 from autoptd.program.specs import ParamSpec

@@ -38,7 +38,6 @@ from autoptd.ir.sub_axes import is_sub_axis, parts_of
 from autoptd.ir.types import Segmented, ValueType
 from autoptd.program.buckets import busy_axes
 from autoptd.program.costs import Costs, read_costs, tupled
-from autoptd.program.memory import StateMemory, state_memory
 from autoptd.program.specs import (
     Collective,
     CrossingSpec,
@@ -50,6 +49,7 @@ from autoptd.program.specs import (
     TransferBuffer,
     UpdatePart,
 )
+from autoptd.program.state_memory import StateMemory, state_memory
 
 # Of the format of program.json.
 VERSION = 11

@@ -7,7 +7,7 @@ MUTATIONS = (
         "autoptd/passes/communicate.py",
         "if source.over(axis) != gives.over(axis):",
         "if False:",
-        "tests/passes/solve/test_batch.py -k share",
+        "tests/passes/solve/test_batch_types.py -k share",
     ),
     # The second trace is rewritten like the first, or they are not compared.
     Mutation(

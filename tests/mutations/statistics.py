@@ -34,7 +34,7 @@ MUTATIONS = (
         TESTS,
     ),
     Mutation(
-        "autoptd/passes/solve/batch.py",
+        "autoptd/passes/solve/batch_types.py",
         "or any(note(operand).rows.is_largest for operand in partial)",
         "",
         TESTS,

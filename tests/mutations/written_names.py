@@ -39,7 +39,7 @@ MUTATIONS = (
         f"{HOSTILE} -k globs",
     ),
     Mutation(
-        "autoptd/passes/recompute.py",
+        "autoptd/passes/kept/requested.py",
         "if any(glob == path or fnmatchcase(path, glob) for path in paths):",
         "if not paths:",
         f"{HOSTILE} -k globs",

@@ -22,11 +22,11 @@ import torch
 from torch.fx import Node
 
 from autoptd.ir.notes import op_name
-from autoptd.ir.operators import lookups, pieces, pointwise, products, reductions, views
+from autoptd.ir.operators import joins, lookups, pointwise, products, reductions, views
 from autoptd.ir.operators.links import letter_links, pointwise_links
 from autoptd.ir.operators.record import EVERY, Link, Operator, operands
 
-FAMILIES = (products, views, pieces, pointwise, reductions, lookups)
+FAMILIES = (products, views, joins, pointwise, reductions, lookups)
 TABLE: dict[str, Operator] = {record.name: record for family in FAMILIES for record in family.OPERATORS}
 
 

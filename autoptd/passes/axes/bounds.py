@@ -19,8 +19,8 @@ from torch.fx import Node
 
 from autoptd.ir.notes import op_name, value
 from autoptd.ir.operators.table import operator_of
+from autoptd.passes.axes.constant_windows import Call, Piece, call_of
 from autoptd.passes.axes.constants import KEPT, Constants
-from autoptd.passes.axes.pieces import Call, Piece, call_of
 
 TILE = 512
 

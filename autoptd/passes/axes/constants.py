@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 from autoptd.ir.buffers import Buffers
 from autoptd.ir.noise import is_draw
 from autoptd.ir.notes import is_tensor, note, op_name, shape, value
-from autoptd.passes.axes.pieces import Call, Piece, Window, call_of, key_of, on_device, whole
+from autoptd.passes.axes.constant_windows import Call, Piece, Window, call_of, key_of, on_device, whole
 
 # Entries of a value that is computed whole, and kept.
 KEPT = 1 << 22

@@ -21,7 +21,7 @@ from autoptd.ir.notes import copy_graph, note, ops, shape, site
 from autoptd.ir.types import I, ValueType
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.axes.constants import Constants
-from autoptd.passes.solve.batch import assign_batch
+from autoptd.passes.solve.batch_types import assign_batch
 
 # A mask has 32 bits for the number of an element within a sample.
 MAX_COLUMNS = 1 << 32

@@ -5,8 +5,8 @@ sequential orders, and a lower bound of the least cost.
 
 1. One axis is solved as if it were alone, then the other with that given, in both orders.
 2. From the cheaper one on, each axis is solved again with the other given, until the cost does not fall.
-3. Choices that no cheaper answer can have are dropped (`bounds.py`); what is left is solved at once, by elimination. Where that
-   takes too large tables, the answer of 2 stays, and the lower bound says by how much it may be off.
+3. Choices that no cheaper answer can have are dropped (`lower_bound.py`); what is left is solved at once, by elimination.
+   Where that takes too large tables, the answer of 2 stays, and the lower bound says by how much it may be off.
 
     answer = minimize_pairs(pair, alone, ("first", "second"))
     answer.cost, answer.bound, answer.sequential["first"]
@@ -22,8 +22,8 @@ import numpy as np
 from torch.fx import Node
 
 from autoptd.passes.solve.assign import Solved
-from autoptd.passes.solve.bounds import tighten
 from autoptd.passes.solve.eliminate import Factor, TableTooLarge, minimize, price
+from autoptd.passes.solve.lower_bound import tighten
 from autoptd.passes.solve.strategy import Strategy
 
 PICOSECONDS_PER_MICROSECOND = 1e6

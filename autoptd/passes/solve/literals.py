@@ -26,7 +26,7 @@ from autoptd.ir.notes import (
 from autoptd.ir.operators.record import argument, operands
 from autoptd.ir.operators.table import is_pointwise, operator_of
 from autoptd.passes.axes.constants import Constants
-from autoptd.passes.solve.batch import NUMBER_REMEDY, RULE_REMEDY
+from autoptd.passes.solve.batch_types import NUMBER_REMEDY, RULE_REMEDY
 
 
 def check_literals(graph: Graph, whole: Graph, constants: Constants, *, traces_all: bool) -> None:

@@ -3,7 +3,7 @@
 In: a TRACED graph, the named axes of its dims, the context. Out: the types of every value over the policy's
 axis, with reasons; what was solved, in `ctx.found.assignments`.
 
-- The batch follows by rule from the inputs that carry it (`batch.py`): samples are never mixed.
+- The batch follows by rule from the inputs that carry it (`batch_types.py`): samples are never mixed.
 - An axis of the mesh that divides values is solved: whatever is cheapest of what it may split (`assign.py`).
 
 A new mesh axis is a row of `policies`. That of context parallelism is solved behind the conversions over tp, by a pass of its
@@ -30,7 +30,7 @@ from autoptd.passes.axes.axes import Axes
 from autoptd.passes.axes.constants import Constants
 from autoptd.passes.context import Context
 from autoptd.passes.solve.assign import Assignment, assign_tensor, find_plan, write_solved
-from autoptd.passes.solve.batch import assign_batch
+from autoptd.passes.solve.batch_types import assign_batch
 from autoptd.passes.solve.dropout_rows import place_rows
 from autoptd.passes.solve.eliminate import TableTooLarge
 from autoptd.passes.solve.fallbacks import note_fallbacks

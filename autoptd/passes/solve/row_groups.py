@@ -20,7 +20,7 @@ from autoptd.ir.notes import copy_graph, note, placeholders, shape
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.axes.constants import Constants
 from autoptd.passes.context import Context
-from autoptd.passes.solve.batch import ONE_REMEDY, MixedSamples, assign_batch
+from autoptd.passes.solve.batch_types import ONE_REMEDY, MixedSamples, assign_batch
 from autoptd.passes.solve.literals import check_literals
 
 

@@ -25,7 +25,7 @@ from autoptd.ir.operators.table import addends, linear_groups, operator_of
 from autoptd.ir.steps import Step, steps
 from autoptd.ir.types import I, P, R, S, ValueType, division_text, shard_size
 from autoptd.passes.axes.axes import Axes, Letter
-from autoptd.passes.axes.padding import Padding
+from autoptd.passes.axes.vocabulary import Padding
 from autoptd.passes.ops.costs import compute_seconds, conversion_seconds, flops
 from autoptd.passes.solve.classes import REDUCED_FORMS, REDUCTIONS, classes_of
 from autoptd.passes.solve.experts import expert_ways, product_seconds, rows_by_expert

@@ -4,8 +4,8 @@ In: a function that solves for one price, or returns `TooFull` where its plan do
 that does, and the price: extra seconds per microbatch for a byte of a rank, beside its usual cost (`ir/machine.py`). A
 parameter counts four times (gradient and two moments), a byte saved for backward once for every microbatch in flight.
 
-Where ranks choose by price what they keep (recompute="auto"), each pays what it takes to fit (`keep.py`); the layout over tp
-has one price for all.
+Where ranks choose by price what they keep (recompute="auto"), each pays what it takes to fit (`kept/keep.py`); the layout over
+tp has one price for all.
 
 First comes the plan without an extra price. If it does not fit, a price so high that seconds hardly count is tried: if not
 even that plan fits, the model is refused. Between the two the price is bisected, in powers of two of the time that a byte

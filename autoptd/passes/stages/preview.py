@@ -6,7 +6,7 @@ makes them, and the seconds to make again what it does not keep.
     levels = kept_per_operator(graph, backbone, ctx)
 
 A copy of the graph is made local and fused as if all of it were on one stage, and counted as the real stages are
-(`passes/keep.py`). Where a share of the layers is computed again, every layer has its share of that.
+(`passes/kept/keep.py`). Where a share of the layers is computed again, every layer has its share of that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autoptd.passes.context import Context
 from autoptd.passes.fusion.chain import Groups
 from autoptd.passes.fusion.fuse import substitute
 from autoptd.passes.group_rows import group_rows
-from autoptd.passes.keep import Holders, Keeper
+from autoptd.passes.kept.keep import Holders, Keeper
 from autoptd.passes.localize import localize
 from autoptd.passes.stages.line import Level
 

@@ -21,7 +21,7 @@ import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from autoptd.errors import InternalError
-from autoptd.ir.pieces import Sizes
+from autoptd.ir.rectangles import Sizes
 
 
 class Around(NamedTuple):

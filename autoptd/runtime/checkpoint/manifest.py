@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autoptd.errors import PlanError
-from autoptd.ir.pieces import Sizes
+from autoptd.ir.rectangles import Sizes
 
 MANIFEST, METADATA, EXTRA = "checkpoint.json", ".metadata", "extra.pt"
 # Of the format of checkpoint.json.

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autoptd.errors import PlanError, RuntimeFault
-from autoptd.ir.pieces import Sizes
+from autoptd.ir.rectangles import Sizes
 from autoptd.runtime.checkpoint.commit import find
 from autoptd.runtime.checkpoint.manifest import (
     MODEL,

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from autoptd.errors import AutoptdError, PlanError, RuntimeFault
-from autoptd.ir.pieces import Item, Rectangle
+from autoptd.ir.rectangles import Item, Rectangle
 from autoptd.program.pieces import Shares, holder_axes, holders, share_stage
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.checkpoint.manifest import Manifest, fqn

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from autoptd.ir.pieces import Rectangle, Sizes
+from autoptd.ir.rectangles import Rectangle, Sizes
 from autoptd.program.pieces import Shares, StateKeys, share_stage
 from autoptd.runtime.checkpoint.manifest import fqn
 from autoptd.runtime.checkpoint.values import encode

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from autoptd.ir.pieces import Sizes
+from autoptd.ir.rectangles import Sizes
 from autoptd.runtime.checkpoint.archive import around_of, bytes_of
 from autoptd.runtime.checkpoint.stage import Staged
 from autoptd.runtime.folders.disk import NewFile, new_file, remove_file, rename, write_file

@@ -1,4 +1,4 @@
-"""What a rank holds of the model's parameters, counted on the tensors that are there: see `program/memory.py`.
+"""What a rank holds of the model's parameters, counted on the tensors that are there: see `program/state_memory.py`.
 
 In: a rank's parameters and gradients, and the optimizers of this process. Out: bytes by kind. A tensor counts with the
 memory that it keeps alive, which several may share.
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from autoptd.program.memory import StateMemory
+from autoptd.program.state_memory import StateMemory
 from autoptd.runtime.params.gradients import Gradients
 from autoptd.runtime.params.parameters import RankParameters
 

@@ -18,9 +18,9 @@ import autoptd
 from autoptd.ir.notes import Note, output, set_note
 from autoptd.passes.axes import bounds, constants, masks
 from autoptd.passes.axes.bounds import bounds_of
+from autoptd.passes.axes.constant_windows import Piece, whole
 from autoptd.passes.axes.constants import Constants
 from autoptd.passes.axes.masks import HIDDEN, SEEN, Masked, leaves_keys, proves_causal, proves_window
-from autoptd.passes.axes.pieces import Piece, whole
 
 S, TILE = 23, 4
 

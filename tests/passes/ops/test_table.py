@@ -22,7 +22,7 @@ from autoptd.ir.operators.record import FIRST, Operator
 from autoptd.ir.operators.reductions import FOURIER
 from autoptd.ir.operators.table import TABLE, linear_groups
 from autoptd.passes.axes.axes import Axes
-from autoptd.passes.axes.padding import is_exact
+from autoptd.passes.axes.vocabulary import is_exact
 from examples.gpt import GPT, GPTConfig
 from tests.compiler.test_compile import Einsum, UnequalFused
 from tests.passes.sharding import TOGETHER, check_letter, check_linear, trace_call, trace_model

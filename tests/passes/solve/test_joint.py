@@ -19,9 +19,9 @@ import autoptd
 from autoptd.ir.notes import note
 from autoptd.passes.solve import joint, policies, two_axes
 from autoptd.passes.solve.assign import Assignment, Solved, write_solved
-from autoptd.passes.solve.bounds import tighten
 from autoptd.passes.solve.eliminate import Factor, TableTooLarge, minimize, price
 from autoptd.passes.solve.joint import Answer, Found, Left, Pair, minimize_pairs, narrowed
+from autoptd.passes.solve.lower_bound import tighten
 from autoptd.passes.solve.strategies import Splitter
 from examples.gpt import GPT, GPTConfig
 

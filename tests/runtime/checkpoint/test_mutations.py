@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autoptd.errors import AutoptdError
-from autoptd.ir.pieces import Item, Run, own_runs
+from autoptd.ir.rectangles import Item, Run, own_runs
 from autoptd.model import state
 from autoptd.program import pieces
 from autoptd.program.pieces import Shares, share_stage

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 import autoptd
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.pieces import Item
 from autoptd.ir.placement import placements, sharing_of
+from autoptd.ir.rectangles import Item
 from autoptd.ir.types import I, R, S, Segmented
 from autoptd.program.pieces import checkpoint_bytes, share_stage, stored
 from autoptd.program.program import Program

@@ -73,7 +73,7 @@ def test_the_plan_is_for_our_own_runtime() -> None:
 
 
 def test_16_bit_parameters_are_held_in_16_bits() -> None:
-    """Four times two bytes a parameter, as passes/stages/memory.py counts: 10 GB do, where mixed precision takes 22."""
+    """Four times two bytes a parameter, as passes/stages/held_bytes.py counts: 10 GB do, where mixed precision takes 22."""
     with torch.device("meta"):
         large = GPT(GPTConfig(vocab_size=512, block_size=128, n_layer=24, n_head=16, n_embd=2048)).bfloat16()
     held = 4 * sum(one.numel() * one.element_size() for one in large.parameters())

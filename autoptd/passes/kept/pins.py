@@ -23,7 +23,7 @@ from autoptd.ir.kept import KeepPin
 from autoptd.ir.notes import note, op_name, ops
 from autoptd.ir.plan import nearest
 from autoptd.ir.saved import SavedForBackward, Storage
-from autoptd.passes.recompute import Wish, find_gathered, is_of, is_repeatable, label_of, saved_by_maker
+from autoptd.passes.kept.requested import Wish, find_gathered, is_of, is_repeatable, label_of, saved_by_maker
 
 SITE = "plan: keep"
 # A storage, and what a pin says of it.

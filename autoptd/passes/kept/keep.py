@@ -1,6 +1,6 @@
 """Mark the values saved for backward that are dropped after their forward, and what computes them again (LOCAL -> LOCAL).
 
-In: LOCAL, what every operator saves (`ctx.saved_by`), the keyword `recompute` (`recompute.py`), and pins (`keep_pins.py`). Out:
+In: LOCAL, what every operator saves (`ctx.saved_by`), the keyword `recompute` (`requested.py`), and pins (`pins.py`). Out:
 marks that codegen writes out (`Keep`): `dropped` of a value that is not kept, with the words above its line, `again` of the
 operators that backward runs again for such values, their seconds, and `whole` of a gather that it does not
 repeat. And the bytes that every stage keeps.
@@ -22,13 +22,13 @@ from autoptd.ir.kept import Kept, Rate
 from autoptd.ir.notes import is_tensor, note, op_name, ops
 from autoptd.ir.quantities import microseconds_text
 from autoptd.ir.saved import SavedForBackward, Storage
-from autoptd.passes.by_value import ByValue
 from autoptd.passes.context import Context
-from autoptd.passes.explain_kept import KeptValue
 from autoptd.passes.hook_gemms import gather_again
-from autoptd.passes.keep_pins import find_pinned
+from autoptd.passes.kept.by_value import ByValue
+from autoptd.passes.kept.explain import KeptValue
+from autoptd.passes.kept.pins import find_pinned
+from autoptd.passes.kept.requested import Wish, by_stage, choose, find_gathered, is_repeatable, operands_of
 from autoptd.passes.ops.costs import forward_seconds
-from autoptd.passes.recompute import Wish, by_stage, choose, find_gathered, is_repeatable, operands_of
 from autoptd.passes.runner import Form, graph_pass
 
 # What a stage holds, and the first operator that has it held.

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoptd.errors import InternalError
-from autoptd.ir.pieces import Item, Range, Rectangle, own_runs, pieces, rectangles_of_flat, share, whole
+from autoptd.ir.rectangles import Item, Range, Rectangle, own_runs, pieces, rectangles_of_flat, share, whole
 from autoptd.ir.types import Outer
 from autoptd.runtime.ops.shards import take_shard
 

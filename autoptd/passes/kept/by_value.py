@@ -1,7 +1,7 @@
 """Choose for every value of a layer whether it is kept for backward or made again: recompute="auto".
 
 In: a LOCAL graph, what every operator saves, what a plan pins of that, and what a stage pays for a byte less (`Rate`). Out: a
-`Wish`, as of the choices that users name (`recompute.py`). Each layer is chosen for alone and exactly (`solve/kept.py`);
+`Wish`, as of the choices that users name (`requested.py`). Each layer is chosen for alone and exactly (`min_cut.py`);
 equal ones are solved once.
 
 What a layer reads from outside, and what is read behind it, it can only keep.
@@ -19,10 +19,10 @@ from autoptd.ir.kept import Rate
 from autoptd.ir.notes import is_tensor, note
 from autoptd.ir.saved import SavedForBackward, Storage
 from autoptd.passes.context import Context
-from autoptd.passes.keep_pins import Pinned
+from autoptd.passes.kept.min_cut import Region, runs_again
+from autoptd.passes.kept.pins import Pinned
+from autoptd.passes.kept.requested import Wish, find_gathered, groups_of_layers, is_repeatable, operands_of
 from autoptd.passes.ops.costs import forward_seconds
-from autoptd.passes.recompute import Wish, find_gathered, groups_of_layers, is_repeatable, operands_of
-from autoptd.passes.solve.kept import Region, runs_again
 
 
 class ByValue:

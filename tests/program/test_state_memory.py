@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.program.memory import StateMemory
+from autoptd.program.state_memory import StateMemory
 from tests.parity.models import batch, gpt
 
 GPT: list[dict[str, Any]] = [

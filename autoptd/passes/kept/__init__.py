@@ -1,0 +1,1 @@
+"""Which values are kept for backward, and which are made again there."""
