@@ -25,6 +25,7 @@ ROOT = Path(__file__).parent.parent
 CONTEXT = multiprocessing.get_context("forkserver")
 # What tests' processes import: all of it once. A name that is wrong would be left out without a word.
 PRELOAD = (
+    "pytest",
     "torch.export",
     "torch._dynamo",
     "torch.distributed",
@@ -74,7 +75,7 @@ def _run(script: Path, arguments: tuple[str, ...], env: dict[str, object], folde
     for stream, name in ((1, "out"), (2, "err")):
         file = os.open(folder / f"{rank}.{name}", os.O_CREAT | os.O_WRONLY)
         os.dup2(file, stream)
-    sys.argv = [str(script), *arguments]
+    sys.argv, sys.path[0:0] = [str(script), *arguments], [str(script.parent)]
     try:
         runpy.run_path(str(script), run_name="__main__")
     finally:

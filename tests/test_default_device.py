@@ -51,9 +51,14 @@ def padded() -> dict[str, torch.Tensor]:
     "make, inputs, keywords",
     [
         (gpt2, padded(), {"t": 2, "p": 2}),
-        (lambda: Separate(2), batch(), {"t": 2, "c": 2, "memory": 1e9}),
+        pytest.param(
+            *(lambda: Separate(2), batch(), {"t": 2, "c": 2, "memory": 1e9}), marks=pytest.mark.thorough
+        ),
         (llama, padded(), {"t": 2, "d": 2, "precision": "bf16-mixed"}),
-        (llama, padded(), {"t": "auto", "p": "auto", "d": "auto", "gpus": 4, "machine": "h100"}),
+        pytest.param(
+            *(llama, padded(), {"t": "auto", "p": "auto", "d": "auto", "gpus": 4, "machine": "h100"}),
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=["gpt2", "masks in a buffer", "llama", "auto"],
 )

@@ -75,6 +75,7 @@ SHOWS = {  # what of a simple case shows a planted fault
 }
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_shows(fault: str) -> None:
     case = Case(SIMPLEST.picks | SHOWS[fault])

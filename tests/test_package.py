@@ -76,7 +76,6 @@ COMMANDS = (
     "show net.py:Net --t 2 --seq 8 --out shown",
     "plan gpt2 --gpus 8 --batch 64",
     "train net.py:Net --t 2 --backend local --steps 2 --batch 4 --seq 8 --random --save saved --out trained",
-    "verify net.py:Net --t 2 --seq 8",
 )
 
 

@@ -21,7 +21,7 @@ MOST_PAIRS = 1
 def places_of(value: Any, record: type) -> list[tuple[Holder, str]]:
     """Return all places that hold an object, but for the variables of frames and what objects of the class `record` keep."""
     owners = [one for one in gc.get_referrers(value) if not isinstance(one, (Content, types.FrameType))]
-    known_by = _referrers(owners)
+    known_by = referrers(containers(owners))
     found: list[tuple[Holder, str]] = []
     for owner in owners:
         holders = known_by.get(id(owner), [])
@@ -34,12 +34,15 @@ def places_of(value: Any, record: type) -> list[tuple[Holder, str]]:
     return found
 
 
-def _referrers(values: list[Any]) -> dict[int, list[Any]]:
-    """Return what refers to each of the containers among these, by its id: one look through all objects finds it for all."""
-    found: dict[int, list[Any]] = {
-        id(value): [] for value in values if isinstance(value, (dict, list, tuple))
-    }
-    for one in gc.get_referrers(*(value for value in values if id(value) in found)):
+def containers(values: list[Any]) -> list[Any]:
+    """Return those values that may hold others in an order or by name."""
+    return [value for value in values if isinstance(value, (dict, list, tuple))]
+
+
+def referrers(values: list[Any]) -> dict[int, list[Any]]:
+    """Return what refers to each of these, by its id: one walk over all objects finds it for all."""
+    found: dict[int, list[Any]] = {id(value): [] for value in values}
+    for one in gc.get_referrers(*values):
         for key in found.keys() & set(map(id, gc.get_referents(one))):
             found[key].append(one)
     return found
@@ -70,8 +73,8 @@ def _is_kept(owner: Any, holders: list[Any], record: type, depth: int = 0) -> bo
         return True
     if type(owner) is not tuple or depth == MOST_PAIRS:
         return False
-    known_by = _referrers(holders)
+    known_by = referrers(containers(holders))
     return any(_is_kept(one, known_by.get(id(one), []), record, depth + 1) for one in holders)
 
 
-__all__ = ["places_of"]
+__all__ = ["places_of", "referrers"]

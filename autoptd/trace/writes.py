@@ -46,7 +46,7 @@ from autoptd.trace.calls import Harmless, Kind, called, handed_to, is_iterator, 
 from autoptd.trace.change import Change
 from autoptd.trace.draws import random_states
 from autoptd.trace.instructions import attribute_of, variable_of, watching
-from autoptd.trace.places import places_of
+from autoptd.trace.places import places_of, referrers
 from autoptd.trace.sameness import differing, is_same, text_of
 from autoptd.trace.tally import Place
 from autoptd.trace.users import is_users, line_of
@@ -302,9 +302,9 @@ class Newcomers:
         ours = {id(record.holder) for record in records.values()} | {id(targets)}
         before = {id(value) for record in records.values() for value in record.entries.values()}
         stored = {id(value) for record in records.values() for value in record.holder.entries().values()}
-        found, hides = set(), gc.get_freeze_count() > 0
+        found, hides, known_by_id = set(), gc.get_freeze_count() > 0, referrers(targets)
         for target in targets:
-            known_by = [one for one in gc.get_referrers(target) if id(one) not in ours]
+            known_by = [one for one in known_by_id[id(target)] if id(one) not in ours]
             # With nothing, it is in a tuple of such objects, which is not listed either; nor is what is frozen.
             is_known = any(id(one) not in new or _is_of_old(one, new) for one in known_by)
             is_old = is_known or hides or not known_by

@@ -48,8 +48,8 @@ def setting(tmp_path: Path) -> Setting:
 
 @pytest.mark.parametrize(
     "chosen",
-    [SECTIONS[2:], pytest.param(SECTIONS, marks=pytest.mark.thorough)],
-    ids=["the shortest", "all"],
+    [SECTIONS[3:], pytest.param(SECTIONS, marks=pytest.mark.thorough)],
+    ids=["the last", "all"],
 )
 def test_the_command_at_toy_size(
     chosen: tuple[Section, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -40,6 +40,7 @@ def test_model_flops_with_adapters_are_those_of_the_program(shape: Shape) -> Non
     assert adapters.lora_flops(small, small.tokens) == counted - scores + first
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shape", [LLAMA_8B, pytest.param(QWEN_7B, marks=pytest.mark.thorough)])
 def test_rows_with_adapters_begin_with_ours(shape: Shape, setting: Setting) -> None:
     found = next(adapters.trained(shape, setting))

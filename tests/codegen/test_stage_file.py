@@ -49,6 +49,7 @@ def sources(**mesh: int) -> list[str]:
     return list(gpt(**mesh).sources.values())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mesh", EVERY, ids=str)
 def test_files_are_python_and_import_torch_and_the_runtime_only(mesh: dict[str, int]) -> None:
     for name, text in gpt(**mesh).sources.items():
@@ -128,7 +129,7 @@ def test_collectives_of_the_record_are_those_of_the_files() -> None:
         assert recorded.count(kind) == 4 * block.count(f"rt.{kind}(") + rest.count(f"rt.{kind}(")
 
 
-@pytest.mark.parametrize("t", [1, 2])
+@pytest.mark.parametrize("t", [2, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_deeper_model_has_no_longer_file(t: int) -> None:
     small, large = (gpt(layers=layers, t=t).sources["stage_0.py"] for layers in (4, 8))
     assert len(large.splitlines()) == len(small.splitlines())

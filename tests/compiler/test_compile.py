@@ -90,6 +90,7 @@ def hugging_face_program(which: str) -> Program:
     return compile(hugging_face(which), t=2, p=2, example_inputs={"input_ids": ids, "labels": ids.clone()})
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("which", ["gpt2", "llama"])
 def test_hugging_face(which: str) -> None:
     program = hugging_face_program(which)
@@ -187,7 +188,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(("mesh", "which"), list(itertools.product(MESHES, MODELS)))
 def test_other_models(mesh: dict[str, Any], which: str) -> None:
     make, example, keywords = MODELS[which]

@@ -108,6 +108,7 @@ def step(rank: Rank, call: tuple[Tensor, Tensor]) -> None:
             x.grad = None
 
 
+@pytest.mark.thorough
 def test_what_is_kept_too_long_shows() -> None:
     asked: dict[str, Any] = {"p": 2, "num_microbatches": 4}
     program = autoptd.compile(model(), example_inputs=batch(1, "meta"), **asked)

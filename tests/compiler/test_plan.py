@@ -24,7 +24,7 @@ def compile_gpt(layers: int = 4, **keywords: Any) -> Program:
     return autoptd.compile(gpt(layers), example_inputs=batch(), **keywords)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(
     "request_",
     [
@@ -43,7 +43,7 @@ def test_its_own_plan_gives_the_same_bytes(request_: dict[str, Any], tmp_path: P
     assert compile_gpt(5, plan=str(tmp_path / "a"), **request_).fingerprint() == first.fingerprint()
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("make", [separate, skipping])
 @pytest.mark.parametrize("p", [2, 3, 5])
 def test_cuts_inside_of_layers_have_names(make: Any, p: int) -> None:
@@ -71,7 +71,7 @@ def test_layers_per_stage() -> None:
     ]  # embedding and head alone
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(
     ("cut", "mesh"),
     [
@@ -208,7 +208,7 @@ STEERED = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("shard", STEERED)
 def test_parameters_are_sharded_as_the_plan_says(shard: list[dict[str, Any]]) -> None:
     program = compile_gpt(plan={"shard": shard}, t=2)

@@ -66,6 +66,7 @@ JOINS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
 }
 
 
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize(
     ("mesh", "name"),
     list(itertools.product([{"t": 2, "p": 2, "d": 2, "num_microbatches": 2}, {}], JOINS)),

@@ -39,6 +39,7 @@ def expected(model: nn.Module, rows: int = 8) -> float:
     return float(found if isinstance(found, Tensor) else found[1])
 
 
+@pytest.mark.one_in(48)
 @pytest.mark.parametrize(("layers", "mesh"), list(itertools.product([2, 4], MESHES)))
 def test_gpt_with_dropout(layers: int, mesh: tuple[int, int, int, int, bool]) -> None:
     t, p, d, v, sp = mesh
@@ -61,6 +62,7 @@ def test_dropouts_alone_are_no_reason_to_compile_again(mesh: tuple[int, int]) ->
     pm.close()
 
 
+@pytest.mark.thorough
 def test_with_the_plan_pinned() -> None:
     model = gpt(4).double()
     program = autoptd.compile(model, t=2, p=2, v=2, example_inputs=batch())

@@ -114,6 +114,7 @@ def test_parity(kind: str, mesh: dict[str, Any]) -> None:
     autoptd.verify(MODELS[kind](), example_inputs=batch(), num_microbatches=3, steps=2, **mesh)
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_parity_over_gloo() -> None:
     """Which ends a process whose peers make their calls in another order."""

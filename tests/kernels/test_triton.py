@@ -16,12 +16,17 @@ from tests.kernels.compare import cotangent
 HERE = Path(__file__).parent
 
 
-def run(file: str, tmp_path: Path, **environment: str) -> None:
+def run(file: str, tmp_path: Path, chosen: str = "", **environment: str) -> None:
     pytest.importorskip("triton")
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         # Kernels need nothing of what the other tests share: the compiler is not imported.
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", str(HERE / file)],
+        [
+            sys.executable,
+            *"-m pytest -q -p no:cacheprovider --noconftest -m".split(),
+            chosen,
+            str(HERE / file),
+        ],
         cwd=HERE.parents[1],
         env=kept | environment | {"TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
@@ -30,13 +35,14 @@ def run(file: str, tmp_path: Path, **environment: str) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
-def test_triton_forms_in_the_interpreter(tmp_path: Path) -> None:
+@pytest.mark.parametrize("chosen", ["not thorough", pytest.param("thorough", marks=pytest.mark.thorough)])
+def test_triton_forms_in_the_interpreter(chosen: str, tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("on the GPU itself: below")
     pytest.importorskip("triton")
     if fault := interpreter_fault():
         pytest.skip(fault)
-    run("triton_forms.py", tmp_path, TRITON_INTERPRET="1")
+    run("triton_forms.py", tmp_path, chosen, TRITON_INTERPRET="1")
 
 
 @pytest.mark.gpu

@@ -35,6 +35,8 @@ Tensor = torch.Tensor
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLACES = Places(*keys(0, 1, 2), first_row=3)
 DTYPES = [torch.float64, torch.bfloat16]
+# Of what another test shows in both.
+MOSTLY_WIDE = [torch.float64, pytest.param(torch.bfloat16, marks=pytest.mark.thorough)]
 
 
 def check(
@@ -84,7 +86,7 @@ def test_softmax(kind: str, causal: bool, shape: tuple[int, ...], layout: str, d
     check(masked_softmax, masked_softmax_plain, [scores, mask], 1, dtype, causal=causal, scale=0.3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", MOSTLY_WIDE)
 @pytest.mark.parametrize("keys", [3, 10, 16])
 def test_softmax_of_a_negative_scale(keys: int, dtype: torch.dtype) -> None:
     """Rows that are shorter than their block: what is behind them must not count."""
@@ -184,7 +186,7 @@ def test_norms(weighted: bool, adds: bool, dtype: torch.dtype) -> None:
         check(layer(layer_norm), layer(layer_norm_plain), [x, weight, bias, residual], 4, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", MOSTLY_WIDE)
 @pytest.mark.parametrize("given", ["weight", "bias", "both"])
 def test_norms_of_rows_that_are_read_twice(
     given: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -227,9 +229,9 @@ def test_rows_that_are_too_wide_take_the_form_in_torch(monkeypatch: pytest.Monke
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", MOSTLY_WIDE)
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("is_large", [False, True])
+@pytest.mark.parametrize("is_large", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_rotary(
     is_large: bool, interleaved: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,7 +245,7 @@ def test_rotary(
         check(rotary, rotary_plain, [x, cos, sin], 1, dtype, interleaved=interleaved)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", MOSTLY_WIDE)
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_of_a_value_that_repeats_its_tokens(interleaved: bool, dtype: torch.dtype) -> None:
     of_one_row = (
@@ -280,6 +282,7 @@ WIDE = [(12288, torch.float64), (9001, torch.bfloat16)]
 WIDE += [] if DEVICE == "cpu" else [(9001, torch.float64), (12288, torch.bfloat16)]
 
 
+@pytest.mark.thorough
 def test_norms_as_wide_as_large_models_have_them() -> None:
     """Of odd widths too: at 12,288 and above backward reads its rows twice."""
     for width, dtype in WIDE:

@@ -433,7 +433,9 @@ def case_mesh(case: Case) -> Any:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("case", [Case(d=2), Case(t=2, p=2)], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case(t=2, p=2), pytest.param(Case(d=2), marks=pytest.mark.thorough)], ids=str
+)
 def test_processes_over_gloo_train_as_the_model_does(case: Case) -> None:
     port = free_port()
     size = case_mesh(case).size

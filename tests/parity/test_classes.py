@@ -66,6 +66,7 @@ def test_other_losses_over_classes_are_those_of_one_device(name: str) -> None:
     check(name, t=2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OTHERS)
 def test_that_is_found_out_of_the_logits_in_shards(name: str) -> None:
     case = EVERY[name]
@@ -86,6 +87,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize(
     "name", ["entropy_bonus", "smoothed", pytest.param("to_reference", marks=pytest.mark.thorough)]

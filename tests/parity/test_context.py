@@ -194,6 +194,7 @@ def test_three_ranks(kind: str, mesh: dict[str, Any]) -> None:
     autoptd.verify(given.make(0.2), **mesh, loss_fn=given.loss_fn, example_inputs=given.batch(6, 1), steps=1)
 
 
+@pytest.mark.thorough  # by default in the covering array
 @pytest.mark.parametrize(
     "more", [{"recompute": "full", "t": 2}, {"zero": 1, "d": 2}, {"precision": "bf16"}], ids=str
 )
@@ -220,11 +221,13 @@ EDITS = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 def test_one_mistake_is_found(monkeypatch: pytest.MonkeyPatch, edit: tuple[str, str]) -> None:
     check_is_found(monkeypatch, edit, gpt(2), c=2, example_inputs=(IDS, UNEQUAL))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "edit",
     [
@@ -323,6 +326,7 @@ def test_a_rank_keeps_its_part_of_the_tokens() -> None:
     assert kept[1] + result == 4 * kept[4]
 
 
+@pytest.mark.thorough
 def test_a_gradient_of_a_rank_s_own_tokens_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A norm's weight is R: without a sum over cp, a rank has the gradient of its own tokens."""
     edit_types(monkeypatch, "transformer.ln_f.weight", I)
@@ -330,6 +334,7 @@ def test_a_gradient_of_a_rank_s_own_tokens_is_found(monkeypatch: pytest.MonkeyPa
         autoptd.verify(gpt(2), c=2, example_inputs=batch(), steps=1)
 
 
+@pytest.mark.thorough
 def test_a_sum_of_equal_gradients_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pooled head runs whole on every rank: its weight is I, and to sum its gradient would double it."""
     torch.manual_seed(0)
@@ -382,6 +387,7 @@ def test_explain_is_honest() -> None:
     assert "together" not in alone
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "mesh", [{"c": 2, "t": 2, "p": 2, "sequence_parallel": True}, {"c": 2, "t": 4}], ids=str
 )
@@ -398,6 +404,7 @@ def test_a_program_is_saved_and_drawn(mesh: dict[str, Any], tmp_path: Path) -> N
     assert "## Over cp, in every microbatch" in table and "all-to-all" in table
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", [{"c": 2, "t": 2, "sequence_parallel": True}, {"c": 2, "t": 2}], ids=str)
 def test_an_outer_part_that_is_moved_is_found(monkeypatch: pytest.MonkeyPatch, mesh: dict[str, Any]) -> None:
     """Of tokens cp has the outer part, of heads tp: the check knows what the solver must not choose."""

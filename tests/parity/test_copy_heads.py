@@ -281,6 +281,7 @@ EDITS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 def test_one_mistake_is_found(monkeypatch: pytest.MonkeyPatch, edit: tuple[str, str]) -> None:
     check_is_found(monkeypatch, edit, MODELS["2 of 8"](), c=4, **ULYSSES, example_inputs=(IDS, TARGETS))

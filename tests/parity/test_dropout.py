@@ -39,6 +39,7 @@ def test_gpt(t: int, p: int, d: int, v: int) -> None:
     autoptd.verify(gpt(), t=t, p=p, d=d, v=v, example_inputs=batch(), steps=2)
 
 
+@pytest.mark.thorough  # by default in the covering array
 @pytest.mark.parametrize("m", [2, 1, 8])
 def test_any_number_of_microbatches(m: int) -> None:
     autoptd.verify(gpt(2, 0.3), num_microbatches=m, example_inputs=batch())
@@ -184,6 +185,7 @@ def styled(name: str) -> Styles:
     return Styles(STYLES[name])
 
 
+@pytest.mark.thorough
 @pytest.mark.one_in(42)
 @pytest.mark.parametrize(("name", "mesh"), list(itertools.product(STYLES, STYLE_MESHES)))
 def test_styles(name: str, mesh: dict[str, int]) -> None:

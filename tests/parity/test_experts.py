@@ -116,7 +116,9 @@ def test_experts_train_as_on_one_device(family: str, mesh: int) -> None:
     autoptd.verify(model, example_inputs=batch(), machine=MACHINE, steps=2, **MESHES[mesh])
 
 
-@pytest.mark.parametrize(("family", "rows"), [("Mixtral", 4), ("Phi-3.5-MoE", 8)])
+@pytest.mark.parametrize(
+    ("family", "rows"), [("Mixtral", 4), pytest.param("Phi-3.5-MoE", 8, marks=pytest.mark.thorough)]
+)
 def test_a_model_in_bfloat16_is_not_refused(family: str, rows: int) -> None:
     """Sums of experts' rows, each rounded, are made in another order than the model's: more than a sum's own rounding."""
     model, (_, kwargs) = small_experts(family)
@@ -226,7 +228,7 @@ def test_experts_by_number_train_as_on_one_device(family: str, mesh: int) -> Non
     autoptd.verify(model, example_inputs=batch(), plan=plan, **keywords)
 
 
-@pytest.mark.parametrize("favourite", [0, 3])
+@pytest.mark.parametrize("favourite", [0, pytest.param(3, marks=pytest.mark.thorough)])
 def test_all_tokens_may_choose_experts_of_one_rank(favourite: int) -> None:
     """The other rank has no row at all, and its gradients are zeros."""
     model = with_four_experts("GPT-OSS")

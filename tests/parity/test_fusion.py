@@ -72,6 +72,7 @@ def fused(program: autoptd.Program) -> set[str]:
     return {one.op for one in program.fusions if not one.why}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
@@ -188,6 +189,7 @@ HOOKS: dict[
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("hooks", HOOKS)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_head_with_its_loss_beside_hooks_on_linear_layers(name: str, hooks: str) -> None:

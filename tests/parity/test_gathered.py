@@ -45,6 +45,7 @@ def test_gpt(mesh: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.one_in(96)
 @pytest.mark.parametrize(("name", "mesh"), CASES, ids=map(str, CASES))
 def test_models(name: str, mesh: dict[str, Any]) -> None:
@@ -82,6 +83,7 @@ EDITS = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 def test_one_mistake_is_found(monkeypatch: pytest.MonkeyPatch, edit: tuple[str, str]) -> None:
     check_is_found(monkeypatch, edit, gpt(2), c=2, **CHUNKS, example_inputs=batch())
@@ -215,6 +217,7 @@ def test_a_rank_keeps_its_queries_and_all_keys() -> None:
     assert kept[1] == 4 * (kept[4] - whole)
 
 
+@pytest.mark.thorough
 def test_six_heads_over_four_ranks() -> None:
     """With "auto" nothing runs whole; "ulysses" says what would divide."""
     keywords: dict[str, Any] = {"loss_fn": smoothed, "example_inputs": LONG}
@@ -270,6 +273,7 @@ def test_queries_in_several_blocks_are_no_chunk() -> None:
         autoptd.compile(Segments(), c=4, context="all_gather", **given)
 
 
+@pytest.mark.thorough  # by default in the covering array
 @pytest.mark.parametrize("mesh", [{"c": 2, "t": 2, "sequence_parallel": True}, ALL_FIVE], ids=str)
 def test_masks_of_dropout_are_those_of_one_device(mesh: dict[str, Any]) -> None:
     autoptd.verify(

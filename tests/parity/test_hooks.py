@@ -37,6 +37,7 @@ HOOKS = {
 FULL: dict[str, Any] = {"t": 2, "p": 2, "d": 2, "v": 2, "num_microbatches": 2}
 
 
+@pytest.mark.thorough  # by default in the covering array
 @pytest.mark.parametrize("hooks", HOOKS.values(), ids=HOOKS)
 def test_tied_gpt_on_the_full_mesh(hooks: dict[str, Any]) -> None:
     autoptd.verify(gpt(), **FULL, **hooks, example_inputs=batch(), steps=2)
@@ -50,6 +51,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.one_in(96)
 @pytest.mark.parametrize(("hooks", "mesh"), list(itertools.product(["all, W last", "overlap"], MESHES)))
 def test_untied_projections_on_other_meshes(hooks: str, mesh: dict[str, Any]) -> None:
@@ -187,6 +189,7 @@ def test_a_gradient_that_the_user_changed_counts() -> None:
 # what must fail
 
 
+@pytest.mark.thorough
 def test_one_all_reduce_less_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     edited = edit_source(monkeypatch, "overlap=tp, ", "")
     with pytest.raises(autoptd.InternalError, match="differs"):
@@ -194,6 +197,7 @@ def test_one_all_reduce_less_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert edited
 
 
+@pytest.mark.thorough
 def test_a_wait_less_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     start = ThreadGroup.all_reduce_start
 
@@ -222,18 +226,21 @@ def edit_orders(monkeypatch: pytest.MonkeyPatch, edit: Callable[[list[Any]], Non
     monkeypatch.setattr(verify_module, "compile_program", wrong)
 
 
+@pytest.mark.thorough
 def test_one_w_less_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     edit_orders(monkeypatch, lambda order: order.remove(parse("W0.1")))
     with pytest.raises(autoptd.InternalError, match=r"no W came for the weight gradients of B0\.1"):
         autoptd.verify(gpt(2), **BEHIND, num_microbatches=2, example_inputs=batch(), steps=1)
 
 
+@pytest.mark.thorough
 def test_a_w_behind_the_reduction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     edit_orders(monkeypatch, lambda order: order.append(order.pop(order.index(parse("W0.1")))))
     with pytest.raises(autoptd.InternalError, match="grew after its reduction had started"):
         autoptd.verify(gpt(2), d=2, **LAST, num_microbatches=2, example_inputs=batch(), steps=1)
 
 
+@pytest.mark.thorough
 def test_one_gemm_less_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     take = Deferred.take
     monkeypatch.setattr(Deferred, "take", lambda self: take(self)[1:])
@@ -241,6 +248,7 @@ def test_one_gemm_less_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         autoptd.verify(gpt(2), **BEHIND, example_inputs=batch(), steps=1)
 
 
+@pytest.mark.thorough
 def test_one_microbatch_less_in_the_sum_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def only_the_last(self: Gradients, gemm: WeightGemm) -> None:
         gemm.weight.grad = None
@@ -252,6 +260,7 @@ def test_one_microbatch_less_in_the_sum_is_found(monkeypatch: pytest.MonkeyPatch
         autoptd.verify(gpt(2), **MAIN, num_microbatches=2, example_inputs=batch(), steps=1)
 
 
+@pytest.mark.thorough
 def test_a_gradient_that_is_added_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def twice(self: Gradients, gemm: WeightGemm) -> None:
         add(self, gemm)

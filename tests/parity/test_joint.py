@@ -65,6 +65,7 @@ def test_no_order_is_cheaper(name: str, mesh: dict[str, Any]) -> None:
     assert min(orders(program, "").values()) >= 0
 
 
+@pytest.mark.thorough
 def test_a_conversion_that_is_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     make, mesh, machine, _ = DEARER["gpt, links"]
     edit = ('x = rt.i_to_r(x, tp, site=w.at("ln_1"))', "x = x")

@@ -64,7 +64,7 @@ def kept(number: int, price: float | None) -> Found:
     return trained(gpt(LAYERS, dropout=0.2), machine=MACHINE, memory_price=price, **SETTINGS[number])
 
 
-@pytest.mark.one_in(36)
+@pytest.mark.one_in(99)
 @pytest.mark.parametrize(("number", "pins", "asked"), CASES, ids=map(str, CASES))
 def test_the_same_bits(number: int, pins: Any, asked: dict[str, Any]) -> None:
     found = trained(gpt(LAYERS, dropout=0.2), machine=MACHINE, plan=plan(*pins), **asked, **SETTINGS[number])

@@ -309,6 +309,7 @@ def test_attention_is_split_by_heads(layout: type[Attention]) -> None:
     assert program.costs.redundant_gemm_flops == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", LAYOUTS[::3])
 def test_state_dict_goes_through_meshes_unchanged(layout: type[Attention]) -> None:
     """Random weights into t=4 p=2; what comes out of it into t=2 d=2: bit by bit the same each time."""

@@ -240,6 +240,7 @@ def test_a_program_that_comes_while_updates_are_gathered(monkeypatch: pytest.Mon
                 one.zero_grad()
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_of_one_length_goes_on_at_another(tmp_path: Any) -> None:
     model = gpt(2).double()
     plain = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-3)

@@ -114,6 +114,7 @@ def test_all_four_types_cross_and_are_scattered_where_they_are_equal() -> None:
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*of the FLOPs of matrix products")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("t", [2, 3])

@@ -141,6 +141,7 @@ def test_what_only_sums_read_is_not_computed_in_forward() -> None:
     assert "mask.sum()" not in forward and "self.batch_sum(0, dtype=torch.float32)" in forward
 
 
+@pytest.mark.thorough
 def test_a_sum_of_one_replica_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = batch_sums.set_batch_sums
     monkeypatch.setattr(
@@ -150,6 +151,7 @@ def test_a_sum_of_one_replica_alone_is_found(monkeypatch: pytest.MonkeyPatch) ->
         check(CASES["masked_mean"], d=2)
 
 
+@pytest.mark.thorough
 def test_the_mask_of_a_microbatch_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     edited = edit_source(monkeypatch, "self.batch_sum(0, dtype=torch.float64)", "(mask.sum() * 2)")
     with pytest.raises(autoptd.InternalError, match="differs"):
@@ -175,6 +177,7 @@ def over_a_tensor(model: Model, ids: Tensor, labels: Tensor) -> Tensor:
     return token_losses(model.logits(ids), labels).sum() / torch.tensor(float(ids.shape[0]))
 
 
+@pytest.mark.thorough
 def test_deviations_of_inputs_and_the_remedy_of_constants() -> None:
     inputs = {name: CASES["policy_clip"].inputs[name] for name in ("labels", "advantage")}
     check(Case(deviation, "", inputs), num_microbatches=2)
@@ -224,6 +227,7 @@ def test_losses_over_classes_are_those_of_one_device(name: str, mesh: str) -> No
     check(CLASSES[name], **MESHES[mesh])
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_of_another_mesh_knows_a_number_of_rows(tmp_path: Path) -> None:
     """1 / rows is a number of the model: that of the global batch, whatever the microbatches."""
 

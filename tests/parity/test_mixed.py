@@ -123,6 +123,7 @@ def test_gradients_are_as_exact_as_those_of_one_device(mesh: dict[str, Any]) -> 
     assert ours <= 1.1 * one, errors
 
 
+@pytest.mark.thorough  # by default in test_precision.py
 def test_sharded_masters_are_those_of_whole_ones() -> None:
     """To the bit: what is read in 16 bits and what is not, in buckets of their own."""
     states = [train(gpt(2), batch(8), d=2, zero=zero)[1] for zero in (0, 1)]

@@ -158,6 +158,7 @@ def test_cases_of_the_table(name: str, mesh: str) -> None:
     autoptd.verify(case.make(), example_inputs=case.call(), steps=2, **{"machine": MACHINE, **CELLS[mesh]})
 
 
+@pytest.mark.thorough
 def test_wrong_backwards_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES["contrastive"]
     given: dict[str, Any] = {"example_inputs": case.call(), "steps": 1, "d": 2}

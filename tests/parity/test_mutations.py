@@ -74,6 +74,7 @@ EDITS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("old", "new"), EDITS.values(), ids=EDITS)
 def test_one_conversion_less_is_found(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
     edited = edit_source(monkeypatch, old, new)
@@ -84,6 +85,7 @@ def test_one_conversion_less_is_found(monkeypatch: pytest.MonkeyPatch, old: str,
     assert edited
 
 
+@pytest.mark.thorough
 def test_one_loss_weight_less_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mean of microbatch means instead of the global mean."""
     ids, targets = batch()
@@ -126,6 +128,7 @@ DROPOUT_EDITS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("old", "new"), DROPOUT_EDITS.values(), ids=DROPOUT_EDITS)
 def test_another_dropout_mask_is_found(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
     edited = edit_source(monkeypatch, old, new)
@@ -159,6 +162,7 @@ def in_another_order(buffer: TransferBuffer, arrived: torch.Tensor, tp: Group) -
     return tp.all_gather(arrived.unsqueeze(0), 0, buffer.site).flip(0).flatten()[: buffer.numel]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("wrong", [own_piece_only, scaled, in_another_order], ids=lambda one: one.__name__)
 def test_another_gather_is_found(monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., torch.Tensor]) -> None:
     request = {"t": 2, "p": 2, "p2p": "scatter_gather", "example_inputs": batch(), "steps": 1}
@@ -168,6 +172,7 @@ def test_another_gather_is_found(monkeypatch: pytest.MonkeyPatch, wrong: Callabl
         autoptd.verify(gpt(2), **request)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["EQUAL_VALUE", "EQUAL_GRADIENT"])
 def test_scattering_what_differs_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     request = {"t": 2, "p": 4, "v": 2, "num_microbatches": 4, "p2p": "scatter_gather", "plan": COLUMNS}

@@ -253,6 +253,7 @@ def same(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
     return all(torch.equal(found[name], one) for name, one in wanted.items())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fuse", ["eager", False])
 @pytest.mark.parametrize("wrong", ["", ", size=6"], ids=["forgotten", "wrong"])
 def test_a_padding_that_leaks_is_found(

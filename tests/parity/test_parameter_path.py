@@ -180,6 +180,7 @@ def ids() -> Iterator[str]:
         yield f"{plant.__name__}-{' '.join(f'{name}={value}' for name, value in keywords.items())}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("plant", "keywords"), FAULTS, ids=ids())
 def test_a_fault_shows(monkeypatch: Patch, plant: Callable[[Patch], None], keywords: dict[str, Any]) -> None:
     wanted = expected(tuple(keywords.items()))

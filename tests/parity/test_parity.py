@@ -41,6 +41,7 @@ def test_gpt_with_tied_embeddings(t: int, p: int, d: int, v: int, schedule: str)
     assert len(report.differences) > 5 * len(list(gpt().parameters()))
 
 
+@pytest.mark.thorough  # by default in the covering array
 @pytest.mark.parametrize("order", ["pp-dp-tp", "dp-pp-tp", "tp-pp-dp"])
 def test_any_order_of_ranks(order: str, tmp_path: Path) -> None:
     request: dict[str, Any] = {
@@ -88,6 +89,7 @@ ODD_COUNTS += [(2, 1, "zb_h1", 1), (4, 1, "zb_2p", 3), (3, 2, "zbv", 2), (3, 2, 
 ODD_COUNTS += [(2, 2, "interleaved", 3), (3, 2, "interleaved", 1)]
 
 
+@pytest.mark.thorough  # by default in the covering array
 @pytest.mark.parametrize(("p", "v", "schedule", "m"), ODD_COUNTS)
 def test_any_number_of_microbatches(p: int, v: int, schedule: str, m: int) -> None:
     autoptd.verify(gpt(), p=p, v=v, schedule=schedule, num_microbatches=m, example_inputs=batch(6), steps=2)

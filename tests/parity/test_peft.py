@@ -161,6 +161,7 @@ def test_adapters_that_are_computed(kind: str) -> None:
 SAVED = ["prompt tuning", *(kind for kind in KINDS if kind != "prompt tuning")]
 
 
+@pytest.mark.thorough  # by default in the checkpoint of what is frozen
 @pytest.mark.parametrize("kind", SAVED)
 def test_a_checkpoint_goes_on_at_another_mesh(kind: str, tmp_path: Path) -> None:
     mesh, other = {"d": 2, "zero": 1}, {"t": 2, "p": 2, "num_microbatches": 2}

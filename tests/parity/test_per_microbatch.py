@@ -68,6 +68,7 @@ def test_in_one_microbatch_it_is_the_loss_itself() -> None:
     check(case, t=2, num_microbatches=1)
 
 
+@pytest.mark.thorough
 def test_the_sum_in_place_of_the_mean_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_of(switch)
     text = autoptd.compile(case.make(), num_microbatches=4, example_inputs=case.call()).sources["stage_0.py"]

@@ -97,6 +97,7 @@ def test_parity(name: str, mesh: dict[str, Any]) -> None:
     autoptd.verify(model, **mesh, example_inputs=(IDS, TARGETS), steps=2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS)
 def test_beside_ranks_that_divide_tokens(name: str) -> None:
     """Of causal attention one axis has the queries, of any other both may."""
@@ -123,6 +124,7 @@ EDITS = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 def test_one_mistake_is_found(monkeypatch: pytest.MonkeyPatch, edit: tuple[str, str]) -> None:
     check_is_found(monkeypatch, edit, gpt(2, heads=6, width=36), t=4, example_inputs=batch())

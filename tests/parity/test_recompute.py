@@ -258,6 +258,7 @@ class Turned(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("asked", [{"recompute": ["layers.*"]}, {"recompute": "auto", "memory_price": 1e-6}])
 def test_complex_numbers(asked: dict[str, Any]) -> None:
     torch.manual_seed(0)
@@ -355,6 +356,7 @@ def kept_in_16_bits(number: int, price: float | None) -> Found:
 BF16_MODES = ("auto", "full", "full:1/2", "selective")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("number", "mode"), [*product(range(len(BF16)), BF16_MODES)])
 def test_the_same_bits_in_16_bits(number: int, mode: str) -> None:
     """A model of bfloat16, with dropout; "auto" at a price that every value which can be made again is too dear for."""
@@ -497,6 +499,7 @@ def last_inputs(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(again.Call, "run", wrong)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("plant", [current_masks, other_order, by_address, last_inputs])
 def test_faults_show(plant: Callable[[pytest.MonkeyPatch], None]) -> None:
     asked: dict[str, Any] = {"p": 2, "num_microbatches": 4}
@@ -510,6 +513,7 @@ def test_faults_show(plant: Callable[[pytest.MonkeyPatch], None]) -> None:
     assert differing(right, wrong)
 
 
+@pytest.mark.thorough
 def test_a_weight_gradient_of_another_microbatch_shows() -> None:
     """Of zero-bubble schedules: a GEMM input that B made again is held until its W."""
     asked: dict[str, Any] = {"p": 2, "num_microbatches": 4, "schedule": "zb_h1"}

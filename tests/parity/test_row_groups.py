@@ -153,6 +153,7 @@ def test_rows_that_were_cut_before_halves_were_known_are_refused() -> None:
         pm.step(**HALVES.call())
 
 
+@pytest.mark.thorough
 def test_halves_that_are_cut_as_runs_of_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "autoptd.runtime.step.microbatches.part_of_rows",

@@ -62,6 +62,7 @@ def test_parity(parallel: bool, slices: bool) -> None:
     autoptd.verify(model, t=2, p=2, d=1 + parallel, example_inputs=example(), steps=3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_parity_of_four_ranks(sequence_parallel: bool) -> None:
     ids, targets = (one[:, :4] for one in example())

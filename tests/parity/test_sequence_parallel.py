@@ -52,6 +52,7 @@ def test_parity(model: Any, mesh: dict[str, Any]) -> None:
     autoptd.verify(model(), **mesh, sequence_parallel=True, example_inputs=(ids, labels), steps=2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("hooks", [OVERLAP, HOOKS], ids=["overlap", "all"])
 @pytest.mark.parametrize("model", [gpt, separate], ids=["gpt", "separate"])
 def test_parity_with_hooks_on_gemms(model: Any, hooks: dict[str, Any]) -> None:
@@ -140,6 +141,7 @@ EDITS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("old", "new"), EDITS.values(), ids=EDITS)
 def test_what_is_wrong_is_found(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
     edited = edit_source(monkeypatch, old, new)
@@ -148,6 +150,7 @@ def test_what_is_wrong_is_found(old: str, new: str, monkeypatch: pytest.MonkeyPa
     assert edited
 
 
+@pytest.mark.thorough
 def test_a_norm_weight_whose_gradient_is_not_summed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicated parameters in sharded regions: the classic silent bug of sequence parallelism."""
     sum_only_over(monkeypatch, "dp")
@@ -269,6 +272,7 @@ def test_weighed_bytes_are_those_of_the_collectives() -> None:
     assert program.plan["weighed"]["auto"]["sent_bytes"] == sum(sent)
 
 
+@pytest.mark.thorough
 @pytest.mark.one_in(30)
 @pytest.mark.parametrize(
     ("choice", "mesh", "model"),

@@ -110,6 +110,7 @@ def test_parity(t: int, kv: int, how: str) -> None:
     autoptd.verify(grouped(kv, how), **request(t), steps=2)
 
 
+@pytest.mark.thorough  # by default in the covering array
 @pytest.mark.parametrize(
     "more",
     [
@@ -126,6 +127,7 @@ def test_parity_beside_other_options(more: dict[str, Any]) -> None:
     autoptd.verify(grouped(), **request(4, **more), steps=2)
 
 
+@pytest.mark.thorough  # by default in the covering array
 def test_evaluation_and_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify_module, "CHECKS", ("own dtype", "reload", "evaluation"))
     autoptd.verify(grouped(), **request(4), steps=2)
@@ -163,6 +165,7 @@ def test_keys_that_are_gathered_from_their_sub_axis() -> None:
     autoptd.verify(Looked(), **request(4), steps=2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["expand", "apart", "far apart"])
 def test_masks_of_dropout_are_those_of_one_device(how: str) -> None:
     autoptd.verify(grouped(how=how, drop=0.2), **request(4), steps=2)
@@ -210,6 +213,7 @@ def test_a_piece_is_told_explained_and_saved(tmp_path: Path) -> None:
     assert autoptd.Program.load(tmp_path).params == program.params
 
 
+@pytest.mark.thorough
 def test_a_sum_over_sharers_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     sum_only_over(monkeypatch, "dp", "pp")
     with pytest.raises(autoptd.InternalError, match="differs"):

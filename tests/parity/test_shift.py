@@ -258,6 +258,7 @@ def text_of(name: str) -> str:
 WITHOUT_LABELS = ("z", "entropy")
 
 
+@pytest.mark.thorough
 @pytest.mark.one_in(36)
 @pytest.mark.parametrize("name", [name for name in FORMS if name not in WITHOUT_LABELS])
 def test_labels_in_chunks_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -278,6 +279,7 @@ EDITS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "old", "new"), EDITS.values(), ids=EDITS)
 def test_one_mistake_is_found(monkeypatch: pytest.MonkeyPatch, name: str, old: str, new: str) -> None:
     check_is_found(monkeypatch, (old, new), Shifting(name), c=2, **ZIGZAG, example_inputs=call())

@@ -110,6 +110,7 @@ def test_it_is_right_on_any_mesh_or_refused(name: str, mesh: dict[str, Any]) -> 
         assert "tokens do not divide" in str(error)
 
 
+@pytest.mark.thorough
 def test_an_operator_that_is_wrongly_taken_for_one_of_single_tokens_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -118,6 +119,7 @@ def test_an_operator_that_is_wrongly_taken_for_one_of_single_tokens_is_found(
         autoptd.verify(Between("cumsum"), c=2, context="all_gather", **GIVEN)
 
 
+@pytest.mark.thorough
 def test_tokens_that_are_not_put_in_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a sum of earlier tokens: what is gathered, or comes by an all-to-all, is joined rank by rank."""
     edited = edit_source(

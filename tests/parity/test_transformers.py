@@ -102,6 +102,7 @@ ZIGZAG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], bool]] = {  # w
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("make", "mesh", "is_masked"), ZIGZAG.values(), ids=ZIGZAG)
 @pytest.mark.parametrize("context", ["all_gather", pytest.param("auto", marks=pytest.mark.thorough)])
 def test_family_in_zigzag_order(

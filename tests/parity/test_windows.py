@@ -93,6 +93,7 @@ EDITS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 def test_one_mistake_is_found(monkeypatch: pytest.MonkeyPatch, edit: tuple[str, str]) -> None:
     check_is_found(monkeypatch, edit, windowed(), c=2, **GATHERED, example_inputs=batch())

@@ -136,6 +136,7 @@ def test_some_replicas_share(dp_shard: int) -> None:
     pm.close()
 
 
+@pytest.mark.thorough  # by default in the covering array
 @pytest.mark.parametrize(
     ("mesh", "dp_shard", "axes"),
     [
@@ -268,6 +269,7 @@ def plans_of(pm: autoptd.ParallelModel) -> list[BucketPlan]:
     return params_of(pm)[0]._plans()
 
 
+@pytest.mark.thorough  # by default in the covering array
 def test_the_optimizers_state_goes_to_any_mesh_and_back() -> None:
     meshes: list[dict[str, Any]] = [
         {"d": 2, "zero": 1},
@@ -353,6 +355,7 @@ def is_dropped_after_the_first(real: Callable[..., Any]) -> Callable[..., Any]:
     return split
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("broken", ["sum", "gather", "piece", "factor of one rank", "owners"])
 def test_a_broken_part_shows(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     if broken == "sum":
@@ -496,6 +499,7 @@ def test_a_layer_does_not_wait_for_the_parameters_of_later_ones(
     pm.close()
 
 
+@pytest.mark.thorough
 def test_what_is_read_too_early_shows(late: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage.Withheld, "withhold", never)
     with pytest.raises(autoptd.AutoptdError, match="NaN"):

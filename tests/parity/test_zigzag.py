@@ -31,6 +31,7 @@ def test_gpt(mesh: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.one_in(96)
 @pytest.mark.parametrize("context", ["auto", "all_gather"])
 @pytest.mark.parametrize(("name", "mesh"), CASES, ids=map(str, CASES))
@@ -85,16 +86,19 @@ EDITS = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 def test_one_mistake_is_found(monkeypatch: pytest.MonkeyPatch, edit: tuple[str, str]) -> None:
     check_is_found(monkeypatch, edit, gpt(2), c=2, **ZIGZAG, example_inputs=(IDS, UNEQUAL))
 
 
+@pytest.mark.thorough
 def test_a_rotary_table_in_chunks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     edit = "rt.i_to_s(arange, cp, dim=0, blocks=rt.Zigzag(),", "rt.i_to_s(arange, cp, dim=0,"
     check_is_found(monkeypatch, edit, llama(2), c=2, **ZIGZAG, example_inputs=(IDS, UNEQUAL))
 
 
+@pytest.mark.thorough
 def test_a_mask_of_other_tokens_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     edit = "shard=(1, rt.Zigzag()), group=cp", "shard=(1, 1), group=cp"
     check_is_found(monkeypatch, edit, dropping_gpt(2), c=2, **ZIGZAG, example_inputs=batch())

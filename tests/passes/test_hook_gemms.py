@@ -120,6 +120,7 @@ def test_a_transposed_weight_gets_the_same_hooks() -> None:
     assert "torch.addmm" not in found
 
 
+@pytest.mark.thorough
 def test_an_f_is_found_behind_a_view() -> None:
     pytest.importorskip("transformers")
     from tests.parity.test_transformers import gpt2

@@ -1,5 +1,5 @@
-"""Run by `test_processes.py` as one of 4 ranks over gloo, at (t, d) = (2, 2): DPO in halves, a masked loss, and two that mix
-rows, beside one device; and buffers that a forward updates.
+"""Run by `test_processes.py` over gloo, at d = 2 on 2 ranks, and t = 2 as well on 4: DPO in halves, a masked loss, and two that
+mix rows, next to one device; and buffers that a forward updates.
 
 In: "few" or "more". Rank 0 prints one JSON line: the largest difference of losses and gradients, by loss.
 """
@@ -21,8 +21,11 @@ from tests.parity.buffers import Norm, Router, Updating, batches, make
 
 MIXING = ("contrastive", "load_balancing")
 # By the word that the script is run with.
-LOSSES = {"few": ("contrastive",), "more": ("dpo_halves", "grpo_masked", "entropy_bonus", "load_balancing")}
-UPDATING = {"few": (Router,), "more": (Norm,)}
+LOSSES = {
+    "few": ("contrastive",),
+    "more": ("contrastive", "dpo_halves", "grpo_masked", "entropy_bonus", "load_balancing"),
+}
+UPDATING: dict[str, tuple[type[Updating], ...]] = {"few": (), "more": (Router, Norm)}
 
 
 def worst(name: str) -> float:
@@ -31,9 +34,8 @@ def worst(name: str) -> float:
     call = {key: x.double() if x.is_floating_point() else x for key, x in case.call().items()}
     reference = case.make().double()
     microbatches = 1 if name in MIXING else 2
-    pm = autoptd.parallelize(
-        case.make().double(), t=2, d=2, num_microbatches=microbatches, machine=MACHINE, example_inputs=call
-    )
+    mesh = {"t": int(os.environ["WORLD_SIZE"]) // 2, "d": 2, "num_microbatches": microbatches}
+    pm = autoptd.parallelize(case.make().double(), **mesh, machine=MACHINE, example_inputs=call)
     ours = pm.optimizer(torch.optim.SGD, lr=1e-3)
     theirs = torch.optim.SGD(reference.parameters(), lr=1e-3)
     largest = 0.0

@@ -20,7 +20,7 @@ from autoptd.program.calls import expected_calls
 from tests.parity.models import batch, gpt
 
 # With a sum over tp behind the reduce-scatter; over cp, too; alone; over half of the replicas, with a sum over the other half.
-FEW: list[dict[str, Any]] = [{"t": 2, "d": 2}, {"c": 2, "d": 2}]
+FEW: list[dict[str, Any]] = [{"t": 2, "d": 2}, {"c": 2, "d": 2, "context": "ulysses"}]
 MORE: list[dict[str, Any]] = [*FEW, {"p": 2, "d": 2}, {"d": 4, "dp_shard": 2}]
 STEPS = 3
 # Its values are changed through `optimizer.param_groups`, where some ranks have none of them.

@@ -102,18 +102,18 @@ def test_all_meshes_and_schedules_train_like_one_device(cases: list[Case]) -> No
     )
 
 
-def test_a_default_group_of_the_users() -> None:
+@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_a_default_group_of_the_users(more: bool) -> None:
     """Bound to a device; with groups of the user's own on some ranks; with ranks that come late, the first one too."""
-    run(
-        [
-            launch_of([Case(p=3, layers=3, rows=6, m=3)], 3, "gloo", has_own_groups=True, starts_late=(0, 2)),
-            launch_of([Case(t=2, p=2, rows=4)], 4, "", starts_late=(0, 1)),
-            launch_of([Case(t=2, p=2, rows=4), Case(p=4, m=4)], 4, "bound", has_own_groups=True),
-        ]
-    )
+    late, crossed = Case(p=3, layers=3, rows=6, m=3), Case(t=2, p=2, rows=4)
+    if more:
+        first = launch_of([crossed], 4, "", starts_late=(0, 1))
+    else:
+        first = launch_of([late], 3, "gloo", has_own_groups=True, starts_late=(0, 2))
+    run([first, launch_of([Case(p=4, m=4) if more else crossed], 4, "bound", has_own_groups=True)])
 
 
-@pytest.mark.parametrize("sizes", [(3, 4, 6), pytest.param((8,), marks=pytest.mark.thorough)], ids=str)
+@pytest.mark.parametrize("sizes", [(4,), pytest.param((3, 6, 8), marks=pytest.mark.thorough)], ids=str)
 def test_operations_in_one_order_over_all_communicators(sizes: tuple[int, ...]) -> None:
     """What NCCL asks for, and no Work of synchronous collectives: on the stand-in, which gets stuck otherwise."""
     launches = []
@@ -122,22 +122,19 @@ def test_operations_in_one_order_over_all_communicators(sizes: tuple[int, ...]) 
     run(launches, 20.0)
 
 
-@pytest.fixture
-def programs(tmp_path: Path) -> list[Path]:
-    """Compiled ones, where W actions do something and scattered messages are gathered."""
-    found = []
-    for number, keywords in enumerate(
-        [{"p": 4, "v": 2, "schedule": "zbv"}, {"t": 2, "p": 2, "p2p": "scatter_gather"}]
-    ):
-        model = gpt(8, width=16).double()
-        program = autoptd.compile(model, **keywords, backend="local", example_inputs=batch(24))  # type: ignore[arg-type]
-        program.save(tmp_path / str(number))
-        found.append(tmp_path / str(number))
-    return found
+# Where scattered messages are gathered, and where W actions do something.
+COMPILED = [{"t": 2, "p": 2, "p2p": "scatter_gather"}, {"p": 4, "v": 2, "schedule": "zbv"}]
+BOTH = [("in_order", ""), ("", "in_order")]
 
 
 @pytest.mark.parametrize(
-    "groups", [("", "in_order"), pytest.param(("in_order", ""), marks=pytest.mark.thorough)], ids=str
+    "groups", [("in_order",), *(pytest.param(both, marks=pytest.mark.thorough) for both in BOTH)], ids=str
 )
-def test_compiled_programs_on_both_kinds_of_groups(programs: list[Path], groups: tuple[str, ...]) -> None:
-    run([launch_of([program], 4, group) for program, group in zip(programs, groups, strict=True)], 60.0)
+def test_compiled_programs_on_both_kinds_of_groups(tmp_path: Path, groups: tuple[str, ...]) -> None:
+    launches = []
+    for number, group in enumerate(groups):
+        model, folder = gpt(8, width=16).double(), tmp_path / str(number)
+        program = autoptd.compile(model, **COMPILED[number], backend="local", example_inputs=batch(24))  # type: ignore[arg-type]
+        program.save(folder)
+        launches.append(launch_of([folder], 4, group))
+    run(launches)

@@ -36,10 +36,12 @@ def test_eight_processes_train_like_one_device(tmp_path: Path) -> None:
     assert told["pretrained"], "a saved folder gives another loss"
 
 
-@pytest.mark.parametrize("word", ["few", pytest.param("more", marks=pytest.mark.thorough)])
-def test_four_processes_train_losses_with_batch_sums_halves_split_classes_and_mixed_rows(word: str) -> None:
-    results = finish(start(HERE / "losses.py", 4, word), timeout=180)
-    assert [code for code, _, _ in results] == [0] * 4, "\n".join(err[-2000:] for _, _, err in results)
+@pytest.mark.parametrize(("word", "size"), [("few", 2), pytest.param("more", 4, marks=pytest.mark.thorough)])
+def test_processes_train_losses_with_batch_sums_halves_split_classes_and_mixed_rows(
+    word: str, size: int
+) -> None:
+    results = finish(start(HERE / "losses.py", size, word), timeout=180)
+    assert [code for code, _, _ in results] == [0] * size, "\n".join(err[-2000:] for _, _, err in results)
     found = json.loads(results[0][1].splitlines()[-1])
     assert len(found) == len(losses.LOSSES[word]) + len(losses.UPDATING[word])
     assert max(found.values()) <= 1e-9, found
@@ -54,6 +56,7 @@ def test_four_processes_share_two_kv_heads() -> None:
     assert max(found["worst"].values()) <= 1e-9 and found["axes"] == ["tp", "tp:(2)2"], found
 
 
+@pytest.mark.thorough  # by default with a sharded update, below
 def test_four_processes_divide_tokens_and_samples() -> None:
     results = finish(start(HERE / "divide_tokens.py", 4), timeout=180)
     assert [code for code, _, _ in results] == [0] * 4, "\n".join(err[-2000:] for _, _, err in results)
@@ -74,25 +77,34 @@ def test_four_processes_share_the_update_in_one_world_after_the_other(more: list
 
 TWO, FOUR = {"p": 2}, {"p": 2, "d": 2}
 DEATHS = [  # mesh, which rank dies at which action of the step
+    # By default the first seven.
     (TWO, 0, "F0.2"),
-    (TWO, 1, "B1.1"),
+    (FOUR, 3, "B1.1"),
     (TWO, 0, "W0.1"),
-    (TWO, 0, "SEND_F0.2>1"),
-    (TWO, 1, "RECV_F1.2<0"),
     (TWO, 1, "SEND_B1.1>0"),
+    (TWO, 1, "RECV_F1.2<0"),
+    ({"d": 2}, 1, "REDUCE0"),
+    ({"d": 2, "zero": 1}, 1, UPDATE),
+    (TWO, 1, "B1.1"),
+    (TWO, 0, "SEND_F0.2>1"),
     (TWO, 0, "RECV_B0.2<1"),
     (TWO, 1, "REDUCE1"),
-    ({"d": 2}, 1, "REDUCE0"),
-    (FOUR, 3, "B1.1"),
-    ({"d": 2, "zero": 1}, 1, UPDATE),
 ]
 
 
-def test_a_rank_killed_at_any_kind_of_action_ends_the_others_and_is_named() -> None:
-    """Every other rank ends before the timeout, and says who died and for what it waited itself: action and microbatch."""
+def test_every_kind_of_action_is_there() -> None:
     assert {parse(action).kind for _, _, action in DEATHS if action != UPDATE} == set(Kind)
-    ends = ends_of_others([(*death, "SIGKILL") for death in DEATHS])
-    for (mesh, victim, action), others in zip(DEATHS, ends, strict=True):
+
+
+@pytest.mark.parametrize(
+    "deaths", [DEATHS[:7], pytest.param(DEATHS[7:], marks=pytest.mark.thorough)], ids=["few", "more"]
+)
+def test_a_rank_killed_at_any_kind_of_action_ends_the_others_and_is_named(
+    deaths: list[tuple[dict[str, int], int, str]],
+) -> None:
+    """Every other rank ends before the timeout, and says who died and for what it waited itself: action and microbatch."""
+    ends = ends_of_others([(*death, "SIGKILL") for death in deaths])
+    for (mesh, victim, action), others in zip(deaths, ends, strict=True):
         assert len(others) == mesh.get("p", 1) * mesh.get("d", 1) - 1
         for rank, end in others.items():
             told = f"rank {victim} killed at {action}; rank {rank} said after {end['seconds']:.1f} s:\n{end['error']}"

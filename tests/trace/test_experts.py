@@ -149,6 +149,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dispatch", OTHERS)
 def test_what_depends_on_the_order_stays_and_is_refused_over_the_batch(dispatch: Dispatch) -> None:
     assert NAME not in captured(dispatch)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +14,9 @@ from autoptd import trace
 from autoptd.errors import PlanError, TraceError
 from autoptd.ir.machine import Machine
 from autoptd.program.module_hashes import prints_of
+from tests.forks import finish, start
 from tests.waits import LONG
 
-ROOT = Path(__file__).parents[2]
 X = torch.randn(4, 6)
 WEIGHT = nn.Parameter(torch.randn(6))
 
@@ -270,10 +267,8 @@ def test_a_name_says_nothing_of_what_was_traced_before() -> None:
 def test_a_saved_program_imports_it_in_a_new_process(tmp_path: Path, function: Any) -> None:
     model = OfTwo(function) if function is Chosen else Net(function)
     autoptd.compile(model, t=2, example_inputs=torch.randn(8, 6)).save(tmp_path)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(tmp_path / "stage_0.py"), "--check"]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONG, check=False)
-    assert ran.returncode == 0, ran.stderr
+    ((code, _, error),) = finish(start(tmp_path / "stage_0.py", 1, "--check"), LONG)
+    assert code == 0, error
 
 
 class Scaled(torch.autograd.Function):

@@ -125,7 +125,7 @@ MESHES: list[dict[str, Any]] = [{"t": 2, "c": 2}, {"d": 2, "zero": 1, "num_micro
     ("mesh", "precision"),
     [
         (MESHES[0], "bf16"),
-        (MESHES[1], "fp16"),
+        pytest.param(MESHES[1], "fp16", marks=pytest.mark.thorough),
         pytest.param(MESHES[0], "fp16", marks=pytest.mark.thorough),
         pytest.param(MESHES[1], "bf16", marks=pytest.mark.thorough),
     ],

@@ -280,6 +280,7 @@ DEARER = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.one_in(9)
 @pytest.mark.parametrize(("c", "t", "tokens", "heads", "layers"), DEARER)
 def test_the_gap_of_an_order_at_the_size_of_a_model(

@@ -35,7 +35,7 @@ TOKENS: dict[str, Any] = {"sequence_parallel": True, "p": 2, "machine": {"link_b
     ("name", "request_"),
     [
         ("tied GPT", TOKENS),
-        ("parallel residual", {}),
+        pytest.param("parallel residual", {}, marks=pytest.mark.thorough),
         ("encoder and decoder", TOKENS),
         pytest.param("tied GPT", {}, marks=pytest.mark.thorough),
         pytest.param("parallel residual", TOKENS, marks=pytest.mark.thorough),

@@ -263,7 +263,7 @@ def test_owners_on_one_rank_keep_one_copy() -> None:
     ("machine", "mesh"),
     [
         (COMPUTE_AGAIN, {"p": 3}),
-        (SEND, {"p": 2, "v": 2}),
+        pytest.param(SEND, {"p": 2, "v": 2}, marks=pytest.mark.thorough),
         pytest.param(COMPUTE_AGAIN, {"t": 2, "p": 2}, marks=pytest.mark.thorough),
         pytest.param(COMPUTE_AGAIN, {"p": 2, "v": 2}, marks=pytest.mark.thorough),
         pytest.param(SEND, {"p": 3}, marks=pytest.mark.thorough),

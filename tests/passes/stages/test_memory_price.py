@@ -172,6 +172,7 @@ def test_what_the_least_plan_takes_is_enough() -> None:
         autoptd.compile(model, memory=0.97 * memory, **request)
 
 
+@pytest.mark.thorough
 def test_layouts_are_searched_for_once_however_often_a_step_is_rehearsed() -> None:
     """What is put aside for the work of operators changes with every rehearsal; a layout's price does not."""
     asked: dict[str, Any] = {

@@ -158,7 +158,7 @@ def test_it_is_one_operator_without_scores(form: Form) -> None:
     assert bool(squares) == (form is distant) and all(len(shape(node)) == 2 for node in squares)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("form", RAISED.values(), ids=RAISED)
 def test_the_numbers_are_those_of_one_device(form: Form, order: str) -> None:
@@ -172,7 +172,7 @@ def test_what_is_not_known_to_be_the_same_stays(form: Form) -> None:
     assert not any(op_name(node) == ATTENTION for node in ops(program.graphs["ANNOTATED"]))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("form", LEFT.values(), ids=LEFT)
 def test_what_stays_has_the_numbers_of_one_device(form: Form) -> None:
     autoptd.verify(Written(form).double(), example_inputs=call(), c=2, t=2, steps=2)
@@ -189,6 +189,7 @@ def test_without_context_parallel_ranks_nothing_changes() -> None:
     assert not any(op_name(node) == ATTENTION for node in ops(program.graphs["ANNOTATED"]))
 
 
+@pytest.mark.thorough
 def test_a_window_taken_for_causal_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A proof that is wrong is seen by `verify`."""
 

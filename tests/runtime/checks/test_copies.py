@@ -87,10 +87,10 @@ def test_a_flipped_bit_of_a_master() -> None:
 @pytest.mark.parametrize(
     "keywords",
     [
-        {"d": 2, "zero": 1},
         {"c": 2, "d": 2, "zero": 1},
         {"t": 2, "p": 2},
-        {"d": 4, "zero": 1, "dp_shard": 2},
+        pytest.param({"d": 2, "zero": 1}, marks=pytest.mark.thorough),
+        pytest.param({"d": 4, "zero": 1, "dp_shard": 2}, marks=pytest.mark.thorough),
     ],
 )
 def test_equal_copies_pass(keywords: dict[str, Any]) -> None:

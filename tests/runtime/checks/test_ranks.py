@@ -22,8 +22,8 @@ def started(rows: int = 8, **keywords: Any) -> ParallelModel:
 @pytest.mark.parametrize(
     "mesh",
     [
-        {"d": 2, "p": 2, "num_microbatches": 2},
         {"d": 2, "zero": 1, "precision": "fp16"},
+        pytest.param({"d": 2, "p": 2, "num_microbatches": 2}, marks=pytest.mark.thorough),
         pytest.param({"d": 2, "t": 2}, marks=pytest.mark.thorough),
         pytest.param({"t": 2, "p": 2}, marks=pytest.mark.thorough),
     ],

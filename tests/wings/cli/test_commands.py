@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import runpy
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +21,8 @@ from autoptd.wings.cli import main
 from autoptd.wings.cli.data import batches, load_tokens
 from autoptd.wings.cli.programs import _fallbacks
 from examples.gpt import make_gpt
+from tests.forks import finish, start
+from tests.waits import LONG
 from tests.wings.viz.programs import deep
 
 GPT = "examples/gpt.py:make_gpt --set n_layer=2 --set n_embd=16 --set n_head=2 --seq 8".split()
@@ -81,14 +81,12 @@ def test_compile_writes_a_program_whose_stages_run_alone(
     assert {"stage_0.py", "plan.json", "report.html", "graph.dot"} <= {
         path.name for path in tmp_path.iterdir()
     }
-    done = subprocess.run(
-        [sys.executable, tmp_path / "stage_1.py", "--check"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Stage1 on 2 tensor ranks" in done.stdout and "returns    loss  [] float32 = 5.5" in done.stdout
-    assert "goes back  gradient of x_from_0  [1, 8, 16] float32" in done.stdout
-    made, given = next(line for line in done.stdout.splitlines() if "parameters have" in line).split()[1:4:2]
-    assert made == given, done.stdout
+    ((code, said, error),) = finish(start(tmp_path / "stage_1.py", 1, "--check"), LONG)
+    assert code == 0, error
+    assert "Stage1 on 2 tensor ranks" in said and "returns    loss  [] float32 = 5.5" in said
+    assert "goes back  gradient of x_from_0  [1, 8, 16] float32" in said
+    made, given = next(line for line in said.splitlines() if "parameters have" in line).split()[1:4:2]
+    assert made == given, said
 
 
 def test_a_stage_with_nan_or_without_gradients_is_no_success(
