@@ -46,6 +46,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Not every n-th: of models times meshes that could be all models on the same mesh. Whatever order they are collected in.
     """
+    # One fork server, which takes seconds to start, is enough where all that needs one runs on one of two workers; and what
+    # is long does not come last.
+    items.sort(key=lambda item: item.get_closest_marker("processes") is None)
     of_one: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
         if (

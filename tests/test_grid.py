@@ -20,6 +20,7 @@ def test_case(case: Case) -> None:
     assert Tally().count(case) == ""
 
 
+@pytest.mark.thorough
 def test_every_pair_of_values_is_covered() -> None:
     def pairs(cases: list[Case]) -> set[object]:
         return {pair for case in cases for pair in itertools.combinations(zip(FACTORS, case, strict=True), 2)}

@@ -20,7 +20,8 @@ from autoptd import trace
 from autoptd.compat import FakeTensor
 from autoptd.ir.notes import copy_graph
 
-MANY = 64  # traces that are kept
+# Traces that are kept: what is asked for again is asked for soon, and what walks over all objects walks over these.
+MANY = 16
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 seen: dict[bytes, trace.Captured] = {}
 seen_again: dict[bytes, Graph] = {}

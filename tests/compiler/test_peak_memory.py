@@ -57,6 +57,7 @@ def batch(replicas: int = 1, device: str = "cpu") -> tuple[Tensor, Tensor]:
     return ids, ids.clone()
 
 
+@pytest.mark.thorough
 @pytest.mark.one_in(9)
 @pytest.mark.parametrize("asked", CELLS, ids=str)
 def test_the_fullest_moment(asked: dict[str, Any]) -> None:

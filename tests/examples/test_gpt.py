@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -130,26 +130,14 @@ def test_curves_are_drawn_whatever_they_hold() -> None:
     assert [len(points) for points in lines] == [2, 2, 1]  # entropy, one device without its NaN, in parallel
 
 
-def test_single_writes_its_losses_without_autoptd(tmp_path: Path) -> None:
-    sizes = [
-        "--steps",
-        "3",
-        "--batch",
-        "2",
-        "--length",
-        "8",
-        "--layers",
-        "1",
-        "--hidden",
-        "8",
-        "--heads",
-        "2",
-    ]
-    (tmp_path / "autoptd.py").write_text("raise RuntimeError('the reference must not import what it judges')")
-    command = [sys.executable, EXAMPLES / "single.py", "--out", tmp_path, *sizes]
-    subprocess.run(
-        command, check=True, capture_output=True, env={"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    )
+def test_single_writes_its_losses_without_autoptd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = "--steps 3 --batch 2 --length 8 --layers 1 --hidden 8 --heads 2".split()
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.delitem(sys.modules, "recipe", raising=False)
+    # An import of it fails: the reference must not import what it judges.
+    monkeypatch.setitem(sys.modules, "autoptd", None)
+    monkeypatch.setattr(sys, "argv", ["single.py", "--out", str(tmp_path), *sizes])
+    runpy.run_path(str(EXAMPLES / "single.py"), run_name="__main__")
     result = json.loads((tmp_path / "single.json").read_text())
     assert len(result["losses"]) == 3 and abs(result["losses"][0] - math.log(256)) < 0.3
     assert result["tokens_per_second"] > 0 and result["settings"]["hidden"] == 8

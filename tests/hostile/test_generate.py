@@ -77,6 +77,7 @@ def returns(change: Callable[[Tensor], Tensor], name: str = "step") -> object:
     )
 
 
+@pytest.mark.thorough
 def test_what_is_wrong_is_told() -> None:
     with returns(lambda loss: loss * (1 + 1e-8)):  # type: ignore[attr-defined]
         assert judged("tie", steps=2).detail == "loss of step 0 differs by 1.0e-08"

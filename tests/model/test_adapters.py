@@ -116,6 +116,7 @@ def fresh(**options: Any) -> nn.Module:
     return peft.get_peft_model(llama(), lora(**options))
 
 
+@pytest.mark.thorough
 def test_masters_follow(tmp_path: Path) -> None:
     own = own_folder(adapted("LoRA"), tmp_path / "own")
     with running(fresh(), t=2, d=2, zero=1, precision="bf16") as pm:
@@ -168,6 +169,7 @@ class Scored(nn.Module):
         return 2 * self.inner(input_ids=input_ids, labels=labels).loss
 
 
+@pytest.mark.thorough
 def test_a_model_within_another(tmp_path: Path) -> None:
     model = Scored()
     own_folder(model.inner, tmp_path / "own")

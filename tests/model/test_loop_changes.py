@@ -280,6 +280,19 @@ HARMLESS: dict[str, Callable[[Net], Any]] = {
 }
 
 
+# Noticed as one of the others is.
+MORE = {
+    *("nested attribute", "item of a dict", "item of a global", "another config", "another partial"),
+    *("attribute over that of the class", "tensor in place", "another buffer", "a function of the file"),
+    *("a method of tensors", "a function of Python", "defaults of keywords", "a method over the base's"),
+    *("a proxy", "a hook of a backward", "a layer more", "a cached object"),
+}
+
+
+def some_of(forms: dict[str, Any], thorough: set[str]) -> list[Any]:
+    return [pytest.param(form, marks=[pytest.mark.thorough] * (form in thorough)) for form in forms]
+
+
 @pytest.fixture(autouse=True)
 def as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in {"SCALE": 1.0, "CONFIG": Config(), "F": F, "LOGGED": 0}.items():
@@ -303,7 +316,7 @@ def train(pm: ParallelModel, steps: int) -> None:
             pm.step(*BATCH)
 
 
-@pytest.mark.parametrize("form", EFFECTIVE)
+@pytest.mark.parametrize("form", some_of(EFFECTIVE, MORE))
 def test_a_change_of_what_the_forward_computes_is_a_fault(form: str) -> None:
     torch.manual_seed(0)
     model = Net()
@@ -316,7 +329,7 @@ def test_a_change_of_what_the_forward_computes_is_a_fault(form: str) -> None:
         train(pm, 1)
 
 
-@pytest.mark.parametrize("form", PATCHES)
+@pytest.mark.parametrize("form", some_of(PATCHES, MORE))
 def test_what_a_program_patches_is_a_fault(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Patched()
     pm, code, dtype = running(model), shifted.__code__, torch.get_default_dtype()

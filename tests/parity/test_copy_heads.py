@@ -287,6 +287,7 @@ def test_one_mistake_is_found(monkeypatch: pytest.MonkeyPatch, edit: tuple[str, 
     check_is_found(monkeypatch, edit, MODELS["2 of 8"](), c=4, **ULYSSES, example_inputs=(IDS, TARGETS))
 
 
+@pytest.mark.thorough  # by default in tests/runtime/checkpoint/test_layouts.py
 def test_a_checkpoint_fits_meshes_whose_ranks_copy_heads_and_others(tmp_path: Path) -> None:
     """Copies divide the heads of a weight otherwise; what a checkpoint says of them is the model's."""
     meshes: list[dict[str, Any]] = [{"t": 2, "num_microbatches": 2}, {"c": 4, **ULYSSES}]

@@ -174,6 +174,7 @@ def test_balanced_routers_train_as_on_one_device(family: str, mesh: int) -> None
     autoptd.verify(balanced(family), example_inputs=batch(), **about)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["Mixtral", pytest.param("Phi-3.5-MoE", marks=pytest.mark.thorough)])
 def test_balanced_routers_take_one_microbatch(family: str) -> None:
     with pytest.raises(autoptd.PlanError, match="or run with num_microbatches=1"):

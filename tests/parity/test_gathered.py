@@ -157,6 +157,7 @@ def two_dims(layers: int, length: int, width: int, heads: int, t: int, c: int) -
     return autoptd.compile(model, t=t, c=c, example_inputs=(ids, ids), num_microbatches=1, **how)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("t", "c"), [(4, 4), pytest.param(2, 4, marks=pytest.mark.thorough)])
 def test_traffic_is_that_of_two_dimensional_tensor_parallelism(t: int, c: int) -> None:
     """Table II of Subramanian et al. at their ViT-64K: what a rank sends for a layer, over n1 and over n2."""

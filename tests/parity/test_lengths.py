@@ -101,7 +101,7 @@ def test_padded_batches_train_like_batches_that_are_not(mesh: dict[str, Any], sh
 
 
 @pytest.mark.parametrize(
-    "count", [6, pytest.param(100, marks=pytest.mark.thorough)]
+    "count", [3, pytest.param(100, marks=pytest.mark.thorough)]
 )  # in one run, without a program beyond those of the buckets
 def test_random_lengths_in_buckets(count: int) -> None:
     sizes = random.Random(1)

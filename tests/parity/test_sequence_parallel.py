@@ -91,6 +91,7 @@ def test_a_layer_has_two_gathers_and_two_reduce_scatters() -> None:
     assert conversions(plain, "transformer.h.1.") == {"i_to_r": 2, "p_to_i": 2}
 
 
+@pytest.mark.thorough  # by default in test_counts.py
 @pytest.mark.parametrize(("model", "hooks"), list(itertools.product([gpt, separate], [{}, OVERLAP, HOOKS])))
 def test_executed_calls_are_those_of_the_program(model: Any, hooks: dict[str, Any]) -> None:
     pm = autoptd.parallelize(

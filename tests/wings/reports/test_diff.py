@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -103,7 +101,3 @@ def test_how_the_command_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert str(wrong) in captured.err and not captured.out
     (tmp_path / "program.json").write_text("{}")
     assert main(["diff", str(tmp_path), str(a)]) == 2
-    done = subprocess.run(
-        [sys.executable, "-m", "autoptd", "diff", a, b], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (1, "mesh\n  t: 2 -> 4\n"), done.stderr
