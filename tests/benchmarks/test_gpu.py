@@ -249,12 +249,14 @@ def test_a_model_is_measured_in_all_its_forms(setting: Setting) -> None:
     assert not any("why" in one for one in forms.values())
 
 
+@pytest.mark.thorough
 def test_a_model_on_several_ranks_is_right(setting: Setting) -> None:
     (row,) = [row for row in right.ROWS if row.name.startswith("parity: ") and row.is_short]
     *_, found = row.run(setting)
     assert found["ok"], found
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("shape", [NANOGPT, LLAMA_8B, QWEN_7B])
 def test_model_flops_are_those_of_the_program_with_half_of_the_scores(shape: Shape) -> None:
     small = toy(shape)
@@ -329,6 +331,7 @@ def test_a_wait_without_a_reason_fails_its_check(setting: Setting, monkeypatch: 
     assert found["waits"] == 0 or not found["ok"]
 
 
+@pytest.mark.thorough
 def test_growth_is_seen(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[torch.Tensor] = []
     monkeypatch.setattr(right_steps, "trained", lambda *_: (Closes(), lambda: kept.append(torch.ones(1000))))

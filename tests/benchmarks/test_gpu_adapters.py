@@ -20,6 +20,7 @@ def setting(tmp_path: Path) -> Setting:
     return Setting(Device(), is_toy=True, folder=tmp_path)
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("shape", [LLAMA_8B, QWEN_7B])
 def test_model_flops_with_adapters_are_those_of_the_program(shape: Shape) -> None:
     """Frozen weights have no gradient; of the first layer nobody asks for that of its input."""

@@ -44,6 +44,7 @@ def judged(name: str, **more: object) -> Outcome:
     return judge(write(found[0], 4), setting)
 
 
+@pytest.mark.one_in(96)
 @pytest.mark.parametrize("family", HOLDS)
 def test_one_of_each_family(family: str) -> None:
     name, kind = HOLDS[family]

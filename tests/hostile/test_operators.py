@@ -189,7 +189,7 @@ ALL = {f"{kind}: {name}": head for kind, heads in KINDS.items() for name, head i
 EVERY = [(name, MESHES[(k + i) % 4]) for k, name in enumerate(ALL) for i in range(4)]
 
 
-@pytest.mark.one_in(66)
+@pytest.mark.one_in(96)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("name", "mesh"), EVERY, ids=[f"{name} {mesh}" for name, mesh in EVERY])
 def test_the_models_numbers(name: str, mesh: dict[str, Any]) -> None:

@@ -268,6 +268,7 @@ def check_triton(device: str, dtype: torch.dtype) -> None:
 
 
 # `triton_forms.py` has the others.
+@pytest.mark.thorough  # by default in triton_forms.py
 @pytest.mark.one_in(99)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_triton_has_the_same_bits_in_its_interpreter(

@@ -194,15 +194,6 @@ def test_three_ranks(kind: str, mesh: dict[str, Any]) -> None:
     autoptd.verify(given.make(0.2), **mesh, loss_fn=given.loss_fn, example_inputs=given.batch(6, 1), steps=1)
 
 
-@pytest.mark.thorough  # by default in the covering array
-@pytest.mark.parametrize(
-    "more", [{"recompute": "full", "t": 2}, {"zero": 1, "d": 2}, {"precision": "bf16"}], ids=str
-)
-def test_more_options(more: dict[str, Any]) -> None:
-    """What a mesh of the covering array has little of."""
-    autoptd.verify(gpt(2), c=2, **more, example_inputs=batch(), steps=2)
-
-
 EDITS = {
     "an all-to-all joined along another dim": (
         "rt.s_to_s(c_attn, cp, dim=1, to_dim=2, to_blocks=3,",

@@ -39,12 +39,6 @@ def test_gpt(t: int, p: int, d: int, v: int) -> None:
     autoptd.verify(gpt(), t=t, p=p, d=d, v=v, example_inputs=batch(), steps=2)
 
 
-@pytest.mark.thorough  # by default in the covering array
-@pytest.mark.parametrize("m", [2, 1, 8])
-def test_any_number_of_microbatches(m: int) -> None:
-    autoptd.verify(gpt(2, 0.3), num_microbatches=m, example_inputs=batch())
-
-
 class Styles(nn.Module):
     """The ways in which decoders call dropout; every one is a residual branch of its own."""
 

@@ -24,8 +24,7 @@ from tests.parity.kept import kept_bytes
 from tests.parity.kinds import KINDS, smoothed
 from tests.parity.models import LENGTH, VOCAB, batch, gpt, uneven
 from tests.parity.rotary import llama
-from tests.parity.test_context import ALL_FIVE, CASES, GPT_MESHES, LONG, MODELS
-from tests.parity.test_dropout import gpt as dropping_gpt
+from tests.parity.test_context import CASES, GPT_MESHES, LONG, MODELS
 from tests.parity.test_mutations import check_is_found
 
 IDS, TARGETS = batch()
@@ -272,11 +271,3 @@ def test_queries_in_several_blocks_are_no_chunk() -> None:
     autoptd.verify(Segments(), c=4, **given, steps=1)
     with pytest.raises(autoptd.PlanError, match=r"attention by queries, and 2 queries do not.*c in \{1, 2\}"):
         autoptd.compile(Segments(), c=4, context="all_gather", **given)
-
-
-@pytest.mark.thorough  # by default in the covering array
-@pytest.mark.parametrize("mesh", [{"c": 2, "t": 2, "sequence_parallel": True}, ALL_FIVE], ids=str)
-def test_masks_of_dropout_are_those_of_one_device(mesh: dict[str, Any]) -> None:
-    autoptd.verify(
-        dropping_gpt(2 * mesh.get("p", 1)), **mesh, context="all_gather", example_inputs=batch(), steps=1
-    )

@@ -37,12 +37,6 @@ HOOKS = {
 FULL: dict[str, Any] = {"t": 2, "p": 2, "d": 2, "v": 2, "num_microbatches": 2}
 
 
-@pytest.mark.thorough  # by default in the covering array
-@pytest.mark.parametrize("hooks", HOOKS.values(), ids=HOOKS)
-def test_tied_gpt_on_the_full_mesh(hooks: dict[str, Any]) -> None:
-    autoptd.verify(gpt(), **FULL, **hooks, example_inputs=batch(), steps=2)
-
-
 MESHES = [
     {"t": 4},
     {"p": 4, "num_microbatches": 3},

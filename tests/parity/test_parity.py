@@ -84,17 +84,6 @@ def test_any_number_of_layers(t: int, p: int, v: int, layers: int) -> None:
     autoptd.verify(gpt(layers), t=t, p=p, v=v, example_inputs=batch(), steps=2)
 
 
-ODD_COUNTS = [(2, 1, "1f1b", 1), (2, 1, "1f1b", 3), (4, 1, "gpipe", 3), (2, 2, "interleaved", 6)]
-ODD_COUNTS += [(2, 1, "zb_h1", 1), (4, 1, "zb_2p", 3), (3, 2, "zbv", 2), (3, 2, "looped_bfs", 1)]
-ODD_COUNTS += [(2, 2, "interleaved", 3), (3, 2, "interleaved", 1)]
-
-
-@pytest.mark.thorough  # by default in the covering array
-@pytest.mark.parametrize(("p", "v", "schedule", "m"), ODD_COUNTS)
-def test_any_number_of_microbatches(p: int, v: int, schedule: str, m: int) -> None:
-    autoptd.verify(gpt(), p=p, v=v, schedule=schedule, num_microbatches=m, example_inputs=batch(6), steps=2)
-
-
 @pytest.mark.one_in(96)
 @pytest.mark.parametrize(
     "schedule", [{"schedule": "zb_h1"}, {"schedule": "zb_2p"}, {"schedule": "zbv", "v": 2}], ids=str

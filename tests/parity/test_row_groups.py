@@ -67,6 +67,7 @@ def check(loss: Callable[..., Tensor], **mesh: Any) -> None:
     autoptd.verify(case.make(), example_inputs=case.call(), steps=2, **mesh)
 
 
+@pytest.mark.one_in(96)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mesh", [LARGE, pytest.param("m=4", marks=pytest.mark.thorough)])
 def test_groups_stay_together(way: str, mesh: str) -> None:

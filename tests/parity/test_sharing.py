@@ -110,29 +110,6 @@ def test_parity(t: int, kv: int, how: str) -> None:
     autoptd.verify(grouped(kv, how), **request(t), steps=2)
 
 
-@pytest.mark.thorough  # by default in the covering array
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"d": 2, "sequence_parallel": True},
-        {"d": 2, "p": 2, "sequence_parallel": True},
-        {"p": 2, "v": 2},
-        {"async_tensor_model_parallel_allreduce": True, "accumulate_allreduce_grads_in_fp32": True},
-        {"p": 2, "schedule": "zb_h1"},
-        {"d": 2, "order": "pp-dp-tp", "sequence_parallel": "auto"},
-        {"d": 2, "p": 2, "order": "dp-tp-pp"},
-    ],
-)
-def test_parity_beside_other_options(more: dict[str, Any]) -> None:
-    autoptd.verify(grouped(), **request(4, **more), steps=2)
-
-
-@pytest.mark.thorough  # by default in the covering array
-def test_evaluation_and_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify_module, "CHECKS", ("own dtype", "reload", "evaluation"))
-    autoptd.verify(grouped(), **request(4), steps=2)
-
-
 @pytest.mark.thorough
 def test_layers_with_other_numbers_of_kv_heads() -> None:
     """tp is seen as 2 x 4 ranks and as 4 x 2."""

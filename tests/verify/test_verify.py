@@ -207,6 +207,7 @@ def test_a_lost_optimizer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         autoptd.verify(gpt(1), num_microbatches=2, example_inputs=tokens(0), steps=3)
 
 
+@pytest.mark.thorough
 def test_command_line_tells_all(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = [
         part for one in ("n_layer=1", "n_head=2", "n_embd=8", "vocab_size=64") for part in ("--set", one)
@@ -223,6 +224,7 @@ def test_batch_alone() -> None:
     assert {one.what for one in report.differences} == {"loss", "gradient", "parameter", "evaluation"}
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("rate", [0.1, 0.0])
 def test_ranks_run_the_attention_that_the_model_runs(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """With given masks torch writes attention out, which rounds otherwise than its fused kernels."""

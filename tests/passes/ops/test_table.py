@@ -485,6 +485,7 @@ MODELS: dict[str, Callable[[], torch.nn.Module]] = {
 }
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("which", MODELS)
 def test_every_claim_of_a_model(which: str) -> None:
     """Operators whose axes are refined by all others of the model."""

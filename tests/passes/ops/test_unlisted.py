@@ -81,6 +81,7 @@ def example() -> tuple[Tensor, Tensor]:
     return torch.randint(12, (8, 6), generator=source), torch.randint(12, (8, 6), generator=source)
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(
     "rule", ["", "... d, d -> ... d", pytest.param("b s d, d -> b s d", marks=pytest.mark.thorough)]
 )

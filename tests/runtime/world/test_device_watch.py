@@ -121,6 +121,7 @@ def test_a_main_thread_that_comes_out_keeps_its_groups(monkeypatch: pytest.Monke
     assert aborted == ["groups"], "the end of a group would wait for what cannot end"
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("where", ["on the device", "in a call"])
 def test_a_rank_that_hangs_is_diagnosed_after_the_timeout(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str
