@@ -34,7 +34,6 @@ HOOKS = {
     "all, W behind B": {**OVERLAP, **MAIN, **BEHIND},
     "all, W last": {**OVERLAP, **MAIN, **LAST},
 }
-FULL: dict[str, Any] = {"t": 2, "p": 2, "d": 2, "v": 2, "num_microbatches": 2}
 
 
 MESHES = [

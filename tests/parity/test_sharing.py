@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from autoptd.ir.types import R, S
 from tests.parity.models import Blocks, batch
 from tests.sums import sum_only_over
 
-verify_module = importlib.import_module("autoptd.verify.verify")
 WIDTH, HEADS, SIZE = 64, 8, 8
 CHEAP = Machine(flops=1e18, memory_bandwidth=1e15, latency=1e-7, per_parameter_byte=1e-10)
 """Collectives are dear, the same work on several ranks is not: what real sizes are like."""
