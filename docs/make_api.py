@@ -58,7 +58,7 @@ def _members(thing: type) -> dict[str, Any]:
 
 
 def _signature(name: str, thing: Any) -> str:
-    """`name(...) -> ...`, a line per argument where it is long; "" for what is no call."""
+    """`name(...) -> ...`, a line per argument where it is long; "" for anything that cannot be called."""
     if isinstance(thing, property) or (inspect.isclass(thing) and issubclass(thing, Exception)):
         return ""
     try:

@@ -1,6 +1,6 @@
-"""Hold two loss curves against each other, in words and as a picture.
+"""Compare two loss curves, in words and as a picture.
 
-In: the losses of two runs, one number a step. Out: what is wrong with them, and an SVG.
+In: the losses of two runs, one number per step. Out: the differences that are too large, and an SVG.
 
     find_faults([5.0, 3.0], [5.0, 3.1], entropy=3.2)        # ["the curves part at step 1: ..."]
 """
@@ -10,16 +10,19 @@ from __future__ import annotations
 import math
 
 TOLERANCE = 1e-3
-# Of what is computed in 16 bits: 1% of a loss
+# For computation in 16 bits: 1% of the loss
 WIDE = 1e-2
 WIDTH, HEIGHT, MARGIN = 640, 360, 48
-STROKES = (("#f0b040", 6), ("#2050a0", 2))  # the second curve is drawn on the first one: both stay visible
+STROKES = (
+    ("#f0b040", 6),
+    ("#2050a0", 2),
+)  # the second curve is drawn over the first one, and both stay visible
 
 
 def find_faults(
     single: list[float], parallel: list[float], entropy: float, precision: str | None = None
 ) -> list[str]:
-    """Return what is wrong with the two curves, in words; nothing when all is well. NaN compares as wrong."""
+    """Return the faults of the two curves, in words; an empty list if there are none. NaN is a fault."""
     if len(single) != len(parallel):
         return [f"{len(single)} steps on one device, {len(parallel)} in parallel"]
     faults = []
@@ -55,7 +58,7 @@ def draw(single: list[float], parallel: list[float], entropy: float) -> str:
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}">',
-        # A picture beside the others: on a dark screen, dark as they are.
+        # Like the other pictures, it follows dark mode.
         "<style>@media screen and (prefers-color-scheme: dark) { rect { fill: #12171d } .quiet { fill: #a6b1bc }",
         "  text[fill='#2050a0'] { fill: #79aff2 } polyline[stroke='#2050a0'] { stroke: #79aff2 } }</style>",
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',

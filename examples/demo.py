@@ -1,7 +1,7 @@
-"""Train one GPT twice, on one device and on 2 x 2 x 2 ranks, and hold the two loss curves against each other.
+"""Train one GPT twice, on one device and on 2 x 2 x 2 ranks, and compare the two loss curves.
 
-In: nothing (or `--data FILE`). Out: the results in `out/`, and exit status 1 unless the parallel run follows
-the plain one within 1e-3 at every step and ends below the unigram entropy of the text.
+In: nothing (or `--data FILE`). Out: the results in `out/`, and exit status 1 unless the losses of the parallel run
+are within 1e-3 of the plain ones at every step and end below the unigram entropy of the text.
 
     make demo
     make demo ARGS="--data my.txt --steps 100"
@@ -23,17 +23,17 @@ from text import load_tokens, unigram_entropy
 
 MESH = ["--t", "2", "--p", "2", "--d", "2", "--v", "2", "--num-microbatches", "4"]
 RANKS = 8
-OUTPUTS = {  # name or pattern -> what it shows; the first ones are to be opened first
-    "graph.svg": "start here: the model as a graph, with the collectives that were inserted",
+OUTPUTS = {  # name or pattern -> what it shows, in the order in which to open them
+    "graph.svg": "start here: the model as a graph, with the inserted collectives",
     "stage_*.py": "the program: one readable file per pipeline stage, the same on every tensor and data rank",
-    "layers.py": "what several stages call, their layers above all",
+    "layers.py": "the methods that several stages call, mostly layers",
     "stages.svg": "what each stage holds, communicates and sends",
-    "schedule.svg": "who computes which microbatch when, who is idle, what is held for backward",
+    "schedule.svg": "which rank computes which microbatch when, where it idles, what it holds for backward",
     "trace.json": "the same for ui.perfetto.dev",
     "schedule.txt": "the same as text: each pipeline rank's list of actions",
     "collectives.md": "every collective with its bytes and the reason for it",
-    "plan.json": "what was decided: mesh, cut, shards",
-    "program.json": "what the runtime reads: slices, buckets, actions",
+    "plan.json": "the decisions: mesh, cut, shards",
+    "program.json": "the input of the runtime: slices, buckets, actions",
     "loss.svg": "both loss curves, one on top of the other",
     "passes": "the graph after every pass (diff two of them)",
     "single.json": "losses and tokens/s of the plain loop on one device",
@@ -44,7 +44,7 @@ OUTPUTS = {  # name or pattern -> what it shows; the first ones are to be opened
 def main() -> None:
     args = add_arguments(ArgumentParser(description=__doc__.splitlines()[0])).parse_args()
     here, start = Path(__file__).parent, time.perf_counter()
-    for name in ("single.json", "parallel.json"):  # an old result must not pass for a new one
+    for name in ("single.json", "parallel.json"):  # an old result must not be taken for a new one
         (args.out / name).unlink(missing_ok=True)
     run("One device, a plain torch loop", [sys.executable, here / "single.py", *sys.argv[1:]])
     # "--": without it torchrun takes the script's --d for an abbreviation of its --duplicate-... options and stops
@@ -77,11 +77,11 @@ def main() -> None:
 
 
 def run(title: str, command: list[str | Path]) -> None:
-    """Run one script, one thread a process (8 processes share the cores); end the demo when it fails."""
+    """Run one script, with one thread per process (8 processes share the cores); end the demo if it fails."""
     print(f"\n== {title}", flush=True)
     status = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode
     if status:
-        sys.exit(f"\nThe demo FAILED: '{title}' ended with status {status}; its first error stands above")
+        sys.exit(f"\nThe demo FAILED: '{title}' ended with status {status}; see its first error above")
 
 
 def read_losses(path: Path) -> list[float]:

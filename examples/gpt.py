@@ -1,4 +1,4 @@
-"""A small GPT for one device, written as any user would: nothing here knows that it will be parallelised.
+"""A small GPT for one device, as any user would write it: nothing here knows that it will be parallelized.
 
 In: token ids [batch, length] and, to train, the ids that follow. Out: logits [batch, length, vocab] and the mean loss.
 

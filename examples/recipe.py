@@ -1,7 +1,7 @@
-"""What single.py and train.py have in common, so that both train the same model on the same batches.
+"""Shared by single.py and train.py, so that both train the same model on the same batches.
 
 In: the command line. Out: the arguments, the model, the batches; and a log that shows progress and writes the
-losses (train.py has `autoptd.Progress` for that).
+losses (train.py uses `autoptd.Progress` instead).
 
     args = add_arguments(ArgumentParser()).parse_args()
     model = make_model(args)
@@ -34,14 +34,15 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     parser.add_argument(
         "--batch", type=int, default=32, help="rows of the global batch (default %(default)s)"
     )
-    parser.add_argument("--length", type=int, default=64, help="tokens of a row (default %(default)s)")
+    parser.add_argument("--length", type=int, default=64, help="tokens per row (default %(default)s)")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--precision", help="bf16, fp16, bf16-mixed or fp16-mixed: of the ranks; one device stays in float32"
+        "--precision",
+        help="precision of the ranks: bf16, fp16, bf16-mixed or fp16-mixed; one device stays in float32",
     )
     parser.add_argument("--data", type=Path, help="text file (default: Python's help topics)")
     parser.add_argument(
@@ -93,7 +94,7 @@ class Log:
         )
 
     def tokens_per_second(self) -> float:
-        """Tokens of the global batch over the median time of a step: the first one, which warms up, does not count."""
+        """Divide the tokens of the global batch by the median time of a step, without the first one, which warms up."""
         seconds = [end - start for start, end in zip(self.times, self.times[1:], strict=False)]
         return self.args.batch * self.args.length / statistics.median(seconds[1:] or seconds)
 
@@ -107,7 +108,7 @@ class Log:
 
 
 def save_losses(args: Namespace, path: Path, losses: list[float], tokens_per_second: float) -> None:
-    """Write what the demo compares."""
+    """Write the file that the demo compares."""
     result = {"settings": vars(args), "tokens_per_second": tokens_per_second, "losses": losses}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1, default=str) + "\n")

@@ -1,4 +1,4 @@
-"""Real English text without a download: Python's own help topics (or a file of yours), one token a byte.
+"""Real English text without a download: Python's own help topics (or your own file), one token per byte.
 
 In: nothing, or a path. Out: token ids in [0, 256), and a stream of (x, y) batches that is the same on every rank.
 
@@ -28,7 +28,7 @@ def load_tokens(path: str | Path | None = None) -> Tensor:
 def batches(
     tokens: Tensor, batch: int, length: int, steps: int, seed: int, start: int = 0
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pairs (x, y) of shape [batch, length] for steps `start` to `steps`, at places that follow from the seed alone."""
+    """Yield pairs (x, y) of shape [batch, length] for steps `start` to `steps`, at positions that depend only on the seed."""
     if len(tokens) <= length:
         raise ValueError(f"a text of {len(tokens)} bytes is too short for length={length}")
     generator = torch.Generator().manual_seed(seed)
@@ -42,7 +42,7 @@ def batches(
 
 
 def unigram_entropy(tokens: Tensor) -> float:
-    """Return, in nats, the loss of the best guess that looks at no context: what a model that learns must get below."""
+    """Return, in nats, the loss of the best guess without context: a model that learns must get below it."""
     share = torch.bincount(tokens, minlength=VOCAB_SIZE).double() / len(tokens)
     share = share[share > 0]
     return float(-(share * share.log()).sum())

@@ -1,12 +1,12 @@
-"""Train the same GPT on t x p x d ranks: gpt.py as it is, and the loop of single.py with `pm` for the model.
+"""Train the same GPT on t x p x d ranks: gpt.py unmodified, and the loop of single.py with `pm` instead of the model.
 
 In: the command line. Out: `<out>/parallel.json` with the losses, and everything that `pm.show` writes.
 
     torchrun --nproc-per-node 8 -- examples/train.py --t 2 --p 2 --d 2 --v 2
-    python examples/train.py --t 2 --p 2 --d 2 --v 2 --backend local              # the same, ranks are threads
-    torchrun --nproc-per-node 4 -- examples/train.py --t 2 --p 2 --save ckpts --resume      # goes on where it was ended
+    python examples/train.py --t 2 --p 2 --d 2 --v 2 --backend local              # the same, with ranks as threads
+    torchrun --nproc-per-node 4 -- examples/train.py --t 2 --p 2 --save ckpts --resume      # resumes an interrupted run
 
-The `--` is for torchrun: without it, it takes the script's `--d` for one of its own options, abbreviated, and stops.
+The `--` is for torchrun, which would otherwise read the script's `--d` as an abbreviation of one of its options, and stop.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def train(args: Namespace) -> None:
             ckpt.resume()
         with autoptd.Progress(pm, tokens=tokens, steps=args.steps, log=args.log) as progress:
             for batch in make_batches(args, start=pm.steps):
-                loss = progress.step(*pm.local_batch(*batch))  # pm.step, measured from time to time
+                loss = progress.step(*pm.local_batch(*batch))  # pm.step, measured every few steps
                 norm = pm.clip_grad_norm_(MAX_GRAD_NORM)
                 opt.step()
                 opt.zero_grad()
                 progress.add(loss, norm)
-                if ckpt and not ckpt.step(loss):  # saves when it is due; False once a signal has asked to end
+                if ckpt and not ckpt.step(loss):  # saves when a save is due; False after a signal to stop
                     break
     if progress.is_first and progress.losses:
         save_losses(args, args.out / "parallel.json", progress.losses, progress.tokens_per_second)
@@ -66,11 +66,13 @@ def parse_arguments() -> Namespace:
     parser.add_argument("--num-microbatches", type=int, help="per replica and step")
     parser.add_argument("--schedule", help="gpipe, 1f1b, interleaved, looped_bfs, zb_h1, zb_2p or zbv")
     parser.add_argument("--backend", help="local (ranks are threads), gloo or nccl")
-    parser.add_argument("--log", help="file for a JSON object a step")
+    parser.add_argument("--log", help="file for one JSON object per step")
     parser.add_argument("--save", help="folder for checkpoints")
-    parser.add_argument("--save-every", type=int, default=20, help="steps (default %(default)s)")
     parser.add_argument(
-        "--resume", action="store_true", help="from the last checkpoint in --save, if there is one"
+        "--save-every", type=int, default=20, help="steps between checkpoints (default %(default)s)"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="start from the last checkpoint in --save, if there is one"
     )
     return parser.parse_args()
 

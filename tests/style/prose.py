@@ -63,7 +63,10 @@ PAGES: tuple[str, ...] = (
     "docs/real-models.md",
 )
 # Files, or folders with all that is below them, whose comments and strings are checked, relative to the same.
-SOURCES: tuple[str, ...] = ("autoptd/model",)
+SOURCES: tuple[str, ...] = (
+    "autoptd/model",
+    "examples",
+)
 
 _FENCED = re.compile(r"^([ \t]*)```.*?^\1```[^\n]*$", re.M | re.S)
 _TABLE = re.compile(r"<!-- table: .*?<!-- end of table -->", re.S)
