@@ -66,7 +66,7 @@ def about(options: Options, batch: Batch, ranks: Sequence[int], stage: int, wgra
 def _about_hooks(options: Options, wgrad_sink: str) -> list[str]:
     """Explain `rt.linear`, where the file has any."""
     hooks = []
-    if options.async_tensor_model_parallel_allreduce:
+    if options.hooks.async_allreduce:
         groups = " or ".join(f"overlap={axis}" for axis in options.mesh.value_axes)
         hooks.append(f"{groups} all-reduces the gradient of the input while the weight's is computed")
     if wgrad_sink == "main_grads":
@@ -86,6 +86,6 @@ def _about_dtypes(options: Options) -> list[str]:
             f"{which} is in {dtype}, cast from the float32 storage that the optimizer steps. "
             "Gradients add up in float32."
         )
-    if options.accumulate_allreduce_grads_in_fp32:
+    if options.hooks.fp32_gradients:
         lines.append("All gradients add up in float32 (float64 for float64): parameter.main_grad.")
     return lines
