@@ -54,6 +54,7 @@ def evaluate(node: Node, env: dict[Node, Any]) -> Any:
     return eval(expression(node, names.__getitem__), scope)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ALL)
 def test_text_means_the_operator(name: str) -> None:
     graph, env = traced(name)[:2] if name in EXAMPLES else trace_call(*MORE[name])

@@ -65,6 +65,7 @@ def test_three_hundred_cases_are_distinct_and_the_same_again() -> None:
     assert [case.number for case in drawn] == list(range(300))
 
 
+@pytest.mark.thorough
 def test_all_sources_are_python() -> None:
     for family in FAMILIES.values():
         for recipe in family():

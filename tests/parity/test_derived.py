@@ -99,6 +99,7 @@ STYLES: dict[str, Callable[[], nn.Module]] = {
 MESHES: list[dict[str, Any]] = [{"t": 2, "p": 2}, {"t": 4, "d": 2, "sequence_parallel": True}]
 
 
+@pytest.mark.one_in(99)
 @pytest.mark.filterwarnings("ignore:.*of the FLOPs of matrix products")
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("style", STYLES)

@@ -246,6 +246,7 @@ def test_experts_that_do_not_divide_are_not_split_by_number() -> None:
         autoptd.compile(model, t=2, example_inputs=batch(), plan=by_expert(model), machine=MACHINE)
 
 
+@pytest.mark.thorough
 def test_products_of_other_rows_are_sorted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """One product splits columns of all rows, the next one rows, where products are slow: two orders of a layer's choices."""
     monkeypatch.setattr(machine, "DEFAULT", covering.SLOW_PRODUCTS)

@@ -149,6 +149,7 @@ def test_adapters_whose_layers_are_written_out(kind: str) -> None:
     autoptd.verify(adapted(kind), example_inputs=batch(), machine=MACHINE, steps=2, t=2)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*raises on the values of a tensor")
 @pytest.mark.parametrize(
     "kind",

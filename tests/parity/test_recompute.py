@@ -296,6 +296,7 @@ class ParallelBlock(nn.Module):
         return x + 0.7 * (y + self.down(nn.functional.gelu(self.up(x))))
 
 
+@pytest.mark.thorough
 def test_a_layer_that_begins_with_what_two_stages_compute() -> None:
     """The part that one of them has is a method of that one."""
     torch.manual_seed(0)

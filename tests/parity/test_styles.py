@@ -330,6 +330,7 @@ STYLES: dict[str, tuple[Callable[[], Model], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.one_in(96)
 @pytest.mark.parametrize("style", STYLES)
 def test_style(style: str) -> None:
     make, mesh = STYLES[style]

@@ -68,7 +68,7 @@ MESHES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(99)
 @pytest.mark.parametrize("mesh", MESHES, ids=map(str, MESHES))
 @pytest.mark.parametrize("added", [False, True], ids=["what is seen", "what is added"])
 def test_parity(mesh: dict[str, Any], *, added: bool) -> None:

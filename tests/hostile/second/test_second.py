@@ -74,6 +74,7 @@ def test_what_is_wrong_is_told() -> None:
         assert judge(source, Play(MESH, steps=1)).detail == "in step: KeyError: 'x'"
 
 
+@pytest.mark.thorough
 def test_a_false_alarm_and_a_silence_are_told(tmp_path: Any) -> None:
     loops = {loop.name: loop for loop in TABLES["loops"]}
     twice = loops["two steps, then an update"]
