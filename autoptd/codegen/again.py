@@ -151,7 +151,7 @@ def write_recipe(
     needed = [name for name in arguments if name in read]
     writer.add(1, f"def {recipe.name}_again({', '.join(['self', *needed, *kept.values()])}):")
     seconds = microseconds_text(sum(note(node).keep.again for node in recipe.operators))
-    writer.docstring(f"What backward needs of `{recipe.name}` and was not kept: in {seconds}.")
+    writer.docstring(f"Recompute for backward what `{recipe.name}` dropped: {seconds}.")
     axes = bound_axes(computed)
     writer.bind(axes | _needed(bound or {}, read))
     for name, values in _needed(lists or {}, read).items():

@@ -93,7 +93,7 @@ def write_method(writer: Writer, method: Method, mesh: Mesh) -> None:
 def _about(block: Block) -> str:
     if len(block.stages) > 1:
         return f"Computed on stages {numbers_text(block.stages)}: cheaper than sent."
-    return f"What this stage has of {layer_of(note(block.nodes[0]).module)}."
+    return f"This stage's part of {layer_of(note(block.nodes[0]).module)}."
 
 
 def write_method_call(

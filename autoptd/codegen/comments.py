@@ -17,7 +17,7 @@ from autoptd.ir.names import quoted
 from autoptd.ir.notes import note, op_name, shape, tensor
 from autoptd.ir.operators.table import says_shape
 from autoptd.ir.types import CONVERSIONS, shard_size
-from autoptd.program.calls import star
+from autoptd.program.calls import ONE_RANK, star
 
 SHORT = {"all-reduce": "AR", "all-gather": "AG", "reduce-scatter": "RS", "all-to-all": "A2A"}
 WHEN = ("fwd", "bwd")
@@ -75,6 +75,9 @@ def _conversion_reason(node: Node, mesh: Mesh, layers: dict[str, str] | None) ->
     if note(node).gemm.uses is not None:
         work.append("AG again bwd")
     why = brief(node, note(node).why, layers)
+    # The reason says which rank, and nothing is sent.
+    if why and {*conversion_work(node)} <= {"none", ONE_RANK}:
+        return why
     return f"{', '.join(work) or 'no communication'}, {collective_bytes(node, mesh):,} B: {why}"
 
 

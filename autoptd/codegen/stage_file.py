@@ -36,7 +36,7 @@ LAYERS = "layers.py"
 FOOTER = """
 
 if __name__ == "__main__":
-    rt.main(Stage{stage}, __file__)  # --check: this stage alone, on random numbers
+    rt.main(Stage{stage}, __file__)  # --check: run this stage alone on random inputs
 """
 ABOUT_SUB_AXES = (
     "axis:(b)n is a part of an axis whose ranks are a grid: a factor of n ranks, behind a slower one of b."
@@ -131,7 +131,7 @@ def _write_forward(
         source = f"from stage {crossing.source} (pipeline rank {about.ranks[crossing.source]})"
         writer.comment(2, f"{crossing.name}: {typed_text(crossing.node, mesh)}, {source}: {crossing.origin}")
     for node in part.read("input"):
-        writer.comment(2, f"{note(node).name}: {value_text(node)}, of the batch")
+        writer.comment(2, f"{note(node).name}: {value_text(node)}, from the batch")
     # `tp, w = self.groups["tp"], self.weights`: groups are looked up once, also where a loop uses them.
     writer.bind(bound_axes(_own_nodes(part)) | {"w": "self.weights"})
     if part.read("buffer"):

@@ -63,8 +63,7 @@ def settle(model: nn.Module, options: Options) -> Options:
     # A file with a schedule fixes m: it names every microbatch.
     if written is not None:
         options = replace(options, num_microbatches=schedule.num_microbatches(written))
-    fuse = replace(options.fuse, backend=default_fusion(model.parameters(), options))
-    return replace(options, fuse=fuse)
+    return replace(options, fuse=default_fusion(model.parameters(), options))
 
 
 __all__ = ["Request", "settle"]

@@ -9,7 +9,7 @@ operator against the table of types, independently of how the assignment was fou
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
@@ -28,7 +28,7 @@ from autoptd.ir.types import CONVERSIONS, Conversion, E, I, P, R, S, ValueType, 
 from autoptd.passes.axes.axes import Axes, Letter
 from autoptd.passes.axes.vocabulary import Padding
 from autoptd.passes.context import Context
-from autoptd.passes.reader_names import reader_name
+from autoptd.passes.conversion_reasons import Reasons
 from autoptd.passes.runner import CALLS, Form, graph_pass
 from autoptd.passes.solve.assign import Assignment
 from autoptd.passes.solve.classes import REDUCED_FORMS
@@ -67,7 +67,7 @@ def communicate(graph: Graph, ctx: Context) -> None:
 
 def meet_readers(graph: Graph, assignment: Assignment, mesh: Mesh) -> None:
     """Give every reader its operands in the types that it needs over the axis of the assignment."""
-    axis = assignment.axis
+    axis, reasons = assignment.axis, Reasons(assignment)
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         wanted: dict[Layout, list[Node]] = {}
@@ -81,7 +81,9 @@ def meet_readers(graph: Graph, assignment: Assignment, mesh: Mesh) -> None:
                 # Readers come in the order of the graph: the conversion stands before the first of them.
                 if types not in by_type:
                     behind = _behind(node, converted, types, assignment)
-                    by_type[types] = convert_before(graph, converted, axis, types, readers[0], mesh, behind)
+                    by_type[types] = convert_before(
+                        graph, converted, axis, types, readers[0], mesh, reasons, behind
+                    )
                 converted = by_type[types]
             if converted is not node:
                 for reader in readers:
@@ -107,7 +109,14 @@ def _behind(node: Node, source: Node, types: Layout, assignment: Assignment) -> 
 
 
 def convert_before(
-    graph: Graph, source: Node, axis: str, types: Layout, reader: Node, mesh: Mesh, behind: Node | None = None
+    graph: Graph,
+    source: Node,
+    axis: str,
+    types: Layout,
+    reader: Node,
+    mesh: Mesh,
+    why: Callable[[Node, Step, Node], str],
+    behind: Node | None = None,
 ) -> Node:
     """Insert the conversions that bring `source` to other types over an axis; return the last one.
 
@@ -124,7 +133,7 @@ def convert_before(
         # Several steps in a row: each stands behind the one before.
         with graph.inserting_after(converted) if behind is not None else graph.inserting_before(reader):
             converted = _insert(graph, converted, axis, step, mesh, near)
-        note(converted).why = _why(source, step.after, reader)
+        note(converted).why = why(source, step, reader)
     return converted
 
 
@@ -163,17 +172,6 @@ def _padded_size(source: Node, kind: ValueType, target: ValueType, t: int) -> in
     """Return the size of the padded dim that a conversion makes or undoes; 0 where t divides."""
     dims = note(source).dims
     return max(padded_size(dims, kind, t), padded_size(dims, target, t))
-
-
-def _why(source: Node, kind: ValueType, reader: Node) -> str:
-    where = f"{note(reader).module}: " if note(reader).module else ""
-    need = {
-        "I": "a whole value",
-        "R": "a whole input whose gradient is summed",
-        "P": "a partial sum",
-        "S": "a shard",
-    }
-    return f"{where}{reader_name(reader)} needs {need[kind.kind]}"
 
 
 def check_connected(graph: Graph, axes: Axes, axis: str, mesh: Mesh) -> None:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from autoptd.program.program import Program
     from autoptd.program.specs import Collective
 
-LOCAL_WORK = ("one rank keeps it", "slice", "zero-pad")
+ONE_RANK = "one rank keeps it"
+LOCAL_WORK = (ONE_RANK, "slice", "zero-pad")
 LOCAL_KINDS = ("none", *LOCAL_WORK)
 # The conversion of a `Collective` that is made once more, in backward, for a value that was not kept.
 AGAIN = "computed again"

@@ -67,7 +67,7 @@ class _Planner:
         # Seconds of either way; the scattered one has a call more.
         whole = nbytes / link
         scattered = nbytes / t / link + wire_bytes("all-gather", nbytes, t) / gather + self.machine.message
-        times = f"whole {1e6 * whole:.3g} us, 1/{t} each and gathered {1e6 * scattered:.3g} us"
+        times = f"{1e6 * whole:.3g} us whole, {1e6 * scattered:.3g} us as 1/{t} per rank and an all-gather"
         return (t, f"1/{t} each: {times}") if scattered < whole else (1, f"whole: {times}")
 
     def is_small(self, nbytes: int) -> bool:

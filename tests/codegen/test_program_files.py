@@ -64,7 +64,7 @@ def test_a_stage_says_what_arrives_and_where_its_values_go() -> None:
         "# x goes to stage 3 (pipeline rank 0) as x_from_2: [4, 32, 128] float32, I; its gradient comes back"
         in text
     )
-    assert "# idx: [4, 32] int64, of the batch" in gpt(d=1).sources["stage_0.py"]
+    assert "# idx: [4, 32] int64, from the batch" in gpt(d=1).sources["stage_0.py"]
 
 
 def test_a_stage_says_what_is_summed_at_the_end() -> None:

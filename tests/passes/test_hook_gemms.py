@@ -45,7 +45,7 @@ def test_an_f_with_one_reader_becomes_part_of_it() -> None:
     call = 'rt.linear(ln_2, w.mlp.c_fc.weight, w.mlp.c_fc.bias, overlap=tp, site=w.at("mlp.c_fc"))'
     assert f"c_fc = {call}" in lines[at]
     assert lines[at - 1].strip() == "# column: 128 = 2 x 64  [2, 8, 64]"
-    above = "# overlap: AR bwd, 2,048 B: linear needs a whole input whose gradient is summed"
+    above = "# overlap: AR bwd, 2,048 B: column-parallel input: gradient all-reduced over tp"
     assert lines[at - 2].strip() == above
     assert "c_proj = F.linear(gelu," in text(program)  # a row-split GEMM has no such input
 

@@ -86,4 +86,4 @@ def test_auto_scatters_over_the_network_only() -> None:
         assert there.parts == parts, (mesh, there.why)
     (there, _) = plan(large, mesh=Mesh(4, 2, 2), p2p="auto")
     # 16 MiB at 25 GB/s; a quarter of that, three quarters at 200 GB/s and a call of 20 us.
-    assert there.why == "1/4 each: whole 671 us, 1/4 each and gathered 251 us"
+    assert there.why == "1/4 each: 671 us whole, 251 us as 1/4 per rank and an all-gather"

@@ -102,7 +102,7 @@ def _conversion(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Collectiv
     # Linear layers that read a gathered value keep the shard, and gather it again for the weight's gradient.
     if record.gemm.uses is None:
         return [call]
-    why = "the weight's gradient needs the whole input, of which the shard was kept"
+    why = "the weight gradient needs the full input; only its shard was saved"
     again = dataclasses.replace(
         call, conversion="gathered again", forward="none", backward="all-gather", why=why
     )

@@ -284,9 +284,7 @@ def _keep_partial(node: Node, partial: list[Node], split: bool) -> ValueType:
             "; autoptd.per_microbatch(x) marks an auxiliary loss that is meant for each microbatch by itself"
         )
     if op_name(node) == "aten.nan_to_num":
-        remedy = (
-            "leave it out: a step raises at a loss that is NaN, and goes on with RankOptions(nan='ignore')"
-        )
+        remedy = "leave it out: a step raises at a loss that is NaN, and goes on with nan='ignore'"
     if op_name(node) == "aten.div" and len(operands(node)) > 1:
         remedy += "; a divisor may be any sum over inputs, and none over what parameters make"
     raise MixedSamples(site(node), fact, remedy)

@@ -16,12 +16,10 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from torch.fx import Node
 
 from autoptd.errors import PlanError
@@ -31,10 +29,9 @@ from autoptd.ir.notes import note, op_name
 from autoptd.ir.steps import Step
 from autoptd.ir.types import CONVERSIONS
 from autoptd.passes.ops.costs import flops
+from autoptd.passes.solve.alternatives import Alternative, alternatives
 from autoptd.passes.solve.assign import Assignment
-from autoptd.passes.solve.eliminate import TableTooLarge, minimize
 from autoptd.passes.solve.problem import Problem
-from autoptd.passes.solve.strategy import Strategy
 from autoptd.passes.solve.symbols import Symbols
 from autoptd.program.calls import LOCAL_WORK
 
@@ -43,48 +40,6 @@ KEPT_PLAN_REMARK = (
     "sequence_parallel=True: what is split without it stays split; only what stands between may be split by tokens. "
     '"auto" may split all of it otherwise'
 )
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """A strategy of a node, and the extra cost of the best plan with it, in seconds per microbatch."""
-
-    strategy: Strategy
-    seconds: float
-    is_chosen: bool
-
-
-def alternatives(problem: Problem, node: Node) -> list[Alternative]:
-    """Return all strategies of `node`: the chosen one, then the others by price; of tied layers, those of the first.
-
-    The price is infinite where no plan has the strategy, and nan where none was found. Every alternative solves the model
-    again.
-    """
-    variable = problem.variable[node]
-    chosen = problem.answer[variable]
-    ordered = []
-    for i, strategy in enumerate(problem.strategies.alike(node)):
-        extra = 0.0 if i == chosen else _extra_seconds(problem, variable, i)
-        ordered.append(Alternative(strategy, extra, i == chosen))
-    ordered.sort(key=lambda other: (not other.is_chosen, math.isnan(other.seconds), other.seconds))
-    return ordered
-
-
-def _extra_seconds(problem: Problem, variable: int, choice: int) -> float:
-    """Return the extra seconds per layer of the best plan with a choice; infinite where there is none, nan if not found."""
-    # One more factor forbids all other choices; everything else is solved again, at its best.
-    only = np.full(problem.choices[variable], math.inf)
-    only[choice] = 0.0
-    try:
-        answer = minimize(problem.choices, [*problem.factors, ((variable,), only)])
-    except TableTooLarge:
-        return math.nan
-    if answer[variable] != choice:
-        return math.inf
-    picoseconds = problem.price(answer) - problem.price(problem.answer)
-    # The number of nodes that share the variable: one in each of the tied layers.
-    layers = Counter(problem.variable.values())[variable]
-    return picoseconds * 1e-12 / layers
 
 
 @dataclass(frozen=True)

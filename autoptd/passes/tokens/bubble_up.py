@@ -23,10 +23,12 @@ from autoptd.ir.mesh import Mesh
 from autoptd.ir.noise import is_draw
 from autoptd.ir.notes import converted_types, is_tensor, note, op_name, ops, shape
 from autoptd.ir.operators.record import operands
+from autoptd.ir.steps import Step
 from autoptd.ir.types import I, S, ValueType
 from autoptd.passes.axes.axes import Axes, Letter
 from autoptd.passes.communicate import convert_before
 from autoptd.passes.context import Context
+from autoptd.passes.reader_names import reader_name
 from autoptd.passes.runner import CALLS, Form, divides_tokens, graph_pass
 from autoptd.passes.tokens.split_tokens import check_tokens
 
@@ -157,12 +159,16 @@ def _slice(
     slices = [one for one in source.users if found.is_slice(one) and note(one).layout[found.axis] == kind]
     if slices and order[slices[0]] < order[reader]:
         return slices[0]
-    made = convert_before(graph, source, found.axis, Layout({found.axis: kind}), reader, mesh)
+    made = convert_before(graph, source, found.axis, Layout({found.axis: kind}), reader, mesh, _why)
     order[made] = order[reader]
     for one in slices:
         one.replace_all_uses_with(made)
         graph.erase_node(one)
     return made
+
+
+def _why(source: Node, step: Step, reader: Node) -> str:
+    return f"{reader_name(reader)} is computed for this rank's tokens only"
 
 
 __all__ = ["bubble_up_slices"]

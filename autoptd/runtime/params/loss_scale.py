@@ -5,7 +5,7 @@ is skipped. All ranks decide alike, as they count the same findings. The rules a
 scaler; with `hysteresis=1` its scales are those of `torch.amp.GradScaler`, which has no `min_loss_scale`: down to that
 one. Like there, and unlike in Megatron-LM, a scale that float32 does not hold when doubled stays as it is.
 
-    scale = LossScaler(initial=2.0**16, window=1000, hysteresis=2)
+    scale = LossScale(initial=2.0**16, window=1000, hysteresis=2)
     scale.renew()                    # a step has added to the gradients
     scale.settle(lambda: False)      # an update may take place: False, it is not skipped
 """
@@ -21,7 +21,7 @@ from autoptd.errors import PlanError
 from autoptd.options import MAX_SCALE, Options
 
 
-class LossScaler:
+class LossScale:
     """A power of two, as a rule: then scaling changes no bit of a gradient that is in range."""
 
     def __init__(
@@ -43,14 +43,18 @@ class LossScaler:
         self._is_settled = True
 
     @classmethod
-    def of(cls, options: Options) -> LossScaler | None:
+    def of(cls, options: Options) -> LossScale | None:
         """Return the scale that a request asks for; None where nothing is computed in float16."""
         if not options.is_fp16:
             return None
-        asked = options.loss_scale
-        if asked.fixed is not None:
-            return cls(asked.fixed, is_dynamic=False)
-        return cls(asked.initial, asked.window, asked.hysteresis, asked.minimum)
+        if options.loss_scale is not None:
+            return cls(options.loss_scale, is_dynamic=False)
+        return cls(
+            options.initial_loss_scale,
+            options.loss_scale_window,
+            options.hysteresis,
+            options.min_loss_scale,
+        )
 
     def renew(self) -> None:
         """Forget what was found of the gradients: a step has added to them."""
@@ -103,4 +107,4 @@ class LossScaler:
             self._good, self._left = int(state["good"]), int(state["left"])
 
 
-__all__ = ["LossScaler"]
+__all__ = ["LossScale"]

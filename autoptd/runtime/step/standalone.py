@@ -37,7 +37,7 @@ def main(stage: type[Stage], file: str, arguments: Sequence[str] | None = None) 
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given != ["--check"]:
         print(sys.modules[stage.__module__].__doc__ or stage.__name__)
-        print(f"python {file} --check runs this stage alone, on random numbers.")
+        print(f"python {file} --check runs this stage alone on random inputs.")
         sys.exit(2 if given else 0)
     try:
         check = check_stage(stage, Path(file).parent)

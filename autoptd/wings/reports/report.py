@@ -231,7 +231,7 @@ def _decisions(program: Program) -> str:
             table(names, rows, range(1, len(names))),
         ]
     parts += [
-        heading(f"What {program.mesh.value_text} does not split as one would expect"),
+        heading(f"What {program.mesh.value_text} does not split as expected"),
         _fallbacks(program),
     ]
     if program.fusions:
@@ -264,7 +264,7 @@ def _fallbacks(program: Program) -> str:
         flops = count_text(entry["flops"])
         rows.append((entry["op"], entry["site"] or "the model", entry["fact"], entry["remedy"], flops))
     if not rows:
-        return paragraph("Nothing: every operator is split as one would expect.")
+        return paragraph("Nothing: every operator is split as expected.")
     names = ("operator", "in", "fact", "remedy", "FLOPs that every tensor rank repeats")
     return table(names, rows, (4,))
 

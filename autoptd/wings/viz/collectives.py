@@ -32,7 +32,7 @@ def collectives_markdown(program: Program) -> str:
         f"schedule {program.schedule_name}.",
         "Payload: the whole value. Sent: what one rank sends for it over a ring "
         "(all-reduce 2(n-1)/n, all-gather and reduce-scatter (n-1)/n of the payload).",
-        "Not counted: the gradient norm, a few bytes where it is asked for.",
+        "Not counted: the gradient norm, a few bytes if requested.",
         "",
         *_totals(program),
         *_per_microbatch(program),
@@ -108,7 +108,7 @@ def _over_axis(program: Program, axis: str) -> Iterator[str]:
         return
     yield f"## Over {axis}, in every microbatch"
     yield ""
-    yield "`x N`: so many sites of this kind. Megatron's f is I to R, its g is P to I."
+    yield "`x N`: the number of such sites. Megatron's f is I to R, its g is P to I."
     yield ""
     yield from _header(
         "site", "x", "stages", "conversion", "forward", "backward", "payload", "ranks", "sent", "reason"
@@ -194,7 +194,7 @@ def _left(program: Program) -> Iterator[str]:
     for (module, op, fact, remedy), times in counts.items():
         yield f"- {op} in {module or 'the model'} x {times}: {fact}. Remedy: {remedy}."
     if not counts:
-        yield "- Every operator is split as one would expect."
+        yield "- Every operator is split as expected."
     yield ""
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.passes.solve.explain import alternatives
+from autoptd.passes.solve.alternatives import alternatives
 from tests.parity.models import batch, gpt
 from tests.passes.graphs import annotate, find
 
