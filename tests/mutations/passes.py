@@ -21,6 +21,6 @@ MUTATIONS = (
         "autoptd/passes/context.py",
         "return self.whole if self.found.whole is None else self.found.whole",
         "return self.whole",
-        "tests/passes/tokens/test_shift.py",
+        "tests/parity/test_shift.py",
     ),
 )
