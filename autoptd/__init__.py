@@ -20,6 +20,16 @@ if TYPE_CHECKING:
     from autoptd.errors import AutoptdError, InternalError, PlanError, RuntimeFault, TraceError
     from autoptd.ir.shapes import Buckets
     from autoptd.model.batches import Batches, ignore_signals
+    from autoptd.options import (
+        ContextParallel,
+        Fuse,
+        LinearHooks,
+        LossScale,
+        RankOptions,
+        Recompute,
+        Shapes,
+        Zero,
+    )
     from autoptd.passes import register_rule
     from autoptd.subject.initial.deferred import deferred, materialize
     from autoptd.wings.planner.plan import plan
@@ -36,6 +46,16 @@ HOMES = {  # module -> the public names that it has
     "subject.initial.deferred": ("deferred", "materialize"),
     "errors": ("AutoptdError", "InternalError", "PlanError", "RuntimeFault", "TraceError"),
     "ir.shapes": ("Buckets",),
+    "options": (
+        "ContextParallel",
+        "Fuse",
+        "LinearHooks",
+        "LossScale",
+        "RankOptions",
+        "Recompute",
+        "Shapes",
+        "Zero",
+    ),
     "passes": ("register_rule",),
     "per_microbatch": ("per_microbatch",),
     "wings.planner.plan": ("plan",),
@@ -51,14 +71,22 @@ __all__ = [
     "AutoptdError",
     "Batches",
     "Buckets",
+    "ContextParallel",
+    "Fuse",
     "InternalError",
+    "LinearHooks",
+    "LossScale",
     "Machine",
     "ParallelModel",
     "PlanError",
     "Program",
     "Progress",
+    "RankOptions",
+    "Recompute",
     "RuntimeFault",
+    "Shapes",
     "TraceError",
+    "Zero",
     "compile",
     "deferred",
     "diff",

@@ -12,27 +12,35 @@ for x, y in loader:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from autoptd.compiler.compiler import Compiler
-from autoptd.errors import PlanError
 from autoptd.ir.machine import Machine
-from autoptd.ir.shapes import EXACT, Buckets
+from autoptd.ir.shapes import Buckets
 from autoptd.model.parallel_model import ParallelModel
-from autoptd.options import make_options
+from autoptd.options import (
+    ContextParallel,
+    Fuse,
+    LinearHooks,
+    LossScale,
+    RankOptions,
+    Recompute,
+    Shapes,
+    Zero,
+    flat,
+    make_options,
+)
 from autoptd.program.program import Program
 from autoptd.runtime.checkpoint.weights import open_weights
-from autoptd.runtime.step.launch import is_first_process, is_launched
-from autoptd.runtime.world.devices import check_device
-from autoptd.runtime.world.leaving import tell_at_exit
+from autoptd.runtime.step.launch import enter_world, is_first_process
 from autoptd.subject.call import split_call
 from autoptd.subject.subject import Subject
 from autoptd.trace import check_precision
-from autoptd.verify.verify import verify
+from autoptd.verify.verify import Report, compare
 from autoptd.wings.planner.auto import planned
 from autoptd.wings.reports.excepthook import print_errors_once
 from autoptd.wings.reports.pictures import draw_program
@@ -47,131 +55,101 @@ def parallelize(
     *,
     c: int | None = None,
     v: int | str | None = None,
-    order: str | None = None,
-    sequence_parallel: bool | str | None = None,
-    context: str | None = None,
-    token_order: str | None = None,
     example_inputs: Any = None,
     loss_fn: Callable[..., Any] | None = None,
     num_microbatches: int | str | None = None,
-    gpus: int | None = None,
     schedule: str | os.PathLike[str] | None = None,
-    seed: int | None = None,
-    device: str | None = None,
-    backend: str | None = None,
-    timeout: float = 300.0,
-    nan: str = "raise",
-    check_every: int | None = None,
-    shapes: str | Buckets | None = None,
-    max_programs: int | None = None,
-    program_cache: str | os.PathLike[str] | None = None,
-    p2p: str | None = None,
-    fuse: str | bool | None = None,
-    fuse_only: Sequence[str] | None = None,
-    async_tensor_model_parallel_allreduce: bool | None = None,
-    accumulate_allreduce_grads_in_fp32: bool | None = None,
-    delay_wgrad_compute: str | None = None,
+    sequence_parallel: bool | str | None = None,
+    context: str | ContextParallel | None = None,
     precision: str | None = None,
-    loss_scale: float | None = None,
-    initial_loss_scale: float | None = None,
-    loss_scale_window: int | None = None,
-    hysteresis: int | None = None,
-    min_loss_scale: float | None = None,
-    zero: int | str | None = None,
-    dp_shard: int | None = None,
-    reduce_dtype: str | None = None,
-    recompute: str | Sequence[str] | bool | None = None,
-    recompute_num_layers: int | None = None,
-    memory: float | None = None,
+    loss_scale: float | LossScale | None = None,
+    zero: int | str | Zero | None = None,
+    recompute: str | Sequence[str] | bool | Recompute | None = None,
+    memory: float | str | None = None,
+    fuse: str | bool | Fuse | None = None,
+    hooks: LinearHooks | None = None,
+    shapes: str | Buckets | Shapes | None = None,
+    ranks: RankOptions | None = None,
+    backend: str | None = None,
+    device: str | None = None,
+    seed: int | None = None,
     machine: str | Machine | Mapping[str, Any] | None = None,
+    gpus: int | None = None,
     plan: dict[str, Any] | str | Path | None = None,
     weights: str | os.PathLike[str] | None = None,
-    **later: Any,
+    **others: Any,
 ) -> ParallelModel:
     """Return `model` running on t*p*d*c ranks: t tensor, p pipeline, d data parallel (Narayanan et al., SC'21), c context
     parallel.
 
-    The model is not changed; its weights are copied. What is left out is the plan's, else the default of
-    `Options`.
+    The model is not changed; its weights are copied. What is left out comes from the plan, or is a default. Settings that
+    are rarely needed are in records: `zero=Zero(1, shard=8)` where `zero=1` does not say enough.
 
     c: divides the tokens of every sequence, and so its activations (DeepSpeed-Ulysses, Jacobs et al. 2023).
     v: model chunks per pipeline rank.
-    order: the mesh axes, fastest first ("tp-cp-dp-pp": tensor-parallel ranks are neighbours).
-    sequence_parallel: True splits norms, dropouts and residuals by tokens over tp; "auto" splits whatever is
-        cheapest.
-    context: with c > 1, how attention sees all tokens: "ulysses", "all_gather" or "auto", see `Options`.
-    token_order: which tokens a rank has, "contiguous", "zigzag" or "auto", see `Options`.
     example_inputs: the global batch of a step, on every backend: a tuple of positional arguments of the model,
         or a mapping of keyword arguments. d divides its rows. Without it, the model is compiled at the first
         `step`, for what that gets.
     loss_fn: `loss_fn(output, targets)`, where the model returns no loss.
     num_microbatches: per replica and step (default: the largest divisor of the replica's rows that is at most
         4p, a multiple of p preferred; 1 for a model that mixes the rows of a batch, as a contrastive loss).
-    schedule: one of `autoptd.options.SCHEDULES`, or the path of a text file with your own.
+    schedule: "gpipe", "1f1b" (the default for v=1), "interleaved" (for v > 1), "looped_bfs", "zb_h1", "zb_2p", "zbv", or the
+        path of a text file with your own (schedule/written.py), which gives num_microbatches as well.
+    sequence_parallel: lets tp split values by tokens as well, which must divide over t. True is Korthikanti's plan
+        (Korthikanti et al. 2022): all matrices stay split as without; norms, dropouts and residuals are a t-th (values of
+        some KB stay whole: starting a second collective would cost more); all-gathers and reduce-scatters replace the
+        all-reduces, at the same bytes. "auto" may split anything by tokens, where that is cheapest; reports compare its plan
+        with the known ones.
+    context: with c > 1, how attention sees all tokens: "ulysses", "all_gather" or "auto"; `ContextParallel` says which
+        tokens a rank has, too.
+    precision: "bf16" computes as `model.bfloat16()` does, from a float32 copy of the parameters, which the optimizer steps
+        ("master weights"); gradients add up in float32. State dicts have the model's own dtypes. "fp16" likewise, with
+        `model.half()` and a loss scale. "bf16-mixed", "fp16-mixed": as under `torch.autocast`, on the device of the ranks;
+        parameters that are only read in 16 bits are cast once a step.
+    loss_scale: a fixed one for fp16; by default it is dynamic, by the numbers of `LossScale`.
+    zero: 1 divides the optimizer's state over the d*c ranks that sum a gradient (ZeRO stage 1); "auto": where it takes that
+        to fit into `memory`. `Zero` has groups of replicas, and the dtype in which gradients travel.
+    recompute: which activations backward computes again: "full", "full:1/2", "selective" (attention's scores), globs of
+        modules, "auto" (the cheapest values, until a rank fits into `memory`), False, or a `Recompute`; by default what the
+        model wraps in `torch.utils.checkpoint`.
+    memory: what a rank may hold, in bytes or as "80GB": parameters with gradients and AdamW's two moments, and the
+        activations of the microbatches in flight. With it, those of sequence_parallel, recompute and zero that are not given
+        are "auto".
+    fuse: the backend of fused operators: "eager", "triton", "inductor" or False (default: by device); `Fuse` has those to use.
+    hooks: `LinearHooks` on the backward of linear layers: overlap, float32 gradients, delayed weight gradients.
+    shapes: how to handle a batch of another length or number of rows than `example_inputs`: None raises; "exact" runs a
+        program for these sizes; "bucket", or `Buckets`, pads to one of few lengths. `Shapes` bounds the number of programs,
+        and keeps them in a folder.
+    ranks: `RankOptions`: their order, how stages send, timeout, checks.
+    backend, device: "local" (ranks are threads of this process, on `device`), "gloo" or "nccl".
     seed: draws the dropout masks.
-    device, backend: "local" (ranks are threads of this process, on `device`), "gloo" or "nccl".
-    timeout: in seconds.
-    nan: "ignore" lets a NaN loss pass.
-    check_every: every so many steps the ranks of a replica compare their batches, and copies of parameters
-        (default 100; 0: never).
-    shapes: what a batch of another length or number of rows than `example_inputs` is: an error (None); "exact": it
-        runs a program for these sizes, compiled when they first come, on the same parameters and optimizer; at most
-        `max_programs` of them (default 16); "bucket", or `autoptd.Buckets`: it is padded to one of few lengths, where
-        the model is seen to pass over padding.
-    program_cache: a folder in which programs for other sizes are kept, for the next run. It holds Python that is run: one
-        that nobody else can write to.
-    p2p: how stages send where t > 1: "direct", "scatter_gather" or "auto".
-    fuse, fuse_only: the backend of fused operators, "eager", "triton", "inductor" or False (default: by
-        device), and those to use.
-    async_tensor_model_parallel_allreduce, accumulate_allreduce_grads_in_fp32, delay_wgrad_compute: hooks on
-        the backward of linear layers, see `Options`.
-    precision: "bf16" or "fp16" computes in that, "bf16-mixed" or "fp16-mixed" as under `torch.autocast`, from float32
-        parameters that the optimizer steps.
-    loss_scale: of fp16; by default dynamic, by `initial_loss_scale`, `loss_scale_window`, `hysteresis` and
-        `min_loss_scale`, see `Options`.
-    zero: 1 divides the optimizer's state over the d*c ranks that sum a gradient (ZeRO stage 1), over groups of `dp_shard` of
-        them if given; "auto": where it takes that to fit into `memory`.
-    reduce_dtype: "bf16": with zero=1, gradients travel in 16 bits to the replica that adds them up in float32.
-    recompute, recompute_num_layers: which activations backward computes again: "full" (all but the inputs of layers, or of
-        so many of them), "full:1/2", "selective" (attention's scores), globs of modules, or "auto" (the cheapest values,
-        until a rank fits into `memory`); by default what the model wraps in `torch.utils.checkpoint`.
-    memory: what a rank may hold, in bytes.
-    machine: what the plan is weighed for: a name as `plan(cluster=)` takes it, such as "h100"
-        (autoptd/machines), or a `Machine` (ir/machine.py).
+    machine: what to plan for: a name as `plan(cluster=)` takes it, such as "h100" (autoptd/machines), or a `Machine`.
+    gpus: how many ranks the planner chooses for. `t="auto"` (p, d, v, num_microbatches likewise) lets it choose that, and
+        all else of these that is not given, for so many ranks (under torchrun: all), the model's config and `machine` (by
+        default the device's).
     plan: a plan.json (its path, or a dict) whose decisions are taken (`ir/plan.py`).
     weights: a folder with model.safetensors, or several files and their index, as `save_pretrained` of
         transformers writes it; or a checkpoint, of `save` or of torch.distributed.checkpoint. Each rank reads
         its own part; the values of the model, which may be on meta, do not matter.
-    later: catches keywords of features that do not exist yet.
-
-    `t="auto"` (p, d, v, num_microbatches likewise) lets the planner choose it, and whatever else of these
-    is not given, for `gpus` ranks (under torchrun: all), the model's config and `machine` (by default the
-    device's).
+    others: settings that have a record by now, by their flat names (with a warning); all else is refused with a remedy.
 
     Raises TraceError when the model cannot be captured faithfully and PlanError when the request cannot be
     met, before any rank starts.
     """
-    # The signature is the list of keywords: every argument is a request, but for these four.
-    requested = dict(locals())
-    for name in ("model", "example_inputs", "weights", "later"):
+    # The signature is the list of keywords: every argument is a request, but for these.
+    requested = {**locals(), **others}
+    for name in ("model", "example_inputs", "weights", "others"):
         del requested[name]
-    requested |= later
     print_errors_once()
+    options = make_options(**planned(model, example_inputs, flat(requested)))
+    enter_world(options)
     subject = Subject.of(model, None if weights is None else open_weights(weights))
-    subject.check_values()
-    options = make_options(**planned(model, example_inputs, requested))
-    check_device(options.device)
-    check_precision(model, options.precision)
-    if is_launched(options.mesh, options.backend):
-        tell_at_exit()
-    if example_inputs is None and options.shapes not in (None, EXACT):
-        fact = "buckets are for lengths up to that of example_inputs, and there are none"
-        raise PlanError(
-            f"shapes={options.shapes!r}", fact, "example_inputs=, a global batch of the largest length"
-        )
+    check_precision(subject.model, options.precision)
     compiler = Compiler(subject, options, checks=is_first_process(), draw=graph_picture)
     pm = ParallelModel.lazy(compiler, draw=draw_program)
-    if example_inputs is not None:
+    if example_inputs is None:
+        options.shapes.check_lazy()
+    else:
         pm.compile_now(*split_call(example_inputs))
     return pm
 
@@ -183,11 +161,32 @@ def compile(model: nn.Module, *, example_inputs: Any, **keywords: Any) -> Progra
     Raises TraceError or PlanError, naming site, fact and remedy. Warns when tensor ranks repeat each
     other's work because t does not divide.
     """
+    options = make_options(**planned(model, example_inputs, flat(keywords)))
     subject = Subject.of(model)
-    options = make_options(**planned(model, example_inputs, keywords))
-    check_precision(model, options.precision)
+    check_precision(subject.model, options.precision)
     compiler = Compiler(subject, options, draw=graph_picture)
     return compiler.for_training(split_call(example_inputs), options.mesh.replicas)
+
+
+def verify(
+    model: nn.Module,
+    *,
+    example_inputs: Any,
+    batches: Iterable[Any] | None = None,
+    steps: int = 5,
+    lr: float = 1e-3,
+    **keywords: Any,
+) -> Report:
+    """Run `model` and its partitioned form side by side; raise InternalError with the report if they differ.
+
+    `example_inputs` is a global batch. Steps use the first ones of `batches`, each like `example_inputs`;
+    without it, the example, then variations of it with its tokens, labels and rows permuted. Keywords are
+    those of `parallelize`. The model itself is not changed: it trains one step, and is restored. If it cannot
+    be evaluated, the report says why. Raises PlanError if the model has no weights (meta) or trains no
+    parameter, and TraceError if its float64 copy trains differently (weights tied by storage).
+    """
+    options = make_options(**{**planned(model, example_inputs, flat(keywords)), "backend": "local"})
+    return compare(model, options, split_call(example_inputs), batches, steps, lr)
 
 
 __all__ = ["Buckets", "Machine", "ParallelModel", "Program", "compile", "parallelize", "verify"]

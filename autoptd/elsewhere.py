@@ -12,13 +12,16 @@ from __future__ import annotations
 # Remedies that several names share.
 PRECISION = 'precision="bf16" or "fp16": stages compute in that, the optimizer steps float32; "bf16-mixed" as autocast'
 SCALE = (
-    'precision="fp16" has a dynamic loss scale; loss_scale= fixes it, initial_loss_scale= is where it starts'
+    'precision="fp16" has a dynamic loss scale; loss_scale= fixes it, LossScale(initial=) is where it starts'
 )
 RANKS = "leave it out: t * p * d ranks run, as many as torchrun starts (--nproc-per-node)"
 ROWS = "num_microbatches=m: a replica's rows of the batch are divided by it"
-ZERO = "zero=1 divides the optimizer's state over the replicas, dp_shard=k over groups of k; stages 2 and 3 are not implemented"
+ZERO = (
+    "zero=1 divides the optimizer's state over the replicas, Zero(shard=8) over groups of 8; stages 2 and 3 "
+    "are not implemented"
+)
 RECOMPUTE = 'recompute="full", "selective" or "auto"; what the model wraps in torch.utils.checkpoint is followed as it is'
-CLIPPING = "leave it out: pm.clip_grad_norm_(1.0) behind pm.step"
+CLIPPING = "leave it out: pm.clip_grad_norm_(1.0) after pm.step"
 OPTIMIZER = "leave it out: pm.optimizer(torch.optim.AdamW, lr=3e-4)"
 DATA = "leave it out: pm.local_batch(x, y) cuts the global batch to this replica's rows"
 UNNEEDED = "leave it out: nothing here needs it"
@@ -59,7 +62,7 @@ _REMEDIES = {
     "example_inputs=(x, y)": "inputs example_input sample_inputs dummy_inputs example_args args input",
     "seed=": "random_seed rng_seed manual_seed",
     "memory=, in bytes of a rank": "max_memory memory_limit memory_budget gpu_memory",
-    'order="tp-cp-dp-pp", the mesh axes, fastest first': "rank_order mesh_order mesh_dim_names",
+    'ranks=RankOptions(order="tp-cp-dp-pp"), the mesh axes, fastest first': "rank_order mesh_order mesh_dim_names",
     "leave it out: torch's default process group is used where there is one": (
         "process_group group device_mesh mesh pg init_process_group"
     ),

@@ -72,7 +72,7 @@ def measure(layout: Layout) -> list[Row]:
     model = GPT(GPTConfig(n_embd=width, n_head=HEADS, n_layer=LAYERS, block_size=length))
     ids, targets = (torch.randint(0, 256, (ROWS * m * d, length)) for _ in range(2))
     pm = autoptd.parallelize(
-        model, t, p, d, v=v, num_microbatches=m, sequence_parallel=tokens, p2p=p2p, backend="local",
+        model, t, p, d, v=v, num_microbatches=m, sequence_parallel=tokens, ranks=autoptd.RankOptions(p2p=p2p), backend="local",
         plan={"cut": [LAYERS // (p * v)] * (p * v)}, example_inputs=(ids, targets),
     )  # fmt: skip
     pm.step(ids, targets)  # the first step also tells dtypes

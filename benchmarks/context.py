@@ -44,8 +44,8 @@ from examples.gpt import GPT, GPTConfig
 Row = dict[str, Any]
 OURS: dict[str, dict[str, Any]] = {
     "ulysses": {"context": "ulysses"},
-    "all_gather, contiguous": {"context": "all_gather", "token_order": "contiguous"},
-    "all_gather, zigzag": {"context": "all_gather", "token_order": "zigzag"},
+    "all_gather, contiguous": {"context": autoptd.ContextParallel("all_gather", "contiguous")},
+    "all_gather, zigzag": {"context": autoptd.ContextParallel("all_gather", "zigzag")},
 }
 # The form of ours that each of the others is held against: what it does likewise.
 BESIDE = {
@@ -76,7 +76,13 @@ def forms(width: int, layers: int, ids: Tensor, targets: Tensor) -> dict[str, Fo
     for name, how in OURS.items():
         model = make_model(width, layers, length)
         pm = autoptd.parallelize(
-            model, c=c, num_microbatches=1, fuse=False, check_every=0, example_inputs=(ids, targets), **how
+            model,
+            c=c,
+            num_microbatches=1,
+            fuse=False,
+            ranks=autoptd.RankOptions(check_every=0),
+            example_inputs=(ids, targets),
+            **how,
         )
         found[name] = Form(
             pm.step, list(pm.parameters()), lambda pm=pm: pm.optimizer(torch.optim.SGD, lr=0.1)

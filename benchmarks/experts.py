@@ -87,7 +87,7 @@ def measure(stack: str, tokens: int, seconds: float, rounds: int) -> dict[str, A
             make_model(stack),
             t=t,
             num_microbatches=1,
-            check_every=0,
+            ranks=autoptd.RankOptions(check_every=0),
             example_inputs=batch,
             plan={"shard": pins} if pins else None,
             # One rank is a thread of each process.

@@ -81,7 +81,9 @@ def measure(name: str, seconds: float, with_inductor: bool) -> list[Row]:
     make = partial(autoptd.parallelize, model, example_inputs=call, num_microbatches=1, backend="local")
     program = autoptd.compile(model, example_inputs=call, num_microbatches=1)
     ops = list(dict.fromkeys(one.op for one in program.fusions if not one.why))
-    ways = {"none": make(fuse=False)} | {op: make(fuse_only=[op]) for op in ops} | {"all": make()}
+    ways = (
+        {"none": make(fuse=False)} | {op: make(fuse=autoptd.Fuse(only=[op])) for op in ops} | {"all": make()}
+    )
     started = {}
     if with_inductor:
         ways["inductor"] = make(fuse="inductor")

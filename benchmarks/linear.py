@@ -2,7 +2,7 @@
 
 1. Forward and backward of one linear layer [h, 4h] on 256 rows, the hooked form against `F.linear`, taking turns: the price
    of a Python autograd function. "main_grads" adds to the sum within the GEMM, "deferred" runs the GEMM afterwards.
-2. A training step of the GPT at t=2, two processes over gloo, with and without `async_tensor_model_parallel_allreduce`, in
+2. A training step of the GPT at t=2, two processes over gloo, with and without `async_allreduce`, in
    turns.
 
     python benchmarks/linear.py            # two tables, benchmarks/results/linear.json and linear.svg
@@ -100,7 +100,7 @@ def steps_of_rank(rank: int, port: int, widths: list[int], pairs: int, out: str)
         for name, overlap in (("in the open", False), ("overlapped", True)):
             torch.manual_seed(0)
             model = GPT(GPTConfig(n_embd=width, n_head=width // 16, n_layer=LAYERS, block_size=LENGTH))
-            hooks: dict[str, Any] = {"async_tensor_model_parallel_allreduce": overlap, "fuse": False}
+            hooks: dict[str, Any] = {"hooks": autoptd.LinearHooks(async_allreduce=overlap), "fuse": False}
             pm = autoptd.parallelize(model, t=2, num_microbatches=1, example_inputs=(ids, targets), **hooks)
             runs[name] = partial(pm.step, ids, targets)
         rows.append({"width": width} | compare(runs, pairs, time.perf_counter))

@@ -99,7 +99,9 @@ def sent_bytes(t: int) -> Row:
         model = GPT(GPTConfig(n_embd=1024, n_head=16, n_layer=2, block_size=64))
     found: Row = {"t": t}
     for p2p in ("direct", "scatter_gather"):
-        program = autoptd.compile(model, t=t, p=2, num_microbatches=1, p2p=p2p, example_inputs=example)
+        program = autoptd.compile(
+            model, t=t, p=2, num_microbatches=1, ranks=autoptd.RankOptions(p2p=p2p), example_inputs=example
+        )
         found[p2p] = sum(one.sent_bytes for one in program.transfers if not one.is_gradient)
     return found
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import autoptd
 from autoptd.elsewhere import REMEDIES
 from autoptd.errors import PlanError, TraceError
-from autoptd.ir.keyword import NOT_YET
-from autoptd.options import KEYWORDS, make_options
+from autoptd.options import KEYWORDS, NOT_YET, make_options
+from autoptd.options.spelling import OLD, PARTS
 
 NO_KIND = object()  # of no keyword
 TENSORS = (torch.tensor(2), torch.ones(2))
@@ -50,6 +50,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "plan": ("a", 1, [], b"x", {"shard": [1]}, {"keep": [1]}),
     "weights": ("a", 1, [], True),
     "gpus": ("a", 1.5, 0),
+    **dict.fromkeys(("hooks", "ranks"), ("a", 1, True, {}, autoptd.Zero())),
 }
 # What a keyword is asked with, so that it is not refused for the lack of that.
 SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
@@ -63,6 +64,9 @@ WITH: dict[str, dict[str, Any]] = {
 }
 
 
+IN_RECORDS = {setting.field for _, settings in PARTS.values() for setting in settings}
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +78,7 @@ class Net(nn.Module):
 
 def test_every_keyword_has_wrong_values() -> None:
     taken = set(inspect.signature(autoptd.parallelize).parameters)
-    assert set(WRONG) == taken - {"model", "example_inputs", "later"}
+    assert set(WRONG) == (taken | set(OLD)) - {"model", "example_inputs", "others"}
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -119,7 +123,9 @@ def test_remedies_for_keywords_of_other_tools_work() -> None:
         named = re.findall(r"(?<![\w.])(\w+)=(\"[\w:-]+\"|\d+|True|False)?", remedy.partition("pm.")[0])
         named += [(name, "") for name in re.findall(r"called (\w) here", remedy)]
         for name, value in named:
-            assert name in {*KEYWORDS, "example_inputs", "targets"}, other
+            assert name in {*KEYWORDS, *PARTS, "example_inputs", "targets"} | IN_RECORDS, other
+            if name in IN_RECORDS - set(KEYWORDS):
+                continue
             if value and name != "order":
                 asked = {
                     "sequence_parallel": {"t": 2},

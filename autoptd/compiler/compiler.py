@@ -28,7 +28,7 @@ from autoptd.compiler.records.fallbacks import warn_of_fallbacks
 from autoptd.errors import PlanError
 from autoptd.ir.notes import note, op_name
 from autoptd.ir.plan import Plan
-from autoptd.options import Options
+from autoptd.options import Options, Recompute, Zero
 from autoptd.program.follow import check_follows, check_trains_alike
 from autoptd.program.program import Program
 from autoptd.runtime.step.launch import is_launched
@@ -76,7 +76,7 @@ class Compiler:
         """
         # `first` fixes every decision that parameters depend on; memory prices were tuned for its sizes.
         plan = replace(self.options.plan, cut=None, shard=(), rates=())
-        options = replace(self.options, zero=first.plan["options"]["zero"], plan=plan)
+        options = replace(self.options, zero=self._zero(first), plan=plan)
         args, kwargs = self.subject.on_its_device(call)
         with tracing.in_modes(self._modes):
             program = compile_program(
@@ -102,7 +102,7 @@ class Compiler:
         sizes it is compiled again, with the layout and the cut of `first`, and so is a model that computes something else
         in eval mode. PlanError where eval mode draws dropouts, or reads parameters elsewhere than training does.
         """
-        if self.options.shapes is not None:
+        if self.options.shapes.how is not None:
             call = self.subject.on_its_device(call)
         is_same_size = not counts and is_call_of(first, *call, self._replicas)
         options = self._evaluating(call, first, is_same_size)
@@ -173,18 +173,20 @@ class Compiler:
 
     def _evaluating(self, call: Call, first: Program, is_same_size: bool) -> Options:
         """Return the request of an evaluation: no bound and no pins, as nothing is kept for backward."""
-        planned = first.plan["options"]
         options = replace(
             self.options,
-            recompute=False,
-            recompute_num_layers=1,
+            recompute=Recompute(False),
             plan=Plan(),
-            zero=planned["zero"],
+            zero=self._zero(first),
             memory=math.inf,
-            memory_price=planned["memory_price"],
+            memory_price=first.plan["options"]["memory_price"],
         )
         own = first.num_microbatches if is_same_size else options.num_microbatches
         return replace(options, num_microbatches=fitting_microbatches(own, *call, self._replicas))
+
+    def _zero(self, first: Program) -> Zero:
+        """Return how ranks share storage, which "auto" has left to the first program."""
+        return replace(self.options.zero, stage=first.plan["options"]["zero"])
 
     def _captured(self, options: Options, call: Call, batch: Batch, first: Program) -> tracing.Captured:
         model = self.subject.model

@@ -38,7 +38,7 @@ def make_context(request: Request, traces: Traces, batch: Batch) -> Context:
         orders=orders,
         live=schedule.in_flight_moments(orders),
         makespan=schedule.makespan_of(orders),
-        checkpointed=traces.captured.checkpointed if options.recompute is None else (),
+        checkpointed=traces.captured.checkpointed if options.recompute.what is None else (),
         saved_by=FindSaved(options.mesh, batch.rows),
         like=request.like,
     )

@@ -107,9 +107,9 @@ def _write(request: Request, batch: Batch, traces: Traces, record: Record) -> Wr
     ctx, like = make_context(request, traces, batch), request.like
     writer = Writer(traces, batch, request.handed, record)
     # Other programs follow the first one by its graphs, which are not written to a cache.
-    if request.options.program_cache is None or like is None:
+    if request.options.shapes.cache is None or like is None:
         return rehearse(writer, ctx)
-    cache = ProgramCache(request.options.program_cache)
+    cache = ProgramCache(request.options.shapes.cache)
     key = cache.key(traces, batch, ctx, request.handed)
     if (kept := cache.load(key, traces.captured.buffers)) is not None:
         return Written(replace(kept, follows=like), traces.captured.graph, ctx)

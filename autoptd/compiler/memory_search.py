@@ -35,12 +35,12 @@ def place(traced: Graph, ctx: Context, record: Record) -> Placed | TooFull:
 
     Return TooFull where that is impossible.
     """
-    if ctx.options.zero == "auto" and ctx.mesh.gradient_ranks > 1:
+    if ctx.options.zero.stage == "auto" and ctx.mesh.gradient_ranks > 1:
         placed = _Search(traced, _with_zero(ctx, 0), record).cheapest()
         if not isinstance(placed, TooFull) and not any(cut_of(placed[1]).again_seconds):
             return placed
         ctx = _with_zero(ctx, 1)
-    elif ctx.options.zero == "auto":
+    elif ctx.options.zero.stage == "auto":
         ctx = _with_zero(ctx, 0)
     return _Search(traced, ctx, record).run()
 
@@ -55,7 +55,7 @@ def cut_of(ctx: Context) -> Cut:
 
 
 def _with_zero(ctx: Context, zero: int) -> Context:
-    return replace(ctx, options=replace(ctx.options, zero=zero))
+    return replace(ctx, options=replace(ctx.options, zero=replace(ctx.options.zero, stage=zero)))
 
 
 class _Search:
@@ -99,7 +99,7 @@ class _Search:
         A layout does not depend on the bytes that are put aside, so it is searched for once.
         """
         known = self.ctx.layout_prices
-        if (zero := self.ctx.options.zero) not in known:
+        if (zero := self.ctx.options.zero.stage) not in known:
             known[zero] = self._find_layout_prices()
         return known[zero]
 

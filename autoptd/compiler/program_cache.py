@@ -25,7 +25,7 @@ import platform
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from torch.fx import Graph, Node
 from autoptd.compiler.batch import Batch, Traces
 from autoptd.ir.buffers import digest
 from autoptd.ir.notes import note, op_name, ops, value
+from autoptd.options import settings
 from autoptd.passes import Context
 from autoptd.program.program import Program
 
@@ -71,10 +72,9 @@ class ProgramCache:
         constants = {
             name: x for name, x in captured.buffers.items() if not (updates and name in updates.buffers)
         }
-        options = {item.name: getattr(ctx.options, item.name) for item in fields(ctx.options)}
         like = ctx.like
         decided = (
-            {name: each for name, each in options.items() if name not in ELSEWHERE},
+            {name: each for name, each in settings(ctx.options).items() if name not in ELSEWHERE},
             ctx.options.rank_machine,
             batch,
             captured.aliases,

@@ -63,7 +63,8 @@ def settle(model: nn.Module, options: Options) -> Options:
     # A file with a schedule fixes m: it names every microbatch.
     if written is not None:
         options = replace(options, num_microbatches=schedule.num_microbatches(written))
-    return replace(options, fuse=default_fusion(model.parameters(), options))
+    fuse = replace(options.fuse, backend=default_fusion(model.parameters(), options))
+    return replace(options, fuse=fuse)
 
 
 __all__ = ["Request", "settle"]

@@ -1,8 +1,7 @@
 """The keyword `shapes`: how a run handles batches with other lengths or rows than `example_inputs`.
 
-In: None, "exact", "bucket" or `Buckets`. Out: the same, checked; the lengths to which batches are padded.
+In: "bucket" or `Buckets`, as `Shapes` of options/parts.py has it. Out: the lengths to which batches are padded.
 
-    check_shapes("exact", max_programs=None)
     bucket_lengths("bucket", 1024, unit=2)              # (64, 128, 256, 512, 1024)
     bucket_lengths(Buckets((512, 1024)), 1024, unit=2)  # (512, 1024)
 """
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from autoptd.errors import PlanError
 
@@ -43,22 +41,6 @@ class Buckets:
             raise PlanError(
                 f"Buckets({lengths!r})", "must be positive integers", "for example Buckets((512, 1024))"
             )
-        object.__setattr__(self, "lengths", tuple(sorted(set(lengths))))
-
-
-def check_shapes(shapes: Any, max_programs: Any) -> None:
-    """Raise PlanError for an invalid request about shapes."""
-    if shapes is not None and shapes not in (EXACT, BUCKET) and not isinstance(shapes, Buckets):
-        remedy = "None: all batches are like example_inputs; 'exact': one program per shape; "
-        remedy += "'bucket' or autoptd.Buckets((512, 1024)): batches are padded"
-        raise PlanError(f"shapes={shapes!r}", "no such choice", remedy)
-    if max_programs is None:
-        return
-    if shapes is None:
-        fact = "has no effect without shapes="
-        raise PlanError(f"max_programs={max_programs!r}", fact, "leave it out, or shapes='exact'")
-    if not isinstance(max_programs, int) or isinstance(max_programs, bool) or max_programs < 1:
-        raise PlanError(f"max_programs={max_programs!r}", "must be a positive integer", "for example 16")
 
 
 def bucket_lengths(shapes: str | Buckets, length: int, unit: int) -> tuple[int, ...]:
@@ -68,14 +50,15 @@ def bucket_lengths(shapes: str | Buckets, length: int, unit: int) -> tuple[int, 
     PlanError if the example has none of the given lengths.
     """
     if isinstance(shapes, Buckets):
-        if length not in shapes.lengths:
-            fact = f"has {length} tokens, which is not one of the buckets {tuple(shapes.lengths)}"
-            raise PlanError("example_inputs", fact, f"an example with {shapes.lengths[-1]} tokens")
-        return tuple(shapes.lengths)
+        lengths = tuple(sorted(set(shapes.lengths)))
+        if length not in lengths:
+            fact = f"has {length} tokens, which is not one of the buckets {lengths}"
+            raise PlanError("example_inputs", fact, f"an example with {lengths[-1]} tokens")
+        return lengths
     found = [length]
     while found[-1] % 2 == 0 and found[-1] // 2 % unit == 0 and 2 * length <= found[-1] * SMALLEST_PART:
         found.append(found[-1] // 2)
     return tuple(reversed(found))
 
 
-__all__ = ["BUCKET", "EXACT", "MAX_PROGRAMS", "Buckets", "bucket_lengths", "check_shapes"]
+__all__ = ["BUCKET", "EXACT", "MAX_PROGRAMS", "Buckets", "bucket_lengths"]

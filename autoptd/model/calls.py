@@ -86,7 +86,7 @@ class Calls:
             program is not None
             and program.row_blocks == 1
             and self._is_compiled_again
-            and self._run.options.shapes in (None, EXACT)
+            and self._run.options.shapes.how in (None, EXACT)
         )
         share = take_rows(program, args, kwargs, replicas, replica, even=not can_be_unequal)
         if can_be_unequal:

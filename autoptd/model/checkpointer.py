@@ -225,7 +225,7 @@ class Checkpointer:
         self._state.warn_of_gradients(SITE, "no checkpoint has them: save after optimizer.step()")
         # Where saves are rarer than comparisons, one more is nothing: no replica's lost bit is saved.
         step, before = self._clock.steps, 0 if self._saved is None else self._saved[0]
-        if 0 < self._run.options.check_every <= self._pace.gap(step, before):
+        if 0 < self._run.options.ranks.check_every <= self._pace.gap(step, before):
             self._run.compare_copies()
         self._is_due = False
         self._pace.begin()
@@ -264,7 +264,7 @@ class Checkpointer:
 
     def _wait(self) -> None:
         """Wait for the save under way; RuntimeFault on all ranks if it failed."""
-        self._writer_here.wait(self._run.options.timeout)
+        self._writer_here.wait(self._run.options.ranks.timeout)
         if error := self._writer_here.take_error():
             self._saved = None
             raise failed_fault(error)
@@ -272,7 +272,7 @@ class Checkpointer:
     def _raise_failed(self) -> None:
         """Raise what failed on all ranks; some may still be in the save."""
         self._saved = None
-        self._writer_here.wait(self._run.options.timeout)
+        self._writer_here.wait(self._run.options.ranks.timeout)
         own = self._writer_here.take_error()
         texts = self._all("failed save", lambda rank: rank.world.everyone().gather_objects(own, SITE))
         raise failed_fault(next((text for text in texts if text), "no rank says why"))

@@ -40,14 +40,14 @@ class PaddedCalls(BatchPadding):
     """How the calls of a run are padded; `call` was the first one."""
 
     def __init__(self, run: Run, compiler: ModelCompiler | None, call: Call) -> None:
-        first, options, shapes = run.program, run.options, run.options.shapes
+        first, options, shapes = run.program, run.options, run.options.shapes.how
         assert shapes is not None
         check_updates(first)
         length = lead_of(first).shape[1]
         # Ranks that split tokens want equal parts of them.
         parts = math.prod(map(options.mesh.degree, options.mesh.token_axes))
         unit = parts * (options.mesh.value_ranks if options.sequence_parallel is True else 1)
-        if options.token_order == ZIGZAG:
+        if options.context.tokens == ZIGZAG:
             unit = math.lcm(unit, 2 * parts)
         lengths = bucket_lengths(shapes, length, unit)
         pad = dict(getattr(shapes, "pad", {}))

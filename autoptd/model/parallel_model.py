@@ -42,9 +42,9 @@ from autoptd.runtime.measure.record import Record, recording
 from autoptd.runtime.measure.stepclock import StepTimes, measured
 from autoptd.runtime.step.launch import is_first_process
 from autoptd.runtime.step.timeline import Span
-from autoptd.wings.viz import graph_picture
 
-Draw = Callable[[Program, Path, Sequence[Span]], None]
+# Writes the pictures of a program into a folder, if there is one; returns that of its graph.
+Draw = Callable[[Program, Path | None, Sequence[Span]], Picture]
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -67,7 +67,7 @@ class ParallelModel(InsteadOf):
     `program` is the compiled model, or None: see `lazy`. `state` is the model's state dict: its parameters,
     and persistent buffers. With `weights` the parameters' values are those of this source instead. `compiler`
     compiles for the first `eval_step`, on the layout of the program that trains, and for batches of other
-    sizes; without it, evaluation runs that program's forward. `draw` adds pictures to `show`. Collective.
+    sizes; without it, evaluation runs that program's forward. `draw` makes the pictures of `show`. Collective.
     """
 
     def __init__(
@@ -107,6 +107,7 @@ class ParallelModel(InsteadOf):
         The user's loop is watched for what compiled programs do not follow.
         """
         subject, options = compiler.subject, compiler.options
+        subject.check_values()
         return cls(None, options, subject.state(), compiler=compiler, weights=subject.source, draw=draw)
 
     def __repr__(self) -> str:
@@ -275,12 +276,14 @@ class ParallelModel(InsteadOf):
         step, its schedule chart and trace show the executed step next to the simulated one.
         """
         self.run.started("show")
-        program = self.program
-        if folder is not None and self.coordinate == Coordinate():
-            program.save(folder)
-            if self._draw is not None:
-                self._draw(program, Path(folder), record.spans if record else ())
-        return graph_picture(program, "layer" if program.graphs else "model")
+        if self._draw is None:
+            fact = "this model was made without anything that draws"
+            remedy = "draw=autoptd.wings.reports.pictures.draw_program of ParallelModel; pm.program.save(folder) for the files"
+            raise PlanError("pm.show", fact, remedy)
+        into = Path(folder) if folder is not None and self.coordinate == Coordinate() else None
+        if into is not None:
+            self.program.save(into)
+        return self._draw(self.program, into, record.spans if record else ())
 
 
 __all__ = ["LoadResult", "ParallelModel"]

@@ -28,7 +28,7 @@ from autoptd.program.sources import Source
 from autoptd.runtime.checkpoint.restore import agree, attempted
 from autoptd.runtime.checks import copies as check_copies
 from autoptd.runtime.checks import settings as check_settings
-from autoptd.runtime.params.loss_scale import LossScale
+from autoptd.runtime.params.loss_scale import LossScaler
 from autoptd.runtime.step.launch import (
     COMPILING,
     LocalRanks,
@@ -99,7 +99,7 @@ class Run:
         self.ranks: RunningRanks | None = None
         self.clock = Clock()
         self.buffers = ModelBuffers(shared or SharedBuffers())
-        self.loss_scale = LossScale.of(options)
+        self.loss_scale = LossScaler.of(options)
         # In the model's order.
         self.names = list(state)
         self._values = {name: x.detach() for name, x in state.items()}
@@ -119,7 +119,9 @@ class Run:
         else:
             make = LocalRanks
             device = str(device_of_ranks(self._values.values(), options.device, "local"))
-        self.ranks = make(program, self._weights or self._values, device=device, timeout=options.timeout)
+        self.ranks = make(
+            program, self._weights or self._values, device=device, timeout=options.ranks.timeout
+        )
         self.compiled, self.clock.ranks = program, self.ranks.here
         self.buffers.follow(self.ranks)
         # The ranks hold copies: the model's own tensors, and what made them, may be freed.

@@ -54,7 +54,9 @@ class Programs:
         self._run, self._compiler, self._changes = run, compiler, changes
         options = self._options = run.options
         # Without `shapes` there are others for evaluations only, of fewer rows.
-        self.most = options.max_programs or (MAX_PROGRAMS if options.shapes is not None else sys.maxsize)
+        self.most = options.shapes.max_programs or (
+            MAX_PROGRAMS if options.shapes.how is not None else sys.maxsize
+        )
         self._by_sizes: dict[Sizes, Program] = {}
         self._padding: PaddedCalls | None = None
         # Stands in for the call that the first program was compiled for, and the replicas whose rows it holds.
@@ -89,9 +91,9 @@ class Programs:
         self._by_sizes[sizes] = first
         for rank in ranks.here:
             rank.others[sizes] = rank.executor
-        if self._options.shapes not in (None, EXACT):
+        if self._options.shapes.how not in (None, EXACT):
             padding = self._padding = PaddedCalls(self._run, self._compiler, (args, kwargs))
-            self.most = self._options.max_programs or max(MAX_PROGRAMS, len(padding.lengths))
+            self.most = self._options.shapes.max_programs or max(MAX_PROGRAMS, len(padding.lengths))
 
     @property
     def trained(self) -> list[Program]:
@@ -110,7 +112,7 @@ class Programs:
         training; an evaluation's is not compiled before it comes: some runs have none, and it takes as long as for training.
         PlanError on all ranks where they have other sizes, where there is no such program, or where it is one too many.
         """
-        if self._compiler is None or (self._options.shapes is None and call != EVALUATION):
+        if self._compiler is None or (self._options.shapes.how is None and call != EVALUATION):
             return self._first, args, kwargs
         if self._padding is None:
             sizes = self._exact(call, args, kwargs)
@@ -158,7 +160,7 @@ class Programs:
         sizes = sizes_of(self._first, call, args, kwargs)
         known = [other for other in self._by_sizes if other.call == EVALUATION]
         if (
-            self._options.shapes is None
+            self._options.shapes.how is None
             and known
             and not any(self._holds(other, sizes) for other in self._by_sizes)
         ):

@@ -94,11 +94,11 @@ class Steps:
 
         def step(rank: Rank) -> torch.Tensor:
             executor = rank.executor
-            return executor.step(batch.microbatches(rank, executor), self._run.options.nan, scale)
+            return executor.step(batch.microbatches(rank, executor), self._run.options.ranks.nan, scale)
 
         self._check_loop("step", clock.calls)
         # Outside of the step: its collectives do not belong to the program, and are not recorded.
-        if check_copies.is_due(clock.calls, self._run.options.check_every):
+        if check_copies.is_due(clock.calls, self._run.options.ranks.check_every):
             self._run.compare_copies()
         held = ranks.here[0].params
         self._loop.begin(chain(held.local.values(), held.stored.values()))
@@ -148,12 +148,12 @@ class Steps:
             self._calls.refuse_unequal(args, kwargs)
         program, args, kwargs = self._sizes.find(call, args, kwargs)
         # In local there is one batch for all ranks.
-        every = self._run.options.check_every if self._run.is_process else 0
+        every = self._run.options.ranks.check_every if self._run.is_process else 0
         return Batch(call, program, ranks, check_call(program, args, kwargs, ranks.replicas, call), every)
 
     def _check_loop(self, call: str, count: int) -> None:
         """Raise RuntimeFault on all ranks where the loop has changed what the model computes; warn of written weights."""
-        if is_due(count, self._run.options.check_every):
+        if is_due(count, self._run.options.ranks.check_every):
             self._loop.check_weights(f"{call} {count}", self._run.clock.exchanges)
             self._sizes.check_changes(f"{call} {count}")
 

@@ -3,7 +3,7 @@
 In: the options, the sizes of the batch, the schedule, and the model's buffers. Out: a `Context`, and its `Findings`, which are
 empty until passes fill them.
 
-    ctx = Context(Options(t=2), buffers=Buffers(captured.buffers))
+    ctx = Context(make_options(t=2), buffers=Buffers(captured.buffers))
     passes.annotate(graph, ctx)
     ctx.found.assignments["tp"]
 
@@ -199,7 +199,7 @@ class Context:
         # Actions W need what was left over for them, whatever else is asked for.
         if any(action.kind is Kind.W for order in self.orders for action in order):
             return "deferred"
-        return "main_grads" if self.options.accumulate_allreduce_grads_in_fp32 else ""
+        return "main_grads" if self.options.hooks.fp32_gradients else ""
 
 
 __all__ = ["Context", "Findings"]

@@ -39,7 +39,7 @@ PLAIN_KWARGS: dict[str, object] = {"alpha": 1, "beta": 1}
 @graph_pass(takes=Form.LOCAL, gives=Form.LOCAL, changes=(CALLS, "axis", "gemm"))
 def hook_gemms(graph: Graph, ctx: Context) -> None:
     """Replace every GEMM that one of the hooks applies to."""
-    overlap, wgrad = ctx.options.async_tensor_model_parallel_allreduce, ctx.wgrad_sink
+    overlap, wgrad = ctx.options.hooks.async_allreduce, ctx.wgrad_sink
     # First, on the graph as it is: below, a GEMM becomes a marker, which `gather_again` does not know.
     gathered = {gemm for node in ops(graph) for gemm in _mark_readers(node, overlap)}
     for node in list(ops(graph)):

@@ -36,8 +36,8 @@ def requested_orders(options: Options, num_microbatches: int) -> Orders:
     if written is not None:
         return written
     orders = build_orders(str(options.schedule), options.mesh.pipeline_ranks, options.v, num_microbatches)
-    if options.delay_wgrad_compute is not None:
-        orders = delay_weight_gradients(orders, options.delay_wgrad_compute)
+    if options.hooks.delay_wgrad is not None:
+        orders = delay_weight_gradients(orders, options.hooks.delay_wgrad)
     return orders
 
 

@@ -36,10 +36,10 @@ from autoptd.errors import InternalError, PlanError, RuntimeFault, TraceError
 from autoptd.ir.activity import activity
 from autoptd.kernels.forms import wide
 from autoptd.model.parallel_model import ParallelModel
-from autoptd.options import LOSS_SCALE, PRECISIONS, Options, make_options
+from autoptd.options import PRECISIONS, LossScale, Options
 from autoptd.program.program import Program
 from autoptd.runtime.checks.call import check_call
-from autoptd.subject.call import Call, split_call
+from autoptd.subject.call import Call
 from autoptd.subject.initial.deferred import materialize
 from autoptd.subject.subject import Subject
 from autoptd.trace import OFF, Autocast, check_module, check_precision, computing_in
@@ -50,7 +50,6 @@ from autoptd.verify.microbatches import loss_by_microbatch
 from autoptd.verify.put_back import put_back
 from autoptd.verify.untouched import ROUNDING, allowance, check_copy, finite_losses, rounding_of
 from autoptd.verify.widening import check_widening, kernels_of, masks_of, relative_difference, widen_options
-from autoptd.wings.planner.auto import planned
 
 TOLERANCE = 1e-9
 # Smaller gradients, relative to the largest one, are compared with it instead of themselves.
@@ -115,25 +114,15 @@ class Report:
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
 
-def verify(
+def compare(
     model: nn.Module,
-    *,
-    example_inputs: Any,
+    options: Options,
+    call: Call,
     batches: Iterable[Any] | None = None,
     steps: int = 5,
     lr: float = 1e-3,
-    **keywords: Any,
 ) -> Report:
-    """Run `model` and its partitioned form side by side; raise InternalError with the report if they differ.
-
-    `example_inputs` is a global batch. Steps use the first ones of `batches`, each like `example_inputs`;
-    without it, the example, then variations of it with its tokens, labels and rows permuted. Keywords are
-    those of `parallelize`. The model itself is not changed: it trains one step, and is restored. If it cannot
-    be evaluated, the report says why. Raises PlanError if the model has no weights (meta) or trains no
-    parameter, and TraceError if its float64 copy trains differently (weights tied by storage).
-    """
-    options = make_options(**{**planned(model, example_inputs, keywords), "backend": "local"})
-    call = split_call(example_inputs)
+    """Run a model and its partitioned form side by side: `autoptd.verify` for a request that was read."""
     check_module(model)
     check_precision(model, options.precision)
     if any(p.is_meta for p in model.parameters()):
@@ -182,10 +171,9 @@ def with_fixed_scale(options: Options) -> Options:
     """Return a request with a fixed loss scale, whose first steps are not skipped: a dynamic scale first
     searches for its value.
     """
-    if not options.is_fp16 or options.loss_scale is not None:
+    if not options.is_fp16 or options.loss_scale.fixed is not None:
         return options
-    usual = {name: getattr(Options, name) for name in LOSS_SCALE}
-    return replace(options, **{**usual, "loss_scale": FIXED_SCALE})
+    return replace(options, loss_scale=LossScale(fixed=FIXED_SCALE))
 
 
 def _rounding(model: nn.Module, options: Options) -> float:
@@ -193,9 +181,9 @@ def _rounding(model: nn.Module, options: Options) -> float:
     rounding = rounding_of(model)
     if options.precision:
         rounding = ROUNDING[getattr(torch, PRECISIONS[options.precision])]
-    if options.reduce_dtype != "fp32":
+    if options.zero.reduce_dtype != "fp32":
         # Gradients are rounded in transit, which no single device does: it shows after the first update.
-        rounding = max(rounding, ROUNDING[getattr(torch, PRECISIONS[options.reduce_dtype])])
+        rounding = max(rounding, ROUNDING[getattr(torch, PRECISIONS[options.zero.reduce_dtype])])
     return rounding
 
 
@@ -367,7 +355,7 @@ def take_step(model: nn.Module, loss: torch.Tensor, setting: Setting) -> bool:
     stored = parameters
     if setting.options.precision:
         stored = [nn.Parameter(x.detach().to(wide(x.dtype)), x.requires_grad) for x in parameters]
-    scale = setting.options.loss_scale or 1.0
+    scale = setting.options.loss_scale.fixed or 1.0
     (loss * scale).backward()
     for parameter, master in zip(parameters, stored, strict=True):
         if parameter.grad is not None:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from autoptd.errors import PlanError
+from autoptd.ir.machine import machine_record
 from autoptd.options import Options
 from autoptd.program.program import Program
 from autoptd.runtime.ops import noise
@@ -91,7 +92,7 @@ def widen_options(options: Options, model: nn.Module) -> Options:
     # gets the plan of the bf16 model, which is the plan to prove.
     factor = 8 / sizes.most_common(1)[0][0] if sizes else 1.0
     memory = None if options.memory is None else options.rank_machine.memory * factor
-    return replace(options, machine=options.rank_machine.widened(factor), memory=memory)
+    return replace(options, machine=machine_record(options.rank_machine.widened(factor)), memory=memory)
 
 
 def check_widening(

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+import autoptd
 from benchmarks.gpu import adapters
 from benchmarks.gpu.again import recomputed
 from benchmarks.gpu.forms import Form, close_world, compiled, eager, measure, of_rank, ours
@@ -44,10 +45,7 @@ FIRST = (
 )  # what is measured first; each time with all that is there before
 COMPILERS = ((FUSED, COMPILED), (INDUCTOR,), (AUTOTUNED,))
 PUBLISHED = {LLAMA_1B.name: "40,150 tokens/s on each of 8 H100s at d=8"}
-HOOKS: dict[str, Any] = {
-    "async_tensor_model_parallel_allreduce": True,
-    "accumulate_allreduce_grads_in_fp32": True,
-}
+HOOKS: dict[str, Any] = {"hooks": autoptd.LinearHooks(async_allreduce=True, fp32_gradients=True)}
 
 
 def maker(model: torch.nn.Module, call: Call, is_toy: bool) -> Callable[[str], Form]:

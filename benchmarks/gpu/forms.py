@@ -79,12 +79,18 @@ def ours(model: nn.Module, call: Call, is_kept: bool = True, **asked: Any) -> Fo
     """The emitted program of one rank; `model` leaves the device once its weights are copied, unless `is_kept`."""
     args, kwargs = call
     pm = autoptd.parallelize(
-        model, backend="local", num_microbatches=1, example_inputs=args or kwargs, check_every=0, **asked
+        model,
+        backend="local",
+        num_microbatches=1,
+        example_inputs=args or kwargs,
+        ranks=autoptd.RankOptions(check_every=0),
+        **asked,
     )
     optimizer = pm.optimizer(torch.optim.AdamW, lr=1e-4, fused=True)
     if not is_kept:
         model.to("meta")
-    options = {waits: replace(pm.options, nan="raise" if waits else "ignore") for waits in (True, False)}
+    ranks = {waits: replace(pm.options.ranks, nan="raise" if waits else "ignore") for waits in (True, False)}
+    options = {waits: replace(pm.options, ranks=ranks[waits]) for waits in (True, False)}
 
     def step(waits: bool = True) -> None:
         pm.options = options[waits]

@@ -32,9 +32,7 @@ SLACK_OF_INTERPRETER = 4.0  # it cuts bf16 off, where a GPU rounds
 ODD = (Sizes("odd", 3, 37, 1007, 3, 64, 1365, 50257), Sizes("wide", 1, 16, 12288, 2, 128, 6144, 5003))
 LAYOUTS = ("as it is", "sliced", "transposed", "expanded")
 HOOKS: dict[str, Any] = {
-    "async_tensor_model_parallel_allreduce": True,
-    "accumulate_allreduce_grads_in_fp32": True,
-    "delay_wgrad_compute": "after_b",
+    "hooks": autoptd.LinearHooks(async_allreduce=True, fp32_gradients=True, delay_wgrad="after_b"),
 }
 
 

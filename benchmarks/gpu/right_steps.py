@@ -36,7 +36,12 @@ def trained(shape: Shape, setting: Setting, **asked: Any) -> tuple[Any, Any]:
     model = build(shape, setting.where, torch.float32 if setting.is_toy else torch.bfloat16)
     args, kwargs = batch(shape, setting.where, microbatches=2)
     pm = autoptd.parallelize(
-        model, backend="local", num_microbatches=2, example_inputs=args or kwargs, check_every=0, **asked
+        model,
+        backend="local",
+        num_microbatches=2,
+        example_inputs=args or kwargs,
+        ranks=autoptd.RankOptions(check_every=0),
+        **asked,
     )
     optimizer = pm.optimizer(torch.optim.AdamW, lr=1e-4, fused=True)
 

@@ -22,7 +22,11 @@ from benchmarks.gpu.rows import Found, Row, Setting
 
 ASKED: dict[str, dict[str, Any]] = {
     "c=2, Ulysses": {"c": 2, "context": "ulysses"},
-    "c=2 t=2, keys gathered, zigzag": {"c": 2, "t": 2, "context": "all_gather", "token_order": "zigzag"},
+    "c=2 t=2, keys gathered, zigzag": {
+        "c": 2,
+        "t": 2,
+        "context": autoptd.ContextParallel("all_gather", "zigzag"),
+    },
     "c=2 d=2, zero=1": {"c": 2, "d": 2, "zero": 1},
     "t=2 d=2, zero=1, bf16": {"t": 2, "d": 2, "zero": 1, "precision": "bf16"},
     "t=2 p=2, fp16": {"t": 2, "p": 2, "precision": "fp16"},

@@ -97,7 +97,7 @@ def test_programs_are_counted() -> None:
             pm.step(*cut(8, length))
             pm.eval_step(*cut(8, length))
         fact = r"idx \[8, 6\], targets \[8, 6\] would be program 3, and there are 2 already \(idx \[8, 8\].*"
-        with pytest.raises(PlanError, match=rf"pm\.step: {fact}Remedy: .*'bucket'.*max_programs=4"):
+        with pytest.raises(PlanError, match=rf"pm\.step: {fact}Remedy: .*'bucket'.*Shapes\(max_programs=4"):
             pm.step(*cut(8, 6))
         with pytest.raises(PlanError, match=r"pm\.eval_step: .* would be program 3"):
             pm.eval_step(*cut(8, 6))

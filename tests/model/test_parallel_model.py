@@ -16,7 +16,7 @@ from torch import nn
 from autoptd.compiler.compiler import Compiler
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.model.parallel_model import ParallelModel
-from autoptd.options import Options
+from autoptd.options import Options, make_options
 from autoptd.program.program import Program
 from autoptd.runtime.step.launch import is_launched
 from autoptd.subject.call import Call
@@ -31,7 +31,7 @@ SMALL, FULL = Case(), Case(t=2, p=2, d=2, v=2, m=2, schedule="interleaved")
 
 def options_of(case: Case, **keywords: Any) -> Options:
     keywords = {"backend": "local", "timeout": 20.0, **keywords}
-    return Options(t=case.t, p=case.p, d=case.d, v=case.v, schedule=case.schedule, **keywords)
+    return make_options(t=case.t, p=case.p, d=case.d, v=case.v, schedule=case.schedule, **keywords)
 
 
 @contextmanager
@@ -340,14 +340,17 @@ def test_show_writes_the_program_and_what_draw_adds(tmp_path: Path) -> None:
         make_program(SMALL, model),
         options_of(SMALL),
         model.state_dict(),
-        draw=lambda program, folder, spans: drawn.append((folder, spans)),
+        draw=lambda program, folder, spans: drawn.append((folder, spans)),  # type: ignore[arg-type, func-returns-value, return-value]
     )
     pm.show(tmp_path / "out")
+    pm.show()
     pm.close()
-    assert (tmp_path / "out" / "stage_0.py").exists() and drawn == [(tmp_path / "out", ())]
+    assert (tmp_path / "out" / "stage_0.py").exists() and drawn == [(tmp_path / "out", ()), (None, ())]
     loaded = Program.load(tmp_path / "out")
     pm = ParallelModel(loaded, options_of(SMALL), model.state_dict())
     assert pm.step(*make_batch()).item() == pytest.approx(model(*make_batch()).item(), rel=1e-13)
+    with pytest.raises(PlanError, match=r"pm\.show: .*draw="):
+        pm.show()
     pm.close()
 
 

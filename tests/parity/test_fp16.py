@@ -21,7 +21,7 @@ import autoptd
 from autoptd.errors import PlanError
 from autoptd.ir.actions import Action, Kind
 from autoptd.kernels.loss import linear_cross_entropy
-from autoptd.runtime.params.loss_scale import LossScale
+from autoptd.runtime.params.loss_scale import LossScaler
 from tests.parity.models import batch, gpt
 from tests.parity.test_precision import error
 
@@ -185,7 +185,7 @@ def test_scales_are_those_of_torchs_scaler() -> None:
     middle = [(seed, 2.0**10, 0.4) for seed in range(4)]
     for seed, first, rate in [*middle, (0, 2.0**125, 0.05), (0, 3.0e38, 0.0), (0, 2.0**-116, 0.25)]:
         theirs = torch.amp.GradScaler("cpu", init_scale=first, growth_interval=3)
-        ours = LossScale(float(torch.tensor(first)), window=3, hysteresis=1, least=2.0**-126)
+        ours = LossScaler(float(torch.tensor(first)), window=3, hysteresis=1, least=2.0**-126)
         weight = nn.Parameter(torch.zeros(2))
         optimizer = torch.optim.SGD([weight], lr=0.0)
         draw = random.Random(seed)
@@ -202,7 +202,7 @@ def test_scales_are_those_of_torchs_scaler() -> None:
 
 
 def test_the_second_overflow_halves_by_default_and_two_optimizers_count_one() -> None:
-    scale = LossScale()
+    scale = LossScaler()
     bad, good = torch.tensor(float("nan")), torch.tensor(1.0)
     values = []
     for norm in (bad, bad, bad, good):
@@ -302,7 +302,7 @@ def test_a_closure_is_refused(keywords: dict[str, Any]) -> None:
 
 
 def test_a_smaller_window_is_passed_at_once() -> None:
-    long, short = LossScale(4.0, window=100), LossScale(4.0, window=10)
+    long, short = LossScaler(4.0, window=100), LossScaler(4.0, window=10)
     for _ in range(50):
         long.renew()
         long.settle(lambda: torch.tensor(1.0))
@@ -320,9 +320,9 @@ def test_what_cannot_be_is_refused() -> None:
     refused("there is no loss scale with precision='bf16'", precision="bf16", loss_scale=2.0)
     refused("there is no loss scale with precision=None", hysteresis=3)
     refused("is a fixed scale", precision="fp16", loss_scale=2.0, loss_scale_window=3)
-    refused("no positive number", precision="fp16", loss_scale=-1.0)
-    refused("no positive number of float32", precision="fp16", initial_loss_scale=2.0**128)
-    refused("no positive number of float32", precision="fp16", min_loss_scale=2.0**-127)
+    refused("not a positive number", precision="fp16", loss_scale=-1.0)
+    refused("not a positive number of float32", precision="fp16", initial_loss_scale=2.0**128)
+    refused("not a positive number of float32", precision="fp16", min_loss_scale=2.0**-127)
     refused("is above initial_loss_scale", precision="fp16", min_loss_scale=2.0**20)
     with pytest.raises(PlanError, match="float64"):
         autoptd.parallelize(gpt(2).double(), precision="fp16", backend="local", example_inputs=batch())

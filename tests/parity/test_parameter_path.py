@@ -114,7 +114,7 @@ def first_rank_decides(patch: Patch) -> None:
 
     patch.setattr(optimizer, "grad_norm", norm)
     # Else the update asks for no norm of its own.
-    patch.setattr("autoptd.runtime.params.loss_scale.LossScale.saw", lambda self, norm: None)
+    patch.setattr("autoptd.runtime.params.loss_scale.LossScaler.saw", lambda self, norm: None)
 
 
 def storage_is_not_loaded(patch: Patch) -> None:

@@ -13,7 +13,7 @@ from autoptd import passes, trace
 from autoptd.ir.buffers import Buffers
 from autoptd.ir.machine import Machine
 from autoptd.ir.notes import note, op_name, ops
-from autoptd.options import Options
+from autoptd.options import make_options
 from autoptd.passes import Context, Form, up_to
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.solve.assign import Assignment
@@ -51,7 +51,7 @@ def context(
         whole = trace.capture(model, twice, {}, None).graph
         batched = frozenset(name for name, _ in captured.inputs)
     made = Context(
-        options=Options(t=t, machine=machine),
+        options=make_options(t=t, machine=machine),
         pieces=pieces,
         batched=batched,
         whole=whole,

@@ -18,7 +18,7 @@ from autoptd.ir import markers
 from autoptd.ir.buffers import Buffers
 from autoptd.ir.fusion import WIDEST, Fusion
 from autoptd.ir.notes import copy_graph, note, ops, output
-from autoptd.options import Options
+from autoptd.options import make_options
 from autoptd.passes import Context, find_fusions, localize, substitute
 from autoptd.passes.fusion import losses
 from autoptd.passes.localize import check_local
@@ -46,7 +46,7 @@ def random(*shape: int) -> Tensor:
 
 def context(captured: trace.Captured, backend: str | bool = "eager") -> Context:
     """What passes are told of a model on one rank."""
-    return Context(Options(fuse=backend), traced_rows=B, rows=B, buffers=Buffers(captured.buffers))
+    return Context(make_options(fuse=backend), traced_rows=B, rows=B, buffers=Buffers(captured.buffers))
 
 
 def fused(model: Spelled, *tensors: Tensor, backend: str = "eager") -> list[Fusion]:

@@ -26,7 +26,7 @@ import torch
 from autoptd.compiler.driver import compile_program
 from autoptd.ir.actions import parse
 from autoptd.model.parallel_model import ParallelModel
-from autoptd.options import Options
+from autoptd.options import Options, RankOptions, make_options
 from autoptd.program.program import Program
 from autoptd.runtime.params.parameters import RankParameters
 from tests.parity.models import batch, gpt
@@ -40,7 +40,7 @@ Batch = tuple[torch.Tensor, ...]
 
 def compiled(mesh: dict[str, Any]) -> tuple[Program, Options, Batch]:
     """The program of a mesh, with all kinds of actions in it, and a replica's batch."""
-    options = Options(
+    options = make_options(
         **mesh, num_microbatches=4, delay_wgrad_compute="after_b", backend="gloo", timeout=TIMEOUT
     )
     share = batch(4)
@@ -53,7 +53,7 @@ def run_rank(
     """Two steps; the victim is killed at `action` of the second, or where it would publish an update before it."""
     program, options, share = made
     if how == "SIGSTOP":
-        options = replace(options, timeout=TIMEOUT_OF_STOPPED)
+        options = replace(options, ranks=RankOptions(timeout=TIMEOUT_OF_STOPPED))
     pm = ParallelModel(program, options, gpt(2).state_dict())
     pm.step(*share)
 

@@ -13,12 +13,12 @@ import torch
 from autoptd.compiler.driver import compile_program
 from autoptd.ir import machine
 from autoptd.model.parallel_model import ParallelModel
-from autoptd.options import Options
+from autoptd.options import make_options
 from autoptd.program.program import Program
 from tests.hostile.test_shared_blocks import MODELS, batch
 from tests.ports import free_port
 
-OPTIONS = Options(t=2, p=2, num_microbatches=3, backend="gloo", timeout=60.0, machine=machine.Machine())
+OPTIONS = make_options(t=2, p=2, num_microbatches=3, backend="gloo", timeout=60.0, machine=machine.Machine())
 
 
 def model_of() -> torch.nn.Module:

@@ -43,14 +43,14 @@ def warn_of_recompute(graph: Graph, options: Options, checkpointed: Sequence[str
     """Warn where what was to be computed again is kept: by the keyword, or by activation checkpoints in the model."""
     drops = [note(node).module for node in ops(graph) if note(node).keep.dropped]
     # By value: where there is room for everything.
-    if options.recompute and options.recompute != "auto" and not drops:
+    if options.recompute.what and options.recompute.what != "auto" and not drops:
         why = (
             "fused attention keeps no scores"
-            if options.recompute == "selective"
+            if options.recompute.what == "selective"
             else "nothing is saved there"
         )
-        warnings.warn(f"recompute={options.recompute!r} drops nothing: {why}", stacklevel=4)
-    if options.recompute is not None:
+        warnings.warn(f"recompute={options.recompute.what!r} drops nothing: {why}", stacklevel=4)
+    if options.recompute.what is not None:
         return
     kept = []
     for name in checkpointed:
@@ -93,7 +93,7 @@ def warn_of_fallbacks(program: Program) -> None:
         f"{100 * share:.0f} % of the FLOPs of matrix products are done by every {' or '.join(words)} rank in full. "
         f"{'; '.join(reasons)}. See program.fallbacks"
     )
-    warnings.warn(message, stacklevel=3)
+    warnings.warn(message, stacklevel=4)
 
 
 def any_layer(name: str) -> str:

@@ -64,7 +64,7 @@ def about(options: Options, batch: Batch, ranks: Sequence[int], stage: int, wgra
 def _about_hooks(options: Options, wgrad_sink: str) -> list[str]:
     """Explain `rt.linear`, if the file uses it."""
     hooks = []
-    if options.async_tensor_model_parallel_allreduce:
+    if options.hooks.async_allreduce:
         groups = " or ".join(f"overlap={axis}" for axis in options.mesh.value_axes)
         hooks.append(f"{groups} overlaps the input gradient's all-reduce with the wgrad GEMM")
     if wgrad_sink == "main_grads":
@@ -83,6 +83,6 @@ def _about_dtypes(options: Options) -> list[str]:
         lines.append(
             f"{which} is in {dtype}, cast from the optimizer's float32 copy. Gradients accumulate in float32."
         )
-    if options.accumulate_allreduce_grads_in_fp32:
+    if options.hooks.fp32_gradients:
         lines.append("Gradients accumulate in float32 (float64 for float64 parameters): parameter.main_grad.")
     return lines

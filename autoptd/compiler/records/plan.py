@@ -14,7 +14,7 @@ from autoptd.ir.fallback import Fallback
 from autoptd.ir.kept import Rate, rows_of
 from autoptd.ir.sub_axes import base
 from autoptd.ir.types import ValueType
-from autoptd.options import KEYWORDS, Options
+from autoptd.options import KEYWORDS, Options, settings
 from autoptd.program.costs import Cut
 from autoptd.program.specs import ParamSpec
 
@@ -32,13 +32,14 @@ def plan_record(
     """Return what `plan.json` has: the decisions, and reports (fallbacks, `weighed` plans, what it took to fit) for people."""
     mesh: dict[str, Any] = {**options.mesh.degrees, "v": options.v}
     if not options.mesh.has_usual_order:
-        mesh["order"] = options.order
+        mesh["order"] = options.ranks.order
+    asked = settings(options)
     record = {
         "version": 1,
         "mesh": mesh,
         "num_microbatches": batch.num_microbatches,
         "schedule": str(options.schedule),
-        "options": {name: getattr(options, name) for name in _planned(options)},
+        "options": {name: asked[name] for name in _planned(options)},
         "cut": list(cut.after),
         "shard": _shard_pins(options, params),
         "fallbacks": merged_fallbacks(fallbacks),
@@ -68,7 +69,7 @@ def _relief(options: Options, cut: Cut, ranks: Sequence[int]) -> dict[str, Any]:
         again[rank] += seconds
     return {
         "fullest_rank_bytes": max(cut.rank_bytes),
-        "zero": options.zero,
+        "zero": options.zero.stage,
         "byte_price": options.memory_price or 0.0,
         "again_seconds": again,
     }

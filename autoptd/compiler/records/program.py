@@ -49,7 +49,7 @@ def program_of(
     """Return the program; `record` has the graph in all its forms."""
     captured, options, found = traces.captured, ctx.options, ctx.found
     crossings, parts = tuple(map(crossing_spec, crossing)), update_parts(traces.updates)
-    transfers = plan_transfers(crossings, ctx.ranks, options.mesh, options.p2p, options.rank_machine)
+    transfers = plan_transfers(crossings, ctx.ranks, options.mesh, options.ranks.p2p, options.rank_machine)
     # Shapes of nodes, for counts of FLOPs: of a microbatch on one device, and on a rank.
     sizes = replace(ctx.sizes, mesh=options.mesh)
     of_one_device = partial(local_shape, sizes=replace(sizes, mesh=Mesh()))
@@ -74,7 +74,7 @@ def program_of(
         dropouts=dropout_specs(record.graphs["CUT"]),
         fallbacks=found.fallbacks,
         fusions=found.fusions,
-        fuse=options.fuse or False,
+        fuse=options.fuse.backend or False,
         unlisted=tuple(passes.unlisted_operators(graph)),
         weighted=any(file.counts for file in files.stages),
         updated=traces.updates.buffers if traces.updates is not None else (),

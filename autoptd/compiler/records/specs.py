@@ -66,7 +66,7 @@ def _param_spec(
     has_master = bool(options.precision) and parameter.is_floating_point()
     if options.is_mixed and stored == torch.float32:
         has_master = used != stored
-    sums_wide = options.accumulate_allreduce_grads_in_fp32 or options.precision
+    sums_wide = options.hooks.fp32_gradients or options.precision
     grad_dtype = _dtype_name(_wide(parameter.dtype)) if sums_wide else ""
     # Frozen ones have no state to share.
     sharing = options.sharing if requires_grad else EVERY_REPLICA
@@ -85,7 +85,9 @@ def _param_spec(
         adds=adds,
         has_master=has_master,
         # What adds up in 64 bits stays exact.
-        wire_dtype="bfloat16" if options.reduce_dtype == "bf16" and storage.sum_dtype == "float32" else "",
+        wire_dtype="bfloat16"
+        if options.zero.reduce_dtype == "bf16" and storage.sum_dtype == "float32"
+        else "",
         model_dims=model_dims,
     )
 

@@ -70,7 +70,7 @@ def find_fusions(graph: Graph, ctx: Context) -> None:
 
     Masks are told causal by the values of buffers.
     """
-    backend, only = ctx.options.fuse or False, ctx.options.fuse_only
+    backend, only = ctx.options.fuse.backend or False, ctx.options.fuse.only
     if not backend:
         ctx.found.groups = Groups()
         return

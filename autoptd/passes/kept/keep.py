@@ -49,7 +49,7 @@ def keep(graph: Graph, ctx: Context) -> None:
 
 def _pinned(ctx: Context) -> tuple[Rate, ...]:
     """Return the rates that the plan pins, if any."""
-    pinned, asked = ctx.options.plan.rates, ctx.options.recompute
+    pinned, asked = ctx.options.plan.rates, ctx.options.recompute.what
     # An evaluation (False) keeps nothing.
     if not pinned or asked is False:
         return ()
@@ -70,13 +70,13 @@ class Keeper:
         self.graph, self.ctx = graph, ctx
         self._saved = ctx.saved_by(graph)
         self._stages = by_stage(graph)
-        asked, options = ctx.options.recompute, ctx.options
+        asked, options = ctx.options.recompute.what, ctx.options
         pins = options.plan.keep
         # A pass that is called by itself has no runtime to measure with. Under torch's compiler a layer's operators have no
         # lines of their own.
         self._is_asked = bool(
             self._saved.values
-            and (asked or pins or (ctx.checkpointed and options.fuse != "inductor"))
+            and (asked or pins or (ctx.checkpointed and options.fuse.backend != "inductor"))
             and asked is not False
         )
         self.pinned = find_pinned(graph, self._saved, pins if self._is_asked else ())

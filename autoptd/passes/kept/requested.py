@@ -29,7 +29,6 @@ from autoptd.ir import markers
 from autoptd.ir.names import is_within, layer_of
 from autoptd.ir.notes import note, op_name, ops, value
 from autoptd.ir.operators.table import is_listed, operator_of
-from autoptd.ir.recompute import full_share
 from autoptd.ir.saved import SavedForBackward, Storage
 from autoptd.options import Options
 from autoptd.passes.hook_gemms import gather_again
@@ -54,14 +53,14 @@ class Gathered(NamedTuple):
 
 def choose(graph: Graph, options: Options, checkpointed: Sequence[str], saved: SavedForBackward) -> Wish:
     """Return what `options.recompute` asks for; None, what the modules in `checkpointed` do."""
-    asked, made = options.recompute, saved_by_maker(saved)
+    asked, made = options.recompute.what, saved_by_maker(saved)
     wish = Wish(set(), set())
-    share = full_share(asked)
+    share = options.recompute.full_share
     if share is not None or asked is None:
         groups = (
             _within(graph, checkpointed)
             if share is None
-            else groups_of_layers(graph, share, options.recompute_num_layers)
+            else groups_of_layers(graph, share, options.recompute.num_layers)
         )
         for layers in groups:
             _add_in_full(layers, saved, made, wish)

@@ -284,7 +284,9 @@ def _keep_partial(node: Node, partial: list[Node], split: bool) -> ValueType:
             "; autoptd.per_microbatch(x) marks an auxiliary loss that is meant for each microbatch by itself"
         )
     if op_name(node) == "aten.nan_to_num":
-        remedy = "leave it out: a step raises at a loss that is NaN, and goes on with nan='ignore'"
+        remedy = (
+            "leave it out: a step raises at a loss that is NaN, and goes on with RankOptions(nan='ignore')"
+        )
     if op_name(node) == "aten.div" and len(operands(node)) > 1:
         remedy += "; a divisor may be any sum over inputs, and none over what parameters make"
     raise MixedSamples(site(node), fact, remedy)

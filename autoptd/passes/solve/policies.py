@@ -98,7 +98,7 @@ class Solved:
             )
             made.has_whole_tokens = not (Part.TOKENS in self.may_split or ctx.mesh.token_axes)
             # Batches of other lengths read the same parameters: none is split by the tokens of this one.
-            if ctx.options.shapes is not None:
+            if ctx.options.shapes.how is not None:
                 made.pins = {**_whole_in_tokens(graph, made), **pins}
             return made
 

@@ -54,7 +54,7 @@ class TokenSplitter(Splitter):
         super().__init__(graph, axes, axis, ctx.mesh, ctx.machine, ctx.batched, may_split=tokens, pins={})
         # KV heads that several ranks share are read whole, of all tokens.
         self.factors.pairs = {}
-        self.context = ctx.options.context
+        self.context = ctx.options.context.attention
         # What was solved together with the other axes, for people.
         self.joint_text = ""
         # Of the shards of tokens: see `split_tokens.choose_order`.

@@ -34,8 +34,8 @@ def too_full(needed: float, ctx: Context, which: str) -> TooFull:
     options = ctx.options
     left = {
         "sequence_parallel='auto'": ctx.mesh.value_ranks > 1 and not options.sequence_parallel,
-        "recompute='auto'": options.recompute != "auto",
-        "zero=1": ctx.mesh.gradient_ranks > 1 and not options.zero,
+        "recompute='auto'": options.recompute.what != "auto",
+        "zero=1": ctx.mesh.gradient_ranks > 1 and not options.zero.stage,
     }
     remedies = ["a larger t or p", "smaller microbatches (a larger num_microbatches)"]
     remedies += ["a schedule with fewer of them in flight (1f1b)", *(each for each in left if left[each])]

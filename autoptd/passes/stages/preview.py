@@ -19,7 +19,6 @@ from torch.fx import Graph, Node
 
 from autoptd.ir.kept import Rate
 from autoptd.ir.notes import copy_nodes, note
-from autoptd.ir.recompute import full_share
 from autoptd.passes.context import Context
 from autoptd.passes.fusion.chain import Groups
 from autoptd.passes.fusion.fuse import substitute
@@ -34,12 +33,13 @@ def kept_per_operator(graph: Graph, backbone: Sequence[Node], ctx: Context) -> l
 
     Of several prices for a kept byte each is a level.
     """
-    share = full_share(ctx.options.recompute)
+    share = ctx.options.recompute.full_share
     if share is None or share == 1:
         return _levels(graph, backbone, ctx)
     by_share = []
-    for recompute, part in (("full", float(share)), (None, 1 - float(share))):
-        asked = _with_groups(replace(ctx, options=replace(ctx.options, recompute=recompute)), _groups(ctx))
+    for what, part in (("full", float(share)), (None, 1 - float(share))):
+        options = replace(ctx.options, recompute=replace(ctx.options.recompute, what=what))
+        asked = _with_groups(replace(ctx, options=options), _groups(ctx))
         (level,) = _levels(graph, backbone, asked)
         by_share.append((part * np.array(level.saved), part * np.array(level.again)))
     saved, again = (sum(parts) for parts in zip(*by_share, strict=True))

@@ -38,7 +38,7 @@ aten = torch.ops.aten
 @graph_pass(takes=Form.TRACED, gives=Form.TRACED, when=divides_tokens, changes=(CALLS, "tokens"))
 def copy_heads(graph: Graph, ctx: Context) -> None:
     """Rewrite the attention of both traces where both have it."""
-    if ctx.options.context not in ("auto", "ulysses"):
+    if ctx.options.context.attention not in ("auto", "ulysses"):
         return
     whole = second_trace(graph, ctx)
     ranks = math.prod(map(ctx.mesh.degree, ctx.mesh.token_axes))
@@ -49,7 +49,9 @@ def copy_heads(graph: Graph, ctx: Context) -> None:
         if heads is None or _kv_heads(same) is None:
             continue
         times = _times(node, heads[0], outer, ranks)
-        if times > 1 and (ctx.options.context == "ulysses" or _pays(node, heads[0], times, outer, ranks)):
+        if times > 1 and (
+            ctx.options.context.attention == "ulysses" or _pays(node, heads[0], times, outer, ranks)
+        ):
             if not is_found:
                 _note_atoms(graph)
             is_found = True

@@ -88,8 +88,8 @@ def split_tokens(graph: Graph, ctx: Context) -> None:
 def _split(graph: Graph, axis: str, ctx: Context) -> None:
     splitter = TokenSplitter(graph, ctx.found.axes.connected(graph), axis, ctx)
     _check_sizes(graph, splitter, ctx)
-    splitter.order = choose_order(graph, splitter, ctx.options.token_order)
-    if ctx.options.token_order == ZIGZAG:
+    splitter.order = choose_order(graph, splitter, ctx.options.context.tokens)
+    if ctx.options.context.tokens == ZIGZAG:
         _check_pieces(graph, splitter)
     joint = ctx.found.joint if ctx.found.has("joint") else None
     assignment = assign_tensor(graph, splitter, joint and joint.of_tokens)

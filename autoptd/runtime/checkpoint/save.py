@@ -15,7 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from autoptd.ir.mesh import DEGREES, Mesh
 from autoptd.ir.notes import note, op_name, ops, shape
 from autoptd.ir.operators.record import argument, operands
 from autoptd.ir.types import Segmented
-from autoptd.options import Options
+from autoptd.options import Options, settings
 from autoptd.program.module_hashes import prints_of
 from autoptd.program.program import Program
 from autoptd.runtime.checkpoint.commit import begin, finish, new_token, part_of, path_of, sweep
@@ -69,7 +69,7 @@ def about_program(program: Program, options: Options) -> dict[str, Any]:
         "torch": torch.__version__,
         "seed": program.seed,
         "mesh": {**{name: getattr(program.mesh, name) for name in DEGREES}, "order": program.mesh.order},
-        "options": {key: str(value) for key, value in asdict(options).items() if value is not None},
+        "options": {key: str(value) for key, value in settings(options).items() if value is not None},
         "names": tied_names(program),
         "model": about_model(program),
         "prints": prints_of(program),

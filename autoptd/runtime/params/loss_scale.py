@@ -5,7 +5,7 @@ is skipped. All ranks decide alike, as they count the same findings. The rules a
 scaler; with `hysteresis=1` its scales are those of `torch.amp.GradScaler`, which has no `min_loss_scale`: down to that
 one. Like there, and unlike in Megatron-LM, a scale that float32 does not hold when doubled stays as it is.
 
-    scale = LossScale(initial=2.0**16, window=1000, hysteresis=2)
+    scale = LossScaler(initial=2.0**16, window=1000, hysteresis=2)
     scale.renew()                    # a step has added to the gradients
     scale.settle(lambda: False)      # an update may take place: False, it is not skipped
 """
@@ -21,7 +21,7 @@ from autoptd.errors import PlanError
 from autoptd.options import MAX_SCALE, Options
 
 
-class LossScale:
+class LossScaler:
     """A power of two, as a rule: then scaling changes no bit of a gradient that is in range."""
 
     def __init__(
@@ -43,18 +43,14 @@ class LossScale:
         self._is_settled = True
 
     @classmethod
-    def of(cls, options: Options) -> LossScale | None:
+    def of(cls, options: Options) -> LossScaler | None:
         """Return the scale that a request asks for; None where nothing is computed in float16."""
         if not options.is_fp16:
             return None
-        if options.loss_scale is not None:
-            return cls(options.loss_scale, is_dynamic=False)
-        return cls(
-            options.initial_loss_scale,
-            options.loss_scale_window,
-            options.hysteresis,
-            options.min_loss_scale,
-        )
+        asked = options.loss_scale
+        if asked.fixed is not None:
+            return cls(asked.fixed, is_dynamic=False)
+        return cls(asked.initial, asked.window, asked.hysteresis, asked.minimum)
 
     def renew(self) -> None:
         """Forget what was found of the gradients: a step has added to them."""
@@ -107,4 +103,4 @@ class LossScale:
             self._good, self._left = int(state["good"]), int(state["left"])
 
 
-__all__ = ["LossScale"]
+__all__ = ["LossScaler"]

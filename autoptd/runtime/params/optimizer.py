@@ -29,7 +29,7 @@ from autoptd.runtime.params.elementwise import ELEMENTWISE, check_elementwise
 from autoptd.runtime.params.fused_optimizer import lay_out, takes_fused
 from autoptd.runtime.params.grad_norm import grad_norm
 from autoptd.runtime.params.guard import lower, raise_again, unguarded
-from autoptd.runtime.params.loss_scale import LossScale
+from autoptd.runtime.params.loss_scale import LossScaler
 from autoptd.runtime.params.numbered import is_numbered, named
 from autoptd.runtime.params.optimizer_state import gather_state, local_record, stored_of
 from autoptd.runtime.params.padding_stays_zero import clear_padding, padding_of
@@ -56,7 +56,7 @@ class NamedOptimizer(optim.Optimizer):
 
     binding: Binding
     # Of precision="fp16", else None.
-    loss_scale: LossScale | None = None
+    loss_scale: LossScaler | None = None
     # How many calls of `step` changed nothing, as a gradient was not finite, and whether the last one did so.
     skipped: int = 0
     # Called by `zero_grad`.
@@ -161,7 +161,7 @@ def make_optimizer(
     ranks: Sequence[RankParameters],
     run: Run[Any],
     params: Iterable[Any] | None = None,
-    loss_scale: LossScale | None = None,
+    loss_scale: LossScaler | None = None,
     **keywords: Any,
 ) -> NamedOptimizer:
     """Return an instance of (a subclass of) `cls` over the local parameters of `ranks`; a collective.
@@ -273,7 +273,7 @@ def register_hooks(optimizer: NamedOptimizer, ranks: Sequence[RankParameters], r
 
 
 def skip_where_infinite(
-    optimizer: NamedOptimizer, scale: LossScale, parameters: Sequence[torch.Tensor], run: Run[Any]
+    optimizer: NamedOptimizer, scale: LossScaler, parameters: Sequence[torch.Tensor], run: Run[Any]
 ) -> None:
     """Let `step` change nothing where a gradient is not finite on some rank: it does not see the gradients."""
     hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []

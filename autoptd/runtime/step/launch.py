@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
+from autoptd.options import Options
 from autoptd.program.program import Program
 from autoptd.program.sources import Source
 from autoptd.runtime.params.guard import unguarded
@@ -30,7 +31,8 @@ from autoptd.runtime.step.communicators import communicators_of
 from autoptd.runtime.step.executor import Executor
 from autoptd.runtime.step.timeline import Delays, Timeline
 from autoptd.runtime.world.clocks import clocks_of
-from autoptd.runtime.world.devices import has_launcher
+from autoptd.runtime.world.devices import check_device, has_launcher
+from autoptd.runtime.world.leaving import tell_at_exit
 from autoptd.runtime.world.processes import DistributedWorld
 from autoptd.runtime.world.threads import REMEDY, Ranks, ThreadWorld
 from autoptd.runtime.world.world import World, on_device
@@ -276,6 +278,13 @@ def is_launched(mesh: Mesh, backend: str | None) -> bool:
             f"torchrun --nproc-per-node {mesh.size} ..., or t, p, d whose product is {size}",
         )
     return True
+
+
+def enter_world(options: Options) -> None:
+    """Check that this process can run ranks as asked; where it is one of several, let the others hear if it ends early."""
+    if is_launched(options.mesh, options.backend):
+        tell_at_exit()
+    check_device(options.device)
 
 
 def is_first_process() -> bool:

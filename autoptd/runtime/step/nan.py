@@ -49,8 +49,11 @@ def nan_fault(now: int, step: int, ranks: Sequence[int]) -> RuntimeFault:
     """Return the fault of a loss that was NaN in `step` on `ranks`, and is reported in step `now`."""
     where = f"NaN on rank {', '.join(map(str, ranks))} (last stage)"
     if step == now:
-        remedy = "look at this batch and the learning rate, or pass nan='ignore'"
+        remedy = "look at this batch and the learning rate, or pass ranks=RankOptions(nan='ignore')"
         return RuntimeFault(f"step {step}", f"the loss is {where}; its gradients were dropped", remedy)
     fact = f"the loss of step {step} was {where}, which on CUDA is seen one step later: its gradients were handed over"
-    remedy = "go back to a checkpoint from before it, and look at that batch and the learning rate; or pass nan='ignore'"
+    remedy = (
+        "go back to a checkpoint from before it, and look at that batch and the learning rate; "
+        "or pass ranks=RankOptions(nan='ignore')"
+    )
     return RuntimeFault(f"step {now}", fact, remedy)

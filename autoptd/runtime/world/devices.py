@@ -49,8 +49,8 @@ def check_device(device: str | torch.device | None) -> None:
 
 def default_fusion(tensors: Iterable[torch.Tensor], options: Options) -> str | bool:
     """Return the backend of fused operators: the one requested, or the fastest for the device of the ranks."""
-    if options.fuse is not None:
-        return options.fuse
+    if options.fuse.backend is not None:
+        return options.fuse.backend
     device = device_of_ranks(tensors, options.device, options.backend)
     return "triton" if device.type == "cuda" and has_triton() else "eager"
 

@@ -20,6 +20,7 @@ from torch import nn
 import autoptd
 from autoptd.errors import PlanError
 from autoptd.ir.activity import activity
+from autoptd.options import grouped
 from autoptd.program.program import Program
 from autoptd.wings.cli.known import KNOWN
 from autoptd.wings.cli.models import (
@@ -61,7 +62,7 @@ def make_program(args: Namespace) -> tuple[str, Program]:
         dtype = args.dtype or ("float32" if args.precision else None)
         model, given = make_without_weights(subject, dtype)
     program = autoptd.compile(
-        model, example_inputs=example_inputs(args, subject, model, given), **keywords_of(args)
+        model, example_inputs=example_inputs(args, subject, model, given), **grouped(keywords_of(args))
     )
     # Of one microbatch: [rows, tokens].
     rows = next(spec.shape for spec in program.inputs if spec.batched)

@@ -20,6 +20,7 @@ import autoptd
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ir.activity import activity
 from autoptd.ir.mesh import Coordinate
+from autoptd.options import grouped
 from autoptd.runtime.world.devices import device_of_ranks
 from autoptd.wings.cli.data import batches, load_tokens
 from autoptd.wings.cli.models import (
@@ -70,7 +71,7 @@ def train(args: Namespace) -> int:
         # Predict for this machine, as the report compares predictions with measurements.
         device = device_of_ranks(model.parameters(), options.device, options.backend)
         keywords["machine"] = machine_here(device)
-    pm = autoptd.parallelize(model, example_inputs=as_call(model, *first), **keywords)
+    pm = autoptd.parallelize(model, example_inputs=as_call(model, *first), **grouped(keywords))
     optimizer = pm.optimizer(torch.optim.AdamW, lr=args.lr, weight_decay=args.weight_decay)
     progress: Any = None
     try:

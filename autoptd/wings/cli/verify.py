@@ -8,6 +8,7 @@ import torch
 
 import autoptd
 from autoptd.ir.activity import activity
+from autoptd.options import grouped
 from autoptd.wings.cli.models import find_model, make_with_weights
 from autoptd.wings.cli.programs import example_inputs
 from autoptd.wings.cli.request import keywords_of
@@ -22,6 +23,6 @@ def verify(args: Namespace) -> int:
     with activity(f"building {args.model}"):
         model, given = make_with_weights(subject, args.dtype)
     batch = example_inputs(args, subject, model, given)
-    report = autoptd.verify(model, example_inputs=batch, steps=args.steps, **keywords_of(args))
+    report = autoptd.verify(model, example_inputs=batch, steps=args.steps, **grouped(keywords_of(args)))
     print(report)
     return 0 if report.passed else 1

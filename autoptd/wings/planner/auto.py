@@ -24,6 +24,7 @@ from autoptd.errors import PlanError
 from autoptd.ir.machine_files import machine_file, machine_of_device, nearest_machines
 from autoptd.ir.mesh import TABLE, Mesh, Role
 from autoptd.runtime.world.devices import device_of_ranks
+from autoptd.subject.module import check_module
 from autoptd.wings.planner.cluster import Software, find_cluster, find_software
 from autoptd.wings.planner.model_shape import shape_of
 from autoptd.wings.planner.plan import plan
@@ -56,6 +57,7 @@ def planned(model: nn.Module, example_inputs: Any, keywords: Mapping[str, Any]) 
         if gpus is not None:
             raise PlanError(f"gpus={gpus}", "there is nothing to choose", 't="auto", or leave gpus out')
         return keywords
+    check_module(model)
     ranks = _ranks(gpus)
     if example_inputs is None:
         raise PlanError('"auto"', "the planner needs to know the batch", "example_inputs=the global batch")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autoptd.ir.keyword import NOT_YET
+from autoptd.options import NOT_YET
 
 DEGREES = ("t", "p", "d", "c", "v", "b", "m")
 # How an option is named when it is on.

@@ -25,16 +25,18 @@ from autoptd.wings import viz
 MIN_SECONDS = 1e-12
 
 
-def draw_program(program: Program, folder: Path, spans: Sequence[Span] = ()) -> None:
-    """Write the graph in all its forms and the pictures.
+def draw_program(program: Program, folder: Path | None, spans: Sequence[Span] = ()) -> viz.Picture:
+    """Return the picture of a program's graph; write that, all forms of the graph and the charts into `folder` if given.
 
-    `spans` of a record are drawn beside the simulated step.
+    `spans` of a record are drawn next to the simulated step.
     """
-    dump = Dump(folder)
-    for form, graph in program.graphs.items():
-        dump.add(form.lower(), graph)
-    runs = [simulated_run(program), *([executed_run(program, spans)] if spans else [])]
-    viz.draw(program, folder, runs)
+    if folder is not None:
+        dump = Dump(folder)
+        for form, graph in program.graphs.items():
+            dump.add(form.lower(), graph)
+        runs = [simulated_run(program), *([executed_run(program, spans)] if spans else [])]
+        viz.draw(program, folder, runs)
+    return viz.graph_picture(program, "layer" if program.graphs else "model")
 
 
 def simulated_run(program: Program) -> viz.Run:

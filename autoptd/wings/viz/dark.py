@@ -60,6 +60,8 @@ def dark_rules(drawn: str, text: Sequence[str] = TEXT) -> str:
     rules = list(text)
     fills, strokes = (set(re.findall(rf'{name}="(#\w+)"', drawn)) for name in ("fill", "stroke"))
     rules += [f'[fill="{light}"] {{ fill: {dark} }}' for light, dark in FILLS.items() if light in fills]
+    # The ground of a frame lies around its heading, too.
+    rules += [f'[stroke="{light}"] {{ stroke: {dark} }}' for light, dark in FILLS.items() if light in strokes]
     for light, dark in STROKES.items():
         if light in strokes:
             rules.append(f'[stroke="{light}"] {{ stroke: {dark} }}')

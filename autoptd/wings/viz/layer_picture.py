@@ -179,7 +179,7 @@ class _Painter:
             tooltip = "\n".join([tooltip, *call_lines(edge.calls)])
             # What is sent is told where it is received.
             return Link(
-                edge.source, edge.target, colours.SENT, 3.0, tooltip=tooltip, weight=0, calls=edge.calls
+                edge.source, edge.target, colours.SENT, 3.0, tooltip=tooltip, weight=2, calls=edge.calls
             )
         # Boxes are in the order of the graph.
         gap = self.place[edge.target] - self.place[edge.source]

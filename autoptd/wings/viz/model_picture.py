@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from autoptd.program.program import Program
@@ -66,11 +66,8 @@ class _Painter:
         notes = tuple(f"Beside what is drawn: {bar.text}." for bar in bars(self.left))
         # One row may be folded; of several, a column is a pipeline rank, and has to stay one.
         ids = tuple(map(tuple, rows.values()))
-        # All boxes of the grid are as wide as the widest.
-        items = list(map(self._cell, self.cells))
-        width = max(item.width for item in items)
-        items = [replace(item, least_width=width) for item in items]
-        return Scene(title, subtitle, tuple(items), links, self._legend(), ids, notes, tuple(self.left))
+        items = tuple(map(self._cell, self.cells))
+        return Scene(title, subtitle, items, links, self._legend(), ids, notes, tuple(self.left))
 
     def _sort(self, call: Collective) -> None:
         """Decide where a collective is shown: on a link, in a box, on a tie, or in a note."""

@@ -23,10 +23,9 @@ from pathlib import Path
 from autoptd.compiler.compiled import Compiled
 from autoptd.errors import PlanError
 from autoptd.program.program import Program
-from autoptd.wings.viz.columns import find_places
+from autoptd.wings.viz.dot import scene_dot
 from autoptd.wings.viz.graph_svg import scene_svg
 from autoptd.wings.viz.layer_picture import layer_scene
-from autoptd.wings.viz.layout import scene_dot
 from autoptd.wings.viz.model_picture import model_scene
 from autoptd.wings.viz.scene import Scene
 
@@ -62,7 +61,7 @@ class Picture:
         """Draw the SVG, or say why there is none; a failure is warned of as well."""
         try:
             # Only when it is asked for: a scene may be wanted as DOT alone.
-            return scene_svg(self.scene, find_places(self.scene)), ""
+            return scene_svg(self.scene), ""
         except ImportError as error:
             return None, f"it needs the packages of autoptd[pictures] ({error})"
         except Exception as error:

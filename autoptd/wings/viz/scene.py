@@ -2,7 +2,7 @@
 
 Plain data, without a layout.
 
-In: nothing. `layout.py` writes a scene in the DOT language and finds its places, `graph_svg.py` draws it.
+In: nothing. `dot.py` writes a scene in the DOT language, `graph_svg.py` draws it.
 
     box = Item("a", (line(("c_fc", "bold"), (" linear", "quiet")), line("[4, 128, 768]")), fill=COLUMN)
     Scene("GPT", (), (Frame("f", (line("h.0"),), (box,)),), ()).items
@@ -16,10 +16,6 @@ from dataclasses import dataclass
 from autoptd.program.specs import Collective
 
 INK, QUIET = "#26303b", "#6b7682"
-# Sizes of text in pixels (points in DOT), line height over text size, pixels around the lines of a box.
-SIZE, SMALL, LEADING, PADDING = 11.0, 10.0, 1.36, 7.0
-# Letters of unusual width, for `text_width`.
-NARROW, WIDE = frozenset("iljtfrI.,:;'|!()[] "), frozenset("mwMW@%&")
 
 
 @dataclass(frozen=True)
@@ -35,15 +31,6 @@ class Line:
     @property
     def text(self) -> str:
         return "".join(text for text, _ in self.pieces)
-
-    @property
-    def width(self) -> float:
-        """Pixels that it takes in the widest of the fonts that are asked for (Verdana, DejaVu Sans)."""
-        return sum(text_width(text, style == "bold") for text, style in self.pieces) + (10 if self.bar else 0)
-
-    @property
-    def height(self) -> float:
-        return SIZE * LEADING + (3 if self.bar else 0)
 
 
 @dataclass(frozen=True)
@@ -62,17 +49,6 @@ class Item:
     dashed: bool = False
     tooltip: str = ""
     calls: tuple[Collective, ...] = ()
-    least_width: float = 0.0
-
-    @property
-    def width(self) -> float:
-        # The ends of a pill are round, and text must not reach into them.
-        sides = 2 * PADDING + (10 if self.shape == "pill" else 0)
-        return max([self.least_width, *(row.width + sides for row in self.lines)])
-
-    @property
-    def height(self) -> float:
-        return sum(row.height for row in self.lines) + PADDING
 
 
 @dataclass(frozen=True)
@@ -169,20 +145,4 @@ def line(*pieces: str | tuple[str, str], bar: str = "") -> Line:
     return Line(tuple((piece, "") if isinstance(piece, str) else piece for piece in pieces), bar)
 
 
-def text_width(text: str, is_bold: bool = False, size: float = SIZE) -> float:
-    """Estimate the pixels of a text in Verdana or DejaVu Sans; in Helvetica it takes no more."""
-    # Graphviz needs widths before any font is known; a box that is a little wide does no harm.
-    ems = sum(map(_ems, text))
-    return size * ems * (1.1 if is_bold else 1.0)
-
-
-def _ems(letter: str) -> float:
-    """Estimate the width of a letter, relative to the text size."""
-    if letter in NARROW:
-        return 0.40
-    if letter in WIDE:
-        return 0.96
-    return 0.72 if letter.isupper() else 0.63
-
-
-__all__ = ["INK", "QUIET", "Frame", "Item", "Line", "Link", "Scene", "line", "text_width"]
+__all__ = ["INK", "QUIET", "Frame", "Item", "Line", "Link", "Scene", "line"]

@@ -18,7 +18,7 @@ from autoptd import trace
 from autoptd.ir.buffers import Buffers
 from autoptd.ir.notes import note, op_name, ops, shape
 from autoptd.ir.operators.record import operands
-from autoptd.options import Options
+from autoptd.options import make_options
 from autoptd.passes import Context
 from autoptd.passes.tokens import shift
 from autoptd.passes.tokens.token_regions import Cut
@@ -51,7 +51,7 @@ def rewritten(model: nn.Module, *inputs: Tensor, **options: Any) -> Traces:
     captured, before = (trace.capture(model, first, {}, None) for _ in range(2))
     whole = trace.capture(model, inputs, {}, None).graph
     ctx = Context(
-        Options(**{"c": 2, **options}),
+        make_options(**{"c": 2, **options}),
         pieces=len(inputs[0]) // 2,
         batched=frozenset(name for name, _ in captured.inputs),
         whole=whole,

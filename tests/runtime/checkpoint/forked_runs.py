@@ -26,7 +26,7 @@ from torch import Tensor
 import autoptd
 from autoptd.compiler.driver import compile_program
 from autoptd.model.parallel_model import ParallelModel
-from autoptd.options import Options
+from autoptd.options import Options, make_options
 from autoptd.program.program import Program
 from autoptd.runtime.checkpoint import series, writer
 from tests.parity.models import VOCAB, batch, gpt
@@ -51,7 +51,7 @@ class Texts:
 
 
 def compiled(mesh: dict[str, Any], timeout: float = TIMEOUT) -> Made:
-    options = Options(**mesh, num_microbatches=2, backend="gloo", timeout=timeout)
+    options = make_options(**mesh, num_microbatches=2, backend="gloo", timeout=timeout)
     share = batch(ROWS // mesh.get("d", 1))
     return compile_program(gpt(2).double(), options, share, {}, replicas=1, check=False), options
 

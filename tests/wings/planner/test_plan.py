@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 import autoptd
 from autoptd.errors import PlanError
-from autoptd.ir.keyword import NOT_YET
 from autoptd.ir.schedules import SCHEDULES
-from autoptd.options import make_options
+from autoptd.options import NOT_YET, make_options
 from autoptd.wings.planner import default
 from autoptd.wings.planner.cluster import find_cluster
 from autoptd.wings.planner.default import DefaultModel
@@ -143,7 +142,7 @@ def test_what_the_runtime_lacks_is_left_out() -> None:
 def test_precision_and_zero_that_the_runtime_has_are_planned_for_it() -> None:
     asked = plan(SMALL, gpus=8, batch=32, zero=1, precision="bf16", d=8)
     options = make_options(plan=asked.record())
-    assert (options.zero, options.precision, asked.best.not_yet) == (1, "bf16", {})
+    assert (options.zero.stage, options.precision, asked.best.not_yet) == (1, "bf16", {})
     # 2 for the weight, 4 for the gradient, 12 for float32 weight and moments, of which each of 8 replicas has a part.
     assert options.state_bytes(2).total == 6 + 12 / 8
 

@@ -1,22 +1,21 @@
 """Descriptions of the keywords of `parallelize`, and of those that are not (fully) implemented.
 
-In: how the command line parses a keyword, and its choices. Out: metadata of the fields of `Options`.
+In: how the command line parses a keyword, and its choices. Out: fields of `Options` and of its parts.
 
-    t: int = field(default=1, metadata=about("count", "tensor-parallel degree"))
+    t: int = keyword(1, "count", "tensor-parallel degree")
+    shard: int | None = keyword(None, "count", "ranks that share one copy", name="dp_shard")     # of `Zero`
 """
 
 from __future__ import annotations
 
 import os
 import reprlib
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from autoptd.errors import PlanError, a_type
-
-# A million: more can only be a typo.
-MAX_RANKS = 2**20
+from autoptd.ir.quantities import check_degree
 
 
 class Missing(NamedTuple):
@@ -98,13 +97,13 @@ def check_plain(keywords: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Keyword:
-    """The description of a keyword of `parallelize` besides its default: metadata of its field in `Options`.
+    """The description of a setting besides its default: metadata of a field of `Options`, or of one of its parts.
 
     `flag` is a key of `FLAGS` in wings/cli/flags.py, which tells how the command line parses it; "" for a
     keyword without a flag. `help` and `metavar` are argparse's; `is_for_training`: only `autoptd train` has
     the flag. `choices` are its values, if they can be listed. `kind`, by default the flag, is a key of
     `KINDS`. `is_planned`: plan.json has it under "options", in the order of the fields; with `only_with`,
-    only if this degree is above 1.
+    only if this degree is above 1. `name`: on the command line, in plan.json and in errors, if it differs from the field's.
     """
 
     flag: str = ""
@@ -115,12 +114,18 @@ class Keyword:
     only_with: str = ""
     is_for_training: bool = False
     kind: str = ""
+    name: str = ""
 
-    def check_kind(self, name: str, value: Any) -> None:
-        """Raise PlanError for a value of the wrong kind."""
+    def check(self, name: str, value: Any, default: Any) -> None:
+        """Raise PlanError for a value of the wrong kind, or that is not one of the choices."""
         is_one, what = KINDS.get(self.kind or self.flag, (None, ""))
         if is_one is not None and not is_one(value):
             raise PlanError(f"{name}={reprlib.repr(value)}", f"is not {what}", f"{what}, or leave it out")
+        if self.flag == "count":
+            check_degree(name, value)
+        if not self.allows(value):
+            remedy = ", ".join(map(repr, self.choices)) + " or None" * (default is None)
+            raise PlanError(f"{name}={value!r}", "no such choice", remedy)
 
     def allows(self, value: Any) -> bool:
         """Tell whether a value is one of the choices, if there are any; 1 is not True."""
@@ -128,57 +133,49 @@ class Keyword:
         return not self.choices or any(same)
 
 
-def check_degrees(options: Any) -> None:
-    """Raise PlanError for too many ranks, and for keywords that need several ranks along an axis
-    (`only_with`) that has one.
-    """
-    if (count := max(options.mesh.size, options.num_stages)) > MAX_RANKS:
-        raise PlanError("mesh", f"would have {count:,} ranks or stages", f"at most {MAX_RANKS:,}")
-    for item in fields(options):
-        degree, value = item.metadata["keyword"].only_with, getattr(options, item.name)
-        if degree and value != item.default and getattr(options, degree) == 1:
-            fact = f"with {degree}=1 every rank has all tokens"
-            raise PlanError(f"{item.name}={value!r}", fact, f"{degree} > 1, or leave it out")
+class Setting(NamedTuple):
+    """A field that holds a keyword's value: the keyword's name, and the field's own in its class."""
+
+    name: str
+    field: str
+    default: Any
+    keyword: Keyword
 
 
-def about(flag: str = "", help: str | None = None, **more: Any) -> dict[str, Keyword]:
-    return {"keyword": Keyword(flag, help, **more)}
+def keyword(default: Any, flag: str = "", help: str | None = None, **more: Any) -> Any:
+    """Declare a field of `Options` or of one of its parts; the other arguments are those of `Keyword`."""
+    return field(default=default, metadata={"keyword": Keyword(flag, help, **more)})
 
 
-def hook(help: str) -> dict[str, Keyword]:
-    """Describe a switch for the backward of linear layers."""
-    return about("on", help, choices=(False, True), is_planned=True)
-
-
-# How attention sees all tokens if each rank has a part of them.
-CONTEXT = about(
-    "choice",
-    "how attention gathers the sequence, with --c > 1",
-    choices=("auto", "ulysses", "all_gather"),
-    is_planned=True,
-    only_with="c",
-)
-TOKEN_ORDER = about(
-    "choice",
-    "token layout over ranks, with --c > 1",
-    choices=("auto", "zigzag", "contiguous"),
-    is_planned=True,
-    only_with="c",
-)
-SPLIT_TOKENS = about(
-    "switch",
-    "shard activations by tokens between matrix products (Korthikanti et al.)",
-    metavar="auto",
-    choices=(True, False, "auto"),
-    is_planned=True,
-)
-FUSED_BY = about(
-    "choice",
-    "operator fusion: eager, triton, inductor, or false",
-    metavar="BACKEND",
-    choices=("eager", "triton", "inductor", False),
-    is_planned=True,
-)
-ON_DEVICE = about("text", "device of the ranks with --backend local", is_for_training=True, kind="device")
 FOR_TRAINING: dict[str, Any] = {"is_for_training": True}
 IN_PLAN: dict[str, Any] = {"is_planned": True}
+
+
+def settings_of(owner: Any) -> Iterator[Setting]:
+    """Yield what `Options`, or one of its parts, declares itself."""
+    for item in fields(owner):
+        if (known := item.metadata.get("keyword")) is not None:
+            yield Setting(known.name or item.name, item.name, item.default, known)
+
+
+def check_kinds(owner: Any) -> None:
+    """Raise PlanError for a value of the wrong kind, or that is not one of the choices."""
+    for setting in settings_of(owner):
+        value = getattr(owner, setting.field)
+        # Defaults need no check, and None stands for one in several fields.
+        if value is not setting.default:
+            setting.keyword.check(setting.name, value, setting.default)
+
+
+__all__ = [
+    "FOR_TRAINING",
+    "IN_PLAN",
+    "NOT_YET",
+    "Keyword",
+    "Setting",
+    "check_kinds",
+    "check_plain",
+    "keyword",
+    "settings_of",
+    "without_missing",
+]
