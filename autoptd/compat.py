@@ -37,7 +37,7 @@ DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 __all__ = ["DATA_DEPENDENT", "FakeTensor", "FakeTensorMode", "OpOverload", "OpOverloadPacket"]
 __all__ += ["PreDispatchMode", "TorchDispatchMode", "autograd_node_number", "bound_device", "default_store"]
 __all__ += ["env_store", "gather_into", "interpreter_fault", "last_node_number", "light_export", "new_group"]
-__all__ += ["add_mm", "mm_as", "plain_checkpoints", "scatter_into", "set_grad_dtype", "storage_info"]
+__all__ += ["add_mm", "file_view", "mm_as", "plain_checkpoints", "scatter_into", "set_grad_dtype"]
 __all__ += ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 __all__ += ["enable_python_dispatcher", "quiet_fakes", "traced_through", "without_modes"]
 
@@ -375,9 +375,9 @@ def _loop(n):  # type: ignore[no-untyped-def]  # Triton gives annotations a mean
         pass
 
 
-def storage_info(file: str, offset: int, nbytes: int) -> Any:
-    """Return where an item is, as the metadata of torch.distributed.checkpoint says it."""
-    # Its import takes most of a second, and only a save needs it.
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
+def file_view(file: Any, offset: int, nbytes: int) -> Any:
+    """Return some bytes of a file as a file of their own, as torch.distributed.checkpoint reads its items."""
+    # Its import takes half a second, and only checkpoints need it.
+    from torch.distributed.checkpoint.utils import _create_file_view
 
-    return _StorageInfo(file, offset, nbytes)
+    return _create_file_view(file, offset, nbytes)

@@ -46,7 +46,7 @@ from autoptd.runtime.checkpoint.series import (
     step_of,
 )
 from autoptd.runtime.checkpoint.stage import Staged
-from autoptd.runtime.checkpoint.staging import staging_of
+from autoptd.runtime.checkpoint.staging import Staging
 from autoptd.runtime.checkpoint.writer import SITE, Job, Writer
 from autoptd.runtime.step.launch import Rank
 from autoptd.runtime.world.flags import Flags, FlagWatch, Signals
@@ -90,7 +90,7 @@ class Checkpointer:
         self._own = None if optimizer is None else state.own(optimizer, SITE)
         self.every, self.keep, self._extra = every, keep, dict(extra or {})
         self._lock, self._signals = Lock(self.folder), Signals(SIGNALS)
-        self._staging = [staging_of(rank.world.device) for rank in self._ranks.here]
+        self._staging = [Staging(rank.world.device) for rank in self._ranks.here]
         # Of the run; each save adds its number.
         self._token, self._count = "", 0
         self._writer: Writer | None = None

@@ -26,7 +26,6 @@ from autoptd.program.program import Program
 from autoptd.runtime.checkpoint import check
 from autoptd.runtime.checkpoint.commit import path_of
 from autoptd.runtime.checkpoint.extra import Place, check_extra, own_state, read_extra, restore
-from autoptd.runtime.checkpoint.foreign import open_any
 from autoptd.runtime.checkpoint.groups import (
     check_optimizer,
     group_objects,
@@ -36,7 +35,7 @@ from autoptd.runtime.checkpoint.groups import (
     warn_of_others,
 )
 from autoptd.runtime.checkpoint.manifest import EXTRA, read_checked
-from autoptd.runtime.checkpoint.read import Checkpoint
+from autoptd.runtime.checkpoint.read import Checkpoint, open_any
 from autoptd.runtime.checkpoint.restore import Restoration, agree, attempted
 from autoptd.runtime.checkpoint.save import Contents, about_program, save_rank, tied_names, with_losses
 from autoptd.runtime.checks import state as check_state

@@ -26,7 +26,7 @@ from autoptd.runtime.checkpoint.extra import dumped
 from autoptd.runtime.checkpoint.manifest import GROUPS
 from autoptd.runtime.checkpoint.stage import Staged, StagedTensor
 from autoptd.runtime.checkpoint.values import encode
-from autoptd.runtime.checkpoint.write import leave_report, write_rank
+from autoptd.runtime.checkpoint.write import write_rank
 from autoptd.runtime.folders.disk import remove_folder
 from autoptd.runtime.folders.read_folder import open_file, open_folder
 
@@ -194,7 +194,7 @@ def write_checkpoint(content: Content, folder: Path) -> None:
         about["optimizer"] = {"class": None, "groups": groups}
     part = begin(folder, new_token())
     try:
-        leave_report(part, write_rank(part, staged, objects))
+        write_rank(part, staged, objects)
         finish(part, folder, [0], about, content.ties, dumped(NO_EXTRA))
     except BaseException:
         remove_folder(part)

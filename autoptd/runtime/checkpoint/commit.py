@@ -16,37 +16,20 @@ import os
 import re
 import secrets
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
-
-from autoptd.compat import storage_info
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.runtime.checkpoint.manifest import (
     EXTRA,
-    GROUPS,
     MANIFEST,
     METADATA,
-    MODEL,
-    Chunk,
     Manifest,
-    TensorRecord,
-    fqn,
+    add_tensors,
 )
-from autoptd.runtime.checkpoint.write import Report, Written, data_file, take_report
-from autoptd.runtime.folders.disk import (
-    NewFile,
-    left_of,
-    make_folder,
-    new_file,
-    remove_file,
-    rename,
-    sync_folder,
-    write_file,
-)
+from autoptd.runtime.checkpoint.write import Report, take_report
+from autoptd.runtime.folders.disk import left_of, make_folder, rename, sync_folder, write_file
 from autoptd.runtime.params.fingerprint import text_of
 
 PART, OLD = ".part-", ".old-"
@@ -154,27 +137,6 @@ def make_parents(folder: Path) -> None:
     sync_folder(folder.parent)
 
 
-class _OnDisk:
-    """The files of torch's writer, made by `runtime/folders/disk.py`."""
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[NewFile]:
-        with new_file(Path(path)) as file:
-            yield file
-
-    def concat_path(self, path: Any, suffix: str) -> Path:
-        return Path(path) / suffix
-
-    def exists(self, path: Any) -> bool:
-        return Path(path).exists()
-
-    def rm_file(self, path: Any) -> None:
-        remove_file(Path(path))
-
-    def rename(self, path: Any, new_path: Any) -> None:
-        rename(Path(path), Path(new_path))
-
-
 def finish(
     part: Path,
     folder: Path,
@@ -187,13 +149,17 @@ def finish(
 
     `names` has all names of tied parameters by the first one; `extra` is the content of `extra.pt`.
     """
+    from autoptd.runtime.checkpoint.storage import write_metadata
+
     reports = [take_report(part, rank) for rank in ranks]
     check_reports(part, reports)
-    manifest = collect(reports, about)
-    note_stateless(manifest)
-    manifest.files[METADATA] = write_metadata(part, reports, manifest, names)
+    others = {name: first for first, tied in names.items() for name in tied if name != first}
+    plans, results = [report.plan for report in reports], [report.results for report in reports]
+    metadata = write_metadata(part, plans, results, others)
+    data = (part / METADATA).read_bytes()
+    manifest = manifest_of(reports, about, metadata)
+    manifest.files |= {METADATA: entry_of(data), EXTRA: entry_of(extra)}
     write_file(part / EXTRA, extra)
-    manifest.files[EXTRA] = {"bytes": len(extra), "crc32": zlib.crc32(extra)}
     write_file(part / MANIFEST, manifest.text())
     sync_folder(part)
     old = folder.with_name(f"{folder.name}{OLD}{part.name.rpartition(PART)[2]}")
@@ -209,8 +175,8 @@ def sweep(folder: Path) -> list[str]:
 
 
 def check_reports(part: Path, reports: Sequence[Report]) -> None:
-    """Raise RuntimeFault that names the ranks that could not write, or whose files are not in this folder."""
-    findings = [f"rank {report.rank}: {report.error}" for report in reports if report.error]
+    """Raise RuntimeFault that names the ranks whose files are not in this folder."""
+    findings = []
     for report in reports:
         for file, record in report.files.items():
             path = part / file
@@ -221,89 +187,26 @@ def check_reports(part: Path, reports: Sequence[Report]) -> None:
         raise RuntimeFault("pm.save", "; ".join(findings[:5]), remedy)
 
 
-def collect(reports: Sequence[Report], about: Mapping[str, Any]) -> Manifest:
-    """Return the manifest of what all ranks wrote."""
+def manifest_of(reports: Sequence[Report], about: Mapping[str, Any], metadata: Any) -> Manifest:
+    """Return the manifest of what all ranks wrote, with a note of the parameters without state of the optimizer."""
     manifest = Manifest(dict(about))
     for report in reports:
         manifest.files |= report.files
         manifest.values |= report.values
-        for item in report.items:
-            if item.at < 0:
-                continue
-            name = fqn(item.name, item.key)
-            record = manifest.tensors.setdefault(name, TensorRecord(item.shape, item.dtype))
-            record.chunks.append(Chunk(item.offsets, item.sizes, data_file(report.rank), item.at))
-            keys = manifest.state.setdefault(item.name, []) if item.key else []
-            if item.key and item.key not in keys:
-                keys.append(item.key)
+    add_tensors(manifest, metadata)
     buffers = about.get("buffers", ())
-    prints = (item.print for report in reports for item in report.items if item.name not in buffers)
+    prints = (own for report in reports for name, own in report.prints.items() if name not in buffers)
     manifest.about["fingerprint"] = text_of(sum(prints))
+    if (record := manifest.optimizer) is not None:
+        # Frozen ones, and those that had no gradient yet.
+        names = [name for group in record["groups"] for name in group["params"]]
+        known = manifest.state.keys() | manifest.values.keys()
+        manifest.about["optimizer"] = {**record, "stateless": [name for name in names if name not in known]}
     return manifest
 
 
-def note_stateless(manifest: Manifest) -> None:
-    """Note which parameters of the optimizer have no state: frozen ones, and those that had no gradient yet."""
-    record = manifest.about.get("optimizer")
-    if record is not None:
-        names = [name for group in record["groups"] for name in group["params"]]
-        known = manifest.state.keys() | manifest.values.keys()
-        stateless = [name for name in names if name not in known]
-        manifest.about["optimizer"] = {**record, "stateless": stateless}
-
-
-def write_metadata(
-    part: Path, reports: Sequence[Report], manifest: Manifest, names: Mapping[str, Sequence[str]]
-) -> dict[str, int]:
-    """Write `.metadata`, by which torch.distributed.checkpoint reads the folder; return its entry in the manifest."""
-    from torch.distributed.checkpoint import FileSystemWriter
-    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
-    from torch.distributed.checkpoint.storage import WriteResult
-
-    entries: dict[str, Any] = {name: tensor_entry(record) for name, record in manifest.tensors.items()}
-    paths: dict[str, tuple[Any, ...]] = {}
-    results: list[WriteResult] = []
-    for report in reports:
-        for item in report.items:
-            info = storage_info(data_file(report.rank), item.start, item.nbytes)
-            if item.at < 0:
-                entries[item.name] = BytesStorageMetadata()
-                paths[item.name] = path_of_group(item.name)
-                results.append(WriteResult(MetadataIndex(item.name), item.nbytes, info))
-                continue
-            for name, path in _all_names(item, names).items():
-                entries[name], paths[name] = entries[fqn(item.name, item.key)], path
-                results.append(WriteResult(MetadataIndex(name, item.offsets), item.nbytes, info))
-    writer = FileSystemWriter(part, sync_files=False)
-    writer.fs = cast(Any, _OnDisk())
-    writer.finish(Metadata(entries, planner_data=paths), [results])
-    data = (part / METADATA).read_bytes()
+def entry_of(data: bytes) -> dict[str, int]:
     return {"bytes": len(data), "crc32": zlib.crc32(data)}
-
-
-def _all_names(item: Written, names: Mapping[str, Sequence[str]]) -> dict[str, tuple[Any, ...]]:
-    """Return under which names others find an item, a tied parameter under several, and where in nested dicts."""
-    if item.key:
-        return {fqn(item.name, item.key): ("optimizer", "state", item.name, item.key)}
-    return {MODEL + name: ("model", name) for name in [item.name, *names.get(item.name, ())]}
-
-
-def path_of_group(name: str) -> tuple[Any, ...]:
-    """Return where `optimizer.param_groups.0.lr` is in nested dicts and lists."""
-    number, _, key = name.removeprefix(GROUPS).partition(".")
-    return "optimizer", "param_groups", int(number), key
-
-
-def tensor_entry(record: TensorRecord) -> Any:
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
-
-    chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in record.chunks]
-    dtype = getattr(torch, record.dtype)
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(record.shape), chunks)
 
 
 __all__ = [

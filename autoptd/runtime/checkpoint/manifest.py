@@ -1,91 +1,67 @@
-"""What a checkpoint holds, and where: `checkpoint.json`, the one file that says it.
+"""What a checkpoint holds: `checkpoint.json`, and the tensors of `.metadata` by the model's names.
 
-In: JSON. Out: tensors by name, each with the rectangles that make it up and the file and byte where each begins; what the
-model and the optimizer were; the sizes of all files. Nothing here is executed, and no name leads out of the folder.
+In: JSON, and the metadata of torch.distributed.checkpoint. Out: what the model and the optimizer were, the sizes of all files;
+names, shapes and dtypes of tensors. Nothing here is executed, and no name leads out of the folder.
 
     manifest = read_manifest(Path("ckpts/step-00001000"))
-    manifest.tensors["model.lm_head.weight"].chunks[0].file      # "__3_0.distcp"
+    add_tensors(manifest, metadata)
+    manifest.tensors["model.lm_head.weight"].shape
 
-The first line is the CRC32 of the rest.
+The first line of the JSON is the CRC32 of the rest.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from autoptd.errors import PlanError
 from autoptd.ir.rectangles import Sizes
 
 MANIFEST, METADATA, EXTRA = "checkpoint.json", ".metadata", "extra.pt"
-# Of the format of checkpoint.json.
-VERSION = 1
+# Of the format of checkpoint.json: 1 listed the tensors, too.
+VERSION, KNOWN_VERSIONS = 2, (1, 2)
 MODEL, STATE, GROUPS = "model.", "optimizer.state.", "optimizer.param_groups."
+OPTIMIZERS = ("optimizer", "optim")
+DAMAGED = "another checkpoint: this one was changed after it was written"
 
 
-class Chunk(NamedTuple):
-    """A rectangle of a tensor: its elements, row by row, begin at byte `at` of `file`."""
+class TensorRecord(NamedTuple):
+    """One tensor, and its name in `.metadata`; `dtype` is a name such as "float32"."""
 
-    offsets: Sizes
-    sizes: Sizes
-    file: str
-    at: int
-
-
-@dataclass
-class TensorRecord:
-    """One tensor: `dtype` is a name such as "float32"."""
-
+    fqn: str
     shape: Sizes
     dtype: str
-    chunks: list[Chunk] = field(default_factory=list)
 
 
 @dataclass
 class Manifest:
     """The content of a checkpoint. `about` is what is not needed to find a tensor: see `save.py`.
 
-    `state` has, by parameter, the keys under which an optimizer's state has tensors, `values` what it has besides, and
-    `files` the bytes of every file and, of those that are read whole, its CRC32.
+    `state` has, by parameter, the keys under which an optimizer's state has tensors, `values` its other entries, and
+    `files` the bytes of every file and, for those that are read whole, its CRC32.
     """
 
     about: dict[str, Any]
-    tensors: dict[str, TensorRecord] = field(default_factory=dict)
-    state: dict[str, list[str]] = field(default_factory=dict)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     files: dict[str, dict[str, int]] = field(default_factory=dict)
+    tensors: dict[str, TensorRecord] = field(default_factory=dict)
+    state: dict[str, list[str]] = field(default_factory=dict)
 
     @property
-    def optimizer(self) -> Mapping[str, Any] | None:
+    def optimizer(self) -> dict[str, Any] | None:
         """What was saved of the optimizer: its class and groups; None without one."""
-        found: Mapping[str, Any] | None = self.about.get("optimizer")
+        found: dict[str, Any] | None = self.about.get("optimizer")
         return found
 
     def text(self) -> bytes:
         """Return the content of the file."""
-        tensors = {}
-        for name, record in self.tensors.items():
-            chunks = [list(chunk) for chunk in record.chunks]
-            tensors[name] = {"shape": record.shape, "dtype": record.dtype, "chunks": chunks}
-        parts: dict[str, dict[str, Any]] = {
-            "tensors": tensors,
-            "state": self.state,
-            "values": self.values,
-            "files": self.files,
-        }
-        lines = [f"{json.dumps(key)}: {json.dumps(part)}" for key, part in self.about.items()]
-        for key, part in parts.items():
-            # A line for each tensor, so that people can read it.
-            inner = ",\n ".join(f"{json.dumps(name)}: {json.dumps(item)}" for name, item in part.items())
-            lines.append(f"{json.dumps(key)}: {{\n {inner}\n}}")
-        body = ",\n".join([f'"version": {VERSION}', *lines]) + "\n}\n"
+        parts: dict[str, Any] = {"version": VERSION, **self.about, "values": self.values, "files": self.files}
+        body = ",\n".join(f"{json.dumps(key)}: {json.dumps(part)}" for key, part in parts.items()) + "\n}\n"
         return f'{{"crc32": {zlib.crc32(body.encode())},\n{body}'.encode()
 
 
@@ -94,41 +70,47 @@ def fqn(name: str, key: str) -> str:
     return f"{STATE}{name}.{key}" if key else MODEL + name
 
 
+def path_of_item(name: str, key: str) -> tuple[Any, ...]:
+    """Return where such a tensor is in nested state dicts."""
+    return ("optimizer", "state", name, key) if key else ("model", name)
+
+
+def path_of_group(name: str) -> tuple[Any, ...]:
+    """Return where `optimizer.param_groups.0.lr` is in nested dicts and lists."""
+    number, _, key = name.removeprefix(GROUPS).partition(".")
+    return "optimizer", "param_groups", int(number), key
+
+
+def crc_file(file: str) -> str:
+    """Return the name of the file with the CRCs of a data file."""
+    return file.removesuffix(".distcp") + ".crc"
+
+
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint; PlanError where it is damaged, newer, or leads out of the folder."""
-    path = folder / MANIFEST
-    site = str(path)
-    damaged = "another checkpoint: this one was changed after it was written"
+    """Read checkpoint.json; PlanError where it is damaged, newer, or leads out of the folder."""
+    site = str(folder / MANIFEST)
     try:
-        text = path.read_bytes()
+        text = (folder / MANIFEST).read_bytes()
         record = json.loads(text)
-        body = text.split(b"\n", 1)[1]
         crc, version = record.pop("crc32"), record.pop("version")
-    except (ValueError, LookupError, AttributeError, OSError) as error:
-        raise PlanError(site, f"cannot be read: {error}", damaged) from error
-    if version != VERSION:
-        fact = f"has format {version}, and this version of AutoPTD reads format {VERSION}"
+        is_same = version not in KNOWN_VERSIONS or crc == zlib.crc32(text.split(b"\n", 1)[1])
+    except (ValueError, LookupError, AttributeError, TypeError, OSError) as error:
+        raise PlanError(site, f"cannot be read: {error}", DAMAGED) from error
+    if version not in KNOWN_VERSIONS:
+        fact = f"has format {version}, and this version of AutoPTD reads formats up to {VERSION}"
         raise PlanError(site, fact, "the version of AutoPTD that wrote it")
-    if crc != zlib.crc32(body):
-        raise PlanError(site, "has another CRC32 than when it was written", damaged)
+    if not is_same:
+        raise PlanError(site, "has another CRC32 than when it was written", DAMAGED)
     try:
-        return _parsed(record, site)
+        parts = {key: dict(record.pop(key)) for key in ("values", "files")}
+        for name in ("tensors", "state"):
+            record.pop(name, None)
+        for file, entry in parts["files"].items():
+            check_inside(file, site)
+            int(entry["bytes"])
     except (KeyError, TypeError, ValueError) as error:
-        raise PlanError(site, f"is not as AutoPTD writes it: {error!r}", damaged) from error
-
-
-def _parsed(record: dict[str, Any], site: str) -> Manifest:
-    tensors = {}
-    for name, entry in record.pop("tensors").items():
-        chunks = [Chunk(tuple(o), tuple(s), str(file), int(at)) for o, s, file, at in entry["chunks"]]
-        tensors[name] = TensorRecord(tuple(entry["shape"]), str(entry["dtype"]), chunks)
-    parts = {key: record.pop(key) for key in ("state", "values", "files")}
-    manifest = Manifest(record, tensors, **parts)
-    for file in manifest.files:
-        check_inside(file, site)
-    for name, tensor in tensors.items():
-        check_tensor(name, tensor, manifest.files, site)
-    return manifest
+        raise PlanError(site, f"is not as AutoPTD writes it: {error!r}", DAMAGED) from error
+    return Manifest(record, **parts)
 
 
 def check_inside(file: str, site: str) -> None:
@@ -138,25 +120,44 @@ def check_inside(file: str, site: str) -> None:
         raise PlanError(site, f"names the file {file!r}, which is not in its folder", remedy)
 
 
-def check_tensor(name: str, tensor: TensorRecord, files: Mapping[str, Any], site: str) -> None:
-    """Raise PlanError unless the chunks of a tensor are in known files, inside of it, and all of it together."""
-    remedy = "another checkpoint: this one is damaged"
-    dtype = getattr(torch, tensor.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise PlanError(site, f"has {name} in {tensor.dtype!r}, which is no dtype of this torch", remedy)
-    count = 0
-    for chunk in tensor.chunks:
-        if chunk.file not in files:
-            raise PlanError(site, f"has a part of {name} in {chunk.file!r}, which it does not list", remedy)
-        ends = [start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-        inside = all(end <= size for end, size in zip(ends, tensor.shape, strict=True))
-        inside = inside and chunk.at + math.prod(chunk.sizes) * dtype.itemsize <= files[chunk.file]["bytes"]
-        if not inside or min(*chunk.offsets, *chunk.sizes, chunk.at, 0) < 0:
-            raise PlanError(site, f"has a part of {name} that is not in it", remedy)
-        count += math.prod(chunk.sizes)
-    if count != math.prod(tensor.shape):
-        fact = f"has {count} of the {math.prod(tensor.shape)} elements of {name}"
-        raise PlanError(site, fact, remedy)
+def add_tensors(manifest: Manifest, metadata: Any) -> list[tuple[tuple[Any, ...], str]]:
+    """Add the tensors of the metadata; return what it has besides: places (see `place_of`) and names of objects."""
+    objects = []
+    for name, where in places_of(metadata):
+        entry = metadata.state_dict_metadata[name]
+        if not hasattr(entry, "chunks"):
+            objects.append((where, name))
+            continue
+        record = TensorRecord(name, tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."))
+        if where[0] == "model":
+            manifest.tensors[MODEL + where[1]] = record
+        elif where[0] == "state":
+            manifest.tensors[fqn(where[1], where[2])] = record
+            manifest.state.setdefault(where[1], []).append(where[2])
+    return objects
+
+
+def places_of(metadata: Any) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yield the name of each entry, and what it is."""
+    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    for name in metadata.state_dict_metadata:
+        yield name, place_of(tuple(paths.get(name, (name,))))
+
+
+def place_of(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what an entry is, by its path in nested state dicts: ("model", name), ("state", name, key), ("group", i, key)."""
+    *before, last = path
+    if len(before) >= 3 and before[-3] in OPTIMIZERS and before[-2] in ("state", "param_groups"):
+        return ("state" if before[-2] == "state" else "group"), before[-1], last
+    if not before or before[-1] in OPTIMIZERS:
+        # Flattened: `state.lm_head.weight.exp_avg`, `param_groups.lm_head.weight.lr`.
+        kind, _, rest = str(last).partition(".")
+        name, _, key = rest.rpartition(".")
+        if kind in ("state", "param_groups") and name:
+            return ("state" if kind == "state" else "group"), name, key
+    if not before or before[-1] == "model":
+        return "model", str(last)
+    return "", ".".join(map(str, path))
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
@@ -177,7 +178,7 @@ def check_files(folder: Path, manifest: Manifest) -> None:
 def read_checked(folder: Path, manifest: Manifest, file: str) -> bytes:
     """Return the content of a file that is read whole; PlanError where it was changed."""
     data = (folder / file).read_bytes()
-    if zlib.crc32(data) != manifest.files[file]["crc32"]:
+    if zlib.crc32(data) != manifest.files.get(file, {}).get("crc32"):
         raise PlanError(
             str(folder / file), "has another CRC32 than when it was written", "another checkpoint"
         )
@@ -192,11 +193,15 @@ __all__ = [
     "MODEL",
     "STATE",
     "VERSION",
-    "Chunk",
     "Manifest",
     "TensorRecord",
+    "add_tensors",
     "check_files",
+    "check_inside",
+    "crc_file",
     "fqn",
+    "path_of_group",
+    "path_of_item",
     "read_checked",
     "read_manifest",
 ]

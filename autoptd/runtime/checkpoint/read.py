@@ -1,18 +1,18 @@
-"""Read parts of a checkpoint's tensors: the bytes that are needed, straight to where they go, and each block checked.
+"""Open a checkpoint, AutoPTD's or another program's, and read parts of its tensors: each item once, each block checked.
 
-In: a folder, and rectangles of its tensors with the tensors to fill. Out: filled tensors. Nothing is unpickled.
+In: a folder, and rectangles of its tensors with the tensors to fill. Out: filled tensors.
 
-    checkpoint = open_checkpoint("ckpts/step-00001000")
-    checkpoint.reader().fill([Want("model.lm_head.weight", (32, 0), (16, 768), x)])        # rows 32 to 48
+    checkpoint = open_any("ckpts/step-00001000")
+    checkpoint.reader().fill([Want("model.lm_head.weight", (32, 0), x)])        # rows 32 to 48
     autoptd.parallelize(model, t=8, weights=checkpoint.path)                               # it is a `Source`, too
 
-Where a rank needs some columns, their bytes lie apart: they are read together with what is between them, unless that is much.
-A file has a CRC32 for each MiB, so that whole blocks are read; one that was changed is a RuntimeFault.
+Other programs are those that save by torch.distributed.checkpoint: FSDP2, torchtitan, a plain training script. Known are the
+state dicts of `get_state_dict`, under "model" and "optimizer" (or "optim"), nested or flattened. Their files have no CRC32s: a
+changed byte is not noticed.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,47 +22,33 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autoptd.errors import PlanError, RuntimeFault
+from autoptd.errors import PlanError
 from autoptd.ir.rectangles import Sizes
-from autoptd.runtime.checkpoint.commit import find
+from autoptd.runtime.checkpoint.commit import OLD, PART, beside, find, marked
 from autoptd.runtime.checkpoint.manifest import (
+    MANIFEST,
+    METADATA,
     MODEL,
-    Chunk,
     Manifest,
     TensorRecord,
+    add_tensors,
     check_files,
+    crc_file,
     fqn,
     read_checked,
     read_manifest,
 )
-from autoptd.runtime.checkpoint.write import crc_file
-from autoptd.runtime.folders.disk import BLOCK_BYTES
+from autoptd.runtime.checkpoint.values import encode
+from autoptd.runtime.folders.disk import BLOCK_BYTES, CheckedFile
 from autoptd.runtime.params.parts import dtype_of
-
-# Bytes that are read at once, and between two parts that are read together.
-MOST_BYTES, GAP_BYTES = 4 << 20, 64 << 10
-SCRATCH_BYTES = MOST_BYTES + 2 * BLOCK_BYTES
 
 
 class Want(NamedTuple):
-    """A rectangle of tensor `fqn` of a checkpoint, from `offsets` on, and the tensor of its `sizes` to fill."""
+    """A rectangle of tensor `fqn` of a checkpoint, from `offsets` on, and the tensor to fill."""
 
     fqn: str
     offsets: Sizes
-    sizes: Sizes
     into: torch.Tensor
-
-
-class Tile(NamedTuple):
-    """Bytes `start` to `end` of a file, and what to copy from them: elements as far apart as `strides` say."""
-
-    file: str
-    start: int
-    end: int
-    strides: Sizes
-    dtype: torch.dtype
-    into: torch.Tensor
-    fqn: str
 
 
 @dataclass(frozen=True)
@@ -75,11 +61,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder that was committed, and its manifest; a `Source` of the parameters' values."""
+    """A folder, and what it holds; a `Source` of the parameters' values. `metadata` is torch's, `names` map to tensors."""
 
     path: Path
     manifest: Manifest
     names: Mapping[str, str]
+    metadata: Any
 
     @property
     def entries(self) -> dict[str, Entry]:
@@ -122,17 +109,27 @@ class Checkpoint:
         return replace(self, manifest=manifest, names=names)
 
     def fingerprint(self) -> str:
-        """Return a hash that differs where the files do."""
-        return f"{zlib.crc32(self.manifest.text()):08x}"
+        """Return a hash of the files' names and sizes, and of what describes them."""
+        crc = 0
+        for path in sorted(self.path.iterdir()):
+            crc = zlib.crc32(f"{path.name} {path.stat().st_size}".encode(), crc)
+            crc = zlib.crc32(path.read_bytes() if path.name in (MANIFEST, METADATA) else b"", crc)
+        return f"{crc:08x}"
 
     def parts(self) -> dict[str, str]:
-        return {"checkpoint.json": self.fingerprint()}
+        return {MANIFEST: self.fingerprint()}
 
     def difference(self, names: list[str]) -> tuple[str, str]:
         return (
             f"found another checkpoint in {str(self.path)!r} than rank 0",
             "give every node the same folder",
         )
+
+    def crcs_of(self, file: str) -> memoryview | None:
+        """Return the CRC32 of each block of a file; None where none were written."""
+        if crc_file(file) not in self.manifest.files:
+            return None
+        return memoryview(read_checked(self.path, self.manifest, crc_file(file))).cast("I")
 
 
 def renamed_groups(groups: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -148,15 +145,94 @@ def entry_of(record: TensorRecord) -> Entry:
     return Entry(record.shape, getattr(torch, record.dtype, None))
 
 
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Tell whether there is a checkpoint at a path, or one next to it that a save was replacing."""
+    folder = Path(path)
+    if (folder / MANIFEST).is_file() or (folder / METADATA).is_file():
+        return True
+    return not folder.exists() and bool(beside(folder, OLD))
+
+
+def open_any(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open a checkpoint of AutoPTD's, or one that another program wrote; PlanError where there is neither."""
+    folder = Path(path)
+    if (folder / METADATA).is_file() and not (folder / MANIFEST).is_file() and not marked(folder, PART):
+        return open_foreign(folder)
+    return open_checkpoint(folder)
+
+
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Read the manifest of a checkpoint, and check that its files are there; PlanError where they are not."""
+    """Read what describes a checkpoint, and check that its files are there; PlanError where they are not."""
+    from autoptd.runtime.checkpoint.storage import read_metadata
+
     folder = find(Path(path))
     manifest = read_manifest(folder)
     check_files(folder, manifest)
+    metadata = read_metadata(read_checked(folder, manifest, METADATA), str(folder / METADATA))
+    add_tensors(manifest, metadata)
+    return checkpoint_of(folder, manifest, metadata)
+
+
+def checkpoint_of(folder: Path, manifest: Manifest, metadata: Any) -> Checkpoint:
     names = {fqn.removeprefix(MODEL): fqn for fqn in manifest.tensors if fqn.startswith(MODEL)}
     for first, tied in manifest.about.get("names", {}).items():
-        names |= dict.fromkeys(tied, MODEL + first)
-    return Checkpoint(folder, manifest, names)
+        for name in tied:
+            names[name] = MODEL + first
+            # Others find a tied parameter under all its names; here it is one tensor.
+            if name != first:
+                manifest.tensors.pop(MODEL + name, None)
+    return Checkpoint(folder, manifest, names, metadata)
+
+
+def open_foreign(folder: Path) -> Checkpoint:
+    """Read the metadata of a folder that another program wrote; PlanError where it is not readable, or not whole."""
+    from autoptd.runtime.checkpoint.storage import load_item, read_metadata
+
+    metadata = read_metadata((folder / METADATA).read_bytes(), str(folder / METADATA))
+    check_ends(folder, metadata)
+    manifest, groups = Manifest({"optimizer": None}), dict[Any, dict[str, Any]]()
+    places = {index.fqn: info for index, info in metadata.storage_data.items()}
+    for (kind, *where), name in add_tensors(manifest, metadata):
+        if kind not in ("state", "group"):
+            continue
+        info = places[name]
+        with CheckedFile(folder / info.relative_path, None) as file:
+            value = encode(load_item(file, info.offset, info.length, name), name)
+        into = manifest.values if kind == "state" else groups
+        into.setdefault(where[0], {})[where[1]] = value
+    manifest.about["optimizer"] = optimizer_of(groups)
+    return checkpoint_of(folder, manifest, metadata)
+
+
+def check_ends(folder: Path, metadata: Any) -> None:
+    """Raise PlanError that lists the files which are missing, or end before an item does."""
+    ends: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    findings = []
+    for file, end in sorted(ends.items()):
+        if not (folder / file).is_file():
+            findings.append(f"{file} is missing")
+        elif (size := os.path.getsize(folder / file)) < end:
+            findings.append(f"{file} has {size} bytes, not {end}")
+    if findings:
+        raise PlanError(str(folder), "; ".join(findings), "another checkpoint, or all files of this one")
+
+
+def optimizer_of(groups: Mapping[Any, dict[str, Any]]) -> dict[str, Any] | None:
+    """Return what the groups of a checkpoint were, of its numbered groups, or of settings by parameter."""
+    if not groups:
+        return None
+    numbered = sorted(key for key in groups if isinstance(key, int))
+    if numbered:
+        return {"class": None, "groups": [groups[key] for key in numbered]}
+    found: list[dict[str, Any]] = []
+    for name, settings in groups.items():
+        alike = next((g for g in found if {**g, "params": 0} == {**settings, "params": 0}), None)
+        if alike is None:
+            found.append(alike := {**settings, "params": []})
+        alike["params"].append(name)
+    return {"class": None, "groups": found}
 
 
 class Reader:
@@ -166,29 +242,16 @@ class Reader:
         self._checkpoint = checkpoint
         self._tensors = checkpoint.manifest.tensors
         self.nbytes = 0
-        self._crcs: dict[str, memoryview] = {}
-        # Blocks that were read last: the file, the first byte there, and how many bytes of `_scratch` they are.
-        self._last = ("", 0, 0)
-        # Kept for all that is read: memory of many sizes that is freed again is not all given back.
-        self._scratch = bytearray(0)
 
+    @torch.no_grad()
     def fill(self, wants: Iterable[Want]) -> None:
         """Fill the tensors of `wants`; RuntimeFault where a block was changed, or a file cannot be read."""
-        found = [tile for want in wants for tile in self._tiles(want)]
-        descriptors: dict[str, int] = {}
-        try:
-            for tile in sorted(found, key=lambda tile: (tile.file, tile.start)):
-                if tile.file not in descriptors:
-                    path = self._checkpoint.path / tile.file
-                    descriptors[tile.file] = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-                self._copy(tile, self._bytes(descriptors[tile.file], tile))
-        except OSError as error:
-            raise RuntimeFault(str(self._checkpoint.path), f"cannot be read: {error}", REMEDY) from error
-        finally:
-            self._last = ("", 0, 0)
-            self._scratch = bytearray(0)
-            for descriptor in descriptors.values():
-                os.close(descriptor)
+        from autoptd.runtime.checkpoint.storage import read_items, reads_of
+
+        metadata, reads = self._checkpoint.metadata, []
+        for want in wants:
+            reads += reads_of(metadata, self._tensors[want.fqn].fqn, want.offsets, want.into)
+        self.nbytes += read_items(self._checkpoint.path, metadata, reads, self._checkpoint.crcs_of)
 
     def has(self, name: str) -> bool:
         return name in self._checkpoint.names
@@ -201,7 +264,7 @@ class Reader:
         """Return a tensor by its name in the checkpoint."""
         record = self._tensors[fqn]
         x = torch.empty(record.shape, dtype=dtype_of(record.dtype), device="cpu")
-        self.fill([Want(fqn, (0,) * len(record.shape), record.shape, x)])
+        self.fill([Want(fqn, (0,) * x.dim(), x)])
         return x
 
     def rows(self, name: str, dim: int, rows: torch.Tensor) -> torch.Tensor:
@@ -216,87 +279,10 @@ class Reader:
             offsets = [0] * len(shape)
             offsets[dim] = first - 1
             if first:
-                wants.append(Want(fqn, tuple(offsets), tuple(part.shape), part))
+                wants.append(Want(fqn, tuple(offsets), part))
             at += count
         self.fill(wants)
         return x
-
-    def _tiles(self, want: Want) -> Iterator[Tile]:
-        record = self._tensors[want.fqn]
-        dtype = dtype_of(record.dtype)
-        for chunk in record.chunks:
-            found = common(chunk, want)
-            if found is None:
-                continue
-            begin, sizes = found
-            into = want.into
-            for dim, size in enumerate(sizes):
-                into = into.narrow(dim, begin[dim] - want.offsets[dim], size)
-            yield from tiles_of(want.fqn, chunk, begin, into, dtype)
-
-    def _bytes(self, descriptor: int, tile: Tile) -> memoryview:
-        """Return the bytes of a tile, from blocks that were checked."""
-        first = tile.start // BLOCK_BYTES * BLOCK_BYTES
-        size: int = self._checkpoint.manifest.files[tile.file]["bytes"]
-        end = min(-(-tile.end // BLOCK_BYTES) * BLOCK_BYTES, size)
-        file, begin, count = self._last
-        if len(self._scratch) < end - first:
-            self._scratch, count = bytearray(max(end - first, SCRATCH_BYTES)), 0
-        known = memoryview(self._scratch)
-        # Tiles come in the order of the file: the next one may begin in a block that was read for the last one.
-        kept = begin + count - first if file == tile.file and begin <= first < begin + count else 0
-        if first + kept < end:
-            known[:kept] = known[first - begin : first - begin + kept]
-            self._read(descriptor, tile, first + kept, known[kept : end - first])
-            begin = first
-            self._last = (tile.file, begin, end - first)
-        return known[tile.start - begin : tile.end - begin]
-
-    @torch.no_grad()
-    def _copy(self, tile: Tile, data: memoryview) -> None:
-        """Copy the elements of a tile to where they go."""
-        raw = torch.frombuffer(data, dtype=torch.uint8)
-        # Where it is not as we write it, elements may begin at any byte, and those of a tensor may not.
-        if raw.data_ptr() % tile.dtype.itemsize:
-            raw = raw.clone()
-        tile.into.copy_(raw.view(tile.dtype).as_strided(tile.into.shape, tile.strides))
-
-    def _read(self, descriptor: int, tile: Tile, start: int, into: memoryview) -> None:
-        """Read blocks from byte `start` on, and check them."""
-        done = 0
-        while done < len(into):
-            count = os.preadv(descriptor, [into[done:]], start + done)
-            if not count:
-                raise RuntimeFault(tile.file, f"ends at byte {start + done}, in {tile.fqn}", REMEDY)
-            done += count
-        self.nbytes += done
-        crcs = self._crcs_of(tile.file)
-        for at in range(0, len(into), BLOCK_BYTES):
-            if zlib.crc32(into[at : at + BLOCK_BYTES]) != crcs[(start + at) // BLOCK_BYTES]:
-                where = f"{self._checkpoint.path / tile.file}"
-                fact = f"was changed after it was written: block {(start + at) // BLOCK_BYTES}, read for {tile.fqn}"
-                raise RuntimeFault(where, fact, REMEDY)
-
-    def _crcs_of(self, file: str) -> memoryview:
-        if file not in self._crcs:
-            data = read_checked(self._checkpoint.path, self._checkpoint.manifest, crc_file(file))
-            self._crcs[file] = memoryview(data).cast("I")
-        return self._crcs[file]
-
-
-REMEDY = "load the checkpoint before it"
-
-
-def common(chunk: Chunk, want: Want) -> tuple[Sizes, Sizes] | None:
-    """Return (offsets, sizes) of what a chunk has of a wanted rectangle; None where that is nothing."""
-    begin = tuple(map(max, chunk.offsets, want.offsets))
-    end = tuple(map(min, ends_of(chunk.offsets, chunk.sizes), ends_of(want.offsets, want.sizes)))
-    sizes = tuple(stop - first for first, stop in zip(begin, end, strict=True))
-    return (begin, sizes) if min(sizes, default=1) > 0 else None
-
-
-def ends_of(offsets: Sizes, sizes: Sizes) -> Sizes:
-    return tuple(start + size for start, size in zip(offsets, sizes, strict=True))
 
 
 def runs_of(rows: list[int]) -> Iterator[tuple[int, int]]:
@@ -309,79 +295,53 @@ def runs_of(rows: list[int]) -> Iterator[tuple[int, int]]:
             start = i
 
 
-def tiles_of(fqn: str, chunk: Chunk, begin: Sizes, into: torch.Tensor, dtype: torch.dtype) -> Iterator[Tile]:
-    """Yield what to read of a chunk to fill `into`, whose first element is at `begin` in the full tensor.
-
-    A tile has at most `MOST_BYTES`, and no gap of more than `GAP_BYTES` between the elements that are needed.
-    """
-    strides, step = [], 1
-    for size in reversed(chunk.sizes):
-        strides.append(step)
-        step *= size
-    strides.reverse()
-    places = (start - own for start, own in zip(begin, chunk.offsets, strict=True))
-    first = sum(place * stride for place, stride in zip(places, strides, strict=True))
-    yield from _split(fqn, chunk.file, chunk.at + first * dtype.itemsize, tuple(strides), into, dtype)
-
-
-def _split(
-    fqn: str, file: str, start: int, strides: Sizes, into: torch.Tensor, dtype: torch.dtype
-) -> Iterator[Tile]:
-    wide = [dim for dim, size in enumerate(into.shape) if size > 1]
-    span = 1 + sum((into.shape[dim] - 1) * strides[dim] for dim in wide)
-    inner = 1
-    gap = 0
-    for dim in reversed(wide):
-        gap = max(gap, strides[dim] - inner)
-        inner += (into.shape[dim] - 1) * strides[dim]
-    if span * dtype.itemsize <= MOST_BYTES and gap * dtype.itemsize <= GAP_BYTES:
-        yield Tile(file, start, start + span * dtype.itemsize, strides, dtype, into, fqn)
-        return
-    # Rows of the outermost dim: as many as fit, or one by one where the gap is between them or within.
-    dim = wide[0]
-    width = strides[dim] * dtype.itemsize
-    count = max(1, MOST_BYTES // width) if gap * dtype.itemsize <= GAP_BYTES else 1
-    for row in range(0, into.shape[dim], count):
-        part = into.narrow(dim, row, min(count, into.shape[dim] - row))
-        yield from _split(fqn, file, start + row * width, strides, part, dtype)
-
-
-def verify_files(checkpoint: Checkpoint) -> list[str]:
+def verify_files(path: str | os.PathLike[str]) -> list[str]:
     """Read all files of a checkpoint, and describe what was changed; nothing if all is as it was written."""
+    folder = find(Path(path))
+    manifest = read_manifest(folder)
+    check_files(folder, manifest)
     findings = []
-    for file, record in checkpoint.manifest.files.items():
+    for file, record in manifest.files.items():
         try:
             if "crc32" in record:
-                read_checked(checkpoint.path, checkpoint.manifest, file)
+                read_checked(folder, manifest, file)
             else:
-                findings += _changed_blocks(checkpoint, file)
+                findings += _changed_blocks(Checkpoint(folder, manifest, {}, None), file)
         except (PlanError, OSError) as error:
             findings.append(str(error))
     return findings
 
 
 def _changed_blocks(checkpoint: Checkpoint, file: str) -> list[str]:
-    crcs = memoryview(read_checked(checkpoint.path, checkpoint.manifest, crc_file(file))).cast("I")
     findings = []
     with (checkpoint.path / file).open("rb") as opened:
-        for block, crc in enumerate(crcs):
+        for block, crc in enumerate(checkpoint.crcs_of(file) or ()):
             if zlib.crc32(opened.read(BLOCK_BYTES)) != crc:
-                start = block * BLOCK_BYTES
-                names = names_in(checkpoint.manifest, file, start, start + BLOCK_BYTES)
+                metadata, start = open_checkpoint(checkpoint.path).metadata, block * BLOCK_BYTES
+                names = names_in(metadata, file, start, start + BLOCK_BYTES)
                 where = f", with {', '.join(names[:3])}" if names else ""
                 findings.append(f"{file}: block {block} was changed{where}")
     return findings
 
 
-def names_in(manifest: Manifest, file: str, start: int, end: int) -> list[str]:
-    """Return the tensors that have elements in bytes `start` to `end` of a file."""
+def names_in(metadata: Any, file: str, start: int, end: int) -> list[str]:
+    """Return the tensors that have bytes `start` to `end` of a file."""
     found: dict[str, None] = {}
-    for name, record in manifest.tensors.items():
-        for chunk in record.chunks:
-            nbytes = math.prod(chunk.sizes) * dtype_of(record.dtype).itemsize
-            if chunk.file == file and chunk.at < end and chunk.at + nbytes > start:
-                found[name] = None
+    for index, info in metadata.storage_data.items():
+        is_in = info.relative_path == file and info.offset < end and info.offset + info.length > start
+        if is_in and index.offset is not None:
+            found[index.fqn] = None
     return list(found)
 
 
-__all__ = ["Checkpoint", "Entry", "Reader", "Want", "open_checkpoint", "verify_files"]
+__all__ = [
+    "Checkpoint",
+    "Entry",
+    "Reader",
+    "Want",
+    "is_checkpoint",
+    "open_any",
+    "open_checkpoint",
+    "open_foreign",
+    "verify_files",
+]

@@ -15,18 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
 
 from autoptd.errors import AutoptdError, PlanError, RuntimeFault
-from autoptd.ir.rectangles import Item, Rectangle
+from autoptd.ir.rectangles import Item
 from autoptd.program.pieces import Shares, holder_axes, holders, share_stage
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.checkpoint.manifest import Manifest, fqn
 from autoptd.runtime.checkpoint.read import Checkpoint, Want
-from autoptd.runtime.checkpoint.stage import view_of
+from autoptd.runtime.checkpoint.stage import rows_of, view_of
 from autoptd.runtime.checkpoint.values import decode, encode
 from autoptd.runtime.checks.batch import merge_over_ranks
 from autoptd.runtime.params.parameters import RankParameters, owners
@@ -37,8 +36,6 @@ from autoptd.runtime.world.world import World
 SITE = "pm.load"
 # Bytes that are handed on at once: the host gives back small memory that is freed, and keeps larger.
 MOST_BYTES = 4 << 20
-# A multiple of the bytes of every element.
-ALIGNMENT = 16
 Result = TypeVar("Result")
 OptimizerState = MutableMapping[torch.Tensor, dict[str, Any]]
 
@@ -83,7 +80,7 @@ class Restoration:
                 record = self.checkpoint.manifest.tensors[fqn(name, key)]
                 x = torch.empty(record.shape, dtype=dtype_of(record.dtype), device="cpu")
                 self._small[name, key] = x
-                small.append(Want(fqn(name, key), (0,) * x.dim(), record.shape, x))
+                small.append(Want(fqn(name, key), (0,) * x.dim(), x))
         self._reader.fill([*wants, *small])
 
     def spread(self) -> None:
@@ -130,7 +127,7 @@ class Restoration:
     def _want(self, item: Item) -> Want:
         part = item.rectangle
         view = view_of(self._into[item.name, item.key], part)
-        return Want(fqn(item.name, item.key), part.offsets, part.sizes, view)
+        return Want(fqn(item.name, item.key), part.offsets, view)
 
     def _spread_copies(self) -> None:
         """Let each share be handed on by the rank that read it, to those that store the same."""
@@ -142,8 +139,10 @@ class Restoration:
                 spec = self._specs[item.name]
                 axes = holder_axes(spec, mesh)
                 if axes and self._has(item) and rank in holders(spec, mesh, world.rank):
-                    into = self._into[item.name, item.key]
-                    views.setdefault(axes, []).extend(view_of(into, part) for part in parts_of(item))
+                    view = view_of(self._into[item.name, item.key], item.rectangle)
+                    views.setdefault(axes, []).extend(
+                        part for _, part in rows_of(view, item.rectangle.offsets, MOST_BYTES)
+                    )
             for axes, some in views.items():
                 for together in batches_of(some):
                     hand_on(world, axes, rank, together)
@@ -194,18 +193,6 @@ def split_keys(manifest: Manifest, spec: ParamSpec) -> tuple[list[str], list[str
     return like, others
 
 
-def parts_of(item: Item) -> Iterator[Rectangle]:
-    """Yield an item in parts of at most `MOST_BYTES`."""
-    part = item.rectangle
-    if item.nbytes <= MOST_BYTES:
-        yield part
-        return
-    rows = part.sizes[part.cut_dim]
-    step = max(1, rows * MOST_BYTES // item.nbytes)
-    for row in range(0, rows, step):
-        yield part.rows(row, min(row + step, rows))
-
-
 def batches_of(views: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yield tensors in groups of about `MOST_BYTES`, in order: a call for each of them would mostly wait."""
     batch: list[torch.Tensor] = []
@@ -222,20 +209,14 @@ def batches_of(views: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 def hand_on(world: World, axes: tuple[str, ...], source: int, views: Sequence[torch.Tensor]) -> None:
     """Give what rank `source` has in `views` to the ranks that differ from it along `axes` only; a collective of them."""
-    ends = list(accumulate(-(-view.nbytes // ALIGNMENT) * ALIGNMENT for view in views))
-    packed = torch.empty(ends[-1], dtype=torch.uint8, device=views[0].device)
-
-    def placed(buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for view, start in zip(views, [0, *ends], strict=False):
-            yield view, buffer[start : start + view.nbytes].view(view.dtype).view(view.shape)
-
+    sizes = [view.nbytes for view in views]
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, device=views[0].device)
     if world.rank == source:
-        for view, place in placed(packed):
-            place.copy_(view)
+        torch.cat([view.reshape(-1).view(torch.uint8) for view in views], out=packed)
     received = broadcast_from(world, axes, source, packed, f"{SITE}: copies")
-    if world.rank != source:
-        for view, place in placed(received):
-            view.copy_(place)
+    for view, part in zip(views, received.split(sizes), strict=True) if world.rank != source else ():
+        # Copied: it may begin at a byte at which no such element can.
+        view.copy_(part.clone().view(view.dtype).view(view.shape))
 
 
 def broadcast_from(
@@ -291,4 +272,4 @@ def attempted(act: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: result
 
 
-__all__ = ["Restoration", "agree", "attempted", "broadcast_from", "split_keys"]
+__all__ = ["Restoration", "agree", "attempted", "split_keys"]

@@ -35,7 +35,7 @@ from autoptd.runtime.checkpoint.commit import begin, finish, new_token, part_of,
 from autoptd.runtime.checkpoint.extra import merged
 from autoptd.runtime.checkpoint.restore import agree
 from autoptd.runtime.checkpoint.stage import Copy, OptimizerState, Staged, StagedTensor, shown, stage
-from autoptd.runtime.checkpoint.write import leave_report, write_rank
+from autoptd.runtime.checkpoint.write import write_rank
 from autoptd.runtime.folders.disk import remove_folder
 from autoptd.runtime.params.parameters import RankParameters
 from autoptd.runtime.world.world import World
@@ -121,8 +121,7 @@ def stage_rank(params: RankParameters, contents: Contents, copy: Copy = shown) -
 
 def write_share(part: Path, staged: Staged, contents: Contents) -> None:
     """Write what a rank staged, and leave its report."""
-    report = write_rank(part, staged, contents.objects if staged.rank == 0 else {})
-    leave_report(part, report)
+    write_rank(part, staged, contents.objects if staged.rank == 0 else {})
 
 
 def commit(part: Path, folder: Path, ranks: Sequence[int], contents: Contents, extra: bytes) -> list[str]:
@@ -165,8 +164,9 @@ def save_rank(
 
 def agree_on_commit(world: World, part: Path, folder: Path, contents: Contents, own: bytes | None) -> None:
     """Let rank 0 commit with the states of all processes; a collective."""
-    states = world.everyone().gather_objects((own, replica_of_state(world)), SITE)
-    found = [(data, replica) for data, replica in states if data is not None]
+    replicas = replicas_of_states(world.mesh)
+    states = world.everyone().gather_objects(own, SITE)
+    found = [(data, replicas[rank]) for rank, data in enumerate(states) if data is not None]
 
     def act() -> None:
         if world.rank == 0:
@@ -175,13 +175,6 @@ def agree_on_commit(world: World, part: Path, folder: Path, contents: Contents, 
                 warnings.warn(f"{SITE}: {text_of_left(folder, left)}", stacklevel=2)
 
     agree(world, SITE, act)
-
-
-def replica_of_state(world: World) -> int:
-    """Return the replica whose extra states this rank hands in; -1 where another rank does."""
-    mesh = world.mesh
-    leads = world.leads((*mesh.value_axes, *mesh.stage_axes))
-    return world.replica if leads else -1
 
 
 def replicas_of_states(mesh: Mesh) -> dict[int, int]:

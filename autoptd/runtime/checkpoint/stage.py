@@ -12,7 +12,7 @@ next; whoever has a better copy (to pinned memory, on a stream) passes its own f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -145,4 +145,15 @@ def view_of(x: torch.Tensor, part: Rectangle) -> torch.Tensor:
     return view
 
 
-__all__ = ["Staged", "StagedTensor", "copied", "is_like", "keys_of", "shown", "stage", "view_of"]
+def rows_of(x: torch.Tensor, offsets: Sizes, most_bytes: int) -> Iterator[tuple[Sizes, torch.Tensor]]:
+    """Yield a tensor in rows along its first dim of several entries, at most so many bytes together, with their offsets."""
+    dim = next((dim for dim, size in enumerate(x.shape) if size > 1), 0)
+    if x.nbytes <= most_bytes:
+        yield offsets, x
+        return
+    rows = max(1, most_bytes * x.shape[dim] // x.nbytes)
+    for row, part in zip(range(0, x.shape[dim], rows), x.split(rows, dim), strict=True):
+        yield (*offsets[:dim], offsets[dim] + row, *offsets[dim + 1 :]), part
+
+
+__all__ = ["Staged", "StagedTensor", "copied", "is_like", "keys_of", "rows_of", "shown", "stage", "view_of"]

@@ -7,7 +7,7 @@ import reprlib
 
 from autoptd.errors import PlanError
 from autoptd.program.sources import Weights
-from autoptd.runtime.checkpoint.foreign import is_checkpoint, open_any
+from autoptd.runtime.checkpoint.read import is_checkpoint, open_any
 from autoptd.runtime.folders.read_folder import open_folder
 
 

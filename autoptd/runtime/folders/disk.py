@@ -1,31 +1,38 @@
-"""Files of a checkpoint that are there, complete, or not at all: every operation on the disk that a save makes.
+"""Files of a checkpoint that are complete or absent: every operation on the disk that a save makes, and checked reads.
 
 In: paths and bytes. Out: files whose bytes are on the disk when they are closed, with a CRC32 of every MiB.
 
     with new_file(folder / "__0_0.distcp") as file:
         torch.save(tensor, file)
-    file.nbytes, file.crcs
-    sync_folder(folder); rename(folder, final); sync_folder(final.parent)
+    with checked_file(folder / "__0_0.distcp", file.crcs) as again:
+        torch.load(again)
 
-A rename is on the disk only when its folder is synced, and what it names only if that was synced before.
+A rename is on the disk only once its folder is synced, and the renamed file only if it was synced before.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+from autoptd.errors import RuntimeFault
 
 # Bytes that share a CRC32.
 BLOCK_BYTES = 1 << 20
-# Bytes behind which the disk is asked to begin: it works beside the processor, not behind it when the file is synced.
+# Blocks of a file that are kept: the head and the tail of an item, and where the next one begins.
+KEPT_BLOCKS = 4
+# Start writeback every so many bytes, so that the disk works while the processor does, and not only in fsync.
 AHEAD_BYTES = 16 << 20
+REMEDY = "load the checkpoint before it"
 
 
 class NewFile:
-    """A file that is written from start to end."""
+    """A file that is written from start to end; closing it brings all bytes to the disk."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -37,7 +44,7 @@ class NewFile:
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         view = memoryview(data).cast("B")
-        # What is large is not copied. Its blocks are still in the processor's cache when they are written.
+        # Large data is not copied, and each block is still in the processor's cache when it is written.
         if len(view) >= BLOCK_BYTES:
             self._drain()
             for at in range(0, len(view), BLOCK_BYTES):
@@ -54,23 +61,19 @@ class NewFile:
         return self.nbytes
 
     def flush(self) -> None:
-        """Do nothing: torch flushes behind every tensor, and small ones are collected here."""
-
-    def finish(self) -> None:
-        """Bring all bytes to the disk."""
-        self._drain()
-        os.fsync(self._descriptor)
+        """Do nothing: torch flushes after every tensor, and small ones are collected here."""
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        if self._descriptor >= 0 and self.failure is None:
+            self._drain()
+            os.fsync(self._descriptor)
+        self.abandon()
 
-    @property
-    def crc(self) -> int:
-        """The CRC32 of the file, if it has one block at most."""
-        assert len(self.crcs) <= 1
-        return self.crcs[0] if self.crcs else 0
+    def abandon(self) -> None:
+        """Close the file as it is."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def _count(self, view: memoryview) -> None:
         """Add bytes to the CRC of the last block, and begin new ones."""
@@ -102,7 +105,7 @@ class NewFile:
 
 
 def _begin_writeback(descriptor: int, start: int, stop: int) -> None:
-    """Let the disk begin with these bytes of a file, where the system can be asked to.
+    """Ask the disk to begin with these bytes of a file, where the system takes such advice.
 
     POSIX's advice that they are not needed starts the writeback of dirty pages on Linux, and drops only clean ones.
     """
@@ -114,18 +117,95 @@ def _begin_writeback(descriptor: int, start: int, stop: int) -> None:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[NewFile]:
-    """Open a file that is not there yet; behind the block its bytes are on the disk."""
+    """Open a file that does not exist yet; when the block ends, its bytes are on the disk."""
     file = NewFile(path)
     try:
         yield file
-        file.finish()
+        file.close()
     except Exception as error:
         if file.failure not in (None, error):
-            # torch.save covers what failed by an error of its own: the archive does not end where it should.
+            # torch.save hides what failed behind an error of its own: the archive does not end where it should.
             raise file.failure from error
         raise
     finally:
-        file.close()
+        file.abandon()
+
+
+class CheckedFile(io.RawIOBase):
+    """A file that is read in whole blocks, each checked by its CRC32; without `crcs`, it is read as it is.
+
+    torch.load's C++ code reads through it, so an error here is kept as `fault` and looks like the end of the file there.
+    """
+
+    def __init__(self, path: Path, crcs: Sequence[int] | None) -> None:
+        self.name, self._crcs = str(path), crcs
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        self._size, self._at = os.fstat(self._descriptor).st_size, 0
+        self._kept: dict[int, memoryview] = {}
+        self.nbytes = 0
+        self.fault: RuntimeFault | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        done = 0
+        while done < len(view) and self._at < self._size and self.fault is None:
+            number, skipped = divmod(self._at, BLOCK_BYTES)
+            room = view[done : done + BLOCK_BYTES - skipped]
+            try:
+                if number not in self._kept and len(room) == BLOCK_BYTES <= self._size - self._at:
+                    count = self._read(number, room)
+                else:
+                    part = self._block(number)[skipped : skipped + len(room)]
+                    count = len(part)
+                    room[:count] = part
+            except RuntimeFault as fault:
+                self.fault = fault
+                break
+            done, self._at = done + count, self._at + count
+        return done
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self._descriptor)
+        super().close()
+
+    def _block(self, number: int) -> memoryview:
+        if number not in self._kept:
+            block = memoryview(bytearray(min(BLOCK_BYTES, self._size - number * BLOCK_BYTES)))
+            self._read(number, block)
+            if len(self._kept) == KEPT_BLOCKS:
+                self._kept.pop(next(iter(self._kept)))
+            self._kept[number] = block
+        return self._kept[number]
+
+    def _read(self, number: int, into: memoryview) -> int:
+        start, done = number * BLOCK_BYTES, 0
+        while done < len(into):
+            try:
+                count = os.preadv(self._descriptor, [into[done:]], start + done)
+            except OSError as error:
+                raise RuntimeFault(self.name, f"cannot be read: {error}", REMEDY) from error
+            if not count:
+                raise RuntimeFault(self.name, f"ends at byte {start + done}", REMEDY)
+            done += count
+        self.nbytes += done
+        if self._crcs is not None and zlib.crc32(into) != self._crcs[number]:
+            fact = f"was changed after it was written: block {number}"
+            raise RuntimeFault(self.name, fact, REMEDY)
+        return done
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -156,7 +236,7 @@ def remove_file(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder, and not what links in it lead to; one that is not there is no error."""
+    """Remove a folder, and not what links in it lead to; a missing one is no error."""
     if path.is_symlink():
         return remove_file(path)
     with suppress(FileNotFoundError):
@@ -177,6 +257,8 @@ def left_of(path: Path) -> list[str]:
 
 __all__ = [
     "BLOCK_BYTES",
+    "REMEDY",
+    "CheckedFile",
     "NewFile",
     "left_of",
     "make_folder",

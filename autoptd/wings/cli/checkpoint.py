@@ -22,9 +22,8 @@ from autoptd.errors import PlanError
 from autoptd.ir.activity import activity
 from autoptd.runtime.checkpoint.adopt import from_hf, from_torch, write_checkpoint
 from autoptd.runtime.checkpoint.commit import PART, marked
-from autoptd.runtime.checkpoint.foreign import open_any
 from autoptd.runtime.checkpoint.manifest import MANIFEST, MODEL, Manifest, TensorRecord, fqn
-from autoptd.runtime.checkpoint.read import Checkpoint, open_checkpoint, verify_files
+from autoptd.runtime.checkpoint.read import Checkpoint, open_any, open_checkpoint, verify_files
 from autoptd.runtime.checkpoint.series import checkpoints
 from autoptd.runtime.checkpoint.values import decode
 from autoptd.runtime.folders.disk import remove_file, remove_folder, rename
@@ -161,15 +160,15 @@ def group_text(group: dict[str, Any]) -> str:
 
 def verify(args: Namespace) -> int:
     """Read all files and print those that changed; return 1 if any did."""
-    opened = open_checkpoint(args.folder)
     with activity("reading all files"):
-        findings = verify_files(opened)
+        findings = verify_files(args.folder)
     if args.json:
         print(json.dumps({"findings": findings}))
     else:
         for finding in findings:
             print(finding)
         if not findings:
+            opened = open_checkpoint(args.folder)
             print(f"{opened.path}: all {bytes_text(file_bytes(opened.manifest))} match their checksums")
     return 1 if findings else 0
 

@@ -127,7 +127,7 @@ def main(folder: Path, step: int, is_first: bool) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"number": number, "operation": every[number].name}
         if not is_first or target.exists():
             checkpoint = open_checkpoint(target)
-            row |= {"steps": checkpoint.manifest.about["steps"], "findings": verify_files(checkpoint)}
+            row |= {"steps": checkpoint.manifest.about["steps"], "findings": verify_files(target)}
             row["is_beside"] = find(target) != target
         # The run is started again, and saves: nothing is left of what ended.
         save(target, after)

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import autoptd
+from autoptd.compat import tree_map
+from autoptd.compiler import compiler
+from autoptd.compiler.driver import compile_program
+from autoptd.ir.buffers import digest
+from autoptd.options import Options
+from autoptd.program.program import Program
 from autoptd.runtime.params.guard import unguarded
 from autoptd.runtime.params.parts import shard_of
 from tests.parity.models import batch, gpt
 
 VOCAB = 61
+PROGRAMS: dict[str, Program] = {}
 
 
 def tied_gpt(dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -32,8 +40,27 @@ def running(
     keywords = {"backend": "local", "timeout": 30, "example_inputs": data(0), **keywords}
     if model is None:
         model = tied_gpt(torch.float32 if "precision" in keywords else torch.float64)
-    pm = autoptd.parallelize(model, **keywords)
+    with mock.patch.object(compiler, "compile_program", compiled_once):
+        pm = autoptd.parallelize(model, **keywords)
     return pm, pm.optimizer(optimizer, **(settings or {"lr": 1e-2}))
+
+
+def compiled_once(model: nn.Module, options: Options, *call: Any, **keywords: Any) -> Program:
+    """Compile a model for a mesh, or return the program of an earlier test: it is data, and no run changes it."""
+    about = [
+        f"{name} {x.dtype} {x.requires_grad}" for name, x in model.named_parameters(remove_duplicate=False)
+    ]
+    ties = [name for name, _ in model.named_parameters()]
+    for name, module in model.named_modules():
+        plain = {
+            key: value for key, value in vars(module).items() if isinstance(value, (int, float, str, tuple))
+        }
+        about.append(f"{name} {type(module)} {plain} {[digest(x) for x in module.buffers(recurse=False)]}")
+    shapes = tree_map(lambda x: (x.shape, x.dtype) if isinstance(x, Tensor) else x, call)
+    key = repr((about, ties, model, options, shapes, keywords))
+    if key not in PROGRAMS:
+        PROGRAMS[key] = compile_program(model, options, *call, **keywords)
+    return PROGRAMS[key]
 
 
 def data(step: int) -> tuple[Tensor, Tensor]:

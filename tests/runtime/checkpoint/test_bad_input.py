@@ -15,7 +15,7 @@ from torch import nn
 import autoptd
 from autoptd.errors import PlanError, RuntimeFault
 from tests.parity.models import gpt
-from tests.runtime.checkpoint.damage import edit
+from tests.runtime.checkpoint.damage import edit, edit_metadata
 from tests.runtime.checkpoint.models import assert_same, running, state_of, tied_gpt, train
 
 Running = tuple[autoptd.ParallelModel, torch.optim.Optimizer]
@@ -100,8 +100,8 @@ def test_a_manifest_that_is_no_json_newer_or_changed(model: Running, folder: Pat
     refused(model, folder, "cannot be read")
     path.write_text(text.replace('"steps": 1', '"steps": 7'))
     refused(model, folder, "another CRC32")
-    path.write_text(text.replace('"version": 1', '"version": 2'))
-    refused(model, folder, "has format 2, and this version of AutoPTD reads format 1")
+    path.write_text(text.replace('"version": 2', '"version": 3'))
+    refused(model, folder, "has format 3, and this version of AutoPTD reads formats up to 2")
     path.write_text("[]")
     refused(model, folder, "cannot be read")
 
@@ -115,17 +115,24 @@ def test_a_name_that_leads_out_of_the_folder(model: Running, folder: Path, name:
     refused(model, folder, "which is not in its folder")
 
 
-def test_chunks_that_are_not_the_tensor(model: Running, folder: Path) -> None:
-    def drop(record: dict[str, Any]) -> None:
-        record["tensors"]["model.transformer.wte.weight"]["chunks"].pop()
+def test_metadata_that_is_not_the_tensor(model: Running, folder: Path) -> None:
+    name = "model.transformer.wte.weight"
+    edit_metadata(folder, lambda metadata: metadata.state_dict_metadata[name].chunks.pop())
+    refused(model, folder, f"elements of {name}")
 
-    edit(folder, drop)
-    refused(model, folder, "elements of model.transformer.wte.weight")
+    def lead_out(metadata: Any) -> None:
+        next(iter(metadata.storage_data.values())).relative_path = "../__0_0.distcp"
+
+    edit_metadata(folder, lead_out)
+    refused(model, folder, "which is not in its folder")
 
 
-def test_a_dtype_that_is_none(model: Running, folder: Path) -> None:
-    edit(folder, lambda record: record["tensors"]["model.transformer.wte.weight"].update(dtype="load"))
-    refused(model, folder, "is no dtype of this torch")
+def test_the_format_before_is_read(model: Running, folder: Path) -> None:
+    """Its checkpoint.json listed the tensors, too, which `.metadata` has."""
+    expected = state_of(*model)
+    edit(folder, lambda record: record.update(version=1, tensors={"w": 1}, state={"w": ["step"]}))
+    model[0].load(folder, optimizer=model[1])
+    assert_same(state_of(*model), expected)
 
 
 def other(model: nn.Module, folder: Path, fact: str, cls: Any = torch.optim.AdamW, **keywords: Any) -> None:
@@ -202,10 +209,11 @@ def test_no_optimizer(model: Running, written: Path, tmp_path: Path) -> None:
 
 
 def test_moments_of_one_parameter_are_missing(model: Running, folder: Path) -> None:
-    def drop(record: dict[str, Any]) -> None:
-        del record["state"]["transformer.wpe.weight"]
+    def drop(metadata: Any) -> None:
+        for name in [name for name in metadata.state_dict_metadata if ".state.transformer.wpe" in name]:
+            del metadata.state_dict_metadata[name]
 
-    edit(folder, drop)
+    edit_metadata(folder, drop)
     refused(model, folder, "has no optimizer state of transformer.wpe.weight, and of others it has")
 
 

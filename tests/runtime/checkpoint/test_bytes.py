@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import autoptd
 from autoptd.model import state
 from autoptd.program.pieces import share_stage
+from autoptd.runtime.checkpoint import storage
 from autoptd.runtime.checkpoint.manifest import Manifest
 from autoptd.runtime.checkpoint.read import open_checkpoint
 from autoptd.runtime.checkpoint.restore import Restoration
@@ -24,6 +26,8 @@ from autoptd.runtime.params.parts import dtype_of
 
 WIDTH = 1024
 KEYS = {"exp_avg": 4, "exp_avg_sq": 4}
+# A file has rows of each of six tensors, from two tensor ranks.
+RUNS = 12
 
 
 class Wide(nn.Module):
@@ -50,7 +54,9 @@ def running(**mesh: Any) -> tuple[autoptd.ParallelModel, torch.optim.Optimizer]:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("wide") / "saved"
     pm, optimizer = running(t=2, d=2)
-    pm.save(folder, optimizer=optimizer)
+    # Small items, as those of large tensors are small beside a rank's share.
+    with mock.patch.object(storage, "MOST_BYTES", BLOCK_BYTES // 4):
+        pm.save(folder, optimizer=optimizer)
     pm.close()
     yield folder
 
@@ -91,16 +97,15 @@ def test_on_the_same_mesh_each_byte_is_read_once(saved: Path, monkeypatch: pytes
 def test_on_another_mesh_little_more_is_read(
     saved: Path, monkeypatch: pytest.MonkeyPatch, mesh: dict[str, Any]
 ) -> None:
-    """Two blocks more for each run of rows; the columns of `down` come with what is between them."""
+    """Two blocks more for each run of rows; the columns of `down` come with those between them."""
     read, program = bytes_read(saved, monkeypatch, **mesh)
     shares = share_stage(program, 0, {spec.name: KEYS for spec in program.params})
-    chunks = sum(len(record.chunks) for record in open_checkpoint(saved).manifest.tensors.values())
     for rank, items in shares.items.items():
         needed = sum(item.nbytes for item in items)
         columns = sum(item.nbytes for item in items if item.name == "down.weight")
         # A fourth of the columns lies in half of a chunk's.
         between = columns if mesh.get("t") == 4 else 0
-        assert needed <= read[rank] <= needed + between + 2 * BLOCK_BYTES * chunks
+        assert needed <= read[rank] <= needed + between + 2 * BLOCK_BYTES * RUNS
 
 
 def test_rows_of_one_rank_are_not_all_rows(saved: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -21,6 +20,7 @@ import autoptd
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.model import checkpointer as module
 from autoptd.runtime.checkpoint import series, writer
+from autoptd.runtime.checkpoint.read import open_checkpoint
 from autoptd.runtime.checkpoint.staging import Staging
 from tests.runtime.checkpoint.models import assert_same, data, running, state_of, train
 from tests.waits import LONG
@@ -140,12 +140,13 @@ class LateStaging(Staging):
     """Copies as a device does that is behind its host: when it is waited for."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(torch.device("cpu"))
         self._later: list[tuple[Tensor, Tensor]] = []
         self._lock = threading.Lock()
 
-    def _copy(self, buffer: Tensor, x: Tensor) -> None:
-        self._later.append((buffer, x))
+    def __call__(self, x: Tensor) -> Tensor:
+        self._later.append((buffer := self._buffer_for(x), x.detach()))
+        return buffer
 
     def release(self) -> None:
         with self._lock:
@@ -160,7 +161,7 @@ class LateStaging(Staging):
 def test_whoever_overwrites_the_state_waits_for_the_copies(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "staging_of", lambda device: LateStaging())
+    monkeypatch.setattr(module, "Staging", lambda device: LateStaging())
     monkeypatch.setattr(LateStaging, "ready", lambda self: held_back.wait(LONG) and self.release())
     held_back = threading.Event()
     pm, opt = running(d=2)
@@ -262,7 +263,7 @@ def test_a_damaged_one_is_put_aside_and_the_one_before_is_taken(
     tmp_path: Path, file: str, place: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved(tmp_path, 2)
-    place = place if file != "__0_0.distcp" else json_place(tmp_path / "step-00000002", file)
+    place = place if file != "__0_0.distcp" else byte_of_a_tensor(tmp_path / "step-00000002", file)
     flip(tmp_path / "step-00000002" / file, place)
     pm, opt = running(t=2)
     with pm.checkpointer(tmp_path, opt, every=100) as ckpt:
@@ -277,14 +278,12 @@ def test_a_damaged_one_is_put_aside_and_the_one_before_is_taken(
     pm.close()
 
 
-def json_place(folder: Path, file: str) -> int:
-    """A byte of a tensor."""
-    text = (folder / "checkpoint.json").read_bytes()
-    for record in json.loads(text)["tensors"].values():
-        for *_, own, at in record["chunks"]:
-            if own == file:
-                return int(at)
-    raise AssertionError(file)
+def byte_of_a_tensor(folder: Path, file: str) -> int:
+    places = open_checkpoint(folder).metadata.storage_data.items()
+    info = next(
+        info for index, info in places if index.fqn.startswith("model.") and info.relative_path == file
+    )
+    return int(info.offset + info.length // 2)
 
 
 def test_where_all_are_damaged_nothing_is_begun_anew(tmp_path: Path) -> None:

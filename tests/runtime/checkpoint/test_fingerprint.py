@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -76,15 +77,16 @@ def test_a_checkpoint_has_it_and_a_load_is_held_to_it(
     other, fresh = running(d=2, zero=1)
     other.load(tmp_path / "saved", optimizer=fresh)
     assert other.fingerprint() == saved
-    copy = read.Reader._copy
+    fill = read.Reader.fill
 
-    def swapped(reader: read.Reader, tile: read.Tile, data: memoryview) -> None:
+    def swapped(reader: read.Reader, wants: Iterable[read.Want]) -> None:
         """The right bytes, which their CRC confirms, in the wrong places."""
-        copy(reader, tile, data)
-        if tile.into.dim() == 2:
-            tile.into.copy_(tile.into.flip(0))
+        fill(reader, wants := list(wants))
+        for want in wants:
+            if want.into.dim() == 2:
+                want.into.copy_(want.into.flip(0))
 
-    monkeypatch.setattr(read.Reader, "_copy", swapped)
+    monkeypatch.setattr(read.Reader, "fill", swapped)
     with pytest.raises(RuntimeFault, match="fingerprint"):
         other.load(tmp_path / "saved", optimizer=fresh)
     monkeypatch.undo()

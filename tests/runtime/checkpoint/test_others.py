@@ -9,6 +9,7 @@ import sys
 import zlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from autoptd.errors import PlanError
 from tests.parity.models import gpt
-from tests.runtime.checkpoint.damage import edit
+from tests.runtime.checkpoint.damage import edit, write_metadata
 from tests.runtime.checkpoint.models import running, train
 from tests.runtime.checkpoint.other_programs import SETTINGS, one_device, plain_losses
 
@@ -175,27 +176,23 @@ def replace_item(folder: Path, name: str, value: Any) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def test_our_own_checkpoints_are_never_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither pickle nor torch.load without weights_only, wherever they are called from."""
+def test_nothing_of_our_own_checkpoints_is_executed(tmp_path: Path) -> None:
+    """Not even where an attacker wrote the checksums anew; and torch.load is asked for weights only."""
     expected = ours(tmp_path / "saved", MESHES[0])
-    (tmp_path / "saved" / ".metadata").chmod(0)
+    pm, optimizer = running(model(), torch.optim.AdamW, {"lr": 3.0}, t=2)
     load = torch.load
 
     def guarded(*args: Any, **keywords: Any) -> Any:
         assert keywords.get("weights_only") is True
         return load(*args, **keywords)
 
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise AssertionError("unpickled")
-
-    pm, optimizer = running(model(), torch.optim.AdamW, {"lr": 3.0}, t=2)
-    monkeypatch.setattr(torch, "load", guarded)
-    monkeypatch.setattr(pickle, "load", refuse)
-    monkeypatch.setattr(pickle, "loads", refuse)
-    monkeypatch.setattr(pickle, "Unpickler", refuse)
-    pm.load(tmp_path / "saved", optimizer=optimizer)
-    monkeypatch.undo()
+    with mock.patch.object(torch, "load", guarded), mock.patch.object(pickle, "load", None):
+        pm.load(tmp_path / "saved", optimizer=optimizer)
     check_losses(train(pm, optimizer, 3), expected)
+    write_metadata(tmp_path / "saved", pickle.dumps(Command(tmp_path / "mark")))
+    with pytest.raises(PlanError, match=r"would run posix\.system"):
+        pm.load(tmp_path / "saved", optimizer=optimizer)
+    assert not (tmp_path / "mark").exists()
     pm.close()
 
 

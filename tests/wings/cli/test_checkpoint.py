@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import autoptd
+from autoptd.runtime.checkpoint.read import open_checkpoint
 from autoptd.wings.cli import main
 from tests.runtime.checkpoint.models import data, running, tied_gpt, train
 
@@ -61,10 +62,11 @@ def test_verify(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_changed_byte_is_told_with_its_tensors(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
     folder = saved[0] / "step-00000002"
-    record = json.loads((folder / "checkpoint.json").read_text())["tensors"]["model.transformer.wpe.weight"]
-    _, _, file, at = record["chunks"][0]
+    places = open_checkpoint(folder).metadata.storage_data.items()
+    info = next(info for index, info in places if index.fqn == "model.transformer.wpe.weight")
+    file = info.relative_path
     content = bytearray((folder / file).read_bytes())
-    content[at] ^= 1
+    content[info.offset + info.length // 2] ^= 1
     good, _ = (folder / file).read_bytes(), (folder / file).write_bytes(content)
     assert main(["checkpoint", "verify", str(folder)]) == 1
     assert f"{file}: block 0 was changed, with model." in capsys.readouterr().out
