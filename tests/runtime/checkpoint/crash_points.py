@@ -66,7 +66,7 @@ def watched(see: Callable[[Operation], None]) -> Iterator[None]:
 
 def saves(steps: tuple[int, ...]) -> list[Saved]:
     """What a run has to write after each of these numbers of steps."""
-    pm, optimizer = running(t=2, d=2)
+    pm, optimizer = running(t=2)
     found = []
     for count in steps:
         train(pm, optimizer, count - pm.steps)

@@ -10,13 +10,10 @@ import pytest
 
 from autoptd.errors import AutoptdError
 from autoptd.ir.rectangles import Item, Run, own_runs
-from autoptd.model import state
 from autoptd.program import pieces
 from autoptd.program.pieces import Shares, share_stage
 from autoptd.runtime.checkpoint import stage
 from autoptd.runtime.checkpoint.restore import Restoration
-from autoptd.runtime.params.parameters import RankParameters
-from autoptd.runtime.params.storage import SharedBucket
 from tests.runtime.checkpoint.test_save_and_load import round_trip
 
 PLAIN: tuple[dict[str, Any], dict[str, Any]] = ({"t": 2, "p": 2}, {"t": 4})
@@ -42,19 +39,6 @@ def a_segment_is_dropped(patch: Patch) -> None:
     patch.setattr(pieces, "own_runs", mutated)
 
 
-def the_second_owner_writes(patch: Patch) -> None:
-    def mutated(program: Any, pipeline_rank: int, keys: Any) -> Shares:
-        shares = share_stage(program, pipeline_rank, keys)
-        own = {spec.name for spec in program.params if pipeline_rank in spec.owners(program.ranks)}
-        first = share_stage(program, 0, {})
-        for rank, items in first.items.items() if pipeline_rank else ():
-            there = program.mesh.at_stage(rank, pipeline_rank)
-            shares.items[there] += [item for item in items if item.name in own]
-        return shares
-
-    patch.setattr(stage, "share_stage", mutated)
-
-
 def a_replica_writes_what_another_has(patch: Patch) -> None:
     def mutated(program: Any, pipeline_rank: int, keys: Any) -> Shares:
         shares = share_stage(program, pipeline_rank, keys)
@@ -76,36 +60,13 @@ def copies_keep_their_own(patch: Patch) -> None:
     patch.setattr(Restoration, "_spread_copies", lambda self: None)
 
 
-def steps_are_not_restored(patch: Patch) -> None:
-    go_on = state.State._go_on
-
-    def mutated(self: state.State, *args: Any) -> None:
-        before = self.run.clock.steps
-        go_on(self, *args)
-        self.run.clock.steps = before
-
-    patch.setattr(state.State, "_go_on", mutated)
-
-
-def what_is_used_does_not_follow(patch: Patch) -> None:
-    patch.setattr(RankParameters, "publish", lambda self: None)
-
-
-def a_bucket_is_not_gathered(patch: Patch) -> None:
-    patch.setattr(SharedBucket, "gather_start", lambda self: None)
-
-
 DEFECTS: list[tuple[Callable[[Patch], None], tuple[dict[str, Any], dict[str, Any]]]] = [
     (padding_is_written, ({"t": 2, "p": 2}, {})),
     (a_segment_is_dropped, PLAIN),
-    (the_second_owner_writes, PLAIN),
     (a_replica_writes_what_another_has, ({"d": 2}, {})),
     (moments_are_not_loaded, PLAIN),
     (the_other_owner_keeps_its_own, ({"t": 2}, {"p": 2})),
     (copies_keep_their_own, ({}, {"d": 2})),
-    (steps_are_not_restored, PLAIN),
-    (what_is_used_does_not_follow, MIXED),
-    (a_bucket_is_not_gathered, ZERO),
 ]
 
 

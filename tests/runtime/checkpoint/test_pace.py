@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 
 from autoptd.model import checkpointer as module
+from autoptd.runtime.checkpoint import pace as rule
 from autoptd.runtime.checkpoint.pace import FIRST_STEPS, Pace
 from tests.forks import finish, start
 from tests.runtime.checkpoint.models import data, running
@@ -80,13 +81,17 @@ def test_a_save_that_was_waited_for_is_not_measured() -> None:
 
 
 def test_a_run_saves_when_it_is_due(tmp_path: Path) -> None:
-    """Each step takes a second, and what is saved two more; 32 s of Young's are 32 steps."""
-    clock = Clock()
-    with mock.patch.object(module, "checked_pace", lambda *_: Pace("auto", 256 / 3600, clock)):
+    """Each step takes a second, and a save two more; 8 s of Young's are 8 steps."""
+    clock, first = Clock(), 4
+    pace = Pace("auto", 16 / 3600, clock)
+    with (
+        mock.patch.object(module, "checked_pace", lambda *_: pace),
+        mock.patch.object(rule, "FIRST_STEPS", first),
+    ):
         pm, opt = running(d=2)
         with pm.checkpointer(tmp_path, opt, every="auto", mtbf=1.0) as ckpt:
             steps = []
-            for _ in range(FIRST_STEPS + 40):
+            for _ in range(first + 12):
                 loss = pm.step(*data(pm.steps))
                 opt.step()
                 opt.zero_grad()
@@ -99,8 +104,8 @@ def test_a_run_saves_when_it_is_due(tmp_path: Path) -> None:
                     ckpt._wait()
                     clock.now += 2.0
         pm.close()
-    # So many were over when the next one ended: rank 0 told with the loss of the one behind that. Of 32 s, the save took 2.
-    assert steps == [FIRST_STEPS + 2, FIRST_STEPS + 2 + 32 - 2]
+    # So many were over when the next one ended: rank 0 told with the loss of the one behind that. Of 8 s, the save took 2.
+    assert steps == [first + 2, first + 2 + 8 - 2]
     assert sorted(path.name for path in tmp_path.glob("step*")) == [f"step-{step:08}" for step in steps]
 
 

@@ -195,21 +195,6 @@ class Scaled(nn.Module):
         return self.model(ids, targets)[1] * self.scale
 
 
-@pytest.mark.parametrize(
-    "kind", [torch.optim.NAdam, pytest.param(torch.optim.ASGD, marks=pytest.mark.thorough)]
-)
-def test_numbers_of_a_parameter_without_dims_keep_their_dtype(tmp_path: Path, kind: Any) -> None:
-    whole, optimizer = running(Scaled(), kind, t=2)
-    train(whole, optimizer, 2)
-    whole.save(tmp_path / "saved", optimizer=optimizer)
-    resumed, again = running(Scaled(), kind, t=2)
-    resumed.load(tmp_path / "saved", optimizer=again)
-    assert train(resumed, again, 2) == train(whole, optimizer, 2)
-    assert_same(state_of(resumed, again), state_of(whole, optimizer))
-    whole.close()
-    resumed.close()
-
-
 def test_replicas_with_positions_of_their_own() -> None:
     """Their states are kept one by one, and only as many replicas take them up."""
     from autoptd.runtime.checkpoint.extra import Place, check_extra, merged, own_state, read_extra, restore
@@ -282,15 +267,15 @@ def test_settings_that_are_numbers_of_numpy(tmp_path: Path, kind: Any) -> None:
 def test_numbers_without_dims_go_from_zero_to_zero_and_back(tmp_path: Path, kind: Any) -> None:
     """With zero=1 a parameter without dims is stored as one element, as its moments are, and its numbers are not."""
     whole, optimizer = running(Scaled(), kind, d=2)
-    expected = train(whole, optimizer, 5)
+    expected = train(whole, optimizer, 3)
     losses: list[float] = []
-    for number, mesh in enumerate([{"zero": 1}, {}, {"zero": 1}, {"zero": 1}, {}]):
+    for number, mesh in enumerate([{"zero": 1}, {}, {"zero": 1}]):
         pm, again = running(Scaled(), kind, d=2, **mesh)
         if number:
             pm.load(tmp_path / str(number - 1), optimizer=again)
         losses += train(pm, again, 1)
         pm.save(tmp_path / str(number), optimizer=again)
-        if number == 4:
+        if number == 2:
             assert_same(state_of(pm, again), state_of(whole, optimizer))
         pm.close()
     assert losses == expected
