@@ -38,7 +38,9 @@ NAVIGATION = {
     """.split()
         )
     },
-    "decisions/index.md": {"": ("decisions/cost-of-a-change", "decisions/new-mesh-axis")},
+    "decisions/index.md": {
+        "": ("decisions/checkpoints", "decisions/cost-of-a-change", "decisions/new-mesh-axis")
+    },
 }
 # The target of a link or picture, up to its anchor.
 LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)")

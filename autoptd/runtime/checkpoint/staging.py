@@ -8,7 +8,7 @@ pinned memory, during the next forward and backward: whoever changes a tensor wa
     staging.release()                                # before an update
     staging.ready()                                  # before x is read, by any thread
 
-torch.distributed.checkpoint's stagers copy the whole memory behind a view, leave the wait to the loop, and do not notice a
+torch.distributed.checkpoint's stagers copy all memory that a view is part of, leave the wait to the loop, and do not notice a
 parameter that is changed before it.
 """
 
