@@ -221,7 +221,7 @@ class Zero:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Which saved activations are dropped after forward and computed again in backward (passes/recompute.py).
+    """Which saved activations are dropped after forward and computed again in backward (passes/kept/requested.py).
 
     what: "full", of every layer all but its input; "full:1/2", in half of each stage's layers; "selective", attention's
         scores and what is made of them; a list of globs, what these modules make; "auto", the cheapest values, until a rank
