@@ -82,8 +82,9 @@ def parallelize(
     """Return `model` running on t*p*d*c ranks: t tensor, p pipeline, d data parallel (Narayanan et al., SC'21), c context
     parallel.
 
-    The model is not changed; its weights are copied. What is left out comes from the plan, or is a default. Settings that
-    are rarely needed are in records: `zero=Zero(1, shard=8)` where `zero=1` does not say enough.
+    The model is not changed; its weights are copied. An argument that is not given comes from the plan, or is a
+    default. Settings that are rarely needed are in records: `zero=Zero(1, shard=8)` where `zero=1` does not say
+    enough.
 
     c: divides the tokens of every sequence, and so its activations (DeepSpeed-Ulysses, Jacobs et al. 2023).
     v: model chunks per pipeline rank.
@@ -96,10 +97,10 @@ def parallelize(
     schedule: "gpipe", "1f1b" (the default for v=1), "interleaved" (for v > 1), "looped_bfs", "zb_h1", "zb_2p", "zbv", or the
         path of a text file with your own (schedule/written.py), which gives num_microbatches as well.
     sequence_parallel: lets tp split values by tokens as well, which must divide over t. True is Korthikanti's plan
-        (Korthikanti et al. 2022): all matrices stay split as without; norms, dropouts and residuals are a t-th (values of
-        some KB stay whole: starting a second collective would cost more); all-gathers and reduce-scatters replace the
-        all-reduces, at the same bytes. "auto" may split anything by tokens, where that is cheapest; reports compare its plan
-        with the known ones.
+        (Korthikanti et al. 2022): all matrices stay split as without; norms, dropouts and residuals are 1/t per rank
+        (values of a few KB stay whole: starting a second collective would cost more); all-gathers and reduce-scatters replace
+        the all-reduces, at the same bytes. "auto" may split anything by tokens, where that is cheapest; reports compare its
+        plan with the known ones.
     context: with c > 1, how attention sees all tokens: "ulysses", "all_gather" or "auto"; `ContextParallel` says which
         tokens a rank has, too.
     precision: "bf16" computes as `model.bfloat16()` does, from a float32 copy of the parameters, which the optimizer steps
@@ -124,9 +125,9 @@ def parallelize(
     backend, device: "local" (ranks are threads of this process, on `device`), "gloo" or "nccl".
     seed: draws the dropout masks.
     machine: what to plan for: a name as `plan(cluster=)` takes it, such as "h100" (autoptd/machines), or a `Machine`.
-    gpus: how many ranks the planner chooses for. `t="auto"` (p, d, v, num_microbatches likewise) lets it choose that, and
-        all else of these that is not given, for so many ranks (under torchrun: all), the model's config and `machine` (by
-        default the device's).
+    gpus: the number of ranks that the planner chooses for. `t="auto"` (p, d, v, num_microbatches likewise) lets it
+        choose that, and the others that are not given, for this number of ranks (under torchrun: all), the model's
+        config and `machine` (by default the device's).
     plan: a plan.json (its path, or a dict) whose decisions are taken (`ir/plan.py`).
     weights: a folder with model.safetensors, or several files and their index, as `save_pretrained` of
         transformers writes it; or a checkpoint, of `save` or of torch.distributed.checkpoint. Each rank reads

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 
 class AutoptdError(Exception):
-    """Base of all errors: `site` (where), `fact` (what is wrong), `remedy` (what to do)."""
+    """Base of all errors: `site` (where), `fact` (the problem), `remedy` (how to fix it)."""
 
     def __init__(self, site: str, fact: str, remedy: str) -> None:
         # A fact may end with what another library said.

@@ -25,7 +25,7 @@ _INSTEAD: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("instead", 
 def per_microbatch(x: Tensor) -> Tensor:
     """Return x, a value of the rows at hand: every microbatch computes its own, and a step's loss has their mean.
 
-    It must not carry the batch any more; what is only read by it may mix the rows of a microbatch by sums and means.
+    It must not carry the batch any more; values that only it reads may mix the rows of a microbatch by sums and means.
     """
     instead = _INSTEAD.get()
     return _mark(x) if instead is None else instead(x)  # type: ignore[no-any-return]

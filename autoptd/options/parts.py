@@ -187,7 +187,7 @@ class Zero:
     shard: neighbors that share one copy of that state (`dp_shard`), a divisor of d*c; None: all. The others hold copies
         (torch's hybrid sharding).
     reduce_dtype: "bf16" sends gradients to the replicas that sum them in 16 bits; they add up in float32. Sums over copies of
-        a shard, over tp and over the owners of tied parameters stay in float32, as they are small.
+        a shard, over tp and over the owners of tied parameters stay in float32, since they are small.
     """
 
     stage: int | str = keyword(
@@ -224,8 +224,9 @@ class Recompute:
     """Which saved activations are dropped after forward and computed again in backward (passes/kept/requested.py).
 
     what: "full", of every layer all but its input; "full:1/2", in half of each stage's layers; "selective", attention's
-        scores and what is made of them; a list of globs, what these modules make; "auto", the cheapest values, until a rank
-        fits into `memory`; None, what the model itself wraps in `torch.utils.checkpoint`; False, nothing.
+        scores and values computed from them; a list of globs, the values that these modules compute; "auto", the
+        cheapest values, until a rank fits into `memory`; None, the values that the model itself wraps in
+        `torch.utils.checkpoint`; False, nothing.
     num_layers: with "full", the layers that share one kept input (`recompute_num_layers`; Megatron's "uniform" method).
     """
 

@@ -48,6 +48,7 @@ PAGES: tuple[str, ...] = (
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
+    "docs/api.md",
     "docs/architecture.md",
     "docs/benchmarks.md",
     "docs/bring-your-own-model.md",

@@ -37,14 +37,14 @@ Model = TypeVar("Model", bound=nn.Module)
 def deferred(seed: int = 0, *, order: bool = False) -> Iterator[None]:
     """Build models in this `with` block without memory; their constructors are recorded, and run later, piece by piece.
 
-    The model is then handed to `parallelize`, `compile`, `verify` or `materialize`. Every draw has random numbers
-    of its own, by `seed` and the parameter's name in that model: weights are the same on every mesh, and a layer that
+    The model is then handed to `parallelize`, `compile`, `verify` or `materialize`. Every draw has separate random
+    numbers, by `seed` and the parameter's name in that model: weights are the same on every mesh, and a layer that
     is added changes no other. With `order`, draws follow one another as in the usual constructor, and the weights are to
-    the bit those of `torch.manual_seed(seed); model = ...`: each rank then draws everything. torch's generator is left
-    as it was. Values that the constructor reads (`.item()`) are made for it.
+    the bit those of `torch.manual_seed(seed); model = ...`: each rank then draws everything. torch's generator does
+    not change. Values that the constructor reads (`.item()`) are made for it.
 
     After the block, the model can be changed (`model.bfloat16()`, `weight.data.mul_(2)`, other modules put into it),
-    but nothing in it drawn anew. PlanError for what cannot be recorded: blocks in each other, tensors on the meta device,
+    but nothing can be drawn any more. PlanError for what cannot be recorded: nested blocks, tensors on the meta device,
     sparse tensors, and writing to tensors from outside.
     """
     check_outside("autoptd.deferred", "one block around all")
@@ -75,7 +75,7 @@ def check_outside(site: str, remedy: str) -> None:
 def materialize(model: Model) -> Model:
     """Return a copy of a deferred model with its values: those that every mesh starts from.
 
-    A model with values of its own is returned as it is.
+    A model that has values is returned unchanged.
     """
     if not is_deferred(model):
         return model

@@ -42,7 +42,7 @@ PRECISIONS = {"torch.bfloat16": "bf16", "bfloat16": "bf16", "torch.float16": "fp
 def predict_program(
     program: Program, cluster: Cluster | str | Path, *, software: Software | str | None = None
 ) -> Prediction:
-    """Predict a step of the program as it was compiled.
+    """Predict a step of the compiled program.
 
     Its precision is that of most of its parameters' bytes.
 

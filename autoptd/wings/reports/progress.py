@@ -47,8 +47,8 @@ class Progress:
     """The progress of one run: see the module's docstring.
 
     `tokens` of a step, all replicas together; `steps` of the run, if known; `peak` FLOP/s of a rank (left
-    out: that of a known GPU for products in the parameters' dtype, else there is no MFU); `measure_every` so
-    many steps `step` measures where time goes (0: never), which is that of `pm.step`: clipping and the
+    out: that of a known GPU for products in the parameters' dtype, else there is no MFU); every `measure_every`
+    steps, `step` measures where time goes (0: never), which is that of `pm.step`: clipping and the
     optimizer are outside of it; `quiet` prints nothing. Every rank makes one and calls it alike: measured
     steps are collective.
     """
@@ -113,7 +113,7 @@ class Progress:
     def add(
         self, loss: torch.Tensor | float, grad_norm: torch.Tensor | float | None = None, **more: float
     ) -> None:
-        """Note that a step is over, optimizer included; `more` are numbers of your own, for the log."""
+        """Note that a step is over, optimizer included; `more` are additional numbers for the log."""
         # Waits for the device, once a step: what follows is then timed from the real end of the step.
         self.losses.append(float(loss))
         now = time.perf_counter()
@@ -159,7 +159,7 @@ class Progress:
 
     @property
     def peak(self) -> float | None:
-        """Peak FLOP/s of a rank: what was asked for, else that of the GPU at hand, if it is known."""
+        """Peak FLOP/s of a rank: the requested number, else that of the GPU, if it is known."""
         if self._peak is None:
             self._peak = peak_here(self.pm) or 0.0
         return self._peak or None
