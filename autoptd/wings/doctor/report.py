@@ -22,7 +22,7 @@ from autoptd.wings.doctor.facts import Verdict, ranks_text
 from autoptd.wings.doctor.speed import SMALL, Timed, slow_ones
 from autoptd.wings.planner.cluster import Cluster
 from autoptd.wings.planner.network import Network
-from autoptd.wings.viz.words import bytes_text, count_text, plural
+from autoptd.wings.viz.words import aligned, bytes_text, count_text, plural, seconds_text
 
 MAX_LINES = 12
 # Calls that a line names.
@@ -144,10 +144,7 @@ def _table(mesh: MeshReport, report: DoctorReport) -> Iterator[str]:
         worst = (bandwidth_text(slowest.bandwidth), _ranks(slowest)) if len(large) > 1 else ("", "")
         share = _share_of_link(usual, slowest, report.cluster)
         rows.append((over, kind, groups, latency, bandwidth_text(usual), share, *worst))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [text.ljust(width) for text, width in zip(row, widths, strict=True)]
-        yield "  " + "  ".join(cells).rstrip()
+    yield from (f"  {line}" for line in aligned(rows))
 
 
 def _share_of_link(bandwidth: float, timed: Timed, cluster: Cluster | None) -> str:
@@ -194,17 +191,9 @@ def _slow_line(mesh: Mesh, timed: Timed, usual: float) -> str:
     return f"over {timed.axis} of ranks {ranks_text(timed.ranks)} ({mesh}): {timed.kind} of {took}{advice}"
 
 
-def seconds_text(seconds: float) -> str:
-    """Format seconds with a unit: `31 us`, `4.1 ms`."""
-    for unit, factor in (("us", 1e6), ("ms", 1e3)):
-        if seconds * factor < 1000:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds:.3g} s"
-
-
 def bandwidth_text(bandwidth: float) -> str:
     """Format bytes/s with a decimal unit, as links are sold: `1.2 GB/s`."""
     return count_text(bandwidth, "B/s")
 
 
-__all__ = ["DoctorReport", "MeshReport", "bandwidth_text", "seconds_text"]
+__all__ = ["DoctorReport", "MeshReport", "bandwidth_text"]

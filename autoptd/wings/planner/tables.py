@@ -12,6 +12,7 @@ from typing import Any
 from autoptd.wings.planner.candidate import Candidate
 from autoptd.wings.planner.memory import recipe_text
 from autoptd.wings.planner.ranked import RankedCandidates
+from autoptd.wings.viz.words import aligned
 
 # Term -> its column.
 NAMES = {
@@ -45,12 +46,8 @@ def plan_table(plan: RankedCandidates) -> str:
     terms = [name for name in NAMES if name in used]
     head = ["", "seconds", "TFLOP/s", "GB", *(NAMES[name] for name in terms), "plan"]
     rows = [head, *(_row(rank, candidate, terms) for rank, candidate in enumerate(plan.candidates, 1))]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        # Numbers are right-aligned; the last column, the plan in words, is not padded.
-        cells = [cell.rjust(width) for cell, width in zip(row[:-1], widths[:-1], strict=True)]
-        lines.append("  ".join([*cells, row[-1]]).rstrip())
+    # Numbers are right-aligned; the last column is the plan in words.
+    lines = aligned(rows, right=range(len(head) - 1))
     if any(not candidate.is_simulated for candidate in plan.candidates):
         lines.append("~ by the closed formulas, its schedule not simulated")
     missing: dict[str, None] = {}

@@ -26,7 +26,7 @@ from autoptd.ir.plan import load_plan
 from autoptd.program.calls import LOCAL_KINDS, call_site, star
 from autoptd.program.program import Program
 from autoptd.program.specs import Collective, ParamSpec
-from autoptd.wings.viz.words import bytes_text
+from autoptd.wings.viz.words import aligned, bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from autoptd.wings.reports.summary import Summary
@@ -72,18 +72,10 @@ def _costs(a: Program, b: Program) -> list[str]:
     left, right = _costs_of(summarize(a)), _costs_of(summarize(b))
     rows = [(name, left.get(name, NOTHING), right.get(name, NOTHING)) for name in {**left, **right}]
     rows = [row for row in rows if row[1] != row[2]]
-    table = [("", "A", "B"), *rows] if rows else []
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for row in table:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+    return aligned([("", "A", "B"), *rows]) if rows else []
 
 
 def _costs_of(summary: Summary) -> dict[str, str]:
-    from autoptd.wings.reports.summary import seconds_text
-
     fullest = max(summary.ranks, key=lambda rank: rank.total_bytes)
     costs = {
         "ranks": str(summary.mesh.size),

@@ -31,7 +31,7 @@ from autoptd.program.program import Program
 from autoptd.program.weighed import KNOWN
 from autoptd.wings.reports.pictures import simulated_run
 from autoptd.wings.viz.runs import Curve
-from autoptd.wings.viz.words import bytes_text, count_text, plural
+from autoptd.wings.viz.words import aligned, bytes_text, count_text, plural, seconds_text
 
 
 @dataclass(frozen=True)
@@ -371,26 +371,14 @@ def _stages_text(stages: Sequence[int]) -> str:
     return ", ".join(few)
 
 
-def seconds_text(seconds: float) -> str:
-    """Format with three significant digits: `12.3 ms`."""
-    for unit, scale in (("s", 1.0), ("ms", 1e3)):
-        if seconds * scale >= 1:
-            return f"{seconds * scale:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
-
-
 def _table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
-    for row in (names, *rows):
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        yield "  " + "  ".join(cells).rstrip()
+    yield from (f"  {line}" for line in aligned([names, *rows]))
 
 
 __all__ = [
     "RankCosts",
     "Summary",
     "Traffic",
-    "seconds_text",
     "summarize",
     "weighed_heading",
     "weighed_table",

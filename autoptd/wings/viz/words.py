@@ -7,6 +7,7 @@ letter("i_to_r")              # "f": Megatron's name of I -> R
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable, Sequence
 from xml.sax.saxutils import escape
 
 from autoptd.ir.names import shown
@@ -38,6 +39,27 @@ def count_text(count: float, unit: str = "") -> str:
     return f"{_three(count)} P{unit}"
 
 
+def seconds_text(seconds: float) -> str:
+    """Format seconds with three significant digits: `31.2 us`, `12.3 ms`."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def aligned(rows: Iterable[Sequence[str]], right: Container[int] = ()) -> list[str]:
+    """Return a table as lines of text, with columns two blanks apart; the columns `right` are right-aligned."""
+    table = list(rows)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for row in table:
+        cells = []
+        for k, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            cells.append(cell.rjust(width) if k in right else cell.ljust(width))
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
 def plural(count: int, word: str) -> str:
     """Format a count with its noun: `1 rank`, `4 ranks`, `8 microbatches`."""
     # The nouns of pictures and tables: batches, passes, boxes.
@@ -66,4 +88,14 @@ def _three(value: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-__all__ = ["LETTERS", "bytes_text", "count_text", "letter", "plural", "visible", "xml_text"]
+__all__ = [
+    "LETTERS",
+    "aligned",
+    "bytes_text",
+    "count_text",
+    "letter",
+    "plural",
+    "seconds_text",
+    "visible",
+    "xml_text",
+]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import xml.etree.ElementTree as ET
 
 from autoptd.wings.viz.dot import _quoted
-from autoptd.wings.viz.words import xml_text
+from autoptd.wings.viz.words import aligned, xml_text
 from tests.fuzz.features import HARD_NAMES
 
 
@@ -16,3 +16,9 @@ def test_a_picture_takes_any_name() -> None:
         assert ET.fromstring(f"<text>{xml_text(text)}</text>").text
         assert _quoted(text).encode().isascii() or name == "日本 😀 ﬁ"
     assert xml_text("a < b\nh.0") == "a &lt; b\nh.0"
+
+
+def test_a_table_is_plain_text_with_columns_two_blanks_apart() -> None:
+    rows = [("", "seconds", "plan"), ("1", "0.5", "t=2"), ("10", "12.25", "")]
+    assert aligned(rows, right={1}) == ["    seconds  plan", "1       0.5  t=2", "10    12.25"]
+    assert aligned([]) == []
