@@ -11,6 +11,7 @@ Each rank makes a few requests and one wait, however many ranks there are; rank 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -76,6 +77,12 @@ class Lobby:
 
     def wait_for_report(self) -> None:
         """Wait until rank 0 has printed the report, for a while."""
+        # In a thread that may never end: torch's own timeout does not help where the store's host is stopped.
+        waiting = threading.Thread(target=self._await_report, daemon=True)
+        waiting.start()
+        waiting.join(2 * LINGER)
+
+    def _await_report(self) -> None:
         with suppress(RuntimeError):
             self.store.wait(["printed"], timedelta(seconds=LINGER))
 
