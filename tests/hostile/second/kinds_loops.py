@@ -15,6 +15,7 @@ from typing import Any
 
 import autoptd
 from autoptd.errors import AutoptdError
+from autoptd.options import grouped
 from tests.hostile.oracle import Outcome, namespace
 from tests.hostile.second.play import is_ours, limited
 from tests.hostile.second.source import write
@@ -234,7 +235,9 @@ def judge_loop(loop: Loop, mesh: dict[str, Any], folder: str) -> Outcome:
         pm = None
         try:
             with limited():
-                pm = autoptd.parallelize(model, **mesh, backend="local", timeout=60, example_inputs=x(0))
+                pm = autoptd.parallelize(
+                    model, **grouped({**mesh, "timeout": 60}), backend="local", example_inputs=x(0)
+                )
                 opt = pm.optimizer(torch.optim.AdamW, lr=1e-2)
                 exec(
                     loop.body,

@@ -14,6 +14,7 @@ import torch
 
 import autoptd
 from autoptd.errors import AutoptdError
+from autoptd.options import grouped
 from tests.hostile.oracle import Outcome, namespace
 from tests.hostile.second.play import limited
 
@@ -89,7 +90,9 @@ def judge_tie(tie: Tie, mesh: dict[str, Any]) -> Outcome:
         with limited(), warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
             warnings.simplefilter("ignore")
             example = {"input_ids": batches[0], "labels": batches[0]}
-            pm = autoptd.parallelize(model, **mesh, backend="local", timeout=60, example_inputs=example)
+            pm = autoptd.parallelize(
+                model, **grouped({**mesh, "timeout": 60}), backend="local", example_inputs=example
+            )
             opt = pm.optimizer(torch.optim.SGD, lr=0.5)
             for ids in batches[:2]:
                 pm.step(input_ids=ids, labels=ids)

@@ -29,6 +29,7 @@ import torch
 
 import autoptd
 from autoptd.errors import InternalError, PlanError, RuntimeFault, TraceError
+from autoptd.options import grouped
 from tests.hostile.attack.judge import Seen, compare, moves_as_far
 from tests.hostile.oracle import Different, Outcome, namespace
 
@@ -174,7 +175,8 @@ def ours(source: str, play: Play, phase: list[str]) -> Seen:
 
     def build(mesh: dict[str, Any]) -> tuple[autoptd.ParallelModel, torch.optim.Optimizer]:
         phase[0] = "parallelize" if not running else "reload"
-        keywords = {"backend": "local", "timeout": 60, "example_inputs": case["batch"](0, case["B"]), **mesh}
+        example = case["batch"](0, case["B"])
+        keywords = grouped({"backend": "local", "timeout": 60, "example_inputs": example, **mesh})
         pm = autoptd.parallelize(model, **keywords)
         running.append(pm)
         phase[0] = "optimizer" if len(running) == 1 else "reload"

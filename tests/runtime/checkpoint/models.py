@@ -13,7 +13,7 @@ from autoptd.compat import tree_map
 from autoptd.compiler import compiler
 from autoptd.compiler.driver import compile_program
 from autoptd.ir.buffers import digest
-from autoptd.options import Options
+from autoptd.options import Options, grouped
 from autoptd.program.program import Program
 from autoptd.runtime.params.guard import unguarded
 from autoptd.runtime.params.parts import shard_of
@@ -37,7 +37,7 @@ def running(
     **keywords: Any,
 ) -> tuple[autoptd.ParallelModel, torch.optim.Optimizer]:
     """The model on a mesh of threads, and its optimizer."""
-    keywords = {"backend": "local", "timeout": 30, "example_inputs": data(0), **keywords}
+    keywords = grouped({"backend": "local", "timeout": 30, "example_inputs": data(0), **keywords})
     if model is None:
         model = tied_gpt(torch.float32 if "precision" in keywords else torch.float64)
     with mock.patch.object(compiler, "compile_program", compiled_once):
