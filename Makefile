@@ -42,6 +42,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy autoptd examples
 
 docs: $(INSTALLED)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
 	$(BIN)/python docs/make_site.py
 
 bench: $(INSTALLED)
