@@ -1,3 +1,1 @@
-"""Kernels: dropout, and fused operators, each with a plain form, an eager one in torch and one in Triton: see
-`forms.py`.
-"""
+"""Dropout and fused operators, each with a plain, an eager (torch) and a Triton form: see `forms.py`."""

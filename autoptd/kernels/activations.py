@@ -1,7 +1,6 @@
-"""The activations between the two layers of an MLP, each as one operator: bias and GELU, SwiGLU, GEGLU.
+"""Fused MLP activations: bias + GELU, SwiGLU and GEGLU.
 
-In: what the first linear layers give. Kept for backward: the inputs only; what lies between is computed
-again.
+In: the outputs of the first linear layers. Saved for backward: the inputs only; intermediates are recomputed.
 
     x = swiglu(F.linear(x, w_gate), F.linear(x, w_up))          # silu(gate) * up
     x = bias_gelu(F.linear(x, w_fc), b_fc, approximate="tanh")  # gelu(x + bias)
@@ -67,12 +66,12 @@ def _gated(gate: Tensor, up: Tensor, kind: str, backend: str) -> Tensor:
 
 
 def _act(x: Tensor, kind: str, out: Tensor) -> Tensor:
-    """out = silu(x) or gelu(x)."""
+    """Compute out = silu(x) or gelu(x)."""
     return aten.silu.out(x, out=out) if kind == "silu" else aten.gelu.out(x, approximate=kind, out=out)  # type: ignore[no-any-return]
 
 
 def _act_backward(grad: Tensor, x: Tensor, kind: str, out: Tensor) -> Tensor:
-    """out = grad * the derivative of the activation at x."""
+    """Compute out = grad times the derivative of the activation at x."""
     if kind == "silu":
         return aten.silu_backward.grad_input(grad, x, grad_input=out)  # type: ignore[no-any-return]
     return aten.gelu_backward.grad_input(grad, x, approximate=kind, grad_input=out)  # type: ignore[no-any-return]
@@ -103,7 +102,7 @@ class _BiasGelu(torch.autograd.Function):
         dx = torch.empty_like(x)
         db = torch.zeros_like(bias, dtype=wide(x.dtype)) if ctx.needs_input_grad[1] else None
         for at in tiles(x):
-            # gelu'(x + bias) grad is the gradient of both: of x as it is, of the bias summed over rows.
+            # grad * gelu'(x + bias) is the gradient of x; summed over rows, that of the bias.
             part = _act_backward(grad[at], x[at] + bias, ctx.approximate, dx[at])
             if db is not None:
                 db += part.reshape(-1, part.shape[-1]).sum(0, dtype=db.dtype)
@@ -133,7 +132,7 @@ class _Gated(torch.autograd.Function):
             return *gated_backward(grad, gate, up, ctx.kind), None, None
         d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
         for at in tiles(gate):
-            # d_up = grad * act(gate), computed in its own memory; then d_gate in its.
+            # d_up = grad * act(gate) and then d_gate, each computed in its output buffer.
             _act(gate[at], ctx.kind, d_up[at]).mul_(grad[at])
             _act_backward(grad[at] * up[at], gate[at], ctx.kind, d_gate[at])
         return d_gate, d_up, None, None

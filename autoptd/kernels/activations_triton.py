@@ -1,4 +1,4 @@
-"""`kernels.activations` in Triton: one pass over the inputs forward, and one backward.
+"""Implement `kernels.activations` in Triton, with one pass over the inputs in forward and one in backward.
 
 Imported only where Triton is installed.
 """
@@ -13,7 +13,7 @@ from autoptd.kernels.launch_triton import launched
 from autoptd.kernels.rows_triton import ceil_div, computed, divided, passes
 
 Tensor = torch.Tensor
-# Elements of one program.
+# Elements per program.
 SIZE = 1024
 # By `kind` of `kernels.activations`: the compile-time constant KIND.
 KINDS = {"none": 0, "tanh": 1, "silu": 2}
@@ -27,7 +27,7 @@ def bias_gelu_forward(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
         launched(_bias_gelu, _grid(x), x)(
             x,
             bias,
-            # Stands for the gradient, which BACK=False never reads.
+            # Placeholder for the gradient, which is never read with BACK=False.
             x,
             out,
             x.numel(),
@@ -130,7 +130,7 @@ def _bias_gelu(
     value = tl.load(x + at, mask=inside, other=0.0).to(WIDE) + tl.load(
         bias + place, mask=inside, other=0.0
     ).to(WIDE)
-    # The slope costs little beside the loads: one function for forward and backward.
+    # The slope is cheap compared with the loads, so forward and backward share one function.
     y, slope = _act(value, KIND)
     if BACK:
         y = slope * tl.load(grad + at, mask=inside, other=0.0).to(WIDE)

@@ -1,16 +1,15 @@
-"""Cross-entropy of rows of logits whose columns may be split over ranks: what the fused and the unfused
-operator share.
+"""Compute the cross-entropy of rows of logits whose columns may be split over ranks.
 
-With M a row's maximum, S the sum of exp(z - M), y its target, w the class weights, e the label smoothing and
-V the classes:
+Shared by the fused and the unfused operator. With M a row's maximum, S the sum of exp(z - M), y its target,
+w the class weights, e the label smoothing and V the number of classes:
 
     loss = (1 - e) w_y (log S - (z_y - M)) + e/V sum_j w_j (log S - (z_j - M))
     dloss/dz_j = ((1 - e) w_y + e/V sum_j w_j) exp(z_j - M) / S - (1 - e) w_y [j = y] - e/V w_j
 
-In: logits [N, n] of the columns that are here, and `Labels`. No softmax of the whole row is made: `shares`
-gives that of the columns here, in the logits' own place if they may be given up, and a few numbers a row over
-all ranks (`Terms`); `gradients` makes the gradient of it, in place again. N numbers are reduced over the
-ranks for the maximum, and N for each of the sums (Shoeybi et al. 2019, 3).
+In: this rank's columns of the logits, [N, n], and `Labels`. The softmax of a whole row is never built:
+`shares` returns the softmax over the local columns, in place if the logits may be overwritten, and a few
+numbers per row reduced over all ranks (`Terms`); `gradients` turns it into the gradient, again in place. The
+ranks reduce N numbers for the maximum, and N for each sum (Shoeybi et al. 2019, 3).
 """
 
 from __future__ import annotations
@@ -23,14 +22,16 @@ import torch
 from autoptd.kernels.forms import tiles
 
 Tensor = torch.Tensor
-# (numbers of every row, "max" or "sum") -> those over all ranks.
+# (one number per row, "max" or "sum") -> the numbers reduced over all ranks.
 Reduce = Callable[[Tensor, str], Tensor]
 
 
 @dataclass(frozen=True)
 class Labels:
-    """The targets of N rows, for one rank: its column (0 if there is none), where there is none, and where it
-    is ignored.
+    """Hold the targets of N rows on one rank.
+
+    `column` is the local column of the target (0 if another rank has it), `elsewhere` where another rank has
+    it or the target is ignored, `ignored` where the target is ignored.
     """
 
     column: Tensor
@@ -43,10 +44,10 @@ class Labels:
 
 @dataclass(frozen=True)
 class Terms:
-    """Numbers of N rows over all ranks, but `here`: the sum of exp(z - M) over the columns that are here.
+    """Hold numbers per row, reduced over all ranks, except `here`: the sum of exp(z - M) over local columns.
 
-    Share: of the divisor of a mean, the target's class weight, 0 where ignored. `weighted` is sum_j w_j (z_j
-    - M) and `weights` sum_j w_j; without smoothing they are None.
+    `share` is what a row adds to the divisor of a mean: the class weight of its target, 0 where ignored.
+    `weighted` is sum_j w_j (z_j - M) and `weights` sum_j w_j; both are None without smoothing.
     """
 
     maximum: Tensor
@@ -60,8 +61,8 @@ class Terms:
 
 @dataclass(frozen=True)
 class Loss:
-    """Which cross-entropy: its smoothing, the number of classes, how many columns here are no padding, and
-    the class weights of the columns; and how numbers are reduced over the ranks.
+    """Describe a cross-entropy: smoothing, number of classes, number of local columns that are not padding,
+    class weights of the local columns, and how numbers are reduced over the ranks.
     """
 
     smoothing: float
@@ -71,11 +72,11 @@ class Loss:
     weight: Tensor | None = None
 
     def shares(self, z: Tensor, labels: Labels, out: Tensor) -> Terms:
-        """Set out = softmax over the columns here, 0 in the padding.
+        """Set out = softmax over the local columns, 0 in the padding, and return the terms over all ranks.
 
-        `out` may be `z`. Return the terms over all ranks.
+        `out` may be `z`.
         """
-        # Before the softmax: `out` may be the memory of z.
+        # Read before the softmax, which may overwrite z through `out`.
         picked = z.gather(1, labels.column.unsqueeze(1)).squeeze(1)
         weighted = None
         if self.smoothing:
@@ -90,13 +91,13 @@ class Loss:
     def reduced(
         self, maximum: Tensor, here: Tensor, picked: Tensor, weighted: Tensor | None, labels: Labels
     ) -> Terms:
-        """Return the terms over all ranks, from those of the columns here: the maximum m, the sum of exp(z -
-        m), the logit of the target, and sum_j w_j z_j.
+        """Reduce the terms of the local columns over all ranks: the maximum m, the sum of exp(z - m), the
+        logit of the target, and sum_j w_j z_j.
         """
         top = self.reduce(maximum, "max")
-        # From this rank's maximum m to that of all: exp(z - m) exp(m - M) = exp(z - M).
+        # Rescale from this rank's maximum m to the global M: exp(z - m) exp(m - M) = exp(z - M).
         here = here * (maximum - top).exp()
-        # One reduction for all sums. A target has its column on one rank; the others add 0.
+        # Batch all sums into one reduction. One rank has the target's column; the others add 0.
         sums = [here, (picked - top).masked_fill(labels.elsewhere, 0.0)]
         if self.weight is not None:
             sums.append(self.weight[labels.column].masked_fill(labels.elsewhere, 0.0))
@@ -116,12 +117,12 @@ class Loss:
         return loss.masked_fill(labels.ignored, 0.0)
 
     def gradients(self, softmax: Tensor, terms: Terms, labels: Labels, grad: Tensor, out: Tensor) -> Tensor:
-        """Set out = the gradient of the logits, from `shares` and `grad`, that of every row's loss.
+        """Set out = the gradient of the logits, given the result of `shares` and the rows' loss gradients.
 
         `out` may be `softmax`.
         """
         factor, hard, soft = self.factors(terms, labels, grad)
-        # `softmax` sums to 1 over the columns here: times `here` it is exp(z - M).
+        # `softmax` sums to 1 over the local columns; times `here` it is exp(z - M).
         factor = (factor * terms.here).unsqueeze(1)
         picked = hard.masked_fill(labels.elsewhere, 0.0).neg_().unsqueeze(1)
         for at in tiles(softmax):
@@ -129,12 +130,12 @@ class Loss:
             if soft is not None:
                 each = soft[at].unsqueeze(1)
                 part[:, : self.real] -= each if self.weight is None else each * self.weight[: self.real]
-        # Where the target is elsewhere, 0 is added to column 0.
+        # Adds 0 to column 0 where another rank has the target.
         return out.scatter_add_(1, labels.column.unsqueeze(1), picked)
 
     def factors(self, terms: Terms, labels: Labels, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return a, b, c of every row, with dloss/dz_j = a exp(z_j - M) - b [j = y] - c w_j."""
-        # First of all: the gradient of a mean over no valid row is infinite.
+        # Mask first: the gradient of a mean over no valid rows is infinite.
         grad = grad.masked_fill(labels.ignored, 0.0)
         hard = (1.0 - self.smoothing) * terms.share * grad
         if terms.weights is None:
@@ -144,22 +145,20 @@ class Loss:
 
 
 def softmax_here(z: Tensor, real: int, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Set out = softmax of the first `real` columns, 0 in the others.
+    """Set out = softmax of the first `real` columns, 0 in the others; return the maximum m, sum exp(z - m).
 
-    Return the maximum m, and the sum of exp(z - m).
-
-    That sum is one over the largest share, which saves `torch.exp`: on a CPU it takes 30 times as long where
-    it underflows.
+    The sum is computed as the reciprocal of the largest probability: on a CPU `torch.exp` is 30 times slower
+    where it underflows.
     """
     maximum, total = z.new_full((len(z),), -torch.inf), z.new_zeros(len(z))
-    # A rank may have padding only.
+    # A rank may hold nothing but padding.
     for at in tiles(z) if real else []:
         part, share = z[at][:, :real], out[at][:, :real]
         torch.amax(part, 1, out=maximum[at])
         share.copy_(torch.softmax(part, 1)) if out is z else torch.softmax(part, 1, out=share)
         torch.amax(share, 1, out=total[at]).reciprocal_()
         empty = maximum[at].isneginf()
-        # Columns of -inf only: other ranks may have better ones. To ask first would make a CUDA device wait.
+        # All local columns are -inf; other ranks may have finite ones. On CUDA the check would synchronize.
         if empty.device.type != "cpu" or bool(empty.any()):
             share.masked_fill_(empty.unsqueeze(1), 0.0)
             total[at].masked_fill_(empty, 0.0)

@@ -1,8 +1,8 @@
-"""The passes over the logits of `kernels.cross_entropy` in Triton: one that reads them, one that puts their
-gradient in place; and one that does both, where a rank has all columns.
+"""Implement the passes of `kernels.cross_entropy` over the logits in Triton.
 
-All compute in float32 (float64 for float64), so that narrower logits need no copy. Class weights are not for
-these kernels.
+One kernel reads the logits, one overwrites them with their gradient, and one does both where a rank has all
+columns. All compute in float32 (float64 for float64), so narrower logits need no copy. Class weights are not
+supported.
 
 Imported only where Triton is installed.
 """
@@ -19,13 +19,13 @@ from autoptd.kernels.launch_triton import launched
 from autoptd.kernels.rows_triton import ceil_div, computed
 
 Tensor = torch.Tensor
-# Columns that a program works on at a time.
+# Columns per iteration of a program.
 BLOCK = 4096
 
 
 def terms(loss: Loss, z: Tensor, labels: Labels) -> Terms:
-    """Return the numbers of the rows of the logits z [N, n], over all ranks; rows may lie apart, columns not."""
-    # A program per row, which goes through all columns.
+    """Return the terms of the logits z [N, n], over all ranks; only the column stride must be 1."""
+    # One program per row loops over all columns.
     maximum, total, weighted = z.new_zeros((3, len(z)), dtype=wide(z.dtype))
     picked = z.gather(1, labels.column.unsqueeze(1)).squeeze(1).to(maximum.dtype)
     if len(z):
@@ -44,7 +44,7 @@ def terms(loss: Loss, z: Tensor, labels: Labels) -> Terms:
 
 
 def gradients_(loss: Loss, z: Tensor, terms: Terms, labels: Labels, grad: Tensor) -> Tensor:
-    """Put the gradient of the logits z [N, n] in their place, for `grad`, that of every row's loss."""
+    """Overwrite the logits z [N, n] with their gradient, given `grad`, the gradient of every row's loss."""
     return gradients(loss, z, terms, labels, grad, out=z)
 
 
@@ -56,7 +56,7 @@ def gradients(
     picked = hard.masked_fill(labels.elsewhere, 0.0)
     out = torch.empty_like(z) if out is None else out
     if len(z):
-        # With the terms known, blocks of a row are independent: a program for each.
+        # Given the terms, the blocks of a row are independent: one program each.
         launched(_gradients, (len(z), ceil_div(z.shape[1], BLOCK)), z)(
             z,
             out,
@@ -81,12 +81,13 @@ def gradients(
 def whole_rows_(
     loss: Loss, z: Tensor, labels: Labels, losses: Tensor, factors: tuple[Tensor, Tensor] | None
 ) -> None:
-    """Write what the losses of rows are made of, 0 where ignored; put the gradient of the logits z [N, n] in their place.
+    """Write the loss terms of every row, 0 where ignored; overwrite the logits z [N, n] with their gradient.
 
-    `losses` [1 or 2, N] gets log S - (z_y - M), and with smoothing the sum over j of log S - (z_j - M). `factors` are
-    what those two count for in what is differentiated (0-d, in the dtype of the losses); None: no gradient is wanted.
+    `losses` [1 or 2, N] gets log S - (z_y - M), and with smoothing the sum over j of log S - (z_j - M).
+    `factors` are the weights of those two in the differentiated loss (0-d, in the dtype of the losses); None
+    skips the gradient.
     """
-    # On CUDA it fails for an id that is none, as torch's loss does; the kernel would read beside the row.
+    # On CUDA gather fails for an invalid class id, as torch's loss does; the kernel would read out of bounds.
     picked = z.gather(1, labels.column.unsqueeze(1))
     hard, soft = (losses, losses) if factors is None else factors
     if len(z):
@@ -163,8 +164,8 @@ def _terms(z, maximum, total, weighted, step, real, WIDE: tl.constexpr, BLOCK: t
 
 @triton.jit
 def _sums_of_row(z, real, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """The maximum m of a row, the sum of exp(z - m), and that of z."""
-    # Each lane has a maximum and a sum of its own; they are joined at the end.
+    """Return the maximum m of a row, the sum of exp(z - m), and the sum of z."""
+    # Each lane keeps a running maximum and sum; they are merged at the end.
     top = tl.full([BLOCK], -float("inf"), WIDE)
     sums = tl.zeros([BLOCK], WIDE)
     values = tl.zeros([BLOCK], WIDE)
@@ -202,7 +203,7 @@ def _gradients(
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    # Each element is read and written by one program: `out` may be z.
+    # `out` may be z: the program that reads an element is the one that writes it.
     x = tl.load(z + row * step + column, mask=column < real, other=-float("inf")).to(WIDE)
     y = tl.load(factor + row) * tl.exp(x - tl.load(maximum + row))
     if SMOOTHS:

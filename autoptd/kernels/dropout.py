@@ -1,14 +1,14 @@
-"""Dropout whose mask is a function of numbers: two keys, and the global row and column of every element.
+"""Counter-based dropout: the mask is a hash of two keys and the global row and column of every element.
 
     bits = mix(premix(row ^ row_key) ^ premix(column ^ column_key));  kept are bits >= (rate - 1/2) * 2**32
 
-`premix` and `mix` are integer hashes of 32 bits: products with odd numbers and xor-shifts (those of C.
-Wellons' public search for the smallest bias). Rows and columns are hashed once each and broadcast, so that
-one `mix` is left for every element. All numbers are int32 that wrap around, and all comparisons integer ones:
-the mask is the same on every device and for every dtype.
+`premix` and `mix` are 32-bit integer hashes: multiplications by odd numbers and xor-shifts (constants from C.
+Wellons' public search for the smallest bias). Rows and columns are hashed once each and broadcast, so an
+element costs one `mix`. All arithmetic is wrapping int32 and all comparisons are on integers: the mask is the
+same on every device and for every dtype.
 
-In: a value as [before, rows, after], its rows in the middle. Out: kept elements / (1 - rate), zeros
-elsewhere. No mask is stored: backward calls the same function on the gradient.
+In: a value viewed as [before, rows, after]. Out: kept elements / (1 - rate), zeros elsewhere. The mask is not
+stored: backward calls the same function on the gradient.
 
     y = drop(x, 0.1, Places(*keys(seed=0, step=3, site=7), first_row=16))
 """
@@ -25,17 +25,16 @@ from autoptd.kernels.forms import has_triton
 
 # Both odd, as int32.
 MULTIPLIER_1, MULTIPLIER_2 = 0x7FEB352D, 0x846CA68B - (1 << 32)
-# Elements that are worked on at a time: many for the calls they take, few for the caches.
+# Elements per tile: enough to amortize the calls, few enough to stay in the caches.
 TILE = 1 << 17
 
 
 def drop(x: torch.Tensor, rate: float, places: Places, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return x [before, rows, after] with the elements of its mask zeroed and the others scaled by 1 / (1 -
-    rate).
+    """Zero the masked elements of x [before, rows, after] and scale the others by 1 / (1 - rate).
 
-    The result is `out`, if there is one: contiguous, and x itself may be it.
+    Writes to `out` if given: contiguous, possibly x itself.
     """
-    # The kernel numbers the shards of one axis.
+    # The kernel can number the shards of one axis only.
     if x.is_cuda and has_triton() and places.is_simple:
         from autoptd.kernels.dropout_triton import drop_triton
 
@@ -44,12 +43,12 @@ def drop(x: torch.Tensor, rate: float, places: Places, out: torch.Tensor | None 
 
 
 def drop_torch(x: torch.Tensor, rate: float, places: Places, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Run `drop` by torch operators, in place and tile by tile."""
+    """Run `drop` with torch operators, in place and tile by tile."""
     x = x.contiguous()
     out = torch.empty_like(x) if out is None else out
     rows = torch.arange(places.first_row, places.first_row + x.shape[1], device=x.device).to(torch.int32)
     rows, column_key = rows.bitwise_xor_(signed(places.row_key)), signed(places.column_key)
-    # Rows and columns in one go: what counts is the number of calls.
+    # Hash rows and columns together: small values are bound by the number of calls.
     if x.numel() <= TILE:
         columns = column_numbers(slice(0, x.shape[0]), slice(0, x.shape[2]), x.shape, places, x.device)
         columns = columns.flatten().bitwise_xor_(column_key)
@@ -59,7 +58,7 @@ def drop_torch(x: torch.Tensor, rate: float, places: Places, out: torch.Tensor |
     hashed_rows = premix_(rows)[:, None]
     bits = torch.empty(TILE, dtype=torch.int32, device=x.device)
     spare = torch.empty_like(bits)
-    # Without numbers all tiles behind the second one take its memory again: a rehearsal has no time for thousands.
+    # On the meta device two tiles show the peak memory: later tiles reuse it, and thousands would be slow.
     for a, z, blocks in islice(_tiles(x.shape), 2 if x.is_meta else None):
         columns = column_numbers(a, z, x.shape, places, x.device).bitwise_xor_(column_key)
         hashed_columns = premix_(columns, spare[: columns.numel()].view(columns.shape))[:, None]
@@ -75,7 +74,7 @@ def drop_torch(x: torch.Tensor, rate: float, places: Places, out: torch.Tensor |
 def _keep(
     x: torch.Tensor, bits: torch.Tensor, spare: torch.Tensor, rate: float, out: torch.Tensor
 ) -> torch.Tensor:
-    """out = x / (1 - rate) where the mixed bits are large enough, 0 elsewhere."""
+    """Set out = x / (1 - rate) where the mixed bits reach the threshold, 0 elsewhere."""
     mix_(bits, spare).ge_(threshold(rate))
     # The comparison has left 1 or 0 in `bits`.
     return torch.mul(x, bits, out=out).mul_(1.0 / (1.0 - rate))
@@ -94,16 +93,16 @@ def column_numbers(
         inside = found % block
         first: int | torch.Tensor = part * block
         if is_zigzag:
-            # Half a block in front of all that the other ranks have, and half behind it.
+            # The first half block precedes all columns of the later ranks; the second one follows them.
             first = torch.where(inside < block // 2, part, 2 * degree - 2 - part) * (block // 2)
         found = found // block * (block * degree) + inside + first
     return found.to(torch.int32)
 
 
 def _numbers_before(size: torch.Size, places: Places, device: torch.device) -> torch.Tensor:
-    """Global number of the first column of every index before the rows.
+    """Return the global number of the first column of every index before the rows.
 
-    `_numbers_after` is to be added, modulo 2**32.
+    The caller adds `_numbers_after`, modulo 2**32.
     """
     width = size[2]
     found = torch.arange(size[0], device=device) * width
@@ -121,7 +120,7 @@ def _numbers_before(size: torch.Size, places: Places, device: torch.device) -> t
 def _numbers_after(
     start: int, stop: int, size: torch.Size, places: Places, device: torch.device
 ) -> torch.Tensor:
-    """What the indices [start, stop) after the rows add to the number of a column."""
+    """Return the offsets that the indices [start, stop) after the rows add to a column's number."""
     width = size[2]
     if all(shard.block >= width for shard in places.shards) and stop <= WORD >> 1:
         return torch.arange(start, stop, dtype=torch.int32, device=device)
@@ -152,14 +151,14 @@ def mix_(h: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
 
 
 def _xor_shift_(h: torch.Tensor, by: int, spare: torch.Tensor) -> torch.Tensor:
-    """h ^= h >> by, bits moving in as zeros (int32 shifts copy the sign)."""
+    """Compute h ^= h >> by with a logical shift (shifts of int32 are arithmetic)."""
     torch.bitwise_right_shift(h, by, out=spare)
     spare.bitwise_and_((1 << (32 - by)) - 1)
     return h.bitwise_xor_(spare)
 
 
 def _tiles(size: torch.Size) -> Iterator[tuple[slice, slice, list[slice]]]:
-    """Slices (before, after, rows) of tiles of at most TILE elements.
+    """Yield the slices (before, after, rows) of tiles of at most TILE elements.
 
     A tile's columns are hashed once for all its rows.
     """

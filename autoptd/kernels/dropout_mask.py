@@ -1,8 +1,7 @@
-"""The numbers that say which elements a dropout keeps: its keys, the global places of the local elements, the
-threshold.
+"""Compute the inputs of a dropout mask: its keys, the global positions of the local elements, the threshold.
 
-In: seed, step and site, and where a shard lies in the global value. Out: integers; `dropout` and
-`dropout_triton` hash them (the formula stands in `dropout`).
+In: seed, step and site, and the position of a shard in the global value. Out: integers that `dropout` and
+`dropout_triton` hash (`dropout` has the formula).
 
     places = Places(*keys(seed=0, step=3, site=7), first_row=16)
 """
@@ -18,8 +17,9 @@ WORD = 1 << 32
 
 
 class Shard(NamedTuple):
-    """Which columns a rank has: blocks of `block`, every one part `part` of `degree`; or, `is_zigzag`, two halves of a block
-    that are the pieces `part` and 2 * degree - 1 - part of 2 * degree.
+    """Describe which columns a rank has: blocks of `block`, each of them part `part` of `degree`.
+
+    With `is_zigzag` a block has two halves: pieces `part` and 2 * degree - 1 - part of 2 * degree.
     """
 
     block: int
@@ -30,13 +30,12 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class Places:
-    """Which elements of the global value the local ones are, and the keys of its mask.
+    """Map local elements to elements of the global value, and hold the keys of the mask.
 
-    Row i of the local value is global row `first_row + i`. Columns are numbered through everything but the
-    rows, in order; of them a shard has blocks of `block`, every one the `index`-th of `degree` (`block` = 0:
-    all columns are here), or two pieces of it (`is_zigzag`). `around`: of what these shards make together,
-    ranks along other axes have a part again; innermost first, with blocks of the columns that the shards
-    within make.
+    Row i of the local value is global row `first_row + i`. Columns are all other dims, numbered in order. A
+    shard has blocks of `block` columns, each of them the `index`-th of `degree` (`block` = 0: all columns are
+    local), or two pieces of it (`is_zigzag`). `around` lists the shards along further axes, innermost first;
+    the blocks of each are counted in columns of the shards inside it, put together.
     """
 
     row_key: int
@@ -60,14 +59,12 @@ class Places:
 
     @property
     def is_simple(self) -> bool:
-        """Whether they are equal chunks of one axis, as the kernels for CUDA devices number them."""
+        """Whether the shards are equal chunks of one axis, the only layout that the CUDA kernels number."""
         return not self.around and not self.has_zigzag
 
 
 def keys(seed: int, step: int, site: int) -> tuple[int, int]:
-    """Make two keys of 32 bits for one dropout of one step: 64-bit mixing (that of SplitMix64) of the
-    three numbers.
-    """
+    """Mix seed, step and site into two 32-bit keys for one dropout of one step, as SplitMix64 does."""
     key = 0
     for part in (seed, step, site):
         # One round per number, so that (0, 1, 2) and (2, 1, 0) give unrelated keys.
@@ -79,7 +76,7 @@ def keys(seed: int, step: int, site: int) -> tuple[int, int]:
 
 
 def threshold(rate: float) -> int:
-    """Return the least int32 that is kept: of 2**32 values, `rate` of them are below."""
+    """Return the least int32 that is kept: a fraction `rate` of the 2**32 values is below it."""
     if not 0.0 < rate < 1.0:
         raise InternalError(f"dropout of {rate}", "is not between 0 and 1")
     # Shifted by 2**31, as int32 are compared; WORD itself, for a rate close to 1, would not fit.

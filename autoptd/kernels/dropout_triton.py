@@ -1,8 +1,7 @@
-"""Dropout in Triton, alone and with a bias and a residual: one pass over the value, the same bits as the form
-in torch.
+"""Implement dropout in Triton, alone or fused with bias and residual, bit-identical to the torch form.
 
-A program works on the same columns of one row after another. What it divides are numbers of its own, not
-those of elements.
+One pass over the value. A program takes the same columns of row after row, so it divides program ids, not
+element indices.
 
 Imported only where there are a GPU and Triton.
 """
@@ -17,7 +16,7 @@ from autoptd.kernels.dropout_mask import Places, signed, threshold
 from autoptd.kernels.launch_triton import launched
 from autoptd.kernels.rows_triton import ceil_div, divided, passes
 
-# Elements of a row that a program works on at a time.
+# Elements of a row per iteration of a program.
 SIZE = 1024
 # Programs that are enough to fill a GPU.
 PROGRAMS = 4096
@@ -28,10 +27,9 @@ LARGE = 2**31 - SIZE
 def drop_triton(
     x: torch.Tensor, rate: float, places: Places, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return x [before, rows, after] with the elements of its mask zeroed and the others scaled by 1 / (1 -
-    rate).
+    """Zero the masked elements of x [before, rows, after] and scale the others by 1 / (1 - rate).
 
-    The result is `out`, if there is one: contiguous, and x itself may be it.
+    Writes to `out` if given: contiguous, possibly x itself.
     """
     x = x.contiguous()
     return _run(x, None, None, rate, places, torch.empty_like(x) if out is None else out)
@@ -64,14 +62,13 @@ def _run(
     if not x.numel():
         return out
     before, rows, after = x.shape
-    # The bias has one dim, which is the rows'.
+    # A 1-d bias runs along the rows.
     if bias is not None and after % len(bias):
         x, bias = (x.view(-1, len(bias)) + bias).view(x.shape), None
     where = places or Places(0, 0)
     columns, block = before * after, where.block or before * after
     chunks = ceil_div(after, SIZE)
-    # A program hashes its columns once, for all the rows that it takes: of these fewer where programs would
-    # be few.
+    # A program hashes its columns once for all its rows; it takes fewer rows where programs would be few.
     at_once = min(rows, max(1, PROGRAMS // (chunks * before)))
     launched(_drop, (chunks * before, at_once), x)(
         x,
@@ -103,7 +100,7 @@ def _run(
     return out
 
 
-# Compiled once for all of them.
+# One compilation serves all values of these.
 NOT_SPECIAL = ["rows", "chunks", "degree", "index", "first_row", "row_key", "column_key", "least"]
 
 

@@ -1,11 +1,10 @@
-"""The forms of a fused operator, and the pieces that its form in torch operators works on.
+"""Choose the form of a fused operator, and tile its eager form.
 
-*plain*: the operator as models spell it, in torch operators: its definition. *eager*: one autograd function
-in torch operators, which passes over memory less often and keeps less for backward. *triton*: the same
-function, whose passes are Triton kernels. An operator of this package takes the form that `backend` names
-("eager" or "triton"); Triton needs tensors on a GPU, elsewhere it runs in its interpreter
-(TRITON_INTERPRET=1) or not at all: then the form is the eager one. On the meta device it makes what the kernels
-would write, and launches none.
+*plain*: the operator as models spell it, in torch operators; this defines it. *eager*: one autograd function
+in torch operators, with fewer passes over memory and fewer saved activations. *triton*: the same function
+with Triton kernels as its passes. `backend` names the form ("eager" or "triton"). Triton needs tensors on a
+GPU or its interpreter (TRITON_INTERPRET=1); otherwise the eager form runs. On the meta device the Triton form
+allocates the outputs and launches nothing.
 
     forward = swiglu_triton if takes_triton(backend, gate, "swiglu") else swiglu_torch
 """
@@ -23,7 +22,7 @@ import torch
 from autoptd.errors import InternalError
 from autoptd.ir.fusion import WIDEST
 
-# Elements worked on at a time on a CPU: few enough for its caches, many for the calls they take.
+# Elements per tile on a CPU: few enough to stay in its caches, enough to amortize the calls.
 TILE = 1 << 17
 Index = tuple[int | slice, ...]
 
@@ -36,8 +35,7 @@ def has_triton() -> bool:
 def takes_triton(backend: str, x: torch.Tensor, site: str, width: int = 0) -> bool:
     """Return whether the operator `site` on tensors like `x` runs its Triton form.
 
-    `width` is that of rows it must hold as a whole: wider than its WIDEST they take the form in torch
-    operators.
+    `width` is the width of rows that the kernel must hold whole: above WIDEST they take the eager form.
     """
     if backend not in ("eager", "triton"):
         raise InternalError(site, f"has no form {backend!r}")
@@ -49,9 +47,7 @@ def takes_triton(backend: str, x: torch.Tensor, site: str, width: int = 0) -> bo
 def tiles(x: torch.Tensor) -> list[Index]:
     """Return indices that cut `x` into pieces of about TILE elements along its leading dims.
 
-    Its last dim stays whole.
-
-    On a CPU only: elsewhere what counts is the number of calls, and there is one piece.
+    The last dim stays whole. On other devices than the CPU there is one piece, for the fewest calls.
     """
     if x.device.type != "cpu" or x.numel() <= TILE or x.ndim < 2:
         return [()]
@@ -71,12 +67,10 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def scaled(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return x times a number (0-d), rounded to `dtype` once: a number rounded before would make all of x
-    wrong alike.
-    """
+    """Return x times a 0-d number, rounded to `dtype` once: rounding the number first would bias all of x."""
     out = torch.empty_like(x, dtype=dtype)
     for at in tiles(x):
-        # Of no dims it would be rounded to the dtype of x.
+        # As a 0-d tensor it would be rounded to the dtype of x.
         factor = scale.reshape((1,) * x[at].ndim)
         torch.mul(x[at], factor, out=out[at])
     return out

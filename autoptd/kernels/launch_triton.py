@@ -1,9 +1,9 @@
-"""Launch a kernel as Triton does, and find what it was compiled to by a shorter way.
+"""Launch Triton kernels with less host overhead, through a cache of compiled kernels.
 
-Triton compiles a kernel once for each kind of arguments: their dtypes; whether addresses and integers are multiples of
-16, or integers 1; how wide these are. At each launch it finds the kind of every argument again, which takes most of a
-launch's time on the host, where small models are slow. Here the kinds are a key that is at least as fine, and a kernel
-that was compiled for them is launched at once.
+Triton specializes a kernel on its arguments: dtypes, whether addresses and integers are multiples of 16,
+whether an integer is 1, and the width of integers. It recomputes this at every launch, which is most of the
+launch's host time, and host time limits small models. Here the specialization is the key of a cache, at least
+as fine as Triton's, and a cached kernel is launched directly.
 
     launched(_forward, (rows,), x)(x, y, width, EPS=eps, BLOCK=1024, num_warps=4)
 
@@ -22,18 +22,19 @@ from triton.runtime import JITFunction, driver
 Tensor = torch.Tensor
 Grid = tuple[int, ...]
 
-# By kernel, device, kinds of arguments and constants: the compiled kernel, and the constants that its signature ends with.
+# (kernel, device, kinds of arguments, constants) -> the compiled kernel and its trailing constants.
 _known: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
 def launched(kernel: Any, grid: Grid, x: Tensor) -> Callable[..., Any]:
-    """Return what launches a kernel on tensors like `x`: nothing on the meta device, where its results have no values.
+    """Return a launcher of `kernel` for tensors like `x`; on the meta device it does nothing.
 
-    It takes the arguments by position, then constants by name, in the order of the signature, with Triton's options.
+    The launcher takes the arguments by position, then constants by name in the order of the signature, and
+    Triton's options.
     """
     if _has_no_values(x):
         return _nothing
-    # In Triton's interpreter it is no JITFunction.
+    # Triton's interpreter wraps kernels in another class than JITFunction.
     return partial(_launch, kernel, grid) if isinstance(kernel, JITFunction) else kernel[grid]  # type: ignore[no-any-return]
 
 
@@ -60,11 +61,11 @@ def _launch(kernel: Any, grid: Grid, *arguments: Any, **constants: Any) -> None:
 
 
 def kind(x: Any) -> Any:
-    """Return what Triton may compile for: two arguments of one kind have one specialization."""
+    """Return the specialization key of an argument: arguments of one kind share a compiled kernel."""
     if isinstance(x, Tensor):
         return x.dtype, x.data_ptr() % 16 == 0
     if type(x) is int:
-        # Its type goes by its size, a multiple of 16 is told from others, and 1 is a constant.
+        # Triton picks the type by magnitude, specializes on multiples of 16, and makes 1 a constant.
         return -(2**31) <= x < 2**31, x < 2**63, x % 16 == 0, x == 1
-    # Numbers with a fraction are alike, None and bools are what they are.
+    # All floats share a kind; None and bools are their own.
     return float if isinstance(x, float) else x

@@ -1,15 +1,13 @@
-"""The head and the cross-entropy as one operator, some rows at a time: the logits of all rows never exist.
+"""Fuse the head with the cross-entropy, chunk by chunk, so that the full logits are never materialised.
 
-In: x [..., h], the head's weight [V, h], targets [...]. Out: what `F.cross_entropy(F.linear(x, weight, bias),
-targets)` gives. For a mean or a sum, the gradients of x and of the weight are computed in forward, from the
-logits of CHUNK_BYTES that are at hand, and backward scales them; for single losses ("none") backward computes
-the logits again.
+In: x [..., h], the head's weight [V, h], targets [...]. Out: the value of `F.cross_entropy(F.linear(x, weight,
+bias), targets)`. For a mean or a sum, forward computes the gradients of x and of the weight from each chunk
+of CHUNK_BYTES of logits, and backward scales them; with reduction "none" backward recomputes the logits.
 
     loss = linear_cross_entropy(x, w_head, targets)
 
-Kept for backward: the gradients, which are as large as x, weight and bias, those of the latter two in
-float32; for "none" x, weight, bias and three to six numbers a row. Sums over rows, and what is narrower than
-float32, are in float32.
+Saved for backward: the gradients of x, weight and bias, the latter two in float32; for "none" x, weight, bias
+and three to six numbers per row. Sums over rows, and arithmetic on narrower dtypes, are in float32.
 """
 
 from __future__ import annotations
@@ -47,19 +45,18 @@ def linear_cross_entropy(
     loss_scale: float | None = None,
     backend: str = "eager",
 ) -> Tensor:
-    """Return the cross-entropy of the logits x weight^T + bias and class ids, with the options of
-    `F.cross_entropy`.
+    """Return the cross-entropy of the logits x weight^T + bias, with the options of `F.cross_entropy`.
 
     `class_weight` [V] is its `weight`; `softcap` makes the logits softcap * tanh(logits / softcap); `total`
-    is what a mean divides by, if not by its own count; `chunk` is how many rows are done at a time; `dtype`
-    is that of the loss (by default that of x), which is computed in float32 at least. With `wgrad` the
-    gradient of the weight, a leaf, is given to that in backward, as it was added up, and not to autograd.
-    `loss_scale` is what backward will start from: with it, the gradients kept of a mean are in the range of
-    x's dtype where those of backward are.
+    overrides the divisor of a mean; `chunk` is the number of rows per chunk; `dtype` is the dtype of the loss
+    (by default that of x), which is computed in float32 at least. With `wgrad`, backward passes the summed
+    gradient of the weight, a leaf, to that function instead of autograd. `loss_scale` is the gradient that
+    backward will start from: with it, the saved gradients of a mean fit the range of x's dtype whenever the
+    gradients in backward do.
     """
     ids = targets.reshape(-1)
     ignored = ids == ignore_index
-    # All columns are on this rank: only an ignored target has none here.
+    # All columns are on this rank: only ignored targets are missing.
     labels = Labels(ids.masked_fill(ignored, 0), ignored, ignored)
     rows = len(weight)
     loss = Loss(
@@ -98,15 +95,13 @@ def linear_cross_entropy_plain(
 
 
 def default_chunk(columns: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return how many rows have logits of about CHUNK_BYTES, of `columns` columns in the dtype they are
-    computed in.
-    """
+    """Return how many rows of `columns` logits, in the compute dtype, take CHUNK_BYTES."""
     most = CHUNK_BYTES["cuda" if device.type == "cuda" else "cpu"]
     return max(CHUNK_ROWS, most // max(1, columns * wide(dtype).itemsize))
 
 
 def can_use_triton(backend: str, x: Tensor, class_weight: Tensor | None) -> bool:
-    """Return whether the passes over the logits are Triton's: these know no class weights."""
+    """Return whether Triton kernels can make the passes over the logits: they do not support class weights."""
     return takes_triton(backend, x, "linear_cross_entropy") and class_weight is None
 
 
@@ -120,14 +115,14 @@ def chunked_loss(
     total: Tensor | float | None,
     shape: torch.Size,
 ) -> Tensor:
-    """Return the loss in the dtype it is computed in: 0-d, or of `shape` where it is not reduced."""
+    """Return the loss in its compute dtype: 0-d, or of `shape` where it is not reduced."""
     flat = x.reshape(-1, x.shape[-1])
     if how.reduction == "none":
         return _LossOfRows.apply(flat, weight, bias, labels, loss, how).reshape(shape)  # type: ignore[no-any-return, no-untyped-call]
     if not torch.is_grad_enabled():
-        # No backward will come to call it.
+        # There will be no backward to call it.
         how = replace(how, wgrad=None)
-    # Asked before the weight is detached below: forward sees tensors only, and could not tell.
+    # Read before the weight is detached below, which hides it from forward.
     wanted = Wanted(flat.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
     if how.wgrad is not None and weight.requires_grad:
         wanted, weight = wanted._replace(leaf=weight), weight.detach()
@@ -142,9 +137,9 @@ def _widened(class_weight: Tensor, x: Tensor) -> Tensor:
 
 
 class _ReducedLoss(torch.autograd.Function):
-    """The sum over rows, divided by the sum of their shares for a mean.
+    """Sum the losses of rows, and for a mean divide by the sum of their shares.
 
-    The gradients kept are those of the sum, or with a loss scale about what backward will make of them.
+    The saved gradients are those of the sum; with a loss scale they are prescaled to what backward needs.
     """
 
     @staticmethod
@@ -167,7 +162,7 @@ class _ReducedLoss(torch.autograd.Function):
         divisor = torch.ones_like(share)
         if how.reduction == "mean":
             divisor = share if total is None else divisor.mul_(total)
-        # A mean over no valid row is 0 / 0: NaN as in torch, with gradients of 0.
+        # A mean over no valid rows is 0 / 0: NaN as in torch, with gradients of 0.
         ctx.save_for_backward(sums.x, sums.weight, sums.bias, divisor * expected, labels.ignored.all())
         ctx.how = how.wgrad, wanted.leaf, weight.dtype, None if bias is None else bias.dtype
         return result / divisor
@@ -179,7 +174,7 @@ class _ReducedLoss(torch.autograd.Function):
         wgrad, leaf, weight_dtype, bias_dtype = ctx.how
         dx = None if dx is None else scaled(dx, scale, dx.dtype)
         if leaf is not None:
-            # Returns None: the gradient goes to its sum over microbatches, past autograd.
+            # Returns None to autograd: the gradient goes directly into its sum over microbatches.
             dw = wgrad(WeightSum(leaf, dw, scale))
         dw = None if dw is None else scaled(dw, scale, weight_dtype)
         db = None if db is None else scaled(db, scale, bias_dtype)
@@ -187,19 +182,19 @@ class _ReducedLoss(torch.autograd.Function):
 
 
 def _expected_gradient(how: How, labels: Labels, total: Tensor | float | None, x: Tensor) -> Tensor:
-    """Return the gradient of the sum that backward is expected to bring: 1 without a loss scale."""
-    # What follows a sum, a division as a rule, is not known here.
+    """Return the gradient of the sum that backward is expected to pass in: 1 without a loss scale."""
+    # A sum is usually divided later, by a number unknown here.
     if how.loss_scale is None or how.reduction == "sum":
         return x.new_ones((), dtype=wide(x.dtype))
     expected = x.new_full((), how.loss_scale, dtype=wide(x.dtype))
     if total is None:
         total = (~labels.ignored).sum()
-    # Of no valid row there are no gradients.
+    # Without valid rows there are no gradients to scale, but the divisor must not be 0.
     return expected / torch.as_tensor(total, dtype=expected.dtype, device=x.device).clamp(min=1)
 
 
 class _LossOfRows(torch.autograd.Function):
-    """The loss of every row; its gradient needs the logits again."""
+    """Compute the loss of every row; backward recomputes the logits."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
-"""The passes over the logits of a head, some rows at a time: what `kernels.loss` does with each chunk of them.
+"""Process the logits of a head chunk by chunk, for `kernels.loss`.
 
-In: x [N, h], the head's weight [n, h] and bias, the labels of the rows. Out: the sum of the rows' losses, and the
-gradients of x, weight and bias, summed up chunk by chunk (`Sums`).
+In: x [N, h], the head's weight [n, h] and bias, the labels of the rows. Out: the sum of the rows' losses, and
+the gradients of x, weight and bias, accumulated over the chunks (`Sums`).
 
     result, share = in_turn(Inputs(x, weight, bias, labels), loss, how, expected, sums)
 """
@@ -25,7 +25,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class How:
-    """What is asked of the chunked loss besides the loss of rows: see `linear_cross_entropy`."""
+    """Hold the options of the chunked loss other than those of `Loss`: see `linear_cross_entropy`."""
 
     reduction: str
     chunk: int
@@ -42,14 +42,14 @@ class How:
 
 
 class WeightSum(NamedTuple):
-    """The gradient of a weight: `total` times `scale`, a number in the dtype of the total."""
+    """Represent the gradient of a weight as `total` times `scale`, a number in the dtype of the total."""
 
     weight: Tensor
     total: Tensor
     scale: Tensor
 
     def add_to(self, grad: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return it in `dtype`, added to `grad` in its place if there is one."""
+        """Return the gradient in `dtype`, accumulated into `grad` in place if given."""
         if grad is not None and grad.dtype == self.total.dtype:
             return grad.addcmul_(self.total, self.scale)
         found = scaled(self.total, self.scale, dtype if grad is None else grad.dtype)
@@ -61,20 +61,18 @@ def alone(numbers: Tensor, op: str) -> Tensor:
 
 
 class Chunk:
-    """The logits of some rows, in the dtype of the loss: then their softmax, then their gradient, in one
-    place.
-    """
+    """Hold the logits of some rows, then their softmax, then their gradient, in one buffer."""
 
     def __init__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Labels, loss: Loss, how: How
     ) -> None:
         self.labels, self.loss, self.how, self.dtype = labels, loss, how, x.dtype
         z = linear(x, weight, bias)
-        # Triton's passes widen each element as they read it; torch's operators need a wide copy.
+        # The Triton kernels upcast on load; torch operators need an upcast copy.
         self.z = z if how.triton else z.to(wide(z.dtype))
         self.slope = None
         if how.softcap is not None:
-            # In the memory of z: z / c, then tanh of it, then c tanh(z / c). Its slope is 1 - tanh^2.
+            # In place: z / c, then tanh of it, then c tanh(z / c). The derivative is 1 - tanh^2.
             self.z.div_(how.softcap).tanh_()
             self.slope = 1.0 - self.z.square()
             self.z.mul_(how.softcap)
@@ -87,8 +85,9 @@ class Chunk:
         return self.loss.shares(self.z, self.labels, out=self.z)
 
     def gradients(self, terms: Terms, grad: Tensor) -> Tensor:
-        """Return the gradient of the logits before the softcap, in the dtype of x, for `grad`, that of the
-        rows' losses.
+        """Return the gradient of the logits before the softcap, in the dtype of x.
+
+        `grad` is the gradient of the rows' losses.
         """
         if self.how.triton:
             from autoptd.kernels.cross_entropy_triton import gradients_
@@ -100,13 +99,13 @@ class Chunk:
         return z if z.dtype == self.dtype else _rows_like(z, self.dtype).copy_(z)
 
 
-# Rows of logits begin at multiples of so many bytes. In half precision products of matrices whose rows do not begin at
-# multiples of 16 are five times as slow on an H100: GPT-2's vocabulary, 50,257, is odd. 128 is a line of its cache.
+# Alignment of the rows of logits. Half-precision GEMMs are five times slower on an H100 if rows are not
+# aligned to 16 bytes, and GPT-2's vocabulary, 50,257, is odd. 128 is the size of a cache line.
 ROW_BYTES = {"cuda": 128}
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `F.linear(x, weight, bias)` of a matrix x, in rows that begin at multiples of ROW_BYTES."""
+    """Return `F.linear(x, weight, bias)` of a matrix x, with rows aligned to ROW_BYTES."""
     if len(weight) * x.element_size() % ROW_BYTES.get(x.device.type, 1) == 0:
         return F.linear(x, weight, bias)
     out = _rows_like(x, x.dtype, len(weight))
@@ -114,17 +113,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _rows_like(x: Tensor, dtype: torch.dtype, columns: int = 0) -> Tensor:
-    """Return an empty matrix with the rows of x, by default the columns too, that begin at multiples of ROW_BYTES."""
+    """Return an empty matrix with as many rows as x (and columns, by default), aligned to ROW_BYTES."""
     columns = columns or x.shape[1]
     step = max(1, ROW_BYTES.get(x.device.type, 0) // dtype.itemsize)
     return x.new_empty((len(x), -(-columns // step) * step), dtype=dtype)[:, :columns]
 
 
 class Wanted(NamedTuple):
-    """Whether the gradients of x, weight and bias are wanted.
-
-    The weight itself, where autograd does not see it.
-    """
+    """Hold which gradients of x, weight and bias are needed, and the weight if autograd does not see it."""
 
     x: bool
     weight: bool
@@ -133,7 +129,7 @@ class Wanted(NamedTuple):
 
 
 class Sums:
-    """The gradients of x, weight and bias, of those that are wanted, summed up chunk by chunk."""
+    """Accumulate the needed gradients of x, weight and bias over the chunks."""
 
     def __init__(self, wanted: Wanted, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self.wants_weight, self.wants_bias = wanted.weight, bias is not None and wanted.bias
@@ -143,7 +139,7 @@ class Sums:
 
     def add(self, at: slice, dz: Tensor, x: Tensor, weight: Tensor) -> None:
         if self.x is not None:
-            # z = x w^T: dx = dz w, of these rows; dw = dz^T x, summed over all rows.
+            # z = x w^T: dx = dz w for these rows; dw = dz^T x, summed over all rows.
             torch.mm(dz, weight, out=self.x[at])
         if self.wants_weight:
             self.weight = add_mm(self.weight, dz.t(), x[at], wide(weight.dtype))
@@ -153,7 +149,7 @@ class Sums:
 
 
 class Inputs(NamedTuple):
-    """What the logits are made of, and the labels of their rows."""
+    """Hold the operands of the logits, and the labels of their rows."""
 
     x: Tensor
     weight: Tensor
@@ -167,7 +163,7 @@ class Inputs(NamedTuple):
 def in_turn(
     inputs: Inputs, loss: Loss, how: How, expected: Tensor, sums: Sums | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of the rows' losses and that of their shares; add the gradients to `sums`."""
+    """Return the sums of the rows' losses and of their shares; add the gradients to `sums`."""
     x, weight, bias, labels = inputs
     result, share = x.new_zeros((2,), dtype=wide(x.dtype))
     for at in inputs.chunks(how.chunk):
@@ -175,11 +171,11 @@ def in_turn(
         terms = chunk.terms()
         result = result + loss.of_rows(terms, chunk.labels).sum()
         share = share + terms.share.sum()
-        # Now, while the chunk's logits are at hand: backward would have to compute them again.
+        # Compute gradients while the chunk's logits exist: backward would have to recompute them.
         if sums is not None:
             each = torch.ones_like(terms.total).mul_(expected)
             sums.add(at, chunk.gradients(terms, each), x, weight)
-        # Free it before the next chunk is allocated.
+        # Free the chunk before the next one is allocated.
         del chunk
     return result, share
 
@@ -187,9 +183,10 @@ def in_turn(
 def at_once(
     inputs: Inputs, loss: Loss, how: How, expected: Tensor, sums: Sums | None
 ) -> tuple[Tensor, Tensor]:
-    """Do the same where all columns are here: a kernel reads a row for its loss and leaves its gradient there.
+    """Do the same with one kernel per chunk where all columns are local.
 
-    Of small models a chunk's small operators, two dozen above, take the host more time than the device.
+    The kernel reads a row for its loss and overwrites it with the gradient. For small models the two dozen
+    small operators that `in_turn` launches per chunk take longer on the host than on the device.
     """
     from autoptd.kernels.cross_entropy_triton import whole_rows_
 

@@ -1,8 +1,8 @@
-"""Random numbers as functions of keys and places: those that dropout hashes its mask from, as numbers of a kind.
+"""Counter-based random numbers, from the same hashes of keys and positions as dropout masks.
 
-In: a size [before, rows, after] as dropout's, and places. Out: numbers of that size. The same word of 32 bits gives the same
-number in every dtype, but for rounding: uniform ones have 24 of its bits (11 in float16, 8 in bfloat16: rounded down, below 1),
-the others 23 and a half, so that 0 and 1 are never met.
+In: a size [before, rows, after] as in `dropout`, and places. Out: numbers of that size. A 32-bit word gives
+the same number in every dtype, except for rounding: uniform numbers use 24 of its bits (11 in float16, 8 in
+bfloat16: rounded down, so below 1); the other kinds use 23 and a half, so that 0 and 1 never occur.
 
     u = draw("uniform", (1, 4, 16), Places(*keys(seed=0, step=3, site=7)), torch.float32, device)
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from autoptd.kernels.dropout import column_numbers, mix_, premix_
 from autoptd.kernels.dropout_mask import Places, signed
 
-# Bits that a dtype has for a number below 1.
+# Bits of precision below 1.
 UNIFORM_BITS = {torch.float16: 11, torch.bfloat16: 8}
 
 
@@ -29,7 +29,7 @@ def draw(
     if kind == "uniform":
         bits = UNIFORM_BITS.get(dtype, 24)
         return _shifted(words, bits).to(_wide(dtype)).add_(1 << (bits - 1)).mul_(2.0**-bits).to(dtype)
-    # From -1 to 1, without the ends: 24 bits, which float32 has.
+    # In the open interval (-1, 1): 24 bits, which float32 can hold.
     centred = _shifted(words, 23).to(_wide(dtype)).add_(0.5).mul_(2.0**-22)
     if kind == "normal":
         return torch.erfinv(centred).mul_(math.sqrt(2.0)).to(dtype)
@@ -37,7 +37,7 @@ def draw(
 
 
 def _words(size: tuple[int, int, int], places: Places, device: torch.device) -> Tensor:
-    """Return the mixed word of every element, as int32."""
+    """Return the hash of every element, as int32."""
     before, rows, after = size
     row = torch.arange(places.first_row, places.first_row + rows, device=device).to(torch.int32)
     row.bitwise_xor_(signed(places.row_key))

@@ -1,8 +1,8 @@
-"""RMS norm and layer norm over the last dim, alone or of the sum with a residual that they hand on.
+"""RMS norm and layer norm over the last dim, optionally fused with the addition of a residual.
 
-In: x [..., h], a weight (and a bias) [h]. Statistics are in float32, for float64 in float64; the result has
-the dtype of x, or the weight's if that is the wider one. Kept for backward: what was normed, and one or two
-numbers a row.
+In: x [..., h], a weight (and a bias) [h]. Statistics are in float32 (float64 for float64); the result has the
+wider dtype of x and the weight. Saved for backward: the normalised input (x, or its sum with the residual),
+and one or two numbers per row.
 
     y, x = rms_norm(h, w, eps=1e-6, residual=x)    # of x + h, which is the new x
 """
@@ -28,12 +28,12 @@ def rms_norm(
     residual: Tensor | None = None,
     backend: str = "eager",
 ) -> Any:
-    """Return x * rsqrt(mean(x^2) + eps) * (offset + weight); with a residual (that of the sum, x + residual).
+    """Return x * rsqrt(mean(x^2) + eps) * (offset + weight); with a residual, (norm of sum, x + residual).
 
-    `offset` is 1 for models whose weights are stored as the difference from it (Gemma).
+    `offset` is 1 for models that store weights as the difference from 1 (Gemma).
     """
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
-        # A sum that broadcasts or promotes is torch's; its result is normed without a residual.
+        # Leave a sum that broadcasts or promotes to torch, and normalise the result.
         x, residual = x + residual, None
         return rms_norm(x, weight, eps=eps, offset=offset, backend=backend), x
     triton = takes_triton(backend, x, "rms_norm", x.shape[-1])
@@ -62,11 +62,11 @@ def layer_norm(
     residual: Tensor | None = None,
     backend: str = "eager",
 ) -> Any:
-    """Return `F.layer_norm` over the last dim; with a residual (that of the sum, x + residual).
+    """Return `F.layer_norm` over the last dim; with a residual, (norm of the sum, x + residual).
 
-    Torch's own is one operator already: the eager form is the plain one.
+    The eager form is the plain one, as torch's layer norm is already fused.
     """
-    # Without a residual torch's own kernel has nothing left to save.
+    # Without a residual there is nothing to gain over torch's kernel.
     fits = residual is not None and residual.shape == x.shape and residual.dtype == x.dtype
     if not fits or not takes_triton(backend, x, "layer_norm", x.shape[-1]):
         return layer_norm_plain(x, weight, bias, eps=eps, residual=residual)
@@ -83,10 +83,9 @@ def layer_norm_plain(
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Returns (y, sum).
+    """Return (y, sum); the sum is None without a residual.
 
-    The sum is None without a residual. With r the row's factor, f = offset + weight and g the gradient: dx =
-    r f g - x r^3 mean(f g x).
+    With r the row's factor, f = offset + weight and g the gradient: dx = r f g - x r^3 mean(f g x).
     """
 
     @staticmethod
@@ -99,7 +98,7 @@ class _RmsNorm(torch.autograd.Function):
         offset: float,
         triton: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        # A result that nobody used then has the gradient None, instead of zeros that would be read.
+        # An unused result then has the gradient None instead of zeros, which would have to be read.
         ctx.set_materialize_grads(False)
         ctx.offset, ctx.triton = offset, triton
         dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
@@ -130,7 +129,7 @@ class _RmsNorm(torch.autograd.Function):
 def _rms_norm_forward(
     x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (y, what was normed, the factor of every row [..., 1])."""
+    """Return (y, the normalised input, the factor of every row [..., 1])."""
     width, statistics = x.shape[-1], wide(x.dtype)
     scale = None if weight is None else weight.to(statistics) + offset
     total = x if residual is None else torch.empty_like(x)
@@ -140,10 +139,10 @@ def _rms_norm_forward(
         if residual is not None:
             torch.add(x[at], residual[at], out=total[at])
         h = total[at].to(statistics)
-        # A sum of squares without a tensor of h^2; its root is undone in the next line.
+        # Sums squares without materialising h^2; the next line undoes the root.
         r = torch.linalg.vector_norm(h, dim=-1, keepdim=True, out=factor[at])
         r.square_().div_(width).add_(eps).rsqrt_()
-        # Straight into y, where no rounding stands between.
+        # Write directly into y unless the plain form rounds in between.
         part = torch.mul(h, r, out=y[at]) if dtype == statistics else h * r
         if scale is not None:
             part.mul_(scale)
@@ -160,14 +159,14 @@ def _rms_norm_backward(
     weight: Tensor | None,
     offset: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of what was normed and of the weight."""
+    """Return the gradients of the normalised input and of the weight."""
     width = total.shape[-1]
     scale = factor.new_full((width,), 1.0) if weight is None else weight.to(factor.dtype) + offset
     dx = torch.empty_like(total)
     dw = None if weight is None else factor.new_zeros(width)
     for at in tiles(total):
         g, h, r = grad[at].to(factor.dtype), total[at].to(factor.dtype), factor[at]
-        # Two uses: mean(f g x) for dx, and sum over rows of r g x for the weight.
+        # Used twice: mean(f g x) for dx, and the sum over rows of r g x for the weight.
         product = g * h
         mean = (product @ scale).unsqueeze(-1) * r**3 / width
         if dw is not None:
@@ -177,7 +176,7 @@ def _rms_norm_backward(
             part.mul_(scale)
         part.addcmul_(h, mean, value=-1)
         if grad_total is not None:
-            # What comes back along the residual stream.
+            # The gradient from the residual stream.
             part += grad_total[at]
         if dx.dtype != factor.dtype:
             dx[at].copy_(part)
@@ -185,7 +184,7 @@ def _rms_norm_backward(
 
 
 class _LayerNorm(torch.autograd.Function):
-    """Returns (y, sum), by Triton kernels."""
+    """Return (y, sum), computed by Triton kernels."""
 
     @staticmethod
     def forward(

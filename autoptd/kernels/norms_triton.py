@@ -1,9 +1,9 @@
-"""`kernels.norms` in Triton: forward reads a row and its residual once, and so does backward, which also sums
-the weights' gradients.
+"""Implement `kernels.norms` in Triton.
 
-Backward runs a program or a few on every multiprocessor; each goes through rows of its own, keeps their sums,
-and these are added up. Where a row and its sums are more than a program's registers, it is read twice: from
-the cache the second time.
+Forward and backward each read a row and its residual once; backward also sums the gradients of the weights.
+It runs one or a few programs per multiprocessor; each loops over its rows and keeps partial sums, which are
+added up at the end. A row that does not fit in registers together with its sums is read twice, the second
+time from the cache.
 
 Imported only where Triton is installed.
 """
@@ -19,14 +19,14 @@ from autoptd.kernels.launch_triton import launched
 from autoptd.kernels.rows_triton import ceil_div, computed, programs, row_size
 
 Tensor = torch.Tensor
-# Elements of a row that backward keeps in registers, beside its sums.
+# Elements of a row that backward keeps in registers in addition to its sums.
 HELD = 8192
 
 
 def rms_norm_forward(
     x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (y, what was normed, the factor of every row [..., 1])."""
+    """Return (y, the normalised input, the factor of every row [..., 1])."""
     y, total, _, factor = _norm(x, weight, None, residual, eps, offset, dtype, False)
     return y, total, factor
 
@@ -39,7 +39,7 @@ def rms_norm_backward(
     weight: Tensor | None,
     offset: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of what was normed and of the weight."""
+    """Return the gradients of the normalised input and of the weight."""
     dx, (dw,) = _norm_backward(grad, grad_total, total, factor, factor, (weight,), offset, False)
     return dx, dw
 
@@ -47,7 +47,7 @@ def rms_norm_backward(
 def layer_norm_forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (y, what was normed, mean and factor of every row)."""
+    """Return (y, the normalised input, mean and factor of every row)."""
     return _norm(x, weight, bias, residual, eps, 0.0, x.dtype, True)
 
 
@@ -60,7 +60,7 @@ def layer_norm_backward(
     weight: Tensor | None,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of what was normed, of the weight and of the bias."""
+    """Return the gradients of the normalised input, of the weight and of the bias."""
     dx, (dw, db) = _norm_backward(grad, grad_total, total, mean, factor, (weight, bias), 0.0, True)
     return dx, dw, db
 
@@ -79,11 +79,11 @@ def _norm(
     total = x if residual is None else torch.empty_like(x)
     y = torch.empty_like(x, dtype=dtype)
     factor = x.new_empty((*x.shape[:-1], 1), dtype=wide(x.dtype))
-    # The mean is written for layer norm only (CENTERED).
+    # Only layer norm (CENTERED) writes the mean.
     mean = torch.empty_like(factor) if centered else factor
     width = x.shape[-1]
     if x.numel():
-        # A program per row. x stands in for absent tensors: their HAS_ is False, and they are never read.
+        # One program per row. x stands in for absent tensors, which are never read as their HAS_ is False.
         launched(_forward, (x.numel() // width,), x)(
             x,
             x if residual is None else residual.contiguous(),
@@ -116,7 +116,7 @@ def _norm_backward(
     offset: float,
     centered: bool,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Return the gradients of what was normed, and of the weight (and of the bias) where it is there."""
+    """Return the gradients of the normalised input, and of the weight and the bias where present."""
     grad = grad.contiguous()
     dx = torch.empty_like(total)
     width = total.shape[-1]
@@ -124,9 +124,9 @@ def _norm_backward(
     size = row_size(width, most=16)
     count = programs(rows, size["num_warps"], total.device)
     weight = weights[0]
-    # The weight, the bias, both or none.
+    # The weight, the bias, both or neither.
     present = [parameter for parameter in weights if parameter is not None]
-    # Every program writes its own sums.
+    # Each program writes a row of partial sums.
     sums = factor.new_empty((len(present), count, width))
     if total.numel():
         launched(_backward, (count,), grad)(
@@ -187,13 +187,13 @@ def _forward(
     value = tl.load(x + at, mask=inside, other=0.0)
     if HAS_RESIDUAL:
         other = tl.load(residual + at, mask=inside, other=0.0)
-        # Rounded before it is normed, as the plain form rounds, and as backward will read it.
+        # Round before normalising, as the plain form does; backward reads the rounded sum.
         value = (value.to(WIDE) + other.to(WIDE)).to(value.dtype)
         tl.store(total + at, value, mask=inside)
     value = value.to(WIDE)
     if CENTERED:
         middle = tl.sum(value, 0) / width
-        # Lanes beyond the row are 0 again: they would add middle^2 to the variance.
+        # Zero the lanes past the row: they would add middle^2 to the variance.
         value = tl.where(inside, value - middle, 0.0)
         tl.store(mean + row, middle)
     r = 1.0 / tl.sqrt(tl.sum(value * value, 0) / width + EPS)
@@ -237,15 +237,15 @@ def _backward(
     weight_sum = tl.zeros([BLOCK], WIDE)
     bias_sum = tl.zeros([BLOCK], WIDE)
     for step in range(0, steps):
-        # Rows are dealt out in turn; in the last round some programs have none, and mask all columns.
+        # Rows are assigned round-robin; programs without a row in the last round mask all columns.
         row = tl.program_id(0).to(tl.int64) + step * count
         inside = column < tl.where(row < rows, width, 0)
         at = row * width + column
-        # A lane behind the last row reads the last one, and counts 0.
+        # Past the last row, read the last row's statistics: the masked columns contribute 0.
         known = tl.minimum(row, rows - 1)
         r = tl.load(factor + known)
         middle = tl.load(mean + known)
-        # Two policies, or the compiler would make one load of the two.
+        # Different eviction policies keep the compiler from merging the two loads of a row.
         g = tl.load(grad + at, mask=inside, other=0.0, eviction_policy="evict_last").to(WIDE)
         value = tl.load(total + at, mask=inside, other=0.0, eviction_policy="evict_last").to(WIDE)
         if CENTERED:
@@ -266,7 +266,7 @@ def _backward(
         slope = tl.sum(g * value, 0) / width
         level = tl.sum(g, 0) / width
         if READS_TWICE:
-            # Two rows of more than HELD elements beside the sums would spill: read from the cache again.
+            # Two rows of more than HELD elements plus the sums would spill: read from the cache again.
             g = tl.load(grad + at, mask=inside, other=0.0, eviction_policy="evict_first").to(WIDE)
             value = tl.load(total + at, mask=inside, other=0.0, eviction_policy="evict_first").to(WIDE)
             if CENTERED:
@@ -288,7 +288,7 @@ def _backward(
     place = tl.program_id(0) * width + column
     if HAS_WEIGHT:
         tl.store(sums + place, weight_sum, mask=inside)
-        # sums[0] are the weight's, sums[1] the bias's; without a weight the bias's come first.
+        # sums[0] belongs to the weight and sums[1] to the bias; without a weight, sums[0] to the bias.
         place += count * width
     if HAS_BIAS:
         tl.store(sums + place, bias_sum, mask=inside)

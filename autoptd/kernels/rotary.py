@@ -1,8 +1,8 @@
-"""Rotary position embedding as one operator: x * cos + rotate(x) * sin, in one buffer.
+"""Fuse rotary position embedding, x * cos + rotate(x) * sin, in one buffer.
 
-In: x [..., k], cos and sin that broadcast to [..., r] with r <= k; what lies beyond r passes through. Rotated
-are pairs (a, b) -> (-b, a): of the two halves of r, or of neighbours (`interleaved`). Kept for backward: cos
-and sin only.
+In: x [..., k], cos and sin that broadcast to [..., r] with r <= k; elements past r pass through. `rotate` maps
+pairs (a, b) to (-b, a): pairs from the two halves of r, or of neighbours (`interleaved`). Saved for backward:
+cos and sin only.
 
     q = rotary(q, cos, sin)    # q [b, heads, s, k], cos and sin [b, 1, s, k]
 """
@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 def rotary(
     x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, backend: str = "eager"
 ) -> Tensor:
-    """Return x * cos + rotate(x) * sin in the first r elements of the last dim, the others as they are."""
+    """Return x * cos + rotate(x) * sin in the first r elements of the last dim, the others unchanged."""
     needs_no_grad(cos, "cosines", "rotary")
     needs_no_grad(sin, "sines", "rotary")
     width = cos.shape[-1]
@@ -31,7 +31,7 @@ def rotary(
             "rotary", f"cannot turn {tuple(x.shape)} by {tuple(cos.shape)} and {tuple(sin.shape)}"
         )
     turned = (*x.shape[:-1], width)
-    # Here x would be broadcast to the cosines: the result is larger than x.
+    # The result is larger than x, which would be broadcast to the cosines.
     if torch.broadcast_shapes(turned, cos.shape) != turned:
         return rotary_plain(x, cos, sin, interleaved=interleaved)
     return _Rotary.apply(x, cos, sin, interleaved, takes_triton(backend, x, "rotary"))  # type: ignore[no-any-return, no-untyped-call]
@@ -55,7 +55,7 @@ def pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 class _Rotary(torch.autograd.Function):
-    """Backward is the rotation by the negated sines, those of a and b exchanged."""
+    """Rotate; backward rotates by the negated sines, with those of a and b exchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, triton: bool) -> Tensor:
@@ -72,7 +72,7 @@ class _Rotary(torch.autograd.Function):
 def _turned(
     x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, is_back: bool, interleaved: bool, triton: bool
 ) -> Tensor:
-    """Rotate x forward or back, computed in the widest dtype, into a tensor of `dtype`."""
+    """Rotate x forward or back in the widest dtype, and return the result in `dtype`."""
     if triton:
         from autoptd.kernels.rotary_triton import turned
 
@@ -82,12 +82,12 @@ def _turned(
     cos, sin = (each.to(computed).expand(*x.shape[:-1], width) for each in (cos, sin))
     for at in tiles(x):
         part, place = x[at][..., :width].to(computed), out[at][..., :width]
-        # Straight into the result, where no rounding stands between.
+        # Write directly into the result if it needs no rounding.
         y = place if dtype == computed else torch.empty_like(place, dtype=computed)
         torch.mul(part, cos[at], out=y)
         (a, b), (y_a, y_b), (sin_a, sin_b) = (pairs(each, interleaved) for each in (part, y, sin[at]))
-        # Forward is (a cos_a - b sin_a, b cos_b + a sin_b). Backward is the transposed matrix, in which the
-        # sines of a and b change places: the halves may have different ones.
+        # Forward is (a cos_a - b sin_a, b cos_b + a sin_b). Backward transposes the matrix, which swaps the
+        # sines of a and b: the halves may have different ones.
         if is_back:
             y_a.addcmul_(b, sin_b)
             y_b.addcmul_(a, sin_a, value=-1)

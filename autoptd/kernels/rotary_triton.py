@@ -1,4 +1,4 @@
-"""`kernels.rotary` in Triton: a value is read once and written once, in whatever order its dims lie.
+"""Implement `kernels.rotary` in Triton: read and write a value once, whatever its memory layout.
 
 Imported only where Triton is installed.
 """
@@ -15,7 +15,7 @@ from autoptd.kernels.rows_triton import ceil_div, computed, four_dims, next_powe
 Tensor = torch.Tensor
 # Pairs of elements that one program rotates.
 ELEMENTS = 2048
-# Larger offsets, those behind the last row included, do not fit in 32 bits.
+# Larger offsets, including those past the last row, do not fit in 32 bits.
 LARGE = 2**31 - 2 * ELEMENTS
 
 
@@ -23,7 +23,7 @@ def turned(
     x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, is_back: bool, interleaved: bool
 ) -> Tensor:
     """Rotate x forward or back, into a tensor of `dtype`: see `kernels.rotary`."""
-    # Queries are often a transposed view [b, heads, s, k] of [b, s, heads, k]: read as they lie.
+    # Queries are often a transposed view [b, heads, s, k] of [b, s, heads, k]: read it without a copy.
     x = x if x.stride(-1) == 1 and x.ndim <= 4 else x.contiguous()
     out = torch.empty_like(x, dtype=dtype)
     # empty_like keeps the strides of an expanded x: its dims may be in another order.
@@ -31,13 +31,13 @@ def turned(
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
     width = cos.shape[-1]
     size = (*x.shape[:-1], width)
-    # Dims that are broadcast have stride 0.
+    # Broadcast dims have stride 0.
     cos, sin = (four_dims(each.contiguous().expand(size)) for each in (cos, sin))
     source, target = four_dims(x), four_dims(out)
     rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
     if rows and width:
         block = next_power_of_2(width // 2)
-        # Rows of one program: heads are narrow, one row would be too little work.
+        # Several rows per program: heads are narrow, and one row would be too little work.
         height = max(1, ELEMENTS // block)
         launched(_turn, (ceil_div(rows, height),), x)(
             source,
@@ -59,13 +59,13 @@ def turned(
             BLOCK=block,
         )
     if width < x.shape[-1]:
-        # What is not rotated (GPT-NeoX rotates a quarter of a head).
+        # The elements that are not rotated (GPT-NeoX rotates a quarter of a head).
         out[..., width:] = x[..., width:]
     return out
 
 
 def _extent(x: Tensor) -> int:
-    """How far behind its first element the last one of a tensor lies."""
+    """Return the offset of a tensor's last element from its first."""
     return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
@@ -141,9 +141,7 @@ def _pairs(
     HEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Load the first and the second elements of the pairs: neighbours as they lie in memory, then taken
-    apart.
-    """
+    """Load the first and the second elements of the pairs; neighbours are loaded together, then split."""
     if INTERLEAVED:
         lane = tl.arange(0, 2 * BLOCK)[None, :]
         both = tl.load(at + lane, mask=known & (lane < 2 * half), other=0.0).to(WIDE)

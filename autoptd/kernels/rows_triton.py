@@ -1,8 +1,7 @@
-"""What Triton kernels share: sizes, dtypes, rows as [a, b, q, k] with strides of their own, and divisions by
-few instructions.
+"""Helpers of the Triton kernels: block sizes, dtypes, rows as strided [a, b, q, k], and cheap divisions.
 
-No kernel is tuned while it runs: the tuner of Triton keeps what it is at in the kernel, which ranks that are
-threads share.
+No kernel is autotuned: Triton's autotuner keeps its state in the kernel object, which ranks that are threads
+share.
 
 Imported only where Triton is installed.
 """
@@ -23,25 +22,25 @@ Tensor = torch.Tensor
 
 @functools.cache
 def row_size(width: int, most: int = 32) -> dict[str, int]:
-    """Return the block that holds a row of `width` elements, and the warps, of 4 to `most`, that work on it."""
+    """Return the block size that holds a row of `width` elements, and the number of warps, 4 to `most`."""
     block = next_power_of_2(max(width, 16))
-    # 512 elements a warp, 16 a thread.
+    # 512 elements per warp, 16 per thread.
     return {"BLOCK": block, "num_warps": min(most, max(4, block // 512))}
 
 
-# Triton's own cdiv and next_power_of_2 are made for kernels, too: on the host they take half as long as a launch.
+# Triton's cdiv and next_power_of_2 also serve kernels: on the host they take half as long as a launch.
 def ceil_div(count: int, size: int) -> int:
     """Return how many pieces of `size` hold `count`."""
     return -(-count // size)
 
 
 def next_power_of_2(count: int) -> int:
-    """Return the least power of two that is not below a positive `count`."""
+    """Return the smallest power of two that is at least `count`, a positive number."""
     return 1 << (count - 1).bit_length()
 
 
 def computed(dtype: torch.dtype) -> Any:
-    """Return Triton's name of the dtype that values of `dtype` are computed in."""
+    """Return Triton's name of the dtype in which values of `dtype` are computed."""
     return tl.float64 if wide(dtype) == torch.float64 else tl.float32
 
 
@@ -51,13 +50,12 @@ def four_dims(x: Tensor) -> Tensor:
 
 
 def programs(rows: int, warps: int, device: torch.device) -> int:
-    """Return how many programs share the rows where each sums up over its own: as many as give a
-    multiprocessor 16 warps.
+    """Return the number of programs of a kernel that sums over rows: 16 warps per multiprocessor.
 
-    Each of them writes a row of sums: one for a few rows would cost more than these.
+    Each program writes a row of partial sums, which would cost more than the work if it had few rows.
     """
     if device.type != "cuda":
-        # Triton's interpreter, in tests: several, with more than one row each.
+        # Triton's interpreter, in tests: several programs, with more than one row each.
         return min(rows, 3)
     return min(rows, max(1, 16 // warps) * _multiprocessors(device))
 
@@ -68,9 +66,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def passes(period: int, numbers: int, size: int) -> int:
-    """Return how often `size` numbers in a row, of `numbers`, pass a multiple of `period`: 0 never, 1
-    once at most, 2 more.
-    """
+    """Return how many multiples of `period` a run of `size` numbers may cross: 0, 1, or 2 for more."""
     if period >= numbers:
         return 0
     return 1 if period >= size else 2
@@ -78,10 +74,9 @@ def passes(period: int, numbers: int, size: int) -> int:
 
 @triton.jit
 def divided(first, lane, period, TIMES: tl.constexpr):
-    """Quotient and remainder of first + lane by the period, of which TIMES multiples (see `passes`) are on
-    the way.
+    """Return quotient and remainder of first + lane by the period; TIMES multiples (`passes`) are crossed.
 
-    Divided is the first number alone, where that is enough: a division takes 20 instructions and more.
+    Divides only the first number where that is enough: a division takes 20 instructions or more.
     """
     times = first * 0
     rest = first + lane

@@ -1,10 +1,9 @@
-"""The softmax of attention scores with their scale and mask: one operator instead of four (SC'21, section
-4.2).
+"""Fuse scale, mask and softmax of attention scores: one operator instead of four (SC'21, section 4.2).
 
 In: scores [..., q, k], a mask that broadcasts to them (bool: True where to attend; else added), or causal:
-query i attends to keys 0 to i. Out: `softmax(scores * scale + mask)` over the last dim. Kept for backward:
-the result; and with a bool mask one bool a row of it, for the rows that attend to nothing: they are NaN, with
-a gradient of zero, as in the plain form.
+query i attends to keys 0 to i. Out: `softmax(scores * scale + mask)` over the last dim. Saved for backward:
+the result, and with a bool mask one bool per mask row to mark rows that attend to nothing: they are NaN with
+a zero gradient, as in the plain form.
 
     weights = masked_softmax(q @ k.transpose(-1, -2), scale=k.shape[-1] ** -0.5, causal=True)
 """
@@ -32,10 +31,10 @@ def masked_softmax(
 ) -> Tensor:
     """Return softmax(scores * scale + mask) over the last dim.
 
-    `dtype` is that of computation and result, as in torch.
+    `dtype` is the dtype of computation and result, as in torch.
     """
     needs_no_grad(mask, "mask", "masked_softmax")
-    # Here the scores would be broadcast to the mask.
+    # The scores would be broadcast to the mask.
     if mask is not None and torch.broadcast_shapes(scores.shape, mask.shape) != scores.shape:
         return masked_softmax_plain(scores, mask, scale=scale, causal=causal, dtype=dtype)
     triton = takes_triton(backend, scores, "masked_softmax", scores.shape[-1])
@@ -60,7 +59,7 @@ def masked_softmax_plain(
 
 
 def later_keys(scores: Tensor) -> Tensor:
-    """Return a bool [q, k] that is True where key j lies behind query i."""
+    """Return a bool [q, k] that is True where key j comes after query i."""
     return torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
 
 
@@ -79,7 +78,7 @@ class _MaskedSoftmax(torch.autograd.Function):
         out = _forward(scores, mask, scale, causal, dtype, triton)
         dead = None
         if ctx.needs_input_grad[0] and mask is not None and mask.dtype == torch.bool:
-            # A row of -inf alone: its softmax is NaN, and so would be its gradient.
+            # The softmax of a row of nothing but -inf is NaN, and so would be its gradient.
             attended = mask & ~later_keys(scores) if causal else mask
             dead = ~attended.any(-1, keepdim=True)
         ctx.save_for_backward(out, dead)
@@ -102,7 +101,7 @@ class _MaskedSoftmax(torch.autograd.Function):
             if part.dtype == dx.dtype:
                 torch.mul(part, ctx.scale, out=dx[at])
             else:
-                # Rounded once, after the scale.
+                # Round once, after scaling.
                 dx[at].copy_(part.mul_(ctx.scale))
         return dx, None, None, None, None, None
 
@@ -114,7 +113,7 @@ def _forward(
         from autoptd.kernels.softmax_triton import softmax_forward
 
         return softmax_forward(scores, mask, scale, causal, dtype)
-    # Two kinds of masks: `added` to the scores, or `masked` out, where the causal one belongs too.
+    # Two kinds of masks: `added` to the scores, or `masked` out, which includes the causal mask.
     added = None if mask is None or mask.dtype == torch.bool else mask.expand(scores.shape)
     masked = None if added is not None or mask is None else ~mask
     if causal:
@@ -124,7 +123,7 @@ def _forward(
     like = scores.dtype if added is None else torch.result_type(scores, added)
     out = torch.empty(scores.shape, dtype=dtype or like, device=scores.device)
     for at in tiles(scores):
-        # A tile of scores is scaled, masked and exponentiated while it is in the cache.
+        # Scale, mask and exponentiate a tile of scores while it is in the cache.
         part = scores[at] * scale
         if added is not None:
             part = part.add_(added[at]) if part.dtype == like else part + added[at]

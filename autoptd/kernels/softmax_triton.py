@@ -1,7 +1,7 @@
-"""`kernels.softmax` in Triton: a row of scores is read once, and written once; so is one of its gradient.
+"""Implement `kernels.softmax` in Triton: read and write each row of scores, or of gradients, once.
 
-SC'21, section 4.2 has one kernel for a general mask and one for the causal one: these are two compilations of
-`_forward`.
+SC'21, section 4.2 has separate kernels for a general and for the causal mask; here they are two compilations
+of `_forward`.
 
 Imported only where Triton is installed.
 """
@@ -39,7 +39,7 @@ def softmax_forward(
         mask = four_dims((mask.view(torch.uint8) if is_bool else mask).expand(scores.shape))
         strides = mask.stride()
     if scores.numel():
-        # A program per row of scores.
+        # One program per row of scores.
         launched(_forward, (scores.numel() // shape[-1],), scores)(
             scores,
             scores if mask is None else mask,
@@ -95,9 +95,9 @@ def _forward(
     key = tl.arange(0, BLOCK)
     inside = key < keys
     x = tl.load(scores + row * keys + key, mask=inside, other=0.0)
-    # Rounded as the plain form rounds.
+    # Round as the plain form does.
     x = (x.to(WIDE) * SCALE).to(x.dtype).to(WIDE)
-    # After the scale, which may be negative.
+    # Mask after scaling, as the scale may be negative.
     x = tl.where(inside, x, -float("inf"))
     if HAS_MASK:
         # row = (a * heads + b) * queries + query.
@@ -109,7 +109,7 @@ def _forward(
             x = (x + at.to(WIDE)).to(LIKE).to(WIDE)
     if CAUSAL:
         x = tl.where(key <= query, x, -float("inf"))
-    # A row of -inf alone becomes NaN here, as in the plain form.
+    # A row of nothing but -inf becomes NaN here, as in the plain form.
     e = tl.exp(x - tl.max(x, 0))
     tl.store(out + row * keys + key, (e / tl.sum(e, 0)).to(out.dtype.element_ty), mask=inside)
 

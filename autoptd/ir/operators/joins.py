@@ -1,6 +1,4 @@
-"""Operators that cut, join or repeat: their entries are some of those of their operands, or all of them
-several times.
-"""
+"""Operators that cut, join or repeat: slice, split, select, cat, stack, pad, repeat."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from autoptd.ir.sizes import Sizes, local_shapes
 
 
 def slice_links(node: Node) -> list[Link]:
-    """Link slice: one of several pieces of a dim, all equal or not; every step-th entry, or some of these."""
+    """Link slice: one of several pieces of a dim, equal or not; every step-th entry, of all or of a part."""
     x = shape(operands(node)[0])
     dim, start, size = _piece(node)
     links = [same_dim(d) for d in range(len(x)) if d != dim]
@@ -133,25 +131,25 @@ def repeat_links(node: Node) -> list[Link]:
     ndim = len(shape(node))
     grown = dim % ndim
     links = [same_dim(d) for d in range(ndim) if d != grown]
-    # A tensor of counts: how far each entry is repeated is not known here.
+    # With a tensor of counts, the number of copies depends on its values.
     if not isinstance(repeat, int):
         return links
     before = shape(operands(node)[0])[grown]
     if outer := note(node).tokens.outer_heads:
-        # What those ranks leave of the copies is divided as one: by whom, is not said of the heads they are made of.
+        # Ranks of other axes split the heads `outer` ways; the rest, heads and copies, splits as one dim.
         inner = before // outer
         heads = Link("kv", {0: Member((grown,), tail=inner)}, Member((grown,), tail=inner * repeat))
         return links + [heads] * (outer > 1)
     links.append(Link(f"d{grown}", {0: Member((grown,))}, Member((grown,), tail=repeat)))
-    # [heads] -> [heads x repeat]: `repeat` is an axis of its own, which no operand has.
+    # [heads] -> [heads x repeat]: `repeat` is a separate axis, which no operand has.
     links.append(Link("repeat", {}, Member((grown,), lead=before)))
     return links
 
 
 def tile_links(node: Node) -> list[Link]:
-    """Link repeat: how often a dim is repeated becomes its leading factor."""
+    """Link repeat: the number of copies becomes the leading factor of the dim."""
     before, after = shape(operands(node)[0]), shape(node)
-    # Dims that the result has on the left of those of the operand.
+    # New dims of the result, left of those of the operand.
     new = len(after) - len(before)
     links = []
     for d, size in enumerate(after):
@@ -164,7 +162,7 @@ def tile_links(node: Node) -> list[Link]:
 
 
 def local_bounds(node: Node, sizes: Sizes) -> dict[str, Any]:
-    """Scale the bounds of a slice of a split dim, which is only ever sliced into equal pieces, or takes every step-th entry."""
+    """Scale the bounds of a slice of a split dim, which is only sliced into equal pieces or with a step."""
     x = operands(node)[0]
     dim = argument(node, "dim") % tensor(x).dim()
     full, local = shape(x)[dim], local_shapes(x, sizes)[0][dim]
@@ -174,7 +172,7 @@ def local_bounds(node: Node, sizes: Sizes) -> dict[str, Any]:
     if argument(node, "step") != 1:
         return {"start": _bound(start, full), "end": local}
     bounds = {"start": start, "end": full if end is None else end}
-    # Of a padded dim, which is only ever taken whole, this is the whole shard.
+    # A padded dim is only ever taken whole: this gives the whole shard.
     return {name: _bound(bound, full) * local // full for name, bound in bounds.items()}
 
 
@@ -184,7 +182,7 @@ def _bound(bound: int, full: int) -> int:
 
 
 def local_split(name: str) -> Callable[[Node, Sizes], dict[str, Any]]:
-    """Return how argument `name` becomes the local size of all pieces, or the list of the sizes of each."""
+    """Return a function that makes argument `name` the local size of all pieces, or a list of sizes."""
 
     def make(node: Node, sizes: Sizes) -> dict[str, Any]:
         dim = argument(node, "dim") % tensor(node).dim()
@@ -228,7 +226,7 @@ OPERATORS = [
     replace(SPLIT, name="aten.chunk", text="torch.chunk"),
     replace(SPLIT, name="aten.unbind", links=drop_dim_links, text=".unbind"),
     Operator("getitem", links=getitem_links, linear=FIRST, moves="pieces", is_view=True),
-    # Several entries for one, and several operands in one
+    # Repeats and joins
     Operator("aten.repeat", links=tile_links, linear=FIRST, sizes=("repeats",), local_sizes=local_repeats),
     Operator(
         "aten.repeat_interleave",
@@ -241,6 +239,6 @@ OPERATORS = [
     Operator("aten.stack", links=stack_links, linear=EVERY, text="torch.stack"),
     Operator("aten.pad", links=pad_links, text="F.pad"),
     Operator("aten.constant_pad_nd", links=pad_links),
-    # What stands between a value and its reader
+    # Markers between a value and its reader
     *(Operator(marker.__name__, linear=FIRST) for marker in markers.PLACED),
 ]

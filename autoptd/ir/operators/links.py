@@ -1,7 +1,7 @@
-"""How the dims of an operator's operands and result correspond: what many operators share.
+"""Link functions that several operator families share: how dims of operands and result correspond.
 
-In: a node. Out: its links, each a set of dims of operands and result that run together. What only one
-family needs is in the file of that family. A row of letters reads like einsum, aligned from the right: a
+In: a node. Out: its links, each a set of dims of operands and result that run together. Link functions of a
+single family are in the file of that family. A row of letters reads like einsum, aligned from the right: a
 letter that is missing on the right is contracted, a starred one stays whole.
 
     letter_links(node, "... i, o i, o -> ... o")
@@ -22,16 +22,15 @@ NORMAL = "needs all values at once"
 
 
 def letter_links(node: Node, letters: str) -> list[Link]:
-    """Return the links that a row of letters gives for this node's shapes; none where the row does not fit
-    them.
+    """Return the links that a row of letters gives for this node's shapes; none if the row does not fit.
 
-    An operand with fewer dims than its pattern is broadcast, and keeps the rightmost letters; the result has
-    all of them.
+    An operand with fewer dims than its pattern is broadcast and keeps the rightmost letters; the result has
+    all letters.
     """
     left, right = letters.split("->")
     patterns, result = [pattern.split() for pattern in left.split(",")], right.split()
     sizes, out_shape = [shape(operand) for operand in operands(node)], shape(node)
-    # How many dims `...` stands for: as many as the operand with the most leading dims has.
+    # `...` stands for as many dims as the operand with the most leading dims has.
     pairs = zip(sizes, patterns, strict=False)
     leads = [len(size) - len(pattern) + 1 for size, pattern in pairs if "..." in pattern]
     lead = max(leads, default=0)
@@ -49,7 +48,7 @@ def letter_links(node: Node, letters: str) -> list[Link]:
             if member is not None:
                 members[number] = member
         out = _member_of(letter, result, out_shape)
-        # Of size 1 in the result: there is nothing to split.
+        # A dim of size 1 in the result cannot be split.
         if letter in result and out is None:
             continue
         plain = letter.rstrip("*")
@@ -60,7 +59,7 @@ def letter_links(node: Node, letters: str) -> list[Link]:
 
 
 def _member_of(letter: str, word: list[str], size: tuple[int, ...]) -> Member | None:
-    """Return the place of a letter in a tensor; None where it has none, or is broadcast (a dim of size 1)."""
+    """Return the dim of a letter in a tensor; None if it has none, or is broadcast (a dim of size 1)."""
     if letter not in word or size[word.index(letter)] == 1:
         return None
     return Member((word.index(letter),))
@@ -71,7 +70,7 @@ def _sizes_of_letters(words: list[list[str]], sizes: list[tuple[int, ...]]) -> d
     size_of: dict[str, int] = {}
     for word, word_sizes in zip(words, sizes, strict=True):
         for letter in dict.fromkeys(word):
-            # Of a letter that stands twice in a word, the first place counts.
+            # For a letter that occurs twice in a word, the first dim counts.
             size = word_sizes[word.index(letter)]
             known = size_of.setdefault(letter, size)
             # A dim of size 1 met first is broadcast to the other's size.
@@ -89,22 +88,20 @@ def _letter_per_dim(pattern: list[str], ndim: int, lead: int) -> list[str]:
     if "..." in pattern:
         place = pattern.index("...")
         count = ndim - len(pattern) + 1
-        # Numbered from the right of all leading dims, so that broadcast operands meet at the same letters.
+        # Number leading dims from the right, so that broadcast operands get the same letters.
         dots = [f".{lead - count + i}" for i in range(count)]
         pattern = [*pattern[:place], *dots, *pattern[place + 1 :]]
     return pattern[len(pattern) - ndim :]
 
 
 def pointwise_links(node: Node) -> list[Link]:
-    """Return one link for every dim of the result; an operand that is broadcast along it has no part in
-    it.
-    """
+    """Return one link for every dim of the result, without operands that are broadcast along it."""
     out = shape(node)
     links = []
     for dim, size in enumerate(out):
         if size == 1:
             continue
-        # Counted from the right, where operands of fewer dims are aligned.
+        # Count from the right, where operands with fewer dims are aligned.
         back = dim - len(out)
         members = {}
         for number, operand in enumerate(operands(node)):
@@ -116,8 +113,8 @@ def pointwise_links(node: Node) -> list[Link]:
 
 
 def along(name: str, default: Any = -1) -> Callable[[Node], list[Link]]:
-    """Return the links of operators that keep the shape and need whole the dims that argument `name` gives
-    (softmax, cumsum).
+    """Return the links of operators that keep the shape and need the dims in argument `name` whole (softmax,
+    cumsum).
     """
 
     def make(node: Node) -> list[Link]:
@@ -129,9 +126,9 @@ def along(name: str, default: Any = -1) -> Callable[[Node], list[Link]]:
 
 
 def over_classes(links: Callable[[Node], list[Link]], form: str) -> Callable[[Node], list[Link]]:
-    """Return the links of an operator whose dim that needs all values at once may be split, in a form of `CLASSES`.
+    """Let the dim of an operator that needs all its values at once be split, in a form of `CLASSES`.
 
-    Of several such dims none is: the form knows one, which argument `dim` names.
+    Applies to a single such dim, named by argument `dim`; the form does not support several.
     """
 
     def make(node: Node) -> list[Link]:
@@ -148,7 +145,7 @@ def over_classes(links: Callable[[Node], list[Link]], form: str) -> Callable[[No
 def reduction(whole: str, form: str = "") -> Callable[[Node], list[Link]]:
     """Return the links of operators that reduce the dims given by argument `dim` (all, if absent).
 
-    `whole` says why those cannot be split, "" if they can.
+    `whole` is the reason why those cannot be split, "" if they can.
     """
 
     def make(node: Node) -> list[Link]:
@@ -161,7 +158,7 @@ def reduction(whole: str, form: str = "") -> Callable[[Node], list[Link]]:
         for d in range(len(size)):
             if d in dims:
                 links.append(Link(f"d{d}", {0: Member((d,))}, None, whole, form))
-                # With keepdim, the reduced dim still takes a place in the result.
+                # With keepdim, the reduced dim stays in the result.
                 out_dim += keeps_dims
             else:
                 links.append(Link(f"d{d}", {0: Member((d,))}, Member((out_dim,))))
@@ -172,7 +169,7 @@ def reduction(whole: str, form: str = "") -> Callable[[Node], list[Link]]:
 
 
 def free_links(node: Node) -> list[Link]:
-    """Return a link for every dim of full, zeros, ones: free in the result, whatever the operands are."""
+    """Return a link for every dim of full, zeros, ones: free in the result, whatever the operands."""
     return [Link(f"d{d}", {}, Member((d,))) for d, size in enumerate(shape(node)) if size != 1]
 
 
@@ -187,7 +184,7 @@ def same_dim(dim: int, whole: str = "") -> Link:
 
 
 def dims_of(dims: Any, ndim: int) -> list[int]:
-    """Return one dim, or several, as a list counted from the left; a tensor without dims has none."""
+    """Return one or several dims as a list of non-negative indices; a 0-d tensor has none."""
     if not ndim:
         return []
     return [d % ndim for d in (dims if isinstance(dims, (list, tuple)) else [dims])]

@@ -72,16 +72,14 @@ def index_links(node: Node) -> list[Link]:
     links = [Link("looked up", {0: Member((dim,))}, None, "any entry may be looked up")] if x else []
     for d in range(len(x)):
         if d != dim:
-            # The dims of ids stand where `dim` stood: what is behind it moves.
+            # The dims of ids replace `dim`: later dims move.
             out_dim = d if d < dim else d - 1 + len(ids)
             links.append(Link(f"d{d}", {0: Member((d,))}, Member((out_dim,))))
     return links + [Link(f"n{d}", {1: Member((d,))}, Member((dim + d,))) for d in range(len(ids))]
 
 
 def one_hot_links(node: Node) -> list[Link]:
-    """Link one_hot(ids): the dims of ids; the last dim of the result is new, and holds the place of each
-    id.
-    """
+    """Link one_hot(ids): the dims of ids run through; the last dim of the result is new."""
     return [same_dim(d) for d in range(len(shape(node)) - 1)]
 
 
@@ -104,7 +102,7 @@ def cross_entropy_links(node: Node) -> list[Link]:
         vocabulary[2] = Member((0,))
     links = [Link("vocabulary", vocabulary, None, form="vocab_cross_entropy")]
     for d in range(len(targets)):
-        # Logits are [n, vocabulary, ...]: behind the first dim, those of the targets stand one further.
+        # Logits are [n, vocabulary, ...]: after the first dim, those of the targets are one further right.
         members = {0: Member((d + (d > 0),)), 1: Member((d,))}
         if is_reduced:
             links.append(Link(f"n{d}", members, None, whole, "token_loss"))

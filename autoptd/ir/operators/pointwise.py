@@ -1,7 +1,6 @@
-"""Operators that compute every entry by itself, and those that make tensors of literals.
+"""Pointwise operators, and operators that make tensors from literals.
 
-Pointwise operators are known by torch's tag: here are those that have none, and of which more is known than
-that.
+torch tags pointwise operators. This file lists those without the tag, and those with more to record.
 """
 
 from __future__ import annotations
@@ -54,14 +53,14 @@ OPERATORS = [
         text=".neg",
     ),
     Operator("aten.pow", keeps="operands", text="**", variable="power"),
-    # What is meant for every microbatch by itself (`autoptd/per_microbatch.py`).
+    # Values that each microbatch computes separately (`autoptd/per_microbatch.py`).
     Operator("autoptd.per_microbatch", links=no_links, linear=FIRST),
-    # Of buffers that a forward updates (`ir/updates.py`).
+    # Updates of buffers in forward (`ir/updates.py`).
     Operator("autoptd.update_buffer", links=no_links, linear=FIRST, variable="loss"),
     Operator("autoptd.keep_part", links=no_links, linear=FIRST, text="self.keep_part", variable="loss"),
     # Linear: all addends share one mask.
     Operator("aten.dropout", links=pointwise_links, linear=FIRST, is_random=True),
-    # Of the operand they read the shape.
+    # These read only the shape of the operand.
     *(
         Operator(name, links=pointwise_links, is_random=True, cuts_gradient=True, variable="noise")
         for name in ("autoptd.uniform", "autoptd.normal", "autoptd.exponential")

@@ -16,15 +16,13 @@ from autoptd.ir.sizes import Sizes, local_shapes
 
 
 def linear_links(node: Node) -> list[Link]:
-    """Link linear: a weight of one dim gives no dim of its own in the result; it has no bias, or one
-    number.
-    """
+    """Link linear; a 1-d weight adds no dim to the result, and its bias, if any, is one number."""
     has_rows = len(shape(operands(node)[1])) > 1
     return letter_links(node, "... i, o i, o -> ... o" if has_rows else "... i, i, -> ...")
 
 
 def matmul_links(node: Node) -> list[Link]:
-    """Link matmul: a vector on either side has no dim of its own in the result."""
+    """Link matmul; a vector on either side adds no dim to the result."""
     left, right = (len(shape(operand)) for operand in operands(node))
     if right == 1:
         return letter_links(node, "... k, k -> ...")
@@ -47,8 +45,8 @@ def einsum_links(node: Node) -> list[Link]:
         letters = term.replace("...", "")
         if len(set(letters)) < len(letters):
             return []
-    # "...ij,jk->...ik" as a row of letters: "... i j, j k -> ... i k". `.` stands for `...` while letters
-    # are spaced.
+    # "...ij,jk->...ik" becomes the row of letters "... i j, j k -> ... i k"; `.` stands for `...` while
+    # letters are spaced.
     left, right = (" ".join(part.replace("...", ".")) for part in equation.split("->"))
     return letter_links(node, f"{left} -> {right}".replace(" , ", ", ").replace(".", "..."))
 
@@ -175,9 +173,7 @@ def attention_product(node: Node, shape: Size) -> Product:
 
 
 def head_flops(node: Node, shape: Size) -> int:
-    """Count the forward FLOPs of a head that is fused with its loss: it makes the gradients of its operands
-    in forward.
-    """
+    """Count the forward FLOPs of a head fused with its loss, whose forward also computes gradients."""
     x, _, weight, *_ = operands(node)
     return products(node) * 2 * math.prod(shape(x)) * shape(weight)[0]
 
@@ -189,8 +185,8 @@ def head_product(node: Node, shape: Size) -> Product:
 
 
 def products(node: Node) -> int:
-    """Count the matrix products in a node's forward where the model has one: a head that is fused with its
-    loss makes its gradients there too.
+    """Count the matrix products in a node's forward per product of the model: a fused head also computes
+    its gradients there.
     """
     if node.target is not markers.FUSED[HEAD]:
         return 1

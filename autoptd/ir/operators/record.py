@@ -1,8 +1,8 @@
 """The record of one operator, and how its arguments are read.
 
-In: what is known of the operator. Out: what every stage of the compiler needs of it. All that a
-well-behaved one must say is how its dims correspond; what else is left out is derived from torch's
-schema, or costs speed or looks alone.
+In: properties of the operator. Out: the answers that every compiler stage needs. A well-behaved operator only
+has to declare how its dims correspond; other omitted fields are derived from torch's schema, or affect only
+speed or the look of emitted code.
 
     Operator("mine.gate", "... d, ... d, d -> ... d")
 
@@ -21,7 +21,7 @@ from torch.fx import Node
 from autoptd.ir.notes import note
 from autoptd.ir.sizes import Sizes
 
-# Gives the shape of a node's value: that of one device, or a rank's.
+# Returns the shape of a node's value, global or local.
 Size = Callable[[Node], tuple[int, ...]]
 # (batch, m, n, k), and the name of the kernel that computes it.
 Product = tuple[tuple[int, ...], str]
@@ -30,29 +30,29 @@ Product = tuple[tuple[int, ...], str]
 FIRST = ((0,),)
 EVERY = ((-1,),)
 
-# How the entries of the result are those of the operand: in the same order, in other dims ("fold"); with
-# dims in another order ("turn"); repeated without a copy ("spread"); in several pieces ("pieces"), or one
-# of them ("part"); dim by dim the same ("same"), or in another dtype ("cast"). "" is what computes.
+# How an operator moves entries: same order, regrouped dims ("fold"); permuted dims ("turn"); expanded without
+# a copy ("spread"); cut into pieces ("pieces"), or one of them ("part"); unchanged dims ("same"), or those in
+# another dtype ("cast"). "" for operators that compute.
 Moves = Literal["", "fold", "turn", "spread", "pieces", "part", "same", "cast"]
 
-# What backward keeps: the operands, nothing at all, or, of a loss, something as large as its first
-# operand; "" is not known.
+# Saved for backward: the operands, nothing, or, for a loss, something as large as its first operand; "" if
+# unknown.
 Keeps = Literal["", "operands", "nothing", "probabilities"]
 
 
-# How forms begin that ranks compute together, of operators over classes that are split over them: a log_softmax, or a gather
-# of the chosen ones. Not over the batch: samples are not computed together.
+# Prefix of the forms that ranks compute together because they split the classes: a log_softmax, or a gather
+# of the chosen classes. Not for a split batch: samples are independent.
 CLASSES = "classes_"
-# The form of attention whose queries are split over ranks that have other tokens: keys and values are whole. Where it is
-# causal, a rank must know which places its queries have.
+# The form of attention with queries split by tokens and whole keys and values. If it is causal, a rank must
+# know the positions of its queries.
 QUERIES = "queries"
 
 
 @dataclass(frozen=True)
 class Member:
-    """The dims of one tensor that take part in a link, in order.
+    """Name the dims of one tensor that take part in a link, in order.
 
-    `lead` and `tail` are factors of those dims that lie outside of the link (a piece of a split: lead =
+    `lead` and `tail` are factors of those dims that are outside the link (for a piece of a split, lead is the
     number of pieces).
     """
 
@@ -63,13 +63,13 @@ class Member:
 
 @dataclass(frozen=True)
 class Link:
-    """Dims that run together through one operator, as operand number -> Member and their place in the result.
+    """Tie dims of operands (operand number -> Member) to the dims of the result that they become.
 
-    `out` is None when the operator contracts them. `whole` says why the operator cannot be split along
-    them ("" if it can). `form` names how a contraction over a split dim is computed locally ("" : the
-    same operator gives the partial sum), how ranks compute it together (`CLASSES`), or that a rank must know
-    its place (`QUERIES`); for the last two `mixes` says why it keeps no samples apart. `segment` says that
-    the result is (start, length) of the operand's dim: one of several pieces of unequal sizes.
+    `out` is None if the operator contracts them. `whole` is the reason why the operator cannot be split along
+    them ("" if it can). `form` names how a contraction over a split dim is computed locally ("": the same
+    operator gives the partial sum), how ranks compute it together (`CLASSES`), or that a rank must know its
+    position (`QUERIES`); for the last two, `mixes` is the reason why samples do not stay independent. With
+    `segment`, the result is (start, length) of the operand's dim: one of several pieces of unequal sizes.
     """
 
     name: str
@@ -83,49 +83,45 @@ class Link:
 
 @dataclass(frozen=True)
 class Operator:
-    """Everything that AutoPTD knows of one operator.
+    """Record everything that AutoPTD knows about one operator.
 
-    name: "aten.linear", or that of one overload ("aten.view.dtype") where it differs from the others.
+    name: "aten.linear", or the name of an overload ("aten.view.dtype") that differs from the others.
 
     How it may be split:
-    letters, links: its row of letters, or the function that computes its links from shapes. Without
-        either it is known by torch's tag for pointwise operators, or it is unlisted: probed, and
-        reported.
-    linear: groups of operand numbers; the result is P when all operands of one group are P and the others
-        whole.
-    is_sum: adds its operands up, so that a literal among them would be added once per rank.
-    is_finite: value and derivative are finite where operands are zero: the padding of a vocabulary may go
-        through.
-    reduces: its argument `reduction` means or sums the losses of samples; the trace splits that off.
+    letters, links: its row of letters, or the function that computes its links from shapes. Without either,
+        the operator has torch's pointwise tag, or is unlisted: then it is probed and reported.
+    linear: groups of operand numbers; the result is P if all operands of one group are P and the others
+        are whole.
+    is_sum: it adds up its operands, so a literal among them would be added once per rank.
+    is_finite: value and derivative are finite at zero, so padding of the vocabulary may pass through.
+    reduces: its argument `reduction` averages or sums the losses of samples; the trace splits that off.
 
     Its arguments:
-    sizes: names of those that are sizes of the result, and follow the number of rows in a batch.
-    local_sizes: what the arguments that depend on sizes are on one rank, by name; left out, each
-        of `sizes` is the local shape of the result.
+    sizes: names of the arguments that are sizes of the result, and vary with the number of rows in a batch.
+    local_sizes: computes the local values of size-dependent arguments, by name; if omitted, each of `sizes`
+        is the local shape of the result.
 
     What it costs:
-    moves, is_view: how entries are moved (see `Moves`); whether that is free, by default as torch's
-        schema says.
-    fills, creates: gives one number everywhere; makes a tensor out of literals.
-    factors: numbers of the operands that it multiplies, "m k" first: a GEMM.
-    flops, backward_flops, product: forward and backward floating-point operations, and sizes, of what is
-        no plain GEMM.
-    is_lookup: reads as much of its table as it gives.
+    moves, is_view: how entries are moved (see `Moves`); whether that is free, by default according to torch's
+        schema.
+    fills, creates: fills a tensor with one number; makes a tensor out of literals.
+    factors: numbers of the operands that a GEMM multiplies, "m k" first.
+    flops, backward_flops, product: forward and backward FLOPs, and sizes, if it is not a plain GEMM.
+    is_lookup: reads as much of its table as it returns.
     sorts: takes n log n.
-    keeps: what backward needs (see `Keeps`).
+    keeps: saved for backward (see `Keeps`).
     cuts_gradient: no gradient goes through it.
-    is_fresh: its result is new memory that its backward does not need, and may be overwritten.
-    is_random, counts_labels: draws numbers; divides by the number of its labels: never computed on more
-        than one stage.
+    is_fresh: its result is new memory that backward does not need and that may be overwritten.
+    is_random, counts_labels: draws random numbers; divides by the number of its labels. Neither is computed
+        on more than one stage.
     monotone: whether the result grows (1) or falls (-1) with each operand.
 
     How it is written:
-    text: "F.gelu", "torch.cat", ".transpose" of the first operand, or "+" between two; left out, torch's
+    text: "F.gelu", "torch.cat", ".transpose" of the first operand, or "+" between two; if omitted, torch's
         overload is called.
-    needs_contiguous: it refuses operands whose entries do not lie one behind the other, as a rank's may not
-        where those of the whole do.
-    variable: what its result is called, by default like the operator.
-    keeps_name: its result is called like its first operand.
+    needs_contiguous: it rejects operands that are not contiguous, as a shard of a contiguous one may be.
+    variable: the variable name of its result, by default the operator's name.
+    keeps_name: its result is named after its first operand.
     """
 
     name: str
@@ -160,14 +156,12 @@ class Operator:
 
     @property
     def is_split(self) -> bool:
-        """Whether the record says how the operator may be split, and not only what it costs."""
+        """Whether the record defines how the operator may be split, and not only its cost."""
         return bool(self.letters or self.links)
 
 
 def operands(node: Node) -> list[Node]:
-    """Return the tensor arguments of a node in schema order, lists flattened; an absent one takes no
-    place.
-    """
+    """Return the tensor arguments of a node in schema order, with lists flattened and absent ones omitted."""
     found: list[Node] = []
 
     def visit(arg: Any) -> None:
@@ -189,7 +183,7 @@ def is_over_classes(node: Node) -> bool:
 
 def argument(node: Node, name: str, default: Any = None) -> Any:
     """Return the argument `name` of a node, or its default: `default` where the schema has none."""
-    # Past the end of the positional ones, where the schema has no such argument.
+    # If the schema has no such argument, use an index past the positional ones.
     absent = (len(node.args), None)
     position, usual = _arguments(node.target).get(name, absent)
     if len(node.args) > position:
@@ -198,9 +192,7 @@ def argument(node: Node, name: str, default: Any = None) -> Any:
 
 
 def set_arguments(node: Node, given: Mapping[str, Any]) -> None:
-    """Set some arguments of a node, each by position or by name as before; a new one by position if it is
-    the next.
-    """
+    """Set some arguments of a node, each by position or name as before; a new one by position if possible."""
     args, kwargs = list(node.args), dict(node.kwargs)
     for name, new in given.items():
         position = _arguments(node.target)[name][0]

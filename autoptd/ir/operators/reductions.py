@@ -18,7 +18,7 @@ from autoptd.ir.operators.record import EVERY, FIRST, Link, Member, Operator, ar
 
 
 def diff_links(node: Node) -> list[Link]:
-    """Link diff(x, n, dim, prepend, append): neighbours along `dim` meet, all else runs together."""
+    """Link diff(x, n, dim, prepend, append): `dim` combines neighbours, the other dims run through."""
     numbers, ndim = range(len(operands(node))), len(shape(node))
     dim = argument(node, "dim") % ndim
     links = []
@@ -31,7 +31,7 @@ def diff_links(node: Node) -> list[Link]:
 
 
 def last_two_whole(node: Node) -> list[Link]:
-    """Link triu and tril: which entries stay depends on the place in the last two dims."""
+    """Link triu and tril: which entries are kept depends on positions in the last two dims."""
     ndim = len(shape(node))
     return [same_dim(d, f"{op_name(node)} needs it whole" if d >= ndim - 2 else "") for d in range(ndim)]
 
@@ -71,7 +71,7 @@ def weight_norm_links(node: Node) -> list[Link]:
 
 
 def sample_links(node: Node) -> list[Link]:
-    """Link group norm: samples are apart, all else is whole."""
+    """Link group norm: samples are independent, all other dims are whole."""
     return [same_dim(0)] if len(shape(node)) > 1 else []
 
 
@@ -92,7 +92,7 @@ def fourier_links(node: Node) -> list[Link]:
     before, after = shape(operands(node)[0]), shape(node)
     dims = argument(node, "dim")
     if dims is None:
-        # Sizes without dims are those of the last ones.
+        # Sizes without dims apply to the last dims.
         sizes = argument(node, "s")
         dims = list(range(-len(sizes), 0) if sizes else range(len(before)))
     taken = dims_of(dims, len(before))
@@ -132,7 +132,7 @@ OPERATORS = [
     ),
     Operator("aten._softmax", links=along("dim")),
     Operator("aten._safe_softmax", links=along("dim")),
-    # What depends on the places along a dim.
+    # Operators that depend on positions along a dim.
     Operator("aten.flip", links=along("dims"), linear=FIRST, text="torch.flip"),
     Operator("aten.roll", links=roll_links, linear=FIRST, text="torch.roll"),
     Operator("aten.diff", links=diff_links, linear=EVERY, text="torch.diff"),

@@ -1,4 +1,4 @@
-"""Operators that treat every row along dim 0 by itself: what rows of tokens pass between the products of their experts.
+"""Recognise operators that treat every row along dim 0 separately, such as those between expert matmuls.
 
 In: a node, and which values have such rows. Out: the operands whose rows are those of its result, or None.
 
@@ -22,7 +22,7 @@ ROWS = Member((0,))
 
 
 def rows_read(node: Node, rows: Collection[Node]) -> list[Node] | None:
-    """Return the operands with the rows of the result, `rows` among them; None where an operator mixes rows, or has none."""
+    """Return the operands that share the rows of the result, those in `rows` included; None if rows mix."""
     read = operands(node)
     if operator_of(node).is_random or set(rows).isdisjoint(read):
         return None
@@ -49,19 +49,19 @@ def _fused_rows(node: Node, rows: Collection[Node]) -> list[Node] | None:
     return found if is_by_row and set(rows).intersection(operands(node)) <= set(found) else None
 
 
-# Fused operators of which each row depends on the same row of the operands alone.
+# Fused operators whose rows depend only on the same row of the operands.
 BY_ROW = ("swiglu", "geglu", "gelu", "silu", "bias_gelu", "rms_norm", "layer_norm")
 
 
 def experts_of(ids: Any) -> Any:
-    """Return the numbers that ids are, whatever their shape and type over an axis: a model may flatten twice."""
+    """Return the values of ids, ignoring reshapes and type over an axis: a model may flatten twice."""
     while isinstance(ids, Node) and (ids.target is markers.convert or operator_of(ids).moves == "fold"):
         ids = ids.args[0]
     return ids
 
 
 def looked_up(node: Node) -> Any:
-    """Return the numbers of a look-up `table[ids]` in a table that is made of parameters, else None."""
+    """Return the ids of a lookup `table[ids]` in a table made of parameters, else None."""
     if op_name(node) == "aten.index_select":
         table, dim, ids = node.args[:3]
         is_first = dim == 0

@@ -1,13 +1,13 @@
-"""All records of operators, and what follows from them.
+"""Look up operator records, and answer questions that combine a record with a node.
 
-In: a node. Out: its record, and answers that need the node besides. Most operators are one line of letters,
-read like einsum and aligned from the right, `...` standing for any leading dims; a starred letter (`h*`)
-must stay whole. A letter that is missing on the right is contracted: split by it, the result is P.
+In: a node. Out: its record, or such an answer. Most operators are one line of letters, read like einsum and
+aligned from the right, where `...` stands for any leading dims; a starred letter (`h*`) must stay whole. A
+letter that is missing on the right is contracted: split along it, the result is P.
 
     Operator("aten.mm", "m k, k n -> m n")
 
 Views, slices, splits and the like are computed from shapes (`views.py`). Pointwise operators are known by
-torch's tag. An operator that is not known has an empty record: see `passes/ops/unlisted.py`.
+torch's tag. An unknown operator has an empty record: see `passes/ops/unlisted.py`.
 
     operator_of(node).keeps         # "operands"
     is_view(node)
@@ -31,7 +31,7 @@ TABLE: dict[str, Operator] = {record.name: record for family in FAMILIES for rec
 
 
 def operator_of(node: Node) -> Operator:
-    """Return the record of a node's overload, else of its operator, else one with nothing but the name."""
+    """Return the record of a node's overload, else of its operator, else an empty one with the name."""
     is_overload = isinstance(node.target, torch._ops.OpOverload)
     overload, name = _names(node.target) if is_overload else ("", op_name(node))
     return TABLE.get(overload) or TABLE.get(name) or _unknown(name)
@@ -49,13 +49,13 @@ def _unknown(name: str) -> Operator:
 
 
 def is_listed(overload: Any) -> bool:
-    """Tell whether it is known how an operator of torch's registry may be split."""
+    """Tell whether AutoPTD knows how to split an operator of torch's registry."""
     record = next((TABLE[name] for name in _names(overload) if name in TABLE), None)
     return (record is not None and record.is_split) or torch.Tag.pointwise in overload.tags
 
 
 def links(node: Node) -> list[Link] | None:
-    """Return the links of `node`, or None where it is not known how it may be split."""
+    """Return the links of `node`, or None if it is unknown how to split it."""
     record = operator_of(node)
     if record.links:
         return record.links(node)
@@ -65,7 +65,7 @@ def links(node: Node) -> list[Link] | None:
 
 
 def is_pointwise(node: Node) -> bool:
-    """Tell whether every entry of the result is computed from the entries of the operands in its place."""
+    """Tell whether each entry of the result depends only on the operands' entries at the same position."""
     tags = getattr(node.target, "tags", ())
     return torch.Tag.pointwise in tags or operator_of(node).links is pointwise_links
 
@@ -86,7 +86,7 @@ def _shares_memory(overload: Any) -> bool:
 
 
 def linear_groups(node: Node) -> list[tuple[Node, ...]]:
-    """Return the groups of operands in which `node` is jointly linear: of partial sums it makes a partial sum."""
+    """Return the groups of operands in which `node` is jointly linear, so that partial sums stay partial."""
     record, read = operator_of(node), operands(node)
     # A rounded quotient is not linear; a literal that is added would be added once per rank.
     if node.kwargs.get("rounding_mode") is not None or (record.is_sum and len(read) < 2):

@@ -123,7 +123,7 @@ OPERATORS = [
         text=".expand",
         keeps_name=True,
     ),
-    # Copies and casts: what is a view by its schema may be one.
+    # Copies and casts: those that the schema declares a view may be one.
     Operator(
         "aten.contiguous",
         links=pointwise_links,
