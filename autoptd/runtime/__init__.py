@@ -1,4 +1,4 @@
-"""What emitted stage files import (`from autoptd import runtime as rt`), and what runs them."""
+"""Run emitted stage files, and provide the functions they call (`from autoptd import runtime as rt`)."""
 
 from autoptd.ir.types import Zigzag
 from autoptd.runtime.ops.attention import causal_attention

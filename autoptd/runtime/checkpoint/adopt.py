@@ -38,9 +38,9 @@ OTHERS_REMEDY = "do not use this file, unless you know who wrote it"
 
 @dataclass
 class Content:
-    """What a checkpoint is made of: tensors by name, the state of an optimizer by name, its groups.
+    """The content of a checkpoint: tensors by name, the optimizer's state by name, its groups.
 
-    `ties` has, by the first one, all names of tensors with the same memory; `left` what is not taken.
+    `ties` maps the first name of tied tensors to all their names; `left` lists the entries that are ignored.
     """
 
     source: str
@@ -102,7 +102,7 @@ def first_line(error: Exception) -> str:
 
 
 def check_model(model: Any, site: str) -> None:
-    """Raise PlanError for what is no state dict of dense tensors."""
+    """Raise PlanError unless `model` is a state dict of dense tensors."""
     remedy = 'torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)'
     if not isinstance(model, Mapping) or not model:
         raise PlanError(site, "holds no state dict", remedy)

@@ -133,7 +133,7 @@ def atoms_text(dims: Any) -> str:
 
 
 def check_seed(program: Program, manifest: Manifest, strict: bool) -> None:
-    """Raise PlanError where dropout would go on with other masks."""
+    """Raise PlanError if dropout would continue with other masks."""
     seed = manifest.about.get("seed", program.seed)
     if strict and program.dropouts and seed != program.seed:
         fact = f"was saved with seed={seed}, and dropout draws its masks by seed={program.seed} now"
@@ -154,9 +154,9 @@ def check_state(program: Program, manifest: Manifest) -> None:
 
 
 def check_fingerprint(checkpoint: Checkpoint, params: RankParameters) -> None:
-    """Raise RuntimeFault where the weights are not those that were saved, bit by bit; a collective of all ranks.
+    """Raise RuntimeFault if the weights differ in any bit from those saved; a collective of all ranks.
 
-    Weights of another dtype, or under other names, were not saved as they are stored here.
+    Weights with another dtype or other names than in the checkpoint cannot be compared.
     """
     saved = checkpoint.manifest.about.get("fingerprint")
     specs = params.program.params

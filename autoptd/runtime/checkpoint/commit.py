@@ -1,13 +1,15 @@
-"""Make a folder of what all ranks wrote into a checkpoint, at once: a folder without `.part-` in its name is complete.
+"""Commit the files of all ranks atomically: a folder without `.part-` in its name is a complete checkpoint.
 
-In: a folder `step-00001000.part-<token>` with the files and reports of all ranks. Out: `step-00001000`, with `.metadata`
-for other programs and `checkpoint.json` for this one. Whatever the moment at which a process ends, the folder of that name
-is the new checkpoint or the one before, complete (or stands beside as `.old-<token>`: `find`).
+In: a folder `step-00001000.part-<token>` with the files and reports of all ranks. Out: `step-00001000`, with
+`.metadata` for other programs and `checkpoint.json` for this one. Whenever a process dies, the folder of that
+name is the complete new checkpoint or the complete previous one (or that one is kept as `.old-<token>`:
+`find`).
 
     part = begin(Path("ckpts/step-00001000"), token)        # one rank; then all write into it
     finish(part, folder, ranks, about, names, extra)        # one rank, when all have left their reports; then `sweep(folder)`
 
-Files are on the disk before the folder that names them, the folder before the rename, the rename before anything is removed.
+Files are synced before the folder that names them, the folder before the rename, the rename before anything
+is removed.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from autoptd.runtime.folders.disk import left_of, make_folder, rename, sync_fold
 from autoptd.runtime.params.fingerprint import text_of
 
 PART, OLD = ".part-", ".old-"
-# `new_token`, and a number behind it where a run saves: what is named otherwise is the user's.
+# From `new_token`, with a number appended by a run's saves; other names belong to the user.
 TOKEN = r"[0-9a-f]{8}(-\d+)?"
 
 
@@ -43,7 +45,7 @@ def new_token() -> str:
 
 
 def path_of(folder: str | os.PathLike[str], site: str) -> Path:
-    """Return a folder's path; PlanError for what is none, such as the address of a store."""
+    """Return a folder's path; raise PlanError for anything else, such as the address of a store."""
     text = os.fspath(folder) if isinstance(folder, (str, os.PathLike)) else None
     if not isinstance(text, str):
         raise PlanError(site, f"{folder!r} is no path of a folder", "for example 'ckpts/step-1000'")
@@ -73,9 +75,9 @@ def is_complete(folder: Path) -> bool:
 
 
 def find(folder: Path) -> Path:
-    """Return where a checkpoint is: in its folder, or beside it if a save that replaced it did not end.
+    """Return the folder of a checkpoint, or its `.old-` copy if a save that replaced it did not finish.
 
-    PlanError where there is none.
+    Raise PlanError if there is neither.
     """
     if is_complete(folder):
         return folder
@@ -104,7 +106,7 @@ def why_none(folder: Path) -> tuple[str, str]:
 
 
 def beside(folder: Path, mark: str) -> list[Path]:
-    """Return the folders that saves of `folder` made beside it."""
+    """Return the temporary folders that saves of `folder` made in its parent."""
     if not folder.parent.is_dir():
         return []
     return sorted(path for path in folder.parent.iterdir() if marked(path, mark) == folder.name)

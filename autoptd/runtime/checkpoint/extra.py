@@ -1,13 +1,14 @@
-"""What a checkpoint holds beside the model and the optimizer: states of schedulers and loaders, random numbers.
+"""Save states besides the model and the optimizer: schedulers, data loaders, random number generators.
 
-In: objects with `state_dict` and `load_state_dict`, by name. Out: `extra.pt`, which `torch.load(weights_only=True)` reads: it
-can hold tensors, numbers, strings, lists, tuples and dicts, and what it cannot is refused when it is saved.
+In: objects with `state_dict` and `load_state_dict`, by name. Out: `extra.pt`, which
+`torch.load(weights_only=True)` reads: it can hold tensors, numbers, strings, lists, tuples and dicts; other
+values are rejected on saving.
 
     mine = own_state({"scheduler": scheduler}, device)          # bytes of this process
     data = merged([mine, ...], replicas=[0, ...])               # of all; the content of the file
     restore(read_extra(data, site), {"scheduler": scheduler}, place)
 
-Replicas may have states of their own (positions in their parts of the data): they are kept once where they are equal.
+Replicas may have different states (positions in their parts of the data); equal states are stored once.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from autoptd.errors import PlanError, a_type
 from autoptd.runtime.params.optimizer import NamedOptimizer
 
 SAVE, LOAD = "pm.save", "pm.load"
-# The state of an object on a rank that has none of its own.
+# Placeholder for a state that rank 0 saves in full.
 OF_RANK_0 = "autoptd: of rank 0"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which process this is of how many, and of which replica of how many."""
+    """The index and number of processes, and of replicas."""
 
     process: int
     processes: int

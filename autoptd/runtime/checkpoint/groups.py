@@ -1,7 +1,8 @@
-"""What a checkpoint says of an optimizer: its class, its groups with their settings, the loss scale.
+"""Save and restore an optimizer's class, the settings of its groups, and the loss scale.
 
-In: an optimizer that `pm.optimizer` made. Out: JSON, and for other programs the same settings as Python objects; on loading,
-the settings of the groups set anew. Tensors of its state are elsewhere: `stage.py`, `restore.py`.
+In: an optimizer made by `pm.optimizer`. Out: JSON, and for other programs the same settings as Python
+objects; on loading, the restored settings of the groups. `stage.py` and `restore.py` handle the tensors of
+its state.
 
     record = optimizer_record(optimizer, stateless={"head.bias": "has had no gradient"})
     check_optimizer(optimizer, record, strict=True)
@@ -29,7 +30,7 @@ def class_name(optimizer: NamedOptimizer) -> str:
 
 
 def optimizer_record(optimizer: NamedOptimizer) -> dict[str, Any]:
-    """Return what is saved of an optimizer beside its state; PlanError for a setting that would not come back."""
+    """Return an optimizer's record without its state; PlanError for a setting that JSON cannot restore."""
     groups = []
     for number, group in enumerate(optimizer.named_groups()):
         site = f"optimizer group {number}"
@@ -52,7 +53,7 @@ def group_objects(optimizer: NamedOptimizer) -> dict[str, Any]:
 
 
 def takes_state(optimizer: NamedOptimizer, record: Mapping[str, Any]) -> bool:
-    """Tell whether an optimizer can go on with the state that was saved, of its own class or of a twin; else warn."""
+    """Tell whether an optimizer can use the saved state, of the same or a compatible class; else warn."""
     both = {record["class"], class_name(optimizer)}
     if None in both or len(both) == 1 or both == {"Adam", "AdamW"}:
         return True
@@ -83,7 +84,7 @@ def check_optimizer(optimizer: NamedOptimizer, record: Mapping[str, Any], strict
 
 
 def set_groups(optimizer: NamedOptimizer, record: Mapping[str, Any]) -> None:
-    """Set learning rates and all other settings of the groups to what was saved."""
+    """Restore the learning rates and all other settings of the groups."""
     unknown, missing = dict[str, None](), dict[str, None]()
     for group, saved in zip(optimizer.param_groups, record["groups"], strict=True):
         for key, value in saved.items():

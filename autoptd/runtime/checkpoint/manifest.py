@@ -40,10 +40,11 @@ class TensorRecord(NamedTuple):
 
 @dataclass
 class Manifest:
-    """The content of a checkpoint. `about` is what is not needed to find a tensor: see `save.py`.
+    """The content of a checkpoint. `about` holds everything that is not needed to find a tensor: see
+    `save.py`.
 
-    `state` has, by parameter, the keys under which an optimizer's state has tensors, `values` its other entries, and
-    `files` the bytes of every file and, for those that are read whole, its CRC32.
+    `state` lists, by parameter, the keys of the tensors in the optimizer's state, `values` holds its other
+    entries, and `files` the size of every file and, for files that are read whole, the CRC32.
     """
 
     about: dict[str, Any]
@@ -54,7 +55,7 @@ class Manifest:
 
     @property
     def optimizer(self) -> dict[str, Any] | None:
-        """What was saved of the optimizer: its class and groups; None without one."""
+        """Return the saved class and groups of the optimizer; None without one."""
         found: dict[str, Any] | None = self.about.get("optimizer")
         return found
 

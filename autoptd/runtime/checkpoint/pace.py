@@ -1,14 +1,16 @@
-"""When a run saves: every so many steps, or, with `every="auto"`, as Young's rule says of what is measured while it trains.
+"""Decide when a run saves: every n steps, or, with `every="auto"`, by Young's rule from measured times.
 
-In: the time at each call of `Checkpointer.step`, and when a save began and ended. Out: whether one is due. With "auto", rank 0
-alone decides, by its clock; the others learn of it with the loss of a step (`Flags.due`), so that all save the same one.
+In: the time of each call of `Checkpointer.step`, and of the start and end of each save. Out: whether a save
+is due. With "auto", rank 0 alone decides, by its clock; the others receive the decision with the loss of a
+step (`Flags.due`), so that all save at the same step.
 
     pace = Pace("auto", mtbf=3.1)               # hours between two faults of the whole job
     pace.observe(is_busy=False)                 # at each step
-    pace.wants                                  # at first after FIRST_STEPS of them, which say how long a step is
+    pace.wants                                  # true after FIRST_STEPS steps, which are timed
 
-A save takes from training what the steps from its beginning to the end of its write are longer than the median step, together:
-the copy, and what writing slows down. The next one is due sqrt(2 * that * mtbf) later, or when the write is over.
+The cost of a save is the sum, over the steps from its start to the end of its write, of their excess over the
+median step: the copy, and the slowdown by writing. The next save is due sqrt(2 * cost * mtbf) later, or when
+the write ends.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ class Pace:
     _told: bool = False
 
     def is_due(self, step: int, told: bool) -> bool:
-        """Tell whether a save is due behind a step; `told` is what rank 0 has said with the loss."""
+        """Tell whether a save is due after a step; `told` is the decision that rank 0 sent with the loss."""
         return told if isinstance(self.every, str) else step % self.every == 0
 
     def gap(self, step: int, last: int) -> int:
@@ -92,7 +94,7 @@ class Pace:
         return self.clock() - self._begun >= self.interval
 
     def news(self) -> str:
-        """Return, once, what was measured and follows; "" at other times."""
+        """Return, once, the measured times and the resulting interval; "" otherwise."""
         if self._told or self.interval is None or self.every != "auto":
             return ""
         self._told = True
@@ -103,7 +105,7 @@ class Pace:
 
 
 def checked_pace(every: int | str, keep: int | None, mtbf: float | None, site: str) -> Pace:
-    """Return the pace that is asked for; PlanError for what is none, or no count of checkpoints to keep."""
+    """Return the requested pace; raise PlanError for invalid values of `every`, `keep` or `mtbf`."""
     for name, value in (("every", every), ("keep", keep)):
         # True is an int, and no number of steps.
         is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -53,7 +53,7 @@ class Want(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """What is known of a tensor without reading it."""
+    """The properties of a tensor that are available without reading it."""
 
     shape: Sizes
     dtype: torch.dtype | None
@@ -257,7 +257,7 @@ class Reader:
         return name in self._checkpoint.names
 
     def whole(self, name: str) -> torch.Tensor:
-        """Return a parameter or buffer, in memory of its own."""
+        """Return a parameter or buffer as a new tensor."""
         return self.tensor(self._checkpoint.names[name])
 
     def tensor(self, fqn: str) -> torch.Tensor:
@@ -296,7 +296,7 @@ def runs_of(rows: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def verify_files(path: str | os.PathLike[str]) -> list[str]:
-    """Read all files of a checkpoint, and describe what was changed; nothing if all is as it was written."""
+    """Read all files of a checkpoint and describe every change; the list is empty if all are intact."""
     folder = find(Path(path))
     manifest = read_manifest(folder)
     check_files(folder, manifest)

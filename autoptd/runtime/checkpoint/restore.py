@@ -1,14 +1,15 @@
-"""Put a checkpoint's tensors into what ranks store: each byte is read by one of the ranks that need it, who hands it on.
+"""Load a checkpoint into the storage of all ranks: one rank reads each byte and sends it to the others.
 
-In: a checkpoint whose contents were checked, a rank's parameters, and the optimizer. Out: parameters as they are stored and
-used, and the optimizer's state. A collective of all ranks, in three steps: every rank reads its share, the same that it
-would write; ranks agree that all could; then shares go to the ranks with copies, and to other owners of tied parameters.
+In: a checkpoint whose contents were checked, a rank's parameters, and the optimizer. Out: the parameters, in
+storage and as stages use them, and the optimizer's state. A collective of all ranks, in three steps: every
+rank reads the share that it would write; ranks agree that all succeeded; then the shares are sent to the
+ranks with copies and to the other owners of tied parameters.
 
     plan = Restoration(checkpoint, params, optimizer.state)
     plan.read()                                      # may raise: see `agree`
     plan.spread()
 
-What is read goes straight to where it stays: no tensor is there twice.
+Tensors are read directly into their storage, without a second copy in memory.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Restoration:
 
     def read(self) -> None:
         """Read this rank's share into what it stores; RuntimeFault where a file was changed."""
-        # A gather that is under way would overwrite what is loaded.
+        # A pending gather would overwrite the loaded values.
         self.params.wait()
         for name, stored in self.params.stored.items():
             # Not counted as edits by the user, which differ from rank to rank here.
@@ -84,7 +85,7 @@ class Restoration:
         self._reader.fill([*wants, *small])
 
     def spread(self) -> None:
-        """Hand on what was read, and let parameters and the optimizer use it; a collective."""
+        """Send the tensors read to the other ranks, and update parameters and optimizer; a collective."""
         world = self.params.world
         self._spread_copies()
         self._spread_tied()
@@ -94,7 +95,7 @@ class Restoration:
             for name, value in some.items():
                 self._small[name] = value if isinstance(value, torch.Tensor) else decode(value)
         self._set_state()
-        # What stages use follows what is stored; then nothing is left that looks like an edit by the user.
+        # Update the values that stages use, so that the load is not mistaken for an edit by the user.
         self.params.publish()
         self.params.wait()
         self.params.absorb_edits()

@@ -1,13 +1,14 @@
 """Save a checkpoint, all ranks at once: `pm.save`, and the parts of it that may run apart from training.
 
-In: what this process says of the run (`Contents`), and each rank's parameters. Out: a committed folder, or the same error on
-all ranks. Three functions do the work, and only the first one needs the ranks to stand still:
+In: this process's description of the run (`Contents`), and each rank's parameters. Out: a committed folder,
+or the same error on all ranks. Training has to pause only for the first of three functions:
 
-    staged = stage_rank(params, contents, copied)     # on the rank's thread: tensors as they are now
+    staged = stage_rank(params, contents, copied)     # on the rank's thread: copies the current tensors
     write_share(part, staged, contents)               # any thread: files, and a report for the rank that commits
     commit(part, folder, ranks, contents, extra)      # any thread of rank 0, when all reports are there
 
-They communicate through the folder alone; `save_rank` adds the collectives by which ranks agree, one after each of them.
+They communicate through the folder alone; `save_rank` adds the collectives by which ranks agree, one after
+each of them.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ SITE = "pm.save"
 
 @dataclass(frozen=True)
 class Contents:
-    """What is saved beside parameters: what the manifest says of the run, the groups' settings, buffers, the state.
+    """The content of a checkpoint besides parameters: description of the run, groups, buffers, states.
 
-    `names` has the names of each tied parameter by the first one. `own_state` returns the bytes of this process
-    (`extra.own_state`); it may raise.
+    `names` maps the first name of each tied parameter to all its names. `own_state` returns the bytes of this
+    process (`extra.own_state`); it may raise.
     """
 
     about: Mapping[str, Any]
@@ -79,7 +80,8 @@ def about_program(program: Program, options: Options) -> dict[str, Any]:
 def about_model(program: Program) -> dict[str, Any]:
     """Return what a checkpoint says of the parameters: their atoms, and in which dtype they were used.
 
-    A dim of which a slice is read, as of learned positions, has atoms that follow the tokens of a batch: it counts as one.
+    A dim that is read in slices, such as learned positions, has atoms that depend on the tokens of a batch:
+    it counts as one atom.
     """
     entries, sliced = {}, sliced_dims(program)
     for spec in program.params:
@@ -154,9 +156,9 @@ def save_rank(
         agree(world, SITE, lambda: _write(part, params, contents))
         agree_on_commit(world, part, folder, contents, own)
     except BaseException:
-        # Nobody is writing any more: all ranks took part in the call that failed.
+        # No rank is still writing: all of them took part in the failed call.
         if world.rank == 0:
-            # What fails here as well is the error's consequence: it is left for the next save to remove.
+            # A second failure follows from the first; the next save removes the rest.
             with suppress(OSError):
                 remove_folder(part)
         raise

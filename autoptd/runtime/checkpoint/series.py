@@ -28,7 +28,7 @@ PATIENCE = 10.0
 
 
 def name_of(step: int) -> str:
-    """Return the name of the checkpoint behind so many steps."""
+    """Return the name of the checkpoint after `step` steps."""
     return f"step-{step:08d}"
 
 
@@ -42,13 +42,13 @@ def checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints of a folder, that of the last step first."""
     if not folder.is_dir():
         return []
-    # One that was being replaced stands beside its name.
+    # A checkpoint that was being replaced is found under its `.old-` name.
     names = {marked(path, OLD) or path.name for path in folder.iterdir() if is_complete(path)}
     return sorted((folder / name for name in names if step_of(folder / name) >= 0), key=step_of, reverse=True)
 
 
 def damage_of(path: Path) -> str:
-    """Say what is wrong with the files of a checkpoint, without reading those of tensors; "" for nothing."""
+    """Describe the damage to the files of a checkpoint, without reading tensors; "" if there is none."""
     try:
         place = find(path)
         manifest = read_manifest(place)

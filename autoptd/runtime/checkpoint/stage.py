@@ -1,12 +1,12 @@
-"""What a rank puts into a checkpoint: its share of parameters and moments, as they are now.
+"""Collect a rank's share of a checkpoint: the current parameters and moments.
 
-In: a rank's parameters, and the optimizer's state of them. Out: `Staged`, tensors with their places in full tensors, from
-which `write.py` makes files. Nothing is communicated.
+In: a rank's parameters, and their optimizer state. Out: `Staged`, tensors with their places in full tensors,
+which `write.py` writes to files. No communication.
 
     staged = stage(rank.params, optimizer.state, copied)
 
-With `shown`, tensors are views: nobody may train before they are written. `copied` makes them independent of what happens
-next; whoever has a better copy (to pinned memory, on a stream) passes its own function.
+With `shown`, tensors are views: training must wait until they are written. `copied` clones them; a caller
+with a better copy (to pinned memory, on a stream) passes another function.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from autoptd.runtime.checkpoint.values import encode
 from autoptd.runtime.params.guard import unguarded
 from autoptd.runtime.params.parameters import RankParameters
 
-# Turns what a rank stores into what is written later.
+# Turns a stored tensor into the one to be written.
 Copy = Callable[[torch.Tensor], torch.Tensor]
 OptimizerState = Mapping[torch.Tensor, Mapping[str, Any]]
 _shares: WeakKeyDictionary[RankParameters, tuple[StateKeys, Shares]] = WeakKeyDictionary()
@@ -49,7 +49,7 @@ class StagedTensor:
 
 @dataclass
 class Staged:
-    """What one rank writes: tensors, and by parameter what its optimizer's state has beside tensors, as JSON."""
+    """The share of one rank: tensors, and by parameter the other entries of its optimizer state, as JSON."""
 
     rank: int
     tensors: list[StagedTensor] = field(default_factory=list)
@@ -96,7 +96,7 @@ def stage(params: RankParameters, state: OptimizerState | None, copy: Copy = sho
 def _stage_others(
     staged: Staged, name: str, stored: torch.Tensor, state: Mapping[str, Any], copy: Copy
 ) -> None:
-    """Add what an optimizer's state has of a parameter beside tensors of its shape: step counts, numbers."""
+    """Add the entries of a parameter's optimizer state that do not have its shape: step counts, numbers."""
     for key, value in sorted(state.items()):
         if not isinstance(value, torch.Tensor):
             site = f"optimizer state {key!r} of {name}"
@@ -146,7 +146,7 @@ def view_of(x: torch.Tensor, part: Rectangle) -> torch.Tensor:
 
 
 def rows_of(x: torch.Tensor, offsets: Sizes, most_bytes: int) -> Iterator[tuple[Sizes, torch.Tensor]]:
-    """Yield a tensor in rows along its first dim of several entries, at most so many bytes together, with their offsets."""
+    """Yield slices of at most `most_bytes`, with offsets, along the first dim of more than one entry."""
     dim = next((dim for dim, size in enumerate(x.shape) if size > 1), 0)
     if x.nbytes <= most_bytes:
         yield offsets, x

@@ -1,15 +1,16 @@
-"""Copies of a rank's state that a thread writes while training goes on, in buffers that are kept for the run.
+"""Copy a rank's state into buffers kept for the run, so that a thread can write it while training continues.
 
-In: tensors, as `stage.py` collects them. Out: their values in the host's memory. On CUDA a stream of its own copies them into
-pinned memory, during the next forward and backward: whoever changes a tensor waits for it, on the device.
+In: the tensors that `stage.py` collects. Out: their values in host memory. On CUDA a separate stream copies
+them into pinned memory during the next forward and backward; the stream that changes a tensor waits for the
+copy.
 
     staging = Staging(device)
     staging.begin(); x = staging(parameter); staging.seal()
     staging.release()                                # before an update
     staging.ready()                                  # before x is read, by any thread
 
-torch.distributed.checkpoint's stagers copy all memory that a view is part of, leave the wait to the loop, and do not notice a
-parameter that is changed before it.
+torch.distributed.checkpoint's stagers copy all memory that a view is part of, leave the wait to the loop, and
+do not notice a parameter that is changed before it.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Items of a checkpoint in the format of torch.distributed.checkpoint: planned, written and found by its own classes.
+"""Write and read checkpoint items in the format of torch.distributed.checkpoint, with its own classes.
 
-In: tensors and where they lie in full tensors: those to write into a rank's file, or those to fill from the files of all ranks.
-Out: a plan and the places in the file, for the rank that commits; filled tensors. What is ours is the disk below
-(`folders/disk.py`): files are synced, and have a CRC32 for each MiB.
+In: tensors and their places in full tensors: those to write into a rank's file, or those to fill from the
+files of all ranks. Out: a plan and the places in the file, for the rank that commits; filled tensors. Only
+the disk layer is ours (`folders/disk.py`): files are synced, and have a CRC32 for each MiB.
 
     plan, results, files = write_items(part, staged, objects)
     write_metadata(part, [plan, ...], [results, ...], names)
     read_items(folder, read_metadata(data, site), reads_of(metadata, name, offsets, sizes, into), crcs_of)
 
-torch's reader would take an item as often as something of it is wanted; here it is read once. `.metadata` is a pickle: it is
-read by an unpickler that knows the classes of such metadata, and nothing else. Importing this file imports
+torch's reader would read an item once per requested slice; here it is read once. `.metadata` is a pickle: its
+unpickler is restricted to the classes of such metadata. Importing this file imports
 torch.distributed.checkpoint, which takes half a second: it is imported by the functions that need it.
 """
 
@@ -55,7 +55,7 @@ from autoptd.runtime.checkpoint.stage import Staged, rows_of
 from autoptd.runtime.folders.disk import REMEDY, CheckedFile, NewFile, new_file
 from autoptd.runtime.params.guard import unguarded
 
-# Items are read whole, whatever is needed of them: large tensors are written in items of at most so many bytes.
+# Items are always read whole, so large tensors are written in items of at most this size.
 MOST_BYTES = 4 << 20
 # The classes of torch's metadata.
 KNOWN = {
@@ -132,7 +132,7 @@ _crc32s_off = _Crc32sOff()
 
 
 def _writer(folder: Path) -> tuple[FileSystemWriter, _Disk]:
-    # Our files are synced as they are closed.
+    # Our files are synced when they are closed.
     writer = FileSystemWriter(folder, sync_files=False)
     writer.fs = disk = _Disk()
     return writer, disk

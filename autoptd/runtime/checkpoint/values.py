@@ -1,6 +1,7 @@
-"""Values that are no tensors of a model, as JSON that gives them back exactly: tuples, small tensors, NumPy's numbers.
+"""Encode optimizer values as JSON that restores them exactly: tuples, small tensors, NumPy numbers.
 
-In: what an optimizer has in a group, or in the state of a parameter. Out: plain JSON, and the value again.
+In: a value of an optimizer group, or of a parameter's optimizer state. Out: plain JSON, and the restored
+value.
 
     encode((0.9, 0.95))                 # {"tuple": [0.9, 0.95]}
     decode({"tuple": [0.9, 0.95]})      # (0.9, 0.95)
@@ -23,7 +24,7 @@ PLAIN = (bool, int, str, type(None))
 def encode(value: Any, site: str) -> Any:
     """Return a value as JSON; PlanError for one that would not come back."""
     if is_numpy_number(value):
-        # Of its own type: products with a float32 are rounded to float32, those with its value as a float are not.
+        # Keep the type: a product with a float32 is rounded to float32, one with a Python float is not.
         return {"numpy": value.dtype.name, "value": encode(value.item(), site)}
     if isinstance(value, PLAIN):
         return value

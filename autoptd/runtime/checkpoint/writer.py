@@ -54,8 +54,8 @@ END = 2.0
 class Job:
     """One save: into `folder`, by way of `.part-<token>`.
 
-    `state` returns this process's part of `extra.pt`, or raises why there is none: then all processes are told that the save
-    failed. `replicas` has for each rank with a state the replica whose extra states count, -1 for none.
+    `state` returns this process's part of `extra.pt`, or raises: then the save fails on all processes.
+    `replicas` has for each rank with a state the replica whose extra states count, -1 for none.
     """
 
     folder: Path
@@ -82,7 +82,7 @@ class Abandoned(Exception):
 
 @dataclass
 class Writer:
-    """See the module's docstring; `size` ranks, one of which is `rank`, in so many `processes`."""
+    """See the module's docstring; `rank` is one of `size` ranks in `processes` processes."""
 
     box: Mailbox
     rank: int
@@ -132,7 +132,7 @@ class Writer:
                 raise RuntimeFault(SITE, fact, "look at the other ranks' own output, or raise timeout=")
 
     def close(self, patience: float = 0.0) -> None:
-        """End the thread; a save under way has so many seconds to end."""
+        """End the thread; a pending save has `patience` seconds to finish."""
         atexit.unregister(self.close)
         self._idle.wait(patience)
         self._over.set()
@@ -215,14 +215,15 @@ class Writer:
         except Exception as exc:
             error = f"rank 0: {exc or type(exc).__name__}"
         if error:
-            # Nobody writes into it any more.
+            # No process writes into it any more.
             with suppress(OSError):
                 remove_folder(job.part)
         return error
 
     def _await_readers(self, job: Job) -> None:
-        """Wait until all have read the outcome: the store may be rank 0's, which may end behind this save, and they would
-        take a complete one for failed. Not for long: it is complete whether or not they do.
+        """Wait until all processes have read the outcome: rank 0 may host the store and exit after this save,
+        and the others would then report a failure. The wait is short, since the checkpoint is complete in any
+        case.
         """
         deadline = time.monotonic() + LATE_READERS
         with suppress(Abandoned):

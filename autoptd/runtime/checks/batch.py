@@ -40,8 +40,8 @@ class BatchCheck:
     def __init__(self, world: World, call: str, number: int, leaves: Sequence[Any]) -> None:
         self.world, self.site = world, f"{call} {number}"
         hashes = [hash_words(leaf).to(world.device) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        # The call comes first, so that a rank that is a step behind is not mistaken for one with another
-        # batch. Steps and evaluations are counted apart: the sign tells step 3 from evaluation 3.
+        # The call comes first, so that a rank that lags by a step is not mistaken for one with another
+        # batch. Steps and evaluations are counted separately: the sign tells step 3 from evaluation 3.
         which = number if call == "step" else -number
         self.mine = torch.stack([torch.tensor(which, device=world.device), *hashes])
         # Along all axes but those that split the batch, ranks read the same of it.

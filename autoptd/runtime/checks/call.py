@@ -1,7 +1,7 @@
-"""Compare the arguments of `step` with those that were compiled.
+"""Compare the arguments of `step` with the compiled ones.
 
 In: a program, one call, and the number of replicas whose rows it holds. Out: nothing, or one PlanError with all
-differences in structure, shapes, dtypes and constants: what was expected and why, and what to do.
+differences in structure, shapes, dtypes and constants: the expected value, the reason, and the remedy.
 
     check_call(program, args, kwargs, replicas=1)
 """
@@ -24,7 +24,7 @@ OTHER_SIZES = "parallelize(..., shapes='exact' or 'bucket'), for batches of seve
 
 
 def check_kinds(program: Program, leaves: Sequence[Any], call: str = "step") -> None:
-    """Raise PlanError with every argument that is no tensor of the dtype and number of dims that were compiled."""
+    """Raise PlanError with every argument that is not a tensor of the compiled dtype and number of dims."""
     facts = []
     for spec in program.inputs:
         leaf, dtype = leaves[spec.leaf], dtype_of(spec.dtype)
@@ -41,7 +41,7 @@ def check_kinds(program: Program, leaves: Sequence[Any], call: str = "step") -> 
 def check_call(
     program: Program, args: tuple[Any, ...], kwargs: dict[str, Any], replicas: int, call: str = "step"
 ) -> list[Any]:
-    """Return the leaves of a call; PlanError with every argument that is not as it was compiled."""
+    """Return the leaves of a call; raise PlanError with every argument that differs from the compiled one."""
     leaves = check_structure(program, args, kwargs, call)
     facts, why, remedies, has_other_sizes = [], "", [], False
     for spec in program.inputs:
@@ -88,7 +88,7 @@ def _is_other_batch(leaf: torch.Tensor, shape: tuple[int, ...]) -> bool:
 
 
 def _rows_text(program: Program, spec: InputSpec, replicas: int) -> str:
-    """Return why so many rows are expected."""
+    """Return the reason for the expected number of rows."""
     rows, m, d = spec.shape[0], program.num_microbatches, program.mesh.replicas
     if d == 1:
         return f" (the global batch of example_inputs has {rows * m} rows)"

@@ -29,7 +29,7 @@ SITE = "check of the copies"
 MOST_NAMED = 5
 # By stored parameter, what an optimizer keeps of it.
 OptimizerState = Mapping[Any, Mapping[str, Any]]
-# By what is compared.
+# Hashes by the compared item.
 Prints = dict[str, torch.Tensor]
 
 

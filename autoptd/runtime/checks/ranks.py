@@ -25,7 +25,7 @@ from autoptd.runtime.step.launch import Rank
 SITE = "pm.check_ranks"
 MOST_NAMED = 4
 Microbatch = Mapping[str, torch.Tensor]
-# By what is compared.
+# Hashes by the compared item.
 Prints = dict[str, torch.Tensor]
 
 

@@ -61,7 +61,7 @@ def check_settings(world: World, optimizers: Mapping[int, torch.optim.Optimizer]
 
 
 def _updates_of(optimizer: torch.optim.Optimizer) -> int | None:
-    """Return how often an optimizer has stepped; None where that is no matter, as it has no parameter on this rank."""
+    """Return the number of steps of an optimizer; None if it has no parameter on this rank."""
     has_parameters = any(group["params"] for group in optimizer.param_groups)
     return getattr(optimizer, "updates", None) if has_parameters else None
 
@@ -82,7 +82,7 @@ def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
 
 
 def _text_of(value: Any) -> str | None:
-    """Return a value as text that is the same wherever it is, None for what is not plain."""
+    """Return a value as text that is equal on all ranks and devices; None if it is not plain."""
     if isinstance(value, torch.Tensor):
         return repr(value.tolist()) if value.numel() <= MOST_ELEMENTS else None
     if isinstance(value, (list, tuple)):

@@ -1,9 +1,9 @@
-"""Let all ranks agree on the sizes of a batch before anything is computed: each would run another program otherwise, and wait
-for messages that nobody sends.
+"""Agree on the sizes of a batch before each step: ranks that run different programs would hang.
 
-In: the sizes of one call on this rank, or why it cannot be run. Out: the rows of every replica, which may differ in evaluations
-only; or one PlanError on all ranks together: that of the first rank that has one, else what sizes which ranks have. It costs a
-round of a few bytes along every mesh axis, before each step; on CUDA the host waits for it.
+In: the sizes of one call on this rank, or the error that prevents it. Out: the rows of every replica, which
+may differ in evaluations only; or the same PlanError on all ranks: the first rank's error, else the sizes on
+each rank. It costs a round of a few bytes along every mesh axis, before each step; on CUDA the host waits for
+it.
 
     agree_on_sizes(world, Sizes("step", (("ids", (8, 96)),), ()), fault=None)
 """
@@ -44,7 +44,7 @@ class Sizes:
         return next((shape[0] for name, shape in self.shapes if name in batched), 0)
 
     def with_rows(self, rows: int, batched: Collection[str], by_replica: tuple[int, ...] = ()) -> Sizes:
-        """Return these sizes with so many rows in all tensors of `batched`."""
+        """Return these sizes with `rows` rows in all tensors of `batched`."""
         shapes = [(name, (rows, *shape[1:]) if name in batched else shape) for name, shape in self.shapes]
         return replace(self, shapes=tuple(shapes), rows=by_replica)
 

@@ -26,7 +26,7 @@ from autoptd.errors import RuntimeFault
 BLOCK_BYTES = 1 << 20
 # Blocks of a file that are kept: the head and the tail of an item, and where the next one begins.
 KEPT_BLOCKS = 4
-# Start writeback every so many bytes, so that the disk works while the processor does, and not only in fsync.
+# Start writeback every time this number of bytes is written, to use the disk before fsync as well.
 AHEAD_BYTES = 16 << 20
 REMEDY = "load the checkpoint before it"
 
@@ -70,7 +70,7 @@ class NewFile:
         self.abandon()
 
     def abandon(self) -> None:
-        """Close the file as it is."""
+        """Close the file without completing it."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -124,7 +124,7 @@ def new_file(path: Path) -> Iterator[NewFile]:
         file.close()
     except Exception as error:
         if file.failure not in (None, error):
-            # torch.save hides what failed behind an error of its own: the archive does not end where it should.
+            # torch.save masks the failure with an error about the end of the archive.
             raise file.failure from error
         raise
     finally:
@@ -132,9 +132,10 @@ def new_file(path: Path) -> Iterator[NewFile]:
 
 
 class CheckedFile(io.RawIOBase):
-    """A file that is read in whole blocks, each checked by its CRC32; without `crcs`, it is read as it is.
+    """A file that is read in whole blocks, each checked by its CRC32; without `crcs` nothing is checked.
 
-    torch.load's C++ code reads through it, so an error here is kept as `fault` and looks like the end of the file there.
+    torch.load's C++ code reads through it and sees an error as the end of the file, so the error is kept as
+    `fault`.
     """
 
     def __init__(self, path: Path, crcs: Sequence[int] | None) -> None:
@@ -236,7 +237,7 @@ def remove_file(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder, and not what links in it lead to; a missing one is no error."""
+    """Remove a folder without following links; do nothing if it does not exist."""
     if path.is_symlink():
         return remove_file(path)
     with suppress(FileNotFoundError):

@@ -1,14 +1,15 @@
-"""Weights in a folder of Hugging Face's format, of which every rank reads its own part only.
+"""Read weights from a folder of Hugging Face's format; every rank reads only its part.
 
-In: a folder as `save_pretrained` writes it: `model.safetensors`, or `model.safetensors.index.json` and the files that it
-names. Out: names, shapes and dtypes from the headers; whole tensors, or some rows of them, on request.
+In: a folder written by `save_pretrained`: `model.safetensors`, or `model.safetensors.index.json` and the
+files that it names. Out: names, shapes and dtypes from the headers; whole tensors, or some of their rows, on
+request.
 
     folder = open_folder("llama-8b")
     folder.entries["lm_head.weight"].shape                        # (128256, 4096): nothing else was read
     folder.reader().rows("lm_head.weight", dim=0, rows=rows)      # these rows, in this order
 
-Where the model's names differ from those in the files (by a prefix), `renamed` returns the folder with the model's names.
-A folder is a `Source` (program/sources.py).
+Where the model's names differ from those in the files (by a prefix), `renamed` returns the folder with the
+model's names. A folder is a `Source` (program/sources.py).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 
 from autoptd.errors import PlanError
 
-# By so many bytes at the start, in the middle and at the end of every file ranks compare what they read.
+# Ranks compare this number of bytes at the start, in the middle and at the end of every file.
 SAMPLE_BYTES = 4096
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # By their names in the headers.
@@ -106,7 +107,7 @@ class FolderReader:
         return name in self._folder.entries
 
     def whole(self, name: str) -> torch.Tensor:
-        """Return a tensor, in memory of its own."""
+        """Return a tensor as a copy."""
         entry = self._folder.entries[name]
         x: torch.Tensor = self._open(entry.file).get_tensor(entry.name)
         # `x` may be the mapped file, which may be overwritten later.
@@ -190,7 +191,7 @@ def headers(file: Path) -> dict[str, Entry]:
     """Read the header of a file: its tensors by name."""
     opened = open_file(file)
     entries = {}
-    for name in opened.keys():  # noqa: SIM118 - it is no dict
+    for name in opened.keys():  # noqa: SIM118 - not a dict
         header = opened.get_slice(name)
         entries[name] = Entry(file, name, tuple(header.get_shape()), DTYPES.get(header.get_dtype()))
     return entries

@@ -1,7 +1,7 @@
-"""Write an adapter's folder of PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
+"""Write an adapter folder in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
 
-In: the parameters of all ranks, and which of them the folder has under which names. Out: the folder, complete or as it was.
-Rank 0 writes, and holds the adapter's tensors.
+In: the parameters of all ranks, and those to write, with their names in the folder. Out: the folder, complete
+or unchanged. Rank 0 writes, and holds the adapter's tensors.
 
     save_adapter(params, contents, Path("adapter"), write_config)
 """
@@ -27,8 +27,8 @@ SITE = "save_adapter"
 def save_adapter(
     params: RankParameters, what: Contents, folder: Path, write_config: Callable[[Path], None]
 ) -> None:
-    """Write the folder; a collective. RuntimeFault on all ranks if rank 0 cannot write: what was there is kept."""
-    # Missing, it is missing on all ranks: raised here, no rank is left in a gather.
+    """Write the folder; a collective. On failure raise RuntimeFault on all ranks and keep the old folder."""
+    # If the library is missing, it is missing on all ranks: raise before any rank waits in a gather.
     library()
     params.absorb_edits()
     tensors = gather_named(params, what, what.order)
@@ -39,8 +39,8 @@ def save_adapter(
 def write_folder(
     folder: Path, tensors: Mapping[str, torch.Tensor], write_config: Callable[[Path], None]
 ) -> None:
-    """Write into a folder beside this one, which takes its place at the end, or whose files do."""
-    # Through links: files are renamed within one file system.
+    """Write into a temporary folder, then replace this one, or its files."""
+    # Resolve links: renames must stay within one file system.
     folder = folder.resolve()
     aside = folder.with_name(folder.name + PART)
     shutil.rmtree(aside, ignore_errors=True)

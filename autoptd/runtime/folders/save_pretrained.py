@@ -40,7 +40,7 @@ W = TypeVar("W")
 
 @dataclass
 class Contents:
-    """What is to be written, in the order `order`: parameters of the ranks, and other tensors, by name in the folder."""
+    """The tensors to write, in the order `order`: parameters of the ranks, and others, by name in the file."""
 
     params: dict[str, ParamSpec] = field(default_factory=dict)
     others: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -89,7 +89,7 @@ def parse_size(size: int | str) -> int:
 
 
 def split_into_files(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Divide tensors over files, in order, at most `limit` bytes each; a larger tensor gets a file of its own."""
+    """Divide tensors over files, in order, at most `limit` bytes each; larger tensors get separate files."""
     files: list[list[str]] = []
     full = 0
     for name, size in sizes.items():

@@ -39,7 +39,7 @@ def count_memory(
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Return the bytes of the memory behind some tensors, by its address."""
+    """Return the bytes of the storages of some tensors, by address."""
     found = {}
     for x in tensors:
         storage = x.detach().untyped_storage()

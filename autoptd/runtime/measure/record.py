@@ -1,15 +1,16 @@
-"""Record what ranks do while a model runs: every collective, every send, and the arithmetic, as it is executed.
+"""Record the collectives, sends and arithmetic that ranks execute while a model runs.
 
-In: the running ranks of this process. Out: a `Record` of `Call`s, comparable with those that the compiler expects
-(`program/calls.py`), of `Work` (`work.py`) and of `Span`s (`runtime/step/timeline.py`). Without one there is no overhead:
-while one lasts, the methods of groups and channels are replaced by ones that note the call, and steps run under a mode
-that counts.
+In: the running ranks of this process. Out: a `Record` of `Call`s, comparable with those that the compiler
+expects (`program/calls.py`), of `Work` (`work.py`) and of `Span`s (`runtime/step/timeline.py`). A recording
+replaces the methods of groups and channels by ones that note the call, and runs steps under a counting mode;
+without one there is no overhead.
 
     with recording(ranks) as (recorded_ranks, record):
         recorded_ranks.run("step", step)
     Counter(record.of(rank=0)) == expected_calls(program, 0)
 
-Receives are the other ends of sends and are not recorded. Python objects that ranks exchange (a dtype, once) count 0 bytes.
+Receives are the other ends of sends and are not recorded. Python objects that ranks exchange (a dtype, once)
+count 0 bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Result = TypeVar("Result")
 Tensor = torch.Tensor
 # Sites of collectives that are not part of the program, and therefore not recorded.
 CHECKS = (check_batch.SITE, check_copies.SITE, check_sizes.SITE, check_state.SITE)
-# What ranks do that is no part of a step.
+# Activities of ranks that are not part of a step.
 UNRECORDED = (COMPILING, EDITS, MODEL)
 # Arguments: kind, ranks of the group, bytes of the payload, site. The call is made in the `with` block.
 Note = Callable[[str, Sequence[int], int, str], AbstractContextManager[None]]

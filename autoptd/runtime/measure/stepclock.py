@@ -83,7 +83,7 @@ def measured(
         covered = []
         for rank in ranks.here:
             watch = watches[rank.world.rank] = _Watch(rank.world, clocks[rank.world.rank])
-            # On CUDA starting a collective takes no device time: the device goes on with what it was computing.
+            # On CUDA starting a collective takes no device time: the device continues its current work.
             start_note: Note = _nothing if device.type == "cuda" else watch.note
             covered.append(cover(rank.world, watch.note, start_note, wait=watch.note))
         clock = clocks[ranks.here[0].world.rank]

@@ -1,4 +1,4 @@
-"""Count the arithmetic of a rank as it is executed: matrix products in FLOPs, all other operators in elements written.
+"""Count the executed arithmetic of a rank: matrix products in FLOPs, other operators in elements written.
 
 In: a rank that runs emitted stages under a `Counting` mode. Out: `Work`, summed by stage, phase and emitted line;
 operators outside emitted lines (sums of gradients, the loss, deferred weight gradients) have no module. A matrix product

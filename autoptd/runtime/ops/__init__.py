@@ -1,1 +1,1 @@
-"""What emitted files call: conversions between value types, and operators of which each rank has a part."""
+"""Provide the functions that emitted files call: conversions between value types, and sharded operators."""

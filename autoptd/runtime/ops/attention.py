@@ -38,7 +38,7 @@ def causal_attention(
     """Return softmax(q k^T * scale) v, where a query sees the keys up to its own place in the whole sequence.
 
     With order="zigzag" the queries are two of 2c pieces (`shards.py`), and see 2c + 1 pieces of keys together, on every rank.
-    Of a `window` they see no more than so many keys, the last their own.
+    With a `window` they see at most that number of keys, ending with their own.
     """
     c, index = group.size, group.index
     places = (index, 2 * c - 1 - index) if order == ZIGZAG else (index,)
@@ -80,11 +80,11 @@ def _masked(first: int, q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any]) ->
 
 
 class _InBlocks(torch.autograd.Function):
-    """The same by kernels for CPUs, which compute what a mask hides: the keys before all queries, then those beside them.
+    """The same in blocks, for CPU kernels, which do not skip masked scores: earlier keys, then the diagonal.
 
-    Two such results are weighed by their sums of exponentials. The gradients of a block need nothing of the other but
-    the result and the logarithm of the sum, both of the whole (Dao 2023, FlashAttention-2, section 3.1). Half precision is
-    computed in float32: a result that is rounded for each block is further off than one device's.
+    The two results are weighted by their sums of exponentials. The gradients of a block need only the overall
+    result and log-sum-exp of the other (Dao 2023, FlashAttention-2, section 3.1). Half precision is computed
+    in float32: rounding per block would be less accurate than one device.
     """
 
     @staticmethod
@@ -106,7 +106,7 @@ class _InBlocks(torch.autograd.Function):
                 log = whole
             outs.append(out.to(q.dtype))
             logs.append(log)
-        # In the memory of the kernel's results, [b, l, heads, e], of which models make [b, l, h] without a copy.
+        # In the kernel's layout, [b, l, heads, e], which models view as [b, l, h] without a copy.
         result = torch.cat([x.transpose(1, 2) for x in outs], 1).transpose(1, 2) if len(outs) > 1 else outs[0]
         ctx.save_for_backward(q, k, v, result, *logs)
         ctx.firsts, ctx.scale = firsts, scale

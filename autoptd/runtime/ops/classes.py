@@ -94,7 +94,7 @@ def _without_padding(z: Tensor, group: Group, dim: int, size: int, fill: float =
 def _log_total(z: Tensor, group: Group, dim: int, site: str) -> Tensor:
     """Return logsumexp of all ranks' scores, keeping the dim."""
     top = group.all_reduce(z.amax(dim, keepdim=True), f"{site} maximum", op="max")
-    # Rows without any finite score: their exponentials would be NaN, and the sum is as it is.
+    # In rows without a finite score the exponentials would be NaN; subtracting 0 leaves the sum correct.
     top = top.masked_fill(top.isinf(), 0.0)
     return top + group.all_reduce((z - top).exp_().sum(dim, keepdim=True), f"{site} sum").log_()
 

@@ -52,7 +52,8 @@ def p_to_i(x: Tensor, group: Group, *, owned: bool = False, site: str = "") -> T
         return x
     y = x if owned else x.clone(memory_format=torch.contiguous_format)
     # `.data` rather than `detach`, whose writes autograd counts: where `y` is a view, as a linear's result may be, it
-    # would rebuild the graph of `y`, or refuse. passes/inplace_sums.py ensures that no backward needs what is overwritten.
+    # would rebuild the graph of `y`, or refuse. passes/inplace_sums.py ensures that no backward needs the
+    # old value.
     group.all_reduce_(y.data, site)
     return y
 
@@ -75,7 +76,7 @@ def i_to_p(x: Tensor, group: Group, *, site: str = "") -> Tensor:
     """
     if group.index == 0:
         return x.view_as(x) if group.size > 1 else x
-    # Zeros by a clone, through which autograd passes the gradient: an autograd function of our own is five times slower.
+    # Zeroing a clone passes the gradient through; a custom autograd function is five times slower.
     y = x.clone()
     y.detach().zero_()
     return y

@@ -1,8 +1,8 @@
-"""Rows in the order of their experts: they are sorted once, multiplied group by group, and put back once.
+"""Sort rows by expert once, multiply them group by group, and restore their order once.
 
-In: rows of tokens, and the expert that each has chosen. Out: products, without a copy of a matrix, and no token dropped. With
-the group of ranks that have different experts, each goes on with the rows of its own: the others' are neither taken nor
-multiplied, whatever they or those experts' matrices hold, and their gradients are zero.
+In: rows of tokens, and the expert that each has chosen. Out: products, without copying a matrix or dropping a
+token. With a group of ranks that hold different experts, each rank takes and multiplies only the rows of its
+experts; all other rows have zero gradients, whatever they or the matrices of their experts hold.
 
     order, ends = by_expert(ids, 8, tp)
     rows = take_rows(x, order, 2)
@@ -23,9 +23,9 @@ from autoptd.runtime.world.world import Group
 
 
 def by_expert(ids: Tensor, experts: int, group: Group | None = None) -> tuple[Tensor, Tensor]:
-    """Return which rows come one after the other, and behind which of them each expert's end.
+    """Return the order of rows sorted by expert, and the end offset of each expert's rows.
 
-    With a group, of a rank's experts: of `experts` the i-th rank has the i-th chunk.
+    With a group, only those of this rank's experts: the i-th rank has the i-th chunk of `experts`.
     """
     each = experts // (group.size if group is not None else 1)
     if ids.is_meta:

@@ -1,6 +1,6 @@
-"""Custom autograd functions of a model that a stage calls as they are.
+"""Call the custom autograd functions of a model unchanged from a stage.
 
-In: a class by its name, and the arguments of its `apply`. Out: what that gives, with the backward that the class has.
+In: the name of a class, and the arguments of its `apply`. Out: its result, with the backward of the class.
 
     y = apply_function("my.layers:ScaleGradient", x, 0.5)
 """

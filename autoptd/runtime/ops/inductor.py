@@ -39,7 +39,7 @@ def compile_layers(owner: type[Any], module: types.ModuleType, *, is_whole: bool
 def _compiled(method: Callable[..., Any], base: type[Any]) -> Callable[..., Any]:
     """Compile a method once for all stages: `self` becomes an object of their base class.
 
-    The compiler would start anew for every type of `self`.
+    Otherwise the compiler would recompile for every type of `self`.
     """
     compiled = torch.compile(method, dynamic=False)
 

@@ -148,7 +148,7 @@ class _Linear(torch.autograd.Function):
             elif hooks.reduces:
                 pending = hooks.regather.reduce_start(input_grad)  # type: ignore[union-attr]
         if ctx.wants_weight_grad:
-            # The leaf itself, whose gradient is told by it: saved-tensor hooks give back another tensor.
+            # The leaf itself, which identifies the gradient: saved-tensor hooks return another tensor.
             leaf = weight if hooks.hidden is None else hooks.hidden
             gemm = WeightGemm(leaf, hooks.regather or x, grad, hooks.is_transposed)
             if hooks.hidden is None:

@@ -32,7 +32,7 @@ def count_labels(
 def sum_loss(world: World, own: torch.Tensor) -> torch.Tensor:
     """Return the sum of `own` (0-d, float64) over all ranks that compute a part of the loss; a collective.
 
-    What ranks have to tell each other (`runtime/world/flags.py`) travels beside it, and takes no round of its own but over tp.
+    The flags of the ranks (`runtime/world/flags.py`) are sent with it, and need an extra round only over tp.
     """
     mesh, flags = world.mesh, world.flags
     sent = own if flags is None else torch.stack([own, flags.mine()])

@@ -1,6 +1,8 @@
-"""Random numbers on one rank: this rank's part of those of the global value, as dropout's masks are (see `dropout.py`).
+"""Draw this rank's part of the random numbers of a global value, like the masks of dropout (see
+`dropout.py`).
 
-In: this rank's part of a value, of which shape and dtype are read alone, and where it lies. Out: the numbers there.
+In: this rank's part of a value (only its shape and dtype are read), and its place. Out: the numbers at that
+place.
 
     noise = uniform(x, self.draw(site=7), batch=0, shard=(2, 1), group=tp)
 """

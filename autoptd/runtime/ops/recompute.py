@@ -1,8 +1,9 @@
-"""Values that backward needs and that are not kept until then: let go after their forward, and computed again in backward.
+"""Recompute activations: free them after forward, and compute them again in backward.
 
-In: an emitted method, its recipe `..._again`, which computes again what the method drops, and their arguments. Out: what
-the method returns. Autograd stays the backward: its saved tensors are filed by their storage, and a dropped value is let
-go wherever it was saved. The first backward that needs one runs the recipe; the last one that needs a value frees it.
+In: an emitted method, its recipe `..._again`, which recomputes the dropped values, and their arguments. Out:
+the result of the method. Backward is still autograd's: its saved tensors are indexed by storage, so a dropped
+value is freed wherever it was saved. The first backward that needs one runs the recipe; the last one that
+needs a value frees it.
 
     x = self.again(self.layer, self.layer_again, i, w.h[i], x)
 
@@ -14,7 +15,7 @@ go wherever it was saved. The first backward that needs one runs the recipe; the
     def layer_again(self, i, w, x, c_fc):                           # the dropped values, in order
         return (F.gelu(c_fc),)
 
-A recipe draws the masks of its own microbatch. Without gradients all of this does nothing.
+A recipe draws the dropout masks of its microbatch. Without gradients nothing is dropped or recomputed.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class Call:
         self, run: Runner, recipe: Callable[..., Any], args: Sequence[Any], drawing: Drawing | None
     ) -> None:
         self._run, self._recipe, self._drawing = run, recipe, drawing
-        # `Saved` in the place of tensors; what the method keeps for the recipe comes behind its arguments.
+        # `Saved` instead of tensors; the values kept for the recipe follow the arguments.
         self._args: list[Any] | None = list(args)
         # Weak: once no backward needs a value, it is not held here.
         self._dropped: list[weakref.ref[Dropped]] = []
@@ -200,7 +201,7 @@ class Activations:
 
     def keep(self, x: Tensor) -> None:
         """Keep a value for the recipe of the running call."""
-        # Detached: the graph behind it may hold this call.
+        # Detached: its graph may hold this call.
         self._calls[-1].keep(self.save(x.detach()))
 
     def drop(self, x: Tensor) -> None:

@@ -1,14 +1,14 @@
-"""A value gathered from the shards of tensor ranks, for GEMMs that save the shard only and gather it again in backward.
+"""Gather the shards of tensor ranks for GEMMs that save only the shard and gather it again in backward.
 
-In: this rank's shard. Out: the whole value, of which autograd saves nothing: the backward of `rt.linear` gathers the
-shards once more for its weight's gradient (Korthikanti et al. 2022, section 4.2.2: a column-split GEMM saves its input
-as a shard). All GEMMs that use the value share one such gather.
+In: this rank's shard. Out: the whole value, which autograd does not save: the backward of `rt.linear` gathers
+the shards again for its weight's gradient (Korthikanti et al. 2022, section 4.2.2: a column-split GEMM saves
+its input as a shard). All GEMMs that use the value share one such gather.
 
     ln_1 = rt.all_gather_again(ln_1, tp, dim=1, uses=3, site="h.0.attn")      # S -> R
     q, k, v = rt.linear(ln_1, w.q), rt.linear(ln_1, w.k), rt.linear(ln_1, w.v)
 
-With `overlap=True` the shards are gathered again while the input's gradient is computed. A GEMM that is the only one to
-use the value also reduce-scatters this gradient itself, while the weight's gradient is computed.
+With `overlap=True` the shards are gathered again while the input's gradient is computed. A GEMM that is the
+only one to use the value also reduce-scatters this gradient itself, while the weight's gradient is computed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 class Regather:
     """The gather of one backward: done at the first of `uses` calls of `take`, its result freed at the last.
 
-    With `overlap`, the first `start` begins the gather, so that it runs beside other work.
+    With `overlap`, the first `start` begins the gather, so that it overlaps other work.
     """
 
     def __init__(
@@ -109,6 +109,6 @@ def all_gather_again(
         return RegatheredInput(s_to_r(x, group, dim, blocks, site=site), None)
     regather = Regather(x, group, dim, blocks, uses, site, overlap)
     if overlap and uses == 1:
-        # No s_to_r: autograd would wait for its reduce-scatter. `rt.linear` starts one of its own.
+        # Not s_to_r: autograd would wait for its reduce-scatter, while `rt.linear` starts one asynchronously.
         return RegatheredInput(gather(x.detach(), group, dim, blocks, site=site), regather, x)
     return RegatheredInput(s_to_r(x, group, dim, blocks, site=site), regather)

@@ -1,20 +1,21 @@
 """Cut a tensor into shards and join them again: pure tensor functions.
 
-A dim of N elements is viewed as [blocks, N / blocks]; rank `index` of `degree` owns the contiguous chunk `index` of the
-second factor in each of the blocks. With blocks = 1 that is one contiguous slice; a fused QKV weight `[3 x
-heads x k, h]` split by heads has blocks = 3, so that a shard is three row blocks. Blocks of unequal sizes (q, k and v of
-grouped queries) are given by these sizes instead: blocks = (64, 32, 32).
+A dim of N elements is viewed as [blocks, N / blocks]; rank `index` of `degree` owns the contiguous chunk
+`index` of the second factor in each of the blocks. With blocks = 1 that is one contiguous slice; a fused QKV
+weight `[3 x heads x k, h]` split by heads has blocks = 3, so that a shard is three row blocks. Blocks of
+unequal sizes (q, k and v of grouped queries) are given by these sizes instead: blocks = (64, 32, 32).
 
     take_shard(torch.arange(6), dim=0, blocks=3, index=1, degree=2).tolist() == [1, 3, 5]
     join_shards([take_shard(x, 0, 3, i, 2) for i in range(2)], 0, 3)  # is x
 
-`Zigzag(3)` in place of 3: each block has 2 * degree pieces, of which rank i owns the pieces i and 2 * degree - 1 - i.
+With `Zigzag(3)` instead of 3, each block has 2 * degree pieces, and rank i owns the pieces i and 2 * degree -
+1 - i.
 
     take_shard(torch.arange(8), 0, Zigzag(), index=0, degree=2).tolist() == [0, 1, 6, 7]
 
 A dim of `size` elements that the ranks do not divide (a vocabulary) is *padded*: shards are equally long
-(`ir.types.shard_size`), and zeros fill up the last ones. Callers pass `size` for such a dim; without it, a dim that the
-ranks do not divide is an InternalError:
+(`ir.types.shard_size`), and zeros fill up the last ones. Callers pass `size` for such a dim; without it, a
+dim that the ranks do not divide is an InternalError:
 
     take_shard(torch.arange(1, 6), 0, 1, index=2, degree=3, size=5).tolist() == [5, 0]
 """
@@ -54,7 +55,7 @@ def take_shard(
 
 
 def join_shards(parts: Sequence[torch.Tensor], dim: int, blocks: Outer, size: int = 0) -> torch.Tensor:
-    """Return the whole of which `parts` are the shards, in order of index: the inverse of `take_shard`."""
+    """Join shards, given in order of index, into the whole tensor: the inverse of `take_shard`."""
     if len(parts) == 1:
         return parts[0]
     dim = dim % parts[0].ndim
@@ -118,7 +119,7 @@ def to_gather(x: torch.Tensor, dim: int, blocks: Outer) -> tuple[torch.Tensor, i
     if blocks == 1:
         return x, dim
     if not isinstance(blocks, int):
-        # Unequal blocks, and pieces from both ends, are no strided dim: gathered rank by rank, `join_shards` orders them.
+        # Unequal blocks and zigzag pieces are not strided: gather rank by rank, for `join_shards` to order.
         return x.unsqueeze(0), 0
     return x.unflatten(dim, (blocks, _chunk(x.shape[dim], blocks))), dim + 1
 

@@ -113,7 +113,7 @@ def sharded_loss(
     site: str,
     dtype: torch.dtype,
 ) -> Loss:
-    """Return the cross-entropy of logits of `dtype`, of which every rank has `columns` columns."""
+    """Return the cross-entropy of logits of `dtype` that have `columns` columns on every rank."""
     if class_weight is not None:
         class_weight = class_weight.to(wide(dtype))
     sites = {"max": f"{site} maximum", "sum": f"{site} sums"}
@@ -140,11 +140,12 @@ def _localize(ids: Tensor, rows: int, group: Group, size: int) -> tuple[Tensor, 
 
 
 class _RowLoss(torch.autograd.Function):
-    """Loss of every row, and the row's share in the divisor of the mean (its target's class weight, 0 where ignored).
+    """Loss of every row, and the row's share in the divisor of the mean (its target's class weight, 0 where
+    ignored).
 
-    Beside the logits there is one tensor of their size: the softmax over this rank's columns, saved for backward, which
-    overwrites it with the gradient. A second backward through a retained graph is therefore refused, by torch. The
-    Triton kernel saves the logits themselves, and reads them again.
+    Besides the logits there is one tensor of their size: the softmax over this rank's columns, saved for
+    backward, which overwrites it with the gradient. torch therefore rejects a second backward through a
+    retained graph. The Triton kernel saves the logits themselves, and reads them again.
     """
 
     @staticmethod

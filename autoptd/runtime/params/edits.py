@@ -21,19 +21,19 @@ from autoptd.runtime.params.guard import GuardedParameter, unguarded
 
 
 class Edits:
-    """The versions of stored tensors, as they were published last."""
+    """The versions of stored tensors when they were last published."""
 
     def __init__(self, stored: Mapping[str, GuardedParameter]) -> None:
         self.stored = dict(stored)
         self._versions: dict[str, int] = {}
-        # Of those whose `.data`, or the like, somebody has.
+        # Values of tensors whose `.data` or similar was taken: writes through it leave the version.
         self._values: dict[str, torch.Tensor] = {}
         self.note()
 
     @unguarded()
     @torch.no_grad()
     def note(self, names: Iterable[str] | None = None) -> None:
-        """Take what tensors have now as published: of all, or of some."""
+        """Record the current values of all, or of the named tensors as published."""
         for name in self.stored if names is None else names:
             if (x := self.stored.get(name)) is not None:
                 self._versions[name] = x._version
@@ -42,7 +42,7 @@ class Edits:
 
     @unguarded()
     def found(self) -> list[str]:
-        """Return the names of those that were written to since."""
+        """Return the names of the tensors that were written to since the last `note`."""
         versions = self._versions
         return [
             name
@@ -52,12 +52,12 @@ class Edits:
 
     def _differs(self, name: str, x: torch.Tensor) -> bool:
         known = self._values.get(name)
-        # The first time, nothing is known of what was there before.
+        # The first time there is no earlier value to compare with.
         return known is None or not torch.equal(known, x)
 
 
 def _was_exposed(x: torch.Tensor) -> bool:
-    # What was exchanged by torch.utils.swap_tensors is of another class.
+    # A tensor exchanged by torch.utils.swap_tensors has another class.
     return getattr(x, "was_exposed", True)
 
 

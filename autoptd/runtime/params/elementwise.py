@@ -1,9 +1,9 @@
-"""Which optimizers update every element by itself, so that their update of a shard is the shard of the update.
+"""Check that an optimizer is elementwise, so that its update of a shard is the shard of its update.
 
-In: a torch optimizer's class, the keywords for it, and the options of its groups. Out: nothing, or a PlanError. torch's own
-are known, and so is a class derived from one of them that overrides no method. A class that overrides some, or has a
-constructor of its own, is tried: a few steps on small tensors whole, on their halves and, for ZeRO, on flat pieces of them.
-What it makes of the model's own shapes is tried in `shape_trial.py`.
+In: a torch optimizer's class, its keywords, and the options of its groups. Out: nothing, or a PlanError.
+torch's own optimizers are known, as are subclasses that override no method. Other classes are tried for a few
+steps on small tensors: whole, in halves and, for ZeRO, in flat pieces. `shape_trial.py` tries them on the
+shapes of the model.
 
     check_elementwise(torch.optim.AdamW, {"lr": 1e-3}, [{"weight_decay": 0.1}], has_pieces=True)
 """
@@ -21,7 +21,7 @@ from autoptd.errors import PlanError
 from autoptd.ir.default_device import on_cpu
 from autoptd.runtime.params.storage import as_piece
 
-# What a group has beside its parameters.
+# The settings of a group, without its parameters.
 Options = Mapping[str, Any]
 Tensors = list[torch.Tensor]
 

@@ -1,4 +1,4 @@
-"""A 64-bit fingerprint that is additive: the fingerprints of shards, along any dim, add up to that of the whole.
+"""Compute an additive 64-bit fingerprint: those of shards, along any dim, add up to that of the whole tensor.
 
 In: a tensor, its name, and where its rows and columns lie in the whole. Out: the sum over elements of
 mix(bits, name, row, column) modulo 2**64, as an int64 (0-d). Row is the index in dim 0, column the flat index in all
@@ -9,7 +9,7 @@ other dims.
     parts = [fingerprint(x[:3], "head.weight", rows=some), fingerprint(x[3:], "head.weight", rows=others)]
     assert sum(parts) == whole            # int64 wraps around
 
-It detects a flipped bit, another sign of zero, and permuted rows or elements; it is no defence against an adversary.
+It detects flipped bits, another sign of zero, and permuted rows or elements; it does not resist an adversary.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Elements at a time: on the CPU so few that intermediate values stay in the cache, elsewhere so few that they fit.
 CPU_CHUNK_ELEMENTS = 1 << 16
 CHUNK_ELEMENTS = 1 << 24
-# So many rows or columns have numbers that are kept for the next tensor: 512 times 16 kB at most.
+# Offsets of up to this number of rows or columns are cached for the next tensor: 512 times 16 kB at most.
 MOST_KEPT = 2048
 # The multipliers of splitmix64: odd, so that multiplication is a bijection, and without a pattern in their bits.
 GOLDEN, SILVER = -0x61C8864680B583EB, -0x40A7B892E31B1A47
@@ -90,7 +90,7 @@ def fingerprint(
 def fingerprint_of(params: RankParameters, spec: ParamSpec, part: torch.Tensor | None = None) -> torch.Tensor:
     """Return the fingerprint of this rank's part of a parameter; those of all parts add up to that of the whole.
 
-    `part` is what is laid out like it, by default what stages use.
+    `part` is a tensor of the same layout, by default the one that stages use.
     """
     # Entries are owned as 1, 2, ... because `own_entries` fills up padding with 0: after the subtraction, padding is -1.
     x = params.local[spec.name] if part is None else part
@@ -121,7 +121,7 @@ def fingerprint_of_rectangle(x: torch.Tensor, name: str, shape: Sequence[int], o
 
 @unguarded()
 def fingerprint_of_model(params: RankParameters) -> str:
-    """Return the fingerprint of all parameters as they are stored: the same on every mesh; a collective of all ranks."""
+    """Return the fingerprint of all stored parameters: the same on every mesh; a collective of all ranks."""
     world = params.world
     total = torch.zeros((), dtype=torch.int64, device=world.device)
     params.wait()
@@ -161,7 +161,7 @@ def hash_words(x: torch.Tensor, most: int = 1 << 16) -> torch.Tensor:
 
 
 def _offset(rows: torch.Tensor, name: str) -> torch.Tensor:
-    """Return what is added to the bits of every row, [row, 1]."""
+    """Return the offsets that are added to the bits of every row, [row, 1]."""
     return _stir(rows * GOLDEN + _key(name))[:, None]
 
 

@@ -25,10 +25,10 @@ from autoptd.runtime.params.parts import dtype_of, shard_group, shard_of
 def gather_full(
     params: RankParameters, spec: ParamSpec, local: torch.Tensor | None, dtype: torch.dtype | None = None
 ) -> torch.Tensor | None:
-    """Return the full CPU tensor of which this rank stores `local`, on rank 0; None elsewhere.
+    """Return on rank 0 the full CPU tensor whose local part is `local`; None elsewhere.
 
-    A collective of all ranks: owners pass what they store (laid out as `RankParameters.stored`), others None.
-    `dtype` defaults to that of the storage.
+    A collective of all ranks: owners pass their stored part (laid out as `RankParameters.stored`), others
+    None. `dtype` defaults to that of the storage.
     """
     world = params.world
     site = f"gather {spec.name}"
@@ -87,8 +87,8 @@ def gather_gradients(params: RankParameters) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_parameters(params: RankParameters, full: Mapping[str, torch.Tensor]) -> None:
-    """Copy this rank's parts of full tensors, by first or any other name, into its parameters; absent ones stay."""
-    # A gather that is under way would overwrite what is loaded.
+    """Copy this rank's parts of full tensors into its parameters, by any of their names."""
+    # A pending gather would overwrite the loaded values.
     params.wait()
     for spec in params.specs:
         names = [name for name in (spec.name, *spec.aliases) if name in full]

@@ -55,7 +55,7 @@ def _norm(params: RankParameters, held: Mapping[str, torch.Tensor], p: float) ->
 
 
 def checked_norm_type(norm_type: float | str) -> float:
-    """Return the p of a p-norm, as torch reads it: a number above 0, inf or "inf"; PlanError for what is no norm."""
+    """Return the p of a p-norm, as torch reads it: a number above 0, inf or "inf"; else PlanError."""
     try:
         p = float(norm_type)
     except (TypeError, ValueError):
@@ -69,7 +69,7 @@ def checked_norm_type(norm_type: float | str) -> float:
 
 
 def checked_clip_value(clip_value: float) -> float:
-    """Return the bound of a clipping by value; PlanError for what is not a number of at least 0."""
+    """Return the bound for clipping by value; raise PlanError unless it is a non-negative number."""
     try:
         value = float(clip_value)
     except (TypeError, ValueError):
@@ -123,7 +123,7 @@ def changed_gradients(params: RankParameters) -> Iterator[dict[str, torch.Tensor
 
 
 def rounded(x: torch.Tensor, bits: int = 36) -> torch.Tensor:
-    """Round a float64 to so many significant bits, relative to 7e-12 with 36 of them.
+    """Round a float64 to `bits` significant bits; 36 bits give a relative error of 7e-12.
 
     The order in which a norm's squares are added depends on how ranks divide them; the factor must not.
     """

@@ -38,7 +38,7 @@ StartSum = Callable[[torch.Tensor, str], Pending]
 
 
 def _all_reduce(group: Group, plan: BucketPlan) -> StartSum:
-    # Looked up at each call: a record puts itself in the place of the group's methods.
+    # Looked up at each call, since a recording replaces the group's methods.
     return lambda flat, site: group.all_reduce_start(flat, site)
 
 
@@ -194,7 +194,7 @@ class Gradients:
         return [stage for stage in spec.stages if program.rank_of_stage(stage) == self.world.pipeline_rank]
 
     def attach(self) -> None:
-        """Notice what is added to the gradients of leaves."""
+        """Install hooks that observe additions to the gradients of leaves."""
         for name in self._counted if self._is_agreed else self._bucket_of:
             if name not in self._hooks:
                 hook = _growth_hook(weakref.ref(self), name)
@@ -320,7 +320,7 @@ class Gradients:
                 self._start_complete()
 
     def _start_complete(self) -> None:
-        """Start complete buckets, in their fixed order: one that is not complete holds up those behind it."""
+        """Start complete buckets in their fixed order: an incomplete one blocks the following."""
         while self._next < len(self.buckets) and not self.buckets[self._next].incomplete:
             self.buckets[self._next].start()
             self._next += 1

@@ -1,9 +1,10 @@
-"""The loss scale of float16: backward starts from it in place of 1, so that small gradients are not rounded to zero.
+"""Scale the loss for float16: backward starts from the scale, so that small gradients do not underflow.
 
-In: per update, whether a gradient was not finite on any rank. Out: the scale of the next step, and whether the update
-is skipped. All ranks decide alike, as they count the same findings. The rules are those of Megatron-LM's dynamic
-scaler; with `hysteresis=1` its scales are those of `torch.amp.GradScaler`, which has no `min_loss_scale`: down to that
-one. Like there, and unlike in Megatron-LM, a scale that float32 does not hold when doubled stays as it is.
+In: per update, whether a gradient was not finite on any rank. Out: the scale of the next step, and whether
+the update is skipped. All ranks decide alike, since they count the same findings. The rules are those of
+Megatron-LM's dynamic scaler; with `hysteresis=1` the scales equal those of `torch.amp.GradScaler`, which has
+no `min_loss_scale`, down to that bound. As there, and unlike in Megatron-LM, a scale is not doubled if
+float32 cannot hold the result.
 
     scale = LossScaler(initial=2.0**16, window=1000, hysteresis=2)
     scale.renew()                    # a step has added to the gradients
@@ -53,7 +54,7 @@ class LossScaler:
         return cls(asked.initial, asked.window, asked.hysteresis, asked.minimum)
 
     def renew(self) -> None:
-        """Forget what was found of the gradients: a step has added to them."""
+        """Discard the findings about the gradients: a step has added to them."""
         self._norm, self._is_bad, self._is_settled = None, None, False
 
     def saw(self, norm: torch.Tensor) -> None:

@@ -1,13 +1,13 @@
-"""The tensors of a stage under the model's own names, as attributes; emitted code reads them there.
+"""Expose the tensors of a stage to emitted code as attributes, under the model's own names.
 
-In: tensors by dotted name. Out: a tree of namespaces, one a module.
+In: tensors by dotted name. Out: a tree of namespaces, one per module.
 
     w = make_namespace({"transformer.h.3.ln_1.weight": x})
     w.transformer.h[3].ln_1.weight                      # x
     w.transformer.h[3].at("attn.c_proj")                # "transformer.h.3.attn.c_proj"
 
-Parameters that are still gathered after an update are withheld: their attributes are gone until one of them is read, and
-whoever reads it first waits for the gather. So a layer runs while the parameters of later ones are under way.
+Parameters whose gather after an update is pending are withheld: their attributes are removed, and the first
+read of one waits for the gather. So a layer can run while the parameters of later ones are being gathered.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Namespace:
         return self._items[key]
 
     def __getattr__(self, part: str) -> Any:
-        # Called for what is not there, so reading what is there costs nothing more.
+        # Called for missing attributes only, so present ones are read without overhead.
         if (key := _key(part)) in self.__dict__.get("_awaited", ()):
             return self[key]
         raise AttributeError(f"{self._path or 'the model'} has no {part!r}")

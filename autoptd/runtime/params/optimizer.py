@@ -319,8 +319,8 @@ def begin(optimizer: NamedOptimizer, *_: Any) -> None:
 
 @unguarded()
 def before_update(params: RankParameters) -> None:
-    """Let storage have what the user wrote to parameters and to their gradients."""
-    # What is still sent of the last update must not change under way.
+    """Copy the user's edits of parameters and their gradients to storage."""
+    # Parameters must not change while the last update is still being sent.
     params.wait()
     params.absorb_edits()
     params.hand_gradients()
@@ -383,7 +383,7 @@ def _names(item: Any, specs: Sequence[ParamSpec], name_of: Mapping[int, str]) ->
 
 
 def _agree(run: Run[Any], mine: list[list[str]], order: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the names of each group over all ranks: groups given as tensors name only what is local."""
+    """Return the names of each group over all ranks: groups given as tensors contain local ones only."""
     everywhere = run(lambda params: params.world.everyone().gather_objects(mine, "optimizer groups"))
     if len({len(groups) for groups in everywhere}) > 1:
         sizes = [len(groups) for groups in everywhere]

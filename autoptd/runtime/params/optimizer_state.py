@@ -64,7 +64,7 @@ def _described(value: Any, parameter: torch.Tensor) -> Any:
 
 
 def local_record(params: RankParameters, spec: ParamSpec, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return this rank's part of one parameter's state, in tensors of its own."""
+    """Return this rank's part of one parameter's state, in new tensors."""
     local = {}
     for key, value in record.items():
         if isinstance(value, torch.Tensor):

@@ -1,6 +1,7 @@
-"""The padding of parameters that a mesh does not divide evenly, which stays zero whatever an optimizer makes of it.
+"""Keep the padding of parameters that a mesh does not divide evenly at zero, whatever the optimizer does.
 
-In: a rank's parameters. Out: views or indices of their padding, and a way to clear it behind an update.
+In: a rank's parameters. Out: views or indices of their padding, and a function that clears it after an
+update.
 
     clear_padding(padding_of(params))
 """

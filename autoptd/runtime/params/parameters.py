@@ -68,7 +68,7 @@ class RankParameters:
         self.local: dict[str, GuardedParameter] = {}
         self.leaves: dict[str, torch.Tensor] = {}
         self._main: dict[str, MainGrad] = {}
-        # Of `.main_grad`; a master's gradient has the dtype of its sum as it is.
+        # The dtype of `.main_grad`; a master's gradient already has the dtype of its sum.
         self._grad_dtypes: dict[str, torch.dtype | None] = {}
         for spec in self.specs:
             has_main = spec.storage.grad_dtype and not spec.has_master
@@ -136,7 +136,7 @@ class RankParameters:
         return plan_buckets(program.params, program.orders, program.ranks, self.world.mesh, rank)
 
     def _share(self, plan: BucketPlan, parts: dict[str, torch.Tensor]) -> None:
-        """Move the parameters of a bucket into a flat buffer, of which this rank stores a range."""
+        """Move the parameters of a bucket into a flat buffer; this rank stores a range of it."""
         bucket = SharedBucket(plan, self.world, parts)
         self.shared.append(bucket)
         for place in bucket.places:
@@ -147,7 +147,7 @@ class RankParameters:
                 self.stored[name] = bucket.pieces[name].tensor
 
     def _add(self, spec: ParamSpec, part: torch.Tensor) -> None:
-        """Make the tensors of a parameter; `part` is what stages use if it is shared, else what is stored."""
+        """Create the tensors of a parameter; `part` is the used one if it is shared, else the stored one."""
         used = part
         is_shared = spec.name in self._shared_of
         if spec.has_master and not is_shared:
@@ -158,7 +158,7 @@ class RankParameters:
         if spec.has_master and spec.requires_grad:
             set_grad_dtype(local, dtype_of(spec.storage.sum_dtype))
         self.local[spec.name] = local
-        # Shares the parameter's memory: stages read what is updated in place.
+        # Shares the parameter's memory, so that stages see in-place updates.
         self.leaves[spec.name] = local.detach().requires_grad_(spec.requires_grad)
         if is_shared:
             local.arrival, local.bears_gradient = self._shared_of[spec.name].wait, False
@@ -172,9 +172,9 @@ class RankParameters:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Publish what was updated to all ranks that use it; a collective of the ranks that share storage.
+        """Publish updated parameters to all ranks that use them; a collective of those that share storage.
 
-        Gathers are only started: `wait` follows.
+        The gathers are only started: call `wait` afterwards.
         """
         if self._copies:
             stored = [self.stored[name].detach() for name in self._copies]
@@ -220,12 +220,12 @@ class RankParameters:
     def _is_touched(self, name: str) -> bool:
         """Tell whether the user may have written to what stages use of a parameter with a master."""
         local = self.local[name]
-        # Whoever has its `.data` may write to that at any time: such a parameter is looked at from now on.
+        # A holder of its `.data` may write to it at any time, so such a parameter is always compared.
         return local._version != self._versions[name] or local.was_exposed
 
     @torch.no_grad()
     def load(self, spec: ParamSpec, part: torch.Tensor) -> None:
-        """Set a parameter, of which `part` is this rank's part, as it is used and as it is stored."""
+        """Set a parameter from `part`, this rank's part: the tensor that stages use and the stored one."""
         local = self.local[spec.name]
         local.copy_(part)
         stored = self.stored.get(spec.name)
@@ -247,7 +247,7 @@ class RankParameters:
         return name in self._shared_of
 
     def pieces_of(self, name: str, range_: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return by name the pieces of what is laid out as the range that this rank stores of the bucket of `name`."""
+        """Return by name the pieces of `range_`, laid out like this rank's range of the bucket of `name`."""
         return self._shared_of[name].split(range_)
 
     def piece_of(self, name: str, local: torch.Tensor) -> torch.Tensor | None:
@@ -259,7 +259,7 @@ class RankParameters:
         return None if piece is None else piece.of(local)
 
     def local_of(self, name: str, stored: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return this rank's part of a parameter (or of what is laid out like it) from what ranks store of it.
+        """Return this rank's part of a parameter, or of a tensor laid out like it, from the stored pieces.
 
         A collective of the ranks that share its storage.
         """
@@ -284,15 +284,15 @@ class RankParameters:
         return weights
 
     def wait_where_read(self, stage: int, weights: Namespace) -> None:
-        """Let `stage`, which reads `weights`, wait for a gather where it reads what is gathered; not before it runs."""
+        """Make `stage` wait for a gather when it reads the gathered `weights`, instead of before it runs."""
         for spec in self.specs:
             if stage in spec.stages and spec.name in self._shared_of:
                 for name in spec.aliases:
                     self._shared_of[spec.name].read.add(weights, name)
 
     def gradient(self, name: str) -> torch.Tensor | None:
-        """Return the gradient of what this rank stores of a parameter, None without one: `main_grad`, unless `.grad`
-        was changed; what was set on storage that stands apart.
+        """Return the gradient of this rank's stored part of a parameter, or None: `main_grad`, unless `.grad`
+        was changed; a gradient that was set on separate storage comes first.
         """
         if name in self._copies and (set_apart := self.stored[name].grad) is not self._handed.get(name):
             return set_apart
@@ -305,9 +305,9 @@ class RankParameters:
         return grad
 
     def hand_gradients(self) -> None:
-        """Give storage that stands apart the gradients of its parameters: behind a step, and before an update.
+        """Assign the gradients of parameters to their separate storage: after a step, and before an update.
 
-        One that was set on the storage since, where an optimizer shows it, stays.
+        A gradient that was set on the storage since, where an optimizer exposes it, is kept.
         """
         for name in self._copies:
             stored, local = self.stored[name], self.local[name]
@@ -341,11 +341,13 @@ class RankParameters:
             return self.is_update_due and any(x.grad is not None for x in self._bearers.values())
 
     def rounded_bytes(self) -> int:
-        """Return the bytes of gradients that are there beside `main_grad`, rounded to the parameters' dtype."""
+        """Return the bytes of gradients kept in addition to `main_grad`, rounded to the parameters' dtype."""
         return sum(grad.copy.nbytes for grad in self._main.values())
 
     def set_gradient(self, name: str, grad: torch.Tensor) -> None:
-        """Set the gradient of a parameter: `.main_grad` if it has one, of which `.grad` is a rounded copy, else `.grad`."""
+        """Set the gradient of a parameter: `.main_grad` if it has one, with a rounded copy in `.grad`, else
+        `.grad`.
+        """
         parameter, dtype = self._bearers[name], self._grad_dtypes[name]
         if dtype is None:
             parameter.grad = guard_gradient(grad)

@@ -25,11 +25,11 @@ from autoptd.runtime.params.elementwise import Options, make, own_methods
 from autoptd.runtime.params.parameters import RankParameters
 from autoptd.runtime.params.parts import dtype_of
 
-# How an update is computed, not what it computes; and what torch notes of a group's names.
+# Options that change how an update is computed, but not its result; and torch's record of names.
 IGNORED = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
-# What torch's optimizers accept on some devices only.
+# Options that torch's optimizers accept on some devices only.
 HOW = frozenset({"fused", "capturable"})
-# A trial whose class does not take tensors without values gets some with values, of at most so many elements.
+# Classes that do not accept meta tensors are tried on real ones, of at most this number of elements.
 MOST_ELEMENTS = 1 << 22
 
 
@@ -82,7 +82,7 @@ class ShapeTrial:
         held = chain.from_iterable(group["params"] for group in local)
         if any(id(x) not in self.name_of for x in held):
             return "its constructor adds parameters of its own, which no rank shares with the others"
-        # `elementwise = True` is the author's word on what is computed; it need not take tensors without values.
+        # `elementwise = True` is a promise about values; the class need not accept meta tensors.
         is_trusted = getattr(self._cls, "elementwise", False)
         whole = []
         for names, options in self._groups:

@@ -1,13 +1,14 @@
-"""A rank's storage of parameters where it is not what stages use: a range of a flat buffer (ZeRO).
+"""Store a range of a flat parameter buffer on each rank (ZeRO).
 
-In: a planned bucket and this rank's parts of its parameters. Out: one flat buffer that holds what stages use, and of it
-the range that this rank stores, in *pieces*: one tensor for each parameter that the range cuts, which the optimizer
-steps. A piece has as many dims as its parameter, all of size 1 but the last, as many optimizers treat matrices and
-vectors differently. After an update the range is gathered by all ranks into the buffer.
+In: a planned bucket and this rank's parts of its parameters. Out: one flat buffer of the parameters that
+stages use, and this rank's range of it in *pieces*: one tensor for each parameter that overlaps the range,
+which the optimizer steps. A piece has as many dims as its parameter, all of size 1 but the last, since many
+optimizers treat matrices and vectors differently. After an update all ranks gather the ranges into the
+buffer.
 
     bucket = SharedBucket(plan, world, {"h.0.ln_1.weight": x, ...})
     bucket.pieces["h.0.ln_1.weight"].tensor           # what the optimizer steps; absent where another rank stores it
-    bucket.gather_start(); ...; bucket.wait()         # behind an update, before the next use
+    bucket.gather_start(); ...; bucket.wait()         # after an update, before the next use
 
 With 2 replicas, and parameters a of 5 elements and b of 4 (aligned to 4 here, 64 in truth):
 
@@ -44,7 +45,7 @@ class Piece:
 
 
 class SharedBucket:
-    """Parameters in one flat buffer, of which every rank of an axis stores an equal range."""
+    """Parameters in one flat buffer; every rank of an axis stores an equal range of it."""
 
     def __init__(self, plan: BucketPlan, world: World, parts: Mapping[str, torch.Tensor]) -> None:
         mesh, first = world.mesh, plan.params[0]
@@ -131,8 +132,8 @@ class SharedBucket:
 
 
 def start_gather(group: Group, flat: torch.Tensor, site: str) -> Pending:
-    """Start filling a flat buffer, of which this rank's range is there."""
-    # Looked up at each call: a record puts itself in the place of the group's methods.
+    """Start gathering a flat buffer that holds this rank's range."""
+    # Looked up at each call, since a recording replaces the group's methods.
     return group.all_gather_start_(flat, site)
 
 
@@ -142,7 +143,7 @@ def as_piece(flat: torch.Tensor, ndim: int) -> torch.Tensor:
 
 
 def alias(x: torch.Tensor) -> torch.Tensor:
-    """Return the same memory with a version counter of its own, so that the user's edits can be told from ours."""
+    """Return the same memory with a separate version counter, to distinguish the user's edits from ours."""
     return x.data
 
 

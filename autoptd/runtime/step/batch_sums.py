@@ -81,7 +81,7 @@ def set_batch_sums(
 
 
 def _largest(own: torch.Tensor, reduce: Callable[[torch.Tensor, str], torch.Tensor]) -> torch.Tensor:
-    """Return the largest entries of all replicas; a NaN is one, which gloo and NCCL may drop, and so it is told besides."""
+    """Return the maximum over all replicas; NaNs are sent separately, since gloo and NCCL may drop them."""
     is_nan = own.isnan()
     both = torch.cat([own.masked_fill(is_nan, -math.inf), is_nan.double()])
     largest, is_nan = reduce(both, "max").chunk(2)
@@ -92,7 +92,7 @@ def add_nothing(program: Program, stage: int, group: Hops, device: torch.device)
     """Take part in the sums of a stage for a replica without microbatches, which runs nothing and needs none of them."""
     first_axis = program.mesh.batch_axes[0]
     own = [call for call in program.collectives if (call.stage, call.axis) == (stage, first_axis)]
-    # In the order in which the others make them: by round, what is summed first.
+    # In the order in which the other ranks make them: by round.
     for call in sorted(own, key=lambda call: call.conversion == "label count"):
         if call.conversion in NOTHING:
             site, op, nothing = NOTHING[call.conversion]

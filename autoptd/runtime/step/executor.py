@@ -1,11 +1,11 @@
-"""Run one pipeline rank's actions: a step (all microbatches forward and backward, gradients summed) or an evaluation.
+"""Run the actions of one pipeline rank: a step (forward, backward, sums of gradients) or an evaluation.
 
-In: a program, this rank's world and parameters, and the microbatches of its replica, each a dict of batch inputs. Out:
-the global loss, equal on every rank, and `parameter.grad`.
+In: a program, this rank's world and parameters, and the microbatches of its replica, each a dict of batch
+inputs. Out: the global loss, equal on every rank, and `parameter.grad`.
 
-A *message* is what one stage sends another for one microbatch: the values of crossings or, on the way back, their
-gradients (`messages.py`). An F saves for its B the received tensors, whose `.grad` is sent back, and the *gradient
-edges* of its outputs. The outputs themselves are freed once sent, unless autograd saved them.
+A *message* from one stage to another holds the values of crossings for one microbatch or, on the way back,
+their gradients (`messages.py`). An F saves for its B the received tensors, whose `.grad` is sent back, and
+the *gradient edges* of its outputs. The outputs themselves are freed once sent, unless autograd saved them.
 
     executor = Executor(program, world, params)
     loss = executor.step([{"ids": x, "targets": y} for x, y in microbatches])
@@ -58,7 +58,7 @@ FORWARD = (Kind.F, Kind.SEND_F, Kind.RECV_F)
 
 @dataclass
 class SavedForBackward:
-    """What the backward of one (stage, microbatch) needs, by crossing: the received tensors, and the outputs' edges."""
+    """The inputs of one backward, by crossing: received tensors, and the edges of outputs."""
 
     inputs: dict[str, torch.Tensor]
     edges: dict[str, GradientEdge]
@@ -66,9 +66,9 @@ class SavedForBackward:
 
 
 class Executor:
-    """The stages of one rank, and what runs them. Creating it is a collective: rank 0's buffers are broadcast.
+    """Run the stages of one rank. Creating it is a collective: rank 0's buffers are broadcast.
 
-    It can be used again after an exception, if all ranks stopped. Equal buffers that are `known` are shared.
+    It can be reused after an exception if all ranks stopped. Buffers equal to those in `known` are shared.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Executor:
         self.steps = 0
         # Called at the start and the end of every action while a step is timed.
         self.watch: Watch | None = None
-        # With their texts, which become `world.at`: formatting them anew would cost time in every step.
+        # With their texts, which become `world.at`: formatting them in every step would cost time.
         self._order = [(action, str(action)) for action in program.orders[world.pipeline_rank]]
         self._rows = program.mask_rows
         self._wires, self._messages = Wires(program), Messages(program, world)
@@ -92,12 +92,12 @@ class Executor:
         if program.updated:
             updates = load_updates(program, self._title(UPDATES))
             self._updates = updates(program, self.buffers, world.device)
-        # The dtype of the loss: seen where the loss stage ran, and agreed on by all ranks at the end of the first step.
+        # The dtype of the loss: seen on the rank of the loss stage, agreed on at the end of the first step.
         self._seen_dtype: torch.dtype | None = None
         self._loss_dtype: torch.dtype | None = None
         self._loss_scale: float | None = None
         self._nan = NanWatch(world.device)
-        # On CUDA the host queues work ahead of the device, and must not read a number from it within a step.
+        # On CUDA the host queues work ahead of the device, and must not synchronize within a step.
         self._runs_ahead = world.device.type == "cuda"
         self._do = {
             Kind.F: self._forward,
@@ -110,27 +110,27 @@ class Executor:
             # Looked up late: `gradients` does not exist before the first step.
             Kind.REDUCE: lambda action: self.gradients.reduce(action.stage),
         }
-        # Of whose rows dropout draws the masks.
+        # Dropout draws its masks by the rows of this replica.
         self.replica = world.replica
         self._begin(())
 
     @cached_property
     def gradients(self) -> Gradients:
-        """This rank's gradient buffers; allocated at the first step, since an executor that only evaluates has none."""
+        """Return this rank's gradient buffers; allocated at the first step, since evaluation needs none."""
         gradients = Gradients(self.program, self.world, self.params)
         for stage in self.stages.values():
             stage.main_grads = gradients.add
         return gradients
 
     def go_on_from(self, other: Executor) -> None:
-        """Run the next step in the place of another, which ran the last one for other sizes."""
+        """Take over from another executor, which ran the last step for other sizes."""
         if "gradients" in other.__dict__:
             other.gradients.detach()
         self.steps, self.watch, self._nan = other.steps, other.watch, other._nan
 
     @property
     def inputs(self) -> set[str]:
-        """Names of the batch inputs that this rank's stages read."""
+        """Return the names of the batch inputs that this rank's stages read."""
         return {name for spec in self.program.stages if spec.index in self.stages for name in spec.inputs}
 
     def files(self) -> dict[str, Program]:
@@ -144,7 +144,7 @@ class Executor:
 
         `microbatches` are this replica's, with at least this rank's `inputs`. A NaN loss raises a RuntimeFault on all
         ranks and drops the gradients, unless `nan="ignore"`; on CUDA it raises one step later. Backward starts from
-        `loss_scale` in place of 1; gradients and loss are those without it.
+        `loss_scale` instead of 1; gradients and loss are returned unscaled.
         """
         self.steps, began = self.steps + 1, time.perf_counter()
         with self.guard(), torch.enable_grad():
@@ -152,7 +152,7 @@ class Executor:
             loss = self._global_loss()
             self._update_buffers()
             bad = self._nan.look(self.steps, loss, self._loss) if nan == "raise" else None
-            # After everything that waits for the device, so that a fault met during these waits is raised too.
+            # After all waits for the device, so that a fault found during one of them is raised too.
             self.world.raise_first_fault()
             bad_ranks = self._ranks_with_nan(bad.own) if bad else []
         # All ranks reach this point with the same `bad`: they raise together, and no rank waits for another.
@@ -178,7 +178,7 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
-        """Return the loss of the global batch, without gradients; a replica may have fewer microbatches than the schedule."""
+        """Return the loss of the global batch, without gradients; a replica may lack microbatches."""
         forward = [pair for pair in self._order if pair[0].kind in FORWARD]
         with self.guard():
             self._run(microbatches, [pair for pair in forward if pair[0].microbatch < len(microbatches)])
@@ -189,12 +189,12 @@ class Executor:
         return loss
 
     def _title(self, name: str) -> str:
-        """The name of an emitted file in tracebacks: unique to the program, for `linecache` is global."""
+        """Return the name of an emitted file in tracebacks: `linecache` is global, so it is unique."""
         return f"<{name} of program {self._fingerprint}>"
 
     @cached_property
     def _layers(self) -> Methods:
-        """The methods that stages share: loaded once, so that inductor compiles them once for all stages of this rank."""
+        """Return the methods that stages share: loaded once, so that inductor compiles them once."""
         is_compiled, source = self.program.fuse == "inductor", self.program.sources.get(LAYERS)
         return load_layers(source, self._title(LAYERS), compiled=is_compiled) if source else {}
 
@@ -217,7 +217,7 @@ class Executor:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Report an exception to the other ranks, and free everything that the step holds."""
+        """Report an exception to the other ranks, and free all tensors of the step."""
         try:
             yield
         except BaseException as exc:
@@ -232,7 +232,7 @@ class Executor:
         self._saved: dict[tuple[int, int], SavedForBackward] = {}
         self._deferred_wgrads: dict[tuple[int, int], list[WeightTerm]] = {}
         self._messages.begin()
-        # An aborted backward may have left GEMMs.
+        # An aborted backward may have left deferred GEMMs.
         for stage in self.stages.values():
             stage.deferred.take()
             stage.parts = {}
@@ -240,7 +240,7 @@ class Executor:
     def _run(self, microbatches: Sequence[Microbatch], order: Sequence[tuple[Action, str]]) -> None:
         self.params.check_storage()
         self.params.absorb_edits()
-        # Else stages wait where they read. Compiled code reads past that, and a wait is no action's time.
+        # Otherwise stages wait at the first read: compiled code bypasses that, timed actions must not wait.
         if self.watch is not None or self.program.fuse == "inductor":
             self.params.wait()
         self._execute(microbatches, order)
@@ -249,7 +249,7 @@ class Executor:
         self._begin(microbatches)
         self._loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
         self._set_totals()
-        # The loop assigns `world.at` itself, which faults and records read.
+        # The loop sets `world.at`, which faults and recordings read.
         for action, self.world.at in order:
             if self.watch is None:
                 self._do[action.kind](action)
@@ -264,7 +264,7 @@ class Executor:
             raise InternalError(self.world.at, f"no W came for the weight gradients of {', '.join(left)}")
 
     def _do_watched(self, action: Action, watch: Watch) -> None:
-        """Wait for the action's messages, then run it between `watch.start` and `watch.end`: the wait is not its time."""
+        """Wait for the action's messages, then time it with `watch.start` and `watch.end`."""
         peers = {Kind.F: self._wires.sources, Kind.B: self._wires.grad_targets}.get(action.kind)
         receive = Kind.RECV_F if action.kind is Kind.F else Kind.RECV_B
         for peer in peers[action.stage] if peers else ():
@@ -274,7 +274,7 @@ class Executor:
         watch.end(action)
 
     def _set_totals(self) -> None:
-        """Set what is known before the first forward: what weighted means divide by, and sums over the batch."""
+        """Compute the divisors of weighted means and the sums over the batch, before the first forward."""
         group = self.world.hops(self.world.mesh.batch_axes)
         # In one order on all ranks: the sums are collectives.
         for index, stage in sorted(self.stages.items()):
@@ -283,7 +283,7 @@ class Executor:
                 continue
             names = self.program.stages[index].inputs
             inputs = chosen_inputs(self._microbatches, names)
-            # Labels and their weights may be made of sums: counts come after them.
+            # Labels and their weights may depend on sums: counts come after them.
             if stage.rounds:
                 self.world.at = SUMS
                 set_batch_sums(stage, inputs, lambda own, op: group.all_reduce(own, SUMS, op))
@@ -305,7 +305,7 @@ class Executor:
         for source in self._wires.sources[stage]:
             message = self._messages.take(Action(Kind.RECV_F, stage, number, source))
             for spec in self._wires.values[source, stage]:
-                # A received tensor is a leaf, in whose `.grad` autograd leaves what `_backward` sends back.
+                # A received tensor is a leaf: `_backward` sends the `.grad` that autograd leaves in it.
                 wants_grad = spec.has_grad and torch.is_grad_enabled()
                 arrived[spec.name] = message[spec.name].requires_grad_(wants_grad)
         batch = {name: self._microbatches[number][name] for name in self.program.stages[stage].inputs}
@@ -322,7 +322,7 @@ class Executor:
             left = {spec.name: outputs[spec.name].detach() for spec in self._wires.values[stage, target]}
             self._messages.leave(Action(Kind.SEND_F, stage, number, target), left)
         if torch.is_grad_enabled():
-            # Edges instead of outputs: backward needs the nodes only, and the memory of the outputs is freed.
+            # Edges instead of outputs: backward needs only the nodes, so the memory of the outputs is freed.
             edges = {
                 spec.name: get_gradient_edge(outputs[spec.name])
                 for spec in self._wires.outputs[stage]
@@ -332,7 +332,7 @@ class Executor:
             self._saved[stage, number] = SavedForBackward(inputs, edges, loss)
 
     def _drawing(self, number: int) -> Drawing | None:
-        """The dropout masks of a microbatch, by its first row in the global batch; None in an evaluation."""
+        """Return a microbatch's dropout masks, by its first row in the global batch; None in evaluations."""
         if not torch.is_grad_enabled():
             return None
         first = (self.replica * self.program.num_microbatches + number) * self._rows
@@ -357,7 +357,7 @@ class Executor:
             roots.append(saved.loss)
             grads.append(self._seed(saved.loss))
         if len(roots) == 1 and roots[0] is saved.loss and self._loss_scale is None:
-            # The common case of the last stage: autograd makes the 1 itself, and skips its checks of shapes.
+            # The common case of the last stage: autograd creates the 1, and skips its shape checks.
             torch.autograd.backward(saved.loss)
         elif roots:
             torch.autograd.backward(roots, grads)  # type: ignore[arg-type]
@@ -368,10 +368,10 @@ class Executor:
             self._messages.leave(Action(Kind.SEND_B, stage, number, source), back)
 
     def _seed(self, loss: torch.Tensor) -> torch.Tensor:
-        """The gradient of a loss from which backward starts: once, where the loss is, and nowhere else."""
+        """Return the gradient from which backward starts."""
         if self._loss_scale is None:
             return torch.ones_like(loss)
-        # Too large for the dtype of the loss, it is infinite there, and so found.
+        # A scale that overflows the dtype of the loss becomes infinite, and is found as such.
         return torch.full_like(loss, self._loss_scale, dtype=wide(loss.dtype)).to(loss.dtype)
 
     def _weight_gradients(self, action: Action) -> None:
@@ -381,11 +381,11 @@ class Executor:
             self.gradients.add(gemm)
 
     def _global_loss(self) -> torch.Tensor:
-        """Sum the loss over replicas, and give it to all ranks in the dtype that the loss stage computes."""
+        """Sum the loss over replicas, and return it on all ranks in the dtype of the loss stage."""
         self.world.at = "loss"
         total = sum_loss(self.world, self._loss)
         mesh = self.world.mesh
-        # A replica without rows has seen none.
+        # A replica without rows has not seen the dtype.
         axes = mesh.axes if 0 in self.program.row_counts else mesh.stage_axes
         told = self.world.hops(axes)
         if self._loss_dtype is None and told.size > 1:
@@ -394,7 +394,7 @@ class Executor:
         return total.to(self._loss_dtype or self._seen_dtype)
 
     def _update_buffers(self) -> None:
-        """Update the buffers that the forward updates, once for all microbatches; a step whose gradients nobody uses, too."""
+        """Update the buffers that the forward updates, once per step, even if its gradients are discarded."""
         if self._updates is not None:
             self.world.at = BUFFERS
             self._updates.run(list(self.stages.values()), self.world)
@@ -406,5 +406,5 @@ class Executor:
 
 
 def _gradient_of(x: torch.Tensor) -> torch.Tensor:
-    # No gradient reached `x`, and its source waits for one all the same.
+    # No gradient reached `x`, but its source still waits for one.
     return torch.zeros_like(x) if x.grad is None else x.grad

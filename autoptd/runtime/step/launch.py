@@ -164,7 +164,7 @@ class LocalRanks(RunningRanks):
         try:
             self.here = self._pool.run(lambda world: make_rank(program, world, full))
         except BaseException:
-            # Nobody else knows of the threads yet: they would wait for jobs until the process ends.
+            # Without a caller to close them the threads would wait for jobs until the process exits.
             self._pool.close()
             raise
 
@@ -211,7 +211,7 @@ class ProcessRank(RunningRanks):
                 self._world.report_fault(exc)
                 raise
             finally:
-                # The caller may wait for the results, and after an exception for what was started.
+                # The caller may synchronize: with the results, or after an exception with started work.
                 self._world.mark()
 
     def _some_rank(self, flag: bool) -> bool:

@@ -1,17 +1,17 @@
-"""The messages of one rank's stages: packed, scattered and sent; received, gathered and unpacked.
+"""Send and receive the messages of one rank's stages: pack and scatter, gather and unpack.
 
-In: the transfer buffers of a program (`program/transfers.py`: what is packed together, and what is scattered over tp),
-this rank's world, and the values of crossings by name, or their gradients. Out: the same on the rank of the other
-stage; a stage of the same rank receives the tensors themselves.
+In: the transfer buffers of a program (`program/transfers.py`: which values are packed together, and which are
+scattered over tp), this rank's world, and the values of crossings by name, or their gradients. Out: the same
+values on the rank of the other stage; a stage of the same rank receives the tensors themselves.
 
-    messages.leave(SEND_F0.1>1, {"x_from_0": x})    # after F0.1: keeps what is to be sent, and nothing else
+    messages.leave(SEND_F0.1>1, {"x_from_0": x})    # after F0.1: keeps only the values to be sent
     messages.send(SEND_F0.1>1)                      # never waits
     messages.receive(RECV_F1.1<0)                   # allocates the buffers and posts; never waits
     messages.take(RECV_F1.1<0)["x_from_0"]          # waits, then gathers over tp
 
-A scattered buffer is gathered by the F or B that needs it, not when it arrives: tensor ranks run these in one order, so
-their gathers match. Memory: a received buffer lives from its RECV to the F or B, a sent one from the F or B until the
-send completes.
+A scattered buffer is gathered by the F or B that needs it, not when it arrives: tensor ranks run these in one
+order, so their gathers match. Memory: a received buffer lives from its RECV to the F or B, a sent one from
+the F or B until the send completes.
 """
 
 from __future__ import annotations

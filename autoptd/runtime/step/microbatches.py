@@ -139,12 +139,12 @@ def cut(
             continue
         x = leaves[spec.leaf].detach()
         if spec.batched:
-            # Ranks as threads are called with the rows of all replicas, a process with those of its own.
+            # Ranks as threads are called with the rows of all replicas, a process with those of its replica.
             rows = spec.shape[0] * count
             if x.shape[0] > rows:
                 x = part_of_rows(x, replica, x.shape[0] // rows, spec.blocks)
         x = _to(x, device)
-        # Views: microbatches share the memory of the batch. What is not batched is whole in each of them.
+        # Views: microbatches share the memory of the batch. Unbatched tensors are whole in each of them.
         pieces = [x] * count
         if spec.batched and count > 1:
             pieces = [part_of_rows(x, number, count, spec.blocks) for number in range(count)]
@@ -167,9 +167,9 @@ def _own_rows(
 
 
 def part_of_rows(x: torch.Tensor, number: int, parts: int, blocks: int = 1) -> torch.Tensor:
-    """Return one of equal parts of a batch: that part of each of its blocks, one behind the other.
+    """Return part `number` of `parts` equal parts of a batch: that part of each block, concatenated.
 
-    Of a batch of one block it is a view.
+    With one block the result is a view.
     """
     if blocks == 1:
         rows = x.shape[0] // parts
@@ -181,7 +181,7 @@ def part_of_rows(x: torch.Tensor, number: int, parts: int, blocks: int = 1) -> t
 def _to(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return `x` on `device`; from the host to a CUDA device without waiting."""
     if device.type == "cuda" and x.device.type == "cpu":
-        # Through pinned memory of our own: the copy runs later, when the caller may have overwritten `x`.
+        # Through a pinned copy: the transfer runs later, when the caller may have overwritten `x`.
         pinned = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
         return pinned.copy_(x).to(device, non_blocking=True)
     # The same tensor where it is there already: then the step reads the caller's memory.
@@ -248,8 +248,8 @@ def batch_rows(leaves: Sequence[Any], pieces: int) -> int:
 
 
 def fitting_microbatches(asked: int | None, args: Args, kwargs: Kwargs, replicas: int) -> int | None:
-    """Return the number of microbatches that was asked for; None, the default, where an evaluation's rows do not divide into
-    so many: without gradients any number gives the same loss.
+    """Return the requested number of microbatches, or None (the default) if it does not divide an
+    evaluation's rows: without gradients any number gives the same loss.
     """
     pieces = replicas * (asked or 1)
     leaves = [

@@ -1,9 +1,10 @@
-"""Pad the batches of a run to few lengths, and to one number of rows.
+"""Pad the batches of a run to a few lengths, and to one number of rows.
 
-In: the leaves of a call, shorter than a bucket or with fewer rows than the first program's. Out: leaves of the sizes of a
-bucket. A length is padded at its end: labels with the `ignore_index` of the loss, everything else with 0 or what was asked for.
-Rows that are missing are copies of real ones (a row without tokens would have nothing to attend to), with labels that are all
-ignored, and all padding in *blank* arguments: the model's own mask, say.
+In: the leaves of a call, shorter than a bucket or with fewer rows than the first program's. Out: leaves of
+the sizes of a bucket. Sequences are padded at the end: labels with the `ignore_index` of the loss, other
+arguments with 0 or the requested value. Missing rows are copies of real ones (a row without tokens would have
+nothing to attend to), with all labels ignored, and with only padding in *blank* arguments, such as the
+model's attention mask.
 
     padding = BatchPadding(program, lengths=(512, 1024), labels={"labels": -100}, pad={}, replicas=1)
     length, rows = padding.measure(leaves)
@@ -25,9 +26,9 @@ from autoptd.program.specs import InputSpec
 from autoptd.runtime.step.microbatches import expected_shape
 
 SITE = "shapes: padding"
-# Of the arguments that added rows may be blank in, so many are tried.
+# Number of arguments that are tried as blank in added rows.
 MAX_BLANKS = 4
-# Multiples of it have parts behind the point that are spread evenly.
+# The fractional parts of its multiples are evenly spread.
 GOLDEN = 0.6180339887498949
 
 
@@ -113,11 +114,13 @@ class BatchPadding:
         return [names for count in counts for names in combinations(others, count)]
 
     def bucket(self, length: int) -> int:
-        """Return the smallest bucket that holds so many tokens."""
+        """Return the smallest bucket that holds `length` tokens."""
         return next(bucket for bucket in self.lengths if bucket >= length)
 
     def padded(self, leaves: Sequence[Any], length: int, rows: int, blank: Collection[str] = ()) -> list[Any]:
-        """Return the leaves of a call with so many tokens and rows; those that are added are padding in `blank` arguments."""
+        """Return the leaves of a call padded to `length` tokens and `rows` rows; added rows of `blank`
+        arguments are padding.
+        """
         given = list(leaves)
         have = leaves[self._lead.leaf].shape[0]
         for spec in self._specs:
@@ -138,13 +141,14 @@ class BatchPadding:
         return x[torch.arange(count, device=x.device) % x.shape[0]]
 
     def varied(self, leaves: Sequence[Any]) -> list[list[Any]]:
-        """Return a call with other numbers in it, which show what those of the call may hide.
+        """Return calls with other values, which show effects of padding that the given values may hide.
 
-        None where it has nothing to vary.
+        The list is empty if there is nothing to vary.
 
-        Weights that are all 1 have the mean of any number of rows, and the largest of some positive numbers is that with zeros
-        behind them. So masks cover fewer tokens in every row; other floats are all negative in one call, all positive in the
-        next, and all different; whole numbers are none that padding has. Labels stay.
+        Weights that are all 1 have the same mean for any number of rows, and appended zeros do not change the
+        maximum of positive numbers. So masks cover fewer tokens in every row; other floats are all negative
+        in one call, all positive in the next, and all different; integers differ from the padding. Labels are
+        unchanged.
         """
         calls: list[list[Any]] = []
         for sign in (-1.0, 1.0):
@@ -157,9 +161,9 @@ class BatchPadding:
         return calls
 
     def with_other_tokens(self, padded: Sequence[Any], length: int, rows: int) -> list[Any]:
-        """Return a padded call, of which so many tokens and rows are real, with copies of real tokens in the padding.
+        """Return a call padded from `length` tokens and `rows` rows, with copies of real tokens as padding.
 
-        Masks, positions and labels stay as they are.
+        Masks, positions and labels are unchanged.
         """
         given, x = list(padded), padded[self._lead.leaf].clone()
         x[:, length:] = x[:, torch.arange(x.shape[1] - length, device=x.device) % length]
@@ -180,7 +184,7 @@ class BatchPadding:
 
 
 def _varied(x: torch.Tensor, sign: float, padding: float) -> torch.Tensor:
-    """Return other numbers for an argument, of `sign` where they are no mask; what is not finite stays."""
+    """Return other values for an argument, of `sign` unless it is a mask; non-finite values are unchanged."""
     if bool(((x == 0) | (x == 1)).all()) and bool((x != 0).any()):
         return torch.where(_covered(x), x, 0)
     if not x.is_floating_point() and not bool((x != 0).any()):

@@ -31,7 +31,7 @@ from autoptd.runtime.world.world import Group
 
 
 class Largest(NamedTuple):
-    """A microbatch's largest entries, of which the whole batch has the largest, where else it has the sum."""
+    """The largest entries of a microbatch: combined over microbatches by maximum instead of by sum."""
 
     value: torch.Tensor
 
@@ -108,7 +108,7 @@ class Stage:
 
     @torch.no_grad()
     def _repeat(self, recipe: Callable[..., Any], args: Sequence[Any], drawing: Drawing | None) -> Any:
-        """Run a recipe with the masks of its own microbatch: another one's forward may have been the last to run."""
+        """Run a recipe with the masks of its microbatch: another one may have run forward since."""
         current, self.drawing = self.drawing, drawing
         try:
             return recipe(*args)
@@ -133,8 +133,8 @@ class Stage:
         return self.sums[number].to(dtype).view(shape)
 
     def keep_part(self, loss: torch.Tensor, part: torch.Tensor, number: int, is_sum: bool) -> torch.Tensor:
-        """Return the loss; keep what a microbatch leaves for the updates of buffers: a part of a sum over the batch, or what
-        is the same for all microbatches.
+        """Return the loss; keep a microbatch's part of a buffer update: a summand over the batch, or a value
+        that all microbatches share.
         """
         if number not in self.parts:
             self.parts[number] = part.detach().to(torch.float64, copy=True)

@@ -4,7 +4,7 @@ In: the class of an emitted file, and the folder that `program.save` wrote it to
 printed. Its t tensor ranks run as threads, on random parameters, crossings and floating-point inputs, and integer inputs
 of 0 and 1; then the sum of the outputs is differentiated. Without `--check` the file prints its docstring.
 
-    check_stage(Stage0, "out").lines    # what is printed
+    check_stage(Stage0, "out").lines    # the printed lines
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _run(stage: type[Stage], program: Program, index: int, world: World) -> Chec
     inputs = {}
     for batch_input in program.inputs:
         if batch_input.name in spec.inputs:
-            # Stages draw their inputs from seeds of their own: they are not compared with each other.
+            # Stages may draw different inputs: they are not compared with each other.
             inputs[batch_input.name] = _random(batch_input.shape, batch_input.dtype, generator)
     arriving = {}
     for crossing in program.crossings:
@@ -179,7 +179,7 @@ def _lines(
 def _faults(
     arriving: dict[str, torch.Tensor], results: dict[str, torch.Tensor], weights: dict[str, nn.Parameter]
 ) -> list[str]:
-    """Name what is NaN, infinite or without a gradient."""
+    """Name the tensors that are NaN, infinite or without a gradient."""
     leaves = {name: x for name, x in (*arriving.items(), *weights.items()) if x.requires_grad}
     missing = []
     tensors = dict(results)

@@ -86,6 +86,6 @@ class Timeline:
         work = dict.fromkeys(self.watches, 0.0)
         for span in self.spans:
             if span.action.kind in COMPUTES:
-                # Sends and receives are no work: in the simulation, too, they only delay what waits for them.
+                # Sends and receives are not work: as in the simulation, they only delay their receivers.
                 work[span.rank] += span.end - span.start
         return self.makespan / max(work.values()) - 1

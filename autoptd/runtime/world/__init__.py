@@ -1,1 +1,1 @@
-"""Ranks that communicate: as threads of one process, or as processes on torch.distributed."""
+"""Connect ranks: as threads of one process, or as processes on torch.distributed."""

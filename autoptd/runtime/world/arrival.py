@@ -1,7 +1,7 @@
-"""Wait for all ranks before torch does: in Python, where Ctrl-C ends it, and a rank that has left ends it too.
+"""Wait for all ranks in Python before torch does, so that Ctrl-C or the exit of another rank ends the wait.
 
-In: this rank's board. Out: nothing, once every rank has one; or a RuntimeFault that names who does not come. Afterwards the
-waits of torch as it makes groups, which nothing ends but their timeout, are short.
+In: this rank's board. Out: nothing, once every rank has a board; or a RuntimeFault that names the missing
+ranks. torch then waits only briefly when it creates groups; only a timeout can end those waits.
 
     meet(board, world, words)
 """
@@ -17,15 +17,18 @@ from autoptd.runtime.world.faults import FaultBoard
 from autoptd.runtime.world.leaving import first_that_left
 from autoptd.runtime.world.world import World, fault_site
 
-# Seconds between two looks at who has arrived: at first, and at most.
+# Seconds between two polls of the arrived ranks: at first, and at most.
 SOON, LATER = 0.001, 0.1
 PLACE = "not arrived at parallelize or pm.step"
 
 
 def meet(board: FaultBoard, world: World, words: dist.Store) -> None:
-    """Wait until every rank has a board; RuntimeFault where one does not come. `words` has those of ranks that left before."""
+    """Wait until every rank has a board; raise RuntimeFault if one does not arrive.
+
+    `words` holds the messages of ranks that exited earlier.
+    """
     site, deadline, pause = fault_site(world.rank, "start"), time.monotonic() + world.timeout, SOON
-    # Without an answer of the store torch says what is wrong with it.
+    # If the store does not answer, leave it to torch to report why.
     while (count := board.arrived()) is not None and count < world.mesh.size:
         if left := first_that_left(words):
             raise RuntimeFault(

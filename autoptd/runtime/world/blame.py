@@ -1,4 +1,4 @@
-"""Which rank is to blame for a call that failed: what is known of the others, put into words.
+"""Find the rank to blame for a failed call, from the last known state of the others.
 
 In: a call of this rank, and the last two beats of every other rank (`faults.py`), or their pages where they are on this
 machine. Out: the fact of a fault.
@@ -23,14 +23,16 @@ Beats = dict[int, dict[str, Any]]
 
 
 class Blame:
-    """Finds who is to blame, for the rank of `world`; `pages` are those of its machine, if calls are noted there."""
+    """Find the rank to blame, as seen by the rank of `world`; `pages` holds the calls noted on its machine,
+    if any.
+    """
 
     def __init__(self, world: World, pages: Pages | None) -> None:
         self._world, self._pages = world, pages
 
     def of_call(self, call: Call, at: str, before: Beats | None, after: Beats | None) -> str:
-        """Say which rank made another call, or which are gone (no beat in between), or in no call, or else
-        who is where.
+        """Name the rank that made another call, else the ranks that are gone (no beat in between) or in no
+        call, else the position of each rank.
         """
         others = [rank for rank in range(self._world.mesh.size) if rank != self._world.rank]
         lasts = {rank: self.last_of(rank, after) for rank in others}
@@ -50,8 +52,8 @@ class Blame:
         return describe(others, lasts, "waiting as well")
 
     def last_of(self, rank: int, beats: Beats | None) -> tuple[str, Call | None]:
-        """What a rank was executing, and its last call: by its page, where it is on this machine, else by its
-        beat.
+        """Return what a rank was executing and its last call: from its page if it runs on this machine, else
+        from its beat.
         """
         if self._pages is not None and (noted := self._pages.read(rank)) is not None:
             at, ranks, number, kind, site, nbytes = noted
@@ -62,14 +64,14 @@ class Blame:
         return beats[rank]["at"], Call(kind, site, tuple(ranks), number, nbytes)
 
     def other_call(self, call: Call, rank: int, beats: Beats | None = None, at: str | None = None) -> str:
-        """Say what two ranks of a group call in one place."""
+        """Describe the different calls that two ranks of a group make in the same place."""
         their_at, last = self.last_of(rank, beats)
         mine = f"{fault_site(self._world.rank, at or self._world.at)}: {call}"
         theirs = f"{fault_site(rank, their_at)}: {last}"
         return f"call {call.number} of ranks {listed(call.ranks)} is not the same on {mine}, and {theirs}"
 
     def _of_lost_store(self, others: Sequence[int], lasts: dict[int, tuple[str, Call | None]]) -> str:
-        """Say which ranks of this machine are gone; that it may be cut off, and who is on others."""
+        """Name the dead ranks of this machine, and the ranks on machines that may be cut off."""
         lost = "the store does not answer: rank 0, or what else hosts the store, is gone, or this node is cut off"
         if self._pages is None:
             return lost
@@ -80,7 +82,7 @@ class Blame:
         return "; ".join([describe(dead, lasts, "gone"), lost]) if dead else lost
 
     def of_scripts(self, script: ScriptCalls, beats: Beats) -> str:
-        """Say which rank's script calls something else than this one's; "" where none is seen to."""
+        """Name the rank whose script makes a different call than this one's; "" if none does."""
         for rank, beat in beats.items():
             if found := first_difference(script, beat["script"]):
                 number, mine, theirs = found

@@ -1,7 +1,7 @@
-"""What a rank calls that others take part in, and how errors name it.
+"""Describe the calls that a rank makes together with others, for errors.
 
-In: the calls of one rank, of collectives and of the script's own (`pm.save`, `pm.step`), numbered. Out: texts; and whether two
-ranks make different ones in one place.
+In: the numbered calls of one rank: collectives, and calls by the script (`pm.save`, `pm.step`). Out: texts;
+and whether two ranks make different calls in the same place.
 
     call.differs(other)                                                   # call 17 of one group is not the same on both
     first_difference([(6, "step"), (7, "save")], [(7, "step")])           # (7, "save", "step")
@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 # (number, what): the last calls of a rank's script, ascending.
 ScriptCalls = tuple[tuple[int, str], ...]
-# How many of them are kept: more than one rank can be ahead of another.
+# Number of calls kept: more than one rank can be ahead of another.
 KEPT = 8
 
 
 class Call(NamedTuple):
-    """What a rank calls that others take part in: call number `number` of the group of `ranks`, or a message
-    of a channel.
+    """A call that a rank makes together with others: call number `number` of the group of `ranks`, or a
+    message of a channel.
     """
 
     kind: str
@@ -32,12 +32,12 @@ class Call(NamedTuple):
 
     @property
     def place(self) -> tuple[object, ...]:
-        """Which call of its group it is."""
+        """Return the position of the call in its group."""
         return self.ranks, self.number
 
     @property
     def form(self) -> tuple[object, ...]:
-        """What is the same on all ranks that make it."""
+        """Return the properties that must agree on all ranks that make the call."""
         return self.kind, self.site, self.nbytes
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Call(NamedTuple):
         return f"{self.kind} {self.site!r}{size}"
 
     def differs(self, other: Call) -> bool:
-        """Tell whether the two are one call of their group, made differently."""
+        """Tell whether both are the same call of their group, but with different properties."""
         return self.number > 0 and self.place == other.place and self.form != other.form
 
 
@@ -59,7 +59,7 @@ def first_difference(mine: ScriptCalls, theirs: ScriptCalls) -> tuple[int, str, 
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """(0, 2) of the text "(0, 2)"."""
+    """Parse ranks: return (0, 2) for "(0, 2)"."""
     return tuple(int(part) for part in text.strip("()").split(",") if part.strip())
 
 

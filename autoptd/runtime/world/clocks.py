@@ -1,8 +1,9 @@
-"""Clocks of ranks: of the host or, on CUDA, of the device, which runs behind the host and is what takes the time.
+"""Read the clock of each rank: the host's or, on CUDA, the device's, since kernels run after the host
+returns.
 
-In: the devices of this process's ranks. Out: a `Clock` for each, all with one origin. `now()` never waits: on CUDA it
-records an event on the current stream. `seconds()` waits until the device has reached that event, so call it after the
-step.
+In: the devices of this process's ranks. Out: a `Clock` for each, all with one origin. `now()` never waits: on
+CUDA it records an event on the current stream. `seconds()` waits until the device has reached that event, so
+call it after the step.
 
     (clock,) = clocks_of([world.device])
     start = clock.now()
@@ -23,7 +24,7 @@ from autoptd.runtime.world.world import on_device
 
 
 class Clock(ABC):
-    """The clock of one rank: `now` returns moments of a type of its own, `seconds` converts them."""
+    """The clock of one rank: `now` returns an opaque moment, `seconds` converts it."""
 
     @abstractmethod
     def now(self) -> Any:
@@ -74,7 +75,7 @@ def _clock(device: torch.device, origin: float) -> Clock:
     if device.type != "cuda":
         return HostClock(origin)
     with on_device(device):
-        # An idle device reaches the event of the clock's origin at the host's time that is read beside it.
+        # An idle device reaches the origin event at once, so host and device time agree there.
         torch.cuda.synchronize()
         return DeviceClock(lambda: torch.cuda.Event(enable_timing=True), time.perf_counter() - origin)
 

@@ -1,24 +1,24 @@
-"""Ends the host's waits for a device that waits for ever: on NCCL, where calls do not fail.
+"""Abort the host's waits on a hung GPU: NCCL calls do not time out.
 
-A collective on NCCL is queued on a stream, and the host goes on. If a peer dies, the stream stands still, and
-the host with it wherever it next asks the device for a number: in the executor, or in the script's
-`loss.item()`. Nothing fails there.
+A collective on NCCL is queued on a stream, and the host continues. If a peer dies, the stream hangs, and so
+does the host at its next synchronization: in the executor, or in the script's `loss.item()`. Neither raises
+an error.
 
-In: a rank's `FaultBoard`, and its process groups. Out: nothing, or the first fault on stderr, and the groups
-aborted, which lets the stream and the host go on. The main thread then raises the fault at its next call, or
-before it would hand out what the step made (`FaultBoard.raise_first`). A thread of its own does this, in two
+In: a rank's `FaultBoard`, and its process groups. Out: nothing, or the first fault on stderr and the groups
+aborted, which releases the stream and the host. The main thread then raises the fault at its next call, or
+before it returns the results of the step (`FaultBoard.raise_first`). A separate thread does this, in two
 cases:
 
-- the board knows a first fault, and the main thread does not come out by itself within GRACE seconds;
-- the device has ended nothing for more than `world.timeout` seconds, though it was given work. A rank that was killed publishes
-  nothing; so this rank makes the diagnosis, and publishes it.
+- the board has a first fault, and the main thread does not raise it within GRACE seconds;
+- the device has finished nothing for more than `world.timeout` seconds, although it has work queued. A killed
+  rank publishes nothing, so this rank makes the diagnosis and publishes it.
 
-What the device has ended is asked by *marks*: the executor leaves one behind every action. The watchdog of
-NCCL is the last resort: its timeout is longer than ours by WATCHDOG_MARGIN. (An error that NCCL itself sees,
-such as a lost connection, makes that watchdog end the process at once.)
+The progress of the device is read from *marks*: the executor leaves one after every action. NCCL's watchdog
+is the last resort: its timeout is longer than ours by WATCHDOG_MARGIN. (On an error that NCCL itself detects,
+such as a lost connection, that watchdog ends the process at once.)
 
     watch = DeviceWatch(board, world, CudaProbe, abort=lambda: abort_groups(handles, LIMIT))
-    watch.mark()                                    # the device is to get here
+    watch.mark()                                    # the device has to reach this point in time
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from autoptd.errors import RuntimeFault
 from autoptd.runtime.world.faults import BEAT, Call, FaultBoard
 from autoptd.runtime.world.world import World, on_device
 
-# Seconds that the main thread has to raise a fault that the board knows.
+# Seconds that the main thread has to raise a fault that is on the board.
 GRACE = 5.0
 # Seconds for the diagnosis, GRACE and the abort.
 WATCHDOG_MARGIN = 30.0
-# Seconds between two looks at the device.
+# Seconds between two polls of the device.
 BETWEEN = 0.25
 
 
 class Probe(Protocol):
-    """A point in what a device was given to do."""
+    """A point in the work queued on a device."""
 
     def record(self) -> None:
-        """Put it behind everything that the device was given so far."""
+        """Record the point after all work queued so far."""
 
     def is_done(self) -> bool:
-        """Return whether the device has come here; any thread may ask."""
+        """Return whether the device has reached this point; may be called from any thread."""
 
 
 class CudaProbe:
@@ -69,13 +69,13 @@ class CudaProbe:
     def is_done(self) -> bool:
         try:
             return self._event.query()
-        # The device is broken: whoever uses it next will be told.
+        # The device is broken: its next use raises the error.
         except RuntimeError:
             return True
 
 
 class Mark(NamedTuple):
-    """What the rank was executing, and its last call, when it left a probe."""
+    """The action that the rank was executing, and its last call, when it left a probe."""
 
     at: str
     call: Call
@@ -84,13 +84,13 @@ class Mark(NamedTuple):
 
 
 class Marks:
-    """The marks that the device has not reached, in order; left by the main thread, asked by another."""
+    """The marks that the device has not reached, in order; added by the main thread, read by another."""
 
     def __init__(self, make_probe: Callable[[], Probe]) -> None:
         self._make_probe = make_probe
         self._lock = Lock()
         self._waiting: deque[Mark] = deque()
-        # An event that is destroyed may make the host wait.
+        # Destroying an event may block the host.
         self._spare: list[Probe] = []
         # When the device was last seen to reach a mark.
         self._progress = time.monotonic()
@@ -103,10 +103,7 @@ class Marks:
             self._waiting.append(Mark(at, call, probe, time.monotonic()))
 
     def late(self, seconds: float) -> tuple[Mark, float] | None:
-        """Return the next mark, and for how long the device has not reached it.
-
-        None if that is less than `seconds`.
-        """
+        """Return the next mark, and how long it has been pending; None if less than `seconds`."""
         with self._lock:
             if self._waiting and self._age() >= seconds:
                 self._drop_reached()
@@ -124,7 +121,7 @@ class Marks:
 
 
 class DeviceWatch:
-    """The thread that watches one rank's device; `abort` ends what its process groups have under way."""
+    """The thread that watches one rank's device; `abort` ends the pending calls of its process groups."""
 
     def __init__(
         self, board: FaultBoard, world: World, make_probe: Callable[[], Probe], abort: Callable[[], None]
@@ -132,7 +129,7 @@ class DeviceWatch:
         self._board, self._world, self._abort = board, world, abort
         self._marks = Marks(make_probe)
         self._is_over = Event()
-        # The first fault is one, however often this thread comes upon it.
+        # The first fault is reported once, however often this thread finds it.
         self._has_told = False
         self._thread = Thread(target=self._serve, name="device watch", daemon=True)
         self._thread.start()
@@ -140,14 +137,14 @@ class DeviceWatch:
         atexit.register(self.close)
 
     def mark(self) -> None:
-        """Mark what the device was told to do until now."""
+        """Leave a mark after the work queued on the device so far."""
         if (call := self._board.last_call) is not None and not self._board.is_ended:
             self._marks.add(self._world.at, call)
 
     def close(self) -> None:
         """End the thread.
 
-        If a fault is known the groups are aborted: their own end would wait for what cannot end.
+        After a fault, abort the groups: destroying them would wait for calls that never complete.
         """
         atexit.unregister(self.close)
         self._is_over.set()
@@ -173,9 +170,7 @@ class DeviceWatch:
             self._end_world()
 
     def _fault_of_wait(self, found: tuple[Mark, float] | None) -> RuntimeFault | None:
-        """The diagnosis, if the device or a call of the host (one that asks the device for numbers) waits for
-        too long.
-        """
+        """Return the diagnosis if the device, or a synchronizing call of the host, has waited too long."""
         limit, waiting = self._world.timeout, self._board.waiting()
         if found is not None and found[1] > limit:
             mark, seconds = found
@@ -186,20 +181,20 @@ class DeviceWatch:
         return None
 
     def _comes_out(self) -> bool:
-        """Whether the main thread raises something within GRACE seconds."""
+        """Tell whether the main thread raises an exception within GRACE seconds."""
         deadline = time.monotonic() + GRACE
         while time.monotonic() < deadline and not self._board.is_out and not self._is_over.wait(BETWEEN):
             pass
         return self._board.is_out
 
     def _end_world(self) -> None:
-        """From here on every call raises the first fault.
+        """Make every later call raise the first fault.
 
-        What waits on the device goes on, with wrong numbers.
+        Work waiting on the device continues, with invalid values.
         """
         if not self._board.is_ended:
             self._board.is_ended = True
-            # A process that ends may start no threads.
+            # A process that is exiting cannot start threads.
             with suppress(RuntimeError):
                 self._abort()
 
@@ -209,18 +204,16 @@ class DeviceWatch:
             print(f"autoptd: {type(fault).__name__}: {fault}", file=sys.stderr, flush=True)
 
 
-# How to ask the device, by the backends on which calls do not fail but wait there.
+# The probe for each backend whose calls hang on the device instead of failing.
 PROBES: dict[str, Callable[[], Probe]] = {"nccl": CudaProbe}
 
 
 def abort_groups(groups: Sequence[dist.ProcessGroup], limit: float) -> None:
-    """End by force what process groups have under way, on a device as well.
+    """Abort the pending calls of process groups, on a device as well; wait for `limit` seconds at most.
 
-    Waits for `limit` seconds at most.
-
-    Side by side: to free one communicator may take the end of another's kernels, which wait until it is
-    aborted too. On NCCL an aborted group also tells its watchdog, which would end the process, that nothing
-    is left to watch.
+    The groups are aborted in parallel: freeing one communicator may have to wait for the kernels of another,
+    which end only when that one is aborted too. On NCCL an abort also stops the watchdog of the group, which
+    would end the process.
     """
     threads = [Thread(target=_abort, args=(group,), name="abort", daemon=True) for group in groups]
     for thread in threads:
@@ -231,7 +224,7 @@ def abort_groups(groups: Sequence[dist.ProcessGroup], limit: float) -> None:
 
 
 def _abort(group: dist.ProcessGroup) -> None:
-    # Not in time, or no longer there.
+    # It failed in time, or the group no longer exists.
     with suppress(RuntimeError):
         group.abort()
 

@@ -1,7 +1,8 @@
-"""Which device a rank uses: one rule for the compiler, the planner and the runtime, before there are any ranks.
+"""Choose the device of a rank: one rule for the compiler, the planner and the runtime, before any rank
+starts.
 
-In: the requested `device` and `backend`, and the model's tensors. Out: a torch.device. Ranks as processes use the GPU of
-their LOCAL_RANK, wherever the model is; ranks as threads stay where the model is.
+In: the requested `device` and `backend`, and the model's tensors. Out: a torch.device. Ranks as processes use
+the GPU of their LOCAL_RANK, wherever the model is; ranks as threads stay where the model is.
 
     device_of_ranks(model.parameters(), None, None)    # under torchrun on a node with GPUs: cuda:3, of a model on the CPU too
 """
@@ -59,7 +60,7 @@ def has_launcher(backend: str | None) -> bool:
     """Tell whether ranks are processes: there is a process group or torchrun's environment, and `backend` is not local."""
     if backend == "local":
         return False
-    # Whoever made a process group means processes, even a group of one.
+    # An initialized process group means processes, even a group of one.
     if dist.is_available() and dist.is_initialized():
         return True
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -83,7 +84,7 @@ def process_device(device: str | None, backend: str | None) -> torch.device:
 
 def thread_device(device: str) -> torch.device:
     """Return the device of all rank threads; "cuda" is the caller's current device."""
-    # Given a number here, because every thread has a current device of its own.
+    # Made explicit here, because the current device is per thread.
     target = torch.device(device)
     if target.type == "cuda" and target.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())

@@ -1,13 +1,13 @@
-"""The calls between rank threads: rounds of a group, messages of a channel, and the first fault.
+"""Exchange tensors between rank threads: rounds of a group, messages of a channel, and the first fault.
 
 In: each rank's call with its tensors. Out: each rank's result, as `Group` and `Channel` of `world.py`
 promise. A collective is a *round*: every rank of the group posts its call and tensors, and the last to arrive
-computes everybody's result, in rank order, so that all get the same bits.
+computes the results of all ranks, in rank order, so that all get the same bits.
 
-Two things are checked that threads would forgive and other transports do not. Posts of a round that disagree
-on (kind, site, shape, dtype) are a fault that names both ranks; to start a call is another kind than to make
-it. And the calls of all groups must have one order (`check_one_order`): NCCL runs what a rank issued one
-after the other, whatever the group.
+Two checks catch errors that threads would tolerate and other transports do not. Posts of a round that
+disagree on (kind, site, shape, dtype) are a fault that names both ranks; an asynchronous call is another kind
+than the blocking one. And the calls of all groups must have one order (`check_one_order`): NCCL runs the
+calls of a rank one after the other, whatever the group.
 
     turn = meeting.post(world, index, ("all_reduce sum", "h.0.mlp", shapes, dtypes), [x], combine)
     world.shared.wait(turn.complete, world, "all_reduce sum 'h.0.mlp'", lambda: meeting.missing(turn))
@@ -126,9 +126,7 @@ class ThreadRank(World):
 
 
 class _Posts:
-    """What the ranks of a group said they would do in one call: kept for the check of the order, without
-    tensors.
-    """
+    """The posts of a group's ranks in one call, without tensors: kept to check the order."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks

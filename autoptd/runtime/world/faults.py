@@ -2,20 +2,21 @@
 
 Every rank's *beat* thread writes once a second what the rank is executing and the last call that it made. A
 rank whose call fails asks for the first fault: a peer's own exception if there is one, else the peer that
-made another call in its place, else the ranks that said they left, else those whose beat stopped (gone), else
-those that wait in no call (hung). The first answer is kept in the store, so that all ranks say the same.
+made another call in its place, else the ranks that reported their exit, else those whose beat stopped (gone),
+else those that wait in no call (hung). The first answer is kept in the store, so that all ranks report the
+same.
 
-The beat thread also ends waits. Once there is a first fault, or the ranks' scripts are seen to call different
-things, a call in which the main thread waits is ended by force: it may wait for a rank that does not come, and
-neither Ctrl-C nor anything else in Python reaches a thread that is inside of it.
+The beat thread also ends waits. Once there is a first fault, or the ranks' scripts are seen to make different
+calls, the call in which the main thread waits is aborted: its peer may never arrive, and neither Ctrl-C nor
+anything else in Python reaches a thread inside such a call.
 
     board = FaultBoard(store, world)
     board.report(exc)                               # user code on this rank raised
     raise board.fault_of_call(call, exc)            # a call of this rank failed
     board.begin("pm.save")                          # the script makes a call that all ranks make
 
-A request to a store whose host does not answer never ends, whatever timeout it was given. So requests are
-made by the beat thread, and whoever asks waits for PATIENCE seconds at most.
+A request to a store whose host does not answer never returns, whatever its timeout. So the beat thread makes
+all requests, and other threads wait for its answer for PATIENCE seconds at most.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class FaultBoard:
         atexit.register(self._end)
 
     def close(self) -> None:
-        """End the thread. A rank that still makes calls is told that this one makes no more."""
+        """End the thread, and publish that this rank makes no more calls, for ranks that still do."""
         atexit.unregister(self._end)
         self._left = self._left or "its script called pm.close()"
         self._ask(partial(self._set_beat, count=-1))
@@ -124,7 +125,7 @@ class FaultBoard:
             self._pages.close()
 
     def _end(self) -> None:
-        """Tell the others why this process ends, as nobody has closed the world."""
+        """Report to the others why this process exits without having closed the world."""
         if cause := cause_of_end():
             self.is_out = True
             if self._first is None and not self._reported:
@@ -301,7 +302,7 @@ class FaultBoard:
             and (error := self._blame.of_scripts(self._script, self._beats(store)))
         ):
             self._write_first(store, {**self._here(), "error": error, "remedy": ON_ALL_RANKS})
-        # The fault is raised by whoever waits.
+        # The waiting thread raises the fault.
         if self._first is not None and self._end_waits is not None:
             self._end_waits()
 

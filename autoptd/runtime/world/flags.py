@@ -1,7 +1,7 @@
-"""What a process has to tell all others: to stop, that a save failed. It travels with the loss: all learn it in the same step.
+"""Share flags of one process with all ranks along with the loss: a stop request, a failed save.
 
-In: signals, and what is asked of this process behind each step or evaluation. Out: the same answer on every rank, behind the
-same step; on CUDA behind the next one, as the host would else wait for the device.
+In: signals, and the flags of this process after each step or evaluation. Out: the same flags on every rank,
+after the same step; on CUDA after the next one, since the host would otherwise wait for the device.
 
     signals = Signals((signal.SIGTERM, signal.SIGUSR1))             # the handler notes the signal, nothing else
     world.flags = FlagWatch(lambda: Flags(stop=signals.seen is not None), world.device)
@@ -68,7 +68,9 @@ class Signals:
 
 
 class FlagWatch:
-    """One rank's: `read` says its own flags, `known` those that some rank had when all last told theirs."""
+    """The flags of one rank: `read` returns its own, `known` holds those set on any rank at the last
+    exchange.
+    """
 
     def __init__(self, read: Callable[[], Flags], device: torch.device) -> None:
         self._read, self._device = read, device

@@ -1,13 +1,13 @@
-"""What a process tells the other ranks as it ends: also one that ends before it has come to them.
+"""Report the exit of a process to the other ranks, even if it exits before it has joined them.
 
-In: why the interpreter ends, as Python has it. Out: a word in the store of the launch, where ranks that wait for this one
-look.
+In: the exception that ends the interpreter. Out: a message in the store of the launch, which ranks that wait
+for this one poll.
 
     tell_at_exit()                          # once for all, by `parallelize`: from here on other ranks wait for this one
     stop_telling()                          # there is a `FaultBoard` now, which does so itself
     with told_once(str(error)) as is_own:   # one process of the node prints it
         ...
-    first_that_left(store)                  # (3, "KeyboardInterrupt"); None where nobody has left
+    first_that_left(store)                  # (3, "KeyboardInterrupt"); None if no rank has left
     in_short(exc)                           # "ValueError: bad row (train.py:35)"
 """
 
@@ -33,7 +33,7 @@ from autoptd.runtime.world.rendezvous import is_served, store_from_env
 LEFT = "autoptd: left before it arrived"
 # Seconds that the store has to answer a process that ends.
 PATIENCE = 2.0
-# Seconds within which the process of a node that is first to tell something has told it.
+# Seconds in which the first process of a node prints its error.
 TELLING = 5.0
 # Where files are that no user has written.
 LIBRARIES = tuple(str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parents[2]))
@@ -41,7 +41,7 @@ LIBRARIES = tuple(str(folder) + os.sep for folder in (Path(torch.__file__).paren
 
 def cause_of_end() -> str:
     """Return the uncaught exception that ends this process, in short; "" where its script has ended, or by `sys.exit`."""
-    # Set by Python before it shows an exception that nobody has caught; `last_exc` from 3.12 on.
+    # Set by Python before it prints an uncaught exception; `last_exc` from 3.12 on.
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is None:
         return ""
@@ -87,7 +87,7 @@ def stop_telling() -> None:
 
 
 def _tell() -> None:
-    # Nobody listens, or nobody could be told: then this process just ends.
+    # If the store cannot be reached, this process just exits.
     with suppress(Exception):
         if dist.is_initialized():
             store, rank = default_store(), dist.get_rank()
@@ -100,10 +100,10 @@ def _tell() -> None:
 
 @contextmanager
 def told_once(text: str) -> Iterator[bool]:
-    """Yield whether this process is the first of its node to tell `text`. The others leave only when that is done.
+    """Yield whether this process is the first of its node to print `text`; the others exit only after it has.
 
-    A launcher ends all processes when the first one has ended: that must not be before the text is told. True where
-    there is no store to ask.
+    A launcher ends all processes when the first one exits: that must not happen before the text is printed.
+    Yield True without a store.
     """
     key = (
         f"autoptd: node {os.environ.get('GROUP_RANK', '0')} tells {hashlib.sha256(text.encode()).hexdigest()}"

@@ -1,4 +1,5 @@
-"""Short texts that processes leave for each other, outside of all collectives: for threads that run beside training.
+"""Short texts that processes leave for each other, without a collective: for threads that run during
+training.
 
 In: a world. Out: a mailbox that one thread of this process uses; nothing in it waits for another process.
 

@@ -1,4 +1,4 @@
-"""Notes of the ranks of a machine, each of which the others can read after its death.
+"""Note the calls of each rank of a machine where the others can read them after it died.
 
 Gloo ends a process by SIGABRT when a peer sends it more than it expects: no Python runs any more, its last
 beat may be a second old, and the store may have died with it. So each rank notes its calls in a *page*, a
@@ -27,7 +27,7 @@ BETWEEN, END, LAST = "\x1f", "\0", b"\0"
 
 
 class Pages:
-    """The pages of the ranks of this machine, of which `rank` writes its own."""
+    """The pages of the ranks of this machine; `rank` writes to its own page only."""
 
     def __init__(self, run: str, rank: int, folder: str | None = None) -> None:
         self._folder = Path(folder or ("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()))
@@ -49,7 +49,7 @@ class Pages:
     def write(self, words: Sequence[object]) -> None:
         """Replace what this rank has noted."""
         text = (BETWEEN.join(map(str, (os.getpid(), *words))) + END).encode()
-        # What is longer is not noted: half a note would be misread.
+        # A longer note is dropped: half a note would be misread.
         if len(text) <= SIZE:
             self._memory[: len(text)] = text
 

@@ -60,7 +60,7 @@ class ThreadChannel(Channel):
 
     def send(self, tensors: Sequence[torch.Tensor], site: str) -> Pending:
         self._world.last_call = f"send {site!r}"
-        # Copies: the sender may free or overwrite its tensors, and the receiver gets memory of its own.
+        # Copies: the sender may free or overwrite its tensors, and the receiver must not share their memory.
         self._pipe.put([x.detach().clone() for x in tensors], site)
         return Done()
 

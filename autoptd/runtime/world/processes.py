@@ -141,7 +141,7 @@ class DistributedWorld(World):
             self._watch.mark()
 
     def new_store(self, name: str) -> dist.Store:
-        """Return a store of this world's, over a connection of its own: for one more thread."""
+        """Return the store of this world over a new connection, for another thread."""
         store = dist.PrefixStore(f"autoptd {self._number} {name}", default_store())
         return store.clone()  # type: ignore[attr-defined, no-any-return]
 

@@ -1,7 +1,9 @@
-"""What every rank called last: kept by torch's flight recorder, written when there is a fault; and the names of groups there.
+"""Record the last calls of every rank in torch's flight recorder, write them after a fault, and name its
+groups.
 
-In: the name of the run, the same on all ranks; a fault. Out: `out/faults/<run>/rank_<rank>` of each rank that lives on, also
-of the failing one. `torchfrtrace` reads them: it says which rank did not make which call of which communicator.
+In: the name of the run, the same on all ranks; a fault. Out: `out/faults/<run>/rank_<rank>` for each rank
+that is still alive, including the failing one. `torchfrtrace` reads them: it reports which rank missed which
+call on which communicator.
 
     set_defaults()                                   # before the first process group
     recorder = Recorder(rank, run)
@@ -40,7 +42,7 @@ class Recorder:
     def __init__(self, rank: int, run: str, folder: Path = FOLDER) -> None:
         self._rank, self._folder = rank, folder / run[:8]
         self._is_over = self._has_written = False
-        # Those of the world, told to the reader where the recorder does not know them.
+        # The groups of the world, added to the dump if the recorder does not have them.
         self.groups: list[dist.ProcessGroup] = []
 
     def dump(self) -> None:
@@ -54,13 +56,13 @@ class Recorder:
             self._folder.mkdir(parents=True, exist_ok=True)
             (self._folder / f"{PREFIX}{self._rank}").write_bytes(record)
         except Exception:
-            # No place to write, another torch's format: what has to be told is the fault itself.
+            # A full disk or another torch's format must not hide the fault itself.
             return
         self._has_written = True
 
     @property
     def hint(self) -> str:
-        """How to read what was written; "" where nothing was."""
+        """Return how to read the dump; "" if none was written."""
         if not self._has_written:
             return ""
         return (

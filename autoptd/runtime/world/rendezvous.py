@@ -116,7 +116,7 @@ def _users() -> list[list[int]]:
 
 
 def is_served(seconds: float) -> bool:
-    """Tell whether there is a launch, and whoever serves its store listens."""
+    """Tell whether this process was started by a launcher and the host of its store answers."""
     if any(name not in os.environ for name in WANTED):
         return False
     try:

@@ -67,7 +67,7 @@ class SendWatcher:
         return sent
 
     def close(self) -> None:
-        """End the thread, behind the sends that it was given."""
+        """End the thread after the sends that were queued."""
         if self._queue is not None:
             self._queue.put(None)
             self._queue = None

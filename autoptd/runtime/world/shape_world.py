@@ -1,7 +1,8 @@
-"""A world in which nobody else is there: its results have the shapes of a real one's, and no numbers.
+"""Simulate communication for one rank alone: results have the right shapes, but no values.
 
-In: tensors on the meta device. Out: tensors on it, in new memory. What a rank would save, and how much memory a step takes,
-is found with it (`compiler/saved.py`, `compiler/peak_memory.py`), and no rank is started.
+In: tensors on the meta device. Out: new tensors on the meta device. The compiler uses it to find what a rank
+saves for backward and the peak memory of a step (`compiler/saved.py`, `compiler/peak_memory.py`) without
+starting ranks.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class ShapeGroup(Group):
 
 
 class ShapeChannel(Channel):
-    """Both ends of a channel: what is sent is gone, what is received has shapes."""
+    """Both ends of a channel: drops the tensors sent, and returns meta tensors for those received."""
 
     def send(self, tensors: Sequence[torch.Tensor], site: str) -> Pending:
         return Done()

@@ -74,7 +74,7 @@ class Ranks:
     """One thread per rank, kept for many `run`s (steps).
 
     After a fault the pool can be used again if every rank ended; a rank that hangs cannot be stopped, so the
-    pool is then broken and says so. A single rank waits for nobody, and runs in the thread that calls.
+    pool is then broken and raises. A single rank never waits, and runs in the calling thread.
     """
 
     def __init__(self, shared: ThreadWorld) -> None:
@@ -109,7 +109,7 @@ class Ranks:
             self._collect(results)
         # KeyboardInterrupt in the caller: stop the ranks as well.
         except BaseException as exc:
-            # Rank -1 is the caller: the waiting ranks are released as by a fault of their own.
+            # Rank -1 is the caller: the waiting ranks are released as if a rank had failed.
             self.shared.fail(-1, "run", exc)
             # It may have come before a rank had its job, or as an answer was taken: what they answer to this comes last.
             results.clear()
@@ -182,7 +182,7 @@ def _has_ended(world: World) -> Any:
 
 
 def _serve(world: ThreadRank, jobs: SimpleQueue[Any], ended: SimpleQueue[tuple[int, Any]]) -> None:
-    """The life of a rank thread: run jobs until told None."""
+    """Run the jobs of a rank thread until the job is None."""
     while (fn := jobs.get()) is not None:
         result = None
         try:
@@ -192,7 +192,7 @@ def _serve(world: ThreadRank, jobs: SimpleQueue[Any], ended: SimpleQueue[tuple[i
                 result = fn(world)
         except BaseException as exc:
             world.report_fault(exc)
-        # Until its next job the thread must not keep the step's tensors alive.
+        # While idle the thread must not keep the step's tensors alive.
         del fn
         ended.put((world.rank, result))
         del result

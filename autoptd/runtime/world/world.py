@@ -1,17 +1,15 @@
-"""What a rank sees of the others: groups for collectives, channels for point-to-point, and faults.
+"""Define one rank's view of the others: groups for collectives, channels for point-to-point, and faults.
 
-A `World` is one rank's view; `threads.py` and `processes.py` each implement it. What is needed is said up
-front (`Communicators`), so that every rank creates the same communicators in the same order. There is a group along
-each axis of the mesh, and none of everyone: what all ranks have to know goes along one axis after the other
-(`Hops`).
+`threads.py` and `processes.py` each implement `World`. The communicators are declared up front
+(`Communicators`), so that every rank creates the same ones in the same order. There is a group along each
+mesh axis, but no group of all ranks: global communication goes along one axis after the other (`Hops`).
 
     whole = world.group(("tp",)).all_reduce(partial, "h.0.mlp")
     sent = world.outgoing(peer).send([x], "SEND_F2.1>3")
     (x,) = world.incoming(peer).receive([((4, 8), torch.float32)], "RECV_F3.1<2").wait()
 
-Terms: the *site* of a call says what it is for (an emitted line, an action) and shows up in errors;
-`world.at` is the action that the rank is executing. Calls of one group are made in the same order by all its
-ranks.
+Terms: the *site* of a call is the emitted line or the action that makes it, and appears in errors; `world.at`
+is the action that the rank is executing. All ranks of a group make its calls in the same order.
 """
 
 from __future__ import annotations
@@ -29,16 +27,16 @@ from autoptd.errors import InternalError
 from autoptd.ir.mesh import MESH_AXES, Mesh
 from autoptd.runtime.world.flags import FlagWatch
 
-# Shape and dtype of a tensor to come.
+# Shape and dtype of a tensor to be received.
 Like = tuple[Sequence[int], torch.dtype]
 
 
 @dataclass(frozen=True)
 class Communicators:
-    """The communicators a program uses beside those along the mesh axes.
+    """The communicators of a program besides those along the mesh axes.
 
     `owners` are sets of pipeline ranks that hold copies of one parameter; `links` are
-    (source, target) pipeline ranks; `sub_axes` are those that values or parameters have types over;
+    (source, target) pipeline ranks; `sub_axes` are the sub-axes that types of values or parameters use;
     `joint` are axes and sub-axes along which ranks sum gradients together.
     """
 
@@ -48,13 +46,15 @@ class Communicators:
     joint: tuple[tuple[str, ...], ...] = ()
 
     def groups(self, mesh: Mesh) -> list[tuple[int, ...]]:
-        """Rank sets of all groups of two ranks or more, each once, in the same order on every rank."""
+        """Return the rank sets of all groups of two ranks or more, each once, in the same order on every
+        rank.
+        """
         found: list[tuple[int, ...]] = []
         single = [(axis,) for axis in (*MESH_AXES, *self.sub_axes)]
-        # Ranks within a layer gather what was sent in parts; those with other samples or tokens sum gradients.
+        # Ranks of a layer gather scattered messages; ranks with different samples or tokens sum gradients.
         for axes in (*single, mesh.value_axes, mesh.gradient_axes, *self.joint):
             found += mesh.groups(axes)
-        # One in each pipeline; that of all stages is the group along pp, which is made once.
+        # One in each pipeline; the group of all its stages is the one along pp, which already exists.
         for pp_ranks in self.owners:
             found += sorted({owner_ranks(mesh, rank, pp_ranks) for rank in range(mesh.size)})
         return [ranks for ranks in dict.fromkeys(found) if len(ranks) > 1]
@@ -69,10 +69,10 @@ class Communicators:
 
 
 def in_rounds(links: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Order links so that they connect soon, if each takes both its ranks for a while: in rounds of disjoint ones.
+    """Order links in rounds of disjoint ones, since connecting one occupies both its ranks.
 
-    Between neighbours these are four, however long the pipeline is: 0-1, 2-3, ..., then 1-2, 3-4, ..., then
-    the same downwards.
+    Links between neighbours take four rounds, however long the pipeline is: 0-1, 2-3, ..., then 1-2, 3-4,
+    ..., then the same in the other direction.
     """
     rounds: list[list[tuple[int, int]]] = []
     for link in sorted(set(links), key=lambda link: (link[0] > link[1], min(link), max(link))):
@@ -91,7 +91,7 @@ def owner_ranks(mesh: Mesh, rank: int, pp_ranks: Sequence[int]) -> tuple[int, ..
 
 
 class Pending(ABC):
-    """Something started: `wait()` finishes it and returns its result (None for a send)."""
+    """A started operation: `wait()` finishes it and returns its result (None for a send)."""
 
     @abstractmethod
     def wait(self) -> Any: ...
@@ -102,7 +102,7 @@ class Pending(ABC):
 
 
 class Done(Pending):
-    """A Pending that had nothing to wait for."""
+    """A Pending that is already complete."""
 
     def __init__(self, result: Any = None) -> None:
         self.result = result
@@ -115,7 +115,7 @@ class Done(Pending):
 
 
 class Then(Pending):
-    """Something started, whose result still passes through a function."""
+    """A started operation whose result is passed through a function."""
 
     def __init__(self, started: Pending, finish: Callable[[Any], Any]) -> None:
         self._started, self._finish = started, finish
@@ -159,13 +159,13 @@ class Group(ABC):
 
     @abstractmethod
     def broadcast(self, x: torch.Tensor, source_index: int, site: str) -> torch.Tensor:
-        """Return the `x` of one rank as a new tensor; the `x` of the others only says shape and dtype."""
+        """Return the `x` of one rank as a new tensor; of the others' `x` only shape and dtype are read."""
 
     @abstractmethod
     def all_reduce_start(self, flat: torch.Tensor, site: str) -> Pending:
         """Start summing `flat` (contiguous) in place.
 
-        It must not be touched before `wait()`, which returns it.
+        Do not access it before `wait()`, which returns it.
         """
 
     @abstractmethod
@@ -174,9 +174,10 @@ class Group(ABC):
 
     @abstractmethod
     def all_gather_start_(self, flat: torch.Tensor, site: str) -> Pending:
-        """Start filling `flat` (1-d, contiguous) in place: of its equal ranges, the `index`-th is this rank's.
+        """Start gathering into `flat` (1-d, contiguous) in place; this rank contributes range `index` of its
+        equal ranges.
 
-        It must not be touched before `wait()`, which returns it.
+        Do not access it before `wait()`, which returns it.
         """
 
     @abstractmethod
@@ -185,7 +186,7 @@ class Group(ABC):
     ) -> Pending:
         """Start `reduce_scatter`; `x` must not be changed before `wait()`.
 
-        With `sum_dtype`, parts travel as they are, and are added up in that dtype, which the result has.
+        With `sum_dtype`, parts are sent in their own dtype, and summed and returned in `sum_dtype`.
         """
 
     @abstractmethod
@@ -194,7 +195,7 @@ class Group(ABC):
 
 
 class SoloGroup(Group):
-    """The group of one rank: hands everything back as it came, at no cost."""
+    """The group of one rank: returns its inputs, at no cost."""
 
     def __init__(self, rank: int) -> None:
         super().__init__((rank,), 0)
@@ -236,10 +237,10 @@ class SoloGroup(Group):
 
 
 class Hops:
-    """Several axes of the mesh as one group of ranks: a call is made along one axis after the other.
+    """Several mesh axes as one group of ranks: a call is made along one axis after the other.
 
-    For few bytes, as it is not overlapped. Calls of ranks with equal coordinates elsewhere meet, so all ranks
-    make them.
+    Use it for small payloads: nothing is overlapped. All ranks must make the call, since each hop is a
+    collective of the ranks along one axis.
     """
 
     def __init__(self, world: World, axes: Sequence[str]) -> None:
@@ -255,7 +256,7 @@ class Hops:
         return x
 
     def broadcast(self, x: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the `x` of the first rank; the `x` of the others only says shape and dtype."""
+        """Return the `x` of the first rank; of the other ranks' `x` only shape and dtype are read."""
         for number, axis in enumerate(self._axes):
             later = self._axes[number + 1 :]
             # A rank that is not the first along a later axis gets it over that axis.
@@ -266,7 +267,7 @@ class Hops:
     def gather_objects(self, obj: Any, site: str) -> list[Any]:
         """Return every rank's object, in the order of `ranks`."""
         objects = [obj]
-        # The fastest axis first: so objects end up in ascending order of ranks.
+        # With the fastest axis first, objects end up in ascending order of ranks.
         for axis in self._axes:
             gathered = self._world.group((axis,)).gather_objects(objects, site)
             objects = list(chain.from_iterable(gathered))
@@ -274,7 +275,7 @@ class Hops:
 
 
 class Channel(ABC):
-    """Messages from one rank to another, in order; each end uses its own method only."""
+    """Messages from one rank to another, in order; one end only sends, the other only receives."""
 
     @abstractmethod
     def send(self, tensors: Sequence[torch.Tensor], site: str) -> Pending:
@@ -288,7 +289,7 @@ class Channel(ABC):
         """Allocate buffers and post a receive; `wait()` returns the list of tensors."""
 
     def close(self) -> None:  # noqa: B027 - most channels hold nothing
-        """Give back what the channel holds; nothing may be sent after that."""
+        """Release the resources of the channel; nothing may be sent after that."""
 
 
 class World(ABC):
@@ -299,10 +300,10 @@ class World(ABC):
         self.coordinate = mesh.coordinate(rank)
         self.replica, self.pipeline_rank = mesh.replica_of(rank), mesh.pipeline_rank_of(rank)
         self.at = "start"
-        # While ranks have more to tell each other than the loss.
+        # Set if ranks exchange flags along with the loss.
         self.flags: FlagWatch | None = None
         self._solo = SoloGroup(rank)
-        # `group`, once asked for.
+        # The groups returned by `group` so far.
         self._along: dict[tuple[str, ...], Group] = {}
         self._hops: dict[tuple[str, ...], Hops] = {}
         self.groups_here: dict[tuple[int, ...], Group] = {}
@@ -345,34 +346,32 @@ class World(ABC):
 
     @abstractmethod
     def report_fault(self, exc: BaseException) -> None:
-        """Tell the other ranks that this one failed with `exc`, so that they show it instead of its
+        """Report to the other ranks that this one failed with `exc`, so that they raise it instead of its
         consequences.
         """
 
     @abstractmethod
     def raise_first_fault(self) -> None:
-        """Raise what another rank failed with, if this one knows of it: its numbers are then not to be handed
-        out.
-        """
+        """Raise the failure of another rank if one has been reported: results are then invalid."""
 
-    def mark(self) -> None:  # noqa: B027 - most devices cannot be behind their host
-        """Say that the device is to come as far as it was told to until now: it is asked whether it did."""
+    def mark(self) -> None:  # noqa: B027 - most devices run in step with their host
+        """Mark the work queued on the device so far, so that a hang before this point is detected."""
 
     def close(self) -> None:  # noqa: B027 - most worlds hold nothing
-        """Give back what the world holds; no call may follow."""
+        """Release the resources of the world; no call may follow."""
 
     def communicators(self) -> tuple[list[Group], dict[int, Channel]]:
         """Return this rank's groups of two ranks or more, and the channels that it sends over, by peer."""
         return list(self.groups_here.values()), dict(self.channels_out)
 
     def _group_of(self, ranks: tuple[int, ...]) -> Group:
-        # Not in the table: nobody announces groups of one rank, which need no communicator.
+        # Not in the table: groups of one rank need no communicator and are not declared.
         if ranks == (self.rank,):
             return self._solo
         return self._find(self.groups_here, ranks, f"group of ranks {ranks}")
 
     def _find(self, table: dict[Any, Any], key: Any, what: str) -> Any:
-        # Made here, only some ranks would make it, and hang: all communicators exist before the first step.
+        # Creating it here would hang, as only some ranks get here: all are created before the first step.
         if key not in table:
             raise InternalError(
                 f"rank {self.rank} at {self.at}", f"the {what} was not announced in `Communicators`"
@@ -381,19 +380,17 @@ class World(ABC):
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Make `device` the current one: Triton's kernels and NCCL's streams go there, whatever the caller made
-    current.
-    """
+    """Make `device` the current one: Triton kernels and NCCL streams use the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def fault_site(rank: int, at: str) -> str:
-    """Name the site of a RuntimeFault: which rank, and what it was executing."""
+    """Return the site of a RuntimeFault: the rank, and the action it was executing."""
     return f"rank {rank} at {at}"
 
 
 def equal_parts(x: torch.Tensor, dim: int, parts: int, site: str) -> int:
-    """Return the lengths of so many equal parts of `x` along `dim`."""
+    """Return the length of each of `parts` equal parts of `x` along `dim`."""
     if x.shape[dim] % parts:
         raise InternalError(site, f"dim {dim} of {list(x.shape)} does not divide into {parts} parts")
     return x.shape[dim] // parts
