@@ -1,4 +1,4 @@
-"""LOCAL graph -> source text: one readable Python file per stage and one of what they share, built by a small writer."""
+"""Emit a LOCAL graph as source text: one readable Python file per stage, and one of shared methods."""
 
 from autoptd.codegen.comments import collective_bytes, conversion_work, origin_text
 from autoptd.codegen.counts import COUNT_SITE, batch_sums, count_conversions, counted_losses

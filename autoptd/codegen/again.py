@@ -1,7 +1,7 @@
-"""Write the recipe of a method: what computes again, in backward, the values that the method does not keep.
+"""Write the recipe of a method, which recomputes in backward the values that the method does not keep.
 
-In: the operators of a method, marked by `passes/kept/keep.py`: `keep.again`, computed again; `keep.dropped`, not kept.
-Out: the calls around values in the method, and a second method with the operators that are computed again:
+In: the operators of a method, marked by `passes/kept/keep.py` as `keep.again` (recomputed) or `keep.dropped`
+(not kept). Out: the calls around values in the method, and a second method with the recomputed operators:
 
     gelu = self.dropped(F.gelu(self.kept(c_fc)))
 
@@ -9,7 +9,8 @@ Out: the calls around values in the method, and a second method with the operato
         gelu = F.gelu(c_fc)
         return (gelu,)
 
-Its arguments are those of the method that it needs, by their names, then the values that the method keeps for it.
+Its arguments are the arguments of the method that it needs, under the same names, then the values kept for
+it.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ Express = Callable[[dict[Node, str]], Callable[[int, Node], str]]
 
 @dataclass(frozen=True)
 class Recipe:
-    """The operators of a method `name`, some of which are computed again."""
+    """The operators of the method `name` and the subset that is recomputed."""
 
     name: str
     body: tuple[Node, ...]
 
     @cached_property
     def operators(self) -> list[Node]:
-        """What the recipe computes: the operators behind what it returns that are computed again."""
+        """The operators that the recipe recomputes to obtain its results."""
         needed = set(self.dropped)
         for node in reversed(self.body):
             if node in needed and note(node).keep.again is not None:
@@ -57,17 +58,17 @@ class Recipe:
 
     @property
     def dropped(self) -> list[Node]:
-        """What the recipe returns, in the order in which the method drops it."""
+        """The results of the recipe, in the order in which the method drops them."""
         return [node for node in self.body if note(node).keep.dropped]
 
     @cached_property
     def kept(self) -> list[Node]:
-        """What the recipe reads of the method's other operators."""
+        """The values of other operators of the method that the recipe reads."""
         read = {arg for node in self.operators for arg in node.all_input_nodes}
         return [node for node in self.body if node in read and note(node).keep.again is None]
 
     def wrapped(self, node: Node, text: str) -> str:
-        """Return the expression of a value of the method, as it is kept or dropped."""
+        """Return the expression of a value of the method, wrapped if it is kept or dropped."""
         if note(node).keep.dropped:
             return f"self.dropped({text})"
         return f"self.kept({text})" if node in self.kept else text
@@ -78,9 +79,9 @@ class Recipe:
 
 
 def recipe_of(name: str, body: Sequence[Node]) -> Recipe | None:
-    """Return the recipe of a method; None where it keeps everything.
+    """Return the recipe of a method; None if it keeps everything.
 
-    A sum in the memory of an argument is kept: the recipe would find the sum in its place, which has the bytes of the argument.
+    A sum in the memory of an argument is kept: the recipe would read the sum instead of the argument.
     """
     again = {node for node in body if note(node).keep.again is not None}
     for node in body:
@@ -91,7 +92,7 @@ def recipe_of(name: str, body: Sequence[Node]) -> Recipe | None:
 
 
 def summed_in_place(node: Node) -> Iterator[Node]:
-    """Yield the operators behind the memory in which `node` sums: views, and what allocates it (`passes/inplace_sums.py`)."""
+    """Yield the operators that produced the memory in which `node` sums: the allocating one, and views."""
     if note(node).conversion == "p_to_i":
         at = node.args[0]
         while isinstance(at, Node) and at.op == "call_function":
@@ -118,10 +119,10 @@ def write_recipe(
     lists: Mapping[str, Sequence[str]] | None = None,
     bound: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the recipe behind its method.
+    """Write the recipe after its method.
 
-    `arguments` are the method's; `given` the values among them; `names` those of all values in the method; `lists` and
-    `bound` the variables that it begins with.
+    `arguments` are the method's; `given` are the values among them; `names` has the names of all values in
+    the method; `lists` and `bound` are the variables defined at its start.
     """
     taken = {*arguments, *RESERVED}
     kept: dict[Node, str] = {}
@@ -129,7 +130,7 @@ def write_recipe(
         kept[node] = _free(names[node], taken | {*kept.values()})
     known = given | kept
     computed, same = _computing(recipe.operators, known)
-    # What is read through an idle conversion has no reader here: its name is not given to another value.
+    # A value read through an idle conversion has no reader here, so keep its name from being reused.
     held = dict.fromkeys(same.values(), len(computed))
     reserved = (taken | {*(lists or ())}) - {*known.values()}
     own = choose_names(computed, known, recipe.dropped, held=held, reserved=reserved)
@@ -162,14 +163,14 @@ def write_recipe(
 
 
 def learned_mask(node: Node) -> Node | None:
-    """Return the mask of an attention, where that has a gradient: kernels are chosen by that, and would differ in a recipe."""
+    """Return the mask of an attention if it has a gradient: a recipe could then choose another kernel."""
     is_attention = op_name(node) == "aten.scaled_dot_product_attention"
     mask = node.args[3] if is_attention and len(node.args) > 3 else None
     return mask if isinstance(mask, Node) and note(mask).needs_grad else None
 
 
 def _computing(operators: Sequence[Node], known: Mapping[Node, str]) -> tuple[list[Node], dict[Node, Node]]:
-    """Divide operators into those that compute, and conversions that do nothing in forward, with what they read."""
+    """Split operators into computing ones, and conversions idle in forward, mapped to their operands."""
     computing: list[Node] = []
     same: dict[Node, Node] = {}
     for node in operators:
@@ -183,7 +184,7 @@ def _computing(operators: Sequence[Node], known: Mapping[Node, str]) -> tuple[li
 
 
 def names_in(body: Writer) -> set[str]:
-    """Return the variables that the body of a method names."""
+    """Return the variables used in the body of a method."""
     source = "\n".join(["def body():", *body.lines])
     check_source("recipe", source)
     return {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}

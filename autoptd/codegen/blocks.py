@@ -1,6 +1,6 @@
-"""Write operators that several stages compute, instead of sending a value, once: as a method that each of them calls.
+"""Write operators that several stages compute, rather than send, as one method that each of them calls.
 
-In: a `Block` and the names of the values around it. Out: lines such as
+In: a `Block` and the names of the surrounding values. Out: lines such as
 
     def make_mask(self):
         position_ids = torch.arange(8, dtype=torch.int64, device=self.device)  # [8]
@@ -29,13 +29,13 @@ from autoptd.ir.mesh import Mesh
 from autoptd.ir.names import free_method, free_name, layer_of
 from autoptd.ir.notes import note
 
-# A method with at most so many results is named after them.
+# A method with at most this many results is named after them.
 MAX_NAMED_RESULTS = 2
 
 
 @dataclass(frozen=True)
 class Method:
-    """The method of a block: its name, and those of its arguments."""
+    """The method of a block: its name and the names of its arguments."""
 
     block: Block
     name: str
@@ -69,7 +69,7 @@ def _base_name(block: Block) -> str:
 
 
 def write_method(writer: Writer, method: Method, mesh: Mesh) -> None:
-    """Write the method: the operators of the block, and what it returns; and its recipe."""
+    """Write the method, which computes the operators of the block and returns their results, and its recipe."""
     block, recipe, arguments = method.block, method.recipe, method.arguments
     names = choose_names(list(block.nodes), arguments, list(block.results))
 

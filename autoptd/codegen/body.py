@@ -39,12 +39,13 @@ def write_body(
 ) -> None:
     """Write `body`; `express` gives the expression of its i-th operator. For `layers` see `section_of`.
 
-    `is_shared`: the body is a method of several stages, whose docstring names them. `kept` says how values are kept.
+    `is_shared`: the body is a method of several stages, whose docstring names them. `kept` wraps values that
+    are kept.
     """
     position = {node: i for i, node in enumerate(body)}
     section = None
     for i, node in enumerate(body):
-        # Its name stands on the left of the line of the tuple.
+        # The line that unpacks the tuple assigns its name.
         if node.target is operator.getitem and _is_unpacked(node.args[0], position):  # type: ignore[arg-type]
             continue
         module = section_of(node, layers)
@@ -53,8 +54,8 @@ def write_body(
             writer.gap()
             source = f"  ({note(node).source})" if note(node).source else ""
             writer.comment(2, f"{module}{source}")
-        # A conversion I -> R that has no line of its own: its all-reduce runs within the backward of this
-        # GEMM (passes/hook_gemms.py), and a reader who counts collectives must find it.
+        # A conversion I -> R without a line: its all-reduce runs in the backward of this GEMM
+        # (passes/hook_gemms.py), and a reader who counts collectives must find it.
         absorbed = note(node).gemm.absorbed
         if absorbed is not None:
             why = brief(node, absorbed.why, layers)
@@ -74,7 +75,7 @@ def write_body(
 def _write_pieces(
     writer: Writer, node: Node, body: Sequence[Node], names: dict[Node, str], kept: Kept
 ) -> None:
-    """Write how the pieces of a tuple are kept, in the order in which they are taken."""
+    """Write the calls that keep pieces of a tuple, in the order in which they are taken."""
     for piece in body:
         if piece in node.users and kept.wrapped(piece, names[piece]) != names[piece]:
             how = note(piece).keep.dropped
@@ -82,7 +83,7 @@ def _write_pieces(
 
 
 def _unpacked_target(node: Node, names: dict[Node, str]) -> str:
-    """Return `q, _, v` for a tuple of three of which nobody reads the second."""
+    """Return the targets of an unpacked tuple: `q, _, v` if its second element is unread."""
     pieces = {user.args[1]: names[user] for user in node.users}
     count = len(node.meta["val"])
     target = ", ".join(pieces.get(k, "_") for k in range(count))

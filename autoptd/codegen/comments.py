@@ -26,8 +26,8 @@ WHEN = ("fwd", "bwd")
 def section_of(node: Node, layers: dict[str, str] | None = None) -> str:
     """Return the source module that a line is shown under: a path that ends one name below a layer.
 
-    In the method of a layer, `layers` maps the paths of its modules to how they are shown ("" if there is one): then the
-    path begins there.
+    In the method of a layer, `layers` maps the paths of its modules to their display names ("" for a single
+    module), where the path then begins.
     """
     path = note(node).module
     if layers is None:
@@ -43,7 +43,8 @@ def section_of(node: Node, layers: dict[str, str] | None = None) -> str:
 
 
 def reason_of(node: Node, mesh: Mesh, layers: dict[str, str] | None = None, is_shared: bool = False) -> str:
-    """Return the comment above a line: collectives, bytes and reason of a conversion; why another operator is split.
+    """Return the comment above a line: collectives, bytes and reason of a conversion; why another operator is
+    split.
 
     `is_shared`: the method says that several stages compute it.
     """
@@ -51,8 +52,8 @@ def reason_of(node: Node, mesh: Mesh, layers: dict[str, str] | None = None, is_s
     if node.target is markers.convert:
         return _conversion_reason(node, mesh, layers)
     reasons = []
-    # Most operators follow their operands, and a reason above each would hide those that decide: only GEMMs,
-    # operators whose local form differs, and what could not be split have one.
+    # Most operators follow their operands, and a reason above each would hide the important ones. Only GEMMs,
+    # operators whose local form differs, and operators that could not be split have one.
     is_split = record.why.startswith(("column", "row")) or bool(record.forms.keys() - {BATCH})
     if is_split or record.fallback or record.rule:
         reasons.append(record.why or record.rule)
@@ -71,11 +72,11 @@ def _conversion_reason(node: Node, mesh: Mesh, layers: dict[str, str] | None) ->
     for kind, when in zip(conversion_work(node), WHEN, strict=True):
         if kind != "none":
             work.append(f"{SHORT.get(kind, kind)} {when}")
-    # Regathered for the weight's gradient instead of being kept: a collective that the table does not have.
+    # Regathered for the weight gradient instead of being kept: a collective that is not in the table.
     if note(node).gemm.uses is not None:
         work.append("AG again bwd")
     why = brief(node, note(node).why, layers)
-    # The reason says which rank, and nothing is sent.
+    # The reason names the rank, and nothing is sent.
     if why and {*conversion_work(node)} <= {"none", ONE_RANK}:
         return why
     return f"{', '.join(work) or 'no communication'}, {collective_bytes(node, mesh):,} B: {why}"
@@ -117,8 +118,8 @@ def brief(node: Node, why: str, layers: dict[str, str] | None = None) -> str:
     """Return a reason without the path that the section of `node` already shows."""
     if note(node).module:
         why = why.removeprefix(f"{note(node).module}: ")
-    # "h.3.mlp: row ..." in the method of h.3 -> "mlp: row ...": the second round's number would be a lie in
-    # a method that all rounds call.
+    # "h.3.mlp: row ..." in the method of h.3 -> "mlp: row ...": the number of the second round would be wrong
+    # in a method that all rounds call.
     for layer, shown in (layers or {}).items():
         if why.startswith((f"{layer}.", f"{layer}: ")):
             return (shown + why.removeprefix(layer)).removeprefix(".").removeprefix(": ")
@@ -128,8 +129,8 @@ def brief(node: Node, why: str, layers: dict[str, str] | None = None) -> str:
 def site_text(node: Node, weights: Mapping[str, str] | None = None) -> str:
     """Return the site of a collective, for errors and records, as Python text: the path of its module.
 
-    In the method of a layer, `weights` are the paths of the modules that it is called with, by argument: the path is
-    asked of the argument, since it differs from layer to layer.
+    In the method of a layer, `weights` are the paths of the modules that it is called with, by argument. The
+    path is then read from the argument, since it differs from layer to layer.
     """
     path = note(node).module or "model"
     for layer, name in (weights or {}).items():
@@ -139,16 +140,16 @@ def site_text(node: Node, weights: Mapping[str, str] | None = None) -> str:
             return f"{name}.at({quoted(path.removeprefix(f'{layer}.'))})"
     if weights is None:
         return quoted(path)
-    # In a layer without an argument to ask, numbers become stars: "h.*.mlp".
+    # In a layer without such an argument, numbers become stars: "h.*.mlp".
     return quoted(star(path))
 
 
 def conversion_work(node: Node) -> tuple[str, str]:
-    """Return what a conversion does forward and backward: its row of the table, less what this node does not need."""
+    """Return the collectives of a conversion in forward and backward: its table row, less unneeded ones."""
     row = next(row for row in CONVERSIONS.values() if row.name == note(node).conversion)
     forward, backward = row.forward, row.backward
     if row.name == "s_to_s" and node.args[2] == node.args[4]:
-        # Shards of one dim that lie otherwise in it (q|k|v in blocks): see the runtime's s_to_s.
+        # Shards of the same dim in another arrangement (q|k|v in blocks): see the runtime's s_to_s.
         is_same = node.args[3] == node.args[5]
         forward = backward = "none" if is_same else "all-gather"
     if not note(node).needs_grad:
@@ -165,7 +166,7 @@ def collective_bytes(node: Node, mesh: Mesh) -> int:
         # The local shape is that of a shard.
         count *= degree
     elif padded:
-        # What is sent is a multiple of the shard: 50257 rows over 4 ranks are 4 x 12565.
+        # The message is a multiple of the shard: 50257 rows over 4 ranks are 4 x 12565.
         count = count // padded * shard_size(padded, degree) * degree
     return count * tensor(node).element_size()
 
@@ -177,7 +178,7 @@ def local_shape_text(node: Node) -> str:
 
 
 def value_text(node: Node) -> str:
-    """Describe what a rank has of a value: `[1, 8, 32] float32`."""
+    """Describe a rank's part of a value: `[1, 8, 32] float32`."""
     return f"{local_shape_text(node)} {str(tensor(node).dtype).removeprefix('torch.')}"
 
 

@@ -1,4 +1,5 @@
-"""Write what a stage sums before the first forward: the counts that weighted means divide by, and batch sums.
+"""Write the sums of a stage before the first forward: the counts that weighted means divide by, and batch
+sums.
 
 In: the losses and batch sums of a stage. Out: methods that compute them from the inputs of one microbatch:
 
@@ -22,7 +23,7 @@ from autoptd.errors import InternalError
 from autoptd.ir import markers
 from autoptd.ir.notes import note, site
 
-# What the sum of counts is called, and what is gathered for it.
+# The names of the sum of counts, and of the values gathered for it.
 COUNT_SITE = "count of labels"
 
 
@@ -35,13 +36,13 @@ def counted_losses(body: list[Node]) -> list[Node]:
 
 def labels_of(loss: Node) -> list[Node]:
     """Return the labels of a loss, and the weights of their classes where it has them."""
-    # The fused loss has its other operands in the place of class weights.
+    # The fused loss has other operands instead of class weights.
     read = loss.args[1:] if loss.target is markers.cross_entropy else loss.args[1:2]
     return [arg for arg in read if isinstance(arg, Node)]
 
 
 def write_count(writer: Writer, counted: list[Node], given: dict[Node, str]) -> None:
-    """Write the method, from the labels of one microbatch to the tuple of its counts; `given` are the stage's inputs."""
+    """Write the method that maps the labels of one microbatch to its counts; `given` are the stage's inputs."""
     about = "Number (or class weight) of the valid labels of one microbatch."
     text = _begin(writer, "count", about, _counted_of(counted), given)
     calls = [_count_call(node, text) for node in counted]
@@ -51,7 +52,7 @@ def write_count(writer: Writer, counted: list[Node], given: dict[Node, str]) -> 
 
 
 def _counted_of(counted: list[Node]) -> list[Node]:
-    """Return what the counts of some losses are made of: labels depend on inputs and buffers alone, so they are known."""
+    """Return the operands of the counts of some losses: labels, which depend only on inputs and buffers."""
     return [markers.unconverted(arg) for node in counted for arg in labels_of(node)]
 
 
@@ -85,10 +86,10 @@ def write_sums(writer: Writer, number: int, sums: list[Node], given: dict[Node, 
 def _begin(
     writer: Writer, name: str, about: str, values: list[Node], given: dict[Node, str]
 ) -> Callable[[Node], str]:
-    """Write a method up to where it has some values; return how it calls them."""
+    """Write a method up to the computation of some values; return the function that prints its values."""
     needed = _computation_of(values)
     for value in values:
-        # Every rank along an axis that divides values counts all of what is counted.
+        # Every rank along an axis that splits values must count all entries.
         for axis, _ in note(value).layout.shards:
             raise InternalError(site(value), f"{name} would count a part of what {axis} divides")
     inputs = {node: name for node, name in given.items() if node.op == "placeholder"}
@@ -113,9 +114,9 @@ def _begin(
 
 
 def _computation_of(values: list[Node]) -> list[Node]:
-    """Return the operators that compute some values from placeholders, in an order in which they can run.
+    """Return the operators that compute some values from placeholders, in an executable order.
 
-    What batch sums are made of is not among them: they are known.
+    The operands of batch sums are not among them, as these sums are already known.
     """
     needed: list[Node] = []
 

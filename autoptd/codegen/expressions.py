@@ -1,7 +1,7 @@
 """Print one node of a LOCAL graph as the Python expression that a person would write.
 
-In: a node and the text of its operands. Out: `F.linear(x, w.attn.c_proj.weight)`. Operators without a text of their own
-are printed as the call of their overload, which computes the same.
+In: a node and the text of its operands. Out: `F.linear(x, w.attn.c_proj.weight)`. Operators without a
+specific text are printed as an equivalent call of their overload.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SILENT = {
 
 
 def expression(node: Node, text: Text, site: str = '""') -> str:
-    """Return the expression of `node`; `text` gives the text of each operand, `site` is that of its collectives' site."""
+    """Return the expression of `node`; `text` prints operands, `site` is the site of its collectives as text."""
     name = op_name(node)
     if node.target in markers.MARKERS:
         return MARKER_TEXTS[name](node, text, site)
@@ -48,7 +48,7 @@ def expression(node: Node, text: Text, site: str = '""') -> str:
         # The traced program has the device of the compilation, which may be meta.
         keywords |= {"dtype": str(tensor(node).dtype), "device": "self.device"}
     if own := own_function(node):
-        # Not what is baked into the operator alone: all that `apply` takes.
+        # Pass all arguments of `apply`, not only those baked into the operator.
         given = [literal(arg, text) for arg in own.arguments(node.args)]
         return f"rt.apply_function({_join([literal(own.name, text), *given], {})})"
     # Operators whose call in torch's Python API is not the one of their overload.
@@ -57,7 +57,7 @@ def expression(node: Node, text: Text, site: str = '""') -> str:
     if name == "aten.embedding":
         return _embedding(node, args, keywords)
     if name == "aten.layer_norm":
-        # The overload's sixth argument, cudnn_enable, is none of F.layer_norm's.
+        # F.layer_norm has no equivalent of the overload's sixth argument, cudnn_enable.
         return f"F.layer_norm({_join(args[:5], {})})"
     if name == "aten.scaled_dot_product_attention":
         return _attention(args, keywords)
@@ -67,9 +67,9 @@ def expression(node: Node, text: Text, site: str = '""') -> str:
 
 
 def _call(node: Node, args: list[str], keywords: dict[str, str]) -> str:
-    """Return the call of an operator in the form of its record (`Operator.text`), by default of torch's registry."""
+    """Return the call of an operator in the form of its record (`Operator.text`), else of torch's registry."""
     form = operator_of(node).text
-    # A method, `.reshape`: of the sizes one by one, `x.reshape(2, 8)` for the overload's x, [2, 8].
+    # A method, `.reshape`, takes sizes one by one: `x.reshape(2, 8)` for the overload's x, [2, 8].
     if form.startswith("."):
         rest = args[1:]
         if len(args) == 2 and form in (".reshape", ".expand", ".permute"):
@@ -85,9 +85,10 @@ def _call(node: Node, args: list[str], keywords: dict[str, str]) -> str:
 
 
 def group_text(node: Node) -> str:
-    """Return the group of the call of `node`: the variable of a mesh axis (`bound_axes`), or the group of a sub-axis.
+    """Return the group of the call of `node`: the variable of a mesh axis (`bound_axes`), or the group of a
+    sub-axis.
 
-    Of several axes, a tuple of these.
+    For several axes, a tuple of these.
     """
     groups = [f'self.groups["{axis}"]' if is_sub_axis(axis) else axis for axis in parts_of(note(node).axis)]
     return groups[0] if len(groups) == 1 else f"({', '.join(groups)})"
@@ -117,7 +118,8 @@ def _operand(text: str, left_of: str = "") -> str:
     """Return one side of an infix operator, in parentheses unless it binds more tightly than any operator."""
     if re.fullmatch(r"\w+(\.\w+)*", text):
         return text
-    # Parsed, because a number may be written as any expression (`i + 1`, of a loop); `-2 ** x` is `-(2 ** x)`.
+    # Parsed, because a number may be written as any expression (`i + 1`, of a loop); `-2 ** x` is `-(2 **
+    # x)`.
     tree = ast.parse(text, mode="eval").body
     is_negative = isinstance(tree, ast.UnaryOp) and isinstance(tree.operand, ast.Constant)
     is_tight = isinstance(tree, (ast.Constant, ast.Attribute, ast.Subscript, ast.Call))
@@ -164,7 +166,7 @@ def _attention(args: list[str], keywords: dict[str, str]) -> str:
     names = ["attn_mask", "dropout_p", "is_causal"]
     given = {}
     for key, arg in zip(names, args[3:], strict=False):
-        # Not what is the default.
+        # Leave out defaults.
         if arg not in ("None", "0.0", "False"):
             given[key] = arg
     return f"F.scaled_dot_product_attention({_join(args[:3], given | keywords)})"
@@ -199,7 +201,7 @@ def _convert(node: Node, text: Text, site: str) -> str:
     keywords |= {key: str(number) for key, number in node.kwargs.items()}
     if note(node).is_owned:
         keywords["owned"] = "True"
-    # What communicates in neither direction has no site to be found at when a run hangs.
+    # A conversion without communication in either direction needs no site to report when a run hangs.
     if name not in SILENT:
         keywords["site"] = site
     return f"rt.{name}({_join(operands, keywords)})"
@@ -229,13 +231,13 @@ def _cross_entropy(node: Node, text: Text, site: str) -> str:
         return f"rt.vocab_parallel_cross_entropy({_join(operands, shown | {'site': site})})"
     if is_ours:
         return f"rt.cross_entropy({_join([logits, targets], shown)})"
-    # torch's has no `total=`: its sum is divided here.
+    # The loss of torch has no `total=`, so divide its sum here.
     divided = f" / self.totals[{total}]" if total >= 0 else ""  # type: ignore[operator]
     return f"F.cross_entropy({_join([logits, targets], shown)}){divided}"
 
 
 def _loss_literals(keywords: Mapping[str, Any], total: int, text: Text) -> dict[str, str]:
-    """Return the options of a cross-entropy that are not defaults; a mean over the whole batch divides by a total."""
+    """Return the non-default options of a cross-entropy; a mean over the whole batch divides by a total."""
     usual = {"label_smoothing": 0.0, "ignore_index": -100, "dtype": None, "wgrad": "", "reduction": "mean"}
     shown = _literals({key: value for key, value in keywords.items() if usual.get(key) != value}, text)
     if keywords.get("wgrad"):
@@ -262,21 +264,21 @@ def _mean(node: Node, text: Text, site: str) -> str:
 
 
 def _share(node: Node, text: Text, site: str) -> str:
-    """Return `x / 4`, an equal part of a whole value; of one piece, the value."""
+    """Return `x / 4`, an equal part of a whole value; the value itself if it is one piece."""
     x, pieces = node.args
-    # By type: a number of a loop may stand for it.
+    # Compare the type too: the number may print as an expression of a loop.
     is_whole = type(pieces) is int and pieces == 1
     return text(x) if is_whole else f"{text(x)} / {_operand(literal(pieces, text))}"  # type: ignore[arg-type]
 
 
 def _batch_sum(node: Node, text: Text, site: str) -> str:
-    """Return `self.batch_sum(0, dtype=torch.int64)`; of several numbers, with their shape."""
+    """Return `self.batch_sum(0, dtype=torch.int64)`; with the shape unless it is a scalar."""
     shape = f"shape={list(tensor(node).shape)}, " if tensor(node).dim() else ""
     return f"self.batch_sum({node.args[1]}, {shape}dtype={tensor(node).dtype})"
 
 
 def _over_classes(node: Node, text: Text, site: str) -> str:
-    """Return `rt.classes_gather(log_softmax, labels, tp, dim=-1)`; a gather reduces nothing itself, and has no site."""
+    """Return `rt.classes_gather(log_softmax, labels, tp, dim=-1)`; a gather reduces nothing, so has no site."""
     name = op_name(node)
     keywords = _literals(node.kwargs, text)
     if name != "classes_gather":
@@ -309,10 +311,10 @@ def _noise(node: Node, text: Text, site: str) -> str:
 
 
 def _mask_places(node: Node, batch: tuple[int, int] | None, shard: tuple[int, int] | None) -> dict[str, str]:
-    """Return the keywords that say where the rows of the batch, and the shards, are in a value."""
+    """Return the keywords for the position of batch rows and shards in a value."""
     keywords = {}
     if batch is not None:
-        # `batch=1`: dim 1 has the rows; `batch=(0, 8)`: dim 0 has them behind a factor of 8, as [8 * b, h].
+        # `batch=1`: dim 1 has the rows; `batch=(0, 8)`: dim 0 has them after a factor of 8, as in [8 * b, h].
         dim, entries = batch
         keywords["batch"] = str(dim) if entries == 1 else str((dim, entries))
     if shard is not None:
@@ -338,7 +340,7 @@ def _linear(node: Node, text: Text, site: str) -> str:
 
 def _fused(node: Node, text: Text, site: str) -> str:
     operands = [literal(arg, text) for arg in node.args]
-    # Trailing operands that are absent are the kernels' defaults.
+    # Omitted trailing operands are defaults of the kernels.
     while operands[-1] == "None":
         operands.pop()
     return f"self.fused.{op_name(node)}({_join(operands, _literals(node.kwargs, text))})"

@@ -1,6 +1,6 @@
 """Write a repeated layer once, as a method, and the loop that calls it.
 
-In: a `Repeat`, its `Run`s, and the names of the values around them. Out: lines such as
+In: a `Repeat`, its `Run`s, and the names of the surrounding values. Out: lines such as
 
     def layer(self, i, w, x, mask):
         ...
@@ -31,16 +31,16 @@ from autoptd.ir.mesh import Mesh
 from autoptd.ir.names import RESERVED, identifier
 from autoptd.ir.notes import note
 
-# A list of values with more characters gets a variable of its own.
+# A list of values with more characters becomes a variable.
 MAX_INLINE_CHARS = 60
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The method of a repeat: its name, and the names of its arguments.
+    """The method of a repeat: its name and the names of its arguments.
 
-    `weights` are a layer's own parameters and buffers, `carried` what goes from round to round (by index in a round),
-    `outer` all other values (one node per round).
+    `weights` are the parameters and buffers of a layer, `carried` the values passed from round to round (by
+    index in a round), `outer` all other values (one node per round).
     """
 
     repeat: Repeat
@@ -74,7 +74,8 @@ def make_layer(run: Run, outside: Callable[[Node], str], taken: Collection[str])
     for nodes in _outer_operands(repeat):
         here = nodes[run.first]
         wanted = note(here).name if note(here).kind in ("param", "buffer") else outside(here)
-        # `attn_mask` if layers get different ones: the first one's name, `local_mask`, would lie in others.
+        # `attn_mask` if layers get different masks: the name of the first, `local_mask`, would be wrong for
+        # others.
         if len(set(nodes)) > 1:
             wanted = _role(repeat, nodes) or wanted
         outer[nodes] = _free(wanted, {*weights.values(), *carried.values(), *outer.values()})
@@ -92,7 +93,7 @@ def _weight_names(repeat: Repeat) -> dict[Weights, str]:
 
 
 def _outer_operands(repeat: Repeat) -> list[tuple[Node, ...]]:
-    """Return the operands that a round has neither from its weights nor from the round before.
+    """Return the operands of a round that are neither its weights nor results of the previous round.
 
     Each is one node per round. Values come in order of first use, parameters and buffers last.
     """
@@ -113,12 +114,12 @@ def _method_name(taken: Collection[str]) -> str:
 
 
 def carried_name(repeat: Repeat, j: int) -> str:
-    """Return the model's own name of a value that goes from round to round: `hidden_states`."""
+    """Return the model's name of a value passed from round to round: `hidden_states`."""
     return assigned_name(list(repeat.operators), j) or "x"
 
 
 def _role(repeat: Repeat, nodes: tuple[Node, ...]) -> str:
-    """Return an operator's name for the operand whose values are `nodes`, one per period: `attn_mask`; "" without one."""
+    """Return an operator's name, or "", for the operand with the values `nodes`, one per period: `attn_mask`."""
     for node, slots in zip(repeat.operators, repeat.at.operands, strict=True):
         schema = getattr(node.target, "_schema", None)
         for arg, operand in zip(node.all_input_nodes, slots, strict=True):
@@ -138,7 +139,7 @@ def _free(wanted: str, taken: Collection[str]) -> str:
 
 
 def write_layer(writer: Writer, layer: Layer, mesh: Mesh) -> None:
-    """Write the method: the operators of one round, the second one (see `Repeat.operators`); and its recipe."""
+    """Write the method with the operators of the second round (see `Repeat.operators`), and its recipe."""
     operators, recipe = layer.repeat.operators, layer.recipe
     names = _layer_names(layer)
     numbers = _Numbers(layer, names.values())
@@ -176,7 +177,7 @@ def _expressions(layer: Layer, numbers: _Numbers) -> Express:
 
 
 def _operand_texts(layer: Layer, j: int, names: dict[Node, str]) -> dict[Node, str]:
-    """Return how operator j of a round reads its operands; `names` are the values of the written round."""
+    """Return the operand texts of operator j of a round; `names` has the values of the written round."""
     operators, slots = layer.repeat.operators, layer.repeat.at.operands[j]
     texts = {}
     # By the kind of operand, not by the node: one node can be an outer value and a carried one.
@@ -196,7 +197,7 @@ def _operand_texts(layer: Layer, j: int, names: dict[Node, str]) -> dict[Node, s
 
 
 def _given_names(layer: Layer) -> dict[Node, str]:
-    """Return the names of the values that a layer is given, where each is one argument of the written round."""
+    """Return the names of the values passed to a layer that are one argument each in the written round."""
     given = {arg: layer.carried[j] for arg, j in _carried_nodes(layer.repeat)}
     uses = Counter(nodes[1] for nodes in layer.outer)
     outer = {}
@@ -209,20 +210,20 @@ def _given_names(layer: Layer) -> dict[Node, str]:
 def _layer_names(layer: Layer) -> dict[Node, str]:
     """Choose the names of all values in the method of a layer."""
     repeat, given = layer.repeat, _given_names(layer)
-    # A value that is two arguments in the written round has no single name: both names are reserved instead.
+    # A value that is two arguments in the written round has no single name, so reserve both names.
     reserved = {*layer.weights.values(), *layer.outer.values()} - {*given.values()}
     return choose_names(list(repeat.operators), given, repeat.leaving(1), reserved=reserved)
 
 
 class _Numbers:
-    """Expressions of the numbers that differ from layer to layer; long lists of them get a variable, in `lists`."""
+    """Express the numbers that differ from layer to layer; long lists become variables in `lists`."""
 
     def __init__(self, layer: Layer, names: Collection[str]) -> None:
         self.repeat, self.taken = layer.repeat, {*layer.arguments, *names}
         self.lists: dict[str, list[str]] = {}
 
     def texts(self, j: int) -> dict[Path, str]:
-        """Return those of operator j, by where they are among its arguments."""
+        """Return the expressions for operator j, by position among its arguments."""
         texts = {}
         for (operator, path), values in self.repeat.numbers.items():
             if operator != j:
@@ -236,7 +237,7 @@ class _Numbers:
 
 
 def _carried_nodes(repeat: Repeat) -> list[tuple[Node, int]]:
-    """Return (value, index in a round) of what the second round, the one written, reads of the first."""
+    """Return (value, index in a round) for the values that the second, written round reads from the first."""
     found = []
     for node, slots in zip(repeat.operators, repeat.at.operands, strict=True):
         for arg, operand in zip(node.all_input_nodes, slots, strict=True):
@@ -246,9 +247,9 @@ def _carried_nodes(repeat: Repeat) -> list[tuple[Node, int]]:
 
 
 def _layers(layer: Layer) -> dict[str, str]:
-    """Return the paths of the modules in the written round, and how comments show them: "" where there is one."""
+    """Map module paths in the written round to their names in comments: "" if there is only one module."""
     paths = dict.fromkeys(weights.path(1) for weights in layer.weights)
-    # "h.1.attn" is shown as `attn`; with two modules a round, as `h[i].attn` and `h[i + 1].attn`.
+    # "h.1.attn" is shown as `attn`; with two modules per round, as `h[i].attn` and `h[i + 1].attn`.
     if len(paths) == 1:
         return dict.fromkeys(paths, "")
     shown = {}
@@ -338,7 +339,7 @@ def _write_loop(
 def _outer_texts(
     writer: Writer, layer: Layer, run: Run, names: dict[Node, str], outside: Callable[[Node], str]
 ) -> list[str]:
-    """Return the loop's expressions of the outer arguments; write before it those that are long lists."""
+    """Return the loop's expressions for outer arguments; write the long lists among them before the loop."""
     passed: list[str] = []
     lists: set[str] = set()
     for nodes, name in layer.outer.items():

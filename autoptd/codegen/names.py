@@ -1,8 +1,8 @@
-"""Choose the variable of every value in an emitted function: the user's own names, as far as they are known.
+"""Choose the variable of every value in an emitted function: the user's names where they are known.
 
-In: operators in order, and the names of arguments. Out: a name for every value. The last operator of a source line
-`q, k, v = ...` has these variables as its names; a module's only operator is named like the module; others are named
-after their operator. A name is reused as soon as its value is dead.
+In: operators in order, and the names of arguments. Out: a name for every value. The last operator of a source
+line `q, k, v = ...` gets these variables as its names, and the only operator of a module gets the module's
+name; others are named after their operator. A name is reused as soon as its value is dead.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from autoptd.ir.names import RESERVED, free_name
 from autoptd.ir.notes import converted_types, is_pair, note, op_name
 from autoptd.ir.operators.table import operator_of
 
-# Fused operators whose result has the name of their first operand.
+# Fused operators whose result keeps the name of their first operand.
 KEEPING = {"rotary"}
 # The suffix of gathered values.
 WHOLE = "_whole"
-# Operators of one source line are at most so far apart.
+# The operators of one source line are at most this far apart.
 MAX_DISTANCE = 5
 
 
@@ -37,14 +37,15 @@ def choose_names(
     reserved: Collection[str] = (),
     beyond: Sequence[Node] = (),
 ) -> dict[Node, str]:
-    """Name the value of every node of `body`, run in this order; `given` are the arguments, `results` live to the end.
+    """Name the value of every node of `body`, run in this order; `given` are the arguments, `results` live to
+    the end.
 
-    `inside` are readers that run inside of a loop, with the index in `body` of that loop's results; `same` are the names
-    of those results in the loop; `held` is the index up to which a value lives beyond its last reader. `reserved` names
-    are never chosen. `beyond` are the operators that follow, in another function.
+    `inside` are readers in a loop, with the index in `body` of that loop's results; `same` are the names of
+    those results in the loop; `held` is the index up to which a value lives past its last reader. `reserved`
+    names are never chosen. `beyond` are the operators that follow in another function.
     """
-    # A name is free again behind the last reader of its value. Readers in other functions have no position
-    # here (-1): what they read lives on as `results` or `held`.
+    # A name is free again after the last reader of its value. Readers in other functions have no position
+    # here (-1): the values they read stay live as `results` or `held`.
     position = {node: i for i, node in enumerate(body)} | (inside or {})
     last_use: dict[Node, int] = {}
     for node in [*given, *body]:
@@ -54,7 +55,7 @@ def choose_names(
         last_use[node] = max(last_use.get(node, -1), until)
     for node in results:
         last_use[node] = len(body)
-    # By variable, the value that it holds at this point of the function.
+    # The value that each variable holds at this point of the function.
     holder = {name: node for node, name in given.items()}
     names = dict(given)
     for i, node in enumerate(body):
@@ -71,7 +72,7 @@ def choose_names(
 
 
 def operand_text(node: Node, names: dict[Node, str]) -> str:
-    """Return how a function reads a value: its variable, or `w.h[0].ln.weight`; `b.` for a buffer."""
+    """Return the text that reads a value: its variable, or `w.h[0].ln.weight`, with `b.` for a buffer."""
     if node in names:
         return names[node]
     root = "w" if note(node).kind == "param" else "b"
@@ -79,8 +80,8 @@ def operand_text(node: Node, names: dict[Node, str]) -> str:
 
 
 def _wanted(node: Node, body: list[Node], i: int, names: dict[Node, str]) -> str:
-    # In the order of what a reader recognises first: the user's variable, the user's module, the operator.
-    # Given by a pass that made the node.
+    # Try names in the order in which a reader recognizes them: the user's variable, the user's module, the
+    # operator. Given by a pass that made the node.
     if note(node).origin.name:
         return note(node).origin.name
     if is_pair(node):
@@ -96,7 +97,7 @@ def _wanted(node: Node, body: list[Node], i: int, names: dict[Node, str]) -> str
         base = _base(names.get(source, ""), source)
         # Gathered twice on its way, a value is still `x_whole`, not `x_whole_whole`.
         return f"{base.removesuffix(WHOLE)}{WHOLE}" if _gathers(node) else base
-    # A module with one operator is that operator to a reader: `c_fc = F.linear(...)`.
+    # To a reader, a module with one operator is that operator: `c_fc = F.linear(...)`.
     leaf = note(node).module.split(".")[-1]
     of_module = [other for other in body if note(other).module == note(node).module and _counts(other)]
     if len(of_module) == 1 and leaf.isidentifier() and leaf not in RESERVED:
@@ -105,7 +106,7 @@ def _wanted(node: Node, body: list[Node], i: int, names: dict[Node, str]) -> str
 
 
 def _keeps_name(node: Node, name: str, source: Node) -> bool:
-    """Tell whether a result has the name of the first operand: a slice of labels is still called labels."""
+    """Tell whether a result keeps the name of its first operand: a slice of labels is still called labels."""
     if node.target in (*markers.PLACED, markers.batch_sum) or name in KEEPING:
         return True
     if operator_of(node).keeps_name:
@@ -114,20 +115,20 @@ def _keeps_name(node: Node, name: str, source: Node) -> bool:
 
 
 def _gathers(node: Node) -> bool:
-    """Tell whether the result is the whole value of which the operand is a shard."""
+    """Tell whether the operand is a shard, and the result the whole value."""
     return node.target is markers.convert and note(node).conversion in ("s_to_r", "s_to_i")
 
 
 def _base(name: str, source: Node) -> str:
     """Return the name of an operand that its result keeps; for a parameter, its last two words."""
     if note(source).kind in ("param", "buffer"):
-        # "h.0.ln_1.weight" -> "ln_1_weight"; numbers of layers are no identifiers, and fall out.
+        # "h.0.ln_1.weight" -> "ln_1_weight"; layer numbers are not identifiers and are dropped.
         return "_".join(word for word in note(source).name.split(".")[-2:] if word.isidentifier()) or "x"
     return name
 
 
 def assigned_name(body: list[Node], i: int) -> str:
-    """Return the variable that the source line of operator i assigns, if no operator of that line follows; else ""."""
+    """Return the variable assigned by the source line of operator i if it is the line's last one; else ""."""
     node = body[i]
     is_piece = node.target is operator.getitem and _counts(node.args[0])  # type: ignore[arg-type]
     piece = node.args[1] if is_piece else note(node).origin.piece
@@ -148,7 +149,7 @@ def assigned_name(body: list[Node], i: int) -> str:
 
 
 def _brings_to_layers(after: Node, node: Node) -> bool:
-    """Tell whether `after` converts `node` to the type in which layers begin: it keeps the name of the value."""
+    """Tell whether `after` converts `node` to the type in which layers begin, and so keeps its name."""
     return after.target is markers.convert and after.args[0] is node and converted_types(after)[0].kind != "P"
 
 
@@ -163,7 +164,7 @@ def _owns(owner: str, module: str) -> bool:
 
 
 def _is_near(other: str, module: str) -> bool:
-    """Tell whether two modules are the same, or may have been called by one line; layers are called by several."""
+    """Tell whether two modules are the same, or may have been called by one line, unlike layers."""
     parent, _, leaf = module.rpartition(".")
     return other == module or (not leaf.isdigit() and other.startswith(f"{parent}." if parent else ""))
 
@@ -173,7 +174,7 @@ def _targets(code: str) -> list[str]:
     try:
         parsed = ast.parse(code.strip()).body
     except SyntaxError:
-        # A statement of several lines: the trace knows the text of its first one only.
+        # A statement of several lines: the trace has only the text of the first one.
         return []
     if len(parsed) != 1:
         return []
@@ -184,7 +185,7 @@ def _targets(code: str) -> list[str]:
         case _:
             return []
     names = [element.id for element in elements if isinstance(element, ast.Name)]
-    # One `self.x` among them, or one name that files use themselves, and none is used: pieces are by index.
+    # Pieces are named together: if one target is a `self.x` or a reserved name, none of them is used.
     if len(names) < len(elements) or set(names) & RESERVED:
         return []
     return names

@@ -1,7 +1,8 @@
-"""Divide a program's operators among its files: each stage's own ones, and those that several stages share.
+"""Divide the operators of a program into those of each stage and those that several stages share.
 
-In: a LOCAL graph. Out: a `Part` per stage, whose `calls` are the pieces of it that become methods: `Run`s of a repeated
-layer (`repeats.py`), and `Block`s of operators that several stages compute instead of sending a value.
+In: a LOCAL graph. Out: a `Part` per stage, whose `calls` are the pieces of it that become methods: `Run`s of
+a repeated layer (`repeats.py`), and `Block`s of operators that several stages compute instead of sending a
+value.
 
     parts = divide(graph, crossings(graph), stages=4)
     parts[2].calls      # [Run(repeat, first=6, stop=9, ...)]
@@ -26,9 +27,9 @@ from autoptd.ir.names import layer_of
 from autoptd.ir.notes import note, ops, output, placeholders
 from autoptd.ir.periods import MIN_OPERATORS
 
-# One source line makes at most so many operators.
+# One source line yields at most this many operators.
 MAX_OPERATORS_OF_LINE = 60
-# So many operators are worth a method.
+# The least number of operators that is worth a method.
 MIN_BLOCK = 4
 
 
@@ -48,10 +49,10 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Block:
-    """Operators that become a method, contiguous in a stage's body from index `start` on: computed by all of `stages`, or
-    with values that backward computes again.
+    """Operators that become a method, contiguous in a stage's body from index `start` on.
 
-    `results` are those that are read outside of the block, on any stage.
+    They are computed by all of `stages`, or have values that backward recomputes. `results` are those that
+    are read outside of the block, on any stage.
     """
 
     nodes: tuple[Node, ...]
@@ -65,7 +66,7 @@ class Block:
 
     @property
     def read(self) -> list[Node]:
-        """Its arguments: all that it reads, except its own values, parameters and buffers."""
+        """Its arguments: all operands except values of the block, parameters and buffers."""
         read: dict[Node, None] = {}
         for node in self.nodes:
             for arg in node.all_input_nodes:
@@ -82,9 +83,10 @@ class Block:
 
 @dataclass
 class Part:
-    """What a stage computes: its operators in order, the crossings that it reads and writes, the results of forward.
+    """The contents of a stage: its operators in order, the crossings that it reads and writes, the results of
+    forward.
 
-    `summed` are the operators that only batch sums are made of: they run before the first forward.
+    `summed` are the operators that only batch sums depend on: they run before the first forward.
     """
 
     index: int
@@ -158,11 +160,12 @@ def divide(graph: Graph, crossing: Sequence[Crossing], stages: int) -> list[Part
     """Return the parts of all stages."""
     parts = [_part(graph, stage, crossing) for stage in range(stages)]
     loss: Node = output(graph).args[0]  # type: ignore[assignment]
-    # In the whole program first: a layer that each of 8 stages has once repeats in none of them.
+    # Search the whole program first: a layer that occurs once on each of 8 stages repeats in none of them.
     repeats = find_repeats(list(ops(graph)), {loss})
     for part in parts:
         part.calls = list(find_runs(repeats, part.body))
-    # How many rounds stand complete in some stage: a cut in the middle of a layer leaves fewer than it has.
+    # The number of rounds that are complete in some stage: a cut inside a layer leaves fewer than the repeat
+    # has.
     rounds: Counter[int] = Counter()
     for part in parts:
         for run in part.runs:
@@ -180,7 +183,7 @@ def divide(graph: Graph, crossing: Sequence[Crossing], stages: int) -> list[Part
 def _part(graph: Graph, stage: int, crossing: Sequence[Crossing]) -> Part:
     leaving = [each for each in crossing if each.source == stage]
     results = [each.node for each in leaving]
-    # Last, behind what is sent: the executor takes the loss from the end.
+    # The loss comes last, after the crossings: the executor takes it from the end.
     if stage in note(output(graph)).stages:
         results.append(output(graph).args[0])  # type: ignore[arg-type]
     body = [node for node in ops(graph) if stage in note(node).stages]
@@ -196,7 +199,7 @@ def _part(graph: Graph, stage: int, crossing: Sequence[Crossing]) -> Part:
 
 
 def _only_summed(body: Sequence[Node], results: Sequence[Node]) -> set[Node]:
-    """Find the operators of a stage whose values only batch sums are made of."""
+    """Find the operators of a stage that only batch sums depend on."""
     summed: set[Node] = set()
     if not any(node.target is markers.batch_sum for node in body):
         return summed
@@ -209,13 +212,13 @@ def _only_summed(body: Sequence[Node], results: Sequence[Node]) -> set[Node]:
 
 
 def _own_runs(part: Part) -> list[Run]:
-    """Find what repeats within a stage beside the layers of the program, where other stages may read inner values."""
+    """Find repeats within a stage besides the program's layers, judged by the readers on this stage alone."""
     found: list[Run] = []
     for low, high in part.gaps():
         if high - low < 2 * MIN_OPERATORS:
             continue
         operators = part.body[low:high]
-        # What is read behind the gap must come out of a loop, so it may not be a value within a round.
+        # Values read after the gap must be results of a loop, so none may be inside a round.
         later = set(part.results)
         for node in part.body[high:]:
             later.update(node.all_input_nodes)
@@ -232,7 +235,7 @@ def _bring_together(part: Part) -> None:
         last: dict[tuple[int, ...], int] = {}
         for node in part.body[low:high]:
             stages = note(node).stages
-            # -1: a group of its own.
+            # -1: a separate group.
             group = last.get(stages, -1) if len(stages) > 1 else -1
             # Not above what it reads.
             if any(group_of.get(arg, -1) > group for arg in node.all_input_nodes) or group < 0:
@@ -247,7 +250,7 @@ def _add_blocks(parts: Sequence[Part]) -> None:
     """Find the operators that several stages compute, between their layers."""
     for part in parts:
         _bring_together(part)
-    # By stages: their operators; and those that on some stage follow an operator of other stages, so begin a block.
+    # The operators by stages, and those that follow an operator of other stages somewhere, so begin a block.
     # {(0, 3): [arange, unsqueeze, ...]}
     alike: dict[tuple[int, ...], list[Node]] = {}
     apart: set[Node] = set()
@@ -270,7 +273,7 @@ def _add_blocks(parts: Sequence[Part]) -> None:
 
 
 def _pieces(part: Part) -> Iterator[Block]:
-    """Yield what is left of layers outside of methods, and has values that backward computes again."""
+    """Yield the operators of layers outside of methods that have values to recompute in backward."""
     for low, high in part.gaps():
         pieces: list[list[Node]] = []
         for node in part.body[low:high]:
@@ -301,7 +304,7 @@ def _is_free(part: Part, nodes: Sequence[Node]) -> bool:
 
 
 def _results(nodes: Sequence[Node], homes: Sequence[Part]) -> tuple[Node, ...]:
-    """Return the nodes that one of these stages reads outside of them, or returns."""
+    """Return the nodes that are read outside of this group, or returned, on one of these stages."""
     stages = {part.index for part in homes}
     results = []
     for node in nodes:
@@ -317,7 +320,7 @@ def _results(nodes: Sequence[Node], homes: Sequence[Part]) -> tuple[Node, ...]:
 
 def name_values(part: Part) -> dict[Node, str]:
     """Choose the variables of a stage's forward; a call has its results only."""
-    # The body with its results in the place of each call. For the other three, see `choose_names`.
+    # The body with each call replaced by its results. For the other three, see `choose_names`.
     shown: list[Node] = []
     inside: dict[Node, int] = {}
     held: dict[Node, int] = {}
@@ -329,7 +332,8 @@ def name_values(part: Part) -> dict[Node, str]:
         first, behind = len(shown), len(shown) + len(results)
         inside |= {node: first for node in part.body[call.start : call.end] if node not in results}
         if isinstance(call, Run):
-            # Values that rounds read, or pass on, live to the end of the loop: none may reuse the name of another.
+            # Values that rounds read or pass on live to the end of the loop, so none may reuse another's
+            # name.
             for slots in call.repeat.at.operands:
                 for operand in slots:
                     held |= dict.fromkeys(call.outer(operand.nodes), behind)
@@ -345,7 +349,7 @@ def name_values(part: Part) -> dict[Node, str]:
 
 
 def _following(body: Sequence[Node]) -> list[Node]:
-    """Return the operators of the model after the last one of a stage that may belong to the same source line."""
+    """Return the operators after the last one of a stage that may belong to the same source line."""
     following: list[Node] = []
     node = body[-1].next if body else None
     while node is not None and node.op == "call_function" and len(following) < MAX_OPERATORS_OF_LINE:

@@ -1,7 +1,8 @@
 """Write the files of a program: one per stage, and `layers.py` with the methods that several stages call.
 
-In: a LOCAL graph, its crossings, and an `About` for every stage. Out: `ProgramFiles`. A repeated layer is written once:
-in the file of a stage if all of its rounds are there, else in `layers.py`. The same input gives the same bytes.
+In: a LOCAL graph, its crossings, and an `About` for every stage. Out: `ProgramFiles`. A repeated layer is
+written once: in the file of a stage if all of its rounds are there, else in `layers.py`. The same input gives
+the same bytes.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ def write_program(
     parts = divide(graph, crossing, len(about))
     names = [name_values(part) for part in parts]
     methods: Methods = {}
-    # By method: the stages that call it. All are named before the first file is written: whether a method
-    # stands in a stage's file or in `LAYERS` is known only then.
+    # The stages that call each method. All methods are named before the first file is written, as only then
+    # is it known whether a method belongs in a stage's file or in `LAYERS`.
     homes: dict[object, set[int]] = {}
     for part in parts:
         _name_methods(part, names[part.index], methods, homes)
@@ -87,7 +88,7 @@ def write_program(
 def _name_methods(
     part: Part, names: dict[Node, str], methods: Methods, homes: dict[object, set[int]]
 ) -> None:
-    """Add the methods that a stage is the first to call: their arguments are named like the values of its forward."""
+    """Add the methods that a stage is the first to call, with arguments named like values in its forward."""
 
     def text(node: Node) -> str:
         return operand_text(node, names)
@@ -95,7 +96,7 @@ def _name_methods(
     for call in part.calls:
         key = method_key(call)
         homes.setdefault(key, set()).add(part.index)
-        # Later stages call the method under the names that the first gave it.
+        # Later stages use the names that the first stage gave the method.
         if key in methods:
             continue
         taken = [method.name for method in methods.values()]

@@ -1,9 +1,9 @@
-"""Find the repeated layers of a program, and express what differs between them by the number `i` of the layer.
+"""Find the repeated layers of a program, and express their differences by the layer number `i`.
 
-In: the operators of the whole program, in order. Out: `Repeat`s. Layers are found by what they compute
-(`ir/periods.py`); the names of parameters only say how to index them: `h.0.ln.weight`, `h.1.ln.weight`, ... become
-`w.h[i].ln.weight`. What else differs is expressed by `i`, too: numbers in arithmetic progression (`3 * i + 1`),
-alternating values (`(local, full)[i % 2]`), and any other list of values (`scales[i]`).
+In: the operators of the whole program, in order. Out: `Repeat`s. Layers are found by their computation
+(`ir/periods.py`); parameter names only determine the index: `h.0.ln.weight`, `h.1.ln.weight`, ... become
+`w.h[i].ln.weight`. Other differences are expressed by `i` too: numbers in arithmetic progression (`3 * i +
+1`), alternating values (`(local, full)[i % 2]`), and any other list of values (`scales[i]`).
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ from autoptd.ir.names import layer_of
 from autoptd.ir.notes import note, value
 from autoptd.ir.periods import Period, find_periods
 
-# Where a number is among the arguments of an operator: ("dim",) or (1, 0).
+# The position of a number among the arguments of an operator: ("dim",) or (1, 0).
 Path = tuple[int | str, ...]
-# Up to so many parameters that all periods share are passed one by one.
+# Up to this many parameters shared by all periods are passed one by one.
 MAX_PASSED = 3
-# A repeat without parameters of its own has at least so many operators: a few equal lines are easier to read than a loop.
+# A repeat without parameters has at least this many operators: a few equal lines are easier to read than a
+# loop.
 MIN_OPERATORS = 10
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The parameters or buffers of a layer: in period k those below `{prefix}.{first + k * step}` (step 0: shared by all)."""
+    """The parameters or buffers of a layer: in period k those below `{prefix}.{first + k * step}` (step 0:
+    shared by all).
+    """
 
     kind: str
     prefix: str
@@ -77,7 +80,7 @@ class Steps:
         return f"({text}) // {self.step}" if self.first else f"i // {self.step}"
 
     def choose(self, texts: Sequence[str]) -> str:
-        """Return an expression that selects one of `texts` per period; a list that alternates is written once."""
+        """Return an expression that selects one of `texts` per period; an alternating list is written once."""
         # The shortest pattern that repeats: (local, local, full, local, local, full) has length 3.
         for length in range(1, len(texts) // 2 + 1):
             if any(text != texts[k % length] for k, text in enumerate(texts)):
@@ -96,7 +99,7 @@ class Steps:
 class Repeat:
     """A layer and all of its rounds, one after the other in `body`; usually several stages share them.
 
-    `numbers` has those that differ, one per period, by (operator, where it is among the arguments).
+    `numbers` has the numbers that differ, one per period, by (operator, position among its arguments).
     """
 
     at: Period
@@ -106,7 +109,7 @@ class Repeat:
 
     @property
     def operators(self) -> tuple[Node, ...]:
-        """The second round, which is the one written: in the first, a carried value and an outer one can be the same."""
+        """The second round, which is written: in the first, a carried value and an outer one can be the same."""
         return self.round(1)
 
     def round(self, k: int) -> tuple[Node, ...]:
@@ -115,7 +118,7 @@ class Repeat:
 
     @cached_property
     def steps(self) -> Steps:
-        """The loop's `i`: the numbers of its layers in the model, 0, 1, ... without such."""
+        """The loop's `i`: the numbers of its layers in the model, else 0, 1, ..."""
         for weights in self.weights:
             if weights.step:
                 return Steps(weights.first, weights.step)
@@ -127,15 +130,15 @@ class Repeat:
         return sorted(self.at.carried)
 
     def entering(self, k: int) -> list[Node]:
-        """Return what round k reads of the round before; for the first round, the initial values."""
+        """Return the values that round k reads from the previous round; the initial values if k is 0."""
         return [self.round(k - 1)[j] if k else self.at.carried[j] for j in self.carried]
 
     def leaving(self, k: int) -> list[Node]:
-        """Return what the next round reads of round k."""
+        """Return the values of round k that the next round reads."""
         return [self.round(k)[j] for j in self.carried]
 
     def own(self, nodes: Sequence[Node]) -> tuple[Weights, str] | None:
-        """Return which of `weights` the nodes of an operand belong to, and the name below it; None for other operands."""
+        """Return the entry of `weights` that an operand belongs to, and its name below; None for others."""
         for weights, name in _numbered(nodes):
             if weights in self.weights:
                 return weights, name
@@ -163,7 +166,7 @@ def _repeat(body: list[Node], at: Period) -> Repeat:
 
 
 def _signature(node: Node) -> tuple[str, ...]:
-    """Return what two operators must have in common to be one line: all but the numbers among their arguments."""
+    """Return the key that operators on one line share: everything but the numbers among their arguments."""
     # Operands by position, because f(x, x, y) is not f(x, y, y).
     place = {arg: f"node {i}" for i, arg in enumerate(node.all_input_nodes)}
 
@@ -178,7 +181,7 @@ def _signature(node: Node) -> tuple[str, ...]:
     dtypes = [x.dtype for x in results]
     # Shapes of operands too: the shapes in an emitted comment must be true in every round.
     read = [_shape(arg) for arg in node.all_input_nodes]
-    # A layer that keeps other values is another one.
+    # Layers that keep different values are different.
     kept = [note(node).keep.again is not None, bool(note(node).keep.dropped)]
     return (
         str(node.target),
@@ -196,12 +199,12 @@ def _shape(node: Node) -> Any:
 
 
 def _is_number(arg: Any) -> bool:
-    # True is an int, but another form of the line: `keepdim=True`.
+    # True is an int, but changes the form of the line: `keepdim=True`.
     return isinstance(arg, (int, float)) and not isinstance(arg, bool)
 
 
 def _numbers(node: Node) -> dict[Path, int | float]:
-    """Return all numbers among the arguments, by where they are."""
+    """Return all numbers among the arguments, by position."""
     found: dict[Path, int | float] = {}
 
     def visit(arg: Any, path: Path) -> None:
@@ -219,7 +222,7 @@ def _numbers(node: Node) -> dict[Path, int | float]:
 
 
 def _is_alike(node: Node, other: Node) -> bool:
-    """Tell whether two operators are one line of code: their expressions differ in nothing but numbers."""
+    """Tell whether two operators are one line of code: their expressions differ only in numbers."""
     mine, theirs = _numbers(node), _numbers(other)
     different = {path: str(theirs[path]) for path in mine if repr(mine[path]) != repr(theirs[path])}
     if not different:
@@ -275,7 +278,7 @@ def expression_with(
 
 
 def weights_of(at: Period) -> tuple[Weights, ...]:
-    """Return what the parameters and buffers of the periods are numbered by, in order of first use."""
+    """Return the `Weights` that number the parameters and buffers of the periods, in order of first use."""
     candidates: list[Weights] = []
     for nodes in dict.fromkeys(_outer_slots(at)):
         if ways := _numbered(nodes):
@@ -287,12 +290,14 @@ def weights_of(at: Period) -> tuple[Weights, ...]:
 
 
 def _outer_slots(at: Period) -> list[tuple[Node, ...]]:
-    """Return the operands from outside of the periods: one node per period each."""
+    """Return the operands from outside of the periods, each with one node per period."""
     return [operand.nodes for operands in at.operands for operand in operands if operand.kind == "outer"]
 
 
 def _numbered(nodes: Sequence[Node]) -> list[tuple[Weights, str]]:
-    """Return the ways to number parameters or buffers: for `h.0.ln.weight`, `h.1.ln.weight` (h, from 0 by 1), ln.weight."""
+    """Return ways to number parameters or buffers: `h.0.ln.weight`, `h.1.ln.weight` are (h, from 0 by 1),
+    ln.weight.
+    """
     kinds = {note(node).kind for node in nodes}
     if len(kinds) > 1 or not kinds <= {"param", "buffer"}:
         return []
@@ -315,12 +320,12 @@ def _numbered(nodes: Sequence[Node]) -> list[tuple[Weights, str]]:
 def _rank(
     body: Sequence[Node], signatures: Mapping[Node, tuple[str, ...]], at: Period
 ) -> tuple[int, ...] | None:
-    """Rank by the number of `Weights`: with the fewest, a period begins where a layer begins. None: not worth a loop."""
+    """Rank by the number of `Weights`: fewest if a period begins where a layer does; None: not worth a loop."""
     if _joins_equal_layers(body[at.start + at.length : at.start + 2 * at.length], signatures):
         return None
     weights = weights_of(at)
-    # The same operators repeat from every start, also from the middle of a layer: that one would have weights
-    # of h[i] and h[i + 1].
+    # The same operators repeat from every start, also from the middle of a layer, but such a period would
+    # have weights of h[i] and h[i + 1].
     is_numbered = any(each.step for each in weights)
     if not is_numbered and (at.length < MIN_OPERATORS or not _has_weights(at)):
         return None
@@ -328,7 +333,7 @@ def _rank(
 
 
 def _joins_equal_layers(operators: Sequence[Node], signatures: Mapping[Node, tuple[str, ...]]) -> bool:
-    """Tell whether one recipe would make the values of equal layers again at once, which a recipe each makes one by one."""
+    """Tell whether one recipe would recompute the values of several equal layers at once, not layer by layer."""
     if not any(note(node).keep.dropped for node in operators):
         return False
     layers = groupby(operators, key=lambda node: layer_of(note(node).module))

@@ -1,6 +1,8 @@
-"""Find the rounds of a repeat in a stage: where they are among its operators, and what goes in and out of them.
+"""Find the rounds of a repeat in a stage: their position among its operators, and the values they read and
+return.
 
-In: the `Repeat`s of a program, the operators of a stage. Out: `Run`s. A round that is cut by the end of a stage is in none.
+In: the `Repeat`s of a program, the operators of a stage. Out: `Run`s. A round cut by the end of a stage is in
+none.
 
     find_runs(repeats, body)    # [Run(repeat, first=6, stop=9, start=0)]: layers 6 to 8
 """
@@ -30,7 +32,7 @@ class Run:
 
     @property
     def end(self) -> int:
-        """The index behind its last operator."""
+        """The index after its last operator."""
         return self.start + self.count * self.repeat.at.length
 
     @property
@@ -52,7 +54,7 @@ class Run:
         return self.repeat.leaving(self.stop - 1)
 
     def outer(self, nodes: Sequence[Node]) -> Sequence[Node]:
-        """Select the values of an operand in the rounds of this run, from those in all rounds."""
+        """Select the values of an operand in the rounds of this run from those in all rounds."""
         return nodes[self.first : self.stop]
 
 
@@ -67,7 +69,7 @@ def find_runs(repeats: Sequence[Repeat], body: Sequence[Node]) -> list[Run]:
             # The stages have the operators in the program's order, so a complete round is contiguous.
             start = position[repeat.round(k)[0]]
             last = runs[-1] if runs else None
-            # Layers 6 to 8 and 9 to 11 are two runs where an operator of the stage stands between 8 and 9.
+            # Layers 6 to 8 and 9 to 11 are two runs if the stage has an operator between 8 and 9.
             if last and last.repeat is repeat and last.stop == k and last.end == start:
                 runs[-1] = replace(last, stop=k + 1)
             else:

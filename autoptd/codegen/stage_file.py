@@ -1,8 +1,9 @@
 """Write one stage as a Python file that a person can read top to bottom.
 
-In: what a stage computes (`parts.py`), the methods that it calls, and an `About`. Out: `StageFile`: source text, and what
-it reads and writes. The file imports torch and autoptd.runtime only, has no branch on rank, and does not depend on the
-device; every collective has its own line, with its bytes and reason above.
+In: the operators of a stage (`parts.py`), the methods that it calls, and an `About`. Out: a `StageFile` with
+the source text, and the names that the stage reads and writes. The file imports only torch and
+autoptd.runtime, does not branch on the rank or depend on the device, and has each collective on a separate
+line, with its bytes and reason above.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ IMPORTS = {r"\btorch\.": "import torch", r"\bF\.": "import torch.nn.functional a
 
 @dataclass(frozen=True)
 class About:
-    """What the compiler says about a stage.
+    """Describe a stage for its reader.
 
-    `header` begins its file, `legend` explains the abbreviations of collectives, `ranks` is the pipeline rank of every
-    stage, and `sums` are the lines about what is summed once per step.
+    `header` begins its file, `legend` explains the abbreviations of collectives, `ranks` is the pipeline rank
+    of every stage, and `sums` are the lines about reductions once per step.
     """
 
     header: Sequence[str]
@@ -77,20 +78,20 @@ Methods = dict[object, Layer | Method]
 
 
 def method_key(call: Run | Block) -> object:
-    """Return what all calls of one method have in common."""
+    """Return the key that all calls of one method share."""
     return call.repeat if isinstance(call, Run) else call.nodes
 
 
 def write_stage(
     part: Part, names: dict[Node, str], mesh: Mesh, about: About, methods: Methods, shared: Collection[object]
 ) -> StageFile:
-    """Return the file of a stage, with the methods that it alone calls; those in `shared` are in `LAYERS`."""
+    """Return the file of a stage with the methods that only it calls; those in `shared` are in `LAYERS`."""
     writer = Writer()
     writer.add(0, f"class Stage{part.index}(rt.Stage):")
     called = dict.fromkeys(method_key(call) for call in part.calls)
     shared_methods = [f"self.{methods[key].name}" for key in called if key in shared]
     if shared_methods:
-        # The loader adds the methods of that file to the class, so the stage has them as its own.
+        # The loader adds the methods of that file to the class of the stage.
         writer.add(1, f'layers = "{LAYERS}"', f"has {', '.join(shared_methods)}")
         writer.lines.append("")
     for key in called:
@@ -100,7 +101,7 @@ def write_stage(
     counted = counted_losses(part.body)
     if counted:
         write_count(writer, counted, part.given)
-    # One that only others are made of is not in the body.
+    # A batch sum that only other sums depend on is not in the body.
     for number, sums in enumerate(batch_sums((*part.body, *part.summed))):
         write_sums(writer, number, sums, part.given)
     _write_sums(writer, about.sums)
@@ -132,11 +133,11 @@ def _write_forward(
         writer.comment(2, f"{crossing.name}: {typed_text(crossing.node, mesh)}, {source}: {crossing.origin}")
     for node in part.read("input"):
         writer.comment(2, f"{note(node).name}: {value_text(node)}, from the batch")
-    # `tp, w = self.groups["tp"], self.weights`: groups are looked up once, also where a loop uses them.
+    # `tp, w = self.groups["tp"], self.weights`: groups are looked up once, even if a loop uses them.
     writer.bind(bound_axes(_own_nodes(part)) | {"w": "self.weights"})
     if part.read("buffer"):
         writer.bind({"b": "self.buffers"})
-    # Between the calls, the operators that are the stage's own.
+    # Between the calls, write the operators of the stage itself.
     end = 0
     for call in part.calls:
         write_body(writer, part.body[end : call.start], names, mesh, express)
@@ -151,7 +152,7 @@ def _write_forward(
         where = _destination(crossing, about)
         back = "; its gradient comes back" if note(crossing.node).needs_grad else ""
         writer.comment(2, f"{names[crossing.node]} goes to {where}: {typed_text(crossing.node, mesh)}{back}")
-    # A tuple always: the executor zips it with `outputs`.
+    # Always return a tuple: the executor zips it with `outputs`.
     returned = ", ".join(names[node] for node in part.results)
     writer.add(2, f"return ({returned},)" if len(part.results) == 1 else f"return {returned}")
 
@@ -170,7 +171,7 @@ def _plural(word: str, numbers: Sequence[int]) -> str:
 
 
 def _own_nodes(part: Part) -> list[Node]:
-    """Return what the forward of a stage computes itself, outside of the calls of methods."""
+    """Return the operators in the forward of a stage, outside of method calls."""
     own: list[Node] = []
     end = 0
     for call in part.calls:
@@ -180,7 +181,7 @@ def _own_nodes(part: Part) -> list[Node]:
 
 
 def _write_sums(writer: Writer, sums: Sequence[str]) -> None:
-    """Write what this stage's pipeline rank sums when all its microbatches are done, as comments."""
+    """Write comments on the reductions of this stage's pipeline rank after all its microbatches."""
     if sums:
         writer.lines += ["", ""]
         writer.comment(0, "After the last microbatch, for the parameters of this stage:")
@@ -200,7 +201,7 @@ def lines_of(file: str, writer: Writer, mesh: Mesh) -> tuple[Line, ...]:
     """Return the operators on the lines of a file."""
     lines = []
     for number, node in writer.nodes.items():
-        # Every tensor rank computes it in full: the pictures show what that costs.
+        # Every tensor rank computes it in full: plots show that cost.
         is_redundant = mesh.value_ranks > 1 and not note(node).conversion and is_whole(node)
         name = note(node).conversion or op_name(node)
         lines.append(Line(file, number, star(note(node).module), name, is_redundant))
@@ -209,7 +210,7 @@ def lines_of(file: str, writer: Writer, mesh: Mesh) -> tuple[Line, ...]:
 
 def with_header(body: Writer, header: Sequence[str], legend: Sequence[str]) -> Writer:
     """Put the docstring and the imports before `body`; only a file with collectives gets the `legend`."""
-    # The header says what the body uses, so the body was written first.
+    # The body is written first, since the header depends on the names that it uses.
     writer, text = Writer(), "\n".join(body.lines)
     has_calls = any(note(node).conversion for node in body.nodes.values())
     writer.add(0, f'"""{in_docstring(header[0])}')

@@ -1,6 +1,7 @@
-"""Write what the updates of buffers are computed of, once a step, after its last microbatch.
+"""Write the buffer updates, which run once per step, after its last microbatch.
 
-In: `Updates`. Out: the text of `updates.py`, of a class whose method returns the new values by name; every rank runs it:
+In: `Updates`. Out: the text of `updates.py`, a class whose method returns the new values by name; every rank
+runs it:
 
     def new_values(self):
         b = self.buffers

@@ -1,7 +1,8 @@
 """Collect lines of emitted source: indentation, line breaks, comments, and which operator is on which line.
 
-In: statements and comments. Out: `Writer.lines`, each of at most `WIDTH` columns. Names of the user's get into statements
-by `weight_text`, `quoted` and `free_name` alone; what comments and docstrings say cannot end them.
+In: statements and comments. Out: `Writer.lines`, each of at most `WIDTH` columns. User-defined names enter
+statements only through `weight_text`, `quoted` and `free_name`; the text of comments and docstrings cannot
+terminate them.
 
     writer.add(2, "x = F.gelu(x)", "[2, 64, 96]", above="column: 256 = 2 x 128", node=node)
 """
@@ -33,9 +34,9 @@ class Writer:
     def add(
         self, indent: int, text: str, comment: str = "", *, above: str = "", node: Node | None = None
     ) -> None:
-        """Add a statement, in several lines where it is too long for one.
+        """Add a statement, broken into several lines if it is too long.
 
-        `comment` goes after it, or above where it does not fit; `above` always goes above.
+        `comment` goes after it, or above it if it does not fit; `above` always goes above.
         """
         pad, comment = " " * (4 * indent), shown(comment)
         if comment and len(f"{pad}{text}  # {comment}") > WIDTH:
@@ -48,11 +49,12 @@ class Writer:
         if comment:
             self.lines[-1] += f"  # {comment}"
         if node is not None:
-            # All lines of a broken statement: which of them a traceback names depends on Python.
+            # Map all lines of a broken statement: which of them a traceback names depends on the Python
+            # version.
             self.nodes |= dict.fromkeys(range(first, len(self.lines) + 1), node)
 
     def comment(self, indent: int, text: str) -> None:
-        """Add a comment on lines of its own."""
+        """Add a comment on separate lines."""
         head = " " * (4 * indent) + "# "
         further = head + "  "
         self.lines += textwrap.wrap(
@@ -69,7 +71,7 @@ class Writer:
         self.lines.append(f'        """{in_docstring(text)}"""')
 
     def add_list(self, name: str, values: Sequence[str]) -> None:
-        """Add a variable of a method that is a list of values, wrapped."""
+        """Add a list variable to a method, wrapped."""
         self.lines += [
             f"        {name} = (",
             *(f"            {line}" for line in filled(values, WIDTH - 12)),
@@ -77,7 +79,7 @@ class Writer:
         ]
 
     def bind(self, values: Mapping[str, str]) -> None:
-        """Add the first statement of a method: variables and what they stand for."""
+        """Add the first statement of a method, which assigns its variables."""
         if values:
             self.add(2, f"{', '.join(values)} = {', '.join(values.values())}")
 
@@ -93,24 +95,24 @@ class Writer:
 
 
 def broken(text: str, width: int) -> list[str]:
-    """Break a statement into lines of at most `width` columns, within its longest brackets; one without stays whole."""
+    """Break a statement into lines of at most `width` columns inside its longest brackets, if it has any."""
     pairs = [(start, end) for start, end in _brackets(text) if end > start + 1]
     if len(text) <= width or not pairs:
         return [text]
     start, end = max(pairs, key=lambda pair: pair[1] - pair[0])
     inside = text[start + 1 : end]
     parts = _split(inside)
-    # A comma behind the only item of `x[item]` would make it a tuple.
+    # A comma after the only item of `x[item]` would make it a tuple.
     if len(inside) + 4 <= width or len(parts) == 1:
         return [text[: start + 1], f"    {inside}", text[end:]]
     return [text[: start + 1], *(f"    {line}" for line in filled(parts, width - 4)), text[end:]]
 
 
 def filled(parts: Sequence[str], width: int) -> list[str]:
-    """Return parts with a comma behind each, as many on a line as `width` columns hold."""
+    """Return parts with a comma after each, as many per line as fit into `width` columns."""
     lines = [""]
     for part in parts:
-        # 2: a blank and a comma.
+        # 2: a space and a comma.
         if lines[-1] and len(lines[-1]) + len(part) + 2 > width:
             lines.append("")
         lines[-1] += f" {part}," if lines[-1] else f"{part},"
@@ -118,7 +120,7 @@ def filled(parts: Sequence[str], width: int) -> list[str]:
 
 
 def check_source(file: str, source: str) -> None:
-    """Raise InternalError where an emitted file is no Python."""
+    """Raise InternalError if an emitted file is not valid Python."""
     try:
         compile(source, file, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
@@ -128,8 +130,8 @@ def check_source(file: str, source: str) -> None:
 
 
 def _depths(text: str) -> Iterator[tuple[int, str, int]]:
-    """Yield (index, character, depth of brackets after it) of a text, without its string literals."""
-    # `quote` is the character that ends the literal in which we are; "a\"b" does not end at its second quote.
+    """Yield (index, character, bracket depth after it) for a text, skipping its string literals."""
+    # `quote` is the character that ends the current literal; "a\"b" does not end at its second quote.
     depth, quote, escaped = 0, "", False
     for i, letter in enumerate(text):
         if quote:
@@ -145,7 +147,7 @@ def _depths(text: str) -> Iterator[tuple[int, str, int]]:
 
 
 def _brackets(text: str) -> Iterator[tuple[int, int]]:
-    """Yield where the outermost brackets of a text open and close."""
+    """Yield the positions where the outermost brackets of a text open and close."""
     start = 0
     for i, letter, depth in _depths(text):
         if letter in OPEN and depth == 1:
@@ -163,7 +165,8 @@ def _split(text: str) -> list[str]:
 
 
 def weight_text(root: str, name: str) -> str:
-    """Return `w.transformer.h[0].ln_1.weight` for "transformer.h.0.ln_1.weight"; `w["my-emb"].weight` for other names.
+    """Return `w.transformer.h[0].ln_1.weight` for "transformer.h.0.ln_1.weight"; `w["my-emb"].weight` for
+    other names.
 
     The empty name is the root itself: a layer may be a single parameter in a list.
     """
@@ -181,6 +184,6 @@ def weight_text(root: str, name: str) -> str:
 
 def is_attribute(part: str) -> bool:
     """Tell whether a part of a name can be written as an attribute."""
-    # Not other alphabets: Python normalises identifiers, and would not find the name.
+    # ASCII only: Python normalizes other identifiers and would not find the name.
     is_name = part.isascii() and part.isidentifier() and not keyword.iskeyword(part)
     return is_name and not part.startswith("_") and part not in METHODS

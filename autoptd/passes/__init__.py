@@ -1,7 +1,8 @@
-"""Graph to graph, one file a pass: `PASSES` lists them all, in order.
+"""Define the graph-to-graph passes, one per file: `PASSES` lists them all, in order.
 
-What they share is in folders: `ops` (what is known of an operator), `axes` (which dims run together), `solve` (the types
-over a mesh axis), `tokens` (rewrites for ranks that divide tokens), `stages` (where to cut, and what fits).
+Shared code is in folders: `ops` (facts about an operator), `axes` (which dims are split together), `solve`
+(the types over a mesh axis), `tokens` (rewrites for ranks that divide tokens), `stages` (where to cut, and
+which plans fit).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from autoptd.passes.tokens.windows import read_windows
 from autoptd.passes.whole_rows import take_whole_rows
 
 PASSES = (
-    # TRACED: the model in forms that ranks can divide.
+    # TRACED: rewrite the model into forms that ranks can divide.
     raise_attention,
     read_causal,
     keep_tokens,
@@ -71,7 +72,7 @@ PASSES = (
 
 
 def passes_for(ctx: Context) -> tuple[Pass, ...]:
-    """Return the passes that bring a TRACED graph to LOCAL for a request."""
+    """Return the passes that take a TRACED graph to LOCAL for this request."""
     return tuple(each for each in PASSES if each.when(ctx))
 
 

@@ -1,8 +1,9 @@
-"""Give every microbatch of every replica its share of what is added to a sum over the batch, and its rows of constants
+"""Divide the addends of sums over the batch, and the rows of constants, among microbatches and replicas
 (CONNECTED -> CONNECTED).
 
-In: a graph with conversions over every axis. Out: a `markers.share` of a whole value that is added to a pending sum, a part of
-a number, and a `markers.first_rows` of a constant whose rows are all equal: each of the pieces adds an equal part.
+In: a graph with conversions over every axis. Out: the same graph, in which a whole value added to a pending
+sum becomes a `markers.share`, a number is divided, and a constant whose rows are all equal becomes a
+`markers.first_rows`. Each of the pieces adds an equal part.
 
     divide_addends(graph, ctx)      # losses.sum() + penalty -> losses.sum() + share(penalty, 8)
 """
@@ -32,7 +33,7 @@ from autoptd.passes.solve.batch_types import adds_number
     ensures=check_over_batch,
 )
 def divide_addends(graph: Graph, ctx: Context) -> None:
-    """Divide numbers and whole values that are added to sums over the batch; take rows of constants."""
+    """Divide the numbers and whole values added to sums over the batch; take the rows of constants."""
     for node in list(ops(graph)):
         if note(node).layout.batch == P and adds_number(node):
             _share_number(node, ctx.pieces)
@@ -47,7 +48,7 @@ def _share_addends(graph: Graph, node: Node, pieces: int) -> None:
     pending = {operand for operand in operands(node) if note(operand).layout.batch == P}
     for group in linear_groups(node):
         whole = [operand for operand in group if note(operand).layout.batch.is_whole]
-        # All operands whole: nothing is pending in this group.
+        # With every operand whole, nothing in this group is a pending sum.
         if len(whole) == len(group) or not pending <= set(group):
             continue
         for operand in whole:
@@ -68,7 +69,7 @@ def _share_number(node: Node, pieces: int) -> None:
 
 
 def _take_first_rows(graph: Graph, reader: Node, constant: Node, place: Place) -> None:
-    """Give `reader` as many rows of a constant as its microbatch has; all rows are equal, so the first ones do."""
+    """Give `reader` as many rows of a constant as its microbatch has; as all are equal, it takes the first."""
     for arg in reader.all_input_nodes:
         if origin_of(arg) is constant:
             with graph.inserting_before(reader):

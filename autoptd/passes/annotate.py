@@ -1,7 +1,8 @@
-"""TRACED -> ANNOTATED: axes for every tensor, then a type for every value over every axis, with its reason.
+"""Find the named axes of every tensor, then a type with its reason for every value over every mesh axis
+(TRACED -> ANNOTATED).
 
-In: a graph of whole operators. Out: the same, with `dims`, `layout`, `forms` and `why` in its notes; the solver's answers and
-the operators that are not split as one would expect, in `ctx.found`.
+In: a graph of whole operators. Out: the same graph with `dims`, `layout`, `forms` and `why` in its notes.
+`ctx.found` gets the solver's assignments and the operators that are not split as expected.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from autoptd.passes.solve.policies import policies
 
 
 def check_traced(graph: Graph, ctx: Context) -> None:
-    """Verify what annotate relies on in a TRACED graph; raises InternalError with all findings."""
+    """Verify the assumptions of annotate on a TRACED graph; raise InternalError with all findings."""
     findings = [text for node in graph.nodes for text in _untraced(node)]
     loss = output(graph).args[0]
     if not isinstance(loss, Node) or not is_tensor(loss) or math.prod(shape(loss)) != 1:
@@ -35,7 +36,7 @@ def check_traced(graph: Graph, ctx: Context) -> None:
 
 
 def _untraced(node: Node) -> Iterator[str]:
-    """Yield what is wrong with one node of a TRACED graph."""
+    """Yield the errors of one node of a TRACED graph."""
     record = note(node)
     depends = record.kind == "param" or any(note(operand).of_params for operand in node.all_input_nodes)
     if node.op != "output" and record.of_params != depends:
@@ -48,7 +49,7 @@ def _untraced(node: Node) -> Iterator[str]:
 
 
 def check_annotated(graph: Graph, ctx: Context) -> None:
-    """Verify the dims and types of an ANNOTATED graph; raises InternalError with all findings."""
+    """Verify the dims and types of an ANNOTATED graph; raise InternalError with all findings."""
     axes = {BATCH, *ctx.found.assignments}
     findings = [text for node in graph.nodes for text in _unannotated(node, axes)]
     for assignment in ctx.found.assignments.values():
@@ -62,7 +63,7 @@ def check_annotated(graph: Graph, ctx: Context) -> None:
 
 
 def _unannotated(node: Node, axes: set[str]) -> Iterator[str]:
-    """Yield what is wrong with the dims and types of one node."""
+    """Yield the errors in the dims and types of one node."""
     record = note(node)
     if node.op == "output" or not is_tensor(node):
         return
@@ -73,7 +74,7 @@ def _unannotated(node: Node, axes: set[str]) -> Iterator[str]:
             yield f"{site(node)} is {kind} over {axis}, which no policy assigns"
         if kind.kind != "S":
             continue
-        # A dim of size 1 has no atoms; a type may name its atom 0 nevertheless.
+        # A dim of size 1 has no atoms, but a type may still name its atom 0.
         if kind.dim >= len(record.dims) or kind.atom > max(0, len(record.dims[kind.dim]) - 1):
             yield f"{site(node)} is {kind} over {axis}, and has dims {record.dims}"
 
@@ -88,7 +89,7 @@ def _unannotated(node: Node, axes: set[str]) -> Iterator[str]:
 )
 def annotate(graph: Graph, ctx: Context) -> None:
     """Fill the types of every node, one axis after the other: see `solve/policies.py`."""
-    # Axes first: they need no mesh, and every policy asks them.
+    # Axes come first: they do not depend on the mesh, and every policy reads them.
     ctx.found.axes, ctx.found.assignments = Axes(graph), {}
     for policy in policies(ctx):
         policy.assign(graph, ctx.found.axes, ctx)
@@ -96,7 +97,7 @@ def annotate(graph: Graph, ctx: Context) -> None:
 
 
 def _of_a_microbatch(fallback: Fallback, ctx: Context) -> Fallback:
-    """Return the fallback with the FLOPs of a microbatch; the trace may have more samples."""
+    """Return the fallback with its FLOPs scaled to a microbatch, since the trace may have more samples."""
     return replace(fallback, flops=fallback.flops * ctx.rows // ctx.traced_rows)
 
 

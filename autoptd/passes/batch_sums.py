@@ -1,10 +1,10 @@
-"""Give readers sums over the whole batch, and numbers that follow its size (CONNECTED -> CONNECTED).
+"""Give readers sums over the whole batch, and numbers that depend on its size (CONNECTED -> CONNECTED).
 
-In: a graph whose readers name, in their notes, what they read as a batch sum (`solve/batch_types.py`). Out: a
-`markers.batch_sum` after every such value, of type I over the batch; `number_sums` says, once stages are known, which one it
-is.
+In: a graph whose readers list in their notes the operands that they read as batch sums
+(`solve/batch_types.py`). Out: a `markers.batch_sum` after every such value, of type I over the batch.
+`number_sums` numbers them once stages are known.
 
-A batch sum may be made of others (the variance of a mean): these are known one *round* earlier.
+A batch sum may be computed from others (a variance from a mean): those are known one *round* earlier.
 
     read_batch_sums(graph, ctx)     # mask.sum() -> batch_sum(mask.sum())
     number_sums(graph)              # -> batch_sum(mask.sum(), 0), in round 0
@@ -28,7 +28,7 @@ from autoptd.passes.runner import CALLS, Form, divides_rows, graph_pass
 
 @graph_pass(takes=Form.ANNOTATED, gives=Form.ANNOTATED, when=divides_rows, changes=(CALLS,))
 def take_whole_numbers(graph: Graph, ctx: Context) -> None:
-    """Give operators the numbers that the model computes for the rows of the whole batch."""
+    """Replace numbers that depend on the batch size by those of the whole batch."""
     for node in ops(graph):
         if (call := note(node).rows.whole_call) is not None:
             node.args, node.kwargs = call
@@ -38,21 +38,21 @@ def take_whole_numbers(graph: Graph, ctx: Context) -> None:
     takes=Form.CONNECTED, gives=Form.CONNECTED, when=divides_rows, changes=(CALLS,), ensures=check_over_batch
 )
 def read_batch_sums(graph: Graph, ctx: Context) -> None:
-    """Insert the markers, in front of the conversions that readers want a sum in."""
+    """Insert the markers before the conversions of the sums that readers need."""
     made: dict[Node, Node] = {}
     for reader in list(ops(graph)):
         wanted = note(reader).rows.sums
         for arg in list(reader.all_input_nodes) if wanted else ():
             if markers.unconverted(arg) in wanted:
                 reader.replace_input_with(arg, _sum_of(graph, arg, made))
-    # Conversions that only readers of the sums had.
+    # Conversions that only the readers of the sums used are dead now.
     for arg in reversed(list(made)):
         if arg.target is markers.convert and not arg.users:
             graph.erase_node(arg)
 
 
 def _sum_of(graph: Graph, arg: Node, made: dict[Node, Node]) -> Node:
-    """Return the batch sum of a value, in the types over other axes that it was converted to."""
+    """Return the batch sum of a value, converted over other axes like the value itself."""
     if arg in made:
         return made[arg]
     if arg.target is markers.convert:
@@ -75,11 +75,11 @@ def _sum_of(graph: Graph, arg: Node, made: dict[Node, Node]) -> Node:
 
 
 def number_sums(graph: Graph) -> None:
-    """Number the batch sums, and note the round in which each is known."""
+    """Number the batch sums and note the round in which each is computed."""
     rounds: dict[Node, int] = {}
     number = 0
     for node in graph.nodes:
-        # Of what it is made of, the last round.
+        # The last round among the sums that it is computed from.
         known = max((rounds[read] for read in node.all_input_nodes), default=0)
         rounds[node] = known
         if node.target is markers.batch_sum:

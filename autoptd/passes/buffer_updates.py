@@ -1,14 +1,19 @@
-"""Divide the updates of buffers: what every microbatch computes, and what is computed once, after the last one.
+"""Split buffer updates into parts that each microbatch computes and a rest that runs once, after the last
+microbatch.
 
-In: a TRACED graph with `update_buffer` in front of its output, and its second trace. Out: both without, and `Updates`. All
-microbatches of a step read what a buffer was before it, as the one call on one device does. What a new value is computed of:
+In: a TRACED graph with `update_buffer` before its output, and its second trace. Out: both traces without
+updates, and `Updates`. All microbatches of a step read a buffer's value from before the step, as the single
+call on one device does. A new value is computed from
 
-- parts of sums over the batch: a microbatch keeps its part (`keep_part`), and the runtime adds them up over all microbatches
-  and replicas. All that follows such a sum is computed once, of the whole sum, so it need not be linear in it.
-- what is the same for all microbatches (made of parameters, or known before the first forward): the first one keeps it.
-- buffers and numbers alone: computed with the update itself.
+- parts of sums over the batch: each microbatch keeps its part (`keep_part`), and the runtime adds the parts
+  over all microbatches and replicas. Everything downstream of such a sum is computed once, from the whole
+  sum, so it need not be linear in it;
+- values that are the same for all microbatches (computed from parameters, or known before the first forward):
+  the first microbatch keeps them;
+- buffers and numbers alone: computed in the update itself.
 
-Refused by name: what keeps rows of the batch, which depend on how it is divided, unless replicas have one microbatch each.
+An update that keeps rows of the batch is refused with the buffer's name, as it depends on how the batch is
+divided, unless each replica has one microbatch.
 
     ours, whole, updates = split_updates(graph, whole, ctx)
     updates.buffers         # ("bn.running_mean", "bn.num_batches_tracked")
@@ -50,14 +55,17 @@ Split = tuple[Graph, Graph | None, Updates | None]
 
 @dataclass
 class _Plan:
-    """Which nodes are computed with the update, and which values are parts, with whether they add up; by place in the graph."""
+    """Hold the positions of nodes computed in the update, and of parts with whether they are summed."""
 
     tail: set[int] = field(default_factory=set)
     parts: dict[int, bool] = field(default_factory=dict)
 
 
 def split_updates(graph: Graph, whole: Graph | None, ctx: Context) -> Split:
-    """Return both traces without updates, and the updates; MixedSamples for one that needs all rows in one microbatch."""
+    """Return both traces without updates, and the updates.
+
+    Raises MixedSamples if an update needs all rows in one microbatch.
+    """
     if not _chain(graph):
         return graph, whole, None
     if whole is not None and len(whole.nodes) != len(graph.nodes):
@@ -72,7 +80,7 @@ def split_updates(graph: Graph, whole: Graph | None, ctx: Context) -> Split:
         if shape(mine) != shape(other):
             fact = f"what an update of a buffer keeps has the shape {shape(mine)}, which follows the number of rows"
             raise PlanError(site(mine), fact, f"a sum or mean over the batch, {ALONE}")
-    # Numbers of the update are those of all rows of a step.
+    # Numbers in the update are those for all rows of a step.
     return ours, theirs, tail if ctx.traces_all else of_all
 
 
@@ -81,7 +89,7 @@ def _chain(graph: Graph) -> list[Node]:
 
 
 def _find(graph: Graph, whole: Graph | None, ctx: Context) -> _Plan:
-    """Decide for every node that only updates read where it is computed."""
+    """Decide where every node that only updates read is computed."""
     trial, _ = copy_nodes(graph)
     chain = _chain(trial)
     of_loss = _ancestors([chain[0].args[0]])  # type: ignore[list-item]
@@ -132,7 +140,7 @@ def _find(graph: Graph, whole: Graph | None, ctx: Context) -> _Plan:
 
 
 def _is_late(read: Sequence[Node], waiting: set[Node]) -> bool:
-    """Tell whether an operator reads a sum over the batch that is known after the last microbatch only."""
+    """Tell whether an operator reads a sum over the batch that is known only after the last microbatch."""
     kinds = {note(arg).layout.batch.kind for arg in read if arg not in waiting}
     return not waiting.isdisjoint(read) or ("P" in kinds and "S" not in kinds)
 
@@ -147,7 +155,7 @@ class _Types:
         assign_batch(*args, mixes=ctx.mixes, but=set(own))
 
     def fill(self, node: Node, buffer: str) -> None:
-        """Fill the type of a node that only updates read; the error for what has none names the buffer."""
+        """Fill the type of a node that only updates read; if it has none, the error names the buffer."""
         # No gradient goes through it.
         note(node).needs_grad = False
         try:
@@ -173,7 +181,7 @@ def _without_updates(graph: Graph) -> Graph:
 
 
 def _ancestors(nodes: list[Node], inner: Collection[Node] | None = None) -> set[Node]:
-    """Return `nodes` and what they are computed of; of what is not `inner`, if that is given, nothing more."""
+    """Return `nodes` and their ancestors; with `inner`, do not go past a node outside of it."""
     found, stack = set(nodes), list(nodes)
     while stack:
         node = stack.pop()
@@ -185,7 +193,7 @@ def _ancestors(nodes: list[Node], inner: Collection[Node] | None = None) -> set[
 
 
 def _free(graph: Graph) -> set[Node]:
-    """Return the nodes that are made of buffers and numbers alone."""
+    """Return the nodes that depend only on buffers and numbers."""
     free: set[Node] = set()
     for node in graph.nodes:
         is_op = node.op == "call_function" and not is_draw(node)
@@ -195,7 +203,7 @@ def _free(graph: Graph) -> set[Node]:
 
 
 def _readers(chain: list[Node]) -> dict[Node, str]:
-    """Return, for every node that an update is computed of, and the update, the buffer."""
+    """Map every update and its ancestors to the buffer that is updated."""
     found: dict[Node, str] = {}
     for update in chain:
         found[update] = str(update.args[2])
@@ -205,7 +213,7 @@ def _readers(chain: list[Node]) -> dict[Node, str]:
 
 
 def _divide(graph: Graph, plan: _Plan) -> tuple[Graph, Updates]:
-    """Return a copy of a graph that keeps the parts, and what is computed of them."""
+    """Return a copy of a graph that keeps the parts, and the updates computed from them."""
     copy, copies = copy_nodes(graph)
     nodes = list(graph.nodes)
     parts = {nodes[place]: is_sum for place, is_sum in plan.parts.items()}
@@ -230,10 +238,10 @@ def _divide(graph: Graph, plan: _Plan) -> tuple[Graph, Updates]:
 
 
 def _tail(graph: Graph, nodes: list[Node], parts: dict[Node, bool]) -> Updates:
-    """Return what is computed of parts and old values: the nodes of it, in a graph of its own."""
+    """Return the updates as a separate graph, computed from parts and old values."""
     tail, made = Graph(), dict[Node, Node]()
     chain = _chain(graph)
-    # What is computed elsewhere is a part, which is there already.
+    # Values computed elsewhere are parts, which already exist.
     wanted = _ancestors([update.args[1] for update in chain], set(nodes))  # type: ignore[misc]
 
     def place(node: Node, kind: str, name: str) -> Node:
@@ -264,14 +272,14 @@ def _reads_batch(node: Node) -> bool:
 
 
 def _drop_unread(graph: Graph) -> None:
-    """Erase operators, parameters and buffers that nothing reads; a step is called with all inputs."""
+    """Erase unread operators, parameters and buffers, but no inputs: a step is called with all of them."""
     for node in reversed(list(graph.nodes)):
         if node.op != "output" and not node.users and note(node).kind != "input":
             graph.erase_node(node)
 
 
 def _cut_gradients(graph: Graph, of_loss: set[Node]) -> None:
-    """Let no gradient into what only updates read."""
+    """Detach the values that only updates read."""
     for node in list(graph.nodes):
         record = note(node)
         readers = [user for user in node.users if user not in of_loss and user.op != "output"]

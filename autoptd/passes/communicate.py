@@ -1,10 +1,12 @@
 """Insert a conversion on every edge whose producer and reader disagree on type (ANNOTATED -> CONNECTED).
 
-In: a graph with types over every axis, and the solver's assignments. Out: the graph with a `markers.convert` per conversion.
+In: a graph with types over every axis, and the solver's assignments. Out: the graph with a `markers.convert`
+per conversion.
 
-A conversion out of P, and one to the type in which repeated layers begin, stands right behind its producer; all others stand
-right before their first reader. Readers that want the same type share a conversion. `check_connected` then verifies every
-operator against the table of types, independently of how the assignment was found.
+A conversion from P, or to the type at which repeated layers begin, is inserted directly after its producer;
+all others go directly before their first reader. Readers of the same type share a conversion.
+`check_connected` then verifies every operator against the table of types, independently of how the assignment
+was found.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ def check_axes(graph: Graph, ctx: Context) -> None:
 
 
 def check_over_batch(graph: Graph, ctx: Context) -> None:
-    """Verify that what is inserted over the batch has the types of its source over every axis that was solved."""
+    """Verify that nodes inserted over the batch keep the types of their source over all solved axes."""
     findings = []
     for node in ops(graph):
         is_inserted = node.target in (*markers.PLACED, markers.batch_sum)
@@ -60,25 +62,25 @@ def check_over_batch(graph: Graph, ctx: Context) -> None:
 @graph_pass(takes=Form.ANNOTATED, gives=Form.CONNECTED, changes=(CALLS,), ensures=check_axes)
 def communicate(graph: Graph, ctx: Context) -> None:
     """Insert conversions over every axis."""
-    # One axis after the other: a conversion over one leaves the types over all others as they are.
+    # Axes can be handled one by one: a conversion over one axis does not change the types over the others.
     for assignment in ctx.found.assignments.values():
         meet_readers(graph, assignment, ctx.mesh)
 
 
 def meet_readers(graph: Graph, assignment: Assignment, mesh: Mesh) -> None:
-    """Give every reader its operands in the types that it needs over the axis of the assignment."""
+    """Convert the operands of every reader to the types that it needs over the axis of the assignment."""
     axis, reasons = assignment.axis, Reasons(assignment)
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         wanted: dict[Layout, list[Node]] = {}
         for reader in sorted(node.users, key=order.__getitem__):
             wanted.setdefault(assignment.needs(reader, node), []).append(reader)
-        # {type: the node that has this value in it}, to begin with the value itself.
+        # {type: the node that holds this value in it}, starting with the value itself.
         by_type: dict[Layout, Node] = {note(node).layout.over(axis): node}
         for target, readers in wanted.items():
             converted = node
             for types in _missing(assignment.route(node, target), by_type):
-                # Readers come in the order of the graph: the conversion stands before the first of them.
+                # Readers are in graph order, so the conversion is inserted before the first of them.
                 if types not in by_type:
                     behind = _behind(node, converted, types, assignment)
                     by_type[types] = convert_before(
@@ -91,15 +93,17 @@ def meet_readers(graph: Graph, assignment: Assignment, mesh: Mesh) -> None:
 
 
 def _missing(route: Sequence[Layout], by_type: Collection[Layout]) -> Sequence[Layout]:
-    """Return the end of a route, from the last type that the value has already: nobody reads what leads there."""
+    """Return the end of a route, from the last type that the value already has: earlier steps would be dead."""
     known = [i for i, types in enumerate(route) if types in by_type]
     return route[known[-1] :] if known else route
 
 
 def _behind(node: Node, source: Node, types: Layout, assignment: Assignment) -> Node | None:
-    """Return the operator whose module a conversion right behind `source` belongs to; None: it stands before its reader.
+    """Return the operator whose module gets a conversion directly after `source`; None to insert it before
+    its reader.
 
-    A pending sum that repeated layers begin with is converted like the sums between the layers: as a part of a layer.
+    A pending sum that repeated layers begin with is converted like the sums between the layers: as part of a
+    layer.
     """
     if source is node and types == assignment.entries.get(node) and node.op == "call_function":
         return node
@@ -118,9 +122,10 @@ def convert_before(
     why: Callable[[Node, Step, Node], str],
     behind: Node | None = None,
 ) -> Node:
-    """Insert the conversions that bring `source` to other types over an axis; return the last one.
+    """Insert the conversions of `source` to another type over an axis; return the last one.
 
-    They stand before `reader`, or right behind `source` as a part of `behind`'s module.
+    They go before `reader` or, where an operator is given in its place, directly after `source` in that
+    operator's module.
     """
     own = note(source).layout.over(axis)
     path = steps(axis, own, types, mesh)
@@ -128,9 +133,9 @@ def convert_before(
         raise InternalError(site(source), f"there is no conversion from {own} to {types}")
     converted = source
     for step in path:
-        # Behind an input or a parameter it belongs to the module of its reader.
+        # After an input or a parameter, the conversion belongs to the module of its reader.
         near = note(behind if behind is not None and note(source).kind == "op" else reader)
-        # Several steps in a row: each stands behind the one before.
+        # Each of several steps goes after the one before.
         with graph.inserting_after(converted) if behind is not None else graph.inserting_before(reader):
             converted = _insert(graph, converted, axis, step, mesh, near)
         note(converted).why = why(source, step, reader)
@@ -152,7 +157,7 @@ def _insert(graph: Graph, source: Node, axis: str, step: Step, mesh: Mesh, near:
 
 
 def note_of(value: Note, near: Note, layout: Layout) -> Note:
-    """Return the record of a value in another layout, made in the module of `near`."""
+    """Return the note of a value in another layout, computed in the module of `near`."""
     return Note(
         module=near.module,
         source=near.source,
@@ -164,12 +169,12 @@ def note_of(value: Note, near: Note, layout: Layout) -> Note:
 
 
 def conversion_row(name: str) -> Conversion:
-    """Return the row of the conversion table with a name, such as `p_to_i`."""
+    """Return the row of the conversion table by name, such as `p_to_i`."""
     return next(row for row in CONVERSIONS.values() if row.name == name)
 
 
 def _padded_size(source: Node, kind: ValueType, target: ValueType, t: int) -> int:
-    """Return the size of the padded dim that a conversion makes or undoes; 0 where t divides."""
+    """Return the size of the dim that a conversion pads or unpads; 0 where t divides it."""
     dims = note(source).dims
     return max(padded_size(dims, kind, t), padded_size(dims, target, t))
 
@@ -177,10 +182,10 @@ def _padded_size(source: Node, kind: ValueType, target: ValueType, t: int) -> in
 def check_connected(graph: Graph, axes: Axes, axis: str, mesh: Mesh) -> None:
     """Verify that the operand and result types of every operator over an axis are a row of the table.
 
-    Where there are types over sub-axes, the table must hold over each of these. No atom may be split that the degree does
-    not divide, except a vocabulary, which is padded. Raises InternalError with all findings.
+    Types over sub-axes must match the table over each sub-axis. The degree must divide every split atom,
+    except a vocabulary, which is padded. Raises InternalError with all findings.
     """
-    # All findings at once: the first is often a consequence of the third.
+    # Collect all findings: the first is often a consequence of a later one.
     table = _Table(axis, axes, mesh, graph)
     findings = [text for node in ops(graph) for text in _findings(node, table)]
     findings += [text for node in placeholders(graph, "param") for text in _odd_shards(node, table)]
@@ -209,13 +214,13 @@ class _Table:
         return self.paddings[degree]
 
     def parts(self, *nodes: Node) -> tuple[str, ...]:
-        """Return the axis, or else the sub-axes over each of which the values of all nodes have a type."""
+        """Return the axis, or its sub-axes where the values of all nodes have a type over each of them."""
         every = [part for node in nodes for part in note(node).layout.over(self.axis).sub_axes]
         return self.mesh.parts(self.axis, every)
 
 
 def _odd_shards(node: Node, table: _Table) -> Iterator[str]:
-    """Yield shards of a dim that does not divide and may not be padded."""
+    """Yield errors for shards of a dim that the degree does not divide and that may not be padded."""
     origin = origin_of(node)
     for axis, kind in note(node).layout.over(table.axis).shards:
         if not table.padding(axis).divides_place(origin, (kind.dim, kind.atom)):
@@ -247,7 +252,7 @@ def _findings(node: Node, table: _Table) -> Iterator[str]:
 
 
 def _wrong_conversion(node: Node, table: _Table) -> Iterator[str]:
-    """Yield what is wrong with a conversion.
+    """Yield the errors of a conversion.
 
     It must be a row of the table over its axis, have the right arguments, and change nothing over other axes.
     """
@@ -268,7 +273,7 @@ def _wrong_conversion(node: Node, table: _Table) -> Iterator[str]:
 
 
 def _is_row(node: Node, types: dict[Node, ValueType], gives: ValueType, axes: Axes, padding: Padding) -> bool:
-    """Tell whether operands of these types give this one, over one axis or sub-axis."""
+    """Tell whether operands of these types give this result type, over one axis or sub-axis."""
     # Whole: I gives I, and R gives R where backward is linear.
     is_whole_row = gives == I or (gives == R and axes.is_linear(node))
     if is_whole_row and _rest_is_whole(types, set(), gives):
@@ -285,7 +290,7 @@ def _is_row(node: Node, types: dict[Node, ValueType], gives: ValueType, axes: Ax
 
 
 def _is_by_expert(node: Node, types: dict[Node, ValueType]) -> bool:
-    """Tell whether these are the types of an operator on rows of a rank's experts: its matrices, or what it reads by row."""
+    """Tell whether these types fit an operator on the rows of a rank's experts, with matrices or row-wise."""
     table = expert_table(node)
     own = {operand for operand, kind in types.items() if kind == E}
     if table is not None:
@@ -296,9 +301,9 @@ def _is_by_expert(node: Node, types: dict[Node, ValueType]) -> bool:
 
 
 def _is_split_by(node: Node, letter: Letter, types: dict[Node, ValueType], gives: ValueType) -> bool:
-    """Tell whether these are the types of an operator that is split by a letter.
+    """Tell whether these are the types of an operator that is split along a letter.
 
-    Every operand that has it is in shards, in one order, and so is the result, or it is a pending sum.
+    Every operand with that letter is sharded in the same order. The result is sharded too, or a pending sum.
     """
     order = next((types[operand].order for operand in letter.places if operand in types), gives.order)
     if any(types.get(operand) != S(*place, order) for operand, place in letter.places.items()):
@@ -307,7 +312,7 @@ def _is_split_by(node: Node, letter: Letter, types: dict[Node, ValueType], gives
     expected = S(*letter.out, order) if letter.out is not None else contracted
     taken = set(letter.places)
     if letter.out is None and not letter.form:
-        # What is added to a pending sum (a bias) must be pending, too.
+        # An addend of a pending sum, such as a bias, must be pending too.
         for group in linear_groups_of(node):
             if not taken.isdisjoint(group):
                 taken |= set(group)
@@ -317,9 +322,9 @@ def _is_split_by(node: Node, letter: Letter, types: dict[Node, ValueType], gives
 
 
 def _rest_is_whole(types: dict[Node, ValueType], taken: set[Node], kind: ValueType) -> bool:
-    """Check the operands outside of `taken`; one without a gradient may be I wherever R is asked for."""
+    """Check the operands not in `taken`; one without a gradient may be I wherever R is required."""
     for operand, given in types.items():
-        # Its cotangent, in which I and R differ, does not exist.
+        # I and R differ only in the cotangent, which does not exist here.
         is_known = given == kind or (given == I and not note(operand).of_params)
         if operand not in taken and not is_known:
             return False
@@ -327,7 +332,7 @@ def _rest_is_whole(types: dict[Node, ValueType], taken: set[Node], kind: ValueTy
 
 
 def linear_groups_of(node: Node) -> list[tuple[Node, ...]]:
-    """Return the linear groups with the operands before their conversions, as letters have them."""
+    """Return the linear groups with their operands before conversion, as letters have them."""
     groups = []
     for group in linear_groups(node):
         groups.append(tuple(dict.fromkeys(origin_of(operand) for operand in group)))
@@ -335,7 +340,7 @@ def linear_groups_of(node: Node) -> list[tuple[Node, ...]]:
 
 
 def origin_of(node: Node) -> Node:
-    """Return the value that conversions, shares, first rows and batch sums were made of."""
+    """Return the source value, past conversions, shares, first rows and batch sums."""
     while node.target in (*markers.PLACED, markers.batch_sum):
         node = node.args[0]  # type: ignore[assignment]
     return node

@@ -1,13 +1,13 @@
-"""The second argument of every pass: its input beside the graph, and the place for its results.
+"""Define the second argument of every pass: inputs other than the graph, and a place for results.
 
-In: the options, the sizes of the batch, the schedule, and the model's buffers. Out: a `Context`, and its `Findings`, which are
-empty until passes fill them.
+In: the options, the sizes of the batch, the schedule, and the model's buffers. Out: a `Context` with
+`Findings` that passes fill.
 
     ctx = Context(make_options(t=2), buffers=Buffers(captured.buffers))
     passes.annotate(graph, ctx)
     ctx.found.assignments["tp"]
 
-A context that is made from another with `dataclasses.replace` has found nothing yet.
+A context made from another with `dataclasses.replace` starts without findings.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from autoptd.passes.solve.joint import Joint
 from autoptd.program.costs import Cut
 from autoptd.program.program import Program
 
-# The schedule of passes that are called by themselves, as in tests.
+# The schedule when a pass is called directly, as in tests.
 ONE_STAGE: Orders = [[Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)]]
 
 
 @dataclass(eq=False, repr=False)
 class Findings:
-    """The results of passes beside the notes of the graph; reading one that no pass has left yet is an InternalError.
+    """Hold the results of passes that are not in the graph's notes; reading one before it is set is an
+    InternalError.
 
-    rewrites of TRACED: `whole`: the trace with all samples, rewritten like the graph (None: as it was given)
-    annotate:     `axes`: which dims run together; `assignments`: the solver's answer over every mesh axis;
-                  `fallbacks`: operators that are not split as one would expect; `joint`: what was solved over two axes at
-                  once, where a model is split over tp and over cp
-    find_fusions: `groups`: operators that a fused one may stand for
-    cut:          `cut`: where the model is cut, why, and what it costs
-    substitute:   `fusions`: what was fused and what was not
-    keep:         `kept`: what every stage keeps of a microbatch from its forward to its backward, and makes again;
-                  `kept_values`: how every value is kept, for people
+    rewrites of TRACED: `whole`: the trace with all samples, rewritten like the graph (None: unchanged)
+    annotate:     `axes`: which dims are split together; `assignments`: the solver's answer over every mesh
+    axis; `fallbacks`: operators that are not split as expected; `joint`: the joint solution over two axes,
+    where a model is split over both tp and cp
+    find_fusions: `groups`: operators that a fused one may stand for cut:          `cut`: where the model is
+    cut, why, and what it costs substitute:   `fusions`: which groups were fused and which were not keep:
+    `kept`: what every stage saves of a microbatch from its forward to its backward, and recomputes;
+    `kept_values`: how every value is kept, for display
     """
 
     whole: Graph | None = field(init=False, default=None)
@@ -74,35 +74,39 @@ class Findings:
         raise AttributeError(name)
 
     def forget(self) -> None:
-        """Forget everything: a run of passes begins."""
+        """Clear all results at the start of a run of passes."""
         vars(self).clear()
         self.whole = None
 
     def has(self, name: str) -> bool:
-        """Tell whether a pass has left this result."""
+        """Tell whether a pass has set this result."""
         return name in vars(self)
 
 
 @dataclass(frozen=True)
 class Context:
-    """The input of every pass beside its graph.
+    """Hold the inputs of every pass other than its graph.
 
-    - `traced_rows`, `rows`: samples of the trace, and of a microbatch; `pieces`: microbatches of a step, of all replicas.
-    - `batched`: names of the inputs that carry the batch; `whole`: a second trace, with all samples of the batch (None
-      where the batch is not split). `mixes`: a replica has one microbatch, and operators may read the rows of all replicas.
+    - `traced_rows`, `rows`: samples in the trace, and in a microbatch; `pieces`: microbatches in a step, over
+      all replicas.
+    - `batched`: names of the inputs that carry the batch; `whole`: a second trace, with all samples of the
+      batch (None where the batch is not split). `mixes`: each replica has one microbatch, and operators may
+      read the rows of all replicas.
     - `buffers`: the values of the model's buffers, from which constants are evaluated.
     - `orders`: the schedule without its transfers.
     - `live`: microbatches in flight on every stage, at the fullest moment of each rank.
-    - `makespan`: seconds of a step for seconds per stage, and those to make values again there (None: the schedule is too
-      long to be simulated often).
-    - `price_range`: the prices of memory at which a rank may choose what it keeps, ascending (`memory_price.py`).
-    - `reserve`: bytes of a rank that the cut leaves free, because an earlier one was off by so many.
-    - `working`: bytes that every pipeline rank needs beside what it holds; empty as long as they are not known.
+    - `makespan`: seconds of a step, as a function of the seconds per stage to compute and to recompute (None:
+      the schedule is too long to simulate repeatedly).
+    - `price_range`: the prices of memory at which a rank may choose what it keeps, ascending
+      (`memory_price.py`).
+    - `reserve`: bytes per rank that the cut leaves free, because an earlier cut was off by that much.
+    - `working`: bytes that every pipeline rank needs in addition to those it holds; empty until they are
+      known.
     - `checkpointed`: the modules that the model wraps in activation checkpoints.
     - `saved_by`: what every operator of a LOCAL graph saves for backward.
-    - `like`: a program of the same model; parameters are stored, and layers cut, as in that one.
-    - `layout_prices`: by `zero`, the prices of memory at which layouts change, whatever is put aside; contexts that are made
-      from one share them.
+    - `like`: a program of the same model, whose parameter storage and cuts are followed.
+    - `layout_prices`: by `zero`, the prices of memory at which layouts change, which do not depend on the
+      bytes reserved; contexts derived from one another share them.
     """
 
     options: Options = field(default_factory=Options)
@@ -137,9 +141,10 @@ class Context:
     @cached_property
     def machine(self) -> Machine:
         """The speeds of a rank, with a price for the bytes that it holds (`memory_price`)."""
-        # In units of the trace: the solver counts saved bytes for all of its rows.
+        # In units of the trace, as the solver counts saved bytes for all of its rows.
         in_flight = max(map(max, self.live), default=0) * self.rows / self.traced_rows
-        # Relative to what stages use of a parameter: bf16 with a precision, else as a rule float32.
+        # Relative to the dtype in which stages use parameters: bf16 with a precision, otherwise usually
+        # float32.
         itemsize = 2 if self.options.precision else 4
         copies = self.options.state_bytes(itemsize).total / itemsize
         return self.options.rank_machine.with_memory_priced(
@@ -147,32 +152,32 @@ class Context:
         )
 
     def needed_bytes(self, cut: Cut) -> list[float]:
-        """Return what every pipeline rank needs with a cut: what it holds, and what it needs beside."""
+        """Return the bytes that every pipeline rank needs with a cut: those it holds, plus its working bytes."""
         working = self.working or (0.0,) * len(cut.rank_bytes)
         return [held + more for held, more in zip(cut.rank_bytes, working, strict=True)]
 
     def held_bytes(self, needed: Sequence[float]) -> tuple[float, ...]:
-        """Return what pipeline ranks hold, of what they need."""
+        """Return the bytes that pipeline ranks hold, given those they need."""
         working = self.working or (0.0,) * len(needed)
         return tuple(both - more for both, more in zip(needed, working, strict=True))
 
     def with_working(self, nbytes: Sequence[float]) -> Context:
-        """Return this context, without findings, with bytes put aside: those of now where they are more."""
+        """Return this context without findings, with the larger of these and the current working bytes."""
         before = self.working or (0.0,) * len(nbytes)
         return replace(self, working=tuple(map(max, before, nbytes)))
 
     def with_less_working(self, nbytes: float) -> Context:
-        """Return this context, without findings, with so many bytes fewer put aside on every rank."""
+        """Return this context without findings and with `nbytes` fewer working bytes on every rank."""
         return replace(self, working=tuple(max(more - nbytes, 0.0) for more in self.working))
 
     @property
     def byte_price(self) -> float:
-        """The price of a byte that is kept from a microbatch's forward to its backward, in seconds."""
+        """The price in seconds of a byte that is saved from a microbatch's forward to its backward."""
         return self._of_kept(self.options.memory_price or 0.0)
 
     @property
     def byte_prices(self) -> tuple[float, ...]:
-        """What a rank may pay to keep such a byte less, ascending."""
+        """The prices that a rank may pay to save one such byte less, ascending."""
         return tuple(map(self._of_kept, self.price_range)) or (self.byte_price,)
 
     def _of_kept(self, price: float) -> float:
@@ -196,7 +201,7 @@ class Context:
     @property
     def wgrad_sink(self) -> str:
         """The attribute of a stage that takes the gradients of linear layers' weights; "" for autograd."""
-        # Actions W need what was left over for them, whatever else is asked for.
+        # W actions need the deferred weight gradients, whatever the other options are.
         if any(action.kind is Kind.W for order in self.orders for action in order):
             return "deferred"
         return "main_grads" if self.options.hooks.fp32_gradients else ""

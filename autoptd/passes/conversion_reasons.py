@@ -1,7 +1,8 @@
-"""Say why a value is converted: Megatron's words for its plans, the price of the alternative where the solver chose by cost.
+"""Give the reason of a conversion: in Megatron's terms, or as the cost of the alternative where the solver
+chose by cost.
 
-In: the solver's assignment over an axis, a conversion, and the first reader of the result. Out: the reason that emitted
-files, dumps, tables and pictures show.
+In: the solver's assignment over an axis, a conversion, and the first reader of the result. Out: the reason
+shown in emitted files, dumps, tables and plots.
 
     Reasons(assignment)(c_fc_input, step, linear)     # "column-parallel input: gradient all-reduced over tp"
     Reasons(assignment)(c_proj_bias, step, linear)    # "bias added on tp rank 0 only"
@@ -23,16 +24,16 @@ from autoptd.passes.solve.alternatives import cheapest_with
 from autoptd.passes.solve.assign import Assignment
 from autoptd.passes.solve.strategy import Strategy
 
-# What a collective does to a value, or to its gradient.
+# Verbs for the effect of a collective on a value, or on its gradient.
 DONE = {
     "all-reduce": "all-reduced",
     "all-gather": "all-gathered",
     "reduce-scatter": "reduce-scattered",
     "all-to-all": "exchanged",
 }
-# Operators that hand a value on: the reason names the operator that computes with it.
+# Operators that only pass a value on: the reason names the operator that computes with it.
 PASSED_ON = ("fold", "turn", "pieces", "same", "cast")
-# A price that is not worth a number.
+# A cost too small to print.
 MIN_SECONDS = 5e-8
 
 
@@ -42,12 +43,13 @@ class Reasons:
     def __init__(self, assignment: Assignment) -> None:
         self._assignment = assignment
         self._axis = assignment.axis
-        # Layers that repeat begin with a sum of the embedding or of the layer before: its reason must fit both.
+        # Repeated layers begin with a sum from the embedding or from the previous layer: the reason must fit
+        # both.
         self._entering = {*assignment.enters, *assignment.enters.values()}
         self._prices: dict[int, str] = {}
 
     def __call__(self, source: Node, step: Step, reader: Node) -> str:
-        """Return why `step` stands between a value and its first reader."""
+        """Return why `step` is inserted between a value and its first reader."""
         after = step.after.kind
         if after == "R":
             return self._of_input(step, reader)
@@ -91,7 +93,7 @@ class Reasons:
         return f"partial sums all-reduced over {self._axis} for {_name(reader)}"
 
     def _of_shard(self, source: Node, step: Step, reader: Node) -> str:
-        """Return the reason for a shard, or for one by another dim."""
+        """Return the reason for sharding a value, or for sharding it along another dim."""
         name = _name(reader)
         if self._is_by_tokens(source, step.after):
             return f"{'residual' if name == 'add' else name} is token-sharded"
@@ -106,11 +108,12 @@ class Reasons:
         return id(splitter.axes.atoms(node, kind.dim)[kind.atom]) in splitter.tokens
 
     def _of_whole(self, source: Node, step: Step, reader: Node) -> str:
-        """Return the reason for gathering a value: its reader has no other way, or one that costs more."""
+        """Return the reason for gathering a value: its reader has no alternative, or a more expensive one."""
         name = _name(reader)
         if CONVERSIONS[step.before.kind, step.after.kind].forward not in DONE:
             return f"{name} is computed in full on every {self._axis} rank"
-        # A view could be split as well, with the gather after it: the alternative is that of the operator that computes.
+        # A view could be split too, with the gather after it, so the alternative is that of the computing
+        # operator.
         operand, user = _used(source, reader)
         problem = self._assignment.problem
         if problem is None or user not in problem.variable:
@@ -131,7 +134,7 @@ class Reasons:
         if math.isinf(extra):
             return f"{name} cannot be split over {self._axis}"
         split = "vocabulary-parallel loss" if name == "loss" else f"split {name}"
-        # Not a number: the search for the best alternative was given up.
+        # NaN: the search for the best alternative was abandoned.
         if not extra >= MIN_SECONDS:
             return f"no slower than a {split}"
         return f"{1e6 * extra:.2g} us cheaper than a {split}"
@@ -142,7 +145,7 @@ class Reasons:
 
 
 def _used(operand: Node, reader: Node) -> tuple[Node, Node]:
-    """Return the operator that computes with a value, past those that only rearrange it, and what it reads of it."""
+    """Return the operator that computes with a value, past those that only rearrange it, and its operand."""
     while reader.op == "call_function" and operator_of(reader).moves in PASSED_ON and reader.users:
         operand, reader = reader, next(iter(reader.users))
     return operand, reader

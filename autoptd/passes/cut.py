@@ -1,16 +1,18 @@
-"""Cut the model into p*v stages so that the busiest pipeline rank is least busy (CONNECTED -> CUT).
+"""Cut the model into p*v stages that balance the pipeline ranks (CONNECTED -> CUT).
 
 In: a CONNECTED graph. Out: `stages` and `stages_why` of every node, and `ctx.found.cut`.
 
-The *backbone*, the operators that depend on parameters and inputs, is placed in model order. `crossing.py` places all other
-values, and decides what happens to those that cross. A parameter lives on every stage that reads it: its owner set.
+The *backbone*, the operators that depend on parameters and inputs, is placed in model order. `crossing.py`
+places all other values, and decides whether those that cross are sent or computed again. A parameter lives on
+every stage that reads it: its owner set.
 
-Cut points are positions in the backbone with GEMMs on both sides; of those between the same two GEMMs, the one where fewest
-bytes cross. A stage costs the seconds of its operators on one rank, embedding, head and loss included, and those of the
-messages that it sends and receives. A rank holds parameters with their state, and the saved activations of the microbatches
-in flight (`held_bytes.py`). `balance.py` chooses: for the busiest rank, then for the simulated schedule. Layers stay whole
-unless a cut inside of one makes a step more than 5% faster at a size where work decides, not the fixed cost of collectives,
-or nothing else fits. A plan may pin the cuts (`stages/cut_pins.py`).
+Cut points are positions in the backbone with GEMMs on both sides; among those between the same two GEMMs, the
+one with the fewest bytes crossing is used. The cost of a stage is the time of its operators on one rank,
+embedding, head and loss included, plus that of the messages it sends and receives. A rank holds parameters
+with their state, and the saved activations of the microbatches in flight (`held_bytes.py`). `balance.py`
+minimizes the time of the busiest rank, then of the simulated schedule. Layers stay whole unless a cut inside
+one makes a step more than 5% faster, at a size where compute rather than the fixed cost of collectives
+dominates, or unless nothing else fits. A plan may pin the cuts (`stages/cut_pins.py`).
 """
 
 from __future__ import annotations
@@ -38,15 +40,17 @@ from autoptd.passes.stages.line import Line, Value
 from autoptd.passes.stages.memory_bound import too_full
 from autoptd.program.costs import Cut
 
-# A cut inside a layer must bring the time of a step, or of the busiest rank, below this share of that with whole layers.
+# A cut inside a layer must reduce the time of a step, or of the busiest rank, below this fraction of that
+# with whole layers.
 MAX_SHARE_OF_WHOLE_LAYERS = 0.95
-# Where more than this share of the work is the fixed cost of collectives, a toy is weighed: seconds at real sizes differ.
+# Above this fraction of fixed collective cost the model is a toy, whose timings do not carry over to real
+# sizes.
 MAX_FIXED_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class Point:
-    """A place to cut: behind operator `at` of the backbone, where `nbytes` cross."""
+    """A place to cut: after operator `at` of the backbone, where `nbytes` cross."""
 
     at: int
     nbytes: float
@@ -65,9 +69,9 @@ def cut(graph: Graph, ctx: Context) -> None:
     backbone = find_backbone(graph)
     pinned = _pinned_cuts(backbone, ctx)
     chooser = _Chooser(graph, backbone, ctx)
-    # Pinned cuts are compared with ours nevertheless: the user is told what they cost.
+    # Pinned cuts are still compared with ours, to report their cost to the user.
     cuts, why = chooser.choose() if pinned is None else chooser.follow(pinned)
-    # Cuts 3 and 7 of 12 operators are the stages 0..3, 4..7, 8..11.
+    # Cuts 3 and 7 of 12 operators give the stages 0..3, 4..7, 8..11.
     ends = [-1, *cuts.chosen, len(backbone) - 1]
     stages = [slice(before + 1, end + 1) for before, end in pairwise(ends)]
     home: dict[Node, int] = {}
@@ -92,7 +96,7 @@ def cut(graph: Graph, ctx: Context) -> None:
 
 
 def _pinned_cuts(backbone: list[Node], ctx: Context) -> Sequence[int] | None:
-    """Return the positions of the cuts of the plan, or of the program to follow; None if there is neither."""
+    """Return the cut positions of the plan, or of the program to follow; None if there is neither."""
     pinned, places = ctx.options.plan.cut, Places(backbone)
     if ctx.like is not None:
         pinned = places.like(Places(find_backbone(ctx.like.graphs["CUT"])), ctx.like.plan["cut"])
@@ -100,7 +104,7 @@ def _pinned_cuts(backbone: list[Node], ctx: Context) -> Sequence[int] | None:
 
 
 class _Chooser:
-    """The choice of cuts for one graph: the line of its operators, and where it may be cut."""
+    """Choose the cuts of one graph, given its operators in order and its cut points."""
 
     def __init__(self, graph: Graph, backbone: list[Node], ctx: Context) -> None:
         self.ranks, self.machine, self.live, self.makespan_of = ctx.ranks, ctx.machine, ctx.live, ctx.makespan
@@ -122,11 +126,11 @@ class _Chooser:
         )
 
     def choose(self) -> tuple[Cuts, str]:
-        """Return the best cuts and their reason: between layers, or inside where that is worth it or there are too few."""
+        """Return the best cuts and why: between layers, or inside one if it pays off or layers are too few."""
         whole = self._solve([point.at for point in self.points if point.between_layers])
         if len(self.ranks) == 1 and whole:
             return whole, "one stage"
-        # Also where whole layers fit: both are needed to say what the layers' wholeness costs.
+        # Computed even if whole layers fit, to report the cost of keeping layers whole.
         inside = self._solve(self.line.points)
         if inside is None:
             raise self._refusal()
@@ -149,7 +153,7 @@ class _Chooser:
         return inside, f"inside layers: {what} is {gain:.0%} faster than with whole layers"
 
     def _fixed_share(self) -> float:
-        """Return the share of all work that collectives take however little they move."""
+        """Return the fraction of all work that is the fixed cost of collectives."""
         without = replace(self.machine, latency=0.0)
         sizes = self.sizes
         bare = sum(
@@ -159,14 +163,14 @@ class _Chooser:
         return 1 - bare / whole if whole else 0.0
 
     def follow(self, pinned: Sequence[int]) -> tuple[Cuts, str]:
-        """Return pinned cuts, compared with those that would be chosen; TooFull where they do not fit."""
+        """Return the pinned cuts, compared with those that would be chosen; raise TooFull if they do not fit."""
         cuts = evaluate(self.line, self.ranks, pinned, self.live, self.memory, self.makespan_of)
         if max(cuts.held) > self.memory:
             raise too_full(max(cuts.held) + self.reserve, self.ctx, "the cut that the plan pins")
         try:
             best, why = self.choose()
         except PlanError:
-            # A plan may cut where there is no cut point, so that no choice of ours need exist.
+            # A plan may cut where there is no cut point, so we may not find cuts to compare with.
             return cuts, "as the plan says"
         if cuts.chosen == best.chosen:
             return best, why
@@ -191,12 +195,12 @@ class _Chooser:
 
 
 def _trace_factor(node: Node, sizes: Sizes) -> int:
-    """Return how many times larger a value is in the trace than in a microbatch."""
+    """Return the ratio of a value's size in the trace to that in a microbatch."""
     return sizes.rows_divisor if note(node).layout.batch.kind in "SP" else 1
 
 
 def _values(backbone: list[Node], sizes: Sizes, machine: Machine) -> list[Value]:
-    """Return the values that may cross, with the seconds to send (or to receive) each and its gradient."""
+    """Return the values that may cross, with the seconds to send (or receive) each and its gradient."""
     order = {node: i for i, node in enumerate(backbone)}
     values = []
     for i, node in enumerate(backbone):
@@ -208,7 +212,7 @@ def _values(backbone: list[Node], sizes: Sizes, machine: Machine) -> list[Value]
 
 
 def _check_pinned(backbone: list[Node], count: int) -> None:
-    """Refuse pinned cuts that leave a stage empty: a view of what crosses is computed where it is read."""
+    """Refuse pinned cuts that leave a stage empty: a view of a crossing value is computed where it is read."""
     for stage in _empty_stages(backbone, count):
         raise PlanError(
             "plan: cut", f"stage {stage} has nothing to compute", "cut behind more than a view or a cast"
@@ -223,7 +227,7 @@ def _empty_stages(backbone: Iterable[Node], count: int) -> list[int]:
 
 
 def find_backbone(graph: Graph) -> list[Node]:
-    """Return the operators that depend on parameters and on batch inputs, in order; PlanError if there are none."""
+    """Return the operators that depend on parameters and on batch inputs, in order; PlanError if none do."""
     of_inputs: set[Node] = set()
     backbone: list[Node] = []
     for node in graph.nodes:
@@ -245,7 +249,7 @@ def _find_points(backbone: list[Node], mesh: Mesh) -> list[Point]:
     norms = _inside_norms(backbone)
     # By the number of GEMMs before the point, and whether it lies between layers.
     best: dict[tuple[int, bool], Point] = {}
-    # The values that a cut behind operator i would have to send.
+    # The values that a cut after operator i would have to send.
     alive: list[int] = []
     gemms_before = 0
     for i in range(len(backbone) - 1):
@@ -262,7 +266,7 @@ def _find_points(backbone: list[Node], mesh: Mesh) -> list[Point]:
         if key not in best or nbytes < best[key].nbytes:
             best[key] = Point(i, nbytes, between_layers)
     points = sorted(best.values(), key=lambda point: point.at)
-    # Of two points with only views between them one goes, preferably the one inside a layer.
+    # Of two points with only views between them, drop one, preferably the one inside a layer.
     dropped = []
     for point, following in pairwise(points):
         if _is_idle(backbone[point.at + 1 : following.at + 1], mesh):
@@ -271,7 +275,7 @@ def _find_points(backbone: list[Node], mesh: Mesh) -> list[Point]:
 
 
 def _inside_norms(backbone: list[Node]) -> set[int]:
-    """Return the positions within a batch norm of several operators: in eval mode, on the same stages, it is one."""
+    """Return the positions inside multi-operator batch norms, which are one operator in eval mode."""
     first: dict[str, int] = {}
     inside: set[int] = set()
     for i, node in enumerate(backbone):
@@ -281,7 +285,7 @@ def _inside_norms(backbone: list[Node]) -> set[int]:
 
 
 def _last_uses(backbone: list[Node]) -> list[int]:
-    """Return the position of the last reader of every value; the end where something outside of the backbone reads it."""
+    """Return the position of each value's last reader, or the end if it is read outside of the backbone."""
     order = {node: i for i, node in enumerate(backbone)}
     last = []
     for i, node in enumerate(backbone):
@@ -290,15 +294,15 @@ def _last_uses(backbone: list[Node]) -> list[int]:
 
 
 def _is_idle(operators: list[Node], mesh: Mesh) -> bool:
-    """Tell whether a stage of these would have nothing to do: views are computed where they are read."""
+    """Tell whether a stage of these operators would be empty: views are computed where they are read."""
     return not any(rank_seconds(node, mesh, Machine()) for node in operators)
 
 
 def check_cut(graph: Graph, num_stages: int) -> None:
-    """Verify the stages of a CUT graph; raises InternalError with all findings.
+    """Verify the stages of a CUT graph; raise InternalError with all findings.
 
-    Every node is placed, before it is read, and on one stage unless it is said to be computed again; no weight crosses; no
-    stage is empty.
+    Every node is placed before its readers, and on one stage unless it is marked to be computed again; no
+    weight crosses a cut, and no stage is empty.
     """
     backbone = set(find_backbone(graph))
     findings = [text for node in graph.nodes for text in _misplaced(node, backbone)]
@@ -312,7 +316,7 @@ def check_cut(graph: Graph, num_stages: int) -> None:
 
 
 def _misplaced(node: Node, backbone: set[Node]) -> Iterator[str]:
-    """Yield what is wrong with the stages of one node, and with those of its operands."""
+    """Yield the errors in the stages of one node and of its operands."""
     stages = note(node).stages
     if node.op != "placeholder" and not stages:
         yield f"{node.name} is in stages {stages}"
@@ -327,7 +331,7 @@ def _misplaced(node: Node, backbone: set[Node]) -> Iterator[str]:
         where = f"{arg.name} of stages {made} is read by {node.name} of stages {stages}"
         if missing and (arg.op == "placeholder" or (note(arg).of_params and arg not in backbone)):
             yield f"{where}: it must be on all of them"
-        # Values are sent forward only: a stage before the producer can never receive it.
+        # Values are only sent forward, so a stage before the producer can never receive one.
         elif any(stage < min(made, default=stage + 1) for stage in missing):
             yield f"{where}, before it is made"
         elif missing and not is_tensor(arg):

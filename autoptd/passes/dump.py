@@ -1,13 +1,13 @@
-"""Write graphs as numbered texts: after every pass with AUTOPTD_DUMP, in every form for a report.
+"""Write graphs as numbered text files: after every pass with AUTOPTD_DUMP, in every form for a report.
 
-In: graphs and their names. Out: a folder of texts.
+In: graphs and their names. Out: a folder of text files.
 
     dump = Dump("out/")
     dump.begin("trace", traced)
     dump.add("annotate", graph)         # out/passes/01_annotate.txt
 
-Every text lists the nodes with their types and reasons, and ends with the change in operator counts: diff two of them first,
-debug second.
+Each file lists the nodes with their types and reasons, and ends with the change in operator counts, so that
+diffing two files shows the effect of a pass.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autoptd.ir.notes import note, op_name, ops, payload, shape
 
 
 class Dump:
-    """Writes `passes/NN_name.txt` below a folder, one text after the other; another run writes over those of the one before."""
+    """Write `passes/NN_name.txt` files to a folder in order; a new run overwrites those of the previous one."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder) / "passes"
@@ -47,7 +47,7 @@ class Dump:
 
 
 def describe(graph: Graph) -> str:
-    """Write one line per node: module, operator, shape, type over tp, reason. This is the text of `passes/NN_name.txt`."""
+    """Return the text of a dump, one line per node: module, operator, shape, type over tp, reason."""
     lines = []
     for node in graph.nodes:
         if node.op == "output":

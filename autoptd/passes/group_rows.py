@@ -1,8 +1,9 @@
-"""Bring rows into the order of their experts once for all products of a layer, and put them back once (LOCAL -> LOCAL).
+"""Sort rows by expert once for all expert matmuls of a layer, and restore their order once (LOCAL -> LOCAL).
 
-In: LOCAL, whose products of experts take rows in the order of the tokens. Out: the same values with one sort for the products
-of the same choices; what treats rows one by one in between has them in that order. Where ranks have different experts (type
-`E`) each goes on with the rows of its own alone: how many these are is known when they are.
+In: a LOCAL graph whose expert matmuls take rows in token order. Out: the same values with one sort for all
+matmuls that share expert choices; row-wise operators in between run on sorted rows. Where ranks have
+different experts (type `E`), each rank continues with the rows of its experts only, whose number is known
+only at run time.
 
     order, ends = rt.by_expert(ids, 8, tp)              # of the rows that chose experts of this rank
     rows = rt.take_rows(x, order, 2)                    # of two choices a token
@@ -37,7 +38,7 @@ from autoptd.passes.solve.experts import expert_table, rows_by_expert
 
 @graph_pass(takes=Form.LOCAL, gives=Form.LOCAL, changes=(CALLS,))
 def group_rows(graph: Graph, ctx: Context) -> None:
-    """Rewrite all products of experts for rows that are sorted."""
+    """Rewrite all expert matmuls for sorted rows."""
     rows = rows_by_expert(graph)
     for node in ops(graph):
         if axis_of(node) and node not in rows:
@@ -47,13 +48,13 @@ def group_rows(graph: Graph, ctx: Context) -> None:
 
 
 def axis_of(node: Node) -> str:
-    """Return the axis over which a value has the rows of a rank's experts, "" for others."""
+    """Return the axis over which a value has only the rows of a rank's experts; "" if there is none."""
     return next((axis for axis, kind in note(node).layout.types if kind == E), "")
 
 
 @dataclass
 class _Group:
-    """Operators of a stage between which rows are sorted: `nodes`, in the order of the graph."""
+    """The operators of a stage that run on the same sorted rows: `nodes`, in graph order."""
 
     graph: Graph
     axis: str
@@ -64,7 +65,7 @@ class _Group:
     taken: dict[Node, Node] = field(default_factory=dict)
 
     def rewrite(self) -> None:
-        """Sort in front of the first operator, and put back what others read."""
+        """Sort before the first operator, and restore the order of values read outside of the group."""
         self._sort()
         inside = set(self.nodes)
         for node in self.nodes:
@@ -74,7 +75,7 @@ class _Group:
         erase_unread(self.graph, list(self.taken))
 
     def _sort(self) -> None:
-        # Every group begins with one that reads the numbers of the experts.
+        # The first operator of every group reads the expert indices.
         first = self.nodes[0]
         self.ids = ids = operands(first)[-1]
         table = expert_table(first)
@@ -93,7 +94,7 @@ class _Group:
         note(self.ends).local = replace(note(self.ends).local, shapes=[(each,)])
 
     def _enter(self, node: Node, inside: set[Node]) -> None:
-        """Let an operator have sorted rows of all its operands."""
+        """Give an operator sorted rows for all its operands."""
         if op_name(node) == NAME:
             x, weight = node.args[:2]
             node.args = (x if x in inside else self._take(node, x), weight, self.ends)  # type: ignore[arg-type]
@@ -111,7 +112,7 @@ class _Group:
             if operand not in inside:
                 node.replace_input_with(operand, self._take(node, operand))
         if self.axis and operator_of(node).text in (".reshape", ".expand"):
-            # As many rows as there are.
+            # The number of rows is known only at run time.
             x, sizes = node.args
             node.args = (x, [-1, *sizes[1:]])  # type: ignore[misc, index]
 
@@ -121,12 +122,12 @@ class _Group:
             source, choices = _repeated(x)
             args = (source, self.order) if choices == 1 else (source, self.order, choices)
             made = self._made(before, markers.take_rows, args, like=x)
-            # Its operands are those of the model: nothing of them but the order has changed.
+            # Record the model's operands: only the order of their rows has changed.
             self.taken[x] = made
         return self.taken[x]
 
     def _leave(self, node: Node, inside: set[Node]) -> None:
-        """Put the rows of a value back for those that read it outside."""
+        """Restore the row order of a value for readers outside of the group."""
         outside = [user for user in node.users if user not in inside]
         if not outside:
             return
@@ -150,7 +151,7 @@ class _Group:
         reason: str = "",
         name: str = "",
     ) -> Node:
-        """Insert an operator with the value and the facts of another one, in the module of `before`."""
+        """Insert an operator with the value and the note of another one, in the module of `before`."""
         with self.graph.inserting_before(before):
             made = self.graph.call_function(target, args)
         made.meta["val"] = value(like)
@@ -174,7 +175,7 @@ class _Group:
 
 
 def _groups(graph: Graph, rows: dict[Node, Node]) -> Iterator[_Group]:
-    """Yield the groups of a graph: by choices, stages, axis, and which of all rows a rank has."""
+    """Yield the groups of a graph, by expert choices, stages, axis, and the rows that a rank has."""
     between = _between(graph, rows)
     groups: dict[Any, _Group] = {}
     for node in ops(graph):
@@ -186,7 +187,7 @@ def _groups(graph: Graph, rows: dict[Node, Node]) -> Iterator[_Group]:
 
 
 def _between(graph: Graph, rows: dict[Node, Node]) -> set[Node]:
-    """Return the products of experts, and all on the way from one of them to another of the same choices and stages."""
+    """Return the expert matmuls and all nodes between two of them with the same choices and stages."""
     found = {node for node in ops(graph) if op_name(node) == NAME}
     left = list(found)
     while left:
@@ -196,12 +197,12 @@ def _between(graph: Graph, rows: dict[Node, Node]) -> set[Node]:
             if is_like and operand not in found:
                 found.add(operand)
                 left.append(operand)
-    # The pieces of a value go with it.
+    # Include the pieces of these values.
     return found | {user for node in found for user in node.users if op_name(user) == "getitem"}
 
 
 def _repeated(x: Node) -> tuple[Node, int]:
-    """Return y and k where x is y with every row k times, else x and 1."""
+    """Return y and k if x is y with every row repeated k times, else x and 1."""
     chain: Sequence[Any] = _chain(x, ("aten.reshape", "aten.expand", "aten.unsqueeze"))
     if not chain or chain[2].args[1] != 1:
         return x, 1
@@ -212,7 +213,7 @@ def _repeated(x: Node) -> tuple[Node, int]:
 
 
 def _chain(x: Node, names: Sequence[str]) -> list[Node]:
-    """Return x and what it is made of, where these are operators of these names; else nothing."""
+    """Return x and its producers if they are operators with these names; else an empty list."""
     chain: list[Node] = []
     node: Any = x
     for name in names:

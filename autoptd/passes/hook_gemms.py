@@ -1,15 +1,17 @@
-"""Attach communication hooks to the GEMMs of a LOCAL graph (LOCAL -> what codegen writes).
+"""Attach communication hooks to the GEMMs of a LOCAL graph, as the last rewrite before emission (LOCAL ->
+LOCAL).
 
-In: LOCAL, and the options that choose hooks. Out: `markers.linear`, the runtime's own autograd function, instead of each
-`linear` or `addmm` with a hook. All other GEMMs stay as they were.
+In: a LOCAL graph, and the options that choose hooks. Out: `markers.linear`, an autograd function of the
+runtime, instead of each `linear` or `addmm` with a hook. All other GEMMs are unchanged.
 
-- *overlap*: where an f (I -> R) has this GEMM as its only reader, with nothing but views between, f becomes part of the GEMM,
-  so that the input's gradient is summed while the weight's is computed. An f that several GEMMs read (separate q, k, v) stays
-  on a line of its own: their input gradients are added up first and summed over the ranks once.
-- A gather (S -> R) that only GEMMs read is done again in backward; with *overlap*, while the input's gradient is computed.
-  The reduce-scatter of this gradient, where one GEMM alone reads the value, overlaps the weight's gradient.
-- *wgrad*: where the weight is a parameter itself, its gradient bypasses autograd: "main_grads" or "deferred", the attribute
-  of the stage that takes it (see runtime/ops/linear.py). A head fused with its loss has this hook, too.
+- *overlap*: if a GEMM is the only reader of an f (I -> R), with nothing but views between, f becomes part of
+  the GEMM, so that the all-reduce of the input gradient overlaps the wgrad GEMM. An f that several GEMMs read
+  (separate q, k, v) stays a separate line: their input gradients are added first and all-reduced once.
+- A gather (S -> R) that only GEMMs read is repeated in backward; with *overlap*, while the input gradient is
+  computed. If a single GEMM reads the value, the reduce-scatter of its gradient overlaps the wgrad GEMM.
+- *wgrad*: if the weight is itself a parameter, its gradient bypasses autograd and goes to "main_grads" or
+  "deferred", an attribute of the stage (see runtime/ops/linear.py). This also holds for a head fused with its
+  loss.
 
     hook_gemms(graph, ctx)
 """
@@ -31,19 +33,19 @@ from autoptd.passes.context import Context
 from autoptd.passes.runner import CALLS, Form, graph_pass
 
 HEAD = markers.FUSED["linear_cross_entropy"]
-# The place of the weight among the operands.
+# The position of the weight among the operands.
 WEIGHTS = {markers.linear: 1, HEAD: 2}
 PLAIN_KWARGS: dict[str, object] = {"alpha": 1, "beta": 1}
 
 
 @graph_pass(takes=Form.LOCAL, gives=Form.LOCAL, changes=(CALLS, "axis", "gemm"))
 def hook_gemms(graph: Graph, ctx: Context) -> None:
-    """Replace every GEMM that one of the hooks applies to."""
+    """Replace every GEMM that a hook applies to."""
     overlap, wgrad = ctx.options.hooks.async_allreduce, ctx.wgrad_sink
-    # First, on the graph as it is: below, a GEMM becomes a marker, which `gather_again` does not know.
+    # Do this before GEMMs become markers, which `gather_again` does not recognize.
     gathered = {gemm for node in ops(graph) for gemm in _mark_readers(node, overlap)}
     for node in list(ops(graph)):
-        # The fused loss makes its weight's gradient itself, in forward.
+        # The fused loss computes the gradient of its weight itself, in forward.
         if node.target is HEAD and _is_parameter(node.args[2]):
             node.kwargs = {**node.kwargs, "wgrad": wgrad}
         operands = gemm_operands(node)
@@ -62,7 +64,7 @@ def hook_gemms(graph: Graph, ctx: Context) -> None:
             absorbed = Absorbed(record.conversion, _payload(f), record.why)
             note(node).gemm = replace(note(node).gemm, absorbed=absorbed)
             note(node).axis = record.axis
-            # In forward an f does nothing, so the GEMM reads what f read.
+            # An f does nothing in forward, so the GEMM can read its operand.
             f.replace_all_uses_with(f.args[0])  # type: ignore[arg-type]
             graph.erase_node(f)
 
@@ -70,23 +72,25 @@ def hook_gemms(graph: Graph, ctx: Context) -> None:
 def _mark_readers(node: Node, overlap: bool) -> list[Node]:
     """Return the GEMMs that gather `node` again in backward.
 
-    The note of `node` gets the number of those with a weight gradient, which is what the gathered value is for, and whether
-    the gather and the reduce-scatter are overlapped.
+    Note in `node` how many of them have a weight gradient, which needs the gathered value, and whether the
+    gather and the reduce-scatter are overlapped.
     """
     gemms = gather_again(node)
     if gemms:
         count = sum(note(gemm_operands(gemm)[1]).needs_grad for gemm in gemms)  # type: ignore[index]
-        # One reader that counts, among others, could not reduce for all.
+        # With several readers, the one with a weight gradient could not reduce-scatter for the others.
         overlaps = overlap and (len(gemms) == 1 or count > 1)
         note(node).gemm = replace(note(node).gemm, uses=count, overlaps=overlaps)
     return gemms
 
 
 def gather_again(node: Node) -> list[Node]:
-    """Return the GEMMs that read `node`, if it gathers shards (S -> R) only for them: backward needs only the shards."""
+    """Return the GEMMs that read `node` if it gathers shards (S -> R) only for them, so that backward needs
+    only the shards.
+    """
     if node.target is not markers.convert or note(node).conversion != "s_to_r" or node.kwargs.get("size"):
         return []
-    # Rows of other replicas are gathered once.
+    # Rows of other replicas are gathered once, in forward only.
     if typed_over(note(node).axis) == BATCH:
         return []
     # The list grows while it is walked: the readers of a reshape follow those of the value.
@@ -101,7 +105,7 @@ def gather_again(node: Node) -> list[Node]:
         else:
             return []
     count = sum(note(gemm_operands(gemm)[1]).needs_grad for gemm in gemms)  # type: ignore[index]
-    # What is computed again is made once for all that backward needs it for; a plan may pin that it is kept whole.
+    # A recomputed value is computed once for all uses in backward; a plan may pin that it is kept whole.
     if note(node).keep.again is not None or note(node).keep.whole or not count:
         return []
     if any(note(gemm).stages != note(node).stages for gemm in gemms):
@@ -112,16 +116,17 @@ def gather_again(node: Node) -> list[Node]:
 def adds_to_gradient(weight: Node, stage: int) -> int:
     """Count how often the backward of one microbatch adds to the gradient of a parameter in `stage`.
 
-    Autograd adds once, whatever the number of readers; every GEMM that adds its weight's gradient itself adds once more.
+    Autograd adds once, whatever the number of readers; every GEMM that accumulates its weight gradient itself
+    adds once more.
     """
     readers = [user for user in weight.users if stage in note(user).stages]
-    # A bucket is summed once the last addition to it is made.
+    # A bucket is reduced after the last addition to it.
     bypassing = []
     for user in readers:
         is_hooked = user.target in WEIGHTS and bool(user.kwargs["wgrad"])
         if is_hooked and user.args[WEIGHTS[user.target]] is weight:
             bypassing.append(user)
-    # A GEMM may read the parameter as its input, too: that gradient is autograd's.
+    # A GEMM may also read the parameter as its input: autograd adds that gradient.
     is_input_too = any(user.args.count(weight) > 1 for user in bypassing)
     needs_autograd = is_input_too or len(bypassing) < len(readers)
     return len(bypassing) + needs_autograd
@@ -135,7 +140,7 @@ def gemm_operands(node: Node) -> tuple[Node, Node, Node | None] | None:
     """Return (input, weight, bias) of a linear, or of an addmm that is one; None for anything else."""
     if op_name(node) == "aten.linear":
         x, weight, *rest = node.args
-        # A product with a vector, as value heads have, is left to autograd.
+        # A matrix-vector product, as in value heads, is left to autograd.
         if tensor(weight).dim() == 1:
             return None
         return x, weight, (rest[0] if rest else None)  # type: ignore[return-value]
@@ -147,7 +152,7 @@ def gemm_operands(node: Node) -> tuple[Node, Node, Node | None] | None:
 
 
 def _f_in_front(x: Node, reader: Node) -> Node | None:
-    """Return the f that `x` is, or is a view of, if `reader` alone reads it."""
+    """Return the f that `x` is, or is a view of, if `reader` is its only reader."""
     while len(x.users) == 1 and note(x).stages == note(reader).stages and x.op == "call_function":
         if x.target is markers.convert:
             return x if note(x).conversion == "i_to_r" and note(x).needs_grad else None

@@ -1,13 +1,14 @@
-"""Find the sums over tp that may be computed in place (LOCAL -> LOCAL).
+"""Find the all-reduces over tp that may run in place (LOCAL -> LOCAL).
 
-In: LOCAL, with its hooks. Out: the same graph; a g (P -> I) whose operand has no other reader, or an f (I -> R) whose gradient
-has none, is marked `owned`, and emitted as `rt.p_to_i(x, tp, owned=True)`. Such a value was just computed by an operator whose
-backward does not need it:
+In: a LOCAL graph with hooks. Out: the same graph, in which a g (P -> I) whose operand has no other reader, or
+an f (I -> R) whose gradient has none, is marked `owned` and emitted as `rt.p_to_i(x, tp, owned=True)`. Such a
+value was just computed by an operator whose backward does not need it:
 
 - g: the operand is the result of a GEMM or an addition, or rows of an embedding, and g is its only reader;
-- f: all readers are GEMMs, so that the gradient is made by them, or is autograd's sum of what they made.
+- f: all readers are GEMMs, so the gradient is computed by a GEMM, or is autograd's sum of several GEMM
+  results.
 
-Views in between, if nobody else reads them, change nothing.
+Views in between do not matter as long as they have no other readers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from autoptd.passes.runner import Form, graph_pass
 
 @graph_pass(takes=Form.LOCAL, gives=Form.LOCAL, changes=("is_owned",))
 def mark_owned(graph: Graph, ctx: Context) -> None:
-    """Mark the conversions that may sum in place."""
+    """Mark the conversions that may reduce in place."""
     for node in ops(graph):
         if node.target is not markers.convert:
             continue
@@ -34,11 +35,11 @@ def mark_owned(graph: Graph, ctx: Context) -> None:
 
 
 def _is_fresh(node: Node) -> bool:
-    """Tell whether the operand of `node` is new memory, with no other reader."""
+    """Tell whether the operand of `node` is newly allocated and has no other reader."""
     x = node.args[0]
     while isinstance(x, Node) and len(x.users) == 1 and note(x).stages == note(node).stages:
         record = operator_of(x)
-        # Its result is memory that nobody else refers to, and that its own backward does not read.
+        # Nothing else refers to the memory of its result, and its backward does not read it.
         if record.is_fresh:
             return True
         if record.moves != "fold":
@@ -49,7 +50,7 @@ def _is_fresh(node: Node) -> bool:
 
 def _is_read_by_gemms(node: Node) -> bool:
     """Tell whether only GEMMs compute the gradient of `node`."""
-    # The list grows while it is walked: the readers of a view follow those of the value.
+    # The list grows during iteration: the readers of a view are appended.
     reads = [(node, user) for user in node.users]
     for source, user in reads:
         operands = user.args if user.target is markers.linear else gemm_operands(user)
@@ -57,6 +58,6 @@ def _is_read_by_gemms(node: Node) -> bool:
             continue
         if operator_of(user).moves != "fold":
             return False
-        # A view's gradient is a view of what its readers made.
+        # The gradient of a view is a view of the gradient from its readers.
         reads += [(user, reader) for reader in user.users]
     return bool(reads) and all(note(user).stages == note(node).stages for _, user in reads)

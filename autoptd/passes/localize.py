@@ -1,12 +1,13 @@
-"""Give every value its local shape and rewrite what depends on sizes (CUT -> LOCAL).
+"""Give every value its local shape and rewrite operators that depend on sizes (CUT -> LOCAL).
 
-In: a CUT graph, with the shapes of the trace. Out: the same with operators that are right for the shapes of a rank, in
-`note(node).local`.
+In: a CUT graph, with the shapes of the trace. Out: the same graph with operators that are correct for the
+shapes of one rank, in `note(node).local`.
 
-Literal sizes are computed from the atoms of the result, never patched. Contractions over a split dim get their local form: a
-mean becomes a sum divided by the global count, a cross-entropy a sum divided by the global number of valid labels, an
-embedding or a cross-entropy over a split vocabulary the runtime's vocabulary-parallel one, a dropout its part of the global
-mask. `check_local` runs every node on fake tensors and compares shapes.
+Literal sizes are computed from the atoms of the result, never patched. Contractions over a split dim get
+their local form: a mean becomes a sum divided by the global count, and a cross-entropy a sum divided by the
+global number of valid labels. An embedding or a cross-entropy over a split vocabulary becomes the runtime's
+vocabulary-parallel version, and a dropout takes its part of the global mask. `check_local` runs every node on
+fake tensors and compares shapes.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from autoptd.passes.solve.microbatch_losses import MARK
 def localize(graph: Graph, ctx: Context) -> None:
     """Rewrite `graph` in place for local shapes."""
     sizes = ctx.sizes
-    # Losses per stage: that of an early exit need not be in the last one.
+    # Count losses per stage: that of an early exit may not be in the last stage.
     totals: Counter[int] = Counter()
     for node in list(ops(graph)):
         record, name = note(node), op_name(node)
@@ -79,10 +80,10 @@ def localize(graph: Graph, ctx: Context) -> None:
         elif QUERIES in forms and argument(node, "is_causal"):
             _local_attention(node)
         elif name == MARK:
-            # Of all microbatches, each adds an equal part.
+            # Each microbatch adds an equal part.
             node.target, node.args = markers.share, (node.args[0], sizes.pieces)
         elif node.target is markers.batch_sum:
-            # Its place among the sums is its only argument beside the value.
+            # The index of the sum is its only argument besides the value.
             continue
         elif node.target is markers.convert:
             _local_placement(node, sizes)
@@ -119,9 +120,9 @@ def _local_cross_entropy(node: Node, totals: Counter[int], sizes: Sizes) -> None
 
 
 def _vocabulary(node: Node, table: Node, kind: ValueType | None, sizes: Sizes) -> int:
-    """Return the full size of a vocabulary that is padded, 0 where none is; note the axis that splits it.
+    """Return the unpadded size of a padded vocabulary, 0 if it is not padded; note the axis that splits it.
 
-    `kind` is the type of `table` over that axis, by default the one in its note.
+    `kind` is the type of `table` over that axis, which defaults to the one in its note.
     """
     axes = [axis for axis, form in note(node).forms.items() if form.startswith(("vocab_", CLASSES))]
     if not axes:
@@ -132,7 +133,7 @@ def _vocabulary(node: Node, table: Node, kind: ValueType | None, sizes: Sizes) -
 
 
 def _local_classes(node: Node, sizes: Sizes) -> None:
-    """Compute an operator over classes together with the other ranks, which have the other classes."""
+    """Localize an operator over classes that are split across ranks."""
     read = operands(node)
     dim = argument(node, "dim")
     keywords = {"dim": dim[0] if isinstance(dim, (list, tuple)) else dim}
@@ -152,7 +153,7 @@ def _local_mean(node: Node, sizes: Sizes) -> None:
     # mean() has no dims: all of them.
     dims = [d % tensor(x).dim() for d in dims] if dims else list(range(tensor(x).dim()))
     count = math.prod(shape(x)[d] for d in dims)
-    # The mean is over the samples of the whole batch, or of a microbatch, not over those of the trace.
+    # Take the mean over the samples of the whole batch or of a microbatch, not over those of the trace.
     rows = sizes.rows if note(node).rows.of_microbatch else sizes.global_rows
     if note(x).layout.batch.kind == "S" and note(x).layout.batch.dim in dims:
         count = count * rows // sizes.traced_rows
@@ -160,7 +161,7 @@ def _local_mean(node: Node, sizes: Sizes) -> None:
 
 
 def _local_attention(node: Node) -> None:
-    """Count the places of a rank's queries in the whole sequence; with a mask, its rows say what they see."""
+    """Make causal attention use global query positions; with a mask, its rows already carry them."""
     record = note(node)
     record.axis = next(axis for axis, form in record.forms.items() if form == QUERIES)
     given = {"enable_gqa": argument(node, "enable_gqa"), "order": record.layout[record.axis].order}
@@ -173,7 +174,7 @@ def _local_attention(node: Node) -> None:
 
 
 def _local_draw(node: Node, sizes: Sizes) -> None:
-    """Say where in the local value the rows of the batch and the shards lie: masks are numbered in the global value."""
+    """Note where batch rows and shards lie in the local value: masks are indexed by global position."""
     record = note(node)
     cuts = [*_batch_cuts(record.layout, sizes), *record.layout.cuts(sizes.mesh)]
     dims = _divided(record.dims, cuts)
@@ -183,7 +184,7 @@ def _local_draw(node: Node, sizes: Sizes) -> None:
 
     chunks = _chunks(record, sizes)
     record.axis = joined(axis for axis, _ in chunks)
-    # (dim, elements of that dim before them): what `rt.dropout` numbers the mask's rows by.
+    # (dim, elements of that dim before them), by which `rt.dropout` numbers the rows of the mask.
     batch = place(record.draw.rows)
     shards = [place(kind) for _, kind in chunks]
     shard = tuple(shards) if len(shards) > 1 else next(iter(shards), None)
@@ -193,7 +194,7 @@ def _local_draw(node: Node, sizes: Sizes) -> None:
 
 
 def _chunks(record: Note, sizes: Sizes) -> list[tuple[str, ValueType]]:
-    """Return the axes or sub-axes along which the chunks of a value lie, with the first type over each; the outermost first."""
+    """Return the axes or sub-axes that chunk a value, with the first type over each, outermost first."""
     found: list[tuple[str, ValueType]] = []
     for axis in sizes.mesh.value_axes:
         layout = record.layout.over(axis)
@@ -209,7 +210,7 @@ def _chunks(record: Note, sizes: Sizes) -> list[tuple[str, ValueType]]:
 
 
 def _divided(dims: Dims, cuts: Iterable[tuple[int, int, int]]) -> list[list[int]]:
-    """Divide the atoms of dims by `cuts`: (dim, atom, number of pieces)."""
+    """Divide the atoms of dims by `cuts`, each a (dim, atom, number of pieces)."""
     divided = [list(atoms) for atoms in dims]
     for dim, atom, pieces in cuts:
         # A dim of size 1 has no atoms.
@@ -219,7 +220,7 @@ def _divided(dims: Dims, cuts: Iterable[tuple[int, int, int]]) -> list[list[int]
 
 
 def _batch_cuts(layout: Layout, sizes: Sizes) -> list[tuple[int, int, int]]:
-    """Return the cut (dim, atom, pieces) that microbatches make of a traced value, if any."""
+    """Return the cut (dim, atom, pieces) that splits a traced value into microbatches, if any."""
     batch = layout.batch
     if batch.kind == "S" and sizes.rows_divisor > 1:
         return [(batch.dim, batch.atom, sizes.rows_divisor)]
@@ -227,9 +228,10 @@ def _batch_cuts(layout: Layout, sizes: Sizes) -> list[tuple[int, int, int]]:
 
 
 def _local_placement(node: Node, sizes: Sizes) -> None:
-    """Correct where a conversion's shards lie: a microbatch may have fewer samples than the trace.
+    """Correct the position of a conversion's shards, since a microbatch may have fewer samples than the
+    trace.
 
-    That matters in a dim that carries the batch in front of the shards.
+    That matters in a dim with the batch outside of the shards.
     """
     record = note(node)
     dims = _divided(record.dims, _batch_cuts(record.layout, sizes))
@@ -240,7 +242,7 @@ def _local_placement(node: Node, sizes: Sizes) -> None:
 
 
 def _local_sizes(node: Node, sizes: Sizes) -> dict[str, Any]:
-    """Return those arguments of `node` that depend on sizes, for the sizes of one rank."""
+    """Return the size-dependent arguments of `node`, for the sizes of one rank."""
     record = operator_of(node)
     if record.local_sizes:
         return dict(record.local_sizes(node, sizes))
@@ -248,9 +250,10 @@ def _local_sizes(node: Node, sizes: Sizes) -> dict[str, Any]:
 
 
 def check_local(graph: Graph) -> None:
-    """Run every operator on fake tensors of local shapes and compare; raises InternalError with all findings.
+    """Run every operator on fake tensors of local shapes and compare; raise InternalError with all findings.
 
-    Equal layers run equal operators: each (operator, literals, operands' local shapes and dtypes) is run once.
+    Identical layers repeat operators, so each (operator, literals, operands' local shapes and dtypes) is run
+    once.
     """
     findings: list[str] = []
     results: dict[str, list[tuple[int, ...]] | str] = {}
@@ -271,7 +274,7 @@ def check_local(graph: Graph) -> None:
 
 
 class _LocalValue:
-    """An operand with its local shapes, as an operator gets it; prints as these and the dtype."""
+    """An operand with its local shapes, as passed to an operator; prints as its shapes and dtype."""
 
     def __init__(self, node: Node) -> None:
         self.shapes, self.dtype = note(node).local.shapes, tensor(node).dtype
@@ -286,11 +289,11 @@ class _LocalValue:
 
 
 def _local_result(node: Node) -> list[tuple[int, ...]] | str:
-    """Return the shapes that `node` gives for its operands' local shapes, or why it cannot run on them."""
+    """Return the result shapes of `node` for its operands' local shapes, or why it cannot run on them."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda operand: _LocalValue(operand).make())
     try:
         result = node.target(*args, **kwargs)  # type: ignore[operator]
-    # Operators fail in many ways: whatever it is, it is the finding.
+    # Operators raise many kinds of exceptions: report any of them as the finding.
     except Exception as error:
         return str(error).splitlines()[0]
     results = result if isinstance(result, (tuple, list)) else [result]

@@ -1,7 +1,8 @@
-"""Count what a plan over tp costs from its graph: seconds, bytes sent and bytes held.
+"""Compute the cost of a plan over tp from its graph: seconds, bytes sent and bytes held.
 
-In: a CONNECTED graph. Out: `Weight` (program/weighed.py), of one microbatch and one tensor rank, forward and backward; the
-memory of parameters does not include gradients and optimizer state. `weigh_known` compares a plan with the well-known ones.
+In: a CONNECTED graph. Out: `Weight` (program/weighed.py) for one microbatch and one tensor rank, forward and
+backward; the memory of parameters excludes gradients and optimizer state. `weigh_known` compares a plan with
+published ones.
 
     weigh(graph, Sizes(Mesh(t=8), traced_rows=2, rows=1, pieces=8), machine, saved_bytes).sent_bytes
 """
@@ -43,10 +44,11 @@ from autoptd.program.weighed import Weight, weighed_record
 def weigh_known(
     traced: Graph, connected: Graph, ctx: Context, passes: Sequence[Pass]
 ) -> dict[str, Any] | None:
-    """Compare a plan that may split tokens wherever that is cheaper with those of Megatron and of Korthikanti et al.
+    """Compare a plan that may split tokens wherever that is cheaper with those of Megatron and Korthikanti et
+    al.
 
-    `connected` is the plan; `passes` bring a TRACED graph to CONNECTED. Returns None unless sequence_parallel is "auto", and
-    for a program that is held to another, such as an evaluation's.
+    `connected` is the plan; `passes` take a TRACED graph to CONNECTED. Returns None unless sequence_parallel
+    is "auto", and for a program that follows another, such as one for evaluation.
     """
     options, machine = ctx.options, ctx.options.rank_machine
     is_held = ctx.like is not None
@@ -54,11 +56,11 @@ def weigh_known(
         return None
     weights, missing = {"auto": weigh(connected, ctx.sizes, machine, kept_bytes(connected, ctx))}, {}
     for sequence_parallel in (True, False):
-        # Without the user's pins: Megatron's plan has none.
+        # Drop the user's pins, as Megatron's plan has none.
         known = replace(ctx, options=replace(options, sequence_parallel=sequence_parallel, plan=Plan()))
         try:
             graph = run_passes(passes, traced, known, Record(dump=False))
-        # For example tokens that do not divide over t: this plan is then said to be missing, and why.
+        # For example, t may not divide the tokens: report that this plan is missing, and why.
         except PlanError as error:
             missing[str(sequence_parallel)] = error.fact
         else:
@@ -67,7 +69,7 @@ def weigh_known(
 
 
 def weigh(graph: Graph, sizes: Sizes, machine: Machine, saved_bytes: float) -> Weight:
-    """Return what the plan costs on `machine`, per microbatch and tensor rank; `saved_bytes` are kept for backward."""
+    """Return the cost of the plan on `machine`, per microbatch and tensor rank, with `saved_bytes` saved."""
     # The trace may have more samples than a microbatch.
     mesh, share = sizes.mesh, sizes.rows / sizes.traced_rows
     seconds = sum(_seconds(node, mesh, machine) for node in ops(graph))
@@ -78,7 +80,7 @@ def weigh(graph: Graph, sizes: Sizes, machine: Machine, saved_bytes: float) -> W
             row, degree = CONVERSIONS[source.kind, target.kind], mesh.degree(note(node).axis)
             nbytes = converted_bytes(node, mesh)
             kinds = [row.forward, row.backward if note(node).needs_grad else "none"]
-            # One collective more in backward, paid for not saving the gathered value.
+            # Backward has one more collective, the price of not saving the gathered value.
             if gather_again(node):
                 kinds.append("all-gather")
                 seconds += collective_seconds("all-gather", nbytes, degree, machine)
@@ -97,13 +99,13 @@ def weigh(graph: Graph, sizes: Sizes, machine: Machine, saved_bytes: float) -> W
 
 
 def _seconds(node: Node, mesh: Mesh, machine: Machine) -> float:
-    """Return the seconds of an operator, forward and backward; values inside of a fused one are not moved."""
+    """Return the seconds of an operator, forward and backward; values inside a fused operator are not moved."""
     record = note(node)
     if record.fused.is_inner and not flops(node):
         return 0.0
     if record.fused.what.startswith("part of") and not flops(node):
         moved = sum(local_payload(value, mesh) for value in [node, *read_from_outside(node)])
-        # Once in forward; twice in backward, for values and their gradients.
+        # Moved once in forward, and twice in backward, for values and their gradients.
         return passes_of(node) * moved / machine.memory_bandwidth
     return rank_seconds(node, mesh, machine)
 

@@ -1,7 +1,7 @@
-"""Name the operator that a value is converted for, as the reasons of conversions do.
+"""Name the operator that a value is converted for, in the reason of the conversion.
 
-In: the node that reads the value. Out: a word. Torch's name of the first operator says little where an engineer
-sees a whole: `pow` is how a root mean square norm begins, and a `view` that folds dims is a reshape.
+In: the node that reads the value. Out: a word. Torch's name of the first operator says little if it is part
+of a known pattern: an RMS norm begins with `pow`, and a `view` that folds dims is a reshape.
 
     reader_name(view)       # "reshape"
 """
@@ -15,14 +15,14 @@ from torch.fx import Node
 from autoptd.ir.notes import op_name
 from autoptd.ir.operators.table import operator_of
 
-# By how an operator moves entries.
+# Names by the way an operator moves entries.
 WORDS = {"fold": "reshape", "cast": "cast"}
-# What reads the square of a value, one behind the other, where it is normalised.
+# The chain of operators that reads the square of a value in an RMS norm.
 NORM = (("mean",), ("add",), ("rsqrt", "sqrt"))
 
 
 def reader_name(reader: Node) -> str:
-    """Return what an engineer calls an operator; `the loss` for the end of the graph."""
+    """Return the common name of an operator; `the loss` for the end of the graph."""
     if reader.op != "call_function":
         return "the loss"
     name = _name(reader)

@@ -1,20 +1,20 @@
-"""Run passes one after the other, and check that each keeps its contract.
+"""Run passes in order, and check that each keeps its contract.
 
-A pass is a function of a graph and a `Context`. It changes the graph in place (or returns another), and leaves further results
-in `ctx.found`. Its contract stands above it:
+A pass is a function of a graph and a `Context`. It changes the graph in place (or returns another), and puts
+further results into `ctx.found`. A decorator states its contract:
 
     @graph_pass(takes=Form.ANNOTATED, gives=Form.CONNECTED, changes=("calls", "reason"), ensures=check)
     def communicate(graph: Graph, ctx: Context) -> None: ...
 
 In: the passes, a graph in the form that the first one takes, the context. Out: the graph in the form that the
-last one gives; `Record` has it in every form before. A broken contract is an InternalError that names the
+last one gives; `Record` holds it in every earlier form. A broken contract is an InternalError that names the
 pass.
 
     record = Record()
     graph = run_passes((annotate, communicate), traced, ctx, record)
     record.graphs["ANNOTATED"], record.seconds["communicate"]
 
-A pass that is called by itself, as in its tests, is the bare function: nothing is checked.
+Calling a pass directly, as its tests do, runs the bare function without checks.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from autoptd.passes.dump import Dump
 Body = Callable[[Graph, Context], Graph | None]
 # A check raises InternalError.
 Check = Callable[[Graph, Context], None]
-# What a pass may change beside the fields of a Note: which operators there are, and their arguments.
+# What a pass may change besides the fields of a Note: the set of operators, and their arguments.
 CALLS = "calls"
-# The fields of a Note, which only a pass with the right to it may change.
+# The fields of a Note, which a pass may change only if its contract lists them.
 GUARDED_FIELDS = tuple(field.name for field in fields(Note))
 
 
 class Form(IntEnum):
-    """What is known of a graph; a later form has all that an earlier one has."""
+    """State which facts a graph carries; each form includes those of the earlier ones."""
 
     TRACED = 0
     ANNOTATED = 1
@@ -59,11 +59,11 @@ class Pass:
     """A pass with its contract.
 
     - `takes`, `gives`: the form of the graph before and after it.
-    - `when`: which runs need it; it leaves the graphs of all others as they are.
+    - `when`: tells whether a run needs it; it is skipped in all others.
     - `changes`: the fields of existing notes that it may change; with "calls" also operators and their
       arguments.
     - `finds`: the fields of the context's `Findings` that it fills.
-    - `requires`, `ensures`: verify the graph before and after it.
+    - `requires`, `ensures`: checks of the graph before and after it.
     """
 
     run: Body
@@ -109,25 +109,25 @@ def graph_pass(
 
 
 def divides_values(ctx: Context) -> bool:
-    """Tell whether ranks have parts of values."""
+    """Tell whether values are split over ranks."""
     return ctx.mesh.value_ranks > 1
 
 
 def divides_tokens(ctx: Context) -> bool:
-    """Tell whether ranks along an axis of their own have some of the tokens."""
+    """Tell whether tokens are split over a separate mesh axis."""
     return bool(ctx.mesh.token_axes)
 
 
 def divides_rows(ctx: Context) -> bool:
-    """Tell whether microbatches or replicas have some of the rows of a step."""
+    """Tell whether the rows of a step are split over microbatches or replicas."""
     return ctx.pieces > 1
 
 
 class Record:
-    """What a run leaves behind: the graph in every form; CPU seconds of passes, of contracts and of copies.
+    """Record a run: the graph in every form, and the CPU seconds of passes, contracts and copies.
 
-    With AUTOPTD_DUMP=out/ in the environment the graph is written to out/passes after every pass, unless `dump` is False.
-    With `every_pass`, `after` has a copy of the graph after each pass.
+    With AUTOPTD_DUMP=out/ in the environment, the graph is written to out/passes after every pass, unless
+    `dump` is False. With `every_pass`, `after` has a copy of the graph after each pass.
     """
 
     def __init__(self, *, every_pass: bool = False, dump: bool = True) -> None:
@@ -139,23 +139,23 @@ class Record:
         self._dump = Dump(folder) if folder else None
 
     def keep(self, form: Form, graph: Graph) -> None:
-        """Keep `graph` as that of a form; it must not change any more."""
+        """Record `graph` under a form; it must not change afterwards."""
         self.graphs[form.name] = graph
 
     def begin(self, graph: Graph) -> None:
-        """Note the graph that a run begins with."""
+        """Record the graph that a run begins with."""
         if self._dump is not None:
             self._dump.begin("trace", graph)
 
     def add(self, made: Pass, graph: Graph) -> None:
-        """Write the graph after a pass, and keep a copy, if that is asked for."""
+        """Dump the graph after a pass and keep a copy of it, if requested."""
         if self._dump is not None:
             self._dump.add(made.name, graph)
         if self._every_pass:
             self.after[made.name] = copy_graph(graph)
 
     def copy(self, graph: Graph) -> Graph:
-        """Copy a graph; the time counts as that of copies."""
+        """Copy a graph, and count the time under copies."""
         with self.timed("copies"):
             return copy_graph(graph)
 
@@ -170,11 +170,11 @@ class Record:
 
 
 def run_passes(passes: Sequence[Pass], graph: Graph, ctx: Context, record: Record) -> Graph:
-    """Run `passes` one after the other; return what the last one gives.
+    """Run `passes` in order; return the graph that the last one gives.
 
-    A TRACED graph is copied first, for several runs may begin with it, and what an earlier one has found is forgotten. A
-    graph of a later form is changed in place: the findings in the context refer to its nodes. Raises InternalError for a
-    broken contract.
+    A TRACED graph is copied first, since several runs may begin with it, and earlier findings are cleared. A
+    graph of a later form is changed in place, since the findings in the context refer to its nodes. Raises
+    InternalError for a broken contract.
     """
     form = passes[0].takes
     if form is Form.TRACED:
@@ -187,7 +187,7 @@ def run_passes(passes: Sequence[Pass], graph: Graph, ctx: Context, record: Recor
         if each.takes != form:
             fact = f"takes a graph that is {each.takes.name}, and gets one that is {form.name}"
             raise InternalError(str(each), fact)
-        # Before the form changes: the record shows each form as its last pass left it.
+        # Record before the form changes, so that each form is shown after its last pass.
         if each.gives != form and form is not Form.TRACED:
             record.keep(form, record.copy(graph))
         graph, seen = _run_pass(each, graph, seen, ctx, record)
@@ -198,7 +198,7 @@ def run_passes(passes: Sequence[Pass], graph: Graph, ctx: Context, record: Recor
 
 
 def _run_pass(each: Pass, graph: Graph, before: _Seen, ctx: Context, record: Record) -> tuple[Graph, _Seen]:
-    """Run one pass between its checks; InternalError where it breaks its contract."""
+    """Run one pass between its checks; raise InternalError if it breaks its contract."""
     with record.timed("contracts"):
         if each.requires is not None:
             _verify(each, "requires", each.requires, graph, ctx)
@@ -210,7 +210,7 @@ def _run_pass(each: Pass, graph: Graph, before: _Seen, ctx: Context, record: Rec
         findings += _changes(before, seen, each.changes)
         if findings:
             raise InternalError(str(each), "; ".join(findings))
-        # Last, since it may read what the pass was to find.
+        # Run this check last, since it may read the findings of the pass.
         if each.ensures is not None:
             _verify(each, "ensures", each.ensures, graph, ctx)
     return graph, seen
@@ -224,16 +224,16 @@ def _verify(each: Pass, what: str, check: Check, graph: Graph, ctx: Context) -> 
 
 
 class _Seen:
-    """A graph as it was: the facts and the call of every node, by name, for a pass may return a copy."""
+    """Snapshot the note and the call of every node, by name, since a pass may return a copy of the graph."""
 
     def __init__(self, graph: Graph) -> None:
-        # In the order of the fields: of all ways to read them, the fastest.
+        # In the order of the fields, which is the fastest way to read them.
         self.facts = {node.name: tuple(vars(note(node)).values()) for node in graph.nodes}
         self.calls = {node.name: (node.target, node.args, node.kwargs) for node in graph.nodes}
 
 
 def _changes(before: _Seen, after: _Seen, allowed: frozenset[str]) -> Iterator[str]:
-    """Yield what a pass changed without the right to: the first node for each field."""
+    """Yield the changes of a pass outside its contract: the first node for each field."""
     first_changed: dict[str, str] = {}
     if CALLS not in allowed and before.calls != after.calls:
         names = [*after.calls, *before.calls]
@@ -241,9 +241,9 @@ def _changes(before: _Seen, after: _Seen, allowed: frozenset[str]) -> Iterator[s
     guarded = [i for i, field in enumerate(GUARDED_FIELDS) if field not in allowed]
     of_guarded = itemgetter(*guarded)
     for name, facts in before.facts.items():
-        # A node that is gone is a change of CALLS.
+        # A removed node is a change of CALLS.
         now = after.facts.get(name, facts)
-        # Whole tuples are compared first: most nodes of most passes are unchanged.
+        # Compare whole tuples first, since most passes leave most nodes unchanged.
         if now != facts and of_guarded(now) != of_guarded(facts):
             for i in guarded:
                 if now[i] != facts[i]:
@@ -253,7 +253,7 @@ def _changes(before: _Seen, after: _Seen, allowed: frozenset[str]) -> Iterator[s
 
 
 def up_to(form: Form, passes: Sequence[Pass]) -> tuple[Pass, ...]:
-    """Return the passes that give a graph of this form, or an earlier one."""
+    """Return the passes that give this form or an earlier one."""
     return tuple(each for each in passes if each.gives <= form)
 
 

@@ -1,10 +1,10 @@
 """Give operators that mix samples the rows of all replicas, and sums over them (CONNECTED -> CONNECTED).
 
-In: a graph whose readers name, in their notes, what they read whole (`solve/batch_types.py`): replicas have one microbatch
-each. Out: a conversion over dp in front of every such reader, S -> R or P -> R: an all-gather or an all-reduce in forward.
-What follows is the same on all replicas, and each has a part of its cotangent, as of a parameter: a loss that is whole counts
-a d-th on each. So backward of the conversions, a reduce-scatter or an all-reduce, adds these parts up, and gradients are
-summed over dp as ever.
+In: a graph whose readers list in their notes the operands that they read whole (`solve/batch_types.py`); each
+replica has one microbatch. Out: a conversion over dp before every such reader, S -> R or P -> R, that is an
+all-gather or an all-reduce in forward. Downstream values are the same on all replicas, and each replica has a
+partial cotangent, as for a parameter: a whole loss is scaled by 1/d on each. The backward of the conversions,
+a reduce-scatter or an all-reduce, adds these parts, and gradients are summed over dp as usual.
 
     take_whole_rows(graph, ctx)     # left @ right.T -> s_to_r(left) @ s_to_r(right.T)
 """
@@ -31,7 +31,7 @@ SHARED = "all replicas have this loss: each counts an equal part"
     takes=Form.CONNECTED, gives=Form.CONNECTED, when=divides_rows, changes=(CALLS,), ensures=check_over_batch
 )
 def take_whole_rows(graph: Graph, ctx: Context) -> None:
-    """Insert the conversions behind those over other axes, one for all readers; divide a loss that is whole."""
+    """Insert the conversions after those over other axes, one for all readers; divide a whole loss."""
     made: dict[Node, Node] = {}
     for reader in list(ops(graph)):
         wanted = note(reader).rows.taken_whole
@@ -47,7 +47,7 @@ def take_whole_rows(graph: Graph, ctx: Context) -> None:
 
 
 def _convert(graph: Graph, source: Node, reader: Node, mesh: Mesh) -> Node:
-    """Insert the conversion of a value in front of its first reader."""
+    """Insert the conversion of a value before its first reader."""
     (axis,) = mesh.batch_axes
     record, kind = note(source), note(source).layout.batch
     row = CONVERSIONS[kind.kind, "R"]
@@ -64,7 +64,7 @@ def _convert(graph: Graph, source: Node, reader: Node, mesh: Mesh) -> Node:
 
 
 def _share_loss(graph: Graph, loss: Node, mesh: Mesh) -> None:
-    """Let every replica count an equal part of the loss, which all of them have."""
+    """Scale the loss, which every replica has, to an equal part on each."""
     with graph.inserting_after(loss):
         share = graph.call_function(markers.share, (loss, mesh.replicas))
     share.meta["val"] = loss.meta["val"]
