@@ -1,8 +1,9 @@
 """Fuse the head with the cross-entropy, chunk by chunk, so that the full logits are never materialised.
 
-In: x [..., h], the head's weight [V, h], targets [...]. Out: the value of `F.cross_entropy(F.linear(x, weight,
-bias), targets)`. For a mean or a sum, forward computes the gradients of x and of the weight from each chunk
-of CHUNK_BYTES of logits, and backward scales them; with reduction "none" backward recomputes the logits.
+In: x [..., h], the head's weight [V, h], targets [...]. Out: the value of
+`F.cross_entropy(F.linear(x, weight, bias), targets)`. For a mean or a sum, forward computes the gradients of x
+and of the weight from each chunk of CHUNK_BYTES of logits, and backward scales them; with reduction "none"
+backward recomputes the logits.
 
     loss = linear_cross_entropy(x, w_head, targets)
 
@@ -101,7 +102,7 @@ def default_chunk(columns: int, dtype: torch.dtype, device: torch.device) -> int
 
 
 def can_use_triton(backend: str, x: Tensor, class_weight: Tensor | None) -> bool:
-    """Return whether Triton kernels can make the passes over the logits: they do not support class weights."""
+    """Return whether Triton kernels can process the logits: they do not support class weights."""
     return takes_triton(backend, x, "linear_cross_entropy") and class_weight is None
 
 

@@ -1,11 +1,11 @@
-"""Trace a model once more, as it is now, and say where it computes something else than what was compiled.
+"""Trace a model again in its current state, and report where it differs from the compiled program.
 
-In: how it was traced (`Traced`, of a program), and the model. Out: the place in the forward that differs, "" for none.
+In: the record of the first trace (`Traced`), and the model. Out: the site in the forward that differs, "" if none.
 
     traced = Traced.of(captured, call, loss_fn, autocast, precision, cast)
     traced.differs(model)         # "layers.0: aten.mul.Tensor (net.py:41)"
 
-Values are compared, not operators: what the loss does not depend on, and the order of operators, do not count.
+Values are compared, not operators: the order of operators does not matter, nor do values unused by the loss.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from autoptd.trace.reads import Reads, Stamp
 from autoptd.trace.updates import updated_buffers
 
 Stamps = Mapping[str, Stamp]
-# Of the largest entry, between two runs of one model.
+# Relative to the largest entry, between two runs of one model.
 TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """The trace of a program, what its tensors held, and all that is needed to make another one of the model."""
+    """Hold the trace of a program, stamps of its tensors, and everything needed to trace the model again."""
 
     graph: Graph
     trained: frozenset[str]
@@ -61,7 +61,7 @@ class Traced:
         precision: str | None,
         cast: tuple[str, ...],
     ) -> Traced:
-        """Keep what a trace was made with; of tensors copies, where no rank computes."""
+        """Record the inputs of a trace, with tensors on the CPU, off the ranks' devices."""
         call = tree_map(lambda x: x.detach().cpu() if isinstance(x, Tensor) and not x.is_meta else x, call)
         constants = _constants(captured)
         trained, reads = _trained(captured), captured.reads or Reads()
@@ -73,7 +73,7 @@ class Traced:
 
     @property
     def updated(self) -> frozenset[str]:
-        """The buffers that the forward updates."""
+        """Return the buffers that the forward updates."""
         return frozenset(name for name, _ in updated_buffers(self.graph))
 
     def has(self, name: str) -> bool:
@@ -81,18 +81,18 @@ class Traced:
         return any(note(node).name == name for node in placeholders(self.graph, "buffer"))
 
     def differs(self, model: nn.Module) -> str:
-        """Trace the model, and name what is computed otherwise; "" where all is the same."""
+        """Trace the model and return the first site that computes something different; "" if none."""
         try:
             with computing_in(model, self.precision, self.cast):
                 call = self._call_on(model)
                 captured = capture(model, *call, self.loss_fn, self.autocast, is_known=True)
-        # What stops a trace now did not then.
+        # The model was traceable before, so this error is a difference.
         except AutoptdError as error:
             return f"{error.site}: {error.fact}"
         # The model's own error.
         except Exception as error:
             return f"its {type(error).__name__}: {str(error).splitlines()[:1]}"
-        # Without gradients where there were some, or the reverse.
+        # Parameters that lost or gained gradients.
         if others := (_trained(captured) ^ self.trained) & captured.parameters.keys() & self._parameters:
             return f"the gradient of {min(others)}"
         numbers: Numbers = {}
@@ -105,17 +105,17 @@ class Traced:
             return ""
         read = _ancestors(_results(captured.graph))
         new = [node for node in captured.graph.nodes if node in read and after[node] >= known]
-        # What a forward only leaves out makes nothing that is new.
+        # A forward that only omits operators has no new values: report its loss.
         return site((new or _results(captured.graph))[0])
 
     def is_same(self, model: nn.Module, before: Callable[[], AbstractContextManager[None]]) -> bool:
-        """Tell whether the loss of the traced rows and its gradients are what they are `before` some changes."""
+        """Tell whether the loss and gradients of the traced call are the same as `before` some changes."""
         args, kwargs = self._call_on(model)
         twin = WithLoss(model, self.loss_fn)
         trained = {name: x for name, x in model.named_parameters() if x.requires_grad}
 
         def run() -> Tensor:
-            # The same masks each time.
+            # Both runs need the same masks.
             with given_masks(any_mask):
                 return twin(*args, **kwargs)
 
@@ -124,7 +124,7 @@ class Traced:
                 wanted = Reference(run(), trained, share=1.0)
             try:
                 loss = run()
-            # It ran before.
+            # The model ran before the changes, so failing is a difference.
             except Exception:
                 return False
             return max(wanted.differences(loss, trained).values()) <= TOLERANCE
@@ -141,7 +141,7 @@ def _trained(captured: Captured) -> frozenset[str]:
 
 
 def _constants(captured: Captured) -> Stamps:
-    """Return what those tensors hold that are no buffers of the model, by their names in the graph."""
+    """Return stamps of the constant tensors other than the model's buffers, by their names in the graph."""
     found = {}
     for node in placeholders(captured.graph, "buffer"):
         if note(node).origin.constant is not None:
@@ -150,7 +150,7 @@ def _constants(captured: Captured) -> Stamps:
 
 
 def _results(graph: Graph) -> list[Node]:
-    """Return the loss, and what buffers are updated to."""
+    """Return the loss and the new values of buffers."""
     return [output(graph).args[0], *(new for _, new in updated_buffers(graph))]  # type: ignore[list-item]
 
 

@@ -1,6 +1,7 @@
-"""Buffers that a forward replaces by other tensors of their shape (`self.count = self.count + 1`): these are updates.
+"""Turn assignments to buffers in forward (`self.count = self.count + 1`) into updates of these buffers.
 
-In: a model, before a call. Out: after it, what was assigned to each buffer, by its path; the model has its own buffers again.
+In: a model, before a call. Out: after the call, the tensor assigned to each buffer, by path; the model's own
+buffers are back in place.
 
     buffers = AssignedBuffers(model, loss_fn)
     model(x)
@@ -17,10 +18,10 @@ from autoptd.compat import FakeTensor
 
 
 class AssignedBuffers:
-    """The buffers of a model, and of a loss function that is a module, as they were."""
+    """Save the buffers of a model, and of a loss function that is a module, to restore replaced ones."""
 
     def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
-        # (what holds it, its name there, its path, the buffer)
+        # (the dict that holds it, its key there, its path, the buffer)
         self._buffers: list[tuple[dict[str, Any], str, str, Tensor]] = []
         modules = dict(model.named_modules())
         if isinstance(loss_fn, nn.Module):
@@ -31,9 +32,9 @@ class AssignedBuffers:
                     self._buffers.append((module._buffers, name, f"{path}.{name}".removeprefix("."), buffer))
 
     def take(self) -> dict[str, Tensor]:
-        """Put back buffers that were replaced by others of their shape; return these by path.
+        """Restore buffers that were replaced by tensors of the same shape; return the replacements by path.
 
-        A trace gets an operator that writes the new values to the buffer.
+        In a trace, this adds an operator that writes the new values to the buffer.
         """
         assigned: dict[str, Tensor] = {}
         for holder, name, path, buffer in self._buffers:
@@ -41,7 +42,7 @@ class AssignedBuffers:
             if new is buffer or new is None or (new.shape, new.dtype) != (buffer.shape, buffer.dtype):
                 continue
             holder[name] = buffer
-            # Elsewhere backward may need what the buffer was.
+            # Outside of a trace backward may need the old value of the buffer.
             if isinstance(buffer, FakeTensor):
                 buffer.copy_(new.detach())
             assigned[path] = new.detach()

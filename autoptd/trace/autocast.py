@@ -1,16 +1,16 @@
 """Write the casts of torch.autocast into a trace.
 
-In: an operator that a forward calls while it is traced, and its operands. Out: the operands as autocast would hand
-them to it. What was a state of the thread becomes casts in the graph, which every rank then computes, and which
-Python code of the model that reads a dtype has seen.
+In: an operator that a forward calls while it is traced, and its operands. Out: the operands as autocast would
+pass them. Thread state becomes casts in the graph: every rank computes them, and Python code of the model that
+reads a dtype sees them during tracing.
 
     autocast = Autocast("cpu", torch.bfloat16)
     with autocast.ambient(), traced_through(Casting(autocast).call):
         torch.export.export(...)       # F.linear(x, w) is traced as F.linear(x.to(bfloat16), w.to(bfloat16))
 
-Which operators are cast, and to what, is not listed here: torch is asked. An operator is run on tensors without data,
-under autocast, and the dtypes of what it calls are compared with those under each of the three casts that autocast
-knows. So lists are those of the torch that runs, and those of CUDA are known on a machine without it.
+There is no list of operators and dtypes here. An operator is run on fake tensors under autocast, and the dtypes
+of the operators that it calls are compared with those under each of the three casts that autocast supports. So
+the policy is that of the installed torch, and CUDA's is available on a machine without CUDA.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from autoptd.errors import TraceError
 from autoptd.ir.notes import placeholders, value
 
 aten = torch.ops.aten
-# Calls that compute nothing, or are what is looked for.
+# Calls that compute nothing, or are the casts themselves.
 NO_WORK = (aten._to_copy.default, aten.to.dtype, aten.detach.default, torch.ops.prim.device.default)
-# Their third argument: whether the result is float32.
+# Operators whose third argument requests a float32 result.
 SOFTMAXES = (aten._softmax.default, aten._log_softmax.default)
 NARROW = (torch.float16, torch.bfloat16)
 REMEDY = "write it with plain operators, or inside torch.autocast(..., enabled=False)"
@@ -54,9 +54,9 @@ Target = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Autocast:
-    """The autocast of a request: `dtype` of the whole forward, None for none; `device_type` is where ranks compute.
+    """Describe the requested autocast: `dtype` for the whole forward or None, on the ranks' `device_type`.
 
-    `traced_on` is where the model lies while it is traced, whose state of autocast its code reads and sets.
+    `traced_on` is the device of the model while it is traced: the model's code reads and sets its autocast state.
     """
 
     device_type: str = "cpu"
@@ -69,14 +69,15 @@ class Autocast:
 
     @contextmanager
     def ambient(self) -> Iterator[None]:
-        """Surround the forward, as a user's loop does."""
+        """Enter autocast around the forward, as a user's training loop does."""
         with _state(self.devices, self.dtype):
             yield
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Let a model that is called here compute what its trace says: under torch's own autocast where ranks are on
-        the device that the model is on, else with the casts of theirs.
+        """Make a model that is called here match its trace.
+
+        Uses torch's autocast if the ranks are on the model's device type, else inserts the casts of theirs.
         """
         if self.dtype is None:
             yield
@@ -89,9 +90,9 @@ class Autocast:
 
     @property
     def dtype_now(self) -> torch.dtype | None:
-        """The dtype of autocast where the forward is, None where it is off: a region of its own decides."""
+        """Return the dtype of autocast at this point of the forward, None if off; inner regions override."""
         for device in self.devices:
-            # torch.autocast("cuda") in the code of a model that is traced on the CPU concerns the ranks.
+            # torch.autocast("cuda") in a model that is traced on the CPU is meant for the ranks.
             if torch.is_autocast_enabled(device) == (self.dtype is None):
                 return torch.get_autocast_dtype(device) if self.dtype is None else None
         return None if self.dtype is None else torch.get_autocast_dtype(self.traced_on)
@@ -101,7 +102,7 @@ OFF = Autocast()
 
 
 class Casting:
-    """Casts operands as autocast would. A parameter is cast once, and all that read it share that."""
+    """Cast operands as autocast would; a parameter is cast once, and all its readers share the cast."""
 
     def __init__(self, autocast: Autocast) -> None:
         self.autocast = autocast
@@ -110,7 +111,7 @@ class Casting:
         self._cast_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def operands(self, call: Callable[..., Any], func: Target, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the operands that autocast hands to `func`; `call(func, args, kwargs)` makes the casts."""
+        """Return the operands that autocast passes to `func`; `call(func, args, kwargs)` makes the casts."""
         dtype = self.autocast.dtype_now
         if dtype is None:
             return args, kwargs
@@ -126,12 +127,12 @@ class Casting:
         return tree_unflatten(made, tree)  # type: ignore[return-value]
 
     def call(self, call: Callable[..., Any], func: Target, args: Any, kwargs: Any) -> Any:
-        """Call an operator with the operands that autocast hands to it."""
+        """Call an operator with the operands that autocast passes to it."""
         self.with_grad[func] += torch.is_grad_enabled()
         return call(func, *self.operands(call, func, args, kwargs))
 
     def _cast(self, x: Tensor, dtype: torch.dtype, call: Callable[..., Any]) -> Tensor:
-        # What autocast caches: its gradients add up in `dtype`, so it matters which readers share one.
+        # Autocast caches these casts. Their gradients add up in `dtype`, so sharing affects the result.
         is_cached = x.is_leaf and x.requires_grad and dtype in NARROW and torch.is_grad_enabled()
         known = self._cast_of.get(x) if is_cached else None
         if known is not None and known.dtype == dtype:
@@ -144,7 +145,7 @@ class Casting:
 
 
 class CastingMode(PreDispatchMode):
-    """Casts the operands of all operators that are called inside of it, outside of a trace."""
+    """Cast the operands of all operators that are called inside this mode, outside of a trace."""
 
     def __init__(self, casting: Casting) -> None:
         super().__init__()
@@ -159,7 +160,7 @@ def _call(func: Target, args: Any, kwargs: Any) -> Any:
 
 
 def cast_once(graph: Graph, dtype: torch.dtype) -> None:
-    """Let a parameter that is read only as `dtype` be a parameter of that dtype: ranks cast its storage once a step."""
+    """Make a parameter that is only read as `dtype` one of that dtype: ranks cast its storage once per step."""
     for node in placeholders(graph, "param"):
         casts = [user for user in node.users if user.target is aten.to.dtype and user.args[1] == dtype]
         if not casts or len(casts) < len(node.users):
@@ -172,7 +173,7 @@ def cast_once(graph: Graph, dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True)
 class _Like:
-    """What a tensor without data is made from."""
+    """Describe a tensor without data."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -184,13 +185,13 @@ class _Like:
 
 
 def _is_eligible(leaf: Any) -> bool:
-    """Tell whether autocast may cast an operand: 64 bits stay as they are."""
+    """Tell whether autocast may cast an operand: 64-bit dtypes are left alone."""
     is_tensor = isinstance(leaf, (Tensor, _Like))
     return is_tensor and leaf.dtype.is_floating_point and leaf.dtype != torch.float64
 
 
 def _dtype_under(name: str, leaf: Any, leaves: Any, dtype: torch.dtype) -> torch.dtype | None:
-    """Return what a choice casts an operand to, None where it leaves it as it is."""
+    """Return the dtype to which a choice casts an operand, None if it leaves it unchanged."""
     if name == "none" or not _is_eligible(leaf):
         return None
     if name == "narrow":
@@ -205,11 +206,11 @@ def _dtype_under(name: str, leaf: Any, leaves: Any, dtype: torch.dtype) -> torch
 
 @cache
 def _choose(func: Target, leaves: tuple[Any, ...], tree: Any, device_type: str, dtype: torch.dtype) -> str:
-    """Return by name what autocast does to the operands of an operator.
+    """Return the name of the cast that autocast applies to the operands of an operator.
 
-    Where it casts between the operator's own steps, or takes another kernel, which no cast of operands can do: float32,
-    else narrow, by the dtype of the result. TraceError where torch cannot say: an operator that exists on CUDA alone,
-    on a machine without.
+    Where autocast casts between the steps of an operator, or picks another kernel, which casts of operands
+    cannot express, the choice is float32 or narrow, by the dtype of the result. TraceError if it cannot be
+    determined: a CUDA-only operator on a machine without CUDA.
     """
     try:
         wanted = _calls_of(func, leaves, tree, device_type, dtype)
@@ -227,12 +228,12 @@ def _choose(func: Target, leaves: tuple[Any, ...], tree: Any, device_type: str, 
         for leaf in leaves:
             to = _dtype_under(name, leaf, leaves, dtype)
             cast.append(leaf if to is None else _Like(leaf.shape, leaf.stride, to))
-        # Operands of two dtypes may be what the operator does not take.
+        # The operator may reject operands of two dtypes.
         with suppress(RuntimeError):
             found[name] = _calls_of(func, tuple(cast), tree, device_type, None)
         if found.get(name) == wanted:
             return name
-    # torch on CUDA computes a cross entropy's log-probabilities in 16 bits, and the rest in float32.
+    # On CUDA torch computes the log-probabilities of a cross entropy in 16 bits, and the rest in float32.
     for name in ("float32", "narrow"):
         if name in found and found[name].results == wanted.results:
             return name
@@ -242,7 +243,7 @@ def _choose(func: Target, leaves: tuple[Any, ...], tree: Any, device_type: str, 
 def _calls_of(
     func: Target, leaves: tuple[Any, ...], tree: Any, device_type: str, dtype: torch.dtype | None
 ) -> _Run:
-    """Return what an operator calls, and in which dtypes, under autocast to `dtype`, and the dtypes of its results."""
+    """Run an operator under autocast to `dtype`; return its calls and the dtypes of its results."""
     calls = _Calls()
     state = _state((device_type, "cpu"), dtype, device_type)
     with without_modes(), quiet_fakes(), FakeTensorMode(), torch.no_grad(), state:
@@ -261,14 +262,14 @@ def _make(leaf: Any, device_type: str) -> Any:
 
 
 class _Run(NamedTuple):
-    """The operators that compute something, with the dtypes of their operands; the dtypes of what comes out."""
+    """Hold the computing operators of a run with their operands' dtypes, and the dtypes of the results."""
 
     calls: tuple[Any, ...]
     results: Any
 
 
 class _Calls(TorchDispatchMode):
-    """Notes the operators that compute something, and the dtypes of their operands."""
+    """Record the operators that compute something, and the dtypes of their operands."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,7 +278,7 @@ class _Calls(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in NO_WORK and not func.is_view:
             leaves = tree_flatten((args, kwargs))[0]
-            # What an operator is told to compute in, it computes in: it casts its operands itself.
+            # An operator with a dtype argument computes in that dtype: it casts its operands itself.
             told = [leaf for leaf in leaves if isinstance(leaf, torch.dtype)]
             if func in SOFTMAXES and args[2]:
                 told = [torch.float32]
@@ -289,7 +290,7 @@ class _Calls(TorchDispatchMode):
 
 @contextmanager
 def _state(devices: tuple[str, ...], dtype: torch.dtype | None, only: str = "") -> Iterator[None]:
-    """Set autocast of some devices, on for `only` one of them; `torch.autocast` refuses a device that is not there."""
+    """Set autocast of some devices, on for `only` one of them; `torch.autocast` rejects an absent device."""
     with ExitStack() as stack:
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)

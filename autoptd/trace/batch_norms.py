@@ -1,14 +1,16 @@
-"""Write batch norm in training as the operators that it is made of: means over the batch, and updates of its statistics.
+"""Decompose batch norm in training into means over the batch, and updates of its running statistics.
 
-In: an exported graph, before its in-place operators become functional. Out: the same value of means, differences and products;
-its running statistics, which torch's operator changes without saying so, are written by `copy_`. Replicas can then add up the
-means (SyncBatchNorm). In eval mode, batch norm computes entry by entry and stays one operator.
+In: an exported graph, before its in-place operators become functional. Out: the same value from means,
+differences and products; the running statistics, which torch's operator changes although its schema does not
+say so, are written by `copy_`. Replicas can then sum the means (SyncBatchNorm). In eval mode, batch norm is
+pointwise and stays one operator.
 
     mean = x.mean([0, 2, 3], keepdim=True)
     y = (x - mean) * (centered.square().mean(...) + eps).rsqrt() * weight + bias
 
-With `momentum=None` the statistics are averages over all steps. The module reads its counter as a Python number for that, which
-no trace can follow: while it is traced, its momentum is a mark, in whose place the rewriting computes 1 / counter.
+With `momentum=None` the statistics are averages over all steps. For that the module reads its counter as a
+Python number, which cannot be traced: during tracing its momentum is a sentinel, which the rewrite replaces by
+1 / counter.
 """
 
 from __future__ import annotations
@@ -29,13 +31,13 @@ from autoptd.trace.new_nodes import Maker
 aten = torch.ops.aten
 HALVES = (torch.float16, torch.bfloat16)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-# What nobody would ask for as a momentum.
+# A momentum that no user would set.
 CUMULATIVE = -1.25e300
 COUNTER = "num_batches_tracked"
 
 
 def mark_cumulative(model: nn.Module) -> None:
-    """Give the batch norms whose statistics are averages over all steps a momentum that says so."""
+    """Set the momentum of batch norms whose statistics average over all steps to the sentinel."""
     for module in model.modules():
         if isinstance(module, NORMS) and module.momentum is None and module.training:
             module.momentum = CUMULATIVE
@@ -55,7 +57,7 @@ def _rewrite(graph: Graph, node: Node) -> None:
     x, weight, bias, mean, var = node.args[:5]
     assert isinstance(x, Node)
     dtype = value(x).dtype
-    # Statistics of half precision are computed, and kept, in single precision.
+    # Statistics of half-precision inputs are computed, and kept, in single precision.
     if dtype in HALVES:
         x = make.cast(x, torch.float32)
     dims = [dim for dim in range(len(shape(x))) if dim != 1]
@@ -69,7 +71,7 @@ def _rewrite(graph: Graph, node: Node) -> None:
         if isinstance(factor, Node):
             result = make(target, result, make(aten.view.default, factor, sizes))
     result = make.cast(result, dtype)
-    # A cut of the model behind it is found there in eval mode, too, where it is one operator.
+    # Lets a stage boundary after the norm be found in eval mode too, where the norm is one operator.
     note(result).origin = replace(note(result).origin, ends_norm=True)
     node.replace_all_uses_with(result)
     count = math.prod(shape(x)[dim] for dim in dims)
@@ -77,13 +79,13 @@ def _rewrite(graph: Graph, node: Node) -> None:
     if momentum == CUMULATIVE and isinstance(mean, Node):
         momentum = _share_of_step(follow, node)
     _follow(follow, mean, own_mean, momentum, 1.0)
-    # The variance that is kept is that of a sample.
+    # The running variance is the unbiased one.
     _follow(follow, var, own_var, momentum, count / max(count - 1, 1))
     graph.erase_node(node)
 
 
 def _share_of_step(make: Maker, node: Node) -> Node:
-    """1 / (the steps so far), which the module has counted just before its norm."""
+    """Return 1 / (steps so far); the module increments its counter just before the norm."""
     counted = node.prev
     while counted.op != "root" and not _is_count(counted):
         counted = counted.prev
@@ -101,11 +103,11 @@ def _is_count(node: Node) -> bool:
 
 
 def _follow(make: Maker, kept: Any, own: Node, momentum: float | Node, factor: float) -> None:
-    """Move a running statistic towards that of the batch."""
+    """Move a running statistic towards the batch's."""
     if not isinstance(kept, Node):
         return
     own = make(aten.view.default, make(aten.detach.default, own), list(shape(kept)))
-    # A statistic in 16 bits is rounded once a step.
+    # A 16-bit statistic is rounded once per step.
     dtype = torch.promote_types(value(kept).dtype, value(own).dtype)
     own, old = make.cast(own, dtype), make.cast(kept, dtype)
     if factor != 1:

@@ -1,9 +1,9 @@
-"""Branches of a forward on the value of a tensor whose outcome is known while it is traced.
+"""Resolve branches of a forward on the value of a tensor, where the outcome is known during tracing.
 
 - Random numbers against a bound that they do not cross: `if torch.rand(1) > self.dropout` with a dropout of 0.
-- Checks, which do nothing but raise: `if x.isinf().any(): raise ValueError(...)`, `assert (x >= 0).all()`. The trace
-  goes on where nothing is raised. That an exception leaves the forward, and is not caught in it, is found by raising it:
-  the first trace that meets a check ends there, and the next one passes it.
+- Checks, which do nothing but raise: `if x.isinf().any(): raise ValueError(...)`, `assert (x >= 0).all()`. The
+  trace follows the branch that does not raise. Whether the exception leaves the forward, or is caught in it, is
+  found by raising it: the first trace that meets a check ends there, and the next one passes it.
 
     checks = Checks()
     branches = Branches(checks)
@@ -36,9 +36,10 @@ Place = tuple[types.CodeType, int]
 
 
 class Checks:
-    """The checks of a model: `passed` are known to end the call; one that is `tried` has raised in the running trace.
+    """Track the checks of a model.
 
-    `sizes` are those that depend on values, too.
+    `passed` are known to end the call when they raise; `tried` has raised in the running trace. `sizes` are
+    sizes that depend on values.
     """
 
     def __init__(self) -> None:
@@ -47,7 +48,7 @@ class Checks:
         self.sizes = Sizes()
 
     def has_left(self, error: BaseException) -> bool:
-        """Tell whether `error`, which left the forward, is what the tried check has raised; it is passed from now on."""
+        """Tell whether the tried check raised `error`, which left the forward; if so, pass it from now on."""
         if self.tried is None or not any(_is_raised_in(one, self.tried[0]) for one in _chain(error)):
             return False
         self.passed.add(self.tried)
@@ -60,23 +61,23 @@ class Checks:
         return _site(self.tried)
 
     def warn(self) -> None:
-        """Warn of what no rank will check."""
+        """Warn about the checks that the ranks will not make."""
         for site in sorted({_site(place) for place in self.passed}):
             text = f"{site}: raises on the values of a tensor, which no step checks"
             warnings.warn(f"{text}: check what it would find in the training loop", stacklevel=2)
 
 
 class Branches:
-    """What is known of the values of tensors in one trace."""
+    """Track known facts about the values of tensors in one trace."""
 
     def __init__(self, checks: Checks) -> None:
         self._checks = checks
-        # By id, alive with their tensors: the version at which it was so.
+        # id -> (tensor, its version when drawn); keeping the tensor alive keeps its id unique.
         self._drawn: dict[int, tuple[Tensor, int]] = {}
         self._compared: dict[int, tuple[Tensor, int, bool | None]] = {}
 
     def see(self, func: Any, args: tuple[Any, ...], made: Any) -> None:
-        """Note what a call has made, where its values are known to be within bounds."""
+        """Record the result of a call if its values are known to be within bounds."""
         self._checks.sizes.see(func, made)
         if func in DRAWN:
             self._drawn[id(made)] = (made, made._version)
@@ -88,7 +89,7 @@ class Branches:
         return id(x) in self._drawn and self._drawn[id(x)][1] == x._version
 
     def outcome(self, x: Tensor, frame: types.FrameType) -> bool | None:
-        """Return what `bool(x)` is in `frame`, None where it is not known; TraceError where a random number decides it."""
+        """Return `bool(x)` in `frame`, None if unknown; TraceError if a random number decides it."""
         if not isinstance(x, FakeTensor) or x.constant is not None:
             return None
         if id(x) in self._compared and self._compared[id(x)][1] == x._version:
@@ -110,22 +111,22 @@ class Branches:
 def compared(dtype: torch.dtype, name: str, bound: Any) -> bool | None:
     """Return how numbers drawn from [0, 1) compare with `bound`; None where some do and some do not.
 
-    A drawn number is taken to be no 0: of one in float32 it is with a probability of 2**-24.
+    Drawn numbers are assumed to be nonzero: in float32, 0 has a probability of 2**-24.
     """
     if not isinstance(bound, (int, float)) or 0 < bound < 1:
         return None
-    # Of 16 bits, one number in 256 is 0.
+    # In 16 bits, one number in 256 is 0.
     if bound == 0 and name in ("gt", "le") and dtype.itemsize < 4:
         return None
     return bool(getattr(operator, name)(0.5, bound))
 
 
 def raises_where(code: types.CodeType, offset: int) -> bool | None:
-    """Return the truth value with which the branch at `offset` of `code` leads to nothing but a `raise`."""
+    """Return the truth value for which the branch at `offset` of `code` only leads to a `raise`."""
     steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
     index = _index(code)
     at = index.get(offset, len(steps))
-    # From 3.13 on a branch takes a bool, which the instruction before it has made.
+    # From Python 3.13 on a branch takes a bool, which the preceding instruction makes.
     if at + 1 < len(steps) and steps[at].opname == "TO_BOOL":
         at += 1
     if at == len(steps) or not steps[at].opname.startswith("POP_JUMP"):
@@ -137,7 +138,7 @@ def raises_where(code: types.CodeType, offset: int) -> bool | None:
 
 
 def _index(code: types.CodeType) -> dict[int, int]:
-    """Return the place of each instruction by its offset; a jump may go to the words before one that complete it."""
+    """Return the index of each instruction by offset; a jump may target the EXTENDED_ARG words before it."""
     found: dict[int, int] = {}
     number = 0
     for step in dis.get_instructions(code):
@@ -164,7 +165,7 @@ def _only_raises(steps: list[dis.Instruction], index: dict[int, int], start: int
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and those that it was raised from."""
+    """Yield an exception and its causes."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -173,7 +174,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_raised_in(error: BaseException, code: types.CodeType) -> bool:
-    """Tell whether a `raise` of `code` has made the error, and not something that it called."""
+    """Tell whether a `raise` in `code` itself raised the error, and not a function that it called."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next

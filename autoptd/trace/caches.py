@@ -1,6 +1,7 @@
-"""What caches of functions (`functools.lru_cache`) hold: an object that a forward finds there and changes is state as well.
+"""Inspect function caches (`functools.lru_cache`): a cached object that a forward changes is state.
 
-In: such a function. Out: whether a block has put something into its cache; its results, of which Python shows only the number.
+In: such a function. Out: whether a block has added to its cache, and the cached results, which Python's API
+does not expose.
 
     cache = Cache(get_counter, "net.py:12")
     get_counter().n += 1
@@ -21,38 +22,38 @@ from torch import Tensor, nn
 from autoptd.subject.contents import PLAIN, entries_of, has_entries
 from autoptd.trace.change import Change
 
-# Objects in objects that are looked through for a tensor.
+# Levels of nesting to search for a tensor.
 DEEPEST = 4
 
 
 class Cache:
-    """The cache of a function, and how often something was not in it."""
+    """Watch the cache of a function by its number of misses."""
 
     def __init__(self, function: _lru_cache_wrapper[Any], line: str, begun: int = 0) -> None:
         self._function, self._line = function, line
-        # Less the calls that have begun, for which nothing was found.
+        # Without the calls already in progress, whose miss was counted.
         self._count = self._misses() - begun
 
     def is_filled(self) -> bool:
-        """Tell whether something was put into it; one that is full has no more in it than before."""
-        # What gives None is called for what it does, once, as a logger's `warning_once` is.
+        """Tell whether something was added to the cache; by misses, as a full cache does not grow."""
+        # Functions that return None are called once for a side effect, such as a logger's `warning_once`.
         return self._misses() > self._count and any(x is not None for x in held_in(self._function))
 
     def change(self) -> Change:
-        """Return it as what the forward changes."""
+        """Return the filled cache as a change made by the forward."""
         name = getattr(self._function, "__qualname__", "a function")
         return Change(f"the cache of {name}", "", "", self._line, "is filled, for good,")
 
     def drop_tables(self) -> None:
-        """Empty it where all that it holds are tensors, which the next call makes: one from before would be a constant."""
+        """Clear a cache of tensors so that the next call makes them: an old one would become a constant."""
         held = held_in(self._function)
         if any(_has_tensor(x) for x in held) and not any(_has_object(x) for x in held):
             self._function.cache_clear()
-            # This forgets the count as well.
+            # This resets the number of misses as well.
             self._count = 0
 
     def drop_filled(self) -> None:
-        """Empty it where it was filled with tensors since: those of a trace must not stay."""
+        """Clear the cache if tensors were added since: tensors of a trace must not stay."""
         if self.is_filled() and any(_has_tensor(x) for x in held_in(self._function)):
             self._function.cache_clear()
 
@@ -61,7 +62,7 @@ class Cache:
 
 
 def caches_of(kind: type) -> list[_lru_cache_wrapper[Any]]:
-    """Return the caches among the methods and properties of a class, which C may call without an instruction that shows it."""
+    """Return the cached methods and properties of a class: C code may call them unseen."""
     found: list[_lru_cache_wrapper[Any]] = []
     for base in kind.__mro__:
         for value in vars(base).values():
@@ -76,8 +77,8 @@ def held_in(function: _lru_cache_wrapper[Any]) -> list[Any]:
     count = function.cache_info().currsize
     if not count:
         return []
-    # Its class; of each link of a list, where its size is limited, the key, the result and a class; the dict that finds them.
-    # That dict is not for others to write: a link that is taken out of it is freed, and still in the list.
+    # Referents: its class; if its size is limited, key, result and class of each list link; the lookup dict.
+    # Do not write to that dict: a link removed from it is freed but still in the list.
     found = gc.get_referents(function)
     is_limited = function.cache_parameters()["maxsize"] is not None  # type: ignore[attr-defined]
     if is_limited:
@@ -95,12 +96,12 @@ def _has_tensor(value: Any) -> bool:
 
 
 def _has_object(value: Any) -> bool:
-    """Tell whether there is more than tensors and containers of them: what somebody may have set."""
+    """Tell whether the value holds more than tensors and containers: objects that may have been modified."""
     return not all(isinstance(x, (Tensor, list, tuple, dict, *PLAIN)) for x in _within(value))
 
 
 def _within(value: Any, depth: int = 0) -> Iterator[Any]:
-    """Yield a value, and what it holds."""
+    """Yield a value and the values nested in it."""
     yield value
     is_end = isinstance(value, (Tensor, nn.Module, type, types.ModuleType, *PLAIN)) or depth > DEEPEST
     if not is_end and has_entries(value):

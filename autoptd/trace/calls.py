@@ -1,7 +1,8 @@
-"""What a call from Python may change: the objects that a function written in C is handed.
+"""Determine which of its arguments a function may change, for functions written in C.
 
-In: a function and its arguments. Out: those of them that it may write to or take from, each with how. What is written in
-Python is looked at as it runs, unless it is torch's or Python's own: then the containers that it is handed count.
+In: a function and its arguments. Out: the objects that it may write to or consume, and in which way. Python
+functions are watched as they run, except torch's and the standard library's: for those the containers among
+the arguments count.
 
     handed_to([].append, [1])      # the list: its content may change
     handed_to(next, [numbers])     # the iterator: it is taken from
@@ -30,7 +31,7 @@ from autoptd.trace.value_stack import NULL, at
 
 BUILT_IN = (types.BuiltinFunctionType, types.MethodWrapperType)
 DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
-# Of built-in functions those that look at their arguments, and of methods those that read.
+# Built-in functions and methods that only read their arguments.
 LOOKS = set(
     "len isinstance issubclass getattr hasattr id type repr str callable hash iter dir format".split()
 )
@@ -40,16 +41,16 @@ READS = set(
 )
 READS |= set("readable writable seekable isatty __getitem__ __contains__ __len__ __length_hint__".split())
 READS |= set("__repr__ __str__ __eq__ __hash__ __iter__".split())
-# Of the former those that ask for an attribute, which may be a dict.
+# Those of LOOKS that return an attribute, which may be a dict.
 ASKING = {"getattr", "hasattr"}
-# The classes that a tensor's methods are of.
+# The classes that define the methods of tensors.
 TENSORS = tuple(kind for kind in Tensor.__mro__ if kind is not object)
 SETS = {"setattr", "delattr", "__setattr__", "__delattr__"}
-# Of a descriptor, such as a slot's: it writes to its first argument.
+# Methods of a descriptor, such as a slot's, that write to their first argument.
 SETS_OF_SLOTS = {"__set__", "__delete__"}
-# Of the functions of `torch.random` those after which later draws are others.
+# Functions of `torch.random` that change later draws.
 SEEDS = {"manual_seed", "manual_seed_all", "seed", "seed_all", "set_state", "set_rng_state"}
-# Of what these hold nothing that a model counts with changes.
+# Modules whose objects hold no state that affects a model's computation.
 HARMLESS = set(
     "torch re _sre _thread builtins functools types weakref _weakref datetime decimal fractions".split()
 )
@@ -57,20 +58,20 @@ HARMLESS |= set(
     "numpy operator _operator _abc typing _struct enum string threading contextlib inspect".split()
 )
 HARMLESS |= {"logging", "warnings", "time"}
-# What writes where no object shows it.
+# Functions with effects outside of Python objects.
 FILES = set("remove rename replace unlink mkdir rmdir truncate write putenv unsetenv setenv".split())
 MOST_PARTIALS = 8
 
 
 class Kind(Enum):
-    """How what was handed over may change."""
+    """Name the ways in which an argument may change."""
 
     CONTENT, ATTRIBUTE, MOVED, CACHE = auto(), auto(), auto(), auto()
 
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """An object, and how it may change; `how` is the name of an attribute, or what is done to the object."""
+    """Pair an object with how it may change: `how` is the name of an attribute, or a description."""
 
     kind: Kind
     value: Any
@@ -83,7 +84,7 @@ def operands(name: str, arg: int, top: int) -> tuple[Any, list[Any]]:
         has_keywords = bool(arg & 1)
         keywords = at(top, 0) if has_keywords else {}
         given, place = at(top, int(has_keywords)), int(has_keywords) + 1
-        # From 3.13 on a place for a self that is never there is before the arguments.
+        # From Python 3.13 on there is an unused slot for self before the arguments.
         function = at(top, place)
         function = at(top, place + 1) if function is NULL else function
         values = list(dict.values(keywords)) if isinstance(keywords, dict) else []
@@ -94,21 +95,21 @@ def operands(name: str, arg: int, top: int) -> tuple[Any, list[Any]]:
     # A method and its self, or nothing and a function.
     if method is NULL:
         return function, args
-    # From 3.13 on it is the self that may be missing.
+    # From Python 3.13 on self comes second, and may be missing.
     return (method, args) if function is NULL else (method, [function, *args])
 
 
 def called(arg: int, top: int) -> Any:
-    """Return the function alone that `CALL` is about to call with so many arguments."""
+    """Return only the function that `CALL` is about to call with `arg` arguments."""
     function = at(top, arg + 1)
     return at(top, arg) if function is NULL else function
 
 
 class Harmless:
-    """The functions of which `handed_to` gives nothing, whatever they are handed: most of a forward's calls."""
+    """Remember functions for which `handed_to` yields nothing, whatever the arguments: most calls."""
 
     def __init__(self) -> None:
-        # By id, alive: Python's functions by their code, and functions and methods of C that always exist.
+        # By id, kept alive: code objects of Python functions, and permanent functions and methods of C.
         self._known: dict[int, Any] = {}
 
     def __contains__(self, function: Any) -> bool:
@@ -128,7 +129,7 @@ class Harmless:
         elif kind is types.BuiltinFunctionType:
             is_harmless = function.__self__ is builtins and function.__name__ in LOOKS - ASKING
         else:
-            # Of these no two have the same id for long.
+            # Short-lived objects: their ids are reused.
             return _is_called_in_python(function)
         if is_harmless:
             self._known[id(known)] = known
@@ -144,7 +145,7 @@ def _is_called_in_python(function: Any) -> bool:
 
 
 def handed_to(function: Any, args: Sequence[Any]) -> Iterator[Handed]:
-    """Yield what a call may change of what it is handed."""
+    """Yield the arguments that a call may change."""
     for _ in range(MOST_PARTIALS):
         if not isinstance(function, partial):
             break
@@ -173,7 +174,7 @@ def handed_to(function: Any, args: Sequence[Any]) -> Iterator[Handed]:
         if args and (not isinstance(args[0], type) or function.__name__ in SETS):
             yield from _handed_to_method(function.__name__, args[0], args[1:])
     elif isinstance(function, type) or not is_python(function, "__call__"):
-        # A class of C's, such as list or zip, or a C object that can be called.
+        # A class implemented in C, such as list or zip, or a callable C object.
         yield from _handed_over(args)
 
 
@@ -190,7 +191,7 @@ def _handed_to_function(function: Any, args: Sequence[Any]) -> Iterator[Handed]:
         if _writes_a_file(name, args):
             yield Handed(Kind.MOVED, function, "writes to a file or to the process's environment")
     elif name == "print":
-        # What it prints is only looked at.
+        # print only reads the values that it prints.
         for file in args:
             if isinstance(file, io.IOBase) and not is_python(file, "write"):
                 yield from _handed_to_method("write", file, ())
@@ -231,17 +232,17 @@ def _handed_over(args: Sequence[Any]) -> Iterator[Handed]:
             yield Handed(Kind.CONTENT, arg)
         elif is_iterator(arg):
             yield Handed(Kind.MOVED, arg, "is taken from")
-        # Called by what it is handed to, as by map.
+        # A function that receives it may call it, as map does.
         elif isinstance(arg, (*BUILT_IN, partial, _lru_cache_wrapper)):
             yield from handed_to(arg, ())
 
 
 def is_iterator(value: Any) -> bool:
-    """Tell whether reading a value's items changes it, and no Python code of it shows how."""
+    """Tell whether reading a value's items changes it, in C code that cannot be watched."""
     kind = type(value)
     if not hasattr(kind, "__next__") or is_python(value, "__next__"):
         return False
-    # One without an end gives the same for ever.
+    # An endless repeat always yields the same value.
     return kind is not itertools.repeat or operator.length_hint(value, -1) >= 0
 
 
@@ -251,17 +252,17 @@ def is_python(value: Any, method: str) -> bool:
 
 
 def _is_terminal(owner: Any) -> bool:
-    """Tell whether what is written to an object is only shown."""
+    """Tell whether an object only displays the text that is written to it."""
     return any(owner is stream for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__))
 
 
 def _is_harmless(name: str, owner: Any) -> bool:
     if isinstance(owner, nn.Module):
         return True
-    # What every object has: __init__, __getattribute__, comparison.
+    # Methods of every object: __init__, __getattribute__, comparison.
     if hasattr(object, name) or type(owner).__module__.split(".")[0] in HARMLESS:
         return True
-    # An exception, or an object of a class that has the method of one of Python's own.
+    # Exceptions.
     return isinstance(owner, BaseException)
 
 
@@ -277,7 +278,7 @@ def _writes_a_file(name: str, args: Sequence[Any]) -> bool:
 
 
 def _is_own(function: Any) -> bool:
-    """Tell whether somebody wrote a function for this model: what is installed is trusted to count nothing by itself."""
+    """Tell whether a function is the user's code: installed packages are trusted to keep no state."""
     if not isinstance(function, types.FunctionType) or "site-packages" in function.__code__.co_filename:
         return False
     return (function.__module__ or "").split(".")[0] not in sys.stdlib_module_names

@@ -1,12 +1,12 @@
 """Capture an unmodified model and its loss as one FX graph of aten operators (form TRACED).
 
-In: a module, the call `(args, kwargs)` of one microbatch (at least two rows), where the loss is. Out:
-`Captured`, whose graph has placeholders for parameters (each tied group once), buffers and batch inputs,
+In: a module, the call `(args, kwargs)` of one microbatch (at least two rows), and the position of the loss.
+Out: `Captured`, whose graph has placeholders for parameters (each tied group once), buffers and batch inputs,
 operators with module path and source line, and the loss as its only output.
 
     captured = capture(model, (ids, targets), {}, loss_fn=None)
 
-torch.export does the tracing; what it would lose silently is refused here or repaired in `normalize.py`.
+torch.export does the tracing; anything it would drop silently is refused here or repaired in `normalize.py`.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ from autoptd.trace.watch import Operands, called_at, checkpoint_sites, watch_tra
 from autoptd.trace.watched import Watched, check_changes
 
 aten = torch.ops.aten
-# What torch says where it would need the values of a tensor.
+# Messages of torch where tracing would need the values of a tensor.
 OF_VALUES = re.compile(r"data-dependent|unbacked symbols|infer dtype of Sym|\.numpy\(\) is not supported")
 
 
 @dataclass
 class Captured:
-    """The TRACED graph of a model, and what its placeholders stand for.
+    """Hold the TRACED graph of a model, and the meaning of its placeholders.
 
     `aliases` maps the first name of every parameter to all its names; `inputs` are (placeholder name, leaf
     index) pairs of the flattened call; `constants` are the leaves that are not tensors; `buffers` hold values
     of buffers and constants. `raw` is the graph before it was normalised, for a second trace (`retrace.py`).
-    `checkpointed` are modules whose activation checkpoints are not in the graph, `whole` custom autograd functions that are one
-    operator each; `reads` is what Python's state may decide of them.
+    `checkpointed` are modules whose activation checkpoints are not in the graph, `whole` custom autograd functions
+    that are one operator each; `reads` is the Python state that the forward may depend on.
     """
 
     graph: Graph
@@ -89,8 +89,9 @@ def capture(
     *,
     is_known: bool = False,
 ) -> Captured:
-    """Trace `model(*args, **kwargs)` down to its scalar loss, under `autocast`; TraceError names the user's own
-    source line. Of a model that `is_known`, as it was traced before, nothing is computed.
+    """Trace `model(*args, **kwargs)` down to its scalar loss, under `autocast`.
+
+    TraceError names the user's source line. A model that `is_known`, because it was traced before, is not run.
     """
     check_model(model)
     check_loss_fn(loss_fn)
@@ -104,7 +105,7 @@ def capture(
     )
     assert exported is not None
     checks.warn()
-    # After the trace: `Watched` has put the model back, and this calls it again where something changed.
+    # After the trace, as `Watched` has restored the model by then; runs it again where something changed.
     if not is_known:
         with autocast.ambient():
             check_changes(wrapper, args, kwargs)
@@ -115,7 +116,7 @@ def capture(
         exported, wrapper, first_name, leaves, input_names(model, args, kwargs)
     )
     check_grad_modes(graph, casting)
-    # `normalize` drops and rewrites operators that a second run of the forward will call.
+    # Copy first: `normalize` drops and rewrites operators that a second run of the forward will call.
     read = copy_graph(graph)
     raw = Raw(read, _given(read, wrapper, first_name, inputs, len(leaves)))
     _finish(graph, wrapper, autocast)
@@ -148,21 +149,22 @@ def capture_again(
     loss_fn: Callable[..., Any] | None,
     autocast: Autocast = OFF,
 ) -> Graph:
-    """Trace the call that `first` is the trace of with other rows, along `first` where the forward does the
-    same; return the graph that `capture` would.
+    """Trace the call of `first` with other rows, following `first` while the forward does the same.
+
+    Returns the same graph as `capture`.
     """
     wrapper, follower = _watched(model, loss_fn, first.checks), Follower(first.raw, Casting(autocast))
     known: dict[str, Any] = {"whole": set(first.whole), "checks": first.checks}
     try:
         fresh = _fresh(args, kwargs)
         _export(wrapper, *fresh, casting=Casting(autocast), **known, run=follower.run)
-    # Whatever it is that the forward does otherwise, or fails at: a full trace names it.
+    # A full trace reports whatever the forward does differently, or where it fails.
     except (Differs, AutoptdError):
         return capture(model, args, kwargs, loss_fn, autocast).graph
     with autocast.ambient():
         check_changes(wrapper, args, kwargs)
     graph = follower.graph()
-    # What `read_graph` refuses in a trace, and the first one did not have.
+    # `read_graph` refuses these in a trace; the first trace did not have them.
     for node in placeholders(graph, "buffer"):
         if note(node).origin.constant is not None:
             check_kept(note(node).origin.constant, wrapper)
@@ -171,13 +173,13 @@ def capture_again(
 
 
 def _watched(model: nn.Module, loss_fn: Callable[..., Any] | None, checks: Checks) -> Watched:
-    # The parameters themselves: while the forward is traced, the model has fake ones in their place.
+    # Take the real parameters now: during tracing the model has fake ones.
     registered = {id(parameter): name for name, parameter in model.named_parameters()}
     return Watched(model, loss_fn, around=partial(Operands, model, registered, checks))
 
 
 def _fresh(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The call with copies of its tensors: torch.export notes what it has seen of a tensor on it."""
+    """Copy the tensors of a call: torch.export leaves marks on the tensors that it has seen."""
     leaves, tree = tree_flatten((args, kwargs))
     fresh = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     return tree_unflatten(fresh, tree)
@@ -190,7 +192,7 @@ def _given(
     inputs: tuple[tuple[str, int], ...],
     leaves: int,
 ) -> tuple[Node | None, ...]:
-    """The placeholders of what torch.export calls the forward with, in its order."""
+    """Return the placeholders of the values with which torch.export calls the forward, in its order."""
     named = {(note(node).kind, note(node).name): node for node in graph.find_nodes(op="placeholder")}
     given: list[Node | None] = []
     for name, _ in wrapper.named_parameters(remove_duplicate=False):
@@ -204,10 +206,10 @@ def _given(
 
 
 def check_grad_modes(graph: Graph, casting: Casting) -> None:
-    """Refuse a trace in which operators have gradients that the forward called without: torch.export loses inference
-    mode, and a no_grad within a region of autocast.
+    """Refuse a trace whose operators have gradients that the forward disabled: torch.export drops inference
+    mode, and no_grad inside an autocast region.
     """
-    # A constant is made, and copied, whatever the mode; what is detached has no gradient.
+    # Constants are made and copied in any mode; a detached value has no gradient.
     without = (*IGNORED, aten.lift_fresh_copy.default, aten.detach.default)
     met: Counter[Any] = Counter()
     for node in ops(graph):
@@ -224,7 +226,7 @@ def check_grad_modes(graph: Graph, casting: Casting) -> None:
 
 
 def _finish(graph: Graph, wrapper: Watched, autocast: Autocast) -> None:
-    """Bring a graph as it was read into the form TRACED."""
+    """Bring a newly read graph into the form TRACED."""
     with on_cpu():
         normalize(graph)
         if autocast.dtype is not None:
@@ -234,7 +236,7 @@ def _finish(graph: Graph, wrapper: Watched, autocast: Autocast) -> None:
 
 
 def input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """Name every leaf of the call by the parameter of the model's forward that it is passed as."""
+    """Name every leaf of the call after the parameter of forward that receives it."""
     try:
         bound = list(inspect.signature(model.forward).parameters)
     except (TypeError, ValueError):
@@ -248,12 +250,10 @@ def input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def distinct_names(names: list[str]) -> list[str]:
-    """Return names that an emitted function can take as arguments: Python's, different, and not those
-    that it uses itself.
-    """
+    """Return names valid as arguments of an emitted function: identifiers, distinct, not used in its body."""
     made: list[str] = []
     for name in names:
-        # Within a class, a name that begins with two underscores is another one.
+        # Inside a class, Python mangles names that begin with two underscores.
         free = identifier(name.lstrip("_") if name.startswith("__") else name, "input_")
         while free in made or free in USED:
             free = f"{free}_"
@@ -276,10 +276,10 @@ def _export(
     run: Callable[[Any, tuple[Any, ...]], None] | None = None,
 ) -> tuple[torch.export.ExportedProgram | None, tuple[str, ...]]:
     """Export the forward; return the program (None where `run` followed the forward instead), and the modules
-    whose activation checkpoints it does without.
+    whose activation checkpoints it omits.
 
-    It is exported once more where custom autograd functions turn out to have a backward of their own, which join `whole`, or
-    where a check of values has raised, which joins `checks`.
+    Exports again if the backward of some custom autograd functions is not the derivative of their forward
+    (these join `whole`), or if a check of values has raised (it joins `checks`).
     """
     exported, checks.tried = None, None
     try:
@@ -287,7 +287,7 @@ def _export(
             met = around.enter_context(watch_tracing(wrapper.model, whole))
             around.enter_context(casting.autocast.ambient())
             around.enter_context(own_containers(wrapper))
-            # Attributes are put back by `own_containers`.
+            # `own_containers` restores attributes.
             mark_cumulative(wrapper)
             around.enter_context(torch.enable_grad())
             around.enter_context(light_export(UserFrames(Watched.forward.__code__), run))
@@ -314,7 +314,7 @@ def _export(
 
 
 def _refusal(error: Exception, checks: Checks) -> TraceError:
-    """Make the error for what torch.export, or the model in it, raised."""
+    """Make a TraceError from an exception of torch.export or of the model."""
     line = user_line(error)
     fact = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if OF_VALUES.search(fact):
@@ -328,7 +328,7 @@ def _refusal(error: Exception, checks: Checks) -> TraceError:
 
 
 def user_line(error: BaseException) -> str:
-    """`file:line  code` of the innermost frame that is neither torch's nor AutoPTD's."""
+    """Return `file:line  code` of the innermost frame that is neither torch's nor AutoPTD's."""
     own = ("/torch/", "/autoptd/trace/", "/contextlib.py", "<string>", "<eval_with_key>")
     frames = traceback.extract_tb(error.__traceback__)
     mine = []

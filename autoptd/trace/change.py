@@ -1,4 +1,4 @@
-"""A value that a forward has changed, and the error that names it.
+"""Report a value that a forward has changed.
 
 Change("layers.0.calls", "0", "1", "net.py:41").refuse()
 # TraceError: layers.0.calls (net.py:41): is changed by the forward (0 before it, 1 after it), ...
@@ -18,7 +18,7 @@ STATELESS = (
 
 @dataclass(frozen=True)
 class Change:
-    """A value that was different after a call; `path` names it (`layers.0.calls`), `line` is that of the write."""
+    """Describe a value that a call has changed: its `path` (`layers.0.calls`) and the `line` of the write."""
 
     path: str
     before: str
@@ -28,7 +28,7 @@ class Change:
     remedy: str = STATELESS
 
     def refuse(self) -> TraceError:
-        """Make the error that names it."""
+        """Make the error for this change."""
         if self.path in RANDOM:
             fact = f"the forward draws from {RANDOM[self.path]} (LayerDrop does): the traced graph would repeat one outcome"
             return TraceError(
@@ -41,7 +41,7 @@ class Change:
 
 
 def of_weights(made: list[Change]) -> Change:
-    """Return what caches, one of which is made of weights, are as a change: the trace makes it of the weights of every step."""
+    """Describe caches as a change where one depends on weights: the trace recomputes it in every step."""
     named = dict.fromkeys(change.path for change in made if not change.path.startswith("["))
     paths = ", ".join(named) or made[0].path
     remedy = (

@@ -1,7 +1,8 @@
-"""Write losses over classes as the operators that they are made of: class probabilities as targets, and `F.nll_loss`.
+"""Decompose losses over classes: cross entropy with class probabilities as targets, and `F.nll_loss`.
 
-In: a node of either, in a TRACED graph. Out: the same value of log_softmax, gather, products and sums, each of which has a row
-of letters: samples and classes may be split. (Labels of the logits themselves stay one operator, `cross_entropy_loss`.)
+In: a node of either, in a TRACED graph. Out: the same value from log_softmax, gather, products and sums; these
+have letter rules, so samples and classes may be split. (`cross_entropy_loss` of logits and labels stays one
+operator.)
 
     rewrite_soft_labels(node)    # -(logits.log_softmax(1) * probabilities).sum(1).mean()
     rewrite_nll(node)            # -log_p.gather(1, labels) over those that are not ignored, by their number
@@ -25,7 +26,7 @@ def has_soft_labels(node: Node) -> bool:
 
 
 def rewrite_soft_labels(node: Node) -> None:
-    """Rewrite a cross_entropy_loss of class probabilities; a mean of it is one over samples, whatever the classes weigh."""
+    """Rewrite a cross_entropy_loss of class probabilities; its mean ignores the class weights."""
     make = Maker(node)
     logits, targets = node.args[:2]
     dim = min(1, len(shape(logits)) - 1)  # type: ignore[arg-type]
@@ -46,7 +47,7 @@ def rewrite_soft_labels(node: Node) -> None:
 
 
 def rewrite_nll(node: Node) -> None:
-    """Rewrite an nll_loss of any values; a mean divides by the number, or the weight, of the labels that count."""
+    """Rewrite an nll_loss of any values; a mean divides by the number, or weight, of labels not ignored."""
     make = Maker(node)
     x, labels = node.args[:2]
     dim = min(1, len(shape(x)) - 1)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Which values of a graph depend on parameters, and which of them carry a gradient to one.
+"""Mark which values of a graph depend on parameters, and which of them carry a gradient to one.
 
 mark_dependence(graph, parameters)      # note(node).of_params, note(node).needs_grad
 """
@@ -16,14 +16,14 @@ from autoptd.ir.operators.table import operator_of
 
 
 def mark_dependence(graph: Graph, parameters: dict[str, nn.Parameter]) -> None:
-    """Fill `of_params` and `needs_grad` of every node; detaches that detach nothing leave the graph."""
+    """Fill `of_params` and `needs_grad` of every node; remove detaches that have no effect."""
     _mark(graph, parameters)
     _drop_idle_detaches(graph)
     _forget_lost_gradients(graph)
 
 
 def _drop_idle_detaches(graph: Graph) -> None:
-    """A value that carries no gradient (a table of sines under no_grad) needs no detach."""
+    """Remove detaches of values without gradient (a table of sines under no_grad)."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
         source = node.args[0]
         if isinstance(source, Node) and not note(source).needs_grad:
@@ -32,22 +32,22 @@ def _drop_idle_detaches(graph: Graph) -> None:
 
 
 def _forget_lost_gradients(graph: Graph) -> None:
-    """No gradient reaches a value that the loss reads only through detach or zeros_like.
+    """Clear `needs_grad` of values that the loss reads only through detach or zeros_like.
 
-    Its parameters are not trained.
+    Their parameters are not trained.
     """
-    # Backwards, as gradients run: what reaches no reader's gradient reaches none.
+    # Walk backwards, like gradients: a value gets a gradient only from its readers.
     live = set(output(graph).all_input_nodes)
     for node in reversed(graph.nodes):
         if node not in live:
-            # The output itself as well: it has no value of its own.
+            # Includes the output node, which has no value.
             note(node).needs_grad = False
         elif note(node).needs_grad:
             live.update(node.all_input_nodes)
 
 
 def _mark(graph: Graph, parameters: dict[str, nn.Parameter]) -> None:
-    """Follow parameters and gradients from operand to result."""
+    """Propagate parameters and gradients from operand to result."""
     for node in graph.nodes:
         record = note(node)
         if record.kind == "param":

@@ -1,6 +1,6 @@
-"""The sources of random numbers that Python and numpy keep for the whole process: whether a call has drawn from them.
+"""Detect draws from the process-wide random generators of Python and NumPy.
 
-In: nothing. Out: a number for the state of each, which is another one after a draw.
+Out: a number per generator that identifies its state, and changes with a draw.
 
     before = random_states()      # {"random": 81238, "numpy.random": 5513}
 """
@@ -14,7 +14,7 @@ RANDOM = {"random": "Python's random module", "numpy.random": "numpy's random nu
 
 
 def random_states() -> dict[str, int]:
-    """A forward that draws from these would repeat one outcome for ever, once it is a graph."""
+    """Identify the states of generators whose draws a graph would freeze to one outcome."""
     states = {"random": hash(random.getstate())}
     if "numpy" in sys.modules:
         drawn = sys.modules["numpy"].random.get_state()

@@ -1,10 +1,9 @@
-"""Dropout in a traced graph: what is kept, what fused attention with dropout becomes, and the number of every
-call site.
+"""Normalise dropout in a traced graph: remove idle ones, decompose attention with dropout, number the sites.
 
-Kept is `aten.dropout(x, rate, True)` with 0 < rate < 1. Its mask is drawn at run time from the number of its
-site: 0, 1, 2 ... in the order in which the model calls dropout. Attention that drops probabilities inside of
-a fused kernel is written out, because the kernel's own random numbers would depend on the layout: scores,
-mask, softmax, dropout, values.
+A dropout that stays is `aten.dropout(x, rate, True)` with 0 < rate < 1. Its mask is drawn at run time from the
+number of its site: 0, 1, 2 ... in the order in which the model calls dropout. Fused attention with dropout is
+decomposed into scores, mask, softmax, dropout and values, because the random numbers of a fused kernel depend
+on the layout.
 
     rewrite_dropouts(graph);  [note(node).draw.site for node in dropouts(graph)]     # [0, 1, 2, ...]
 """
@@ -30,14 +29,14 @@ UNFUSED = "unfused: exact dropout"
 
 
 def dropouts(graph: Graph) -> Iterator[Node]:
-    """Return the dropouts of a normalised graph, in order."""
+    """Yield the dropouts of a normalised graph, in order."""
     return (node for node in ops(graph) if op_name(node) == NAME)
 
 
 def rewrite_dropouts(graph: Graph) -> None:
-    """Drop the ones that drop nothing, write attention with dropout out; `noise.py` numbers the sites.
+    """Remove dropouts without effect and decompose attention with dropout; `noise.py` numbers the sites.
 
-    PlanError for other kinds.
+    PlanError for other kinds of dropout.
     """
     futures: dict[tuple[int, int], Node] = {}
     for node in list(ops(graph)):
@@ -62,13 +61,13 @@ def _attention_rate(node: Node) -> float:
 def _rewrite_dropout(graph: Graph, node: Node) -> None:
     if not drops(node):
         put(node, node.args[0])
-    # With a rate of 1 nothing is drawn: the result is 0.
+    # A rate of 1 draws nothing: the result is 0.
     elif node.args[1] == 1:
         node.target, node.args = aten.mul.Tensor, (node.args[0], 0.0)
 
 
 def _unfuse(graph: Graph, node: Node, futures: dict[tuple[int, int], Node]) -> None:
-    """softmax(scale * q k^T, masked) with dropout, times v.
+    """Write attention out as softmax(scale * q k^T, masked) with dropout, times v.
 
     `futures` are causal masks by size, made once for the graph.
     """
@@ -100,8 +99,7 @@ def _unfuse(graph: Graph, node: Node, futures: dict[tuple[int, int], Node]) -> N
         scores = call("scores", aten.masked_fill.Scalar, scores, hidden, float("-inf"))
     elif mask is not None:
         scores = call("scores", aten.add.Tensor, scores, mask)
-    # Under a mask a row may have no key at all: its probabilities are zeros, not NaN, as in the fused
-    # operator.
+    # A mask may leave a row without keys: its probabilities are zeros, not NaN, as in the fused operator.
     softmax = aten._safe_softmax.default if mask is not None else aten.softmax.int
     probabilities = call("probabilities", softmax, scores, -1)
     dropped = call("probabilities", aten.dropout.default, probabilities, given["dropout_p"], True)
@@ -111,7 +109,7 @@ def _unfuse(graph: Graph, node: Node, futures: dict[tuple[int, int], Node]) -> N
 
 
 def _future(graph: Graph, size: tuple[int, int], like: Any) -> Node:
-    """Return the mask of what attention that is causal does not see, made in front of all operators."""
+    """Return the mask of the keys that causal attention hides, created before all operators."""
     with graph.inserting_before(next(ops(graph))):
         ones = graph.call_function(aten.ones.default, (list(size),), {"dtype": torch.bool})
     ones.meta["val"] = value(like).new_ones(size, dtype=torch.bool)
