@@ -160,7 +160,7 @@ def _call(func: Target, args: Any, kwargs: Any) -> Any:
 
 
 def cast_once(graph: Graph, dtype: torch.dtype) -> None:
-    """Make a parameter that is only read as `dtype` one of that dtype: ranks cast its storage once per step."""
+    """Make a parameter that is only read as `dtype` one of that dtype: ranks cast it once per step."""
     for node in placeholders(graph, "param"):
         casts = [user for user in node.users if user.target is aten.to.dtype and user.args[1] == dtype]
         if not casts or len(casts) < len(node.users):

@@ -262,7 +262,6 @@ def _is_harmless(name: str, owner: Any) -> bool:
     # Methods of every object: __init__, __getattribute__, comparison.
     if hasattr(object, name) or type(owner).__module__.split(".")[0] in HARMLESS:
         return True
-    # Exceptions.
     return isinstance(owner, BaseException)
 
 

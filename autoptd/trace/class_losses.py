@@ -26,7 +26,7 @@ def has_soft_labels(node: Node) -> bool:
 
 
 def rewrite_soft_labels(node: Node) -> None:
-    """Rewrite a cross_entropy_loss of class probabilities; its mean ignores the class weights."""
+    """Rewrite a cross_entropy_loss of class probabilities; a mean divides by samples, not class weights."""
     make = Maker(node)
     logits, targets = node.args[:2]
     dim = min(1, len(shape(logits)) - 1)  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""A model in eval mode: how it is traced, and whether it computes what training computes without its dropouts.
+"""Put a model in eval mode, and compare its trace there with training without dropout.
 
-In: the TRACED graphs of one model in training and in eval mode. Out: yes or no. The two are compared operator
-by operator, from the inputs to the loss; a dropout counts as its operand. (Attention with dropout was written
-out in training, and stays one operator in evaluation: not equal.)
+In: the TRACED graphs of one model in training and in eval mode. Out: whether they are equal. They are compared
+operator by operator, from the inputs to the loss; a dropout counts as its operand. (Attention with dropout is
+decomposed in training and stays one operator in evaluation: not equal.)
 
     with evaluating(model):
         evaluated = capture(model, ...)
@@ -30,10 +30,7 @@ Numbers = dict[object, int]
 
 @contextmanager
 def seen_as_evaluation() -> Iterator[None]:
-    """Let a model that asks `torch.is_grad_enabled()` hear no.
-
-    Torch itself goes on tracing with gradients.
-    """
+    """Make `torch.is_grad_enabled()` return False to the model, while torch traces with gradients."""
     real = torch.is_grad_enabled
 
     def is_grad_enabled() -> bool:
@@ -54,14 +51,14 @@ def modes_of(model: nn.Module) -> dict[nn.Module, bool]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model in eval mode for a while, as `torch.no_grad()` would have it."""
+    """Put the model in eval mode temporarily, and let it see gradients as disabled."""
     with in_modes(dict.fromkeys(model.modules(), False)), seen_as_evaluation():
         yield
 
 
 @contextmanager
 def in_modes(modes: Mapping[nn.Module, bool]) -> Iterator[None]:
-    """Put these modules in these modes for a while; each gets its own back."""
+    """Set the training modes of these modules temporarily, and restore them."""
     before = {module: module.training for module in modes}
     for module, mode in modes.items():
         module.training = mode
@@ -73,7 +70,7 @@ def in_modes(modes: Mapping[nn.Module, bool]) -> Iterator[None]:
 
 
 def is_training_without_dropout(trained: Graph, evaluated: Graph, before: Buffers, after: Buffers) -> bool:
-    """Tell whether two graphs are the same but for dropouts.
+    """Tell whether two graphs are the same except for dropouts.
 
     `before` and `after` are the values of their buffers.
     """
@@ -87,10 +84,9 @@ def is_training_without_dropout(trained: Graph, evaluated: Graph, before: Buffer
 def number_values(
     graph: Graph, numbers: Numbers, passed_over: str = "", constants: Mapping[str, object] | None = None
 ) -> dict[Node, int]:
-    """Return a number for every value of a graph: those that are computed alike have the same, in all graphs that share
-    `numbers`.
+    """Number the values of a graph; equal computations get equal numbers in all graphs that share `numbers`.
 
-    An operator that is `passed_over` has its operand's; `constants` say what tensors hold that have no name.
+    The operator `passed_over` gets its operand's number; `constants` are keys for the content of unnamed tensors.
     """
     own: dict[Node, int] = {}
     for node in graph.nodes:
@@ -116,7 +112,7 @@ def _sizes(node: Node) -> tuple[object, ...]:
 
 
 def _is_equal(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two buffers hold the same values; of those on meta nothing can be said but their shapes."""
+    """Tell whether two buffers hold the same values; on meta only their shapes can be compared."""
     if x.shape != y.shape or x.dtype != y.dtype:
         return False
     return x is y or x.is_meta or y.is_meta or same_entries(x, y.to(x.device))

@@ -1,8 +1,9 @@
-"""Experts whose tokens a model sorts, token by token: what it sorts, multiplies in groups and puts back is one product a row.
+"""Rewrite a mixture of experts that sorts its tokens as one product per row, without the sort.
 
-In: a TRACED graph. Out: the same values without the sort. A mixture of experts brings the rows that chose the same expert
-together, and afterwards back in order; in between, every operator treats each row by itself. So the order does not matter: a
-grouped product becomes `expert_mm` of rows in the order of the tokens, and samples stay apart, as pipelines and replicas need.
+In: a TRACED graph. Out: the same values without the sort. A mixture of experts groups the rows that chose the
+same expert, and later restores their order; in between, every operator treats each row separately. So the
+order does not matter: a grouped product becomes `expert_mm` of rows in token order, and samples stay
+independent, as pipelines and replicas need.
 
     sorted, order = ids.sort()                          # [s], the expert of each row
     rows = x[order // k];  ends = histc(sorted).cumsum(0)
@@ -10,7 +11,7 @@ grouped product becomes `expert_mm` of rows in the order of the tokens, and samp
     back = empty_like(order); back[order] = arange(s)
     out = y[back]                                       # out = y
 
-Proven from the graph alone: whatever else reads something sorted leaves the sort as it is, which is then refused by name.
+The proof uses the graph alone: any other reader of sorted values keeps the sort, which is then refused by name.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ from autoptd.ir.operators.table import links, operator_of
 from autoptd.trace.new_nodes import Maker, put
 
 aten = torch.ops.aten
-# Of rows, matrices and the ends of groups: ours, torch's own, and what transformers takes in its place.
+# Products of rows, matrices and the ends of groups: ours, torch's, and the fallback of transformers.
 PRODUCTS = ("autoptd.grouped_mm", "aten._grouped_mm", "transformers.grouped_mm_fallback")
-# A dim that is all of a tensor's dim 0.
+# All of a tensor's dim 0.
 ROWS = Member((0,))
 
 
 class NotByRow(Exception):
-    """Something that is sorted is read by what may depend on the order."""
+    """Signal that a reader of sorted values may depend on their order."""
 
 
 @dataclass
 class Sort:
-    """A sort of experts' numbers, or the order in which they would be, and what follows from it.
+    """Collect a sort (or argsort) of expert ids and the values that depend on it.
 
-    `sorted` has the numbers in order; `rows` are values whose dim 0 is in that order; `starts` bring values into it, `ends`
-    out of it; `products` are grouped by it. `known` are the other readers, which are not needed any more.
+    `sorted` has the ids in order; `rows` are values whose dim 0 is in that order; `starts` bring values into it,
+    `ends` out of it; `products` are grouped by it. `known` are the other readers, which become unused.
     """
 
     node: Node
@@ -59,7 +60,7 @@ class Sort:
 
 
 def rewrite_experts(graph: Graph) -> None:
-    """Rewrite all experts of a graph that sort their tokens."""
+    """Rewrite all mixtures of experts in a graph that sort their tokens."""
     for node in list(ops(graph)):
         if op_name(node) not in ("aten.sort", "aten.argsort"):
             continue
@@ -73,7 +74,7 @@ def rewrite_experts(graph: Graph) -> None:
 
 
 def _follow(node: Node) -> Sort:
-    """Follow what is sorted until it is back in order; NotByRow where the order may matter."""
+    """Follow sorted values until they are back in token order; NotByRow if the order may matter."""
     ids = node.args[0]
     if not isinstance(ids, Node) or len(shape(ids)) != 1 or argument(node, "descending"):
         raise NotByRow
@@ -95,7 +96,7 @@ def _follow(node: Node) -> Sort:
 
 
 def _readers(found: Sort) -> Iterable[Node]:
-    """Yield, in the order of the graph, every node that reads what is sorted, or what tells the order."""
+    """Yield, in graph order, every node that reads sorted values or indices derived from the sort."""
     node = found.node.next
     while node.op != "root":
         read = set(node.all_input_nodes)
@@ -105,7 +106,7 @@ def _readers(found: Sort) -> Iterable[Node]:
 
 
 def _take(node: Node, found: Sort) -> None:
-    """Say what one reader is; NotByRow where it is nothing that is known."""
+    """Classify one reader; NotByRow if it is unknown."""
     if node in found.known:
         return
     name = op_name(node)
@@ -137,7 +138,7 @@ def _take(node: Node, found: Sort) -> None:
 
 
 def _is_start(node: Node, found: Sort) -> bool:
-    """Tell whether a node is x[order], or x[order // k]: rows in order become sorted ones."""
+    """Tell whether a node is x[order] or x[order // k], which sorts rows."""
     index = _index_of(node)
     if index is None or node.args[0] in found.rows | found.known:
         return False
@@ -146,7 +147,7 @@ def _is_start(node: Node, found: Sort) -> bool:
 
 
 def _choices_of(index: Node, found: Sort) -> int:
-    """Return k where `index` is order // k, 1 where it is the order; 0 for others."""
+    """Return k if `index` is order // k, 1 if it is the order, else 0."""
     if index is found.order:
         return 1
     is_quotient = op_name(index) == "aten.floor_divide" or (
@@ -169,7 +170,7 @@ def _index_of(node: Node) -> Node | None:
 
 
 def _is_inverse(index: Node | None, found: Sort) -> bool:
-    """Tell whether an index is the inverse of the order: its argsort, or arange put where the order says."""
+    """Tell whether an index is the inverse of the order: its argsort, or arange scattered by the order."""
     if index is None:
         return False
     if op_name(index) == "aten.argsort":
@@ -195,7 +196,7 @@ def _is_arange(node: Any, count: int) -> bool:
 
 
 def _are_ends(node: Node, found: Sort) -> bool:
-    """Tell whether a value has the row behind each expert's rows: cumsum of how many chose it."""
+    """Tell whether a value holds the end of each expert's rows: the cumsum of their counts."""
     node = _uncast(node)
     if op_name(node) != "aten.cumsum" or argument(node, "dim") not in (0, -1):
         return False
@@ -225,10 +226,10 @@ def _adds_choices(node: Node, found: Sort) -> bool:
 
 
 def _tells_order(node: Node, found: Sort) -> bool:
-    """Tell whether a node is part of how starts, ends and groups are told, and read by these only."""
+    """Tell whether a node only serves to compute starts, ends and groups."""
     if _choices_of(node, found) or _is_inverse(node, found) or _are_ends(node, found):
         return True
-    # Its shape is read alone, or its values are counted: what reads it is looked at as well.
+    # Only its shape is read, or its values are counted: its readers are checked as well.
     is_shape = op_name(node) in ("aten.empty_like", "aten.zeros_like") and node.args[0] is found.order
     is_count = op_name(node) == "aten.histc"
     is_cast = op_name(node) == "aten.to" and found.sorted in node.all_input_nodes
@@ -236,7 +237,7 @@ def _tells_order(node: Node, found: Sort) -> bool:
 
 
 def _is_by_row(node: Node, found: Sort) -> bool:
-    """Tell whether each row of the result depends on the same row of what is sorted, and on nothing else that is."""
+    """Tell whether each row of the result depends only on the same row of the sorted values."""
     read = operands(node)
     if found.known & set(read):
         return False
@@ -253,7 +254,7 @@ def _is_by_row(node: Node, found: Sort) -> bool:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Tell whether two values of one dim have the same entries: a model may flatten twice."""
+    """Tell whether two 1-d values have the same entries: a model may flatten twice."""
     return len(shape(one)) == len(shape(other)) and _unfolded(one) is _unfolded(other)
 
 
@@ -274,7 +275,7 @@ def len_of(node: Node) -> int:
 
 
 def _rewrite(graph: Graph, found: Sort) -> None:
-    """Let every row stay where its token is."""
+    """Rewrite the products to keep every row at its token's position."""
     if found.sorted is not None and found.sorted not in found.starts:
         found.sorted.replace_all_uses_with(found.ids)
     for node in found.starts:

@@ -1,8 +1,8 @@
-"""Guard the promise that the traced graph computes what the model computes, gradients included.
+"""Check that the traced graph computes the same as the model, gradients included.
 
-torch.export drops tensor hooks, backward hooks and the backward of custom autograd functions without a word.
-They are refused: on the model before tracing (`check_model`), in the forward while tracing (`watch.py`;
-functions by what `functions.py` finds), and whatever is left is caught by running both once (`compare`).
+torch.export silently drops tensor hooks, backward hooks and the backward of custom autograd functions. These
+are refused: on the model before tracing (`check_model`), and in the forward while tracing (`watch.py`; for
+functions, according to `functions.py`). Anything left is caught by running model and graph once (`compare`).
 """
 
 from __future__ import annotations
@@ -31,31 +31,29 @@ from autoptd.trace.updates import updated_buffers
 from autoptd.trace.watch import HOOK_REMEDY
 from autoptd.trace.watched import Watched, check_changes
 
-# By the narrowest dtype that a gradient flows through: relative to a tensor's largest entry, and of the
-# largest gradient what is added to that entry: a gradient that is zero but for rounding must not be held
-# against itself.
+# By the narrowest dtype that a gradient flows through: the tolerance relative to a tensor's largest entry,
+# and the share of the largest gradient that is added to that entry. A gradient that is zero except for
+# rounding must not be compared with its own size.
 TOLERANCES = {torch.float64: (1e-9, 1e-3), torch.float32: (1e-5, 1e-1)}
 TOLERANCE_OF_HALF = (2.0**-7, 1.0)
-# Attention that drops probabilities is written out, and rounds in other places than the model's.
+# Attention with dropout is decomposed, and rounds at other points than the model's.
 TOLERANCE_OF_HALF_DROPOUT = (2.0**-6, 1.0)
-# Batch norm is written out: it adds in another order than torch's operator, and subtracts what is almost equal.
+# Batch norm is decomposed: it adds in another order than torch's kernel, and subtracts almost equal numbers.
 TOLERANCES_OF_NORMS = {torch.float64: (1e-7, 1e-1), torch.float32: (1e-3, 1e-1)}
-# Rows of experts are added in another order than the model's, and every sum is rounded.
+# Rows of experts are added in another order than in the model, and every sum is rounded.
 TOLERANCE_OF_HALF_EXPERTS = (2.0**-5, 1.0)
-# Both cast alike, and mostly agree to the bit: rounding is allowed for, small gradients are looked at.
+# Both cast at the same points and mostly agree bitwise: allow for rounding, but check small gradients.
 TOLERANCE_OF_AUTOCAST = (2.0**-5, 1e-2)
-# Where kernels add in any order, a difference may be this many times that of two runs of the model.
+# With nondeterministic kernels, a difference may be this many times the one between two runs of the model.
 NOISE_FACTOR = 4
-# Attention scores of fewer entries fit in memory.
+# Attention scores with at most this many entries fit in memory.
 MAX_SCORES = 1 << 28
 # A model that differs more from itself is not a function of its inputs.
 MAX_NOISE = 2.0**-4
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse what tracing would lose: backward hooks on modules, gradient hooks on parameters, an ambient
-    autocast.
-    """
+    """Refuse what tracing would drop: backward hooks of modules and parameters, an ambient autocast."""
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         fact = "it is on around parallelize, and is not traced"
         raise TraceError("autocast", fact, "leave autocast off; cast the model")
@@ -69,7 +67,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_loss_fn(loss_fn: object) -> None:
-    """Refuse a loss function with parameters of its own: nobody would train them."""
+    """Refuse a loss function with parameters: the optimizer would not train them."""
     names = [name for name, _ in loss_fn.named_parameters()] if isinstance(loss_fn, nn.Module) else []
     if names:
         fact = f"it is a module with parameters ({', '.join(names)}), and only the model's are trained"
@@ -87,9 +85,9 @@ def compare(
 ) -> None:
     """Run model and graph once on the same call: TraceError when the loss or a gradient differs.
 
-    They run the same operators in the same order, on CUDA with attention that adds in a fixed order. Where
-    they differ by more than the dtype's tolerance, the model runs again: kernels that add in any order give
-    it a tolerance of its own. Where that is not enough, float64 tells rounding from a fault.
+    They run the same operators in the same order, on CUDA with deterministic attention. If they differ by more
+    than the dtype's tolerance, the model runs again, and the difference between its two runs widens the
+    tolerance. If that is not enough, float64 tells rounding from a fault.
     """
     watched = Watched(model, loss_fn)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -111,7 +109,7 @@ def compare(
         excess[f"buffer {name}"] = distance(changed.get(name, buffers[name]), result)
     if max(excess.values()) <= tolerance:
         return
-    # The model against itself: what it does not reproduce cannot be asked of the graph.
+    # Compare the model with itself: the graph cannot be held to values that the model does not reproduce.
     differences, again = pair.of_model(wanted.differences, watched)
     noise = max(
         [*differences.values(), *(distance(changed.get(name, new), new) for name, new in again.items())]
@@ -128,12 +126,12 @@ def compare(
 
 
 def _judge(pair: Pair, found: Fault, tolerance: float, share: float) -> None:
-    """Raise TraceError for a difference that is more than rounding, or that nobody can judge."""
+    """Raise TraceError for a difference that is more than rounding, or that cannot be judged."""
     fault: Fault | None = found
     if any(p.dtype != torch.float64 for p in pair.model.parameters()):
         try:
             fault = fault_of(pair, found, tolerance, share)
-        # Whatever a model in float64 may do: its own code sees another dtype.
+        # The model's code may fail in any way when it sees float64.
         except Exception as error:
             why = f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
             fact = f"{found.fact}; in float64, which would tell whether that is rounding, it cannot be run: {why}"
@@ -143,8 +141,9 @@ def _judge(pair: Pair, found: Fault, tolerance: float, share: float) -> None:
 
 
 def _has_small_attention_on_cuda(graph: Graph, parameters: dict[str, nn.Parameter]) -> bool:
-    """Whether the scores fit in memory: torch's own kernels never hold them, and add up their gradients in
-    any order.
+    """Tell whether the attention scores fit in memory, so that deterministic math attention can run.
+
+    torch's fused kernels never hold the scores, but sum gradients in any order.
     """
     found = [node for node in ops(graph) if op_name(node) == ATTENTION]
     sizes = [math.prod(shape(node.args[0])[:-1]) * shape(node.args[1])[-2] for node in found]  # type: ignore[arg-type]
@@ -155,7 +154,7 @@ def _has_small_attention_on_cuda(graph: Graph, parameters: dict[str, nn.Paramete
 
 
 def _tolerance(graph: Graph) -> tuple[float, float]:
-    """The tolerance of the narrowest dtype that a gradient flows through."""
+    """Return the tolerance of the narrowest dtype that a gradient flows through."""
     values = [value(node) for node in graph.nodes if note(node).needs_grad and is_tensor(node)]
     widths = {tensor.dtype: torch.finfo(tensor.dtype).eps for tensor in values if tensor.is_floating_point()}
     narrowest = max(widths, key=widths.__getitem__, default=torch.float32)

@@ -1,10 +1,10 @@
 """Turn in-place operators into functional ones, so that every value of the graph is written once.
 
-In: an exported graph, whose in-place operators torch.export leaves as they are. Out: the same values without
-a write. A write to a fresh value is its functional form, of which all later readers read; a write through
-slices and single indices (`shifted[:, 1:] = ids[:, :-1]`) puts the new piece between the pieces around it.
-What a buffer holds after the call is an `update_buffer` in front of the output. Refused by name: writes to
-parameters and arguments, through other views, and under a view that is read later.
+In: an exported graph, in which torch.export has kept in-place operators. Out: the same values without writes. A
+write to a fresh value becomes its functional form, and all later readers read that; a write through slices
+and single indices (`shifted[:, 1:] = ids[:, :-1]`) concatenates the new piece with the pieces around it. The
+final value of a buffer becomes an `update_buffer` before the output. Refused by name: writes to parameters and
+arguments, writes through other views, and writes to the base of a view that is read later.
 
     h.mul_(2)              ->  mul = h * 2
     h[:, 1:] = x           ->  cat([h[:, :1], x], 1)
@@ -30,15 +30,15 @@ from autoptd.trace.new_nodes import Maker
 
 aten = torch.ops.aten
 MAY_ALIAS = {"aten.reshape", "aten.contiguous", "aten.to", "aten.flatten", "aten.expand_as"}
-# Operators that overwrite their target, whatever was there.
+# Operators that overwrite their target without reading it.
 ASSIGNS = {"aten.copy_", "aten.fill_"}
-# Functional forms whose overload has another name than the operator that writes in place, or other arguments under its name.
+# Functional forms whose overload differs from the in-place operator's in name or arguments.
 FORMS = {
     aten.float_power_.Scalar: aten.float_power.Tensor_Scalar,
     aten.float_power_.Tensor: aten.float_power.Tensor_Tensor,
     aten.floor_divide_.Tensor: aten.floor_divide.default,
     aten.ldexp_.default: aten.ldexp.Tensor,
-    # The name itself is that of operators that read means or deviations from tensors.
+    # `aten.normal` itself takes means or deviations as tensors.
     aten.normal_.default: aten.normal_functional.default,
     aten.pow_.Scalar: aten.pow.Tensor_Scalar,
     aten.pow_.Tensor: aten.pow.Tensor_Tensor,
@@ -64,7 +64,7 @@ def functionalize(graph: Graph) -> None:
     latest: dict[Node, Node] = {}
     position = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(ops(graph)):
-        # Readers behind a write read what it left, under whatever name they know it.
+        # Readers after a write read its result, whichever alias they use.
         node.args = map_arg(node.args, lambda arg: latest.get(arg, arg))
         node.kwargs = map_arg(node.kwargs, lambda arg: latest.get(arg, arg))
         for target in _outs(node):
@@ -92,14 +92,14 @@ def functionalize(graph: Graph) -> None:
     for node, new in list(latest.items()):
         if note(node).kind == "buffer":
             _update(last, node, new)
-    # Backwards, so that a write's readers are gone before it is.
+    # Erase backwards, so that the readers of a write go first.
     for old in reversed(list(latest)):
         if old.op == "call_function" and _writes(old):
             graph.erase_node(old)
 
 
 def _write_afterwards(graph: Graph, node: Node, target: Node) -> None:
-    """Turn an operator that is told to write its result to a buffer into one that does not, and a write."""
+    """Split an operator with an `out=` buffer into its functional form and a write."""
     made_by: Any = node.target
     wanted = [(arg.name, str(arg.type)) for arg in made_by._schema.arguments if not arg.is_out]
     packet = getattr(torch.ops.aten, made_by._schema.name.removeprefix("aten::"))
@@ -117,7 +117,7 @@ def _write_afterwards(graph: Graph, node: Node, target: Node) -> None:
 
 
 def _update(last: Node, buffer: Node, new: Node) -> None:
-    """Note in front of the output what a buffer holds after the call."""
+    """Insert the update of a buffer to its final value before the output."""
     if shape(new) != shape(buffer) or value(new).dtype != value(buffer).dtype:
         fact = f"buffer {note(buffer).name} changes its shape or dtype"
         raise PlanError(site(new), fact, "a buffer as large, and of the dtype, that it has in the end")
@@ -131,13 +131,13 @@ def _update(last: Node, buffer: Node, new: Node) -> None:
 
 
 def _writes(node: Node) -> bool:
-    """Whether an operator of torch's changes its first argument, as its schema says: `x |= y` has no `_` at its end."""
+    """Tell from its schema whether an operator changes its first argument: `x |= y` has no `_` suffix."""
     name = op_name(node)
     return name.startswith("aten.") and name != "aten.detach_" and 0 in _changed(node)
 
 
 def _changed(node: Node) -> list[int]:
-    """Return which arguments an operator writes to, without those of `out=`."""
+    """Return which arguments an operator writes to, except `out=`."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     arguments = enumerate(node.target._schema.arguments)
@@ -145,8 +145,8 @@ def _changed(node: Node) -> list[int]:
 
 
 def _refuse_other_writes(node: Node) -> None:
-    """Raise TraceError for a custom operator that changes an argument, and for one of torch's that changes more than its first
-    one, where that is there before the call: what it writes would be lost.
+    """Raise TraceError for writes that would be lost: a custom operator that changes an argument, or one of
+    torch's that changes other arguments than the first, if they exist before the call.
     """
     if op_name(node) == "aten.detach_":
         return
@@ -165,7 +165,7 @@ def _refuse_other_writes(node: Node) -> None:
 
 
 def _outs(node: Node) -> list[Node]:
-    """What an operator is told to write its results to, by `out=`."""
+    """Return the `out=` arguments of an operator."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     names = [arg.name for arg in node.target._schema.arguments if arg.kwarg_only and arg.is_out]
@@ -174,7 +174,7 @@ def _outs(node: Node) -> list[Node]:
 
 
 def _is_same(target: Node, source: Any) -> bool:
-    """Whether `source` is `target`, or the same piece of the same value."""
+    """Tell whether `source` is `target`, or the same piece of the same value."""
     if not isinstance(source, Node) or _piece(target) is None or _piece(source) is None:
         return source is target
     return (
@@ -185,7 +185,7 @@ def _is_same(target: Node, source: Any) -> bool:
 
 
 def _views_to_base(target: Node) -> list[Node]:
-    """`target`, what it is a slice or a single index of, and so on."""
+    """Return `target`, the value that it is a slice or a single index of, and so on."""
     found = [target]
     while _piece(found[-1]) is not None:
         found.append(found[-1].args[0])  # type: ignore[arg-type]
@@ -193,7 +193,7 @@ def _views_to_base(target: Node) -> list[Node]:
 
 
 def _piece(node: Node) -> tuple[int, int, int] | None:
-    """(dim, start, end) of what a slice without steps or a select takes; None for all else."""
+    """Return (dim, start, end) of a slice without step or a select; None for other operators."""
     name = op_name(node)
     if name not in ("aten.slice", "aten.select"):
         return None
@@ -208,8 +208,8 @@ def _piece(node: Node) -> tuple[int, int, int] | None:
 
 
 def _check_fresh(node: Node, views: list[Node], position: dict[Node, int], latest: dict[Node, Node]) -> None:
-    """What `node` writes to, the last of `views`, is made by the forward, and neither read later on by an older view
-    nor by what it is itself a view of.
+    """Refuse a write unless its base, the last of `views`, is made by the forward, and is not read later
+    through an older view or through a value that it is a view of.
     """
     base = views[-1]
     record = note(base)
@@ -228,7 +228,7 @@ def _check_fresh(node: Node, views: list[Node], position: dict[Node, int], lates
     whole = _viewed(base)
     if whole is not base:
         older |= {whole, *_aliases(whole, {*views})}
-    # Readers behind the write name the old nodes of these values as well.
+    # Readers after the write may refer to the old nodes of these values as well.
     older |= {old for old, new in latest.items() if new in older}
     is_read = any(position.get(user, -1) > at for alias in older for user in alias.users)
     if is_read or (whole is not base and whole.op == "placeholder"):
@@ -237,14 +237,14 @@ def _check_fresh(node: Node, views: list[Node], position: dict[Node, int], lates
 
 
 def _viewed(node: Node) -> Node:
-    """What a node is a view of, a view of a view, and so on; itself where it is none."""
+    """Return the base of a view, through views of views; the node itself if it is not a view."""
     while _is_view(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def _aliases(node: Node, but: set[Node]) -> Iterator[Node]:
-    """Views of `node`, and views of those."""
+    """Yield the views of `node`, and views of those."""
     for user in node.users:
         if user not in but and _is_view(user):
             yield user
@@ -266,10 +266,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _written(graph: Graph, node: Node, views: list[Node]) -> Iterator[tuple[Node, Node]]:
-    """(old, new) of everything that `node` changes: what it writes to, the views on the way, as views of
-    that.
-    """
-    # Behind the node.
+    """Yield (old, new) of every value that `node` changes: its target, and the views up to the base."""
     make = Maker(node, node.next, note(node))
     made = _assigned(make, node, views[0]) if op_name(node) in ASSIGNS else _pure(make, node)
     for view, whole in pairwise(views):
@@ -281,19 +278,19 @@ def _written(graph: Graph, node: Node, views: list[Node]) -> Iterator[tuple[Node
 
 
 def _assigned(make: Maker, node: Node, target: Node) -> Node:
-    """What `copy_` and `fill_` leave behind."""
+    """Return the value that `copy_` or `fill_` writes."""
     source, wanted = node.args[1], value(target)
     if not isinstance(source, Node):
         return make(aten.full_like.default, target, source)
     source = make.cast(source, wanted.dtype)
     if shape(source) != shape(target):
         source = make(aten.expand.default, source, list(shape(target)))
-    # A clone: the next write must not reach what was copied.
+    # Clone: the next write must not change the source.
     return make(aten.clone.default, source)
 
 
 def _put_back(make: Maker, view: Node, whole: Node, piece: Node) -> Node:
-    """`whole` with `piece` in the place of `view`."""
+    """Return `whole` with `view` replaced by `piece`."""
     place = _piece(view)
     assert place is not None
     dim, start, end = place
@@ -307,7 +304,7 @@ def _put_back(make: Maker, view: Node, whole: Node, piece: Node) -> Node:
 
 
 def _parts_of(make: Maker, whole: Node, dim: int, start: int, end: int) -> list[Node]:
-    """What `whole` has from `start` to `end`: of what was put together before, its parts, where they end there."""
+    """Return the parts of `whole` from `start` to `end`; reuse the operands of a cat whose bounds match."""
     if start == end:
         return []
     if op_name(whole) == "aten.cat" and argument(whole, "dim") % len(shape(whole)) == dim:
@@ -319,7 +316,7 @@ def _parts_of(make: Maker, whole: Node, dim: int, start: int, end: int) -> list[
 
 
 def _pure(make: Maker, node: Node) -> Node:
-    """The functional form of an in-place operator."""
+    """Return the functional form of an in-place operator."""
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
     if target is aten.fill_diagonal_.default:
@@ -333,18 +330,18 @@ def _pure(make: Maker, node: Node) -> Node:
     if pure is None:
         raise TraceError(site(node), "this in-place operator has no functional form", "write it out of place")
     made = make(pure, *args, **node.kwargs)
-    # In place, what is computed in a wider dtype is cast to the target's.
+    # An in-place operator casts a wider result to the dtype of its target.
     return make.cast(made, value(node).dtype) if is_tensor(node) else made
 
 
 def _with_diagonal(make: Maker, node: Node) -> Node:
-    """What `fill_diagonal_` leaves behind: the number where all indices are equal."""
+    """Return the result of `fill_diagonal_`: the number where all indices are equal."""
     target, number = node.args[0], argument(node, "fill_value")
     assert isinstance(target, Node)
     sizes, indices = shape(target), []
     for dim, size in enumerate(sizes):
         index = make(aten.arange.default, size, device=value(target).device)
-        # On from the row below the last column, in matrices with more rows than columns.
+        # `wrap` continues in tall matrices one row below the end of the diagonal.
         if dim == 0 and argument(node, "wrap") and len(sizes) == 2:
             index = make(aten.remainder.Scalar, index, sizes[1] + 1)
         indices.append(make(aten.view.default, index, [size] + [1] * (len(sizes) - 1 - dim)))

@@ -1,10 +1,10 @@
-"""Custom autograd functions: traced as the operators of their forward, where their backward is the derivative
-of it, else as one operator.
+"""Trace custom autograd functions through their forward, or as one operator.
 
-torch.export loses the backward of an `autograd.Function`. Many only save memory or time: what autograd makes
-of the forward is the same (BLOOM's GELU). That is tried on random numbers of several sizes, forward and
-backward. All others (`other_functions`) are traced once more, each as one operator with its own backward (`call_whole`); one
-that reads what may change later (`outside.py`) is refused by name.
+torch.export drops the backward of an `autograd.Function`. Many of them only save memory or time, and autograd
+of their forward gives the same gradients (BLOOM's GELU): these are traced through their forward. This is
+tested on random numbers of several magnitudes, forward and backward. All others (`other_functions`) need a second trace, in which each is one
+operator with its own backward (`call_whole`); a function that reads state which may change later
+(`outside.py`) is refused by name.
 
     met.append(Call.of(GeLUFunction, args));  y = run_forward(GeLUFunction, args)     # while tracing
     whole = other_functions(met)                                                      # afterwards
@@ -28,9 +28,9 @@ STATE_REMEDY = (
     "pass it as an argument of apply (a tensor that is an input of the model), or write it as a constant"
 )
 REMEDY = "write it with differentiable torch operators"
-# Scales of the random arguments; incoming gradients have the third power of it.
+# Scales of the random arguments; incoming gradients are scaled by the third power.
 SIZES = (1e-2, 1.0, 1e2)
-# Of the largest entry, in float64.
+# Relative to the largest entry, in float64.
 TOLERANCE = 1e-7
 # Arguments of more entries are tried with smaller dims.
 MAX_ENTRIES = 1 << 20
@@ -38,16 +38,16 @@ PLAIN = (int, float, bool, str, torch.dtype, type(None))
 
 
 class Unfit(Exception):
-    """Why a function cannot be told to have the derivative of its forward as its backward."""
+    """Report why the backward of a function is not known to be the derivative of its forward."""
 
 
 class ReadsParameters(Unfit):
-    """Its forward reads parameters that are not among its arguments: no backward of it has their gradients."""
+    """Report a forward that reads parameters which are not arguments: backward has no gradients for them."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """A tensor that a function is called with; no gradient of one that needs none is compared."""
+    """Describe a tensor argument of a function; its gradient is only compared if it needs one."""
 
     shape: torch.Size
     needs_gradient: bool
@@ -55,7 +55,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Call:
-    """A function and what it was called with: a tensor is a `Given`."""
+    """Pair a function with its arguments, with tensors as `Given`."""
 
     function: Any
     args: tuple[Any, ...]
@@ -72,11 +72,11 @@ class Call:
 
 
 class NeedsContext(Exception):
-    """A forward tells autograd something of its results: it cannot be run as plain operators."""
+    """Report a forward that configures autograd through its context: it cannot run as plain operators."""
 
 
 class _Context:
-    """What `forward` writes to; what is saved for a backward that is not called is of no use."""
+    """Stand in for the context of `forward`; saved tensors are dropped, as backward is not called."""
 
     def __init__(self, args: Sequence[Any]) -> None:
         self.needs_input_grad = tuple(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
@@ -96,14 +96,14 @@ def run_forward(function: Any, args: Sequence[Any]) -> Any:
     has_context = function.setup_context is torch.autograd.Function.setup_context
     try:
         return function.forward(*([_Context(args)] if has_context else []), *args)
-    # The function calls a method of the context that changes what autograd does.
+    # The function calls a context method that changes how autograd works.
     except AttributeError as error:
         fact = f"its backward is not traced: {error}"
         raise TraceError(f"autograd.Function {function.__name__}", fact, REMEDY) from error
 
 
 def takes_others(args: Sequence[Any]) -> bool:
-    """Tell whether a function takes tensors that are no floats: it cannot be tried on random numbers."""
+    """Tell whether a function takes non-float tensors, so that it cannot be tested on random numbers."""
     return any(isinstance(arg, Tensor) and not arg.dtype.is_floating_point for arg in args)
 
 
@@ -127,10 +127,10 @@ def other_functions(met: Sequence[Call]) -> set[Any]:
     """Return the functions whose gradients are not the derivatives of their forward, or may not be."""
     found: set[Any] = set()
     for call in dict.fromkeys(met):
-        # Tried once, it may be right by chance of what it reads, and wrong later.
+        # A test may pass only because of state that the function reads now.
         _check_state(call.function, call.function.backward)
         try:
-            # The user's own random numbers must not move by what is tried here.
+            # Testing must not advance the user's random generators.
             with torch.random.fork_rng(devices=[]), torch.enable_grad():
                 torch.manual_seed(0)
                 for size in SIZES:
@@ -158,7 +158,7 @@ def _try(call: Call, size: float) -> None:
             raise ReadsParameters
         leaves = _leaves(drawn, trained), _leaves(drawn, trained)
         found, wanted = (_tensors(run(_filled(drawn, own))) for run, own in zip(runs, leaves, strict=True))
-        # Small gradients of large values, and the other way: a clamp in the backward shows at one of them.
+        # Scale gradients against values: a clamp in the backward shows in one of the combinations.
         ways = [size**3 * torch.randn_like(tensor) for tensor in wanted]
         gradients = [
             _gradients(result, own, ways) for result, own in zip((found, wanted), leaves, strict=True)
@@ -193,13 +193,13 @@ def _gradients(made: list[Tensor], leaves: list[Tensor], ways: list[Tensor]) -> 
 
 
 def _filled(args: Sequence[Any], leaves: Sequence[Tensor]) -> list[Any]:
-    """`args` with other tensors; clones, for a forward that writes to its arguments."""
+    """Return `args` with other tensors, cloned in case the forward writes to its arguments."""
     rest = iter(leaves)
     return [next(rest).clone() if isinstance(arg, Tensor) else arg for arg in args]
 
 
 def _small_sizes(shapes: Sequence[torch.Size]) -> dict[int, int]:
-    """Other sizes for the dims of large arguments: equal ones stay equal, and different ones different."""
+    """Map the dim sizes of large arguments to smaller ones; equal sizes stay equal, others different."""
     if all(shape.numel() <= MAX_ENTRIES for shape in shapes):
         return {}
     large = sorted({n for shape in shapes for n in shape if n > 8})

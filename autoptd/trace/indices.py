@@ -1,11 +1,10 @@
-"""Indices that count from zero are views, or what is left of them a gather.
+"""Rewrite indexing by counting indices (0, 1, 2, ...) as views, or as a gather if one index is arbitrary.
 
-`mask[rows[:, None], keys]`, of `rows` and `keys` that are 0, 1, 2, ...: masks are built so where a function
-of a position is applied to all positions at once (what torch.vmap makes of it). `h[rows, last]` takes one
-entry of every row: the last token of each sample. As an index such tensors could be anything, and none of
-their dims could be split.
+`mask[rows[:, None], keys]` with `rows` and `keys` that are 0, 1, 2, ... comes from applying a function of a
+position to all positions at once (torch.vmap). `h[rows, last]` takes one entry of every row: the last token of
+each sample. As general indices such tensors could hold anything, and none of their dims could be split.
 
-In: an `aten.index`. Out: the permute and view that it is, or the gather, or the index as it was.
+In: an `aten.index`. Out: the equivalent permute and view, or gather, or the unchanged index.
 
     rewrite_index(node)             # mask[arange(4)[:, None, None], arange(8)] -> mask.view(4, 1, 8)
                                     # h[arange(4), last] -> h.gather(1, last[:, None, None].expand(4, 1,
@@ -27,21 +26,19 @@ from autoptd.ir.notes import shape, value
 from autoptd.trace.new_nodes import Maker
 
 aten = torch.ops.aten
-# An index of more entries is not evaluated.
+# Larger indices are not evaluated.
 MAX_ENTRIES = 1 << 20
 
 
 def rewrite_index(node: Node) -> None:
-    """Make views, or a gather, of an index whose leading dims are counted, each along a dim of its own, but
-    for one at most.
-    """
+    """Rewrite an index whose leading dims are counted, each along a separate dim, except for at most one."""
     x, indices = node.args[0], list(node.args[1])  # type: ignore[arg-type]
     while indices and indices[-1] is None:
         indices.pop()
     size, out = shape(x), shape(node)  # type: ignore[arg-type]
     if not indices or None in indices:
         return
-    # The dims that all indices, broadcast together, give the result.
+    # The dims that the indices, broadcast together, add to the result.
     met = out[: len(out) - (len(size) - len(indices))]
     places = [_counted_along(index, n, len(met)) for index, n in zip(indices, size, strict=False)]
     if None not in places:
@@ -51,7 +48,7 @@ def rewrite_index(node: Node) -> None:
 
 
 def _index_to_view(node: Node, places: list[int], met: Sequence[int]) -> None:
-    """All indices are counted: every entry is taken once where each has a dim of its own."""
+    """Replace an index that counts in all dims by a view: with separate dims every entry is taken once."""
     x, out = node.args[0], shape(node)
     size = shape(x)  # type: ignore[arg-type]
     taken = [place for place, n in zip(places, size, strict=False) if n != 1]
@@ -63,7 +60,7 @@ def _index_to_view(node: Node, places: list[int], met: Sequence[int]) -> None:
 
 
 def _index_to_gather(node: Node, indices: list[Node], places: list[int | None], met: Sequence[int]) -> None:
-    """One index is looked up, the others are counted along the first dims of the result."""
+    """Replace an index by a gather: one index is looked up, the others count along leading dims."""
     x, out, ids = node.args[0], shape(node), indices[places.index(None)]
     size = shape(x)  # type: ignore[arg-type]
     looked_up = places.index(None)
@@ -84,7 +81,7 @@ def _index_to_gather(node: Node, indices: list[Node], places: list[int | None], 
     rest, free = size[len(places) :], math.prod(met[len(kept) :])
     if order != list(range(len(size))):
         x = make(aten.permute.default, x, order)
-    # gather does not take indices that count from the end.
+    # gather does not support negative indices.
     from_end = make(aten.lt.Scalar, ids, 0)
     from_start = make(aten.add.Tensor, ids, size[looked_up])
     ids = make(aten.where.self, from_end, from_start, ids)
@@ -97,10 +94,7 @@ def _index_to_gather(node: Node, indices: list[Node], places: list[int | None], 
 
 
 def _counted_along(index: Node, size: int, ndim: int) -> int | None:
-    """The dim, of `ndim` aligned from the right, along which `index` is 0, 1, ..., size - 1.
-
-    None if it is anything else.
-    """
+    """Return the dim, of `ndim` aligned from the right, along which `index` is 0 ... size - 1, else None."""
     if (
         value(index).dtype not in (torch.int64, torch.int32)
         or value(index).numel() != size
@@ -117,10 +111,7 @@ def _counted_along(index: Node, size: int, ndim: int) -> int | None:
 
 
 def _evaluate(node: Node, known: dict[Node, Tensor | None]) -> Tensor | None:
-    """The value of what is made from nothing but numbers.
-
-    None where anything else is read, or a value is large.
-    """
+    """Return the value of a node computed from literals only; None if it reads anything else, or is large."""
     if node not in known:
         known[node] = None
         known_value = value(node)

@@ -1,11 +1,12 @@
-"""Look at the instructions of the user's Python code just before they run.
+"""Call a function before the instructions of the user's Python code.
 
-In: a function `see(frame, name, arg, top)`, and which files are the user's. While the context is open it is called before
-every instruction of this thread in such a file that may write to something: `name` and `arg` are the instruction's, `top`
-is the address after its operands (`value_stack.at`). What torch and this package do themselves is passed over.
+In: a function `see(frame, name, arg, top)`, and a predicate for the user's code. While the context is open,
+`see` is called before every instruction of this thread in such code that may write to something: `name` and
+`arg` are the instruction's, `top` is the address after its operands (`value_stack.at`). Code of torch and of
+this package is skipped.
 
     with watching(see, is_users, begin) as watch:
-        watch.pause()      # what runs from here on is not looked at
+        watch.pause()      # code that runs from here on is not watched
         watch.resume()
 """
 
@@ -25,23 +26,23 @@ from autoptd.trace.value_stack import ValueStack
 
 See = Callable[[types.FrameType, str, int, int], None]
 Begin = Callable[[types.FrameType], None]
-# Instructions that write, call, or take from an iterator.
+# Instructions that write, call, or advance an iterator.
 NAMES = {"STORE_ATTR", "STORE_SUBSCR", "STORE_SLICE", "STORE_GLOBAL", "STORE_DEREF"}
 NAMES |= {"DELETE_ATTR", "DELETE_SUBSCR", "DELETE_GLOBAL", "DELETE_DEREF"}
 NAMES |= {"CALL", "CALL_KW", "CALL_FUNCTION_EX", "BINARY_OP", "BINARY_SUBSCR", "LOAD_ATTR", "LOAD_METHOD"}
 NAMES |= {"GET_ITER", "GET_YIELD_FROM_ITER", "UNPACK_SEQUENCE", "UNPACK_EX", "CONTAINS_OP"}
 NAMES |= {"LIST_EXTEND", "SET_UPDATE", "DICT_UPDATE", "DICT_MERGE"}
-# The first `+=` of the operators of BINARY_OP.
+# The first in-place operator (`+=`) of BINARY_OP.
 FIRST_IN_PLACE = 13
 Table = dict[int, tuple[str, int]]
 
 
 class Tables:
-    """The instructions of each code object that are looked at, by their offset."""
+    """Map code objects to their watched instructions, by offset."""
 
     def __init__(self, is_users: Callable[[types.CodeType], bool], begin: Begin) -> None:
         self._is_users, self._begin = is_users, begin
-        # Alive with its code: no other one gets its id.
+        # By id; keeping the code alive keeps its id unique.
         self._known: dict[int, tuple[types.CodeType, Table]] = {}
         # All code that ran, with its globals.
         self.entered: list[tuple[types.CodeType, dict[str, Any]]] = []
@@ -74,7 +75,7 @@ def _table(code: types.CodeType) -> Table:
         begins, extended, first = offset if first is None else first, 0, None
         name = dis.opname[op]
         if name in NAMES and _is_looked_at(code, name, arg):
-            # With the words before it that complete its argument, an instruction is stopped at once, at the first.
+            # Stop at the first EXTENDED_ARG word of an instruction, so that it is seen once.
             found[begins] = (name, arg)
     return found
 
@@ -84,15 +85,15 @@ def _is_looked_at(code: types.CodeType, name: str, arg: int) -> bool:
         return arg >= FIRST_IN_PLACE
     if name in ("LOAD_ATTR", "LOAD_METHOD"):
         return attribute_of(code, name, arg) == "__dict__"
-    # A cell of this call is made by it.
+    # The call creates the cells of its own variables.
     if name in ("STORE_DEREF", "DELETE_DEREF"):
         return variable_of(code, arg) in code.co_freevars
     return True
 
 
 def attribute_of(code: types.CodeType, name: str, arg: int) -> str:
-    """Return the name that an instruction with an index into the names of its code has."""
-    # From 3.12 on the lowest bit says whether a method is loaded.
+    """Return the name that an instruction refers to by an index into the names of its code."""
+    # From Python 3.12 on the lowest bit marks loads of methods.
     if name == "LOAD_ATTR" and sys.version_info >= (3, 12):
         arg >>= 1
     return code.co_names[arg]
@@ -105,7 +106,7 @@ def variable_of(code: types.CodeType, arg: int) -> str:
 
 
 class Steps:
-    """What `sys.settrace` calls before every instruction of a code object's frames."""
+    """Trace function that `sys.settrace` calls before every instruction of a code object's frames."""
 
     def __init__(self, see: See, table: Table) -> None:
         self._see, self._found, self._top = see, table.get, ValueStack().top
@@ -117,15 +118,15 @@ class Steps:
 
 
 class Tracing:
-    """By `sys.settrace`, of which Python 3.11 asks a frame for its instructions."""
+    """Watch instructions with `sys.settrace`, on Python 3.11."""
 
     def __init__(self, see: See, tables: Tables) -> None:
         self._see, self.tables = see, tables
-        # Of the code that has run; None where it is passed over.
+        # By code that has run; None where it is skipped.
         self._steps: dict[int, Any] = {}
         self._importing: types.FrameType | None = None
         self._before: Any = None
-        # Functions of C, as nothing of Python's may run between what they begin and what they end.
+        # C functions: no Python code may run while the trace function is being switched.
         self.pause, self.resume = partial(sys.settrace, None), partial(sys.settrace, self._enter)
 
     def start(self) -> None:
@@ -140,7 +141,7 @@ class Tracing:
         if steps is None or self._importing is not None:
             return None
         if steps is self:
-            # Of what an import runs nothing is looked at: the next call finds the module.
+            # Skip code run by imports: the next call finds the module already imported.
             if frame.f_code.co_name == "<module>" and _is_importing(frame):
                 self._importing = frame
                 frame.f_trace_lines = False
@@ -159,7 +160,7 @@ class Tracing:
 
 
 class Monitoring:
-    """By `sys.monitoring`, from 3.12 on: code that is passed over costs nothing after its first call."""
+    """Watch instructions with `sys.monitoring`, from Python 3.12 on: skipped code costs one callback."""
 
     def __init__(self, see: See, tables: Tables) -> None:
         self._see, self.tables, self._stack = see, tables, ValueStack()
@@ -176,7 +177,7 @@ class Monitoring:
             self._monitoring.register_callback(self._tool, event, call)
         self._monitoring.set_events(self._tool, events.PY_START | events.PY_RESUME)
         self._monitoring.register_callback(self._tool, events.PY_RESUME, self._enter)
-        # Code that an earlier watch has passed over asks once more.
+        # Report code again that an earlier watch has skipped.
         self._monitoring.restart_events()
 
     def stop(self) -> None:
@@ -220,8 +221,8 @@ def _is_importing(frame: types.FrameType | None) -> bool:
 def watching(
     see: See, is_users: Callable[[types.CodeType], bool], begin: Begin
 ) -> Iterator[Tracing | Monitoring]:
-    """Call `see` before the instructions of the user's code that write, call, or take from an iterator, and `begin` where
-    code begins for the first time.
+    """Call `see` before instructions of the user's code that write, call, or advance an iterator, and `begin`
+    when code runs for the first time.
     """
     kind = Tracing if sys.version_info < (3, 12) else Monitoring
     watch = kind(see, Tables(is_users, begin))

@@ -1,4 +1,4 @@
-"""The buffers of a model around calls of it: put back as they were, and what the call made of them."""
+"""Save the buffers of a model before a call, restore them after it, and compare their values."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from autoptd.ir.buffers import same_entries
 
 
 class KeptBuffers:
-    """The buffers of a model, to be put back after its forward, which may write to them."""
+    """Save the buffers of a model, to restore them after a forward that may write to them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._tensors = dict(model.named_buffers())
         self._values = {name: buffer.detach().clone() for name, buffer in self._tensors.items()}
 
     def put_back(self) -> dict[str, torch.Tensor]:
-        """Put back those that have changed; return what they had become."""
+        """Restore the buffers that have changed; return their changed values."""
         changed: dict[str, torch.Tensor] = {}
         for name, buffer in self._tensors.items():
-            # What was added to it may have had a gradient.
+            # The forward may have added a value with a gradient.
             if buffer.grad_fn is not None:
                 buffer.detach_()
             if not _equal(self._values[name], buffer):

@@ -2,7 +2,7 @@
 
 Accepted: a scalar, a tuple or list with exactly one scalar in it (`(logits, loss)`), a mapping or output
 object with `.loss`, or `loss_fn(output, targets)` with `targets=` passed to the call. A tensor with one entry,
-such as [1], is a scalar where there is no other, as it is for `backward()`.
+such as [1], counts as a scalar if there is no other, as in `backward()`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ REMEDY = "return (output, loss) or an object with .loss from forward, or pass lo
 
 
 class WithLoss(nn.Module):
-    """The model followed by its loss: forward takes the call of the model and returns the scalar loss alone."""
+    """Wrap the model and its loss: forward takes the model's arguments and returns only the scalar loss."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class WithLoss(nn.Module):
 
 
 def targets_left_out(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
-    """Return the names of targets that a model takes and this call does not have: models have no loss without them."""
+    """Return the names of targets that are missing in this call: without them a model returns no loss."""
     parameters = inspect.signature(model.forward).parameters
     given = {*list(parameters)[: len(args)], *kwargs}
     rest = [each.name for each in parameters.values() if each.default is None and each.name not in given]
@@ -51,7 +51,7 @@ def targets_left_out(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
 def find_loss(output: Any, left_out: Callable[[], Sequence[str]] = tuple) -> torch.Tensor:
     """Return the scalar loss in `output`, 0-d; TraceError when there is none or more than one.
 
-    `left_out` tells which targets the call could have had.
+    `left_out` returns the targets that the call has omitted.
     """
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if is_single(named):
@@ -68,7 +68,7 @@ def find_loss(output: Any, left_out: Callable[[], Sequence[str]] = tuple) -> tor
 
 
 def is_single(leaf: Any) -> bool:
-    """Tell whether this is a tensor with one entry, which has a gradient."""
+    """Tell whether this is a tensor with one entry and a gradient."""
     return isinstance(leaf, torch.Tensor) and leaf.numel() == 1 and leaf.is_floating_point()
 
 

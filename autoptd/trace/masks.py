@@ -1,8 +1,8 @@
-"""Run a model with dropout masks and random numbers of one's choice, whatever way it asks for them.
+"""Run a model with given dropout masks and random numbers, however it draws them.
 
-Every dropout of torch, the one inside of attention included, asks for its random numbers by one of two
-operators. Those are answered here, and so are the operators of noise (`noise.py`), in the order of the calls: the numbers of
-the sites in a traced graph.
+Every dropout of torch, including the one in attention, draws its random numbers with one of two operators.
+These are intercepted here, and so are the noise operators (`noise.py`), in the order of the calls, which is
+the order of the sites in a traced graph.
 
     with given_masks(lambda site, x, keep: torch.rand(x.shape) < keep):
         loss = model(ids, targets)
@@ -22,7 +22,7 @@ from autoptd.compat import TorchDispatchMode, plain_checkpoints
 from autoptd.trace.noise import kind_of, steps_of
 
 aten = torch.ops.aten
-# (site, a tensor of the size, share that is kept) -> mask of booleans
+# (site, a tensor of that size, fraction that is kept) -> boolean mask
 MaskOf = Callable[[int, torch.Tensor, float], torch.Tensor]
 # (site, a tensor of the size and dtype, "uniform", "normal" or "exponential") -> standard numbers of that kind
 NoiseOf = Callable[[int, torch.Tensor, str], torch.Tensor]
@@ -32,12 +32,10 @@ NoiseOf = Callable[[int, torch.Tensor, str], torch.Tensor]
 def given_masks(
     mask_of: MaskOf, sites: Iterable[int] | None = None, noise_of: NoiseOf | None = None
 ) -> Iterator[None]:
-    """Let dropouts take the masks of `mask_of` meanwhile, and noise the numbers of `noise_of` (default `any_noise`).
+    """Make dropouts use the masks of `mask_of`, and noise the numbers of `noise_of` (default `any_noise`).
 
-    `sites` are the numbers of the calls (default 0, 1, 2 ...).
-
-    Activation checkpoints keep what they compute: a second computation would ask for the masks of other
-    sites.
+    `sites` are the site numbers of the calls (default 0, 1, 2 ...). Activation checkpoints do not recompute, as
+    that would consume the masks of other sites.
     """
     masks = _Masks(mask_of, noise_of or any_noise, iter(sites if sites is not None else itertools.count()))
     with written_out_attention(), plain_checkpoints(), masks:
@@ -45,20 +43,20 @@ def given_masks(
 
 
 def written_out_attention() -> AbstractContextManager[None]:
-    """Let attention run operator by operator meanwhile, on all threads: fused kernels draw masks of their own, and round
-    otherwise.
+    """Run attention with math operators, on all threads: fused kernels draw masks internally, and round
+    differently.
     """
     return sdpa_kernel(SDPBackend.MATH)  # type: ignore[no-any-return]
 
 
 def any_mask(site: int, x: torch.Tensor, keep: float) -> torch.Tensor:
-    """Return a mask of a site that is the same on every call."""
+    """Return a mask that depends only on the site."""
     generator = torch.Generator(x.device).manual_seed(site)
     return torch.rand(x.shape, generator=generator, device=x.device) < keep
 
 
 def any_noise(site: int, x: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return numbers of a site that are the same on every call."""
+    """Return numbers that depend only on the site."""
     generator = torch.Generator(x.device).manual_seed(site)
     u = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float64)
     if kind == "normal":
@@ -74,9 +72,9 @@ class _Masks(TorchDispatchMode):
         self._mask_of, self._noise_of, self._sites = mask_of, noise_of, sites
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Dropout on the CPU and inside of attention; the fused kernel of CUDA asks by the other one.
+        # Dropout on the CPU and in attention; the fused dropout of CUDA uses the other operator.
         if func is aten.bernoulli_.float:
-            # A rate that is the default is not among the arguments.
+            # A default rate is not among the arguments.
             x, keep = args[0], args[1] if len(args) > 1 else 0.5
             return x.copy_(self._mask_of(next(self._sites), x, keep))
         if func is aten.native_dropout.default:
@@ -89,7 +87,7 @@ class _Masks(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _drawn(self, func: Any, kind: str, args: Any, kwargs: Any) -> Any:
-        """Return what an operator of noise gives, by its kind of numbers."""
+        """Return the result of a noise operator, by its kind of numbers."""
         is_in_place = func._schema.is_mutable
         if is_in_place:
             x = args[0]

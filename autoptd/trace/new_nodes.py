@@ -1,6 +1,6 @@
-"""Make the operators that a trace is rewritten with, each with its value and the note of the node that it stands for.
+"""Insert operators into a trace, each with its value and the note of the node that it replaces.
 
-In: that node. Out: operators in front of it, in the order in which they are asked for.
+In: that node. Out: operators before it, in the order in which they are made.
 
     make = Maker(node)
     put(node, make(aten.neg.default, make(aten.sum.default, x)))
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 class Maker:
-    """Makes operators that come from where `node` comes from, in front of it or of `before`, with the facts of `about`."""
+    """Make operators with the origin of `node` and the facts of `about`, before `node` or `before`."""
 
     def __init__(self, node: Node, before: Node | None = None, about: Note | None = None) -> None:
         self.node, self._before, self._about = node, before or node, about
@@ -31,7 +31,7 @@ class Maker:
         with self.node.graph.inserting_before(self._before):
             made = self.node.graph.call_function(target, args, kwargs)
         fakes, named = map_arg((args, kwargs), value)
-        # Also what is made of numbers alone has no data.
+        # Values made from numbers alone must not have data either.
         met = value(self.node)
         with torch.no_grad(), met.fake_mode if isinstance(met, FakeTensor) else nullcontext():
             made.meta["val"] = target(*fakes, **named)
@@ -40,12 +40,12 @@ class Maker:
         return made
 
     def cast(self, x: Node, dtype: torch.dtype) -> Node:
-        """Return `x` in a dtype: itself, where it has that."""
+        """Return `x` cast to a dtype, or `x` itself if it has that dtype."""
         return x if value(x).dtype == dtype else self(aten.to.dtype, x, dtype)
 
 
 def put(node: Node, by: Any) -> None:
-    """Let the readers of `node` read `by`, and erase it."""
+    """Replace all uses of `node` with `by`, and erase it."""
     node.replace_all_uses_with(by)
     node.graph.erase_node(node)
 

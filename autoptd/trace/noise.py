@@ -1,7 +1,7 @@
-"""Random numbers beside dropout in a traced graph: every way to draw them becomes one of three operators (`ir/noise.py`).
+"""Normalise random numbers other than dropout: every draw becomes one of three operators (`ir/noise.py`).
 
-In: a graph without in-place operators. Out: the same with `uniform`, `normal` and `exponential` of a tensor whose shape they
-have, scaled and shifted as the call asks; numbers of a generator of the model's own are refused.
+In: a graph without in-place operators. Out: the same with `uniform`, `normal` and `exponential` of a tensor
+that gives the shape, scaled and shifted as in the call. Draws from the model's own generator are refused.
 
     empty_like(x).uniform_(0.9, 1.1)        ->  uniform(x) * 0.2 + 0.9
     randn(4, 8)                             ->  normal(zeros(4, 8))
@@ -23,7 +23,7 @@ from autoptd.ir.notes import note, op_name, ops, shape, site, value
 from autoptd.trace.new_nodes import Maker, put
 
 aten = torch.ops.aten
-# The kind of the numbers, and the names of the arguments that scale and shift them; each name also in place.
+# Operators by the kind of numbers; each name also has an in-place form.
 LIKE = {"aten.rand_like": "uniform", "aten.randn_like": "normal"}
 SIZED = {"aten.rand": "uniform", "aten.randn": "normal"}
 FILLED = {
@@ -31,19 +31,19 @@ FILLED = {
     "aten.exponential": "exponential",
     "aten.normal_functional": "normal",
 }
-# What a call may say of the numbers, by name.
+# Arguments that scale and shift the numbers.
 STEPS = {"uniform": {"from", "to"}, "normal": {"mean", "std"}, "exponential": {"lambd"}}
-# Of these only the shape is read.
+# Only the shape of these is read.
 SHAPES = ("aten.empty_like", "aten.zeros_like", "aten.ones_like", "aten.full_like")
 
 
 def draws(graph: Graph) -> Iterator[Node]:
-    """Return all that draws numbers in a normalised graph, dropouts among them, in order."""
+    """Yield all draws of a normalised graph, including dropouts, in order."""
     return (node for node in ops(graph) if is_draw(node))
 
 
 def check_generators(graph: Graph) -> None:
-    """Raise PlanError where numbers are drawn from a generator of the model's own."""
+    """Raise PlanError where numbers are drawn from the model's own generator."""
     for node in ops(graph):
         if node.kwargs.get("generator") is not None:
             fact = (
@@ -53,7 +53,7 @@ def check_generators(graph: Graph) -> None:
 
 
 def rewrite_noise(graph: Graph) -> None:
-    """Rewrite what draws numbers, and number all draws of the graph."""
+    """Rewrite the draws of a graph, and number all of them."""
     for node in list(ops(graph)):
         name = op_name(node)
         if name in (*LIKE, *SIZED, *FILLED):
@@ -63,7 +63,7 @@ def rewrite_noise(graph: Graph) -> None:
 
 
 def kind_of(func: Any) -> str | None:
-    """Return the kind of numbers that an overload draws, in place or not; None where it draws none that is known."""
+    """Return the kind of numbers that an overload draws, in place or not; None if it draws no known kind."""
     if not isinstance(func, OpOverload) or func._overloadname not in ("default", "names"):
         return None
     name = func._schema.name.replace("::", ".")
@@ -72,7 +72,7 @@ def kind_of(func: Any) -> str | None:
 
 
 def steps_of(func: Any, kind: str, args: Any, kwargs: Any) -> list[tuple[Any, float]]:
-    """Return what makes of standard numbers those that a call asks for."""
+    """Return the steps from standard numbers to those that a call requests."""
     defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
     names = [argument.name for argument in func._schema.arguments]
     given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
@@ -80,7 +80,7 @@ def steps_of(func: Any, kind: str, args: Any, kwargs: Any) -> list[tuple[Any, fl
 
 
 def scaled(kind: str, given: Mapping[str, Any]) -> list[tuple[Any, float]]:
-    """Return the (operator, number) that make of standard numbers of a kind those that a call asks for."""
+    """Return the steps, (operator, number), from standard numbers to those that a call requests."""
     if kind == "uniform":
         low, high = given["from"], given["to"]
         steps = [(aten.mul.Tensor, high - low), (aten.add.Tensor, low)]
@@ -97,7 +97,7 @@ def _rewrite(graph: Graph, node: Node) -> None:
     make = Maker(node, about=note(node))
     if name in SIZED:
         x = make(aten.zeros.default, list(shape(node)), dtype=dtype)
-        # On the device of what it stands for.
+        # On the device of the node that it replaces.
         x.meta["val"] = value(node).new_zeros(shape(node))
     else:
         x = node.args[0]  # type: ignore[assignment]

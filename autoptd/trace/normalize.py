@@ -1,9 +1,9 @@
 """Bring an exported graph into the few forms that the passes know, without changing what it computes.
 
-Removed: asserts, aliases, casts to the same dtype, dropout that drops nothing, literal devices, dead code.
+Removed: asserts, aliases, casts to the same dtype, dropout without effect, literal devices, dead code.
 In-place operators become functional (`functionalize.py`), indices that count from zero become views
-(`indices.py`); the reduction of a pointwise loss becomes an operator of its own; random numbers become
-those of `dropouts.py` and `noise.py`, and every other random operator is refused by name.
+(`indices.py`); the reduction of a pointwise loss becomes a separate operator; random numbers become those of
+`dropouts.py` and `noise.py`, and every other random operator is refused by name.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ RECURRENT = {"aten.gru", "aten.lstm", "aten.rnn_tanh", "aten.rnn_relu"}
 def normalize(graph: Graph) -> None:
     """Rewrite `graph` in place.
 
-    Raises TraceError or PlanError with the source line of what cannot be kept.
+    Raises TraceError or PlanError with the source line of an operator that cannot be kept.
     """
     check_generators(graph)
     rewrite_batch_norms(graph)
-    # First, for what is rewritten below takes every value to be written once.
+    # First, because the rewrites below assume that every value is written once.
     functionalize(graph)
     dropouts.rewrite_dropouts(graph)
     rewrite_noise(graph)
     for node in list(graph.nodes):
         if node.op == "call_function":
             _normalize_one(graph, node)
-    # Random operators count as impure: this drops dead dropouts as well.
+    # By default random operators count as impure; this removes dead dropouts as well.
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
     rewrite_experts(graph)
     write_as_sums(graph)
     for node in list(graph.nodes):
-        # Inputs stay: a step is called with all of them.
+        # Keep inputs: a step is called with all of them.
         if node.op == "placeholder" and not node.users and note(node).kind != "input":
             graph.erase_node(node)
     _check_operators(graph)
@@ -68,9 +68,8 @@ def normalize(graph: Graph) -> None:
 
 
 def _check_operators(graph: Graph) -> None:
-    """Transforms of functions leave calls behind that mean nothing outside of them.
-
-    Sparse tensors have no dims to split.
+    """Refuse calls left over from function transforms, which mean nothing outside them, and sparse tensors,
+    which have no dims to split.
     """
     for node in graph.nodes:
         home = getattr(node.target, "__module__", None) or ""
@@ -124,10 +123,10 @@ def _normalize_one(graph: Graph, node: Node) -> None:
         node.target = aten.expand.default
     elif name == "aten.index":
         indices.rewrite_index(node)
-    # Of the other tensor only the shape is read.
+    # Only the shape of the other tensor is read.
     elif name in SIZES_OF_ANOTHER:
         node.target, node.args = SIZES_OF_ANOTHER[name], (node.args[0], list(shape(node)))
-    # Of the tensor only the dtype is read.
+    # Only the dtype of the tensor is read.
     elif name in NEW:
         node.target, node.args, node.kwargs = NEW[name], node.args[1:], {"dtype": value(node).dtype}
     elif name == "aten.broadcast_tensors":
@@ -141,7 +140,7 @@ def _normalize_one(graph: Graph, node: Node) -> None:
         _split_reduction(graph, node)
     elif operator_of(node).moves == "cast":
         _normalize_cast(node)
-    # rrelu draws its slope in training only.
+    # rrelu only draws its slope in training.
     elif name == "aten.rrelu" and not argument(node, "training"):
         lower, upper = argument(node, "lower"), argument(node, "upper")
         node.target, node.args, node.kwargs = aten.leaky_relu.default, (node.args[0], (lower + upper) / 2), {}
@@ -161,14 +160,14 @@ def _normalize_one(graph: Graph, node: Node) -> None:
 
 
 def _adds_nothing(node: Node) -> bool:
-    """`sum(losses)` begins with 0 + loss."""
+    """Tell whether a node adds 0: `sum(losses)` begins with 0 + loss."""
     if op_name(node) != "aten.add" or isinstance(node.args[1], Node) or node.args[1] != 0:
         return False
     return value(node.args[0]).dtype == value(node).dtype  # type: ignore[arg-type]
 
 
 def _normalize_cat(node: Node) -> None:
-    """torch ignores empty vectors here: what a key-value cache is before its first use."""
+    """Remove empty vectors, which torch ignores in cat: an unused key-value cache is one."""
     parts = [part for part in node.args[0] if shape(part) != (0,)]  # type: ignore[union-attr, arg-type]
     if len(parts) == 1 and value(parts[0]).dtype == value(node).dtype:  # type: ignore[arg-type]
         put(node, parts[0])
@@ -177,7 +176,7 @@ def _normalize_cat(node: Node) -> None:
 
 
 def _normalize_split(node: Node) -> None:
-    """Pieces of unequal sizes are slices: the dims of one say nothing of the others."""
+    """Replace pieces of unequal sizes by slices: the dims of one do not determine the others."""
     dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
     sizes = [int(piece.shape[dim]) for piece in value(node)]
     ends = list(accumulate(sizes))
@@ -193,7 +192,7 @@ def _normalize_squeeze(node: Node) -> None:
     size = shape(x)  # type: ignore[arg-type]
     given: Any = node.args[1] if len(node.args) > 1 else range(len(size))
     given = [given] if isinstance(given, int) else given
-    # squeeze without dims would drop a rank's dims that are 1 by being split.
+    # squeeze without dims would drop dims whose local size is 1 because they are split.
     dims = [dim % len(size) for dim in given if size and size[dim] == 1]
     if dims:
         node.target, node.args, node.kwargs = aten.squeeze.dims, (x, dims), {}
@@ -215,7 +214,7 @@ def _normalize_movedim(node: Node) -> None:
 
 
 def _is_gather(node: Node) -> bool:
-    """take_along_dim whose tensors are not broadcast."""
+    """Tell whether a take_along_dim is a gather, without broadcasting."""
     if len(node.args) < 3 or node.args[2] is None:
         return False
     x, index = shape(node.args[0]), shape(node.args[1])  # type: ignore[arg-type]
@@ -224,9 +223,9 @@ def _is_gather(node: Node) -> bool:
 
 
 def _normalize_nll(node: Node) -> None:
-    """nll_loss of log-probabilities is cross_entropy of them: their log_softmax is they themselves."""
+    """Replace nll_loss of log-probabilities by cross_entropy: log_softmax does not change them."""
     x = node.args[0]
-    # Reshaped and turned around, log-probabilities are still those.
+    # Reshapes and transposes keep log-probabilities.
     while isinstance(x, Node) and op_name(x) in (
         "aten.view",
         "aten.flatten",
@@ -241,7 +240,7 @@ def _normalize_nll(node: Node) -> None:
 
 
 def _normalize_broadcast(node: Node) -> None:
-    """The tensors that a loss is called with: expanded where their shapes differ."""
+    """Expand the tensors that a loss is called with where their shapes differ."""
     for piece in list(node.users):
         x = node.args[0][piece.args[1]]  # type: ignore[index]
         if shape(x) == shape(piece):
@@ -251,8 +250,8 @@ def _normalize_broadcast(node: Node) -> None:
 
 
 def _split_reduction(graph: Graph, node: Node) -> None:
-    """A loss of every sample with a reduction becomes that loss, then the mean or the sum."""
-    # Of the mean of a part nobody could make the mean of all: the reduction must be a node that can be split.
+    """Split a loss with a reduction into the loss of every sample, then the mean or the sum."""
+    # The global mean cannot be computed from means of parts: the reduction must be a node that can be split.
     names = [parameter.name for parameter in node.target._schema.arguments]  # type: ignore[union-attr]
     reduction = argument(node, "reduction")
     kwargs = dict(zip(names, node.args, strict=False)) | node.kwargs | {"reduction": 0}
@@ -269,9 +268,7 @@ def _split_reduction(graph: Graph, node: Node) -> None:
 
 
 def _put_time_first(graph: Graph, node: Node) -> None:
-    """Recurrent layers that read [batch, time, ...] give results whose batches are not in one dim: transpose
-    around them.
-    """
+    """Transpose around recurrent layers that read [batch, time, ...]: their results differ in batch dim."""
     names = [parameter.name for parameter in node.target._schema.arguments]  # type: ignore[union-attr]
     if names[0] != "input" or names[-1] != "batch_first" or not argument(node, "batch_first"):
         return
@@ -303,7 +300,7 @@ def _is_random(node: Node) -> bool:
         node.target, torch._ops.OpOverload
     ):
         return False
-    # Recurrent operators drop out between layers only.
+    # Recurrent operators only apply dropout between layers.
     if op_name(node) in RECURRENT:
         return bool(
             argument(node, "dropout") and argument(node, "train") and argument(node, "num_layers") > 1
