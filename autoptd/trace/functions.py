@@ -2,9 +2,9 @@
 
 torch.export drops the backward of an `autograd.Function`. Many of them only save memory or time, and autograd
 of their forward gives the same gradients (BLOOM's GELU): these are traced through their forward. This is
-tested on random numbers of several magnitudes, forward and backward. All others (`other_functions`) need a second trace, in which each is one
-operator with its own backward (`call_whole`); a function that reads state which may change later
-(`outside.py`) is refused by name.
+tested on random numbers of several magnitudes, forward and backward. All others (`other_functions`) need a
+second trace, in which each is one operator with its own backward (`call_whole`); a function that reads state
+which may change later (`outside.py`) is refused by name.
 
     met.append(Call.of(GeLUFunction, args));  y = run_forward(GeLUFunction, args)     # while tracing
     whole = other_functions(met)                                                      # afterwards
