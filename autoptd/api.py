@@ -38,6 +38,7 @@ from autoptd.program.program import Program
 from autoptd.runtime.checkpoint.weights import open_weights
 from autoptd.runtime.step.launch import enter_world, is_first_process
 from autoptd.subject.call import split_call
+from autoptd.subject.module import check_module
 from autoptd.subject.subject import Subject
 from autoptd.trace import check_precision
 from autoptd.verify.verify import Report, compare
@@ -142,6 +143,7 @@ def parallelize(
     for name in ("model", "example_inputs", "weights", "others"):
         del requested[name]
     print_errors_once()
+    check_module(model)
     options = make_options(**planned(model, example_inputs, flat(requested)))
     enter_world(options)
     subject = Subject.of(model, None if weights is None else open_weights(weights))

@@ -268,7 +268,9 @@ class Programs:
             return
         shown = "; ".join(map(str, known[:4])) + "; ..." * (len(known) > 4)
         fact = f"{sizes} would be program {len(known) + 1}, and there are {len(known)} already ({shown})"
-        remedy = f"batches of fewer sizes (shapes='bucket' pads them), or max_programs={2 * self.most}"
+        remedy = (
+            f"batches of fewer sizes (shapes='bucket' pads them), or Shapes(max_programs={2 * self.most})"
+        )
         raise PlanError(f"pm.{sizes.call}", fact, remedy)
 
     def _compiled(self, sizes: Sizes, call: Call) -> Program:

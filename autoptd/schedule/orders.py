@@ -1,7 +1,7 @@
 """Orders of forwards and backwards per pipeline rank: pure functions of integers.
 
 Terms: p pipeline ranks, v model chunks per rank, m microbatches. Stages are numbered 0 .. p*v-1 in model
-order; stage s is on pipeline rank s % p and is that rank's chunk s // p. All three schedules have one shape
+order; stage s is on pipeline rank s % p and is that rank's chunk s // p. All schedules here have one shape
 (Narayanan et al., SC'21, section 2.2): warm-up forwards, then forwards and backwards in turn, then the
 remaining backwards. They differ in the length of the warm-up and in the k-th (stage, microbatch).
 
@@ -72,7 +72,7 @@ def looped_bfs(p: int, v: int, m: int) -> Orders:
 
 
 def build_orders(name: str, p: int, v: int, m: int) -> Orders:
-    """Return the orders of the schedule called `name`, one of `options.SCHEDULES`: F, B and, for zero bubble,
+    """Return the orders of the schedule called `name`, one of `ir.schedules.SCHEDULES`: F, B and, for zero bubble,
     W.
     """
     check_schedule(name, v)

@@ -185,7 +185,10 @@ def test_an_overflow_is_skipped() -> None:
 def test_emitted_files_say_the_casts() -> None:
     program = autoptd.compile(gpt(2), precision="bf16-mixed", example_inputs=batch(4))
     text = program.sources["stage_0.py"]
-    assert "Of `w`, what is read in bfloat16 alone is in bfloat16, cast from the float32 storage" in text
+    assert (
+        "In `w`, every parameter that is read in bfloat16 only is in bfloat16, cast from the optimizer's float32 copy"
+        in text
+    )
     assert "ln_1 = ln_1.to(torch.bfloat16)" in text and ".weight.to(torch.bfloat16)" in text
     by_use = {spec.name: (spec.use.dtype, spec.has_master) for spec in program.params}
     assert by_use["transformer.h.0.attn.c_attn.weight"] == ("bfloat16", True)

@@ -214,7 +214,7 @@ def test_emitted_files_say_what_is_summed_how() -> None:
     assert said.startswith("reduce-scatter 1 bucket of") and "; all-reduce its range over dp:(1)2" in said
     assert "what it updates of them is gathered" in said
     assert "then over pipeline ranks 0, 1, which share it" in " ".join(tied.replace("#", " ").split())
-    assert "cast from the float32 storage" in program.sources["stage_0.py"]
+    assert "cast from the optimizer's float32 copy" in program.sources["stage_0.py"]
 
 
 @pytest.mark.parametrize("zero", [0, 1])

@@ -129,7 +129,9 @@ class Writer:
                 self._is_late = True
                 self.close()
                 fact = f"a save has not gone on for {limit:g} s: {self._missing}"
-                raise RuntimeFault(SITE, fact, "look at the other ranks' own output, or raise timeout=")
+                raise RuntimeFault(
+                    SITE, fact, "look at the other ranks' own output, or raise RankOptions(timeout=)"
+                )
 
     def close(self, patience: float = 0.0) -> None:
         """End the thread; a pending save has `patience` seconds to finish."""

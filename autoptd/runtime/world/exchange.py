@@ -96,7 +96,7 @@ class Shared:
             raise RuntimeFault(
                 fault_site(world.rank, world.at),
                 f"waited {self.timeout:g} s for {what}; not arrived: {others}",
-                "find out what the ranks that have not arrived are doing, or raise timeout=",
+                "find out what the ranks that have not arrived are doing, or raise RankOptions(timeout=)",
             )
 
 
@@ -312,12 +312,11 @@ class _Turn(Pending):
 
 def _reduced(tensors: Sequence[torch.Tensor], op: str = "sum") -> torch.Tensor:
     """Sum or maximum, in rank order, as a new contiguous tensor."""
+    if op == "sum":
+        return sum_in_order(tensors)
     total = tensors[0].clone(memory_format=torch.contiguous_format)
     for x in tensors[1:]:
-        if op == "sum":
-            total += x
-        else:
-            torch.maximum(total, x, out=total)
+        torch.maximum(total, x, out=total)
     return total
 
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from autoptd.errors import InternalError
 from autoptd.wings.planner.cluster import Cluster, Software, find_cluster
 from autoptd.wings.planner.layout import end_parameters, layer_parameters, vocab_rows
 from autoptd.wings.planner.memory import count_activations, fetched_bytes, state_bytes
@@ -37,6 +38,8 @@ from autoptd.wings.planner.terms import Terms, count_terms
 Number = Any
 # How many weight gradients each earlier rank computes instead of idling (Qi et al. 2023, table 2).
 HIDDEN = {"zb_h1": 2, "zb_2p": 3}
+# Schedules that `_bubble` and `_live` have formulas for.
+WRITTEN = ("gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_2p", "zbv")
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,10 @@ def estimate(
 
     Degrees must divide: this is not checked here (`setting.checked` does for one).
     """
+    if setting.schedule_name not in WRITTEN:
+        raise InternalError(
+            f"schedule={setting.schedule_name!r}", "the planner has no formula for its length"
+        )
     shape, cluster = find_shape(shape), find_cluster(cluster).with_software(software)
     terms = count_terms(shape, cluster, setting)
     parts = _seconds(shape, cluster, setting, terms)

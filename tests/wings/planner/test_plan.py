@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autoptd
-from autoptd.errors import PlanError
+from autoptd.errors import InternalError, PlanError
 from autoptd.ir.schedules import SCHEDULES
 from autoptd.options import NOT_YET, make_options
 from autoptd.wings.planner import default
 from autoptd.wings.planner.cluster import find_cluster
 from autoptd.wings.planner.default import DefaultModel
-from autoptd.wings.planner.estimate import estimate
+from autoptd.wings.planner.estimate import WRITTEN, estimate
 from autoptd.wings.planner.plan import plan
 from autoptd.wings.planner.predict import predict
 from autoptd.wings.planner.request import ANY_SCHEDULE, make_request
@@ -226,6 +226,13 @@ def test_gpipe_is_never_better_than_1f1b() -> None:
     ]
     assert (found[0].step_seconds == found[1].step_seconds).all()
     assert (found[0].memory_bytes >= found[1].memory_bytes).all()
+
+
+def test_every_schedule_has_formulas() -> None:
+    """A new one would otherwise get those of 1F1B."""
+    assert set(WRITTEN) == set(SCHEDULES)
+    with pytest.raises(InternalError, match="no formula"):
+        estimate(GPT_22B, "dgx-a100", Setting(t=1, p=2, d=1, batch=32, schedule="foo"))
 
 
 @pytest.mark.parametrize(
