@@ -40,7 +40,7 @@ W = TypeVar("W")
 
 @dataclass
 class Contents:
-    """The tensors to write, in the order `order`: parameters of the ranks, and others, by name in the file."""
+    """The tensors to write, in the order `order`: parameters and others, by their names in the folder."""
 
     params: dict[str, ParamSpec] = field(default_factory=dict)
     others: dict[str, torch.Tensor] = field(default_factory=dict)

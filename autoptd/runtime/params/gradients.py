@@ -1,14 +1,16 @@
-"""Gradients of one step: accumulated over microbatches, summed once over ranks, then added to `parameter.grad`.
+"""Accumulate the gradients of a step over microbatches, sum them once over ranks, and add them to
+`parameter.grad`.
 
-In: a rank's leaves, whose `.grad` autograd fills, or `add` where a GEMM brings its weight's gradient itself. Out:
-`parameter.grad`, of the loss of the global batch. A leaf's `.grad` has the dtype `Placement.sum_dtype`, in which all
-sums are computed.
+In: a rank's leaves, whose `.grad` autograd fills, or calls of `add` by GEMMs that compute weight gradients.
+Out: `parameter.grad`, the gradient of the loss of the global batch. A leaf's `.grad` has the dtype
+`Placement.sum_dtype`, in which all sums are computed.
 
-Sums run on *buckets*: flat buffers of 8 to 100 MB, grouped by `program/buckets.py`. A bucket has a list of sums, over
-dp, then tp, then owners: the backward of each conversion from its parameters' storage to their use. The sum over dp
-starts when the last gradient of a bucket is complete, which hooks on the leaves notice and REDUCE actions guarantee; all
-replicas hold the same buckets and start them in the same order. Sums over tp and owners wait for `finish`: within a
-backward they would come between its own calls over tp, at a different place on every tensor rank.
+Sums run on *buckets*: flat buffers of 8 to 100 MB, grouped by `program/buckets.py`. A bucket has a list of
+sums, over dp, then tp, then owners: the backward of each conversion from its parameters' storage to their
+use. The sum over dp starts when the last gradient of a bucket is complete, which hooks on the leaves detect
+and REDUCE actions guarantee; all replicas hold the same buckets and start them in the same order. Sums over
+tp and owners are deferred to `finish`: during backward they would interleave with its collectives over tp,
+differently on every tensor rank.
 
     gradients.begin(); ...; gradients.reduce(stage=2); ...; gradients.finish(); gradients.commit()
 """
@@ -51,7 +53,7 @@ def _reduce_scatter(group: Group, plan: BucketPlan) -> StartSum:
     return start
 
 
-# By the backward of a conversion: what starts it on a flat buffer of gradients.
+# By the backward of a conversion: the function that starts it on a flat buffer of gradients.
 START = {"all-reduce": _all_reduce, "reduce-scatter": _reduce_scatter}
 
 
@@ -75,22 +77,22 @@ class Bucket:
         self.is_tied = bool(plan.tied)
         self.places, self.numel = plan.places(world.mesh), plan.numel(world.mesh)
         self.is_shared = bool(plan.sharing_axes)
-        # Is shown the gradients of this rank before they are summed; by `check_ranks`.
+        # Called with this rank's gradients before they are summed; set by `check_ranks`.
         self.note: Callable[[str, torch.Tensor], None] | None = None
-        # Parameters that got a gradient on this rank in any step (a fact of the program), and on any owner, once known.
+        # Parameters that got a gradient on this rank in any step (fixed by the program), and on any owner.
         self.present: set[str] = set()
         self.present_anywhere: set[str] | None = None
         self.forget()
 
     def forget(self) -> None:
-        """Forget the step before, and free its gradients."""
+        """Reset the bucket, and free the gradients of the last step."""
         # Parameters whose gradient is not complete yet.
         self.incomplete = {spec.name for spec in self.specs}
         self.flat: torch.Tensor | None = None
         self.pending: Pending | None = None
 
     def begin(self) -> None:
-        """Give every leaf its place in a buffer of zeros: this step's gradients are added there."""
+        """Point the `.grad` of every leaf into a zeroed buffer that accumulates this step's gradients."""
         leaves = self.params.leaves
         first = leaves[self.specs[0].name]
         self.flat = torch.zeros(self.numel, dtype=first.grad_dtype or first.dtype, device=first.device)
@@ -99,7 +101,7 @@ class Bucket:
             leaf.grad = self.flat[start:end].view(leaf.shape)
 
     def start(self) -> None:
-        """Start the sum over the early axes, of the gradients that are complete; a missing one counts as zeros."""
+        """Start the sum of the complete gradients over the early axes; a missing one counts as zeros."""
         assert self.flat is not None
         for spec, start, end in self.places:
             leaf = self.params.leaves[spec.name]
@@ -119,15 +121,15 @@ class Bucket:
         self.pending = self._start_sums(self.late, self.pending)
 
     def _start_sums(self, sums: Sequence[StartSum], pending: Pending) -> Pending:
-        """Chain the sums: each waits for the one before it, and the last one is left running."""
+        """Chain the sums: each waits for the previous one, and the last one is still running on return."""
         for start in sums:
             pending = start(pending.wait(), self.site)
         return pending
 
     def result(self) -> dict[str, torch.Tensor]:
-        """Wait; return by name the sums of what this rank stores, without those that no rank has a gradient of.
+        """Wait, and return by name the sums of this rank's stored parameters, if any rank has a gradient.
 
-        Blocks for the sum over owners.
+        The sum over owners is blocking.
         """
         assert self.pending is not None
         summed = self.pending.wait()
@@ -143,7 +145,7 @@ class Bucket:
         return {name: x for name, x in named.items() if name in exists}
 
     def _present_on_owners(self) -> set[str]:
-        """Return the parameters whose gradient some owner has: the same in every step, so it is exchanged once."""
+        """Return the parameters with a gradient on any owner; exchanged once, since they never change."""
         if self.present_anywhere is None:
             everywhere = self.owners.gather_objects(self.present, f"{self.tied_site}: which exist")
             self.present_anywhere = set().union(*everywhere)
@@ -164,14 +166,14 @@ class Gradients:
         plans = plan_buckets(program.params, program.orders, program.ranks, world.mesh, place, busy)
         self.buckets = [Bucket(plan, params) for plan in plans if plan.sums]
         self._bucket_of = {spec.name: bucket for bucket in self.buckets for spec in bucket.specs}
-        # Parameters whose gradients no other rank has a part of: a leaf's own gradient is handed over.
+        # Parameters whose gradients are not summed over ranks: the leaf's gradient is used directly.
         self._alone = [spec.name for spec in trained if spec.name not in self._bucket_of]
-        # Counting gradients costs Python time per parameter and microbatch: only where the sum starts during backward.
+        # Counting costs Python time per parameter and microbatch: only if the sum starts in backward.
         self._counted: dict[str, Bucket] = {}
         for bucket in self.buckets:
             if bucket.early:
                 self._counted |= {spec.name: bucket for spec in bucket.specs}
-        # Of counted parameters: their stages here, and how often their gradient grows in one step.
+        # Of counted parameters: their stages here, and the number of additions to their gradient in a step.
         self._stages: dict[str, set[int]] = {}
         self._expected: dict[str, int] = {}
         for spec in trained:
@@ -181,12 +183,12 @@ class Gradients:
                 self._expected[spec.name] = sum(map(spec.adds_in, stages)) * program.num_microbatches
         self._name_of = {id(params.leaves[name]): name for name in self._bucket_of}
         self._results: dict[str, torch.Tensor] = {}
-        # Whether a step ended well: until then, an aborted exchange between owners may be known to some of them only.
+        # Whether a step has succeeded: before that, only some owners may have completed an exchange.
         self._is_agreed = False
-        # By parameter. Those that are not counted are needed in the first step only: they see which get a gradient at all.
+        # By parameter. Hooks of uncounted ones serve in the first step only, to find those with a gradient.
         self._hooks: dict[str, Any] = {}
         self.attach()
-        # Bytes in which the gradients of the last step added up, and those that are rounded for the user.
+        # Bytes of the gradient buffers of the last step, and of the copies rounded for the user.
         self.held_bytes = 0
         self.forget()
 
@@ -201,12 +203,12 @@ class Gradients:
                 self._hooks[name] = self.params.leaves[name].register_post_accumulate_grad_hook(hook)
 
     def detach(self, but: Container[str] = ()) -> None:
-        """Leave the leaves to a program for other sizes, or those alone that are not in `but`."""
+        """Release the leaves, except those in `but`, to a program for other sizes."""
         for name in [name for name in self._hooks if name not in but]:
             self._hooks.pop(name).remove()
 
     def begin(self) -> None:
-        """Forget what an earlier, perhaps failed, step left, and make room for the sums of a new one."""
+        """Discard the state of the last step, even a failed one, and allocate the sums of a new one."""
         if not self._hooks:
             self.attach()
         self.forget()
@@ -229,19 +231,19 @@ class Gradients:
 
     @torch.no_grad()
     def add(self, gemm: WeightTerm) -> None:
-        """Run a GEMM, and add its result to the gradient of its weight, which is a leaf."""
+        """Run a GEMM, and add its result to the gradient of its weight, a leaf."""
         leaf = gemm.weight
         leaf.grad = gemm.add_to(leaf.grad, leaf.grad_dtype or leaf.dtype)
         if (name := self._name_of.get(id(leaf))) is not None:
             self.grew(name)
 
     def grew(self, name: str) -> None:
-        """Note that something was added to the gradient of leaf `name`; InternalError where it comes too late or too often."""
+        """Count an addition to the gradient of leaf `name`; InternalError if it is late or superfluous."""
         bucket = self._bucket_of[name]
         bucket.present.add(name)
         if name not in self._counted:
             return
-        # In every backward of every parameter: this is one call.
+        # A hot path: called in every backward of every parameter.
         if bucket.pending is not None:
             raise InternalError(f"gradient of {name}", "grew after its reduction had started")
         self._counts[name] = count = self._counts[name] + 1
@@ -253,7 +255,7 @@ class Gradients:
         self._complete(name)
 
     def reduce(self, stage: int) -> None:
-        """Complete the gradients of parameters that no later stage of this rank uses: the backwards of `stage` are over.
+        """Complete the gradients of parameters whose last stage on this rank is `stage`, after its backwards.
 
         Without it, a parameter that got no gradient in some microbatch would never be complete.
         """
@@ -264,14 +266,14 @@ class Gradients:
                     self._complete(name)
 
     def finish(self) -> None:
-        """Start what has not started, then wait for everything; `commit` or `drop` follows."""
+        """Start the remaining sums, then wait for all; call `commit` or `drop` afterwards."""
         for bucket in self.buckets:
-            # All backwards are over: a gradient that is missing now stays missing, and counts as zeros.
+            # All backwards are over: a missing gradient counts as zeros.
             bucket.incomplete.clear()
         self._start_complete()
         for bucket in self.buckets:
             bucket.start_late()
-        # Sums over owners block: all ranks make them in the order of the program, so that no two wait for each other.
+        # Sums over owners block: all ranks make them in the order of the program, to avoid deadlocks.
         for bucket in sorted(self.buckets, key=lambda bucket: bucket.number):
             self._results |= bucket.result()
 
@@ -288,7 +290,7 @@ class Gradients:
                 torch._foreach_mul_(same, 1 / loss_scale)
         plain = self.params.plain
         for name, grad in self._results.items():
-            # The usual case, at once: a step makes it for every parameter.
+            # A shortcut for the usual case, which occurs for every parameter in a step.
             if (bearer := plain.get(name)) is not None and bearer.grad is None:
                 bearer.grad = guard_gradient(grad)
             else:
@@ -327,7 +329,7 @@ class Gradients:
 
 
 def _growth_hook(gradients: weakref.ref[Gradients], name: str) -> Callable[[torch.Tensor], None]:
-    # Weak: the garbage collector does not see cycles through a tensor's hooks.
+    # Weak, because the garbage collector does not see cycles through a tensor's hooks.
     def hook(_: torch.Tensor) -> None:
         if (alive := gradients()) is not None:
             alive.grew(name)

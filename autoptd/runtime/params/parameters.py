@@ -1,12 +1,12 @@
-"""A rank's parameters, and the conversion between shards and the full tensors of the user's model.
+"""Hold a rank's parameters, and convert between shards and the full tensors of the user's model.
 
 In: a program's `ParamSpec`s and full tensors by name. Out: on each rank one `nn.Parameter`, the local shard, for every
 parameter that a stage of its pipeline rank uses; these stages share it. An *owner* of a parameter is a pipeline rank
 with such a stage.
 
     params = RankParameters(program, world, dict(model.named_parameters()))
-    params.local["lm_head.weight"]           # what the user sees: ndim kept, the rows of this tensor rank
-    params.stored["lm_head.weight"]          # what the optimizer steps: the same, or what this rank stores of it
+    params.local["lm_head.weight"]           # the user's view: same ndim, the rows of this tensor rank
+    params.stored["lm_head.weight"]          # stepped by the optimizer: the same, or this rank's stored piece
 
 Stages compute with *leaves*: detached tensors that share the parameter's storage, so that a step's gradients accumulate
 in `leaf.grad` and reach `parameter.grad` only when they are complete and the loss is not NaN.
@@ -46,7 +46,7 @@ def owners(program: Program, spec: ParamSpec) -> tuple[int, ...]:
 class MainGrad:
     """A gradient in `Placement.sum_dtype`, and its copy in the parameter's dtype, which is `parameter.grad`.
 
-    `version` is the copy's: if it was changed since, by the user, the copy is the gradient.
+    `version` is that of the copy: if the user has changed it since, the copy is the gradient.
     """
 
     main: torch.Tensor
@@ -55,10 +55,10 @@ class MainGrad:
 
 
 class RankParameters:
-    """The parameters of one rank. Creating it is a collective: rank 0's values are broadcast, as by DDP.
+    """The parameters of one rank. Creating it is a collective: rank 0's values are broadcast, as in DDP.
 
-    From a `Source` every rank reads its own part instead, so that no rank holds a whole tensor. `specs` are those of the
-    whole program, `local` and `leaves` hold this rank's by the parameter's (first) name.
+    From a `Source` every rank reads its part instead, so that no rank holds a whole tensor. `specs` covers
+    the whole program; `local` and `leaves` hold this rank's tensors by the first name of the parameter.
     """
 
     @unguarded()
@@ -73,10 +73,10 @@ class RankParameters:
         for spec in self.specs:
             has_main = spec.storage.grad_dtype and not spec.has_master
             self._grad_dtypes[spec.name] = dtype_of(spec.storage.grad_dtype) if has_main else None
-        # Those that replicas share, in the order in which forward uses them.
+        # Buckets that replicas share, in the order in which forward uses them.
         self.shared: list[SharedBucket] = []
         self._shared_of: dict[str, SharedBucket] = {}
-        # What an optimizer steps: the parameter itself, or the piece of it that this rank stores, if any.
+        # Tensors that an optimizer steps: the parameter itself, or the piece of it that this rank stores.
         self.stored: dict[str, GuardedParameter] = {}
         for spec in self.specs:
             check_use(spec)
@@ -84,31 +84,31 @@ class RankParameters:
         for plan in reversed(self._plans()):
             if plan.parts(world.mesh) > 1:
                 self._share(plan, parts)
-        # What stages use of the others that are stored apart.
+        # Tensors that stages use of other parameters with separate storage.
         self._copies: dict[str, torch.Tensor] = {}
         for spec in self.specs:
             if spec.name in parts:
                 self._add(spec, parts.pop(spec.name))
-        # Their gradients as their storage has them: what else is found there was set by the user.
+        # The gradients assigned to their storage: any other gradient there was set by the user.
         self._handed: dict[str, torch.Tensor | None] = {}
-        # What has the `.grad` that the user sees and may change: the parameter, or a piece of shared storage.
+        # Tensors whose `.grad` the user sees and may change: the parameter, or a piece of shared storage.
         self._bearers: dict[str, GuardedParameter] = {}
         for name in self.local:
             bearer = self.stored.get(name) if name in self._shared_of else self.local[name]
             if bearer is not None:
                 self._bearers[name] = bearer
-        # Those whose `.grad` is the gradient itself: they have no `.main_grad`.
+        # Parameters without `.main_grad`, whose `.grad` is the gradient itself.
         self.plain = {name: x for name, x in self._bearers.items() if self._grad_dtypes[name] is None}
-        # Where the user wrote to what stages use, storage follows.
+        # Edits of the tensors that stages use, to be copied to storage.
         self._with_masters = [spec for spec in self.specs if spec.has_master and spec.name in self.local]
         self._versions = {spec.name: self.local[spec.name]._version for spec in self._with_masters}
-        # Where the user wrote to storage, what stages use follows.
+        # Edits of storage, to be published to the tensors that stages use.
         self.edits = Edits({name: self.stored[name] for name in self.stored if self._is_stored_apart(name)})
-        # Whether a step has brought gradients since the last update, or since they were forgotten.
+        # Whether a step has added gradients since the last update or `zero_grad`.
         self.is_update_due = False
-        # Whether an optimizer, which shows storage to the user, was made of it.
+        # Whether an optimizer was created, which exposes storage to the user.
         self.is_lent = False
-        # What `check_storage` compares with, which runs in every step: what stages use, and what optimizers step of it.
+        # The expected storage for `check_storage`, which runs in every step: of used and of stepped tensors.
         self._initial = [
             (name, parameter, parameter.data_ptr(), parameter.requires_grad)
             for name, parameter in [*self.local.items(), *self.edits.stored.items()]
@@ -123,7 +123,7 @@ class RankParameters:
                     yield spec, read_shard(spec, reader, self.world).contiguous()
             return
         for spec in self.specs:
-            # A collective: every rank takes part, also those that do not own the parameter.
+            # A collective: every rank takes part, including those that do not own the parameter.
             whole = from_rank_0(self.world, spec.name, full[spec.name], dtype_of(spec.storage.dtype))
             if self.is_owner(spec):
                 own = shard_of(spec, whole, self.world)
@@ -167,7 +167,7 @@ class RankParameters:
 
     @property
     def is_apart(self) -> bool:
-        """Whether anything is stored apart from what stages use, so that an update has to be published."""
+        """Tell whether any parameter has separate storage, so that updates have to be published."""
         return bool(self.shared or self._copies)
 
     @torch.no_grad()
@@ -184,7 +184,7 @@ class RankParameters:
         self.edits.note()
 
     def publish_edits(self) -> None:
-        """Publish what the user wrote to storage since the last update; a collective like `publish`."""
+        """Publish the user's edits of storage since the last update; a collective like `publish`."""
         self.wait()
         self.absorb_edits()
         self.publish()
@@ -195,12 +195,12 @@ class RankParameters:
     @unguarded()
     @torch.no_grad()
     def absorb_edits(self) -> None:
-        """Write what the user wrote to parameters into their storage; entries that were left alone keep all their bits.
+        """Copy the user's edits of parameters to their storage; unedited entries keep all their bits.
 
-        The same on all ranks that hold copies, as the edits must be.
+        All ranks that hold copies must have made the same edits.
         """
         edited = [spec for spec in self._with_masters if self._is_touched(spec.name)]
-        # Of these, storage is the newer one.
+        # The storage of these is newer than the used tensors.
         written = frozenset(self.edits.found() if edited else ())
         for spec in edited:
             local = self.local[spec.name]
@@ -218,7 +218,7 @@ class RankParameters:
                 self.edits.note([spec.name])
 
     def _is_touched(self, name: str) -> bool:
-        """Tell whether the user may have written to what stages use of a parameter with a master."""
+        """Tell whether the user may have edited the used tensor of a parameter with a master."""
         local = self.local[name]
         # A holder of its `.data` may write to it at any time, so such a parameter is always compared.
         return local._version != self._versions[name] or local.was_exposed
@@ -251,7 +251,7 @@ class RankParameters:
         return self._shared_of[name].split(range_)
 
     def piece_of(self, name: str, local: torch.Tensor) -> torch.Tensor | None:
-        """Return what this rank stores of a tensor laid out as its part of a parameter; None if that is nothing."""
+        """Return the stored piece of a tensor laid out like this rank's part of a parameter, or None."""
         bucket = self._shared_of.get(name)
         if bucket is None:
             return local
@@ -316,12 +316,12 @@ class RankParameters:
 
     @cached_property
     def counted(self) -> frozenset[str]:
-        """Those that this rank counts where each entry of the model is counted once: as the first that stores a part."""
+        """Return the parameters counted on this rank, so that over all ranks each entry is counted once."""
         own = [spec for spec in self.specs if self.is_first_owner(spec)]
         return frozenset(spec.name for spec in own if is_first_holder(spec, self.world))
 
     def zero_gradients(self, names: Iterable[str], set_to_none: bool) -> None:
-        """Forget the gradients that the user sees of parameters whose storage stands apart."""
+        """Clear the gradients visible to the user of parameters with separate storage."""
         for name in names:
             local = self.local.get(name)
             if name not in self._copies or local is None:
@@ -336,7 +336,7 @@ class RankParameters:
 
     @property
     def has_unused_gradients(self) -> bool:
-        """Whether gradients are there that no update has used."""
+        """Tell whether there are gradients that no update has used."""
         with unguarded():
             return self.is_update_due and any(x.grad is not None for x in self._bearers.values())
 
@@ -362,7 +362,7 @@ class RankParameters:
 
     @unguarded()
     def check_storage(self) -> None:
-        """Raise PlanError where the storage or `requires_grad` of a parameter was replaced: stages use the old ones."""
+        """Raise PlanError if a parameter's storage or `requires_grad` was replaced: stages use the old."""
         for name, parameter, address, requires_grad in self._initial:
             if parameter.data_ptr() != address:
                 raise PlanError(

@@ -34,37 +34,35 @@ Combine = Callable[[list[Any]], list[Any]]
 
 
 class Aborted(Exception):
-    """Another rank failed: this rank only stops."""
+    """Raised to stop a rank after another one failed."""
 
 
 class Shared:
-    """What all rank threads share: their worlds, the first fault, and who waits."""
+    """State shared by all rank threads: their worlds, the first fault, and the waiting ranks."""
 
     def __init__(self, mesh: Mesh, timeout: float) -> None:
         self.mesh, self.timeout = mesh, timeout
         # The first fault: (rank, action, exception).
         self.fault: tuple[int, str, BaseException] | None = None
         self.worlds: list[ThreadRank] = []
-        # What every rank has issued since the last check, in order.
+        # The calls of every rank since the last check, in order.
         self.issued: list[list[_Posts]] = [[] for _ in range(mesh.size)]
         self._lock = threading.Lock()
         # An event for each waiting rank.
         self._waiting: list[threading.Event] = []
 
     def fail(self, rank: int, at: str, exc: BaseException) -> None:
-        """Record the first fault and release everybody who waits."""
+        """Record the first fault and release all waiting ranks."""
         if isinstance(exc, Aborted):
             return
         with self._lock:
-            # Later ones are most often consequences of the first.
+            # Later ones are usually consequences of the first.
             self.fault = self.fault or (rank, at, exc)
             for event in self._waiting:
                 event.set()
 
     def check_one_order(self) -> None:
-        """Raise InternalError if the collectives since the last check would deadlock, were each to
-        wait for the one before it.
-        """
+        """Raise InternalError if the collectives since the last check would deadlock when run in order."""
         waiting = find_deadlock(self.issued)
         self.forget_order()
         if waiting:
@@ -80,7 +78,8 @@ class Shared:
     ) -> None:
         """Block until `event`.
 
-        Aborted after a fault elsewhere; after the timeout a RuntimeFault names the missing.
+        Raise Aborted after a fault elsewhere, and after the timeout a RuntimeFault that names the missing
+        ranks.
         """
         with self._lock:
             if self.fault:
@@ -116,11 +115,11 @@ class ThreadRank(World):
             raise Aborted
 
     def mark(self) -> None:
-        # A rank that has much to compute would end long after the others.
+        # Without this a rank with much left to compute would stop long after the others.
         self.raise_first_fault()
 
     def describe(self) -> str:
-        """Say what the rank was last doing, for messages."""
+        """Describe the last activity of the rank, for messages."""
         site = fault_site(self.rank, self.at)
         return f"{site} (last call: {self.last_call})" if self.last_call else site
 
@@ -131,7 +130,7 @@ class _Posts:
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
         self.calls: list[Call | None] = [None] * len(ranks)
-        # What each rank was executing.
+        # The action that each rank was executing.
         self.at: list[str] = [""] * len(ranks)
 
     def text(self, rank: int) -> str:
@@ -140,7 +139,7 @@ class _Posts:
 
 
 class _Round:
-    """One collective call under way: posts arrive until all are there, then the results are."""
+    """A pending collective call: the results are available once all posts have arrived."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.posts = _Posts(ranks)
@@ -163,17 +162,14 @@ class Meeting:
         self.counts = [0] * len(self.ranks)
 
     def post(self, world: ThreadRank, index: int, call: Call, payload: Any, combine: Combine) -> _Round:
-        """Enter this rank's next round; the last to arrive computes all results.
-
-        Does not block for others.
-        """
+        """Enter this rank's next round without blocking; the last rank to arrive computes all results."""
         with self.lock:
             number = self.counts[index]
             # A rank's n-th call of a group is the group's n-th round: ranks may be several rounds apart.
             self.counts[index] += 1
             turn = self.rounds.get(number) or self.rounds.setdefault(number, _Round(self.ranks))
             turn.calls[index], turn.payloads[index], turn.posts.at[index] = call, payload, world.at
-            # The posts, not the round: the order is checked after the step, and must not keep its tensors.
+            # The posts, not the round: the order is checked after the step, when its tensors must be free.
             self.shared.issued[world.rank].append(turn.posts)
             self._check(world, turn, index)
             is_last = None not in turn.calls
@@ -181,7 +177,7 @@ class Meeting:
                 del self.rounds[number]
         if is_last:
             with torch.no_grad():
-                # Outside of the lock: other ranks may post their next calls meanwhile.
+                # Outside the lock, so that other ranks can post their next calls.
                 turn.results = combine(turn.payloads)
             turn.payloads = []
             turn.complete.set()
@@ -254,7 +250,7 @@ class ThreadGroup(Group):
     def _gather(self, kind: str, x: torch.Tensor, dim: int, site: str) -> Pending:
         def combine(posts: list[Any]) -> list[Any]:
             parts = [post[0] for post in posts]
-            # A copy for every rank: none may see what another one writes.
+            # A copy for every rank: results must not share memory.
             return [torch.cat(parts, dim) for _ in posts]
 
         return self._start(f"{kind} dim {dim}", site, [x], combine)
@@ -301,7 +297,7 @@ class _Turn(Pending):
 
     def wait(self) -> Any:
         world, meeting, turn = self._group._world, self._group._meeting, self._turn
-        # Without a lock where the round is over already.
+        # No lock is needed if the round is complete.
         if world.shared.fault or not turn.complete.is_set():
             world.shared.wait(turn.complete, world, self._what, lambda: meeting.missing(turn))
         return turn.results[self._group.index]
@@ -311,7 +307,7 @@ class _Turn(Pending):
 
 
 def _reduced(tensors: Sequence[torch.Tensor], op: str = "sum") -> torch.Tensor:
-    """Sum or maximum, in rank order, as a new contiguous tensor."""
+    """Return the sum or maximum, in rank order, as a new contiguous tensor."""
     if op == "sum":
         return sum_in_order(tensors)
     total = tensors[0].clone(memory_format=torch.contiguous_format)

@@ -1,7 +1,7 @@
-"""How ranks in several processes tell each other why they stopped, through a key-value store.
+"""Share the first fault between ranks in several processes through a key-value store.
 
-Every rank's *beat* thread writes once a second what the rank is executing and the last call that it made. A
-rank whose call fails asks for the first fault: a peer's own exception if there is one, else the peer that
+Every rank's *beat* thread writes once a second the action that the rank is executing and its last call. A
+rank whose call fails determines the first fault: a peer's own exception if there is one, else the peer that
 made another call in its place, else the ranks that reported their exit, else those whose beat stopped (gone),
 else those that wait in no call (hung). The first answer is kept in the store, so that all ranks report the
 same.
@@ -44,25 +44,25 @@ from autoptd.runtime.world.world import World, fault_site
 
 # Seconds between two beats of a rank.
 BEAT = 1.0
-# Seconds within which a living rank has beaten twice.
+# Seconds within which a live rank beats twice.
 GRACE = 2.6
-# Seconds that the store has to answer.
+# Seconds to wait for an answer of the store.
 PATIENCE = 5.0
-# Beats in one and the same call before it is asked whether the other ranks' scripts call the same, and between two questions.
+# Beats in the same call before the calls of the other ranks' scripts are compared, and between comparisons.
 ASKS_AFTER, ASKS_EVERY = 2, 10
 ON_ALL_RANKS = (
     "every rank makes every call of pm and of its optimizer: make it on all ranks, and write or print on one"
 )
-# The keys of the fault that every rank shows, and of how many ranks have come.
+# The keys of the fault that every rank raises, and of the number of ranks that arrived.
 FIRST, ARRIVED = "first fault", "arrived"
 Answer = TypeVar("Answer")
 
 
 class FaultBoard:
-    """One rank's access to the store in which faults and beats are written.
+    """One rank's access to the store of faults and beats.
 
-    `notes_calls`: on pages as well (`pages.py`). `end_waits` ends, from another thread, the call in which the main thread
-    waits, where a call can be ended.
+    `notes_calls`: note calls on pages as well (`pages.py`). `end_waits` aborts, from another thread, the call
+    in which the main thread waits, if the backend can.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class FaultBoard:
         self.recorder = Recorder(world.rank, run)
         # The last calls of this rank's script.
         self._script: ScriptCalls = ()
-        # Why this rank comes to no more calls, if it is about to end without a fault; whether Ctrl-C has ended one.
+        # Why this rank makes no more calls, if it exits without a fault; whether Ctrl-C has ended one.
         self._left, self._has_left = "", False
         # The last call that this rank made.
         self._last: Call | None = None
@@ -91,15 +91,15 @@ class FaultBoard:
         # The first fault as last read: the store may die with the rank that hosts it.
         self._first: dict[str, Any] | None = None
         self._reported = False
-        # The store is gone, or silent.
+        # The store is gone, or does not answer.
         self._is_lost = False
-        # The main thread has raised something.
+        # The main thread has raised an exception.
         self.is_out = False
         # The groups of the world were aborted: no call can work.
         self.is_ended = False
-        # Where the device is, if it has been there for a while.
+        # The action that the device is executing, if it has been there for a while.
         self.behind: tuple[str, Call] | None = None
-        # When the call was made that was under way at the last beat, and for how many beats it has been.
+        # The start of the call that was pending at the last beat, and for how many beats it has been pending.
         self._seen_entered, self._beats_waited = 0.0, 0
         self._requests: SimpleQueue[tuple[Callable[[dist.Store], Any], SimpleQueue[Any]] | None] = (
             SimpleQueue()
@@ -111,7 +111,7 @@ class FaultBoard:
         own = store.clone()  # type: ignore[attr-defined]  # a connection that no blocking call of this rank holds
         self._thread = Thread(target=self._serve, args=(own,), name="beat", daemon=True)
         self._thread.start()
-        # A thread that is inside the store's C++ code when the interpreter ends aborts the process.
+        # A thread inside the store's C++ code at interpreter exit would abort the process.
         atexit.register(self._end)
 
     def close(self) -> None:
@@ -142,8 +142,8 @@ class FaultBoard:
     def enter(self, call: Call) -> None:
         """Note that this rank makes `call` now.
 
-        On a world that has ended, raise the first fault. Where another rank of this machine is seen to make another call in
-        its place, RuntimeFault: made nevertheless, gloo would end the process that gets more bytes than it expects.
+        Raise the first fault if the world has ended. Raise RuntimeFault if another rank of this machine makes
+        a different call in its place: gloo would end the process that receives more bytes than it expects.
         """
         if self.is_ended or self._has_left:
             self.raise_first()
@@ -154,7 +154,7 @@ class FaultBoard:
                 self._check_others(call, self._pages)
 
     def _check_others(self, call: Call, pages: Pages) -> None:
-        """Raise RuntimeFault where another rank of the group is in this call of it, and has made it differently."""
+        """Raise RuntimeFault if another rank of the group is in the same call with different properties."""
         others = [rank for rank in call.ranks if rank != self._world.rank]
         rank = pages.first_other(others, call.place, call.form)
         if rank is not None:
@@ -168,25 +168,22 @@ class FaultBoard:
         self._is_waiting = False
 
     def waiting(self) -> tuple[Call, float] | None:
-        """Return the call in which this rank is, and for how many seconds.
-
-        None outside of one. Any thread may ask.
-        """
+        """Return the pending call of this rank and its age in seconds, or None; callable from any thread."""
         call, entered = self._last, self._entered
         return (call, time.monotonic() - entered) if self._is_waiting and call is not None else None
 
     @property
     def last_call(self) -> Call | None:
-        """The last call that this rank made."""
+        """Return the last call that this rank made."""
         return self._last
 
     @property
     def is_known(self) -> bool:
-        """Whether there is a first fault."""
+        """Tell whether there is a first fault."""
         return self._first is not None
 
     def first_fault(self) -> RuntimeFault:
-        """Return the first fault, which is known, as this rank shows it."""
+        """Return the known first fault, in the words of this rank."""
         if self._first is None:
             raise InternalError(
                 fault_site(self._world.rank, self._world.at), "asks for a first fault, and none is known"
@@ -194,18 +191,18 @@ class FaultBoard:
         return self._as_fault(self._first, self._last)
 
     def raise_first(self) -> None:
-        """Raise the first fault if one is known; not again in a world that went on after it."""
+        """Raise the first fault if one is known; not again in a world that continued after it."""
         if self._first is not None and (self.is_ended or self._has_left or not self.is_out):
             self._reported = self.is_out = True
             raise self.first_fault()
 
     def report(self, exc: BaseException) -> None:
-        """Publish that this rank itself failed; faults that came from elsewhere are known already."""
+        """Publish that this rank itself failed; faults of other ranks are already published."""
         self.is_out = True
         if self._reported:
             return
         self._reported = True
-        # Ctrl-C and the like: the calls of this rank no longer meet those of others, wherever it was.
+        # After Ctrl-C and similar exceptions the calls of this rank no longer match those of others.
         self._has_left = not isinstance(exc, Exception)
         error = in_short(exc, whole=True)
         self._publish(self._departure(error) if self._has_left else {**self._here(), "error": error})
@@ -219,10 +216,7 @@ class FaultBoard:
         return self.diagnose(call, exc)
 
     def diagnose(self, call: Call, exc: BaseException, at: str | None = None) -> RuntimeFault:
-        """Find the fault of a call that failed while this rank, or its device, executed `at`.
-
-        Any thread may ask.
-        """
+        """Find the fault of a call that failed while this rank, or its device, executed `at`; thread-safe."""
         at = at or self._world.at
         self._reported = True
         before = self._ask(self._beats)
@@ -243,24 +237,21 @@ class FaultBoard:
         return self._as_fault(first, call)
 
     def absent(self) -> list[int]:
-        """Return the ranks that have no board yet; none where the store gives no answer."""
+        """Return the ranks that have no board yet; none if the store does not answer."""
         everyone = range(self._world.mesh.size)
         return (
             self._ask(lambda store: [rank for rank in everyone if not store.check([_beat_key(rank)])]) or []
         )
 
     def arrived(self) -> int | None:
-        """Return how many ranks have a board; None where the store gives no answer. Raises the first fault."""
+        """Return the number of ranks with a board, None if the store is silent; raise the first fault."""
         count = self._ask(_arrived)
         self._ask(self._read_first)
         self.raise_first()
         return count
 
     def _ask(self, request: Callable[[dist.Store], Answer]) -> Answer | None:
-        """Let the beat thread make a request.
-
-        None when the store is gone, or was silent for PATIENCE seconds.
-        """
+        """Let the beat thread make a request; return None if there is no answer within PATIENCE seconds."""
         answer: SimpleQueue[Answer | None] = SimpleQueue()
         if not self._is_lost:
             self._requests.put((request, answer))
@@ -271,7 +262,7 @@ class FaultBoard:
         return None
 
     def _serve(self, store: dist.Store) -> None:
-        """The life of the beat thread: beat, and make requests in between."""
+        """Run the beat thread: beat, and make requests in between."""
         count, next_beat = 0, time.monotonic() + BEAT
         while True:
             try:
@@ -288,7 +279,7 @@ class FaultBoard:
             answer.put(self._try(request, store))
 
     def _look_at_wait(self, store: dist.Store) -> None:
-        """End the wait of the main thread where it waits for what cannot come."""
+        """Abort the call of the main thread if it can never complete."""
         entered = self._entered
         if self.is_out or (not self._is_waiting and self.behind is None):
             self._beats_waited = 0
@@ -314,17 +305,17 @@ class FaultBoard:
 
     def _try(self, request: Callable[..., Answer], *args: Any) -> Answer | None:
         if self._is_lost:
-            # The store is lost: each further attempt would make torch print a page of frames.
+            # The store is lost: torch would print a stack trace for each further attempt.
             return None
         try:
             return request(*args)
         except Exception:
-            # The store is gone, and with it everybody who could read.
+            # The store is gone: no rank could read the fault.
             self._is_lost = True
             return None
 
     def _publish(self, fault: dict[str, Any]) -> None:
-        """Write the fault unless another came first."""
+        """Write the fault unless there already is one."""
 
         if self._ask(partial(self._write_first, fault=fault)):
             self._linger()
@@ -338,7 +329,7 @@ class FaultBoard:
         return self._read_first(store)
 
     def _as_fault(self, first: dict[str, Any], call: Call | None) -> RuntimeFault:
-        """Return the first fault as this rank shows it."""
+        """Convert the first fault to the RuntimeFault that this rank raises."""
         fact, world = first["error"] + (f" ({first['cause']})" if first.get("cause") else ""), self._world
         if first["rank"] != world.rank:
             fact += f" [seen by {fault_site(world.rank, world.at)}{f' in {call}' if call else ''}]"
@@ -347,9 +338,9 @@ class FaultBoard:
         return RuntimeFault(fault_site(first["rank"], first["at"]), fact, remedy)
 
     def _linger(self) -> None:
-        """Let rank 0, which may host the store, end only when every beat thread has read the first fault.
+        """Keep rank 0, which may host the store, alive until every beat thread has read the first fault.
 
-        Its own fault is shown before: a launcher may end this process as soon as another has shown it and ended.
+        Print its fault before: a launcher may end this process as soon as another one has exited.
         """
         if self._world.rank == 0 and self._world.mesh.size > 1:
             stay_for(2 * BEAT, self._store)
@@ -358,7 +349,7 @@ class FaultBoard:
         """Return whether a first fault is known."""
         if self._first is None and store.check([FIRST]) and (text := store.get(FIRST)):
             self._first = json.loads(text)
-            # Every rank's, in its own thread: also of the one that failed.
+            # Run by every rank, in its own thread, including the one that failed.
             self.recorder.dump()
         return self._first is not None
 
@@ -382,7 +373,7 @@ class FaultBoard:
 
 
 def _name_of_run(store: dist.Store) -> str:
-    """A name that no other run has: the first rank's."""
+    """Return the unique name of the run, chosen by the first rank."""
     return bytes(store.compare_set("name", "", uuid.uuid4().hex)).decode()
 
 

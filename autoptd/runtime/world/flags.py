@@ -25,9 +25,9 @@ MOST_RANKS = 1 << 17
 
 
 class Flags(NamedTuple):
-    """What one rank says, or what some rank says: `stop` was asked for, a save has `failed`, one is under way (`busy`).
+    """Flags of one rank, or of any rank: `stop` was requested, a save `failed`, or is pending (`busy`).
 
-    A save is `due` where the time decides: only rank 0 says so, and float64 has no room for a count of it.
+    A save is `due` if the time decides: only rank 0 sets it, and float64 has no room for a count of it.
     """
 
     stop: bool = False
@@ -37,9 +37,9 @@ class Flags(NamedTuple):
 
 
 class Signals:
-    """Takes signals of this process from `open` to `close`, and keeps the first one.
+    """Handle signals of this process from `open` to `close`, and keep the first one.
 
-    Only in the main thread, as Python has it: elsewhere none is taken (`is_open` says so).
+    Python allows this in the main thread only; elsewhere none are handled and `is_open` is False.
     """
 
     def __init__(self, numbers: Sequence[int]) -> None:
@@ -85,7 +85,7 @@ class FlagWatch:
         return torch.full((), code, dtype=torch.float64, device=self._device)
 
     def look(self, total: torch.Tensor) -> None:
-        """Take note of the sum over all ranks."""
+        """Read the flags from the sum over all ranks."""
         value: HostValue | None = HostValue(total)
         if self.is_late:
             value, self._pending = self._pending, value

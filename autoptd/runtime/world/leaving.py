@@ -3,8 +3,8 @@
 In: the exception that ends the interpreter. Out: a message in the store of the launch, which ranks that wait
 for this one poll.
 
-    tell_at_exit()                          # once for all, by `parallelize`: from here on other ranks wait for this one
-    stop_telling()                          # there is a `FaultBoard` now, which does so itself
+    tell_at_exit()                          # once, by `parallelize`: from here on others wait for this rank
+    stop_telling()                          # a `FaultBoard` has taken over
     with told_once(str(error)) as is_own:   # one process of the node prints it
         ...
     first_that_left(store)                  # (3, "KeyboardInterrupt"); None if no rank has left
@@ -31,16 +31,18 @@ from autoptd.compat import default_store
 from autoptd.runtime.world.rendezvous import is_served, store_from_env
 
 LEFT = "autoptd: left before it arrived"
-# Seconds that the store has to answer a process that ends.
+# Seconds that an exiting process waits for the store.
 PATIENCE = 2.0
 # Seconds in which the first process of a node prints its error.
 TELLING = 5.0
-# Where files are that no user has written.
+# Folders of files that are not the user's.
 LIBRARIES = tuple(str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parents[2]))
 
 
 def cause_of_end() -> str:
-    """Return the uncaught exception that ends this process, in short; "" where its script has ended, or by `sys.exit`."""
+    """Return a summary of the uncaught exception that ends this process; "" after a normal exit or
+    `sys.exit`.
+    """
     # Set by Python before it prints an uncaught exception; `last_exc` from 3.12 on.
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is None:
@@ -49,14 +51,14 @@ def cause_of_end() -> str:
 
 
 def in_short(error: BaseException, *, whole: bool = False) -> str:
-    """Return class, first line (or the `whole` text) and place of an exception: its rank may be ended before it shows it."""
+    """Return class, first line (or `whole` text) and place of an exception, in case its rank is killed."""
     text = str(error).strip() if whole else str(error).strip().partition("\n")[0]
     name, place = type(error).__name__, _place(error)
     return name + (f": {text}" if text else "") + (f" ({place})" if place else "")
 
 
 def _place(error: BaseException) -> str:
-    """Return the innermost line of the user's, or of an emitted file, that raised an exception: "train.py:35"."""
+    """Return the innermost user or emitted line that raised an exception: "train.py:35"."""
     place, trace = "", error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
@@ -67,8 +69,8 @@ def _place(error: BaseException) -> str:
 
 
 def stay_for(seconds: float, store: dist.Store) -> None:
-    """Let this process, which may host `store`, live for so long from now on; it waits only as it ends."""
-    # Processes that multiprocessing starts pass atexit over.
+    """Keep this process, which may host `store`, alive for `seconds` from now; it waits only at its exit."""
+    # Processes that multiprocessing starts skip atexit.
     Finalize(None, _stay_until, (time.monotonic() + seconds, store), exitpriority=0)
 
 

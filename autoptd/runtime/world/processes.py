@@ -1,29 +1,29 @@
-"""Ranks as processes on torch.distributed: NCCL on CUDA, gloo on CPU.
+"""Run ranks as processes on torch.distributed: NCCL on CUDA, gloo on CPU.
 
-In: the mesh, the `Communicators` of a program, and a default process group, or the environment that torchrun sets.
-Out: this process's `World`. All ranks call for all groups in one order, those included that they are not in,
-as torch's default group may be one whose communicator is split (`device_id=`); the names of groups do not
-depend on what else a process has made.
+In: the mesh, the `Communicators` of a program, and a default process group, or the environment that torchrun
+sets. Out: this process's `World`. All ranks create all groups in one order, including groups they are not in,
+since torch may split them from the communicator of the default group (`device_id=`); the names of groups do
+not depend on other groups of a process.
 
     world = DistributedWorld(Mesh(t=2, p=2), communicators, timeout=300.0)
     world.group(("tp",)).all_reduce(x, "h.0.mlp")
 
 | group | for |
 |---|---|
-| tp | the collectives of layers: nothing else, they are on the critical path |
+| tp | only the collectives of layers, which are on the critical path |
 | dp | sums of gradients, counts of labels, the loss |
-| up | along pp: sends to higher ranks, and all that goes along pp outside of the schedule (norms, objects, start values) |
+| up | along pp: sends to higher ranks, and traffic outside the schedule (norms, objects, initial values) |
 | down | along pp: sends to lower ranks |
 | owners | sums over the pipeline ranks that hold a tied parameter |
 
-NCCL makes a communicator for each pair of a group that talks, and runs its operations in order: so two
-directions share none.
+NCCL creates a communicator for each communicating pair of a group and runs its operations in order, so the
+two directions use different groups.
 
-No wait is longer than `timeout`. On gloo a call fails then. On NCCL calls do not fail: a wait blocks the
-stream, and the host where it next needs a number. There a thread watches the device (`device_watch.py`):
-after `timeout`, or once another rank has published a fault, it prints the first fault and aborts the groups,
-so that the host goes on and raises it. NCCL's own watchdog, which ends the process without a word of ours,
-has a longer timeout and is the last resort.
+No wait is longer than `timeout`. On gloo the call then fails. On NCCL calls do not fail: a wait blocks the
+stream, and the host at its next synchronization. There a thread watches the device (`device_watch.py`): after
+`timeout`, or once another rank has published a fault, it prints the first fault and aborts the groups, so
+that the host continues and raises it. NCCL's own watchdog, which ends the process without our message, has a
+longer timeout and is the last resort.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ from autoptd.runtime.world.world import (
 
 Tensor = torch.Tensor
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-# Seconds that aborts are waited for.
+# Seconds to wait for aborts.
 ABORT_LIMIT = 10.0
-# SMs that a send or receive may hold on CUDA while it waits: NCCL takes up to 32 within a node.
+# SMs that a waiting send or receive may occupy on CUDA: by default NCCL uses up to 32 within a node.
 P2P_CTAS = 4
 
 
@@ -112,7 +112,7 @@ class DistributedWorld(World):
         store = dist.PrefixStore(f"autoptd {self._number}", base)
         self.is_closed = False
         self._handles: list[dist.ProcessGroup] = []
-        # Gloo may end a process by SIGABRT, without a word: its calls are noted where other ranks can read them.
+        # Gloo may end a process by SIGABRT without a message, so calls are noted where others can read them.
         is_gloo, stop = self.backend == "gloo", partial(end_waits, self._handles, self.rank)
         self.board = FaultBoard(store, self, notes_calls=is_gloo, end_waits=stop if is_gloo else None)
         self.board.recorder.groups = self._handles
@@ -158,7 +158,7 @@ class DistributedWorld(World):
         leave_default_group()
 
     def call(self, call: Call) -> WaitingCall:
-        """Enclose a call that others take part in."""
+        """Return a context for a call that others take part in."""
         return WaitingCall(self.board, call)
 
     def _connect(self, communicators: Communicators) -> None:
@@ -172,27 +172,26 @@ class DistributedWorld(World):
         down: dist.ProcessGroup | None = None
         for ranks in sorted(along_pp):
             if len(ranks) > 1:
-                # Made by all processes, also for pipelines that they are not in: those get None.
+                # Created by all processes; those outside the group get None.
                 what = f"{describe(self.mesh, communicators, ranks)}, downwards"
                 handle = self._communicator(f"down {ranks[0]}", ranks, P2P_CTAS, what)
                 if handle is not None:
                     down = handle
         for ranks, handle in handles.items():
             self.groups_here[ranks] = DistributedGroup(self, handle, ranks)
-            # NCCL connects at the first use: let it be here, in one order. The group `down` is for its pairs
-            # only.
+            # NCCL connects at the first use: use all groups but `down`, which is for pairs, in one order.
             dist.all_reduce(torch.ones(1, device=self.device), group=handle)
         up = handles.get(self.mesh.group(self.rank, self.mesh.stage_axes))
         for source, target in communicators.channels(self.mesh):
-            # A channel blocks its two ends as it connects: `channels` puts disjoint pairs first.
+            # Connecting a channel blocks both ends: `channels` returns disjoint pairs in rounds.
             if self.rank in (source, target):
                 self._open(source, target, up if source < target else down)
 
     def _open(self, source: int, target: int, handle: dist.ProcessGroup | None) -> None:
-        """Create this rank's end of a channel, and send one number through it."""
+        """Create this rank's end of a channel, and send one element through it."""
         if handle is None:
             raise InternalError(f"channel {source} -> {target}", "its ranks are not of one pipeline")
-        # NCCL makes a pair's communicator at its first message: now, rather than amid the first step.
+        # NCCL creates a pair's communicator at its first message: do it now, not during the first step.
         channel, warm = DistributedChannel(self, handle, source, target), torch.ones(1, device=self.device)
         if self.rank == source:
             self.channels_out[target] = channel
@@ -218,7 +217,7 @@ class DistributedGroup(Group):
     def __init__(self, world: DistributedWorld, handle: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
         super().__init__(ranks, ranks.index(world.rank))
         self._world, self.handle = world, handle
-        # Of calls; the same on all ranks.
+        # Number of calls so far; the same on all ranks.
         self._count = 0
         self._reductions = {name: _reduction(op, is_async=False) for name, op in OPS.items()}
         self._async_sum = _reduction(dist.ReduceOp.SUM, is_async=True)
@@ -233,10 +232,10 @@ class DistributedGroup(Group):
 
     def _all_reduce(self, y: Tensor, site: str, op: str = "sum") -> Tensor:
         """Sum a contiguous tensor in place."""
-        # The group's own method takes a third of the time of `dist.all_reduce`.
+        # The method of the group takes a third of the time of `dist.all_reduce`.
         with self._call("all_reduce", site, y):
             work = self.handle.allreduce([as_real(y)], self._reductions[op])
-            # NCCL hands out none here: the sum is queued on the current stream.
+            # NCCL returns no work here: the sum is queued on the current stream.
             if work is not None:
                 work.wait()
         return y
@@ -252,7 +251,7 @@ class DistributedGroup(Group):
 
     def reduce_scatter(self, x: Tensor, dim: int, site: str) -> Tensor:
         if self._world.backend == "gloo":
-            # Not by the public one: a record would count both.
+            # Not by the public method: a recording would count both.
             return self._scatter_start(x, dim, site).wait()  # type: ignore[no-any-return]
         parts = parts_first(x.detach(), dim, self.size, equal_parts(x, dim, self.size, site))
         mine = torch.empty_like(parts[0])
@@ -299,7 +298,7 @@ class DistributedGroup(Group):
 
     def _scatter_start(self, x: Tensor, dim: int, site: str, sum_dtype: torch.dtype | None = None) -> Pending:
         parts = parts_first(x.detach(), dim, self.size, equal_parts(x, dim, self.size, site))
-        # gloo's own takes as long as an all-reduce: everybody sends each part to the rank that sums it.
+        # gloo's own takes as long as an all-reduce; instead each part is sent to the rank that sums it.
         if self._world.backend == "gloo" or sum_dtype is not None:
             received = torch.empty_like(parts)
             with self._call("reduce_scatter_start", site, parts) as call:
@@ -315,7 +314,7 @@ class DistributedGroup(Group):
     def all_gather_start_(self, flat: Tensor, site: str) -> Pending:
         width = equal_parts(flat, 0, self.size, site)
         own = flat.detach().narrow(0, self.index * width, width)
-        # NCCL gathers in place; gloo reads what it writes.
+        # NCCL gathers in place; with gloo input and output must not overlap.
         own = own.clone() if self._world.backend == "gloo" else own
         with self._call("all_gather_start_", site, own) as call:
             work = gather_into(self.handle, flat.detach(), own, is_async=True)
@@ -328,7 +327,7 @@ class DistributedGroup(Group):
         return objects
 
     def _call(self, kind: str, site: str, x: Tensor | None = None) -> WaitingCall:
-        """The next call of this group, in which this rank hands in `x`."""
+        """Return a context for the next call of this group, with `x` as this rank's input."""
         self._count += 1
         return self._world.call(Call(kind, site, self.ranks, self._count, -1 if x is None else x.nbytes))
 
@@ -347,7 +346,7 @@ class DistributedChannel(Channel):
         with self._world.call(Call("send", site)) as call:
             works: list[Any] = [dist.isend(x, self._target, group=self.handle) for x in kept]
         if self._world.backend == "gloo":
-            # Gloo's own work cannot be asked whether it is done: see `send_watcher.py`.
+            # Gloo's work does not report its completion: see `send_watcher.py`.
             works, kept = [self._sends.add(works, kept)], []
         return _Works(self._world, works, None, call, kept)
 
@@ -364,10 +363,7 @@ class DistributedChannel(Channel):
 
 
 class _Works(Pending):
-    """Operations of torch.distributed (or a sent) under way.
-
-    `kept` are the tensors they read, alive until the end.
-    """
+    """Pending operations of torch.distributed; `kept` keeps their inputs alive until they complete."""
 
     def __init__(
         self,
@@ -382,7 +378,7 @@ class _Works(Pending):
 
     def wait(self) -> Any:
         if self._works:
-            # A wait may fail for what another rank did: then that rank's fault is raised.
+            # If the wait fails because of another rank, that rank's fault is raised.
             with self._world.call(self._call):
                 for work in self._works:
                     work.wait()
@@ -395,6 +391,6 @@ class _Works(Pending):
 
 def _reduction(op: Any, *, is_async: bool) -> Any:
     options = dist.AllreduceOptions()
-    # On CUDA: on a stream of NCCL's own, or on the current one.
+    # On CUDA this chooses between NCCL's stream and the current one.
     options.reduceOp, options.asyncOp = op, is_async
     return options

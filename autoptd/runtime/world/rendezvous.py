@@ -1,7 +1,7 @@
-"""How the processes of a launch find each other: the backend, and the default process group from torchrun's
-environment.
+"""Choose the backend, and create the default process group from torchrun's environment.
 
-In: the device of this process. Out: the backend's name; the store of the launch; and torch's default process group, made.
+In: the device of this process. Out: the backend's name; the store of the launch; and torch's default process
+group.
 
     backend = default_backend(torch.device("cuda", 0))                                    # "nccl"
     store = store_of_group(timeout=300.0)
@@ -26,30 +26,27 @@ from autoptd.compat import default_store, env_store
 from autoptd.errors import PlanError
 
 Result = TypeVar("Result")
-# Seconds between two looks at signals.
+# Seconds between two checks for signals.
 LISTENS = 0.5
 WANTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# The stores of this process, by what names them, and how many default groups it has made in each.
+# The stores of this process, by their addresses, and the number of default groups made in each.
 _STORES: dict[tuple[object, ...], dist.Store] = {}
 _MADE: Counter[tuple[object, ...]] = Counter()
-# Default groups that were made here, with how many worlds use them.
+# Default groups that were created here, with the number of worlds that use them.
 _USERS: list[tuple[dist.ProcessGroup | None, list[int]]] = []
 
 
 def default_backend(device: torch.device) -> str:
-    """Return NCCL on CUDA, gloo elsewhere.
-
-    An existing default group of a third kind (a vendor's, torch's fake one) is followed.
-    """
+    """Return NCCL on CUDA and gloo elsewhere, unless an existing group has another backend."""
     existing = dist.get_backend() if dist.is_initialized() else "undefined"
-    # A text with ":" is a choice per device, "cpu:gloo,cuda:nccl", from which ours is made below.
+    # A name with ":" is a choice per device, "cpu:gloo,cuda:nccl", from which ours is made below.
     if existing not in ("undefined", "gloo", "nccl") and ":" not in existing:
         return existing
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 def own_place() -> tuple[int, int]:
-    """Return the rank of this process, and how many there are."""
+    """Return the rank of this process and the number of processes."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     _named()
@@ -57,53 +54,54 @@ def own_place() -> tuple[int, int]:
 
 
 def store_from_env(timeout: float) -> dist.Store:
-    """Return the store that the processes of a launch share, of this attempt of torchrun's.
+    """Return the store that the processes of a launch share, for the current attempt of torchrun.
 
-    It lives as long as the process: rank 0 may serve it. Waits for its host in Python, so that Ctrl-C ends that.
+    It is kept until the process exits, since rank 0 may host it. Wait for its host in Python, so that Ctrl-C
+    works.
     """
     named = _named()
     limit = timedelta(seconds=timeout)
     if named not in _STORES:
         _STORES[named] = _in_thread(lambda: env_store(limit)[0])
     _STORES[named].set_timeout(limit)
-    # Torchrun's restarts share one store.
+    # Restarts by torchrun share one store.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"attempt {attempt}", _STORES[named])
 
 
 def store_of_group(timeout: float) -> dist.Store:
-    """Return the store of the next default group that this process makes.
+    """Return the store of the next default group that this process creates.
 
-    Each takes its own prefix, or a rank reads the address of one that is closed.
+    Each uses a different prefix; otherwise a rank could read the address of a closed group.
     """
     store, named = store_from_env(timeout), _named()
-    # All ranks of a store make all of its groups, so that each counts alike.
+    # All ranks of a store create all of its groups, so their counts agree.
     _MADE[named] += 1
     return dist.PrefixStore(f"group {_MADE[named]}", store)
 
 
 def init_default_group(backend: str, store: dist.Store, group_limit: timedelta) -> None:
-    """Make the default process group; all ranks have arrived."""
+    """Create the default process group, after all ranks have arrived."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=group_limit)
-    # It keeps `store` with another prefix: the next world would have this one's number, and its groups their names.
+    # It keeps `store` under another prefix; otherwise the next world would reuse the number and group names.
     count_world(default_store(), rank)
     _USERS[:] = [(dist.group.WORLD, [0])]
 
 
 def count_world(store: dist.Store, rank: int) -> int:
-    """Return the number of a rank's new world among those of a default group, from 1: each rank makes all of them."""
+    """Return the number, from 1, of a new world of a default group; every rank creates all of them."""
     return store.add(f"autoptd worlds of rank {rank}", 1)
 
 
 def use_default_group() -> None:
-    """Count one more world that uses the default group, where it was made here."""
+    """Count another user of the default group if it was created here."""
     for count in _users():
         count[0] += 1
 
 
 def leave_default_group() -> None:
-    """Count one world less, and end the default group after the last one, where it was made here."""
+    """Remove a user of the default group, and destroy it after the last one if it was created here."""
     for count in _users():
         count[0] -= 1
         if count[0] == 0:
@@ -136,7 +134,7 @@ def _named() -> tuple[object, ...]:
 
 
 def _in_thread(act: Callable[[], Result]) -> Result:
-    """Return what `act` returns, or raise what it raises, as the main thread listens to signals."""
+    """Run `act` in a thread, and return or raise its result, while the main thread handles signals."""
     found: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
 
     def run() -> None:
