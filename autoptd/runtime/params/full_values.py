@@ -1,7 +1,7 @@
-"""Full tensors under the model's own names: gathered from what the ranks store, and loaded into it.
+"""Gather full tensors under the model's own names from the storage of ranks, and load them into it.
 
-In: a rank's parameters. Out: on rank 0, CPU tensors as the unmodified model has them; or its part of such tensors in
-every rank's storage. All but `load_parameters` and `check_loaded` are collectives of all ranks.
+In: a rank's parameters. Out: on rank 0, the CPU tensors of the unmodified model; or, in every rank's storage,
+its part of such tensors. All but `load_parameters` and `check_loaded` are collectives of all ranks.
 
     full = gather_full(params, spec, params.stored.get(spec.name))       # on rank 0
     values, gradients = gather_parameters(params), gather_gradients(params)
@@ -68,7 +68,7 @@ def gather_parameters(params: RankParameters) -> dict[str, torch.Tensor]:
 
 
 def gather_gradients(params: RankParameters) -> dict[str, torch.Tensor]:
-    """Return all gradients as `gather_parameters` returns values; a parameter without one is absent."""
+    """Return all gradients in the form of `gather_parameters`, without parameters that have none."""
     # Gathering one is a collective of all ranks, so all must know which ones exist.
     mine = [name for name in params.stored if params.gradient(name) is not None]
     everywhere = params.world.everyone().gather_objects(mine, "which gradients exist")

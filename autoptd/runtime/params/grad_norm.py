@@ -1,9 +1,9 @@
-"""The norm of a model's gradients, and clipping by it, the same number on every rank, from one collective; clipping by value.
+"""Compute the norm of a model's gradients in one collective, and clip gradients by norm or by value.
 
-In: a rank's parameters, whose gradients a step has left. Out: the p-norm over all of them (2, inf, 1, or any p > 0), every
-shard, copy and tied parameter counted once.
+In: a rank's parameters, with the gradients of a step. Out: the p-norm over all of them (2, inf, 1, or any p >
+0), every shard, copy and tied parameter counted once.
 
-    norm = clip_gradients(params, max_norm=1.0)       # as torch.nn.utils.clip_grad_norm_ does it
+    norm = clip_gradients(params, max_norm=1.0)       # like torch.nn.utils.clip_grad_norm_
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ def grad_norm(params: RankParameters, p: float = 2.0) -> torch.Tensor:
 
 
 def _gradients(params: RankParameters) -> dict[str, torch.Tensor]:
-    """Return what this rank holds of all gradients, by name."""
+    """Return this rank's parts of all gradients, by name."""
     found = {name: params.gradient(name) for name in params.stored}
     return {name: gradient for name, gradient in found.items() if gradient is not None}
 
 
 def _norm(params: RankParameters, held: Mapping[str, torch.Tensor], p: float) -> torch.Tensor:
     world = params.world
-    # In one order on every run: it is that of the sum.
+    # In the same order in every run, since it is the order of summation.
     counted = [spec.name for spec in params.specs if spec.name in params.counted]
     gradients = [held[name] for name in counted if name in held]
     if p == inf:
-        # A NaN would be lost in the maximum over ranks, which differs between backends: it travels as a number.
+        # Backends treat NaN in a maximum differently, so a NaN is sent as a number.
         own = largest(gradients, world.device)
         both = torch.stack([own.nan_to_num(0.0, posinf=inf), own.isnan().double()])
         size, is_nan = world.everyone().all_reduce(both, SITE, op="max").unbind()
@@ -80,7 +80,7 @@ def checked_clip_value(clip_value: float) -> float:
 
 
 def check_finite(norm: torch.Tensor) -> None:
-    """Raise RuntimeFault where the norm of all gradients, which is the same on all ranks, is NaN or infinite."""
+    """Raise RuntimeFault on all ranks if the norm of all gradients is NaN or infinite."""
     if not norm.isfinite():
         remedy = "look at this batch and the learning rate, or leave out error_if_nonfinite=True"
         raise RuntimeFault("clip_grad_norm_", f"the norm of all gradients is {norm.item()}", remedy)
@@ -95,7 +95,7 @@ def clip_gradients(params: RankParameters, max_norm: float, p: float = 2.0) -> t
     """
     with changed_gradients(params) as gradients:
         norm = _norm(params, gradients, p)
-        # On the device: comparing on the host would make it wait.
+        # On the device: a comparison on the host would synchronize.
         factor = rounded((max_norm / (norm + 1e-6)).clamp(max=1.0))
         for same in by_dtype(gradients.values()):
             torch._foreach_mul_(same, factor.to(same[0].dtype))
@@ -105,7 +105,7 @@ def clip_gradients(params: RankParameters, max_norm: float, p: float = 2.0) -> t
 @unguarded()
 @torch.no_grad()
 def clip_values(params: RankParameters, value: float) -> None:
-    """Clamp every entry of all gradients to [-value, value]: what has copies is clamped alike in all of them."""
+    """Clamp every entry of all gradients to [-value, value], alike in all copies."""
     with changed_gradients(params) as gradients:
         for same in by_dtype(gradients.values()):
             torch._foreach_clamp_min_(same, -value)
@@ -114,7 +114,7 @@ def clip_values(params: RankParameters, value: float) -> None:
 
 @contextmanager
 def changed_gradients(params: RankParameters) -> Iterator[dict[str, torch.Tensor]]:
-    """Give what this rank holds of all gradients, by name, to be changed in place in the block."""
+    """Yield this rank's parts of all gradients, by name, to be changed in place in the block."""
     gradients = _gradients(params)
     yield gradients
     for name in [name for name in gradients if name not in params.plain]:
@@ -125,7 +125,7 @@ def changed_gradients(params: RankParameters) -> Iterator[dict[str, torch.Tensor
 def rounded(x: torch.Tensor, bits: int = 36) -> torch.Tensor:
     """Round a float64 to `bits` significant bits; 36 bits give a relative error of 7e-12.
 
-    The order in which a norm's squares are added depends on how ranks divide them; the factor must not.
+    The order of summation depends on how ranks divide the squares; the clipping factor must not.
     """
     mantissa, exponent = torch.frexp(x)
     return torch.ldexp((mantissa * 2.0**bits).round() / 2.0**bits, exponent)
@@ -137,7 +137,7 @@ def sum_of_powers(tensors: Sequence[torch.Tensor], device: torch.device, p: floa
 
 
 def largest(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the largest |x| of all entries, in float64: 0 of none, NaN if one is NaN."""
+    """Return the largest |x| of all entries, in float64: 0 for no entries, NaN if any is NaN."""
     return torch.cat(
         [norms_of(tensors, device, inf), torch.zeros(1, dtype=torch.float64, device=device)]
     ).amax()
@@ -156,7 +156,7 @@ def norms_of(tensors: Sequence[torch.Tensor], device: torch.device, p: float) ->
 
 
 def by_dtype(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield lists of tensors of one dtype: torch's operators on mixed lists fall back to one tensor after the other."""
+    """Yield lists of tensors of one dtype: torch's foreach operators process mixed lists one by one."""
     lists: dict[torch.dtype, list[torch.Tensor]] = {}
     for x in tensors:
         lists.setdefault(x.dtype, []).append(x)

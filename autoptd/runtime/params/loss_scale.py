@@ -45,7 +45,7 @@ class LossScaler:
 
     @classmethod
     def of(cls, options: Options) -> LossScaler | None:
-        """Return the scale that a request asks for; None where nothing is computed in float16."""
+        """Return the requested scale; None if nothing is computed in float16."""
         if not options.is_fp16:
             return None
         asked = options.loss_scale
@@ -60,7 +60,7 @@ class LossScaler:
     def saw(self, norm: torch.Tensor) -> None:
         """Note the norm of all gradients, which is finite if they are; it is read when an update needs it.
 
-        One that is not finite stays so: clipping by value leaves finite gradients.
+        A non-finite norm is kept, since clipping by value afterwards makes gradients finite.
         """
         if self._is_bad is None:
             self._norm = norm if self._norm is None else self._norm + norm
@@ -91,11 +91,11 @@ class LossScaler:
                 self.value *= 2
 
     def state_dict(self) -> dict[str, float]:
-        """Return what a resumed run needs to go on alike."""
+        """Return the state that a resumed run needs to continue identically."""
         return {"value": self.value, "good": self._good, "left": self._left}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`; a scale that was given as a number stays."""
+        """Resume from `state_dict()`; a fixed scale is kept."""
         if set(state) != {"value", "good", "left"}:
             fact = f"its loss_scale has {', '.join(map(str, state)) or 'nothing'}, not value, good, left"
             raise PlanError("optimizer.load_state_dict", fact, "a state dict of pm.optimizer(...)")

@@ -1,7 +1,8 @@
-"""State dicts of torch's own optimizers, which number parameters, under the model's names.
+"""Convert state dicts of torch's optimizers, which number parameters, to the model's names.
 
-In: a state dict of an optimizer over `model.parameters()`, or over groups of them in that order. Out: the same, with names
-for numbers: they are given in the order of the groups, and within a group in that of the model.
+In: a state dict of an optimizer over `model.parameters()`, or over groups of them in that order. Out: the
+same, with names instead of numbers: parameters are numbered in the order of the groups, and in a group in
+that of the model.
 
     named({"state": {0: {...}}, "param_groups": [{"params": [0, 1]}]}, specs, [("up.weight", "up.bias")])
 """
@@ -26,7 +27,7 @@ def is_numbered(state_dict: Mapping[str, Any]) -> bool:
 def named(
     state_dict: Mapping[str, Any], specs: Sequence[ParamSpec], groups: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
-    """Return a state dict with names; PlanError where its groups or shapes are not those of the `groups` here."""
+    """Return a state dict with names; raise PlanError if its groups or shapes differ from `groups`."""
     by_name = {spec.name: spec for spec in specs}
     saved = state_dict["param_groups"]
     fact = f"is a torch optimizer's own, with {[len(group['params']) for group in saved]} numbered parameters in its groups"
@@ -36,7 +37,7 @@ def named(
     name_of: dict[int, str] = {}
     for group, names in zip(saved, groups, strict=True):
         trained = [name for name in names if by_name[name].requires_grad]
-        # Frozen ones may have been left out.
+        # Frozen parameters may have been left out.
         fits = next((some for some in (names, trained) if len(some) == len(group["params"])), None)
         if fits is None:
             raise PlanError(SITE, f"{fact}, and this one has {list(map(len, groups))}", remedy)

@@ -1,13 +1,14 @@
-"""Real torch optimizers over local parameters, with state dicts in the model's own names.
+"""Create torch optimizers over local parameters, with state dicts in the model's own names.
 
-In: an optimizer class, groups by names, globs or tensors, and the parameters of the ranks of this process (all ranks as
-threads, or one). Out: an instance of the class over those local tensors, so that learning-rate schedulers work. Its
-`state_dict` is a collective that returns full tensors by original names on rank 0:
+In: an optimizer class, groups by names, globs or tensors, and the parameters of the ranks of this process
+(all ranks as threads, or one). Out: an instance of the class over those local tensors, so that learning-rate
+schedulers work. Its `state_dict` is a collective that returns full tensors by original names on rank 0:
 
     {"state": {"lm_head.weight": {"step": ..., "exp_avg": <full>}}, "param_groups": [{"lr": ..., "params": ["lm_head.weight"]}]}
 
-Only elementwise optimizers are allowed (`elementwise.py`): their update of a shard is the shard of the update. What a class
-of the user's own makes of the shapes of shards and pieces is compared with the model's (`shape_trial.py`).
+Only elementwise optimizers are allowed (`elementwise.py`): their update of a shard is the shard of the
+update. For a user-defined class the treatment of shards and pieces is compared with that of the full shapes
+(`shape_trial.py`).
 
     opt = make_optimizer(torch.optim.AdamW, ranks, run, params=[{"params": ["*.weight"], "weight_decay": 0.1}], lr=3e-4)
 """
@@ -44,7 +45,7 @@ Run = Callable[[Callable[[RankParameters], Result]], Result]
 
 @dataclass(frozen=True)
 class Binding:
-    """What an optimizer has of the ranks: their parameters, how to run a collective, and the names in each group."""
+    """An optimizer's link to the ranks: their parameters, a runner of collectives, and names per group."""
 
     ranks: tuple[RankParameters, ...]
     run: Run[Any]
@@ -52,20 +53,20 @@ class Binding:
 
 
 class NamedOptimizer(optim.Optimizer):
-    """Mixed in before the user's class: its state dict has full tensors under original names."""
+    """Mixin, placed before the user's class, whose state dict has full tensors under original names."""
 
     binding: Binding
-    # Of precision="fp16", else None.
+    # Set with precision="fp16", else None.
     loss_scale: LossScaler | None = None
-    # How many calls of `step` changed nothing, as a gradient was not finite, and whether the last one did so.
+    # Number of `step` calls skipped for a non-finite gradient, and whether the last one was.
     skipped: int = 0
     # Called by `zero_grad`.
     on_zero: Callable[[], None] | None = None
     step_was_skipped: bool = False
-    # How often `step` has run, and whether it runs.
+    # Number of completed `step` calls, and whether one is running.
     updates: int = 0
     is_stepping: bool = False
-    # What runs after every hook, and its place among them.
+    # The hook that must run last, and its handle.
     finish: Callable[..., None] | None = None
     finish_hook: Any = None
 
@@ -78,14 +79,14 @@ class NamedOptimizer(optim.Optimizer):
         return {"state": state, "param_groups": self.named_groups(), **scale}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict of full tensors, the same on every rank; PlanError where its groups are others.
+        """Load a state dict of full tensors, the same on every rank; raise PlanError if its groups differ.
 
-        One of a torch optimizer over the unmodified model's parameters is taken, too: see `numbered.py`.
+        A state dict of a torch optimizer over the unmodified model is accepted, too: see `numbered.py`.
         """
         if is_numbered(state_dict):
             state_dict = named(state_dict, self.binding.ranks[0].specs, self.binding.groups)
         self.check_saved(state_dict["param_groups"], "optimizer.load_state_dict")
-        # In torch's format groups hold numbers instead of parameters.
+        # In torch's format groups hold indices instead of parameters.
         own = super().state_dict()["param_groups"]
         pairs = zip(state_dict["param_groups"], own, strict=True)
         groups = [{**saved, "params": numbers["params"]} for saved, numbers in pairs]
@@ -114,7 +115,7 @@ class NamedOptimizer(optim.Optimizer):
     def register_step_post_hook(self, hook: Any) -> Any:
         handle = super().register_step_post_hook(hook)
         if self.finish is not None:
-            # The user's hooks may change weights: these are published after that.
+            # The user's hooks may change weights, so publish after them.
             self.finish_hook.remove()
             self.finish_hook = super().register_step_post_hook(self.finish)
         return handle
@@ -129,7 +130,7 @@ class NamedOptimizer(optim.Optimizer):
                 params.is_update_due = False
 
     def check_saved(self, groups: Sequence[Mapping[str, Any]], site: str) -> None:
-        """Raise PlanError unless the saved groups hold the parameters that this optimizer's hold."""
+        """Raise PlanError unless the saved groups hold the same parameters as this optimizer's groups."""
         saved = [list(group["params"]) for group in groups]
         remedy = "make the optimizer with the groups that were saved"
         if len(saved) != len(self.binding.groups):
@@ -177,7 +178,7 @@ def make_optimizer(
     has_pieces = any(mesh.degree(axis) > 1 for axis in chain.from_iterable(sharing))
     check_elementwise(cls, keywords, [options for _, options in mine], has_pieces=has_pieces)
     groups = _agree(run, [names for names, _ in mine], [spec.name for spec in specs])
-    # A filter that fits no name: torch refuses an empty list too.
+    # No name matches: torch rejects an empty list too.
     if specs and not any(groups):
         fact, remedy = (
             "has no parameter in any group",
@@ -185,7 +186,7 @@ def make_optimizer(
         )
         raise PlanError(f"pm.optimizer({cls.__name__}, params)", fact, remedy)
     named_groups = [(names, options) for names, (_, options) in zip(groups, mine, strict=True)]
-    # Of all ranks' parameters, so that all ranks decide alike.
+    # From the parameters of all ranks, so that all ranks decide alike.
     dtypes = {dtype_of(spec.storage.dtype) for spec in specs}
     if takes_fused(cls, [keywords, *(options for _, options in mine)], ranks[0].world.device, dtypes):
         keywords["fused"] = True
@@ -206,12 +207,12 @@ def make_optimizer(
 def _local_groups(
     cls: type[optim.Optimizer], ranks: Sequence[RankParameters], groups: NamedGroups
 ) -> list[Any]:
-    """Return what an optimizer is made of: groups of local tensors, or a list of tensors where none were asked for."""
+    """Return the optimizer's first argument: groups of local tensors, or a list of tensors without groups."""
     local: list[dict[str, Any]] = []
     for names, options in groups:
         tensors = [rank.stored[name] for name in names for rank in ranks if name in rank.stored]
         local.append({**options, "params": tensors})
-    # A constructor of the user's own often looks at each parameter; torch's refuses an empty list.
+    # A user-defined constructor often iterates over the parameters; torch's rejects an empty list.
     is_list = cls not in ELEMENTWISE and len(local) == 1 and not groups[0][1]
     return local[0]["params"] or local if is_list else local
 
@@ -224,9 +225,9 @@ def names_in_groups(
     run: Run[Any],
     groups: NamedGroups,
 ) -> tuple[tuple[str, ...], ...]:
-    """Return the names in each group that a class of the user's own has made, which may not be those it was given.
+    """Return the names in each group of a user-defined class, which may have regrouped its parameters.
 
-    PlanError where it would do something else with the model's own parameters; a collective.
+    Raise PlanError if it would treat the full parameters of the model differently; a collective.
     """
     trial = ShapeTrial(cls, keywords, ranks, groups)
     finding = trial.finding(optimizer.param_groups)
@@ -240,11 +241,11 @@ def names_in_groups(
 
 
 def register_hooks(optimizer: NamedOptimizer, ranks: Sequence[RankParameters], run: Run[Any]) -> None:
-    """Register what runs before and after every `step` of an optimizer; hooks run in this order."""
+    """Register the hooks that run before and after every `step` of an optimizer, in this order."""
     every = [x for group in optimizer.param_groups for x in group["params"]]
     optimizer.register_step_pre_hook(begin)  # type: ignore[arg-type]
     if len(ranks) == 1:
-        # `step` may have returned before the device met a fault. (Rank threads are stopped by their pool.)
+        # A step may have returned before the device failed. (Rank threads are stopped by their pool.)
         optimizer.register_step_pre_hook(lambda *_: ranks[0].world.raise_first_fault())
     if optimizer.loss_scale is not None or any(rank.is_apart for rank in ranks):
         optimizer.register_step_pre_hook(refuse_closure)
@@ -261,7 +262,7 @@ def register_hooks(optimizer: NamedOptimizer, ranks: Sequence[RankParameters], r
     is_apart = any(rank.is_apart for rank in ranks)
 
     def finish(*_: Any) -> None:
-        # Hooks run again around a step of torch's that one of the user's own calls.
+        # If a user-defined step calls torch's, the hooks run again around the inner one.
         optimizer.updates += optimizer.is_stepping
         optimizer.is_stepping = False
         clear_padding(paddings)
@@ -275,11 +276,11 @@ def register_hooks(optimizer: NamedOptimizer, ranks: Sequence[RankParameters], r
 def skip_where_infinite(
     optimizer: NamedOptimizer, scale: LossScaler, parameters: Sequence[torch.Tensor], run: Run[Any]
 ) -> None:
-    """Let `step` change nothing where a gradient is not finite on some rank: it does not see the gradients."""
+    """Make `step` a no-op, by hiding the gradients, if one is not finite on any rank."""
     hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     def hide() -> None:
-        # A step of the user's own calls torch's, which runs hooks again where torch's class was used by itself.
+        # A user-defined step may call torch's, which runs the hooks again if torch's class was used before.
         if hidden and all(x.grad is None for x, _ in hidden):
             return
         hidden.clear()
@@ -300,7 +301,7 @@ def skip_where_infinite(
 
 
 def refuse_closure(_: optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise PlanError for `step(closure)`: gradients are handed to the optimizer before it would be called."""
+    """Raise PlanError for `step(closure)`: gradients are handed over before the closure would be called."""
     if any(callable(arg) for arg in (*args, *kwargs.values())):
         fact = "takes no closure with precision= or zero=1: its gradients would come too late"
         raise PlanError("optimizer.step", fact, "pm.step(...) first, then optimizer.step()")
@@ -330,7 +331,7 @@ def before_update(params: RankParameters) -> None:
 def resolve_groups(
     ranks: Sequence[RankParameters], params: Iterable[Any] | None
 ) -> list[tuple[list[str], dict[str, Any]]]:
-    """Return (names, options) per group; PlanError for what names no parameter, or two groups for one."""
+    """Return (names, options) per group; raise PlanError for an unknown parameter or one in two groups."""
     specs = ranks[0].specs
     if params is None:
         return [([spec.name for spec in specs], {})]
@@ -368,7 +369,7 @@ def _names(item: Any, specs: Sequence[ParamSpec], name_of: Mapping[int, str]) ->
                 "optimizer groups", fact, "take tensors from pm.named_parameters(), or give names"
             )
         return [name_of[id(item)]]
-    # A name may hold what means something in a glob, `[` for one.
+    # A name may contain glob characters, such as `[`.
     found = [spec.name for spec in specs if item in (spec.name, *spec.aliases)]
     if not found:
         named = [(spec.name, alias) for spec in specs for alias in (spec.name, *spec.aliases)]

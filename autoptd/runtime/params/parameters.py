@@ -362,7 +362,7 @@ class RankParameters:
 
     @unguarded()
     def check_storage(self) -> None:
-        """Raise PlanError if a parameter's storage or `requires_grad` was replaced: stages use the old."""
+        """Raise PlanError if a parameter's storage or `requires_grad` was replaced, unseen by stages."""
         for name, parameter, address, requires_grad in self._initial:
             if parameter.data_ptr() != address:
                 raise PlanError(

@@ -1,4 +1,4 @@
-"""A rank's part of a parameter, cut from the full tensor or read as such; and what rank 0 has, on all ranks.
+"""Cut or read a rank's part of a parameter, and broadcast values of rank 0.
 
 own = shard_of(spec, full, world)                    # the rows of this tensor rank
 own = read_shard(spec, source.reader(), world)       # the same, without the full tensor
@@ -35,7 +35,7 @@ def from_rank_0(world: World, name: str, x: torch.Tensor, dtype: torch.dtype | N
 
 
 def read_shard(spec: ParamSpec, reader: Reader, world: World) -> torch.Tensor:
-    """Read this rank's part of a parameter, in the parameter's dtype; PlanError where tied names have different values."""
+    """Read this rank's part of a parameter, in the parameter's dtype; PlanError if tied names differ."""
     names = [name for name in spec.aliases if reader.has(name)]
     if spec.shard:
         # Entries are numbered from 1: `own_entries` gives 0 for padding, which the reader fills with zeros.
@@ -55,7 +55,7 @@ def read_shard(spec: ParamSpec, reader: Reader, world: World) -> torch.Tensor:
 
 
 def shard_of(spec: ParamSpec, full: torch.Tensor, world: World) -> torch.Tensor:
-    """Return this rank's part of a full tensor that is laid out as the parameter; may share its storage."""
+    """Return this rank's part of a full tensor laid out like the parameter; may share its storage."""
     return own_entries(spec, full, spec.cut_dim, world) if spec.shard else full
 
 
@@ -65,13 +65,13 @@ def own_entries(spec: ParamSpec, x: torch.Tensor, dim: int, world: World) -> tor
 
 
 def own_piece(spec: ParamSpec, world: World) -> tuple[int, int]:
-    """Return (index, count) of this rank's piece of a parameter that is cut."""
+    """Return (index, count) of this rank's shard of a sharded parameter."""
     group = shard_group(spec, world)
     return group.index, group.size
 
 
 def shard_group(spec: ParamSpec, world: World) -> Group:
-    """Return the group of ranks that own the pieces of a parameter that is cut, in their order."""
+    """Return the group of ranks that own the shards of a sharded parameter, in order."""
     axis = spec.shard_axis(world.mesh)
     assert axis is not None, f"{spec.name} is whole"
     return world.group((axis,))

@@ -1,6 +1,6 @@
-"""A rank's copies of the buffers that a program reads: rank 0's values, sent once.
+"""Broadcast the buffers that a program reads from rank 0, once.
 
-In: a program, this rank's world, and the buffers that it has of other programs of the model. Out: buffers by name.
+In: a program, this rank's world, and its buffers from other programs of the model. Out: buffers by name.
 
     buffers = receive_buffers(program, world)
 """
@@ -20,7 +20,7 @@ from autoptd.runtime.world.world import World
 
 @dataclass(frozen=True)
 class KnownBuffers:
-    """The buffers of a rank by name, and the names of those that a forward updates: all programs have one tensor of these."""
+    """The buffers of a rank by name, and the names of updated ones, which all programs share."""
 
     values: Mapping[str, torch.Tensor] = field(default_factory=dict)
     updated: frozenset[str] = frozenset()
@@ -37,7 +37,7 @@ def receive_buffers(
     for name, buffer in sorted(program.buffers.items()):
         own, other = from_rank_0(world, name, buffer), known.values.get(name)
         is_known = other is not None and other.dtype == own.dtype
-        # One that is updated has the value of now, whatever the program was compiled with.
+        # An updated buffer keeps its current value, whatever the program was compiled with.
         is_known = is_known and other is not None and (name in updated or same_entries(other, own))
         buffers[name] = other if other is not None and is_known else own.clone()
     return buffers

@@ -1,12 +1,12 @@
-"""Whether an optimizer does the same with the tensors that ranks hold as with the model's own, whatever their shapes.
+"""Check that an optimizer treats local tensors like the full parameters, whatever their shapes.
 
-In: an optimizer class that is not torch's own, its groups with the shapes that parameters have in the model, and the real
-optimizer over local tensors. Out: why the two differ, "" if they do not. Nothing is computed: the trial's tensors are on the
-meta device, which has shapes only.
+In: a user-defined optimizer class, its groups with the full shapes of the parameters, and the real optimizer
+over local tensors. Out: why the two differ, "" if they do not. The trial computes no values: its tensors are
+on the meta device.
 
-A constructor may choose groups by `p.ndim` (the same in every shard and piece), by `p.numel()` (it is not), or by position;
-`step` may leave out small tensors. So the groups that come out are compared, and then, for every pair of shapes that differ,
-the operators of two steps and the numbers that they are given.
+A constructor may choose groups by `p.ndim` (the same in every shard and piece), by `p.numel()` (it is not),
+or by position; `step` may skip small tensors. So the resulting groups are compared and then, for every pair
+of different shapes, the operators of two steps and their numeric arguments.
 
     ShapeTrial(cls, keywords, ranks, [(names, options)]).finding(optimizer.param_groups)     # "" or the reason
 """
@@ -34,7 +34,7 @@ MOST_ELEMENTS = 1 << 22
 
 
 class Model(NamedTuple):
-    """A parameter as the unmodified model has it."""
+    """A parameter of the unmodified model."""
 
     name: str
     shape: tuple[int, ...]
@@ -52,14 +52,14 @@ NamedGroups = Sequence[tuple[Sequence[str], Options]]
 
 
 class Groups(NamedTuple):
-    """The names in each group that an optimizer has made of the whole model's parameters, and the group's settings."""
+    """The names in each group that an optimizer makes from the full parameters, and the group's settings."""
 
     names: list[list[str]]
     settings: list[dict[str, Any]]
 
 
 class ShapeTrial:
-    """The trial of a class of the user's own over the parameters of the ranks of this process."""
+    """The trial of a user-defined class over the parameters of the ranks of this process."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class ShapeTrial:
         self.order = list(self._models)
 
     def finding(self, local: Sequence[Mapping[str, Any]]) -> str:
-        """Return why an optimizer with the groups `local` is not the whole model's, "" if it is."""
+        """Return how an optimizer with the groups `local` differs from the whole model's, or ""."""
         held = chain.from_iterable(group["params"] for group in local)
         if any(id(x) not in self.name_of for x in held):
             return "its constructor adds parameters of its own, which no rank shares with the others"
@@ -101,7 +101,7 @@ class ShapeTrial:
         return next(filter(None, map(self._differing, self._pairs())), "")
 
     def names(self, group: Mapping[str, Any]) -> list[str]:
-        """Return the names of a group's parameters, each as often as ranks of this process have some of it."""
+        """Return the names of a group's parameters, repeated for each local rank with a part of it."""
         return _names(group, self.name_of)
 
     def _pairs(self) -> list[tuple[Options, Model, Model]]:
@@ -121,7 +121,7 @@ class ShapeTrial:
 
 
 def groups_of(cls: type[optim.Optimizer], keywords: Mapping[str, Any], whole: Whole) -> Groups:
-    """Return the groups that a class makes of parameters in their full shapes; raises what its constructor raises."""
+    """Return the groups that a class makes of the full parameters; raise what its constructor raises."""
     total = 0
     for some, _ in whole:
         total += sum(torch.Size(x.shape).numel() for x in some)
@@ -141,7 +141,7 @@ def groups_of(cls: type[optim.Optimizer], keywords: Mapping[str, Any], whole: Wh
 
 
 def differing_groups(whole: Groups, local: Sequence[Mapping[str, Any]], name_of: Mapping[int, str]) -> str:
-    """Return which local tensor is in another group than its parameter is in the whole model's, or with other settings."""
+    """Return the local tensor whose group or settings differ from those of its full parameter."""
     if len(local) != len(whole.names):
         return f"its constructor makes {len(whole.names)} groups of the model's parameters, and {len(local)} of a rank's"
     place: dict[str, int] = {}

@@ -7,10 +7,10 @@ optimizers treat matrices and vectors differently. After an update all ranks gat
 buffer.
 
     bucket = SharedBucket(plan, world, {"h.0.ln_1.weight": x, ...})
-    bucket.pieces["h.0.ln_1.weight"].tensor           # what the optimizer steps; absent where another rank stores it
+    bucket.pieces["h.0.ln_1.weight"].tensor           # stepped by the optimizer; absent if stored elsewhere
     bucket.gather_start(); ...; bucket.wait()         # after an update, before the next use
 
-With 2 replicas, and parameters a of 5 elements and b of 4 (aligned to 4 here, 64 in truth):
+With 2 replicas, and parameters a of 5 elements and b of 4 (aligned to 4 here, actually to 64):
 
     the flat buffer     a a a a | a - - - || b b b b | - - - -
     stored by               replica 0      ||     replica 1
@@ -40,7 +40,7 @@ class Piece:
     tensor: GuardedParameter
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the same part of a tensor that is laid out as the parameter's local part, in the piece's shape."""
+        """Return the same part of a tensor laid out like the parameter's local part, in the piece's shape."""
         return local.reshape(-1)[self.start : self.end].view(self.tensor.shape)
 
 
@@ -75,15 +75,15 @@ class SharedBucket:
             if self.has_master:
                 own.copy_(piece.of(part))
             else:
-                # A gather that is under way may write to it.
+                # A pending gather may write to it.
                 piece.tensor.arrival = self.wait
             self.pieces[spec.name] = piece
         self._pending: Pending | None = None
-        # Its parameters where stages read them: withheld while a gather is under way.
+        # Its parameters in the namespaces of stages, withheld while a gather is pending.
         self.read = Withheld()
 
     def split(self, range_: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return by name the pieces of a tensor that is laid out as this rank's range."""
+        """Return by name the pieces of a tensor laid out like this rank's range."""
         pieces = {}
         for spec, start, end in self.places:
             if (piece := self.pieces.get(spec.name)) is not None:
@@ -92,12 +92,12 @@ class SharedBucket:
         return pieces
 
     def local(self, place: Place, shape: torch.Size) -> torch.Tensor:
-        """Return what stages use of a parameter: a view of the buffer."""
+        """Return the tensor that stages use for a parameter: a view of the buffer."""
         return alias(self.use[place.start : place.end].view(shape))
 
     def gather_start(self) -> None:
-        """Start bringing what all ranks updated into the buffer; it must not be read before `wait`."""
-        # Two updates in a row: the buffer is not gathered twice at once.
+        """Start gathering the updates of all ranks into the buffer, which must not be read before `wait`."""
+        # After two updates in a row, two gathers must not overlap.
         self.wait()
         if self.has_master:
             self.use[self.start : self.end].copy_(self.range)
@@ -105,7 +105,7 @@ class SharedBucket:
         self.read.withhold(self.wait)
 
     def wait(self) -> None:
-        """Wait until the buffer has the last update, if it is not there yet."""
+        """Wait until the buffer has the last update."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
@@ -118,7 +118,7 @@ class SharedBucket:
         place = next(place for place in self.places if place.spec.name == name)
         width = self.end - self.start
         parts = []
-        # The ranks whose ranges hold some of it, each with how much.
+        # The ranks whose ranges overlap it, and the size of each overlap.
         for index in range(place.start // width, (place.end - 1) // width + 1):
             size = min(place.end, (index + 1) * width) - max(place.start, index * width)
             x = torch.empty(size, dtype=dtype, device=self.use.device)
@@ -151,7 +151,7 @@ __all__ = ["Piece", "SharedBucket", "alias", "as_piece"]
 
 
 def check_use(spec: ParamSpec) -> None:
-    """Raise InternalError unless this runtime can turn the storage of a parameter into what stages use."""
+    """Raise InternalError unless this runtime can convert the storage of a parameter to its used form."""
     rows = [step for step in spec.conversions if step.axis not in spec.sharing_axes]
     work = [f"{step.row.forward} over {step.axis}" for step in rows if step.row.forward != "none"]
     is_cast = spec.use.dtype != spec.storage.dtype

@@ -1,7 +1,8 @@
-"""Update buffers once a step, of what its microbatches left: the base class of the emitted `updates.py`.
+"""Update buffers once per step from the parts of its microbatches: the base class of the emitted
+`updates.py`.
 
-In: the parts that the stages of a rank kept (`Stage.keep_part`), and the buffers of this rank. Out: the buffers with their
-new values, on every rank the same: that of one device which sees the whole batch in one call.
+In: the parts that the stages of a rank kept (`Stage.keep_part`), and the buffers of this rank. Out: the new
+values, equal on every rank: those of one device that runs the whole batch in one call.
 
     updates = load_updates(program, filename)(buffers, device)
     updates.take(parts, world)
@@ -25,7 +26,7 @@ UPDATES, SITE = "updates.py", "buffer updates"
 
 
 class BufferUpdates:
-    """What computes the new values of buffers: emitted for a program whose forward updates some."""
+    """Compute the new values of buffers; emitted for a program whose forward updates some."""
 
     def __init__(self, program: Program, buffers: Mapping[str, torch.Tensor], device: torch.device) -> None:
         self.buffers = make_namespace(buffers)
@@ -41,7 +42,7 @@ class BufferUpdates:
         raise NotImplementedError
 
     def part(self, number: int, *, dtype: torch.dtype, shape: Sequence[int] = ()) -> torch.Tensor:
-        """Return what the microbatches left, in the dtype and shape that the model has it in."""
+        """Return the combined parts of the microbatches, in the dtype and shape of the model."""
         return self._total[number].to(dtype).view(shape)
 
     @torch.no_grad()
@@ -50,7 +51,7 @@ class BufferUpdates:
         if self._specs:
             self._total = self._summed(stages, world)
         new = self.new_values()
-        # Not before all are computed: one buffer may be read for another.
+        # Write after computing all: one buffer may depend on another.
         values = {name: value.clone() for name, value in new.items()}
         for name, value in values.items():
             self._written[name].copy_(value)
@@ -63,7 +64,7 @@ class BufferUpdates:
         for number, spec in enumerate(self._specs):
             kept = [stage.parts[number] for stage in stages if number in stage.parts]
             sizes.append(torch.Size(spec.shape).numel())
-            # What all replicas have alike is that of one.
+            # Replicas have equal values: take one.
             if not kept or (not spec.is_sum and world.replica != self._teller):
                 kept = [torch.zeros(sizes[-1], dtype=torch.float64, device=self.device)]
             own.append(kept[0].reshape(-1))

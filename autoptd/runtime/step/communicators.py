@@ -1,6 +1,6 @@
-"""What running a program takes of a world: its communicators, and the groups of its stages.
+"""Derive the communicators of a program, and the groups of its stages.
 
-In: a program. Out: `Communicators`, from which a world is made; groups by mesh axis or sub-axis.
+In: a program. Out: `Communicators`, from which a world is created; groups by mesh axis or sub-axis.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from autoptd.runtime.world.world import Communicators, Group, World
 
 
 def communicators_of(program: Program) -> Communicators:
-    """Return the communicators that running `program` takes."""
+    """Return the communicators that `program` needs."""
     shared = {owners(program, spec) for spec in program.params}
     links = set()
     for crossing in program.crossings:

@@ -1,4 +1,4 @@
-"""The ranks that this process runs: all of them as threads, or one as a process among others.
+"""Start and run the ranks of this process: all of them as threads, or one as a process among others.
 
 In: a program and the parameters' values: full tensors by name, or a source of them. Out: `LocalRanks` or `ProcessRank`, with
 one interface: `run(what, fn)` calls `fn` on every rank and returns the result of the first rank of this process.
@@ -38,7 +38,7 @@ from autoptd.runtime.world.threads import REMEDY, Ranks, ThreadWorld
 from autoptd.runtime.world.world import World, on_device
 
 Result = TypeVar("Result")
-# What ranks do, in errors, while a program for other sizes is compiled and loaded.
+# The activity named in errors while a program for other sizes is compiled and loaded.
 COMPILING = "compiling for other sizes"
 EDITS = "edits of parameters"
 MODEL = "check of the model"
@@ -46,9 +46,10 @@ MODEL = "check of the model"
 
 @dataclass
 class Rank:
-    """One rank: its world, its parameters, and what runs the program; `evaluator` may run that of `model.eval()`.
+    """One rank: its world, its parameters, and its executor; `evaluator` may run the program of
+    `model.eval()`.
 
-    Where batches have several sizes, these two run the program of the last call, and `others` has all by what it is for.
+    With batches of several sizes, these two run the program of the last call, and `others` holds all by key.
     """
 
     world: World
@@ -59,7 +60,7 @@ class Rank:
 
     @property
     def executors(self) -> list[Executor]:
-        """All that there are, each once."""
+        """Return all executors, each once."""
         return list(dict.fromkeys((self.executor, self.evaluator, *self.others.values())))
 
 
@@ -71,7 +72,7 @@ class RunningRanks(ABC):
 
     @abstractmethod
     def run(self, what: str, fn: Callable[[Rank], Result]) -> Result:
-        """Call `fn` on every rank of this process; `what` tells errors what the ranks are doing."""
+        """Call `fn` on every rank of this process; `what` names the activity in errors."""
 
     @abstractmethod
     def close(self) -> None:
@@ -79,34 +80,34 @@ class RunningRanks(ABC):
 
     @property
     def unrecorded(self) -> RunningRanks:
-        """The same ranks, for calls that are not part of a recorded step."""
+        """Return the same ranks, for calls that are not part of a recorded step."""
         return self
 
     @unguarded()
     def check_equal_copies(self) -> None:
-        """Raise PlanError where a parameter was changed on some of this process's ranks only."""
+        """Raise PlanError if a parameter was changed on only some ranks of this process."""
         if len(self.here) == 1:
             return
         # The optimizer and `load_state_dict` write to the copies of all ranks: their counts stay equal.
         for spec in self.here[0].params.specs:
             copies = [rank.params.local[spec.name] for rank in self.here if spec.name in rank.params.local]
-            # Torch counts the writes to a tensor.
+            # torch counts the writes to a tensor.
             if len({copy._version for copy in copies}) > 1:
                 fact = "was changed on some ranks only: each of the ranks in this process has its own tensor"
                 remedy = "step pm.optimizer(...), not one made of pm.parameters(); set values by pm.load_state_dict(...)"
                 raise PlanError(spec.name, fact, remedy)
 
     def follow_edits(self) -> None:
-        """Let stages use what the user wrote to the tensors that optimizers step, since the last update. Collective."""
+        """Publish the user's edits, since the last update, of tensors that optimizers step; a collective."""
         if self._some_rank(any(rank.params.edits.found() for rank in self.here)):
             self.unrecorded.run(EDITS, lambda rank: rank.params.publish_edits())
 
     def _some_rank(self, flag: bool) -> bool:
-        """Tell whether a flag is set on some rank, of those that share storage with the ranks of this process."""
+        """Tell whether a flag is set on any rank that shares storage with the ranks of this process."""
         return flag
 
     def replica_of(self, rank: Rank) -> int:
-        """Return which of the replicas in a call of `step` is that of `rank`."""
+        """Return the index of the replica of `rank` among those in a call of `step`."""
         return rank.world.replica if self.replicas > 1 else 0
 
     @property
@@ -127,17 +128,17 @@ class RunningRanks(ABC):
         try:
             yield timeline
         finally:
-            # Those that were made within the block have watches, too.
+            # Executors created within the block have watches, too.
             for executor in [executor for rank in self.here for executor in rank.executors]:
                 executor.watch = before.get(executor)
 
     def attach(self, key: Hashable, program: Program) -> None:
-        """Make what runs `program`, the same model compiled for batches of other sizes, without using it yet; a collective."""
+        """Create the executor of `program`, compiled for other sizes, without using it; a collective."""
 
         def attach(rank: Rank) -> None:
             # That it reads parameters where they are was checked when it was compiled (program/follow.py).
             check_same_program(program, rank.world)
-            # A gather that is under way is waited for by the stages that were there when it began.
+            # Only the stages that existed when a gather began wait for it.
             rank.params.wait()
             rank.others[key] = Executor(program, rank.world, rank.params, known_buffers(rank))
 
@@ -206,7 +207,7 @@ class ProcessRank(RunningRanks):
                 return fn(self.here[0])
             except Exception:
                 raise
-            # Ctrl-C and the like: the others wait for this rank.
+            # After Ctrl-C and similar exceptions the others wait for this rank.
             except BaseException as exc:
                 self._world.report_fault(exc)
                 raise
@@ -281,7 +282,7 @@ def is_launched(mesh: Mesh, backend: str | None) -> bool:
 
 
 def enter_world(options: Options) -> None:
-    """Check that this process can run ranks as asked; where it is one of several, let the others hear if it ends early."""
+    """Check that this process can run the requested ranks; report its early exit to other processes."""
     if is_launched(options.mesh, options.backend):
         tell_at_exit()
     check_device(options.device)
@@ -293,12 +294,12 @@ def is_first_process() -> bool:
 
 
 def own_rank() -> int:
-    """Return this process's rank, whether there is a process group yet or not."""
+    """Return this process's rank, with or without a process group."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
 
 
 def check_same_program(program: Program, world: World) -> None:
-    """Raise RuntimeFault on all ranks unless all compiled the same; a collective."""
+    """Raise RuntimeFault on all ranks unless all compiled the same program; a collective."""
     # The hash covers sources and plan, which are the same text for all ranks: only their groups differ.
     prints = world.everyone().gather_objects(program.fingerprint(), "fingerprint of the program")
     others = [rank for rank, text in enumerate(prints) if text != prints[0]]

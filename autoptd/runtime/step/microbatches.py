@@ -50,7 +50,7 @@ class CallForm:
         return by_position, {name: given[name] for name in self.keywords}
 
     def _remedy(self, args: Args, kwargs: Kwargs, call: str) -> str:
-        """Return what to do about a call that cannot be arranged: a loader's batch is a list, which is taken apart."""
+        """Return the remedy for a call that does not fit, such as unpacking a loader's list."""
         is_list = len(args) == 1 and not kwargs and isinstance(args[0], (list, tuple))
         if is_list and len(args[0]) == self.positions + len(self.keywords):
             return f"pm.{call}(*batch), with a star: each of its {len(args[0])} entries is an argument"
@@ -87,7 +87,7 @@ def expected_shape(program: Program, spec: InputSpec, replicas: int) -> tuple[in
 
 
 def check_structure(program: Program, args: Args, kwargs: Kwargs, call: str = "step") -> list[Any]:
-    """Return the leaves of a call; PlanError where its arguments are not those that were compiled."""
+    """Return the leaves of a call; raise PlanError if its arguments differ from the compiled ones."""
     leaves, tree = flatten(args, kwargs)
     if tree != program.tree:
         fact = "its arguments are not those that were compiled: another number of them, other keywords, or nested otherwise"
@@ -96,7 +96,7 @@ def check_structure(program: Program, args: Args, kwargs: Kwargs, call: str = "s
 
 
 def is_call_of(program: Program, args: Args, kwargs: Kwargs, replicas: int) -> bool:
-    """Tell whether a call has the structure, constants, shapes and dtypes that were compiled."""
+    """Tell whether a call has the compiled structure, constants, shapes and dtypes."""
     leaves, tree = flatten(args, kwargs)
     if tree != program.tree:
         return False
@@ -127,7 +127,7 @@ def cut(
 ) -> list[dict[str, torch.Tensor]]:
     """Return the microbatches of replica `replica` of the `replicas` whose rows the leaves hold, with the inputs `names`.
 
-    They are those of the program, or fewer where replicas have other numbers of rows.
+    Their number is that of the program, or less if replicas have other numbers of rows.
     """
     count = program.num_microbatches
     if program.row_counts:
@@ -156,9 +156,9 @@ def cut(
 def _own_rows(
     program: Program, leaves: Sequence[Any], replica: int, replicas: int
 ) -> tuple[Sequence[Any], int]:
-    """Return a call with the rows of one replica, where they have other numbers, and how many these are."""
+    """Return a call with the rows of one replica, if replicas differ, and their number."""
     batched = [spec.leaf for spec in program.inputs if spec.batched]
-    # A process is called with its own.
+    # A process is called with the rows of its replica.
     if replicas == 1:
         return leaves, len(leaves[batched[0]])
     rows, first = program.row_counts[replica], sum(program.row_counts[:replica])
@@ -184,14 +184,14 @@ def _to(x: torch.Tensor, device: torch.device) -> torch.Tensor:
         # Through a pinned copy: the transfer runs later, when the caller may have overwritten `x`.
         pinned = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
         return pinned.copy_(x).to(device, non_blocking=True)
-    # The same tensor where it is there already: then the step reads the caller's memory.
+    # A tensor already on the device is not copied: the step then reads the caller's memory.
     return x.to(device)
 
 
 def rows_of_replicas(total: int, replicas: int, rows: int) -> tuple[int, ...]:
-    """Return how many of the rows of an evaluation each replica has; those of a program's microbatch are `rows`.
+    """Return the rows of an evaluation for each replica; a microbatch of the program has `rows` rows.
 
-    Where replicas do not divide them, parts of a microbatch that do are dealt out: of 5 rows 3 and 2.
+    If replicas do not divide them, parts that divide a microbatch are dealt out: of 5 rows 3 and 2.
     """
     unit = total // replicas if total % replicas == 0 else math.gcd(total, rows)
     each, more = divmod(total // max(unit, 1), replicas)
@@ -259,8 +259,8 @@ def fitting_microbatches(asked: int | None, args: Args, kwargs: Kwargs, replicas
 
 
 def flatten(args: Args, kwargs: Kwargs) -> tuple[list[Any], str]:
-    """Return the leaves of a call, and a text of how they are nested."""
-    # The common case, tensors by position, without the cost of walking a tree.
+    """Return the leaves of a call, and a text of their structure."""
+    # A shortcut for tensors by position, which avoids walking a tree.
     if not kwargs and all(isinstance(arg, torch.Tensor) for arg in args):
         return list(args), _tree_of_leaves(len(args))
     leaves, tree = tree_flatten((args, kwargs))

@@ -1,8 +1,8 @@
-"""The model's persistent buffers during training: what its state dict holds besides parameters.
+"""Hold the model's persistent buffers during training: the state dict entries that are not parameters.
 
-In: the model's state dict, the program, and values that are loaded later. Out: the program with these buffers
-in it, and the ranks' copies set to the loaded values. The compiler may have read a buffer and specialised on
-its value (ir/buffers.py): other values are refused here, or make the caller compile again.
+In: the model's state dict, the program, and values loaded later. Out: the program with these buffers, and the
+ranks' copies set to the loaded values. The compiler may have specialised on the value of a buffer
+(ir/buffers.py): other values are rejected here, or make the caller compile again.
 
     buffers = ModelBuffers(shared)
     program = buffers.take(program, model.state_dict(), weights=None)
@@ -52,7 +52,7 @@ class ModelBuffers:
                 x = reader.whole(name).to(x.dtype)
             if x.is_meta:
                 x = program.buffers.get(name, x)
-            # A copy: the user's model keeps its own, which training must not change.
+            # A copy, because training must not change the user's model.
             self.values[name] = x.clone()
         if changed := program.differing(self.values):
             fact = f"the program was compiled for other values of {', '.join(changed)} than the model has"
@@ -78,7 +78,7 @@ class ModelBuffers:
         return self.shared.complete({**self.values, **ranks.here[0].executor.buffers})
 
     def values_of(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the buffers that `state_dict` brings, in the dtypes and on the devices of ours.
+        """Return the buffers in `state_dict`, in our dtypes and on our devices.
 
         PlanError for another value of a buffer that overlaps something else: the ranks hold copies of both.
         """

@@ -1,4 +1,4 @@
-"""Notice that the loss of a step was NaN, on all ranks in the same step, without making a CUDA device wait for the host.
+"""Detect a NaN loss on all ranks in the same step, without synchronizing a CUDA device with the host.
 
 In: the global loss of each step, equal on all ranks, and what this rank added to it. Out: the step whose loss was NaN.
 On a CPU that is the step itself. On CUDA the flag is copied to the host asynchronously, and read at the end of the next

@@ -1,4 +1,4 @@
-"""The base class of emitted stages, and how their source becomes a class.
+"""Define the base class of emitted stages, and load their source as classes.
 
 In: the text of `stage_2.py`, which defines `class Stage2(rt.Stage)` with `forward` (and `count`, where a loss divides by the
 number of valid labels), and that of `layers.py`, with the methods that several stages call. Out: the class; an instance of it
@@ -39,18 +39,20 @@ class Largest(NamedTuple):
 class Stage:
     """One stage on one rank: the base class of emitted ones.
 
-    - `groups`: the ranks that it communicates with, by mesh axis or sub-axis.
-    - `totals`: the global counts that weighted-mean losses divide by, sums over all microbatches and replicas, set
-      before the first forward of every step (numbers or 0-d tensors).
-    - `sums`: sums over all microbatches and replicas of what depends on inputs only, by number, set likewise.
-    - `parts`: what microbatches left for the updates of buffers, by number, in float64 (`buffer_updates.py`).
+    - `groups`: the groups that it communicates over, by mesh axis or sub-axis.
+    - `totals`: the global counts that weighted-mean losses divide by, sums over all microbatches and
+      replicas, set before the first forward of every step (numbers or 0-d tensors).
+    - `sums`: sums over all microbatches and replicas of values that depend on inputs only, by number, set
+      likewise.
+    - `parts`: contributions of microbatches to buffer updates, by number, in float64 (`buffer_updates.py`).
     - `drawing`: the dropout masks of the next forward; None: no dropout.
     - `fused`: the fused operators.
-    - `main_grads` and `deferred`: what an emitted `rt.linear` names as its `wgrad`.
+    - `main_grads` and `deferred`: the values for `wgrad` in an emitted `rt.linear`.
 
-    - `activations`: what forwards save for backward, where methods of the stage have recipes.
+    - `activations`: the tensors saved for backward, if methods of the stage have recipes.
 
-    Of the class, `layers` is the file of the methods that it shares with other stages; `is_compiled`: they are compiled.
+    Class attributes: `layers` is the file of the methods shared with other stages; `is_compiled`: they are
+    compiled.
     """
 
     layers = ""
@@ -81,20 +83,20 @@ class Stage:
         self._recomputes = any(name.endswith(RECIPE) for name in dir(type(self)))
 
     def run(self, **values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run `forward`; what its methods drop is computed again in backward."""
+        """Run `forward`; values dropped by its methods are recomputed in backward."""
         if not self._recomputes or not torch.is_grad_enabled():
             return self.forward(**values)
         with self.activations:
             return self.forward(**values)
 
     def again(self, method: Callable[..., Any], recipe: Callable[..., Any], *args: Any) -> Any:
-        """Call `method`; `recipe` computes again, in backward, what that drops."""
+        """Call `method`; `recipe` recomputes its dropped values in backward."""
         if not self.activations.is_on:
             return method(*args)
         return self.activations.call(method, recipe, args, self.drawing)
 
     def dropped(self, x: Any) -> Any:
-        """Return x, a tensor or several, which is not kept for backward: a recipe computes it again."""
+        """Return x, one or more tensors that are not kept for backward: a recipe recomputes them."""
         if self.activations.is_on:
             for each in (x,) if isinstance(x, torch.Tensor) else x:
                 self.activations.drop(each)
@@ -121,7 +123,7 @@ class Stage:
 
     @property
     def counts(self) -> bool:
-        """Whether a loss of this stage divides by counts: then its file defines `count`."""
+        """Tell whether a loss of this stage divides by counts; its file then defines `count`."""
         return type(self).count is not Stage.count
 
     def forward(self, **values: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -129,7 +131,7 @@ class Stage:
         raise NotImplementedError
 
     def batch_sum(self, number: int, *, dtype: torch.dtype, shape: Sequence[int] = ()) -> torch.Tensor:
-        """Return one of `sums`, in the dtype and shape that the model has it in."""
+        """Return one of `sums`, in its dtype and shape in the model."""
         return self.sums[number].to(dtype).view(shape)
 
     def keep_part(self, loss: torch.Tensor, part: torch.Tensor, number: int, is_sum: bool) -> torch.Tensor:
@@ -144,16 +146,16 @@ class Stage:
 
     @cached_property
     def rounds(self) -> list[Callable[..., dict[int, torch.Tensor | Largest]]]:
-        """The methods that compute a microbatch's part of `sums`; each may read the sums of those before it."""
+        """Return the methods that compute a microbatch's part of `sums`; each may read earlier sums."""
         names = [name for name in dir(type(self)) if name.startswith(BATCH_SUMS)]
         return [getattr(self, name) for name in sorted(names, key=lambda name: int(name[len(BATCH_SUMS) :]))]
 
     def count(self, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return what `totals` sums, of one microbatch; emitted for weighted-mean losses only."""
+        """Return the summands of `totals` for one microbatch; emitted for weighted-mean losses only."""
         raise NotImplementedError
 
 
-# How the methods begin that sum over the batch before the first forward.
+# Name prefix of the methods that sum over the batch before the first forward.
 BATCH_SUMS = "batch_sums_"
 # The file of the methods that several stages call; the end of a recipe's name.
 LAYERS, RECIPE = "layers.py", "_again"

@@ -1,4 +1,4 @@
-"""When each rank executed which action; on request with delays, to simulate slower hardware.
+"""Record when each rank executed each action, optionally with delays that simulate slower hardware.
 
 In: the clocks of this process's ranks, and delays by (stage, kind). Out: a `Timeline` of `Span`s, one per action, with
 one origin: when the host executed it or, on CUDA, the device (`world/clocks.py`). Waiting is not in the spans: an F or B
@@ -56,7 +56,7 @@ class Watch:
 
     @property
     def spans(self) -> list[Span]:
-        """The spans in the order of execution. Waits for the device: read it between steps."""
+        """Return the spans in the order of execution. Waits for the device: read it between steps."""
         seconds = self.clock.seconds
         for action, start, end in self._moments:
             self._spans.append(Span(self.rank, action, seconds(start), seconds(end)))
@@ -65,7 +65,7 @@ class Watch:
 
 
 class Timeline:
-    """The spans of the ranks of this process, whose clocks are given by rank."""
+    """The spans of the ranks of this process; their clocks are given by rank."""
 
     def __init__(self, clocks: Mapping[int, Clock], delays: Delays | None = None) -> None:
         self.watches = {rank: Watch(rank, clock, delays or {}) for rank, clock in clocks.items()}

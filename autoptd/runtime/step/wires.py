@@ -1,9 +1,9 @@
-"""Which stage sends which crossings to which: the wiring of a program, as tables that the executor reads.
+"""Tabulate which stage sends which crossings to which other stage, for the executor.
 
 In: a program. Out: `Wires`.
 
     wires = Wires(program)
-    wires.values[0, 1]             # what stage 1 reads of stage 0
+    wires.values[0, 1]             # the values that stage 1 reads from stage 0
     wires.grad_targets[0]          # [1]: the stages that send gradients back to stage 0
 """
 
@@ -18,8 +18,8 @@ Peers = dict[int, list[int]]
 
 
 class Wires:
-    """Which crossings go between which stages: `values[source, target]` forward; the gradients of
-    `gradients[source, target]` come back from target to source.
+    """The crossings between stages: `values[source, target]` go forward; the gradients of
+    `gradients[source, target]` return from target to source.
 
     The other tables list the peers of every stage, ascending.
     """
@@ -36,7 +36,7 @@ class Wires:
                 for target in crossing.targets:
                     pair = stage.index, target
                     self.values.setdefault(pair, []).append(crossing)
-                    # Ids and masks cross without one: nothing comes back for them.
+                    # Ids and masks have no gradient to send back.
                     if crossing.has_grad:
                         self.gradients.setdefault(pair, []).append(crossing)
         num_stages = len(program.stages)
@@ -45,7 +45,7 @@ class Wires:
 
 
 def _peers(pairs: Iterable[tuple[int, int]], num_stages: int) -> tuple[Peers, Peers]:
-    """Return two tables by stage, from pairs (source, target): the stages it hears from, and those that hear from it."""
+    """Return two tables by stage, from pairs (source, target): its sources, and its targets."""
     sources: Peers = {stage: [] for stage in range(num_stages)}
     targets: Peers = {stage: [] for stage in range(num_stages)}
     for source, target in sorted(pairs):
