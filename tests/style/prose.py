@@ -66,6 +66,10 @@ PAGES: tuple[str, ...] = (
 # Files, or folders with all that is below them, whose comments and strings are checked, relative to the same.
 SOURCES: tuple[str, ...] = (
     "autoptd/model",
+    "autoptd/runtime/__init__.py",
+    "autoptd/runtime/measure",
+    "autoptd/runtime/ops",
+    "autoptd/runtime/world",
     "examples",
 )
 
