@@ -1,4 +1,4 @@
-"""Check that all ranks of a replica read the same batch: they do not after `torch.manual_seed(1337 + rank)`.
+"""Check that all ranks of a replica read the same batch, unlike after `torch.manual_seed(1337 + rank)`.
 
 In: the arguments of a `step` or an `eval_step` on this rank. Out: nothing, or one RuntimeFault on all ranks together,
 which names the ranks whose inputs or targets differ. Hashes are sent before the first forward, over tp and over pp, and
@@ -24,13 +24,13 @@ from autoptd.runtime.params.fingerprint import hash_words
 from autoptd.runtime.step.launch import Rank, RunningRanks
 from autoptd.runtime.world.world import World
 
-# Every one of the first steps is checked, whatever `every` says: that is when a data loader is wrong.
+# The first steps are always checked, whatever `every` is: a wrong data loader shows there.
 FIRST_STEPS = 3
 SITE = "check of the batch"
 
 
 def is_due(number: int, every: int) -> bool:
-    """Tell whether step number `number` (from 1) is checked; `every` 0 checks none."""
+    """Tell whether step `number` (from 1) is checked; `every=0` disables the check."""
     return every > 0 and (number <= FIRST_STEPS or number % every == 0)
 
 
@@ -44,7 +44,7 @@ class BatchCheck:
         # batch. Steps and evaluations are counted separately: the sign tells step 3 from evaluation 3.
         which = number if call == "step" else -number
         self.mine = torch.stack([torch.tensor(which, device=world.device), *hashes])
-        # Along all axes but those that split the batch, ranks read the same of it.
+        # Ranks along the axes that do not split the batch read the same rows.
         axes = [axis for axis in world.mesh.axes if axis not in world.mesh.batch_axes]
         # Started in one order on all ranks, before the step's own calls over these groups.
         self.pending = [
@@ -52,12 +52,12 @@ class BatchCheck:
         ]
 
     def finish(self) -> None:
-        """Compare; RuntimeFault on all ranks of all replicas where any two differ within one."""
+        """Compare the hashes; raise RuntimeFault on all ranks if any two differ within a replica."""
         world = self.world
         # [ranks of the group, 1 + tensors] against [1 + tensors].
         differences = [(pending.wait() != self.mine).any() for pending in self.pending]
         differs = torch.stack(differences).any().to(torch.int64)
-        # All replicas stop: they would wait for the one with the fault in the next step.
+        # All replicas stop: in the next step they would wait for the failing one.
         if agree_on_largest(world, differs, SITE):
             raise self._fault()
 
@@ -81,7 +81,7 @@ class BatchCheck:
 
 @contextmanager
 def batch_checked(ranks: RunningRanks, call: str, count: int, leaves: Sequence[Any]) -> Iterator[None]:
-    """Check around the `count`-th `step` or `eval_step` of this process that the ranks of a replica read the same."""
+    """Check around call `count` of `step` or `eval_step` that the ranks of a replica read the same batch."""
 
     def start(rank: Rank) -> BatchCheck:
         number = rank.executor.steps + 1 if call == "step" else count
@@ -94,7 +94,7 @@ def batch_checked(ranks: RunningRanks, call: str, count: int, leaves: Sequence[A
 
 
 def _differing(replica: Sequence[int], seen: dict[int, list[int]]) -> list[str]:
-    """Describe the ranks of one replica that do not read what most of them read (of two ranks, the first is right)."""
+    """Describe the ranks of a replica whose batch differs from most of them (of two, the first is right)."""
     usual = Counter(tuple(seen[rank]) for rank in replica).most_common(1)[0][0]
     like = next(rank for rank in replica if tuple(seen[rank]) == usual)
     others = [rank for rank in replica if tuple(seen[rank]) != usual]

@@ -1,9 +1,9 @@
-"""Check that copies stay equal: of parameters, of their masters and of the optimizer's state of them; over dp, on tensor
-ranks that hold the same, and on all owners.
+"""Check that copies of parameters, masters and optimizer state stay equal over dp, tensor ranks and owners.
 
-In: a rank's parameters, and the states of its optimizers. Out: nothing, or one RuntimeFault on all ranks together, which
-names parameters and ranks. A gradient that was changed on some ranks only shows here after the next update, and so does
-a bit that memory lost. 64-bit fingerprints are compared (`runtime/params/fingerprint.py`).
+In: a rank's parameters, and the states of its optimizers. Out: nothing, or one RuntimeFault on all ranks
+together, which names parameters and ranks. A gradient that was changed on only some ranks is found after the
+next update, as is a flipped bit in memory. 64-bit fingerprints are compared
+(`runtime/params/fingerprint.py`).
 
     check_copies(rank.params, [optimizer.state], step=200)            # a collective
 """
@@ -27,14 +27,14 @@ from autoptd.runtime.world.world import Group
 
 SITE = "check of the copies"
 MOST_NAMED = 5
-# By stored parameter, what an optimizer keeps of it.
+# The optimizer state by stored parameter.
 OptimizerState = Mapping[Any, Mapping[str, Any]]
 # Hashes by the compared item.
 Prints = dict[str, torch.Tensor]
 
 
 def is_due(step: int, every: int) -> bool:
-    """Tell whether copies are compared before step number `step`; `every` 0 compares none."""
+    """Tell whether copies are compared before step `step`; `every=0` disables the check."""
     # The second step is the first to see an update.
     return every > 0 and (step == 2 or step % every == 0)
 
@@ -50,7 +50,7 @@ def check_copies(params: RankParameters, states: Sequence[OptimizerState], step:
         findings += compare(group, copies, SITE)
     if agree_on_largest(world, torch.tensor(int(bool(findings)), device=world.device), SITE):
         by_rank = merge_over_ranks(world, {world.rank: findings}, SITE)
-        # All ranks of a group find the same.
+        # All ranks of a group have the same findings.
         texts: dict[str, None] = {}
         for rank in sorted(by_rank):
             texts |= dict.fromkeys(by_rank[rank])
@@ -63,7 +63,7 @@ def check_copies(params: RankParameters, states: Sequence[OptimizerState], step:
 
 
 def _comparisons(params: RankParameters, states: Sequence[OptimizerState]) -> Iterator[tuple[Group, Prints]]:
-    """Yield (group, fingerprints by what they are of, which all its ranks must have alike), in one order on all ranks."""
+    """Yield each group and the fingerprints that must agree on its ranks, in one order on all ranks."""
     world, mesh = params.world, params.world.mesh
     local = [spec for spec in params.specs if spec.name in params.local]
     used = {spec.name: fingerprint_of(params, spec) for spec in local}
@@ -76,7 +76,7 @@ def _comparisons(params: RankParameters, states: Sequence[OptimizerState]) -> It
         copied = {axis for axis in copy_axes(spec.use.layout, mesh) if spec.use.layout[axis].kind in kinds}
         for axis in (*mesh.batch_axes, *sorted(copied)):
             along.setdefault(axis, {})[spec.name] = used[spec.name]
-        # What replicas share the storage of, each stores another part of.
+        # With shared storage each replica stores a different part.
         for axis in _axes_of_copies(params, spec, copied):
             along.setdefault(axis, {})[f"the optimizer's state of {spec.name}"] = stored[spec.name]
     for axis in sorted(along):
@@ -88,7 +88,7 @@ def _comparisons(params: RankParameters, states: Sequence[OptimizerState]) -> It
 
 
 def _axes_of_copies(params: RankParameters, spec: ParamSpec, copied: Collection[str]) -> list[str]:
-    """Return the axes along which ranks store the same of a parameter that is equal along those `copied`."""
+    """Return the axes along which ranks store equal parts of a parameter that is equal along `copied`."""
     mesh = params.world.mesh
     axes = spec.copy_axes(mesh) if params.is_shared(spec.name) else [*mesh.batch_axes, *sorted(copied)]
     return [axis for axis in axes if axis in copied or role_of(axis) is Role.BATCH]
@@ -97,7 +97,7 @@ def _axes_of_copies(params: RankParameters, spec: ParamSpec, copied: Collection[
 def _print_of_stored(
     params: RankParameters, spec: ParamSpec, states: Sequence[OptimizerState]
 ) -> torch.Tensor:
-    """Return the fingerprint of what this rank stores of a parameter, and of the optimizers' state of it."""
+    """Return the fingerprint of this rank's stored part of a parameter, and of its optimizer state."""
     total = torch.zeros((), dtype=torch.int64, device=params.world.device)
     own = params.stored.get(spec.name)
     if own is None:
@@ -112,7 +112,7 @@ def _print_of_stored(
 
 
 def compare(group: Group, mine: Prints, site: str) -> list[str]:
-    """Describe what differs between the ranks of a group: on which of them, where most have the same."""
+    """Describe the differences within a group, and the ranks that differ from the majority."""
     if group.size == 1 or not mine:
         return []
     own = torch.stack(list(mine.values()))

@@ -1,8 +1,9 @@
-"""Check that all ranks compute the same: every replica runs the same rows, forward and backward, twice, and nothing is kept.
+"""Check that all ranks compute the same: every replica runs the same rows, forward and backward, twice.
 
-In: a rank, and the microbatches of the first replica. Out: nothing, or one RuntimeFault on all ranks together, which names the
-ranks whose outputs or gradients differ in any bit. Stages are compared between replicas before anything is summed over them.
-A rank that does not compute the same twice is named too: kernels have to be deterministic.
+In: a rank, and the microbatches of the first replica. Out: nothing, or one RuntimeFault on all ranks
+together, which names the ranks whose outputs or gradients differ in any bit; all results are discarded.
+Stages are compared between replicas before anything is summed over them. A rank whose two runs differ is
+named too: kernels have to be deterministic.
 
     check_ranks(rank, microbatches)                  # a collective
 """
@@ -53,7 +54,7 @@ def check_ranks(rank: Rank, microbatches: Sequence[Microbatch], loss_scale: floa
 
 
 def fault_of(told: Sequence[tuple[list[list[str]], list[str]]]) -> RuntimeFault:
-    """Return the fault of what all ranks have found: what may have caused the rest comes first."""
+    """Return the fault for the findings of all ranks, possible causes first."""
     batches, outputs = texts_of(told, 0), texts_of(told, 1)
     # Backward begins in the last stage.
     gradients = texts_of(told[::-1], 2)
@@ -75,7 +76,7 @@ def fault_of(told: Sequence[tuple[list[list[str]], list[str]]]) -> RuntimeFault:
 
 
 def texts_of(told: Sequence[tuple[list[list[str]], list[str]]], kind: int) -> list[str]:
-    """Return the findings of a kind: all ranks of a group have the same."""
+    """Return the findings of a kind; all ranks of a group have the same ones."""
     return list(dict.fromkeys(text for findings, _ in told for text in findings[kind]))
 
 
@@ -121,7 +122,9 @@ def run_once(
 
 
 def try_step(executor: Executor, microbatches: Sequence[Microbatch], loss_scale: float | None) -> None:
-    """Run a step as `Executor.step` does, and drop its gradients; the count of steps, and what the user has, stay."""
+    """Run a step like `Executor.step`, and drop its gradients; the step count and the user's tensors are
+    kept.
+    """
     try:
         with executor.guard(), torch.enable_grad():
             executor.sum_gradients(microbatches, loss_scale, SITE)
@@ -146,7 +149,7 @@ def as_first_replica(executor: Executor) -> Iterator[None]:
 
 @contextmanager
 def shown_results(executor: Executor, note: Callable[[int, Sequence[Any]], None]) -> Iterator[None]:
-    """Show what each forward of a stage returns."""
+    """Pass the results of each forward of a stage to `note`."""
 
     def shown(index: int, run: Callable[..., Any]) -> Callable[..., Any]:
         def run_and_show(**inputs: Any) -> Any:
