@@ -1,7 +1,6 @@
-"""Numbers that a model's forward makes tensors of, while it is traced on meta: a tensor there has no value to
-be kept.
+"""Preserve numbers that a forward turns into tensors while it is traced on meta, where tensors have no values.
 
-`torch.tensor(-65504.0, device=x.device)` becomes `torch.full((), -65504.0, ...)`, an operator that says its
+`torch.tensor(-65504.0, device=x.device)` becomes `torch.full((), -65504.0, ...)`, an operator that holds the
 number.
 
     make_tensor((-65504.0,), {"device": "meta"})
@@ -16,7 +15,7 @@ from torch import Tensor
 
 
 def make_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Call `torch.tensor(*args, **kwargs)`, or an operator where it is a number on meta."""
+    """Call `torch.tensor(*args, **kwargs)`, or `torch.full` for a number on meta."""
     is_number = len(args) == 1 and isinstance(args[0], (bool, int, float))
     if is_number and kwargs.keys() <= {"dtype", "device"} and _is_meta(kwargs.get("device")):
         return torch.full((), args[0], **kwargs)

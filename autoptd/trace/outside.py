@@ -1,9 +1,9 @@
-"""Name what a function reads from outside that a program may change later: class attributes, objects,
+"""Find outside state that a function reads and a program may change later: class attributes, objects,
 reassigned globals.
 
-In: the backward of a custom autograd function, as Python code; functions that it calls are looked at as well.
-Out: the first such name, "" for none. What tracing tries once with `AuxLoss.scale = 0.0` would stay so for
-ever.
+In: the backward of a custom autograd function, as Python code; functions that it calls are checked as well.
+Out: the name of the first such state, "" for none. A trace made with `AuxLoss.scale = 0.0` would keep that
+value forever.
 
     outside_state(AuxLoss.backward)      # "AuxLoss.scale"
 """
@@ -41,7 +41,7 @@ NOTHING = object()
 
 
 def outside_state(function: Any, seen: set[Any] | None = None) -> str:
-    """Name something mutable that `function`, or what it calls, reads; "" where there is none."""
+    """Name some mutable state that `function`, or a function that it calls, reads; "" if there is none."""
     seen = set() if seen is None else seen
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)
@@ -59,7 +59,7 @@ def outside_state(function: Any, seen: set[Any] | None = None) -> str:
 
 
 def _reads(function: Any, code: types.CodeType) -> Iterator[tuple[str, Any, Any]]:
-    """(dotted name, value, what it was read from) of every global and closed-over name that `code` loads."""
+    """Yield (dotted name, value, owner) of every global and closed-over name that `code` loads."""
     names = _outside_names(function, code)
     chain: tuple[str, Any, Any] | None = None
     for step in dis.get_instructions(code):
@@ -82,22 +82,22 @@ def _outside_names(function: Any, code: types.CodeType) -> dict[str, Any]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             found[name] = cell.cell_contents
-        # The cell is not assigned yet.
+        # The cell is still unassigned.
         except ValueError:
             found[name] = NOTHING
     return found
 
 
 def _may_change(name: str, value: Any, owner: Any) -> bool:
-    """Whether a program may give what was read another value between two steps."""
+    """Tell whether a program may change the value of a name between two steps."""
     if value is NOTHING or callable(value) or isinstance(value, (types.ModuleType, enum.Enum)):
         return False
-    # An object of a library, such as a logger.
+    # Library objects, such as loggers, are trusted.
     if not isinstance(value, (*FIXED, *MUTABLE)) and _is_library(type(value).__module__):
         return False
     if isinstance(owner, types.ModuleType):
         return not _is_library(owner.__name__)
-    # The name belongs to the function's own file, or to the function around it.
+    # The name belongs to the function's file or to its enclosing function.
     if isinstance(owner, types.FunctionType):
         rebinds = name in _rebound(owner.__globals__)
         return rebinds or not isinstance(value, (*FIXED, tuple, frozenset))
@@ -105,7 +105,7 @@ def _may_change(name: str, value: Any, owner: Any) -> bool:
 
 
 def _rebound(names: dict[str, Any]) -> set[str]:
-    """Globals that a function beside them, or a method of a class beside them, assigns."""
+    """Return the globals that a function or method of the same module assigns."""
     found: set[str] = set()
     pending = [
         value for value in names.values() if getattr(value, "__module__", None) == names.get("__name__")

@@ -1,7 +1,7 @@
-"""Tell a model that fails by itself from one that cannot be traced.
+"""Tell a model that fails without AutoPTD from one that cannot be traced.
 
-In: a call that could not be traced, or compared with its trace. Out: the model's own error on that call, as a TraceError;
-None where it runs. It costs a step on one device, and is asked only once something has failed.
+In: a call that could not be traced, or compared with its trace. Out: the model's own error on that call, as a
+TraceError; None if it runs. It costs a step on one device, and only runs after something has failed.
 
     if (failure := own_failure(model, args, kwargs, loss_fn, autocast)) is not None:
         raise failure
@@ -34,10 +34,10 @@ def own_failure(
     autocast: Autocast,
     precision: str | None = None,
 ) -> TraceError | None:
-    """Run the unmodified model forward and backward; return what it fails with, None where it does not.
+    """Run the unmodified model forward and backward; return its error, None if there is none.
 
-    Nothing is known of a model without values, or one that does not fit on its device. Buffers, gradients and random
-    numbers stay as they were.
+    Also returns None for a model without values, or one that does not fit on its device. Buffers, gradients and
+    random states are restored.
     """
     if not has_values(model):
         return None

@@ -1,7 +1,8 @@
-"""Makes one operator of a custom autograd function: what `ir/own_functions.py` knows, forward and backward the user's own.
+"""Register a custom autograd function as one operator, with the user's forward and backward.
 
-In: a class, and what it is called with. Out: an operator of torch's registry that calls `apply`, so that it is traced, tried
-and differentiated as every other one. Refused is what draws random numbers, writes into its arguments, or returns no tensors.
+In: a class and its arguments. Out: an operator in torch's registry that calls `apply`, so that it is traced,
+tested and differentiated like every other one (see `ir/own_functions.py`). Functions that draw random numbers,
+write into their arguments, or return other values than tensors are refused.
 
     operator, given = operator_for(ScaleGradient, (x, 0.5))
     y = operator(*given)                                    # ScaleGradient.apply(x, 0.5)
@@ -21,16 +22,16 @@ from autoptd.ir.own_functions import OWN, Own, name_of
 
 NAMESPACE = "autoptd_functions"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
-# Of the torch that is installed, and not what stands in its place while a model is traced.
+# torch's original, which is patched while a model is traced.
 APPLY = torch.autograd.Function.__dict__["apply"].__func__
 OPERATORS: dict[Any, OpOverload] = {}
-# How a schema says the type of an argument; arguments of other types are part of the operator.
+# Schema types of arguments; arguments of other types become part of the operator.
 SCHEMA_TYPES = {bool: "bool", int: "int", float: "float", str: "str"}
 REMEDY = "write it with differentiable torch operators"
 
 
 def operator_for(function: Any, args: tuple[Any, ...]) -> tuple[OpOverload, list[Any]]:
-    """Return the operator for such a call, and what it is called with; TraceError where the function is not one of tensors."""
+    """Return the operator for a call and its arguments; TraceError if the function is not one of tensors."""
     fixed = tuple((i, arg) for i, arg in enumerate(args) if not _is_given(arg))
     given = [arg for arg in args if _is_given(arg)]
     words = ["Tensor" if isinstance(arg, Tensor) else SCHEMA_TYPES[type(arg)] for arg in given]
@@ -54,7 +55,7 @@ def operator_for(function: Any, args: tuple[Any, ...]) -> tuple[OpOverload, list
 
 
 def _unused(name: str) -> str:
-    """Return a name for an operator that says nothing of others: a number follows the class's only where it is taken."""
+    """Return an unused operator name: the class's name, with a number only if that is taken."""
     number, made = 1, name
     while hasattr(getattr(torch.ops, NAMESPACE), made):
         number += 1
@@ -67,7 +68,7 @@ def _is_given(arg: Any) -> bool:
 
 
 def _results_of(function: Any, args: tuple[Any, ...]) -> int:
-    """Run forward and backward without values; return the length of the tuple that forward gives, 0 for a tensor."""
+    """Run forward and backward without values; return the length of forward's tuple, 0 for a tensor."""
     site = f"autograd.Function {function.__name__}"
     with without_modes(), FakeTensorMode(), _Deterministic(site), torch.enable_grad():
         fakes = [_fake(arg) for arg in args]
@@ -98,7 +99,7 @@ def _fake(arg: Any) -> Any:
 
 
 class _Deterministic(TorchDispatchMode):
-    """Refuses operators that draw random numbers."""
+    """Refuse operators that draw random numbers."""
 
     def __init__(self, site: str) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Whether a model passes over padding: the labels of its losses, and two runs, one of them padded.
+"""Check that a model ignores padding: find the labels of its losses, and compare padded runs.
 
-In: a TRACED graph; a call, the same call padded, and with other tokens in the padding. Out: the arguments that are labels, with
-the `ignore_index` of their loss; an error where the loss or a gradient differs.
+In: a TRACED graph; a call, the same call padded, and with other tokens in the padding. Out: the arguments that
+are labels, with the `ignore_index` of their loss; an error if the loss or a gradient differs.
 
     labels_of(graph)                                                # {"labels": -100}
     compare_padded(model, None, short, padded, others, "tokens")    # PlanError where anything differs
@@ -25,15 +25,16 @@ from autoptd.trace.masks import given_masks
 from autoptd.trace.watched import Watched
 
 LOSS, IGNORE_INDEX = "aten.cross_entropy_loss", -100
-# By the dtype of the parameters: of a tensor's largest entry, and of the largest gradient what counts as one. Sums over more
-# tokens are rounded otherwise; float64 is not better, as norms may compute in float32.
+# By the dtype of the parameters: relative to a tensor's largest entry, and the share of the largest gradient
+# that is added to it. Sums over more tokens round differently; float64 does not help, as norms may compute in
+# float32.
 TOLERANCE, TOLERANCE_OF_HALF = (1e-4, 1e-2), (2.0**-6, 1.0)
-# Of that tolerance where sums are over the same numbers of tokens.
+# Share of that tolerance if sums are over the same number of tokens.
 SAME_SUMS = 1e-2
 
 
 def labels_of(graph: Graph) -> dict[str, int]:
-    """Return the arguments that cross-entropies read as labels, with what each ignores."""
+    """Return the arguments that cross-entropies read as labels, with their `ignore_index`."""
     found: dict[str, int] = {}
     for node in ops(graph):
         if op_name(node) != LOSS:
@@ -45,7 +46,7 @@ def labels_of(graph: Graph) -> dict[str, int]:
 
 
 def _sources(node: Any) -> set[Node]:
-    """Return the inputs that labels are made of, but for those that say which of them count: what is a bool is no label."""
+    """Return the inputs that labels are computed from, except boolean ones, which are masks and not labels."""
     found, waiting, seen = set(), [node], set()
     while waiting:
         one = waiting.pop()
@@ -70,9 +71,9 @@ def compare_padded(
 ) -> None:
     """Run the model, without dropout, on a call, on the same call with padding, and with other tokens in that.
 
-    PlanError where anything differs: between the first two by more than sums over more tokens are rounded otherwise, between
-    the last two, whose sums are the same, by hardly a bit. A call whose numbers are made up says nothing where the model cannot
-    run on it, or has no finite loss.
+    PlanError if they differ: the first two by more than the rounding of sums over more tokens, the last two,
+    whose sums have equal lengths, by more than a small share of that. The check is inconclusive if the model
+    fails on made-up numbers, or has no finite loss.
     """
     watched, kept = Watched(model, loss_fn), KeptBuffers(model)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -81,11 +82,11 @@ def compare_padded(
 
     def run(call: Call) -> torch.Tensor:
         try:
-            # Every run is a first one, of buffers that a forward updates as well.
+            # Every run starts from the same buffers, which a forward may update.
             kept.put_back()
             with torch.enable_grad():
                 return watched(*call[0], **call[1])
-        # The model's own: an id that it has no row for, a class below 0.
+        # Errors of the model: an id without a row, a negative class.
         except (RuntimeError, IndexError, ValueError) as error:
             fact = f"the model cannot run with {what}: {type(error).__name__}: {error}"
             raise PlanError(SITE, fact.splitlines()[0], REMEDY) from error
@@ -112,14 +113,14 @@ def compare_padded(
 
 
 def _refuse(excess: dict[str, float], tolerance: float, fact: str) -> None:
-    """Raise PlanError for the first value, the loss before gradients, that differs by more than the tolerance."""
+    """Raise PlanError for the first value above the tolerance, the loss before gradients."""
     for name, size in sorted(excess.items(), key=lambda pair: pair[0] != "loss"):
         if not size <= tolerance:
             raise PlanError(SITE, f"{fact}: {name} differs by {size:.1e} of its largest entry", REMEDY)
 
 
 def keep_all(site: int, x: torch.Tensor, keep: float) -> torch.Tensor:
-    """Return the mask of a dropout that drops nothing."""
+    """Return a dropout mask that keeps everything."""
     return torch.ones_like(x, dtype=torch.bool)
 
 

@@ -1,7 +1,7 @@
-"""A model and its trace, to be run on one call: in their own dtype, in float64, or with other weights.
+"""Run a model and its trace on one call: in their own dtype, in float64, or with other weights.
 
-In: a model, the graph that was traced of it, a call. Out: what somebody makes of a loss and the parameters that it came from,
-and the buffers that the run has updated. The model is left as it was.
+In: a model, its traced graph, a call, and a function of the loss and the parameters. Out: the result of that
+function, and the buffers that the run has updated. The model is restored.
 
     pair = Pair(model, None, graph, buffers, args, kwargs)
     wanted, buffers = pair.of_model(lambda loss, parameters: Reference(loss, parameters, share=1e-3))
@@ -32,9 +32,9 @@ from autoptd.trace.updates import updated_buffers
 from autoptd.trace.watched import Watched
 from autoptd.trace.widen import Widen, widen_inputs, widen_model
 
-# What a graph in float64 reads for the dtypes that are in it.
+# Replacements of dtypes in a graph that runs in float64.
 WIDE = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64)
-# By how much of themselves weights are moved.
+# Relative change of perturbed weights.
 MOVE = 2.0**-5
 
 Result = TypeVar("Result")
@@ -43,7 +43,7 @@ Look = Callable[[Tensor, dict[str, Tensor]], Result]
 
 @dataclass(frozen=True)
 class Pair:
-    """A model and its trace. Given `sites`, both drop and draw what is given for these."""
+    """Pair a model with its trace; with `sites`, both use the given masks and random numbers of these sites."""
 
     model: nn.Module
     loss_fn: Callable[..., Any] | None
@@ -57,14 +57,14 @@ class Pair:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Those of the model that are trained."""
+        """Return the trained parameters of the model."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def of_model(
         self, look: Look[Result], watched: Watched | None = None
     ) -> tuple[Result, dict[str, Tensor]]:
-        """Run the model; return what `look` makes of it, and the buffers that have changed."""
-        # Plain, without `Operands`: parameters are real here, and the model may do with them what it likes.
+        """Run the model; return the result of `look`, and the buffers that have changed."""
+        # Without `Operands`: parameters are real here, and the model may use them freely.
         watched, kept = watched or Watched(self.model, self.loss_fn), KeptBuffers(self.model)
         given = plain_checkpoints() if self.sites is None else given_masks(any_mask)
         changed: dict[str, Tensor] = {}
@@ -77,7 +77,7 @@ class Pair:
         return result, {**changed, **watched.seen.assigned}
 
     def of_graph(self, look: Look[Result]) -> tuple[Result, dict[str, Tensor]]:
-        """Run the graph; return what `look` makes of it, and the buffers that it updates."""
+        """Run the graph; return the result of `look`, and the buffers that it updates."""
         given = nullcontext() if self.sites is None else given_masks(any_mask, self.sites)
         updates = dict(updated_buffers(self.graph))
         parameters, leaves = dict(self.model.named_parameters()), tree_leaves((self.args, self.kwargs))
@@ -95,7 +95,7 @@ class Pair:
         return replace(self, model=model, buffers=buffers, args=args, kwargs=kwargs, dtypes=WIDE)
 
     def moved(self, seed: int) -> Pair:
-        """Return a copy with other weights, near to the model's."""
+        """Return a copy with slightly perturbed weights."""
         model = copy.deepcopy(self.model)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
@@ -117,15 +117,16 @@ def run_graph(
     asked: Iterable[Node] = (),
     dtypes: Mapping[torch.dtype, torch.dtype] = MappingProxyType({}),
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[torch.Tensor]]:
-    """Interpret a TRACED graph; returns the loss, the parameter leaves that it was computed from, and the values of the
-    nodes that are `asked` for. Those of `dtypes` that are in the graph are read as others.
+    """Interpret a TRACED graph; return the loss, the parameter leaves it depends on, and values of `asked`.
+
+    `dtypes` maps dtypes in the graph to those to use instead.
     """
     asked = list(asked)
     tensors = iter([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
     device = next((parameter.device for parameter in parameters.values()), None)
     env: dict[Node, Any] = {}
     used: dict[str, torch.Tensor] = {}
-    # A value is let go where it is read last, as a model lets it go: together they may not fit.
+    # Free each value after its last use, as the model does: all of them may not fit in memory.
     last_read = {read: node for node in graph.nodes for read in node.all_input_nodes}
     ends: dict[Node, list[Node]] = {}
     for read, node in last_read.items():
@@ -137,7 +138,7 @@ def run_graph(
         if record.kind == "param":
             parameter = parameters[record.name]
             leaf = used[record.name] = parameter.detach().requires_grad_(parameter.requires_grad)
-            # Of another dtype where it is cast once a step.
+            # The placeholder has another dtype if the parameter is cast once per step.
             dtype = value(node).dtype
             env[node] = leaf.to(dtypes.get(dtype, dtype))
         elif record.kind == "buffer":
@@ -147,7 +148,7 @@ def run_graph(
         elif node.op == "call_function":
             made_here = {} if node.all_input_nodes or device is None else _device_keyword(node, device)
             args, kwargs = _read((node.args, node.kwargs), env, dtypes)
-            # The layout of what a view takes is that of the kernels it was traced with.
+            # A view may not fit this layout: it was traced with the layouts of other kernels.
             target = (
                 torch.ops.aten.reshape.default if node.target is torch.ops.aten.view.default else node.target
             )
@@ -161,7 +162,7 @@ def run_graph(
 
 
 def _read(given: Any, env: dict[Node, Any], dtypes: Mapping[torch.dtype, torch.dtype]) -> Any:
-    """Return arguments with the values of nodes, and the dtypes that are read as others."""
+    """Substitute the values of nodes, and replace dtypes, in arguments."""
     if not dtypes:
         return map_arg(given, env.__getitem__)
 
@@ -174,7 +175,7 @@ def _read(given: Any, env: dict[Node, Any], dtypes: Mapping[torch.dtype, torch.d
 
 
 def _device_keyword(node: Node, device: torch.device) -> dict[str, Any]:
-    """Operators that make a tensor from nothing (arange) make it where the parameters are."""
+    """Return the `device` keyword of operators that create tensors (arange): the device of the parameters."""
     schema = getattr(node.target, "_schema", None)
     return (
         {"device": device}

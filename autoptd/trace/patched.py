@@ -1,6 +1,7 @@
-"""What a program can patch from outside: names of a class or of a module, a function, the class of an object, a setting.
+"""Hold state that a program can patch: names in a class or module, a function, an object's class, a setting.
 
-In: one of them. Out: what it holds by the text that names each entry, and a way to put that back, as of `subject/contents.py`.
+In: one of these. Out: its content by a text that names each entry, and a way to restore it, as in
+`subject/contents.py`.
 
     holder = Names(torch.nn.functional, frozenset({"gelu"}))
     before, kept = holder.entries(), holder.kept()      # {".gelu": <built-in function gelu>}
@@ -23,7 +24,7 @@ OF_FUNCTION = ("__code__", "__defaults__", "__kwdefaults__")
 
 @dataclass(frozen=True)
 class Names:
-    """Those names of a class or a module that code mentions, and the operators of a class, which are called without theirs."""
+    """Hold the names of a class or module that code mentions, and a class's operators, which it calls unnamed."""
 
     holder: Any
     names: frozenset[str]
@@ -48,7 +49,7 @@ class Names:
 
 @dataclass(frozen=True)
 class OfFunction:
-    """The code of a function, the defaults of its arguments, and its attributes."""
+    """Hold the code of a function, the defaults of its arguments, and its attributes."""
 
     holder: types.FunctionType
 
@@ -71,7 +72,7 @@ class OfFunction:
 
 @dataclass(frozen=True)
 class ClassOf:
-    """The class of an object: parametrizations give modules another one."""
+    """Hold the class of an object: parametrizations change that of modules."""
 
     holder: Any
 
@@ -88,7 +89,7 @@ class ClassOf:
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of the process, by the function that returns it."""
+    """Hold a setting of the process, by the function that returns it."""
 
     holder: Callable[[], Any]
     set: Callable[[Any], Any]
@@ -103,7 +104,7 @@ class Setting:
             self.set(kept[""])
 
 
-# Every factory of tensors reads the first one.
+# Every tensor factory reads the first one.
 SETTINGS = (
     Setting(torch.get_default_dtype, torch.set_default_dtype),
     Setting(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),

@@ -1,11 +1,11 @@
-"""Hold a model in the dtype that it is to compute in, for as long as it is compiled.
+"""Cast a model to its compute dtype while it is compiled.
 
-In: the user's model, and the precision of the request. Out: the same model inside a `with` block, cast as
-`from_pretrained(dtype=...)` of transformers would: parameters and persistent floating-point buffers, what a checkpoint
-has, are in that dtype; buffers that are not saved (`persistent=False`) stay as they are, as they hold what is computed
-from the config and must not be rounded: rotary frequencies, whose error grows with the position. Where a model cannot
-run so, as many of those are cast as it takes (`Narrowing.settle`). After the block all tensors are the user's own
-again, to the bit. Tensors that share memory still do.
+In: the user's model, and the requested precision. Out: the same model inside a `with` block, cast like
+`from_pretrained(dtype=...)` of transformers: parameters and persistent floating-point buffers, the content of a
+checkpoint, are in that dtype. Buffers that are not saved (`persistent=False`) are not cast: they hold values
+computed from the config that must not be rounded, such as rotary frequencies, whose error grows with the
+position. If a model cannot run this way, as many of them are cast as necessary (`Narrowing.settle`). After the
+block all tensors are the user's own again. Tensors that share memory still do.
 
     with computing_in(model, "bf16") as narrowing:
         captured = narrowing.settle(lambda: capture(model, args, kwargs, None))
@@ -30,27 +30,27 @@ from autoptd.ir.notes import is_tensor, note, op_name, ops, placeholders, tensor
 from autoptd.trace.autocast import Autocast
 from autoptd.trace.capture import Captured
 
-# The dtype of `model.to(dtype)`, and of autocast, by the keyword `precision`.
+# The dtype of `model.to(dtype)`, and of autocast, by the value of `precision`.
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 AUTOCAST_DTYPES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
-# What float32 storage holds without loss.
+# Dtypes that float32 storage holds without loss.
 STORABLE = (torch.float32, torch.bfloat16, torch.float16)
-# What torch says of operands of several dtypes.
+# Error messages of torch about mixed operand dtypes.
 MISMATCH = re.compile(r"dtype|scalar type|same type|BFloat16|Half|Float\b|promot", re.IGNORECASE)
 # Operators, besides pointwise ones, that take operands of several floating-point dtypes, or only the shape of one.
 TAKES_ANY = frozenset(
     f"aten.{name}"
     for name in "cat stack copy copy_ rms_norm scaled_dot_product_attention type_as expand_as view_as".split()
 )
-# With more kinds of buffers, only single ones and all are tried.
+# With more kinds of buffers, only single kinds and all together are tried.
 MOST_KINDS = 4
 
 
 def check_precision(model: nn.Module, precision: str | None) -> None:
-    """Raise PlanError where a model's parameters cannot be the float32 storage that `precision` keeps."""
+    """Raise PlanError if a model's parameters cannot be kept in float32 storage, as `precision` requires."""
     if precision is None:
         return
-    # Under autocast a parameter of the other 16 bits is rounded twice, which a cast from float32 storage is not.
+    # Under autocast a parameter in the other 16-bit dtype rounds twice, a cast from float32 storage once.
     allowed = STORABLE if precision in COMPUTE_DTYPES else (torch.float32, AUTOCAST_DTYPES[precision])
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype not in allowed:
@@ -59,15 +59,15 @@ def check_precision(model: nn.Module, precision: str | None) -> None:
 
 
 def autocast_of(model: nn.Module, precision: str | None, device_type: str) -> Autocast:
-    """Return the autocast under which a model is traced for ranks on devices of a type; `OFF` without a "-mixed"."""
+    """Return the autocast for tracing a model for ranks on a device type; `OFF` without a "-mixed"."""
     device = next((x.device.type for x in model.parameters()), "cpu")
-    # Without data there is no device whose state of autocast the model could read.
+    # A model on meta has no device whose autocast state it could read.
     return Autocast(device_type, AUTOCAST_DTYPES.get(str(precision)), "cpu" if device == "meta" else device)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a module holds a buffer, and the user's own tensor."""
+    """Hold the module and name of a buffer, and the user's tensor."""
 
     name: str
     module: nn.Module
@@ -76,16 +76,15 @@ class Place:
 
     @property
     def kind(self) -> tuple[type, str]:
-        """What the buffers of repeated layers have in common."""
+        """Return the key that the buffers of repeated layers have in common."""
         return type(self.module), self.attribute
 
 
 @contextmanager
 def computing_in(model: nn.Module, precision: str | None, cast: Collection[str] = ()) -> Iterator[Narrowing]:
-    """Hold the parameters and persistent buffers of `model` in the dtype of `precision` for a while, and the buffers
-    named in `cast`.
+    """Cast the parameters and persistent buffers of `model`, and the buffers named in `cast`, temporarily.
 
-    Those of 64 bits stay as they are: with them, `verify` compares every way a number goes, at full width.
+    Float64 tensors are not cast: `verify` uses them to compare values at full width.
     """
     if precision not in COMPUTE_DTYPES:
         yield Narrowing(None, ())
@@ -95,12 +94,12 @@ def computing_in(model: nn.Module, precision: str | None, cast: Collection[str] 
     saved, unsaved = _buffers(model)
     try:
         for parameter, data, _ in parameters:
-            # A gradient of another dtype than its parameter is refused.
+            # torch rejects a gradient in another dtype than its parameter.
             parameter.grad = None
             parameter.data = caster(data)
         for place in saved:
             place.module._buffers[place.attribute] = caster(place.own)
-        # What shares its memory with a tensor that is cast follows it.
+        # Buffers that share memory with a cast tensor are cast too.
         tied = [place for place in unsaved if caster.has(place.own)]
         for place in tied:
             place.module._buffers[place.attribute] = caster(place.own)
@@ -114,7 +113,7 @@ def computing_in(model: nn.Module, precision: str | None, cast: Collection[str] 
 
 
 def _buffers(model: nn.Module) -> tuple[list[Place], list[Place]]:
-    """Return the floating-point buffers that a state dict has, and the others."""
+    """Return the persistent floating-point buffers, and the others."""
     saved: list[Place] = []
     unsaved: list[Place] = []
     for path, module in model.named_modules():
@@ -127,7 +126,7 @@ def _buffers(model: nn.Module) -> tuple[list[Place], list[Place]]:
 
 
 class Narrowing:
-    """The buffers that are not saved, of a model whose other tensors have been cast by `caster` (None: by nothing)."""
+    """Choose which non-persistent buffers to cast, after `caster` (None: no cast) has cast the other tensors."""
 
     def __init__(self, caster: _Cast | None, places: tuple[Place, ...], cast: Collection[str] = ()) -> None:
         self._caster = caster
@@ -141,11 +140,11 @@ class Narrowing:
 
     @property
     def cast(self) -> tuple[str, ...]:
-        """The names of those that are cast."""
+        """Return the names of the cast buffers."""
         return tuple(place.name for kind in self._cast for place in self._kinds[kind])
 
     def _set(self, kinds: Collection[tuple[type, str]]) -> None:
-        """Cast the buffers of some kinds, and put the others back."""
+        """Cast the buffers of some kinds, and restore the others."""
         self._cast = tuple(kinds)
         for kind, places in self._kinds.items():
             for place in places:
@@ -154,12 +153,13 @@ class Narrowing:
                 place.module._buffers[place.attribute] = x
 
     def settle(self, trace: Callable[[], Captured]) -> Captured:
-        """Return a trace of the model in the first state in which it runs: with its buffers as they are, else with as few
-        kinds of them cast as it takes. Where there is none, the first error is raised.
+        """Return a trace of the model with unchanged buffers, else with as few kinds cast as it needs to run.
+
+        Raises the first error if it never runs.
         """
         if not self._kinds:
             return trace()
-        # Torch logs every operator that fails, and the error says it.
+        # torch logs every failing operator, which the error reports as well.
         with quiet_fakes():
             try:
                 captured = trace()
@@ -167,7 +167,7 @@ class Narrowing:
                 if not MISMATCH.search(error.fact) or (found := self._searched(trace)) is None:
                     raise
                 return found
-            # Tensors without data do not show all that fails on a device.
+            # Tracing without data does not reveal all failures on a device.
             return captured if self._fits(captured.graph) else self._searched(trace) or captured
 
     def _searched(self, trace: Callable[[], Captured]) -> Captured | None:
@@ -186,7 +186,7 @@ class Narrowing:
         return None
 
     def _fits(self, graph: Graph) -> bool:
-        """Tell whether no operator takes a wide value that comes of these buffers next to one of 16 bits."""
+        """Tell whether no operator mixes a wide value derived from these buffers with a 16-bit one."""
         kept: set[str] = set()
         for kind, places in self._kinds.items():
             if kind not in self._cast:
@@ -219,12 +219,12 @@ def _dtypes(nodes: Collection[Node]) -> set[torch.dtype]:
 
 
 class _Cast:
-    """Casts tensors storage by storage, so that what was one memory, or one tensor, before is one after it."""
+    """Cast tensors storage by storage, so that shared storage, and shared tensors, stay shared."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.storages: dict[int, torch.Tensor] = {}
-        # With the tensor that each was made of, whose id nothing else then has.
+        # By id, with the source tensor, which keeps the id unique.
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -239,7 +239,7 @@ class _Cast:
         return self._made.setdefault(id(x), (x, made))[1]
 
     def changes(self, x: torch.Tensor) -> bool:
-        """Tell whether a tensor has another dtype afterwards."""
+        """Tell whether the cast changes the dtype of a tensor."""
         return not x.is_complex() and x.dtype not in (torch.float64, self.dtype)
 
     def has(self, x: torch.Tensor) -> bool:

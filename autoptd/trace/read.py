@@ -1,5 +1,5 @@
-"""Read what torch.export gives: its graph with a placeholder for each parameter, buffer and input, a Note on
-every node, and regions under no_grad in line.
+"""Read an exported program: one placeholder per parameter, buffer and input, a Note on every node, and no_grad
+regions inlined.
 
 In: an exported program, and names. Out: a graph that is not normalised yet.
 
@@ -24,7 +24,7 @@ from autoptd.subject.storage import is_same_memory
 from autoptd.trace.sizes import size_error
 from autoptd.trace.watched import Watched
 
-# A frame of a stack: its file, its line's number, and that line. A file's name may hold quotes and line breaks.
+# A frame of a stack trace: file, line number, source line. A file name may contain quotes and line breaks.
 FRAME = re.compile(
     r'^ *File "(.*?)", line (\d+), in [^\n]*(?:\n(?! *File ")([^\n]*))?', re.MULTILINE | re.DOTALL
 )
@@ -43,7 +43,7 @@ def read_graph(
 ) -> tuple[Graph, tuple[tuple[str, int], ...], dict[str, torch.Tensor]]:
     """Copy the exported graph with one placeholder per parameter, buffer and input, and a Note on every node."""
     signature = exported.graph_signature
-    # Properties of the signature build their mapping at each access: read them once.
+    # The signature's properties rebuild their mapping at each access: read them once.
     parameters = dict(signature.inputs_to_parameters)
     lifted = dict(signature.inputs_to_lifted_tensor_constants)
     constants = {**signature.inputs_to_buffers, **lifted}
@@ -59,7 +59,7 @@ def read_graph(
         # A reader of a region that was inlined is mapped already.
         if node in mapping:
             continue
-        # Several names of one tensor are placeholders of their own in torch.export's graph, and one in ours.
+        # torch.export has a placeholder per name of a tensor; our graph has one per tensor.
         if node.op == "placeholder" and node.name in parameters:
             name = first_name[parameters[node.name].removeprefix("model.")]
             mapping[node] = seen[name] = seen.get(name) or _placeholder(graph, node, "param", name)
@@ -78,7 +78,7 @@ def read_graph(
                 mapping[node] = _placeholder(graph, node, "input", names[leaf])
                 inputs.append((names[leaf], leaf))
         elif node.op == "output":
-            # The loss is all that the wrapper returns; state that was changed has been refused.
+            # The wrapper returns only the loss; changed state has been refused.
             mapping[node] = graph.output(mapping[node.args[0][0]])
             set_note(mapping[node], Note(kind="output"))
         elif node.op == "get_attr":
@@ -105,7 +105,7 @@ def _copy(
         _inline(graph, node, getattr(root, region.target), read, mapping, detached or not enabled)
         return
     if name == "wrap_with_autocast":
-        # Its casts are in the trace.
+        # Inline the autocast region: its casts are already in the trace.
         _, _, _, _, region, *read = node.args
         body = getattr(root, region.target)
         _inline(graph, node, body, read, mapping, detached)
@@ -114,7 +114,7 @@ def _copy(
         raise TraceError(
             source_line(node)[0], f"{name} cannot be partitioned", "write this part with plain operators"
         )
-    # torch.export allows sizes that depend on values; a rank could not know its part's.
+    # torch.export allows data-dependent sizes; a rank could not know its local ones.
     _check_sizes(node)
     made = graph.node_copy(node, lambda old: mapping[old])
     made.meta = {"val": node.meta.get("val")}
@@ -134,7 +134,7 @@ def _inline(
             _copy(graph, step, inner, region, detached)
     results = next(iter(reversed(region.graph.nodes))).args[0]
     results = results if isinstance(results, (tuple, list)) else (results,)
-    # The region's value is a tuple: its readers are getitem nodes, which are answered from here.
+    # The region returns a tuple: map its getitem readers directly to the results.
     pieces = []
     for result in results:
         piece = inner[result]
@@ -157,7 +157,7 @@ def _inline(
 def check_kept(constant: torch.Tensor, wrapper: Watched) -> None:
     """Raise TraceError for a tensor attribute that the forward reads and replaces: it is state.
 
-    One that it only writes concerns nobody.
+    An attribute that is only written is harmless.
     """
     for path, replaced in wrapper.seen.replaced.items():
         if is_same_memory(replaced, constant):

@@ -1,8 +1,8 @@
-"""What a traced forward can read of Python's state, and what of it is not as it was when the model was compiled.
+"""Snapshot the Python state that a traced forward can read, and report changes since compilation.
 
-In: the code that ran in the trace (`Reads`), the model and its loss function. Out: attributes of modules and objects, items,
-globals, cells, class attributes and environment variables whose value has changed since. An attribute that no code
-which ran has named is not looked at: a counter that only the loop reads changes nothing.
+In: the code that ran in the trace (`Reads`), the model and its loss function. Out: attributes of modules and
+objects, items, globals, cells, class attributes and environment variables whose value has changed since. An
+attribute that is not named in that code is ignored: a counter that only the training loop reads has no effect.
 
     snapshot = Snapshot(model, loss_fn, captured.reads)
     model.alpha = 2.0
@@ -49,12 +49,12 @@ from autoptd.trace.sameness import differing, text_of
 from autoptd.trace.users import is_users_module, may_read
 
 Scope = tuple[types.CodeType, dict[str, Any]]
-# Of nn.Module's own attributes those that decide what runs.
+# The attributes of nn.Module that determine what runs.
 DICTS = ("_modules", "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks")
 DICTS += ("_backward_pre_hooks", "_backward_hooks")
-# Objects of these count with nothing that a model computes with.
+# Objects of these libraries hold no state that affects a model's computation.
 LIBRARIES = {"autoptd", "torch", "numpy", "logging", "threading", "_thread", "weakref", "builtins", "re"}
-# A larger state is not looked through to its end.
+# A larger state is not searched completely.
 MOST_PLACES = 200_000
 MOST_SHOWN = 4
 WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
@@ -63,7 +63,7 @@ Readable = Holder | Names | OfFunction | ClassOf | Setting
 
 @dataclass(frozen=True)
 class Reads:
-    """The code that a forward ran, each with its globals; the names in it; and what the forward writes itself, by path."""
+    """Hold the code that a forward ran, with globals; the names in it; and what the forward writes, by path."""
 
     scopes: tuple[Scope, ...] = ()
     names: frozenset[str] = frozenset()
@@ -71,7 +71,7 @@ class Reads:
 
     @classmethod
     def of(cls, entered: list[Scope], asked: set[str], written: Mapping[str, str]) -> Reads:
-        """Gather what ran; `asked` are names of attributes that were asked for as text."""
+        """Collect the code that ran; `asked` are attribute names that were passed as strings."""
         scopes = tuple((code, names) for code, names in entered if may_read(code))
         found = {name for code, _ in scopes for name in _names_in(code)}
         return cls(scopes, frozenset(found | asked), written)
@@ -90,7 +90,7 @@ def _texts(constants: tuple[Any, ...]) -> Iterator[str]:
 
 
 class Stamp(NamedTuple):
-    """What a tensor holds, told apart by a sum of its bytes."""
+    """Identify the content of a tensor by a hash of its bytes."""
 
     text: str
     shape: torch.Size
@@ -99,7 +99,7 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> Stamp:
-        """Stamp a tensor; parameters are followed elsewhere, and of one without data nothing is known."""
+        """Stamp a tensor; parameters are tracked elsewhere, and tensors without data cannot be stamped."""
         if isinstance(x, nn.Parameter):
             return cls(_text_of_parameter(x), torch.Size(), torch.float32, 0)
         if isinstance(x, FakeTensor) or x.is_meta or x.layout is not torch.strided:
@@ -113,25 +113,25 @@ class Stamp(NamedTuple):
 
 
 def _text_of_parameter(x: Tensor) -> str:
-    """Return what decides how a parameter is trained."""
+    """Return the properties that determine how a parameter is trained."""
     kind = "a parameter" if x.requires_grad else "a frozen parameter"
     has_hooks = x._backward_hooks or getattr(x, "_post_accumulate_grad_hooks", None)
     return f"{kind} with hooks" if has_hooks else kind
 
 
 class Stamps:
-    """The stamps of tensors, each made again where something has written to it."""
+    """Cache the stamps of tensors; a write to a tensor invalidates its stamp."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Tensor, int, Stamp]] = {}
 
     def of(self, x: Tensor) -> Stamp:
         known = self._known.get(id(x))
-        # What a parameter is stamped with has no version.
+        # The stamp of a parameter does not depend on its version counter.
         version = -1 if x.is_inference() or isinstance(x, nn.Parameter) else x._version
         if known is None or known[0] is not x or known[1] != version or version < 0:
             stamp = Stamp.of(x)
-            # One object as long as the content is the same.
+            # Keep the old object while the content is the same.
             stamp = known[2] if known is not None and known[2] == stamp else stamp
             known = self._known[id(x)] = (x, version, stamp)
         return known[2]
@@ -139,7 +139,7 @@ class Stamps:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Something that a forward may read from, and what it held: the values themselves, and with stamps of tensors."""
+    """Hold a place that a forward may read, and its former entries: raw, and with stamps for tensors."""
 
     path: str
     holder: Readable
@@ -150,7 +150,7 @@ class Place:
 
 
 class Difference(NamedTuple):
-    """A value that was another one when the model was compiled."""
+    """Describe a value that has changed since the model was compiled."""
 
     path: str
     before: Any
@@ -160,27 +160,27 @@ class Difference(NamedTuple):
 
     @property
     def is_tensor(self) -> bool:
-        """Tell whether a tensor is there now; before it, there may have been none."""
+        """Tell whether the new value is a tensor; the old one may not be."""
         return isinstance(self.after, Stamp) and isinstance(self.before, (Stamp, type(None), type(MISSING)))
 
     @property
     def is_number(self) -> bool:
-        """Tell whether it is of a number, of which a forward may make little now and much later."""
+        """Tell whether the value is a number, whose effect on the forward may be small now and large later."""
         return any(isinstance(x, (int, float)) and not isinstance(x, bool) for x in (self.before, self.after))
 
     @property
     def texts(self) -> tuple[str, str]:
-        """Both values, for messages."""
+        """Return both values as text for messages."""
         return text_of(self.before), text_of(self.after)
 
 
 class Snapshot:
-    """The state of a model that its forward can read; see the module."""
+    """Snapshot the state that a model's forward can read; see the module."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, reads: Reads) -> None:
         self._names, self._stamps = reads.names, Stamps()
         self._codes = {code for code, _ in reads.scopes}
-        # By their identity: alive, so that no other object gets it.
+        # By id; keeping the objects alive keeps their ids unique.
         self._seen: dict[int, Any] = {}
         self._classes: dict[int, type] = {}
         self._places: list[Place] = []
@@ -193,16 +193,16 @@ class Snapshot:
         for code, names in reads.scopes:
             home = str(names.get("__name__", "")).split(".")[0]
             named = set() if home in LIBRARIES and home != "torch" else _names_in(code)
-            # A name of Python's own may get a global over it.
+            # A global may shadow a builtin.
             for name in named & (names.keys() | vars(builtins).keys()):
                 self._take_name(str(names.get("__name__", "")), names, name)
-        # Modules that are imported where they are used, or asked for by their names.
+        # Modules that are imported locally, or looked up by name.
         self._waiting += [(name, sys.modules[name]) for name in reads.names & sys.modules.keys()]
         while self._waiting and len(self._places) < MOST_PLACES:
             self._visit(*self._waiting.pop())
 
     def changes(self) -> list[Difference]:
-        """Return what is different now."""
+        """Return the differences from the snapshot."""
         found = []
         for place in self._places:
             now = place.holder.entries()
@@ -215,7 +215,7 @@ class Snapshot:
         return found
 
     def _stamped(self, holder: Readable, found: Entries) -> Entries:
-        """Return the entries that a forward may read, stamps in the place of tensors."""
+        """Return the entries that a forward may read, with stamps instead of tensors."""
         if isinstance(holder, OfModule) and "_modules" in holder.holder:
             found = {name: x for name, x in found.items() if name[1:] in self._names and name[1:] not in OWN}
         return {name: self._stamps.of(x) if isinstance(x, Tensor) else x for name, x in found.items()}
@@ -274,7 +274,7 @@ class Snapshot:
             for name in found:
                 self._take_name(module.__name__, module, name)
         else:
-            # Functions that a program may patch; what they keep for themselves is their business.
+            # Functions that a program may patch; their internal state is ignored.
             self._take(module.__name__, Names(module, self._names), is_leaf=True)
             inner = [(name, vars(module)[name]) for name in found]
             self._waiting += [pair for pair in inner if isinstance(pair[1], types.ModuleType)]

@@ -1,11 +1,11 @@
-"""Trace a model a second time, with another number of rows, along its first trace.
+"""Trace a model a second time with another number of rows, by following its first trace.
 
-All of the model's Python code runs again, in the same surroundings (torch.export's), but no graph is built:
+All of the model's Python code runs again in the same environment (torch.export's), but no graph is built:
 every operator that the forward calls must be the next one of the first graph, on the same operands, in the
-same gradient mode. Then the second trace is the first graph with the numbers and the sizes that were met.
+same gradient mode. The second trace is then the first graph with the numbers and sizes of the second run.
 
-In: the first trace as it was before `normalize` (`Raw`), and the forward with other rows. Out: what
-torch.export would give, or None where the forward does anything else; a full trace then says what.
+In: the first trace before `normalize` (`Raw`), and the forward with other rows. Out: the graph that torch.export
+would return, or an exception if the forward does anything else; a full trace then reports the difference.
 
     follower = Follower(raw)
     with light_export(UserFrames(), follower.run):
@@ -31,21 +31,21 @@ from autoptd.ir.notes import copy_nodes, note, output, value
 from autoptd.trace.autocast import Casting
 
 aten = torch.ops.aten
-# Calls without a value. While torch.export traces, a cast asserts the dtype that it casts from.
+# Calls without a value. During torch.export, a cast asserts its source dtype.
 IGNORED = (torch.ops.prim.device.default, aten._assert_tensor_metadata.default)
 
 
 class Differs(BaseException):
-    """The forward is not the first trace's; no Exception, for the model's own code may catch those."""
+    """Signal that the forward differs from the first trace; a BaseException, as models may catch Exception."""
 
 
 class Followed(BaseException):
-    """The forward is over, and all of it was the first trace's; nothing is left for torch.export to do."""
+    """Signal that the whole forward followed the first trace, so torch.export has nothing left to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """What the graph needs of a fake tensor; not the tensor, for torch copies results that others hold."""
+    """Hold the metadata of a fake tensor instead of the tensor: torch copies results that are referenced."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -63,8 +63,8 @@ class Metadata:
 
 @dataclass(frozen=True)
 class Raw:
-    """A first trace: its graph before it was normalised, and which placeholder stands for each argument that
-    torch.export calls the forward with: parameters, buffers, leaves of the call (None: no tensor).
+    """Hold a first trace: its graph before `normalize`, and the placeholder of each argument with which
+    torch.export calls the forward: parameters, buffers, leaves of the call (None: no tensor).
     """
 
     graph: Graph
@@ -72,7 +72,7 @@ class Raw:
 
 
 class Follower(PreDispatchMode):
-    """Compares the operators of a running forward with those of a graph, and keeps what it meets."""
+    """Compare the operators of a running forward with those of a graph, and record the values of the run."""
 
     def __init__(self, raw: Raw, casting: Casting) -> None:
         super().__init__()
@@ -80,14 +80,14 @@ class Follower(PreDispatchMode):
         self._steps = [node for node in raw.graph.nodes if _is_step(node)]
         self._at = 0
         self._has_differed = False
-        # Nothing is kept alive: torch copies what its operators make where somebody else holds it too.
+        # Weak, as torch copies results of operators that are referenced elsewhere.
         self._node_of = WeakTensorKeyDictionary()
         self._values: dict[Node, Metadata | tuple[Metadata, ...]] = {}
         self._calls: dict[Node, tuple[Any, Any]] = {}
         self._constants: dict[Node, Tensor] = {}
 
     def run(self, forward: Any, args: Sequence[Any]) -> None:
-        """Call the forward in the place of torch.export's tracer."""
+        """Call the forward instead of torch.export's tracer."""
         if len(args) != len(self._raw.given):
             self._differ()
         for node, arg in zip(self._raw.given, args, strict=True):
@@ -97,14 +97,14 @@ class Follower(PreDispatchMode):
                 self._enter(node, arg)
         with self:
             (loss,) = forward(*args)
-        # The code of the model may have gone on behind a `Differs`, in a bare except.
+        # The model's code may have swallowed a `Differs` in a bare except.
         if self._has_differed or self._at != len(self._steps):
             self._differ()
         self._operand(loss, output(self._raw.graph).args[0])
         raise Followed
 
     def graph(self) -> Graph:
-        """Return the first graph with what was met in the second run; not normalised, as the first one."""
+        """Return the first graph with the values of the second run, not normalised either."""
         graph, copies = copy_nodes(self._raw.graph)
         for node, copy in copies.items():
             if node in self._calls:
@@ -118,22 +118,22 @@ class Follower(PreDispatchMode):
         return graph
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # `traced_through` does this in a first trace.
+        # In a first trace, `traced_through` does this.
         return self._casting.call(self._follow, func, args, kwargs or {})
 
     def _follow(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call an operator, and take it for the next step of the first trace."""
+        """Call an operator and match it with the next step of the first trace."""
         if func in IGNORED:
             return func(*args, **kwargs)
         node = self._steps[self._at] if self._at < len(self._steps) else None
-        # A tensor that `torch.tensor` made is copied in the graph: the graph must not write to the constant.
+        # The graph copies a tensor made by `torch.tensor`, so as not to write to the constant.
         target = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
-        # torch.export drops a detach that nobody reads; its value is then not known here either.
+        # torch.export drops an unused detach, so it has no node here.
         if func is aten.detach.default and not self._is_detach(node, args[0]):
             return func(*args, **kwargs)
         if node is None or node.target is not target:
             self._differ()
-        # Sizes that change in place would change behind what is kept here; detach_ changes none.
+        # In-place changes of sizes would invalidate the recorded metadata; detach_ does not change any.
         if torch.Tag.inplace_view in func.tags and func is not aten.detach_.default:
             self._differ()
         if torch.is_grad_enabled() == note(node).origin.without_grad:
@@ -150,9 +150,9 @@ class Follower(PreDispatchMode):
         return self._node_of.get(source) is _made_by(node.args[0])
 
     def _enter(self, node: Node, met: Any) -> None:
-        """Note what a node stands for in this run; of several tensors, what their readers stand for."""
+        """Record the value of a node in this run; for several tensors, the values of its getitem readers."""
         if isinstance(met, FakeTensor):
-            # The size of a data-dependent result is a symbol.
+            # Data-dependent results have symbolic sizes.
             if met.layout is not torch.strided or any(type(size) is not int for size in met.shape):
                 self._differ()
             self._node_of[met] = node
@@ -166,7 +166,7 @@ class Follower(PreDispatchMode):
             self._differ()
 
     def _literals(self, met: Any, expected: Any) -> Any:
-        """Return the arguments of a call with nodes for tensors: those that the first graph has there."""
+        """Return the arguments of a call with tensors replaced by the nodes of the first graph."""
         if isinstance(met, Tensor):
             return self._operand(met, expected)
         if isinstance(expected, Node):
@@ -177,19 +177,19 @@ class Follower(PreDispatchMode):
             if not isinstance(expected, (list, tuple)) or len(met) != len(expected):
                 self._differ()
             return type(met)(map(self._literals, met, expected))
-        # True equals 1, and a symbolic number equals whatever it is compared with.
+        # Compare types: True equals 1, and a symbolic number compares equal to anything.
         if type(met) is not type(expected):
             self._differ()
         return met
 
     def _operand(self, met: Any, expected: Any) -> Node:
-        """Return the node that an operand is in the first graph, if it is the same value in both runs."""
+        """Return the first graph's node of an operand, if it is the same value in both runs."""
         if not isinstance(expected, Node):
             self._differ()
         made_by = _made_by(expected)
         known = self._node_of.get(met) if isinstance(met, Tensor) else None
         if known is None:
-            # A tensor from nowhere: a constant that the forward makes, or finds, in both runs.
+            # An unknown tensor is a constant that the forward makes, or finds, in both runs.
             is_new = note(made_by).origin.constant is not None and made_by not in self._constants
             if not is_new or type(met) is not Tensor:
                 self._differ()
@@ -205,20 +205,20 @@ class Follower(PreDispatchMode):
 
 
 def _is_step(node: Node) -> bool:
-    """Tell whether a node is a call that the forward made: no part of another's result, no detach of ours."""
+    """Tell whether a node is a call of the forward, not a getitem and not a detach that we inserted."""
     is_call = node.op == "call_function" and node.target not in (*IGNORED, operator.getitem)
     return is_call and not note(node).origin.ends_region
 
 
 def _made_by(node: Any) -> Any:
-    """Return the node itself, or what it detaches behind a region: the same tensor for the forward."""
+    """Return the node, or the source of a detach after a region: the same tensor for the forward."""
     while isinstance(node, Node) and note(node).origin.ends_region:
         node = node.args[0]
     return node
 
 
 def _with(known: Any, met: Metadata | tuple[Metadata, ...]) -> Any:
-    """Return what a node's value is in the second run; `known` is that of the first."""
+    """Return a node's value in the second run, given its value in the first, `known`."""
     if isinstance(met, tuple):
         return type(known)([_with(*pair) for pair in zip(known, met, strict=True)])
     return known if Metadata.of(known) == met else met.make(known.fake_mode)
