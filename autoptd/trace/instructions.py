@@ -85,7 +85,7 @@ def _is_looked_at(code: types.CodeType, name: str, arg: int) -> bool:
         return arg >= FIRST_IN_PLACE
     if name in ("LOAD_ATTR", "LOAD_METHOD"):
         return attribute_of(code, name, arg) == "__dict__"
-    # The call creates the cells of its own variables.
+    # The call itself creates the cells of its variables.
     if name in ("STORE_DEREF", "DELETE_DEREF"):
         return variable_of(code, arg) in code.co_freevars
     return True

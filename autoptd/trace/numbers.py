@@ -1,4 +1,4 @@
-"""Preserve numbers that a forward turns into tensors while it is traced on meta, where tensors have no values.
+"""Preserve numbers that a forward turns into tensors during tracing on meta, where tensors have no values.
 
 `torch.tensor(-65504.0, device=x.device)` becomes `torch.full((), -65504.0, ...)`, an operator that holds the
 number.

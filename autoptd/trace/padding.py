@@ -46,7 +46,7 @@ def labels_of(graph: Graph) -> dict[str, int]:
 
 
 def _sources(node: Any) -> set[Node]:
-    """Return the inputs that labels are computed from, except boolean ones, which are masks and not labels."""
+    """Return the inputs that labels are computed from, except boolean ones, which are masks."""
     found, waiting, seen = set(), [node], set()
     while waiting:
         one = waiting.pop()

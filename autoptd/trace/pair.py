@@ -43,7 +43,7 @@ Look = Callable[[Tensor, dict[str, Tensor]], Result]
 
 @dataclass(frozen=True)
 class Pair:
-    """Pair a model with its trace; with `sites`, both use the given masks and random numbers of these sites."""
+    """Pair a model with its trace; with `sites`, both use given masks and random numbers of these sites."""
 
     model: nn.Module
     loss_fn: Callable[..., Any] | None

@@ -24,7 +24,7 @@ OF_FUNCTION = ("__code__", "__defaults__", "__kwdefaults__")
 
 @dataclass(frozen=True)
 class Names:
-    """Hold the names of a class or module that code mentions, and a class's operators, which it calls unnamed."""
+    """Hold the names of a class or module that code mentions, and the operator methods of a class."""
 
     holder: Any
     names: frozenset[str]

@@ -37,7 +37,7 @@ AUTOCAST_DTYPES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 STORABLE = (torch.float32, torch.bfloat16, torch.float16)
 # Error messages of torch about mixed operand dtypes.
 MISMATCH = re.compile(r"dtype|scalar type|same type|BFloat16|Half|Float\b|promot", re.IGNORECASE)
-# Operators, besides pointwise ones, that take operands of several floating-point dtypes, or only the shape of one.
+# Operators, besides pointwise ones, that take mixed floating-point dtypes, or only read the shape of one.
 TAKES_ANY = frozenset(
     f"aten.{name}"
     for name in "cat stack copy copy_ rms_norm scaled_dot_product_attention type_as expand_as view_as".split()
@@ -126,7 +126,7 @@ def _buffers(model: nn.Module) -> tuple[list[Place], list[Place]]:
 
 
 class Narrowing:
-    """Choose which non-persistent buffers to cast, after `caster` (None: no cast) has cast the other tensors."""
+    """Choose which non-persistent buffers to cast, after `caster` (None: no cast) has cast other tensors."""
 
     def __init__(self, caster: _Cast | None, places: tuple[Place, ...], cast: Collection[str] = ()) -> None:
         self._caster = caster

@@ -1,5 +1,5 @@
-"""Read an exported program: one placeholder per parameter, buffer and input, a Note on every node, and no_grad
-regions inlined.
+"""Read an exported program: one placeholder per parameter, buffer and input, a Note on every node, and
+no_grad regions inlined.
 
 In: an exported program, and names. Out: a graph that is not normalised yet.
 
@@ -41,7 +41,7 @@ def read_graph(
     leaves: list[Any],
     names: list[str],
 ) -> tuple[Graph, tuple[tuple[str, int], ...], dict[str, torch.Tensor]]:
-    """Copy the exported graph with one placeholder per parameter, buffer and input, and a Note on every node."""
+    """Copy the exported graph, with one placeholder per parameter, buffer and input, and Notes on nodes."""
     signature = exported.graph_signature
     # The signature's properties rebuild their mapping at each access: read them once.
     parameters = dict(signature.inputs_to_parameters)

@@ -63,7 +63,7 @@ Readable = Holder | Names | OfFunction | ClassOf | Setting
 
 @dataclass(frozen=True)
 class Reads:
-    """Hold the code that a forward ran, with globals; the names in it; and what the forward writes, by path."""
+    """Hold the code that a forward ran, with globals; the names in it; and the forward's writes, by path."""
 
     scopes: tuple[Scope, ...] = ()
     names: frozenset[str] = frozenset()
@@ -165,7 +165,7 @@ class Difference(NamedTuple):
 
     @property
     def is_number(self) -> bool:
-        """Tell whether the value is a number, whose effect on the forward may be small now and large later."""
+        """Tell whether the value is a number: its effect on the forward may be small now and large later."""
         return any(isinstance(x, (int, float)) and not isinstance(x, bool) for x in (self.before, self.after))
 
     @property

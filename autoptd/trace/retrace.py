@@ -36,7 +36,7 @@ IGNORED = (torch.ops.prim.device.default, aten._assert_tensor_metadata.default)
 
 
 class Differs(BaseException):
-    """Signal that the forward differs from the first trace; a BaseException, as models may catch Exception."""
+    """Signal that the forward differs from the first trace; a BaseException, as models catch Exception."""
 
 
 class Followed(BaseException):

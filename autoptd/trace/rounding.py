@@ -1,11 +1,11 @@
-"""Tell rounding from a fault, where a trace and its model differ in the dtype in which they compute.
+"""Tell rounding from a fault if a trace and its model differ in their compute dtype.
 
-In: a model and its trace that differ. Out: why they must not, or None. Both are run in float64, in which one function has
-one value: a trace that differs there is a fault, however small. One that does not may still round more than the model does,
-so the errors of both in their own dtype are held against float64. Neither needs to round as the other one: torch's batch norm
-computes x * a + b, ours (x - mean) * scale, and where x is its own mean, one gives 1e-9 and the other 0, of which a ReLU in
-16 bits makes another gradient. Such a tie is one of the weights at hand: what is further off there must be so with others as
-well.
+In: a model and its trace that differ. Out: the fault, or None for rounding. Both are run in float64, where
+rounding is negligible: a trace that differs there is a fault. One that agrees may still round more than the
+model, so the errors of both in their own dtype are measured against float64. They need not round alike:
+torch's batch norm computes x * a + b, ours (x - mean) * scale, and where x equals its mean, one gives 1e-9 and
+the other 0, and a ReLU then has different gradients in 16 bits. Such a tie depends on the weights: a larger
+error only counts as a fault if it also occurs with other weights.
 
     fault = fault_of(pair, Fault("loss", "...", STATE), tolerance=2**-7, share=1.0)      # None: rounding
 """
@@ -25,9 +25,9 @@ from autoptd.trace.pair import Pair
 TOLERANCE = 1e-5
 # The error of the trace may be this many times that of the model.
 FACTOR = 2
-# With weights of a model's own, and with others where these may be a tie.
+# Runs with the model's weights, and with others in case these are a tie.
 TRIES = 6
-# Of parameters: copies of more in float64 would fill a machine.
+# Most parameters: float64 copies of more would exhaust host memory.
 MOST_ENTRIES = 1 << 29
 STATE = "look for Python state, torch.compiler.is_compiling(), custom backward code or hooks in the forward"
 WIDER = "compute this part in float32 (x.float()), or precision=None"
@@ -35,7 +35,7 @@ WIDER = "compute this part in float32 (x.float()), or precision=None"
 
 @dataclass(frozen=True)
 class Fault:
-    """Where a trace and its model differ, the fact and the remedy."""
+    """Name where a trace and its model differ, the fact and the remedy."""
 
     what: str
     fact: str
@@ -43,8 +43,9 @@ class Fault:
 
 
 def fault_of(pair: Pair, found: Fault, tolerance: float, share: float) -> Fault | None:
-    """Return what is wrong with a trace that was `found` to differ; None where both round, by as much. Raises what the model
-    raises in float64.
+    """Return the fault of a trace that was `found` to differ; None if the difference is rounding.
+
+    Raises the model's error if it fails in float64.
     """
     exact = _Exact.of(pair, share)
     if exact.has_other_value():
@@ -61,7 +62,7 @@ def fault_of(pair: Pair, found: Fault, tolerance: float, share: float) -> Fault 
 
 @dataclass(frozen=True)
 class _Exact:
-    """What a model gives in float64."""
+    """Hold the results of a model in float64."""
 
     wide: Pair
     reference: Reference
@@ -75,7 +76,7 @@ class _Exact:
         return cls(wide, *wide.of_model(lambda loss, parameters: Reference(loss, parameters, share)))
 
     def has_other_value(self) -> bool:
-        """Tell whether the trace gives another value in float64."""
+        """Tell whether the trace computes another value in float64."""
         return not max(self._errors(*self.wide.of_graph(self.reference.differences)).values()) <= TOLERANCE
 
     def other_rounding(self, pair: Pair, tolerance: float) -> dict[str, Fault]:

@@ -1,4 +1,4 @@
-"""Whether two values are the same for a forward, and which entries of two contents differ.
+"""Compare values as a forward would see them, and list the entries of two contents that differ.
 
 In: entries of a holder (`subject/contents.py`) before and after a call. Out: those that differ.
 
@@ -27,32 +27,31 @@ from autoptd.subject.contents import (
     slots_of,
 )
 
-# Objects in objects that are new at every call, and compared by what they hold.
+# Levels of nesting to compare in objects that are new at every call.
 DEEPEST = 8
-# Py_TPFLAGS_HEAPTYPE: what a class statement makes has it.
+# Py_TPFLAGS_HEAPTYPE, which classes made by a class statement have.
 OF_PYTHON = 1 << 9
 MOST_LETTERS = 60
 
 
 def differing(before: Entries, after: Entries) -> list[tuple[str, Any, Any]]:
-    """Return (which entry, its value before, and after) of all that differ; tensors count as equal, as whoever reads them
-    compares these.
+    """Return (entry, value before, value after) of all that differ.
+
+    Tensors count as equal: the code that reads them compares them.
     """
     found = []
     for name in dict.fromkeys([*before, *after]):
         one, other = before.get(name, MISSING), after.get(name, MISSING)
         if not is_same(one, other):
             found.append((name, one, other))
-    # A dict as an order of use.
+    # The order of a dict may encode the order of use.
     if not found and list(before) != list(after):
         found.append(("", list(before), list(after)))
     return found
 
 
 def is_same(one: Any, other: Any, depth: int = 0) -> bool:
-    """Tell whether two values are equal for a forward: another tensor counts as the same, another object by what it
-    holds.
-    """
+    """Tell whether two values are equal for a forward: tensors always are, objects if their contents are."""
     if one is other:
         return True
     if isinstance(one, Tensor) or isinstance(other, Tensor):
@@ -78,7 +77,7 @@ def is_same(one: Any, other: Any, depth: int = 0) -> bool:
         return is_same(parts[0], parts[1], depth + 1)
     if isinstance(one, types.MethodType):
         return one.__self__ is other.__self__ and one.__func__ is other.__func__
-    # An object without anything that shows may be an iterator as well.
+    # An object without visible content may be an iterator, for example.
     if not (isinstance(one, CONTAINERS) or is_opaque(one) or hasattr(one, "__dict__") or slots_of(one)):
         return False
     if hasattr(type(one), "__next__"):
@@ -95,7 +94,7 @@ def is_same(one: Any, other: Any, depth: int = 0) -> bool:
 
 
 def _hides_something(value: Any) -> bool:
-    """Tell whether a value may hold more than its attributes show: its class is derived from one of C's, such as `datetime`."""
+    """Tell whether a value may have hidden content: its class derives from a C class, such as `datetime`."""
     if isinstance(value, (*CONTAINERS, types.SimpleNamespace)) or is_opaque(value):
         return False
     return any(not kind.__flags__ & OF_PYTHON and kind is not object for kind in type(value).__mro__)
@@ -111,7 +110,7 @@ def _is_same_function(one: Any, other: Any, depth: int) -> bool:
 
 
 def text_of(value: Any) -> str:
-    """Return a value as messages show it."""
+    """Return the text of a value for messages."""
     if isinstance(value, Tensor):
         return "a tensor"
     is_shown = isinstance(value, (*PLAIN, *CONTAINERS, tuple)) or value is MISSING

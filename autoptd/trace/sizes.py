@@ -1,7 +1,7 @@
-"""Operators whose results have a size that depends on the values of a tensor, and what says the same at a size that is known.
+"""Report operators with data-dependent result sizes, and alternatives with a known size.
 
-In: what is called while a forward is traced. Out: of an error that torch.export raises for such a size, the operator that
-made it, and its line; the error itself only has the line that came to need a number.
+In: the calls of a forward that is being traced. Out: for an error that torch.export raises for such a size, the
+operator that made it, and its line; the error itself only has the line that needed a number.
 
     sizes.see(torch.bincount, made)      # of shape [u0]
     sizes.refusal(error)                 # net.py:12: the size of bincount's result depends on the values of a tensor
@@ -32,11 +32,11 @@ REPEATS = (
 )
 CLASSES = "F.one_hot(labels, num_classes)"
 OTHERS = "use torch.where or a mask of fixed size"
-# By the names that functions of torch and operators of aten have.
+# By the names of torch functions and aten operators.
 REMEDIES = {"bincount": COUNTS, "repeat_interleave": REPEATS, "one_hot": CLASSES}
 REMEDIES |= dict.fromkeys(("nonzero", "nonzero_numpy", "argwhere", "where", "masked_select", "index"), ROWS)
 REMEDIES |= dict.fromkeys(("unique", "_unique2", "unique_dim", "unique_consecutive"), DISTINCT)
-# Under which names indexing and `torch.unique` are called.
+# Names under which indexing and `torch.unique` appear.
 CALLED = {
     "__getitem__": "index",
     "_return_output": "unique",
@@ -46,13 +46,13 @@ CALLED = {
 
 
 class Sizes:
-    """The operators that have made sizes without a number, and their lines, by the symbols of these."""
+    """Record the operators that made symbolic sizes, and their lines, by symbol."""
 
     def __init__(self) -> None:
         self._made: dict[str, tuple[str, str]] = {}
 
     def see(self, func: Any, made: Any) -> None:
-        """Remember which sizes a call has made."""
+        """Record the symbolic sizes that a call has made."""
         name = getattr(func, "__name__", "")
         name = CALLED.get(name, name)
         if name not in REMEDIES:
@@ -63,7 +63,7 @@ class Sizes:
                     self._made[str(size)] = name, users_line()
 
     def refusal(self, error: Exception, called: Callable[..., Any] | None, line: str) -> TraceError | None:
-        """Return the error for what torch.export raised in `line`, where it `called` a function, for want of a size."""
+        """Return the error if torch.export failed in `line`, in the function `called`, for want of a size."""
         found = [self._made[symbol] for symbol in re.findall(r"\bu\d+\b", str(error)) if symbol in self._made]
         name = getattr(called, "__name__", "")
         if not found and name in REMEDIES:
@@ -72,7 +72,7 @@ class Sizes:
 
 
 def size_error(name: str, site: str) -> TraceError:
-    """Return the error for an operator whose result has no size that is known."""
+    """Return the error for an operator whose result has an unknown size."""
     bare = name.removeprefix("aten.")
     fact = f"the size of {bare}'s result depends on the values of a tensor"
     return TraceError(site, fact, REMEDIES.get(bare, OTHERS))

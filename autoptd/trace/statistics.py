@@ -1,8 +1,8 @@
-"""Write statistics over the rows of inputs as the sums and largest entries that they are made of.
+"""Decompose statistics over the rows of inputs into sums and maxima.
 
-In: a normalised graph. Out: the same in which `std`, `var`, norms, `softmax`, `logsumexp`, `max`, `min`, `any` and `all` over
-dim 0, of what depends on inputs alone, are sums and `amax`: of all microbatches and replicas both are known before the first
-forward (`passes/batch_sums.py`).
+In: a normalised graph. Out: the same graph in which `std`, `var`, norms, `softmax`, `logsumexp`, `max`, `min`,
+`any` and `all` over dim 0, of values that depend only on inputs, are sums and `amax`: these can be computed
+over all microbatches and replicas before the first forward (`passes/batch_sums.py`).
 
     std = rewards.std()        ->    mean = rewards.mean(); ((rewards - mean) ** 2).sum() / (8 - 1), and its root
     low = rewards.amin(0)      ->    -(-rewards).amax(0)
@@ -30,7 +30,7 @@ LARGEST, SMALLEST = (
     frozenset({"aten.min", "aten.amin", "aten.all"}),
 )
 EXPONENTIALS = frozenset({"aten.softmax", "aten.log_softmax", "aten.logsumexp"})
-# What gives several values, and how each is computed by itself.
+# Operators with several results, and the operator that computes each one separately.
 PAIRS = {
     "aten.std_mean": ("aten.std", "mean"),
     "aten.var_mean": ("aten.var", "mean"),
@@ -50,13 +50,13 @@ def write_as_sums(graph: Graph) -> None:
         for item in list(node.users):
             if op_name(item) == "getitem" or item.target is operator.getitem:
                 _replace(graph, item, node, PAIRS[op_name(node)][item.args[1]])  # type: ignore[index]
-        # Places of the largest entries are no number that microbatches have in common.
+        # Positions of the largest entries remain: they cannot be combined over microbatches.
         if not node.users:
             graph.erase_node(node)
 
 
 def _replace(graph: Graph, result: Node, node: Node, name: str) -> None:
-    """Write one result of an operator, what `name` computes, as sums and largest entries; or leave it as it is."""
+    """Replace one result of an operator, the one `name` computes, by sums and maxima, if possible."""
     make, dims = Maker(node), _dims(node)
     if name in DEVIATIONS:
         made = _deviation(make, node, dims, name == "aten.std")
@@ -75,7 +75,7 @@ def _replace(graph: Graph, result: Node, node: Node, name: str) -> None:
 
 
 def _over_rows_of_inputs(graph: Graph) -> Iterator[Node]:
-    """Yield the operators in question: of inputs, of no parameter, over dim 0 among others."""
+    """Yield the operators that depend on inputs, not on parameters, and reduce dim 0."""
     found = [node for node in ops(graph) if op_name(node) in WRITTEN and len(operands(node)) == 1]
     if not found:
         return
@@ -105,9 +105,9 @@ def _dims(node: Node) -> list[int]:
 
 
 def _extreme(make: Maker, x: Any, dims: list[int], keeps: bool, *, is_largest: bool) -> Node:
-    """Return the largest entries, or the smallest as those of the negated numbers; of bools, as numbers."""
+    """Return the maxima, or the minima as maxima of the negated numbers; bools become numbers."""
     if not value(x).is_floating_point():
-        # Negated, the smallest int64 would be itself.
+        # The smallest int64 is its own negation.
         x = make.cast(x, torch.float64)
     if is_largest:
         return make(aten.amax.default, x, dims, keeps)
@@ -115,11 +115,11 @@ def _extreme(make: Maker, x: Any, dims: list[int], keeps: bool, *, is_largest: b
 
 
 def _exponential(make: Maker, node: Node, dims: list[int], name: str) -> Node:
-    """Return what torch computes of the exponentials of numbers, apart from the largest one."""
+    """Return a function of exponentials (softmax, logsumexp), with the maximum factored out."""
     x = _wide(make, node.args[0])
     largest = make(aten.amax.default, x, dims, True)
     if name == "aten.logsumexp":
-        # Of infinities, the largest is the sum.
+        # With infinities, the maximum is the result.
         infinite = make(aten.isinf.default, largest)
         largest = make(aten.masked_fill.Scalar, largest, infinite, 0.0)
     apart = make(aten.sub.Tensor, x, largest)

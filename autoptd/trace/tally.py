@@ -1,8 +1,8 @@
-"""Stand-ins for what a forward only adds to, a number or a list: whoever reads one is noticed.
+"""Detect state that a forward only adds to, a number or a list, by stand-ins that notice being read.
 
-In: where the numbers and lists are that a call has changed (`Writes.logged`), and the call. Out: whether the call does anything
-with them but add and put back. What only logs (`self.calls += 1`, `history.append(n)`) changes no later call, whatever it
-stands at: nothing that is computed and no branch comes from it.
+In: the places of numbers and lists that a call has changed (`Writes.logged`), and the call. Out: whether the
+call only adds to them. Pure logging (`self.calls += 1`, `history.append(n)`) does not affect later calls: no
+computation and no branch depends on it.
 
     only_logs(places, call)      # False for `if self.calls > 30`
 """
@@ -17,20 +17,20 @@ from typing import Any
 from autoptd.subject.contents import Holder, with_values
 from autoptd.trace.users import is_users, is_writing
 
-# A place, the text that names it in its holder, and the list that is there; None for a number.
+# A holder, the text that names the place in it, and the list there; None for a number.
 Place = tuple[Holder, str, Any]
 
 
-# Containers in containers that a call is handed.
+# Levels of nesting to search in arguments.
 DEEPEST = 8
 
 
 class Read(Exception):
-    """A stand-in was asked for its value."""
+    """Signal that the value of a stand-in was read."""
 
 
 class Tally:
-    """Gives itself where something is added; all else is a reading."""
+    """Return itself for additions; every other operation counts as a read."""
 
     def __init__(self) -> None:
         self.is_read = False
@@ -44,7 +44,7 @@ class Tally:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        # Those that look at what is written are not the forward, nor is a module that is given an attribute.
+        # Our own recorder, and nn.Module's attribute assignment, are not reads of the forward.
         if is_writing(sys._getframe(1).f_code):
             return Tally
         return self._read()  # type: ignore[no-any-return]
@@ -68,7 +68,7 @@ class Tally:
 
 
 class Log(Tally):
-    """Takes what is added to a list, and keeps nothing of it."""
+    """Accept additions to a list and drop them."""
 
     def append(self, value: Any) -> None:
         pass
@@ -80,14 +80,14 @@ class Log(Tally):
     __add__ = __radd__ = __sub__ = __rsub__ = __isub__ = Tally._read
 
 
-# A pattern of a `match` that looks for a list asks for its length.
+# Lets a sequence pattern of a `match` statement read the length, and be noticed.
 Sequence.register(Log)  # type: ignore[attr-defined]
 
 
 def note_reading(function: Any, args: Iterable[Any]) -> None:
-    """Note the logs among what a call hands to others: C asks for the class of a list in ways that a stand-in does not see."""
+    """Count logs passed to a call as read: C code checks for lists in ways that a stand-in cannot see."""
     called = getattr(function, "__func__", function)
-    # What the user's code does with it is seen there, and adding is no reading.
+    # The user's code is watched separately, and adding is not a read.
     is_seen = isinstance(called, types.FunctionType) and (
         is_users(called.__code__) or is_writing(called.__code__)
     )
@@ -106,16 +106,16 @@ def _logs_in(values: Iterable[Any], depth: int) -> Iterator[Log]:
 
 
 def only_logs(places: Sequence[Place], call: Callable[[], Any]) -> bool:
-    """Tell whether a call only adds to what is at these places; it is put back."""
+    """Tell whether a call only adds to the values at these places; restore them afterwards."""
     kept = [(holder, holder.kept()) for holder, _, _ in places]
-    # What several names hold has one stand-in.
+    # A list with several names gets one stand-in.
     logs = {id(held): Log() for _, _, held in places if held is not None}
     stand_ins = [Tally() if held is None else logs[id(held)] for _, _, held in places]
     try:
         for (holder, entry, _), stand_in in zip(places, stand_ins, strict=True):
             holder.restore(with_values(holder, {entry: stand_in}))
         call()
-    # Whatever the call raises: with the numbers themselves it has not.
+    # Any error comes from the stand-ins: the call has run with the real values.
     except Exception:
         return False
     finally:

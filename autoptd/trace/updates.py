@@ -1,6 +1,6 @@
-"""The buffers that a traced forward updates, and which of them it may.
+"""List the buffers that a traced forward updates, and check that the updates are allowed.
 
-In: a TRACED graph. Out: what each buffer holds after the call.
+In: a TRACED graph. Out: the value of each buffer after the call.
 
     dict(updated_buffers(graph))        # {"norm.running_mean": the node of its new value}
 """
@@ -22,16 +22,17 @@ IN_PLACE = "buffers of their own (.clone()), or one tensor that is a registered 
 
 
 def updated_buffers(graph: Graph) -> Iterator[tuple[str, Node]]:
-    """Return (name, new value) of every buffer that the forward updates."""
+    """Yield (name, new value) of every buffer that the forward updates."""
     for node in ops(graph):
         if op_name(node) == UPDATE:
             yield node.args[2], node.args[1]  # type: ignore[misc]
 
 
 def check_updates(graph: Graph, model: nn.Module, assigned: Set[str]) -> None:
-    """Raise PlanError for an update of a buffer that no state dict would have, or that another one shares and would not follow.
+    """Raise PlanError for an update of a buffer that is not saved, or has an alias that would not follow.
 
-    Names of one tensor are one buffer (`first_names`) and follow, unless another tensor is `assigned` to one of them.
+    Names of one tensor are one buffer (`first_names`) and follow, unless one of them is `assigned` another
+    tensor.
     """
     updates = dict(updated_buffers(graph))
     if not updates:
@@ -43,7 +44,7 @@ def check_updates(graph: Graph, model: nn.Module, assigned: Set[str]) -> None:
             raise PlanError(site(new), fact, IN_MODEL)
         names = shared.names_of(name)
         others = [twin for twin in names if own[twin] is not own[name]]
-        # A module that is registered twice has each of its buffers once.
+        # The names of a module that is registered twice refer to the same buffer slot.
         if len({_place(model, twin) for twin in names}) > 1 and not assigned.isdisjoint(names):
             others += [twin for twin in names if twin != name]
         if name in shared.overlaps:

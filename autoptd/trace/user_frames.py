@@ -1,4 +1,4 @@
-"""Where a node of a trace comes from: the stack of the line that made it, without torch's own frames.
+"""Extract the stack of the line that made a node of a trace, without torch's own frames.
 
 UserFrames(Watched.forward.__code__).extract().summary()     # the frames of the model
 """
@@ -14,10 +14,9 @@ import torch
 
 
 class UserFrames:
-    """In the place of torch's CapturedTraceback while a model is traced: gives the stack from `root` on, but for torch's
-    own frames.
+    """Replace torch's CapturedTraceback during tracing; extract the stack from `root`, without torch frames.
 
-    A line is the same in all stacks that go through it: of repeated layers all lines are.
+    Stacks share their summaries of lines, which saves most of the work for repeated layers.
     """
 
     OWN = os.path.dirname(torch.__file__) + os.sep
@@ -31,10 +30,10 @@ class UserFrames:
         while frame is not None:
             code = frame.f_code
             if not code.co_filename.startswith(self.OWN):
-                # Not by `code`: equal ones may be of different files.
+                # Do not use `code` as the key: equal code objects may be from different files.
                 line = code.co_filename, frame.f_lineno, code.co_name
                 frames.append(self._lines.get(line) or self._summary(line))
-            # Torch passes over what calls the first forward.
+            # torch skips the callers of the first forward.
             frame = None if code is self._root else frame.f_back  # type: ignore[assignment]
         return _Stack(frames[::-1])
 
@@ -43,7 +42,7 @@ class UserFrames:
 
 
 class _Stack:
-    """The part of a captured stack that torch asks for."""
+    """Provide the part of a captured stack that torch uses."""
 
     def __init__(self, frames: list[traceback.FrameSummary]) -> None:
         self._frames = frames

@@ -1,6 +1,6 @@
-"""Whose Python code it is: the user's and that of libraries of models, which is looked at, or torch's and Python's own.
+"""Classify Python code: the user's and model libraries', which is watched, or torch's and Python's own.
 
-In: a code object, or a frame. Out: whether its instructions are looked at, and where it stands.
+In: a code object, or a frame. Out: whether its instructions are watched, and its source line.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 TORCH = os.path.dirname(torch.__file__) + os.sep
 TORCH_NN = os.path.join(TORCH, "nn", "")
 STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
-# What torch's modules do to themselves when they are asked to: register, take away, change their mode.
+# Files of nn.Module's own methods: register, remove, change mode.
 TORCH_MODULES = tuple(os.path.join(TORCH, "nn", "modules", name) for name in ("module.py", "container.py"))
-# They run at every call, or set what the instruction of the user's that called them has named.
+# Methods that run at every call, or set the attribute named in the user's calling instruction.
 NO_STATE = {
     "_call_impl",
     "_wrapped_call_impl",
@@ -29,19 +29,19 @@ NO_STATE = {
     "__delattr__",
     "__init__",
 }
-# Of dicts with weak references: called wherever an object of torch's ends.
+# Callbacks of weak dicts, which run whenever a torch object is freed.
 CALLBACKS = {"remove", "_remove", "_commit_removals"}
-# Of the standard library what keeps caches and logs; the rest may keep the user's data.
+# Modules of the standard library that keep caches and logs; the others may keep the user's data.
 LIBRARY = {"logging", "warnings", "re", "typing", "inspect", "contextlib", "importlib", "linecache"}
 LIBRARY |= {"traceback", "tokenize", "dis", "ast", "types", "enum", "dataclasses", "abc", "_py_abc", "copy"}
 LIBRARY |= {"unittest", "doctest", "pdb", "bdb", "cmd", "code", "codeop", "zipimport", "pkgutil", "runpy"}
-# Of what is installed beside torch: numbers, symbols, and what hubs load with.
+# Installed packages that are not watched: numerics, symbolics, and helpers of model hubs.
 PASSED = {"numpy", "sympy", "mpmath", "networkx", "functorch", "triton", "optree", "filelock", "tqdm"}
 PASSED |= {"huggingface_hub", "packaging", "requests", "fsspec", "torchgen", "_pytest", "pluggy", "pytest"}
 
 
 def is_users(code: types.CodeType) -> bool:
-    """Tell whether the instructions of a code object are looked at, as the user's or as called by it."""
+    """Tell whether the instructions of a code object are watched, as the user's or as called by it."""
     kind = _kind_of(code.co_filename)
     if code.co_name in CALLBACKS and "weakref" in code.co_filename:
         return False
@@ -49,7 +49,7 @@ def is_users(code: types.CodeType) -> bool:
 
 
 def is_called_by_user(frame: types.FrameType) -> bool:
-    """Tell whether a frame that is looked at is the user's, or was called from there: torch itself uses the same code."""
+    """Tell whether a watched frame is the user's or called from there: torch itself uses the same code."""
     shown: types.FrameType | None = frame
     while shown is not None and is_users(shown.f_code):
         if _kind_of(shown.f_code.co_filename) == "user":
@@ -59,17 +59,17 @@ def is_called_by_user(frame: types.FrameType) -> bool:
 
 
 def may_read(code: types.CodeType) -> bool:
-    """Tell whether code reads what a forward computes with: the user's, and that of torch's modules."""
+    """Tell whether code may read state that affects a forward: the user's, and that of torch's modules."""
     return bool(_kind_of(code.co_filename)) or code.co_filename.startswith(TORCH_NN)
 
 
 def is_users_module(module: types.ModuleType) -> bool:
-    """Tell whether a module of Python is the user's, or a library of models."""
+    """Tell whether a Python module is the user's, or a model library."""
     return _kind_of(getattr(module, "__file__", None) or "<frozen >") == "user"
 
 
 def is_writing(code: types.CodeType) -> bool:
-    """Tell whether code asks for the class of a value that it is about to keep: ours, and that of nn.Module's attributes."""
+    """Tell whether code checks the class of a value in order to store it: ours, and nn.Module's setattr."""
     file = code.co_filename
     if file == TORCH_MODULES[0]:
         return code.co_name == "__setattr__"
@@ -81,10 +81,10 @@ def _kind_of(file: str) -> str:
     """Return "user", "standard" (of Python's library), "modules" (of torch's nn.Module) or "" for a file."""
     if file in TORCH_MODULES:
         return "modules"
-    # Modules that Python has in itself.
+    # Modules frozen into the interpreter.
     if file.startswith("<frozen "):
         return "" if file[len("<frozen ") : -1].split(".")[0] in LIBRARY else "standard"
-    # Of graphs that torch compiles.
+    # `<eval_with_key>` is the code of torch.fx graphs.
     if file.startswith((OWN, TORCH)) or file.startswith("<eval_with_key>"):
         return ""
     for root in ("site-packages", "dist-packages"):
@@ -100,7 +100,7 @@ def _first_name(path: str) -> str:
 
 
 def line_of(frame: types.FrameType) -> str:
-    """Return `file.py:41` of the running line of a frame, or of the user's that called it where it is a library's."""
+    """Return `file.py:41` of a frame's running line; for library frames, of the calling user line."""
     shown: types.FrameType | None = frame
     while shown is not None and _kind_of(shown.f_code.co_filename) != "user":
         shown = shown.f_back
@@ -109,7 +109,7 @@ def line_of(frame: types.FrameType) -> str:
 
 
 def users_line() -> str:
-    """Return `file.py:41` of the innermost running line of the user's."""
+    """Return `file.py:41` of the user's innermost running line."""
     return line_of(sys._getframe(1))
 
 

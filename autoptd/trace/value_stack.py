@@ -1,12 +1,12 @@
-"""The values that an instruction of a running frame is about to take: CPython's value stack, from the top.
+"""Read the operands of a running frame's next instruction from CPython's value stack.
 
-In: a frame that stands before an instruction. Out: the object that the instruction finds at a place of its stack, or `NULL`.
+In: a frame that is about to execute an instruction. Out: the object at a position of its stack, or `NULL`.
 
     stack = ValueStack()
     at(stack.top(frame), 0)      # before STORE_ATTR: the object whose attribute is set
 
-Python itself does not show them. They lie in the frame's memory, after its local variables: where those begin is found by
-looking for known ones. Of a Python that this was not tried on, nothing is read: that is an error.
+Python has no API for them. They are in the frame's memory, after its local variables, whose offset is found by
+searching for known ones. A Python version on which this was not tested is an error.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from typing import Any
 from autoptd.errors import InternalError, TraceError
 
 WORD = ctypes.sizeof(ctypes.c_void_p)
-# A frame object: two words of every object, the frame that called it, and where its values are.
+# Layout of a frame object: the two-word object header, the calling frame, the pointer to its data.
 FRAME_DATA = 3 * WORD
 # The versions of CPython that tests/trace have run on.
 TRIED = ((3, 11), (3, 12), (3, 13))
-# Before the local variables there are at most so many words.
+# Words to search for the local variables.
 MOST_WORDS = 24
-# A Python that says itself how many values are on the stack, while it is traced.
+# These Python versions record the stack depth of a frame while it is traced.
 KNOWS_DEPTH = sys.version_info < (3, 12)
 NULL = object()
-# How what is read of memory is taken.
+# Types of values in memory.
 POINTER, COUNT, OBJECT = ctypes.c_void_p, ctypes.c_int, ctypes.py_object
 
 
 class ValueStack:
-    """Reads the stacks of frames; TraceError where it is not known how this Python keeps them."""
+    """Read the stacks of frames; TraceError if the layout of this Python is unknown."""
 
     def __init__(self) -> None:
         self._locals = locals_offset() * WORD
@@ -51,7 +51,7 @@ class ValueStack:
         return data + self._locals + self._depth(frame.f_code, frame.f_lasti) * WORD
 
     def variable(self, frame: types.FrameType, place: int) -> Any:
-        """Return what a place of the local variables holds: of those that inner functions share, the cell."""
+        """Return the content of a local variable's slot; the cell, if inner functions share the variable."""
         return at(_word(id(frame) + FRAME_DATA) + self._locals + (place + 1) * WORD, 0)
 
     def _depth(self, code: types.CodeType, offset: int) -> int:
@@ -61,21 +61,21 @@ class ValueStack:
 
 
 def at(top: int, place: int) -> Any:
-    """Return the value at a place under an address that `ValueStack.top` gave."""
+    """Return the value at a position below an address from `ValueStack.top`."""
     try:
         return OBJECT.from_address(top - (place + 1) * WORD).value
-    # There is none.
+    # A null pointer.
     except ValueError:
         return NULL
 
 
 def depths(code: types.CodeType) -> dict[int, int]:
-    """Return how many values are on the stack before each instruction that can be reached, by its offset."""
+    """Return the stack depth before each reachable instruction, by offset."""
     steps = list(dis.get_instructions(code))
     following = {one.offset: other.offset for one, other in itertools.pairwise(steps)}
     by_offset = {step.offset: step for step in steps}
     found: dict[int, int] = {}
-    # A handler finds the exception, and with `lasti` the place that it comes from.
+    # A handler's stack has the exception, and with `lasti` the offset that raised it.
     entries: Any = dis.Bytecode(code).exception_entries  # type: ignore[attr-defined]
     waiting = [(0, 0), *((entry.target, entry.depth + entry.lasti + 1) for entry in entries)]
     while waiting:
@@ -88,7 +88,7 @@ def depths(code: types.CodeType) -> dict[int, int]:
         if step.opcode in dis.hasjrel or step.opcode in dis.hasjabs:
             waiting.append((step.argval, depth + dis.stack_effect(step.opcode, arg, jump=True)))
         if offset in following and step.opname not in ENDS:
-            # A generator begins with what its first `send` brings.
+            # A generator starts with the value of its first `send` on the stack.
             is_begin = step.opname == "RETURN_GENERATOR"
             effect = 1 if is_begin else dis.stack_effect(step.opcode, arg, jump=False)
             waiting.append((following[offset], depth + effect))
@@ -101,7 +101,7 @@ ENDS += ("JUMP_BACKWARD_NO_INTERRUPT", "INTERPRETER_EXIT")
 
 @cache
 def locals_offset() -> int:
-    """Return how many words of a frame are before its local variables, by looking for known ones there."""
+    """Return the offset of local variables in a frame, in words, by searching for known ones."""
     check_tried(sys.implementation.name, sys.version_info[:2], bool(get_config_var("Py_GIL_DISABLED")))
     first, second, third = object(), object(), object()
     frame = _own_frame(first, second, third)
@@ -120,7 +120,7 @@ def locals_offset() -> int:
 
 
 def check_tried(name: str, version: tuple[int, ...], has_no_lock: bool) -> None:
-    """Refuse a Python whose frames may lie in memory in another way."""
+    """Refuse a Python whose frames may have another memory layout."""
     if name == "cpython" and version in TRIED and not has_no_lock:
         return
     shown = f"{name} {'.'.join(map(str, version))}{' without its global lock' if has_no_lock else ''}"
@@ -133,7 +133,7 @@ def _own_frame(first: Any, second: Any, third: Any) -> types.FrameType:
 
 
 def _count_locals(code: types.CodeType) -> int:
-    """Local variables, cells of those that inner functions read, and cells from outside: before the stack."""
+    """Count the slots before the stack: local variables, cells, and free variables."""
     return len({*code.co_varnames, *code.co_cellvars}) + len(code.co_freevars)
 
 

@@ -1,8 +1,7 @@
-"""See what the model does while it is traced, and refuse what torch.export would lose without a word.
+"""Watch the model while it is traced, and refuse what torch.export would drop silently.
 
-Met here: hooks on tensors, custom autograd functions (`functions.py`), activation
-checkpoints (traced as plain calls), parameters that the model reads and has not registered, single positions
-as an index, numbers made tensors.
+Handled here: tensor hooks, custom autograd functions (`functions.py`), activation checkpoints (traced as plain
+calls), unregistered parameters, single positions used as an index, numbers turned into tensors.
 
     with watch_tracing(model, whole) as met:
         exported = torch.export.export(...)
@@ -41,7 +40,7 @@ REENTRANT_REMEDY += "gradient_checkpointing_kwargs={'use_reentrant': False})"
 
 @dataclass
 class Met:
-    """Custom autograd functions, and what activation checkpoints wrap, in the order of their calls."""
+    """Collect custom autograd functions, and the functions in activation checkpoints, in call order."""
 
     functions: list[Call] = field(default_factory=list)
     checkpointed: list[Any] = field(default_factory=list)
@@ -51,16 +50,16 @@ class Met:
 def watch_tracing(model: nn.Module, whole: set[Any]) -> Iterator[Met]:
     """Refuse tensor hooks while the model is traced, and trace custom autograd functions as their forward.
 
-    Those in `whole`, and those that cannot be tried on random numbers, which are put there, are one operator each.
+    Functions in `whole` are one operator each; those that cannot be tested on random numbers are added to it.
 
-    What torch makes for `torch.library.register_autograd` is no such function: the operator is one node, its
-    backward with it.
+    The class that torch creates for `torch.library.register_autograd` does not count: its operator is one node
+    that has its backward.
     """
     met = Met()
 
-    # In the place of `Function.apply`: torch.export would trace the forward and lose the backward silently.
+    # Replaces `Function.apply`: torch.export would trace the forward and silently drop the backward.
     def trace_function(cls: type, *args: Any, **kwargs: Any) -> Any:
-        # torch's own Function behind a registered operator; the operator is one node, with its backward.
+        # torch's own Function that implements a registered operator: that is one node, with its backward.
         if cls.__module__ == "torch._library.autograd":
             return apply.__func__(cls, *args, **kwargs)
         if cls is CheckpointFunction:
@@ -93,10 +92,9 @@ def watch_tracing(model: nn.Module, whole: set[Any]) -> Iterator[Met]:
 
 
 class Operands(TorchFunctionMode):
-    """Around the traced forward, looks at the operands of every call: the model's parameters are fake, others
-    real.
+    """Check the operands of every call in the traced forward: registered parameters are fake, others real.
 
-    What torch does in a call is no part of `writes`: it would take most of a trace's time.
+    `writes` pauses inside torch's calls, which would take most of the tracing time.
     """
 
     def __init__(self, model: nn.Module, registered: dict[int, str], checks: Checks, writes: Writes) -> None:
@@ -129,7 +127,7 @@ class Operands(TorchFunctionMode):
             args = _with_index_of_one(*args)
         if func is torch.tensor:
             return make_tensor(args, kwargs)
-        # Of a parameter that is fake it would be a new constant.
+        # `.data` of a fake parameter would become a new constant.
         if func == DATA:
             return args[0].detach()
         if func == SET_DATA and isinstance(args[0], FakeTensor):
@@ -145,7 +143,7 @@ class Operands(TorchFunctionMode):
                 self._check(leaf)
 
     def _check(self, one: Tensor) -> None:
-        # All registered parameters are fake while the forward is traced: a real one was reached another way.
+        # Registered parameters are fake during tracing: a real one was reached another way.
         if isinstance(one, FakeTensor) or not (one.requires_grad or isinstance(one, nn.Parameter)):
             return
         if id(one) in self._registered:
@@ -163,7 +161,7 @@ class Operands(TorchFunctionMode):
 
 
 def called_at(error: BaseException) -> Any:
-    """Return the function of torch in whose call the error was raised; None where it was in none."""
+    """Return the torch function whose call raised the error; None if there is none."""
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code is not Operands.__torch_function__.__code__:
         frame = frame.tb_next
@@ -171,8 +169,7 @@ def called_at(error: BaseException) -> Any:
 
 
 def _with_index_of_one(x: Tensor, index: Any) -> tuple[Tensor, Any]:
-    """`x[i.argmax()]` as a gather of one position: its number must not become a Python number."""
-    # Several index tensors are broadcast against each other: one more dim would change what they mean.
+    """Rewrite `x[i.argmax()]` as a gather of one position, so that the index stays a tensor."""
     items = list(index) if isinstance(index, tuple) else [index]
     advanced = [i for i, item in enumerate(items) if isinstance(item, (Tensor, list))]
     if len(advanced) != 1 or not _is_position(items[advanced[0]]):
@@ -193,12 +190,12 @@ def _is_position(item: Any) -> bool:
 def checkpoint_sites(model: nn.Module, functions: Any) -> list[str]:
     """Name the modules that activation checkpoints wrap.
 
-    A function by its own name where it is no module's.
+    A function that is not a module's method is listed by its own name.
     """
     names = {id(module): name for name, module in model.named_modules()}
     found = []
     for function in functions:
-        # transformers checkpoints a partial of a bound method: its module is among the arguments or behind it.
+        # transformers checkpoints a partial of a bound method: look in its arguments and `__self__`.
         bound: list[Any] = [function]
         while isinstance(function, functools.partial):
             bound += function.args

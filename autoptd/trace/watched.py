@@ -1,8 +1,8 @@
-"""Call a model and leave it as it was: what the call changed is looked at, and refused unless it is a cache.
+"""Call a model and restore it; refuse changes that the call has made, unless they are caches.
 
-In: a model, a loss function and a call. Out: the loss; the model as before it, without fake tensors in it
-where it was traced. A cache is what the first call makes and the second one finds, the same for every batch:
-a mask, a table of sines.
+In: a model, a loss function and a call. Out: the loss; the model is restored, without fake tensors from
+tracing. A cache is made by the first call and found by the second one, and is the same for every batch: a
+mask, a table of sines.
 
     watched = Watched(model, loss_fn)
     loss = watched(*args, **kwargs)
@@ -36,9 +36,9 @@ from autoptd.trace.writes import REGISTERED, NoteCall, Writes
 
 
 class Watched(WithLoss):
-    """The model and its loss, left as they were by every call; `seen` says what the last one has changed.
+    """Wrap the model and its loss, and restore both after every call; `seen` has the changes of the last one.
 
-    `around` makes a context for the forward alone, from the record of what that writes to.
+    `around` makes a context for the forward alone, from the record of its writes.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Watched(WithLoss):
         self.seen, self.around = Seen(), around
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        # Containers of this call's own: what a forward takes out of its arguments is nobody's state.
+        # Copy the containers: a forward that takes items out of its arguments does not change state.
         args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
         writes: Writes | None = None
         try:
@@ -61,7 +61,7 @@ class Watched(WithLoss):
                 self.seen.assigned = buffers.take()
                 return loss
         finally:
-            # Also where the forward failed: fake tensors must not stay in the user's model.
+            # Restore after failures too: fake tensors must not stay in the user's model.
             if writes is not None:
                 self.seen.changes, self.seen.replaced = (
                     writes.changes(self._names),
@@ -78,7 +78,7 @@ class Watched(WithLoss):
 
 
 def names_of(model: nn.Module, loss_fn: Any = None) -> dict[int, str]:
-    """Return the paths of a model's modules, and of what they hold, by the id of each."""
+    """Return the paths of a model's modules, and of the objects in them, by id."""
     found: dict[int, str] = {}
     roots = [(model, "")] + ([(loss_fn, "loss_fn")] if isinstance(loss_fn, nn.Module) else [])
     for root, prefix in roots:
@@ -100,10 +100,10 @@ def _join(path: str, name: str) -> str:
 
 
 class Seen:
-    """What a call has changed, caches of functions that it has filled, tensors that were attributes before and are none after
-    it, what buffers were assigned, and what it could read.
+    """Hold the observations of a call: changes, filled function caches, tensors no longer held as attributes,
+    assigned buffers, and readable state.
 
-    One object for all calls.
+    All calls share one object.
     """
 
     def __init__(self) -> None:
@@ -115,9 +115,7 @@ class Seen:
 
 
 def check_changes(watched: Watched, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse what the last call has changed, unless it was a cache: what the first call makes and the second
-    one finds.
-    """
+    """Refuse the changes of the last call, except caches, which the first call makes and the second finds."""
     changes = watched.seen.changes
     if not changes and not watched.seen.filled:
         return
@@ -128,25 +126,25 @@ def check_changes(watched: Watched, args: tuple[Any, ...], kwargs: dict[str, Any
     except (AutoptdError, torch.OutOfMemoryError):
         raise
     except Exception:
-        # It ran without what it has left behind: an iterator that is used up, say. It does not fail by itself.
+        # It ran from its original state: the first call has broken it, such as by using up an iterator.
         raise [*changes, *watched.seen.filled][0].refuse() from None
     if again:
         raise next((change for change in changes if change.path == again[0].path), again[0]).refuse()
 
 
 def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Change]:
-    """Call twice without restoring in between: what the second call changes once more.
+    """Call twice without restoring in between; return the changes made by the second call.
 
-    All is refused where the first call leaves something that another batch would have made otherwise: a call
-    on the first row alone, and one on the last, must give what they give to a model that has seen nothing.
-    (The largest entry of the batch is in one of them at most.) So is a call with other weights: what is made of
-    weights once is not what a later step makes of them.
+    All changes are refused if the first call leaves a value that depends on its batch: a call on the first row
+    alone, and one on the last, must return the same as with a fresh model. (At most one of them contains the
+    largest entry of the batch.) The same holds for a call with other weights: a value computed once from
+    weights is stale in later steps.
     """
     model, loss_fn = watched.model, watched.loss_fn
     twin = WithLoss(model, loss_fn)
     first = next(model.parameters(), None)
     fake = first.fake_mode if isinstance(first, FakeTensor) else None
-    # Parameters that are fake cannot meet a batch that is real.
+    # Fake parameters cannot be combined with a real batch.
     if fake is not None:
         args, kwargs = tree_map(lambda x: fake.from_tensor(x) if _is_real(x) else x, (args, kwargs))
     has_values = first is None or not (first.is_meta or fake)
@@ -167,7 +165,7 @@ def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dic
 
     def run_once() -> None:
         run((args, kwargs), note_reading)
-        # What stands in is put back by this, and must not be once more later.
+        # This restores the stand-ins, which must not be restored again later.
         written.pop().undo()
 
     def begin_anew() -> None:
@@ -185,7 +183,7 @@ def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dic
             found = []
         if found or not has_values:
             return found
-        # A cache made of values (the largest entry, say) is right for its own batch only: try two others.
+        # A cache of values (the largest entry, say) is only right for its batch: try two others.
         for row in (0, -1):
             others = tree_map(
                 partial(_one_row, row=row, sizes=_leading_sizes((args, kwargs))), (args, kwargs)
@@ -209,8 +207,7 @@ def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dic
 
 @contextmanager
 def _other_weights(model: nn.Module) -> Iterator[None]:
-    """Double the parameters for a while: what is halved again is what it was, to the bit."""
-    # Not by the parameter itself, whose version says that somebody has written to it.
+    """Double the parameters temporarily: halving restores them bitwise."""
     doubled = [p.data for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1]
     # Parameters may share memory, and are doubled more than once.
     doubled = [x for x in doubled if not x.is_inference() and (16 * x).isfinite().all()]
@@ -220,16 +217,16 @@ def _other_weights(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for x in doubled:
-            # Torch counts writes: Ctrl-C may have come before all were doubled.
+            # Ctrl-C may arrive before all are doubled: the version counter of `.data` shows which are.
             if x._version:
                 x.mul_(0.5)
 
 
 def warn_of_logs(logs: list[Change]) -> None:
-    """Warn of what a forward only adds to, and that nothing in it reads."""
+    """Warn about state that a forward only adds to and never reads."""
     texts = []
     for change in logs:
-        # A list has an entry more than before.
+        # A list has a new entry.
         is_list = change.before == repr(MISSING)
         path = change.path.rpartition("[")[0] if is_list else change.path
         done, remedy = ("added to", "log") if is_list else ("counted", "count")
@@ -248,7 +245,7 @@ def _leading_sizes(call: Any) -> list[int]:
 
 
 def _one_row(leaf: Any, row: int, sizes: list[int]) -> Any:
-    """One row of what is as long as the batch (most tensors are), in the place of all."""
+    """Cut tensors that are as long as the batch (as most tensors are) to one row."""
     is_batch = (
         isinstance(leaf, Tensor)
         and leaf.dim() > 0

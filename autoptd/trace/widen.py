@@ -1,7 +1,7 @@
-"""A model and its calls in float64: what `verify` trains in their place, and what tells rounding from a fault.
+"""Widen a model and its calls to float64, for `verify`, and to tell rounding from a fault.
 
-In: the user's model, a call. Out: the same, widened; and `Widen`, under which a model's own casts to float32 become casts
-to float64.
+In: the user's model, a call. Out: the same in float64; and `Widen`, under which a model's own casts to float32
+become casts to float64.
 
     with Widen():
         loss = widen_model(model)(*widen_inputs(call))
@@ -31,8 +31,9 @@ CASTS = {
 
 
 class Widen(GroupedProducts):
-    """Turns requests for float32 into float64: a model's own upcasts must not truncate a float64 check. Given `dtypes`,
-    those for the ones that are in it.
+    """Turn requests for float32 into float64, so that a model's upcasts do not truncate a float64 check.
+
+    `dtypes` maps the requested dtypes to replace.
     """
 
     def __init__(self, dtypes: Mapping[torch.dtype, torch.dtype] = FLOAT32) -> None:
@@ -40,7 +41,7 @@ class Widen(GroupedProducts):
         self._dtypes = dtypes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # The tracer calls this itself: it rebuilds a constant of the model, which keeps its dtype.
+        # The tracer calls this to rebuild a constant of the model, which keeps its dtype.
         if func is torch.empty_strided:
             return func(*args, **(kwargs or {}))
         if CASTS.get(func) in self._dtypes:
@@ -55,7 +56,7 @@ class Widen(GroupedProducts):
 
 
 def in_float64() -> GroupedProducts:
-    """Let a model multiply groups of float64, for which torch has no kernel."""
+    """Support grouped matmuls in float64, for which torch has no kernel."""
     return GroupedProducts(_grouped_product, _is_float64)
 
 
@@ -64,7 +65,7 @@ def _is_float64(x: torch.Tensor) -> bool:
 
 
 def _grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Written out, with a matrix for every row: it shares nothing with what ranks run."""
+    """Compute a grouped matmul with a matrix per row, independently of the code that ranks run."""
     groups = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)
     return torch.bmm(x.unsqueeze(1), weight[groups]).squeeze(1)
 

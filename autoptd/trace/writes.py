@@ -1,8 +1,8 @@
-"""Record what the user's Python code writes to while it runs: attributes, items, globals, cells, what C methods change.
+"""Record writes by the user's Python code: attributes, items, globals, cells, objects changed by C methods.
 
-In: a block in which the model is called. Out: of all that was there before the block and is not as it was, its name, its
-line and both values; and a way to put it back. Nothing is looked for: what an instruction is about to write to is kept as it is
-then, and compared after the block.
+In: a block in which the model is called. Out: for every object older than the block that has changed, its name,
+the line and both values; and a way to restore it. Nothing is searched: the target of an instruction is saved
+just before the write, and compared after the block.
 
     with Writes.recorded(names) as writes:
         model(x)
@@ -54,13 +54,13 @@ from autoptd.trace.value_stack import NULL, ValueStack, at
 
 NoteCall = Callable[[Any, list[Any]], None]
 NUMBERS = (int, float)
-# Of nn.Module: where an attribute that is a tensor or a module is kept.
+# The dicts of nn.Module that hold attributes that are tensors or modules.
 REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What was about to be written to, as it was, and where; `named` is the object by a name of the line's own, if known."""
+    """Hold the target of a write, its old content, and the line; `named` is its name there, if known."""
 
     holder: Holder
     entries: dict[str, Any]
@@ -74,7 +74,7 @@ Records = dict[tuple[Any, ...], Record]
 
 
 class Writes:
-    """What a block has written to; see the module."""
+    """Record the writes of a block; see the module."""
 
     def __init__(self, note: NoteCall | None = None) -> None:
         self._records: Records = {}
@@ -83,21 +83,21 @@ class Writes:
         self._caches: dict[int, Cache] = {}
         self._caches_of: dict[type, list[Any]] = {}
         self._stack = ValueStack()
-        # All code that ran, with its globals, and attributes that it asked for as text.
+        # All code that ran, with its globals, and the attributes that it looked up by string.
         self.entered: list[tuple[types.CodeType, dict[str, Any]]] = []
         self.asked: set[str] = set()
         self._harmless = Harmless()
         self._begins = False
-        # What runs between these two is no part of the record.
+        # Code that runs between these two is not recorded.
         self.pause: Callable[[], Any] = _do_nothing
         self.resume: Callable[[], Any] = _do_nothing
 
     @classmethod
     @contextmanager
     def recorded(cls, note: NoteCall | None = None, *, begins: bool = False) -> Iterator[Writes]:
-        """Record in a block; `note` is called with every function that is about to be called, and what it is handed.
+        """Record a block; `note` is called with every function that is about to be called, and its arguments.
 
-        If it `begins`, caches of functions have no tables, so that every call is traced.
+        With `begins`, function caches of tensors are cleared, so that every call is traced.
         """
         writes, drawn = cls(note), random_states()
         writes._begins = begins
@@ -114,13 +114,13 @@ class Writes:
                     name for name, state in random_states().items() if drawn.get(name, state) != state
                 ]
                 _drop(writes._records, _is_written)
-                # What only a record keeps alive, that of another object among them, is gone with the call.
+                # Drop objects that only records keep alive: they ended with the call.
                 while _drop(writes._records, Held(writes._records)):
                     pass
                 writes._records = newcomers.left_out(writes._records)
 
     def changes(self, names: Callable[[], dict[int, str]]) -> list[Change]:
-        """Return what is different now; `names` gives those of objects by their id."""
+        """Return the changes; `names` returns the names of objects by id."""
         found, drawn = [], [Change(name, "", "") for name in self._drawn]
         for record in self._records.values():
             if isinstance(record.holder, Moved):
@@ -131,9 +131,7 @@ class Writes:
         return drawn + [_change(record, entry, known) for record, entry in found]
 
     def logged(self) -> list[Place]:
-        """Return the places of all that is different now, if all of it are numbers and lists with more at their end; else
-        nothing.
-        """
+        """Return the places of all changes if these are numbers and lists that have grown, else nothing."""
         found: list[Place] = []
         for record in self._records.values():
             differs = differing(record.entries, record.holder.entries())
@@ -152,7 +150,7 @@ class Writes:
         return [] if self._drawn else found
 
     def replaced(self, names: Callable[[], dict[int, str]]) -> dict[str, Tensor]:
-        """Return the tensors that were there before, and are not at the same place now."""
+        """Return the tensors that are no longer in their place."""
         found = []
         for record in self._records.values():
             now = record.holder.entries()
@@ -163,18 +161,18 @@ class Writes:
         return {_path(record, entry, known): before for record, entry, before in found}
 
     def filled(self) -> list[Change]:
-        """Return the caches of functions that have more in them."""
+        """Return the function caches that have new entries."""
         return [cache.change() for cache in self._caches.values() if cache.is_filled()]
 
     def undo(self) -> None:
-        """Give everything the content that it had; what caches hold without a tensor in it is right for ever."""
+        """Restore all contents; function caches only drop tensors, as other entries stay valid."""
         for cache in self._caches.values():
             cache.drop_filled()
         for record in reversed(self._records.values()):
             record.holder.restore(record.kept)
 
     def _enter(self, frame: types.FrameType) -> None:
-        """Note a cache that is about to be filled by what it wraps: a property calls it without an instruction."""
+        """Record a cache that its wrapped function is about to fill: a property may call it unseen."""
         code = frame.f_code
         if not code.co_argcount:
             return
@@ -186,7 +184,7 @@ class Writes:
                 self._caches.setdefault(id(function), Cache(function, line_of(frame), begun=1))
 
     def _see(self, frame: types.FrameType, name: str, arg: int, top: int) -> None:
-        """Keep what an instruction is about to write to."""
+        """Save the target of an instruction."""
         if name == "CALL" and self._note is None and called(arg, top) in self._harmless:
             return
         code = frame.f_code
@@ -206,7 +204,7 @@ class Writes:
                 self._keep(frame, Content(target))
         elif name == "BINARY_SUBSCR":
             owner = at(top, 1)
-            # A defaultdict makes what it lacks.
+            # Reading a missing key changes a defaultdict.
             if isinstance(owner, dict) and hasattr(type(owner), "__missing__"):
                 self._keep(frame, Content(owner))
         elif name in ("LOAD_ATTR", "LOAD_METHOD"):
@@ -272,19 +270,19 @@ class Writes:
 
 
 CALLS = ("CALL", "CALL_KW", "CALL_FUNCTION_EX")
-# Where the container is on the stack.
+# Position of the container on the stack.
 ITEMS = {"STORE_SUBSCR": 1, "DELETE_SUBSCR": 1, "STORE_SLICE": 2}
 
 
 class Newcomers:
-    """Tells what was made since, of objects that are alive, while Python does not look for garbage by itself."""
+    """Tell new objects from old ones by their generation, while automatic garbage collection is off."""
 
     def __init__(self) -> None:
-        # What is there grows older, and all that is made from now on is young.
+        # Moves existing objects out of generation 0, so that later ones can be recognised.
         gc.collect(0)
 
     def left_out(self, records: Records) -> Records:
-        """Return the records of what was there before."""
+        """Return the records of objects that existed before."""
         hidden = [record for record in records.values() if not record.was_tracked]
         targets = [record.holder.holder for record in hidden]
         new = set(map(id, gc.get_objects(generation=0))) if records else set()
@@ -298,14 +296,14 @@ class Newcomers:
         return found
 
     def _old_among(self, targets: list[Any], records: Records, new: set[int]) -> set[int]:
-        """Of what refers to nothing itself, and is not listed, return what was there before: what old objects refer to."""
+        """Return the old ones among objects that the collector does not track: old objects refer to them."""
         ours = {id(record.holder) for record in records.values()} | {id(targets)}
         before = {id(value) for record in records.values() for value in record.entries.values()}
         stored = {id(value) for record in records.values() for value in record.holder.entries().values()}
         found, hides, known_by_id = set(), gc.get_freeze_count() > 0, referrers(targets)
         for target in targets:
             known_by = [one for one in known_by_id[id(target)] if id(one) not in ours]
-            # With nothing, it is in a tuple of such objects, which is not listed either; nor is what is frozen.
+            # Without known referrers it is in an untracked tuple, or referred to by frozen objects.
             is_known = any(id(one) not in new or _is_of_old(one, new) for one in known_by)
             is_old = is_known or hides or not known_by
             if is_old and (id(target) in before or id(target) not in stored):
@@ -314,13 +312,13 @@ class Newcomers:
 
 
 def _is_of_old_module(holder: OfModule, new: set[int]) -> bool:
-    # From 3.13 on the collector does not know a module as what holds its `__dict__`.
+    # From Python 3.13 on the collector does not report a module as a referrer of its `__dict__`.
     owner = holder.owner()
     return (owner is not None and id(owner) not in new) or _is_of_old(holder.holder, new)
 
 
 def _is_of_old(names: Any, new: set[int]) -> bool:
-    """Tell whether a dict that was made now is an older object's `__dict__`: Python makes it when it is asked for."""
+    """Tell whether a new dict is the `__dict__` of an older object: Python creates it on first access."""
     if not isinstance(names, dict):
         return False
     owners = [one for one in gc.get_referrers(names) if id(one) not in new]
@@ -328,7 +326,7 @@ def _is_of_old(names: Any, new: set[int]) -> bool:
 
 
 def _drop(records: Records, keeps: Callable[[Record], bool]) -> bool:
-    """Take out the records that `keeps` is false of; tell whether there were any."""
+    """Remove the records for which `keeps` is false; tell whether there were any."""
     dropped = [key for key, record in records.items() if not keeps(record)]
     for key in dropped:
         del records[key]
@@ -336,7 +334,7 @@ def _drop(records: Records, keeps: Callable[[Record], bool]) -> bool:
 
 
 def _is_written(record: Record) -> bool:
-    """Tell whether something is not as it was."""
+    """Tell whether the content of a record has changed."""
     if isinstance(record.holder, Moved):
         return True
     now, before = record.holder.entries(), record.entries
@@ -344,13 +342,13 @@ def _is_written(record: Record) -> bool:
 
 
 class Held:
-    """Tells whether anybody but the records has what one of them is of."""
+    """Tell whether the object of a record is referenced by anything other than records."""
 
     def __init__(self, records: Records) -> None:
         self._counts = Counter(id(record.holder.holder) for record in records.values())
 
     def __call__(self, record: Record) -> bool:
-        # One more reference is that of the call that counts them.
+        # `getrefcount` holds one more reference.
         return sys.getrefcount(record.holder.holder) > self._counts[id(record.holder.holder)] + 1
 
 
@@ -372,7 +370,7 @@ def _path(record: Record, entry: str, names: dict[int, str]) -> str:
 
 
 def _own_name(frame: types.FrameType, holder: Holder) -> str:
-    """Return the name by which the code of a line knows what it writes to, "" for none."""
+    """Return the name that the code uses for the target of its write, "" for none."""
     code, target = frame.f_code, holder.holder
     if isinstance(holder, Cell):
         return f"{code.co_name}.{holder.name}"
@@ -388,7 +386,7 @@ def _do_nothing() -> None: ...
 
 
 def _is_of_c(owner: Any, name: str) -> bool:
-    """Tell whether an attribute is kept where no `__dict__` shows it, such as the defaults of a function."""
+    """Tell whether an attribute is stored outside of any `__dict__`, such as the defaults of a function."""
     descriptor = getattr(type(owner), name, None)
     return (
         isinstance(descriptor, types.GetSetDescriptorType | types.MemberDescriptorType)
