@@ -65,6 +65,8 @@ PAGES: tuple[str, ...] = (
 )
 # Files, or folders with all that is below them, whose comments and strings are checked, relative to the same.
 SOURCES: tuple[str, ...] = (
+    "autoptd/ir/operators",
+    "autoptd/kernels",
     "autoptd/model",
     "autoptd/runtime/__init__.py",
     "autoptd/runtime/measure",
