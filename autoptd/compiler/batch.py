@@ -1,8 +1,7 @@
-"""How the rows of a call are divided into replicas and microbatches, and the traces of a model with few and
-many rows.
+"""Divide the rows of a call into replicas and microbatches, and trace the model with few and many rows.
 
-In: the call of a step, and the options. Out: a `Batch`, and `Traces`. The batch is dim 0 of the first
-tensor, and of all tensors that are as long (`runtime/step/microbatches.py` divides the calls of a run by the same
+In: the call of a step, and the options. Out: a `Batch`, and `Traces`. The batch is dim 0 of the first tensor,
+and of all tensors of the same length (`runtime/step/microbatches.py` divides the calls of a run by the same
 rule).
 
     batch = plan_batch(options, (ids, targets), {}, replicas=2)
@@ -34,12 +33,12 @@ from autoptd.program.program import Program
 from autoptd.runtime.step.microbatches import batch_rows
 from autoptd.runtime.world.devices import device_of_ranks
 
-# Rows of two pairs, and of the largest group that is looked for.
+# Rows of two pairs, and of the largest group that is searched for.
 PAIRS, LARGEST_GROUP = 4, 64
 
 
 class FewRows(TraceError):
-    """The model can be traced with all rows of the batch, and not with those of a microbatch."""
+    """The model can be traced with all rows of the batch, but not with those of a microbatch."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,8 @@ class Batch:
     """How a step's rows are divided: `rows` per microbatch, `num_microbatches` per replica, `pieces`
     microbatches over all replicas, `traced_rows` in the trace.
 
-    `mixes`: replicas have one microbatch each, and its operators may read rows of all of them; the trace has all rows.
+    `mixes`: replicas have one microbatch each, whose operators may read the rows of all replicas; the trace
+    has all rows.
     """
 
     # Numbers of the call's leaves that have the batch in dim 0.
@@ -64,29 +64,29 @@ class Batch:
         return self.tracing(max(PAIRS, 2 * self.rows))
 
     def tracing(self, rows: int) -> Batch | None:
-        """Return this batch with so many rows in its trace; None without so many."""
+        """Return this batch with `rows` rows in its trace; None if it has fewer."""
         is_possible = self.pieces > 1 and self.traced_rows < rows <= self.rows * self.pieces
         return replace(self, traced_rows=rows) if is_possible and rows % self.rows == 0 else None
 
     @property
     def possible_groups(self) -> list[int]:
-        """The numbers of rows, more than those of the trace, that divide a step into several groups."""
+        """The group sizes, larger than the rows of the trace, that divide a step into several groups."""
         step = self.rows * self.pieces
         most = min(step // 2, LARGEST_GROUP)
         return [rows for rows in range(self.traced_rows + 1, most + 1) if step % rows == 0]
 
     @property
     def in_one_microbatch(self) -> Batch:
-        """This batch with one microbatch a replica, in which rows may be mixed."""
+        """This batch with one microbatch per replica, in which rows may be mixed."""
         rows = self.rows * self.num_microbatches
         pieces = self.pieces // self.num_microbatches
         return Batch(self.batched, rows, 1, pieces, rows * pieces, mixes=pieces > 1)
 
     @property
     def whole_rows(self) -> int:
-        """Rows of the second trace: those of a step, where they are more than the first one's."""
+        """Rows of the second trace: those of a step, if they are more than in the first trace."""
         step = self.rows * self.pieces
-        # There must be two numbers of rows to compare, also where a step has no more than a microbatch.
+        # Comparing needs two numbers of rows, even if a step has only one microbatch.
         return step if step > self.traced_rows else 2 * self.traced_rows
 
 
@@ -99,10 +99,11 @@ def plan_batch(
     like: Program | None = None,
     counts: tuple[int, ...] = (),
 ) -> Batch:
-    """Decide microbatches: see `Options.num_microbatches` for the default, of which each has whole groups of rows.
+    """Choose the microbatches, each with whole groups of rows; `Options.num_microbatches` has the default.
 
-    `like` is a program of other sizes, whose arguments have the batch where these have it. `counts` are the rows of every
-    replica of an evaluation, where they are not equal. PlanError where the rows do not divide over `replicas` and microbatches.
+    `like` is a program of other sizes, whose arguments have the batch in the same places. `counts` are the
+    rows of every replica of an evaluation, if they differ. PlanError if the rows do not divide over
+    `replicas` and microbatches.
     """
     leaves = tree_flatten((args, kwargs))[0]
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim()]
@@ -113,7 +114,7 @@ def plan_batch(
         total = len(leaves[known[0]])
     else:
         total = batch_rows(leaves, replicas * (options.num_microbatches or 1))
-    # Every tensor as long as the batch: ids, labels, masks. A tensor of another length goes whole to all.
+    # Every tensor as long as the batch is split: ids, labels, masks. One of another length goes whole to all.
     batched = tuple(i for i in tensors if leaves[i].shape[0] == total)
     if not (sum(counts) if counts else total) or 0 in leaves[batched[0]].shape[1:]:
         fact = f"the batch is empty: tensor {batched[0]} is {list(leaves[batched[0]].shape)}"
@@ -142,24 +143,25 @@ def plan_batch(
             remedy = f"num_microbatches={share}, or a global batch of a multiple of {m * replicas} rows"
         raise PlanError(f"num_microbatches={m}", fact, remedy)
     rows, pieces = share // m, m * options.mesh.replicas
-    # A microbatch of one row is traced with two: a dim of size 1 is broadcast, and would be taken for no
+    # A microbatch of one row is traced with two: a dim of size 1 is broadcast, and would not look like a
     # batch.
     # So would a single group of rows.
     batch = Batch(batched, rows, m, pieces, rows if pieces == 1 else max(rows, 2 * group if group > 1 else 2))
-    # What mixes rows at one size does at others.
+    # A model that mixes rows at one size does so at others.
     return batch.in_one_microbatch if like is not None and like.busy_axes else batch
 
 
 def _plan_unequal(options: Options, batched: tuple[int, ...], counts: tuple[int, ...], rows: int) -> Batch:
-    """Decide microbatches of an evaluation whose replicas have other numbers of rows: each runs as many as it has.
+    """Choose the microbatches of an evaluation whose replicas have different numbers of rows: each runs its
+    own number.
 
-    They are equal parts of those of training, of so many `rows`; only the whole batch is told from them, so that the schedule
-    may have more.
+    They are equal parts of training microbatches, which have `rows` rows; only the whole batch is
+    distinguished from them, so the schedule may have more.
     """
     own = math.gcd(*counts, rows)
     needed, pieces, p = max(counts) // own, sum(counts) // own, options.mesh.pipeline_ranks
     m = -(-needed // p) * p
-    # A file with a schedule names every microbatch.
+    # A schedule from a file lists every microbatch.
     if isinstance(options.schedule, Path) and options.num_microbatches is not None:
         m = options.num_microbatches
         if needed > m:
@@ -169,9 +171,9 @@ def _plan_unequal(options: Options, batched: tuple[int, ...], counts: tuple[int,
 
 
 def _batched_like(like: Program, leaves: list[Any], batched: tuple[int, ...], total: int) -> tuple[int, ...]:
-    """Return which arguments have the batch in dim 0, as another program says: one may be as long as it by chance."""
+    """Return the arguments with the batch in dim 0 in another program, as lengths may match by chance."""
     if like.rows * like.num_microbatches * like.mesh.replicas == 1:
-        # In a batch of one row, all that has one row was as long as that.
+        # In a batch of one row, every tensor with one row had the length of the batch.
         return batched
     known = {spec.leaf: spec.batched for spec in like.inputs}
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -192,7 +194,7 @@ def default_microbatches(rows: int, pipeline_ranks: int) -> int:
 def resize(
     args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch, rows: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the call with `rows` rows: the first ones of the example, repeated where it has fewer; zeros where it has none."""
+    """Return the call with `rows` rows: the first of the example, repeated if too few; zeros if it has none."""
     leaves, tree = tree_flatten((args, kwargs))
     for i in batch.batched:
         if not len(leaves[i]):
@@ -205,7 +207,8 @@ def resize(
 @dataclass(frozen=True)
 class Traces:
     """A model as its rows showed it: with `traced_rows`, and (None where the batch is not split) with
-    `whole_rows`. `updates` of buffers are in the traces, or were taken out of them. `traced` says how to trace it again.
+    `whole_rows`. `updates` of buffers are in the traces, or were taken out of them. `traced` says how to
+    trace it again.
     """
 
     captured: tracing.Captured
@@ -223,7 +226,7 @@ def trace_rows(
     narrowing: tracing.Narrowing,
     check: bool = True,
 ) -> Traces:
-    """Trace a call with few rows and, where the batch is split, with many: what differs follows the batch.
+    """Trace a call with few rows and, if the batch is split, with many: differences depend on the batch.
 
     With `check`, the trace is compared with the model, if it has values.
     """
@@ -265,12 +268,12 @@ def capture_rows(
     try:
         return narrowing.settle(trace)
     except TraceError as error:
-        # A model that fails by itself is told so, before anything is said of rows or traces.
+        # Report a failure of the model itself before blaming rows or traces.
         cause = error.__cause__
         if cause is not None and (own := own_failure(model, options, (args, kwargs))):
             raise own from cause
         rows = tree_flatten((args, kwargs))[0][batch.batched[0]].shape[0]
-        # Fewer rows are to blame only if the whole batch can be traced.
+        # Fewer rows are the cause only if the whole batch can be traced.
         if batch.traced_rows == rows or not _can_trace(model, options, args, kwargs):
             raise
         fact = f"with {batch.traced_rows} of {rows} rows it {error.fact}"
@@ -283,11 +286,11 @@ def capture_rows(
 def groups_of(
     model: nn.Module, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch
 ) -> Batch | None:
-    """Return this batch with two groups in its trace, of the fewest rows with which the model can be traced; None without."""
+    """Return this batch with two groups in its trace, of the fewest rows that can be traced; None without."""
     for rows in batch.possible_groups:
         call = resize(args, kwargs, batch, rows)
         if _can_trace(model, options, *call):
-            # Of a single group nobody sees that it is one.
+            # A single group cannot be recognized as one.
             return batch.tracing(math.lcm(2 * rows, batch.rows))
     return None
 
@@ -300,8 +303,10 @@ def compare_rows(
     batch: Batch,
     given: tuple[Any, Any],
 ) -> None:
-    """Hold the trace against the model; it may fail on fewer rows than were `given` (a table that was divided by chance,
-    and is indexed). A model whose step does not fit on its device is not compared: a warning.
+    """Compare the trace with the model; it may fail on fewer rows than `given` (an indexed table that was
+    split by chance).
+
+    A model whose step does not fit on its device is not compared, with a warning.
     """
     try:
         autocast = autocast_here(model, options)
@@ -309,7 +314,7 @@ def compare_rows(
     except AutoptdError:
         raise
     except torch.OutOfMemoryError as error:
-        # Partitioned, fused or computed again it may fit.
+        # It may still fit when partitioned, fused or recomputed.
         text = f"the trace is not compared with the model, of which a step with {batch.traced_rows} rows does not fit: "
         warnings.warn(f"model: {text}{str(error).splitlines()[0]}", stacklevel=2)
     except Exception as error:
@@ -323,13 +328,13 @@ def compare_rows(
 
 
 def own_failure(model: nn.Module, options: Options, call: tuple[Any, Any]) -> TraceError | None:
-    """Return what the model itself fails with on a call, None where it runs."""
+    """Return the error that the model itself raises on a call, None if it runs."""
     autocast = autocast_here(model, options)
     return tracing.own_failure(model, *call, options.loss_fn, autocast, options.precision)
 
 
 def autocast_here(model: nn.Module, options: Options) -> tracing.Autocast:
-    """Return the autocast that a request asks for, of the device that the ranks are on."""
+    """Return the autocast of a request, for the device of the ranks."""
     device = device_of_ranks(model.parameters(), options.device, options.backend)
     return tracing.autocast_of(model, options.precision, device.type)
 
@@ -343,7 +348,7 @@ def _can_trace(model: nn.Module, options: Options, args: tuple[Any, ...], kwargs
 
 
 def narrow_remedy(options: Options, call: tuple[Any, Any]) -> str:
-    """Return the remedy for inputs of another dtype than that of a model that is cast; "" where there are none."""
+    """Return the remedy for inputs whose dtype differs from that of a cast model; "" if there are none."""
     dtype = tracing.COMPUTE_DTYPES.get(str(options.precision))
     tensors = [x for x in tree_flatten(call)[0] if isinstance(x, torch.Tensor)]
     others = [str(i) for i, x in enumerate(tensors) if x.is_floating_point() and x.dtype != dtype]

@@ -1,12 +1,13 @@
-"""The divisions of a step's rows that are tried, until the model allows one.
+"""Propose divisions of a step's rows until the model allows one.
 
-In: a `Request`. Out: one `BatchPlan` after the other, each for the reason why the one before is impossible:
+In: a `Request`. Out: one `BatchPlan` after another, each in response to the reason why the previous one is
+impossible:
 
 - as planned: equal microbatches of the rows of a replica;
-- with more rows in the trace, where rows are mixed, or too few for the model: they may belong together, which shows only
-  where a trace has several groups of them;
-- with whole groups of rows in every microbatch, where these belong together;
-- with one microbatch a replica, whose operators may read the rows of all replicas.
+- with more rows in the trace, if rows are mixed or too few for the model: they may belong together, which
+  shows only in a trace with several groups of them;
+- with whole groups of rows in every microbatch, if the rows of a group belong together;
+- with one microbatch per replica, whose operators may read the rows of all replicas.
 
     plans = batch_plans(request)
     tried = try_plan(request, next(plans))
@@ -29,7 +30,7 @@ from autoptd.passes import MixedSamples, RowGroups
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """A division of rows. `mixed`: why it has one microbatch a replica, instead of as many as before."""
+    """A division of rows. `mixed`: why it has one microbatch per replica instead of the planned number."""
 
     batch: Batch
     mixed: MixedSamples | None = None
@@ -40,12 +41,12 @@ Plans = Generator[BatchPlan, AutoptdError, AutoptdError]
 
 
 def batch_plans(request: Request) -> Generator[BatchPlan, AutoptdError, None]:
-    """Yield divisions of rows, each for the reason why the one before is impossible; raise the error for users in the end."""
+    """Yield divisions of rows, given why the previous one is impossible; finally raise the error for users."""
     batch = request.batch()
     reason = yield from _with_more_rows(request, batch)
     if isinstance(reason, RowGroups):
         fewer = request.batch(reason.group)
-        # A number that the user, or a schedule of theirs, gave.
+        # The number is given by the user, or by their schedule.
         if request.counts or fewer.rows == batch.rows:
             raise PlanError(reason.site, reason.fact, reason.remedy)
         reason = yield from _with_more_rows(request, fewer)
@@ -60,7 +61,7 @@ def batch_plans(request: Request) -> Generator[BatchPlan, AutoptdError, None]:
 
 
 def _with_more_rows(request: Request, batch: Batch) -> Plans:
-    """Yield a division, and one with more rows in the trace; return the first reason, or which groups of rows there are."""
+    """Yield a division, and one with more traced rows; return the first reason, or the row groups found."""
     first = yield BatchPlan(batch)
     more = None
     if isinstance(first, FewRows):
@@ -74,7 +75,7 @@ def _with_more_rows(request: Request, batch: Batch) -> Plans:
 
 
 def _refusal(mixed: MixedSamples, reason: AutoptdError) -> AutoptdError:
-    """Return the error for users where replicas cannot have one microbatch each either."""
+    """Return the error for users if one microbatch per replica is impossible too."""
     if not isinstance(reason, MixedSamples):
         return reason
     if not reason.is_layer:
@@ -84,7 +85,7 @@ def _refusal(mixed: MixedSamples, reason: AutoptdError) -> AutoptdError:
 
 
 def _may_mix(options: Options) -> bool:
-    """Tell whether replicas may have one microbatch each: no other number was asked for, and the schedule has one."""
+    """Tell whether replicas may have one microbatch each: no other number is requested or in the schedule."""
     if options.num_microbatches is not None:
         return options.num_microbatches == 1
     try:

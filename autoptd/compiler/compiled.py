@@ -1,7 +1,7 @@
-"""What a compilation returns: a `Program` that explains its decisions and draws its graph.
+"""Define the result of a compilation: a `Program` that explains its decisions and draws its graph.
 
-In: a program, and what the passes found. Out: texts and pictures. A program that was loaded from disk has neither: see
-`Program.explain` and `Program.graph`.
+In: a program, and the findings of the passes. Out: texts and plots. A program loaded from disk has neither:
+see `Program.explain` and `Program.graph`.
 
     program.explain("transformer.h.0.mlp.c_fc")
     program.graph("layer").save("graph.svg")
@@ -26,11 +26,11 @@ Draw = Callable[["Compiled", str, int | None], Picture]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Compiled(Program):
-    """A program with what its compilation found.
+    """A program with the findings of its compilation.
 
-    - `found`: the results of the passes; `remark`: how the plan compares with the known ones, for people.
-    - `sizes`: what the local shapes of the graph depend on.
-    - `draw`: makes pictures, which is not the compiler's business: handed in by its caller.
+    - `found`: the results of the passes; `remark`: a comparison of the plan with known ones, for display.
+    - `sizes`: the sizes that local shapes of the graph depend on.
+    - `draw`: makes plots; passed in by the caller, so that the compiler does not depend on it.
     """
 
     found: Findings = field(default_factory=Findings)
@@ -44,7 +44,7 @@ class Compiled(Program):
         return split + passes.explain_kept(self.found.kept_values, module)
 
     def graph(self, level: str = "layer", stage: int | None = None) -> Picture:
-        """Return a picture of the program: see `Program.graph`."""
+        """Return a plot of the program: see `Program.graph`."""
         if self.draw is None:
             raise PlanError("program.graph", "was compiled without pictures", "compile with autoptd.compile")
         return self.draw(self, level, stage)

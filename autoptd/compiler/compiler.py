@@ -1,6 +1,7 @@
-"""Compile the programs of one run: the one that trains, and those for other sizes and for evaluation.
+"""Compile the programs of one run: one for training, and those for other sizes and for evaluation.
 
-In: a `Subject` and `Options`, once; a call for each program. Out: a `Program`, on the parameters and the cut of the first.
+In: a `Subject` and `Options`, once; a call for each program. Out: a `Program`, with the parameters and the
+cut of the first.
 
     compiler = Compiler(Subject.of(model), options)
     first = compiler.for_training(((ids, targets), {}), replicas=2)
@@ -39,9 +40,10 @@ from autoptd.trace.padding import compare_padded
 
 
 class Compiler:
-    """Compiles a subject on request; `checks` compares traces with the model, and warns, in one process of all.
+    """Compile a subject on request; `checks`: compare traces with the model, and warn, in one of the
+    processes.
 
-    `draw` makes the pictures of its programs.
+    `draw` makes the plots of its programs.
     """
 
     def __init__(
@@ -49,14 +51,15 @@ class Compiler:
     ) -> None:
         self.subject, self.options = subject, options
         self._checks, self._draw = checks, draw
-        # Those in which the first program was compiled: the ranks train in them.
+        # The train or eval mode of every module when the first program was compiled: the ranks train in
+        # these.
         self._modes: Mapping[nn.Module, bool] = tracing.modes_of(subject.model)
         self._cast_buffers: Sequence[str] = ()
 
     def for_training(self, call: Call, replicas: int, check: bool = True) -> Program:
         """Compile for steps with such a call, which holds the rows of `replicas` replicas.
 
-        `check` is False where this was compiled before, with other values of buffers.
+        `check` is False if this was compiled before, with other buffer values.
         """
         self._modes = tracing.modes_of(self.subject.model)
         check = check and self._checks
@@ -71,8 +74,8 @@ class Compiler:
     def for_sizes(self, call: Call, first: Program) -> Program:
         """Compile for steps with batches of other sizes, on the ranks and the parameters of `first`.
 
-        The layout of parameters and the cut are those of `first`; what backward keeps is decided again. PlanError where
-        no such program is possible.
+        The layout of parameters and the cut are those of `first`; the values saved for backward are chosen
+        again. PlanError if no such program is possible.
         """
         # `first` fixes every decision that parameters depend on; memory prices were tuned for its sizes.
         plan = replace(self.options.plan, cut=None, shard=(), rates=())
@@ -95,12 +98,13 @@ class Compiler:
         return program
 
     def for_evaluation(self, call: Call, first: Program, counts: tuple[int, ...] = ()) -> Program:
-        """Compile for an evaluation, on the ranks and the parameters of `first`, a program that trains.
+        """Compile for an evaluation, on the ranks and the parameters of `first`, a training program.
 
-        `counts` are the rows of every replica where they are not equal. Where eval mode only takes the dropouts away, and
-        the sizes are those of training, the result is `first` itself, which draws no masks without gradients. For other
-        sizes it is compiled again, with the layout and the cut of `first`, and so is a model that computes something else
-        in eval mode. PlanError where eval mode draws dropouts, or reads parameters elsewhere than training does.
+        `counts` are the rows of every replica if they differ. If eval mode only removes dropouts, and the
+        sizes are those of training, the result is `first` itself, which draws no masks without gradients. For
+        other sizes, or for a model that computes something else in eval mode, it is compiled again with the
+        layout and the cut of `first`. PlanError if eval mode draws dropouts, or reads parameters on other
+        ranks than training does.
         """
         if self.options.shapes.how is not None:
             call = self.subject.on_its_device(call)
@@ -124,7 +128,7 @@ class Compiler:
             if is_training and is_same_size:
                 return first
         like = first if first.graphs else first.follows
-        # Without gradients no masks are drawn: training's own graph at this size will do.
+        # Without gradients no masks are drawn, so training's graph at this size can be used.
         with tracing.in_modes(self._modes) if is_training else tracing.evaluating(model):
             program = compile_program(
                 model,
@@ -137,13 +141,14 @@ class Compiler:
                 draw=self._draw,
             )
         check_follows(first, program)
-        # The ranks hold training's parameters, though an evaluation may read fewer.
+        # The ranks hold all parameters of training, though an evaluation may read fewer.
         return replace(program, params=first.params, row_counts=counts)
 
     def prove(self, calls: Sequence[Call], what: str, *, evaluates: bool, is_made_up: bool) -> None:
         """Raise PlanError unless the loss and all gradients of a call stay the same with padding.
 
-        `calls` are a call, the same one padded, and with other tokens in the padding; `what` was added.
+        `calls` are a call, the same one padded, and with other tokens in the padding; `what` names the
+        padding.
         """
         # One process is enough: all have the same model.
         if not self._checks:
@@ -155,7 +160,7 @@ class Compiler:
                 fact = "the model has no values yet, so that it cannot be run to check that it passes over padding"
                 remedy = "autoptd.Buckets((512, 1024), check=False) where you know that it does, or a model with values"
                 raise PlanError("shapes=", fact, remedy)
-            # The model's own dtype shows more than a narrower one, which inputs may be in.
+            # Compare in the model's dtype, which shows more than a narrower dtype of the inputs.
             tensors = [x for x in tree_leaves(short) if isinstance(x, torch.Tensor)]
             is_narrow = precision and any(x.is_floating_point() for x in tensors)
             with tracing.computing_in(subject.model, precision if is_narrow else None, self._cast_buffers):
@@ -165,14 +170,14 @@ class Compiler:
 
     @property
     def _replicas(self) -> int:
-        """How many replicas have their rows in a call: all of them for threads."""
+        """The number of replicas whose rows are in a call: all of them for threads."""
         return 1 if is_launched(self.options.mesh, self.options.backend) else self.options.mesh.replicas
 
     def _mode(self, evaluates: bool) -> AbstractContextManager[None]:
         return tracing.evaluating(self.subject.model) if evaluates else tracing.in_modes(self._modes)
 
     def _evaluating(self, call: Call, first: Program, is_same_size: bool) -> Options:
-        """Return the request of an evaluation: no bound and no pins, as nothing is kept for backward."""
+        """Return the options of an evaluation: no bound and no pins, as nothing is saved for backward."""
         options = replace(
             self.options,
             recompute=Recompute(False),
@@ -185,7 +190,7 @@ class Compiler:
         return replace(options, num_microbatches=fitting_microbatches(own, *call, self._replicas))
 
     def _zero(self, first: Program) -> Zero:
-        """Return how ranks share storage, which "auto" has left to the first program."""
+        """Return how ranks share storage, which "auto" leaves to the first program."""
         return replace(self.options.zero, stage=first.plan["options"]["zero"])
 
     def _captured(self, options: Options, call: Call, batch: Batch, first: Program) -> tracing.Captured:

@@ -1,7 +1,7 @@
-"""What passes read beside their graph, of a traced model and a division of its rows.
+"""Build the context of the passes from a traced model and a division of its rows.
 
-In: a request, `Traces`, a `Batch`. Out: a `Context`. Updates of buffers are taken out of the traces first
-(`passes/buffer_updates.py`): their values at the time of compiling hold for no other step.
+In: a request, `Traces`, a `Batch`. Out: a `Context`. Buffer updates are removed from the traces first
+(`passes/buffer_updates.py`): the compile-time values of these buffers hold for no other step.
 
     traces = without_updates(traces, make_context(request, traces, batch))
     ctx = make_context(request, traces, batch)
@@ -23,7 +23,7 @@ from autoptd.passes import Context
 
 
 def make_context(request: Request, traces: Traces, batch: Batch) -> Context:
-    """Gather what passes read beside their graph."""
+    """Build the context that passes read in addition to their graph."""
     options = request.options
     orders = schedule.requested_orders(options, batch.num_microbatches)
     return Context(
@@ -45,13 +45,13 @@ def make_context(request: Request, traces: Traces, batch: Batch) -> Context:
 
 
 def without_updates(traces: Traces, ctx: Context) -> Traces:
-    """Take the updates of buffers out of the traces of a model."""
+    """Remove the buffer updates from the traces of a model."""
     graph, whole, updates = passes.split_updates(traces.captured.graph, traces.whole, ctx)
     return replace(traces, captured=replace(traces.captured, graph=graph), whole=whole, updates=updates)
 
 
 def constant_buffers(traces: Traces) -> dict[str, torch.Tensor]:
-    """Return the values of buffers; those that the forward updates have none that holds for another step."""
+    """Return the values of buffers, without those that forward updates, whose values hold for one step only."""
     updated = set(traces.updates.buffers) if traces.updates is not None else set()
     updated.update(name for name, _ in tracing.updated_buffers(traces.captured.graph))
     values = traces.captured.buffers

@@ -1,9 +1,9 @@
-"""The driver: one stage a line. In: an unmodified model and a request. Out: a `Program`.
+"""Drive a compilation, one stage per line. In: an unmodified model and a request. Out: a `Program`.
 
     program = compile(model, t=2, p=2, d=2, v=2, example_inputs=(ids, targets))
     program.save("out/")
 
-No process group, no GPU and no weights in memory are needed: meta parameters compile as well.
+It needs no process group, no GPU and no weights in memory: meta parameters compile as well.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from autoptd.program.program import Program
 
 
 class Tried(NamedTuple):
-    """A program that was compiled, with the traces that it was compiled from."""
+    """A compiled program with its traces."""
 
     written: Written
     traces: Traces
@@ -59,10 +59,11 @@ def compile_program(
     counts: tuple[int, ...] = (),
     draw: Draw | None = None,
 ) -> Program:
-    """Compile for the batch in `(args, kwargs)`: the rows of `replicas` replicas (1 under torchrun, else all).
+    """Compile for the batch in `(args, kwargs)`: the rows of `replicas` replicas (1 under torchrun, else
+    all).
 
-    With `like`, a program of the same model, parameters are stored and the model is cut as there. `record`
-    gets the graph in all its forms, and the seconds of every pass. `counts`: see `plan_batch`; `draw`: see `Compiled`.
+    With `like`, a program of the same model, its parameter storage and cuts are followed. `record` gets the
+    graph in all its forms, and the seconds of every pass. `counts`: see `plan_batch`; `draw`: see `Compiled`.
     """
     tracing.check_module(model)
     tracing.check_device(model, args, kwargs)
@@ -81,7 +82,7 @@ def compile_program(
     program, graph, ctx = tried.written
     if plan.mixed is not None:
         warn_of_mixing(plan.mixed, plan.microbatches_before, program)
-    # Of a program from the cache this was said when it was written.
+    # A program from the cache was already warned about when it was written.
     if isinstance(program, Compiled):
         warn_of_recompute(graph, ctx.options, tried.traces.captured.checkpointed)
         program = replace(program, draw=draw)
@@ -89,10 +90,10 @@ def compile_program(
 
 
 def try_plan(request: Request, plan: BatchPlan, record: Record) -> Tried | AutoptdError:
-    """Compile with one division of the rows, or return the reason why that is impossible."""
+    """Compile with one division of the rows, or return why that is impossible."""
     try:
-        # In one microbatch a trace has all rows, which may be more than one device takes: the model has been compared with
-        # a trace of fewer.
+        # With one microbatch a trace has all rows, which may not fit on one device: the model has been
+        # compared with a trace of fewer.
         traces = request.traces(plan.batch, check=plan.mixed is None)
         with on_cpu():
             traces = without_updates(traces, make_context(request, traces, plan.batch))
@@ -103,7 +104,7 @@ def try_plan(request: Request, plan: BatchPlan, record: Record) -> Tried | Autop
 
 
 def _write(request: Request, batch: Batch, traces: Traces, record: Record) -> Written | TooFull:
-    """Return the program of these traces, read from the cache where there is one."""
+    """Return the program of these traces, from the cache if it is there."""
     ctx, like = make_context(request, traces, batch), request.like
     writer = Writer(traces, batch, request.handed, record)
     # Other programs follow the first one by its graphs, which are not written to a cache.
@@ -121,7 +122,7 @@ def _write(request: Request, batch: Batch, traces: Traces, record: Record) -> Wr
 
 @dataclass(frozen=True)
 class Writer:
-    """Places a traced model, and writes its program."""
+    """Place a traced model, and write its program."""
 
     traces: Traces
     batch: Batch
@@ -130,20 +131,20 @@ class Writer:
 
     @paused_collection()
     def write(self, ctx: Context) -> Written | TooFull:
-        """Run the passes, as often as it takes to find a plan that fits in memory, and write the program."""
+        """Run the passes, repeatedly if needed to find a plan that fits in memory, and write the program."""
         placed = place(self.traces.captured.graph, ctx, self.record)
         if isinstance(placed, TooFull):
             return placed
         graph, ctx = placed
-        # "auto" beside the plans of Megatron and Korthikanti: two more runs, up to CONNECTED.
+        # Compare "auto" with the plans of Megatron and Korthikanti: two more runs, up to CONNECTED.
         connecting = up_to(Form.CONNECTED, passes.passes_for(ctx))
         weighed = passes.weigh_known(
             self.traces.captured.graph, self.record.graphs["CONNECTED"], ctx, connecting
         )
         options, updates = ctx.options, self.traces.updates
-        # What the runtime runs: crossings first, as orders and transfers follow from them.
+        # Build what the runtime runs, crossings first, as orders and transfers depend on them.
         crossings = codegen.crossings(graph)
-        # The cut was balanced on orders without sends and receives: what is sent was not known yet.
+        # The cut was balanced on orders without sends and receives, which were not known yet.
         orders = schedule.connect_orders(ctx.orders, crossing_links(tuple(map(crossing_spec, crossings))))
         params = param_specs(graph, self.traces.captured, options, self.handed)
         about = about_stages(options, self.batch, params, orders, ctx.wgrad_sink)

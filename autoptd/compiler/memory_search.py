@@ -1,12 +1,14 @@
-"""Run the passes until every rank fits into its memory: by what is split, kept and shared among replicas, at least seconds.
+"""Run the passes until every rank fits into its memory, by sharding, recomputation and ZeRO, at the least
+cost in time.
 
-In: a TRACED graph and the context of a request. Out: the LOCAL graph with its context. Nothing gives way where everything fits;
-else, of what the request leaves open (`relief.py`), in this order:
+In: a TRACED graph and the context of a request. Out: the LOCAL graph with its context. If everything fits,
+nothing changes. Otherwise the options that the request leaves open (`relief.py`) are used in this order:
 
-- zero="auto": replicas, and ranks with other tokens, share the optimizer's state, which takes no longer.
-- recompute="auto": every pipeline rank pays for keeping less what it takes to fit (`passes/kept/keep.py`).
-- the layout over tp, tokens included with sequence_parallel="auto", at a price for bytes (`passes/stages/memory_price.py`): the
-  fastest of all layouts that fit, since splitting tokens may take less memory and less time.
+- zero="auto": replicas and context ranks shard the optimizer state, which takes no longer.
+- recompute="auto": every pipeline rank recomputes as much as it needs to fit (`passes/kept/keep.py`).
+- the layout over tp, tokens included with sequence_parallel="auto", at a price for bytes
+  (`passes/stages/memory_price.py`): the fastest of all layouts that fit, since splitting tokens may take less
+  memory and less time.
 """
 
 from __future__ import annotations
@@ -25,15 +27,15 @@ from autoptd.passes.stages.memory_bound import TooFull, excess_bytes, too_full
 from autoptd.passes.stages.memory_price import find_memory_price, prices_from
 from autoptd.program.costs import Cut
 
-# Cuts that are tried again because more bytes are kept than they foresaw.
+# The number of cuts that are retried because more bytes are saved than estimated.
 MORE_CUTS = 2
 Placed = tuple[Graph, Context]
 
 
 def place(traced: Graph, ctx: Context, record: Record) -> Placed | TooFull:
-    """Run the passes so that every rank fits; the context returned has the options that were chosen.
+    """Run the passes so that every rank fits; the context returned has the chosen options.
 
-    Return TooFull where that is impossible.
+    Return TooFull if that is impossible.
     """
     if ctx.options.zero.stage == "auto" and ctx.mesh.gradient_ranks > 1:
         placed = _Search(traced, _with_zero(ctx, 0), record).cheapest()
@@ -46,7 +48,7 @@ def place(traced: Graph, ctx: Context, record: Record) -> Placed | TooFull:
 
 
 def cut_of(ctx: Context) -> Cut:
-    """Return the cut that the passes found, with the bytes that are kept, and the seconds of a step by what that takes."""
+    """Return the cut that the passes found, with saved bytes, and step seconds including recomputation."""
     cut = ctx.found.cut.with_kept(ctx.found.kept, ctx.live, ctx.ranks)
     if ctx.makespan is None:
         return replace(cut, makespan=max(cut.rank_seconds))
@@ -59,7 +61,7 @@ def _with_zero(ctx: Context, zero: int) -> Context:
 
 
 class _Search:
-    """The search for the price of a byte."""
+    """Search for the price of a byte."""
 
     def __init__(self, traced: Graph, ctx: Context, record: Record) -> None:
         self.traced, self.ctx, self.record = traced, ctx, record
@@ -67,13 +69,15 @@ class _Search:
         self.unit = 1 / ctx.options.rank_machine.link_bandwidth
 
     def run(self) -> Placed | TooFull:
-        """Return the plan of the lowest price that fits; where a bound on memory leaves tokens open, the fastest that fits.
+        """Return the plan of the lowest price that fits; if a memory bound leaves tokens open, the fastest
+        that fits.
 
-        A dearer byte may make a faster plan, for the layout is chosen operator by operator and the schedule is not: so every
-        layout that any price makes is tried. A plan that pins what it took has chosen.
+        A higher price may give a faster plan, since the layout is chosen operator by operator but the
+        schedule is not. So every layout that some price gives is tried. A plan that pins its price has
+        already chosen.
         """
         options = self.ctx.options
-        # An evaluation's bound is infinite: there is nothing to search for.
+        # The bound of an evaluation is infinite, so there is nothing to search for.
         is_bound = options.memory is not None and math.isfinite(options.rank_machine.memory)
         is_open = is_bound and options.sequence_parallel == "auto"
         has_chosen = options.memory_price is not None or options.plan.rates
@@ -83,20 +87,21 @@ class _Search:
         return self._fastest(self._layout_prices())
 
     def _fastest(self, prices: Sequence[float]) -> Placed | TooFull:
-        """Return the fastest plan of these prices, of equal ones the first; TooFull where none fits."""
+        """Return the fastest plan of these prices, the first in case of a tie; TooFull if none fits."""
         seconds: dict[float, float] = {}
         for price in prices:
             placed = self._solve(price)
             if not isinstance(placed, TooFull):
                 seconds[price] = cut_of(placed[1]).makespan
-        # The record is that of the last run. Where none fits, the highest price says how much is missing.
+        # The record is that of the last run. If none fits, the highest price shows how much is missing.
         best = min(seconds, key=seconds.__getitem__, default=prices[-1])
         return placed if best == prices[-1] else self._solve(best)
 
     def _layout_prices(self) -> list[float]:
-        """Return the lowest price of every layout: of two prices with the same one, those between have it, too.
+        """Return the lowest price of every layout: prices between two with the same layout have that layout
+        too.
 
-        A layout does not depend on the bytes that are put aside, so it is searched for once.
+        A layout does not depend on the reserved bytes, so the search runs once.
         """
         known = self.ctx.layout_prices
         if (zero := self.ctx.options.zero.stage) not in known:
@@ -122,14 +127,14 @@ class _Search:
         return found
 
     def _layout(self, price: float) -> list[Layout]:
-        """Return the layout of every value that a price makes."""
+        """Return the layout of every value at a price."""
         priced = self._priced(price)
         annotating = up_to(Form.ANNOTATED, passes.passes_for(priced))
         graph = run_passes(annotating, self.traced, priced, self.record)
         return [note(node).layout for node in graph.nodes]
 
     def cheapest(self) -> Placed | TooFull:
-        """Return the plan of the first price; TooFull where that does not fit."""
+        """Return the plan of the first price; TooFull if it does not fit."""
         return self._solve(self.first)
 
     def _solve(self, price: float) -> Placed | TooFull:
@@ -143,12 +148,13 @@ class _Search:
             excess = excess_bytes(cut, priced)
             if not excess:
                 return graph, priced
-            # What is kept is known exactly now; the cut had an estimate, and leaves room for the rest next time.
+            # The saved bytes are known exactly now; the cut had an estimate, and reserves the difference next
+            # time.
             last, priced = priced, replace(priced, reserve=priced.reserve + excess)
         return too_full(max(last.needed_bytes(cut)), last, "the best cut found")
 
     def _priced(self, price: float) -> Context:
-        """Return a context without findings, so that each attempt starts from TRACED; 0 is None, as in a plan."""
+        """Return a context without findings, for an attempt from TRACED; price 0 is None, as in a plan."""
         options = replace(self.ctx.options, memory_price=price or None)
         return replace(self.ctx, options=options, price_range=prices_from(self.first, self.unit))
 

@@ -1,6 +1,8 @@
-"""Attention on the meta device by the kernel that a CPU would choose, as the kernel decides what is saved for backward.
+"""Run attention on the meta device with the kernel that a CPU would choose, as it determines the saved
+tensors.
 
-On meta tensors torch decomposes attention into products and a softmax, and would save the scores that CPUs and GPUs do not.
+On meta tensors torch decomposes attention into products and a softmax, and would save scores that CPUs and
+GPUs do not.
 
     with AsOnCpu():
         F.scaled_dot_product_attention(q, k, v, is_causal=True).grad_fn
@@ -51,7 +53,7 @@ def _attention(
     how = {"scale": scale, "enable_gqa": enable_gqa}
     if not _is_flash((q, k, v, attn_mask), dropout_p, is_causal, how):
         return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, **how)  # type: ignore[arg-type, call-arg]
-    # What torch does in front of the kernel.
+    # As torch does before the kernel.
     if enable_gqa:
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
     if attn_mask is not None and attn_mask.dtype == torch.bool:
@@ -62,17 +64,17 @@ def _attention(
 def _is_flash(
     operands: Sequence[Tensor | None], dropout_p: float, is_causal: bool, how: Mapping[str, Any]
 ) -> bool:
-    """Tell whether a CPU would choose its flash kernel: torch has no public function that says."""
+    """Tell whether a CPU would choose its flash kernel, for which torch has no public function."""
     with without_modes(), FakeTensorMode(), torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
         fakes = [None if x is None else _fake(x) for x in operands]
-        # Torch names the kernel in the graph alone.
+        # Torch shows the kernel only as the name of the autograd node.
         fakes[0].requires_grad_()  # type: ignore[union-attr]
         made = F.scaled_dot_product_attention(*fakes, dropout_p, is_causal, **how)  # type: ignore[arg-type, call-arg]
         return "FlashAttentionForCpu" in made.grad_fn.name()  # type: ignore[union-attr]
 
 
 def _as_it_is(x: Tensor) -> Tensor:
-    """Stand in front of the hooks of whoever counts what is saved: this is not."""
+    """Shadow the saved-tensor hooks of the caller: this tensor does not count as saved."""
     return x
 
 

@@ -1,13 +1,14 @@
-"""How much memory a step takes at most, found by rehearsing it: every rank's own actions, on tensors without numbers.
+"""Find the peak memory of a step by rehearsing it: every rank's actions run on tensors without data.
 
-In: a program. Out: for every pipeline rank, the bytes of its fullest moment, and the action in which that is. What runs is
-what a rank runs: the emitted stages, autograd, recomputation, messages, the sums of gradients. A storage counts from the
-operator that makes it to its last reader; the moments of AdamW are those of the ledger (`program/state_memory.py`).
+In: a program. Out: for every pipeline rank, the bytes at its peak, and the action in which it occurs. The
+rehearsal runs the same code as a rank: the emitted stages, autograd, recomputation, messages, gradient sums.
+A storage counts from the operator that allocates it to its last reader; the moments of AdamW are those of the
+ledger (`program/state_memory.py`).
 
     peak_memory(program)[0]                     # Peak(nbytes=71204864, at="B0.1")
 
-Two microbatches run; the others repeat the second one, in the order of the schedule. Not counted: the batch itself, what
-kernels and the optimizer's step use in between, and what an allocator wastes.
+Two microbatches run; the others repeat the second one, in the order of the schedule. The batch itself,
+workspace of kernels and of the optimizer step, and allocator fragmentation are not counted.
 """
 
 from __future__ import annotations
@@ -33,30 +34,30 @@ from autoptd.runtime.step.executor import Executor
 from autoptd.runtime.step.stage import Stage
 from autoptd.runtime.world.shape_world import ShapeWorld
 
-# A gradient is new in the first microbatch, and added to in the others.
+# Microbatches that run: a gradient is allocated in the first, and accumulated in the others.
 REHEARSED = 2
-# Where gradients are summed behind the last action.
+# The name of the moment at which gradients are summed, after the last action.
 GRADIENTS = "gradients"
 
 
 class Peak(NamedTuple):
-    """The fullest moment of a rank: its bytes, and the action that runs ("gradients" behind the last one)."""
+    """The memory peak of a rank: its bytes, and the action that runs ("gradients" after the last one)."""
 
     nbytes: int
     at: str
 
 
 class _Change(NamedTuple):
-    """What an action does to the bytes of a rank: the most beyond those before it, and what it leaves."""
+    """The effect of an action on the bytes of a rank: the peak above those before, and the change after it."""
 
     rise: int
     net: int
 
 
 def peak_memory(program: Program) -> tuple[Peak, ...]:
-    """Return the fullest moment of a step with AdamW, of every pipeline rank."""
+    """Return the memory peak of a step with AdamW on every pipeline rank."""
     check_program("autoptd.peak_memory", program)
-    # Triton's operators make there what their kernels would write; torch's compiler would compile.
+    # On meta, Triton operators only allocate the outputs of their kernels, but inductor would compile.
     is_known = program.fuse != "inductor" and has_triton()
     fuse = program.fuse if is_known or not program.fuse else "eager"
     buffers = {name: buffer.to("meta") for name, buffer in program.buffers.items()}
@@ -65,7 +66,7 @@ def peak_memory(program: Program) -> tuple[Peak, ...]:
 
 
 def _peak(program: Program, place: int) -> Peak:
-    """Rehearse the first rank at a place in the pipeline."""
+    """Rehearse the first rank of a pipeline rank."""
     rank, live = program.mesh.ranks_at(place)[0], _LiveOnMeta()
     with live, unguarded():
         world = ShapeWorld(rank, program.mesh)
@@ -75,7 +76,7 @@ def _peak(program: Program, place: int) -> Peak:
         executor.rehearse(watch)
     state = program.memory(rank)
     moments = list(_moments(program.orders[place], watch, watch.first + state.moments))
-    # Between steps a rank has its gradients, those included that are rounded for the user.
+    # Between steps a rank holds its gradients, including rounded copies for the user.
     return max([Peak(state.total, GRADIENTS), *moments], key=lambda peak: peak.nbytes)
 
 
@@ -97,7 +98,7 @@ def _kind_of(action: Action) -> tuple[Any, ...]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that operators make in a `with` block, from there to their end: `now`, and `most`."""
+    """Count the live bytes of all storages that operators allocate in a `with` block: `now`, and `most`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +131,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class _LiveOnMeta(LiveBytes):
-    """The same, where all tensors are on the meta device, those included that a model makes on a device that it names."""
+    """The same with all tensors on the meta device, including those that a model creates elsewhere."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -144,7 +145,7 @@ class _LiveOnMeta(LiveBytes):
 
 
 class _Watch:
-    """Notes what every action changes: `changes`, by kind, stage and peer; called by the executor."""
+    """Record the changes of every action in `changes`, by kind, stage and peer; called by the executor."""
 
     def __init__(self, live: LiveBytes) -> None:
         self._live = live
@@ -153,7 +154,7 @@ class _Watch:
         self.changes: dict[tuple[Any, ...], list[_Change]] = {}
 
     def begin(self) -> None:
-        """Note what is there before the first action."""
+        """Record the bytes before the first action."""
         self.first = self._live.now
 
     def start(self, action: Action | None = None) -> None:
@@ -163,7 +164,7 @@ class _Watch:
         self.changes.setdefault(_kind_of(action), []).append(self._change())
 
     def finish(self) -> None:
-        """Note what was changed behind the last action."""
+        """Record the changes after the last action."""
         self.last = self._change()
 
     def _change(self) -> _Change:
@@ -204,7 +205,7 @@ class _Rehearsal(Executor):
         repeat = stage.activations.runner
 
         def repeat_as_on_cpu(*args: Any) -> Any:
-            # Torch leaves modes while it runs a backward.
+            # Torch exits modes while it runs a backward.
             with AsOnCpu():
                 return repeat(*args)
 

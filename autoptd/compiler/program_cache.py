@@ -1,14 +1,16 @@
-"""Programs for other sizes, kept on disk from one run to the next, in a folder that the user names.
+"""Cache programs for other sizes on disk between runs, in a folder given by the user.
 
-In: the traces that a program is made of, and what else decides about it. Out: the program that an earlier run wrote for exactly
-these, else None. An entry is a folder as `Program.save` writes it, with a list of its files' hashes, under the hash of
+In: the traces of a program, and everything else that determines it. Out: the program that an earlier run
+wrote for exactly these, else None. An entry is a folder as `Program.save` writes it, with a list of its
+files' hashes, under the hash of
 
-- the traced graphs with everything that is noted of them, the shapes and dtypes, and the values of all buffers;
-- the options, the batch, the machine that plans are weighed for, and the program that the new one is held to;
+- the traced graphs with all their notes, the shapes and dtypes, and the values of all buffers;
+- the options, the batch, the machine of the cost model, and the program that the new one follows;
 - the versions: every source file of this package, torch, Python.
 
-What is not whole, or was changed, is not used, with a warning, and written anew. An entry holds Python that is run: name a
-folder that nobody else can write to. Nothing is unpickled but tensors (`weights_only`).
+An incomplete or modified entry is not used, with a warning, and written again. An entry contains Python code
+that is executed, so use a folder that other users cannot write to. Only tensors are unpickled
+(`weights_only`).
 
     cache = ProgramCache("programs/")
     key = cache.key(traces, batch, ctx, handed)
@@ -41,22 +43,23 @@ from autoptd.passes import Context
 from autoptd.program.program import Program
 
 MANIFEST = "files.json"
-# Where operators come from whose code is told apart by versions; "" is Python's `getitem`.
+# Origins of operators whose code is identified by versions; "" is Python's `getitem`.
 KNOWN = {"aten", "prims", "autoptd", ""}
-# Options that say nothing of a program, or are told apart by what is traced.
+# Options that do not affect a program, or only through its traces.
 ELSEWHERE = {"loss_fn", "timeout", "nan", "check_every", "shapes", "max_programs", "program_cache", "machine"}
 
 
 class ProgramCache:
-    """The programs in a folder, by key; a key of "" is that of nothing."""
+    """The programs in a folder, by key; the key "" matches nothing."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
 
     def key(self, traces: Traces, batch: Batch, ctx: Context, handed: Mapping[str, torch.dtype]) -> str:
-        """Return the hash of all that a program depends on; "" where it depends on code that nobody can hash.
+        """Return the hash of everything that a program depends on; "" if that includes code that cannot be
+        hashed.
 
-        That is the code of operators that are not torch's own: they are probed by running them.
+        That is the code of operators from outside of torch, which are probed by running them.
         """
         captured = traces.captured
         if not {op_name(node).rpartition(".")[0] for node in ops(captured.graph)} <= KNOWN:
@@ -68,7 +71,7 @@ class ProgramCache:
         for other in (traces.whole, updates.graph if updates is not None else None):
             for text in _graph_texts(other) if other is not None else ():
                 state.update(text.encode())
-        # Those that the forward updates have other values at every step.
+        # Buffers that forward updates have different values at every step.
         constants = {
             name: x for name, x in captured.buffers.items() if not (updates and name in updates.buffers)
         }
@@ -93,7 +96,7 @@ class ProgramCache:
         return state.hexdigest()[:32]
 
     def load(self, key: str, buffers: Mapping[str, torch.Tensor]) -> Program | None:
-        """Return the program of a key with these values of its buffers, if it is there and whole."""
+        """Return the program of a key with these buffer values, if the entry exists and is complete."""
         folder = self.folder / key
         if not key or not folder.is_dir():
             return None
@@ -103,19 +106,19 @@ class ProgramCache:
             program = Program.load(folder)
             return replace(program, buffers={name: buffers[name].detach() for name in program.buffers})
         except Exception as error:
-            # Whatever is wrong with it: it can be compiled.
+            # Ignore any error of the entry, as the program can be compiled.
             warnings.warn(f"{folder} is not used, and written anew: {error}", stacklevel=2)
             return None
 
     def store(self, key: str, program: Program) -> None:
-        """Write a program that `load` gives back as it is; one that cannot be written so is not kept."""
-        # Of the processes on a machine, the first: the others have the same.
+        """Write a program that `load` restores unchanged; one that cannot be restored is not cached."""
+        # Write in the first process of a machine only, since the others have the same program.
         if not key or program.unlisted or os.environ.get("LOCAL_RANK", "0") != "0":
             return
         made = self.folder / f".{key}-{os.getpid()}"
         try:
             program.save(made)
-            # Constants that JSON does not give back as they were.
+            # Some constants do not survive a JSON round trip.
             if Program.load(made).fingerprint() != program.fingerprint():
                 return
             (made / MANIFEST).write_text(json.dumps(hashes_of(made)))
@@ -129,13 +132,13 @@ class ProgramCache:
 
 
 def hashes_of(folder: Path) -> dict[str, str]:
-    """Return the hash of every file of an entry, but for the list of them."""
+    """Return the hash of every file of an entry except the list of hashes."""
     files = sorted(path for path in folder.iterdir() if path.name != MANIFEST and path.is_file())
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def _graph_texts(graph: Graph) -> Iterator[str]:
-    """Yield every node with its operands, its value's shape and dtype, and what is noted of it."""
+    """Yield every node with its operands, the shape and dtype of its value, and its note."""
     for node in graph.nodes:
         made = [(x.shape, x.dtype, x.stride()) if isinstance(x, torch.Tensor) else x for x in _values(node)]
         yield f"{node.op} {node.name} {node.target} {node.args} {node.kwargs} {made} {note(node)}\n"

@@ -1,9 +1,10 @@
-"""Hold a program to the memory of a rank: what a step needs beside what ranks hold is known once the program is written.
+"""Check a program against the memory of a rank, by the working bytes that are known once it is written.
 
-In: a writer, which places and writes a program for a context. Out: the first program whose step fits, rehearsed rank by
-rank (`peak_memory.py`). What a rank holds is counted before (parameters with their state, saved activations); at its fullest
-moment it also has what is between operators: gradients on their way back, values computed again, messages, logits. Where a
-step does not fit, the passes run again, with so many bytes of every rank put aside.
+In: a writer, which places and writes a program for a context. Out: the first program whose step fits,
+rehearsed rank by rank (`peak_memory.py`). The bytes that a rank holds are counted earlier (parameters with
+their state, saved activations); at its peak it also needs working bytes: gradients in flight, recomputed
+values, messages, logits. If a step does not fit, the passes run again, with these bytes reserved on every
+rank.
 
     program, graph, ctx = rehearse(writer, ctx)
 """
@@ -21,14 +22,14 @@ from autoptd.passes import Context
 from autoptd.passes.stages.memory_bound import TooFull, too_full
 from autoptd.program.program import Program
 
-# The bytes between operators change with the plan: how often they are put aside anew.
+# The number of times that working bytes are reserved again, as they change with the plan.
 MAX_REHEARSALS = 5
-# Without `memory=`, a rank that holds less of its memory than this is not rehearsed: that takes as long as some passes.
+# Without `memory=`, a rank that holds less of its memory than this is not rehearsed, to save compile time.
 SAFE_SHARE = 0.75
 
 
 class Written(NamedTuple):
-    """A program, its graph, and the context with the options that were chosen for it."""
+    """A program, its graph, and the context with the chosen options."""
 
     program: Program
     graph: Graph
@@ -36,18 +37,18 @@ class Written(NamedTuple):
 
 
 class Writes(Protocol):
-    """Places and writes a program: `driver.Writer`."""
+    """Place and write a program: `driver.Writer`."""
 
     def write(self, ctx: Context) -> Written | TooFull: ...
 
 
 def rehearse(writer: Writes, ctx: Context) -> Written | TooFull:
-    """Return a program whose step fits on every rank; TooFull where none was found."""
+    """Return a program whose step fits on every rank; TooFull if none was found."""
     refused: TooFull | None = None
     for _ in range(MAX_REHEARSALS):
         written = writer.write(ctx)
         if isinstance(written, TooFull):
-            # What was put aside is what a plan takes that holds more: one that holds less may take less.
+            # The reserved bytes are those of a plan that holds more: one that holds less may need fewer.
             if not any(ctx.working):
                 return written
             refused, ctx = refused or written, ctx.with_less_working(written.excess)
@@ -71,7 +72,7 @@ def _may_be_full(written: Written) -> bool:
 
 
 def _with_peaks(program: Program, peaks: tuple[Peak, ...]) -> Program:
-    """Note the fullest moments in a program's costs, and in the plan what the fullest rank takes."""
+    """Record the peaks in a program's costs, and the largest of them in the plan."""
     nbytes = tuple(float(peak.nbytes) for peak in peaks)
     plan = program.plan
     if "relief" in plan:

@@ -1,4 +1,4 @@
-"""The request of one program, with what its attempts share.
+"""Define the request of one program, with the data that its attempts share.
 
 In: a model, options, a call. Out: a `Request`, which divides the rows of the call and traces the model.
 
@@ -25,9 +25,9 @@ from autoptd.runtime.world.devices import default_fusion
 
 @dataclass(frozen=True)
 class Request:
-    """What a program is compiled for: see `driver.compile_program`.
+    """The inputs of a compilation: see `driver.compile_program`.
 
-    `handed` are the dtypes of parameters as they were handed in. `known` has the traces that were made, by their rows.
+    `handed` are the dtypes of parameters in the user's model. `known` caches traces by their rows.
     """
 
     model: nn.Module
@@ -43,12 +43,12 @@ class Request:
     known: dict[tuple[int, int, bool], Traces] = field(default_factory=dict)
 
     def batch(self, group: int = 1) -> Batch:
-        """Return the division of rows as it is planned, with whole groups of rows in a microbatch."""
+        """Return the planned division of rows, with whole groups of rows in a microbatch."""
         return plan_batch(self.options, self.args, self.kwargs, self.replicas, group, self.like, self.counts)
 
     def traces(self, batch: Batch, check: bool) -> Traces:
-        """Return the traces of the model for a division of its rows, compared with it if asked to `check`."""
-        # One trace serves all ranks and divisions: of one device's model, that is split afterwards.
+        """Return the traces of the model for a division of its rows; `check` compares them with the model."""
+        # The trace of the one-device model, which is split afterwards, serves all ranks and divisions.
         rows = batch.traced_rows, batch.whole_rows, batch.pieces > 1
         if rows not in self.known:
             self.known[rows] = trace_rows(
@@ -58,9 +58,9 @@ class Request:
 
 
 def settle(model: nn.Module, options: Options) -> Options:
-    """Complete the options by what the model, its device and a schedule of the user's own decide."""
+    """Complete the options from the model, its device and a schedule given by the user."""
     written = schedule.written_orders(options)
-    # A file with a schedule fixes m: it names every microbatch.
+    # A schedule from a file fixes m, as it lists every microbatch.
     if written is not None:
         options = replace(options, num_microbatches=schedule.num_microbatches(written))
     fuse = replace(options.fuse, backend=default_fusion(model.parameters(), options))

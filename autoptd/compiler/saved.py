@@ -1,15 +1,17 @@
-"""What every operator saves for backward, found by running its emitted expression once on tensors without numbers.
+"""Find the tensors that every operator saves for backward, by running its emitted expression once on tensors
+without data.
 
-In: LOCAL graphs. Out: `SavedForBackward` of each: the memory of every value on a rank, and which of it each operator leaves to
-autograd: operands, results, and what the operator alone knows of (the log-sum-exp of attention, the factors of a norm).
+In: LOCAL graphs. Out: `SavedForBackward` of each: the memory of every value on a rank, and the storages that
+each operator saves: operands, results, and internal values (the log-sum-exp of attention, the factors of a
+norm).
 
     find_saved = FindSaved(mesh, rows=4)
     found = find_saved(graph)
     found.of[gelu]                              # {Storage(c_fc, 524288)}
 
-What runs is what a rank runs, the runtime's functions included, with autograd and its saved-tensor hooks, so nothing is
-listed here. Equal expressions on equal operands run once, whichever graph and layer they are of, on the meta device; attention
-by the kernel of a CPU.
+It runs the same code as a rank, the runtime's functions included, with autograd and its saved-tensor hooks,
+so this file has no list of operators. Equal expressions on equal operands run once across graphs and layers,
+on the meta device, with attention by the kernel of a CPU.
 """
 
 from __future__ import annotations
@@ -36,14 +38,15 @@ from autoptd.runtime.ops.dropout import Draw
 from autoptd.runtime.ops.fused import Fused
 from autoptd.runtime.world.shape_world import ShapeGroup
 
-# In an expression: where it stands in the model.
+# The argument of an expression that names its site in the model.
 SITE = re.compile(r"""\bsite=(?:\d+|'[^']*'|"[^"]*")""")
 
 
 class _Outcome(NamedTuple):
-    """What an expression gave: a `Value` per result but for its storage, which is a number, as saved ones are.
+    """The result of an expression: a `Value` per result and the saved storages, with storages as numbers.
 
-    Numbers below `operands` are those of operands' storages, in order; the others are new, with their bytes in `fresh`.
+    Numbers below `operands` are the storages of operands, in order; the others are new, with their bytes in
+    `fresh`.
     """
 
     results: tuple[tuple[int, Any], ...]
@@ -53,14 +56,14 @@ class _Outcome(NamedTuple):
 
 
 class FindSaved:
-    """Runs every distinct operator of the LOCAL graphs of a compilation; a microbatch has `rows` rows."""
+    """Run every distinct operator of the LOCAL graphs of a compilation; a microbatch has `rows` rows."""
 
     def __init__(self, mesh: Mesh, rows: int) -> None:
         self._mesh, self._rows = mesh, rows
         self._known: dict[int, _Known] = {}
 
     def __call__(self, graph: Graph) -> SavedForBackward:
-        """Return what the operators of a graph save; InternalError if one does not run."""
+        """Return the tensors that the operators of a graph save; InternalError if one does not run."""
         blocks = map(row_blocks, placeholders(graph, "input"))
         # Masks number rows within a block of the batch.
         rows = self._rows // max(blocks, default=1)
@@ -92,7 +95,7 @@ def _run(node: Node, found: SavedForBackward, known: _Known) -> tuple[tuple[Valu
     operands = [found.values[arg] for arg in node.all_input_nodes]
     storages = list(dict.fromkeys(each.storage for pieces in operands for each in pieces))
     outcome = known.outcome(node, operands, storages)
-    # Numbers of storages become storages; what is no result is the operator's own.
+    # Map storage numbers to storages; those of no result are internal to the operator.
     piece_of = {number: piece for piece, (number, _) in reversed(list(enumerate(outcome.results)))}
     for i, nbytes in enumerate(outcome.fresh):
         number = outcome.operands + i
@@ -102,7 +105,7 @@ def _run(node: Node, found: SavedForBackward, known: _Known) -> tuple[tuple[Valu
 
 
 class _Known:
-    """The outcomes of expressions, and what they are evaluated with."""
+    """The outcomes of expressions, and the names for evaluating them."""
 
     def __init__(self, mesh: Mesh, rows: int) -> None:
         self._mesh, self._outcomes = mesh, dict[Any, _Outcome]()
@@ -114,7 +117,7 @@ class _Known:
         numbers = {arg: f"x{i}" for i, arg in enumerate(node.all_input_nodes)}
         text = expression(node, numbers.__getitem__)
         seen = [(storages.index(each.storage), each.storage.nbytes, *each[1:]) for each in chain(*operands)]
-        # Layers draw other masks, and say other sites when they wait: what they save is the same.
+        # Layers draw different masks, and pass different sites, but save the same tensors.
         key = repr((SITE.sub("site", text), list(map(len, operands)), seen))
         if key not in self._outcomes:
             try:
@@ -140,14 +143,14 @@ class _Known:
             return x
 
         with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x), AsOnCpu():
-            # The text is our own.
+            # The text is emitted by us, so it is safe to evaluate.
             result = eval(text, names)
         results = list(result) if isinstance(result, (tuple, list)) else [result]
         return _outcome(results, packed, [memory[storage] for storage in storages])
 
 
 def _tensor(memory: torch.Tensor, like: Value) -> torch.Tensor:
-    # No mode that reads the model's own casts otherwise (`verify`) may read this one.
+    # Hide this cast from modes that reinterpret the model's casts (`verify`).
     with torch._C.DisableTorchFunction():
         whole = memory.view(like.dtype) if like.dtype != torch.uint8 else memory
     return whole.as_strided(like.shape, like.stride, like.offset).requires_grad_(like.requires_grad)
@@ -195,7 +198,7 @@ class _Totals:
 
 
 class _Stage:
-    """What expressions read of a stage."""
+    """The attributes of a stage that expressions read."""
 
     totals = _Totals()
     device = torch.device("meta")

@@ -1,1 +1,1 @@
-"""What the compiler hands to the runtime, as plain data: the program, what it sends, what it sums, and its calls."""
+"""Define the plain data that the compiler passes to the runtime: a program, its transfers, sums and calls."""

@@ -1,17 +1,17 @@
-"""Which gradients are summed together: buckets, grouped by integers alone.
+"""Group gradients into buckets that are reduced together, by integers alone.
 
-In: the parameters of a program, its schedule, the mesh. Out: for each pipeline rank the buckets of its parameters, in
-the order in which their gradients become complete. The compiler lists them in the plan, the runtime allocates them. The
-parameter says over which axes its gradient is summed (`ParamSpec.sums`, by the table in `ir/placement.py`); parameters
-with equal sums share buckets.
+In: the parameters of a program, its schedule, the mesh. Out: for each pipeline rank the buckets of its
+parameters, in the order in which their gradients become complete. The compiler lists them in the plan, and
+the runtime allocates them. `ParamSpec.sums` has the axes over which a gradient is summed (by the table in
+`ir/placement.py`); parameters with equal sums share buckets.
 
-With ZeRO the first sum of a bucket is a reduce-scatter: the bucket is a flat buffer (`BucketPlan.places`), of which
-every rank along `sharing_axes` has an equal range, whatever parameters it cuts.
+With ZeRO the first sum of a bucket is a reduce-scatter: the bucket is a flat buffer (`BucketPlan.places`),
+and every rank along `sharing_axes` has an equal range of it, regardless of parameter boundaries.
 
-A sum over dp, or over dp and cp together, may start inside a backward, as soon as a bucket is complete: their ranks have no
-other calls there. Where a model mixes samples they do, and it starts after the last action. So do sums over tp, or over cp
-alone, and over owners: tensor ranks complete a bucket at different places of a backward, whose own
-calls over tp would then come in another order on each of them.
+A sum over dp, or over dp and cp together, may start inside a backward as soon as a bucket is complete, since
+these ranks make no other calls there. If the model mixes samples they do, and the sum starts after the last
+action. So do sums over tp, over cp alone, and over owners: tensor ranks complete a bucket at different points
+of a backward, so the order relative to its other calls over tp would differ between ranks.
 
     for bucket in plan_buckets(program.params, program.orders, program.ranks, program.mesh, pipeline_rank=0):
         print(bucket.site, [(step.axis, step.row.backward) for step in bucket.sums], bucket.owners)
@@ -30,10 +30,10 @@ from autoptd.ir.placement import AxisConversion, itemsize, joined_sums
 from autoptd.ir.sub_axes import base
 from autoptd.program.specs import Collective, ParamSpec
 
-# Bytes of a bucket: enough for the full bandwidth of a link, but no more than a quarter of what a rank has, so that most
-# of that is summed while backward goes on.
+# Bytes of a bucket: enough for the full bandwidth of a link, but at most a quarter of a rank's gradients, so
+# that most of them are reduced while backward continues.
 SMALLEST, LARGEST, BUCKETS = 8 * 2**20, 100 * 2**20, 4
-# Parameters of a bucket that is cut begin at multiples of so many elements, 256 bytes in float32.
+# Parameters of a sharded bucket begin at multiples of this many elements, 256 bytes in float32.
 ALIGNMENT = 64
 # Roles of the axes whose sums may start inside a backward; program/call_order.py proves that they may.
 EARLY = (Role.BATCH,)
@@ -43,9 +43,10 @@ GRADIENTS, TIED, UPDATED = "gradients ", "tied gradients ", "updated "
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Parameters whose gradients share a dtype and the `sums`, which run one after the other.
+    """Parameters whose gradients share a dtype and the `sums`, which run in order.
 
-    The sum along stages is over the pipeline ranks `owners`. `number` is the index of the first parameter in the program.
+    The sum along stages is over the pipeline ranks `owners`. `number` is the index of the first parameter in
+    the program.
     """
 
     number: int
@@ -57,7 +58,7 @@ class BucketPlan:
 
     @property
     def early(self) -> tuple[AxisConversion, ...]:
-        """The sum that may start inside a backward, the first one; the others wait until all actions are over."""
+        """The first sum, if it may start inside a backward; the others wait until all actions are done."""
         return tuple(
             step
             for step in self.sums[:1]
@@ -91,15 +92,15 @@ class BucketPlan:
 
     @property
     def sharing_axes(self) -> tuple[str, ...]:
-        """The axes and sub-axes whose ranks have a range each of the storage, () if every rank has all of it."""
+        """The axes and sub-axes whose ranks each have a range of the storage; () if every rank has all of it."""
         return self.params[0].sharing_axes
 
     def parts(self, mesh: Mesh) -> int:
-        """Return in how many equal ranges ranks store it."""
+        """Return the number of equal ranges in which ranks store it."""
         return math.prod(map(mesh.degree, self.sharing_axes))
 
     def places(self, mesh: Mesh) -> tuple[Place, ...]:
-        """Return where each parameter's part of a rank lies in the flat buffer, in order."""
+        """Return the position in the flat buffer of a rank's part of each parameter, in order."""
         alignment = ALIGNMENT if self.sharing_axes else 1
         places, end = [], 0
         for spec in self.params:
@@ -109,7 +110,7 @@ class BucketPlan:
         return tuple(places)
 
     def numel(self, mesh: Mesh) -> int:
-        """Return the elements of the flat buffer, the padding included that makes the ranges equal."""
+        """Return the elements of the flat buffer, including the padding that makes the ranges equal."""
         end = self.places(mesh)[-1].end
         return _rounded_up(end, self.parts(mesh) * ALIGNMENT) if self.sharing_axes else end
 
@@ -118,7 +119,7 @@ class BucketPlan:
         return self.numel(mesh) * itemsize(self.params[0].storage.sum_dtype)
 
     def summed_bytes(self, mesh: Mesh) -> list[int]:
-        """Return the payload of every sum: behind a reduce-scatter, a rank's range alone is summed."""
+        """Return the payload of every sum: after a reduce-scatter, only a rank's range is summed."""
         nbytes, payloads = self.nbytes(mesh), []
         for step in self.sums:
             if step.row.backward == "reduce-scatter":
@@ -130,16 +131,16 @@ class BucketPlan:
 
     @property
     def scattered_dtype(self) -> str:
-        """The dtype in which its gradients travel where they are scattered."""
+        """The dtype of the gradient reduce-scatter."""
         return self.params[0].wire_dtype or self.params[0].storage.sum_dtype
 
     def gathered_bytes(self, mesh: Mesh) -> int:
-        """Return the bytes of the parameters that are gathered after an update, in the dtype of their use."""
+        """Return the bytes of the parameters gathered after an update, in the dtype of their use."""
         return self.numel(mesh) * itemsize(self.params[0].use.dtype) if self.sharing_axes else 0
 
 
 class Place(NamedTuple):
-    """Where a parameter's part of one rank lies in the flat buffer of its bucket: elements `start` to `end`."""
+    """The elements `start` to `end` of a bucket's flat buffer that hold one rank's part of a parameter."""
 
     spec: ParamSpec
     start: int
@@ -160,10 +161,10 @@ def plan_buckets(
 ) -> list[BucketPlan]:
     """Return the buckets of `pipeline_rank`, in the order in which their gradients become complete.
 
-    None has more than `usual_bytes`, but for a parameter that has more alone. `ranks` is the pipeline rank of every stage.
-    The parameters of a bucket share the dtype of their gradients, sums and owners, and follow the program's order, so
-    that all owners of a tied parameter put it in the same bucket. `busy` are the axes over which actions communicate, as
-    `busy_axes` finds them: it matters only for when sums start.
+    A bucket has at most `usual_bytes`, unless a single parameter has more. `ranks` is the pipeline rank of
+    every stage. The parameters of a bucket share the gradient dtype, sums and owners, and follow the
+    program's order, so that all owners of a tied parameter put it in the same bucket. `busy` are the axes
+    over which actions communicate, as found by `busy_axes`; they only affect when sums start.
     """
     most = usual_bytes(params, mesh)
     position = {spec.name: i for i, spec in enumerate(params)}
@@ -201,13 +202,13 @@ def plan_buckets(
 
 
 def busy_axes(collectives: Iterable[Collective]) -> tuple[str, ...]:
-    """Return the axes along which ranks have other samples, and communicate during actions nevertheless."""
+    """Return the axes along which ranks have different samples, but still communicate during actions."""
     in_actions = {call.axis for call in collectives if call.scope == "microbatch" and call.axis in AXES}
     return tuple(sorted(axis for axis in in_actions if role_of(axis) in EARLY))
 
 
 def usual_bytes(params: Sequence[ParamSpec], mesh: Mesh) -> int:
-    """Return the bytes of a bucket: one number for all ranks, for the owners of a tied parameter share its bucket."""
+    """Return the bytes of a bucket, equal on all ranks, since owners of a tied parameter share its bucket."""
     held = sum(spec.grad_bytes(mesh) for spec in params if spec.requires_grad) // mesh.pipeline_ranks
     return min(max(held // BUCKETS, SMALLEST), LARGEST)
 

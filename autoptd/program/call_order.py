@@ -1,17 +1,20 @@
 """Prove from the program that all members of a group make their calls in the same order.
 
-In: the collectives, buckets and pipeline ranks of a program. Out: nothing, or an InternalError. On gloo, calls in
-different orders end the processes; on NCCL they hang, or add up unrelated tensors.
+In: the collectives, buckets and pipeline ranks of a program. Out: nothing, or an InternalError. On gloo,
+calls in different orders end the processes; on NCCL they hang, or add up unrelated tensors.
 
-A *row* is what all ranks of one pipeline rank execute: the same lines in the same order. So calls of groups within a row
-(over tp, over dp) come in one order if each has a fixed place in the row. Only a sum that a hook starts within a
-backward has none: two tensor ranks may reach the hook before and after another call of that backward. Proven is that
+A *row* is the sequence of lines that all ranks of one pipeline rank execute, in the same order. So calls of
+groups within a row (over tp, over dp) are ordered if each has a fixed place in the row. Only a sum that a
+hook starts within a backward has none: two tensor ranks may reach the hook before and after another call of
+that backward. We prove that
 
 1. such sums are over mesh axes without other calls during actions;
-2. the calls of a group that spans rows (owners of a parameter, all ranks for the loss) come in one order on its rows;
+2. the calls of a group that spans rows (owners of a parameter, all ranks for the loss) come in one order on
+   its rows;
 3. rows that wait for each other in these calls all reach the end.
 
-Sends and receives are proven by `schedule.simulate`: on every channel, receives are posted in the order of the sends.
+Sends and receives are proven by `schedule.simulate`: on every channel, receives are posted in the order of
+the sends.
 
     check_call_order(program.collectives, buckets_of_rows, program.mesh)
 """
@@ -31,7 +34,7 @@ from autoptd.program.specs import Collective
 
 
 class Joint(Protocol):
-    """A call that several ranks make together: one object for all of them."""
+    """A call that several ranks make together, represented by one object for all of them."""
 
     @property
     def ranks(self) -> tuple[int, ...]: ...
@@ -41,12 +44,13 @@ Call = TypeVar("Call", bound=Joint)
 
 
 def find_deadlock(issued: Sequence[Sequence[Call]]) -> list[tuple[int, Call]]:
-    """Simulate ranks that make their calls one after the other, each with all of its ranks; return a chain of stuck ones.
+    """Simulate ranks that make their calls in order, each jointly with all of its ranks; return a chain of
+    stuck ranks.
 
-    These are pairs (rank, its call), each waiting for the rank of the next pair; the last one waits for a rank before it,
-    or for one that has ended. The list is empty if all ranks reach the end.
+    The chain has pairs (rank, its call), each waiting for the rank of the next pair; the last one waits for
+    an earlier rank, or for one that has ended. The list is empty if all ranks reach the end.
     """
-    # Index of the call that each rank makes next, and how many ranks have arrived at a call.
+    # Index of each rank's next call, and the number of ranks that have arrived at a call.
     place = [0] * len(issued)
     arrived: dict[int, int] = {}
     ready = list(range(len(issued)))
@@ -63,7 +67,7 @@ def find_deadlock(issued: Sequence[Sequence[Call]]) -> list[tuple[int, Call]]:
             # Those that arrived earlier had left `ready`.
             ready += call.ranks
     stuck = {rank: issued[rank][index] for rank, index in enumerate(place) if index < len(issued[rank])}
-    # From any stuck rank, follow who waits for whom.
+    # Follow the waits from any stuck rank.
     chain: dict[int, Call] = {}
     following = next(iter(stuck), None)
     while following is not None and following not in chain:
@@ -88,7 +92,8 @@ class RowCall:
 def check_call_order(
     collectives: Sequence[Collective], buckets: Sequence[Sequence[BucketPlan]], mesh: Mesh
 ) -> None:
-    """Raise InternalError unless all members of every group make the same calls in the same order: see the module.
+    """Raise InternalError unless all members of every group make the same calls in the same order: see the
+    module.
 
     `buckets` has a list for every pipeline rank.
     """
@@ -106,7 +111,7 @@ def check_call_order(
 
 
 def _calls_in_actions(collectives: Sequence[Collective]) -> dict[tuple[int, str], str]:
-    """Return the site of a collective that actions make, by pipeline rank and mesh axis, where there is one."""
+    """Return the site of one collective that actions make, for every pipeline rank and mesh axis with one."""
     # Sends have their own channels, and do not block collectives.
     silent = {*LOCAL_KINDS, "send"}
     sites: dict[tuple[int, str], str] = {}
@@ -118,7 +123,7 @@ def _calls_in_actions(collectives: Sequence[Collective]) -> dict[tuple[int, str]
 
 
 def _calls_between_rows(plans: Sequence[BucketPlan], mesh: Mesh) -> list[RowCall]:
-    """Return the calls of a row with others, after its last action: sums over owners in program order, then the loss."""
+    """Return the calls that a row shares with others, after its last action: sums over owners, then the loss."""
     tied = sorted((plan for plan in plans if plan.tied), key=lambda plan: plan.number)
     # A row's last sum is the one over owners.
     sums = [RowCall(plan.owners, plan.tied_site, plan.summed_bytes(mesh)[-1]) for plan in tied]
@@ -126,7 +131,7 @@ def _calls_between_rows(plans: Sequence[BucketPlan], mesh: Mesh) -> list[RowCall
 
 
 def _joined(rows: Sequence[Sequence[RowCall]]) -> list[list[RowCall]]:
-    """Return the rows with one object for each joint call, the k-th calls of a group; InternalError if these differ."""
+    """Return the rows with one object per joint call, the k-th of a group; InternalError if these differ."""
     # By (ranks, k): the first row that makes the call, and its object.
     first: dict[tuple[tuple[int, ...], int], tuple[int, RowCall]] = {}
     joined: list[list[RowCall]] = []

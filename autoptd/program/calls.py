@@ -1,14 +1,14 @@
-"""The calls by which ranks communicate: as the compiler expects them, in the same records as the executed ones.
+"""List the communication calls that the compiler expects, in the same records as the executed ones.
 
-In: a `Program`. Out: how often a rank makes which call in one training step or evaluation. The runtime records the
-executed calls as the same `Call`s, so that the two can be compared as multisets.
+In: a `Program`. Out: the number of times a rank makes each call in one training step or evaluation. The
+runtime records the executed calls as the same `Call`s, so that the two can be compared as multisets.
 
     calls = expected_calls(program, rank=3)
     sum(times * call.wire_bytes for call, times in calls.items() if call.axis == "tp")
 
-Payload is the whole value that a collective works on: a rank's input for an all-reduce, a broadcast and a send, the
-parts of all ranks together for an all-gather, a reduce-scatter and an all-to-all. Sites name layers by a star
-(`h.*.attn`): a repeated layer is one line of the emitted file.
+The payload is the whole value that a collective works on: a rank's input for an all-reduce, a broadcast and a
+send, the parts of all ranks together for an all-gather, a reduce-scatter and an all-to-all. Sites name layers
+by a star (`h.*.attn`), as a repeated layer is one line of the emitted file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 ONE_RANK = "one rank keeps it"
 LOCAL_WORK = (ONE_RANK, "slice", "zero-pad")
 LOCAL_KINDS = ("none", *LOCAL_WORK)
-# The conversion of a `Collective` that is made once more, in backward, for a value that was not kept.
+# The conversion of a `Collective` that is repeated in backward, for a value that was not kept.
 AGAIN = "computed again"
 # How often the payload goes around the ring.
 RING_PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
@@ -40,9 +40,9 @@ RING_PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
 class Call:
     """One collective or send in which `rank` takes part.
 
-    `axis` says along which mesh axes or sub-axes the ranks of the group differ: "tp", "dp", "dp x tp", "pp", "tp:(2)4".
-    `phase` is "forward", "backward", "recompute" (backward makes values again that were not kept), or
-    "step" for what comes once a step; `stage` is -1 there. `why` is not compared.
+    `axis` names the mesh axes or sub-axes along which the ranks of the group differ: "tp", "dp", "dp x tp",
+    "pp", "tp:(2)4". `phase` is "forward", "backward", "recompute" (in backward, for values that were not
+    kept), or "step" for calls once per step, where `stage` is -1. `why` is not compared.
     """
 
     rank: int
@@ -64,16 +64,16 @@ class Call:
 def wire_bytes(kind: str, payload: Any, group_size: Any) -> Any:
     """Return the bytes that one rank of n sends for one collective over a ring; 0 for local work.
 
-    All-reduce 2 (n-1)/n of the payload (reduce-scatter, then all-gather), all-gather and reduce-scatter (n-1)/n:
-    Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations". All-to-all: (n-1)/n
-    of the rank's own n-th, the part that is not for itself. A send, or a broadcast passed along the ring: all of it.
-    Payload and size may be numbers or numpy arrays.
+    All-reduce 2 (n-1)/n of the payload (reduce-scatter, then all-gather), all-gather and reduce-scatter
+    (n-1)/n: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
+    All-to-all: (n-1)/n of the rank's own n-th, the part that is not for itself. A send, or a broadcast passed
+    along the ring: all of it. Payload and size may be numbers or numpy arrays.
     """
     if kind in LOCAL_KINDS or kind == "objects":
         return 0.0
     if kind in ("send", "broadcast"):
         return float(payload)
-    # 2 ranks send half of the payload, 8 ranks 7/8 of it: it hardly grows with the group.
+    # 2 ranks send half of the payload, 8 ranks 7/8 of it: the bytes hardly grow with the group.
     others = payload * (group_size - 1) / group_size
     return others / group_size if kind == "all-to-all" else RING_PASSES[kind] * others
 
@@ -95,7 +95,7 @@ def axis_text(mesh: Mesh, ranks: Sequence[int]) -> str:
 
 
 def joint_axis(mesh: Mesh, axes: Sequence[str]) -> str:
-    """Name some axes together, without those of one rank: what `axis_text` says of a group along them."""
+    """Name some axes together, leaving out those of one rank, as `axis_text` does for a group along them."""
     return joined(axis for axis in reversed(mesh.axes) if axis in axes and mesh.degree(axis) > 1)
 
 
@@ -106,7 +106,7 @@ def star(text: str) -> str:
 
 
 def call_site(collective: Collective) -> str:
-    """Return the site of the calls of a collective: its own, with layers as stars and without the source line."""
+    """Return the site of the calls of a collective, with layers as stars and without the source line."""
     return star(collective.site.partition(" (")[0]) or "model"
 
 
@@ -115,7 +115,7 @@ def expected_calls(
 ) -> Counter[Call]:
     """Return how often `rank` makes each call in one step (or one evaluation), according to the program.
 
-    `updating`: with those of an update of the parameters behind the step.
+    `updating`: include those of a parameter update after the step.
     """
     pipeline_rank = program.mesh.pipeline_rank_of(rank)
     calls: Counter[Call] = Counter()

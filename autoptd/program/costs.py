@@ -1,7 +1,9 @@
-"""What a program costs, counted from its graph: work, bytes, and the predicted seconds that decided its cuts.
+"""Record the costs of a program, counted from its graph: work, bytes, and the predicted seconds that
+determined its cuts.
 
-In: the results of `passes.count_work` and `passes.cut`; of a saved program, the record in program.json. Out: `Costs`.
-FLOPs are two per multiply-add, of matrix products only; everything is for one microbatch on one rank unless stated.
+In: the results of `passes.count_work` and `passes.cut`; for a saved program, the record in program.json. Out:
+`Costs`. FLOPs are two per multiply-add, of matrix products only; everything is for one microbatch on one rank
+unless stated.
 
     program.costs.total_flops, program.costs.cut.rank_bytes
 """
@@ -17,9 +19,10 @@ from autoptd.ir.kept import Kept
 
 @dataclass(frozen=True)
 class GemmCosts:
-    """The matrix products of one operator of a module, `times` of them; a repeated layer's number in `module` is a star.
+    """The matrix products of one operator of a module, `times` of them; a repeated layer's number in `module`
+    is a star.
 
-    `total` is the forward of the whole model, `redundant` what every tensor rank computes in full.
+    `total` is the forward of the whole model, `redundant` the part that every tensor rank computes in full.
     """
 
     stage: int
@@ -51,10 +54,10 @@ class ProductCosts:
 class Cut:
     """Where the model is cut and why: `after` are the last modules of all stages but the last one.
 
-    FLOPs (forward, of the whole model), seconds of operators, bytes kept for backward, seconds in which it makes the rest again
-    and in which it sends and receives are per stage and microbatch; seconds of a microbatch and bytes held, per pipeline rank.
-    `makespan`: seconds of the simulated schedule. `peak_bytes`: what a rank's step takes at its fullest moment, where that was
-    rehearsed (`compiler/rehearse.py`).
+    Per stage and microbatch: FLOPs (forward, of the whole model), seconds of operators, bytes saved for
+    backward, seconds of recomputation, and seconds of sends and receives. Per pipeline rank: seconds of a
+    microbatch, and bytes held. `makespan`: seconds of the simulated schedule. `peak_bytes`: the peak memory
+    of a rank's step, if it was rehearsed (`compiler/rehearse.py`).
     """
 
     after: tuple[str, ...] = ()
@@ -71,13 +74,14 @@ class Cut:
 
     @property
     def working_bytes(self) -> tuple[float, ...]:
-        """What every rank takes at its fullest moment beside what it holds."""
+        """The bytes that every rank needs at its peak in addition to those it holds."""
         return tuple(peak - held for peak, held in zip(self.peak_bytes, self.rank_bytes, strict=True))
 
     def with_kept(self, kept: Kept, live: Sequence[Sequence[int]], ranks: Sequence[int]) -> Cut:
-        """Return this cut with what its stages keep of a microbatch and make again, which the cut could only estimate.
+        """Return this cut with exact numbers, instead of estimates, for the values that stages save and
+        recompute.
 
-        `live` are the microbatches in flight on every stage, at the fullest moments; `ranks` the rank of every stage.
+        `live` are the microbatches in flight on every stage, at the peaks; `ranks` the rank of every stage.
         """
         before, now = (_most_in_flight(each, live, ranks) for each in (self.saved_bytes, kept.nbytes))
         held = zip(self.rank_bytes, before, now, strict=True)
@@ -96,10 +100,10 @@ class Cut:
 def _most_in_flight(
     saved: Sequence[float], live: Sequence[Sequence[int]], ranks: Sequence[int]
 ) -> list[float]:
-    """Return the bytes of the activations that every rank holds at its fullest moment."""
+    """Return the bytes of the activations that every rank holds at its peak."""
     most = [0.0] * (max(ranks) + 1)
     for moment in live:
-        # A moment has microbatches in flight on the stages of one rank only.
+        # Each moment counts the microbatches in flight on the stages of one rank only.
         rank = ranks[max(range(len(moment)), key=moment.__getitem__)]
         most[rank] = max(most[rank], sum(count * nbytes for count, nbytes in zip(moment, saved, strict=True)))
     return most
@@ -109,10 +113,11 @@ def _most_in_flight(
 class Costs:
     """The costs of a program; empty for one that was written by hand.
 
-    `total_flops` is the forward of the whole model, `total_backward_flops` its backward (twice that, less what frozen weights
-    save), `redundant_gemm_flops` what every tensor rank computes in full.
-    `moved_bytes_per_stage` is what operators other than products read and write in forward, `kernels_per_stage` the
-    number of operators that are not views; `again_...` are what backward computes once more of each.
+    `total_flops` is the forward of the whole model, `total_backward_flops` its backward (twice that, less the
+    part saved by frozen weights), `redundant_gemm_flops` the part that every tensor rank computes in full.
+    `moved_bytes_per_stage` are the bytes that operators other than products read and write in forward,
+    `kernels_per_stage` the number of operators that are not views; `again_...` are the parts of each that
+    backward recomputes.
     """
 
     flops_per_stage: tuple[int, ...] = ()
@@ -131,17 +136,17 @@ class Costs:
 
 
 def read_costs(record: Mapping[str, Any]) -> Costs:
-    """Return the costs in the record of a program.json; fields that an older file lacks are empty."""
+    """Return the costs in the record of a program.json; fields missing from an older file are empty."""
     rows = {
         "gemms": tuple(GemmCosts(**row) for row in record.get("gemms", ())),
         "products": tuple(ProductCosts(**tupled(row)) for row in record.get("products", ())),
     }
-    # The rows replace the plain dicts that `tupled` left.
+    # The records replace the plain dicts left by `tupled`.
     return Costs(**{**tupled(record), **rows, "cut": Cut(**tupled(record.get("cut", {})))})
 
 
 def tupled(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record with tuples for its lists: JSON has no tuples."""
+    """Return a record with lists converted to tuples, which JSON does not have."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in record.items()}
 
 

@@ -1,4 +1,4 @@
-"""How a folder of Hugging Face's format differs from the state dict of its model: data for those who write one."""
+"""Describe, for writers, how a folder in Hugging Face's format differs from the state dict of its model."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def write_nothing(folder: Path) -> None:
 class FolderFormat:
     """How a model's folder differs from its state dict.
 
-    `left_out` are tied names that it omits: by their reader's rule, or (None) all but the first of each parameter.
-    `names` maps the model's names to the folder's, `write_rest` writes the other files, and `remarks` are what a user
-    should know of them.
+    `left_out` are tied names that it omits: by the reader's rule, or (None) all but the first of each
+    parameter. `names` maps the model's names to the folder's, `write_rest` writes the other files, and
+    `remarks` are notes about them for the user.
     """
 
     left_out: frozenset[str] | None = None

@@ -1,8 +1,8 @@
-"""Check that a program can run on the ranks and parameters of another: an evaluation on those of training, or training for
-batches of other sizes.
+"""Check that a program can run on the ranks and parameters of another: an evaluation on those of training, or
+training for batches of other sizes.
 
-In: the program that trains, and one that evaluates, or trains, too. Out: nothing, or a PlanError that names the first
-difference.
+In: the training program, and another one for evaluation or training. Out: nothing, or a PlanError that names
+the first difference.
 
     check_follows(trained, evaluated)
     check_trains_alike(trained, longer)
@@ -28,10 +28,12 @@ def layouts_of(program: Program) -> dict[str, tuple[object, ...]]:
 
 
 def check_follows(trained: Program, evaluated: Program) -> None:
-    """Raise PlanError unless `evaluated` shards every parameter as `trained` does, and has no other groups or channels."""
+    """Raise PlanError unless `evaluated` shards parameters like `trained` and needs no new groups or
+    channels.
+    """
     before, after = layouts_of(trained), layouts_of(evaluated)
     for spec in evaluated.params:
-        # Of its stages, those that really read it: the program may list it for more.
+        # Check the stages that really read it: the program may list more.
         read = {stage.index for stage in evaluated.stages if set(spec.aliases) & set(stage.params)}
         elsewhere = sorted(read - set(trained.param(spec.name).stages))
         if elsewhere:
@@ -41,7 +43,7 @@ def check_follows(trained: Program, evaluated: Program) -> None:
             raise PlanError(
                 f"eval_step: {spec.name}", "eval mode shards it in another way than training", REMEDY
             )
-        # Under autocast, what training reads in 16 bits alone is there in 16 bits.
+        # Under autocast, parameters that training reads only in 16 bits exist only in 16 bits.
         ours, theirs = trained.param(spec.name).use.dtype, spec.use.dtype
         if read and ours != theirs:
             fact = (
@@ -51,7 +53,8 @@ def check_follows(trained: Program, evaluated: Program) -> None:
     if unknown := sorted(set(evaluated.sub_axes) - set(trained.sub_axes)):
         fact = f"eval mode communicates over {unknown[0]}, where training does not"
         raise PlanError("eval_step", fact, REMEDY)
-    # Channels were made for training, of values and of their gradients; another one would need all ranks to make its group.
+    # Channels were created for training, for values and their gradients; a new one needs all ranks to create
+    # its group.
     known = _links(trained) | {(target, source) for source, target in _links_back(trained)}
     for source, target in sorted(_links(evaluated) - known):
         fact = f"eval mode sends from pipeline rank {source} to {target}, where training sends nothing"
@@ -59,7 +62,7 @@ def check_follows(trained: Program, evaluated: Program) -> None:
 
 
 def check_trains_alike(trained: Program, other: Program) -> None:
-    """Raise PlanError unless `other` trains the parameters that `trained` stores, as they are stored, on the same channels."""
+    """Raise PlanError unless `other` trains the same stored parameters as `trained`, on the same channels."""
     homes = {spec.name: spec for spec in trained.params}
     before, after = layouts_of(trained), layouts_of(other)
     for spec in other.params:
@@ -101,7 +104,7 @@ OTHER_SIZES = "other sizes, or train on each with a run of its own"
 
 
 def _shared(program: Program, pipeline_rank: int) -> set[tuple[object, ...]]:
-    """Return where parameters lie in the flat buffers that replicas share."""
+    """Return the positions of parameters in the flat buffers that replicas share."""
     plans = plan_buckets(program.params, program.orders, program.ranks, program.mesh, pipeline_rank)
     found: set[tuple[object, ...]] = set()
     for plan in plans:
@@ -119,7 +122,7 @@ def _links_back(program: Program) -> set[tuple[int, int]]:
 def _links(
     program: Program, counts: Callable[[CrossingSpec], bool] = lambda crossing: True
 ) -> set[tuple[int, int]]:
-    """Return the pairs (source, target) of pipeline ranks that values are sent between in forward; those that count."""
+    """Return the pairs (source, target) of pipeline ranks that send the selected values in forward."""
     links = set()
     for crossing in filter(counts, program.crossings):
         source = program.rank_of_stage(crossing.source)

@@ -1,13 +1,14 @@
-"""Prints of a model's modules: what they compute, without sizes, so that a checkpoint knows that it is of this model.
+"""Hash the computation of a model's modules, without sizes, to check that a checkpoint belongs to the model.
 
-In: a program that was compiled here. Out: per module a hash of its operators and the numbers in them, in order: `gelu` for
-`relu` shows, as do another epsilon and another base of rotary angles, where no shape does.
+In: a program that was compiled here. Out: per module a hash of its operators and their literals, in order. It
+detects changes that shapes do not show: `gelu` instead of `relu`, another epsilon, or another base of rotary
+angles.
 
     prints_of(program)["transformer.h.0.mlp.gelu"]          # "5d4a09fb"
 
-Casts and dropout are left out: another precision, and another rate, make no other model. So is what only updates of buffers
-read, of which one microbatch computes all and several a part. A program that was read from a folder
-has no graph, and no prints.
+Casts and dropout are left out, as another precision or rate is still the same model. So are values that only
+buffer updates read: one microbatch computes them whole, several compute parts. A program read from a folder
+has no graph, and no hashes.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from autoptd.ir.own_functions import own_function
 from autoptd.ir.updates import KEEP
 from autoptd.program.program import Program
 
-# What precision, evaluation and memory add to a graph or take away: parts of the names of operators.
+# Parts of the names of operators that precision, evaluation and memory options add or remove.
 LEFT_OUT = ("_to_copy", ".to.", "dropout", "detach", "alias", "clone", "contiguous", "getitem")
 
 
 def prints_of(program: Program) -> dict[str, str]:
-    """Return the print of every module that computes something, in the order of the model."""
+    """Return the hash of every module that computes something, in model order."""
     graph, annotated = program.graphs.get("TRACED"), program.graphs.get("ANNOTATED")
-    # Numbers that follow the rows of the batch are those of a whole step, not those of a microbatch.
+    # Numbers that depend on the rows of the batch are those of a whole step, not those of a microbatch.
     whole = {node.name: note(node).rows.whole_call for node in annotated.nodes} if annotated else {}
     lines: dict[str, list[str]] = {}
     for node in _of_loss(graph) if graph is not None else ():
@@ -44,7 +45,7 @@ def prints_of(program: Program) -> dict[str, str]:
 
 
 def _of_loss(graph: Graph) -> list[Node]:
-    """Return the nodes that the loss is computed of, in order, without those that updates of buffers keep."""
+    """Return the nodes that the loss depends on, in order, without those that buffer updates keep."""
     (loss,) = output(graph).args
     while isinstance(loss, Node) and loss.op == "call_function" and op_name(loss) == KEEP:
         loss = loss.args[0]
@@ -58,7 +59,7 @@ def _of_loss(graph: Graph) -> list[Node]:
 
 
 def is_literal(value: Any) -> bool:
-    """Tell whether an argument is a number that is no size, or a choice such as `approximate="tanh"`."""
+    """Tell whether an argument is a number other than a size, or a choice such as `approximate="tanh"`."""
     return isinstance(value, (float, str))
 
 

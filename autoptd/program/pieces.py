@@ -1,14 +1,14 @@
-"""Which parts of every parameter each rank of a program stores, and which rank writes, or reads, which of them.
+"""Find the parts of every parameter that each rank stores, and the rank that writes or reads each part.
 
-In: a program. Out: rectangles of full tensors (`ir/rectangles.py`) by rank. All of it is computed from integers, by every rank
-for itself: nothing is communicated to plan a checkpoint.
+In: a program. Out: rectangles of full tensors (`ir/rectangles.py`) by rank. Every rank computes them locally
+from integers, so planning a checkpoint needs no communication.
 
     stored(program, rank=5)["h.0.attn.c_attn.weight"]          # three rectangles: q, k and v
     shares = share_stage(program, 0, {"wte.weight": {"exp_avg": 4, "exp_avg_sq": 4}})
     shares.items[5]                                            # what rank 5 writes
 
-Ranks that store the same elements, replicas and tensor ranks with copies, divide them by bytes. A tied parameter belongs to
-the first pipeline rank that uses it.
+Ranks that store the same elements, such as replicas and tensor ranks with copies, divide them by bytes. A
+tied parameter belongs to the first pipeline rank that uses it.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from autoptd.program.buckets import BucketPlan, plan_buckets
 from autoptd.program.program import Program
 from autoptd.program.specs import ParamSpec
 
-# By parameter: the tensors that an optimizer's state has of its shape, with the bytes of an element.
+# For every parameter, the optimizer state tensors of its shape, with the bytes per element.
 StateKeys = Mapping[str, Mapping[str, int]]
 
 
 @dataclass(frozen=True)
 class Shares:
-    """What each rank at one place of the pipeline writes, and by parameter the rank that stores its first element."""
+    """The parts that each rank of one pipeline rank writes, and the rank with each parameter's first element."""
 
     items: dict[int, list[Item]]
     first: dict[str, int]
 
 
 def stored(program: Program, rank: int) -> dict[str, list[Rectangle]]:
-    """Return what a rank stores of every parameter that its stages use; with ZeRO that may be nothing of some."""
+    """Return the parts that a rank stores of every parameter its stages use; with ZeRO some may be empty."""
     mesh = program.mesh
     pipeline_rank = mesh.pipeline_rank_of(rank)
     places = flat_places(program, pipeline_rank)
@@ -48,10 +48,10 @@ def stored(program: Program, rank: int) -> dict[str, list[Rectangle]]:
 
 
 def flat_places(program: Program, pipeline_rank: int) -> dict[str, tuple[BucketPlan, int]]:
-    """Return by parameter the bucket that replicas share, and where in it the parameter begins."""
+    """Return for each parameter the bucket that replicas share, and its start in that bucket."""
     mesh = program.mesh
     places: dict[str, tuple[BucketPlan, int]] = {}
-    # Buckets of a large model take a while to plan.
+    # Planning the buckets of a large model is slow.
     if not any(spec.sharing_axes for spec in program.params):
         return places
     for plan in plan_buckets(program.params, program.orders, program.ranks, mesh, pipeline_rank):
@@ -78,7 +78,9 @@ def _stored(spec: ParamSpec, mesh: Mesh, rank: int, place: tuple[BucketPlan, int
 
 
 def flat_range(spec: ParamSpec, mesh: Mesh, rank: int, place: tuple[BucketPlan, int]) -> Range:
-    """Return which elements of its part of a parameter a rank stores; of none, the end is not behind the start."""
+    """Return the range of its part of a parameter that a rank stores; empty if the end is not after the
+    start.
+    """
     plan, first = place
     width = plan.numel(mesh) // plan.parts(mesh)
     begin = mesh.group(rank, plan.sharing_axes).index(rank) * width - first
@@ -89,26 +91,26 @@ def flat_range(spec: ParamSpec, mesh: Mesh, rank: int, place: tuple[BucketPlan, 
 
 
 def holders(spec: ParamSpec, mesh: Mesh, rank: int) -> tuple[int, ...]:
-    """Return the ranks at the same place of the pipeline that store the same of a parameter as `rank` does."""
+    """Return the ranks at the same pipeline rank that store the same part of a parameter as `rank`."""
     return mesh.group(rank, holder_axes(spec, mesh))
 
 
 def holder_axes(spec: ParamSpec, mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes and sub-axes along which ranks store the same of a parameter, in one order on all ranks."""
+    """Return the axes and sub-axes along which ranks store copies of a parameter, ordered alike on all ranks."""
     return tuple(axis for axis in spec.copy_axes(mesh) if mesh.degree(axis) > 1)
 
 
 def share_stage(program: Program, pipeline_rank: int, keys: StateKeys) -> Shares:
-    """Divide the parameters that belong to a place of the pipeline, and the optimizer's state of them, over its ranks.
+    """Divide the parameters that belong to a pipeline rank, and their optimizer state, over its ranks.
 
-    With ZeRO, what a rank gets depends only on the keys of parameters of which it stores something.
+    With ZeRO, a rank's share depends only on the keys of parameters that it stores in part.
     """
     ranks = program.mesh.ranks_at(pipeline_rank)
     items: dict[int, list[Item]] = {rank: [] for rank in ranks}
     first: dict[str, int] = {}
     groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
     places = flat_places(program, pipeline_rank)
-    # What is cut into flat ranges is divided for itself: a rank does not know the keys in the other ranges.
+    # Flat ranges are divided separately, as a rank does not have the keys in the other ranges.
     for is_flat in (True, False):
         held: dict[tuple[int, ...], list[Item]] = {}
         for spec in owned(program, pipeline_rank):
@@ -118,7 +120,7 @@ def share_stage(program: Program, pipeline_rank: int, keys: StateKeys) -> Shares
                     if _has_first(found) or spec.name not in first:
                         first[spec.name] = group[0]
         loads = dict.fromkeys(ranks, 0)
-        # What few ranks hold first: the others fill up what that leaves uneven.
+        # Divide parts with few holders first, so that the others even out the rest.
         for group in sorted(held, key=lambda group: (len(group), group)):
             for rank, some in share(held[group], loads, group).items():
                 items[rank] += some
@@ -126,14 +128,14 @@ def share_stage(program: Program, pipeline_rank: int, keys: StateKeys) -> Shares
 
 
 def checkpoint_bytes(program: Program, keys: StateKeys) -> tuple[int, int]:
-    """Return the bytes that all ranks write together: of parameters, and of the optimizer's state of them."""
+    """Return the bytes that all ranks write together, for parameters and for their optimizer state."""
     sums, counts = [0, 0], dict[object, int]()
     for pipeline_rank in range(program.mesh.pipeline_ranks):
         groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
         ranks = program.mesh.ranks_at(pipeline_rank)
         places = flat_places(program, pipeline_rank)
         for spec in owned(program, pipeline_rank):
-            # Layers are alike, unless each of their parameters lies elsewhere in a flat range.
+            # Layers are alike, unless their parameters lie at different positions in flat ranges.
             kind = spec.name if spec.name in places else (spec.shape, spec.dims, spec.use, spec.storage)
             if kind not in counts:
                 found = stored_by_groups(spec, program.mesh, ranks, places, groups)
@@ -144,7 +146,7 @@ def checkpoint_bytes(program: Program, keys: StateKeys) -> tuple[int, int]:
 
 
 def owned(program: Program, pipeline_rank: int) -> list[ParamSpec]:
-    """Return the parameters that a place of the pipeline writes: of tied ones, the first place that uses it does."""
+    """Return the parameters that a pipeline rank writes; a tied one is written by its first user."""
     return [spec for spec in program.params if spec.owners(program.ranks)[0] == pipeline_rank]
 
 
@@ -155,9 +157,10 @@ def stored_by_groups(
     places: Mapping[str, tuple[BucketPlan, int]],
     groups: dict[tuple[str, ...], list[tuple[int, ...]]],
 ) -> Iterator[tuple[tuple[int, ...], list[Rectangle]]]:
-    """Yield the groups of `ranks` that store the same of a parameter, and what: all of it together, once.
+    """Yield the groups of `ranks` that store the same part of a parameter, with that part; together they
+    cover it once.
 
-    `groups` keeps, by their axes, those that were looked for before.
+    `groups` caches groups by their axes.
     """
     axes = holder_axes(spec, mesh)
     if axes not in groups:

@@ -1,15 +1,15 @@
-"""The result of a compilation: everything that the runtime needs to train, as plain data.
+"""Define the result of a compilation: everything that the runtime needs to train, as plain data.
 
-A `Program` holds one readable source file per stage, the records below, the schedule, and the values of buffers. It can
-be written to a folder and read back without tracing:
+A `Program` holds one readable source file per stage, the records below, the schedule, and the values of
+buffers. It can be written to a folder and read back without tracing:
 
     program.save("out/")            # stage_0.py ... program.json, schedule.txt, constants.pt
     program = Program.load("out/")
 
-Calling convention of a stage: `Stage.forward` takes, by keyword, the crossings and the batch inputs that it reads, of one
-microbatch; it returns a tuple of the crossings that it writes, in the order of `StageSpec.outputs`. The loss stage
-returns its loss last. Loss values add up: the sum over all microbatches and data-parallel replicas is the loss of the
-global batch.
+Calling convention of a stage: `Stage.forward` takes, by keyword, the crossings and the batch inputs that it
+reads, for one microbatch; it returns a tuple of the crossings that it writes, in the order of
+`StageSpec.outputs`. The loss stage returns its loss last. Losses are additive: the sum over all microbatches
+and data-parallel replicas is the loss of the global batch.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Program:
     v: int
     num_microbatches: int
     schedule_name: str
-    # Structure of the (args, kwargs) of `step`; and its leaves that are not tensors, by number: they are constants in
+    # Structure of the (args, kwargs) of `step`, and its non-tensor leaves by number: they are constants in
     # the emitted files, compared at every step.
     tree: str
     constants: tuple[tuple[int, Any], ...]
@@ -91,29 +91,30 @@ class Program:
     # File name -> text.
     sources: dict[str, str]
     collectives: tuple[Collective, ...] = ()
-    # What pipeline ranks send each other for one microbatch.
+    # The messages between pipeline ranks for one microbatch.
     transfers: tuple[TransferBuffer, ...] = ()
     lines: tuple[Line, ...] = ()
     # Of the dropout masks.
     seed: int = 0
-    # Buffers whose values the compiler has read, with digests of these.
+    # Buffers whose values the compiler has read, with digests of the values.
     looked_at: tuple[tuple[str, str], ...] = ()
     dropouts: tuple[DropoutSpec, ...] = ()
-    # Operators that tp does not split as one would expect, and why.
+    # Operators that tp does not split as expected, and why.
     fallbacks: tuple[Fallback, ...] = ()
-    # The backend of fused operators; what was fused, and what was not, with the reason.
+    # The backend of fused operators, and the groups that were fused or not, with the reason.
     fuse: str | bool = False
     fusions: tuple[Fusion, ...] = ()
-    # Operators without a record, and what probing found out about them.
+    # Operators without a record, and the results of probing them.
     unlisted: tuple[str, ...] = ()
-    # Buffers that are not saved, and that `precision` casts nevertheless: the model does not run without.
+    # Non-persistent buffers that `precision` still casts, because the model does not run otherwise.
     cast_buffers: tuple[str, ...] = ()
     # Whether the loss stage has `count(...)`, of the labels before the first forward.
     weighted: bool = False
-    # Rows of every replica, of an evaluation in which they are not equal: of its microbatches each runs those that it has.
+    # Rows of every replica, for an evaluation where they differ: each replica runs only the microbatches that
+    # it has.
     row_counts: tuple[int, ...] = ()
-    # Buffers that are updated after the last microbatch of a step; those by what depends on the batch; what microbatches
-    # leave for that.
+    # Buffers that are updated after the last microbatch of a step; those whose update depends on the batch;
+    # the parts that microbatches keep for it.
     updated: tuple[str, ...] = ()
     updated_by_batch: tuple[str, ...] = ()
     update_parts: tuple[UpdatePart, ...] = ()
@@ -121,20 +122,20 @@ class Program:
     costs: Costs = field(default_factory=Costs)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
     graphs: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    # Of one that was compiled here: how its model was traced (trace/again.py).
+    # If it was compiled here: how its model was traced (trace/again.py).
     traced: Any = field(default=None, repr=False, compare=False)
-    # Of one that was read from disk, which has no graphs: the program whose parameters and cut it has.
+    # If it was read from disk, without graphs: the program whose parameters and cut it follows.
     follows: Program | None = field(default=None, repr=False, compare=False)
 
     def __eq__(self, other: object) -> bool:
-        """Compare all that is saved: a loaded program equals the one that was compiled."""
+        """Compare all saved fields, so that a loaded program equals the compiled one."""
         compared = [item.name for item in dataclasses.fields(Program) if item.compare]
         return isinstance(other, Program) and all(
             getattr(self, name) == getattr(other, name) for name in compared
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raise PlanError where copy or pickle ask for a program with its graphs."""
+        """Raise PlanError on copy or pickle of a program with its graphs."""
         if self.graphs:
             fact = "it has the graphs of its compilation, and is neither copied nor pickled"
             raise PlanError(
@@ -143,7 +144,7 @@ class Program:
         return super().__reduce_ex__(protocol)
 
     def __repr__(self) -> str:
-        """Say on a line what was compiled; `explain`, `graph` and `save` show more."""
+        """Summarize the program on one line; `explain`, `graph` and `save` show more."""
         numbers = sum(math.prod(spec.shape) for spec in self.params)
         pieces = f"{self.num_microbatches} x {self.rows} rows a replica"
         mesh = f"{self.mesh} v={self.v}, {self.schedule_name}, {pieces}"
@@ -160,7 +161,9 @@ class Program:
 
     @property
     def row_blocks(self) -> int:
-        """Of how many blocks of the batch a microbatch has equal parts: 2 where rows i and i + B/2 belong together."""
+        """The number of batch blocks with equal parts in a microbatch: 2 if rows i and i + B/2 belong
+        together.
+        """
         return next((spec.blocks for spec in self.inputs if spec.batched), 1)
 
     @property
@@ -174,12 +177,12 @@ class Program:
 
     @property
     def model_flops(self) -> int:
-        """The FLOPs of the matrix products of a step of all ranks, forward and backward: 3 times those of forward.
+        """The FLOPs of a step's matrix products on all ranks, forward and backward: 3 times those of forward.
 
-        Where parameters are frozen, those of their gradients, and of the gradients of what they alone have made, are not there.
+        The gradients of frozen parameters, and of values that depend only on these, are not counted.
         """
         costs, is_whole = self.costs, all(spec.requires_grad for spec in self.params)
-        # Of a model that is trained whole, products whose input is the batch's count in full, as everybody counts them.
+        # If the whole model is trained, products that read the batch itself count in full, by convention.
         whole = 2 * costs.total_flops
         backward = whole if is_whole else costs.total_backward_flops or whole
         return (costs.total_flops + backward) * self.num_microbatches * self.mesh.replicas
@@ -187,16 +190,18 @@ class Program:
     def explain(self, module: str) -> str:
         """Explain how tp splits the parameters and matrix products of a module (or one parameter), and why.
 
-        For every alternative the text has its additional cost over the chosen plan, in seconds per microbatch with
-        memory priced in. Rows follow on the values that backward needs: kept or made again, and what the other way takes.
-        PlanError for a name that the model does not have, and for a loaded program: the solver's tables are not saved.
+        Every alternative is listed with its additional cost over the chosen plan, in seconds per microbatch
+        including the price of memory. Then come the values that backward needs, kept or recomputed, with the
+        cost of the other choice. PlanError for a name that the model does not have, and for a loaded program:
+        the solver's tables are not saved.
         """
         raise PlanError("explain", "a loaded program has no costs of alternatives", "compile the model again")
 
     def graph(self, level: str = "layer", stage: int | None = None) -> Picture:
-        """Return a picture of the program: `.svg` and `.dot` are its text, `.save("graph.svg")` writes it, notebooks show it.
+        """Return a plot of the program: `.svg` and `.dot` are its text, `.save("graph.svg")` writes it,
+        notebooks show it.
 
-        `level` is "model" (the stages and what they send each other), "layer" (the operators of each distinct layer) or
+        `level` is "model" (the stages and their messages), "layer" (the operators of each distinct layer) or
         "full" (all operators); `stage` restricts it to one stage. PlanError for other values.
         """
         remedy = "autoptd.wings.viz.graph_picture(program, 'model'), or compile the model again"
@@ -209,14 +214,14 @@ class Program:
 
     @cached_property
     def sub_axes(self) -> tuple[str, ...]:
-        """The sub-axes over which anything is communicated, or parameters have types, in one order on all ranks."""
+        """The sub-axes with communication or parameter types, in the same order on all ranks."""
         axes = {axis for spec in self.params for axis in spec.use.layout.sub_axes}
         named = {axis for collective in self.collectives for axis in parts_of(collective.axis)}
         return tuple(sorted(axes | {axis for axis in named if is_sub_axis(axis)}))
 
     @cached_property
     def joint_axes(self) -> tuple[tuple[str, ...], ...]:
-        """The axes and sub-axes along which ranks sum gradients together, several at once, in one order on all ranks."""
+        """The combinations of axes and sub-axes for joint gradient sums, in the same order on all ranks."""
         found: set[tuple[str, ...]] = set()
         for sums in {spec.sums for spec in self.params}:
             within_row = [step for step in sums if step.role is not Role.STAGES]
@@ -226,7 +231,7 @@ class Program:
 
     @cached_property
     def busy_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks have other samples, and whose rows stages read nevertheless."""
+        """The axes along which ranks have different samples, whose rows stages still read."""
         return busy_axes(self.collectives)
 
     @property
@@ -246,18 +251,20 @@ class Program:
         return next(spec for spec in self.params if name in spec.aliases)
 
     def differing(self, buffers: Mapping[str, torch.Tensor]) -> list[str]:
-        """Return the names of buffers with other values than those that the compiler has read."""
+        """Return the names of buffers whose values differ from those that the compiler has read."""
         found = []
         for name, text in self.looked_at:
             if name in buffers:
-                # In the dtype that it has in the program, which `precision` may have narrowed.
+                # Compare in the dtype of the program, which `precision` may have narrowed.
                 own = self.buffers.get(name, buffers[name])
                 if digest(buffers[name].to(own.dtype)) != text:
                     found.append(name)
         return found
 
     def memory(self, rank: int = 0) -> StateMemory:
-        """Return the bytes that `rank` holds of parameters, gradients and AdamW's state; `pm.memory()` counts them."""
+        """Return the predicted bytes of `rank` for parameters, gradients and AdamW's state; see
+        `pm.memory()`.
+        """
         return state_memory(self.params, self.orders, self.mesh, rank)
 
     def fingerprint(self) -> str:
@@ -330,7 +337,7 @@ class Program:
 
 
 def _json(record: dict[str, Any]) -> str:
-    """Format JSON with one line per entry of a list, so that people can read it and a diff shows what changed."""
+    """Format JSON with one line per list entry, so that it is readable and diffs are short."""
     parts = []
     for key, value in record.items():
         if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
@@ -345,11 +352,11 @@ RARE = ("order", "model_dims")
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as dicts, lists and what JSON has."""
+    """Return a value as dicts, lists and JSON scalars."""
     if isinstance(value, Segmented):
         return list(value.blocks)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        # What is rare is left out where it is not: the order of shards, other atoms in a checkpoint.
+        # Leave out rare fields at their defaults: the order of shards, other atoms in a checkpoint.
         found = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
         return {name: _plain(each) for name, each in found.items() if each or name not in RARE}
     if isinstance(value, (list, tuple)):
@@ -384,7 +391,7 @@ def _placement(record: dict[str, Any]) -> Placement:
 
 
 def check_program(site: str, given: Any) -> None:
-    """Raise PlanError for what is no program: a running model, mostly, which has one."""
+    """Raise PlanError for anything but a program; the usual mistake is a running model, which has one."""
     if not isinstance(given, Program):
         has_one = isinstance(getattr(given, "program", None), Program)
         remedy = "its program: pm.program" if has_one else "what autoptd.compile returns"

@@ -1,12 +1,12 @@
-"""Where a rank's initial values come from, other than from rank 0: a source of tensors by name.
+"""Define sources of a rank's initial values other than rank 0: tensors by name.
 
-In: names. Out: whole tensors, or some rows of them, so that no rank needs to hold what it does not own. A folder of
-Hugging Face's format is one (runtime/folders/read_folder.py).
+In: names. Out: whole tensors, or some of their rows, so that a rank need not hold values that it does not
+own. A folder in Hugging Face's format is a source (runtime/folders/read_folder.py).
 
     source.entries["lm_head.weight"].shape                        # (128256, 4096): nothing was read
     source.reader().rows("lm_head.weight", dim=0, rows=rows)      # these rows, in this order
 
-Every rank asks the source on its own: before that, ranks compare `fingerprint()`.
+Every rank reads the source independently, after all ranks have compared `fingerprint()`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 
 class TensorEntry(Protocol):
-    """What is known of a tensor without reading it. `dtype` is None for one that torch does not have."""
+    """The metadata of a tensor, available without reading it; `dtype` is None if torch does not have it."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -29,35 +29,35 @@ class TensorEntry(Protocol):
 
 
 class Reader(Protocol):
-    """Gives out the tensors of a source, to one rank; not thread-safe."""
+    """Read the tensors of a source on one rank; not thread-safe."""
 
     def has(self, name: str) -> bool: ...
 
     def whole(self, name: str) -> torch.Tensor:
-        """Return a tensor, in memory of its own."""
+        """Return a tensor in newly allocated memory."""
         ...
 
     def rows(self, name: str, dim: int, rows: torch.Tensor) -> torch.Tensor:
-        """Return the entries `rows` along `dim`, counted from 1, in this order; a 0 stands for zeros (padding)."""
+        """Return the entries `rows` along `dim`, counted from 1, in this order; 0 stands for padding zeros."""
         ...
 
 
 class Source(Protocol):
-    """Tensors by the names that the model has for them."""
+    """Tensors by their names in the model."""
 
     @property
     def entries(self) -> Mapping[str, TensorEntry]: ...
 
     def reader(self) -> Reader:
-        """Return a reader of its own for one rank."""
+        """Return a separate reader for one rank."""
         ...
 
     def fingerprint(self) -> str:
-        """Return a hash of what the values depend on: ranks whose sources differ have different ones."""
+        """Return a hash of everything that the values depend on, which differs between different sources."""
         ...
 
     def parts(self) -> Mapping[str, str]:
-        """Return hashes of what the fingerprint is made of, by name: asked for where fingerprints differ."""
+        """Return hashes of the parts of the fingerprint, by name; called if fingerprints differ."""
         ...
 
     def difference(self, names: list[str]) -> tuple[str, str]:
@@ -76,7 +76,7 @@ class Weights(Source, Protocol):
         ...
 
     def only(self, names: Iterable[str]) -> Weights:
-        """Return those of the tensors that have one of these names."""
+        """Return the tensors with these names."""
         ...
 
 

@@ -1,6 +1,7 @@
-"""The records of a program, plain data: parameters, inputs, what crosses between stages, and what is communicated.
+"""Define the records of a program as plain data: parameters, inputs, crossings between stages, and
+collectives.
 
-In: what the compiler decided (`records/`). Out: what the runtime, the reports and the pictures read.
+In: the decisions of the compiler (`records/`). Out: records that the runtime, the reports and the plots read.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ GATHER = "gather"
 class InputSpec:
     """One tensor of the batch: leaf number `leaf` of the flattened `(args, kwargs)` of `step`.
 
-    `shape` is that of one microbatch; `batched`: dim 0 is the batch. A microbatch has an equal part of each of its
-    `blocks`: of 2, the rows i and those of the other half, i + B/2.
+    `shape` is that of one microbatch; `batched`: dim 0 is the batch. A microbatch has an equal part of each
+    of the `blocks`: for 2 blocks, rows i and i + B/2.
     """
 
     name: str
@@ -39,7 +40,9 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class UpdatePart:
-    """What microbatches leave for the updates of buffers: `is_sum`: a part of a sum over the batch, else the same of all."""
+    """A value that microbatches keep for buffer updates: a part of a batch sum if `is_sum`, else equal in
+    all.
+    """
 
     shape: tuple[int, ...]
     is_sum: bool
@@ -49,12 +52,13 @@ class UpdatePart:
 class ParamSpec:
     """One parameter of the model, under all of its names (`aliases`, `name` first).
 
-    `storage` is what the optimizer steps, `use` what stages compute with, and `scope` how often storage is converted to
-    use (see `ir/placement.py`). `shape` and `dims` are global, `stages` are the stages that use it. `adds` has, for each
-    of them, how often the backward (and W) of one microbatch adds to the gradient; empty for once each. `dtype` is the
-    parameter's in the model as it was handed in. `has_master`: storage is a tensor of its own beside what stages use, of
-    more bits as a rule ("master weights": Micikevicius et al. 2018, section 3.1). `wire_dtype` is that in which its gradient
-    travels where it is scattered over replicas; "" for the dtype in which it adds up.
+    `storage` is the type that the optimizer steps, `use` the type that stages compute with, and `scope` how
+    often storage is converted to use (see `ir/placement.py`). `shape` and `dims` are global, `stages` are the
+    stages that use it. `adds` has, for each of them, how often the backward (and W) of one microbatch adds to
+    the gradient; empty for once each. `dtype` is the dtype of the parameter in the user's model.
+    `has_master`: storage is a separate tensor from the one that stages use, usually with more bits ("master
+    weights": Micikevicius et al. 2018, section 3.1). `wire_dtype` is the dtype of its gradient reduce-scatter
+    over replicas; "" for the dtype in which it accumulates.
     """
 
     name: str
@@ -71,12 +75,12 @@ class ParamSpec:
     dtype: str = ""
     has_master: bool = False
     wire_dtype: str = ""
-    # What a checkpoint says of its atoms where a pass has divided heads otherwise; else `dims`.
+    # Its atoms in a checkpoint if a pass has divided heads differently; else `dims`.
     model_dims: Dims = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", self.dtype or self.storage.dtype)
-        # Ranks that store the same elements must step them alike: with R, each would step by a part of the
+        # Ranks that store the same elements must step them alike, but with R each would step by a part of the
         # gradient.
         for axis, kind in self.storage.layout.over_mesh:
             if kind.kind != "S":
@@ -91,7 +95,7 @@ class ParamSpec:
 
     @property
     def sums(self) -> tuple[AxisConversion, ...]:
-        """The conversions whose backward sums the gradient, in the order of summing."""
+        """The conversions whose backward sums the gradient, in execution order."""
         return tuple(step for step in self.conversions if step.is_sum)
 
     def grad_bytes(self, mesh: Mesh) -> int:
@@ -103,26 +107,26 @@ class ParamSpec:
 
     @property
     def shard(self) -> ValueType | None:
-        """The S type over the axis that cuts it (over the slowest of several sub-axes); None if every rank uses all of it."""
+        """The S type over the axis that shards it (the slowest of several sub-axes); None if none does."""
         return self.use.layout.shards[0][1] if self.use.layout.shards else None
 
     def shard_axis(self, mesh: Mesh) -> str | None:
-        """Return the axis or sub-axis along which ranks own consecutive chunks; None if every rank owns all of it."""
+        """Return the axis or sub-axis along which ranks own consecutive chunks; None if each owns all of it."""
         return self.use.layout.chunk_axis(self.dims, mesh)
 
     @property
     def kind(self) -> str:
-        """The letter of its type: S if an axis cuts it, R if its gradient is a partial sum over one, else I."""
+        """The letter of its type: S if an axis shards it, R if its gradient is partial over one, else I."""
         return self._within_layer.letter
 
     @property
     def outer(self) -> Outer:
-        """A rank owns one contiguous chunk of each of `outer` blocks of the dim that is cut (S only)."""
+        """The blocks of the sharded dim: a rank owns one contiguous chunk of each (S only)."""
         return outer_size(self.dims, self._cut)
 
     @property
     def cut_dim(self) -> int:
-        """The dim that is cut (S only)."""
+        """The sharded dim (S only)."""
         return self._cut.dim
 
     @property
@@ -136,11 +140,11 @@ class ParamSpec:
 
     @cached_property
     def sharing_axes(self) -> tuple[str, ...]:
-        """The axes and sub-axes of replicas, and of other tokens, whose ranks divide its storage; () where each stores it."""
+        """The axes and sub-axes of replicas and context ranks that divide its storage; () if none do."""
         return tuple(axis for axis, kind in self.storage.layout.shards if kind.is_flat)
 
     def copy_axes(self, mesh: Mesh) -> list[str]:
-        """Return the axes and sub-axes along which ranks store the same of it, in one order on all ranks."""
+        """Return the axes and sub-axes along which ranks store copies of it, in the same order on all ranks."""
         axes = copy_axes(self.use.layout, mesh)
         for axis in mesh.batch_axes:
             axes += mesh.parts(axis, [part for part in self.sharing_axes if base(part) == axis])
@@ -148,42 +152,44 @@ class ParamSpec:
 
     @property
     def has_main_grad(self) -> bool:
-        """Whether its gradient is there twice: as it adds up, and in the dtype of the parameter."""
+        """Whether its gradient exists twice: in the accumulation dtype, and in the dtype of the parameter."""
         is_wider = itemsize(self.storage.sum_dtype) > itemsize(self.use.dtype)
         return bool(self.storage.grad_dtype) and not self.has_master and is_wider
 
     def local_bytes(self, mesh: Mesh) -> int:
-        """Return the bytes of what one rank computes with."""
+        """Return the bytes that one rank computes with."""
         return math.prod(self.local_shape(mesh)) * itemsize(self.use.dtype)
 
     def padded_size(self, mesh: Mesh) -> int:
-        """Return the size of the cut dim if the ranks do not divide it, so that the last ones have padding; else 0."""
+        """Return the size of the sharded dim if ranks do not divide it, so the last are padded; else 0."""
         return self.use.layout.padded_size(self.dims, mesh)
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """Return the shape of what one rank computes with, and of its part of the gradient."""
+        """Return the shape of the part that one rank computes with, and of its gradient."""
         return self.use.layout.local_shape(self.dims, mesh) if self.shard else self.shape
 
     def element_layout(self, mesh: Mesh) -> tuple[object, ...]:
-        """Return which of its elements each rank uses, comparable between programs; () where every rank uses all."""
+        """Return the elements that each rank uses, comparable between programs; () if every rank uses all."""
         return self.use.layout.element_layout(self.dims, mesh)
 
     @property
     def _within_layer(self) -> Layout:
-        """Its use over the axes along which ranks divide a layer's values."""
+        """Its use over the axes that split a layer's values."""
         types = {axis: kind for axis, kind in self.use.layout.over_mesh if role_of(axis) in WITHIN_A_LAYER}
         return Layout(types)
 
     def type_text(self) -> str:
-        """Describe the type in which a layer uses it, for people."""
+        """Describe the type in which a layer uses it, for display."""
         return self._within_layer.text(self.dims)
 
 
 @dataclass(frozen=True)
 class CrossingSpec:
-    """A value that stage `source` computes and the stages `targets` read; `shape` is local, of one microbatch.
+    """A value that stage `source` computes and the stages `targets` read; `shape` is local, of one
+    microbatch.
 
-    `type` is the letter of its type over tp; `why` says what it is, and why it is sent rather than recomputed.
+    `type` is the letter of its type over tp; `why` describes it, with the reason to send rather than
+    recompute it.
     """
 
     name: str
@@ -198,10 +204,11 @@ class CrossingSpec:
 
 @dataclass(frozen=True)
 class TransferBuffer:
-    """One tensor of the message from stage `source` to `target`: the crossings `names` end to end, or their gradients.
+    """One tensor of the message from stage `source` to `target`: the crossings `names` end to end, or their
+    gradients.
 
-    Of its `numel` elements a tensor rank sends all (`parts` 1) or its `piece`, the last one filled up with zeros; then
-    the receivers gather the pieces over tp. Which of the two: `program/transfers.py`.
+    A tensor rank sends all of its `numel` elements (`parts` 1), or its `piece`, the last one padded with
+    zeros; then the receivers gather the pieces over tp. `program/transfers.py` chooses.
     """
 
     source: int
@@ -231,7 +238,7 @@ class TransferBuffer:
 
 @dataclass(frozen=True)
 class StageSpec:
-    """What stage `index` reads and writes; `crossings` and `inputs` are keywords of its forward."""
+    """The names that stage `index` reads and writes; `crossings` and `inputs` are keywords of its forward."""
 
     index: int
     crossings: tuple[str, ...]
@@ -243,9 +250,10 @@ class StageSpec:
 
 @dataclass(frozen=True)
 class DropoutSpec:
-    """One draw of the model, number `site` in the order of calls: a dropout, of which a share `rate` is dropped, or noise.
+    """One draw of the model, number `site` in call order: a dropout with drop probability `rate`, or noise.
 
-    `batch` is where the value has the rows of the batch: (dim, elements of that dim before them); None: nowhere.
+    `batch` is the position of the batch rows in the value: (dim, elements of that dim before them); None if
+    it has none.
     """
 
     site: int
@@ -259,10 +267,11 @@ class DropoutSpec:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective or send of one microbatch (`scope`; or of one "step", or one "update" of the parameters behind it).
+    """One collective or send per microbatch (`scope`; or per "step", or per "update" of the parameters after
+    it).
 
-    `forward` and `backward` are its kinds in the two directions; every tensor and data rank of the pipeline ranks
-    `pp_ranks` takes part. `payload_bytes` and `axis` are those of `program.calls.Call`.
+    `forward` and `backward` are its kinds in the two directions; every tensor and data rank of the pipeline
+    ranks `pp_ranks` takes part. `payload_bytes` and `axis` are as in `program.calls.Call`.
     """
 
     site: str
@@ -282,7 +291,7 @@ class Collective:
 class Line:
     """One operator of an emitted file: line `number` of `file`; `module` names a repeated layer by a star.
 
-    `is_whole`: neither its operands nor its result are sharded, so that every tensor rank does all of its work.
+    `is_whole`: neither its operands nor its result are sharded, so every tensor rank does all of its work.
     """
 
     file: str

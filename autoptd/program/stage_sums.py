@@ -1,4 +1,4 @@
-"""Describe how a stage's gradients are summed after the last microbatch, as lines for people.
+"""Describe how a stage's gradients are summed after the last microbatch, as lines of text.
 
 In: the buckets of the stage's pipeline rank. Out: lines such as
 
@@ -21,7 +21,7 @@ from autoptd.program.buckets import BucketPlan
 
 def stage_sums(buckets: Sequence[BucketPlan], stage: int, mesh: Mesh) -> list[str]:
     """Describe the sums of the gradients of stage `stage`, one line for all over the same ranks."""
-    # All buckets with the same collectives are one line: a stage may have dozens.
+    # Buckets with the same collectives share a line, as a stage may have dozens.
     alike: dict[tuple[tuple[AxisConversion, ...], tuple[int, ...]], list[BucketPlan]] = {}
     for plan in buckets:
         if plan.sums and any(stage in spec.stages for spec in plan.params):
@@ -38,12 +38,12 @@ def _axis_text(axis: str, mesh: Mesh) -> str:
 
 def _line(plans: Sequence[BucketPlan], mesh: Mesh) -> str:
     specs = [spec for plan in plans for spec in plan.params]
-    # What travels first: all of the bucket, in the dtype of the wire.
+    # The first sum sends all of the bucket, in the wire dtype.
     size = sum(plan.summed_bytes(mesh)[0] for plan in plans)
     what = specs[0].name if len(specs) == 1 else f"{len(specs)} gradients"
     count = f"{len(plans)} bucket{'s'[: len(plans) > 1]} of {size:,} B ({what})"
     parts: list[str] = []
-    # In the order in which they run: over dp inside of backwards, then over tp, then over the owners.
+    # In execution order: over dp inside of backwards, then over tp, then over the owners.
     for kind, steps in groupby(plans[0].sums, key=lambda step: step.row.backward):
         over = [_over(step, plans[0], len(specs) == 1, mesh) for step in steps]
         # After the first kind of sum, a rank has a range of the buckets.

@@ -1,7 +1,8 @@
-"""The ledger: what a rank holds of the model's parameters, by what the bytes are for.
+"""Compute the ledger: the bytes that a rank holds for the model's parameters, by purpose.
 
-In: parameters, a schedule and a rank. Out: bytes, padding included, as the runtime allocates them; `pm.memory()` counts the
-same kinds on tensors that are there. Activations are not among them: `summarize(program)` has their peak.
+In: parameters, a schedule and a rank. Out: bytes, padding included, as the runtime allocates them;
+`pm.memory()` counts the same kinds on existing tensors. Activations are not included: `summarize(program)`
+has their peak.
 
     state_memory(program.params, program.orders, program.mesh, rank=0).total
 """
@@ -23,10 +24,10 @@ from autoptd.program.specs import ParamSpec
 class StateMemory:
     """Bytes of a rank.
 
-    parameters: what stages compute with.
-    gradients: where the gradients of a step add up; those that are rounded for the user, too.
-    masters: what the optimizer steps, where that is apart from what stages compute with.
-    moments: an optimizer's state of the parameters' shapes; as predicted, AdamW's two.
+    parameters: tensors that stages compute with.
+    gradients: buffers that accumulate the gradients of a step, and rounded copies for the user.
+    masters: tensors that the optimizer steps, if stages compute with others.
+    moments: optimizer state of the parameters' shapes; predictions assume AdamW's two.
     """
 
     parameters: int
@@ -40,7 +41,7 @@ class StateMemory:
 
 
 def state_memory(params: Sequence[ParamSpec], orders: Orders, mesh: Mesh, rank: int) -> StateMemory:
-    """Return what `rank` holds of a program's parameters in training with AdamW."""
+    """Return the bytes that `rank` holds for a program's parameters in training with AdamW."""
     place, ranks = mesh.pipeline_rank_of(rank), ranks_of_stages(orders)
     held = [spec for spec in params if place in spec.owners(ranks)]
     plans = plan_buckets(params, orders, ranks, mesh, place)
@@ -70,7 +71,7 @@ def _range_bytes(plan: BucketPlan, mesh: Mesh) -> int:
 
 
 def _piece_bytes(plan: BucketPlan, mesh: Mesh, rank: int) -> int:
-    """Return the bytes of the parameters in that range: an optimizer steps no padding."""
+    """Return the bytes of the parameters in that range, without padding, which the optimizer does not step."""
     width = plan.numel(mesh) // plan.parts(mesh)
     start = mesh.group(rank, plan.sharing_axes).index(rank) * width
     elements = 0

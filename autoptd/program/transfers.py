@@ -1,12 +1,13 @@
-"""What stages send each other, and how: decided at compile time, from sizes alone.
+"""Plan the messages between stages at compile time, from sizes alone.
 
-In: the crossings of a program, the pipeline rank of every stage, the mesh, `p2p` and a `Machine`. Out: `TransferBuffer`s.
+In: the crossings of a program, the pipeline rank of every stage, the mesh, `p2p` and a `Machine`. Out:
+`TransferBuffer`s.
 
-A *message* is what one stage sends another for one microbatch: the values of the crossings between them or, on the
-way back, their gradients. A *transfer buffer* is one tensor of a message. Small crossings of one dtype are packed into
-one buffer, end to end, because every send has a fixed cost. A buffer is sent whole by every tensor rank to its peer, or
-*scattered* (SC'21, section 4.1): each sends 1/t of it, and the receivers all-gather over tp. Only a value that is equal
-on all tensor ranks can be scattered:
+A *message* is the data that one stage sends another for one microbatch: the values of the crossings between
+them or, on the way back, their gradients. A *transfer buffer* is one tensor of a message. Small crossings of
+one dtype are packed into one buffer, end to end, because every send has a fixed cost. A buffer is sent whole
+by every tensor rank to its peer, or *scattered* (SC'21, section 4.1): each sends 1/t of it, and the receivers
+all-gather over tp. Only a value that is equal on all tensor ranks can be scattered:
 
 | type over tp | value | gradient |
 |---|---|---|
@@ -15,9 +16,10 @@ on all tensor ranks can be scattered:
 | P | a partial sum on each: whole | equal |
 | S | a shard on each: whole | a shard on each: whole |
 
-`p2p="direct"` sends all of them whole, `"scatter_gather"` scatters whatever can be, `"auto"` where that is the faster way.
-Scattering trades n(t-1)/t bytes of a link between stages for as many within the tensor group and one call more. On links of one
-speed that is a loss; between nodes, whose links are slower than those inside, a gain for all but small values.
+`p2p="direct"` sends all buffers whole, `"scatter_gather"` scatters all that can be, and `"auto"` scatters
+where it is faster. Scattering trades n(t-1)/t bytes on a link between stages for as many within the tensor
+group plus one more call. With equal link speeds that is slower; between nodes, with links slower than those
+inside, it is faster for all but small values.
 
     plan_transfers(program.crossings, ranks=(0, 1), mesh=Mesh(t=4, p=2), p2p="scatter_gather", machine=Machine())
     # (TransferBuffer(source=0, target=1, names=("x_from_0",), ..., numel=4096, parts=4),
@@ -42,7 +44,7 @@ EQUAL_VALUE, EQUAL_GRADIENT = ("I", "R"), ("I", "P")
 
 @dataclass(frozen=True)
 class _Planner:
-    """Decides about one buffer at a time."""
+    """Plan one buffer at a time."""
 
     ranks: Sequence[int]
     mesh: Mesh
@@ -64,18 +66,20 @@ class _Planner:
         link = self._bandwidth(list(zip(self._ranks(source), self._ranks(target), strict=True)))
         gathering = [self.mesh.group(rank, self.mesh.value_axes) for rank in self._ranks(target)]
         gather = self._bandwidth(gathering)
-        # Seconds of either way; the scattered one has a call more.
+        # Compare the seconds of both; scattering has one more call.
         whole = nbytes / link
         scattered = nbytes / t / link + wire_bytes("all-gather", nbytes, t) / gather + self.machine.message
         times = f"{1e6 * whole:.3g} us whole, {1e6 * scattered:.3g} us as 1/{t} per rank and an all-gather"
         return (t, f"1/{t} each: {times}") if scattered < whole else (1, f"whole: {times}")
 
     def is_small(self, nbytes: int) -> bool:
-        """Tell whether copying a crossing into a shared buffer, a read and a write, is faster than a send of its own."""
+        """Tell whether copying a crossing into a shared buffer (read and write) is faster than a separate
+        send.
+        """
         return 2 * nbytes / self.machine.memory_bandwidth < self.machine.message
 
     def _ranks(self, stage: int) -> list[int]:
-        """Return the ranks that compute a stage, in an order in which those of two stages are peers."""
+        """Return the ranks that compute a stage, ordered so that those of two stages pair up as peers."""
         return self.mesh.ranks_at(self.ranks[stage])
 
     def _bandwidth(self, groups: Sequence[Sequence[int]]) -> float:
@@ -105,7 +109,7 @@ def plan_transfers(
     buffers: list[TransferBuffer] = []
     for (source, target), specs in sorted(links.items()):
         buffers += _message(planner, source, target, specs, is_gradient=False)
-        # The same crossings back, less those without a gradient, as a mask.
+        # The same crossings on the way back, except those without a gradient, such as masks.
         returning = [spec for spec in specs if spec.has_grad]
         buffers += _message(planner, target, source, returning, is_gradient=True)
     return tuple(buffers)
@@ -116,10 +120,10 @@ def _message(
 ) -> Iterator[TransferBuffer]:
     """Yield the buffers of one message, in the order of their first crossings."""
     equal = EQUAL_GRADIENT if is_gradient else EQUAL_VALUE
-    # Small crossings share a key, and so a buffer; a large one has a key of its own.
+    # Small crossings share a key, and so a buffer; a large one has a separate key.
     packs: dict[tuple[str, bool, str], list[CrossingSpec]] = {}
     for spec in specs:
-        # "" is no name of a crossing.
+        # No crossing is named "".
         alone = "" if planner.is_small(_nbytes(spec)) else spec.name
         packs.setdefault((spec.dtype, spec.type in equal, alone), []).append(spec)
     for (dtype, is_equal, _), pack in packs.items():

@@ -1,7 +1,7 @@
-"""Compare the plan of `sequence_parallel="auto"` with the known ones, in numbers and in words.
+"""Compare the plan of `sequence_parallel="auto"` with published plans, in numbers and in words.
 
-In: the `Weight` of every plan by its value of `sequence_parallel`. Out: a record, which is `weighed` in `plan.json`, and
-a sentence. `show` and the report print it as a table (summary.py).
+In: the `Weight` of every plan by its value of `sequence_parallel`. Out: a record, `weighed` in `plan.json`,
+and a sentence. `show` and the report print it as a table (summary.py).
 
     weighed = {"auto": Weight(...), "True": Weight(...), "False": Weight(...)}
     found_text(weighed_record(weighed))      # "sequence_parallel='auto': -43% bytes sent, ... beside Korthikanti's (True)"
@@ -20,8 +20,8 @@ KNOWN = {"True": "Korthikanti's (True)", "False": "without (False)"}
 class Weight:
     """The cost of a plan on one rank, for one microbatch forward and backward.
 
-    Predicted seconds, bytes sent over tp and the number of collectives, parameters held (`least_parameters` if all were
-    split), and bytes saved for backward.
+    Predicted seconds, bytes sent over tp and the number of collectives, parameters held (`least_parameters`
+    if all were split), and bytes saved for backward.
     """
 
     seconds: float
@@ -34,14 +34,14 @@ class Weight:
 
     @property
     def over_least(self) -> float:
-        """The parameters that a rank holds, over the t-th part of all parameters."""
+        """The ratio of the parameters that a rank holds to 1/t of all parameters."""
         return self.parameters / max(1, self.least_parameters)
 
 
 def weighed_record(weights: Mapping[str, Weight], reasons: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the plans as plain data, with a comparison in words; `reasons` say why a known plan is missing."""
+    """Return the plans as plain data, with a comparison in words; `reasons` explain a missing known plan."""
     chosen = weights["auto"]
-    # Equal in every number: "auto" has found a known plan again, or one that cannot be told from it.
+    # If every number is equal, "auto" has found a known plan, or an equivalent one.
     same = [name for name in KNOWN if weights.get(name) == chosen]
     differences = [_difference(chosen, weights, name) for name in KNOWN]
     text = f"the same as {KNOWN[same[0]]}" if same else "; ".join(differences)
@@ -64,7 +64,7 @@ def _difference(chosen: Weight, weights: Mapping[str, Weight], name: str) -> str
         ("parameters", chosen.parameters, known.parameters),
         ("kept for backward", chosen.saved_bytes, known.saved_bytes),
     )
-    # Nothing can be said in percent of 0, as of a plan that sends nothing.
+    # A percentage of 0, as for a plan that sends nothing, is undefined.
     parts = [f"{100 * (ours / theirs - 1):+.0f}% {what}" for what, ours, theirs in pairs if theirs]
     return f"{', '.join(parts)} beside {KNOWN[name]}"
 

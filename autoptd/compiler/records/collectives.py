@@ -30,7 +30,8 @@ from autoptd.program.specs import GATHER, Collective, ParamSpec, TransferBuffer,
 # The site of `runtime/step/buffer_updates.py`.
 UPDATE_SITE = "buffer updates"
 LOSSES = ("cross_entropy", "linear_cross_entropy")
-# What operators over split classes reduce (`runtime/ops/classes.py`): the word in the site, whether it is in backward, and why.
+# What operators over split classes reduce (`runtime/ops/classes.py`): the word in the site, whether it is in
+# backward, and why.
 MAXIMUM = ("maximum", False, "the largest score of every row")
 SUMS = (MAXIMUM, ("sum", False, "the sum of exponentials of every row"))
 GRADIENTS = ("gradients", True, "the sum of gradients of every row")
@@ -70,7 +71,7 @@ def collectives(
                 calls += _class_reductions(node, stage, rank, mesh)
     for buffer in buffers:
         calls += _transfer(buffer, ranks, mesh)
-    # The same plans that the runtime makes of the program: what is listed here is what runs.
+    # The runtime derives the same plans from the program, so that this list matches the calls that run.
     busy = busy_axes(calls)
     buckets = [plan_buckets(params, orders, ranks, mesh, rank, busy) for rank in range(mesh.pipeline_ranks)]
     calls += _step_collectives(graph, options, buckets, ranks)
@@ -135,7 +136,7 @@ def _vocabulary_sums(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Coll
     tokens = torch.Size(note(node.args[1]).local.shapes[0]).numel()  # type: ignore[arg-type]
     # Narrower logits are computed in float32.
     itemsize = max(tensor(node).element_size(), 4)
-    # What every token adds to one call, beside the maximum.
+    # The values that every token adds to one call, besides the maximum.
     sums = ["sum of exponentials", "picked logit"]
     if op_name(node) == "cross_entropy" and node.args[2] is not None:
         sums.append("class weight")
@@ -223,7 +224,7 @@ def _transfer(buffer: TransferBuffer, ranks: Sequence[int], mesh: Mesh) -> list[
 def _step_collectives(
     graph: Graph, options: Options, buckets: Sequence[Sequence[BucketPlan]], ranks: Sequence[int]
 ) -> list[Collective]:
-    """Return what is communicated once per step: sums over inputs, counts of labels, sums of gradients, the loss."""
+    """Return the collectives once per step: sums over inputs, label counts, gradient sums, the loss."""
     mesh = options.mesh
     calls = []
     for stage, rank in enumerate(ranks):
@@ -254,7 +255,9 @@ def _label_count(graph: Graph, stage: int, rank: int, mesh: Mesh) -> list[Collec
 
 
 def _batch_sums(graph: Graph, stage: int, rank: int, mesh: Mesh) -> list[Collective]:
-    """Return the sums over the batch of what depends on inputs only, those of a round in one call, and the largest entries."""
+    """Return the sums over the batch of what depends on inputs only, those of a round in one call, and the
+    largest entries.
+    """
     calls = []
     here = [node for node in ops(graph) if stage in note(node).stages]
     for sums in codegen.batch_sums(here):
@@ -318,7 +321,8 @@ def _bucket_sums(plan: BucketPlan, rank: int, ranks: Sequence[int], mesh: Mesh) 
     """Return the gradient sums of a bucket of pipeline rank `rank`: over the mesh, and over the owners of a
     tied one.
     """
-    # The last stage of this rank that uses the bucket: its gradients are complete behind that one's backward.
+    # The last stage of this rank that uses the bucket, whose gradients are complete after that stage's
+    # backward.
     stage = max(stage for spec in plan.params for stage in spec.stages if ranks[stage] == rank)
 
     def call(

@@ -1,4 +1,5 @@
-"""What tensor parallelism could not split, as records of a plan and as warnings; and what was not computed again.
+"""Record and warn about operators that tensor parallelism could not split, and values that were not
+recomputed.
 
 In: `Fallback`s, one per operator. Out: one record for all layers alike, and a warning where they cost much.
 
@@ -40,7 +41,7 @@ def merged_fallbacks(fallbacks: Sequence[Fallback]) -> list[dict[str, Any]]:
 
 
 def warn_of_recompute(graph: Graph, options: Options, checkpointed: Sequence[str]) -> None:
-    """Warn where what was to be computed again is kept: by the keyword, or by activation checkpoints in the model."""
+    """Warn about values kept despite a request, by keyword or activation checkpoints, to recompute them."""
     drops = [note(node).module for node in ops(graph) if note(node).keep.dropped]
     # By value: where there is room for everything.
     if options.recompute.what and options.recompute.what != "auto" and not drops:

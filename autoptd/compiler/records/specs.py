@@ -1,6 +1,6 @@
 """What the runtime needs to know of a compiled graph: parameters, inputs, crossings, stages and dropouts.
 
-In: the LOCAL graph (the CUT one for dropouts), what was captured, the options. Out: the records of
+In: the LOCAL graph (the CUT one for dropouts), the captured model, the options. Out: the records of
 `program/specs.py`, plain data.
 """
 
@@ -30,7 +30,7 @@ def param_specs(
 ) -> tuple[ParamSpec, ...]:
     """Describe every parameter of the model once; those that the loss does not use live on stage 0, whole.
 
-    `handed` has the dtypes of the model as it was handed in.
+    `handed` has the dtypes of the user's model.
     """
     # A parameter that the loss does not use has no node in the graph any more.
     used = {note(node).name: node for node in placeholders(graph, "param")}
@@ -55,13 +55,13 @@ def _param_spec(
     if node is not None:
         record, used = note(node), tensor(node).dtype
         layout, stages, why = record.layout, record.stages, record.why
-        # Without entries there is nothing to train, and no state for an optimizer to keep, of which files hold nothing.
+        # A parameter without entries has nothing to train, and no optimizer state to write to files.
         dims, requires_grad = record.dims, record.needs_grad and parameter.numel() > 0
         of_model = dims if record.tokens.model_dims is None else record.tokens.model_dims
         model_dims = of_model if of_model != dims else ()
         adds = tuple(passes.adds_to_gradient(node, stage) for stage in stages)
-    # With `precision`, the model is held in the dtype that it computes in while it is compiled; under autocast it is
-    # the graph that reads parameters in 16 bits.
+    # With `precision`, the model is held in the dtype that it computes in while it is compiled; under
+    # autocast it is the graph that reads parameters in 16 bits.
     stored = _wide(parameter.dtype) if options.precision else parameter.dtype
     has_master = bool(options.precision) and parameter.is_floating_point()
     if options.is_mixed and stored == torch.float32:
