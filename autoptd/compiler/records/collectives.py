@@ -1,8 +1,8 @@
-"""All communication of a program, with bytes and reasons: per microbatch by stages, per step by buckets and
-losses.
+"""List all communication of a program, with bytes and reasons: per microbatch by stages, per step by buckets
+and losses.
 
-In: the LOCAL graph, what stages send each other, parameters and the schedule. Out: `Collective`s, which the
-runtime's calls are counted against (`program/calls.py`), and the proof that all ranks make theirs in one
+In: the LOCAL graph, the transfers between stages, parameters and the schedule. Out: `Collective`s, which the
+runtime's calls are checked against (`program/calls.py`), and the proof that all ranks make them in the same
 order (`program/call_order.py`).
 """
 

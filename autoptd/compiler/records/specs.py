@@ -1,4 +1,4 @@
-"""What the runtime needs to know of a compiled graph: parameters, inputs, crossings, stages and dropouts.
+"""Describe a compiled graph to the runtime: parameters, inputs, crossings, stages and dropouts.
 
 In: the LOCAL graph (the CUT one for dropouts), the captured model, the options. Out: the records of
 `program/specs.py`, plain data.

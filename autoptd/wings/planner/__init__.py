@@ -1,3 +1,1 @@
-"""The planner: how long a step takes and what it holds, from a description of the model and of the cluster
-alone.
-"""
+"""Predict the time and memory of a step from descriptions of the model and the cluster, and search for plans."""

@@ -1,7 +1,7 @@
-"""What would fit where nothing does: the same question with one thing changed, until one change helps.
+"""Suggest a request that fits if none does, by changing one thing at a time until a change helps.
 
 In: a request for which the search found nothing. Out: the fact and the remedy of a PlanError. Every remedy
-was searched for: it is named with the plan that would be found.
+is verified by a search, and named with the plan that it finds.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from autoptd.wings.planner.request import Request
 from autoptd.wings.planner.search import Found, search
 from autoptd.wings.planner.setting import RECOMPUTE
 
-# How often the number of GPUs is doubled, to find one on which something fits.
+# The number of times the GPUs are doubled to find a count on which something fits.
 MAX_DOUBLINGS = 10
 # Column of the search -> keyword of `plan`.
 DEGREE_NAMES = {"b": "microbatch", **{name: name for name in "tpdcv"}}
-# How many smaller numbers of GPUs are tried, where the number itself is the obstacle.
+# The number of smaller GPU counts that are tried if the count itself is the obstacle.
 MAX_FEWER_GPUS = 64
 
 
 def what_would_fit(request: Request, found: Found) -> tuple[str, str]:
-    """Return fact and remedy: what is too large, and each single change that makes something fit."""
+    """Return fact and remedy: the size that is too large, and each single change that makes something fit."""
     where = f"{counted(request.gpus)} of {request.cluster.name}"
     capacity = request.memory_bytes / 1e9
     if found.least_memory_config:
@@ -41,7 +41,7 @@ def what_would_fit(request: Request, found: Found) -> tuple[str, str]:
     more = more_gpus(lambda count: _fits(request.but(gpus=count)), request.gpus)
     if more:
         helps.append(more)
-    # No single change of the request helps: all that saves memory at once may.
+    # No single change of the request helps, but all memory savings together may.
     if len(helps) == bool(more):
         helps += _everything(request, more)
     if not helps:
@@ -54,7 +54,7 @@ def what_would_fit(request: Request, found: Found) -> tuple[str, str]:
 def _everything(request: Request, more: str) -> list[str]:
     """Return the first of `_savings` that fits, or that fits on fewer GPUs than `more`, as a list of one.
 
-    Else none.
+    Return an empty list if none does.
     """
     savings = list(_savings(request))
     for text, changed in savings:
@@ -68,8 +68,8 @@ def _everything(request: Request, more: str) -> list[str]:
 
 
 def _savings(request: Request) -> Iterator[tuple[str, Request]]:
-    """Yield all that saves memory at once: first the degrees as requested, then with sequence
-    parallelism, then no degree fixed.
+    """Yield requests with all memory savings at once: first with the requested degrees, then with sequence
+    parallelism, then without fixed degrees.
     """
     names = ["recompute='full'", "zero=3"]
     changed = request.but(recompute=("full",), zero=(3,))
@@ -88,13 +88,13 @@ def _savings(request: Request) -> Iterator[tuple[str, Request]]:
 
 
 def _changes(request: Request) -> Iterator[tuple[str, Request]]:
-    """Yield the request with one thing changed, and how to ask for it."""
+    """Yield the request with one thing changed, and the keyword for it."""
     for column, values in request.pinned.items():
         free = {key: value for key, value in request.pinned.items() if key != column}
         yield f"another {DEGREE_NAMES[column]} than {_listed(values)}", request.but(pinned=free)
     if True not in request.sequence_parallel:
         yield "sequence_parallel=True", request.but(sequence_parallel=(True,))
-    # From the cheapest on: each mode keeps less than the one before and computes more again.
+    # Start with the cheapest: each mode keeps less than the one before and recomputes more.
     for mode in RECOMPUTE[1:]:
         if mode not in request.recompute:
             yield f"recompute={mode!r}{_mark('recompute', mode)}", request.but(recompute=(mode,))

@@ -1,9 +1,9 @@
-"""`t="auto"`: the planner chooses what is left open, once it is known how many ranks there are.
+"""Let the planner choose the open keywords of `t="auto"`, once the number of ranks is known.
 
-In: the model, the global batch, and the keywords of `parallelize`, of which one at least is "auto". Out: the
-keywords with numbers in them. What is neither "auto" nor given is chosen too; what is given stays. The plan
-is for this project's own runtime (software.toml, "autoptd"): parameters, gradients and moments in the
-parameters' dtype, as it holds them.
+In: the model, the global batch, and the keywords of `parallelize`, at least one of them "auto". Out: the
+keywords with numbers in them. Keywords that are "auto" or missing are chosen; given ones are kept. The plan
+is for the runtime of this project (software.toml, "autoptd"), which holds parameters, gradients and moments
+in the parameters' dtype.
 
     planned(model, (x, y), {"t": "auto", "p": 2, "gpus": 8, "machine": "h100"})
     # {"t": 4, "p": 2, "d": 1, ...}
@@ -42,14 +42,14 @@ PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp1
 
 
 def is_auto(keywords: Mapping[str, Any]) -> bool:
-    """Tell whether something is left to the planner."""
+    """Tell whether a keyword is left to the planner."""
     return any(keywords.get(name) == AUTO for name in OPEN)
 
 
 def planned(model: nn.Module, example_inputs: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `keywords` without `gpus` and, where one is "auto", with what the planner chose.
+    """Return `keywords` without `gpus` and, if one is "auto", with the choices of the planner.
 
-    PlanError where it cannot.
+    PlanError if it finds none.
     """
     keywords = dict(keywords)
     gpus = keywords.pop("gpus", None)
@@ -64,10 +64,11 @@ def planned(model: nn.Module, example_inputs: Any, keywords: Mapping[str, Any]) 
     rows, tokens = _sizes(example_inputs)
     given = {name: value for name, value in keywords.items() if value is not None}
     fixed = {name: given[name] for name in OPEN if given.get(name, AUTO) != AUTO}
-    # What the planner may not choose; `sequence_parallel="auto"` leaves it the choice, and stays in `given`.
+    # Keywords that the planner may not choose; `sequence_parallel="auto"` leaves it the choice, and stays in
+    # `given`.
     constraints = {name: given[name] for name in KEPT if given.get(name, AUTO) != AUTO}
     constraints |= {name: fixed[name] for name in ("t", "p", "d", "v") if name in fixed}
-    # The tokens are divided only where that is asked for.
+    # The tokens are divided only on request.
     constraints |= {"c": given["c"]} if "c" in given else {}
     if "num_microbatches" in fixed:
         constraints["microbatch"] = _microbatch(rows, given)
@@ -112,7 +113,7 @@ def _sizes(example_inputs: Any) -> tuple[int, int]:
 
 
 def _microbatch(rows: int, given: Mapping[str, Any]) -> int:
-    """Return the rows of a microbatch, which the planner is told instead of their number."""
+    """Return the rows of a microbatch, which the planner takes instead of the number of microbatches."""
     degrees = {name: given.get(name, AUTO if name in OPEN else 1) for name in BATCH_DEGREES}
     for name, degree in degrees.items():
         if degree == AUTO:
@@ -126,14 +127,14 @@ def _microbatch(rows: int, given: Mapping[str, Any]) -> int:
 
 
 def machine_here(device: torch.device) -> str:
-    """Return the name of the machine that ranks on `device` run on, as far as it is described."""
+    """Return the name of the machine that ranks on `device` run on, if it is described."""
     if device.type != "cuda":
         return CPU
     return machine_of_device(torch.cuda.get_device_name(device)) or USUAL
 
 
 def _machine(given: Any, device: torch.device) -> str:
-    """Return the name of the machine that `machine=` means; by default that of the device of the ranks."""
+    """Return the name of the machine given by `machine=`, which defaults to that of the ranks' device."""
     if given is None:
         return machine_here(device)
     file = machine_file(given) if isinstance(given, str) else None
@@ -145,11 +146,11 @@ def _machine(given: Any, device: torch.device) -> str:
 
 
 def _software(cluster: str, keywords: Mapping[str, Any]) -> Software:
-    """Describe what the runtime holds and sums, as `keywords` say; `memory` counts tensors alone."""
+    """Describe the tensors that the runtime holds and sums under `keywords`; `memory` counts tensors only."""
     software = find_software("autoptd-cpu" if cluster == CPU else "autoptd")
     if keywords.get("accumulate_allreduce_grads_in_fp32"):
         software = replace(software, extra_parameter_bytes=4.0)
-    # A model in 16 bits is stepped as it is, without a float32 copy.
+    # A 16-bit model is stepped directly, without a float32 copy.
     if not keywords.get("precision"):
         sums = 4 if keywords.get("accumulate_allreduce_grads_in_fp32") else 2
         software = replace(software, master_weights=False, gradient_bytes=sums)

@@ -1,6 +1,7 @@
-"""One way to run a model, as a person reads it: what a search found, with its seconds and bytes by term.
+"""Describe one way to run a model for the reader: a search result, with its seconds and bytes by term.
 
-In: what `DefaultModel` computed for one row of a search. Out: a `Candidate`, whose `plan_record` is plan.json.
+In: the numbers that `DefaultModel` computed for one row of a search. Out: a `Candidate`, whose `plan_record`
+is plan.json.
 
     candidate.name                 # "t=8 p=64 d=6 b=1 m=512, sequence parallel"
     candidate.seconds_by["bubble"]
@@ -15,7 +16,7 @@ from typing import Any
 from autoptd.options import NOT_YET
 
 DEGREES = ("t", "p", "d", "c", "v", "b", "m")
-# How an option is named when it is on.
+# The name of an option when it is on.
 WORDS = {
     "recompute": "{} recomputation",
     "zero": "ZeRO-{}",
@@ -29,11 +30,11 @@ class Candidate:
     """A candidate.
 
     `degrees`: t, p, d, c, v, b (sequences of a microbatch), m (microbatches of a replica and step).
-    `options`: what else was chosen, by the names of `parallelize`'s keywords, and "placement" (how many ranks
-    of each axis share a node). `seconds` of a step and `bytes` of the fullest rank, each the sum of its
-    parts. `flops_per_gpu`: model FLOP/s. `is_simulated`: the schedule was run on paper for it, else its
-    seconds are a formula's. `formula_seconds` are that in any case: what candidates are compared by where not
-    all are simulated.
+    `options`: the other choices, by the names of `parallelize`'s keywords, and "placement" (the number of
+    ranks of each axis that share a node). `seconds` of a step and `bytes` of the fullest rank, each the sum
+    of its parts. `flops_per_gpu`: model FLOP/s. `is_simulated`: its schedule was simulated, else its seconds
+    are from the formula. `formula_seconds` are always from the formula, to compare candidates if not all are
+    simulated.
     """
 
     degrees: Mapping[str, int]
@@ -48,12 +49,12 @@ class Candidate:
 
     def __post_init__(self) -> None:
         if not self.formula_seconds:
-            # Made by the formulas alone: both numbers are the same one.
+            # Without a simulation both numbers are the same.
             object.__setattr__(self, "formula_seconds", self.seconds)
 
     @property
     def name(self) -> str:
-        """The degrees and what is unusual, in a line."""
+        """The degrees and the unusual options, on one line."""
         # c and v only where they are in use; the others always.
         shown = [f"{key}={self.degrees[key]}" for key in DEGREES if key not in "cv" or self.degrees[key] > 1]
         return ", ".join([" ".join(shown), *self._words()])
@@ -83,7 +84,7 @@ class Candidate:
         return found
 
     def _runtime_options(self) -> dict[str, Any]:
-        """Return the keywords of `parallelize` that are not degrees, as far as the runtime has them."""
+        """Return the keywords of `parallelize` other than degrees that the runtime supports."""
         found: dict[str, Any] = {"sequence_parallel": bool(self.options["sequence_parallel"])}
         usual = {"zero": 0, "precision": "fp32", "recompute": "none"}
         for key, value in usual.items():
@@ -93,9 +94,9 @@ class Candidate:
         return found
 
     def plan_record(self) -> dict[str, Any]:
-        """Return what `parallelize(model, plan=...)` reads, as plan.json has it.
+        """Return the record for `parallelize(model, plan=...)`, as in plan.json.
 
-        What the runtime lacks is only named.
+        Options that the runtime lacks are only listed.
         """
         c = self.degrees["c"]
         return {

@@ -1,9 +1,9 @@
-"""A cluster as a TOML file: what a GPU, a node and the network can do, and how the software there uses them.
+"""Read a cluster from a TOML file: the speeds of a GPU, a node and the network, and how software uses them.
 
 In: the name of a machine (ir/machine_files.py), a path, or a `Cluster`. Out: a `Cluster`. Every number that
-such a file may set is a field below: peaks are a vendor's, fractions are what large transfers and products
-reach of them. `gpu` is a table, or the name of one in gpus.toml; the table [solver] is of `Machine`
-(ir/machine.py).
+such a file may set is a field below: peaks are the vendor's, and fractions are the part of a peak that large
+transfers and products reach. `gpu` is a table, or the name of one in gpus.toml; the table [solver] belongs to
+`Machine` (ir/machine.py).
 
     find_cluster("dgx-a100").gpu.flops("bf16")      # 312e12
     find_cluster("my.toml")
@@ -40,13 +40,14 @@ CONTEXTS = ("ring", "solved")
 class Gpu:
     """One GPU (or one CPU rank).
 
-    `matrix_flops`, `float32_flops`: peak FLOP/s of products in 16 and in 32 bits; `matrix_fraction`: of the
-    peak, what a large product reaches. `units`: processors that share the tiles of a product (0: no
-    quantisation), `tile`: elements of a side of a tile, `ramp`: length k of a product that reaches half of
-    that; `unaligned`, `unaligned_single`: fraction of that where a dim of a batch of products (of attention),
-    or of a single one, is not a multiple of 8 elements of 16 bits. `memory_bytes`; `memory_bandwidth` in
-    bytes/s, `memory_fraction`, what large kernels reach of it. `kernel_seconds`: start of a kernel that the
-    one before does not hide. `bf16`: whether it has products in bfloat16.
+    `matrix_flops`, `float32_flops`: peak FLOP/s of products in 16 and in 32 bits; `matrix_fraction`: the part
+    of the peak that a large product reaches. `units`: processors that share the tiles of a product (0: no
+    quantization), `tile`: elements of a side of a tile, `ramp`: length k of a product that reaches half of
+    that rate; `unaligned`, `unaligned_single`: fraction of that rate if a dim of a batch of products (of
+    attention), or of a single one, is not a multiple of 8 elements of 16 bits. `memory_bytes`;
+    `memory_bandwidth` in bytes/s, `memory_fraction`, the part of it that large kernels reach.
+    `kernel_seconds`: launch time of a kernel that the previous one does not hide. `bf16`: whether it has
+    products in bfloat16.
     """
 
     matrix_flops: float
@@ -72,9 +73,9 @@ class Gpu:
 class Link:
     """`bandwidth`: bytes/s of one direction, of a GPU's links in a node or of one network card.
 
-    `fraction`: what large messages reach of it; `latency`: seconds of a hop of a ring collective, `message`:
-    of one message between stages; `small`: fraction of the bandwidth that the low-latency protocol of small
-    messages has, `small_latency` the seconds of its hop.
+    `fraction`: the part of it that large messages reach; `latency`: seconds of a hop of a ring collective,
+    `message`: of one message between stages; `small`: fraction of the bandwidth in the low-latency protocol
+    for small messages, `small_latency` the seconds of its hop.
     """
 
     bandwidth: float
@@ -90,21 +91,22 @@ class Software:
     """How a training system uses the hardware.
 
     `attention`: "unfused" or "flash"; `causal`: fraction of a causal mask's products that flash attention
-    computes; `flash_fraction`: of the matrix peak, what flash attention reaches. `tp_overlap`, `dp_overlap`,
-    `pp_overlap`: fraction of the communication of tensor, data and pipeline ranks that runs beside
-    computation, as far as there is any; `tp_overlap_backward`: the same of what tensor ranks exchange beside
-    the products of weights' gradients. `scatter`: stage boundaries are sent in t pieces. `exchange_seconds`:
-    what an exchange with the neighbour stages takes beside its message, where ranks wait for one another.
+    computes; `flash_fraction`: the part of the matrix peak that flash attention reaches. `tp_overlap`,
+    `dp_overlap`, `pp_overlap`: fraction of the communication of tensor, data and pipeline ranks that overlaps
+    computation, as far as there is any; `tp_overlap_backward`: the same for the exchanges of tensor ranks
+    during the wgrad GEMMs. `scatter`: stage boundaries are sent in t pieces. `exchange_seconds`: the time of
+    an exchange with the neighboring stages in addition to its message, in which ranks wait for one another.
     `gradient_bytes`: bytes of a parameter's gradient as it is summed over ranks; `fetches`: collectives that
-    ZeRO-3 makes of a layer's parameters. `extra_parameter_bytes`: what it keeps of a parameter beside weight,
-    gradient and optimizer state (memory.py). `master_weights`: 16-bit weights have a float32 copy, gradient
-    and moments; else all of these are 16 bits wide too. `copies_fp16_gradients`: in float16, the gradient of
-    the float32 copy stands beside one of 16 bits (Megatron-LM). `factor`: what all of a step's time is multiplied
-    with, the one number that is fitted for a generation of software. `replays`: what full recomputation of a layer runs
-    again, "all" of it or what is "needed" by its backward: not the last product. `context`: how ranks with other tokens
-    attend, "ring" (keys and values go around beside attention) or as `passes/solve` chooses, "solved": all-to-alls of heads
-    where t c divides the KV heads, else gathered keys and values. `context_bytes`: memory that is no
-    tensor's (CUDA, NCCL, libraries), `slack`: fraction of tensors that the allocator adds.
+    ZeRO-3 makes for a layer's parameters. `extra_parameter_bytes`: bytes kept per parameter in addition to
+    weight, gradient and optimizer state (memory.py). `master_weights`: 16-bit weights have a float32 copy,
+    gradient and moments; else all of these are 16 bits wide too. `copies_fp16_gradients`: in float16, the
+    gradient of the float32 copy is held in addition to a 16-bit one (Megatron-LM). `factor`: multiplies all
+    of a step's time, the one number that is fitted for a generation of software. `replays`: the part of a
+    layer that full recomputation runs again, "all" of it or the part "needed" by its backward, without the
+    last product. `context`: how context ranks attend, "ring" (keys and values circulate during attention) or
+    as chosen by `passes/solve`, "solved": all-to-alls of heads if t c divides the KV heads, else gathered
+    keys and values. `context_bytes`: memory outside of tensors (CUDA, NCCL, libraries), `slack`: fraction of
+    tensors that the allocator adds.
     """
 
     attention: str = "flash"
@@ -134,9 +136,9 @@ class Cluster:
 
     `network` is one card's.
 
-    `switched`: a GPU reaches all of its fast bandwidth with any number of partners; else each pair has its
-    own links, and a group of l of n GPUs uses (l - 1) / (n - 1) of a GPU's. `source` says where the numbers
-    are from.
+    `switched`: a GPU reaches all of its fast bandwidth with any number of peers; else each pair has separate
+    links, and a group of l of n GPUs uses (l - 1) / (n - 1) of a GPU's bandwidth. `source` cites the source
+    of the numbers.
     """
 
     name: str
@@ -160,7 +162,7 @@ class Cluster:
 
 
 def find_cluster(given: Cluster | str | Path) -> Cluster:
-    """Return the Cluster that is meant: itself, the name of a machine, or the path of a TOML file."""
+    """Return the Cluster for a `Cluster`, the name of a machine, or the path of a TOML file."""
     if isinstance(given, Cluster):
         return given
     path = Path(given)
@@ -190,7 +192,7 @@ def find_software(given: Software | str) -> Software:
 
 
 def read_cluster(record: Mapping[str, Any], name: str) -> Cluster:
-    """Build a Cluster from a record as a file has it.
+    """Build a Cluster from a record with the layout of a file.
 
     `software` is a name, or a table of `Software`'s fields with a `base`.
     """
@@ -209,7 +211,7 @@ def read_cluster(record: Mapping[str, Any], name: str) -> Cluster:
     if isinstance(software, Mapping):
         base = find_software(software["base"]) if "base" in software else Software()
         changed = {key: value for key, value in software.items() if key != "base"}
-        # `replace` would report an unknown field as a TypeError that does not say where it stands.
+        # `replace` would report an unknown field as a TypeError without its location.
         _check_fields(Software, changed, f"{name} [software]")
         parts["software"] = dataclasses.replace(base, **changed)
     elif isinstance(software, str):
@@ -248,7 +250,7 @@ def _check_fields(kind: Any, record: Mapping[str, Any], site: str) -> None:
 
 
 def _wrong(name: str, kind: str, value: Any) -> tuple[str, str]:
-    """Return what is wrong with the value of a field and what it could be; "" where nothing is."""
+    """Return the error in the value of a field and its legal values; "" if there is none."""
     if name == "attention" and value not in ATTENTIONS:
         return "no such attention", " or ".join(map(repr, ATTENTIONS))
     if name == "context" and value not in CONTEXTS:

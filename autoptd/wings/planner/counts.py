@@ -1,13 +1,12 @@
-"""What one rank does for one microbatch, counted from a shape: products, bytes moved, bytes kept,
+"""Count the work of one rank for one microbatch from a shape: products, bytes moved, bytes saved,
 collectives.
 
 In: a shape and sizes. Out: `Operator`s. All sizes may be numbers or numpy arrays of candidates. Symbols: b
 microbatch rows, s the sequence, h hidden, a heads, f the MLP's inner width, V vocabulary, t and c degrees, e
-bytes of an element. A rank sees n = b * s / c tokens; between the split products, where values are whole over
+bytes of an element. A rank has n = b * s / c tokens; between the split products, where values are whole over
 tp, it works on n / r of them: r is t with sequence parallelism, else 1.
 
-FLOPs are two per multiply-add, of products only; attention counts both of its products in full. That is
-SC'21's count.
+FLOPs are two per multiply-add, of products only; attention counts both of its products in full, as in SC'21.
 
     layer = layer_operators(shape, Sizes(b=1, t=8, c=1, r=1, e=2), attention="unfused")
     sum(op.forward_flops for op in layer)        # (24 b s h^2 + 4 b s^2 h) / 8 for a GPT
@@ -49,8 +48,8 @@ class Operator:
 
     `product` is (batch, m, n, k) of a matrix product, with `has_weight` where one factor is a weight. `fused`
     is (forward FLOPs, backward FLOPs) of fused attention. `moved` are the bytes that an operator without
-    product moves, `back` those of its backward. `saved` are bytes that backward keeps. `part` is CORE for
-    what selective recomputation repeats.
+    product moves, `back` those of its backward. `saved` are bytes saved for backward. `part` is CORE for
+    operators that selective recomputation repeats.
     """
 
     name: str
@@ -73,7 +72,7 @@ class Operator:
 
     @property
     def backward_flops(self) -> Number:
-        # A product has two in backward, of its size: the gradient of each factor.
+        # The backward of a product has two products of the same size: the gradient of each factor.
         return self.fused[1] if self.fused is not None else 2 * self.forward_flops
 
 
@@ -83,7 +82,7 @@ def layer_operators(shape: Shape, sizes: Sizes, attention: str) -> list[Operator
 
 
 def needed_again(operators: Sequence[Operator]) -> list[Operator]:
-    """Return what a layer's backward reads of its forward: all before the last product."""
+    """Return the operators of a layer's forward that its backward needs: all before the last product."""
     last = max(i for i, operator in enumerate(operators) if operator.has_weight)
     return list(operators[:last])
 
@@ -99,7 +98,7 @@ def attention_operators(shape: Shape, sizes: Sizes, attention: str) -> list[Oper
     rotate = [] if shape.positions else [Operator("rotary", moved=rotated, back=rotated)]
     return [
         norm(shape, sizes, "attention norm"),
-        # Kept: the norm's result, a shard of it under sequence parallelism, and q, k and v for the core.
+        # Saved: the norm's result, a shard of it under sequence parallelism, and q, k and v for the core.
         Operator("qkv", (1, n, q + 2 * kv, h), has_weight=True, saved=e * n * (h / sizes.r + q + 2 * kv)),
         *rotate,
         *core,
@@ -111,15 +110,16 @@ def attention_operators(shape: Shape, sizes: Sizes, attention: str) -> list[Oper
 def kv_width(shape: Shape, t: Number) -> Number:
     """Return the elements of a token's keys on one of t tensor ranks.
 
-    Where heads are fewer than ranks, several ranks share one.
+    If there are fewer heads than ranks, several ranks share one.
     """
     return shape.kv_width / np.minimum(t, shape.kv_heads)
 
 
 def exchanged_heads(shape: Shape, t: Number, c: Number) -> Number:
-    """Return the KV heads of a tensor rank that ranks with other tokens exchange, with the copies that make c divide them.
+    """Return the KV heads of a tensor rank that context ranks exchange, with the copies that make c divide
+    them.
 
-    0 where they gather keys and values instead: as `passes/tokens/copy_heads.py` has it.
+    0 if they gather keys and values instead, as in `passes/tokens/copy_heads.py`.
     """
     t, c = (np.asarray(degree).astype(int) for degree in (t, c))
     own, queries = shape.kv_heads // t, shape.heads // t
@@ -129,7 +129,9 @@ def exchanged_heads(shape: Shape, t: Number, c: Number) -> Number:
 
 
 def gathered_keys(shape: Shape, sizes: Sizes) -> Number:
-    """Return the bytes of other ranks' keys and values that a rank gathers for attention, and keeps; 0 without."""
+    """Return the bytes of other ranks' keys and values that a rank gathers for attention and saves; 0 if
+    none.
+    """
     others = 2 * sizes.e * sizes.b * shape.seq * kv_width(shape, sizes.t) * (1 - 1 / sizes.c)
     return np.where(exchanged_heads(shape, sizes.t, sizes.c), 0.0, others)
 
@@ -156,10 +158,10 @@ def unfused_core(shape: Shape, sizes: Sizes) -> list[Operator]:
 def flash_core(shape: Shape, sizes: Sizes) -> list[Operator]:
     """Return one kernel that never writes the scores.
 
-    Its backward computes them again: five products for two.
+    Its backward recomputes them: five products for two.
 
-    It keeps a float32 per row and head; Q, K and V are kept as what QKV made, the output as what the
-    projection reads.
+    It saves a float32 per row and head; Q, K and V are saved as the results of QKV, the output as the operand
+    of the projection.
     """
     s, t, e = shape.seq, sizes.t, sizes.e
     n = sizes.b * s / sizes.c
@@ -210,7 +212,7 @@ def branch(shape: Shape, sizes: Sizes, name: str) -> Operator:
     elements = sizes.b * shape.seq / sizes.c * shape.hidden / sizes.r
     mask = elements if shape.dropout else 0
     moved = 3 * sizes.e * elements + mask
-    # Dropout's backward is a kernel of its own: it reads a gradient and writes one.
+    # Dropout's backward is a separate kernel, which reads a gradient and writes one.
     back = (5 if shape.dropout else 3) * sizes.e * elements + mask
     return Operator(name, moved=moved, back=back, saved=mask)
 
@@ -240,14 +242,14 @@ def head_operators(shape: Shape, sizes: Sizes) -> list[Operator]:
     return [
         norm(shape, sizes, "last norm"),
         Operator("logits", (1, n, rows, shape.hidden), has_weight=True, saved=e * n * shape.hidden / sizes.r),
-        # Forward: read, cast to float32, exponentials read and written. Kept: the float32 logits.
+        # Forward: read, cast to float32, exponentials read and written. Saved: the float32 logits.
         Operator("cross-entropy", moved=(e + 4 + 4 + 8) * logits, back=(4 + e) * logits, saved=4 * logits),
     ]
 
 
 def model_flops(shape: Shape, rows: Number, recompute: str = "none", *, replays_all: bool = True) -> Number:
-    """Count the FLOPs of a step of `rows` sequences on all ranks: of the model alone, or with what
-    `recompute` computes again, of whole layers or what their backward needs.
+    """Count the FLOPs of a step of `rows` sequences on all ranks: of the model alone, or including the
+    recomputation of whole layers, or of the part that their backward needs.
 
     For a GPT "none" is 72 B s L h^2 (1 + s/(6h) + V/(12 L h)), and "full" is SC'21's equation 3.
     """

@@ -1,13 +1,13 @@
-"""The shape of a model that somebody has: from its `config`, as nanoGPT and Hugging Face name things.
+"""Read the shape of an existing model from its `config`, with the names of nanoGPT and Hugging Face.
 
 In: a `Shape`, a mapping, or an object with `config` (its parameters are counted where it has `parameters()`).
 Out: a `Shape`. No torch is imported: a parameter is something with `numel()`.
 
     shape_of(GPT(GPTConfig())).layers      # 12
 
-What configs do not say (two or three matrices in an MLP, biases, learned positions, a tied head where it is
-not said) is what makes the number of parameters come out, a plain GPT or Llama before others. Where none
-does, as for a mixture of experts, that is a PlanError.
+Facts missing from a config (two or three matrices in an MLP, biases, learned positions, a tied head) are
+chosen to match the number of parameters, trying a plain GPT or Llama first. If nothing matches, as for a
+mixture of experts, that is a PlanError.
 """
 
 from __future__ import annotations

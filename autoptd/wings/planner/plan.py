@@ -1,4 +1,4 @@
-"""Which (t, p, d, v, b) to run a model with, and why: a search over what `predict` says.
+"""Search for the (t, p, d, v, b) to run a model with, and explain it, using the predictions of `predict`.
 
 In: a model or its shape, GPUs, a cluster, a batch. Out: a `Plan`: the best candidates in order with their
 time and memory by term, how many others were rejected for which reason, and a plan.json that
@@ -93,15 +93,16 @@ def plan(
 def _fitting(model: DefaultModel, found: Found, keep: int) -> tuple[tuple[Candidate, ...], Found]:
     """Return the best candidates that fit with their schedule simulated, and the search that found them.
 
-    Where none of those that the formulas let pass does, the formulas are given as much less memory as they
-    were wrong by.
+    If no candidate that fits by the formulas does, search again with the memory reduced by the formulas'
+    error.
     """
     original = request = model.request
     while len(found):
         candidates, held = _simulated(model, found, keep)
         if candidates:
             return candidates, found
-        # Below 1: a simulated candidate holds more than its formula said. Each round asks for less, so this ends.
+        # Below 1: a simulated candidate holds more than its formula predicts. Each round has less memory, so
+        # this ends.
         least = min(held, key=lambda at: held[at].bytes)
         too_large = min(float(found.memory[at]) / candidate.bytes for at, candidate in held.items())
         request = request.but(memory_bytes=original.memory_bytes * too_large)

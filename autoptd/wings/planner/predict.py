@@ -1,7 +1,7 @@
-"""How long a training step takes, and what each pipeline rank holds, for one way to run it.
+"""Predict the time of a training step, and the memory of each pipeline rank, for one way to run it.
 
-In: a shape, a cluster, the degrees. Out: a `Prediction`. The schedule itself is simulated, with stages as
-uneven as they are: the embedding on the first, the head and the loss on the last, layers that do not divide.
+In: a shape, a cluster, the degrees. Out: a `Prediction`. The schedule itself is simulated, with uneven
+stages: the embedding on the first, the head and the loss on the last, layers that do not divide.
 
     found = predict({"layers": 96, "hidden": 12288, "heads": 96, "seq": 2048}, "dgx-a100", t=8, p=12, d=4, batch=1536,
                     recompute="full")
@@ -29,14 +29,14 @@ from autoptd.wings.planner.terms import Terms, count_terms
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one step costs.
+    """The cost of one step.
 
     `step_seconds` for one step of the whole batch; `breakdown`: its parts, in seconds, which add up to it: on
     the busiest pipeline rank "compute", "recompute", "tp_comm" and "pp_comm" (what no computation hides),
     then its "bubble", "dp_comm" (gradients, parameters of ZeRO, tied embeddings), "optimizer". `memory`:
     bytes that a GPU of each pipeline rank holds at its peak; `memory_breakdown`: its parts, per pipeline
     rank. `flops_per_gpu`: model FLOP/s per GPU (nothing recomputed, attention in full);
-    `hardware_flops_per_gpu` counts what is recomputed too (SC'21's equation 3 for full). `fits`: whether
+    `hardware_flops_per_gpu` includes recomputation (SC'21's equation 3 for full). `fits`: whether
     every rank holds no more than the GPU has. `layers`: of each stage.
     """
 
@@ -122,7 +122,7 @@ def _breakdown(
     parameters = _parameters(shape, setting, layers, run)
     # All ranks meet at the end of a step: the one with the most parameters decides.
     reduce = max(float(terms.reduce(count)) for count in parameters)
-    # Sums may run beside the last backwards: one microbatch's, or with chunks a group's of p.
+    # Sums may overlap the last backwards: those of one microbatch, or with chunks of a group of p.
     window = run.microbatch * (min(setting.p, setting.num_microbatches) if setting.v > 1 else 1)
     hidden = min(cluster.software.dp_overlap * reduce, window)
     found = {

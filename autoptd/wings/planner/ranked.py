@@ -1,5 +1,4 @@
-"""What a search found, as data: the best candidates in order, and the problem they answer, for questions that
-are asked later.
+"""Hold the results of a search: the best candidates in order, and the problem, for later queries.
 
 In: the cost model, the filter and the counts of one search. Out: `RankedCandidates`, which `tables` prints
 and `explain` puts into words; `fastest(only)` searches the same problem again among some of its candidates.
@@ -24,7 +23,7 @@ from autoptd.wings.planner.search import Columns, Filter, Found, search
 class RankedCandidates:
     """What the planner found: `candidates`, the best first; `found`, the counts of the search.
 
-    `model` and `only` are the problem, for the questions that `explain` asks again. `node`: GPUs on a fast
+    `model` and `only` are the problem, for the further searches of `explain`. `node`: GPUs on a fast
     network; `capacity_bytes` of a GPU.
     """
 
@@ -45,7 +44,7 @@ class RankedCandidates:
 
     @property
     def rejected(self) -> Mapping[str, int]:
-        """Configs (degrees, microbatch, switches) that are no candidates, by reason."""
+        """The number of rejected configs (degrees, microbatch, switches) by reason."""
         return self.found.rejected
 
     def fastest(self, only: Filter) -> Candidate | None:
@@ -58,7 +57,7 @@ class RankedCandidates:
         def both(configs: Columns) -> np.ndarray:
             return only(configs) if constraint is None else only(configs) & constraint(configs)
 
-        # Anew, as the table has the few best only, and those of another kind may be far behind them.
+        # Search again, as the table has only the best few, and those of another kind may be much slower.
         found = search(self.model, 1, both)
         return self.model.candidate(rows_of(found)[0]) if len(found) else None
 

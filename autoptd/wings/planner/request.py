@@ -1,7 +1,7 @@
-"""What a user asks the planner: a model, GPUs, a batch, and what is fixed or allowed.
+"""Define a request to the planner: a model, GPUs, a batch, and fixed or allowed values.
 
 In: the keywords of `plan`. Out: a `Request`: a shape, a cluster, and for every choice the values that may be
-tried. What the runtime does not have yet (`options.NOT_YET`) is tried only where it is asked for.
+tried. Features that the runtime does not have yet (`options.NOT_YET`) are tried only on request.
 
     make_request({"layers": 24, "hidden": 2304, "heads": 24, "seq": 2048}, gpus=32, cluster="dgx-a100",
     batch=512, t=8)
@@ -36,7 +36,7 @@ RUNS = {"recompute": ("none",), "zero": (0,)}
 
 @dataclass(frozen=True)
 class Request:
-    """One question to the planner.
+    """One request to the planner.
 
     `pinned`: columns of the search ("t", "p", "d", "c", "v", "b") with the values that are wanted; the others
     are free. `recompute`, `sequence_parallel`, `zero`, `schedules`: the values to try; of schedules None is
@@ -97,7 +97,7 @@ def make_request(
 ) -> Request:
     """Check the keywords of `plan` and return the Request.
 
-    PlanError names what is wrong and what could be said.
+    PlanError names the wrong keyword and its legal values.
     """
     found = find_cluster(cluster).with_software(software)
     for name, value in (("gpus", gpus), ("batch", batch)):
@@ -110,7 +110,7 @@ def make_request(
         if name not in DEGREES:
             raise PlanError(f"{name}=", "no such keyword", ", ".join(DEGREES))
         if value == ANY:
-            # Other degrees are free where nothing is said; c is 1 then, as long as the runtime does not have it.
+            # Degrees default to free, except c, which is 1 until the runtime has it.
             if name == "c":
                 pinned["c"] = tuple(divisors(gpus))
         elif value is not None:
@@ -132,7 +132,7 @@ def make_request(
         recompute=_values("recompute", recompute, RECOMPUTE),
         sequence_parallel=_values("sequence_parallel", sequence_parallel, (False, True)),
         zero=_values("zero", zero, ZERO),
-        # What `parallelize` would train in, where nothing is said.
+        # The default training precision of `parallelize`.
         precision=precision or "fp32",
         schedules=(None,) if schedule is None else _schedules(schedule),
         placement=placement,

@@ -1,12 +1,12 @@
-"""S3: the exact optimum over all candidates of a cost model, with bounds (Subramanian et al.,
-arXiv:2410.00273, section 3.3).
+"""Find the exact optimum over all candidates of a cost model with bounds: S3 of Subramanian et al.,
+arXiv:2410.00273, section 3.3.
 
-In: a `CostModel`, which says what the candidates are, as columns of integers, and gives bytes and seconds for
-many of them at once. Out: the best few, in order, and why the others are not among them. A candidate is a
-*configuration* (degrees, microbatch size and the like) with one of its *variants* (where its groups sit on
-the fast network): bytes belong to the configuration, seconds to both. Configs that do not fit are dropped
-whole; the others are expanded from the smallest lower bound on, until the bound is past the worst that is
-kept. So the answer is that of evaluating everything, which tests hold.
+In: a `CostModel`, which lists the candidates as columns of integers, and gives bytes and seconds for many of
+them at once. Out: the best few, in order, and why the others are not among them. A candidate is a
+*configuration* (degrees, microbatch size and the like) with one of its *variants* (the placement of its
+groups on the fast network): bytes depend on the configuration, seconds on both. Configs that do not fit are
+dropped whole; the others are expanded in order of their lower bounds, until the bound exceeds the worst
+candidate kept. So the result equals that of evaluating everything, which tests check.
 
     found = search(model, keep=10)
     found.columns["p"][0], found.seconds[0]

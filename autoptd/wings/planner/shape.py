@@ -29,7 +29,7 @@ class Shape:
     `layers` L, `hidden` h, `heads` a, `seq` s, `vocab` V, `ffn` the inner width of the MLP (4h), `kv_heads`
     key and value heads (a), `head_dim` width of a head (h/a), `mlp_matrices` 2 (up, down) or 3 (gate, up,
     down: SwiGLU and its like). `biases` of linear layers, learned `positions`, a head `tied` to the
-    embedding, and `dropout` on the residual branches and attention: where not said, a model with two MLP
+    embedding, and `dropout` on the residual branches and attention: by default, a model with two MLP
     matrices is a GPT and has all four, one with three a Llama and none. Without learned positions queries and
     keys are rotated; a Llama's norms have a weight and no bias.
     """

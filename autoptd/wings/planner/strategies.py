@@ -1,8 +1,8 @@
 """Which strategy when: the same model on one GPU, on one node, on all GPUs, and on a slow network, as far as
 `gpus` go.
 
-In: what `plan` takes. Out: `Case`s, and text: the best plan of each case, and what its time goes to beside
-computation. Nothing is a rule of thumb here: each case is a search of its own.
+In: the arguments of `plan`. Out: `Case`s, and text: the best plan of each case, and where its time goes
+besides computation. No rules of thumb are used: each case is a separate search.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def which_when(
     """Plan the same model for one GPU, one node, `gpus` GPUs, and those with a network that is ten times
     slower.
 
-    Where `gpus` are no more than a node, that is one GPU and `gpus`.
+    If `gpus` fit on a node, the cases are one GPU and `gpus`.
     """
     here = find_cluster(cluster)
     node = here.gpus_per_node

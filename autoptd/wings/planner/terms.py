@@ -1,8 +1,9 @@
-"""The terms of a step's time: seconds of a layer, of both ends of the model, of a boundary, and of what
-happens once a step.
+"""Compute the terms of a step's time: seconds of a layer, of both ends of the model, of a boundary, and once
+per step.
 
-In: a shape, a cluster, a setting (one, or arrays of candidates). Out: `Terms`, from which `predict.py`
-simulates the schedule and `estimate.py` closes the sum. Both see the same terms; that is why they agree.
+In: a shape, a cluster, a setting (one, or arrays of candidates). Out: `Terms`, with which `predict.py`
+simulates the schedule and `estimate.py` evaluates its closed form. Both agree because they use the same
+terms.
 """
 
 from __future__ import annotations
@@ -40,12 +41,10 @@ OPTIMIZER_BYTES = {2: 56, 4: 40}
 
 @dataclass(frozen=True)
 class Passes:
-    """Seconds of one microbatch on one rank: forward, backward, what is computed again.
+    """Seconds of one microbatch on one rank: forward, backward, recomputation and exposed communication.
 
-    And exposed communication.
-
-    `exposed`: over tp and cp, as far as no computation hides it; the backward's has that of what is computed
-    again too. `fetch`: that of ZeRO-2 and 3.
+    `exposed`: over tp and cp, as far as no computation hides it; that of backward includes recomputation.
+    `fetch`: that of ZeRO-2 and 3.
     """
 
     forward: Number
@@ -132,7 +131,8 @@ class _Counter:
         again = core if is_selective else redone * repeated
         overlap = self.cluster.software.dp_overlap
         tp_forward, tp_backward = self._exchanges(forward, backward)
-        # The sum behind the last product is not repeated: of two, and with sequence parallelism of four calls one.
+        # The sum after the last product is not repeated: one of two calls, or of four with sequence
+        # parallelism.
         needed = 0.75 if self.setting.sequence_parallel else 0.5
         exchanged = 1.0 if is_all else needed
         cp_forward, cp_backward = self._attend(operators)
@@ -184,9 +184,9 @@ class _Counter:
     def _exchanges(self, forward: Number, backward: Number) -> tuple[Number, Number]:
         """Time a layer's exchanges over tp that are not hidden, forward and backward: two each way.
 
-        The backward's run beside the products of the weights' gradients. With sequence parallelism that is so
-        for the reduce-scatter and for the second gather of a product's input, and the gradient's own gather
-        is like a forward's.
+        Those of backward overlap the wgrad GEMMs. With sequence parallelism that holds for the reduce-scatter
+        and for the second gather of a product's input, while the gather of the gradient is like one in
+        forward.
         """
         software, both = self.cluster.software, 2 * self._exchange()
         one_way = _exposed(both, forward, software.tp_overlap)
@@ -196,14 +196,16 @@ class _Counter:
         return one_way, _exposed(both, backward, beside)
 
     def _attend(self, operators: Sequence[Operator]) -> tuple[Number, Number]:
-        """Time what attention of ranks with other tokens exchanges, forward and backward, as far as nothing hides it."""
+        """Time what attention of ranks with other tokens exchanges, forward and backward, as far as nothing
+        hides it.
+        """
         setting, shape, network = self.setting, self.shape, self.network
         local, tokens = setting.local("cp", self.cluster.gpus_per_node), setting.microbatch * shape.seq
         # Of the whole sequence: each rank has the keys and values of all others, or all tokens' heads.
         queries = self.e * tokens * shape.query_width / setting.t
         keys = self.e * tokens * kv_width(shape, setting.t)
         if self.cluster.software.context == "ring":
-            # Keys and values go around beside the attention of those that came before; gradients go with them.
+            # Keys and values circulate during attention on the previous ones; gradients go with them.
             once = network.all_gather(2 * keys, setting.c, local)
             core = [operator for operator in operators if operator.part == CORE]
             forward, backward = self.clock.forwards(core), self.clock.backwards(core)
@@ -287,7 +289,9 @@ class _Counter:
 
 
 def _exposed(communication: Number, computation: Number, overlap: float) -> Number:
-    """Return what is left of a communication beside a computation that hides the share `overlap` of it."""
+    """Return the exposed part of a communication during a computation that hides the fraction `overlap` of
+    it.
+    """
     return communication - np.minimum(overlap * communication, computation)
 
 

@@ -39,7 +39,7 @@ class Clock:
         return self.cluster.gpu.memory_bandwidth * self.cluster.gpu.memory_fraction
 
     def moved(self, nbytes: Number) -> Number:
-        """Return the seconds of a kernel that moves so many bytes."""
+        """Return the seconds of a kernel that moves `nbytes`."""
         return nbytes / self.copy_rate + self.cluster.gpu.kernel_seconds
 
     def product(self, batch: Number, m: Number, n: Number, k: Number, extra: Number = 0) -> Number:

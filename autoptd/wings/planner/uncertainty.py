@@ -1,4 +1,4 @@
-"""How far two predictions may be off each other: what was found where they were compared with measurements.
+"""Bound the relative error between two predictions, by comparisons with measurements.
 
 In: a cluster with its software, a precision, whether ZeRO-3 is in question. Out: a relative number, or
 infinity where nothing like it has been measured: another machine, other software, 32 bits where 16 were
