@@ -1,4 +1,4 @@
-"""Write one stage as a Python file that a person can read top to bottom.
+"""Write one stage as a Python file that reads from top to bottom.
 
 In: the operators of a stage (`parts.py`), the methods that it calls, and an `About`. Out: a `StageFile` with
 the source text, and the names that the stage reads and writes. The file imports only torch and

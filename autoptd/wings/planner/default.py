@@ -1,5 +1,5 @@
-"""The planner's own cost model as `autoptd.wings.planner.search` wants it: configurations, variants, bytes and
-seconds of a request.
+"""Implement the cost model of a request for `autoptd.wings.planner.search`: configurations, variants, bytes
+and seconds.
 
 In: a `Request`. A configuration is (t, p, d, c, v, b) with one of the request's ways to set the switches
 (recomputation, sequence parallelism, ZeRO, schedule); its variants are placements on the nodes, where the
@@ -48,7 +48,7 @@ REASONS = (
     "d does not divide the batch",
     "c does not divide the tokens",
 )
-# Of a longer schedule, only so many actions are simulated for each candidate.
+# At most this many actions of a longer schedule are simulated for each candidate.
 SIMULATED_ACTIONS = 10_000
 
 
@@ -60,7 +60,7 @@ class DefaultModel:
 
     @property
     def uncertainty(self) -> float:
-        """What was found for this cluster, software and precision; infinity where nothing was measured."""
+        """The uncertainty for this cluster, software and precision; infinity if nothing was measured."""
         return uncertainty(self.request.cluster, self.request.precision, 3 in self.request.zero)
 
     @property
@@ -155,7 +155,8 @@ class DefaultModel:
         different, back = unique_rows(
             {"p": configs["p"], "v": configs["v"], "schedule": which}, ("p", "v", "schedule")
         )
-        # Once for each different row: of millions of configurations only some hundred differ in these columns.
+        # Once for each different row: of millions of configurations only some hundred differ in these
+        # columns.
         runs = {p: self._pairs(p) for p in divisors(self.request.gpus)}
         columns = [different[name].tolist() for name in ("p", "v", "schedule")]
         has_schedule = [(schedule, v) in runs[p] for p, v, schedule in zip(*columns, strict=True)]

@@ -1,17 +1,20 @@
-"""The closed form: step time and memory of many candidates at once, for a search.
+"""Estimate the step time and memory of many candidates at once in closed form, for a search.
 
-In the same terms as `predict.py`.
+It uses the same terms as `predict.py`.
 
 In: a shape, a cluster, a `Setting` whose degrees are arrays. Out: an `Estimate` of arrays. It differs from
-`predict` in the pipeline only: no schedule is run, but its length is written down for stages that are equal
-but for their ends.
+`predict` in the pipeline only: instead of running the schedule, it uses a formula for its length, for stages
+that are equal except for the ends of the model.
 
-- 1F1B and GPipe: (m - 1) * (longest stage) + one microbatch through all stages and back. 1F1B has p of them in flight: where
-  messages take time beside computation, each round of p may wait for the first one's way there and back.
-- interleaved, looped_bfs: m * (busiest rank) + (p - 1) * (a chunk and its messages, forward and back), and what a rank waits
-  from chunk to chunk where a group of microbatches is shorter than the way around the p ranks (`_laps`).
-- zero bubble: zb_h1 idles (p - 1) * (F + B - W), zb_2p (p - 1) * (F + B - 2 W) (Qi et al. 2023, table 2), F, B and W being a
-  stage's; zbv not at all, which is a lower bound: it waits where F, B and W differ, every microbatch anew.
+- 1F1B and GPipe: (m - 1) * (longest stage) + one microbatch through all stages and back. 1F1B has p of them
+  in flight: where messages take time beside computation, each round of p may wait for the first one's way
+  there and back.
+- interleaved, looped_bfs: m * (busiest rank) + (p - 1) * (a chunk and its messages, forward and back), and
+  what a rank waits from chunk to chunk where a group of microbatches is shorter than the way around the p
+  ranks (`_laps`).
+- zero bubble: zb_h1 idles (p - 1) * (F + B - W), zb_2p (p - 1) * (F + B - 2 W) (Qi et al. 2023, table 2), F,
+  B and W being a stage's; zbv not at all, which is a lower bound: it waits where F, B and W differ, every
+  microbatch anew.
 
     setting = Setting(t=np.array([8, 8]), p=np.array([12, 24]), d=np.array([4, 2]), batch=1536)
     estimate(shape, cluster, setting).step_seconds        # an array of two
@@ -205,7 +208,7 @@ def _once(
         held.first, np.where(np.asarray(setting.p) == 1, 0, np.maximum(held.last, held.middle))
     )
     reduce = terms.reduce(parameters)
-    # Gradients may be summed beside the last microbatch; with chunks, beside the last group.
+    # Gradient sums may overlap the last microbatch; with chunks, the last group.
     window = microbatch * np.where(
         np.asarray(setting.v) > 1, np.minimum(setting.p, setting.num_microbatches), 1
     )

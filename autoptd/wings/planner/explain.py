@@ -1,9 +1,9 @@
-"""Why a plan is the best, in words: every number is of the same model, most of them of a search of their own.
+"""Explain in words why a plan is the best; all numbers are from the same model, most from a separate search.
 
-In: `RankedCandidates`. Out: text: what was chosen; the term that decides against the runner-up and how far
-that one is; which of the three takeaways of Narayanan et al. (SC'21, section 3) holds here, each with the
-best plan that does not follow it: among what was asked for, and where nothing of that fits, among all
-degrees; what the runtime cannot do yet.
+In: `RankedCandidates`. Out: text: the choice; the term that decides against the runner-up, and its distance;
+which of the three takeaways of Narayanan et al. (SC'21, section 3) holds here, each with the best plan that
+does not follow it, within the request or, if nothing in it fits, among all degrees; and features that the
+runtime does not have yet.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Other:
 def explain_plan(plan: RankedCandidates) -> str:
     """Explain a plan's best candidate."""
     lines = [*_chosen(plan), *_against_the_next(plan), *takeaways(plan)]
-    # Last, as it limits all that was said: this plan cannot be run as it is.
+    # This comes last, as it qualifies the rest: the plan cannot be run unchanged.
     if plan.best.not_yet:
         lines.append(
             f"The runtime does not have yet, and plan.json leaves out: {settings_text(plan.best.not_yet)}."

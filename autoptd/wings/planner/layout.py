@@ -22,8 +22,8 @@ Number = Any
 def split_layers(layers: int, stages: int, first: float, last: float, layer: float) -> list[int]:
     """Return the layers of each stage: equal where they divide, as published systems demand.
 
-    Else each layer that is left over goes to the stage that is shortest then; `first` and `last` are the
-    seconds of the ends beside their layers.
+    Else each remaining layer goes to the stage that is currently shortest; `first` and `last` are the
+    seconds of the ends in addition to their layers.
     """
     counts = [layers // stages] * stages
     if layers % stages:

@@ -1,4 +1,4 @@
-"""Measure this machine, and write what a cluster file says of it: products, memory, collectives and messages.
+"""Measure this machine, and write its cluster file: products, memory, collectives and messages.
 
 In: how many ranks of one node to measure with. Out: a record as `cluster.read_cluster` takes it, or a TOML
 file. GPUs are measured with bf16 products and NCCL, CPUs with float32, one thread a rank, and gloo. It takes
@@ -7,8 +7,8 @@ half a minute.
     autoptd measure mine.toml --ranks 2
     autoptd.predict(shape, "mine.toml", ...)
 
-What is fitted: seconds of a product are `2 m n k (1 + ramp / k) / rate`, of a collective `hops * latency +
-bytes on the wire / bandwidth`; two numbers each, by least squares of relative errors. The network between
+The fitted formulas: seconds of a product are `2 m n k (1 + ramp / k) / rate`, of a collective `hops * latency
++ bytes on the wire / bandwidth`; two numbers each, by least squares of relative errors. The network between
 nodes cannot be seen from one node: it is written as the links in the node, with a remark.
 """
 
@@ -77,7 +77,7 @@ def measure_compute(device: str) -> Record:
     """Measure products, copies, and the start of a small operator, on one device with one thread."""
     rate, ramp = fit_products(time_products(device, torch.bfloat16 if device == "cuda" else torch.float32))
     rate_32 = rate if device == "cpu" else fit_products(time_products(device, torch.float32))[0]
-    # Written once: a CPU would read memory that nobody wrote from one page of zeros, in its cache.
+    # Write the buffer once: a CPU would read unwritten memory from a single cached page of zeros.
     large = torch.randn(1 << (24 if device == "cpu" else 28), device=device)
     other, small = torch.empty_like(large), torch.zeros(8, device=device)
     copied = 2 * large.numel() * large.element_size() / seconds_of(lambda: other.copy_(large), device)
@@ -219,7 +219,7 @@ def seconds_of(call: Callable[[], Any], device: str) -> float:
 
 
 def _sync(device: str) -> None:
-    """Wait for what was started: kernels run on their own."""
+    """Wait for the kernels in flight, which run asynchronously."""
     if device == "cuda":
         torch.cuda.synchronize()
 

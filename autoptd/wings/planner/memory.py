@@ -1,8 +1,8 @@
-"""Bytes that a rank holds: parameters with their state, and what the forwards in flight keep for their
-backwards.
+"""Compute the bytes that a rank holds: parameters with their state, and the saved activations of microbatches
+in flight.
 
-In: a shape, a cluster, a setting. Out: bytes of a layer's and of the ends' activations for one microbatch, of
-a parameter's state, and of what is there for a moment only. Numbers or arrays alike.
+In: a shape, a cluster, a setting. Out: bytes of the activations of a layer and of the ends for one
+microbatch, of a parameter's state, and of temporary values. Numbers or arrays alike.
 
     state_bytes(Setting(d=4, zero=1), Software())       # State(weight=2, gradient=4, optimizer=3.0), in bf16
 
@@ -50,8 +50,8 @@ class State:
 class Activations:
     """Bytes that one microbatch keeps for backward on one rank: in a `layer`, the `embedding`, the `head`.
 
-    And what is there beside it `once`, while a layer runs: its own values under full recomputation, and
-    gradients; `logits` on the last stage.
+    In addition there are the bytes held `once`, while a layer runs: its values under full recomputation, and
+    gradients; and the `logits` on the last stage.
     """
 
     layer: Number
@@ -91,7 +91,9 @@ def _has_copied_gradient(setting: Setting, software: Software) -> bool:
 
 
 def add_overheads(held: Mapping[str, Sequence[float]], software: Software) -> dict[str, tuple[float, ...]]:
-    """Add "slack", a share of a rank's tensors, and "context", which is no tensor, to bytes by kind and rank."""
+    """Add "slack", a fraction of a rank's tensors, and "context", memory outside of tensors, to bytes by kind
+    and rank.
+    """
     tensors = [sum(row) for row in zip(*held.values(), strict=True)]
     slack = [software.slack * nbytes for nbytes in tensors]
     found = {**held, "slack": slack, "context": [software.context_bytes] * len(tensors)}
@@ -121,7 +123,7 @@ def count_activations(shape: Shape, cluster: Cluster, setting: Setting) -> Activ
     value = e * setting.microbatch * shape.seq / setting.c * shape.hidden
     share, is_selective = setting.full_share, setting.recompute == "selective"
     kept = (1 - share) * (whole - core * is_selective) + share * value / sizes.r
-    # What one layer holds beside its input while it is computed again.
+    # The bytes that one layer holds in addition to its input while it is recomputed.
     again = whole - value / sizes.r if share else core * is_selective
     head = head_operators(shape, sizes)
     logits = sum(operator.saved for operator in head if operator.name == "cross-entropy")

@@ -84,7 +84,7 @@ def _families(shape: Shape, said: Mapping[str, bool], free: Sequence[str]) -> It
     """
     for matrices in (2, 3):
         usual = dict.fromkeys(("biases", "positions", "tied", "dropout"), matrices == 2)
-        # What is usual of a family comes first: `min` keeps the first of shapes that fit equally well.
+        # The usual values of a family come first: `min` keeps the first of shapes that fit equally well.
         for values in itertools.product((matrices == 2, matrices != 2), repeat=len(free)):
             flags = {**usual, **dict(zip(free, values, strict=True)), **said}
             yield replace(shape, mlp_matrices=matrices, **flags)
@@ -108,7 +108,7 @@ def _flags(config: Any) -> dict[str, bool]:
 def _first(config: Any, names: tuple[str, ...]) -> int | None:
     for name in names:
         value = _value(config, name)
-        # Configs have None, 0 or -1 for what is to be derived.
+        # Configs have None, 0 or -1 for derived values.
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
     return None

@@ -1,4 +1,5 @@
-"""Seconds of collectives and messages on a network of two levels: links in a node, cards between nodes.
+"""Compute seconds of collectives and messages on a network of two levels: links in a node, cards between
+nodes.
 
 In: bytes, the size of a group, how many of its ranks share a node. Out: seconds. Numbers or numpy arrays
 alike.
@@ -58,7 +59,7 @@ class Network:
         """
         fast = self.cluster.fast.bandwidth * self.cluster.fast.fraction
         if not self.cluster.switched:
-            # Each pair of GPUs has links of its own: those to GPUs outside of the group are idle.
+            # Each pair of GPUs has separate links: those to GPUs outside of the group are idle.
             others = np.maximum(np.asarray(local) - 1, 1)
             fast = fast * others / max(self.cluster.gpus_per_node - 1, 1)
         between = np.where(np.asarray(local) > 1, np.minimum(fast, self._cards(local)), self._cards(local))

@@ -1,10 +1,10 @@
-"""The pipeline: the schedule run on paper with the seconds of every stage.
+"""Simulate the pipeline: the schedule with the seconds of every stage.
 
-In: the terms of a step's time, layers per stage. Out: a `Run`: seconds by kind, and the most that each rank
-keeps.
+In: the terms of a step's time, layers per stage. Out: a `Run`: seconds by kind, and the peak of the
+activations that each rank saves.
 
-A schedule of very many microbatches is run with fewer, twice: between its warm-up and its end every
-microbatch more takes the same time.
+A schedule with very many microbatches is simulated twice with fewer: between warm-up and end, every further
+microbatch takes the same time.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def run_pipeline(
     ranks = ranks_of_stages(build_orders(name, p, setting.v, 1))
     links = _links(terms, ranks, setting, cluster)
     overlap = cluster.software.pp_overlap
-    # What a message takes beside computation is the link's delay; the rest holds the stage up, so it counts as its time.
+    # What a message takes beside computation is the link's delay; the rest holds the stage up, so it counts
+    # as its time.
     exposed, forward, backward = [], [], []
     for at, stage in enumerate(stages):
         wait = (1 - overlap) * _waits(links, at, len(layers))
@@ -95,7 +96,7 @@ def run_pipeline(
     busiest = busy.index(max(busy))
     mine = [at for at, rank in enumerate(ranks) if rank == busiest]
     breakdown = _seconds_of([stages[at] for at in mine], [exposed[at] for at in mine], m)
-    # What is left of the whole is the busiest rank's idle time.
+    # The remainder of the total is the busiest rank's idle time.
     breakdown["bubble"] = max(makespan - sum(breakdown.values()), 0.0)
     # These two hold all microbatches before the first backward; others as many as the pipeline is long.
     is_all_live = name in ("gpipe", "looped_bfs")
@@ -103,7 +104,9 @@ def run_pipeline(
 
 
 def _seconds_of(stages: Sequence[Passes], exposed: Sequence[float], m: int) -> dict[str, float]:
-    """Sum the seconds by kind of a rank's stages in `m` microbatches; `exposed`: messages of each stage, one way."""
+    """Sum the seconds by kind of a rank's stages in `m` microbatches; `exposed`: messages of each stage, one
+    way.
+    """
     return {
         "compute": m * sum(stage.forward + stage.backward for stage in stages),
         "recompute": m * sum(stage.again for stage in stages),

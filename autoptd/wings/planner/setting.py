@@ -39,9 +39,9 @@ class Setting:
 
     `recompute` is "none", "selective" (the core of attention), "full" (every layer from its input) or a mix:
     "full:1/4" (or 1/2, 3/4) of the layers of each stage in full and none of the others, as an average where
-    that is not a whole number of layers. `zero` 0 to 3: what of optimizer state, gradients and parameters is
-    cut over the d * c ranks. `placement`: how many ranks of each axis share a node; what is left out follows
-    the order of ranks, tp fastest, then cp, dp, pp.
+    that is not a whole number of layers. `zero` 0 to 3: which of optimizer state, gradients and parameters
+    are sharded over the d * c ranks. `placement`: how many ranks of each axis share a node; missing axes
+    follow the order of ranks, tp fastest, then cp, dp, pp.
     """
 
     t: Number = 1

@@ -1,5 +1,4 @@
-"""The shape of a decoder-only transformer: all that the performance model needs to know of a model nobody
-wants to trace.
+"""Define the shape of a decoder-only transformer: all that the performance model needs, without a trace.
 
 In: a mapping with the keys below (the first four are needed). Out: a `Shape`, which counts parameters.
 

@@ -221,7 +221,7 @@ class _Counter:
     def _links(self) -> tuple[Number, Number]:
         """Time a boundary between stages of one node, and of two."""
         setting, software = self.setting, self.cluster.software
-        # Each tensor rank sends a t-th over the boundary (SC'21, section 4.1: scatter/gather); the receiver
+        # Each tensor rank sends 1/t over the boundary (SC'21, section 4.1: scatter/gather); the receiver
         # gathers.
         is_cut = setting.sequence_parallel or software.scatter
         nbytes = self.value_bytes / (setting.t if is_cut else 1)
@@ -289,9 +289,7 @@ class _Counter:
 
 
 def _exposed(communication: Number, computation: Number, overlap: float) -> Number:
-    """Return the exposed part of a communication during a computation that hides the fraction `overlap` of
-    it.
-    """
+    """Return the exposed part of a communication, given a computation that hides a fraction `overlap` of it."""
     return communication - np.minimum(overlap * communication, computation)
 
 

@@ -46,9 +46,9 @@ def predict_program(
 
     Its precision is that of most of its parameters' bytes.
 
-    Memory is the ledger's (`Program.memory`): "parameters", "gradients" and "optimizer", which is AdamW's moments and
-    what it steps; "activations" at the fullest moment of the simulated step; and the allocator's slack and the context,
-    as `predict` adds them.
+    Memory is the ledger's (`Program.memory`): "parameters", "gradients" and "optimizer", which is AdamW's
+    moments and what it steps; "activations" at the fullest moment of the simulated step; and the allocator's
+    slack and the context, as `predict` adds them.
     """
     check_program("autoptd.predict_program", program)
     cluster = find_cluster(cluster).with_software(software)
@@ -97,7 +97,9 @@ def predict_program(
 
 
 def _memory(program: Program, run: Simulation, software: Software) -> dict[str, tuple[float, ...]]:
-    """Return bytes by kind, each for all pipeline ranks: the first of each, with padding, as the runtime holds them."""
+    """Return bytes by kind, each for all pipeline ranks: the first of each, with padding, as the runtime
+    holds them.
+    """
     mesh = program.mesh
     states = [program.memory(mesh.at_stage(0, rank)) for rank in range(mesh.pipeline_ranks)]
     found = {
@@ -171,7 +173,7 @@ class _Reader:
     def plain(self, row: ProductCosts) -> tuple[float, float]:
         """Time products of one size.
 
-        Of backward's two, as far as they are needed, a weight's adds to its gradient.
+        Backward has up to two; the wgrad GEMM accumulates into the gradient.
         """
         batch, m, n, k = row.sizes
         work = 2 * batch * m * n * k
@@ -240,7 +242,7 @@ class _Reader:
 
     def _local(self, call: Collective) -> int:
         node = self.cluster.gpus_per_node
-        # A set of tied owners is no axis: its ranks are taken to lie as close as they can.
+        # A set of tied owners is not an axis: assume that its ranks are as close as possible.
         if call.axis in ("tp", "dp", "pp"):
             return int(np.minimum(self.setting.local(call.axis, node), call.group_size))
         return min(node, call.group_size)

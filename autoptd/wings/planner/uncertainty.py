@@ -37,7 +37,7 @@ class Compared:
 
     @property
     def apart(self) -> float:
-        """How far two of the predictions were off each other at most."""
+        """The largest relative discrepancy between two predictions."""
         return (1 + self.highest) / (1 + self.lowest) - 1
 
 
