@@ -257,7 +257,7 @@ class Axes:
         by_member = list(by_operand)
         if link.out is not None:
             by_member.append(self._atoms_of(node, link.out))
-        # The factorisations disagree: some end is no atom, or some member has other axes.
+        # The factorizations disagree: some end is not an atom, or some member has other axes.
         if not by_member or any(atoms_of_member is None for atoms_of_member in by_member):
             return []
         axes = [axis for axis, _ in by_member[0] or ()]

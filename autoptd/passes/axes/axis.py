@@ -17,7 +17,7 @@ from collections.abc import Sequence
 class Axis:
     """A factor of a dim. `parent` leads to the axis it was merged into, `parts` are its factors, major first.
 
-    `segments` are pieces of unequal sizes that lie one behind the other (q|k|v), each a list of factors.
+    `segments` are consecutive pieces of unequal sizes (q|k|v), each a list of factors.
     """
 
     __slots__ = ("parent", "parts", "segments", "size")

@@ -83,7 +83,7 @@ def _combined(node: Node, call: Call, read: Sequence[Bounds], sizes: tuple[int, 
     name, record = op_name(node), operator_of(node)
     if name in ("aten.tril", "aten.triu"):
         return _triangle(call, read[0], name == "aten.tril")
-    # An operand that is read twice has bounds of its own in each place.
+    # An operand that is read twice has separate bounds in each place.
     if sum(isinstance(arg, Node) for arg in node.args) != len(read) and not record.fills:
         return None
     if name in CHOOSES:
@@ -105,7 +105,7 @@ def _combined(node: Node, call: Call, read: Sequence[Bounds], sizes: tuple[int, 
 
 
 def _is_monotone(node: Node, read: Sequence[Bounds]) -> bool:
-    """Tell whether a row of the table holds for these arguments: small integers wrap around, and bits are no order."""
+    """Tell whether a row of the table holds for these arguments: small integers wrap, bits have no order."""
     record, dtypes = operator_of(node), [bounds.lo.dtype for bounds in read]
     dtype = value(node).dtype
     if record.moves == "cast":

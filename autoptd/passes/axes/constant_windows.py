@@ -147,7 +147,7 @@ def _select(piece: Piece) -> Call:
 
 def _triangle(piece: Piece) -> Call:
     node = piece.node
-    # The window has a triangle of its own, whose diagonal is shifted by where it begins.
+    # The window is a triangle too, whose diagonal is shifted by the start of the window.
     rows, columns = piece.window[-2:]
     diagonal = argument(node, "diagonal") + rows[0] - columns[0]
     keep = torch.tril if op_name(node) == "aten.tril" else torch.triu

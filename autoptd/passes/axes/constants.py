@@ -211,7 +211,7 @@ def _within(x: torch.Tensor, window: Window) -> torch.Tensor:
 
 
 def _count(node: Node) -> int:
-    """Count the entries of a value; an expand is a view, and takes no memory of its own."""
+    """Count the entries of a value; an expand is a view, and allocates no memory."""
     stored = node.all_input_nodes[0] if op_name(node) == "aten.expand" else node
     return math.prod(shape(stored)) if is_tensor(stored) else 0
 

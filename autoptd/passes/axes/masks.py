@@ -26,11 +26,11 @@ from autoptd.passes.axes.bounds import TILE, bounds_of
 from autoptd.passes.axes.constant_windows import Piece, Window, whole
 from autoptd.passes.axes.constants import BLOCK, Constants
 
-# A score of this or less has no weight beside one that is not masked.
+# A score of this or less has zero weight compared with one that is not masked.
 HIDDEN = -1e9
 # A score that is lowered by no more keeps its digits.
 SEEN = -100.0
-# So many masks, of one head each, are examined.
+# At most this many masks, of one head each, are examined.
 MAX_MASKS = 64
 
 
@@ -184,7 +184,7 @@ def _hides_all_but(masked: Masked, piece: Piece, window: int, constants: Constan
     n = piece.sizes[-1]
     tiles = -(-n // TILE)
     edges = TILE * torch.arange(tiles)
-    # How far the first query of a tile lies behind its first key; within the tile it is up to TILE - 1 more or less.
+    # Distance of a tile's first query after its first key; within the tile it varies by up to TILE - 1.
     behind = edges[:, None] - edges[None]
     all_seen = (behind - (TILE - 1) >= 0) & (behind + TILE - 1 < window)
     none_seen = (behind + TILE - 1 < 0) | (behind - (TILE - 1) >= window)

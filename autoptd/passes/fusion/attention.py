@@ -66,7 +66,7 @@ def attention(node: Node, constants: Constants) -> Found:
     if not chain.enter(scores.product, *PRODUCTS):
         return Refusal("attention", node, f"its scores are a {op_name(scores.product)}")
     q, key = scores.product.args
-    # `q @ k.transpose(-2, -1)`: with a product of any other two values, it is no attention.
+    # `q @ k.transpose(-2, -1)`: a product of any other two values is not attention.
     if not is_op(key, "aten.transpose", "aten.permute", "aten.t"):
         return Refusal("attention", node, "its keys do not come transposed")
     if any(len(shape(factor)) != 4 or shape(factor)[:-2] != shape(v)[:-2] for factor in (q, key)):
@@ -149,7 +149,7 @@ def _scores(chain: Chain, node: Any, constants: Constants) -> Scores | str:
 
 
 def _masked(chain: Chain, node: Any) -> Masked | None:
-    """Return the mask that was applied to scores last; None where `node` is no masking."""
+    """Return the mask that was applied to scores last; None if `node` does not mask."""
     if is_op(node, "aten.add") and len(node.args) == 2 and not node.kwargs:
         a, b = node.args
         if not (isinstance(a, Node) and isinstance(b, Node)):
@@ -157,7 +157,7 @@ def _masked(chain: Chain, node: Any) -> Masked | None:
         # The scores are what needs a gradient, or has more dims.
         if (note(b).needs_grad and not note(a).needs_grad) or len(shape(a)) < len(shape(b)):
             a, b = b, a
-        # Adding a bool adds 1: that is no mask.
+        # Adding a bool adds 1, so it is not a mask.
         if torch.bool in (value(a).dtype, value(b).dtype):
             return None
         chain.members.add(node)

@@ -71,7 +71,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why operators that look like a pattern stay as they are."""
+    """The reason why operators that look like a pattern are not fused."""
 
     op: str
     result: Node
@@ -80,7 +80,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Groups:
-    """What was found on CONNECTED for a backend: `chosen`, and the refusals."""
+    """The findings on CONNECTED for a backend: `chosen`, and the refusals."""
 
     chosen: tuple[Group, ...] = ()
     refused: tuple[Refusal, ...] = ()

@@ -101,7 +101,7 @@ def find_fusions(graph: Graph, ctx: Context) -> None:
 
 
 def _checked(found: Found) -> Found:
-    """Return a group if only its own operators read its inner values; otherwise the reason why it stays as it is."""
+    """Return a group if only its operators read its inner values; otherwise why it is not fused."""
     if not isinstance(found, Group):
         return found
     if any(map(is_over_classes, found.members)):
@@ -146,7 +146,7 @@ def substitute(plain: Graph, ctx: Context) -> Graph:
         elif op_name(group.result) != "aten.layer_norm":
             told[replace(_fusion(group.op, group.result), form=form)] += 1
             made[group.result] = _substitute(graph, group, made, groups.backend)
-    # The sums that norms took along are no members, but unread like them.
+    # The sums that norms absorbed are not members, but are unread like them.
     unread = dict.fromkeys(made)
     for group in chosen:
         if group.result in made:
@@ -188,13 +188,13 @@ def _substitute(graph: Graph, group: Group, made: dict[Node, Node], backend: str
 
 
 def norm_total(group: Group, made: dict[Node, Node]) -> Node | None:
-    """Return the sum that a norm can compute itself: nobody reads it earlier, and it is still an operator of its own."""
+    """Return the sum that a norm can compute itself: a separate operator that has no earlier reader."""
     x = group.operands[0]
     if group.op not in ("rms_norm", "layer_norm") or x in made or norms.sum_of(x) is None:
         return None
     if note(x).stages != note(group.result).stages:
         return None
-    # The sum now comes out of the norm: the residual behind the layer reads it later, and may.
+    # The sum is now a result of the norm, which the residual after the layer may read, as it comes later.
     is_late = all(user in group.members or group.result < user for user in x.users)
     return x if is_late else None
 
@@ -258,7 +258,7 @@ def _dropout_add(graph: Graph, group: Group, operands: tuple[Any, ...]) -> Node:
     # The bias leaves its GEMM, and is added whole on every rank.
     if bias is not None:
         x.args[0].args = x.args[0].args[:2]
-    # The arguments of markers.dropout behind x.
+    # The arguments of markers.dropout after x.
     keywords = dict(zip(("rate", "site", "batch", "shard"), group.literals.args[1:], strict=True))
     made = _call(graph, group, markers.FUSED["bias_dropout_add"], operands, keywords)
     note(made).axis = note(group.literals).axis
@@ -281,7 +281,7 @@ def _call(graph: Graph, group: Group, target: Any, args: tuple[Any, ...], kwargs
 
 
 def erase_unread(graph: Graph, members: list[Node]) -> None:
-    """Remove those operators that nobody reads, and the operands that only they read."""
+    """Remove dead operators, and the operands that only they read."""
     # Last ones first: torch.fx refuses to erase a node that has readers.
     unread = sorted(set(members), reverse=True)
     while unread:

@@ -19,7 +19,7 @@ from autoptd.ir.operators.record import argument
 from autoptd.ir.operators.table import operator_of, says_shape
 from autoptd.passes.fusion.chain import Chain, Found, Group, Refusal, is_op, local_size, rows
 
-# If the logits of a microbatch take less, a loss in chunks is no faster (benchmarks/fusion.py).
+# If the logits of a microbatch take less, a loss in chunks is not faster (benchmarks/fusion.py).
 MIN_LOGITS_BYTES = 8 << 20
 
 
@@ -95,7 +95,7 @@ def in_chunks(
     x, weight, targets, bias = operands
     for view in group.moved:
         record = note(view)
-        # The view's rows, with the hidden width in the place of the vocabulary.
+        # The view's rows, with the hidden width instead of the vocabulary.
         size = (*local_size(view)[:-1], local_size(x)[-1])
         args = (x, list(size)) if says_shape(view) else (x, *view.args[1:])
         with graph.inserting_before(group.result):

@@ -44,7 +44,7 @@ def _weighted(chain: Chain, node: Any, bias: Node | None) -> Found:
                 found = _normal(branch, branch.uncast(rest))
                 if found is not None:
                     return _group(branch, found, vector, bias, offset)
-    # Without a weight, x * rsqrt(...) is such a product itself; with a bias and no weight it is no norm.
+    # Without a weight, x * rsqrt(...) is such a product itself; with a bias and no weight it is not a norm.
     if bias is not None:
         return None
     found = _normal(chain, node)
@@ -105,7 +105,7 @@ def norm_of_sum(node: Node) -> Found:
 
 
 def sum_of(node: Any) -> tuple[Node, Node] | None:
-    """Return (a, b) if `node` is the sum of two values of its own shape and dtype."""
+    """Return (a, b) if `node` is the sum of two values of the same shape and dtype."""
     if not is_op(node, "aten.add") or len(node.args) != 2 or node.kwargs:
         return None
     a, b = node.args

@@ -4,7 +4,7 @@ In: a LOCAL graph, what every operator saves, what a plan pins of that, and what
 `Wish`, as of the choices that users name (`requested.py`). Each layer is chosen for alone and exactly (`min_cut.py`);
 equal ones are solved once.
 
-What a layer reads from outside, and what is read behind it, it can only keep.
+Values that a layer reads from outside, and values read after it, can only be kept.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ Holders = dict[Storage, Node]
 
 @graph_pass(takes=Form.LOCAL, gives=Form.LOCAL, changes=("keep",), finds=("kept", "kept_values"))
 def keep(graph: Graph, ctx: Context) -> None:
-    """Mark what is dropped, and what is computed again; find the bytes that stages keep."""
+    """Mark the values to drop and to recompute; find the bytes that stages save."""
     keeper = Keeper(graph, ctx)
     if keeper.pinned.error is not None:
         raise keeper.pinned.error
@@ -64,7 +64,7 @@ def _pinned(ctx: Context) -> tuple[Rate, ...]:
 
 
 class Keeper:
-    """The choice of what is kept, for a LOCAL graph: it marks the graph, as often as asked."""
+    """Choose the values to keep in a LOCAL graph, and mark them, repeatedly if needed."""
 
     def __init__(self, graph: Graph, ctx: Context) -> None:
         self.graph, self.ctx = graph, ctx
@@ -86,7 +86,7 @@ class Keeper:
         self._by_value = ByValue(graph, ctx, self._saved, self.pinned) if self.is_by_value else None
 
     def mark(self, rates: Sequence[Rate] = ()) -> None:
-        """Mark the graph anew; by value at the rates of the pipeline ranks."""
+        """Mark the graph again; by value at the rates of the pipeline ranks."""
         if not self._is_asked:
             return
         ctx = self.ctx

@@ -38,7 +38,7 @@ SOFTMAX = ("aten.softmax", "masked_softmax")
 
 
 class Wish(NamedTuple):
-    """What is dropped, and what is kept because recipes begin with it."""
+    """The values to drop, and the values to keep because recipes begin with them."""
 
     dropped: set[Storage]
     kept: set[Storage]
@@ -183,7 +183,7 @@ def _reached(node: Node, following: Callable[[Node], list[Node]], own: set[Node]
         at = left.pop()
         if at in own and at not in reached:
             reached.add(at)
-            # A mask has no gradient, and is no score.
+            # A mask has no gradient, and is not a score.
             if not flops(at):
                 left += [each for each in following(at) if note(each).needs_grad]
     return reached
@@ -199,7 +199,7 @@ def _named(nodes: list[Node], globs: Sequence[str]) -> list[Node]:
 
 
 def is_of(node: Node, glob: str) -> bool:
-    """Tell whether a glob names the module of a node, or one around that; behind a colon, the operator: `*.mlp:gelu`."""
+    """Tell whether a glob names a node's module or an enclosing one, and after a colon its operator: `*.mlp:gelu`."""
     parts = note(node).module.split(".")
     paths = [".".join(parts[:k]) for k in range(1, len(parts) + 1)]
     # Names may hold what means something in a glob, and colons.

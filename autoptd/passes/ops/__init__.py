@@ -1,1 +1,1 @@
-"""What is known of an operator: how its dims correspond, in which operands it is linear, what it costs."""
+"""Describe operators: how their dims correspond, in which operands they are linear, and their cost."""

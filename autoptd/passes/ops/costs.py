@@ -74,7 +74,7 @@ def passes_of(node: Node) -> int:
 
 
 def _is_frozen(node: Node) -> bool:
-    """Tell whether a value comes of parameters of which none is trained."""
+    """Tell whether a value depends on parameters, none of them trained."""
     return note(node).of_params and not note(node).needs_grad
 
 
@@ -137,7 +137,7 @@ def product_sizes(node: Node, shape: Size) -> Product:
         return record.product(node, shape)
     is_batched = bool(record.factors) and all(len(shape(read[i])) > 2 for i in record.factors)
     batch = math.prod(made[:-2]) if is_batched else 1
-    # The contracted size k is what is left of the FLOPs: records need not say where it stands.
+    # The contracted size k follows from the FLOPs, so records need not name its position.
     rows, columns = math.prod(made[:-1]) // batch, made[-1] if made else 1
     return (batch, rows, columns, flops(node, shape) // max(2 * batch * rows * columns, 1)), "product"
 

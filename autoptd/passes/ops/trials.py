@@ -23,7 +23,7 @@ from torch import Tensor
 
 from autoptd.compat import OpOverload
 
-# On so many of DRAWS the operator must give finite values that are not all equal.
+# On at least this many of DRAWS the operator must give finite values that are not all equal.
 MIN_DRAWS = 3
 # How much larger the roundings of a backward may be that takes logarithms.
 LINEARITY_TOLERANCE = 1000
@@ -110,7 +110,7 @@ class Answer:
     gradients: tuple[Tensor | None, ...]
 
     def limits(self) -> tuple[float, float]:
-        """Relative tolerance, and the size below which a tensor is noise beside the others."""
+        """Relative tolerance, and the size below which a tensor is noise compared with the others."""
         return _tolerance(self.values), 1e-3 * max(map(_size_of, (*self.values, *self.gradients)))
 
 
@@ -260,7 +260,7 @@ def answer(call: Call, tensors: Sequence[Tensor], cotangents: Sequence[Tensor] |
             ends, given = zip(*heads, strict=True)
             try:
                 grads = torch.autograd.grad(ends, [leaves[i] for i in floats], given, allow_unused=True)
-            # The backward is missing, or fails in a way of its own.
+            # The backward is missing, or fails in an operator-specific way.
             except Exception as error:
                 raise CannotTry(f"its backward fails: {str(error).splitlines()[0]}") from error
             for i, gradient in zip(floats, grads, strict=True):

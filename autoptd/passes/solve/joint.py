@@ -137,7 +137,7 @@ def _minimize_all(pair: Pair, answer: list[int], cost: float, sequential: dict[s
             found, new = minimize_left(pair, left)
         except TableTooLarge:
             return Answer(answer, cost, sequential, bound)
-        # Of equal ones the first: what is known to work stays.
+        # Take the first of equal answers, so that a plan known to work stays.
         if found is not None and new < cost:
             answer, cost = found, new
     return Answer(answer, cost, sequential, cost)

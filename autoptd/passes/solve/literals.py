@@ -154,7 +154,7 @@ def _check_growth(node: Node, other: Node, growth: Fraction) -> None:
 
 
 def _literals(node: Node) -> list[Any]:
-    """Return all arguments of a node that are no values of the graph."""
+    """Return all arguments of a node that are not values of the graph."""
     literals: list[Any] = []
 
     def visit(arg: Any) -> None:

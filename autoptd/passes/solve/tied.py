@@ -1,4 +1,4 @@
-"""The strategies of a graph, of which those of tied nodes are made once.
+"""Make the strategies of a graph, once for all tied nodes.
 
 In: a `Splitter`, and which node each is tied to (`ties.py`). Out: strategies by node, made on first use.
 

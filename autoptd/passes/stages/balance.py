@@ -26,7 +26,7 @@ from autoptd.passes.stages.line import Array, Line, Table
 SLACK = 1 + 1e-9
 # Weight of the pace of the chunks (`_score`). Found by simulation: within 2% of the best cut of small interleaved pipelines.
 PACE = 0.25
-# So many combinations of cuts are simply all tried.
+# Up to this many combinations of cuts are tried exhaustively.
 MAX_COMBINATIONS = 20_000
 # Rounds of simulation around the best cuts, and cuts that are simulated in each.
 MAX_ROUNDS, CUTS_PER_ROUND = 4, 16

@@ -67,12 +67,12 @@ class Table:
         # Bytes that differ by rounding fit.
         self.limit = memory * (1 + 1e-12)
         self.live = np.asarray(live, dtype=float).reshape(-1, len(ranks))
-        # The first operator behind every boundary.
+        # The first operator after every boundary.
         self.at = np.array([0, *(point + 1 for point in line.points), len(line.work)])
         self.work = self._sums_before(line.work)
         self.kept = self._sums_before(line.kept)
         levels = line.levels or [Level((), ())]
-        # Without a bound nobody leaves the first level.
+        # Without a bound every rank stays at the first level.
         levels = levels if np.isfinite(memory) else levels[:1]
         # Per level and boundary.
         self._saved = np.stack([self._sums_before(level.saved) for level in levels])
@@ -145,7 +145,7 @@ class Table:
         return list(zip(peaks.tolist(), self.beside[self.ranks].tolist(), strict=True))
 
     def stages(self, ends: Array) -> Array:
-        """Return the seconds of every stage, without what is made again."""
+        """Return the seconds of every stage, without recomputation."""
         return np.diff(self.work[ends], axis=-1) + self.crossing(ends)  # type: ignore[no-any-return]
 
     def crossing(self, ends: Array) -> Array:
@@ -153,7 +153,7 @@ class Table:
         return self.links[ends[..., :-1], ends[..., 1:]]  # type: ignore[no-any-return]
 
     def again(self, ends: Array) -> Array:
-        """Return the seconds of every stage in which backward makes again what is not kept."""
+        """Return the seconds of recomputation in every stage."""
         return self._of_stages(self._again, ends)
 
     def saved(self, ends: Array) -> Array:

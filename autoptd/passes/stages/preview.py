@@ -103,7 +103,7 @@ def _groups(ctx: Context) -> Groups:
 
 
 def _with_groups(ctx: Context, groups: Groups) -> Context:
-    """Return a context like another, with findings of its own."""
+    """Return a copy of a context with separate findings."""
     found = replace(ctx)
     found.found.groups = groups
     return found

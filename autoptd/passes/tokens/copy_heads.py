@@ -97,7 +97,7 @@ def _has_mask_of_heads(node: Node) -> bool:
 
 
 def _repeated(x: Node) -> Node:
-    """Return the heads that `x` has several times, one behind the other; else `x`."""
+    """Return the heads that `x` repeats consecutively; else `x`."""
     if op_name(x) == "aten.repeat_interleave":
         source, times, dim = operands(x)[0], argument(x, "repeats"), argument(x, "dim")
         # A tensor of counts may repeat each head another number of times.

@@ -79,7 +79,7 @@ def uncut(graph: Graph, region: Region) -> None:
         if node not in region.sources:
             editor.read_all(node, fills)
     for node, readers in region.readers.items():
-        # A slice is cut as it is.
+        # A slice is cut directly.
         if node not in region.sources:
             piece = editor.cut(node)
             for reader in readers:
