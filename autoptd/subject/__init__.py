@@ -1,1 +1,1 @@
-"""The model as it was handed in: its tensors, attributes and storage, read before anything is compiled."""
+"""Read the user's model before compilation: its tensors, attributes and storage."""

@@ -18,16 +18,14 @@ from autoptd.errors import TraceError
 from autoptd.ir.buffers import same_entries
 from autoptd.subject.contents import PLAIN, entries_of, has_entries
 
-# Of nn.Module itself: hooks and names, and its parameters, buffers and modules, which have names of their own.
+# Attributes of nn.Module itself: hooks, and the dicts of parameters, buffers and modules.
 OWN = {key for key in vars(nn.Module()) if key.startswith("_")}
-# Objects in objects.
+# Levels of nesting to search.
 DEEPEST = 5
 
 
 def check_state_dict(model: nn.Module) -> None:
-    """Refuse a state dict that is not the parameters and buffers under their own names: these the ranks load
-    and save.
-    """
+    """Refuse a state dict other than the parameters and buffers by name, which ranks load and save."""
     own = dict(model.named_parameters(remove_duplicate=False))
     expected = own | dict(model.named_buffers(remove_duplicate=False))
     found = model.state_dict(keep_vars=True)
@@ -75,7 +73,7 @@ def map_attribute_tensors(model: nn.Module, change: Callable[[Tensor], Tensor]) 
 
 @contextmanager
 def own_containers(model: nn.Module) -> Iterator[None]:
-    """Leave modules the very objects that their attributes are: torch.export puts copies of lists and dicts in their place."""
+    """Restore the attributes of modules: torch.export replaces lists and dicts by copies."""
     kept = [(vars(module), dict(vars(module))) for module in model.modules()]
     try:
         yield

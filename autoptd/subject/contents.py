@@ -1,4 +1,4 @@
-"""What can be written to in Python, and its content: read, compared, and put back.
+"""Read, compare and restore the content of anything that Python code can write to.
 
 In: a container, an object, or one name of a module or class. Out: its entries by the text that names each (`.calls`,
 `['n']`, `[0]`), the same for equal content.
@@ -28,7 +28,7 @@ import torch
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 CONTAINERS = (dict, list, set, deque)
 RAW = (bytearray, array.array)
-# Larger arrays are told apart by a sum of their bytes, and not put back.
+# Larger arrays are compared by a checksum of their bytes, and not restored.
 MAX_BYTES = 1 << 20
 MOST_VIEWS = 16
 
@@ -173,7 +173,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Moved:
-    """An object that nothing shows the content of, such as an iterator: a call has changed it."""
+    """Represent an object without visible content, such as an iterator, that a call has changed."""
 
     holder: Any
     how: str
@@ -231,14 +231,14 @@ def has_entries(value: Any) -> bool:
 
 
 def is_opaque(holder: Any) -> bool:
-    """Tell whether an object is one whose content is no attributes, but has a value that says it."""
+    """Tell whether an object's content is not in attributes, but in a value that identifies it."""
     return isinstance(holder, (*RAW, random.Random, io.StringIO, io.BytesIO, ContextVar)) or (
         is_numpy(holder) or _is_drawing(holder) or type(type(holder)).__module__ == "_ctypes"
     )
 
 
 def state_of(holder: Any) -> Any:
-    """Return a value that is equal as long as the content of an opaque object is."""
+    """Return a value that is equal as long as the content of an opaque object is unchanged."""
     if isinstance(holder, random.Random):
         # One that is being made has no state yet, and one of the system's never has.
         has_state = hasattr(holder, "gauss_next") and not isinstance(holder, random.SystemRandom)

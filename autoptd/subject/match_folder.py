@@ -83,8 +83,8 @@ def misfits(name: str, mine: torch.Tensor, folder: Weights) -> list[str]:
 
 
 def prefixed(model: nn.Module, wanted: Collection[str], found: Collection[str]) -> dict[str, str]:
-    """Rename what was saved from the base model (`wte.weight` is the model's `transformer.wte.weight`), or
-    the reverse.
+    """Rename tensors saved from the base model (`wte.weight` is the model's `transformer.wte.weight`), or the
+    reverse.
     """
     prefix = getattr(model, "base_model_prefix", "")
     names: dict[str, str] = {}
@@ -159,7 +159,7 @@ def with_values(model: nn.Module, folder: Weights) -> nn.Module:
     """Return a copy that can be traced: fake parameters for those on meta, the folder's persistent buffers,
     and the buffers on meta with the values that the model gives them. Everything else is the model's own.
 
-    PlanError for a buffer that nobody gives values.
+    PlanError for a buffer that gets no values.
     """
     mode, reader, kept = fake_mode(), folder.reader(), persistent_buffers(model)
     # What deepcopy finds in its memo, it takes instead of a copy.
@@ -195,7 +195,7 @@ def computed_buffers(model: nn.Module, names: Collection[str]) -> dict[str, torc
     before = {name: (buffer, buffer._version) for name, buffer in scratch.named_buffers()}
     initialize = getattr(scratch, "initialize_weights", None)
     if initialize is not None:
-        # The user's random state stays what it is.
+        # Do not change the user's random state.
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             initialize()
     now = dict(scratch.named_buffers())
@@ -229,7 +229,7 @@ def ties_of(model: nn.Module, declared: Mapping[str, str]) -> tuple[frozenset[st
     """
     names = tied_names(model)
     first = {name: group[0] for group in names.values() for name in group}
-    # What is no parameter here is nothing to write.
+    # Only parameters are written.
     known = {name: source for name, source in declared.items() if name in first and source in first}
     left_out = {name for name, source in known.items() if first[name] == first[source]}
     remarks = []
@@ -249,9 +249,7 @@ def ties_of(model: nn.Module, declared: Mapping[str, str]) -> tuple[frozenset[st
 
 
 def write_configs(model: nn.Module, folder: Path) -> None:
-    """Write the files beside the weights: config.json and generation_config.json, of models that have
-    them.
-    """
+    """Write config.json and generation_config.json next to the weights, for models that have them."""
     config: Any = copy.deepcopy(getattr(model, "config", None))
     if hasattr(config, "save_pretrained"):
         config.architectures = [type(model).__name__]

@@ -1,4 +1,4 @@
-"""What a model must be before it is traced: a plain module, on one device.
+"""Check a model before it is traced: it must be a plain module on one device.
 
 check_module(model)
 check_device(model, args, kwargs)
@@ -22,8 +22,8 @@ UNDIVIDED = "pass the model before it is divided; t, p, d and zero=1 of parallel
 
 
 def check_module(model: nn.Module) -> None:
-    """Refuse what is not a plain module with a plain state dict, quantised weights, and parameters that share
-    memory: a copy would not show it.
+    """Refuse anything but a plain module with a plain state dict, quantised weights, and parameters that share
+    memory, which a copy would not.
     """
     if not isinstance(model, nn.Module):
         raise PlanError("model", f"is {a_type(model)}, not a torch.nn.Module", "pass the module itself")
@@ -32,7 +32,7 @@ def check_module(model: nn.Module) -> None:
             "model", "is wrapped by torch.compile", "pass the module that it wraps: model._orig_mod"
         )
     check_wrappers(model)
-    # Before what is a consequence of it: such a module has more in its state dict, or other tensors.
+    # First: such a module has extra or other tensors in its state dict, which later checks would report.
     check_quantised(model)
     check_storage(model)
     check_state_dict(model)
@@ -40,7 +40,7 @@ def check_module(model: nn.Module) -> None:
 
 def check_wrappers(model: nn.Module) -> None:
     """Refuse a model that another library has divided or copied over ranks already."""
-    # Whoever wrapped a model has imported these; they take long.
+    # A wrapped model has imported these modules already; importing them here would be slow.
     fsdp, tensor = (sys.modules.get(f"torch.distributed.{name}") for name in ("fsdp", "tensor"))
     wrapped = fsdp.FullyShardedDataParallel if fsdp else ()
     for path, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Refuse a model with quantised weights: what is stored is packed integers and scales, which ranks cannot divide.
+"""Refuse a model with quantised weights: ranks cannot divide the stored packed integers and scales.
 
 In: the user's model. Out: nothing, or one TraceError that names the first such module, its kind, and how many there are.
 

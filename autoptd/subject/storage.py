@@ -3,10 +3,10 @@
 Buffers may share theirs with other buffers and attributes: nothing writes to them until others are loaded
 (`shared_buffers`).
 
-In: the user's own model, before any copy of it is made (a copy cuts what is shared). Out: nothing, or a
-TraceError that names both tensors. One `nn.Parameter` under two names is tied, and no concern of this file.
-Two parameters over the same memory are no tie in torch either: each has its own gradient and its own moments,
-and an optimizer moves the values twice.
+In: the user's own model, before any copy is made (copies do not share memory). Out: nothing, or a TraceError
+that names both tensors. One `nn.Parameter` under two names is tied, and allowed here. Two parameters over the
+same memory are not tied in torch either: each has its own gradient and moments, and an optimizer updates the
+values twice.
 
     check_storage(model)      # TraceError: head.weight: shares its memory with emb.weight ...
 """

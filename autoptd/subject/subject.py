@@ -1,10 +1,10 @@
-"""The model as it was handed over, read once.
+"""Read the user's model once.
 
-In: the user's model and, optionally, the weights that it is to start from. Out: a frozen `Subject` with what the compiler and
-the running model need to know of it, so that neither asks the model again.
+In: the user's model and, optionally, its initial weights. Out: a frozen `Subject` with everything that the
+compiler and the running model need to know about it.
 
     subject = Subject.of(model, weights=open_weights("llama-8b"))
-    subject.model              # what is traced: `model` itself, or a copy whose parameters have no memory
+    subject.model              # the traced model: `model` itself, or a copy whose parameters have no memory
     subject.source             # where ranks read initial values; None: the model's own
 """
 
@@ -32,7 +32,7 @@ from autoptd.subject.storage import shared_buffers
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and what was read of it.
+    """Hold a model and the facts read from it.
 
     `given` is the user's own module, `model` the one that is traced. `recipes` make the initial values of a deferred model,
     `weights` bring others. `arguments` are the names of forward's positional arguments, `shared` says which buffers share
@@ -96,7 +96,7 @@ class Subject:
 
     @contextmanager
     def holding(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Set the model's buffers to these values for a while, in tensors of their own; ignore names of anything else."""
+        """Set the model's buffers to copies of these values temporarily; ignore other names."""
         before: list[tuple[nn.Module, str, torch.Tensor]] = []
         # By identity: modules may share a buffer.
         copies: dict[int, torch.Tensor] = {}

@@ -67,7 +67,7 @@ def checked_seed(seed: int) -> int:
 
 
 def check_outside(site: str, remedy: str) -> None:
-    """Refuse what is called where tensors are fake."""
+    """Refuse calls inside a block where tensors are fake."""
     if isinstance(torch.empty(0, device="cpu"), FakeTensor):
         raise PlanError(site, "is used within a block of fake tensors", remedy)
 
@@ -106,7 +106,7 @@ def traceable(model: nn.Module) -> tuple[nn.Module, Recipes]:
 
 
 def stand_ins(model: nn.Module) -> dict[int, Tensor]:
-    """Return parameters without memory by the identity of those that they stand for, tied as they are."""
+    """Return parameters without memory by the id of the originals, with the same ties."""
     mode, parameters = fake_mode(), dict(model.named_parameters(remove_duplicate=False))
     found: dict[int, Tensor] = {}
     for first, *others in tied_names(model).values():

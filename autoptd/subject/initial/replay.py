@@ -49,7 +49,7 @@ class Replay:
         self.tape, self.keys = tape, keys
         # Of torch's generator, after a draw of a stream.
         self._states: dict[int, Tensor] = {}
-        # What was called last: `x.tolist()` of a fake tensor asks for each of its numbers.
+        # The last call: `x.tolist()` of a fake tensor asks for each of its numbers.
         self._called: tuple[object, Storages] = None, {}
 
     def make(self, places: Sequence[Place]) -> list[Tensor]:
