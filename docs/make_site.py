@@ -39,7 +39,12 @@ NAVIGATION = {
         )
     },
     "decisions/index.md": {
-        "": ("decisions/checkpoints", "decisions/cost-of-a-change", "decisions/new-mesh-axis")
+        "": (
+            "decisions/checkpoints",
+            "decisions/cost-of-a-change",
+            "decisions/new-mesh-axis",
+            "decisions/structure",
+        )
     },
 }
 # The target of a link or picture, up to its anchor.
