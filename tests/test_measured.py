@@ -11,7 +11,7 @@ from autoptd.runtime.measure.stepclock import StepTimes
 from autoptd.verify.verify import Difference, Report
 from autoptd.wings.doctor.report import bandwidth_text
 from autoptd.wings.reports.progress import progress_line
-from autoptd.wings.viz.words import bytes_text, seconds_text
+from autoptd.wings.words import bytes_text, seconds_text
 from tests.measured import same_table, same_words
 from tests.test_shown_output import MEASURED, blocks, claim
 from tests.wings.doctor.test_processes import page_blocks

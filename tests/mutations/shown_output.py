@@ -10,7 +10,7 @@ MUTATIONS = (
     ),
     Mutation("tests/measured.py", "|inf|nan)", ")", "tests/test_measured.py"),
     Mutation(
-        "autoptd/wings/viz/words.py",
+        "autoptd/wings/words.py",
         '{_three(count)} {prefix}{unit}"',
         '{_three(count)}{prefix}{unit}"',
         "tests/test_measured.py",

@@ -45,7 +45,5 @@ MUTATIONS = (
         f"{HOSTILE} -k globs",
     ),
     Mutation("autoptd/trace/read.py", "in reversed(frames)", "in reversed(frames[:0])", f"{HOSTILE} -k file"),
-    Mutation(
-        "autoptd/wings/viz/words.py", "escape(visible(text))", "escape(text)", "tests/wings/viz/test_words.py"
-    ),
+    Mutation("autoptd/wings/words.py", "escape(visible(text))", "escape(text)", "tests/wings/test_words.py"),
 )

@@ -29,7 +29,7 @@ import torch
 import autoptd
 from autoptd.runtime.world.devices import process_device
 from autoptd.runtime.world.rendezvous import default_backend
-from autoptd.wings.viz.words import bytes_text
+from autoptd.wings.words import bytes_text
 
 SETTINGS = (
     "NCCL_",

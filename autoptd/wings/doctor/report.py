@@ -22,7 +22,7 @@ from autoptd.wings.doctor.facts import Verdict, ranks_text
 from autoptd.wings.doctor.speed import SMALL, Timed, slow_ones
 from autoptd.wings.planner.cluster import Cluster
 from autoptd.wings.planner.network import Network
-from autoptd.wings.viz.words import aligned, bytes_text, count_text, plural, seconds_text
+from autoptd.wings.words import aligned, bytes_text, count_text, plural, seconds_text
 
 MAX_LINES = 12
 # Calls that a line names.

@@ -12,7 +12,7 @@ from typing import Any
 from autoptd.wings.planner.candidate import Candidate
 from autoptd.wings.planner.memory import recipe_text
 from autoptd.wings.planner.ranked import RankedCandidates
-from autoptd.wings.viz.words import aligned
+from autoptd.wings.words import aligned
 
 # Term -> its column.
 NAMES = {

@@ -18,7 +18,7 @@ from autoptd.ir.placement import itemsize
 from autoptd.ir.young import young_interval
 from autoptd.program.pieces import checkpoint_bytes
 from autoptd.program.program import Program
-from autoptd.wings.viz.words import count_text, seconds_text
+from autoptd.wings.words import count_text, seconds_text
 
 # The tensors that AdamW keeps of a parameter's shape.
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -26,7 +26,7 @@ from autoptd.ir.plan import load_plan
 from autoptd.program.calls import LOCAL_KINDS, call_site, star
 from autoptd.program.program import Program
 from autoptd.program.specs import Collective, ParamSpec
-from autoptd.wings.viz.words import aligned, bytes_text, seconds_text
+from autoptd.wings.words import aligned, bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from autoptd.wings.reports.summary import Summary

@@ -14,7 +14,7 @@ from autoptd.program.calls import LOCAL_KINDS, call_site, star
 from autoptd.program.program import Program
 from autoptd.program.specs import ParamSpec
 from autoptd.wings.viz.page import folded, paragraph, table
-from autoptd.wings.viz.words import bytes_text, count_text
+from autoptd.wings.words import bytes_text, count_text
 
 
 def module_sections(program: Program) -> list[str]:

@@ -40,7 +40,7 @@ from autoptd.model.parallel_model import ParallelModel
 from autoptd.model.run import is_local
 from autoptd.runtime.measure.stepclock import StepTimes
 from autoptd.wings.reports.slow_ranks import SlowRanks, share_cores
-from autoptd.wings.viz.words import bytes_text, count_text
+from autoptd.wings.words import bytes_text, count_text
 
 
 class Progress:

@@ -38,7 +38,7 @@ from autoptd.wings.viz.collectives import collectives_markdown
 from autoptd.wings.viz.highlight import python_html
 from autoptd.wings.viz.page import Tab, folded, heading, markdown_html, page, paragraph, source, table, tiles
 from autoptd.wings.viz.viewer import viewer
-from autoptd.wings.viz.words import bytes_text, count_text, plural, seconds_text
+from autoptd.wings.words import bytes_text, count_text, plural, seconds_text
 
 # A stage of more operators, or of more stages, is not drawn in full.
 MAX_DRAWN_OPERATORS, MAX_DRAWN_STAGES = 600, 4

@@ -31,7 +31,7 @@ from autoptd.program.program import Program
 from autoptd.program.weighed import KNOWN
 from autoptd.wings.reports.pictures import simulated_run
 from autoptd.wings.viz.runs import Curve
-from autoptd.wings.viz.words import aligned, bytes_text, count_text, plural, seconds_text
+from autoptd.wings.words import aligned, bytes_text, count_text, plural, seconds_text
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from autoptd.wings.viz.colours import bars, call_lines
 from autoptd.wings.viz.outline import Outline
 from autoptd.wings.viz.scene import Item, Line, line
 from autoptd.wings.viz.views import COLLECTIVES, origin, short_op
-from autoptd.wings.viz.words import bytes_text, count_text, letter
+from autoptd.wings.words import bytes_text, count_text, letter
 
 # Letters of a reason in one line: a longer one would make its box wider than those of the operators.
 REASON_LETTERS = 34

@@ -23,7 +23,7 @@ from autoptd.wings.viz.boxes import Box
 from autoptd.wings.viz.colours import call_lines
 from autoptd.wings.viz.scene import Line, line
 from autoptd.wings.viz.views import short_op
-from autoptd.wings.viz.words import bytes_text, count_text
+from autoptd.wings.words import bytes_text, count_text
 
 # FLOPs of a node on one rank, forward and backward.
 Work = Callable[[Node], tuple[int, int]]

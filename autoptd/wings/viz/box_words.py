@@ -17,7 +17,7 @@ from autoptd.ir.types import CONVERSIONS, Conversion
 from autoptd.wings.viz.alike import Like
 from autoptd.wings.viz.boxes import Box
 from autoptd.wings.viz.views import COLLECTIVES, origin, short_op
-from autoptd.wings.viz.words import plural
+from autoptd.wings.words import plural
 
 
 def likeness(likes: Sequence[Like]) -> list[str]:

@@ -20,7 +20,7 @@ from autoptd.ir.sub_axes import base
 from autoptd.program.calls import LOCAL_KINDS, Call, expected_calls, joint_axis, star, wire_bytes
 from autoptd.program.program import Program
 from autoptd.program.specs import GATHER, Collective
-from autoptd.wings.viz.words import bytes_text, count_text, letter
+from autoptd.wings.words import bytes_text, count_text, letter
 
 
 def collectives_markdown(program: Program) -> str:

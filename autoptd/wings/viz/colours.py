@@ -13,7 +13,7 @@ from autoptd.program.calls import LOCAL_KINDS, wire_bytes
 from autoptd.program.program import Program
 from autoptd.program.specs import Collective
 from autoptd.wings.viz.scene import Item, Line, Link, line
-from autoptd.wings.viz.words import bytes_text, plural
+from autoptd.wings.words import bytes_text, plural
 
 # The colour of a collective, wherever it is drawn.
 KINDS = {

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from autoptd.wings.viz.scene import Frame, Item, Line, Link, Scene
-from autoptd.wings.viz.words import visible
+from autoptd.wings.words import visible
 
 # The widest of the common fonts, so that text fits in its box with any of them.
 FONT = "Verdana"

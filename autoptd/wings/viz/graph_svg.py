@@ -21,7 +21,7 @@ from xml.etree import ElementTree
 from autoptd.wings.viz.dark import dark_rules
 from autoptd.wings.viz.dot import SIZE, part_items, scene_dot
 from autoptd.wings.viz.scene import INK, QUIET, Line, Link, Scene
-from autoptd.wings.viz.words import visible
+from autoptd.wings.words import visible
 
 # Pixels from the base of a line up to the top of its bar, and the height of a bar.
 RISE, BAR = 10.2, 13.0

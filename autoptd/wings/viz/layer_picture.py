@@ -27,7 +27,7 @@ from autoptd.wings.viz.outline import Column, Outline, Tie, outline
 from autoptd.wings.viz.samples import Sample
 from autoptd.wings.viz.scene import Frame, Item, Line, Link, Scene, line
 from autoptd.wings.viz.views import origin
-from autoptd.wings.viz.words import bytes_text, count_text, letter, plural
+from autoptd.wings.words import bytes_text, count_text, letter, plural
 
 
 def layer_scene(

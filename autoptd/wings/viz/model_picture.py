@@ -18,7 +18,7 @@ from autoptd.program.specs import Collective, CrossingSpec
 from autoptd.wings.viz import colours
 from autoptd.wings.viz.colours import bars, call_lines
 from autoptd.wings.viz.scene import Item, Link, Scene, line
-from autoptd.wings.viz.words import count_text
+from autoptd.wings.words import count_text
 
 # Of more ranks or chunks, those in the middle are drawn as one.
 RANKS_APART, CHUNKS_APART = 6, 6

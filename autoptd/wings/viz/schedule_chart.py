@@ -26,7 +26,7 @@ from xml.sax.saxutils import escape
 from autoptd.ir.actions import COMPUTES, Action, Kind
 from autoptd.wings.viz.dark import dark_rules
 from autoptd.wings.viz.runs import Curve, Message, Run, Span, meaning
-from autoptd.wings.viz.words import bytes_text
+from autoptd.wings.words import bytes_text
 
 # Margins and heights, in pixels.
 LEFT, RIGHT, HEAD, ROW, STRIP, GAP, AXIS = 84, 110, 92, 28, 24, 10, 56

@@ -11,7 +11,7 @@ import torch
 
 from autoptd.wings.doctor.facts import Facts, Verdict, judge, own_facts, ranks_text
 from autoptd.wings.doctor.report import bandwidth_text
-from autoptd.wings.viz.words import seconds_text
+from autoptd.wings.words import seconds_text
 
 GPU = {"backend": "nccl", "name": "NVIDIA H100", "total": 80e9, "free": 79e9}
 

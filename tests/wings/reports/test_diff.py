@@ -13,7 +13,7 @@ import autoptd
 from autoptd.__main__ import main
 from autoptd.program.program import Program
 from autoptd.wings.reports.summary import summarize
-from autoptd.wings.viz.words import bytes_text, seconds_text
+from autoptd.wings.words import bytes_text, seconds_text
 from tests.parity.models import batch, gpt
 
 

@@ -17,7 +17,7 @@ from autoptd.ir.mesh import Coordinate
 from autoptd.runtime.world.threads import ThreadGroup
 from autoptd.runtime.world.world import Done
 from autoptd.wings.reports.progress import known_peak, progress_line
-from autoptd.wings.viz.words import bytes_text
+from autoptd.wings.words import bytes_text
 from examples.gpt import GPT, GPTConfig
 
 Tensor = torch.Tensor

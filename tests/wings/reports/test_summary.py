@@ -13,7 +13,7 @@ from autoptd.ir.mesh import Mesh
 from autoptd.program.calls import expected_calls
 from autoptd.wings.reports.report import report_html
 from autoptd.wings.reports.summary import _is_between_nodes, summarize
-from autoptd.wings.viz.words import seconds_text
+from autoptd.wings.words import seconds_text
 from tests.wings.viz.programs import full, gpt
 
 

@@ -11,7 +11,7 @@ from autoptd.program.costs import Costs
 from autoptd.program.program import Program
 from autoptd.program.specs import Collective, CrossingSpec, ParamSpec
 from autoptd.wings.viz.collectives import collectives_markdown
-from autoptd.wings.viz.words import bytes_text, count_text
+from autoptd.wings.words import bytes_text, count_text
 
 
 def on_tp(

@@ -22,7 +22,7 @@ from autoptd.wings.viz.model_picture import find_cells
 from autoptd.wings.viz.picture import LEVELS, graph_picture
 from autoptd.wings.viz.scene import Item, Scene
 from autoptd.wings.viz.views import COLLECTIVES
-from autoptd.wings.viz.words import bytes_text, visible
+from autoptd.wings.words import bytes_text, visible
 from tests.parity.models import batch
 from tests.parity.models import gpt as small_gpt
 from tests.wings.viz.programs import Skipping, Stack, deep, full, gpt, of, staged

@@ -5,7 +5,7 @@ from __future__ import annotations
 import xml.etree.ElementTree as ET
 
 from autoptd.wings.viz.dot import _quoted
-from autoptd.wings.viz.words import aligned, xml_text
+from autoptd.wings.words import aligned, xml_text
 from tests.fuzz.features import HARD_NAMES
 
 
