@@ -144,11 +144,14 @@ def part_items(part: Frame | Item) -> Iterator[Item]:
 
 
 def _label(lines: Sequence[Line]) -> str:
-    """Return lines of text as a label, each at the left; bold words and bars are given more room."""
+    """Return lines of text as a label, each at the left, with room for fonts that are wider than graphviz assumes; bold
+    words and bars take more.
+    """
     texts = []
     for line in lines:
         bold = sum(len(text) for text, style in line.pieces if style == "bold")
-        texts.append(_escaped(line.text) + "\u00a0" * (-(-bold // 8) + 2 * bool(line.bar)) + "\\l")
+        room = len(line.text) // 8 + -(-bold // 8) + 2 * bool(line.bar)
+        texts.append(_escaped(line.text) + "\u00a0" * room + "\\l")
     return f'"{"".join(texts)}"'
 
 
