@@ -48,6 +48,9 @@ ALLOWED: dict[str, set[str]] = {  # room -> what it may import besides itself
 # Rooms of `runtime/`, each of which imports those before it.
 RUNTIME = ("world", "ops", "params", "step", "checks", "measure", "folders", "checkpoint")
 FILES = sorted(ROOT.rglob("*.py"))
+# Modules of ours that one file imports, and the longest chain of imports: to be lowered as they fall, never raised.
+MAX_FAN_OUT = 34
+MAX_DEPTH = 43
 
 
 def package_of(file: Path) -> str:
@@ -137,19 +140,34 @@ def module_of(name: str, modules: set[str]) -> str:
     return name
 
 
+def own_imports(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Modules of ours that each module imports: at import, inside functions, or for the type checker."""
+    modules = set(sources)
+    return {
+        module: {module_of(name, modules) for name in imported(source)} - {"", module}
+        for module, source in sources.items()
+    }
+
+
+def longest_chain(targets: dict[str, set[str]]) -> list[str]:
+    """The longest chain of modules in which each imports the next one; there are no cycles."""
+
+    @functools.cache
+    def chain(module: str) -> list[str]:
+        return [module, *max(map(chain, sorted(targets[module])), key=len, default=[])]
+
+    return max(map(chain, sorted(targets)), key=len)
+
+
 def import_cycles(sources: dict[str, str]) -> list[set[str]]:
     """Modules that import each other, directly or around a corner: at import, inside functions, or for the type checker.
 
     Python also loads the `__init__.py` of every package above an imported module; that is not counted.
     """
-    modules = set(sources)
-    targets = {
-        module: {module_of(name, modules) for name in imported(source)} - {"", module}
-        for module, source in sources.items()
-    }
-    around = {module: reached(module, targets) for module in modules}
+    targets = own_imports(sources)
+    around = {module: reached(module, targets) for module in targets}
     cycles: list[set[str]] = []
-    for module in sorted(modules):
+    for module in sorted(targets):
         cycle = {other for other in around[module] if module in around[other]}
         if cycle and cycle not in cycles:
             cycles.append(cycle)
@@ -169,6 +187,20 @@ def reached(module: str, targets: dict[str, set[str]]) -> set[str]:
 
 def test_no_module_imports_itself_around_a_corner() -> None:
     assert import_cycles({module_name(file): file.read_text() for file in FILES}) == []
+
+
+def test_a_file_can_be_read_without_all_the_others() -> None:
+    """Few imports in each file, and short chains of them."""
+    targets = own_imports({module_name(file): file.read_text() for file in FILES})
+    many = {module: len(names) for module, names in targets.items() if len(names) > MAX_FAN_OUT}
+    assert many == {}, f"at most {MAX_FAN_OUT} modules of ours in one file: which of these are one idea?"
+    chain = longest_chain(targets)
+    assert len(chain) <= MAX_DEPTH, f"a longer chain of imports: {' -> '.join(chain)}"
+
+
+def test_the_longest_chain_is_found() -> None:
+    targets = {"a": {"b", "d"}, "b": {"c"}, "c": set(), "d": set()}
+    assert longest_chain(targets) == ["a", "b", "c"]
 
 
 def test_a_lazy_import_closes_a_cycle_too() -> None:

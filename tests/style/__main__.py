@@ -2,8 +2,7 @@
 
 Columns: comprehensions and conditional expressions per 1,000 lines (nested and chained ones beside them),
 comments per 100 code lines, share of code lines over 100 columns, lengths of functions, deepest nesting,
-files over 400 lines, public docstrings that do not begin with a verb. With places named, these docstrings and
-files are listed below.
+public docstrings that do not begin with a verb. With places named, these docstrings are listed below.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from operator import add
 
 from tests.style.measures import Measure, measure_places
 
-HEADS = "place files lines compr/k nested cond/k chained comm/100 wide% median p90 p99 max depth >400 no-verb"
+HEADS = "place files lines compr/k nested cond/k chained comm/100 wide% median p90 p99 max depth no-verb"
 
 
 def percentile(values: list[int], share: float) -> int:
@@ -38,7 +37,6 @@ def row(place: str, counts: Measure) -> list[str]:
         f"{counts.wide * per_code:.1f}",
         *lengths,
         max(counts.depths, default=0),
-        len(counts.long_files),
         f"{len(counts.without_verb)}/{counts.docstrings}",
     ]
     return [str(cell) for cell in cells]
@@ -54,7 +52,7 @@ def main(wanted: list[str]) -> None:
         print("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)))
     if wanted:
         for counts in chosen.values():
-            print(*counts.long_files, *counts.without_verb, sep="\n")
+            print(*counts.without_verb, sep="\n")
 
 
 main(sys.argv[1:])

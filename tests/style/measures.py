@@ -20,7 +20,6 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 # Statements that indent a reader's eye. `elif` is no level of its own.
 LEVELS = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWith, ast.Try, ast.Match)
 MAX_COLUMNS = 100
-MAX_FILE_LINES = 410
 # First words of docstrings that state a thing instead of saying what the function does.
 NOT_VERBS = frozenset(
     "a all an and another any are as at before both by each every everything few for from had has here how i if in is it its"
@@ -136,7 +135,6 @@ class Measure:
     without_verb: list[str] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
-    long_files: list[str] = field(default_factory=list)
 
     def __add__(self, other: Measure) -> Measure:
         return Measure(
@@ -173,7 +171,6 @@ def measure(path: str, source: str) -> Measure:
         without_verb=[f"{path}:{name}" for name, text in documented if text and not begins_with_verb(text)],
         lengths=lengths_of_functions(tree),
         depths=[depth(node) for node in functions],
-        long_files=[path] if len(text) > MAX_FILE_LINES else [],
     )
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from tests.style.measures import (
-    MAX_FILE_LINES,
     ROOT,
     begins_with_verb,
     chained_conditionals,
@@ -57,11 +56,6 @@ def test_no_object_reaches_into_anothers_privates() -> None:
     known -= {*dir(nn.Module()), *dir(torch.Tensor), *dir(namedtuple("Record", ""))}
     found = {path: accesses for path, tree in trees.items() if (accesses := foreign_privates(tree, known))}
     assert found == {}, "give it a public name, or the other object a method or a callback"
-
-
-def test_no_file_is_long() -> None:
-    long = [str(file) for file in FILES if len(file.read_text().splitlines()) > MAX_FILE_LINES]
-    assert not long, "what of it has a name of its own?"
 
 
 def test_nine_functions_of_ten_have_20_lines_at_most() -> None:
