@@ -1,8 +1,8 @@
-"""Changes of the source that a test must notice: what proves that the tests of a repair can fail.
+"""Changes of the source that a test must notice: they prove that the tests of a repair can fail.
 
-A file of this folder holds those of one subject, as a tuple `MUTATIONS`:
+Each file of this folder has those of one room, as a tuple `MUTATIONS`, by source file and the tests that must notice:
 
-    Mutation("autoptd/runtime/params/optimizer.py", "grad.mul_(scale)", "grad.mul_(1.0)", "tests/runtime/test_optimizer.py")
+    *planted("autoptd/ir/names.py", "tests/codegen/test_names.py", ("text.isascii()", "True"))
 
 `python -m tests.mutations [WORD ...]` plants each in a copy of the project (only those with all words in their file or texts),
 runs its tests there, and lists the ones that survive.
@@ -23,6 +23,11 @@ class Mutation:
     before: str
     after: str
     tests: str
+
+
+def planted(file: str, tests: str, *changes: tuple[str, str]) -> tuple[Mutation, ...]:
+    """Return a mutation for each (before, after) of one file."""
+    return tuple(Mutation(file, before, after, tests) for before, after in changes)
 
 
 def all_mutations() -> list[Mutation]:
