@@ -29,8 +29,8 @@ import autoptd
 from autoptd import passes
 from autoptd.ir.machine import find_machine
 from autoptd.ir.sizes import Sizes
+from autoptd.ir.types import LOCAL_KINDS, wire_bytes
 from autoptd.passes.ops.costs import collective_seconds
-from autoptd.program.calls import LOCAL_KINDS, wire_bytes
 from autoptd.program.program import Program
 
 sys.path.insert(0, str(Path(__file__).parent.parent))

@@ -13,11 +13,10 @@ from torch.fx import Node
 from autoptd.ir import markers
 from autoptd.ir.layout import BATCH
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.names import quoted
+from autoptd.ir.names import quoted, star
 from autoptd.ir.notes import note, op_name, shape, tensor
 from autoptd.ir.operators.table import says_shape
-from autoptd.ir.types import CONVERSIONS, shard_size
-from autoptd.program.calls import ONE_RANK, star
+from autoptd.ir.types import CONVERSIONS, ONE_RANK, shard_size
 
 SHORT = {"all-reduce": "AR", "all-gather": "AG", "reduce-scatter": "RS", "all-to-all": "A2A"}
 WHEN = ("fwd", "bwd")

@@ -21,8 +21,7 @@ from autoptd.ir.notes import note, op_name, tensor
 from autoptd.ir.operators.table import operator_of
 from autoptd.ir.own_functions import own_function
 from autoptd.ir.sub_axes import is_sub_axis, parts_of
-from autoptd.ir.types import CONVERSIONS
-from autoptd.program.calls import LOCAL_KINDS
+from autoptd.ir.types import CONVERSIONS, LOCAL_KINDS
 
 Text = Callable[[Node], str]
 DROPPED = {"memory_format"}

@@ -27,9 +27,8 @@ from autoptd.codegen.runs import Run
 from autoptd.codegen.writer import WIDTH, Writer
 from autoptd.ir import sub_axes
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.names import in_docstring, shown
+from autoptd.ir.names import in_docstring, shown, star
 from autoptd.ir.notes import is_whole, note, op_name
-from autoptd.program.calls import star
 from autoptd.program.specs import Line
 
 # The file of methods that several stages call.

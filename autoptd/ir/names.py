@@ -96,3 +96,9 @@ def layer_of(path: str) -> str:
 def is_within(path: str, module: str) -> bool:
     """Tell whether the module at `path` is `module`, or lies within it."""
     return path == module or path.startswith(f"{module}.")
+
+
+def star(text: str) -> str:
+    """Return `transformer.h.*.attn` for `transformer.h.3.attn`: numbers in module paths become stars."""
+    # "h.3", "h.3.attn: row", and "0.weight" of a Sequential; not the 2 of "model.py:2" or of "dim 2".
+    return re.sub(r"(?<=\.)\d+(?=[.: ]|$)|\b\d+(?=\.[a-z_])", "*", text)

@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from autoptd.errors import InternalError
 
@@ -103,6 +104,12 @@ class Conversion:
     backward: str
 
 
+# What a conversion does without communication.
+ONE_RANK = "one rank keeps it"
+LOCAL_WORK = (ONE_RANK, "slice", "zero-pad")
+LOCAL_KINDS = ("none", *LOCAL_WORK)
+
+
 # (from, to) -> communication of the value in forward, and of the cotangent in backward.
 CONVERSIONS: dict[tuple[str, str], Conversion] = {
     ("I", "R"): Conversion("i_to_r", "none", "all-reduce"),
@@ -120,6 +127,27 @@ CONVERSIONS: dict[tuple[str, str], Conversion] = {
     ("S", "S"): Conversion("s_to_s", "all-to-all", "all-to-all"),
     ("E", "P"): Conversion("e_to_p", "zero-pad", "slice"),
 }
+
+
+# How often the payload goes around the ring.
+RING_PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
+
+
+def wire_bytes(kind: str, payload: Any, group_size: Any) -> Any:
+    """Return the bytes that one rank of n sends for one collective over a ring; 0 for local work.
+
+    All-reduce 2 (n-1)/n of the payload (reduce-scatter, then all-gather), all-gather and reduce-scatter
+    (n-1)/n: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
+    All-to-all: (n-1)/n of the rank's own n-th, the part that is not for itself. A send, or a broadcast passed
+    along the ring: all of it. Payload and size may be numbers or numpy arrays.
+    """
+    if kind in LOCAL_KINDS or kind == "objects":
+        return 0.0
+    if kind in ("send", "broadcast"):
+        return float(payload)
+    # 2 ranks send half of the payload, 8 ranks 7/8 of it: the bytes hardly grow with the group.
+    others = payload * (group_size - 1) / group_size
+    return others / group_size if kind == "all-to-all" else RING_PASSES[kind] * others
 
 
 # Padded shards of at least MIN_ALIGNED entries are multiples of ALIGNED.

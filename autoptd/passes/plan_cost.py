@@ -23,7 +23,7 @@ from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import converted_types, note, ops, placeholders, shape, tensor
 from autoptd.ir.plan import Plan
 from autoptd.ir.sizes import Sizes, local_shape
-from autoptd.ir.types import CONVERSIONS
+from autoptd.ir.types import CONVERSIONS, LOCAL_KINDS, wire_bytes
 from autoptd.passes.context import Context
 from autoptd.passes.hook_gemms import gather_again
 from autoptd.passes.ops.costs import (
@@ -37,7 +37,6 @@ from autoptd.passes.ops.costs import (
 from autoptd.passes.runner import Pass, Record, run_passes
 from autoptd.passes.stages.held_bytes import read_from_outside
 from autoptd.passes.stages.preview import kept_bytes
-from autoptd.program.calls import LOCAL_KINDS, wire_bytes
 from autoptd.program.weighed import Weight, weighed_record
 
 

@@ -28,8 +28,8 @@ from typing import Protocol, TypeVar
 
 from autoptd.errors import InternalError
 from autoptd.ir.mesh import Mesh
+from autoptd.ir.types import LOCAL_KINDS
 from autoptd.program.buckets import BucketPlan
-from autoptd.program.calls import LOCAL_KINDS
 from autoptd.program.specs import Collective
 
 

@@ -13,27 +13,23 @@ by a star (`h.*.attn`), as a repeated layer is one line of the emitted file.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autoptd.ir.mesh import Mesh
+from autoptd.ir.names import star
 from autoptd.ir.sub_axes import SubAxis, joined
+from autoptd.ir.types import LOCAL_KINDS, wire_bytes
 
-# The planner uses `wire_bytes` too, and `autoptd plan` must not import torch, which a program needs.
+# What `autoptd plan` draws must not import torch, which a program needs.
 if TYPE_CHECKING:
     from autoptd.program.program import Program
     from autoptd.program.specs import Collective
 
-ONE_RANK = "one rank keeps it"
-LOCAL_WORK = (ONE_RANK, "slice", "zero-pad")
-LOCAL_KINDS = ("none", *LOCAL_WORK)
 # The conversion of a `Collective` that is repeated in backward, for a value that was not kept.
 AGAIN = "computed again"
-# How often the payload goes around the ring.
-RING_PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
 
 
 @dataclass(frozen=True)
@@ -61,23 +57,6 @@ class Call:
         return wire_bytes(self.kind, self.payload_bytes, self.group_size)
 
 
-def wire_bytes(kind: str, payload: Any, group_size: Any) -> Any:
-    """Return the bytes that one rank of n sends for one collective over a ring; 0 for local work.
-
-    All-reduce 2 (n-1)/n of the payload (reduce-scatter, then all-gather), all-gather and reduce-scatter
-    (n-1)/n: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
-    All-to-all: (n-1)/n of the rank's own n-th, the part that is not for itself. A send, or a broadcast passed
-    along the ring: all of it. Payload and size may be numbers or numpy arrays.
-    """
-    if kind in LOCAL_KINDS or kind == "objects":
-        return 0.0
-    if kind in ("send", "broadcast"):
-        return float(payload)
-    # 2 ranks send half of the payload, 8 ranks 7/8 of it: the bytes hardly grow with the group.
-    others = payload * (group_size - 1) / group_size
-    return others / group_size if kind == "all-to-all" else RING_PASSES[kind] * others
-
-
 def axis_text(mesh: Mesh, ranks: Sequence[int]) -> str:
     """Name the mesh axes or sub-axes along which `ranks` differ: `dp x tp`, `tp:(2)4`."""
     places = [mesh.coordinate(rank) for rank in ranks]
@@ -97,12 +76,6 @@ def axis_text(mesh: Mesh, ranks: Sequence[int]) -> str:
 def joint_axis(mesh: Mesh, axes: Sequence[str]) -> str:
     """Name some axes together, leaving out those of one rank, as `axis_text` does for a group along them."""
     return joined(axis for axis in reversed(mesh.axes) if axis in axes and mesh.degree(axis) > 1)
-
-
-def star(text: str) -> str:
-    """Return `transformer.h.*.attn` for `transformer.h.3.attn`: numbers in module paths become stars."""
-    # "h.3", "h.3.attn: row", and "0.weight" of a Sequential; not the 2 of "model.py:2" or of "dim 2".
-    return re.sub(r"(?<=\.)\d+(?=[.: ]|$)|\b\d+(?=\.[a-z_])", "*", text)
 
 
 def call_site(collective: Collective) -> str:

@@ -36,7 +36,7 @@ import torch
 
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
-from autoptd.program.calls import wire_bytes
+from autoptd.ir.types import wire_bytes
 from autoptd.program.specs import CrossingSpec, TransferBuffer
 
 EQUAL_VALUE, EQUAL_GRADIENT = ("I", "R"), ("I", "P")

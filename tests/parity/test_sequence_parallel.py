@@ -17,7 +17,8 @@ import autoptd
 from autoptd import runtime as rt
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
-from autoptd.program.calls import expected_calls, wire_bytes
+from autoptd.ir.types import wire_bytes
+from autoptd.program.calls import expected_calls
 from autoptd.runtime.world.exchange import ThreadGroup
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Communicators, Pending, World

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from autoptd.ir.mesh import MESH_AXES, Mesh
-from autoptd.program.calls import Call, axis_text, call_site, expected_calls, star, wire_bytes
+from autoptd.ir.names import star
+from autoptd.ir.types import wire_bytes
+from autoptd.program.calls import Call, axis_text, call_site, expected_calls
 from autoptd.program.program import Program
 from autoptd.program.specs import Collective
 

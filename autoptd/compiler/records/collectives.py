@@ -21,10 +21,11 @@ from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name, ops, tensor
 from autoptd.ir.placement import AxisConversion, slowest_first
 from autoptd.ir.sub_axes import joined
+from autoptd.ir.types import LOCAL_KINDS
 from autoptd.options import Options
 from autoptd.program.buckets import BucketPlan, busy_axes, plan_buckets
 from autoptd.program.call_order import check_call_order
-from autoptd.program.calls import AGAIN, LOCAL_KINDS, joint_axis
+from autoptd.program.calls import AGAIN, joint_axis
 from autoptd.program.specs import GATHER, Collective, ParamSpec, TransferBuffer, UpdatePart
 
 # The site of `runtime/step/buffer_updates.py`.

@@ -15,6 +15,7 @@ from torch.fx import Graph, Node
 from autoptd.ir import markers
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
+from autoptd.ir.names import star
 from autoptd.ir.notes import (
     converted_types,
     is_pair,
@@ -30,8 +31,7 @@ from autoptd.ir.notes import (
 from autoptd.ir.operators.products import products
 from autoptd.ir.operators.record import Product, Size, operands
 from autoptd.ir.operators.table import is_view, operator_of
-from autoptd.ir.types import CONVERSIONS, ValueType
-from autoptd.program.calls import LOCAL_KINDS, LOCAL_WORK, star, wire_bytes
+from autoptd.ir.types import CONVERSIONS, LOCAL_KINDS, LOCAL_WORK, ValueType, wire_bytes
 from autoptd.program.costs import Costs, GemmCosts, ProductCosts
 
 # What a plan pays beside its seconds, so that of two that are nearly as fast the simpler one is taken: for every collective,

@@ -27,13 +27,12 @@ from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import AXES
 from autoptd.ir.notes import note, op_name
 from autoptd.ir.steps import Step
-from autoptd.ir.types import CONVERSIONS
+from autoptd.ir.types import CONVERSIONS, LOCAL_WORK
 from autoptd.passes.ops.costs import flops
 from autoptd.passes.solve.alternatives import Alternative, alternatives
 from autoptd.passes.solve.assign import Assignment
 from autoptd.passes.solve.problem import Problem
 from autoptd.passes.solve.symbols import Symbols
-from autoptd.program.calls import LOCAL_WORK
 
 MAX_LINES = 8
 KEPT_PLAN_REMARK = (

@@ -24,8 +24,9 @@ from typing import Any, TypeVar
 import torch
 
 from autoptd.ir.actions import parse, phase_of
+from autoptd.ir.names import star
 from autoptd.program.buckets import GRADIENTS, TIED, UPDATED
-from autoptd.program.calls import Call, axis_text, expected_calls, star
+from autoptd.program.calls import Call, axis_text, expected_calls
 from autoptd.program.program import Program
 from autoptd.runtime.checks import batch as check_batch
 from autoptd.runtime.checks import copies as check_copies
@@ -253,7 +254,7 @@ def _nbytes(x: Tensor) -> int:
 
 
 # By method of `Group`: its kind in a record, and its payload in bytes, given a rank's data and the size of the group. The
-# payload is the whole value: the result of a gather, the input of a reduce-scatter (`program/calls.wire_bytes` divides).
+# payload is the whole value: the result of a gather, the input of a reduce-scatter (`wire_bytes` divides).
 GROUP_METHODS: dict[str, tuple[str, Callable[[Any, int], int]]] = {
     "all_reduce": ("all-reduce", lambda x, size: _nbytes(x)),
     "all_reduce_": ("all-reduce", lambda x, size: _nbytes(x)),

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autoptd.ir.names import METHODS
-from autoptd.program.calls import star
+from autoptd.ir.names import METHODS, star
 
 
 class Namespace:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from autoptd.ir.mesh import MESH_AXES
-from autoptd.program.calls import wire_bytes
+from autoptd.ir.types import wire_bytes
 from autoptd.runtime.world.world import Group, World, in_rounds
 from autoptd.wings.doctor.checks import over_stages, peer, settle
 from autoptd.wings.planner.measure import SIZES, repeated

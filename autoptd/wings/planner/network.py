@@ -5,7 +5,7 @@ In: bytes, the size of a group, how many of its ranks share a node. Out: seconds
 alike.
 
 A ring over n ranks makes n - 1 steps, each moves an n-th of the buffer: what a rank sends
-(`program.calls.wire_bytes`) goes through the slowest link of the ring, after so many hops. In a node that
+(`wire_bytes` in `ir/types.py`) goes through the slowest link of the ring, after so many hops. In a node that
 link is a GPU's share of the fast links; over nodes it is what the cards of the group's ranks carry: the
 node's other GPUs are in groups that do the same at that time. There are two protocols, one with short hops
 and less bandwidth; and an all-reduce may go up and down a binary tree of nodes, whose hops take twice as
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from autoptd.program.calls import RING_PASSES, wire_bytes
+from autoptd.ir.types import RING_PASSES, wire_bytes
 from autoptd.wings.planner.cluster import Cluster
 
 Number = Any

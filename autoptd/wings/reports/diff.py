@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoptd.errors import PlanError
+from autoptd.ir.names import star
 from autoptd.ir.plan import load_plan
-from autoptd.program.calls import LOCAL_KINDS, call_site, star
+from autoptd.ir.types import LOCAL_KINDS
+from autoptd.program.calls import call_site
 from autoptd.program.program import Program
 from autoptd.program.specs import Collective, ParamSpec
 from autoptd.wings.words import aligned, bytes_text, seconds_text

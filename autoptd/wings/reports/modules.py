@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 
+from autoptd.ir.names import star
 from autoptd.ir.sub_axes import base
-from autoptd.program.calls import LOCAL_KINDS, call_site, star
+from autoptd.ir.types import LOCAL_KINDS
+from autoptd.program.calls import call_site
 from autoptd.program.program import Program
 from autoptd.program.specs import ParamSpec
 from autoptd.wings.viz.page import folded, paragraph, table

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from autoptd.ir.actions import Kind
 from autoptd.ir.mesh import AXES
-from autoptd.ir.types import ALIGNED, MIN_ALIGNED, aligned
-from autoptd.program.calls import Call, expected_calls, wire_bytes
+from autoptd.ir.types import ALIGNED, MIN_ALIGNED, aligned, wire_bytes
+from autoptd.program.calls import Call, expected_calls
 from autoptd.program.program import Picture, Program
 from autoptd.runtime.measure.record import Record
 from autoptd.wings.reports.modules import module_sections

@@ -15,9 +15,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from autoptd.ir.mesh import Coordinate
-from autoptd.ir.names import shown
+from autoptd.ir.names import shown, star
 from autoptd.ir.sub_axes import base
-from autoptd.program.calls import LOCAL_KINDS, Call, expected_calls, joint_axis, star, wire_bytes
+from autoptd.ir.types import LOCAL_KINDS, wire_bytes
+from autoptd.program.calls import Call, expected_calls, joint_axis
 from autoptd.program.program import Program
 from autoptd.program.specs import GATHER, Collective
 from autoptd.wings.words import bytes_text, count_text, letter

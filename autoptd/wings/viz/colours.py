@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Container, Iterable, Iterator, Sequence
 
-from autoptd.program.calls import LOCAL_KINDS, wire_bytes
+from autoptd.ir.types import LOCAL_KINDS, wire_bytes
 from autoptd.program.program import Program
 from autoptd.program.specs import Collective
 from autoptd.wings.viz.scene import Item, Line, Link, line

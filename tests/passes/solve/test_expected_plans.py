@@ -19,10 +19,10 @@ from torch.fx import Graph, Node
 
 import autoptd
 from autoptd.ir import markers
+from autoptd.ir.names import star
 from autoptd.ir.notes import note, ops
 from autoptd.ir.operators.table import is_view
-from autoptd.ir.types import ValueType
-from autoptd.program.calls import LOCAL_KINDS, star
+from autoptd.ir.types import LOCAL_KINDS, ValueType
 from autoptd.program.program import Program
 
 transformers = pytest.importorskip("transformers")

@@ -11,8 +11,7 @@ import torch
 
 from autoptd import runtime as rt
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.types import CONVERSIONS
-from autoptd.program.calls import LOCAL_KINDS
+from autoptd.ir.types import CONVERSIONS, LOCAL_KINDS
 from autoptd.runtime.measure.record import cover, recording
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Communicators, World
