@@ -8,7 +8,12 @@ operators: ...")                        # fused, but not by a kernel of its own
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+# Options name the fused operators, and `autoptd --help` loads no torch.
+if TYPE_CHECKING:
+    from torch.fx import Node
 
 # Bytes of logits that a chunked loss holds at a time. A GPU needs few chunks: each one reads and writes the
 # weight's gradient again, and launches some thirty kernels.
@@ -45,3 +50,71 @@ def counts(fusions: tuple[Fusion, ...]) -> str:
         if not fusion.why:
             times_of[fusion.op] = times_of.get(fusion.op, 0) + fusion.times
     return ", ".join(f"{op} x {times}" for op, times in times_of.items())
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """An operand of a fused operator with its last two dims swapped."""
+
+    node: Node
+
+
+Operand: TypeAlias = "Node | Swapped | None"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Operators that one fused operator can replace.
+
+    `operands` and `keywords` are those of the fused operator. It also takes the literals of the member `literals`, which
+    are known once shapes are local. `members` includes the `result`, the only one that other operators read. `moved` are
+    the views between a head and its loss, in order.
+    """
+
+    op: str
+    result: Node
+    operands: tuple[Operand, ...]
+    members: frozenset[Node]
+    keywords: dict[str, Any] = field(default_factory=dict)
+    literals: Node | None = None
+    moved: tuple[Node, ...] = ()
+
+    def on(self, copies: dict[Node, Node]) -> Group:
+        """Return the same group of a copied graph."""
+
+        def copied(operand: Operand) -> Operand:
+            if operand is None:
+                return None
+            if isinstance(operand, Swapped):
+                return Swapped(copies[operand.node])
+            return copies[operand]
+
+        return replace(
+            self,
+            result=copies[self.result],
+            operands=tuple(map(copied, self.operands)),
+            members=frozenset(copies[member] for member in self.members),
+            literals=None if self.literals is None else copies[self.literals],
+            moved=tuple(copies[view] for view in self.moved),
+        )
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The reason why operators that look like a fused one are not fused."""
+
+    op: str
+    result: Node
+    why: str
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of a CONNECTED graph that a backend can fuse, and the refusals."""
+
+    chosen: tuple[Group, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+    backend: str | bool = False
+
+
+Found = Group | Refusal | None

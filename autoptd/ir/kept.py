@@ -62,6 +62,19 @@ class Kept:
     rates: tuple[Rate, ...] = ()
 
 
+class KeptValue(NamedTuple):
+    """A value that backward needs: the module and the operator that compute it, its bytes, whether it is dropped, the
+    seconds to recompute it by its own operator alone (infinite if it cannot be), and the most microbatches in flight.
+    """
+
+    module: str
+    operator: str
+    nbytes: int
+    is_dropped: bool
+    seconds: float
+    in_flight: int
+
+
 def rows_of(rates: Sequence[Rate], pins: Sequence[KeepPin]) -> list[dict[str, Any]]:
     """Return rates and pins as entries of a plan."""
     priced = [{"rank": rank, **rate._asdict()} for rank, rate in enumerate(rates)]
@@ -102,4 +115,4 @@ def _read_rate(row: Any, rank: int) -> Rate:
     return Rate(*map(float, rate))  # type: ignore[arg-type]
 
 
-__all__ = ["HOW", "KeepPin", "Kept", "Rate", "read_keep", "rows_of"]
+__all__ = ["HOW", "KeepPin", "Kept", "KeptValue", "Rate", "read_keep", "rows_of"]

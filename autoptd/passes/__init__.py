@@ -7,6 +7,7 @@ which plans fit).
 
 from __future__ import annotations
 
+from autoptd.ir.fusion import Groups
 from autoptd.passes.addends import divide_addends
 from autoptd.passes.annotate import annotate
 from autoptd.passes.batch_sums import read_batch_sums, take_whole_numbers
@@ -15,7 +16,6 @@ from autoptd.passes.communicate import check_connected, communicate, conversion_
 from autoptd.passes.context import Context, Findings
 from autoptd.passes.cut import cut
 from autoptd.passes.dump import describe
-from autoptd.passes.fusion.chain import Groups
 from autoptd.passes.fusion.fuse import find_fusions, substitute
 from autoptd.passes.group_rows import group_rows
 from autoptd.passes.hook_gemms import adds_to_gradient, hook_gemms

@@ -23,16 +23,14 @@ from autoptd.errors import InternalError
 from autoptd.ir.actions import Action, Kind, Orders, ranks_of_stages
 from autoptd.ir.buffers import Buffers
 from autoptd.ir.fallback import Fallback
-from autoptd.ir.fusion import Fusion
-from autoptd.ir.kept import Kept
+from autoptd.ir.fusion import Fusion, Groups
+from autoptd.ir.kept import Kept, KeptValue
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.saved import SavedForBackward
 from autoptd.ir.sizes import Sizes
 from autoptd.options import Options
 from autoptd.passes.axes.axes import Axes
-from autoptd.passes.fusion.chain import Groups
-from autoptd.passes.kept.explain import KeptValue
 from autoptd.passes.solve.assign import Assignment
 from autoptd.passes.solve.joint import Joint
 from autoptd.program.costs import Cut

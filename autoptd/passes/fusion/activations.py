@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from autoptd.ir.fusion import Found, Refusal
 from autoptd.ir.notes import is_tensor, op_name, value
-from autoptd.passes.fusion.chain import Chain, Found, Refusal, is_op, number, orders, same_dtype
+from autoptd.passes.fusion.chain import Chain, is_op, number, orders, same_dtype
 
 KNOWN: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

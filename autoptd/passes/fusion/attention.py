@@ -16,20 +16,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from autoptd.ir.fusion import Found, Refusal, Swapped
 from autoptd.ir.notes import note, op_name, shape, value
 from autoptd.passes.axes.constants import Constants
 from autoptd.passes.axes.masks import Masked, causal_keywords, leaves_keys, proves_causal
-from autoptd.passes.fusion.chain import (
-    Chain,
-    Found,
-    Refusal,
-    Swapped,
-    is_op,
-    last_dim,
-    number,
-    same_dtype,
-    splits,
-)
+from autoptd.passes.fusion.chain import Chain, is_op, last_dim, number, same_dtype, splits
 
 PRODUCTS = ("aten.matmul", "aten.bmm")
 

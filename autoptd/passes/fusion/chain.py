@@ -12,82 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.fx import Node
 
 from autoptd.ir import markers
+from autoptd.ir.fusion import Group, Operand
 from autoptd.ir.notes import is_tensor, note, op_name, shape, value
 from autoptd.ir.operators.table import operator_of
-
-
-@dataclass(frozen=True)
-class Swapped:
-    """An operand with its last two dims swapped."""
-
-    node: Node
-
-
-Operand = Node | Swapped | None
-
-
-@dataclass(frozen=True)
-class Group:
-    """Operators that one fused operator can stand for.
-
-    `operands` and `keywords` are those of the fused operator; `literals` is the member whose own literals, known once shapes
-    are local, it takes besides. `members` includes the `result`, which alone is read elsewhere.
-    """
-
-    op: str
-    result: Node
-    operands: tuple[Operand, ...]
-    members: frozenset[Node]
-    keywords: dict[str, Any] = field(default_factory=dict)
-    literals: Node | None = None
-    # Views between a head and its loss, in order.
-    moved: tuple[Node, ...] = ()
-
-    def on(self, copies: dict[Node, Node]) -> Group:
-        """Return the same group of a copied graph."""
-
-        def copied(operand: Operand) -> Operand:
-            if operand is None:
-                return None
-            if isinstance(operand, Swapped):
-                return Swapped(copies[operand.node])
-            return copies[operand]
-
-        return replace(
-            self,
-            result=copies[self.result],
-            operands=tuple(map(copied, self.operands)),
-            members=frozenset(copies[member] for member in self.members),
-            literals=None if self.literals is None else copies[self.literals],
-            moved=tuple(copies[view] for view in self.moved),
-        )
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """The reason why operators that look like a pattern are not fused."""
-
-    op: str
-    result: Node
-    why: str
-
-
-@dataclass(frozen=True)
-class Groups:
-    """The findings on CONNECTED for a backend: `chosen`, and the refusals."""
-
-    chosen: tuple[Group, ...] = ()
-    refused: tuple[Refusal, ...] = ()
-    backend: str | bool = False
-
-
-Found = Group | Refusal | None
 
 
 class Chain:

@@ -22,14 +22,14 @@ from torch.fx import Graph, Node
 
 from autoptd.ir import markers
 from autoptd.ir.facts import Fused, Local
-from autoptd.ir.fusion import CHUNK_BYTES, WIDEST, Fusion
+from autoptd.ir.fusion import CHUNK_BYTES, WIDEST, Found, Fusion, Group, Groups, Refusal, Swapped
 from autoptd.ir.names import star
 from autoptd.ir.notes import copy_nodes, note, op_name, ops, set_note, shape, value
 from autoptd.ir.operators.record import is_over_classes
 from autoptd.passes.axes.constants import Constants
 from autoptd.passes.context import Context
 from autoptd.passes.fusion import activations, attention, losses, norms, residual, rotary
-from autoptd.passes.fusion.chain import Found, Group, Groups, Refusal, Swapped, local_size
+from autoptd.passes.fusion.chain import local_size
 from autoptd.passes.runner import CALLS, Form, graph_pass
 
 aten = torch.ops.aten

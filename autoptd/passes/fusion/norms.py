@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from autoptd.ir.fusion import Found, Refusal
 from autoptd.ir.notes import note, op_name, shape, value
-from autoptd.passes.fusion.chain import Chain, Found, Refusal, is_op, last_dim, number, orders, same_dtype
+from autoptd.passes.fusion.chain import Chain, is_op, last_dim, number, orders, same_dtype
 
 SQUARES = ("aten.pow", "aten.mul", "aten.square")
 

@@ -11,8 +11,9 @@ from dataclasses import replace
 from torch.fx import Node
 
 from autoptd.ir import markers
+from autoptd.ir.fusion import Found, Refusal
 from autoptd.ir.notes import note, op_name, value
-from autoptd.passes.fusion.chain import Chain, Found, Refusal, is_op, orders, same_dtype
+from autoptd.passes.fusion.chain import Chain, is_op, orders, same_dtype
 
 
 def bias_dropout_add(node: Node) -> Found:

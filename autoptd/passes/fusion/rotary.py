@@ -7,8 +7,9 @@ from typing import Any
 
 from torch.fx import Node
 
+from autoptd.ir.fusion import Found, Refusal
 from autoptd.ir.notes import note, op_name, shape
-from autoptd.passes.fusion.chain import Chain, Found, Refusal, is_op, last_dim, orders, same_dtype, splits
+from autoptd.passes.fusion.chain import Chain, is_op, last_dim, orders, same_dtype, splits
 
 # (start, end, step) along the last dim.
 Piece = tuple[int, int, int]

@@ -11,26 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isfinite
-from typing import NamedTuple
 
+from autoptd.ir.kept import KeptValue
 from autoptd.ir.names import is_within
 from autoptd.ir.quantities import microseconds_text
 
 MAX_ROWS = 24
 HEADER = ("values for backward, of a microbatch", "bytes", "now", "to make it again")
-
-
-class KeptValue(NamedTuple):
-    """A value that backward needs: who makes it, its bytes, whether it is dropped, and the seconds to make it again (inf:
-    it cannot be), by its own operator alone.
-    """
-
-    module: str
-    operator: str
-    nbytes: int
-    is_dropped: bool
-    seconds: float
-    in_flight: int
 
 
 def explain_kept(values: Sequence[KeptValue], path: str) -> str:
@@ -64,6 +51,3 @@ def _now(value: KeptValue) -> str:
 
 def _seconds_text(seconds: float) -> str:
     return microseconds_text(seconds) if isfinite(seconds) else "impossible"
-
-
-__all__ = ["KeptValue", "explain_kept"]

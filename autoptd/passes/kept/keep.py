@@ -18,14 +18,13 @@ from dataclasses import replace
 from torch.fx import Graph, Node
 
 from autoptd.errors import PlanError
-from autoptd.ir.kept import Kept, Rate
+from autoptd.ir.kept import Kept, KeptValue, Rate
 from autoptd.ir.notes import is_tensor, note, op_name, ops
 from autoptd.ir.quantities import microseconds_text
 from autoptd.ir.saved import SavedForBackward, Storage
 from autoptd.passes.context import Context
 from autoptd.passes.hook_gemms import gather_again
 from autoptd.passes.kept.by_value import ByValue
-from autoptd.passes.kept.explain import KeptValue
 from autoptd.passes.kept.pins import find_pinned
 from autoptd.passes.kept.requested import Wish, by_stage, choose, find_gathered, is_repeatable, operands_of
 from autoptd.passes.ops.costs import forward_seconds

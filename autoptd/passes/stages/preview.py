@@ -17,10 +17,10 @@ from dataclasses import replace
 import numpy as np
 from torch.fx import Graph, Node
 
+from autoptd.ir.fusion import Groups
 from autoptd.ir.kept import Rate
 from autoptd.ir.notes import copy_nodes, note
 from autoptd.passes.context import Context
-from autoptd.passes.fusion.chain import Groups
 from autoptd.passes.fusion.fuse import substitute
 from autoptd.passes.group_rows import group_rows
 from autoptd.passes.kept.keep import Holders, Keeper

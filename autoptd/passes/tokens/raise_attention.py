@@ -16,11 +16,11 @@ from collections.abc import Hashable
 import torch
 from torch.fx import Graph, Node
 
+from autoptd.ir.fusion import Group, Swapped
 from autoptd.ir.notes import note, op_name, ops, shape
 from autoptd.passes.axes.constants import Constants
 from autoptd.passes.context import Context
 from autoptd.passes.fusion.attention import PRODUCTS, attention
-from autoptd.passes.fusion.chain import Group, Swapped
 from autoptd.passes.runner import CALLS, Form, divides_values, graph_pass
 from autoptd.passes.solve.queries import may_be_by_queries
 from autoptd.passes.tokens.both_traces import divides_queries, drop_unread, second_trace
