@@ -35,7 +35,7 @@ from autoptd.ir.default_device import on_cpu
 from autoptd.ir.garbage import paused_collection
 from autoptd.options import Options
 from autoptd.passes import Context, Form, Record, up_to
-from autoptd.passes.stages.memory_bound import TooFull
+from autoptd.passes.stages.held_bytes import TooFull
 from autoptd.program.program import Program
 
 

@@ -23,7 +23,7 @@ from autoptd import passes
 from autoptd.ir.layout import Layout
 from autoptd.ir.notes import note
 from autoptd.passes import Context, Form, Record, run_passes, up_to
-from autoptd.passes.stages.memory_bound import TooFull, excess_bytes, too_full
+from autoptd.passes.stages.held_bytes import TooFull, excess_bytes, too_full
 from autoptd.passes.stages.memory_price import find_memory_price, prices_from
 from autoptd.program.costs import Cut
 

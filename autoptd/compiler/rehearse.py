@@ -19,7 +19,7 @@ from torch.fx import Graph
 
 from autoptd.compiler.peak_memory import Peak, peak_memory
 from autoptd.passes import Context
-from autoptd.passes.stages.memory_bound import TooFull, too_full
+from autoptd.passes.stages.held_bytes import TooFull, too_full
 from autoptd.program.program import Program
 
 # The number of times that working bytes are reserved again, as they change with the plan.

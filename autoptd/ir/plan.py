@@ -10,7 +10,7 @@ pinned decisions. Every key is optional:
      "keep": [{"pattern": "h.*.mlp.gelu", "way": "again"}]}
 
 `cut` has the layers of each stage, or the p*v - 1 modules to cut after: ["h.2", "h.6", "h.10"]; `shard` is
-explained in `passes/solve/shard_pins.py`, the entries of `keep` with a pattern in `passes/kept/pins.py`. The
+explained in `passes/solve/shard_pins.py`, the entries of `keep` with a pattern in `passes/kept/requested.py`. The
 others are prices that a pipeline rank pays to save a byte less per microbatch, with recompute="auto"
 (`ir/kept.py`):
 
@@ -56,7 +56,7 @@ JSON_KINDS = {"mesh": dict, "options": dict, "cut": list, "shard": list, "keep":
 @dataclass(frozen=True)
 class Plan:
     """The pinned decisions: `cut`, numbers of layers or names (`passes/stages/cut_pins.py`), `shard`
-    (`solve/shard_pins.py`), `rates`, one per pipeline rank, and how values are kept (`passes/kept/pins.py`).
+    (`solve/shard_pins.py`), `rates`, one per pipeline rank, and how values are kept (`passes/kept/requested.py`).
     """
 
     cut: tuple[int, ...] | tuple[str, ...] | None = None

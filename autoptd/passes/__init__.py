@@ -8,39 +8,32 @@ which plans fit).
 from __future__ import annotations
 
 from autoptd.ir.fusion import Groups
-from autoptd.passes.addends import divide_addends
 from autoptd.passes.annotate import annotate
-from autoptd.passes.batch_sums import read_batch_sums, take_whole_numbers
 from autoptd.passes.buffer_updates import split_updates
 from autoptd.passes.communicate import check_connected, communicate, conversion_row
 from autoptd.passes.context import Context, Findings
 from autoptd.passes.cut import cut
-from autoptd.passes.dump import describe
 from autoptd.passes.fusion.fuse import find_fusions, substitute
 from autoptd.passes.group_rows import group_rows
-from autoptd.passes.hook_gemms import adds_to_gradient, hook_gemms
-from autoptd.passes.inplace_sums import mark_owned
+from autoptd.passes.hook_gemms import adds_to_gradient, hook_gemms, mark_owned
 from autoptd.passes.kept.explain import explain_kept
 from autoptd.passes.kept.keep import keep
 from autoptd.passes.localize import localize
 from autoptd.passes.ops.costs import backward_flops, count_work, flops
 from autoptd.passes.ops.unlisted import register_rule
+from autoptd.passes.over_batch import divide_addends, read_batch_sums, take_whole_numbers, take_whole_rows
 from autoptd.passes.plan_cost import weigh, weigh_known
-from autoptd.passes.runner import Form, Pass, Record, run_passes, up_to
+from autoptd.passes.runner import Form, Pass, Record, describe, run_passes, up_to
 from autoptd.passes.solve.assign import Assignment
 from autoptd.passes.solve.batch_types import MixedSamples
 from autoptd.passes.solve.explain import explain_split
 from autoptd.passes.solve.fallbacks import unlisted_operators
 from autoptd.passes.solve.microbatch_losses import MARK
 from autoptd.passes.solve.row_groups import RowGroups
+from autoptd.passes.tokens.attention_rewrites import copy_heads, raise_attention, read_causal, read_windows
 from autoptd.passes.tokens.bubble_up import bubble_up_slices
-from autoptd.passes.tokens.causal_masks import read_causal
-from autoptd.passes.tokens.copy_heads import copy_heads
-from autoptd.passes.tokens.raise_attention import raise_attention
 from autoptd.passes.tokens.shift import keep_tokens
 from autoptd.passes.tokens.split_tokens import split_tokens
-from autoptd.passes.tokens.windows import read_windows
-from autoptd.passes.whole_rows import take_whole_rows
 
 PASSES = (
     # TRACED: rewrite the model into forms that ranks can divide.

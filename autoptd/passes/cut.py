@@ -32,12 +32,10 @@ from autoptd.ir.sizes import Sizes
 from autoptd.passes.context import Context
 from autoptd.passes.ops.costs import flops, local_payload, rank_seconds
 from autoptd.passes.runner import Form, graph_pass
-from autoptd.passes.stages.balance import Cuts, evaluate, least_memory, place
+from autoptd.passes.stages.balance import Cuts, Line, Value, evaluate, least_memory, place
 from autoptd.passes.stages.crossing import is_never_computed_again, place_values
 from autoptd.passes.stages.cut_pins import Places
-from autoptd.passes.stages.held_bytes import count_bytes
-from autoptd.passes.stages.line import Line, Value
-from autoptd.passes.stages.memory_bound import too_full
+from autoptd.passes.stages.held_bytes import count_bytes, too_full
 from autoptd.program.costs import Cut
 
 # A cut inside a layer must reduce the time of a step, or of the busiest rank, below this fraction of that

@@ -13,8 +13,7 @@ runtime, instead of each `linear` or `addmm` with a hook. All other GEMMs are un
   "deferred", an attribute of the stage (see runtime/ops/linear.py). This also holds for a head fused with its
   loss.
 
-    hook_gemms(graph, ctx)
-"""
+    hook_gemms(graph, ctx)"""
 
 from __future__ import annotations
 
@@ -165,3 +164,43 @@ def _f_in_front(x: Node, reader: Node) -> Node | None:
 
 def _payload(f: Node) -> int:
     return math.prod(note(f).local.shapes[0]) * tensor(f).element_size()
+
+
+@graph_pass(takes=Form.LOCAL, gives=Form.LOCAL, changes=("is_owned",))
+def mark_owned(graph: Graph, ctx: Context) -> None:
+    """Mark the conversions that may reduce in place."""
+    for node in ops(graph):
+        if node.target is not markers.convert:
+            continue
+        name = note(node).conversion
+        if (name == "p_to_i" and _is_fresh(node)) or (name == "i_to_r" and _is_read_by_gemms(node)):
+            note(node).is_owned = True
+
+
+def _is_fresh(node: Node) -> bool:
+    """Tell whether the operand of `node` is newly allocated and has no other reader."""
+    x = node.args[0]
+    while isinstance(x, Node) and len(x.users) == 1 and note(x).stages == note(node).stages:
+        record = operator_of(x)
+        # Nothing else refers to the memory of its result, and its backward does not read it.
+        if record.is_fresh:
+            return True
+        if record.moves != "fold":
+            return False
+        x = x.args[0]
+    return False
+
+
+def _is_read_by_gemms(node: Node) -> bool:
+    """Tell whether only GEMMs compute the gradient of `node`."""
+    # The list grows during iteration: the readers of a view are appended.
+    reads = [(node, user) for user in node.users]
+    for source, user in reads:
+        operands = user.args if user.target is markers.linear else gemm_operands(user)
+        if operands is not None and operands[0] is source and source not in operands[1:]:
+            continue
+        if operator_of(user).moves != "fold":
+            return False
+        # The gradient of a view is a view of the gradient from its readers.
+        reads += [(user, reader) for reader in user.users]
+    return bool(reads) and all(note(user).stages == note(node).stages for _, user in reads)

@@ -44,8 +44,8 @@ from autoptd.ir.sizes import Sizes, local_shapes
 from autoptd.ir.steps import shard_places
 from autoptd.ir.sub_axes import base, joined
 from autoptd.ir.types import Dims, S, ValueType, outer_size, padded_size
-from autoptd.passes.batch_sums import number_sums
 from autoptd.passes.context import Context
+from autoptd.passes.over_batch import number_sums
 from autoptd.passes.runner import CALLS, Form, graph_pass
 from autoptd.passes.solve.microbatch_losses import MARK
 

@@ -35,8 +35,7 @@ from autoptd.passes.ops.costs import (
     rank_seconds,
 )
 from autoptd.passes.runner import Pass, Record, run_passes
-from autoptd.passes.stages.held_bytes import read_from_outside
-from autoptd.passes.stages.preview import kept_bytes
+from autoptd.passes.stages.held_bytes import kept_bytes, read_from_outside
 from autoptd.program.weighed import Weight, weighed_record
 
 

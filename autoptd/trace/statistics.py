@@ -2,7 +2,7 @@
 
 In: a normalised graph. Out: the same graph in which `std`, `var`, norms, `softmax`, `logsumexp`, `max`, `min`,
 `any` and `all` over dim 0, of values that depend only on inputs, are sums and `amax`: these can be computed
-over all microbatches and replicas before the first forward (`passes/batch_sums.py`).
+over all microbatches and replicas before the first forward (`passes/over_batch.py`).
 
     std = rewards.std()        ->    mean = rewards.mean(); ((rewards - mean) ** 2).sum() / (8 - 1), and its root
     low = rewards.amin(0)      ->    -(-rewards).amax(0)

@@ -15,7 +15,7 @@ from autoptd.errors import PlanError
 from autoptd.ir.kept import KeepPin
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note
-from autoptd.passes.kept.pins import find_pinned
+from autoptd.passes.kept.requested import find_pinned
 from autoptd.program.calls import expected_calls
 from tests.hostile.test_recompute import Model
 from tests.parity.kept import kept_by_stage

@@ -15,7 +15,7 @@ from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import Note, set_note
 from autoptd.ir.operators.table import TABLE
 from autoptd.passes import Context
-from autoptd.passes.inplace_sums import mark_owned
+from autoptd.passes.hook_gemms import mark_owned
 from autoptd.runtime import i_to_r, linear, p_to_i
 from autoptd.runtime.ops.linear import Deferred
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks

@@ -28,7 +28,7 @@ from autoptd.ir.notes import copy_nodes, note, op_name, ops, set_note, shape, va
 from autoptd.ir.operators.record import is_over_classes
 from autoptd.passes.axes.constants import Constants
 from autoptd.passes.context import Context
-from autoptd.passes.fusion import activations, attention, losses, norms, residual, rotary
+from autoptd.passes.fusion import attention, losses, norms, pointwise
 from autoptd.passes.fusion.chain import local_size
 from autoptd.passes.runner import CALLS, Form, graph_pass
 
@@ -53,13 +53,13 @@ def _plain(find: Callable[[Node], Found]) -> Callable[[Node, Constants], Found]:
 PATTERNS = (
     Pattern("attention", attention.attention, ("eager", "inductor", "triton")),
     Pattern("masked_softmax", attention.masked_softmax, ("eager", "triton")),
-    Pattern("bias_gelu", _plain(activations.biased_gelu), ("triton",)),
-    Pattern("gated", _plain(activations.gated), ("eager", "triton")),
-    Pattern("activation", _plain(activations.activation), ("eager", "inductor", "triton")),
+    Pattern("bias_gelu", _plain(pointwise.biased_gelu), ("triton",)),
+    Pattern("gated", _plain(pointwise.gated), ("eager", "triton")),
+    Pattern("activation", _plain(pointwise.activation), ("eager", "inductor", "triton")),
     Pattern("norm", _plain(norms.norm), ("eager", "triton")),
     Pattern("norm_of_sum", _plain(norms.norm_of_sum), ("triton",)),
-    Pattern("rotary", _plain(rotary.rotary), ("eager", "triton")),
-    Pattern("bias_dropout_add", _plain(residual.bias_dropout_add), ("eager", "triton")),
+    Pattern("rotary", _plain(pointwise.rotary), ("eager", "triton")),
+    Pattern("bias_dropout_add", _plain(pointwise.bias_dropout_add), ("eager", "triton")),
     Pattern("linear_cross_entropy", _plain(losses.linear_cross_entropy), ("eager", "inductor", "triton")),
 )
 

@@ -4,25 +4,35 @@ In: a LOCAL graph, what every operator saves, what a plan pins of that, and what
 `Wish`, as of the choices that users name (`requested.py`). Each layer is chosen for alone and exactly (`min_cut.py`);
 equal ones are solved once.
 
-Values that a layer reads from outside, and values read after it, can only be kept.
-"""
+Values that a layer reads from outside, and values read after it, can only be kept."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from fractions import Fraction
+from functools import lru_cache
+from math import inf
+from typing import NamedTuple
 
+import networkx as nx
 from torch.fx import Graph, Node
 
 from autoptd.ir.kept import Rate
 from autoptd.ir.notes import is_tensor, note
 from autoptd.ir.saved import SavedForBackward, Storage
 from autoptd.passes.context import Context
-from autoptd.passes.kept.min_cut import Region, runs_again
-from autoptd.passes.kept.pins import Pinned
-from autoptd.passes.kept.requested import Wish, find_gathered, groups_of_layers, is_repeatable, operands_of
+from autoptd.passes.kept.requested import (
+    Pinned,
+    Wish,
+    find_gathered,
+    groups_of_layers,
+    is_repeatable,
+    operands_of,
+)
 from autoptd.passes.ops.costs import forward_seconds
+
+__all__ = ["ByValue", "Region", "runs_again"]
 
 
 class ByValue:
@@ -144,4 +154,66 @@ class _Layer:
         return bound
 
 
-__all__ = ["ByValue"]
+SOURCE, SINK = "runs", "rests"
+PER_SECOND = 10**18
+
+
+class Region(NamedTuple):
+    """Operators and values of a layer by number: per operator what it makes and reads, its seconds (inf: runs once)."""
+
+    makes: tuple[tuple[int, ...], ...]
+    reads: tuple[tuple[int, ...], ...]
+    seconds: tuple[float, ...]
+    nbytes: tuple[int, ...]  # per value
+    needed: frozenset[int]  # values that backward reads
+    free: frozenset[int]  # values that are there in any case
+    never_kept: frozenset[int]  # values that are there only where their maker runs again
+
+
+@lru_cache(maxsize=4096)
+def runs_again(region: Region, price: float) -> frozenset[int]:
+    """Return the operators that run again, at least cost, for a `price` in seconds per byte."""
+    graph = nx.DiGraph()
+    graph.add_nodes_from((SOURCE, SINK))
+    weights = {
+        ("value", v): 0 if v in region.free else round(price * n * PER_SECOND)
+        for v, n in enumerate(region.nbytes)
+    }
+    impossible: set[int] = set()
+    for i, seconds in enumerate(region.seconds):
+        if seconds == inf:
+            # Nothing that reads these can run again.
+            impossible |= region.never_kept.intersection(region.makes[i])
+            continue
+        # What runs again makes its values for nothing: their bytes are counted above.
+        made = sum(weights["value", v] for v in region.makes[i])
+        weights["operator", i] = round(seconds * PER_SECOND) - made
+        for v in region.reads[i] + region.makes[i]:
+            # Without a capacity: never cut.
+            graph.add_edge(("operator", i), ("value", v))
+        for v in region.never_kept.intersection(region.makes[i]):
+            graph.add_edge(("value", v), ("operator", i))
+    for v in region.needed:
+        graph.add_edge(SOURCE, ("value", v))
+    # On the side of the source is what is chosen. A gain is lost by staying behind, a cost is paid by coming along.
+    for each, weight in weights.items():
+        if weight > 0:
+            graph.add_edge(each, SINK, capacity=weight)
+        elif weight < 0:
+            graph.add_edge(SOURCE, each, capacity=-weight)
+    graph.add_edges_from((("value", v), SINK, {"capacity": inf}) for v in impossible)
+    chosen = _smallest_side(graph)
+    return frozenset(number for kind, number in chosen if kind == "operator")
+
+
+def _smallest_side(graph: nx.DiGraph) -> list[tuple[str, int]]:
+    """Return the nodes on the source's side of the minimum cut that has fewest of them."""
+    flow = nx.algorithms.flow.preflow_push(graph, SOURCE, SINK)
+    reached, left = {SOURCE}, [SOURCE]
+    while left:
+        at = left.pop()
+        for to, edge in flow[at].items():
+            if edge["flow"] < edge["capacity"] and to not in reached:
+                reached.add(to)
+                left.append(to)
+    return [each for each in graph if each in reached and each != SOURCE]

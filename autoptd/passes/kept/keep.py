@@ -25,8 +25,15 @@ from autoptd.ir.saved import SavedForBackward, Storage
 from autoptd.passes.context import Context
 from autoptd.passes.hook_gemms import gather_again
 from autoptd.passes.kept.by_value import ByValue
-from autoptd.passes.kept.pins import find_pinned
-from autoptd.passes.kept.requested import Wish, by_stage, choose, find_gathered, is_repeatable, operands_of
+from autoptd.passes.kept.requested import (
+    Wish,
+    by_stage,
+    choose,
+    find_gathered,
+    find_pinned,
+    is_repeatable,
+    operands_of,
+)
 from autoptd.passes.ops.costs import forward_seconds
 from autoptd.passes.runner import Form, graph_pass
 

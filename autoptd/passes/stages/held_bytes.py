@@ -8,23 +8,41 @@ In: a CONNECTED graph. Out: `Held`, per position of the backbone. The assumption
   counts where it is first saved, so that what crosses is held by the stage that reads it.
 
     held = count_bytes(graph, backbone, ctx)
-    sum(held.kept)        # bytes of parameters with their state that have one reader
-"""
+    sum(held.kept)        # bytes of parameters with their state that have one reader"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 from torch.fx import Graph, Node
 
-from autoptd.ir.notes import note, tensor
+from autoptd.errors import PlanError
+from autoptd.ir.fusion import Groups
+from autoptd.ir.kept import Rate
+from autoptd.ir.notes import copy_nodes, note, tensor
 from autoptd.ir.sizes import Sizes, local_shapes
 from autoptd.options import Options
 from autoptd.passes.context import Context
-from autoptd.passes.stages.line import Level
-from autoptd.passes.stages.preview import kept_per_operator
+from autoptd.passes.fusion.fuse import substitute
+from autoptd.passes.group_rows import group_rows
+from autoptd.passes.kept.keep import Holders, Keeper
+from autoptd.passes.localize import localize
+from autoptd.passes.stages.balance import Level
+from autoptd.program.costs import Cut
+
+__all__ = [
+    "Held",
+    "TooFull",
+    "count_bytes",
+    "excess_bytes",
+    "kept_bytes",
+    "kept_per_operator",
+    "read_from_outside",
+    "too_full",
+]
 
 
 @dataclass(frozen=True)
@@ -83,4 +101,140 @@ def read_from_outside(result: Node) -> set[Node]:
     return outside
 
 
-__all__ = ["Held", "count_bytes", "read_from_outside"]
+def kept_per_operator(graph: Graph, backbone: Sequence[Node], ctx: Context) -> list[Level]:
+    """Return the bytes that every operator of the backbone leaves for backward, and the seconds to make the rest again.
+
+    Of several prices for a kept byte each is a level.
+    """
+    share = ctx.options.recompute.full_share
+    if share is None or share == 1:
+        return _levels(graph, backbone, ctx)
+    by_share = []
+    for what, part in (("full", float(share)), (None, 1 - float(share))):
+        options = replace(ctx.options, recompute=replace(ctx.options.recompute, what=what))
+        asked = _with_groups(replace(ctx, options=options), _groups(ctx))
+        (level,) = _levels(graph, backbone, asked)
+        by_share.append((part * np.array(level.saved), part * np.array(level.again)))
+    saved, again = (sum(parts) for parts in zip(*by_share, strict=True))
+    return [Level(saved, again)]
+
+
+def kept_bytes(graph: Graph, ctx: Context) -> int:
+    """Return the bytes that a rank keeps of a microbatch of the whole graph, at the layout's price of a byte."""
+    keeper = Keeper(*_on_one_stage(graph, (), ctx))
+    keeper.mark([_rate(ctx.byte_price)])
+    return sum(storage.nbytes for storage in keeper.held().get(0, ()))
+
+
+def _levels(graph: Graph, backbone: Sequence[Node], ctx: Context) -> list[Level]:
+    local, here = _on_one_stage(graph, backbone, ctx)
+    keeper = Keeper(local, here)
+    levels: list[Level] = []
+    for price in ctx.byte_prices if keeper.is_by_value else (0.0,):
+        keeper.mark([_rate(price)])
+        level = _count(local, keeper.held().get(0, {}), len(backbone))
+        if not levels or sum(level.saved) < sum(levels[-1].saved):
+            levels.append(level)
+    return levels
+
+
+def _rate(price: float) -> Rate:
+    return Rate(price, price, 0.0)
+
+
+def _on_one_stage(graph: Graph, backbone: Sequence[Node], ctx: Context) -> tuple[Graph, Context]:
+    """Return a LOCAL copy of a graph, all of it on one stage, and the context of that."""
+    copy, copies = copy_nodes(graph)
+    for node in copy.nodes:
+        note(node).stages = (0,)
+    for i, node in enumerate(backbone):
+        note(copies[node]).position = i
+    # The groups may be those of another copy: a node has its name in all.
+    groups = _groups(ctx)
+    named = _Named({node.name: node for node in copy.nodes})
+    chosen = tuple(group.on(named) for group in groups.chosen)
+    here = _with_groups(ctx, replace(groups, chosen=chosen, refused=()))
+    localize.run(copy, here)
+    fused = substitute(copy, here)
+    group_rows.run(fused, here)
+    return fused, here
+
+
+class _Named(dict[Node, Node]):
+    """The nodes of a graph, by nodes of the same names."""
+
+    def __init__(self, by_name: Mapping[str, Node]) -> None:
+        super().__init__()
+        self._by_name = by_name
+
+    def __missing__(self, node: Node) -> Node:
+        return self._by_name[node.name]
+
+
+def _groups(ctx: Context) -> Groups:
+    return ctx.found.groups if ctx.found.has("groups") else Groups()
+
+
+def _with_groups(ctx: Context, groups: Groups) -> Context:
+    """Return a copy of a context with separate findings."""
+    found = replace(ctx)
+    found.found.groups = groups
+    return found
+
+
+def _count(local: Graph, kept: Holders, length: int) -> Level:
+    """Count bytes and seconds at the operators of the backbone; what is none of these has the place of the one before it.
+
+    A value counts where it is first saved: the stage that reads it holds it, not the one that sends it.
+    """
+    saved, again = [0.0] * length, [0.0] * length
+    places: dict[Node, int] = {}
+    place = 0
+    for node in local.nodes:
+        position = note(node).position
+        place = places[node] = place if position is None else position
+        again[place] += note(node).keep.again or 0.0
+    for storage, holder in kept.items():
+        saved[places[holder]] += storage.nbytes
+    return Level(saved, again)
+
+
+GIB = 1 << 30
+
+
+class TooFull(PlanError):
+    """No cut leaves every rank within its memory: on the fullest, `excess` bytes are too many."""
+
+    excess: float = 0.0
+
+
+def excess_bytes(cut: Cut, ctx: Context) -> float:
+    """Return the bytes by which the fullest rank exceeds its memory."""
+    return max(max(ctx.needed_bytes(cut), default=0.0) - ctx.machine.memory, 0.0)
+
+
+def too_full(needed: float, ctx: Context, which: str) -> TooFull:
+    """Make the error for a rank that would hold more than its memory, with what is left to ask for."""
+    fact = f"with {which}, the fullest rank takes {_size(needed)} and has {_size(ctx.machine.memory)}"
+    parts = "parameters, gradients, AdamW's two moments; activations of the microbatches in flight"
+    if ctx.working:
+        parts += f"; up to {_size(max(ctx.working))} between operators"
+    fact += f" ({parts})"
+    options = ctx.options
+    left = {
+        "sequence_parallel='auto'": ctx.mesh.value_ranks > 1 and not options.sequence_parallel,
+        "recompute='auto'": options.recompute.what != "auto",
+        "zero=1": ctx.mesh.gradient_ranks > 1 and not options.zero.stage,
+    }
+    remedies = ["a larger t or p", "smaller microbatches (a larger num_microbatches)"]
+    remedies += ["a schedule with fewer of them in flight (1f1b)", *(each for each in left if left[each])]
+    error = TooFull("memory", fact, f"{', '.join(remedies)}, or more memory")
+    error.excess = max(needed - ctx.machine.memory, 0.0)
+    return error
+
+
+def _size(nbytes: float) -> str:
+    for unit, size in (("GiB", GIB), ("MiB", 2**20)):
+        if nbytes >= size:
+            return f"{nbytes / size:,.2f} {unit}"
+    return f"{nbytes:,.0f} bytes"

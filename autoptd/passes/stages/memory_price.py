@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from autoptd.passes.stages.memory_bound import TooFull
+from autoptd.passes.stages.held_bytes import TooFull
 
 # The price is a power of two, times the time of a byte on a link: from a sixteenth of that to 16384 times.
 MIN_POWER, MAX_POWER = -4, 14

@@ -35,7 +35,7 @@ from autoptd.passes.solve.fallbacks import fallbacks, note_fallbacks
 from autoptd.passes.solve.queries import ATTENTION
 from autoptd.passes.solve.symbols import name_axes
 from autoptd.passes.solve.tokens import GATHERED_REMEDY, SHIFTED_REMEDY, TokenSplitter, is_repeat
-from autoptd.passes.tokens.copy_heads import degrees_of_copies
+from autoptd.passes.tokens.attention_rewrites import degrees_of_copies
 
 
 def check_tokens(graph: Graph, ctx: Context) -> None:

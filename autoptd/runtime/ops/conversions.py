@@ -52,7 +52,7 @@ def p_to_i(x: Tensor, group: Group, *, owned: bool = False, site: str = "") -> T
         return x
     y = x if owned else x.clone(memory_format=torch.contiguous_format)
     # `.data` rather than `detach`, whose writes autograd counts: where `y` is a view, as a linear's result may be, it
-    # would rebuild the graph of `y`, or refuse. passes/inplace_sums.py ensures that no backward needs the
+    # would rebuild the graph of `y`, or refuse. passes/hook_gemms.py ensures that no backward needs the
     # old value.
     group.all_reduce_(y.data, site)
     return y

@@ -119,7 +119,7 @@ def exchanged_heads(shape: Shape, t: Number, c: Number) -> Number:
     """Return the KV heads of a tensor rank that context ranks exchange, with the copies that make c divide
     them.
 
-    0 if they gather keys and values instead, as in `passes/tokens/copy_heads.py`.
+    0 if they gather keys and values instead, as in `passes/tokens/attention_rewrites.py`.
     """
     t, c = (np.asarray(degree).astype(int) for degree in (t, c))
     own, queries = shape.kv_heads // t, shape.heads // t

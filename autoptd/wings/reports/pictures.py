@@ -16,7 +16,7 @@ from pathlib import Path
 
 from autoptd import schedule as schedules
 from autoptd.ir.actions import Action, Kind
-from autoptd.passes.dump import Dump
+from autoptd.passes.runner import Dump
 from autoptd.program.program import Program
 from autoptd.runtime.step.timeline import Span
 from autoptd.wings import viz

@@ -108,7 +108,7 @@ ELSEWHERE = {
     "ir/markers.py: OVER_CLASSES": "markers of our own, with the names of operators that they stand for",
     "passes/axes/bounds.py: CHOOSES": "where the condition of a choice stands",
     "passes/axes/constant_windows.py: ROWS": "windows of constants, for what is not derived from how entries move",
-    "passes/fusion/activations.py: FORMULA": "a pattern",
+    "passes/fusion/pointwise.py: FORMULA": "a pattern",
     "passes/fusion/attention.py: PRODUCTS": "a pattern",
     "passes/fusion/norms.py: SQUARES": "a pattern",
     "passes/reader_names.py: NORM": "a pattern, for names that people know",

@@ -8,7 +8,7 @@ from math import inf
 
 import pytest
 
-from autoptd.passes.kept.min_cut import Region, runs_again
+from autoptd.passes.kept.by_value import Region, runs_again
 
 
 def random_region(seed: int) -> Region:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from autoptd.ir.actions import ranks_of_stages
 from autoptd.passes.stages import balance
-from autoptd.passes.stages.balance import evaluate, least_memory, place
-from autoptd.passes.stages.line import Level, Line, Value
+from autoptd.passes.stages.balance import Level, Line, Value, evaluate, least_memory, place
 from autoptd.schedule import build_orders, makespan_of
 
 

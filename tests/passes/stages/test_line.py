@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoptd.passes.stages.balance import place
-from autoptd.passes.stages.line import Level, Line, Table
+from autoptd.passes.stages.balance import Level, Line, Table, place
 
 
 def levels_of(saved: list[int], shares: list[float]) -> list[Level]:

@@ -14,7 +14,7 @@ import autoptd
 from autoptd.compiler import memory_search as place
 from autoptd.compiler import rehearse
 from autoptd.errors import PlanError
-from autoptd.passes.stages.memory_bound import TooFull
+from autoptd.passes.stages.held_bytes import TooFull
 from autoptd.passes.stages.memory_price import MAX_POWER, MIN_POWER, find_memory_price
 from autoptd.program.program import Program
 from examples.gpt import GPT, GPTConfig

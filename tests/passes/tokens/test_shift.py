@@ -21,7 +21,7 @@ from autoptd.ir.operators.record import operands
 from autoptd.options import make_options
 from autoptd.passes import Context
 from autoptd.passes.tokens import shift
-from autoptd.passes.tokens.token_regions import Cut
+from autoptd.passes.tokens.shift import Cut
 from tests.parity.models import VOCAB
 from tests.parity.test_shift import GONE, LENGTH, SMALL, Shifting, call
 from tests.passes.graphs import rewrite
