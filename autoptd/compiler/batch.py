@@ -1,44 +1,31 @@
-"""Divide the rows of a call into replicas and microbatches, and trace the model with few and many rows.
+"""Divide the rows of a call into replicas and microbatches.
 
-In: the call of a step, and the options. Out: a `Batch`, and `Traces`. The batch is dim 0 of the first tensor,
-and of all tensors of the same length (`runtime/step/microbatches.py` divides the calls of a run by the same
-rule).
+In: the call of a step, and the options. Out: a `Batch`. The batch is dim 0 of the first tensor, and of all
+tensors of the same length (`runtime/step/microbatches.py` divides the calls of a run by the same rule).
 
     batch = plan_batch(options, (ids, targets), {}, replicas=2)
     batch.rows, batch.num_microbatches          # of a microbatch, of a replica
     plan_batch(options, (ids,), {}, replicas=2, like=program, counts=(2, 1))    # an evaluation of 3 rows
-    trace_rows(model, options, args, kwargs, batch).captured.graph
+    args, kwargs = resize((ids, targets), {}, batch, batch.traced_rows)         # the call to trace
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.fx import Graph
 
-from autoptd import trace as tracing
 from autoptd.compat import tree_flatten, tree_unflatten
-from autoptd.errors import AutoptdError, PlanError, TraceError
-from autoptd.ir.activity import activity
-from autoptd.ir.garbage import paused_collection
-from autoptd.ir.updates import Updates
+from autoptd.errors import PlanError
 from autoptd.options import Options
 from autoptd.program.program import Program
 from autoptd.runtime.step.microbatches import batch_rows
-from autoptd.runtime.world.devices import device_of_ranks
 
 # Rows of two pairs, and of the largest group that is searched for.
 PAIRS, LARGEST_GROUP = 4, 64
-
-
-class FewRows(TraceError):
-    """The model can be traced with all rows of the batch, but not with those of a microbatch."""
 
 
 @dataclass(frozen=True)
@@ -202,168 +189,3 @@ def resize(
         times = -(-rows // leaves[i].shape[0])
         leaves[i] = leaves[i].repeat(times, *[1] * (leaves[i].dim() - 1))[:rows]
     return tree_unflatten(leaves, tree)  # type: ignore[return-value]
-
-
-@dataclass(frozen=True)
-class Traces:
-    """A model as its rows showed it: with `traced_rows`, and (None where the batch is not split) with
-    `whole_rows`. `updates` of buffers are in the traces, or were taken out of them. `traced` says how to
-    trace it again.
-    """
-
-    captured: tracing.Captured
-    whole: Graph | None
-    traced: tracing.Traced
-    updates: Updates | None = None
-
-
-def trace_rows(
-    model: nn.Module,
-    options: Options,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    batch: Batch,
-    narrowing: tracing.Narrowing,
-    check: bool = True,
-) -> Traces:
-    """Trace a call with few rows and, if the batch is split, with many: differences depend on the batch.
-
-    With `check`, the trace is compared with the model, if it has values.
-    """
-    call = resize(args, kwargs, batch, batch.traced_rows)
-    how = options.loss_fn, autocast_here(model, options)
-    with activity(f"tracing {batch.traced_rows} samples"):
-        captured = capture_rows(model, options, args, kwargs, batch, narrowing)
-    # Parameters on meta have no values to compare.
-    if check and tracing.has_values(model):
-        with activity("comparing trace and model"):
-            compare_rows(model, options, captured, call, batch, (args, kwargs))
-    whole = None
-    if batch.pieces > 1:
-        with activity(f"tracing {batch.whole_rows} samples"), paused_collection():
-            larger = resize(args, kwargs, batch, batch.whole_rows)
-            whole = tracing.capture_again(captured, model, *larger, *how)
-    traced = tracing.Traced.of(captured, call, *how, options.precision, narrowing.cast)
-    return Traces(captured, whole, traced)
-
-
-@paused_collection()
-def capture_rows(
-    model: nn.Module,
-    options: Options,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    batch: Batch,
-    narrowing: tracing.Narrowing,
-) -> tracing.Captured:
-    """Trace with the rows of a microbatch; an argument that is as long as the batch by chance is the usual
-    failure.
-    """
-    call = resize(args, kwargs, batch, batch.traced_rows)
-    autocast = autocast_here(model, options)
-
-    def trace() -> tracing.Captured:
-        return tracing.capture(model, *call, options.loss_fn, autocast)
-
-    try:
-        return narrowing.settle(trace)
-    except TraceError as error:
-        # Report a failure of the model itself before blaming rows or traces.
-        cause = error.__cause__
-        if cause is not None and (own := own_failure(model, options, (args, kwargs))):
-            raise own from cause
-        rows = tree_flatten((args, kwargs))[0][batch.batched[0]].shape[0]
-        # Fewer rows are the cause only if the whole batch can be traced.
-        if batch.traced_rows == rows or not _can_trace(model, options, args, kwargs):
-            raise
-        fact = f"with {batch.traced_rows} of {rows} rows it {error.fact}"
-        remedy = (
-            f"{divided_remedy(batch, rows)}; or, if it takes rows in groups, two groups in the batch at least"
-        )
-        raise FewRows(error.site, fact, remedy) from error
-
-
-def groups_of(
-    model: nn.Module, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch
-) -> Batch | None:
-    """Return this batch with two groups in its trace, of the fewest rows that can be traced; None without."""
-    for rows in batch.possible_groups:
-        call = resize(args, kwargs, batch, rows)
-        if _can_trace(model, options, *call):
-            # A single group cannot be recognized as one.
-            return batch.tracing(math.lcm(2 * rows, batch.rows))
-    return None
-
-
-def compare_rows(
-    model: nn.Module,
-    options: Options,
-    captured: tracing.Captured,
-    call: tuple[Any, Any],
-    batch: Batch,
-    given: tuple[Any, Any],
-) -> None:
-    """Compare the trace with the model; it may fail on fewer rows than `given` (an indexed table that was
-    split by chance).
-
-    A model whose step does not fit on its device is not compared, with a warning.
-    """
-    try:
-        autocast = autocast_here(model, options)
-        tracing.compare(model, options.loss_fn, captured.graph, captured.buffers, *call, autocast)
-    except AutoptdError:
-        raise
-    except torch.OutOfMemoryError as error:
-        # It may still fit when partitioned, fused or recomputed.
-        text = f"the trace is not compared with the model, of which a step with {batch.traced_rows} rows does not fit: "
-        warnings.warn(f"model: {text}{str(error).splitlines()[0]}", stacklevel=2)
-    except Exception as error:
-        fact = f"it cannot be run: {type(error).__name__}: {error}"
-        if remedy := narrow_remedy(options, call):
-            raise TraceError("model", fact, remedy) from error
-        if own := own_failure(model, options, given):
-            raise own from error
-        fact = f"with {batch.traced_rows} rows {fact}"
-        raise TraceError("model", fact, divided_remedy(batch, batch.rows * batch.pieces)) from error
-
-
-def own_failure(model: nn.Module, options: Options, call: tuple[Any, Any]) -> TraceError | None:
-    """Return the error that the model itself raises on a call, None if it runs."""
-    autocast = autocast_here(model, options)
-    return tracing.own_failure(model, *call, options.loss_fn, autocast, options.precision)
-
-
-def autocast_here(model: nn.Module, options: Options) -> tracing.Autocast:
-    """Return the autocast of a request, for the device of the ranks."""
-    device = device_of_ranks(model.parameters(), options.device, options.backend)
-    return tracing.autocast_of(model, options.precision, device.type)
-
-
-def _can_trace(model: nn.Module, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    try:
-        tracing.capture(model, args, kwargs, options.loss_fn, autocast_here(model, options))
-    except TraceError:
-        return False
-    return True
-
-
-def narrow_remedy(options: Options, call: tuple[Any, Any]) -> str:
-    """Return the remedy for inputs whose dtype differs from that of a cast model; "" if there are none."""
-    dtype = tracing.COMPUTE_DTYPES.get(str(options.precision))
-    tensors = [x for x in tree_flatten(call)[0] if isinstance(x, torch.Tensor)]
-    others = [str(i) for i, x in enumerate(tensors) if x.is_floating_point() and x.dtype != dtype]
-    if dtype is None or not others:
-        return ""
-    return (
-        f"precision={options.precision!r} casts the model, not its inputs: tensors {', '.join(others)} "
-        f"of the call with .to({dtype}), as model.to({dtype}) would have them; or precision='{options.precision}-mixed'"
-    )
-
-
-def divided_remedy(batch: Batch, rows: int) -> str:
-    """Return the remedy for an argument that is as long as the batch by chance."""
-    divided = ", ".join(map(str, batch.batched))
-    return (
-        f"the first tensor of the call gives the batch; tensors {divided} have {rows} rows and are divided alike: "
-        "pass the batch first, and give what is no batch a leading dim of 1"
-    )

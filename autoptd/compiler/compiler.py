@@ -22,10 +22,11 @@ from torch.fx import Graph
 
 from autoptd import trace as tracing
 from autoptd.compat import tree_leaves
-from autoptd.compiler.batch import Batch, capture_rows, plan_batch
+from autoptd.compiler.batch import Batch, plan_batch
 from autoptd.compiler.compiled import Draw
 from autoptd.compiler.driver import compile_program
-from autoptd.compiler.records.fallbacks import warn_of_fallbacks
+from autoptd.compiler.request import Request
+from autoptd.compiler.warn import warn_of_fallbacks
 from autoptd.errors import PlanError
 from autoptd.ir.notes import note, op_name
 from autoptd.ir.plan import Plan
@@ -196,7 +197,7 @@ class Compiler:
     def _captured(self, options: Options, call: Call, batch: Batch, first: Program) -> tracing.Captured:
         model = self.subject.model
         with tracing.computing_in(model, options.precision, first.cast_buffers) as narrowing:
-            return capture_rows(model, options, *call, batch, narrowing)
+            return Request(model, options, *call, self._replicas, narrowing).capture(batch)
 
 
 def check_no_draws(evaluated: Graph) -> None:

@@ -13,13 +13,14 @@ from dataclasses import replace
 
 import torch
 
-from autoptd import passes, schedule
+from autoptd import schedule
 from autoptd import trace as tracing
-from autoptd.compiler.batch import Batch, Traces
-from autoptd.compiler.request import Request
+from autoptd.compiler.batch import Batch
+from autoptd.compiler.request import Request, Traces
 from autoptd.compiler.saved import FindSaved
 from autoptd.ir.buffers import Buffers
-from autoptd.passes import Context
+from autoptd.passes.buffer_updates import split_updates
+from autoptd.passes.context import Context
 
 
 def make_context(request: Request, traces: Traces, batch: Batch) -> Context:
@@ -46,7 +47,7 @@ def make_context(request: Request, traces: Traces, batch: Batch) -> Context:
 
 def without_updates(traces: Traces, ctx: Context) -> Traces:
     """Remove the buffer updates from the traces of a model."""
-    graph, whole, updates = passes.split_updates(traces.captured.graph, traces.whole, ctx)
+    graph, whole, updates = split_updates(traces.captured.graph, traces.whole, ctx)
     return replace(traces, captured=replace(traces.captured, graph=graph), whole=whole, updates=updates)
 
 

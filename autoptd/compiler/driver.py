@@ -8,34 +8,23 @@ It needs no process group, no GPU and no weights in memory: meta parameters comp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
-from autoptd import codegen, passes, schedule
 from autoptd import trace as tracing
-from autoptd.compiler.batch import Batch, Traces
-from autoptd.compiler.batch_plans import BatchPlan, batch_plans
 from autoptd.compiler.compiled import Compiled, Draw
 from autoptd.compiler.context import make_context, without_updates
-from autoptd.compiler.memory_search import place
+from autoptd.compiler.memory_search import Written, fit
 from autoptd.compiler.program_cache import ProgramCache
-from autoptd.compiler.records.fallbacks import warn_of_mixing, warn_of_recompute
-from autoptd.compiler.records.header import about_stages
-from autoptd.compiler.records.program import program_of
-from autoptd.compiler.records.specs import crossing_links, crossing_spec, param_specs
-from autoptd.compiler.rehearse import Written, rehearse
-from autoptd.compiler.request import Request, settle
+from autoptd.compiler.request import BatchPlan, Request, Traces, batch_plans, settle
+from autoptd.compiler.warn import warn_of_mixing, warn_of_recompute
+from autoptd.compiler.write import Writer
 from autoptd.errors import AutoptdError
-from autoptd.ir.activity import activity
 from autoptd.ir.default_device import on_cpu
-from autoptd.ir.garbage import paused_collection
 from autoptd.options import Options
-from autoptd.passes import Context, Form, Record, up_to
-from autoptd.passes.stages.held_bytes import TooFull
+from autoptd.passes.runner import Record
 from autoptd.program.program import Program
 
 
@@ -72,7 +61,7 @@ def compile_program(
     cast = like.cast_buffers if like is not None else ()
     with tracing.computing_in(model, options.precision, cast) as narrowing:
         options = settle(model, options)
-        request = Request(model, options, args, kwargs, replicas, check, like, counts, handed, narrowing)
+        request = Request(model, options, args, kwargs, replicas, narrowing, check, like, counts, handed)
         plans = batch_plans(request)
         plan = next(plans)
         tried = try_plan(request, plan, record)
@@ -97,63 +86,24 @@ def try_plan(request: Request, plan: BatchPlan, record: Record) -> Tried | Autop
         traces = request.traces(plan.batch, check=plan.mixed is None)
         with on_cpu():
             traces = without_updates(traces, make_context(request, traces, plan.batch))
-            written = _write(request, plan.batch, traces, record)
-        return written if isinstance(written, TooFull) else Tried(written, traces)
+            written = _write(request, plan, traces, record)
+        return written if isinstance(written, AutoptdError) else Tried(written, traces)
     except AutoptdError as error:
         return error
 
 
-def _write(request: Request, batch: Batch, traces: Traces, record: Record) -> Written | TooFull:
+def _write(request: Request, plan: BatchPlan, traces: Traces, record: Record) -> Written | AutoptdError:
     """Return the program of these traces, from the cache if it is there."""
-    ctx, like = make_context(request, traces, batch), request.like
-    writer = Writer(traces, batch, request.handed, record)
+    ctx, like, traced = make_context(request, traces, plan.batch), request.like, traces.captured.graph
+    writer = Writer(traces, plan.batch, request.handed, record)
     # Other programs follow the first one by its graphs, which are not written to a cache.
     if request.options.shapes.cache is None or like is None:
-        return rehearse(writer, ctx)
+        return fit(traced, ctx, record, writer.write)
     cache = ProgramCache(request.options.shapes.cache)
-    key = cache.key(traces, batch, ctx, request.handed)
+    key = cache.key(traces, plan.batch, ctx, request.handed)
     if (kept := cache.load(key, traces.captured.buffers)) is not None:
-        return Written(replace(kept, follows=like), traces.captured.graph, ctx)
-    written = rehearse(writer, ctx)
-    if not isinstance(written, TooFull):
+        return Written(replace(kept, follows=like), traced, ctx)
+    written = fit(traced, ctx, record, writer.write)
+    if isinstance(written, Written):
         cache.store(key, written.program)
     return written
-
-
-@dataclass(frozen=True)
-class Writer:
-    """Place a traced model, and write its program."""
-
-    traces: Traces
-    batch: Batch
-    handed: Mapping[str, torch.dtype]
-    record: Record
-
-    @paused_collection()
-    def write(self, ctx: Context) -> Written | TooFull:
-        """Run the passes, repeatedly if needed to find a plan that fits in memory, and write the program."""
-        placed = place(self.traces.captured.graph, ctx, self.record)
-        if isinstance(placed, TooFull):
-            return placed
-        graph, ctx = placed
-        # Compare "auto" with the plans of Megatron and Korthikanti: two more runs, up to CONNECTED.
-        connecting = up_to(Form.CONNECTED, passes.passes_for(ctx))
-        weighed = passes.weigh_known(
-            self.traces.captured.graph, self.record.graphs["CONNECTED"], ctx, connecting
-        )
-        options, updates = ctx.options, self.traces.updates
-        # Build what the runtime runs, crossings first, as orders and transfers depend on them.
-        crossings = codegen.crossings(graph)
-        # The cut was balanced on orders without sends and receives, which were not known yet.
-        orders = schedule.connect_orders(ctx.orders, crossing_links(tuple(map(crossing_spec, crossings))))
-        params = param_specs(graph, self.traces.captured, options, self.handed)
-        about = about_stages(options, self.batch, params, orders, ctx.wgrad_sink)
-        with activity("write stage files", is_brief=True):
-            files = codegen.write_program(graph, options.mesh, crossings, about, updates)
-        program = program_of(
-            self.traces, self.batch, graph, ctx, self.record, crossings, orders, params, files, weighed
-        )
-        return Written(program, graph, ctx)
-
-
-__all__ = ["compile_program"]

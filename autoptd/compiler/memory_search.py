@@ -1,59 +1,118 @@
-"""Run the passes until every rank fits into its memory, by sharding, recomputation and ZeRO, at the least
-cost in time.
+"""Find the fastest plan whose step fits into the memory of every rank, and write its program.
 
-In: a TRACED graph and the context of a request. Out: the LOCAL graph with its context. If everything fits,
-nothing changes. Otherwise the options that the request leaves open (`relief.py`) are used in this order:
+In: a TRACED graph, the context of a request, and a function that writes the program of a LOCAL graph. Out: the
+program with its graph and context. If everything fits, nothing changes. Otherwise the options that the request
+leaves open are used in this order:
 
 - zero="auto": replicas and context ranks shard the optimizer state, which takes no longer.
 - recompute="auto": every pipeline rank recomputes as much as it needs to fit (`passes/kept/keep.py`).
-- the layout over tp, tokens included with sequence_parallel="auto", at a price for bytes
-  (`passes/stages/memory_price.py`): the fastest of all layouts that fit, since splitting tokens may take less
-  memory and less time.
+- the layout over tp, tokens included with sequence_parallel="auto", at a price for bytes: the fastest of all
+  layouts that fit, since splitting tokens may take less memory and less time.
+
+The price is in seconds per microbatch for each byte of a rank, added to its usual cost (`ir/machine.py`). A
+parameter counts four times (gradient and two moments), a saved byte once for every microbatch in flight.
+
+The bytes that a rank holds between operators (parameters with their state, saved activations) are counted while
+the model is placed. At its peak it also needs working bytes: gradients in flight, recomputed values, messages,
+logits. They are known once the program is written and every rank's step is rehearsed (`peak_memory.py`). If a
+step does not fit, the passes run again, with these bytes reserved on every rank.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple, TypeVar
 
 from torch.fx import Graph
 
 from autoptd import passes
+from autoptd.compiler.peak_memory import Peak, peak_memory
+from autoptd.ir.garbage import paused_collection
 from autoptd.ir.layout import Layout
 from autoptd.ir.notes import note
 from autoptd.passes import Context, Form, Record, run_passes, up_to
-from autoptd.passes.stages.held_bytes import TooFull, excess_bytes, too_full
-from autoptd.passes.stages.memory_price import find_memory_price, prices_from
-from autoptd.program.costs import Cut
+from autoptd.passes.stages.held_bytes import TooFull, cut_of, excess_bytes, too_full
+from autoptd.program.program import Program
 
-# The number of cuts that are retried because more bytes are saved than estimated.
+# How often working bytes are reserved again, as they change with the plan.
+MAX_REHEARSALS = 5
+# Without `memory=`, a rank that holds less than this share of its memory is not rehearsed, to save compile time.
+SAFE_SHARE = 0.75
+# How often the model is cut again because more bytes are saved than estimated.
 MORE_CUTS = 2
+# Prices are powers of two, times the time of a byte on a link: from a sixteenth of that to 16384 times.
+MIN_POWER, MAX_POWER = -4, 14
+
 Placed = tuple[Graph, Context]
+T = TypeVar("T")
+
+
+class Written(NamedTuple):
+    """A program, its graph, and the context with the chosen options."""
+
+    program: Program
+    graph: Graph
+    ctx: Context
+
+
+def fit(
+    traced: Graph, ctx: Context, record: Record, write: Callable[[Graph, Context], Program]
+) -> Written | TooFull:
+    """Return a program whose step fits on every rank; TooFull if none was found."""
+    refused: TooFull | None = None
+    for _ in range(MAX_REHEARSALS):
+        with paused_collection():
+            placed = place(traced, ctx, record)
+            written = placed if isinstance(placed, TooFull) else Written(write(*placed), *placed)
+        if isinstance(written, TooFull):
+            # The reserved bytes are those of a plan that holds more: one that holds less may need fewer.
+            if not any(ctx.working):
+                return written
+            refused, ctx = refused or written, ctx.with_less_working(written.excess)
+            continue
+        if not _may_be_full(written):
+            return written
+        written = written._replace(program=_with_peaks(written.program, peak_memory(written.program)))
+        cut = written.program.costs.cut
+        if max(cut.peak_bytes) <= ctx.machine.memory:
+            return written
+        closest, ctx = written.ctx, ctx.with_working(cut.working_bytes)
+    return refused or too_full(max(cut.peak_bytes), closest, "the plan that came closest")
+
+
+def _may_be_full(written: Written) -> bool:
+    memory = written.ctx.machine.memory
+    is_bound = written.ctx.options.memory is not None
+    fullest = max(written.program.costs.cut.rank_bytes, default=0.0)
+    return math.isfinite(memory) and (is_bound or fullest > SAFE_SHARE * memory)
+
+
+def _with_peaks(program: Program, peaks: tuple[Peak, ...]) -> Program:
+    """Record the peaks in a program's costs, and the largest of them in the plan."""
+    nbytes = tuple(float(peak.nbytes) for peak in peaks)
+    plan = program.plan
+    if "relief" in plan:
+        plan = {**plan, "relief": {**plan["relief"], "peak_bytes": max(nbytes)}}
+    cut = replace(program.costs.cut, peak_bytes=nbytes)
+    return replace(program, plan=plan, costs=replace(program.costs, cut=cut))
 
 
 def place(traced: Graph, ctx: Context, record: Record) -> Placed | TooFull:
-    """Run the passes so that every rank fits; the context returned has the chosen options.
+    """Run the passes so that every rank fits, working bytes as in `ctx`; TooFull if that is impossible.
 
-    Return TooFull if that is impossible.
+    The context returned has the chosen options.
     """
     if ctx.options.zero.stage == "auto" and ctx.mesh.gradient_ranks > 1:
-        placed = _Search(traced, _with_zero(ctx, 0), record).cheapest()
+        search = _Search(traced, _with_zero(ctx, 0), record)
+        placed = search.solve(search.first)
         if not isinstance(placed, TooFull) and not any(cut_of(placed[1]).again_seconds):
             return placed
         ctx = _with_zero(ctx, 1)
     elif ctx.options.zero.stage == "auto":
         ctx = _with_zero(ctx, 0)
     return _Search(traced, ctx, record).run()
-
-
-def cut_of(ctx: Context) -> Cut:
-    """Return the cut that the passes found, with saved bytes, and step seconds including recomputation."""
-    cut = ctx.found.cut.with_kept(ctx.found.kept, ctx.live, ctx.ranks)
-    if ctx.makespan is None:
-        return replace(cut, makespan=max(cut.rank_seconds))
-    stages = [own + links for own, links in zip(cut.seconds, cut.link_seconds, strict=True)]
-    return replace(cut, makespan=ctx.makespan(stages, cut.again_seconds))
 
 
 def _with_zero(ctx: Context, zero: int) -> Context:
@@ -82,26 +141,42 @@ class _Search:
         is_open = is_bound and options.sequence_parallel == "auto"
         has_chosen = options.memory_price is not None or options.plan.rates
         if not is_open or has_chosen or self.ctx.mesh.value_ranks == 1:
-            found = find_memory_price(self._solve, self.first, self.unit)
+            found = find_memory_price(self.solve, self.first, self.unit)
             return found if isinstance(found, TooFull) else found[0]
         return self._fastest(self._layout_prices())
+
+    def solve(self, price: float) -> Placed | TooFull:
+        """Return the plan of a price; TooFull if it does not fit."""
+        priced = self._priced(price)
+        for _ in range(1 + MORE_CUTS):
+            try:
+                graph = run_passes(passes.passes_for(priced), self.traced, priced, self.record)
+            except TooFull as error:
+                return error
+            cut = cut_of(priced)
+            excess = excess_bytes(cut, priced)
+            if not excess:
+                return graph, priced
+            # The cut estimated the saved bytes, which are known exactly now: reserve the difference next time.
+            last, priced = priced, replace(priced, reserve=priced.reserve + excess)
+        return too_full(max(last.needed_bytes(cut)), last, "the best cut found")
 
     def _fastest(self, prices: Sequence[float]) -> Placed | TooFull:
         """Return the fastest plan of these prices, the first in case of a tie; TooFull if none fits."""
         seconds: dict[float, float] = {}
         for price in prices:
-            placed = self._solve(price)
+            placed = self.solve(price)
             if not isinstance(placed, TooFull):
                 seconds[price] = cut_of(placed[1]).makespan
         # The record is that of the last run. If none fits, the highest price shows how much is missing.
         best = min(seconds, key=seconds.__getitem__, default=prices[-1])
-        return placed if best == prices[-1] else self._solve(best)
+        return placed if best == prices[-1] else self.solve(best)
 
     def _layout_prices(self) -> list[float]:
-        """Return the lowest price of every layout: prices between two with the same layout have that layout
-        too.
+        """Return the lowest price of every layout.
 
-        A layout does not depend on the reserved bytes, so the search runs once.
+        Prices between two with the same layout have that layout too. A layout does not depend on the reserved
+        bytes, so the search runs once.
         """
         known = self.ctx.layout_prices
         if (zero := self.ctx.options.zero.stage) not in known:
@@ -133,33 +208,42 @@ class _Search:
         graph = run_passes(annotating, self.traced, priced, self.record)
         return [note(node).layout for node in graph.nodes]
 
-    def cheapest(self) -> Placed | TooFull:
-        """Return the plan of the first price; TooFull if it does not fit."""
-        return self._solve(self.first)
-
-    def _solve(self, price: float) -> Placed | TooFull:
-        priced = self._priced(price)
-        for _ in range(1 + MORE_CUTS):
-            try:
-                graph = self._run_passes(priced)
-            except TooFull as error:
-                return error
-            cut = cut_of(priced)
-            excess = excess_bytes(cut, priced)
-            if not excess:
-                return graph, priced
-            # The saved bytes are known exactly now; the cut had an estimate, and reserves the difference next
-            # time.
-            last, priced = priced, replace(priced, reserve=priced.reserve + excess)
-        return too_full(max(last.needed_bytes(cut)), last, "the best cut found")
-
     def _priced(self, price: float) -> Context:
         """Return a context without findings, for an attempt from TRACED; price 0 is None, as in a plan."""
         options = replace(self.ctx.options, memory_price=price or None)
         return replace(self.ctx, options=options, price_range=prices_from(self.first, self.unit))
 
-    def _run_passes(self, ctx: Context) -> Graph:
-        return run_passes(passes.passes_for(ctx), self.traced, ctx, self.record)
+
+def find_memory_price(
+    solve: Callable[[float], T | TooFull], first: float, unit: float
+) -> tuple[T, float] | TooFull:
+    """Return the plan of the lowest price that fits, and the price; the TooFull of the highest if none fits.
+
+    First comes the price `first`. If its plan does not fit, a price so high that seconds hardly count is tried:
+    if even that plan does not fit, the model is refused. Between the two the price is bisected, in powers of two
+    of `unit`, the time of a byte on a link.
+    """
+    plan = solve(first)
+    if not isinstance(plan, TooFull):
+        return plan, first
+    plan = solve(unit * 2**MAX_POWER)
+    if isinstance(plan, TooFull):
+        return plan
+    too_low, fits, last = MIN_POWER - 1, MAX_POWER, MAX_POWER
+    while fits - too_low > 1:
+        last = (too_low + fits) // 2
+        tried = solve(unit * 2**last)
+        if isinstance(tried, TooFull):
+            too_low = last
+        else:
+            plan, fits = tried, last
+    # `solve` records its last call, which must be the one whose plan is returned.
+    if last != fits:
+        solve(unit * 2**fits)
+    return plan, unit * 2**fits
 
 
-__all__ = ["cut_of", "place"]
+def prices_from(first: float, unit: float) -> tuple[float, ...]:
+    """Return the prices at which a rank may choose what it keeps: `first`, and all higher ones that are tried."""
+    ladder = (unit * 2**power for power in range(MIN_POWER, MAX_POWER + 1))
+    return (first, *(price for price in ladder if price > first))

@@ -35,11 +35,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from autoptd.compiler.batch import Batch, Traces
+from autoptd.compiler.batch import Batch
+from autoptd.compiler.request import Traces
 from autoptd.ir.buffers import digest
 from autoptd.ir.notes import note, op_name, ops, value
 from autoptd.options import settings
-from autoptd.passes import Context
+from autoptd.passes.context import Context
 from autoptd.program.program import Program
 
 MANIFEST = "files.json"

@@ -43,7 +43,7 @@ class Machine:
     `per_parameter_byte` and `per_saved_byte` are the prices, in seconds per microbatch, of a byte of a stored
     parameter (with its gradient and optimizer state) and of a byte saved for backward. They are never zero:
     judged by time alone, an all-gather followed by redundant GEMMs beats an all-reduce. The defaults are the
-    link time of 4 bytes, and of a fiftieth of a byte; if memory is short, `memory_price.py` raises both.
+    link time of 4 bytes, and of a fiftieth of a byte; if memory is short, `compiler/memory_search.py` raises both.
     """
 
     flops: float = 300e12

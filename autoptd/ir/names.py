@@ -102,3 +102,8 @@ def star(text: str) -> str:
     """Return `transformer.h.*.attn` for `transformer.h.3.attn`: numbers in module paths become stars."""
     # "h.3", "h.3.attn: row", and "0.weight" of a Sequential; not the 2 of "model.py:2" or of "dim 2".
     return re.sub(r"(?<=\.)\d+(?=[.: ]|$)|\b\d+(?=\.[a-z_])", "*", text)
+
+
+def any_layer(name: str) -> str:
+    """Replace the numbers in a name by stars: `h.*.ln.weight` for `h.3.ln.weight`."""
+    return re.sub(r"\b\d+\b", "*", name)

@@ -57,7 +57,7 @@ class Cut:
     Per stage and microbatch: FLOPs (forward, of the whole model), seconds of operators, bytes saved for
     backward, seconds of recomputation, and seconds of sends and receives. Per pipeline rank: seconds of a
     microbatch, and bytes held. `makespan`: seconds of the simulated schedule. `peak_bytes`: the peak memory
-    of a rank's step, if it was rehearsed (`compiler/rehearse.py`).
+    of a rank's step, if it was rehearsed (`compiler/memory_search.py`).
     """
 
     after: tuple[str, ...] = ()

@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoptd.compiler.batch import autocast_here
 from autoptd.compiler.compiler import Compiler
 from autoptd.compiler.driver import compile_program
+from autoptd.compiler.request import autocast_here
 from autoptd.errors import InternalError, PlanError, RuntimeFault, TraceError
 from autoptd.ir.activity import activity
 from autoptd.kernels.forms import wide

@@ -33,7 +33,6 @@ MUTATIONS = (
         "autoptd/compiler/batch.py",
         "tests/parity/test_row_groups.py",
         ("max(rows, 2 * group if group > 1 else 2)", "max(rows, 2)"),
-        ("batch.tracing(math.lcm(2 * rows, batch.rows))", "batch.tracing(rows)"),
     ),
     *planted(
         "autoptd/compiler/batch.py",
@@ -42,19 +41,20 @@ MUTATIONS = (
         ("if not (sum(counts) if counts else total) or", "if"),
     ),
     *planted(
-        "autoptd/compiler/batch.py",
+        "autoptd/compiler/request.py",
         "tests/test_keywords.py",
         ("if cause is not None and (", "if cause is None and ("),
     ),
     *planted(
-        "autoptd/compiler/batch_plans.py",
+        "autoptd/compiler/request.py",
         "tests/model/test_eval_rows.py",
         ("    if request.counts:\n        raise", "    if False:\n        raise"),
     ),
     *planted(
-        "autoptd/compiler/batch_plans.py",
+        "autoptd/compiler/request.py",
         "tests/parity/test_row_groups.py",
         ("if isinstance(first, FewRows):", "if False:"),
+        ("batch.tracing(math.lcm(2 * rows, batch.rows))", "batch.tracing(rows)"),
     ),
     *planted(
         "autoptd/compiler/compiler.py",

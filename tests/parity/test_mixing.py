@@ -4,7 +4,6 @@ mesh, for replicas read the rows of one another in forward.
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
@@ -17,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.compiler.batch import trace_rows
+from autoptd.compiler.batch import Batch
+from autoptd.compiler.request import Request
 from autoptd.program.calls import expected_calls
 from autoptd.runtime.step.stage import load_stage
 from autoptd.runtime.step.standalone import check_stage
@@ -217,7 +217,7 @@ REFUSED: dict[str, tuple[Loss, dict[str, Any], str]] = {
     "a layer behind": (
         lambda net, h, y: F.cross_entropy(net.head(h.flip(0)), y % CLASSES),
         {"d": 2},
-        "every replica would repeat for all rows what follows.*d=1 and num_microbatches=1",
+        "every replica would compute .* for all rows.*d=1 and num_microbatches=1",
     ),
     "statistics of a batch": (
         lambda net, h, y: F.batch_norm(h, None, None, training=True).square().mean(),
@@ -342,12 +342,12 @@ def test_what_replicas_read_of_one_another_is_listed() -> None:
 
 
 def test_what_is_mixed_is_traced_once_for_pairs_and_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    traced = []
+    traced, capture = [], Request.capture
 
-    def counted(model: Any, options: Any, args: Any, kwargs: Any, batch: Any, *more: Any) -> Any:
+    def counted(request: Request, batch: Batch) -> Any:
         traced.append(batch.traced_rows)
-        return trace_rows(model, options, args, kwargs, batch, *more)
+        return capture(request, batch)
 
-    monkeypatch.setattr(importlib.import_module("autoptd.compiler.request"), "trace_rows", counted)
+    monkeypatch.setattr(Request, "capture", counted)
     autoptd.compile(Net(clip), d=2, num_microbatches=1, example_inputs=call())
     assert traced == [ROWS // 2, ROWS]

@@ -5,13 +5,14 @@ In: options, batch, cut, parameters. Out: a dict that `ir/plan.py` reads again; 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from autoptd.compiler.batch import Batch
-from autoptd.compiler.records.fallbacks import any_layer, merged_fallbacks
 from autoptd.ir.fallback import Fallback
 from autoptd.ir.kept import Rate, rows_of
+from autoptd.ir.names import any_layer
 from autoptd.ir.sub_axes import base
 from autoptd.ir.types import ValueType
 from autoptd.options import KEYWORDS, Options, settings
@@ -50,6 +51,17 @@ def plan_record(
         record["relief"] = _relief(options, cut, ranks)
     # For people alone: `ir/plan.py` reads past it.
     return {**record, "weighed": weighed} if weighed else record
+
+
+def merged_fallbacks(fallbacks: Sequence[Fallback]) -> list[dict[str, Any]]:
+    """Merge the records of layers that have the same operator and the same fact into one, with the sum of
+    their FLOPs.
+    """
+    flops_of: dict[Fallback, int] = {}
+    for fallback in fallbacks:
+        key = dataclasses.replace(fallback, site=any_layer(fallback.site), flops=0)
+        flops_of[key] = flops_of.get(key, 0) + fallback.flops
+    return [{**dataclasses.asdict(key), "flops": flops} for key, flops in flops_of.items()]
 
 
 def _planned(options: Options) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch.fx import Graph, Node
@@ -16,12 +17,15 @@ from autoptd import codegen, passes
 from autoptd import trace as tracing
 from autoptd.compiler.batch import Batch
 from autoptd.ir.layout import Layout
+from autoptd.ir.mesh import Mesh
 from autoptd.ir.noise import NAMES, is_draw
 from autoptd.ir.notes import note, op_name, ops, placeholders, row_blocks, shape, tensor
 from autoptd.ir.placement import EVERY_REPLICA, placements
+from autoptd.ir.sizes import Sizes, local_shape
 from autoptd.ir.types import Dims, outer_size
 from autoptd.ir.updates import Updates
 from autoptd.options import Options
+from autoptd.program.costs import Costs, Cut
 from autoptd.program.specs import CrossingSpec, DropoutSpec, InputSpec, ParamSpec, StageSpec, UpdatePart
 
 
@@ -172,3 +176,10 @@ def update_parts(updates: Updates | None) -> tuple[UpdatePart, ...]:
         return ()
     pairs = zip(updates.parts, updates.sums, strict=True)
     return tuple(UpdatePart(shape(part), is_sum) for part, is_sum in pairs)
+
+
+def costs_of(graph: Graph, sizes: Sizes, cut: Cut) -> Costs:
+    """Return the FLOPs of a microbatch, on one device and on a rank, and the costs of the cut."""
+    of_one_device = partial(local_shape, sizes=replace(sizes, mesh=Mesh()))
+    of_a_rank = partial(local_shape, sizes=sizes)
+    return replace(passes.count_work(graph, sizes.mesh, of_one_device, of_a_rank), cut=cut)

@@ -4,7 +4,7 @@ Microbatches and data-parallel replicas are one axis here: every value gets a ty
 first dim, values of parameters alone `R`, constants `I`, and a loss that contracts the batch `P`: the pieces of all
 microbatches and replicas add up to the loss of the global batch. An operator that has no rule keeping the batch letter is
 refused, with operator, module and remedy: samples must not be mixed. Where replicas have one microbatch each, it may take
-what carries the batch whole (`whole_rows.py`).
+what carries the batch whole (`over_batch.py`).
 
 A sum over the batch of what depends on inputs only (the tokens of a mask) is known before the first forward, so any operator
 may read it: it gets the sum of the whole batch, a *batch sum*.

@@ -238,3 +238,12 @@ def _size(nbytes: float) -> str:
         if nbytes >= size:
             return f"{nbytes / size:,.2f} {unit}"
     return f"{nbytes:,.0f} bytes"
+
+
+def cut_of(ctx: Context) -> Cut:
+    """Return the cut that the passes found, with saved bytes, and step seconds including recomputation."""
+    cut = ctx.found.cut.with_kept(ctx.found.kept, ctx.live, ctx.ranks)
+    if ctx.makespan is None:
+        return replace(cut, makespan=max(cut.rank_seconds))
+    stages = [own + links for own, links in zip(cut.seconds, cut.link_seconds, strict=True)]
+    return replace(cut, makespan=ctx.makespan(stages, cut.again_seconds))

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 import autoptd
-from autoptd.compiler import memory_search as place
-from autoptd.compiler import rehearse
+from autoptd.compiler import memory_search
+from autoptd.compiler.memory_search import MAX_POWER, MIN_POWER, find_memory_price
 from autoptd.errors import PlanError
 from autoptd.passes.stages.held_bytes import TooFull
-from autoptd.passes.stages.memory_price import MAX_POWER, MIN_POWER, find_memory_price
 from autoptd.program.program import Program
 from examples.gpt import GPT, GPTConfig
 from tests.parity.kept import fullest
@@ -180,13 +179,15 @@ def test_layouts_are_searched_for_once_however_often_a_step_is_rehearsed() -> No
         "sequence_parallel": "auto",
         "memory": 0.9 * fullest(compiled(layers=2)),
     }
-    searched, rehearsed = place._Search._find_layout_prices, rehearse.peak_memory
+    searched, rehearsed = memory_search._Search._find_layout_prices, memory_search.peak_memory
     with (
-        mock.patch.object(place._Search, "_find_layout_prices", autospec=True, side_effect=searched) as once,
-        mock.patch.object(rehearse, "peak_memory", side_effect=rehearsed) as often,
+        mock.patch.object(
+            memory_search._Search, "_find_layout_prices", autospec=True, side_effect=searched
+        ) as once,
+        mock.patch.object(memory_search, "peak_memory", side_effect=rehearsed) as often,
     ):
         program = compiled.__wrapped__(**asked)
     assert once.call_count == 1 < often.call_count
     # As if they were searched for each time.
-    with mock.patch.object(place._Search, "_layout_prices", searched):
+    with mock.patch.object(memory_search._Search, "_layout_prices", searched):
         assert compiled.__wrapped__(**asked).sources == program.sources

@@ -1,43 +1,24 @@
-"""Record and warn about operators that tensor parallelism could not split, and values that were not
-recomputed.
-
-In: `Fallback`s, one per operator. Out: one record for all layers alike, and a warning where they cost much.
-
-    merged_fallbacks(program.fallbacks)     # [{"site": "h.*.attn", "op": "aten.linear", ..., "flops":
-    12_000}]
+"""Warn where a program does less than its request suggests: work that ranks repeat, values that are kept, ranks
+that wait.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import re
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 from torch.fx import Graph
 
+from autoptd.compiler.records.plan import merged_fallbacks
 from autoptd.errors import PlanError
-from autoptd.ir.fallback import Fallback
 from autoptd.ir.mesh import AXES
-from autoptd.ir.names import is_within
+from autoptd.ir.names import any_layer, is_within
 from autoptd.ir.notes import note, ops
 from autoptd.options import Options
 from autoptd.program.program import Program
 
 # Share of the FLOPs of matrix products.
 WORTH_A_WARNING = 0.01
-
-
-def merged_fallbacks(fallbacks: Sequence[Fallback]) -> list[dict[str, Any]]:
-    """Merge the records of layers that have the same operator and the same fact into one, with the sum of
-    their FLOPs.
-    """
-    flops_of: dict[Fallback, int] = {}
-    for fallback in fallbacks:
-        key = dataclasses.replace(fallback, site=any_layer(fallback.site), flops=0)
-        flops_of[key] = flops_of.get(key, 0) + fallback.flops
-    return [{**dataclasses.asdict(key), "flops": flops} for key, flops in flops_of.items()]
 
 
 def warn_of_recompute(graph: Graph, options: Options, checkpointed: Sequence[str]) -> None:
@@ -95,8 +76,3 @@ def warn_of_fallbacks(program: Program) -> None:
         f"{'; '.join(reasons)}. See program.fallbacks"
     )
     warnings.warn(message, stacklevel=4)
-
-
-def any_layer(name: str) -> str:
-    """Replace numbers in a name: `h.*.ln.weight` for `h.3.ln.weight`."""
-    return re.sub(r"\b\d+\b", "*", name)
