@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -17,10 +15,9 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.errors import PlanError
-from autoptd.program.calls import expected_calls
 from autoptd.program.program import Program
+from tests.parity.checks import as_planned
 from tests.parity.models import LENGTH, VOCAB, batch, uneven
-from tests.parity.test_mutations import check_is_found
 
 IDS, TARGETS = batch()
 LABELS = uneven(TARGETS)
@@ -142,21 +139,16 @@ def test_traffic_of_a_layer_is_the_closed_form(
 ) -> None:
     """2 b s h_q (c-1)/c^2 of queries and results, 2 b s k (c-1)/c of keys and values: k is one head's size. Both ways."""
     c = mesh["c"]
-    pm = autoptd.parallelize(MODELS[name](), **mesh, **ULYSSES, backend="local", example_inputs=batch())
-    pm.step(*batch())
-    with pm.record() as record:
-        pm.step(*batch())
+    program, record = as_planned(MODELS[name](), batch(), **mesh, **ULYSSES)
     for rank in range(c * mesh.get("t", 1)):
-        assert Counter(record.of(rank)) == expected_calls(pm.program, rank)
         for phase in ("forward", "backward"):
             sent = [
                 Fraction(call.wire_bytes)
                 for call in record.of(rank)
                 if call.kind == "all-to-all" and call.phase == phase
             ]
-            each = pm.program.rows * LENGTH * (2 * Fraction(4 * queries, outer * c) + 2 * 4) * (c - 1) / c
-            assert sum(sent) == 2 * pm.program.num_microbatches * 4 * each
-    pm.close()
+            each = program.rows * LENGTH * (2 * Fraction(4 * queries, outer * c) + 2 * 4) * (c - 1) / c
+            assert sum(sent) == 2 * program.num_microbatches * 4 * each
 
 
 AUTO = [
@@ -266,56 +258,6 @@ def test_what_is_not_grouped_is_not_copied(attend: Callable[..., Tensor]) -> Non
     """Heads that are repeated unevenly, without samples, or without a gradient; heads of queries that are broadcast."""
     mesh = {**ULYSSES, "num_microbatches": 1}
     autoptd.verify(Odd(attend), c=4, **mesh, example_inputs=(IDS, LABELS), steps=1)
-
-
-EDITS = {
-    "copies behind one another": (
-        "k_copies = torch.repeat_interleave(unflatten_2, 2, 1)",
-        "k_copies = unflatten_2.repeat(1, 2, 1, 1)",
-    ),
-    "the gradient of one copy": (
-        "v_copies = torch.repeat_interleave(unflatten_3, 2, 1)",
-        "v_copies = torch.stack((unflatten_3, unflatten_3.detach()), 2).flatten(1, 2)",
-    ),
-    "the copies of another rank": ("rt.s_to_s(k_copies, cp,", "rt.s_to_s(k_copies.flip(1), cp,"),
-}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
-def test_one_mistake_is_found(monkeypatch: pytest.MonkeyPatch, edit: tuple[str, str]) -> None:
-    check_is_found(monkeypatch, edit, MODELS["2 of 8"](), c=4, **ULYSSES, example_inputs=(IDS, TARGETS))
-
-
-@pytest.mark.thorough  # by default in tests/runtime/checkpoint/test_layouts.py
-def test_a_checkpoint_fits_meshes_whose_ranks_copy_heads_and_others(tmp_path: Path) -> None:
-    """Copies divide the heads of a weight otherwise; what a checkpoint says of them is the model's."""
-    meshes: list[dict[str, Any]] = [{"t": 2, "num_microbatches": 2}, {"c": 4, **ULYSSES}]
-    whole = losses(6, 0)
-    for i, (here, there) in enumerate(itertools.permutations(meshes)):
-        found = losses(3, 0, save=tmp_path / str(i), **here)
-        found += losses(3, 3, load=tmp_path / str(i), **there)
-        assert found == pytest.approx(whole, rel=1e-9)
-
-
-def losses(
-    count: int, before: int, save: Path | None = None, load: Path | None = None, **mesh: Any
-) -> list[float]:
-    """Losses of some steps behind `before` others, of a run that goes on from one checkpoint or ends in another."""
-    model = grouped(8, 2, expanded).double()
-    pm = autoptd.parallelize(model, backend="local", example_inputs=batch(), **mesh)
-    optimizer = pm.optimizer(torch.optim.AdamW, lr=1e-2)
-    if load is not None:
-        pm.load(load, optimizer)
-    found = []
-    for i in range(before, before + count):
-        found.append(float(pm.step(IDS.roll(i, 0), TARGETS.roll(-i, 1))))
-        optimizer.step()
-        optimizer.zero_grad()
-    if save is not None:
-        pm.save(save, optimizer)
-    pm.close()
-    return found
 
 
 def test_a_program_that_was_written_down_says_the_same(tmp_path: Path) -> None:

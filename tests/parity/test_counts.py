@@ -76,6 +76,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "smoothed t2 d2": (Smoothed, {"t": 2, "d": 2}),
     "frozen t2 p2": (Frozen, {"t": 2, "p": 2}),
     "hooked gpt t2 p2 d2": (gpt, {"t": 2, "p": 2, "d": 2, "num_microbatches": 2, **HOOKS}),
+    "gpt by tokens t2 p2": (gpt, {"t": 2, "p": 2, "sequence_parallel": True}),
+    "hooked separate by tokens t2 p2": (separate, {"t": 2, "p": 2, "sequence_parallel": True, **HOOKS}),
     "shared update p2 d4": (gpt, {"p": 2, "d": 4, "zero": 1, "dp_shard": 2}),
     "hooked bf16 t2 d2": (lambda: gpt(2).bfloat16(), {"t": 2, "d": 2, **HOOKS}),
 }

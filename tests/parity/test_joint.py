@@ -13,7 +13,6 @@ import autoptd
 from autoptd.ir.machine import Machine
 from tests.parity.models import batch, gpt, separate
 from tests.parity.rotary import llama, neox
-from tests.parity.test_mutations import check_is_found
 
 # Prices of a small model are like those of a large one where messages take no time, and products take long.
 FAST_LINKS = Machine(flops=3e12, latency=1e-12)
@@ -63,10 +62,3 @@ MODELS = {"gpt": lambda: gpt(2), "separate": separate, "llama": lambda: llama(2)
 def test_no_order_is_cheaper(name: str, mesh: dict[str, Any]) -> None:
     program = autoptd.compile(MODELS[name](), **mesh, example_inputs=batch())
     assert min(orders(program, "").values()) >= 0
-
-
-@pytest.mark.thorough
-def test_a_conversion_that_is_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    make, mesh, machine, _ = DEARER["gpt, links"]
-    edit = ('x = rt.i_to_r(x, tp, site=w.at("ln_1"))', "x = x")
-    check_is_found(monkeypatch, edit, make(), **mesh, machine=machine, example_inputs=batch())

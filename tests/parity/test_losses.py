@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.program.calls import expected_calls
 from autoptd.runtime.step.stage import load_stage
 from autoptd.runtime.step.standalone import check_stage
 from benchmarks.lib.loss_cases import CASES, LENGTH, VOCAB, Case, Model, log_probs, token_losses
 from benchmarks.losses import MACHINE, MESHES
-from tests.parity.test_mutations import edit_source
-
-batch_sums = importlib.import_module("autoptd.runtime.step.executor")
+from tests.parity.checks import as_planned
 
 # What mixes samples through parameters: in one microbatch, see test_mixing.py.
 MIXING = ("contrastive", "load_balancing")
@@ -119,18 +115,10 @@ def test_what_losses_divide_by_is_counted_after_the_sums_that_it_reads(tmp_path:
 
 def test_sums_of_inputs_are_communicated_as_the_program_says() -> None:
     case = OTHERS["a sum of a sum"]
-    call = case.call()
-    pm = autoptd.parallelize(case.make(), **MESHES[LARGE], backend="local", example_inputs=call)
-    for _ in range(2):
-        with pm.record() as record:
-            pm.step(**call)
-    for rank in range(pm.program.mesh.size):
-        executed = [made for made in record.of(rank) if made.kind != "objects"]
-        assert sorted(map(str, executed)) == sorted(map(str, expected_calls(pm.program, rank).elements()))
-    rounds = [line for line in pm.program.collectives if line.conversion == "batch sums"]
+    program, _ = as_planned(case.make(), case.call(), **MESHES[LARGE])
+    rounds = [line for line in program.collectives if line.conversion == "batch sums"]
     # The sum of advantages and, three times, the number of tokens; then the sum of squares.
     assert [line.payload_bytes for line in rounds] == [32, 8]
-    pm.close()
 
 
 def test_what_only_sums_read_is_not_computed_in_forward() -> None:
@@ -139,24 +127,6 @@ def test_what_only_sums_read_is_not_computed_in_forward() -> None:
     forward, sums = program.sources["stage_0.py"].split("def batch_sums_0")
     assert "mask.sum()" in sums
     assert "mask.sum()" not in forward and "self.batch_sum(0, dtype=torch.float32)" in forward
-
-
-@pytest.mark.thorough
-def test_a_sum_of_one_replica_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = batch_sums.set_batch_sums
-    monkeypatch.setattr(
-        batch_sums, "set_batch_sums", lambda stage, inputs, reduce: right(stage, inputs, lambda own, _: own)
-    )
-    with pytest.raises(autoptd.InternalError, match="differs"):
-        check(CASES["masked_mean"], d=2)
-
-
-@pytest.mark.thorough
-def test_the_mask_of_a_microbatch_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    edited = edit_source(monkeypatch, "self.batch_sum(0, dtype=torch.float64)", "(mask.sum() * 2)")
-    with pytest.raises(autoptd.InternalError, match="differs"):
-        check(CASES["masked_mean"], num_microbatches=2)
-    assert edited
 
 
 def test_an_evaluation_of_more_rows_divides_by_its_own_numbers() -> None:

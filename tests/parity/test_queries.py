@@ -16,7 +16,6 @@ from autoptd.ir import machine
 from tests.parity.models import VOCAB, Separate, batch, gpt
 from tests.parity.rotary import llama
 from tests.parity.test_context import Shifted
-from tests.parity.test_mutations import check_is_found
 
 IDS, TARGETS = batch()
 
@@ -109,25 +108,6 @@ def test_blocks_of_tokens(asked: bool | str) -> None:
     """Their queries are split or not, whether or not sequence parallelism may split the blocks."""
     long = tuple(torch.cat([x, x.roll(1, 0)], 1) for x in (IDS, TARGETS))
     autoptd.verify(made(Blocks), t=2, sequence_parallel=asked, example_inputs=long, steps=2)
-
-
-EDITS = {
-    "keys are counted from a rank's first query": (
-        'rt.causal_attention(q, k, v, tp, order="zigzag")',
-        "F.scaled_dot_product_attention(q, k, v, is_causal=True)",
-    ),
-    "queries are a run of tokens": ('rt.causal_attention(q, k, v, tp, order="zigzag")', "rt.causal_attention(q, k, v, tp)"),
-    "keys have the gradient of a rank's own queries alone": (
-        "k = rt.i_to_r(k, tp, site=w.at(\"attn\"))",
-        "k = k",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
-def test_one_mistake_is_found(monkeypatch: pytest.MonkeyPatch, edit: tuple[str, str]) -> None:
-    check_is_found(monkeypatch, edit, gpt(2, heads=6, width=36), t=4, example_inputs=batch())
 
 
 def test_causal_queries_are_as_much_work_for_every_rank() -> None:

@@ -153,16 +153,6 @@ def test_rows_that_were_cut_before_halves_were_known_are_refused() -> None:
         pm.step(**HALVES.call())
 
 
-@pytest.mark.thorough
-def test_halves_that_are_cut_as_runs_of_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "autoptd.runtime.step.microbatches.part_of_rows",
-        lambda x, number, parts, blocks: part_of_rows(x, number, parts),
-    )
-    with pytest.raises(autoptd.InternalError, match="differs"):
-        check(HALVES.loss, d=2)
-
-
 @pytest.mark.parametrize(
     "mix",
     [

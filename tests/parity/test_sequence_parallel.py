@@ -18,7 +18,6 @@ from autoptd import runtime as rt
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.types import wire_bytes
-from autoptd.program.calls import expected_calls
 from autoptd.runtime.world.exchange import ThreadGroup
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Communicators, Pending, World
@@ -28,8 +27,6 @@ from examples.gpt import GPT, GPTConfig
 from tests.parity.kept import kept_bytes
 from tests.parity.models import LENGTH, batch, gpt, separate, skipping, uneven
 from tests.parity.test_dropout import gpt as dropping_gpt
-from tests.parity.test_mutations import edit_source
-from tests.sums import sum_only_over
 
 MESHES: list[dict[str, Any]] = [
     {"t": 2, "p": 2, "v": 2},
@@ -51,13 +48,6 @@ def test_parity(model: Any, mesh: dict[str, Any]) -> None:
     ids, targets = batch()
     labels = targets if model is skipping else uneven(targets)
     autoptd.verify(model(), **mesh, sequence_parallel=True, example_inputs=(ids, labels), steps=2)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("hooks", [OVERLAP, HOOKS], ids=["overlap", "all"])
-@pytest.mark.parametrize("model", [gpt, separate], ids=["gpt", "separate"])
-def test_parity_with_hooks_on_gemms(model: Any, hooks: dict[str, Any]) -> None:
-    autoptd.verify(model(2), t=2, p=2, **hooks, sequence_parallel=True, example_inputs=batch(), steps=2)
 
 
 def conversions(program: autoptd.Program, layer: str = "") -> Counter[str]:
@@ -92,22 +82,6 @@ def test_a_layer_has_two_gathers_and_two_reduce_scatters() -> None:
     assert conversions(plain, "transformer.h.1.") == {"i_to_r": 2, "p_to_i": 2}
 
 
-@pytest.mark.thorough  # by default in test_counts.py
-@pytest.mark.parametrize(("model", "hooks"), list(itertools.product([gpt, separate], [{}, OVERLAP, HOOKS])))
-def test_executed_calls_are_those_of_the_program(model: Any, hooks: dict[str, Any]) -> None:
-    pm = autoptd.parallelize(
-        model(2), 2, 2, 1, sequence_parallel=True, **hooks, backend="local", example_inputs=batch()
-    )
-    pm.step(*batch())
-    with pm.record() as record:
-        pm.step(*batch())
-    again = Counter(one.conversion for one in pm.program.collectives)["gathered again"]
-    assert again
-    for rank in range(4):
-        assert Counter(record.of(rank)) == expected_calls(pm.program, rank)
-    pm.close()
-
-
 def test_norms_and_residuals_are_kept_as_shards() -> None:
     """Korthikanti et al. 2022, table 2: with tensor parallelism s b h (10 + 24/t) and attention, with SP all of it over t."""
     ids, targets = batch(4)
@@ -135,29 +109,6 @@ def test_what_cannot_be_is_refused_and_auto_goes_on() -> None:
     with pytest.raises(autoptd.PlanError, match="True, False, 'auto'"):
         autoptd.compile(gpt(2), t=2, sequence_parallel="yes", example_inputs=(ids, targets))
     assert LENGTH % 4 == 0
-
-
-EDITS = {
-    "a reduce-scatter that does not sum": ("rt.p_to_s(c_proj", "rt.i_to_s(c_proj"),
-    "a gather again that keeps another value": ("rt.all_gather_again(ln_2, tp", "rt.all_gather_again(x, tp"),
-}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("old", "new"), EDITS.values(), ids=EDITS)
-def test_what_is_wrong_is_found(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    edited = edit_source(monkeypatch, old, new)
-    with pytest.raises(autoptd.AutoptdError, match="differs"):
-        autoptd.verify(gpt(2), t=2, sequence_parallel=True, example_inputs=batch(), steps=1)
-    assert edited
-
-
-@pytest.mark.thorough
-def test_a_norm_weight_whose_gradient_is_not_summed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replicated parameters in sharded regions: the classic silent bug of sequence parallelism."""
-    sum_only_over(monkeypatch, "dp")
-    with pytest.raises(autoptd.AutoptdError, match=r"ln_f\.bias"):
-        autoptd.verify(gpt(2), t=2, sequence_parallel=True, example_inputs=batch(), steps=1)
 
 
 class Told(Pending):

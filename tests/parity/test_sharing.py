@@ -15,7 +15,6 @@ from autoptd.ir.layout import Layout
 from autoptd.ir.machine import Machine
 from autoptd.ir.types import R, S
 from tests.parity.models import Blocks, batch
-from tests.sums import sum_only_over
 
 WIDTH, HEADS, SIZE = 64, 8, 8
 CHEAP = Machine(flops=1e18, memory_bandwidth=1e15, latency=1e-7, per_parameter_byte=1e-10)
@@ -186,13 +185,6 @@ def test_a_piece_is_told_explained_and_saved(tmp_path: Path) -> None:
     assert not program.fallbacks
     program.save(tmp_path)
     assert autoptd.Program.load(tmp_path).params == program.params
-
-
-@pytest.mark.thorough
-def test_a_sum_over_sharers_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    sum_only_over(monkeypatch, "dp", "pp")
-    with pytest.raises(autoptd.InternalError, match="differs"):
-        autoptd.verify(grouped(), **request(4), steps=1)
 
 
 def test_what_does_not_divide_is_not_shared() -> None:

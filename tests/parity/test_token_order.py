@@ -11,10 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.ir.operators.record import Operator
-from autoptd.ir.operators.table import TABLE
 from tests.parity.models import VOCAB
-from tests.parity.test_mutations import edit_source
 
 LENGTH, WIDTH, HEADS = 16, 16, 4
 
@@ -108,23 +105,3 @@ def test_it_is_right_on_any_mesh_or_refused(name: str, mesh: dict[str, Any]) -> 
     except autoptd.PlanError as error:
         # Halves, windows and pairs may be too few tokens for two pieces on every rank.
         assert "tokens do not divide" in str(error)
-
-
-@pytest.mark.thorough
-def test_an_operator_that_is_wrongly_taken_for_one_of_single_tokens_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(TABLE, "aten.cumsum", Operator("aten.cumsum", "... -> ..."))
-    with pytest.raises(autoptd.InternalError, match="differs"):
-        autoptd.verify(Between("cumsum"), c=2, context="all_gather", **GIVEN)
-
-
-@pytest.mark.thorough
-def test_tokens_that_are_not_put_in_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a sum of earlier tokens: what is gathered, or comes by an all-to-all, is joined rank by rank."""
-    edited = edit_source(
-        monkeypatch, "rt.s_to_s(x, cp, dim=1, blocks=rt.Zigzag(),", "rt.s_to_s(x, cp, dim=1,"
-    )
-    with pytest.raises(autoptd.InternalError, match="differs"):
-        autoptd.verify(Between("cumsum"), c=2, context="all_gather", **GIVEN)
-    assert edited

@@ -18,9 +18,9 @@ from autoptd.runtime.params.full_values import gather_gradients
 from autoptd.runtime.params.grad_norm import checked_norm_type, clip_gradients, grad_norm, sum_of_powers
 from autoptd.runtime.params.gradients import Bucket, Gradients
 from autoptd.runtime.step.launch import Rank
+from tests.parity.checks import sum_only_over
 from tests.runtime.step.test_executor import running, step
 from tests.runtime.tied_model import Case, make_batch, make_model, make_program
-from tests.sums import sum_only_over
 
 FULL = Case(t=2, p=2, d=2, v=2, m=2, schedule="interleaved")
 
