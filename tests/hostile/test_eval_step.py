@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import autoptd
 from autoptd.errors import PlanError
 from autoptd.model.parallel_model import ParallelModel
-from tests.parity.models import VOCAB, batch
-from tests.parity.test_dropout import Styles, gpt, parameters_dropped, written_out
+from tests.parity.models import VOCAB, batch, dropping_gpt
+from tests.parity.test_dropout import Styles, parameters_dropped, written_out
 
 MESHES = [
     (2, 1, 1, 1, True),
@@ -43,7 +43,7 @@ def expected(model: nn.Module, rows: int = 8) -> float:
 @pytest.mark.parametrize(("layers", "mesh"), list(itertools.product([2, 4], MESHES)))
 def test_gpt_with_dropout(layers: int, mesh: tuple[int, int, int, int, bool]) -> None:
     t, p, d, v, sp = mesh
-    model = gpt(layers).double()
+    model = dropping_gpt(layers).double()
     pm = parallel(model, t=t, p=p, d=d, v=v, sequence_parallel=sp)
     assert pm.eval_step(*batch()).item() == pytest.approx(expected(model), rel=1e-12)
     drawn = pm.step(*batch()).item()
@@ -64,7 +64,7 @@ def test_dropouts_alone_are_no_reason_to_compile_again(mesh: tuple[int, int]) ->
 
 @pytest.mark.thorough
 def test_with_the_plan_pinned() -> None:
-    model = gpt(4).double()
+    model = dropping_gpt(4).double()
     program = autoptd.compile(model, t=2, p=2, v=2, example_inputs=batch())
     pm = parallel(model, plan=program.plan)
     assert pm.eval_step(*batch()).item() == pytest.approx(expected(model), rel=1e-12)

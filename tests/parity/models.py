@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autoptd.ir.machine import Machine
 from examples.gpt import GPT, GPTConfig
 
 VOCAB, LENGTH = 64, 8
+# Collectives start at once: models as small as these are split.
+MACHINE = Machine(latency=1e-9)
 
 
-def gpt(layers: int = 4, heads: int = 4, width: int = 32, vocab: int = VOCAB) -> GPT:
+def gpt(
+    layers: int = 4,
+    heads: int = 4,
+    width: int = 32,
+    vocab: int = VOCAB,
+    *,
+    length: int = LENGTH,
+    dropout: float = 0.0,
+) -> GPT:
     """The example's GPT: fused [3, heads, head_dim] QKV, tied embeddings."""
     torch.manual_seed(0)
-    return GPT(GPTConfig(vocab_size=vocab, block_size=LENGTH, n_layer=layers, n_head=heads, n_embd=width))
+    sizes: dict[str, Any] = {"vocab_size": vocab, "block_size": length, "n_layer": layers, "n_head": heads}
+    return GPT(GPTConfig(**sizes, n_embd=width, dropout=dropout))
+
+
+def dropping_gpt(layers: int = 4) -> GPT:
+    """Dropout after the embeddings, in attention (fused), after its projection and after the MLP."""
+    return gpt(layers, dropout=0.1)
 
 
 def batch(rows: int = 8, vocab: int = VOCAB) -> tuple[Tensor, Tensor]:

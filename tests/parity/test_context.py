@@ -27,9 +27,8 @@ from benchmarks.lib.subramanian.system import VIT_64K, Quirks
 from tests.parity.checks import as_planned
 from tests.parity.kept import kept_bytes
 from tests.parity.kinds import KINDS, smoothed
-from tests.parity.models import LENGTH, VOCAB, Separate, batch, gpt, separate, skipping, uneven
+from tests.parity.models import LENGTH, VOCAB, Separate, batch, dropping_gpt, gpt, separate, skipping, uneven
 from tests.parity.rotary import llama, neox
-from tests.parity.test_dropout import gpt as dropping_gpt
 
 # Labels of which the first half of every row, all that the first of two ranks has, is ignored.
 IDS, TARGETS = batch()

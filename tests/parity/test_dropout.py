@@ -12,31 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
-from examples.gpt import GPT, GPTConfig
-from tests.parity.models import LENGTH, VOCAB, batch, uneven
+from tests.parity.models import LENGTH, VOCAB, batch, dropping_gpt, uneven
 
 MESHES = [(1, 1, 1, 1), (1, 2, 1, 2), (2, 2, 2, 1), (4, 2, 1, 2)]
 
 
-def gpt(layers: int = 4, dropout: float = 0.1) -> GPT:
-    """Dropout after the embeddings, in attention (fused), after its projection and after the MLP."""
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "block_size": LENGTH,
-        "n_layer": layers,
-        "n_head": 4,
-        "n_embd": 32,
-    }
-    return GPT(GPTConfig(**sizes, dropout=dropout))
-
-
 @pytest.mark.parametrize(("t", "p", "d", "v"), MESHES)
 def test_gpt(t: int, p: int, d: int, v: int) -> None:
-    program = autoptd.compile(gpt(), t=t, p=p, d=d, v=v, example_inputs=batch())
+    program = autoptd.compile(dropping_gpt(), t=t, p=p, d=d, v=v, example_inputs=batch())
     assert [one.site for one in program.dropouts] == list(range(13))
     assert {one.batch for one in program.dropouts} == {(0, 1)}
-    autoptd.verify(gpt(), t=t, p=p, d=d, v=v, example_inputs=batch(), steps=2)
+    autoptd.verify(dropping_gpt(), t=t, p=p, d=d, v=v, example_inputs=batch(), steps=2)
 
 
 class Styles(nn.Module):

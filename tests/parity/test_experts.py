@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from autoptd.ir import machine
 from benchmarks.gpu.right_training import small_experts
 from tests.parity import covering
 from tests.parity.kinds import KINDS
-from tests.parity.resumed import MACHINE, goes_on
+from tests.parity.models import MACHINE
 
 VOCAB = 64
 SIZES = {
@@ -124,13 +123,6 @@ def test_a_model_in_bfloat16_is_not_refused(family: str, rows: int) -> None:
     model, (_, kwargs) = small_experts(family)
     found = {name: x[:rows] for name, x in kwargs.items()}
     autoptd.compile(model.bfloat16(), t=2, example_inputs=found, num_microbatches=1, machine=MACHINE)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_checkpoint_goes_on_at_another_mesh(family: str, tmp_path: Path) -> None:
-    mesh, other = {"t": 2, "d": 2, "zero": 1}, {"t": 2, "p": 2, "num_microbatches": 2}
-    goes_on(model_of(family), [batch(), batch(step=1)], mesh, other, tmp_path)
 
 
 # The auxiliary loss of routers: the product of two means over all tokens of the batch.

@@ -5,8 +5,6 @@ That its path of storage, use and gradients is right in all combinations: `cover
 
 from __future__ import annotations
 
-import copy
-import importlib
 import random
 from math import inf
 from typing import Any
@@ -22,32 +20,11 @@ from autoptd.errors import PlanError
 from autoptd.ir.actions import Action, Kind
 from autoptd.kernels.loss import linear_cross_entropy
 from autoptd.runtime.params.loss_scale import LossScaler
+from tests.parity.checks import verify_module
 from tests.parity.models import batch, gpt
-from tests.parity.test_precision import error
+from tests.parity.test_precision import SCALE
 
-STEPS = 4
 LR = 1e-2
-# Within float16, whose largest number is 65504: the loss of this model is computed in it.
-SCALE = 2.0**13
-
-
-def by_hand(model: nn.Module, data: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """Float32 masters after training: stages in float16, a loss that is scaled, gradients in float32, torch's AdamW."""
-    narrow = copy.deepcopy(model).half()
-    for parameter in narrow.parameters():
-        parameter.grad_dtype = torch.float32
-    masters = {name: nn.Parameter(x.detach().float().clone()) for name, x in model.named_parameters()}
-    optimizer = torch.optim.AdamW(masters.values(), lr=LR, fused=True)
-    for step in range(STEPS):
-        (narrow(*(x.roll(step, 0) for x in data))[-1] * SCALE).backward()
-        for name, parameter in narrow.named_parameters():
-            assert parameter.grad is not None
-            masters[name].grad, parameter.grad = parameter.grad / SCALE, None
-        optimizer.step()
-        with torch.no_grad():
-            for name, parameter in narrow.named_parameters():
-                parameter.copy_(masters[name])
-    return {name: x.detach() for name, x in masters.items()}
 
 
 def start(
@@ -56,42 +33,6 @@ def start(
     keywords = {"precision": "fp16", "backend": "local", "timeout": 30, **keywords}
     pm = autoptd.parallelize(model, example_inputs=data, **keywords)
     return pm, pm.optimizer(torch.optim.AdamW, lr=LR)
-
-
-def test_to_the_bit_what_one_writes_by_hand() -> None:
-    model, data = gpt(2), batch(4)
-    masters = by_hand(model, data)
-    pm, optimizer = start(model, data, num_microbatches=1, fuse=False, loss_scale=SCALE)
-    for step in range(STEPS):
-        pm.step(*(x.roll(step, 0) for x in data))
-        optimizer.step()
-        optimizer.zero_grad()
-    state = pm.state_dict()
-    for name, x in masters.items():
-        assert state[name].dtype == torch.float32 and torch.equal(state[name], x), name
-    assert pm.loss_scale == SCALE and optimizer.skipped == 0
-    pm.close()
-
-
-@pytest.mark.thorough
-def test_gradients_are_as_exact_as_those_of_one_device_in_fp16() -> None:
-    """The relative 2-norm of their error against float64, the median of 5 seeds: at most 1.1 times that of one device."""
-    errors: dict[str, list[float]] = {"one device": [], "mesh": []}
-    for seed in range(5):
-        data = tuple(x.roll(seed, 1) for x in batch(16))
-        torch.manual_seed(seed)
-        exact, narrow = gpt(2).double(), gpt(2).half()
-        exact(*data)[-1].backward()
-        true = {name: x.grad for name, x in exact.named_parameters()}
-        (narrow(*data)[-1] * SCALE).backward()
-        scaled = {name: x.grad.double() / SCALE for name, x in narrow.named_parameters()}
-        errors["one device"].append(error(scaled, true))
-        pm, _ = start(gpt(2), data, t=2, p=2, d=2, num_microbatches=4, loss_scale=SCALE)
-        pm.step(*data)
-        errors["mesh"].append(error(pm.gradients(), true))
-        pm.close()
-    one, ours = (sorted(found)[2] for found in errors.values())
-    assert ours <= 1.1 * one, errors
 
 
 def test_a_norm_that_overflows_is_no_reason_to_skip() -> None:
@@ -340,7 +281,7 @@ class Overflowing(nn.Module):
 
 
 def test_verify_compares_one_loss_where_the_update_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("autoptd.verify.verify"), "CHECKS", ("own dtype",))
+    monkeypatch.setattr(verify_module, "CHECKS", ("own dtype",))
     torch.manual_seed(0)
     model, ids = Overflowing(), torch.arange(16).reshape(8, 2)
     report = autoptd.verify(model, d=2, precision="fp16", fuse=False, example_inputs=(ids,), steps=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
-from tests.parity.models import LENGTH, VOCAB, batch, gpt, separate, uneven
+from tests.parity.models import LENGTH, VOCAB, batch, gpt, separate
 from tests.passes.test_hook_gemms import conv
 
 OVERLAP: dict[str, Any] = {"async_tensor_model_parallel_allreduce": True}
@@ -27,25 +26,6 @@ HOOKS = {
     "all, W behind B": {**OVERLAP, **MAIN, **BEHIND},
     "all, W last": {**OVERLAP, **MAIN, **LAST},
 }
-
-
-MESHES = [
-    {"t": 4},
-    {"p": 4, "num_microbatches": 3},
-    {"d": 2, "num_microbatches": 1},
-    {"t": 2, "p": 2, "schedule": "gpipe"},
-]
-
-
-@pytest.mark.thorough
-@pytest.mark.one_in(96)
-@pytest.mark.parametrize(("hooks", "mesh"), list(itertools.product(["all, W last", "overlap"], MESHES)))
-def test_untied_projections_on_other_meshes(hooks: str, mesh: dict[str, Any]) -> None:
-    """Biases and none; an f of three readers; ignored labels. m < p and m = 1."""
-    ids, targets = batch(6)
-    autoptd.verify(
-        separate(2 * mesh.get("p", 1)), **mesh, **HOOKS[hooks], example_inputs=(ids, uneven(targets)), steps=2
-    )
 
 
 def frozen() -> nn.Module:

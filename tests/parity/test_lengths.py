@@ -238,31 +238,3 @@ def test_a_program_that_comes_while_updates_are_gathered(monkeypatch: pytest.Mon
             for one in (plain, optimizer):
                 one.step()
                 one.zero_grad()
-
-
-@pytest.mark.thorough
-def test_a_checkpoint_of_one_length_goes_on_at_another(tmp_path: Any) -> None:
-    model = gpt(2).double()
-    plain = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-3)
-    with running(gpt(2).double(), cut(8, 8), t=2, shapes="exact") as pm:
-        optimizer = pm.optimizer(torch.optim.AdamW, lr=LR, eps=1e-3)
-        for size in ((8, 8), (8, 4)):
-            loss_of(model, *cut(*size)).backward()
-            pm.step(*cut(*size))
-            for one in (plain, optimizer):
-                one.step()
-                one.zero_grad()
-        pm.save(tmp_path / "saved", optimizer=optimizer)
-    with running(gpt(2).double(), cut(4, 6), p=2, d=2, shapes="exact") as pm:
-        optimizer = pm.optimizer(torch.optim.AdamW, lr=LR, eps=1e-3)
-        pm.load(tmp_path / "saved", optimizer=optimizer)
-        assert pm.steps == 2
-        for size in ((8, 5), (4, 6)):
-            loss = loss_of(model, *cut(*size))
-            loss.backward()
-            compare("loss", 0, {"": pm.step(*cut(*size))}, {"": loss})
-            for one in (plain, optimizer):
-                one.step()
-                one.zero_grad()
-        compare("parameter", 0, pm.state_dict(), aliases(model), floor=LR)
-        assert pm.steps == 4

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
-from tests.parity.models import VOCAB, batch, gpt, separate, skipping, uneven
-from tests.parity.test_dropout import gpt as dropping_gpt
+from tests.parity.models import VOCAB, batch, dropping_gpt, gpt, separate, skipping, uneven
 
 
 class Chain(nn.Module):

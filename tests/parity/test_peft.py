@@ -16,7 +16,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import autoptd
-from tests.parity.resumed import MACHINE, goes_on
+from tests.parity.models import MACHINE
 
 VOCAB, WIDTH = 64, 32
 PROJECTIONS = ["q_proj", "v_proj", "up_proj", "down_proj"]
@@ -157,16 +157,6 @@ def test_adapters_whose_layers_are_written_out(kind: str) -> None:
 )
 def test_adapters_that_are_computed(kind: str) -> None:
     autoptd.verify(adapted(kind), example_inputs=batch(), machine=MACHINE, steps=2, **MESHES[1])
-
-
-SAVED = ["prompt tuning", *(kind for kind in KINDS if kind != "prompt tuning")]
-
-
-@pytest.mark.thorough  # by default in the checkpoint of what is frozen
-@pytest.mark.parametrize("kind", SAVED)
-def test_a_checkpoint_goes_on_at_another_mesh(kind: str, tmp_path: Path) -> None:
-    mesh, other = {"d": 2, "zero": 1}, {"t": 2, "p": 2, "num_microbatches": 2}
-    goes_on(adapted(kind), [batch(0), batch(1)], mesh, other, tmp_path)
 
 
 def test_adapters_are_divided_with_their_hosts() -> None:

@@ -1,4 +1,4 @@
-"""`precision="bf16"`: equal to the loop that one writes by hand, and what the user sees and writes.
+"""`precision="bf16"` and what all precisions share: equal to the loop that one writes by hand; what the user sees and writes.
 
 That its path of storage, use and gradients is right in all combinations: `covering.py`, in float64.
 """
@@ -6,7 +6,6 @@ That its path of storage, use and gradients is right in all combinations: `cover
 from __future__ import annotations
 
 import copy
-import importlib
 from typing import Any
 
 import pytest
@@ -15,28 +14,34 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.errors import PlanError, TraceError
+from tests.parity.checks import verify_module
 from tests.parity.models import batch, gpt
 
 STEPS = 4
 LR = 1e-2
+# Within float16, whose largest number is 65504: the loss of this model is computed in it.
+SCALE = 2.0**13
 
 
 def by_hand(
-    model: nn.Module, data: tuple[Tensor, ...], steps: int = STEPS
-) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Losses, and float32 masters after training: stages in bf16, gradients that add up in float32, torch's AdamW."""
-    narrow = copy.deepcopy(model).to(torch.bfloat16)
+    model: nn.Module, data: tuple[Tensor, ...], dtype: torch.dtype = torch.bfloat16, scale: float = 1.0
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses, and float32 masters after training: stages in 16 bits, a loss that is scaled, gradients that add up in float32,
+    torch's AdamW.
+    """
+    narrow = copy.deepcopy(model).to(dtype)
     for parameter in narrow.parameters():
         parameter.grad_dtype = torch.float32
     masters = {name: nn.Parameter(x.detach().float().clone()) for name, x in model.named_parameters()}
     optimizer = torch.optim.AdamW(masters.values(), lr=LR, fused=True)
     losses = []
-    for step in range(steps):
+    for step in range(STEPS):
         loss = narrow(*(x.roll(step, 0) for x in data))[-1]
-        loss.backward()
-        losses.append(loss.detach())
+        (loss * scale).backward()
+        losses.append(float(loss.detach()))
         for name, parameter in narrow.named_parameters():
-            masters[name].grad, parameter.grad = parameter.grad, None
+            assert parameter.grad is not None
+            masters[name].grad, parameter.grad = parameter.grad / scale, None
         optimizer.step()
         with torch.no_grad():
             for name, parameter in narrow.named_parameters():
@@ -58,14 +63,18 @@ def train(
     return pm, optimizer, losses
 
 
-def test_to_the_bit_what_one_writes_by_hand() -> None:
-    model, data = gpt(2), batch(4)
-    losses, masters = by_hand(model, data)
-    pm, _, ours = train(model, data, num_microbatches=1, fuse=False)
-    assert [float(x) for x in ours] == [float(x) for x in losses]
+@pytest.mark.one_in(1)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_to_the_bit_what_one_writes_by_hand(precision: str) -> None:
+    dtype, scale = (torch.bfloat16, None) if precision == "bf16" else (torch.float16, SCALE)
+    losses, masters = by_hand(gpt(2), batch(4), dtype, scale or 1.0)
+    asked = {"precision": precision, "loss_scale": scale, "num_microbatches": 1, "fuse": False}
+    pm, optimizer, ours = train(gpt(2), batch(4), **asked)
+    assert [float(x) for x in ours] == losses
     state = pm.state_dict()
     for name, x in masters.items():
         assert state[name].dtype == torch.float32 and torch.equal(state[name], x), name
+    assert pm.loss_scale == scale and (scale is None or optimizer.skipped == 0)
     pm.close()
 
 
@@ -80,25 +89,45 @@ def test_sharded_masters_are_those_of_whole_ones(mesh: dict[str, Any]) -> None:
         torch.testing.assert_close(x, states[1][name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("m", [4, pytest.param(256, marks=pytest.mark.thorough)])
-def test_gradients_are_as_exact_as_those_of_one_device_in_bf16(m: int) -> None:
+def gradients_of_one_device(precision: str, data: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    dtype, scale = (torch.float16, SCALE) if precision == "fp16" else (torch.bfloat16, 1.0)
+    model = gpt(2) if "mixed" in precision else gpt(2).to(dtype)
+    with torch.autocast("cpu", dtype, enabled="mixed" in precision):
+        loss = model(*data)[-1]
+    (loss * scale).backward()
+    return {name: x.grad.double() / scale for name, x in model.named_parameters()}
+
+
+MESH = {"t": 2, "p": 2, "d": 2}
+
+
+@pytest.mark.parametrize(
+    ("precision", "mesh", "m"),
+    [
+        ("bf16-mixed", MESH, 4),
+        ("bf16-mixed", {"t": 2, "d": 2, "zero": 1, "sequence_parallel": True}, 4),
+        ("bf16", MESH, 4),
+        ("bf16", MESH, 256),
+        ("fp16", {**MESH, "loss_scale": SCALE}, 4),
+    ],
+)
+def test_gradients_are_as_exact_as_those_of_one_device(precision: str, mesh: dict[str, Any], m: int) -> None:
     """The relative 2-norm of their error against float64, the median of 5 seeds: at most 1.1 times that of one device."""
     errors: dict[str, list[float]] = {"one device": [], "mesh": []}
+    data = batch(max(16, 2 * m))
+    asked = {**mesh, "precision": precision, "num_microbatches": m, "backend": "local"}
+    pm = autoptd.parallelize(gpt(2), **asked, example_inputs=data)
     for seed in range(5):
-        data = tuple(x.roll(seed, 1) for x in batch(max(16, 2 * m)))
-        torch.manual_seed(seed)
-        exact, narrow = gpt(2).double(), gpt(2).to(torch.bfloat16)
-        exact(*data)[-1].backward()
+        rolled = tuple(x.roll(seed, 1) for x in data)
+        exact = gpt(2).double()
+        exact(*rolled)[-1].backward()
         true = {name: x.grad for name, x in exact.named_parameters()}
-        narrow(*data)[-1].backward()
-        errors["one device"].append(error({n: x.grad for n, x in narrow.named_parameters()}, true))
-        pm = autoptd.parallelize(
-            gpt(2), t=2, p=2, d=2, precision="bf16", num_microbatches=m, backend="local", example_inputs=data
-        )
-        pm.step(*data)
+        errors["one device"].append(error(gradients_of_one_device(precision, rolled), true))
+        pm.step(*rolled)
         errors["mesh"].append(error(pm.gradients(), true))
-        pm.close()
+        for parameter in pm.parameters():
+            parameter.grad = None
+    pm.close()
     one, ours = (sorted(found)[2] for found in errors.values())
     assert ours <= 1.1 * one, errors
 
@@ -174,15 +203,15 @@ def test_a_bf16_model_is_stored_in_float32_and_handed_back_in_bf16() -> None:
     pm.close()
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed", "bf16", "fp16"])
 def test_verify_compares_the_dtype_that_is_computed_in(
     monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
-    verify = importlib.import_module("autoptd.verify.verify")
-    monkeypatch.setattr(verify, "CHECKS", ("own dtype",))
-    report = autoptd.verify(gpt(2), d=2, zero=1, precision=precision, example_inputs=batch(4), steps=2)
+    monkeypatch.setattr(verify_module, "CHECKS", ("own dtype",))
+    mesh = {"t": 2, "d": 2, "zero": 1}
+    report = autoptd.verify(gpt(2), **mesh, precision=precision, example_inputs=batch(4), steps=2)
     own = [found for found in report.differences if found.what == "own dtype"]
-    assert report.passed and own
+    assert report.passed and own and all(found.allowed < 0.1 for found in own)
 
 
 class Steep(nn.Module):
@@ -206,8 +235,7 @@ def test_verify_allows_what_rounding_does_to_the_model_itself(monkeypatch: pytes
     model = Steep()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.45)
-    verify = importlib.import_module("autoptd.verify.verify")
-    monkeypatch.setattr(verify, "CHECKS", ("own dtype",))
+    monkeypatch.setattr(verify_module, "CHECKS", ("own dtype",))
     report = autoptd.verify(model, t=4, precision="bf16", example_inputs=batch(2, 16), steps=2)
     own = report.worst("own dtype")
     # Off by more than a rounding, as one device's own loss is off that in float64.
@@ -215,8 +243,7 @@ def test_verify_allows_what_rounding_does_to_the_model_itself(monkeypatch: pytes
 
 
 def test_verify_knows_in_which_dtype_gradients_travel(monkeypatch: pytest.MonkeyPatch) -> None:
-    verify = importlib.import_module("autoptd.verify.verify")
-    monkeypatch.setattr(verify, "CHECKS", ("own dtype",))
+    monkeypatch.setattr(verify_module, "CHECKS", ("own dtype",))
     keywords: dict[str, Any] = {"d": 2, "zero": 1, "example_inputs": batch(4), "steps": 2}
     whole, rounded = (autoptd.verify(gpt(2), reduce_dtype=name, **keywords) for name in ("fp32", "bf16"))
     assert whole.worst("own dtype").allowed == 1e-5 < rounded.worst("own dtype").allowed == 2.0**-6

@@ -21,7 +21,8 @@ from autoptd.program.calls import expected_calls
 from autoptd.runtime.ops import recompute as again
 from autoptd.runtime.ops.linear import Deferred
 from autoptd.runtime.step.stage import Stage
-from examples.gpt import GPT, GPTConfig
+from examples.gpt import GPT
+from tests.parity import models
 from tests.parity.kept import fullest, kept_by_stage
 
 VOCAB, LENGTH, WIDTH = 32, 8, 16
@@ -30,11 +31,7 @@ MODES: tuple[Any, ...] = ("full", "selective", "full:1/2", ("*.mlp", "*.ln_1"), 
 
 
 def gpt(layers: int = 4, dropout: float = 0.0, width: int = WIDTH, length: int = LENGTH) -> GPT:
-    torch.manual_seed(0)
-    config = GPTConfig(
-        vocab_size=VOCAB, block_size=length, n_layer=layers, n_head=4, n_embd=width, dropout=dropout
-    )
-    return GPT(config)
+    return models.gpt(layers, width=width, vocab=VOCAB, length=length, dropout=dropout)
 
 
 def batch(rows: int = 8, length: int = LENGTH) -> tuple[Tensor, Tensor]:

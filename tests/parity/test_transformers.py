@@ -79,16 +79,6 @@ def test_family(make: Callable[[], nn.Module], by_tokens: bool, is_masked: bool)
     autoptd.verify(make().train(), **mesh, example_inputs=call_of(is_masked), steps=2)
 
 
-@pytest.mark.thorough  # by default in zigzag order, below
-@pytest.mark.parametrize(("make", "by_tokens", "is_masked"), MODELS.values(), ids=MODELS)
-def test_family_with_parts_of_the_tokens(
-    make: Callable[[], nn.Module], by_tokens: bool, is_masked: bool
-) -> None:
-    """Its positions, masks, windows and shifted labels are its own: nothing is handed in."""
-    mesh = {"t": 2, "c": 2, "sequence_parallel": by_tokens}
-    autoptd.verify(make().train(), **mesh, example_inputs=call_of(is_masked), steps=1)
-
-
 ZIGZAG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], bool]] = {  # with an attention mask
     "llama with grouped queries": (grouped_llama, {"c": 4}, False),
     "gemma3": (gemma3, {"c": 2, "t": 2, "sequence_parallel": True}, False),

@@ -32,12 +32,11 @@ from benchmarks.lib.loss_cases import CASES as LOSSES
 from benchmarks.losses import MACHINE
 from tests.parity.checks import check_is_found, edit_programs, sum_only_over
 from tests.parity.covering import SLOW_PRODUCTS
-from tests.parity.models import batch, gpt, separate, uneven
+from tests.parity.models import batch, dropping_gpt, gpt, separate, uneven
 from tests.parity.rotary import llama
 from tests.parity.test_context import CHUNKS as IN_CHUNKS
 from tests.parity.test_context import GATHERED, IDS, UNEQUAL, ZIGZAG, Pooled
 from tests.parity.test_copy_heads import ULYSSES, grouped
-from tests.parity.test_dropout import gpt as dropping_gpt
 from tests.parity.test_hooks import BEHIND, LAST, MAIN, OVERLAP
 from tests.parity.test_joint import FAST_LINKS, FOUR_CONTEXT_RANKS
 from tests.parity.test_links import COLUMNS, Chain

@@ -15,7 +15,7 @@ import autoptd
 from autoptd import trace
 from autoptd.errors import TraceError
 from autoptd.ir.notes import op_name, ops
-from tests.parity.resumed import MACHINE
+from tests.parity.models import MACHINE
 
 X = torch.randn(4, 6)
 

@@ -18,8 +18,7 @@ from autoptd.model.parallel_model import ParallelModel
 from autoptd.program.program import Program
 from autoptd.verify.fresh import fresh_calls
 from autoptd.wings.cli import main
-from tests.parity.models import VOCAB, batch, gpt
-from tests.parity.test_dropout import gpt as dropping_gpt
+from tests.parity.models import VOCAB, batch, dropping_gpt, gpt
 
 verify_module = importlib.import_module("autoptd.verify.verify")
 EVERY = ("own dtype", "reload", "evaluation")

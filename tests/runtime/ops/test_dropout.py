@@ -15,8 +15,8 @@ from autoptd.ir.types import Zigzag
 from autoptd.runtime.ops import fused
 from autoptd.runtime.ops.dropout import Draw, bias_dropout_add, dropout
 from autoptd.runtime.ops.shards import take_shard
-from tests.parity.models import batch
-from tests.parity.test_dropout import gpt, styled
+from tests.parity.models import batch, dropping_gpt
+from tests.parity.test_dropout import styled
 
 Masks = dict[tuple[int, int], torch.Tensor]  # (step, site) -> the mask of the global value
 Parts = dict[tuple[int, int], dict[tuple[int, int], tuple[torch.Tensor, Any, Any]]]
@@ -80,8 +80,8 @@ LAYOUTS: list[dict[str, int]] = [
 @pytest.mark.one_in(99)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_draws_the_same_masks(layout: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = run(gpt(), monkeypatch, steps=2, num_microbatches=1)
-    found = run(gpt(), monkeypatch, steps=2, **layout)
+    wanted = run(dropping_gpt(), monkeypatch, steps=2, num_microbatches=1)
+    found = run(dropping_gpt(), monkeypatch, steps=2, **layout)
     assert sorted(found) == sorted(wanted) == [(step, site) for step in (1, 2) for site in range(13)]
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
 
@@ -112,21 +112,21 @@ def test_steps_seeds_and_resumed_runs() -> None:
     """Weights stay as they are: the losses tell the masks apart."""
     with_seed = {}
     for seed in (0, 1):
-        pm = autoptd.parallelize(gpt(2), d=2, seed=seed, backend="local", example_inputs=batch())
+        pm = autoptd.parallelize(dropping_gpt(2), d=2, seed=seed, backend="local", example_inputs=batch())
         with_seed[seed] = losses(pm, 4)
         assert pm.steps == 4 and len(set(with_seed[seed])) == 4
         pm.steps = 2
         assert losses(pm, 2) == with_seed[seed][2:]
         pm.close()
     assert not set(with_seed[0]) & set(with_seed[1])
-    resumed = autoptd.parallelize(gpt(2), p=2, backend="local", example_inputs=batch())
+    resumed = autoptd.parallelize(dropping_gpt(2), p=2, backend="local", example_inputs=batch())
     resumed.steps = 3
     assert losses(resumed, 1) == pytest.approx(with_seed[0][3:], rel=1e-5)
     resumed.close()
 
 
 def test_evaluations_drop_nothing() -> None:
-    model = gpt(2)
+    model = dropping_gpt(2)
     pm = autoptd.parallelize(model, p=2, backend="local", example_inputs=batch())
     wanted = model.eval()(*batch())[1]
     assert torch.allclose(pm.eval_step(*batch()), wanted, rtol=1e-6)
@@ -134,7 +134,7 @@ def test_evaluations_drop_nothing() -> None:
 
 
 def test_the_next_step_after_a_bad_one_draws_new_masks() -> None:
-    pm = autoptd.parallelize(gpt(1), backend="local", example_inputs=batch())
+    pm = autoptd.parallelize(dropping_gpt(1), backend="local", example_inputs=batch())
     first = losses(pm, 1)
     for parameter in pm.parameters():
         parameter.grad = None
