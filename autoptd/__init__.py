@@ -12,13 +12,12 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from autoptd.ir.garbage import paused_collection
+from autoptd.ir.scopes import paused_collection
 
 if TYPE_CHECKING:
     from autoptd.api import Machine, ParallelModel, Program, compile, parallelize, verify
     from autoptd.compiler.peak_memory import peak_memory
     from autoptd.errors import AutoptdError, InternalError, PlanError, RuntimeFault, TraceError
-    from autoptd.ir.shapes import Buckets
     from autoptd.model.batches import Batches, ignore_signals
     from autoptd.options import (
         ContextParallel,
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
         Shapes,
         Zero,
     )
+    from autoptd.options.buckets import Buckets
     from autoptd.passes import register_rule
     from autoptd.subject.initial.deferred import deferred, materialize
     from autoptd.wings.planner.plan import plan
@@ -45,7 +45,7 @@ HOMES = {  # module -> the public names that it has
     "model.batches": ("Batches", "ignore_signals"),
     "subject.initial.deferred": ("deferred", "materialize"),
     "errors": ("AutoptdError", "InternalError", "PlanError", "RuntimeFault", "TraceError"),
-    "ir.shapes": ("Buckets",),
+    "options.buckets": ("Buckets",),
     "options": (
         "ContextParallel",
         "Fuse",

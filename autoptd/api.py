@@ -20,7 +20,6 @@ from torch import nn
 
 from autoptd.compiler.compiler import Compiler
 from autoptd.ir.machine import Machine
-from autoptd.ir.shapes import Buckets
 from autoptd.model.parallel_model import ParallelModel
 from autoptd.options import (
     ContextParallel,
@@ -34,6 +33,7 @@ from autoptd.options import (
     flat,
     make_options,
 )
+from autoptd.options.buckets import Buckets
 from autoptd.program.program import Program
 from autoptd.runtime.checkpoint.weights import open_weights
 from autoptd.runtime.step.launch import enter_world, is_first_process

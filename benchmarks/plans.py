@@ -27,8 +27,8 @@ from torch import nn
 
 import autoptd
 from autoptd import passes
+from autoptd.ir.layout import Sizes
 from autoptd.ir.machine import find_machine
-from autoptd.ir.sizes import Sizes
 from autoptd.ir.types import LOCAL_KINDS, wire_bytes
 from autoptd.passes.ops.costs import collective_seconds
 from autoptd.program.program import Program

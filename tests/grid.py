@@ -30,7 +30,7 @@ from torch import nn
 import autoptd
 from autoptd import trace
 from autoptd.errors import InternalError, PlanError
-from autoptd.ir.schedules import SCHEDULES
+from autoptd.ir.actions import SCHEDULES
 from tests import traces
 from tests.parity.models import batch, encoder_decoder, gpt, shared_block, source_batch, unet
 from tests.parity.rotary import llama, neox

@@ -16,11 +16,11 @@ import torch
 from torch.fx import Node
 
 from autoptd.ir import markers
+from autoptd.ir.mesh import is_sub_axis, parts_of
 from autoptd.ir.names import quoted
 from autoptd.ir.notes import note, op_name, tensor
 from autoptd.ir.operators.table import operator_of
 from autoptd.ir.own_functions import own_function
-from autoptd.ir.sub_axes import is_sub_axis, parts_of
 from autoptd.ir.types import CONVERSIONS, LOCAL_KINDS
 
 Text = Callable[[Node], str]

@@ -25,8 +25,7 @@ from autoptd.codegen.names import operand_text
 from autoptd.codegen.parts import Block, Crossing, Part
 from autoptd.codegen.runs import Run
 from autoptd.codegen.writer import WIDTH, Writer
-from autoptd.ir import sub_axes
-from autoptd.ir.mesh import Mesh
+from autoptd.ir.mesh import SUB_AXIS, Mesh
 from autoptd.ir.names import in_docstring, shown, star
 from autoptd.ir.notes import is_whole, note, op_name
 from autoptd.program.specs import Line
@@ -215,7 +214,7 @@ def with_header(body: Writer, header: Sequence[str], legend: Sequence[str]) -> W
     writer.add(0, f'"""{in_docstring(header[0])}')
     writer.gap()
     lines = list(header[1:])
-    if sub_axes.PATTERN.search(text):
+    if SUB_AXIS.search(text):
         lines.append(ABOUT_SUB_AXES)
     if has_calls:
         lines += legend

@@ -16,7 +16,8 @@ from torch.fx import Node
 
 from autoptd import passes
 from autoptd.errors import PlanError
-from autoptd.ir.sizes import Sizes, local_shape
+from autoptd.ir.layout import Sizes
+from autoptd.ir.notes import local_shape
 from autoptd.passes import Findings
 from autoptd.program.program import Picture, Program
 

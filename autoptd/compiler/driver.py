@@ -22,7 +22,7 @@ from autoptd.compiler.request import BatchPlan, Request, Traces, batch_plans, se
 from autoptd.compiler.warn import warn_of_mixing, warn_of_recompute
 from autoptd.compiler.write import Writer
 from autoptd.errors import AutoptdError
-from autoptd.ir.default_device import on_cpu
+from autoptd.ir.scopes import on_cpu
 from autoptd.options import Options
 from autoptd.passes.runner import Record
 from autoptd.program.program import Program

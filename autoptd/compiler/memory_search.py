@@ -29,9 +29,9 @@ from torch.fx import Graph
 
 from autoptd import passes
 from autoptd.compiler.peak_memory import Peak, peak_memory
-from autoptd.ir.garbage import paused_collection
 from autoptd.ir.layout import Layout
 from autoptd.ir.notes import note
+from autoptd.ir.scopes import paused_collection
 from autoptd.passes import Context, Form, Record, run_passes, up_to
 from autoptd.passes.stages.held_bytes import TooFull, cut_of, excess_bytes, too_full
 from autoptd.program.program import Program

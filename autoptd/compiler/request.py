@@ -32,8 +32,7 @@ from autoptd import trace as tracing
 from autoptd.compat import tree_flatten
 from autoptd.compiler.batch import Batch, plan_batch, resize
 from autoptd.errors import AutoptdError, PlanError, TraceError
-from autoptd.ir.activity import activity
-from autoptd.ir.garbage import paused_collection
+from autoptd.ir.scopes import activity, paused_collection
 from autoptd.ir.updates import Updates
 from autoptd.options import Options
 from autoptd.passes.solve.batch_types import MixedSamples

@@ -29,7 +29,7 @@ from autoptd.compiler.records.specs import (
     update_parts,
 )
 from autoptd.compiler.request import Traces
-from autoptd.ir.activity import activity
+from autoptd.ir.scopes import activity
 from autoptd.passes import Context, Form, Record, up_to
 from autoptd.passes.stages.held_bytes import cut_of
 from autoptd.program.transfers import plan_transfers

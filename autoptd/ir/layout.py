@@ -1,32 +1,36 @@
-"""How a value is laid out over the ranks: one value type per axis.
+"""How a value is laid out over the ranks: one value type per axis; and the conversions from one layout to another.
 
-In: types by the name of their axis; an axis that is left out has `I`. Axes are those of the mesh, their
-sub-axes (`sub_axes.py`), and `BATCH`: all microbatches of all replicas, over which values have types as over
-an axis of ranks. Out: types, local shapes, and the positions of shards.
+In: types by the name of their axis; an axis that is left out has `I`. Axes are those of the mesh, their sub-axes (`mesh.py`),
+and `BATCH`: all microbatches of all replicas, over which values have types as over an axis of ranks. Out: types, local shapes,
+and the positions of shards.
 
     layout = Layout({"tp": S(2, 0), BATCH: S(0, 0)})
     layout["tp"], layout["pp"], layout.batch        # S(2, 0), I, S(0, 0)
     layout.local_shape(dims, Mesh(t=4))             # of one tensor rank, with all rows of the batch
 
-With 2 KV heads, 4 query heads for each and t = 4, no atom of 2 x 4 divides over the ranks, but two sub-axes
-of them do:
+With 2 KV heads, 4 query heads for each and t = 4, no atom of 2 x 4 divides over the ranks, but two sub-axes of them do:
 
     queries = Layout({"tp:(1)2": S(2, 0), "tp:(2)2": S(2, 1)})      # every rank has 2 of the 8 heads
     keys = Layout({"tp:(1)2": S(2, 0), "tp:(2)2": R})               # and the KV head that they attend to
+
+`steps` converts a value over one mesh axis, by rows of the table of conversions (`types.py`):
+
+    steps("tp", Layout({"tp": P}), keys, Mesh(t=4))     # P -> S over tp:(1)2, then P -> R over tp:(2)2
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 from autoptd.errors import InternalError
-from autoptd.ir.mesh import AXES, Mesh, Role, role_of
-from autoptd.ir.sub_axes import SubAxis, base, covers, is_sub_axis, parse
+from autoptd.ir.mesh import AXES, Mesh, Role, SubAxis, base, covers, is_sub_axis, parse_sub_axis, role_of
 from autoptd.ir.types import (
+    CONVERSIONS,
     Dims,
     E,
     I,
@@ -147,7 +151,7 @@ class Layout:
         # All atoms of the value, in the order of its elements.
         order = [(dim, atom) for dim, atoms in enumerate(dims) for atom in range(len(atoms))]
         places = [order.index((kind.dim, kind.atom)) for _, kind in self.shards]
-        factors = [parse(axis) for axis, _ in self.shards]
+        factors = [parse_sub_axis(axis) for axis, _ in self.shards]
         for slow, fast in pairwise(factors):
             if slow.axis != fast.axis or slow.end != fast.before:
                 return False
@@ -164,7 +168,7 @@ class Layout:
         if len(axes) < 2:
             return axes[0] if axes else None
         # Adjacent sub-axes form one larger sub-axis, or the axis itself.
-        first, last = parse(axes[0]), parse(axes[-1])
+        first, last = parse_sub_axis(axes[0]), parse_sub_axis(axes[-1])
         whole = SubAxis(first.axis, first.before, last.end // first.before)
         return whole.axis if whole.size == mesh.degree(whole.axis) else str(whole)
 
@@ -260,4 +264,97 @@ def _shard(size: int, pieces: int) -> int:
 def _place(entry: tuple[str, ValueType]) -> tuple[str, int]:
     """Return the sort key of a type: sub-axes of one axis slowest first."""
     axis, _ = entry
-    return base(axis), parse(axis).before if is_sub_axis(axis) else 0
+    return base(axis), parse_sub_axis(axis).before if is_sub_axis(axis) else 0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The inputs of local shapes: the ranks of `mesh`, and the division of a step's rows.
+
+    The trace has `traced_rows`; a microbatch has `rows`, and a step `pieces` microbatches over all replicas.
+    """
+
+    mesh: Mesh
+    traced_rows: int
+    rows: int
+    pieces: int
+
+    @property
+    def rows_divisor(self) -> int:
+        return self.traced_rows // self.rows
+
+    @property
+    def global_rows(self) -> int:
+        return self.rows * self.pieces
+
+
+class Step(NamedTuple):
+    """One conversion over `axis`; `layout` has the types over the whole mesh axis after it.
+
+    The other axes cut the value into `others` pieces; a group of ranks converts one of these.
+    """
+
+    axis: str
+    before: ValueType
+    after: ValueType
+    layout: Layout
+    others: int
+
+
+def steps(axis: str, source: Layout, target: Layout, mesh: Mesh) -> list[Step] | None:
+    """Return the conversions over a mesh axis from `source` to `target`: [] if they are equal, None if there
+    is no way.
+
+    Cuts come first, slow sub-axes before fast ones; gathers come last, fast ones first: the collectives in
+    between move less.
+    """
+    if source == target:
+        return []
+    if source == Layout({axis: E}):
+        # Rows of the ranks' own experts: put among zeros, they add up to all rows.
+        pending = Layout({axis: P})
+        onward = steps(axis, pending, target, mesh)
+        return None if onward is None else [Step(axis, E, P, pending, 1), *onward]
+    parts = mesh.parts(axis, (*source.sub_axes, *target.sub_axes))
+    # Shards over an axis are not the shards that its sub-axes make one by one.
+    if not all(name in parts for layout in (source, target) for name, _ in layout.shards):
+        return None
+    # The types on the way: those of the source, which become the target's one by one.
+    types = {part: source[part] for part in parts}
+    found = []
+    for part in _in_order(parts, source, target):
+        before, types[part] = types[part], target[part]
+        if (before.kind, types[part].kind) not in CONVERSIONS:
+            return None
+        others = 1
+        for name, kind in types.items():
+            if name != part and kind.kind == "S":
+                others *= mesh.degree(name)
+        is_there = all(types[name] == target[name] for name in parts)
+        # Named by the mesh axis if the target is: types over its sub-axes would be another layout.
+        layout = target if is_there else Layout(types)
+        found.append(Step(part, before, types[part], layout, others))
+    return found
+
+
+def _in_order(parts: tuple[str, ...], source: Layout, target: Layout) -> list[str]:
+    """Return the parts whose types change: cuts, slow parts first; then gathers, fast ones first."""
+    cutting: list[str] = []
+    gathering: list[str] = []
+    for part in parts:
+        if source[part] == target[part]:
+            continue
+        if source[part].kind == "S":
+            gathering.insert(0, part)
+        else:
+            cutting.append(part)
+    return cutting + gathering
+
+
+def shard_places(dims: Dims, axis: str, layouts: Iterable[Layout], mesh: Mesh) -> tuple[Outer, ...]:
+    """Return the positions of the shards over an axis in values of these layouts: dim and blocks of each cut."""
+    places: list[Outer] = []
+    for layout in layouts:
+        if layout[axis].kind == "S":
+            places += [layout[axis].dim, layout.blocks(dims, axis, mesh)]
+    return tuple(places)

@@ -1,12 +1,13 @@
-"""The performance of a rank in round numbers: the units in which the solver weighs compute, memory and
-communication.
+"""Machines: the speed of a rank in round numbers, in which the solver weighs compute, memory and communication.
 
-In: the keyword `machine=`: the name of a file in `autoptd/machines`, or a `Machine` (in a plan: an object
-with the non-default fields). Out: a `Machine`. The same files describe the planner's clusters
-(`machine_files.py`).
+In: the keyword `machine=`: the name of a TOML file in `autoptd/machines`, or a `Machine` (in a plan: an object with its
+non-default fields). Out: a `Machine`. The planner derives a `Cluster` from the same files (`wings/planner/cluster.py` explains
+their fields), and progress reports the peaks of a GPU.
 
     find_machine("h100").flops                          # 692.3e12
     autoptd.compile(model, t=8, machine="h100", ...)    # or machine=Machine(link_bandwidth=20e9)
+    machine_file("h100").stem                           # "dgx-h100": NVIDIA's own machines are also known by their GPU
+    machine_of_device("NVIDIA H100 80GB HBM3")          # "dgx-h100"
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from autoptd.errors import PlanError, a_type
-from autoptd.ir.machine_files import gpu_of, machine_file, machine_names, nearest_machines
-from autoptd.ir.plan import check_known
+from autoptd.ir.plan import check_known, nearest
 
 # Numbers that may be 0; in the last three, 0 stands for their default.
 MAY_BE_ZERO = ("latency", "message", "per_parameter_byte", "per_saved_byte", "redundant")
@@ -100,31 +101,6 @@ def _check_number(name: str, number: Any) -> None:
         raise PlanError(f"machine: {name}={number!r}", "must be finite", "use a large number")
 
 
-# The sustained fractions of a vendor's peaks for products, copies and collectives of a layer's sizes. The
-# planner's own fractions are for large ones: usually higher; where lower, they apply. The rest of the memory
-# is left for the allocator, the driver and the communicators.
-GEMM, BYTES, MEMORY = 0.7, 0.8, 0.85
-# The fixed cost of a collective, in hops of the low-latency protocol for small messages.
-HOPS = 5
-
-
-def _derived(record: Mapping[str, Any], site: str) -> Machine:
-    """Return a rank of a machine that has a file; its table [solver] overrides derived values."""
-    gpu, fast, network = gpu_of(record, site), record["fast"], record["network"]
-    cards_per_rank = record["nics"] / record["gpus_per_node"]
-    fields = {
-        "flops": min(GEMM, gpu["matrix_fraction"]) * gpu["matrix_flops"],
-        "memory_bandwidth": min(BYTES, gpu["memory_fraction"]) * gpu["memory_bandwidth"],
-        "link_bandwidth": min(BYTES, fast["fraction"]) * fast["bandwidth"],
-        "latency": HOPS * fast["small_latency"],
-        "network_bandwidth": min(BYTES, network["fraction"]) * network["bandwidth"] * cards_per_rank,
-        "ranks_per_node": record["gpus_per_node"],
-        "message": fast["message"],
-        "memory": MEMORY * gpu["memory_bytes"],
-    }
-    return Machine(**{**fields, **record.get("solver", {})})
-
-
 DEFAULT = Machine()
 
 
@@ -159,4 +135,80 @@ def machine_record(given: Any) -> str | dict[str, float] | None:
     return fields | {name: number for name, number in leading.items() if number != getattr(Machine, name)}
 
 
-__all__ = ["Machine", "find_machine", "machine_record"]
+# The sustained fractions of a vendor's peaks for products, copies and collectives of a layer's sizes. The
+# planner's own fractions are for large ones: usually higher; where lower, they apply. The rest of the memory
+# is left for the allocator, the driver and the communicators.
+GEMM, BYTES, MEMORY = 0.7, 0.8, 0.85
+# The fixed cost of a collective, in hops of the low-latency protocol for small messages.
+HOPS = 5
+
+
+def _derived(record: Mapping[str, Any], site: str) -> Machine:
+    """Return a rank of a machine that has a file; its table [solver] overrides derived values."""
+    gpu, fast, network = gpu_of(record, site), record["fast"], record["network"]
+    cards_per_rank = record["nics"] / record["gpus_per_node"]
+    fields = {
+        "flops": min(GEMM, gpu["matrix_fraction"]) * gpu["matrix_flops"],
+        "memory_bandwidth": min(BYTES, gpu["memory_fraction"]) * gpu["memory_bandwidth"],
+        "link_bandwidth": min(BYTES, fast["fraction"]) * fast["bandwidth"],
+        "latency": HOPS * fast["small_latency"],
+        "network_bandwidth": min(BYTES, network["fraction"]) * network["bandwidth"] * cards_per_rank,
+        "ranks_per_node": record["gpus_per_node"],
+        "message": fast["message"],
+        "memory": MEMORY * gpu["memory_bytes"],
+    }
+    return Machine(**{**fields, **record.get("solver", {})})
+
+
+FOLDER = Path(__file__).parents[1] / "machines"
+GPUS = FOLDER / "gpus.toml"
+# NVIDIA's own machines, which may also be called by the name of their GPU.
+MAKER = "dgx-"
+# Fields of gpus.toml that only wings/reports/progress.py reads.
+OF_PROGRESS = ("device", "tf32_flops")
+
+
+def machine_names() -> list[str]:
+    """Return the names of all described machines, sorted."""
+    return sorted(file.stem for file in FOLDER.glob("*.toml") if file != GPUS)
+
+
+def machine_file(name: str) -> Path | None:
+    """Return the file of a machine by its name, or by that of the GPU in one of NVIDIA's own; None for an
+    unknown name.
+    """
+    known = machine_names()
+    found = next((full for full in (name, MAKER + name) if full in known), None)
+    return None if found is None else FOLDER / f"{found}.toml"
+
+
+def nearest_machines(name: str) -> str:
+    """Format the names most similar to `name`."""
+    known = machine_names()
+    short = [full.removeprefix(MAKER) for full in known if full.startswith(MAKER)]
+    return nearest(name, [*known, *short])
+
+
+def machine_of_device(device: str) -> str | None:
+    """Return NVIDIA's own machine whose GPUs CUDA calls `device`, or None."""
+    # "NVIDIA H100 80GB HBM3" contains "h100".
+    own = [name for name in machine_names() if name.startswith(MAKER)]
+    return next((name for name in own if name.removeprefix(MAKER) in device.lower()), None)
+
+
+def read_gpus() -> dict[str, dict[str, Any]]:
+    """Return the tables of gpus.toml, by the names of its GPUs."""
+    return tomllib.loads(GPUS.read_text())
+
+
+def gpu_of(record: Mapping[str, Any], site: str) -> Any:
+    """Return the [gpu] of a machine's record: its own table, or the one of gpus.toml that it names; PlanError
+    for an unknown name.
+    """
+    given = record.get("gpu")
+    if not isinstance(given, str):
+        return given
+    known = read_gpus()
+    if given not in known:
+        raise PlanError(f"{site}: gpu={given!r}", "no such GPU", f"{nearest(given, known)}, or a table [gpu]")
+    return {name: value for name, value in known[given].items() if name not in OF_PROGRESS}

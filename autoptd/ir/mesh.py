@@ -1,21 +1,30 @@
 """The device mesh: its named axes, the coordinates of ranks, and the groups that ranks form.
 
-In: degrees and an order of axes. Out: coordinates, ranks and groups, which nothing else decides. By default
-tp is fastest, then cp, dp, and pp slowest (Narayanan et al., SC'21, section 3: tensor-parallel ranks are
-neighbours, pipeline ranks are far apart); `order` overrides it. A mesh has the axis cp only if c > 1.
+In: degrees and an order of axes. Out: coordinates, ranks and groups, which nothing else decides. By default tp is fastest, then
+cp, dp, and pp slowest (Narayanan et al., SC'21, section 3: tensor-parallel ranks are neighbours, pipeline ranks are far
+apart); `order` overrides it. A mesh has the axis cp only if c > 1.
 
     Mesh(t=2, p=2, d=2).coordinate(5) == Coordinate(pp=1, tp=1)
     Mesh(t=2, p=2, d=2, order="tp-pp-dp").coordinate(5) == Coordinate(dp=1, tp=1)
 
-An axis may be named in parts (`sub_axes.py`): `Mesh(t=8).group(5, ("tp:(2)4",)) == (4, 5, 6, 7)`.
+The `role` of an axis is the thing that its ranks divide. Code that needs "the ranks that hold other samples" asks for a role
+(`mesh.batch_axes`, `mesh.replicas`, `mesh.pipeline_rank_of`), not for an axis by name.
 
-The `role` of an axis is the thing that its ranks divide. Code that needs "the ranks that hold other samples"
-asks for a role (`mesh.batch_axes`, `mesh.replicas`, `mesh.pipeline_rank`), not for an axis by name.
+A *sub-axis* is a factor of an axis. If 8 tensor ranks share 2 KV heads, 4 consecutive ranks work on one head: tp is a grid of
+2 x 4 ranks. `tp:(2)4` names the faster factor, 4 ranks with a factor of 2 before it, and `tp:(1)2` the slower one: Shardy's
+notation, "axis":(pre-size)size. Values of one program may factor tp differently. A sub-axis can replace a mesh axis anywhere:
+it has a degree, a stride and groups, and values have a type over it (`Layout`).
+
+    Mesh(t=8).group(5, ("tp:(2)4",)) == (4, 5, 6, 7)
+    str(SubAxis("tp", 2, 4)) == "tp:(2)4", base("tp:(2)4") == "tp", covers("tp", "tp:(2)4")
+
+Several axes together have a joined name: the ranks of a group along `dp x cp` differ along either.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -24,7 +33,6 @@ from itertools import pairwise, product
 from typing import NamedTuple
 
 from autoptd.errors import InternalError, PlanError
-from autoptd.ir.sub_axes import SubAxis, base, is_sub_axis, parse, parts_of
 
 
 class Role(Enum):
@@ -73,6 +81,65 @@ ORDER = "-".join(MESH_AXES)
 def role_of(axis: str) -> Role:
     """Return the role of an axis or sub-axis."""
     return AXES[base(axis)].role
+
+
+JOINT = " x "
+SUB_AXIS = re.compile(r"(\w+):\((\d+)\)(\d+)")
+
+
+class SubAxis(NamedTuple):
+    """The factor of `size` of the ranks along `axis`, with `before` ranks in all slower factors."""
+
+    axis: str
+    before: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.axis}:({self.before}){self.size}"
+
+    @property
+    def end(self) -> int:
+        """The number of ranks in this factor and the slower ones."""
+        return self.before * self.size
+
+
+def is_sub_axis(axis: str) -> bool:
+    """Tell whether a name is that of a sub-axis."""
+    return ":" in axis
+
+
+def parse_sub_axis(axis: str) -> SubAxis:
+    """Return the sub-axis of a name; InternalError for any other name."""
+    found = SUB_AXIS.fullmatch(axis)
+    if found is None:
+        raise InternalError(axis, "is not the name of a sub-axis")
+    return SubAxis(found[1], int(found[2]), int(found[3]))
+
+
+def joined(axes: Iterable[str]) -> str:
+    """Name several axes together: `dp x cp`."""
+    return JOINT.join(axes)
+
+
+def parts_of(axes: str) -> tuple[str, ...]:
+    """Return the axes or sub-axes in a joined name; () for ""."""
+    return tuple(axes.split(JOINT)) if axes else ()
+
+
+def base(axis: str) -> str:
+    """Return the mesh axis of a sub-axis, or the mesh axis itself."""
+    return axis.partition(":")[0]
+
+
+def covers(axis: str, part: str) -> bool:
+    """Tell whether `part` is `axis` or a factor of it."""
+    if axis == part or base(axis) != base(part) or not is_sub_axis(part):
+        return axis == part
+    if not is_sub_axis(axis):
+        return True
+    # A factor of a factor: it starts and ends at boundaries of the larger one.
+    whole, inner = parse_sub_axis(axis), parse_sub_axis(part)
+    return inner.before % whole.before == 0 and whole.end % inner.end == 0
 
 
 class Coordinate(Mapping[str, int]):
@@ -142,13 +209,13 @@ class Mesh:
             return int(getattr(self, known.degree))
         if len(axes := parts_of(axis)) > 1:
             return math.prod(map(self.degree, axes))
-        return parse(axis).size
+        return parse_sub_axis(axis).size
 
     def parts(self, axis: str, sub_axes: Iterable[str]) -> tuple[str, ...]:
         """Return the fewest sub-axes that make up `axis`, slowest first, such that each of `sub_axes`
         consists of some of them: `axis` itself if nothing else is named, none if they do not fit together.
         """
-        factors = [parse(part) for part in sub_axes if part != axis]
+        factors = [parse_sub_axis(part) for part in sub_axes if part != axis]
         if not factors:
             return (axis,)
         # The boundaries between factors, as the number of ranks in all slower ones.
@@ -212,7 +279,7 @@ class Mesh:
         """Return the distance between the rank numbers of neighbours along an axis or sub-axis."""
         if is_sub_axis(axis):
             # t=8, "tp:(2)4": its 4 ranks are neighbours (8 // 8 = 1); "tp:(1)2": 4 apart (8 // 2).
-            return self.strides[base(axis)] * (self.degree(base(axis)) // parse(axis).end)
+            return self.strides[base(axis)] * (self.degree(base(axis)) // parse_sub_axis(axis).end)
         # A rank has no neighbour along an axis that the mesh does not have.
         return self.strides.get(axis, self.size)
 

@@ -15,16 +15,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from autoptd.ir.notes import op_name
-
 KINDS = ("uniform", "normal", "exponential")
 NAMES = {f"autoptd.{kind}": kind for kind in KINDS}
-DROPOUT = "aten.dropout"
-
-
-def is_draw(node: Node) -> bool:
-    """Tell whether a node draws random numbers: a dropout, or noise."""
-    return op_name(node) == DROPOUT or op_name(node) in NAMES
 
 
 @torch.library.custom_op("autoptd::uniform", mutates_args=())
@@ -51,3 +43,10 @@ for made in (uniform, normal, exponential):
     made.register_autograd(lambda ctx, grad: None)
 
 OPERATORS = {"uniform": uniform, "normal": normal, "exponential": exponential}
+# Everything that draws: dropout, and noise.
+_DRAWS = {torch.ops.aten.dropout.default, *(getattr(torch.ops.autoptd, kind).default for kind in KINDS)}
+
+
+def is_draw(node: Node) -> bool:
+    """Tell whether a node draws random numbers: a dropout, or noise."""
+    return node.target in _DRAWS

@@ -1,13 +1,21 @@
-"""What AutoPTD knows about one node of the graph: the record in `node.meta["autoptd"]`, read and written
-here only.
+"""Facts about a node of a graph: its `Note`, kept in `node.meta["autoptd"]`, and questions about its value.
 
-note(node).module == "transformer.h.0.attn"        # the user's module that made the node
-str(note(node).layout) == "batch: S(0, 0), tp: S(2, 1)"      # its types, once annotated
+    note(node).module == "transformer.h.0.attn"                   # the user's module that made the node
+    str(note(node).layout) == "batch: S(0, 0), tp: S(2, 1)"       # its types, once annotated
+
+A note has one frozen record for each stage of the compiler that leaves facts for later ones. The stage replaces its record,
+and a pass declares in its contract which records it may change (`passes/runner.py`):
+
+    note(node).rows = replace(note(node).rows, is_largest=True)
+
+Once a node has types, `local_shape` gives the shape of its value on one rank, in one microbatch:
+
+    local_shape(node, Sizes(Mesh(t=2), traced_rows=2, rows=1, pieces=8))
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
@@ -17,13 +25,164 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from autoptd.ir import markers
-from autoptd.ir.facts import Draw, Fused, Gemm, Keep, Local, Origin, Rows, Tokens
-from autoptd.ir.fallback import Fallback
-from autoptd.ir.layout import Layout, typed_over
-from autoptd.ir.types import Dims, ValueType
+from autoptd.ir.layout import Layout, Sizes, typed_over
+from autoptd.ir.types import Dims, I, ValueType, shard_size
 
 # Of `node.meta`.
 KEY = "autoptd"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Trace: how the model's code came by a value.
+
+    - `name`: of the value in emitted files, where the code has none.
+    - `piece`: which of the names on the left of an assignment the value has.
+    - `constant`: the tensor that a placeholder stands for, if it is no buffer of the model.
+    - `without_grad`: an operator in a region under no_grad; `ends_region`: the detach that `capture` puts after a region.
+    - `batch_norm`: of which batch norm in training an operator is a part; `ends_norm`: the last of these.
+    """
+
+    name: str = ""
+    piece: int | None = None
+    constant: torch.Tensor | None = field(default=None, compare=False)
+    without_grad: bool = False
+    ends_region: bool = False
+    batch_norm: str = ""
+    ends_norm: bool = False
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Of an operator that draws random numbers.
+
+    - `site`: its number in the model (trace).
+    - `rows`: how what it draws follows the batch, S or I (annotate).
+    - `inner_axis`: the axis that divides tokens within another axis' part (split_tokens).
+    """
+
+    site: int = -1
+    rows: ValueType = I
+    inner_axis: str | None = None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Annotate: how a value follows the rows of the batch.
+
+    - `blocks`: of how many blocks of an input's dim 0 a microbatch has equal parts.
+    - `of_microbatch`: only `autoptd.per_microbatch` reads it.
+    - `of_all`: every replica has the value, made of the rows of all of them.
+    - `is_largest`: pieces of the batch have a largest entry each; the largest of these, not the sum, is that of the batch.
+    - `equal`: operands whose rows are all equal, with the place where they meet the batch.
+    - `sums`: operands that are read as sums over the whole batch; `taken_whole`: those read with the rows of all replicas.
+    - `whole_call`: (args, kwargs) with the numbers of an operator for the rows of a whole step.
+    - `counted_by`: how many replicas count the labels of a loss, which are those of all rows (localize).
+    - `round`: the round before the first forward in which a batch sum is known (localize).
+    """
+
+    blocks: int = 1
+    of_microbatch: bool = False
+    of_all: bool = False
+    is_largest: bool = False
+    equal: Mapping[Node, tuple[int, int]] = field(default_factory=dict)
+    sums: Sequence[Node] = ()
+    taken_whole: Sequence[Node] = ()
+    whole_call: tuple[Any, Any] | None = None
+    counted_by: int = 1
+    round: int = 0
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Rewrites for ranks that divide tokens (`passes/tokens/`).
+
+    - `is_moved_cut`: a cut of tokens that was moved to where there is little to cut.
+    - `window`: the keys that a query sees under a mask, its own the last; `reads_window`: those that it reads without the mask.
+    - `outer_heads`: of copies of KV heads, over how many ranks of other axes the heads are divided.
+    - `model_dims`: the atoms of a parameter where no KV heads are copied.
+    """
+
+    is_moved_cut: bool = False
+    window: int | None = None
+    reads_window: int | None = None
+    outer_heads: int = 0
+    model_dims: Dims | None = None
+
+
+@dataclass(frozen=True)
+class Fused:
+    """find_fusions: an operator that a fused one may stand for. `what` says which; `is_inner`: nothing outside reads it."""
+
+    what: str = ""
+    is_inner: bool = False
+
+
+@dataclass(frozen=True)
+class Local:
+    """localize: the shapes of a value's pieces on a rank, and the traced shape of the first."""
+
+    shapes: Sequence[tuple[int, ...]] = ()
+    traced: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Keep:
+    """keep: what backward finds of a value.
+
+    - `again`: the seconds of an operator that backward runs again; `dropped`: the words above the line of a value that is not
+      kept.
+    - `whole`: a gather whose result is kept, not its shard.
+    """
+
+    again: float | None = None
+    dropped: str = ""
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class Absorbed:
+    """A conversion that became part of an operator."""
+
+    conversion: str
+    payload_bytes: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """hook_gemms: conversions that matrix products take over.
+
+    - `absorbed`: the one that this product does; `uses`: by how many products a gathered input is read, which gather it again
+      for backward; `overlaps`: backward's collective runs while another product is computed.
+    """
+
+    absorbed: Absorbed | None = None
+    uses: int | None = None
+    overlaps: bool = False
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """An operator that is not split as expected: `site` is its module, `fact` the reason, `remedy` the way to
+    split it.
+
+    `flops` are forward FLOPs of whole tensors that every tensor rank repeats because of it; 0 if it is split
+    in another way.
+    """
+
+    site: str
+    op: str
+    fact: str
+    remedy: str
+    flops: int = 0
+
+
+def divisors(sizes: Iterable[int]) -> list[int]:
+    """Return all numbers that divide at least one of `sizes`, ascending."""
+    return sorted({k for size in sizes for k in range(1, size + 1) if size % k == 0})
+
+
 NO_TYPES = Layout()
 NO_ORIGIN, NO_DRAW, NO_ROWS, NO_TOKENS = Origin(), Draw(), Rows(), Tokens()
 NOT_FUSED, NO_SHAPES, NO_MARKS, NO_GEMM = Fused(), Local(), Keep(), Gemm()
@@ -46,7 +205,7 @@ class Note:
                  `sub_axes.joined`)
     cut:         `stages` that compute the node, ascending (the first one sends it); `stages_why`: why, where
                  that is not plain
-    records:     what stages leave for later ones, a record each: see `ir/facts.py`; `is_owned`: a sum that may be made in
+    records:     what stages leave for later ones, a record each: see `ir/notes.py`; `is_owned`: a sum that may be made in
                  place (mark_owned); `reason`: what else there is to say about the node, for people; `position`: where in
                  the backbone an operator of a previewed stage comes from
     """
@@ -154,6 +313,19 @@ def _overload_name(overload: torch._ops.OpOverload) -> str:
     return str(overload._schema.name).replace("::", ".")
 
 
+def site(node: Node) -> str:
+    """Format where a node comes from, for messages: module, operator, source line."""
+    record = note(node)
+    where = f" ({record.source})" if record.source else ""
+    name = record.name if node.op == "placeholder" else op_name(node)
+    return f"{record.module or 'model'}: {name}{where}"
+
+
+def row_blocks(node: Node) -> int:
+    """Return of how many blocks of an input's dim 0 a microbatch has equal parts."""
+    return note(node).rows.blocks
+
+
 def converted_types(node: Node) -> tuple[ValueType, ValueType]:
     """Return the types between which a conversion converts, over its axis."""
     axis, source = typed_over(note(node).axis), node.args[0]
@@ -167,17 +339,31 @@ def is_whole(node: Node) -> bool:
     return not any(note(read).layout.shards for read in (node, *node.all_input_nodes))
 
 
-def site(node: Node) -> str:
-    """Format where a node comes from, for messages: module, operator, source line."""
-    record = note(node)
-    where = f" ({record.source})" if record.source else ""
-    name = record.name if node.op == "placeholder" else op_name(node)
-    return f"{record.module or 'model'}: {name}{where}"
+def local_shapes(node: Node, sizes: Sizes) -> list[tuple[int, ...]]:
+    """Return the local shape of each piece of a node's value (one, for a tensor)."""
+    fake, layout = value(node), note(node).layout
+    # Several atoms of one dim may be cut, each by another axis.
+    cuts: dict[int, int] = {}
+    for dim, _, pieces in layout.cuts(sizes.mesh):
+        cuts[dim] = cuts.get(dim, 1) * pieces
+    batch = layout.batch
+    shapes = []
+    for piece in fake if isinstance(fake, (tuple, list)) else [fake]:
+        local = list(map(int, piece.shape))
+        dims = range(len(local))
+        # [2 * s, h] in a trace of 2 rows is [s, h] for one row, whatever else is folded into the dim.
+        if batch.kind == "S" and batch.dim in dims:
+            local[batch.dim] //= sizes.rows_divisor
+        for dim, pieces in cuts.items():
+            if dim in dims:
+                local[dim] = shard_size(local[dim], pieces)
+        shapes.append(tuple(local))
+    return shapes
 
 
-def row_blocks(node: Node) -> int:
-    """Return of how many blocks of an input's dim 0 a microbatch has equal parts."""
-    return note(node).rows.blocks
+def local_shape(node: Node, sizes: Sizes) -> tuple[int, ...]:
+    """Return the local shape of a node's (first) value."""
+    return local_shapes(node, sizes)[0]
 
 
 def placeholders(graph: Graph, kind: str) -> Iterator[Node]:

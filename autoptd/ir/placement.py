@@ -14,8 +14,7 @@ gradient of the use into that of the storage.
 | part of tp | I | R   | all-reduce    | the ranks of a sub-axis share a KV head, stored by each        |
 | cp   | I       | R   | all-reduce    | every context rank sees other tokens; one sum with that of dp  |
 | pp   | I       | R   | all-reduce    | tied: stages of several pipeline ranks, its *owners*, use it   |
-| dp, cp | FLAT  | R   | reduce-scatter | ZeRO: the optimizer's state is divided over the ranks that sum a
-gradient |
+| dp, cp | FLAT  | R   | reduce-scatter | ZeRO: the ranks that sum a gradient divide the optimizer's state   |
 
 All rows but the last communicate nothing in forward: stages compute with the storage itself. The last one is
 an all-gather before the use (Rajbhandari et al. 2020, stage 1, "optimizer state partitioning"). If `dp_shard`
@@ -37,8 +36,7 @@ from typing import Literal, NamedTuple
 
 from autoptd.errors import PlanError
 from autoptd.ir.layout import Layout
-from autoptd.ir.mesh import AXES, Mesh, Role, role_of
-from autoptd.ir.sub_axes import SubAxis, base, joined, parts_of
+from autoptd.ir.mesh import AXES, Mesh, Role, SubAxis, base, joined, parts_of, role_of
 from autoptd.ir.types import CONVERSIONS, FLAT, Conversion, R, ValueType
 
 # How often storage becomes use: once per step, or for every microbatch.
@@ -209,3 +207,43 @@ def itemsize(dtype: str) -> int:
     import torch
 
     return int(getattr(torch, dtype).itemsize)
+
+
+class StateBytes(NamedTuple):
+    """Bytes per element of a trained parameter."""
+
+    parameter: float
+    gradient: float
+    master: float
+    # AdamW's two moments.
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return self.parameter + self.gradient + self.master + self.optimizer
+
+
+def bytes_per_element(
+    use: int,
+    storage: int,
+    sums: int,
+    *,
+    has_master: bool = False,
+    has_main_grad: bool = False,
+    parts: int = 1,
+) -> StateBytes:
+    """Count the bytes that a rank holds per element of a parameter, by purpose, in AdamW's terms.
+
+    | recipe                | parameter | gradient | master | moments | sum, k replicas |
+    |-----------------------|-----------|----------|--------|---------|-----------------|
+    | float32               | 4         | 4        | -      | 8       | 16              |
+    | float32, zero=1       | 4         | 4        | -      | 8 / k   | 8 + 8 / k       |
+    | precision="bf16"      | 2         | 4        | 4      | 8       | 18              |
+    | precision="bf16", zero=1 | 2      | 4        | 4 / k  | 8 / k   | 6 + 12 / k      |
+
+    `use`, `storage` and `sums` are the sizes of the dtypes in which stages compute, the optimizer steps and gradients
+    accumulate. `has_main_grad`: there is a gradient in the dtype of the parameter, too. `parts`: the number of ranks that
+    divide the optimizer's state.
+    """
+    gradient = sums + (use if has_main_grad else 0)
+    return StateBytes(use, gradient, storage / parts if has_master else 0, 2 * storage / parts)

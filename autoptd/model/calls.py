@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from autoptd.errors import PlanError
-from autoptd.ir.shapes import EXACT
 from autoptd.model.run import Run
+from autoptd.options.buckets import EXACT
 from autoptd.program.program import Program
 from autoptd.runtime.step.microbatches import CallForm, flatten, is_call_in_one, take_rows
 from autoptd.subject.call import Call

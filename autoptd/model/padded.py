@@ -16,10 +16,10 @@ from typing import Any
 
 from autoptd.compat import tree_flatten, tree_unflatten
 from autoptd.errors import PlanError
-from autoptd.ir.shapes import Buckets, bucket_lengths
 from autoptd.ir.types import ZIGZAG
 from autoptd.model.compiling import ModelCompiler
 from autoptd.model.run import Run
+from autoptd.options.buckets import Buckets, bucket_lengths
 from autoptd.program.program import Program
 from autoptd.runtime.step.pad_batch import BatchPadding, lead_of
 from autoptd.subject.call import Call

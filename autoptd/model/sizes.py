@@ -22,11 +22,11 @@ import torch
 
 from autoptd.compat import tree_flatten, tree_map
 from autoptd.errors import AutoptdError, PlanError, RuntimeFault, TraceError
-from autoptd.ir.shapes import EXACT, MAX_PROGRAMS
 from autoptd.model.compiling import ModelCompiler
 from autoptd.model.loop_changes import LoopChanges
 from autoptd.model.padded import EVALUATION, PaddedCalls, check_updates
 from autoptd.model.run import Run
+from autoptd.options.buckets import EXACT, MAX_PROGRAMS
 from autoptd.program.program import Program
 from autoptd.runtime.checks import sizes as check_sizes
 from autoptd.runtime.checks.call import check_call, check_kinds

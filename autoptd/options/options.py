@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from autoptd.errors import PlanError
-from autoptd.ir.machine import Machine, find_machine
-from autoptd.ir.machine_files import machine_names
+from autoptd.ir.actions import SCHEDULES, ZERO_BUBBLE, check_schedule
+from autoptd.ir.machine import Machine, find_machine, machine_names
 from autoptd.ir.mesh import DEGREES, Mesh
-from autoptd.ir.placement import Sharing, check_sharing, sharing_of
+from autoptd.ir.placement import Sharing, StateBytes, bytes_per_element, check_sharing, sharing_of
 from autoptd.ir.plan import Plan
-from autoptd.ir.schedules import SCHEDULES, ZERO_BUBBLE, check_schedule
-from autoptd.ir.state_bytes import StateBytes, state_bytes
 from autoptd.options.keyword import FOR_TRAINING, IN_PLAN, check_kinds, keyword, settings_of
 from autoptd.options.parts import (
     ContextParallel,
@@ -195,11 +193,13 @@ class Options:
         if self.precision:
             # Under autocast, what is read in float32 has no copy.
             has_master = not self.is_mixed or itemsize < wide
-            return state_bytes(itemsize, wide, wide, has_master=has_master, parts=self.sharing_ranks)
+            return bytes_per_element(itemsize, wide, wide, has_master=has_master, parts=self.sharing_ranks)
         # The sum of a float32 parameter is its gradient; float64 ones have no float32 gradient.
         has_main_grad = self.hooks.fp32_gradients and itemsize < 4
         sums = wide if has_main_grad else itemsize
-        return state_bytes(itemsize, itemsize, sums, has_main_grad=has_main_grad, parts=self.sharing_ranks)
+        return bytes_per_element(
+            itemsize, itemsize, sums, has_main_grad=has_main_grad, parts=self.sharing_ranks
+        )
 
     @property
     def rank_machine(self) -> Machine:

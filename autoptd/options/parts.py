@@ -20,7 +20,7 @@ from autoptd.errors import PlanError
 from autoptd.ir.fusion import FUSED
 from autoptd.ir.mesh import ORDER
 from autoptd.ir.quantities import check_seconds, check_steps
-from autoptd.ir.shapes import BUCKET, EXACT, Buckets
+from autoptd.options.buckets import BUCKET, EXACT, Buckets
 from autoptd.options.keyword import FOR_TRAINING, IN_PLAN, check_kinds, keyword, settings_of
 
 P2P = ("auto", "scatter_gather", "direct")

@@ -14,10 +14,9 @@ from dataclasses import replace
 from torch.fx import Graph, Node
 
 from autoptd.errors import InternalError
-from autoptd.ir.fallback import Fallback
 from autoptd.ir.layout import BATCH
-from autoptd.ir.notes import is_tensor, note, output, shape, site
-from autoptd.ir.sub_axes import base
+from autoptd.ir.mesh import base
+from autoptd.ir.notes import Fallback, is_tensor, note, output, shape, site
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.context import Context
 from autoptd.passes.runner import Form, graph_pass

@@ -18,14 +18,11 @@ from torch.fx import Graph, Node
 
 from autoptd.errors import InternalError
 from autoptd.ir import markers
-from autoptd.ir.layout import Layout, loss_over
-from autoptd.ir.mesh import Mesh
+from autoptd.ir.layout import Layout, Step, loss_over, shard_places, steps
+from autoptd.ir.mesh import Mesh, base
 from autoptd.ir.notes import Note, converted_types, note, ops, output, placeholders, set_note, site
 from autoptd.ir.operators.record import operands
-from autoptd.ir.operators.rows import rows_read
-from autoptd.ir.operators.table import linear_groups
-from autoptd.ir.steps import Step, shard_places, steps
-from autoptd.ir.sub_axes import base
+from autoptd.ir.operators.table import linear_groups, rows_read
 from autoptd.ir.types import CONVERSIONS, Conversion, E, I, P, R, S, ValueType, padded_size
 from autoptd.passes.axes.axes import Axes, Letter
 from autoptd.passes.axes.vocabulary import Padding

@@ -22,13 +22,13 @@ from torch.fx import Graph
 from autoptd.errors import InternalError
 from autoptd.ir.actions import Action, Kind, Orders, ranks_of_stages
 from autoptd.ir.buffers import Buffers
-from autoptd.ir.fallback import Fallback
 from autoptd.ir.fusion import Fusion, Groups
 from autoptd.ir.kept import Kept, KeptValue
+from autoptd.ir.layout import Sizes
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
+from autoptd.ir.notes import Fallback
 from autoptd.ir.saved import SavedForBackward
-from autoptd.ir.sizes import Sizes
 from autoptd.options import Options
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.solve.assign import Assignment

@@ -15,9 +15,9 @@ import math
 
 from torch.fx import Node
 
+from autoptd.ir.layout import Step
 from autoptd.ir.notes import note
 from autoptd.ir.operators.table import operator_of
-from autoptd.ir.steps import Step
 from autoptd.ir.types import CONVERSIONS, ValueType
 from autoptd.passes.reader_names import reader_name
 from autoptd.passes.solve.alternatives import cheapest_with

@@ -24,11 +24,11 @@ from itertools import pairwise
 from torch.fx import Graph, Node
 
 from autoptd.errors import InternalError, PlanError
+from autoptd.ir.layout import Sizes
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.names import layer_of
 from autoptd.ir.notes import is_tensor, note, op_name, output
-from autoptd.ir.sizes import Sizes
 from autoptd.passes.context import Context
 from autoptd.passes.ops.costs import flops, local_payload, rank_seconds
 from autoptd.passes.runner import Form, graph_pass

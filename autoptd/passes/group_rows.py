@@ -24,11 +24,9 @@ from torch.fx import Graph, Node
 from autoptd.errors import InternalError
 from autoptd.ir import markers
 from autoptd.ir.expert_mm import NAME
-from autoptd.ir.facts import Origin
-from autoptd.ir.notes import Note, note, op_name, ops, set_note, shape, site, value
+from autoptd.ir.notes import Note, Origin, note, op_name, ops, set_note, shape, site, value
 from autoptd.ir.operators.record import operands
-from autoptd.ir.operators.rows import rows_read
-from autoptd.ir.operators.table import operator_of
+from autoptd.ir.operators.table import operator_of, rows_read
 from autoptd.ir.types import E
 from autoptd.passes.context import Context
 from autoptd.passes.fusion.fuse import erase_unread

@@ -24,9 +24,8 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from autoptd.ir import markers
-from autoptd.ir.facts import Absorbed
 from autoptd.ir.layout import BATCH, typed_over
-from autoptd.ir.notes import note, op_name, ops, tensor
+from autoptd.ir.notes import Absorbed, note, op_name, ops, tensor
 from autoptd.ir.operators.table import operator_of
 from autoptd.passes.context import Context
 from autoptd.passes.runner import CALLS, Form, graph_pass

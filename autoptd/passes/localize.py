@@ -25,24 +25,12 @@ from torch.fx.node import map_arg
 from autoptd.compat import FakeTensorMode
 from autoptd.errors import InternalError
 from autoptd.ir import markers
-from autoptd.ir.facts import Local
-from autoptd.ir.layout import Layout, typed_over
+from autoptd.ir.layout import Layout, Sizes, shard_places, typed_over
+from autoptd.ir.mesh import base, joined
 from autoptd.ir.noise import NAMES, is_draw
-from autoptd.ir.notes import (
-    Note,
-    note,
-    op_name,
-    ops,
-    shape,
-    site,
-    tensor,
-    value,
-)
-from autoptd.ir.operators.record import CLASSES, QUERIES, argument, is_over_classes, operands, set_arguments
-from autoptd.ir.operators.table import operator_of
-from autoptd.ir.sizes import Sizes, local_shapes
-from autoptd.ir.steps import shard_places
-from autoptd.ir.sub_axes import base, joined
+from autoptd.ir.notes import Local, Note, local_shapes, note, op_name, ops, shape, site, tensor, value
+from autoptd.ir.operators.record import CLASSES, QUERIES, argument, operands, set_arguments
+from autoptd.ir.operators.table import is_over_classes, operator_of
 from autoptd.ir.types import Dims, S, ValueType, outer_size, padded_size
 from autoptd.passes.context import Context
 from autoptd.passes.over_batch import number_sums

@@ -16,13 +16,11 @@ from dataclasses import replace
 from torch.fx import Graph, Node
 
 from autoptd.ir import markers
-from autoptd.ir.facts import Rows
-from autoptd.ir.layout import BATCH
+from autoptd.ir.layout import BATCH, shard_places
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.notes import Note, note, ops, output, set_note
+from autoptd.ir.notes import Note, Rows, note, ops, output, set_note
 from autoptd.ir.operators.record import operands
 from autoptd.ir.operators.table import linear_groups
-from autoptd.ir.steps import shard_places
 from autoptd.ir.types import CONVERSIONS, I, P, R, S
 from autoptd.passes.axes.axes import Place
 from autoptd.passes.communicate import check_over_batch, note_of, origin_of

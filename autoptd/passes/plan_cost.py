@@ -17,12 +17,12 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from autoptd.errors import PlanError
+from autoptd.ir.layout import Sizes
 from autoptd.ir.machine import Machine
 from autoptd.ir.markers import convert
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.notes import converted_types, note, ops, placeholders, shape, tensor
+from autoptd.ir.notes import converted_types, local_shape, note, ops, placeholders, shape, tensor
 from autoptd.ir.plan import Plan
-from autoptd.ir.sizes import Sizes, local_shape
 from autoptd.ir.types import CONVERSIONS, LOCAL_KINDS, wire_bytes
 from autoptd.passes.context import Context
 from autoptd.passes.hook_gemms import gather_again

@@ -31,8 +31,8 @@ from pathlib import Path
 from torch.fx import Graph
 
 from autoptd.errors import InternalError
-from autoptd.ir.activity import activity
 from autoptd.ir.notes import Note, copy_graph, note, op_name, ops, payload, shape
+from autoptd.ir.scopes import activity
 from autoptd.passes.context import Context
 
 __all__ = [

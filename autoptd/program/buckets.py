@@ -25,9 +25,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autoptd.ir.actions import Kind, Orders
-from autoptd.ir.mesh import AXES, Mesh, Role, role_of
+from autoptd.ir.mesh import AXES, Mesh, Role, base, role_of
 from autoptd.ir.placement import AxisConversion, itemsize, joined_sums
-from autoptd.ir.sub_axes import base
 from autoptd.program.specs import Collective, ParamSpec
 
 # Bytes of a bucket: enough for the full bandwidth of a link, but at most a quarter of a rank's gradients, so

@@ -18,9 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from autoptd.ir.mesh import Mesh
+from autoptd.ir.mesh import Mesh, SubAxis, joined
 from autoptd.ir.names import star
-from autoptd.ir.sub_axes import SubAxis, joined
 from autoptd.ir.types import LOCAL_KINDS, wire_bytes
 
 # What `autoptd plan` draws must not import torch, which a program needs.

@@ -29,12 +29,11 @@ import torch
 from autoptd.errors import PlanError, a_type
 from autoptd.ir.actions import Orders, format_orders, parse_orders, ranks_of_stages
 from autoptd.ir.buffers import digest
-from autoptd.ir.fallback import Fallback
 from autoptd.ir.fusion import Fusion
 from autoptd.ir.layout import Layout
-from autoptd.ir.mesh import Mesh, Role
+from autoptd.ir.mesh import Mesh, Role, is_sub_axis, parts_of
+from autoptd.ir.notes import Fallback
 from autoptd.ir.placement import Placement, joined_sums
-from autoptd.ir.sub_axes import is_sub_axis, parts_of
 from autoptd.ir.types import Segmented, ValueType
 from autoptd.program.buckets import busy_axes
 from autoptd.program.costs import Costs, read_costs, tupled

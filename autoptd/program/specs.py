@@ -13,9 +13,8 @@ from functools import cached_property
 
 from autoptd.errors import InternalError
 from autoptd.ir.layout import Layout, copy_axes
-from autoptd.ir.mesh import WITHIN_A_LAYER, Mesh, role_of
+from autoptd.ir.mesh import WITHIN_A_LAYER, Mesh, base, role_of
 from autoptd.ir.placement import AxisConversion, Placement, Scope, conversions, itemsize
-from autoptd.ir.sub_axes import base
 from autoptd.ir.types import Dims, Outer, ValueType, outer_size
 
 # The conversion of a `Collective` that gathers a scattered transfer buffer.

@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from autoptd.ir.mesh import Mesh, Role
+from autoptd.ir.mesh import Mesh, Role, base, is_sub_axis, joined, parts_of
 from autoptd.ir.placement import AxisConversion
-from autoptd.ir.sub_axes import base, is_sub_axis, joined, parts_of
 from autoptd.program.buckets import BucketPlan
 
 

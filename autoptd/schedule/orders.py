@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from autoptd.ir.actions import Action, Kind, Orders
-from autoptd.ir.schedules import check_schedule
+from autoptd.ir.actions import Action, Kind, Orders, check_schedule
 from autoptd.schedule.zero_bubble import zb_2p, zb_h1, zbv
 
 
@@ -72,7 +71,7 @@ def looped_bfs(p: int, v: int, m: int) -> Orders:
 
 
 def build_orders(name: str, p: int, v: int, m: int) -> Orders:
-    """Return the orders of the schedule called `name`, one of `ir.schedules.SCHEDULES`: F, B and, for zero bubble,
+    """Return the orders of the schedule called `name`, one of `ir.actions.SCHEDULES`: F, B and, for zero bubble,
     W.
     """
     check_schedule(name, v)

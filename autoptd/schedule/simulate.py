@@ -28,8 +28,7 @@ from numbers import Real
 from operator import itemgetter
 
 from autoptd.errors import InternalError, PlanError
-from autoptd.ir.actions import RECVS, SENDS, Action, Kind, ranks_of_stages
-from autoptd.ir.schedules import SCHEDULES
+from autoptd.ir.actions import RECVS, SCHEDULES, SENDS, Action, Kind, ranks_of_stages
 from autoptd.schedule.action_ids import ActionIds
 from autoptd.schedule.check import find_crossed, find_faults, guess_links
 from autoptd.schedule.measure import Simulation

@@ -28,10 +28,10 @@ from torch.fx import Graph, Node
 from autoptd.compat import OpOverload, light_export, traced_through, tree_flatten, tree_unflatten
 from autoptd.elsewhere import EXPERTS
 from autoptd.errors import AutoptdError, TraceError
-from autoptd.ir.default_device import on_cpu
 from autoptd.ir.expert_mm import GroupedProducts, grouped_mm
 from autoptd.ir.names import USED, identifier
 from autoptd.ir.notes import copy_graph, note, op_name, ops, placeholders, site
+from autoptd.ir.scopes import on_cpu
 from autoptd.subject.attributes import own_containers
 from autoptd.subject.storage import first_names, tied_names
 from autoptd.trace.autocast import OFF, Autocast, Casting, cast_once

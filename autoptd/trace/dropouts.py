@@ -17,8 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autoptd.errors import PlanError
-from autoptd.ir.facts import Origin
-from autoptd.ir.notes import Note, note, op_name, ops, set_note, shape, site, value
+from autoptd.ir.notes import Note, Origin, note, op_name, ops, set_note, shape, site, value
 from autoptd.trace.new_nodes import Maker, put
 
 aten = torch.ops.aten

@@ -18,8 +18,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Graph, Node
 
 from autoptd.errors import TraceError
-from autoptd.ir.facts import Origin
-from autoptd.ir.notes import Note, note, op_name, set_note
+from autoptd.ir.notes import Note, Origin, note, op_name, set_note
 from autoptd.subject.storage import is_same_memory
 from autoptd.trace.sizes import size_error
 from autoptd.trace.watched import Watched

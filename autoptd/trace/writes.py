@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autoptd.ir.garbage import paused_collection
+from autoptd.ir.scopes import paused_collection
 from autoptd.subject.contents import (
     CONTAINERS,
     MISSING,

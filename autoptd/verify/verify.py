@@ -33,7 +33,7 @@ from autoptd.compiler.compiler import Compiler
 from autoptd.compiler.driver import compile_program
 from autoptd.compiler.request import autocast_here
 from autoptd.errors import InternalError, PlanError, RuntimeFault, TraceError
-from autoptd.ir.activity import activity
+from autoptd.ir.scopes import activity
 from autoptd.kernels.forms import wide
 from autoptd.model.parallel_model import ParallelModel
 from autoptd.options import PRECISIONS, LossScale, Options

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import autoptd
-from autoptd.ir.schedules import SCHEDULES
+from autoptd.ir.actions import SCHEDULES
 from benchmarks.gpu import right_nccl, right_steps, right_training
 from benchmarks.gpu.models import batch, build, small_family, toy
 from benchmarks.gpu.operators import OPERATORS, TOY, Operator, Sizes, maker, run

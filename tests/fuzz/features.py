@@ -14,7 +14,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from autoptd.ir.schedules import SCHEDULES
+from autoptd.ir.actions import SCHEDULES
 
 MESHES = [
     (1, 1, 1, 1),

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import autoptd
-from autoptd.ir.garbage import paused_collection
+from autoptd.ir.scopes import paused_collection
 
 
 def test_it_rests_while_a_program_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

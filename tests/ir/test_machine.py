@@ -9,8 +9,7 @@ import pytest
 
 import autoptd
 from autoptd import Machine, PlanError
-from autoptd.ir.machine import find_machine, machine_record
-from autoptd.ir.machine_files import machine_names, machine_of_device
+from autoptd.ir.machine import find_machine, machine_names, machine_of_device, machine_record
 from autoptd.options import make_options
 from autoptd.wings.planner.cluster import find_cluster
 from tests.parity.models import batch, gpt

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 
 from autoptd.errors import InternalError
-from autoptd.ir.layout import BATCH, Layout, copy_axes
-from autoptd.ir.mesh import Mesh
-from autoptd.ir.steps import shard_places, steps
-from autoptd.ir.sub_axes import SubAxis, base, covers, parse
+from autoptd.ir.layout import BATCH, Layout, copy_axes, shard_places, steps
+from autoptd.ir.mesh import Mesh, SubAxis, base, covers, parse_sub_axis
 from autoptd.ir.types import I, P, R, S
 from autoptd.program.calls import axis_text
 
@@ -20,10 +18,12 @@ HEADS = ((2,), (6,), (2, 4, 16))
 
 def test_a_name_says_which_factor_it_is() -> None:
     assert (
-        str(SubAxis("tp", 2, 4)) == FAST and parse(FAST) == ("tp", 2, 4) and base(FAST) == base("tp") == "tp"
+        str(SubAxis("tp", 2, 4)) == FAST
+        and parse_sub_axis(FAST) == ("tp", 2, 4)
+        and base(FAST) == base("tp") == "tp"
     )
     with pytest.raises(InternalError):
-        parse("tp:2")
+        parse_sub_axis("tp:2")
 
 
 @pytest.mark.parametrize(

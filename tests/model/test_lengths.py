@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd import Buckets, ParallelModel, PlanError
-from autoptd.ir.shapes import bucket_lengths
+from autoptd.options.buckets import bucket_lengths
 from tests.parity.kinds import KINDS
 from tests.parity.models import VOCAB, batch, gpt
 

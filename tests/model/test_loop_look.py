@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from autoptd.errors import PlanError
-from autoptd.ir.garbage import paused_collection
+from autoptd.ir.scopes import paused_collection
 from autoptd.model.loop_watch import LoopLook, LoopWatch
 from tests.model.test_loop_watch import BATCH, Model, made
 

@@ -31,7 +31,7 @@ import autoptd
 from autoptd import schedule
 from autoptd.errors import PlanError
 from autoptd.ir import machine
-from autoptd.ir.schedules import SCHEDULES
+from autoptd.ir.actions import SCHEDULES
 from autoptd.options import KEYWORDS, make_options
 from autoptd.runtime.step.microbatches import is_call_of
 from autoptd.verify.widening import masks_of

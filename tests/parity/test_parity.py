@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autoptd
-from autoptd.ir.schedules import SCHEDULES
+from autoptd.ir.actions import SCHEDULES
 from tests.parity.models import VOCAB, batch, gpt, separate, skipping, uneven
 
 MESHES = [(1, 1, 1, 1), (2, 1, 1, 1), (4, 1, 1, 1), (1, 2, 1, 1), (1, 4, 1, 1), (1, 2, 1, 2), (1, 1, 2, 1)]

@@ -21,7 +21,7 @@ from torch.fx.node import map_arg
 
 from autoptd import runtime as rt
 from autoptd import trace
-from autoptd.ir import facts, markers
+from autoptd.ir import markers, notes
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.noise import NAMES
@@ -188,7 +188,7 @@ def _local_node(
         record = set_note(new, note(old).bare())
         record.layout = Layout({axis: kind})
         record.forms = {axis: form} if old is node and form else {}
-    note(made).draw = facts.Draw(0, note(made).layout.batch if gives.kind == "S" else I)
+    note(made).draw = notes.Draw(0, note(made).layout.batch if gives.kind == "S" else I)
     ctx = Context(Options(t=t)) if axis == "tp" else Context(traced_rows=t, rows=1, pieces=t)
     localize(graph, ctx)
     made.meta["operands"] = kept

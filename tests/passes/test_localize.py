@@ -9,8 +9,7 @@ from torch.fx import Graph
 
 from autoptd.errors import InternalError
 from autoptd.ir import markers
-from autoptd.ir.facts import Local
-from autoptd.ir.notes import note, op_name, ops
+from autoptd.ir.notes import Local, note, op_name, ops
 from autoptd.ir.types import S
 from autoptd.options import Options
 from autoptd.passes import Context, localize

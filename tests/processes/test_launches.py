@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import autoptd
-from autoptd.ir.schedules import SCHEDULES
+from autoptd.ir.actions import SCHEDULES
 from tests.forks import CONTEXT
 from tests.parity.models import batch, gpt
 from tests.ports import free_port

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoptd.errors import PlanError
-from autoptd.ir.actions import RECVS, SENDS, Action, Kind, Orders
-from autoptd.ir.schedules import SCHEDULES
+from autoptd.ir.actions import RECVS, SCHEDULES, SENDS, Action, Kind, Orders
 from autoptd.schedule import Link, Simulation, add_transfers, build_orders, simulate
 from autoptd.schedule.check import find_faults
 

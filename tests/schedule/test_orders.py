@@ -12,8 +12,7 @@ from torch.distributed.pipelining import (
 )
 
 from autoptd.errors import PlanError
-from autoptd.ir.actions import Action, Kind, Orders, format_orders, parse_orders
-from autoptd.ir.schedules import SCHEDULES, ZERO_BUBBLE
+from autoptd.ir.actions import SCHEDULES, ZERO_BUBBLE, Action, Kind, Orders, format_orders, parse_orders
 from autoptd.schedule import add_transfers, build_orders, gpipe, interleaved, one_f_one_b, simulate
 
 GRID = [(name, p, 1, m) for name in ("gpipe", "1f1b") for p in (1, 2, 3, 4, 8) for m in (1, 2, 5, 8)] + [

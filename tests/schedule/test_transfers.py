@@ -8,6 +8,7 @@ from autoptd.errors import InternalError, PlanError
 from autoptd.ir.actions import (
     COMPUTES,
     RECVS,
+    SCHEDULES,
     SENDS,
     Action,
     Kind,
@@ -17,7 +18,6 @@ from autoptd.ir.actions import (
     parse_orders,
     ranks_of_stages,
 )
-from autoptd.ir.schedules import SCHEDULES
 from autoptd.schedule import Link, add_transfers, build_orders, gpipe, one_f_one_b, simulate
 from autoptd.schedule.wiring import PARTNER, partner
 

@@ -17,10 +17,9 @@ from torch.fx import Graph, Node
 
 from autoptd import codegen
 from autoptd.ir.actions import Orders, ranks_of_stages
-from autoptd.ir.mesh import Mesh
+from autoptd.ir.mesh import Mesh, joined
 from autoptd.ir.notes import note, op_name, ops, tensor
 from autoptd.ir.placement import AxisConversion, slowest_first
-from autoptd.ir.sub_axes import joined
 from autoptd.ir.types import LOCAL_KINDS
 from autoptd.options import Options
 from autoptd.program.buckets import BucketPlan, busy_axes, plan_buckets

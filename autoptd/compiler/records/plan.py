@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from autoptd.compiler.batch import Batch
-from autoptd.ir.fallback import Fallback
 from autoptd.ir.kept import Rate, rows_of
+from autoptd.ir.mesh import base
 from autoptd.ir.names import any_layer
-from autoptd.ir.sub_axes import base
+from autoptd.ir.notes import Fallback
 from autoptd.ir.types import ValueType
 from autoptd.options import KEYWORDS, Options, settings
 from autoptd.program.costs import Cut

@@ -16,12 +16,11 @@ from torch.fx import Graph, Node
 from autoptd import codegen, passes
 from autoptd import trace as tracing
 from autoptd.compiler.batch import Batch
-from autoptd.ir.layout import Layout
+from autoptd.ir.layout import Layout, Sizes
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.noise import NAMES, is_draw
-from autoptd.ir.notes import note, op_name, ops, placeholders, row_blocks, shape, tensor
+from autoptd.ir.notes import local_shape, note, op_name, ops, placeholders, row_blocks, shape, tensor
 from autoptd.ir.placement import EVERY_REPLICA, placements
-from autoptd.ir.sizes import Sizes, local_shape
 from autoptd.ir.types import Dims, outer_size
 from autoptd.ir.updates import Updates
 from autoptd.options import Options

@@ -1,6 +1,5 @@
-"""Operator knowledge: one record per operator, in the file of its family, collected in `table.TABLE`.
+"""Operator knowledge: one record per operator, in `table.py`.
 
-To add an operator, write its record next to similar ones: `products`, `views`, `joins`, `pointwise`,
-`reductions` or `lookups`. No other file refers to operators by name, except fusion patterns, the normal form
-of traces, and special cases of codegen.
+To add an operator, add its record next to similar ones in the table: a row of letters, or a link function of `links.py` (for
+operators that compute) or `moves.py` (for those that move entries).
 """

@@ -1,24 +1,27 @@
-"""Link functions that several operator families share: how dims of operands and result correspond.
+"""Link functions of operators that compute: which dims of the operands run together with which dim of the result.
 
-In: a node. Out: its links, each a set of dims of operands and result that run together. Link functions of a
-single family are in the file of that family. A row of letters reads like einsum, aligned from the right: a
-letter that is missing on the right is contracted, a starred one stays whole.
+In: a node. Out: its links. A row of letters reads like einsum, aligned from the right: a letter that is missing on the right is
+contracted, a starred one stays whole.
 
     letter_links(node, "... i, o i, o -> ... o")
+
+Operators that only move entries are in `moves.py`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from torch.fx import Node
 
-from autoptd.ir.notes import op_name, shape
-from autoptd.ir.operators.record import Link, Member, argument, operands
+from autoptd.ir.notes import note, op_name, shape
+from autoptd.ir.operators.record import QUERIES, Link, Member, argument, dims_of, operands, same_dim
 
 NORMAL = "needs all values at once"
+UNCOUNTED = "its labels or class weights are computed from parameters, so their number is not known before the forward"
 
 
 def letter_links(node: Node, letters: str) -> list[Link]:
@@ -125,23 +128,6 @@ def along(name: str, default: Any = -1) -> Callable[[Node], list[Link]]:
     return make
 
 
-def over_classes(links: Callable[[Node], list[Link]], form: str) -> Callable[[Node], list[Link]]:
-    """Let the dim of an operator that needs all its values at once be split, in a form of `CLASSES`.
-
-    Applies to a single such dim, named by argument `dim`; the form does not support several.
-    """
-
-    def make(node: Node) -> list[Link]:
-        made, dim = links(node), argument(node, "dim")
-        needed = [link for link in made if link.whole]
-        is_one = isinstance(dim, int) or (isinstance(dim, (list, tuple)) and len(dim) == 1)
-        if len(needed) != 1 or not is_one:
-            return made
-        return [replace(link, whole="", form=form, mixes=link.whole) if link.whole else link for link in made]
-
-    return make
-
-
 def reduction(whole: str, form: str = "") -> Callable[[Node], list[Link]]:
     """Return the links of operators that reduce the dims given by argument `dim` (all, if absent).
 
@@ -168,6 +154,23 @@ def reduction(whole: str, form: str = "") -> Callable[[Node], list[Link]]:
     return make
 
 
+def over_classes(links: Callable[[Node], list[Link]], form: str) -> Callable[[Node], list[Link]]:
+    """Let the dim of an operator that needs all its values at once be split, in a form of `CLASSES`.
+
+    Applies to a single such dim, named by argument `dim`; the form does not support several.
+    """
+
+    def make(node: Node) -> list[Link]:
+        made, dim = links(node), argument(node, "dim")
+        needed = [link for link in made if link.whole]
+        is_one = isinstance(dim, int) or (isinstance(dim, (list, tuple)) and len(dim) == 1)
+        if len(needed) != 1 or not is_one:
+            return made
+        return [replace(link, whole="", form=form, mixes=link.whole) if link.whole else link for link in made]
+
+    return make
+
+
 def free_links(node: Node) -> list[Link]:
     """Return a link for every dim of full, zeros, ones: free in the result, whatever the operands."""
     return [Link(f"d{d}", {}, Member((d,))) for d, size in enumerate(shape(node)) if size != 1]
@@ -178,13 +181,260 @@ def no_links(node: Node) -> list[Link]:
     return []
 
 
-def same_dim(dim: int, whole: str = "") -> Link:
-    """Link one dim of the first operand to the same dim of the result."""
-    return Link(f"d{dim}", {0: Member((dim,))}, Member((dim,)), whole)
+# Products
 
 
-def dims_of(dims: Any, ndim: int) -> list[int]:
-    """Return one or several dims as a list of non-negative indices; a 0-d tensor has none."""
-    if not ndim:
+def linear_links(node: Node) -> list[Link]:
+    """Link linear; a 1-d weight adds no dim to the result, and its bias, if any, is one number."""
+    has_rows = len(shape(operands(node)[1])) > 1
+    return letter_links(node, "... i, o i, o -> ... o" if has_rows else "... i, i, -> ...")
+
+
+def matmul_links(node: Node) -> list[Link]:
+    """Link matmul; a vector on either side adds no dim to the result."""
+    left, right = (len(shape(operand)) for operand in operands(node))
+    if right == 1:
+        return letter_links(node, "... k, k -> ...")
+    if left == 1:
+        return letter_links(node, "k, ... k n -> ... n")
+    return letter_links(node, "... m k, ... k n -> ... m n")
+
+
+def einsum_links(node: Node) -> list[Link]:
+    """Link einsum by its own equation, unless a letter comes twice in one term (a diagonal).
+
+    Without an arrow the result has the letters that occur once, in alphabetical order.
+    """
+    equation = str(node.args[0]).replace(" ", "")
+    if "->" not in equation:
+        count_of = Counter(equation.replace("...", "").replace(",", ""))
+        single = "".join(sorted(letter for letter, count in count_of.items() if count == 1))
+        equation += "->" + ("..." if "..." in equation else "") + single
+    for term in equation.replace("->", ",").split(","):
+        letters = term.replace("...", "")
+        if len(set(letters)) < len(letters):
+            return []
+    # "...ij,jk->...ik" becomes the row of letters "... i j, j k -> ... i k"; `.` stands for `...` while
+    # letters are spaced.
+    left, right = (" ".join(part.replace("...", ".")) for part in equation.split("->"))
+    return letter_links(node, f"{left} -> {right}".replace(" , ", ", ").replace(".", "..."))
+
+
+def expert_links(node: Node) -> list[Link]:
+    """Link expert_mm: rows with their expert's number; any row may have chosen any expert."""
+    return letter_links(node, "s i, e* i o, s -> s o")
+
+
+def recurrent_links(node: Node) -> list[Link]:
+    """Link gru, lstm, rnn, time first: the samples of input, initial states and results; time and channels
+    stay whole.
+    """
+    states = argument(node, "hx")
+    count = len(states) if isinstance(states, (list, tuple)) else 1
+    return [Link("b", {k: Member((1,)) for k in range(count + 1)}, Member((1,)))]
+
+
+def convolution_links(node: Node) -> list[Link]:
+    """Link conv1d and conv2d: samples, channels in (contracted) and channels out.
+
+    The channels of a grouped one are the groups, and what each of them gives.
+    """
+    x, weight = (shape(operand) for operand in operands(node)[:2])
+    # The dim of the channels: 0 where there are no samples.
+    channels = len(shape(node)) - len(weight) + 1
+    groups = x[channels] // weight[1]
+    # Operands that have the channels out in dim 0: the weight, and the bias if there is one.
+    giving = (1, 2) if len(operands(node)) > 2 else (1,)
+    links = [same_dim(0)] if channels else []
+    if groups == 1:
+        links.append(Link("i", {0: Member((channels,)), 1: Member((1,))}, None))
+        return [*links, Link("o", dict.fromkeys(giving, Member((0,))), Member((channels,)))]
+    each = weight[0] // groups
+    of_group = {0: Member((channels,), tail=weight[1]), **dict.fromkeys(giving, Member((0,), tail=each))}
+    of_each = dict.fromkeys(giving, Member((0,), lead=groups))
+    group = Link("group", of_group, Member((channels,), tail=each))
+    return [*links, group, Link("o", of_each, Member((channels,), lead=groups))]
+
+
+def attention_links(node: Node) -> list[Link]:
+    """Link scaled_dot_product_attention: batch dims, heads and the value's head_dim may be split; queries
+    where ranks have other tokens.
+
+    Softmax couples all keys, and `is_causal` counts positions from the first query: see `QUERIES`. With `enable_gqa` the
+    query heads are KV heads x repeat: the KV heads run through all three operands, the repeat through the
+    query only.
+    """
+    q, k, v = (shape(operand) for operand in operands(node)[:3])
+    ndim = len(q)
+    if len(k) != ndim or len(v) != ndim:
         return []
-    return [d % ndim for d in (dims if isinstance(dims, (list, tuple)) else [dims])]
+    links = []
+    for d in range(ndim - 2):
+        links += _batch_dim_links(node, d)
+    # q is [..., l, k], k is [..., m, k], v is [..., m, e], and the mask [..., l, m].
+    row, column = ndim - 2, ndim - 1
+    queries = {0: Member((row,)), **_of_mask(node, -2, q[-2])}
+    keys = {1: Member((row,)), 2: Member((row,)), **_of_mask(node, -1, k[-2])}
+    channels = {0: Member((column,)), 1: Member((column,))}
+    counted = "attention positions are counted from the first query"
+    links.append(Link("l", queries, Member((row,)), form=QUERIES, mixes=counted))
+    links.append(Link("m", keys, None, "softmax runs over all keys"))
+    links.append(Link("k", channels, None, "scores need the whole head"))
+    links.append(Link("e", {2: Member((column,))}, Member((column,))))
+    return links
+
+
+def _batch_dim_links(node: Node, d: int) -> list[Link]:
+    """Return the links of one dim before the sequences: of samples, or of heads."""
+    q, k, v = (shape(operand) for operand in operands(node)[:3])
+    size = shape(node)[d]
+    of_mask = _of_mask(node, d - len(q), size)
+    members = {i: Member((d,)) for i, operand in enumerate((q, k, v)) if operand[d] == size} | of_mask
+    if k[d] in (1, size):
+        return [Link(f"b{d}", members, Member((d,)))]
+    if of_mask:
+        return [Link(f"b{d}", members, None, "grouped heads under a mask per head")]
+    repeat = q[d] // k[d]
+    heads = {0: Member((d,), tail=repeat), 1: Member((d,)), 2: Member((d,))}
+    repeats = {0: Member((d,), lead=k[d])}
+    return [
+        Link("kv", heads, Member((d,), tail=repeat)),
+        Link("repeat", repeats, Member((d,), lead=k[d])),
+    ]
+
+
+def _of_mask(node: Node, back: int, size: int) -> dict[int, Member]:
+    """Return the part that the mask, operand 3, has in a link: none if it is broadcast along it.
+
+    `back` is the dim, counted from the right; `size` that of the other operands.
+    """
+    if len(operands(node)) < 4:
+        return {}
+    mask = shape(operands(node)[3])
+    if size == 1 or len(mask) < -back or mask[back] != size:
+        return {}
+    return {3: Member((len(mask) + back,))}
+
+
+# Reductions and norms
+
+
+def extreme_links(node: Node) -> list[Link]:
+    """Link max and min: of two tensors, over all dims, or over one."""
+    return pointwise_links(node) if len(operands(node)) > 1 else reduction(NORMAL)(node)
+
+
+def last_dims_whole(node: Node) -> list[Link]:
+    """Link layer_norm and rms_norm: the normalised dims stay whole; weight and bias are those dims."""
+    ndim, normalized = len(shape(node)), len(node.args[1])  # type: ignore[arg-type]
+    # layer_norm of [b, s, h] with normalized_shape [h]: b and s run through, h is whole.
+    kept = ndim - normalized
+    vectors = range(1, len(operands(node)))
+    links = [same_dim(d) for d in range(kept)]
+    for i in range(normalized):
+        members = {0: Member((kept + i,)), **dict.fromkeys(vectors, Member((i,)))}
+        links.append(Link(f"h{i}", members, Member((kept + i,)), "the norm needs its whole dim"))
+    return links
+
+
+def weight_norm_links(node: Node) -> list[Link]:
+    """Link _weight_norm(v, g, dim): the slices of v along dim have a norm each, and g scales them."""
+    kept, size = argument(node, "dim"), shape(node)
+    # -1 is a norm over everything.
+    if kept == -1:
+        return []
+    norms = tuple(length if d == kept else 1 for d, length in enumerate(size))
+    if tuple(shape(operands(node)[1])) != norms:
+        return []
+    links = [Link("o", {0: Member((kept,)), 1: Member((kept,))}, Member((kept,)))]
+    for d in range(len(size)):
+        if d != kept:
+            links.append(same_dim(d, "a norm runs over it"))
+    return links
+
+
+def sample_links(node: Node) -> list[Link]:
+    """Link group norm: samples are independent, all other dims are whole."""
+    return [same_dim(0)] if len(shape(node)) > 1 else []
+
+
+def batch_norm_links(node: Node) -> list[Link]:
+    """Link batch_norm, entry by entry: in training `trace/batch_norms.py` has written it as means and products."""
+    ndim, vectors = len(shape(node)), range(1, len(operands(node)))
+    channels = {0: Member((1,)), **dict.fromkeys(vectors, Member((0,)))}
+    return [Link("c", channels, Member((1,))), *(same_dim(d) for d in range(ndim) if d != 1)]
+
+
+def cross_entropy_links(node: Node) -> list[Link]:
+    """Link cross_entropy_loss(logits, targets, weight?): vocabulary and tokens may be split, each with its
+    local form.
+    """
+    logits, targets = shape(operands(node)[0]), shape(operands(node)[1])
+    # Class probabilities, or one unbatched sample.
+    if len(targets) == len(logits) or len(logits) < 2:
+        return []
+    is_reduced = bool(argument(node, "reduction"))
+    whole = ""
+    # 1 is a mean, which divides by the number (or the weight) of its labels.
+    if argument(node, "reduction") == 1:
+        reads_params = any(note(operand).of_params for operand in operands(node)[1:])
+        whole = UNCOUNTED if reads_params else ""
+    vocabulary = {0: Member((1,))}
+    if len(operands(node)) > 2:
+        vocabulary[2] = Member((0,))
+    links = [Link("vocabulary", vocabulary, None, form="vocab_cross_entropy")]
+    for d in range(len(targets)):
+        # Logits are [n, vocabulary, ...]: after the first dim, those of the targets are one further right.
+        members = {0: Member((d + (d > 0),)), 1: Member((d,))}
+        if is_reduced:
+            links.append(Link(f"n{d}", members, None, whole, "token_loss"))
+        else:
+            links.append(Link(f"n{d}", members, Member((d,))))
+    return links
+
+
+# Positions along a dim
+
+
+def diff_links(node: Node) -> list[Link]:
+    """Link diff(x, n, dim, prepend, append): `dim` combines neighbours, the other dims run through."""
+    numbers, ndim = range(len(operands(node))), len(shape(node))
+    dim = argument(node, "dim") % ndim
+    links = []
+    for d in range(ndim):
+        if d != dim:
+            links.append(Link(f"d{d}", dict.fromkeys(numbers, Member((d,))), Member((d,))))
+    for number in numbers:
+        links.append(Link(f"d{dim}", {number: Member((dim,))}, None, "neighbours meet along it"))
+    return links
+
+
+def last_two_whole(node: Node) -> list[Link]:
+    """Link triu and tril: which entries are kept depends on positions in the last two dims."""
+    ndim = len(shape(node))
+    return [same_dim(d, f"{op_name(node)} needs it whole" if d >= ndim - 2 else "") for d in range(ndim)]
+
+
+def roll_links(node: Node) -> list[Link]:
+    """Link roll: the dims that are rolled stay whole; without dims the tensor is rolled as one vector."""
+    return along("dims")(node) if argument(node, "dims") else []
+
+
+def fourier_links(node: Node) -> list[Link]:
+    """Link torch.fft: all dims but those that are transformed."""
+    before, after = shape(operands(node)[0]), shape(node)
+    dims = argument(node, "dim")
+    if dims is None:
+        # Sizes without dims apply to the last dims.
+        sizes = argument(node, "s")
+        dims = list(range(-len(sizes), 0) if sizes else range(len(before)))
+    taken = dims_of(dims, len(before))
+    return [same_dim(d, "the transform needs it whole" if d in taken else "") for d in range(len(after))]
+
+
+def glu_links(node: Node) -> list[Link]:
+    """Link glu: both halves of a dim give one."""
+    ndim = len(shape(node))
+    halved = argument(node, "dim") % ndim
+    links = [same_dim(d) for d in range(ndim) if d != halved]
+    return [*links, Link("half", {0: Member((halved,), lead=2)}, Member((halved,)))]

@@ -1,8 +1,7 @@
-"""The record of one operator, and how its arguments are read.
+"""The record of one operator, and the arguments of a node.
 
-In: properties of the operator. Out: the answers that every compiler stage needs. A well-behaved operator only
-has to declare how its dims correspond; other omitted fields are derived from torch's schema, or affect only
-speed or the look of emitted code.
+In: properties of an operator. Out: what every stage of the compiler asks about it. A well-behaved operator only declares how
+its dims correspond; other omitted fields are derived from torch's schema, or affect only speed or the look of emitted code.
 
     Operator("mine.gate", "... d, ... d, d -> ... d")
 
@@ -18,67 +17,28 @@ from typing import Any, Literal
 
 from torch.fx import Node
 
-from autoptd.ir.notes import note
-from autoptd.ir.sizes import Sizes
+from autoptd.ir.layout import Sizes
 
 # Returns the shape of a node's value, global or local.
 Size = Callable[[Node], tuple[int, ...]]
 # (batch, m, n, k), and the name of the kernel that computes it.
 Product = tuple[tuple[int, ...], str]
-
 # Values of `Operator.linear`: linear in the first operand; linear in all operands together.
 FIRST = ((0,),)
 EVERY = ((-1,),)
-
 # How an operator moves entries: same order, regrouped dims ("fold"); permuted dims ("turn"); expanded without
 # a copy ("spread"); cut into pieces ("pieces"), or one of them ("part"); unchanged dims ("same"), or those in
 # another dtype ("cast"). "" for operators that compute.
 Moves = Literal["", "fold", "turn", "spread", "pieces", "part", "same", "cast"]
-
 # Saved for backward: the operands, nothing, or, for a loss, something as large as its first operand; "" if
 # unknown.
 Keeps = Literal["", "operands", "nothing", "probabilities"]
-
-
 # Prefix of the forms that ranks compute together because they split the classes: a log_softmax, or a gather
 # of the chosen classes. Not for a split batch: samples are independent.
 CLASSES = "classes_"
 # The form of attention with queries split by tokens and whole keys and values. If it is causal, a rank must
 # know the positions of its queries.
 QUERIES = "queries"
-
-
-@dataclass(frozen=True)
-class Member:
-    """Name the dims of one tensor that take part in a link, in order.
-
-    `lead` and `tail` are factors of those dims that are outside the link (for a piece of a split, lead is the
-    number of pieces).
-    """
-
-    dims: tuple[int, ...]
-    lead: int = 1
-    tail: int = 1
-
-
-@dataclass(frozen=True)
-class Link:
-    """Tie dims of operands (operand number -> Member) to the dims of the result that they become.
-
-    `out` is None if the operator contracts them. `whole` is the reason why the operator cannot be split along
-    them ("" if it can). `form` names how a contraction over a split dim is computed locally ("": the same
-    operator gives the partial sum), how ranks compute it together (`CLASSES`), or that a rank must know its
-    position (`QUERIES`); for the last two, `mixes` is the reason why samples do not stay independent. With
-    `segment`, the result is (start, length) of the operand's dim: one of several pieces of unequal sizes.
-    """
-
-    name: str
-    operands: dict[int, Member]
-    out: Member | None
-    whole: str = ""
-    form: str = ""
-    segment: tuple[int, int] | None = None
-    mixes: str = ""
 
 
 @dataclass(frozen=True)
@@ -160,6 +120,44 @@ class Operator:
         return bool(self.letters or self.links)
 
 
+@dataclass(frozen=True)
+class Member:
+    """Name the dims of one tensor that take part in a link, in order.
+
+    `lead` and `tail` are factors of those dims that are outside the link (for a piece of a split, lead is the
+    number of pieces).
+    """
+
+    dims: tuple[int, ...]
+    lead: int = 1
+    tail: int = 1
+
+
+@dataclass(frozen=True)
+class Link:
+    """Tie dims of operands (operand number -> Member) to the dims of the result that they become.
+
+    `out` is None if the operator contracts them. `whole` is the reason why the operator cannot be split along
+    them ("" if it can). `form` names how a contraction over a split dim is computed locally ("": the same
+    operator gives the partial sum), how ranks compute it together (`CLASSES`), or that a rank must know its
+    position (`QUERIES`); for the last two, `mixes` is the reason why samples do not stay independent. With
+    `segment`, the result is (start, length) of the operand's dim: one of several pieces of unequal sizes.
+    """
+
+    name: str
+    operands: dict[int, Member]
+    out: Member | None
+    whole: str = ""
+    form: str = ""
+    segment: tuple[int, int] | None = None
+    mixes: str = ""
+
+
+def same_dim(dim: int, whole: str = "") -> Link:
+    """Link one dim of the first operand to the same dim of the result."""
+    return Link(f"d{dim}", {0: Member((dim,))}, Member((dim,)), whole)
+
+
 def operands(node: Node) -> list[Node]:
     """Return the tensor arguments of a node in schema order, with lists flattened and absent ones omitted."""
     found: list[Node] = []
@@ -174,11 +172,6 @@ def operands(node: Node) -> list[Node]:
     for arg in (*node.args, *node.kwargs.values()):
         visit(arg)
     return found
-
-
-def is_over_classes(node: Node) -> bool:
-    """Tell whether ranks compute an operator together, each with its classes (`CLASSES`)."""
-    return any(form.startswith(CLASSES) for form in note(node).forms.values())
 
 
 def argument(node: Node, name: str, default: Any = None) -> Any:
@@ -212,20 +205,8 @@ def _arguments(overload: Any) -> dict[str, tuple[int, Any]]:
     return {declared.name: (i, declared.default_value) for i, declared in listed}
 
 
-__all__ = [
-    "CLASSES",
-    "EVERY",
-    "FIRST",
-    "QUERIES",
-    "Keeps",
-    "Link",
-    "Member",
-    "Moves",
-    "Operator",
-    "Product",
-    "Size",
-    "argument",
-    "is_over_classes",
-    "operands",
-    "set_arguments",
-]
+def dims_of(dims: Any, ndim: int) -> list[int]:
+    """Return one or several dims as a list of non-negative indices; a 0-d tensor has none."""
+    if not ndim:
+        return []
+    return [d % ndim for d in (dims if isinstance(dims, (list, tuple)) else [dims])]

@@ -21,8 +21,7 @@ from torch.fx import Graph, Node
 from autoptd.ir import markers
 from autoptd.ir.noise import is_draw
 from autoptd.ir.notes import note, ops, shape, value
-from autoptd.ir.operators.links import same_dim
-from autoptd.ir.operators.record import CLASSES, Link, Member, operands
+from autoptd.ir.operators.record import CLASSES, Link, Member, operands, same_dim
 from autoptd.ir.operators.table import links
 from autoptd.ir.types import Segmented
 from autoptd.passes.axes.axis import (

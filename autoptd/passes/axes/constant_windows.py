@@ -21,9 +21,9 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from autoptd.ir.notes import op_name, shape, value
+from autoptd.ir.operators.moves import dim_order
 from autoptd.ir.operators.record import argument
 from autoptd.ir.operators.table import is_pointwise, operator_of
-from autoptd.ir.operators.views import dim_order
 
 Window = tuple[tuple[int, int], ...]
 

@@ -21,11 +21,10 @@ import torch
 from torch.fx import Graph, Node
 
 from autoptd.ir import markers
-from autoptd.ir.facts import Fused, Local
 from autoptd.ir.fusion import CHUNK_BYTES, WIDEST, Found, Fusion, Group, Groups, Refusal, Swapped
 from autoptd.ir.names import star
-from autoptd.ir.notes import copy_nodes, note, op_name, ops, set_note, shape, value
-from autoptd.ir.operators.record import is_over_classes
+from autoptd.ir.notes import Fused, Local, copy_nodes, note, op_name, ops, set_note, shape, value
+from autoptd.ir.operators.table import is_over_classes
 from autoptd.passes.axes.constants import Constants
 from autoptd.passes.context import Context
 from autoptd.passes.fusion import attention, losses, norms, pointwise

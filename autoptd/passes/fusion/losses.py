@@ -12,9 +12,8 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from autoptd.ir import markers
-from autoptd.ir.facts import Local
 from autoptd.ir.fusion import CHUNK_ROWS, Found, Group, Refusal
-from autoptd.ir.notes import note, op_name, set_note, shape, value
+from autoptd.ir.notes import Local, note, op_name, set_note, shape, value
 from autoptd.ir.operators.record import argument
 from autoptd.ir.operators.table import operator_of, says_shape
 from autoptd.passes.fusion.chain import Chain, is_op, local_size, rows

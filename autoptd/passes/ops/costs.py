@@ -28,7 +28,7 @@ from autoptd.ir.notes import (
     shape,
     tensor,
 )
-from autoptd.ir.operators.products import products
+from autoptd.ir.operators.flops import products
 from autoptd.ir.operators.record import Product, Size, operands
 from autoptd.ir.operators.table import is_view, operator_of
 from autoptd.ir.types import CONVERSIONS, LOCAL_KINDS, LOCAL_WORK, ValueType, wire_bytes

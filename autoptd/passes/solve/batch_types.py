@@ -29,7 +29,7 @@ from autoptd.ir.notes import (
     site,
     tensor,
 )
-from autoptd.ir.operators.lookups import UNCOUNTED
+from autoptd.ir.operators.links import UNCOUNTED
 from autoptd.ir.operators.record import CLASSES, QUERIES, argument, operands
 from autoptd.ir.operators.table import linear_groups, operator_of
 from autoptd.ir.types import I, P, R, S, ValueType

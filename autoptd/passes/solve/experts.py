@@ -27,8 +27,7 @@ from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name, ops, payload, shape
 from autoptd.ir.operators.record import operands
-from autoptd.ir.operators.rows import experts_of, looked_up, rows_read
-from autoptd.ir.operators.table import is_pointwise, operator_of
+from autoptd.ir.operators.table import experts_of, is_pointwise, looked_up, operator_of, rows_read
 from autoptd.ir.types import E, I, R, S, ValueType, division_text
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.ops.costs import flops

@@ -23,10 +23,9 @@ from typing import Any
 from torch.fx import Node
 
 from autoptd.errors import PlanError
-from autoptd.ir.layout import Layout
+from autoptd.ir.layout import Layout, Step
 from autoptd.ir.mesh import AXES
 from autoptd.ir.notes import note, op_name
-from autoptd.ir.steps import Step
 from autoptd.ir.types import CONVERSIONS, LOCAL_WORK
 from autoptd.passes.ops.costs import flops
 from autoptd.passes.solve.alternatives import Alternative, alternatives

@@ -18,9 +18,8 @@ import re
 
 from torch.fx import Graph, Node
 
-from autoptd.ir.fallback import Fallback, divisors
 from autoptd.ir.mesh import AXES
-from autoptd.ir.notes import note, op_name, ops
+from autoptd.ir.notes import Fallback, divisors, note, op_name, ops
 from autoptd.ir.operators.record import QUERIES, operands
 from autoptd.ir.types import ValueType
 from autoptd.passes.axes.axes import Letter

@@ -18,11 +18,10 @@ from typing import Protocol
 import numpy as np
 from torch.fx import Node
 
-from autoptd.ir.layout import Layout
+from autoptd.ir.layout import Layout, Step
 from autoptd.ir.machine import Machine
 from autoptd.ir.notes import note, op_name, value
 from autoptd.ir.operators.table import operator_of
-from autoptd.ir.steps import Step
 from autoptd.ir.types import R, ValueType, padded_size
 from autoptd.passes.ops.costs import collective_seconds, conversion_price, odd_layer_price
 from autoptd.passes.solve.strategies import Splitter

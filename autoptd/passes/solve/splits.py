@@ -26,10 +26,9 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from autoptd.ir.layout import Layout
-from autoptd.ir.mesh import Mesh
+from autoptd.ir.mesh import Mesh, SubAxis
 from autoptd.ir.noise import is_draw
 from autoptd.ir.notes import note, op_name, ops
-from autoptd.ir.sub_axes import SubAxis
 from autoptd.ir.types import R, S
 from autoptd.passes.axes.axes import Axes, Letter
 

@@ -16,13 +16,12 @@ from enum import Enum
 from torch.fx import Graph, Node
 
 from autoptd.ir.expert_mm import NAME as EXPERT_MM
-from autoptd.ir.layout import Layout, loss_over
+from autoptd.ir.layout import Layout, Step, loss_over, steps
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name, payload
 from autoptd.ir.operators.record import CLASSES, QUERIES, operands
 from autoptd.ir.operators.table import addends, linear_groups, operator_of
-from autoptd.ir.steps import Step, steps
 from autoptd.ir.types import I, P, R, S, ValueType, division_text, shard_size
 from autoptd.passes.axes.axes import Axes, Letter
 from autoptd.passes.axes.vocabulary import Padding
@@ -160,7 +159,7 @@ class Splitter:
         return Layout({self.axis: kind})
 
     def path(self, source: Layout, target: Layout) -> list[Step] | None:
-        """Return the conversions over the axis from one layout to another (`ir/steps.py`), None where there are none."""
+        """Return the conversions over the axis from one layout to another (`ir/layout.py`), None where there are none."""
         key = source, target
         if key not in self._paths:
             self._paths[key] = steps(self.axis, source, target, self.mesh)

@@ -24,9 +24,9 @@ import sympy
 from torch.fx import Graph, Node
 
 from autoptd.ir import markers
+from autoptd.ir.layout import Step
 from autoptd.ir.mesh import AXES
 from autoptd.ir.notes import op_name, ops, shape, tensor
-from autoptd.ir.steps import Step
 from autoptd.passes.axes.axes import Axis
 from autoptd.passes.ops.costs import conversion_seconds, flops
 from autoptd.passes.solve.fallbacks import HEADS, KV_HEADS, REPEAT, axis_nouns

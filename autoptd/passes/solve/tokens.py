@@ -23,13 +23,11 @@ from dataclasses import replace
 from torch.fx import Graph, Node
 
 from autoptd.ir import markers
-from autoptd.ir.layout import Layout
-from autoptd.ir.mesh import AXES
+from autoptd.ir.layout import Layout, Step
+from autoptd.ir.mesh import AXES, base
 from autoptd.ir.notes import converted_types, note, op_name, ops, shape
 from autoptd.ir.operators.record import CLASSES, QUERIES, argument, operands
 from autoptd.ir.operators.table import operator_of
-from autoptd.ir.steps import Step
-from autoptd.ir.sub_axes import base
 from autoptd.ir.types import S, ValueType
 from autoptd.passes.axes.axes import Axes, Letter, Place
 from autoptd.passes.context import Context

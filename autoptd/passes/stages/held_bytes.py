@@ -3,7 +3,7 @@
 In: a CONNECTED graph. Out: `Held`, per position of the backbone. The assumptions, which the "too full" error names:
 
 - A trained parameter is held with its gradient and AdamW's state, in the dtypes and the parts of the request
-  (ir/state_bytes.py); a frozen one and a buffer once. It counts once on every rank that reads it.
+  (ir/placement.py); a frozen one and a buffer once. It counts once on every rank that reads it.
 - What is saved for backward is that of the program on one stage (`preview.py`): exact, but for what a cut changes. A value
   counts where it is first saved, so that what crosses is held by the stage that reads it.
 
@@ -22,8 +22,8 @@ from torch.fx import Graph, Node
 from autoptd.errors import PlanError
 from autoptd.ir.fusion import Groups
 from autoptd.ir.kept import Rate
-from autoptd.ir.notes import copy_nodes, note, tensor
-from autoptd.ir.sizes import Sizes, local_shapes
+from autoptd.ir.layout import Sizes
+from autoptd.ir.notes import copy_nodes, local_shapes, note, tensor
 from autoptd.options import Options
 from autoptd.passes.context import Context
 from autoptd.passes.fusion.fuse import substitute

@@ -18,12 +18,11 @@ from collections.abc import Iterator
 from torch.fx import Graph, Node
 
 from autoptd.ir import markers
-from autoptd.ir.layout import Layout
+from autoptd.ir.layout import Layout, Step
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.noise import is_draw
 from autoptd.ir.notes import converted_types, is_tensor, note, op_name, ops, shape
 from autoptd.ir.operators.record import operands
-from autoptd.ir.steps import Step
 from autoptd.ir.types import I, S, ValueType
 from autoptd.passes.axes.axes import Axes, Letter
 from autoptd.passes.communicate import convert_before

@@ -17,14 +17,11 @@ from torch.fx import Graph, Node
 
 from autoptd.errors import InternalError, PlanError
 from autoptd.ir import markers
-from autoptd.ir.fallback import Fallback, divisors
-from autoptd.ir.layout import typed_over
-from autoptd.ir.mesh import AXES, Mesh
+from autoptd.ir.layout import shard_places, typed_over
+from autoptd.ir.mesh import AXES, Mesh, base
 from autoptd.ir.noise import is_draw
-from autoptd.ir.notes import note, op_name, ops, payload, placeholders, site
+from autoptd.ir.notes import Fallback, divisors, note, op_name, ops, payload, placeholders, site
 from autoptd.ir.operators.record import QUERIES, argument, operands
-from autoptd.ir.steps import shard_places
-from autoptd.ir.sub_axes import base
 from autoptd.ir.types import ZIGZAG
 from autoptd.passes.communicate import check_axes, meet_readers
 from autoptd.passes.context import Context

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from autoptd.errors import PlanError
-from autoptd.ir.young import young_interval
 
 # Steps before the first save, and how many of the last steps and saves count.
 FIRST_STEPS, LAST_STEPS, LAST_SAVES = 20, 100, 5
@@ -82,7 +81,8 @@ class Pace:
         """The seconds from one save to the next; None before one was measured."""
         if self.mtbf is None or not self.stalls:
             return None
-        return max(young_interval(median(self.stalls), 3600 * self.mtbf), max(self.writes))
+        # Young's rule (Communications of the ACM 17, 1974), which loses the least time to saves and to repeated work.
+        return max(math.sqrt(2 * median(self.stalls) * 3600 * self.mtbf), max(self.writes))
 
     @property
     def wants(self) -> bool:

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 from autoptd.errors import PlanError
-from autoptd.ir.garbage import paused_collection
 from autoptd.ir.mesh import DEGREES, Mesh
 from autoptd.ir.notes import note, op_name, ops, shape
 from autoptd.ir.operators.record import argument, operands
+from autoptd.ir.scopes import paused_collection
 from autoptd.ir.types import Segmented
 from autoptd.options import Options, settings
 from autoptd.program.module_hashes import prints_of

@@ -18,7 +18,7 @@ import torch
 from torch import optim
 
 from autoptd.errors import PlanError
-from autoptd.ir.default_device import on_cpu
+from autoptd.ir.scopes import on_cpu
 from autoptd.runtime.params.storage import as_piece
 
 # The settings of a group, without its parameters.

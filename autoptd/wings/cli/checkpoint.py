@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from autoptd.errors import PlanError
-from autoptd.ir.activity import activity
+from autoptd.ir.scopes import activity
 from autoptd.runtime.checkpoint.adopt import from_hf, from_torch, write_checkpoint
 from autoptd.runtime.checkpoint.commit import PART, marked
 from autoptd.runtime.checkpoint.manifest import MANIFEST, MODEL, Manifest, TensorRecord, fqn

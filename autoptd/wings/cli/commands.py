@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import import_module
 
-from autoptd.ir.activity import activity
+from autoptd.ir.scopes import activity
 from autoptd.wings.cli.request import check_request
 
 # Command -> (module of this package, its function)

@@ -9,7 +9,7 @@ from argparse import Action, Namespace
 
 import shtab
 
-from autoptd.ir.schedules import SCHEDULES
+from autoptd.ir.actions import SCHEDULES
 from autoptd.wings.cli.known import KNOWN
 from autoptd.wings.cli.parser import make_parser
 

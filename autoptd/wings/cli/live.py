@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
-from autoptd.ir.activity import LOGGER
+from autoptd.ir.scopes import LOGGER
 
 # Shorter passes are not listed.
 MIN_SECONDS = 0.1

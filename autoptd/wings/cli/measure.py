@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from autoptd.ir.activity import activity
+from autoptd.ir.scopes import activity
 from autoptd.wings.cli.settings import check_writable
 from autoptd.wings.planner.measure import REMARK, measure_cluster, to_toml
 

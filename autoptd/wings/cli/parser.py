@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 from autoptd import __version__
 from autoptd.elsewhere import remedy_for
 from autoptd.errors import PlanError
+from autoptd.ir.actions import SCHEDULES
 from autoptd.ir.mesh import BY_DEGREE
 from autoptd.ir.plan import nearest
-from autoptd.ir.schedules import SCHEDULES
 from autoptd.options import KEYWORDS
 from autoptd.wings.cli.flags import FLAGS, as_bytes, as_count_or_auto, as_level, as_numbers, as_switch
 from autoptd.wings.cli.help_texts import CHECKPOINT, COUNTED, DOCTOR, EXAMPLES, MODEL, PLAN, SHOW, SIZES

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autoptd.errors import PlanError, a_type
-from autoptd.ir.activity import activity
+from autoptd.ir.scopes import activity
 from autoptd.wings.cli.help_texts import SIZES
 from autoptd.wings.cli.known import KNOWN
 from autoptd.wings.cli.settings import check_writable, read_pairs

@@ -19,7 +19,7 @@ from torch import nn
 
 import autoptd
 from autoptd.errors import PlanError
-from autoptd.ir.activity import activity
+from autoptd.ir.scopes import activity
 from autoptd.options import grouped
 from autoptd.program.program import Program
 from autoptd.wings.cli.known import KNOWN

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from autoptd import schedule
 from autoptd.errors import PlanError
-from autoptd.ir.schedules import check_schedule, is_path
+from autoptd.ir.actions import check_schedule, is_path
 
 
 def simulate(args: Namespace) -> int:

@@ -18,8 +18,8 @@ import torch
 
 import autoptd
 from autoptd.errors import PlanError, RuntimeFault
-from autoptd.ir.activity import activity
 from autoptd.ir.mesh import Coordinate
+from autoptd.ir.scopes import activity
 from autoptd.options import grouped
 from autoptd.runtime.world.devices import device_of_ranks
 from autoptd.wings.cli.data import batches, load_tokens

@@ -7,7 +7,7 @@ from argparse import Namespace
 import torch
 
 import autoptd
-from autoptd.ir.activity import activity
+from autoptd.ir.scopes import activity
 from autoptd.options import grouped
 from autoptd.wings.cli.models import find_model, make_with_weights
 from autoptd.wings.cli.programs import example_inputs

@@ -20,9 +20,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from autoptd.errors import AutoptdError, PlanError
-from autoptd.ir.activity import activity
-from autoptd.ir.machine_files import machine_of_device
+from autoptd.ir.machine import machine_of_device
 from autoptd.ir.mesh import DEGREES, USUAL_DEGREES, Mesh
+from autoptd.ir.scopes import activity
 from autoptd.runtime.world.device_watch import WATCHDOG_MARGIN
 from autoptd.runtime.world.processes import DistributedWorld
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks

@@ -21,7 +21,7 @@ from torch import nn
 
 from autoptd.compat import tree_flatten
 from autoptd.errors import PlanError
-from autoptd.ir.machine_files import machine_file, machine_of_device, nearest_machines
+from autoptd.ir.machine import machine_file, machine_of_device, nearest_machines
 from autoptd.ir.mesh import TABLE, Mesh, Role
 from autoptd.runtime.world.devices import device_of_ranks
 from autoptd.subject.module import check_module

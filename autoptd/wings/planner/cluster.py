@@ -1,6 +1,6 @@
 """Read a cluster from a TOML file: the speeds of a GPU, a node and the network, and how software uses them.
 
-In: the name of a machine (ir/machine_files.py), a path, or a `Cluster`. Out: a `Cluster`. Every number that
+In: the name of a machine (ir/machine.py), a path, or a `Cluster`. Out: a `Cluster`. Every number that
 such a file may set is a field below: peaks are the vendor's, and fractions are the part of a peak that large
 transfers and products reach. `gpu` is a table, or the name of one in gpus.toml; the table [solver] belongs to
 `Machine` (ir/machine.py).
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from autoptd.errors import PlanError
-from autoptd.ir.machine_files import gpu_of, machine_file, nearest_machines
+from autoptd.ir.machine import gpu_of, machine_file, nearest_machines
 from autoptd.ir.plan import check_known, nearest
 
 GENERATIONS = Path(__file__).parent / "software.toml"

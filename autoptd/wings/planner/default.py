@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from autoptd.ir.schedules import SCHEDULES, ZERO_BUBBLE
+from autoptd.ir.actions import SCHEDULES, ZERO_BUBBLE
 from autoptd.wings.planner.candidate import Candidate
 from autoptd.wings.planner.counts import model_flops
 from autoptd.wings.planner.estimate import estimate, fullest_bytes

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from autoptd.ir import state_bytes as ledger
+from autoptd.ir.placement import bytes_per_element
 from autoptd.wings.planner.cluster import ELEMENT_BYTES, Cluster, Software
 from autoptd.wings.planner.counts import (
     CORE,
@@ -62,7 +62,7 @@ class Activations:
 
 
 def state_bytes(setting: Setting, software: Software) -> State:
-    """Return bytes per parameter, by the ledger's formula (ir/state_bytes.py).
+    """Return bytes per parameter, by the formula of `ir/placement.py`.
 
     ZeRO-1 cuts the optimizer's over the replicas, 2 the gradient too, 3 the parameter as well.
     """
@@ -70,7 +70,7 @@ def state_bytes(setting: Setting, software: Software) -> State:
     # Without masters all is as wide as the weight.
     wide = 4 if software.master_weights else use
     sums = _sum_bytes(setting, software)
-    found = ledger.state_bytes(use, wide, sums, has_master=use < wide, parts=cut if setting.zero >= 1 else 1)
+    found = bytes_per_element(use, wide, sums, has_master=use < wide, parts=cut if setting.zero >= 1 else 1)
     copied = 4 if _has_copied_gradient(setting, software) else 0
     return State(
         found.parameter / (cut if setting.zero >= 3 else 1),

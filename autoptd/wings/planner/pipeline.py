@@ -14,8 +14,7 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
-from autoptd.ir.actions import ranks_of_stages
-from autoptd.ir.schedules import ZERO_BUBBLE
+from autoptd.ir.actions import ZERO_BUBBLE, ranks_of_stages
 from autoptd.schedule import Simulation, build_orders, simulate
 from autoptd.wings.planner.cluster import Cluster
 from autoptd.wings.planner.setting import Setting

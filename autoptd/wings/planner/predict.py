@@ -76,7 +76,7 @@ def predict(
     Sizes are in sequences, times in seconds.
 
     `shape_or_model`: a `Shape`, a mapping with its fields, or a model with a `config` that tells them;
-    `cluster`: a name of autoptd/machines, a path, a `Cluster`. `schedule`: one of `ir.schedules.SCHEDULES` (1f1b,
+    `cluster`: a name of autoptd/machines, a path, a `Cluster`. `schedule`: one of `ir.actions.SCHEDULES` (1f1b,
     or interleaved where v > 1). `recompute`: "none", "selective", "full", or a mix ("full:1/2": half of each
     stage's layers). `placement`: how many ranks of "tp", "cp", "dp", "pp" share a node; by default ranks are
     numbered tp fastest, then cp, dp, pp. `software`: a generation of software.toml instead of the cluster's

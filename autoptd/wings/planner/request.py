@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from autoptd.errors import PlanError
-from autoptd.ir.schedules import SCHEDULES
+from autoptd.ir.actions import SCHEDULES
 from autoptd.options import NOT_YET
 from autoptd.wings.planner.cluster import ELEMENT_BYTES, Cluster, find_cluster
 from autoptd.wings.planner.search import Columns, divisors

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from autoptd.errors import PlanError
+from autoptd.ir.actions import check_schedule
 from autoptd.ir.plan import nearest
-from autoptd.ir.schedules import check_schedule
 from autoptd.wings.planner.cluster import ELEMENT_BYTES
 from autoptd.wings.planner.search import ranks_in_a_domain
 from autoptd.wings.planner.shape import Shape

@@ -11,11 +11,11 @@ counts and the headers of items come on top. An optimizer that keeps other state
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from autoptd.ir.placement import itemsize
-from autoptd.ir.young import young_interval
 from autoptd.program.pieces import checkpoint_bytes
 from autoptd.program.program import Program
 from autoptd.wings.words import count_text, seconds_text
@@ -47,7 +47,8 @@ class CheckpointCosts:
         """Young's interval, where training stops for all of the write."""
         if self.seconds is None or self.mtbf is None:
             return None
-        return young_interval(self.seconds, 3600 * self.mtbf)
+        # As in `runtime/checkpoint/pace.py`.
+        return math.sqrt(2 * self.seconds * 3600 * self.mtbf)
 
     def record(self) -> dict[str, Any]:
         """Return all numbers as plain data."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from autoptd.ir.mesh import base
 from autoptd.ir.names import star
-from autoptd.ir.sub_axes import base
 from autoptd.ir.types import LOCAL_KINDS
 from autoptd.program.calls import call_site
 from autoptd.program.program import Program

@@ -34,7 +34,7 @@ from typing import Any, TextIO
 import torch
 
 from autoptd.errors import PlanError
-from autoptd.ir.machine_files import read_gpus
+from autoptd.ir.machine import read_gpus
 from autoptd.ir.mesh import Coordinate
 from autoptd.model.parallel_model import ParallelModel
 from autoptd.model.run import is_local

@@ -21,11 +21,9 @@ from typing import Any
 
 import torch
 
-from autoptd.ir.machine import find_machine
-from autoptd.ir.machine_files import machine_file
-from autoptd.ir.mesh import AXES, BY_DEGREE, Mesh
+from autoptd.ir.machine import find_machine, machine_file
+from autoptd.ir.mesh import AXES, BY_DEGREE, Mesh, base
 from autoptd.ir.names import any_layer
-from autoptd.ir.sub_axes import base
 from autoptd.program.calls import expected_calls
 from autoptd.program.program import Program
 from autoptd.program.weighed import KNOWN

@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from autoptd.ir.mesh import Coordinate
+from autoptd.ir.mesh import Coordinate, base
 from autoptd.ir.names import shown, star
-from autoptd.ir.sub_axes import base
 from autoptd.ir.types import LOCAL_KINDS, wire_bytes
 from autoptd.program.calls import Call, expected_calls, joint_axis
 from autoptd.program.program import Program

@@ -17,10 +17,9 @@ import torch.nn.functional as F
 
 import autoptd
 from autoptd.ir.notes import op_name, ops
-from autoptd.ir.operators import links, products
+from autoptd.ir.operators import links
 from autoptd.ir.operators.record import FIRST, Operator
-from autoptd.ir.operators.reductions import FOURIER
-from autoptd.ir.operators.table import TABLE, linear_groups
+from autoptd.ir.operators.table import FOURIER, TABLE, linear_groups
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.axes.vocabulary import is_exact
 from examples.gpt import GPT, GPTConfig
@@ -575,7 +574,7 @@ WRONG = {
     "softmax linear": ("softmax", dataclasses.replace(TABLE["aten.softmax"], linear=FIRST)),
     "linear by a factor that is not split": (
         "einsum outer",
-        Operator("aten.einsum", links=products.einsum_links, linear=((0, 1, 2),)),
+        Operator("aten.einsum", links=links.einsum_links, linear=((0, 1, 2),)),
     ),
     "linear, but for its bias": ("linear", dataclasses.replace(TABLE["aten.linear"], linear=((0,),))),
     "linear in input and weight": ("linear", dataclasses.replace(TABLE["aten.linear"], linear=((0, 1),))),

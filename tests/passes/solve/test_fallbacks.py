@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import autoptd
-from autoptd.ir.fallback import Fallback, divisors
-from autoptd.ir.notes import note
+from autoptd.ir.notes import Fallback, divisors, note
 from autoptd.passes import describe
 from autoptd.passes.ops.costs import flops
 from autoptd.passes.solve.fallbacks import fallbacks

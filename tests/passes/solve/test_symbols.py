@@ -12,8 +12,7 @@ from torch import nn
 
 import autoptd
 from autoptd.compiler.compiled import Compiled
-from autoptd.ir.layout import Layout
-from autoptd.ir.steps import Step
+from autoptd.ir.layout import Layout, Step
 from autoptd.ir.types import I, P, R, S, ValueType
 from autoptd.passes.ops.costs import conversion_seconds, flops
 from autoptd.passes.solve.explain import formulas

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from autoptd.ir.actions import COMPUTES, Kind
-from autoptd.ir.schedules import SCHEDULES
+from autoptd.ir.actions import COMPUTES, SCHEDULES, Kind
 from autoptd.program.program import Program
 from autoptd.runtime.measure.record import recording
 from autoptd.runtime.step.timeline import Timeline

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from autoptd.ir.activity import LOGGER, activity
+from autoptd.ir.scopes import LOGGER, activity
 from autoptd.wings.cli import main
 from autoptd.wings.cli.live import Lines, Terminal, shown
 

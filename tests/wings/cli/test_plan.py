@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import autoptd
-from autoptd.ir.machine_files import FOLDER
+from autoptd.ir.machine import FOLDER
 from autoptd.ir.plan import load_plan
 from autoptd.wings.cli import main
 from autoptd.wings.cli.help_texts import EXAMPLES

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from autoptd.ir.mesh import Mesh
-from autoptd.ir.sub_axes import parts_of
+from autoptd.ir.mesh import Mesh, parts_of
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Channel, Communicators, Group, Like, Pending
 from autoptd.wings.doctor.report import MeshReport

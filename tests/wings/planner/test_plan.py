@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import autoptd
 from autoptd.errors import InternalError, PlanError
-from autoptd.ir.schedules import SCHEDULES
+from autoptd.ir.actions import SCHEDULES
 from autoptd.options import NOT_YET, make_options
 from autoptd.wings.planner import default
 from autoptd.wings.planner.cluster import find_cluster

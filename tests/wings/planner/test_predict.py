@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from autoptd.errors import PlanError
-from autoptd.ir.machine_files import FOLDER, machine_names
+from autoptd.ir.machine import FOLDER, machine_names
 from autoptd.wings.planner.cluster import Cluster, Software, find_cluster, find_software, read_cluster
 from autoptd.wings.planner.estimate import estimate
 from autoptd.wings.planner.layout import split_layers

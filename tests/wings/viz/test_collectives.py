@@ -3,9 +3,9 @@
 import re
 from typing import Any
 
-from autoptd.ir.fallback import Fallback
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import Mesh
+from autoptd.ir.notes import Fallback
 from autoptd.ir.placement import placements
 from autoptd.program.costs import Costs
 from autoptd.program.program import Program
