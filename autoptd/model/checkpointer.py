@@ -50,7 +50,6 @@ from autoptd.runtime.checkpoint.staging import Staging
 from autoptd.runtime.checkpoint.writer import SITE, Job, Writer
 from autoptd.runtime.step.launch import Rank
 from autoptd.runtime.world.flags import Flags, FlagWatch, Signals
-from autoptd.runtime.world.mailbox import mailbox_of
 
 if TYPE_CHECKING:
     from autoptd.model.state import State
@@ -112,7 +111,7 @@ class Checkpointer:
             rank.world.flags = FlagWatch(partial(self._flags, rank.world.rank == 0), rank.world.device)
         processes = first.mesh.size if self._run.is_process else 1
         self._writer = Writer(
-            mailbox_of(first, f"checkpoints {self._token}"), first.rank, first.mesh.size, processes
+            first.mailbox(f"checkpoints {self._token}"), first.rank, first.mesh.size, processes
         )
         self._signals.open()
         if not self._signals.is_open:

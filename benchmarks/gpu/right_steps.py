@@ -25,7 +25,7 @@ STEPS, FIRST = 50, 25
 REASONS = {  # (file, function): why the host waits there
     ("executor.py", "_set_totals"): "the first step alone: a loss divided by Python numbers tells its dtype",
     (
-        "host_value.py",
+        "flags.py",
         "read",
     ): "a NaN of the step before stops the run: its answer came behind that step's work",
 }

@@ -321,7 +321,7 @@ def test_waits_are_told_with_their_place_and_reason(monkeypatch: pytest.MonkeyPa
 
     assert list(device.waits(warned).values()) == [2]
     assert modes[:2] == ["warn", "default"]
-    known = right_steps.told(("/somewhere/host_value.py", "read", 1, "bool(asked.flag)"), 2)
+    known = right_steps.told(("/somewhere/flags.py", "read", 1, "bool(asked.flag)"), 2)
     assert known["reason"] and not right_steps.told(("model.py", "forward", 1, "x.item()"), 1)["reason"]
 
 

@@ -293,18 +293,18 @@ MUTATIONS = (
         ("self.parts[number] += part.detach()", "self.parts[number] = part.detach().double()"),
     ),
     *planted(
-        "autoptd/runtime/world/arrival.py",
+        "autoptd/runtime/world/faults.py",
         "tests/runtime/world/test_faults.py -k before_it_arrived",
         ("if left := first_that_left(words):", "if left := ():"),
     ),
     *planted(
-        "autoptd/runtime/world/calls.py",
+        "autoptd/runtime/world/faults.py",
         "tests/runtime/world/test_faults.py",
         ("if known.get(number, what) != what:", "if False:"),
         ("known.get(number, what)", "known.get(number)"),
     ),
     *planted(
-        "autoptd/runtime/world/exchange.py",
+        "autoptd/runtime/world/threads.py",
         "tests/runtime/world/test_world.py -k ctrl_c",
         ("self.raise_first_fault()", "pass"),
     ),
@@ -327,7 +327,7 @@ MUTATIONS = (
         ("if self._first is not None and self._end_waits is not None:", "if False:"),
     ),
     *planted(
-        "autoptd/runtime/world/leaving.py",
+        "autoptd/runtime/world/rendezvous.py",
         "tests/wings/reports/test_excepthook.py",
         ('teller = store.compare_set(key, "", own).decode()', 'teller = "0"'),
         ('while not store.check([f"{key}: done"]) and', "while False and"),

@@ -18,8 +18,7 @@ from autoptd import runtime as rt
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.types import wire_bytes
-from autoptd.runtime.world.exchange import ThreadGroup
-from autoptd.runtime.world.threads import ThreadWorld, run_ranks
+from autoptd.runtime.world.threads import ThreadGroup, ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Communicators, Pending, World
 from autoptd.wings.reports.report import report_html
 from autoptd.wings.reports.summary import summarize

@@ -329,7 +329,7 @@ def test_a_broken_part_shows(monkeypatch: pytest.MonkeyPatch, broken: str) -> No
     elif broken == "factor of one rank":
         monkeypatch.setattr("autoptd.runtime.world.world.World.everyone", lambda self: self._solo)
     elif broken == "owners":
-        monkeypatch.setattr("autoptd.runtime.world.exchange.ThreadRank.owners", lambda self, _: self._solo)
+        monkeypatch.setattr("autoptd.runtime.world.threads.ThreadRank.owners", lambda self, _: self._solo)
     try:
         pm, _ = train(gpt(2).double(), p=2, d=2, zero=1)
     except (autoptd.AutoptdError, AssertionError):

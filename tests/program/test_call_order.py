@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 import pytest
 
 from autoptd.errors import InternalError
+from autoptd.ir.deadlock import find_deadlock
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import Mesh, Role
 from autoptd.ir.placement import placements
 from autoptd.ir.types import R
 from autoptd.program.buckets import BucketPlan
-from autoptd.program.call_order import check_call_order, find_deadlock
+from autoptd.program.call_order import check_call_order
 from autoptd.program.specs import Collective, ParamSpec
 
 

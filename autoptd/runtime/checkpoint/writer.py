@@ -4,7 +4,7 @@ In: `Job`s, each what the ranks of this process staged. Out: a folder that is co
 through a mailbox, and make no collective. The process with rank 0 leads: it makes the folder, waits until all have ended their
 shares, and commits.
 
-    writer = Writer(mailbox_of(world, "checkpoints"), leads=world.rank == 0, processes=8)
+    writer = Writer(world.mailbox("checkpoints"), leads=world.rank == 0, processes=8)
     writer.start(job)
     ...                                              # steps; `is_busy`
     writer.wait(limit=300.0)                         # seconds without any progress
@@ -35,7 +35,7 @@ from autoptd.runtime.checkpoint.stage import Staged
 from autoptd.runtime.checkpoint.staging import Staging
 from autoptd.runtime.checkpoint.write import report_file
 from autoptd.runtime.folders.disk import remove_file, remove_folder, write_file
-from autoptd.runtime.world.mailbox import Mailbox
+from autoptd.runtime.world.world import Mailbox
 
 SITE = "pm.checkpointer"
 # Seconds between two looks into the mailbox.

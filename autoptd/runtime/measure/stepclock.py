@@ -22,8 +22,7 @@ import torch
 from autoptd.ir.actions import COMPUTES, phase_of
 from autoptd.runtime.measure.record import Note, cover
 from autoptd.runtime.step.launch import Rank, RunningRanks
-from autoptd.runtime.step.timeline import Span
-from autoptd.runtime.world.clocks import Clock
+from autoptd.runtime.step.timeline import Clock, Span
 from autoptd.runtime.world.world import World, on_device
 
 Result = TypeVar("Result")

@@ -29,11 +29,10 @@ from autoptd.runtime.params.parameters import RankParameters, Values
 from autoptd.runtime.params.rank_buffers import KnownBuffers
 from autoptd.runtime.step.communicators import communicators_of
 from autoptd.runtime.step.executor import Executor
-from autoptd.runtime.step.timeline import Delays, Timeline
-from autoptd.runtime.world.clocks import clocks_of
+from autoptd.runtime.step.timeline import Delays, Timeline, clocks_of
 from autoptd.runtime.world.devices import check_device, has_launcher
-from autoptd.runtime.world.leaving import tell_at_exit
 from autoptd.runtime.world.processes import DistributedWorld
+from autoptd.runtime.world.rendezvous import tell_at_exit
 from autoptd.runtime.world.threads import REMEDY, Ranks, ThreadWorld
 from autoptd.runtime.world.world import World, on_device
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from autoptd.errors import RuntimeFault
-from autoptd.runtime.world.host_value import HostValue
+from autoptd.runtime.world.flags import HostValue
 
 
 class StepLoss(NamedTuple):

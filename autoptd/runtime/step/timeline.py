@@ -1,25 +1,89 @@
 """Record when each rank executed each action, optionally with delays that simulate slower hardware.
 
-In: the clocks of this process's ranks, and delays by (stage, kind). Out: a `Timeline` of `Span`s, one per action, with
-one origin: when the host executed it or, on CUDA, the device (`world/clocks.py`). Waiting is not in the spans: an F or B
-starts when its messages have arrived. Its delay comes next, before it computes or sends anything, so that it acts like
-compute. Without a timeline the overhead is one comparison per action.
+In: the devices of this process's ranks, and delays by (stage, kind). Out: a `Timeline` of `Span`s, one per action, with
+one origin: when the host executed it or, on CUDA, the device. Waiting is not in the spans: an F or B starts when its
+messages have arrived. Its delay comes next, before it computes or sends anything, so that it acts like compute. Without
+a timeline the overhead is one comparison per action.
 
     with ranks.timed({(0, Kind.F): 0.02, (0, Kind.B): 0.04}) as timeline:
         ranks.run("step", step)
     timeline.makespan, timeline.bubble        # to be compared with those of `schedule.simulate`
 
-Spans of several steps follow each other; `finish` and `bubble` cover the whole timeline, so time one step for them.
+Spans of several steps follow each other; `makespan` and `bubble` cover the whole timeline, so time one step for them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from autoptd.ir.actions import COMPUTES, Action, Kind
-from autoptd.runtime.world.clocks import Clock
+from autoptd.runtime.world.world import on_device
+
+
+class Clock(ABC):
+    """The clock of one rank: `now` returns an opaque moment, `seconds` converts it.
+
+    `now` never waits: on CUDA, where kernels run after the host returns, it records an event on the current stream.
+    """
+
+    @abstractmethod
+    def now(self) -> Any:
+        """Return this moment."""
+
+    @abstractmethod
+    def seconds(self, moment: Any) -> float:
+        """Return a moment as seconds since the clocks were made; waits until the device has reached it."""
+
+
+class HostClock(Clock):
+    """The host's clock, for ranks on a CPU."""
+
+    def __init__(self, origin: float) -> None:
+        self._origin = origin
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, moment: float) -> float:
+        return moment - self._origin
+
+
+class DeviceClock(Clock):
+    """A device's clock; `first` is the host's time at its creation, when the device must be idle."""
+
+    def __init__(self, make_event: Callable[[], Any], first: float) -> None:
+        self._make_event, self._first = make_event, first
+        self._origin = self.now()
+
+    def now(self) -> Any:
+        event = self._make_event()
+        event.record()
+        return event
+
+    def seconds(self, moment: Any) -> float:
+        moment.synchronize()
+        return self._first + self._origin.elapsed_time(moment) / 1e3  # type: ignore[no-any-return]
+
+
+def clocks_of(devices: Sequence[torch.device]) -> list[Clock]:
+    """Return a clock for each device; waits until all of them are idle."""
+    origin = time.perf_counter()
+    return [_clock(device, origin) for device in devices]
+
+
+def _clock(device: torch.device, origin: float) -> Clock:
+    if device.type != "cuda":
+        return HostClock(origin)
+    with on_device(device):
+        # An idle device reaches the origin event at once, so host and device time agree there.
+        torch.cuda.synchronize()
+        return DeviceClock(lambda: torch.cuda.Event(enable_timing=True), time.perf_counter() - origin)
+
 
 # (stage, kind) -> seconds
 Delays = Mapping[tuple[int, Kind], float]

@@ -227,6 +227,3 @@ def _abort(group: dist.ProcessGroup) -> None:
     # It failed in time, or the group no longer exists.
     with suppress(RuntimeError):
         group.abort()
-
-
-__all__ = ["PROBES", "WATCHDOG_MARGIN", "CudaProbe", "DeviceWatch", "Mark", "Marks", "Probe", "abort_groups"]

@@ -89,13 +89,3 @@ def thread_device(device: str) -> torch.device:
     if target.type == "cuda" and target.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return target
-
-
-__all__ = [
-    "check_device",
-    "default_fusion",
-    "device_of_ranks",
-    "has_launcher",
-    "process_device",
-    "thread_device",
-]

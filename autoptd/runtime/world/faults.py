@@ -1,22 +1,23 @@
-"""Share the first fault between ranks in several processes through a key-value store.
+"""Share the first fault between ranks in several processes through a key-value store, and name the rank to blame.
 
-Every rank's *beat* thread writes once a second the action that the rank is executing and its last call. A
-rank whose call fails determines the first fault: a peer's own exception if there is one, else the peer that
-made another call in its place, else the ranks that reported their exit, else those whose beat stopped (gone),
-else those that wait in no call (hung). The first answer is kept in the store, so that all ranks report the
-same.
+Every rank's *beat* thread writes once a second the action that the rank is executing and its last call. A rank whose
+call fails determines the first fault: a peer's own exception if there is one, else the peer that made another call in
+its place, else the ranks that reported their exit, else those whose beat stopped (gone), else those that wait in no
+call (hung). The first answer is kept in the store, so that all ranks report the same.
 
-The beat thread also ends waits. Once there is a first fault, or the ranks' scripts are seen to make different
-calls, the call in which the main thread waits is aborted: its peer may never arrive, and neither Ctrl-C nor
-anything else in Python reaches a thread inside such a call.
+The beat thread also ends waits. Once there is a first fault, or the ranks' scripts are seen to make different calls,
+the call in which the main thread waits is aborted: its peer may never arrive, and neither Ctrl-C nor anything else in
+Python reaches a thread inside such a call.
 
     board = FaultBoard(store, world)
-    board.report(exc)                               # user code on this rank raised
-    raise board.fault_of_call(call, exc)            # a call of this rank failed
+    meet(board, world, words)                       # wait until every rank has a board
     board.begin("pm.save")                          # the script makes a call that all ranks make
+    with WaitingCall(board, call):                  # a call that other ranks take part in: raises the first fault
+        work.wait()
+    board.report(exc)                               # user code on this rank raised
 
-A request to a store whose host does not answer never returns, whatever its timeout. So the beat thread makes
-all requests, and other threads wait for its answer for PATIENCE seconds at most.
+A request to a store whose host does not answer never returns, whatever its timeout. So the beat thread makes all
+requests, and other threads wait for its answer for PATIENCE seconds at most.
 """
 
 from __future__ import annotations
@@ -25,23 +26,28 @@ import atexit
 import json
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from autoptd.errors import InternalError, RuntimeFault
-from autoptd.runtime.world.blame import Beats, Blame
-from autoptd.runtime.world.calls import KEPT, Call, ScriptCalls
-from autoptd.runtime.world.leaving import cause_of_end, in_short, stay_for
 from autoptd.runtime.world.pages import Pages
-from autoptd.runtime.world.recorder import Recorder
+from autoptd.runtime.world.recorder import Recorder, ranges_text
+from autoptd.runtime.world.rendezvous import cause_of_end, first_that_left, in_short, stay_for
 from autoptd.runtime.world.world import World, fault_site
 
+# (number, what): the last calls of a rank's script, ascending.
+ScriptCalls = tuple[tuple[int, str], ...]
+# Number of calls kept: more than one rank can be ahead of another.
+KEPT = 8
+# Rank -> its last beat.
+Beats = dict[int, dict[str, Any]]
 # Seconds between two beats of a rank.
 BEAT = 1.0
 # Seconds within which a live rank beats twice.
@@ -56,6 +62,38 @@ ON_ALL_RANKS = (
 # The keys of the fault that every rank raises, and of the number of ranks that arrived.
 FIRST, ARRIVED = "first fault", "arrived"
 Answer = TypeVar("Answer")
+# Seconds between two polls of the arrived ranks: at first, and at most.
+SOON, LATER = 0.001, 0.1
+PLACE = "not arrived at parallelize or pm.step"
+
+
+class Call(NamedTuple):
+    """A call that a rank makes together with others: number `number` of the group `ranks`, or a message."""
+
+    kind: str
+    site: str
+    ranks: tuple[int, ...] = ()
+    number: int = 0
+    # Bytes that this rank hands in; -1 where they may differ from rank to rank.
+    nbytes: int = -1
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Return the position of the call in its group."""
+        return self.ranks, self.number
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Return the properties that must agree on all ranks that make the call."""
+        return self.kind, self.site, self.nbytes
+
+    def __str__(self) -> str:
+        size = f" of {self.nbytes} bytes" if self.nbytes >= 0 else ""
+        return f"{self.kind} {self.site!r}{size}"
+
+    def differs(self, other: Call) -> bool:
+        """Tell whether both are the same call of their group, but with different properties."""
+        return self.number > 0 and self.place == other.place and self.form != other.form
 
 
 class FaultBoard:
@@ -74,7 +112,8 @@ class FaultBoard:
         end_waits: Callable[[], None] | None = None,
     ) -> None:
         self._world, self._end_waits = world, end_waits
-        run = _name_of_run(store)
+        # Unique: chosen by the first rank that gets here.
+        run = bytes(store.compare_set("name", "", uuid.uuid4().hex)).decode()
         self._pages = Pages(run, world.rank) if notes_calls else None
         self._blame = Blame(world, self._pages)
         self.recorder = Recorder(world.rank, run)
@@ -245,7 +284,7 @@ class FaultBoard:
 
     def arrived(self) -> int | None:
         """Return the number of ranks with a board, None if the store is silent; raise the first fault."""
-        count = self._ask(_arrived)
+        count = self._ask(lambda store: store.add(ARRIVED, 0))
         self._ask(self._read_first)
         self.raise_first()
         return count
@@ -372,17 +411,140 @@ class FaultBoard:
         return {rank: json.loads(text) for rank, text in zip(others, texts, strict=True)}
 
 
-def _name_of_run(store: dist.Store) -> str:
-    """Return the unique name of the run, chosen by the first rank."""
-    return bytes(store.compare_set("name", "", uuid.uuid4().hex)).decode()
+class WaitingCall:
+    """Enclose a call that others take part in: the board knows of it, and raises the first fault if it fails."""
+
+    def __init__(self, board: FaultBoard, call: Call) -> None:
+        self._board, self._call = board, call
+
+    def __enter__(self) -> Call:
+        self._board.enter(self._call)
+        return self._call
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if exc is None:
+            self._board.leave()
+        # What torch.distributed raises for timeouts and lost connections.
+        elif isinstance(exc, RuntimeError):
+            raise self._board.fault_of_call(self._call, exc) from exc
+        else:
+            self._board.leave()
 
 
-def _arrived(store: dist.Store) -> int:
-    return int(store.add(ARRIVED, 0))
+def meet(board: FaultBoard, world: World, words: dist.Store) -> None:
+    """Wait until every rank has a board; raise RuntimeFault if one does not arrive.
+
+    `words` holds the messages of ranks that exited earlier.
+    """
+    site, deadline, pause = fault_site(world.rank, "start"), time.monotonic() + world.timeout, SOON
+    # If the store does not answer, leave it to torch to report why.
+    while (count := board.arrived()) is not None and count < world.mesh.size:
+        if left := first_that_left(words):
+            raise RuntimeFault(
+                site, f"rank {left[0]} left ({left[1]}), {PLACE}", "look at that rank's own output"
+            )
+        if time.monotonic() > deadline:
+            fact = f"waited {world.timeout:g} s for rank {', '.join(map(str, board.absent()))}, {PLACE}"
+            raise RuntimeFault(site, fact, "look at their own output; all ranks make the same calls")
+        time.sleep(pause)
+        pause = min(2 * pause, LATER)
+
+
+class Blame:
+    """Find the rank to blame for a failed call of the rank of `world`, from the last known state of the others.
+
+    That is their last two beats, or, on this machine, their `pages`, if any.
+
+        blame.of_call(call, "F0.1", before, after)      # "rank 3 is gone: it was last known at B1.0"
+        blame.of_scripts(script, beats)                 # "its script calls pm.save where that of rank 1 calls step"
+    """
+
+    def __init__(self, world: World, pages: Pages | None) -> None:
+        self._world, self._pages = world, pages
+
+    def of_call(self, call: Call, at: str, before: Beats | None, after: Beats | None) -> str:
+        """Name the rank that made another call, else the ranks that are gone (no beat in between) or in no
+        call, else the position of each rank.
+        """
+        others = [rank for rank in range(self._world.mesh.size) if rank != self._world.rank]
+        lasts = {rank: self.last_of(rank, after) for rank in others}
+        for rank, (_, last) in lasts.items():
+            if last is not None and call.differs(last):
+                return self.other_call(call, rank, after, at)
+        if after is not None and (left := [rank for rank in others if after[rank]["left"]]):
+            return "; ".join(f"rank {rank} left: {after[rank]['left']}" for rank in left)
+        if before is None or after is None:
+            return self._of_lost_store(others, lasts)
+        gone = [rank for rank in others if after[rank]["count"] == before[rank]["count"]]
+        if gone:
+            return _last_known(gone, lasts, "gone")
+        hung = [rank for rank in others if not after[rank]["is_waiting"]]
+        if hung:
+            return _last_known(hung, {rank: (after[rank]["at"], None) for rank in hung}, "hung or slow")
+        return _last_known(others, lasts, "waiting as well")
+
+    def last_of(self, rank: int, beats: Beats | None) -> tuple[str, Call | None]:
+        """Return a rank's last action and its last call: from its page on this machine, else from its beat."""
+        if self._pages is not None and (noted := self._pages.read(rank)) is not None:
+            at, ranks, number, kind, site, nbytes = noted
+            return at, Call(kind, site, _parse_ranks(ranks), int(number), int(nbytes))
+        if beats is None or beats[rank]["call"] is None:
+            return "start" if beats is None else beats[rank]["at"], None
+        kind, site, ranks, number, nbytes = beats[rank]["call"]
+        return beats[rank]["at"], Call(kind, site, tuple(ranks), number, nbytes)
+
+    def other_call(self, call: Call, rank: int, beats: Beats | None = None, at: str | None = None) -> str:
+        """Describe the different calls that two ranks of a group make in the same place."""
+        their_at, last = self.last_of(rank, beats)
+        mine = f"{fault_site(self._world.rank, at or self._world.at)}: {call}"
+        theirs = f"{fault_site(rank, their_at)}: {last}"
+        ranks = ", ".join(map(str, call.ranks))
+        return f"call {call.number} of ranks {ranks} is not the same on {mine}, and {theirs}"
+
+    def _of_lost_store(self, others: Sequence[int], lasts: dict[int, tuple[str, Call | None]]) -> str:
+        """Name the dead ranks of this machine, and the ranks on machines that may be cut off."""
+        lost = "the store does not answer: rank 0, or what else hosts the store, is gone, or this node is cut off"
+        if self._pages is None:
+            return lost
+        elsewhere = [rank for rank in others if self._pages.read(rank) is None]
+        if elsewhere:
+            lost += f" from rank{'s' * (len(elsewhere) > 1)} {ranges_text(elsewhere)}"
+        dead = [rank for rank in others if self._pages.is_dead(rank)]
+        return "; ".join([_last_known(dead, lasts, "gone"), lost]) if dead else lost
+
+    def of_scripts(self, script: ScriptCalls, beats: Beats) -> str:
+        """Name the rank whose script makes a different call than this one's; "" if none does."""
+        for rank, beat in beats.items():
+            if found := _first_difference(script, beat["script"]):
+                number, mine, theirs = found
+                return f"its script calls {mine} where that of rank {rank} calls {theirs} (call {number} of each)"
+        return ""
+
+
+def _first_difference(mine: ScriptCalls, theirs: ScriptCalls) -> tuple[int, str, str] | None:
+    """Return (number, mine, theirs) for the first call that two ranks' scripts make differently, or None."""
+    known = dict(theirs)
+    for number, what in mine:
+        if known.get(number, what) != what:
+            return number, what, known[number]
+    return None
+
+
+def _parse_ranks(text: str) -> tuple[int, ...]:
+    """Return (0, 2) for "(0, 2)"."""
+    return tuple(int(part) for part in text.strip("()").split(",") if part.strip())
+
+
+def _last_known(ranks: Sequence[int], lasts: dict[int, tuple[str, Call | None]], what: str) -> str:
+    """Return `rank 3 is gone: it was last known at B1.0`, for some ranks."""
+    texts = []
+    for rank in ranks:
+        at, call = lasts[rank]
+        texts.append(f"rank {rank} is {what}: it was last known at {at}" + (f" in {call}" if call else ""))
+    return "; ".join(texts)
 
 
 def _beat_key(rank: int) -> str:
     return f"beat of {rank}"
-
-
-__all__ = ["BEAT", "GRACE", "Call", "FaultBoard"]

@@ -18,7 +18,25 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autoptd.runtime.world.host_value import HostValue
+
+class HostValue:
+    """A 0-d tensor that the host reads later: on CUDA it is copied into pinned memory, and the host does not wait."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._x, self._copied = x, None
+        if x.is_cuda:
+            # Pinned memory makes the copy asynchronous.
+            self._x = torch.empty((), dtype=x.dtype, device="cpu", pin_memory=True)
+            self._x.copy_(x, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def read(self) -> Any:
+        """Return the number; waits until the device has computed it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._x.item()
+
 
 # Each flag has a count of ranks below this in a sum, which float64 holds exactly.
 MOST_RANKS = 1 << 17
@@ -94,6 +112,3 @@ class FlagWatch:
             self.known = Flags(
                 *(bool(counts // MOST_RANKS**place % MOST_RANKS) for place in range(len(Flags._fields)))
             )
-
-
-__all__ = ["FlagWatch", "Flags", "Signals"]

@@ -39,14 +39,10 @@ import torch.distributed as dist
 from autoptd.compat import default_store, gather_into, new_group, scatter_into
 from autoptd.errors import InternalError, PlanError
 from autoptd.ir.mesh import Mesh
-from autoptd.runtime.world.arrival import meet
-from autoptd.runtime.world.calls import Call
 from autoptd.runtime.world.device_watch import PROBES, WATCHDOG_MARGIN, DeviceWatch, abort_groups
 from autoptd.runtime.world.devices import process_device
-from autoptd.runtime.world.end_waits import end_waits
-from autoptd.runtime.world.faults import FaultBoard
-from autoptd.runtime.world.layouts import as_real, fresh, in_place_of, parts_first, sum_in_order
-from autoptd.runtime.world.leaving import stop_telling
+from autoptd.runtime.world.faults import Call, FaultBoard, WaitingCall, meet
+from autoptd.runtime.world.gloo import SendWatcher, end_waits
 from autoptd.runtime.world.recorder import describe, set_defaults
 from autoptd.runtime.world.rendezvous import (
     count_world,
@@ -54,22 +50,27 @@ from autoptd.runtime.world.rendezvous import (
     init_default_group,
     leave_default_group,
     own_place,
+    stop_telling,
     store_from_env,
     store_of_group,
     use_default_group,
 )
-from autoptd.runtime.world.send_watcher import SendWatcher
-from autoptd.runtime.world.waiting import WaitingCall
 from autoptd.runtime.world.world import (
     Channel,
     Communicators,
     Done,
     Group,
     Like,
+    Mailbox,
     Pending,
     Then,
     World,
+    as_real,
     equal_parts,
+    fresh,
+    in_place_of,
+    parts_first,
+    sum_in_order,
 )
 
 Tensor = torch.Tensor
@@ -140,10 +141,10 @@ class DistributedWorld(World):
         if self._watch is not None:
             self._watch.mark()
 
-    def new_store(self, name: str) -> dist.Store:
-        """Return the store of this world over a new connection, for another thread."""
+    def mailbox(self, name: str) -> Mailbox:
         store = dist.PrefixStore(f"autoptd {self._number} {name}", default_store())
-        return store.clone()  # type: ignore[attr-defined, no-any-return]
+        # Over a new connection, for another thread.
+        return Mailbox(store.clone())  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """End the default process group if only this world still uses it; the ranks should have finished together."""
@@ -346,7 +347,7 @@ class DistributedChannel(Channel):
         with self._world.call(Call("send", site)) as call:
             works: list[Any] = [dist.isend(x, self._target, group=self.handle) for x in kept]
         if self._world.backend == "gloo":
-            # Gloo's work does not report its completion: see `send_watcher.py`.
+            # Gloo's work does not report its completion: see `gloo.py`.
             works, kept = [self._sends.add(works, kept)], []
         return _Works(self._world, works, None, call, kept)
 

@@ -110,6 +110,3 @@ def ranges_text(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank])
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-__all__ = ["Recorder", "describe", "ranges_text", "set_defaults"]

@@ -1,21 +1,32 @@
-"""Choose the backend, and create the default process group from torchrun's environment.
+"""Let the processes of a launch find each other through its store, and report those that exit early.
 
-In: the device of this process. Out: the backend's name; the store of the launch; and torch's default process
-group.
+In: torchrun's environment, the device of this process. Out: the backend's name, the store of the launch, torch's default
+process group; and a message in the store when a process ends before it has met the others, which they poll.
 
-    backend = default_backend(torch.device("cuda", 0))                                    # "nccl"
+    tell_at_exit()                                      # once, by `parallelize`: from here on others wait for this rank
+    backend = default_backend(torch.device("cuda", 0))  # "nccl"
     store = store_of_group(timeout=300.0)
+    stop_telling()                                      # a `FaultBoard` has taken over
+    first_that_left(store)                              # (3, "KeyboardInterrupt"); None if no rank has left
     init_default_group(backend, store, group_limit=timedelta(seconds=330))
 """
 
 from __future__ import annotations
 
+import atexit
+import hashlib
+import json
 import os
 import socket
+import sys
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from multiprocessing.util import Finalize
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -154,11 +165,105 @@ def _in_thread(act: Callable[[], Result]) -> Result:
     return result  # type: ignore[no-any-return]
 
 
-__all__ = [
-    "default_backend",
-    "init_default_group",
-    "is_served",
-    "own_place",
-    "store_from_env",
-    "store_of_group",
-]
+LEFT = "autoptd: left before it arrived"
+# Seconds that an exiting process waits for the store.
+PATIENCE = 2.0
+# Seconds in which the first process of a node prints its error.
+TELLING = 5.0
+# Folders of files that are not the user's.
+LIBRARIES = tuple(str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parents[2]))
+
+
+def cause_of_end() -> str:
+    """Return a summary of the uncaught exception that ends this process; "" after a normal exit or
+    `sys.exit`.
+    """
+    # Set by Python before it prints an uncaught exception; `last_exc` from 3.12 on.
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if error is None:
+        return ""
+    return in_short(error)
+
+
+def in_short(error: BaseException, *, whole: bool = False) -> str:
+    """Return class, first line (or `whole` text) and place of an exception, in case its rank is killed."""
+    text = str(error).strip() if whole else str(error).strip().partition("\n")[0]
+    name, place = type(error).__name__, _place(error)
+    return name + (f": {text}" if text else "") + (f" ({place})" if place else "")
+
+
+def _place(error: BaseException) -> str:
+    """Return the innermost user or emitted line that raised an exception: "train.py:35"."""
+    place, trace = "", error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith(LIBRARIES):
+            place = f"{os.path.basename(file)}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return place
+
+
+def stay_for(seconds: float, store: dist.Store) -> None:
+    """Keep this process, which may host `store`, alive for `seconds` from now; it waits only at its exit."""
+    # Processes that multiprocessing starts skip atexit.
+    Finalize(None, _stay_until, (time.monotonic() + seconds, store), exitpriority=0)
+
+
+def _stay_until(moment: float, store: dist.Store) -> None:
+    time.sleep(max(moment - time.monotonic(), 0.0))
+
+
+def tell_at_exit() -> None:
+    """Let the other ranks know if this process, one of those of a launch, ends before it has met them."""
+    stop_telling()
+    atexit.register(_tell)
+
+
+def stop_telling() -> None:
+    atexit.unregister(_tell)
+
+
+def _tell() -> None:
+    # If the store cannot be reached, this process just exits.
+    with suppress(Exception):
+        if dist.is_initialized():
+            store, rank = default_store(), dist.get_rank()
+        elif is_served(PATIENCE):
+            store, rank = store_from_env(PATIENCE), int(os.environ["RANK"])
+        else:
+            return
+        store.compare_set(LEFT, "", json.dumps([rank, cause_of_end() or "its script has ended"]))
+
+
+@contextmanager
+def told_once(text: str) -> Iterator[bool]:
+    """Yield whether this process is the first of its node to print `text`; the others exit only after it has.
+
+    A launcher ends all processes when the first one exits: that must not happen before the text is printed.
+    Yield True without a store.
+    """
+    key = (
+        f"autoptd: node {os.environ.get('GROUP_RANK', '0')} tells {hashlib.sha256(text.encode()).hexdigest()}"
+    )
+    own, teller, store = os.environ.get("RANK", "0"), None, None
+    with suppress(Exception):
+        if is_served(PATIENCE):
+            store = store_from_env(PATIENCE)
+            teller = store.compare_set(key, "", own).decode()
+    is_own = teller is None or teller == own
+    yield is_own
+    with suppress(Exception):
+        if store is not None and is_own:
+            store.set(f"{key}: done", "")
+        elif store is not None:
+            deadline = time.monotonic() + TELLING
+            while not store.check([f"{key}: done"]) and time.monotonic() < deadline:
+                time.sleep(0.02)
+
+
+def first_that_left(store: dist.Store) -> tuple[int, str] | None:
+    """Return the rank that left before it arrived, and why; the first one, None where there is none."""
+    if not store.check([LEFT]):
+        return None
+    rank, why = json.loads(store.get(LEFT))
+    return int(rank), str(why)

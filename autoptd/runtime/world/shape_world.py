@@ -90,6 +90,3 @@ class ShapeWorld(World):
 
     def _group_of(self, ranks: tuple[int, ...]) -> Group:
         return self._solo if len(ranks) == 1 else ShapeGroup(len(ranks), ranks.index(self.rank))
-
-
-__all__ = ["ShapeChannel", "ShapeGroup", "ShapeWorld"]

@@ -22,6 +22,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from autoptd.errors import InternalError
 from autoptd.ir.mesh import MESH_AXES, Mesh
@@ -292,6 +293,29 @@ class Channel(ABC):
         """Release the resources of the channel; nothing may be sent after that."""
 
 
+class Mailbox:
+    """Short texts and counts by key that processes leave for each other, without a collective.
+
+    It is for one thread of this process that runs during training: nothing waits for another process, but a request does
+    not return if the store's host does not answer.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def put(self, key: str, text: str) -> None:
+        self._store.set(key, text)
+
+    def get(self, key: str) -> str | None:
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def add(self, key: str) -> None:
+        self._store.add(key, 1)
+
+    def count(self, key: str) -> int:
+        return int(self._store.add(key, 0))
+
+
 class World(ABC):
     """One rank's view of all ranks; `at` is the text of the action being executed, set by the executor."""
 
@@ -360,6 +384,10 @@ class World(ABC):
     def close(self) -> None:  # noqa: B027 - most worlds hold nothing
         """Release the resources of the world; no call may follow."""
 
+    def mailbox(self, name: str) -> Mailbox:
+        """Return the mailbox of this name that all processes of the world share."""
+        return Mailbox(dist.HashStore())
+
     def communicators(self) -> tuple[list[Group], dict[int, Channel]]:
         """Return this rank's groups of two ranks or more, and the channels that it sends over, by peer."""
         return list(self.groups_here.values()), dict(self.channels_out)
@@ -394,3 +422,36 @@ def equal_parts(x: torch.Tensor, dim: int, parts: int, site: str) -> int:
     if x.shape[dim] % parts:
         raise InternalError(site, f"dim {dim} of {list(x.shape)} does not divide into {parts} parts")
     return x.shape[dim] // parts
+
+
+def fresh(x: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy that autograd does not know of: a collective may write to it."""
+    # Within an autograd function there is nothing to detach from, and the call would cost time.
+    if torch.is_grad_enabled():
+        x = x.detach()
+    return x.clone() if x.is_contiguous() else x.contiguous()
+
+
+def in_place_of(gathered: torch.Tensor, dim: int) -> torch.Tensor:
+    """Join gathered shards [t, ..., n, ...] along `dim`, to [..., t n, ...]: a view if the dims before it are 1."""
+    count, *sizes = gathered.shape
+    sizes[dim] *= count
+    return gathered.movedim(0, dim).reshape(sizes)
+
+
+def parts_first(x: torch.Tensor, dim: int, count: int, width: int) -> torch.Tensor:
+    """Cut x [..., t n, ...] along `dim` into [t, ..., n, ...], contiguous: a view if the dims before it are 1."""
+    return x.unflatten(dim, (count, width)).movedim(dim, 0).contiguous()
+
+
+def as_real(x: torch.Tensor) -> torch.Tensor:
+    """View complex numbers as pairs of real ones, which NCCL and gloo can add."""
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+def sum_in_order(parts: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Add up what the ranks sent, in the order of ranks and in `dtype`, by default that of the parts."""
+    total = parts[0].to(dtype or parts[0].dtype, copy=True, memory_format=torch.contiguous_format)
+    for part in parts[1:]:
+        total += part
+    return total

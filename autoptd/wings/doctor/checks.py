@@ -22,7 +22,7 @@ import torch
 
 from autoptd.ir.mesh import MESH_AXES
 from autoptd.program.calls import joint_axis
-from autoptd.runtime.world.calls import Call
+from autoptd.runtime.world.faults import Call
 from autoptd.runtime.world.processes import DistributedWorld
 from autoptd.runtime.world.world import Group, World, in_rounds
 

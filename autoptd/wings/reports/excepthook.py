@@ -34,7 +34,7 @@ def reported_once(error: BaseException) -> Iterator[bool]:
     # Plans and traces are the same in every process, and so are their errors: as a rule, a batch may be one rank's.
     elif isinstance(error, (PlanError, TraceError)) and "RANK" in os.environ:
         # A command of one process may fail before it has torch.
-        from autoptd.runtime.world.leaving import told_once
+        from autoptd.runtime.world.rendezvous import told_once
 
         with told_once(f"{type(error).__name__}: {error}") as is_own:
             yield is_own

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from autoptd.errors import RuntimeFault
 from autoptd.runtime.checkpoint.extra import own_state
@@ -14,7 +15,7 @@ from autoptd.runtime.checkpoint.save import Contents, save_rank
 from autoptd.runtime.checkpoint.stage import Staged
 from autoptd.runtime.checkpoint.writer import Job, Writer
 from autoptd.runtime.step.launch import Rank
-from autoptd.runtime.world.mailbox import OwnMailbox
+from autoptd.runtime.world.world import Mailbox
 from tests.runtime.checkpoint.models import running, train
 from tests.waits import LONG, wait_until
 
@@ -41,7 +42,7 @@ def test_a_rank_that_does_not_save(tmp_path: Path) -> None:
 @pytest.mark.parametrize("callers", [(0, 2), (1, 2)], ids=str)
 def test_a_process_that_does_not_save_beside_training(tmp_path: Path, callers: tuple[int, ...]) -> None:
     """Each process has a thread, and they share a mailbox."""
-    box = OwnMailbox()
+    box = Mailbox(HashStore())
     writers = [Writer(box, rank, size=3, processes=3) for rank in range(3)]
     state = own_state({}, torch.device("cpu"))
     for rank in callers:
@@ -60,7 +61,7 @@ def test_a_process_that_does_not_save_beside_training(tmp_path: Path, callers: t
     assert not (tmp_path / "saved").exists()
 
 
-class OfRank0(OwnMailbox):
+class OfRank0(Mailbox):
     """A mailbox that ends with rank 0, as a store that its process hosts, and answers others late."""
 
     is_gone = False
@@ -76,7 +77,7 @@ def test_rank_0_stays_until_all_know_that_the_save_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("autoptd.runtime.checkpoint.writer.LATE_READERS", LONG)
-    box, state = OfRank0(), own_state({}, torch.device("cpu"))
+    box, state = OfRank0(HashStore()), own_state({}, torch.device("cpu"))
     writers = [Writer(box, rank, size=3, processes=3) for rank in range(3)]
     for rank, writer in enumerate(writers):
         replicas = dict.fromkeys(range(3), 0)

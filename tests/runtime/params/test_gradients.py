@@ -160,7 +160,7 @@ def test_a_removed_sum_shows(monkeypatch: pytest.MonkeyPatch, removed: str) -> N
 
 
 def test_a_tied_sum_that_owners_make_alone_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autoptd.runtime.world.exchange.ThreadRank.owners", lambda self, pp_ranks: self._solo)
+    monkeypatch.setattr("autoptd.runtime.world.threads.ThreadRank.owners", lambda self, pp_ranks: self._solo)
     assert worst(FULL) > 1e-3
 
 

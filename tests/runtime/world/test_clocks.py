@@ -8,7 +8,7 @@ import torch
 from autoptd.ir.actions import Kind
 from autoptd.runtime.measure.stepclock import measured
 from autoptd.runtime.step import launch
-from autoptd.runtime.world.clocks import Clock, DeviceClock, clocks_of
+from autoptd.runtime.step.timeline import Clock, DeviceClock, clocks_of
 from tests.runtime.step.test_executor import running, step
 from tests.runtime.tied_model import Case, make_batch, make_model, make_program
 

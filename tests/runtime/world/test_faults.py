@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 
 from autoptd.errors import RuntimeFault
-from autoptd.runtime.world import faults, leaving
-from autoptd.runtime.world.arrival import meet
-from autoptd.runtime.world.faults import Call, FaultBoard
+from autoptd.runtime.world import faults, rendezvous
+from autoptd.runtime.world.faults import Call, FaultBoard, meet
 from autoptd.runtime.world.pages import Pages
 from tests.forks import CONTEXT
 from tests.ports import free_port
@@ -44,8 +43,8 @@ def test_rank_0_stays_until_the_others_have_read_why(monkeypatch: pytest.MonkeyP
     """
     slept: list[float] = []
     at_exit: list[Any] = []
-    monkeypatch.setattr(leaving.time, "sleep", slept.append)
-    monkeypatch.setattr(leaving, "Finalize", lambda _, *given, exitpriority: at_exit.append(given))
+    monkeypatch.setattr(rendezvous.time, "sleep", slept.append)
+    monkeypatch.setattr(rendezvous, "Finalize", lambda _, *given, exitpriority: at_exit.append(given))
     first = json.dumps({"rank": 3, "at": "B1.1", "error": "rank 3 is gone"})
     for rank in (0, 1):
         store = dist.HashStore()
@@ -206,9 +205,9 @@ def test_an_error_is_told_with_the_line_of_the_user_that_raised_it() -> None:
     try:
         torch.nn.functional.linear(torch.ones(2), torch.ones(3, 3))  # within torch
     except RuntimeError as error:
-        text = leaving.in_short(error)
+        text = rendezvous.in_short(error)
         assert text.startswith("RuntimeError: ") and "(test_faults.py:" in text and "\n" not in text
-    assert leaving.in_short(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert rendezvous.in_short(KeyboardInterrupt()) == "KeyboardInterrupt"
 
 
 def test_scripts_that_call_different_things_are_seen_while_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,12 +248,12 @@ def test_a_rank_that_left_before_it_arrived_is_not_waited_for(monkeypatch: pytes
     world = world_of(0, 2)
     world.timeout = 60
     board = FaultBoard(store, world)
-    monkeypatch.setattr(leaving, "is_served", lambda _: True)
-    monkeypatch.setattr(leaving, "store_from_env", lambda _: words)
+    monkeypatch.setattr(rendezvous, "is_served", lambda _: True)
+    monkeypatch.setattr(rendezvous, "store_from_env", lambda _: words)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(sys, "last_value", KeyboardInterrupt(), raising=False)
     monkeypatch.setattr(sys, "last_exc", KeyboardInterrupt(), raising=False)
-    leaving._tell()  # Python calls it as rank 1 ends
+    rendezvous._tell()  # Python calls it as rank 1 ends
     with pytest.raises(
         RuntimeFault, match=r"rank 0 at start: rank 1 left \(KeyboardInterrupt\), not arrived"
     ):

@@ -23,10 +23,9 @@ import torch.distributed as dist
 from autoptd.errors import InternalError, PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime.measure.record import GROUP_METHODS
-from autoptd.runtime.world.layouts import in_place_of, parts_first
 from autoptd.runtime.world.processes import DistributedWorld
 from autoptd.runtime.world.threads import Ranks, ThreadWorld, run_ranks
-from autoptd.runtime.world.world import Communicators, Group, Hops, World, in_rounds
+from autoptd.runtime.world.world import Communicators, Group, Hops, World, in_place_of, in_rounds, parts_first
 from tests.forks import CONTEXT
 from tests.ports import free_port
 from tests.waits import LONG, wait_until

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import autoptd
 from autoptd.runtime.step import standalone
 from autoptd.runtime.step.standalone import check_stage
-from autoptd.runtime.world import leaving
+from autoptd.runtime.world import rendezvous
 from autoptd.wings.cli import main
 from autoptd.wings.cli.data import batches, load_tokens
 from autoptd.wings.cli.programs import _fallbacks
@@ -214,8 +214,8 @@ def test_what_all_ranks_would_say_is_said_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = dist.HashStore()
-    monkeypatch.setattr(leaving, "is_served", lambda _: True)
-    monkeypatch.setattr(leaving, "store_from_env", lambda _: store)
+    monkeypatch.setattr(rendezvous, "is_served", lambda _: True)
+    monkeypatch.setattr(rendezvous, "store_from_env", lambda _: store)
     said = []
     for rank in ("1", "0"):
         for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}.items():

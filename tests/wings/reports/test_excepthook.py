@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from autoptd.errors import PlanError, RuntimeFault, TraceError
-from autoptd.runtime.world import leaving
+from autoptd.runtime.world import rendezvous
 from autoptd.wings.reports.excepthook import is_interrupt, print_errors_once
 
 INTERRUPTED = RuntimeFault(
@@ -35,8 +35,8 @@ def test_the_first_process_of_a_node_tells_of_errors_that_are_alike(
         sys, "excepthook", lambda kind, error, traceback: told.append((os.environ["RANK"], error))
     )
     store = dist.HashStore()
-    monkeypatch.setattr(leaving, "is_served", lambda _: True)
-    monkeypatch.setattr(leaving, "store_from_env", lambda _: store)
+    monkeypatch.setattr(rendezvous, "is_served", lambda _: True)
+    monkeypatch.setattr(rendezvous, "store_from_env", lambda _: store)
     monkeypatch.setenv("LOCAL_RANK", "1")
     print_errors_once()
     hook = sys.excepthook
@@ -52,25 +52,25 @@ def test_the_first_process_of_a_node_tells_of_errors_that_are_alike(
         assert told.pop() == (rank, one)
     first, second = map(str, ranks)
     assert told == [(first, error) for error in [*ALIKE[:2], *OWN]] + [(second, error) for error in OWN]
-    monkeypatch.setattr(leaving, "is_served", lambda _: False)
+    monkeypatch.setattr(rendezvous, "is_served", lambda _: False)
     hook(PlanError, ALIKE[0], None)
     assert told[-1] == (second, ALIKE[0])  # nobody to ask: said twice rather than not at all
 
 
 def test_who_does_not_tell_ends_after_who_does(monkeypatch: pytest.MonkeyPatch) -> None:
     store, waits, done = dist.HashStore(), threading.Event(), []
-    monkeypatch.setattr(leaving, "is_served", lambda _: True)
-    monkeypatch.setattr(leaving, "store_from_env", lambda _: store)
-    monkeypatch.setattr(leaving.time, "sleep", lambda _: waits.set())
-    monkeypatch.setattr(leaving, "TELLING", 60.0)
+    monkeypatch.setattr(rendezvous, "is_served", lambda _: True)
+    monkeypatch.setattr(rendezvous, "store_from_env", lambda _: store)
+    monkeypatch.setattr(rendezvous.time, "sleep", lambda _: waits.set())
+    monkeypatch.setattr(rendezvous, "TELLING", 60.0)
 
     def other() -> None:
-        with leaving.told_once("a plan that fails") as is_own:
+        with rendezvous.told_once("a plan that fails") as is_own:
             assert not is_own
         done.append("other")
 
     monkeypatch.setenv("RANK", "0")
-    with leaving.told_once("a plan that fails") as is_own:
+    with rendezvous.told_once("a plan that fails") as is_own:
         assert is_own
         monkeypatch.setenv("RANK", "1")
         thread = threading.Thread(target=other)

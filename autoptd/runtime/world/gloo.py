@@ -1,12 +1,9 @@
-"""Tell when a send over gloo has completed: its operations tell only a thread that waits for them, so one
-does.
+"""Two things that gloo's operations lack: ending a pending call, and telling when a send has completed.
 
-In: the sends of a channel. Out: a `WatchedSend` each, done as soon as the tensors may be let go. Without it a
-rank would hold all that it sent until the end of the step: `isend(...).is_completed()` is False on gloo until
-`wait()` was called, which blocks. (torch 2.11 to 2.13. Delete this file when gloo's work can be asked.)
+In: the groups, or the sends of a channel, of this process. Delete either part once torch has it (2.11 to 2.13 have not).
 
-    watcher = SendWatcher("channel 0 -> 1")
-    sent = watcher.add([dist.isend(x, 1)], [x])
+    end_waits([group], rank=0)                          # from another thread than the waiting one
+    sent = SendWatcher("channel 0 -> 1").add([dist.isend(x, 1)], [x])
     sent.is_completed()
 """
 
@@ -14,14 +11,35 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+# A tag that no message uses.
+TAG = 2**30
+
+
+def end_waits(groups: Sequence[dist.ProcessGroup], rank: int) -> None:
+    """Make all pending and later calls of these groups fail; `rank` is this process's.
+
+    `ProcessGroup.abort` does nothing for gloo. But when a receive times out, gloo drops all connections of the group,
+    and every call on them fails on both ends. So a receive is posted that no rank sends to.
+    """
+    for group in list(groups):
+        peer = next(other for other in dist.get_process_group_ranks(group) if other != rank)
+        # The call fails as intended, or the connections are already gone.
+        with suppress(RuntimeError, ValueError):
+            work = dist.irecv(torch.empty(1, device="cpu"), peer, group=group, tag=TAG)
+            if work is not None:
+                work.wait(timedelta(milliseconds=1))
 
 
 class WatchedSend:
-    """Sends under way, asked like a `Work` of torch.distributed; they keep their tensors alive."""
+    """Pending sends, with the methods of a `Work` of torch.distributed; they keep their tensors alive."""
 
     def __init__(self, works: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
         self._works, self._tensors = list(works), list(tensors)
@@ -50,7 +68,11 @@ class WatchedSend:
 
 
 class SendWatcher:
-    """The sends of one channel in order, and the thread that waits for them; it starts with the first."""
+    """The sends of one channel in order, and the thread that waits for them; it starts with the first.
+
+    `isend(...).is_completed()` is False on gloo until `wait()` was called, which blocks: without the thread, a rank would
+    hold everything that it sent until the end of the step.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
