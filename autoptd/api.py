@@ -145,7 +145,7 @@ def parallelize(
     print_errors_once()
     check_module(model)
     options = make_options(**planned(model, example_inputs, flat(requested)))
-    enter_world(options)
+    enter_world(options.mesh, options.backend, options.device)
     subject = Subject.of(model, None if weights is None else open_weights(weights))
     check_precision(subject.model, options.precision)
     compiler = Compiler(subject, options, checks=is_first_process(), draw=graph_picture)

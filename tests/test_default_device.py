@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 
 import autoptd
-from autoptd.runtime.params.elementwise import check_elementwise
+from autoptd.runtime.params.trial import check_elementwise
 from tests.forks import finish, start
 from tests.parity.models import VOCAB, Separate, batch
 

@@ -360,6 +360,3 @@ def _following(body: Sequence[Node]) -> list[Node]:
 
 def _carried_names(repeat: Repeat) -> list[str]:
     return [carried_name(repeat, j) for j in repeat.carried]
-
-
-__all__ = ["Block", "Crossing", "Part", "crossings", "divide", "name_values"]

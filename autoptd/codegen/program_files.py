@@ -104,6 +104,3 @@ def _name_methods(
             methods[key] = make_layer(call, text, taken)
         else:
             methods[key] = make_method(call, text, taken)
-
-
-__all__ = ["ProgramFiles", "write_program"]

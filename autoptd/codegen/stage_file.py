@@ -228,15 +228,3 @@ def with_header(body: Writer, header: Sequence[str], legend: Sequence[str]) -> W
     writer.lines += ["from autoptd import runtime as rt", "", ""]
     writer.extend(body)
     return writer
-
-
-__all__ = [
-    "LAYERS",
-    "About",
-    "StageFile",
-    "lines_of",
-    "method_key",
-    "with_header",
-    "write_any",
-    "write_stage",
-]

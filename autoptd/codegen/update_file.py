@@ -60,6 +60,3 @@ def write_updates(updates: Updates, header: Sequence[str]) -> str:
         writer.add(3, f"{quoted(name)}: {text(node)},")
     writer.add(2, "}")
     return "\n".join(with_header(writer, [HEAD, *header[1:]], []).lines) + "\n"
-
-
-__all__ = ["UPDATES", "write_updates"]

@@ -29,8 +29,8 @@ from autoptd.program.specs import ParamSpec
 from autoptd.runtime.params.guard import unguarded
 from autoptd.runtime.params.parameters import RankParameters
 from autoptd.runtime.params.parts import dtype_of
-from autoptd.runtime.step.batch_sums import set_batch_sums
 from autoptd.runtime.step.executor import Executor
+from autoptd.runtime.step.per_step import set_batch_sums
 from autoptd.runtime.step.stage import Stage
 from autoptd.runtime.world.shape_world import ShapeWorld
 

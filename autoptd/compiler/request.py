@@ -191,8 +191,10 @@ def settle(model: nn.Module, options: Options) -> Options:
     # A schedule from a file fixes m, as it lists every microbatch.
     if written is not None:
         options = replace(options, num_microbatches=schedule.num_microbatches(written))
-    fuse = replace(options.fuse, backend=default_fusion(model.parameters(), options))
-    return replace(options, fuse=fuse)
+    if options.fuse.backend is None:
+        backend = default_fusion(model.parameters(), options.device, options.backend)
+        options = replace(options, fuse=replace(options.fuse, backend=backend))
+    return options
 
 
 def autocast_here(model: nn.Module, options: Options) -> tracing.Autocast:

@@ -1,7 +1,7 @@
 """A model's random numbers other than dropout: the operators that stand for every way to draw them.
 
 In: a tensor, of which only shape and dtype matter. Out: as many numbers of one kind. Their values depend on
-the place where they are drawn (`runtime/ops/noise.py`), which no node knows: called in a graph, these
+the place where they are drawn (`runtime/ops/dropout.py`), which no node knows: called in a graph, these
 operators return torch's own numbers.
 
     torch.ops.autoptd.uniform(x)            # from 0 (inclusive) to 1 (exclusive)

@@ -43,6 +43,11 @@ def own_function(node: Node) -> Own | None:
     return OWN.get(node.target)
 
 
+def apply_function(name: str, *args: Any) -> Any:
+    """Call `apply` of the class called "module:Outer.Function"; emitted for custom autograd functions of a model."""
+    return class_of(name).apply(*args)
+
+
 def class_of(name: str) -> Any:
     """Return the class called "module:Outer.Function": one that was traced in this process, else imported."""
     if name not in CLASSES:

@@ -29,6 +29,7 @@ from autoptd.runtime.checkpoint.restore import agree, attempted
 from autoptd.runtime.checks import copies as check_copies
 from autoptd.runtime.checks import settings as check_settings
 from autoptd.runtime.params.loss_scale import LossScaler
+from autoptd.runtime.step.buffers import ModelBuffers, copy_buffers
 from autoptd.runtime.step.launch import (
     COMPILING,
     LocalRanks,
@@ -38,7 +39,6 @@ from autoptd.runtime.step.launch import (
     is_launched,
     own_rank,
 )
-from autoptd.runtime.step.model_buffers import ModelBuffers, copy_buffers
 from autoptd.runtime.world.devices import device_of_ranks
 
 Result = TypeVar("Result")
@@ -123,7 +123,8 @@ class Run:
             program, self._weights or self._values, device=device, timeout=options.ranks.timeout
         )
         self.compiled, self.clock.ranks = program, self.ranks.here
-        self.buffers.follow(self.ranks)
+        for executor in self.ranks.here[0].executors:
+            self.buffers.follow(executor.program, executor.buffers)
         # The ranks hold copies: the model's own tensors, and what made them, may be freed.
         self._values, self._weights = {}, None
 
@@ -152,7 +153,7 @@ class Run:
     @property
     def values(self) -> dict[str, torch.Tensor]:
         """The values of the model's buffers now; before the start, all values of the model."""
-        return self._values if self.ranks is None else self.buffers.now(self.ranks)
+        return self._values if self.ranks is None else self.buffers.now(self.ranks.here[0].executor.buffers)
 
     @property
     def rank(self) -> int:

@@ -29,11 +29,16 @@ from autoptd.model.run import Run
 from autoptd.options.buckets import EXACT, MAX_PROGRAMS
 from autoptd.program.program import Program
 from autoptd.runtime.checks import sizes as check_sizes
-from autoptd.runtime.checks.call import check_call, check_kinds
 from autoptd.runtime.checks.sizes import Sizes, agree_on_sizes
+from autoptd.runtime.step.buffers import LOAD_THEM_BEFORE
 from autoptd.runtime.step.launch import MODEL
-from autoptd.runtime.step.microbatches import check_structure, expected_shape, rows_of_replicas
-from autoptd.runtime.step.model_buffers import LOAD_THEM_BEFORE
+from autoptd.runtime.step.microbatches import (
+    check_call,
+    check_kinds,
+    check_structure,
+    expected_shape,
+    rows_of_replicas,
+)
 from autoptd.subject.call import Call
 
 Args = tuple[Any, ...]

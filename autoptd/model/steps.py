@@ -26,10 +26,9 @@ from autoptd.program.program import Program
 from autoptd.runtime.checks import batch as check_batch
 from autoptd.runtime.checks import copies as check_copies
 from autoptd.runtime.checks import ranks as check_ranks
-from autoptd.runtime.checks.call import check_call
 from autoptd.runtime.step.executor import Executor
 from autoptd.runtime.step.launch import Rank, RunningRanks
-from autoptd.runtime.step.microbatches import cut, take_rows
+from autoptd.runtime.step.microbatches import check_call, cut, take_rows
 
 
 class Batch(NamedTuple):

@@ -1,5 +1,6 @@
 """Run emitted stage files, and provide the functions they call (`from autoptd import runtime as rt`)."""
 
+from autoptd.ir.own_functions import apply_function
 from autoptd.ir.types import Zigzag
 from autoptd.runtime.ops.attention import causal_attention
 from autoptd.runtime.ops.classes import (
@@ -24,17 +25,18 @@ from autoptd.runtime.ops.conversions import (
     s_to_r,
     s_to_s,
 )
-from autoptd.runtime.ops.dropout import dropout
+from autoptd.runtime.ops.dropout import dropout, exponential, normal, uniform
 from autoptd.runtime.ops.experts import by_expert, expert_rows, grouped_mm, put_rows, take_rows
-from autoptd.runtime.ops.functions import apply_function
-from autoptd.runtime.ops.linear import linear
-from autoptd.runtime.ops.losses import count_labels
-from autoptd.runtime.ops.noise import exponential, normal, uniform
+from autoptd.runtime.ops.linear import all_gather_again, linear
 from autoptd.runtime.ops.recompute import as_in_forward
-from autoptd.runtime.ops.regather import all_gather_again
 from autoptd.runtime.ops.shards import join_shards, pad_shard, take_shard
-from autoptd.runtime.ops.vocab import cross_entropy, vocab_parallel_cross_entropy, vocab_parallel_embedding
-from autoptd.runtime.step.buffer_updates import BufferUpdates
+from autoptd.runtime.ops.vocab import (
+    count_labels,
+    cross_entropy,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_embedding,
+)
+from autoptd.runtime.step.per_step import BufferUpdates
 from autoptd.runtime.step.stage import Largest, Stage
 from autoptd.runtime.step.standalone import main
 from autoptd.runtime.world.world import Communicators, Group, World

@@ -38,7 +38,7 @@ from autoptd.kernels.forms import wide
 from autoptd.model.parallel_model import ParallelModel
 from autoptd.options import PRECISIONS, LossScale, Options
 from autoptd.program.program import Program
-from autoptd.runtime.checks.call import check_call
+from autoptd.runtime.step.microbatches import check_call
 from autoptd.subject.call import Call
 from autoptd.subject.initial.deferred import materialize
 from autoptd.subject.subject import Subject

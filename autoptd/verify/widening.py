@@ -23,8 +23,7 @@ from autoptd.errors import PlanError
 from autoptd.ir.machine import machine_record
 from autoptd.options import Options
 from autoptd.program.program import Program
-from autoptd.runtime.ops import noise
-from autoptd.runtime.ops.dropout import Draw, dropout
+from autoptd.runtime.ops.dropout import Draw, dropout, exponential, normal, uniform
 from autoptd.trace import given_masks
 from autoptd.trace.loss import WithLoss
 from autoptd.trace.masks import written_out_attention
@@ -32,7 +31,7 @@ from autoptd.trace.widen import Widen, in_float64
 from autoptd.verify.put_back import put_back
 
 WIDENED_TOLERANCE = 1e-6
-NOISE = {"uniform": noise.uniform, "normal": noise.normal, "exponential": noise.exponential}
+NOISE = {"uniform": uniform, "normal": normal, "exponential": exponential}
 
 
 @contextmanager

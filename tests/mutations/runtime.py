@@ -24,7 +24,7 @@ MUTATIONS = (
         ("if is_dtype or name in KNOWN.get(module, ()):", "if module:"),
     ),
     *planted(
-        "autoptd/runtime/checks/call.py",
+        "autoptd/runtime/step/microbatches.py",
         "tests/runtime/checks/test_call.py -k gradient",
         ("elif leaf.requires_grad and", "elif leaf.is_leaf and leaf.requires_grad and"),
         ('leaf.requires_grad and call == "step"', "leaf.requires_grad"),
@@ -54,14 +54,14 @@ MUTATIONS = (
         ("stride if size > 1 else 0", "stride"),
     ),
     *planted(
-        "autoptd/runtime/params/edits.py",
+        "autoptd/runtime/params/storage.py",
         "tests/runtime/params/test_edits.py",
         ("if x._version != versions[name] or (", "if ("),
         ("or (_was_exposed(x) and self._differs(name, x))", ""),
         ('getattr(x, "was_exposed", True)', "x.was_exposed"),
     ),
     *planted(
-        "autoptd/runtime/params/elementwise.py",
+        "autoptd/runtime/params/trial.py",
         "tests/runtime/params/test_own_optimizers.py",
         ("STARTS = (1.0, 1e-4)", "STARTS = (1.0,)"),
         ("without_first=True", "without_first=False"),
@@ -184,7 +184,7 @@ MUTATIONS = (
         ("            if spec.name in written:\n                continue\n", ""),
     ),
     *planted(
-        "autoptd/runtime/params/shape_trial.py",
+        "autoptd/runtime/params/trial.py",
         "tests/runtime/params/test_own_optimizers.py",
         ("return calls[0] == calls[1]", "return True"),
         ("if place.get(name) != number:", "if name not in place:"),
@@ -195,24 +195,24 @@ MUTATIONS = (
         ("return flat.view(*[1] * (ndim - 1), -1) if ndim else flat.view(())", "return flat"),
     ),
     *planted(
-        "autoptd/runtime/step/batch_sums.py",
+        "autoptd/runtime/step/per_step.py",
         "tests/model/test_eval_rows.py",
         ('"batch sums": (SUMS, "sum", 0.0),\n', ""),
     ),
     *planted(
-        "autoptd/runtime/step/batch_sums.py",
+        "autoptd/runtime/step/per_step.py",
         "tests/parity/test_statistics.py",
         ("(is_nan > 0, math.nan)", "(is_nan > 2, math.nan)"),
         ('"max": torch.amax}', '"max": torch.sum}'),
         ('"max", -math.inf)', '"max", 0.0)'),
     ),
     *planted(
-        "autoptd/runtime/step/buffer_updates.py",
+        "autoptd/runtime/step/per_step.py",
         "tests/parity/test_buffers.py::test_all_replicas_have_one_norm_of_a_weight",
         ("(not spec.is_sum and world.replica != self._teller)", "not spec.is_sum and False"),
     ),
     *planted(
-        "autoptd/runtime/step/buffer_updates.py",
+        "autoptd/runtime/step/per_step.py",
         "tests/processes/test_lengths.py::test_batches_of_several_lengths_over_gloo[few]",
         ("next((i for i, rows in enumerate(program.row_counts) if rows), 0)", "0"),
     ),
@@ -248,7 +248,7 @@ MUTATIONS = (
     *planted(
         "autoptd/runtime/step/launch.py",
         "tests/test_keywords.py",
-        ("    check_device(options.device)\n", ""),
+        ("    check_device(device)\n", ""),
     ),
     *planted(
         "autoptd/runtime/step/microbatches.py",
@@ -263,7 +263,7 @@ MUTATIONS = (
         ("if is_list and len(args[0])", "if is_list and 0 * len(args[0])"),
     ),
     *planted(
-        "autoptd/runtime/step/model_buffers.py",
+        "autoptd/runtime/step/buffers.py",
         "tests/parity/test_buffer_names.py",
         ("self.shared.names_of(first)", "(first,)"),
     ),

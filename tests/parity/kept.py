@@ -16,8 +16,8 @@ from unittest import mock
 from torch import Tensor, nn
 
 import autoptd
+from autoptd.runtime.ops.linear import Regather
 from autoptd.runtime.ops.recompute import Saved
-from autoptd.runtime.ops.regather import Regather
 from autoptd.runtime.step.launch import Rank
 from autoptd.runtime.step.stage import Stage
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.runtime.step.batch_sums import set_batch_sums
+from autoptd.runtime.step.per_step import set_batch_sums
 from autoptd.runtime.step.stage import Largest
 from tests.hostile.against_torch import assert_near, assert_parity, wide
 

@@ -27,7 +27,7 @@ from autoptd.program.call_order import check_call_order
 from autoptd.program.calls import AGAIN, joint_axis
 from autoptd.program.specs import GATHER, Collective, ParamSpec, TransferBuffer, UpdatePart
 
-# The site of `runtime/step/buffer_updates.py`.
+# The site of `runtime/step/per_step.py`.
 UPDATE_SITE = "buffer updates"
 LOSSES = ("cross_entropy", "linear_cross_entropy")
 # What operators over split classes reduce (`runtime/ops/classes.py`): the word in the site, whether it is in

@@ -123,6 +123,3 @@ def merge_over_ranks(world: World, mine: dict[int, Any], site: str) -> dict[int,
         parts = world.group((axis,)).gather_objects(mine, site)
         mine = {rank: entry for part in parts for rank, entry in part.items()}
     return mine
-
-
-__all__ = ["BatchCheck", "agree_on_largest", "is_due", "merge_over_ranks"]

@@ -130,6 +130,3 @@ def compare(group: Group, mine: Prints, site: str) -> list[str]:
         others = [rank for rank, value in zip(group.ranks, values, strict=True) if value != usual]
         findings += [f"{name} on rank {rank} is not as on rank {like} and most others" for rank in others]
     return findings
-
-
-__all__ = ["check_copies", "compare", "is_due"]

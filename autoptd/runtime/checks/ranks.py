@@ -167,6 +167,3 @@ def shown_results(executor: Executor, note: Callable[[int, Sequence[Any]], None]
     finally:
         for index, stage in executor.stages.items():
             stage.run = before[index]  # type: ignore[method-assign]
-
-
-__all__ = ["check_ranks"]

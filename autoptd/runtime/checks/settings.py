@@ -17,9 +17,8 @@ import torch
 
 from autoptd.errors import RuntimeFault
 from autoptd.runtime.checks.copies import SITE
-from autoptd.runtime.params.elementwise import ELEMENTWISE
 from autoptd.runtime.params.optimizer import NamedOptimizer
-from autoptd.runtime.params.shape_trial import IGNORED
+from autoptd.runtime.params.trial import ELEMENTWISE, IGNORED
 from autoptd.runtime.world.world import World
 
 # What schedulers keep in groups for themselves, where only one rank may have a scheduler that logs.
@@ -114,6 +113,3 @@ def _findings(everywhere: list[Settings]) -> list[str]:
             texts = [f"{value} on rank {', '.join(some)}" for value, some in ranks.items()]
             findings.append(f"{key} of group {number} is {' and '.join(texts)}")
     return findings
-
-
-__all__ = ["check_settings", "settings_of"]

@@ -110,6 +110,3 @@ def _difference(world: World, every: list[tuple[None, str, str]]) -> PlanError:
         remedy = "equal sizes for all replicas: pad to the longest of the global batch before it is cut; "
         remedy += "shapes='bucket' pads lengths"
     return PlanError(f"pm.{calls[0]}", fact, remedy)
-
-
-__all__ = ["SITE", "Sizes", "agree_on_sizes"]

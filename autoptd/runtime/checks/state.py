@@ -55,6 +55,3 @@ def _fault(seen: dict[int, dict[str, int]]) -> RuntimeFault:
     return RuntimeFault(
         "load_state_dict", fact, "pass the same state dict on all ranks: each takes its own shards"
     )
-
-
-__all__ = ["SITE", "check_state"]

@@ -47,6 +47,3 @@ def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
         if storage.nbytes():
             found[storage.data_ptr()] = storage.nbytes()
     return found
-
-
-__all__ = ["count_memory"]

@@ -133,6 +133,3 @@ def peak_bytes(device: torch.device) -> int:
     # In bytes on macOS, in KiB elsewhere.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-__all__ = ["StepTimes", "measured", "peak_bytes"]

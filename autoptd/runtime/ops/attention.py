@@ -160,6 +160,3 @@ def _fits_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def _last_stride_one(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-__all__ = ["causal_attention"]

@@ -165,12 +165,3 @@ class _LogSumExp(torch.autograd.Function):
         (x, total), (group, dim, size) = ctx.saved_tensors, ctx.how
         z = _without_padding(x.to(total.dtype), group, dim, size)
         return ((z - total).exp_() * grad).to(x.dtype), None, None, None, None
-
-
-__all__ = [
-    "classes_argmax",
-    "classes_gather",
-    "classes_log_softmax",
-    "classes_logsumexp",
-    "classes_softmax",
-]

@@ -1,25 +1,30 @@
-"""Dropout on one rank: this rank's part of the mask of the global value.
+"""Draw this rank's part of random numbers of a global value: dropout and its mask, and the numbers of `uniform` and others.
 
-In: this rank's part of a value, and which mask it draws. Out: the value after dropout. A mask is a function of (seed,
-step, call site, global row, global column), row along the batch, column through all other dims. So the ranks and
-microbatches of every layout draw parts of the same masks, and backward draws them again: none is saved.
+In: this rank's part of a value (for numbers, only its shape and dtype are read), and which mask it draws. Out: the value
+after dropout, or the numbers. A mask is a function of (seed, step, call site, global row, global column), row along the
+batch, column through all other dims. So the ranks and microbatches of every layout draw parts of the same masks, and
+backward draws them again: none is saved.
 
     drawing = Drawing(seed=0, step=3, first_row=16, rows=4)               # this microbatch
     y = dropout(x, 0.1, drawing.draw(site=7), batch=0, shard=(2, 1), group=tp)
+    noise = uniform(x, drawing.draw(site=8), batch=0, shard=(2, 1), group=tp)
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from autoptd.errors import InternalError
 from autoptd.ir.types import Zigzag
 from autoptd.kernels import residual as residual_kernel
 from autoptd.kernels.dropout import drop
 from autoptd.kernels.dropout_mask import Places, Shard, keys
+from autoptd.kernels.noise import draw as draw_numbers
 from autoptd.runtime.world.world import Group
 
 # Where a value is cut: a dim, and the elements of that dim before the atom that is cut, as a `Zigzag` in that order.
@@ -156,3 +161,24 @@ class _Dropped(torch.autograd.Function):
         rate, size, places = ctx.how
         # The mask is linear: the gradient is masked and scaled like the value.
         return drop(grad.reshape(size), rate, places).view(grad.shape), None, None, None
+
+
+def _noise(
+    kind: str,
+    x: torch.Tensor,
+    draw: Draw | None,
+    batch: int | tuple[int, int] | None = None,
+    shard: Cut | tuple[Cut, ...] | None = None,
+    group: Group | tuple[Group, ...] | None = None,
+) -> torch.Tensor:
+    """Return numbers of `kind` of the shape and dtype of x; other keywords are those of `dropout`."""
+    if draw is None:
+        raise InternalError("noise", "is drawn in an evaluation")
+    x = x.detach()
+    size, places = where(x, draw, batch, shard, group)
+    return draw_numbers(kind, size, places, x.dtype, x.device).view(x.shape)
+
+
+uniform = partial(_noise, "uniform")
+normal = partial(_noise, "normal")
+exponential = partial(_noise, "exponential")

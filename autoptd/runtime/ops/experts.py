@@ -137,6 +137,3 @@ def _placed(x: Tensor, order: Tensor, count: int) -> Tensor:
     out = make(count, *x.shape[1:])
     out[order] = x
     return out
-
-
-__all__ = ["by_expert", "expert_rows", "grouped_mm", "put_rows", "take_rows"]

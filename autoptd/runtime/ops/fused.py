@@ -12,8 +12,8 @@ from autoptd.kernels.loss import linear_cross_entropy
 from autoptd.kernels.norms import layer_norm, rms_norm
 from autoptd.kernels.rotary import rotary
 from autoptd.kernels.softmax import masked_softmax
-from autoptd.runtime.ops.chunked_loss import vocab_parallel_linear_cross_entropy
 from autoptd.runtime.ops.dropout import bias_dropout_add
+from autoptd.runtime.ops.vocab import vocab_parallel_linear_cross_entropy
 
 
 class Fused:

@@ -1,14 +1,17 @@
-"""`F.linear` as an autograd function of the runtime's own, emitted where the compiler hooks into its backward.
+"""`F.linear` as an autograd function of the runtime, emitted where the compiler hooks into its backward.
 
 In: the arguments of `F.linear`, and the hooks. Out: the same values and the same gradients. Each hook works without
 the others:
 
 - `overlap=tp`: the input is of type I, and f (I -> R) is part of this function: the input's gradient is all-reduced while
   the weight's is computed (Narayanan et al., SC'21, section 4; Megatron's asynchronous all-reduce).
-- an input from `rt.all_gather_again`: its shard is saved, and gathered again for the weight's gradient.
+- an input from `rt.all_gather_again`: its shard is saved, and gathered again for the weight's gradient (Korthikanti et al.
+  2022, section 4.2.2). All GEMMs that use the value share one such gather.
 - `wgrad=self.main_grads`: backward adds the weight's gradient to the sum over microbatches, in the dtype of that sum.
 - `wgrad=self.deferred`: backward appends the GEMM of the weight's gradient to a list, which action W runs.
 
+    ln_1 = rt.all_gather_again(ln_1, tp, dim=1, uses=3, site="h.0.attn")      # S -> R
+    q, k, v = rt.linear(ln_1, w.q), rt.linear(ln_1, w.k), rt.linear(ln_1, w.v)
     c_fc = rt.linear(ln_2, w.c_fc.weight, w.c_fc.bias, overlap=tp, wgrad=self.main_grads)
 
 With a `wgrad`, autograd does not see the weight at all: otherwise it would add the gradient a second time. The weight
@@ -24,9 +27,11 @@ import torch
 import torch.nn.functional as F
 
 from autoptd.compat import add_mm
+from autoptd.errors import InternalError
+from autoptd.ir.types import Outer
 from autoptd.kernels.loss_chunks import WeightSum
-from autoptd.runtime.ops.regather import Regather, RegatheredInput
-from autoptd.runtime.world.world import Group
+from autoptd.runtime.ops.conversions import gather, gather_start, s_to_r, scatter_start
+from autoptd.runtime.world.world import Group, Pending
 
 Tensor = torch.Tensor
 
@@ -160,6 +165,98 @@ class _Linear(torch.autograd.Function):
         if pending is not None:
             input_grad = pending.wait()
         return input_grad, None, weight_grad, bias_grad, None
+
+
+def all_gather_again(
+    x: Tensor,
+    group: Group,
+    dim: int,
+    blocks: Outer = 1,
+    *,
+    uses: int,
+    overlap: bool = False,
+    site: str = "",
+) -> RegatheredInput:
+    """Gather the shard `x` (S -> R) for `rt.linear` only; `uses` counts the GEMMs whose weight has a gradient.
+
+    Forward: all-gather. Backward: all-gather again, reduce-scatter. See `s_to_r` for `dim` and `blocks`. With `overlap` the
+    shards are gathered again while the input's gradient is computed; with `uses=1` as well, which promises that no other
+    GEMM reads the value, the GEMM reduce-scatters this gradient itself while the weight's gradient is computed.
+    """
+    # Nothing would be saved, so nothing has to be gathered again.
+    if group.size == 1 or not uses or not torch.is_grad_enabled():
+        return RegatheredInput(s_to_r(x, group, dim, blocks, site=site), None)
+    regather = Regather(x, group, dim, blocks, uses, site, overlap)
+    if overlap and uses == 1:
+        # Not s_to_r: autograd would wait for its reduce-scatter, while `rt.linear` starts one asynchronously.
+        return RegatheredInput(gather(x.detach(), group, dim, blocks, site=site), regather, x)
+    return RegatheredInput(s_to_r(x, group, dim, blocks, site=site), regather)
+
+
+class RegatheredInput:
+    """The whole value `x` of the forward, and `regather`, which makes it again in backward (None: x itself is saved).
+
+    `shard` is set where a single GEMM uses `x` and reduces the gradient itself: it receives this gradient.
+    """
+
+    def __init__(self, x: Tensor, regather: Regather | None, shard: Tensor | None = None) -> None:
+        self.x, self.regather, self.shard = x, regather, shard
+
+    def reshape(self, *sizes: int) -> RegatheredInput:
+        """Fold the leading dims, as `Tensor.reshape` does."""
+        return RegatheredInput(self.x.reshape(*sizes), self.regather, self.shard)
+
+
+class Regather:
+    """The gather of one backward: done at the first of `uses` calls of `take`, its result freed at the last.
+
+    With `overlap`, the first `start` begins the gather, so that it overlaps other work.
+    """
+
+    def __init__(
+        self,
+        shard: Tensor,
+        group: Group,
+        dim: int,
+        blocks: Outer,
+        uses: int,
+        site: str,
+        overlap: bool = False,
+    ) -> None:
+        # Detached: the second gather needs the values only, and must not keep the graph before it alive.
+        self._shard, self._group, self._split, self._site = shard.detach(), group, (dim, blocks), site
+        self._uses_left, self._overlap = uses, overlap
+        self._pending: Pending | None = None
+        self._whole: Tensor | None = None
+
+    def start(self) -> None:
+        """Announce that `take` will be called soon."""
+        if self._overlap and self._whole is None and self._pending is None:
+            self._pending = gather_start(
+                self._shard, self._group, *self._split, site=f"{self._site} backward"
+            )
+
+    def take(self) -> Tensor:
+        """Return the whole value; each use calls this once."""
+        if not self._uses_left:
+            raise InternalError(self._site, "is gathered again by more GEMMs than were counted")
+        if self._pending is not None:
+            self._whole, self._pending = self._pending.wait(), None
+        elif self._whole is None:
+            self._whole = gather(self._shard, self._group, *self._split, site=f"{self._site} backward")
+        self._uses_left -= 1
+        # The caller's reference is then the last one: its GEMM frees the value.
+        whole = self._whole
+        if not self._uses_left:
+            self._whole = None
+        return whole
+
+    def reduce_start(self, grad: Tensor) -> Pending:
+        """Start the reduce-scatter of the whole value's gradient, whose leading dims may be folded."""
+        # `rt.linear` computes in matrices [rows, h]: back to the dims in which the shard was cut.
+        sizes = list(self._shard.shape)
+        sizes[self._split[0]] *= self._group.size
+        return scatter_start(grad.view(sizes), self._group, *self._split, site=f"{self._site} backward")
 
 
 def _rows(x: Tensor) -> Tensor:

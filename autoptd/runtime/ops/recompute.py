@@ -218,6 +218,3 @@ class Activations:
 def _arguments(code: CodeType) -> tuple[str, ...]:
     """Return the arguments of a method, without `self`."""
     return code.co_varnames[1 : code.co_argcount]
-
-
-__all__ = ["Activations"]

@@ -14,6 +14,7 @@ does in torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ import torch.nn.functional as F
 from autoptd.errors import PlanError
 from autoptd.kernels.cross_entropy import Labels, Loss
 from autoptd.kernels.forms import takes_triton, wide
+from autoptd.kernels.loss import can_use_triton, chunked_loss, default_chunk, linear_cross_entropy
+from autoptd.kernels.loss_chunks import How, WeightSum
 from autoptd.runtime.ops.shards import real_rows
 from autoptd.runtime.world.world import Group, SoloGroup
 
@@ -95,6 +98,20 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, total: Tensor | float, **o
     `options` are those of `vocab_parallel_cross_entropy`.
     """
     return vocab_parallel_cross_entropy(logits, targets, SoloGroup(0), total=total, **options)
+
+
+def count_labels(targets: Tensor, *, ignore_index: int, weight: Tensor | None = None) -> Tensor:
+    """Count the labels that are not `ignore_index`, or sum their class weights (0-d, float64).
+
+    This is the divisor of `F.cross_entropy(..., reduction="mean")`; summed over microbatches and replicas it is that of
+    the global batch.
+    """
+    valid = targets != ignore_index
+    if weight is None:
+        return valid.sum().double()
+    # Class 0 stands in for ignored labels, which may be out of range.
+    picked = weight.detach()[torch.where(valid, targets, 0)]
+    return (picked * valid).sum().double()
 
 
 def local_labels(ids: Tensor, columns: int, group: Group, ignore_index: int, size: int) -> Labels:
@@ -176,3 +193,64 @@ class _RowLoss(torch.autograd.Function):
 
             return gradients(loss, softmax, terms, labels, grad), None, None
         return loss.gradients(softmax, terms, labels, grad, out=softmax).to(ctx.dtype), None, None
+
+
+def vocab_parallel_linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    group: Group,
+    *,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    total: Tensor | float | None = None,
+    chunk: int | None = None,
+    dtype: torch.dtype | None = None,
+    wgrad: Callable[[WeightSum], None] | None = None,
+    loss_scale: float | None = None,
+    size: int = 0,
+    site: str = "",
+    backend: str = "eager",
+) -> Tensor:
+    """Return the cross-entropy of the whole logits x weight^T + bias, of x [..., h], weight [n, h] and targets [...].
+
+    `bias` and `class_weight` are this rank's [n]; `size` is V where the group does not divide it (see `vocab.py`). The other
+    options are those of `kernels.loss.linear_cross_entropy`.
+    """
+    if targets.is_floating_point():
+        raise PlanError(
+            site or "cross_entropy", "targets are class probabilities, not ids", "targets of dtype int64"
+        )
+    # No reduction between chunks, and ids need not be mapped to columns of this rank.
+    if group.size == 1:
+        return linear_cross_entropy(
+            x,
+            weight,
+            targets,
+            bias=bias,
+            class_weight=class_weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            softcap=softcap,
+            total=total,
+            chunk=chunk,
+            dtype=dtype,
+            wgrad=wgrad,
+            loss_scale=loss_scale,
+            backend=backend,
+        )
+    # The rows of the head's weight are columns of the logits: this rank's n of V.
+    columns = len(weight)
+    labels = local_labels(targets.reshape(-1), columns, group, ignore_index, size)
+    loss = sharded_loss(columns, group, label_smoothing, class_weight, size, site, x.dtype)
+    triton = can_use_triton(backend, x, class_weight)
+    # The chunk follows from this rank's n, which is equal on all ranks: their reductions must pair up.
+    chunk = chunk or default_chunk(columns, x.dtype, x.device)
+    how = How(reduction, chunk, softcap, triton, wgrad, loss_scale)
+    # Computed in float32 at least, rounded here once.
+    return chunked_loss(x, weight, bias, labels, loss, how, total, targets.shape).to(dtype or x.dtype)

@@ -194,14 +194,3 @@ def _stir(x: torch.Tensor) -> torch.Tensor:
 
 def _key(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
-
-
-__all__ = [
-    "fingerprint",
-    "fingerprint_of",
-    "fingerprint_of_model",
-    "fingerprint_of_rectangle",
-    "fingerprint_of_values",
-    "hash_words",
-    "text_of",
-]

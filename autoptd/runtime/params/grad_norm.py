@@ -8,7 +8,7 @@ In: a rank's parameters, with the gradients of a step. Out: the p-norm over all 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf
 
@@ -18,6 +18,7 @@ from autoptd.errors import PlanError, RuntimeFault
 from autoptd.kernels.forms import wide
 from autoptd.runtime.params.guard import unguarded
 from autoptd.runtime.params.parameters import RankParameters
+from autoptd.runtime.params.parts import by_dtype
 
 # The site of its collective.
 SITE = "gradient norm"
@@ -153,11 +154,3 @@ def norms_of(tensors: Sequence[torch.Tensor], device: torch.device, p: float) ->
     if not norms:
         return torch.zeros(0, dtype=torch.float64, device=device)
     return torch.stack([norm.double() for norm in norms])
-
-
-def by_dtype(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield lists of tensors of one dtype: torch's foreach operators process mixed lists one by one."""
-    lists: dict[torch.dtype, list[torch.Tensor]] = {}
-    for x in tensors:
-        lists.setdefault(x.dtype, []).append(x)
-    yield from lists.values()

@@ -30,10 +30,9 @@ from autoptd.program.buckets import BucketPlan, plan_buckets
 from autoptd.program.program import Program
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.ops.linear import WeightTerm
-from autoptd.runtime.params.grad_norm import by_dtype
 from autoptd.runtime.params.guard import guard_gradient, unguarded
 from autoptd.runtime.params.parameters import RankParameters
-from autoptd.runtime.params.parts import dtype_of
+from autoptd.runtime.params.parts import by_dtype, dtype_of
 from autoptd.runtime.world.world import Done, Group, Pending, World
 
 StartSum = Callable[[torch.Tensor, str], Pending]

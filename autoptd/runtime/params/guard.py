@@ -226,7 +226,7 @@ def guard_gradient(grad: Tensor) -> Tensor:
     return grad
 
 
-def lower(parameters: Iterable[Tensor]) -> None:
+def remove_guards(parameters: Iterable[Tensor]) -> None:
     """Give parameters and their gradients torch's own classes, which its fast optimizers require."""
     with unguarded():
         for x in parameters:
@@ -236,8 +236,8 @@ def lower(parameters: Iterable[Tensor]) -> None:
                 x.grad.__class__ = Tensor  # type: ignore[assignment]
 
 
-def raise_again(parameters: Iterable[Tensor]) -> None:
-    """Guard parameters and gradients as before `lower`."""
+def install_guards(parameters: Iterable[Tensor]) -> None:
+    """Guard parameters and gradients as before `remove_guards`."""
     with unguarded():
         for x in parameters:
             if type(x) is nn.Parameter:
@@ -252,6 +252,3 @@ def _caller() -> str:
     while frame.f_globals.get("__name__") in FORWARDING and frame.f_back:
         frame = frame.f_back
     return str(frame.f_globals.get("__name__", ""))
-
-
-__all__ = ["GuardedGradient", "GuardedParameter", "guard_gradient", "lower", "raise_again", "unguarded"]

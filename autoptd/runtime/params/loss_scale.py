@@ -102,6 +102,3 @@ class LossScaler:
         if self.is_dynamic:
             self.value = float(state["value"])
             self._good, self._left = int(state["good"]), int(state["left"])
-
-
-__all__ = ["LossScaler"]

@@ -1,14 +1,13 @@
 """Create torch optimizers over local parameters, with state dicts in the model's own names.
 
-In: an optimizer class, groups by names, globs or tensors, and the parameters of the ranks of this process
-(all ranks as threads, or one). Out: an instance of the class over those local tensors, so that learning-rate
-schedulers work. Its `state_dict` is a collective that returns full tensors by original names on rank 0:
+In: an optimizer class, groups by names, globs or tensors, and the parameters of the ranks of this process (all ranks as
+threads, or one). Out: an instance of the class over those local tensors, so that learning-rate schedulers work. Its
+`state_dict` is a collective that returns full tensors by original names on rank 0:
 
     {"state": {"lm_head.weight": {"step": ..., "exp_avg": <full>}}, "param_groups": [{"lr": ..., "params": ["lm_head.weight"]}]}
 
-Only elementwise optimizers are allowed (`elementwise.py`): their update of a shard is the shard of the
-update. For a user-defined class the treatment of shards and pieces is compared with that of the full shapes
-(`shape_trial.py`).
+A state dict of torch's own optimizers, which number parameters, is loaded as well. Only elementwise optimizers are allowed,
+and only those that treat shards like the full parameters (`trial.py`).
 
     opt = make_optimizer(torch.optim.AdamW, ranks, run, params=[{"params": ["*.weight"], "weight_decay": 0.1}], lr=3e-4)
 """
@@ -19,28 +18,33 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import optim
 
 from autoptd.errors import PlanError
 from autoptd.program.specs import ParamSpec
-from autoptd.runtime.params.elementwise import ELEMENTWISE, check_elementwise
-from autoptd.runtime.params.fused_optimizer import lay_out, takes_fused
+from autoptd.runtime.ops.shards import real_rows
+from autoptd.runtime.params.full_values import gather_full
 from autoptd.runtime.params.grad_norm import grad_norm
-from autoptd.runtime.params.guard import lower, raise_again, unguarded
+from autoptd.runtime.params.guard import install_guards, remove_guards, unguarded
 from autoptd.runtime.params.loss_scale import LossScaler
-from autoptd.runtime.params.numbered import is_numbered, named
-from autoptd.runtime.params.optimizer_state import gather_state, local_record, stored_of
-from autoptd.runtime.params.padding_stays_zero import clear_padding, padding_of
 from autoptd.runtime.params.parameters import RankParameters
-from autoptd.runtime.params.parts import dtype_of
-from autoptd.runtime.params.shape_trial import NamedGroups, ShapeTrial
+from autoptd.runtime.params.parts import dtype_of, own_piece, shard_of
+from autoptd.runtime.params.storage import alias
+from autoptd.runtime.params.trial import ELEMENTWISE, NamedGroups, ShapeTrial, check_elementwise
 
 Result = TypeVar("Result")
 # Runs a collective on all ranks; returns rank 0's (or this rank's) result.
 Run = Callable[[Callable[[RankParameters], Result]], Result]
+# By parameter: the optimizer's state of it.
+State = dict[str, dict[str, Any]]
+SITE = "optimizer.load_state_dict"
+# Classes with a fused form on the CPU and on CUDA.
+FUSED: tuple[type[optim.Optimizer], ...] = (optim.Adam, optim.AdamW, optim.SGD)
+# A user who passes one of these has chosen.
+CHOICES = ("fused", "foreach", "differentiable", "capturable")
 
 
 @dataclass(frozen=True)
@@ -81,10 +85,10 @@ class NamedOptimizer(optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict of full tensors, the same on every rank; raise PlanError if its groups differ.
 
-        A state dict of a torch optimizer over the unmodified model is accepted, too: see `numbered.py`.
+        A state dict of a torch optimizer over the unmodified model is accepted, too: see `to_names`.
         """
         if is_numbered(state_dict):
-            state_dict = named(state_dict, self.binding.ranks[0].specs, self.binding.groups)
+            state_dict = to_names(state_dict, self.binding.ranks[0].specs, self.binding.groups)
         self.check_saved(state_dict["param_groups"], "optimizer.load_state_dict")
         # In torch's format groups hold indices instead of parameters.
         own = super().state_dict()["param_groups"]
@@ -151,12 +155,6 @@ class NamedOptimizer(optim.Optimizer):
         return [{**group, "params": list(names)} for group, names in pairs]
 
 
-def _some_of(names: Collection[str], most: int = 4) -> str:
-    """Return `a, b and 3 more`."""
-    shown = ", ".join(sorted(names)[:most])
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
 def make_optimizer(
     cls: type[optim.Optimizer],
     ranks: Sequence[RankParameters],
@@ -202,130 +200,6 @@ def make_optimizer(
         rank.is_lent = True
     register_hooks(optimizer, ranks, run)
     return optimizer
-
-
-def _local_groups(
-    cls: type[optim.Optimizer], ranks: Sequence[RankParameters], groups: NamedGroups
-) -> list[Any]:
-    """Return the optimizer's first argument: groups of local tensors, or a list of tensors without groups."""
-    local: list[dict[str, Any]] = []
-    for names, options in groups:
-        tensors = [rank.stored[name] for name in names for rank in ranks if name in rank.stored]
-        local.append({**options, "params": tensors})
-    # A user-defined constructor often iterates over the parameters; torch's rejects an empty list.
-    is_list = cls not in ELEMENTWISE and len(local) == 1 and not groups[0][1]
-    return local[0]["params"] or local if is_list else local
-
-
-def names_in_groups(
-    cls: type[optim.Optimizer],
-    keywords: Mapping[str, Any],
-    optimizer: optim.Optimizer,
-    ranks: Sequence[RankParameters],
-    run: Run[Any],
-    groups: NamedGroups,
-) -> tuple[tuple[str, ...], ...]:
-    """Return the names in each group of a user-defined class, which may have regrouped its parameters.
-
-    Raise PlanError if it would treat the full parameters of the model differently; a collective.
-    """
-    trial = ShapeTrial(cls, keywords, ranks, groups)
-    finding = trial.finding(optimizer.param_groups)
-    findings = run(lambda params: params.world.everyone().gather_objects(finding, "optimizer groups"))
-    for text in filter(None, findings):
-        remedy = "p.ndim is that of the model on every mesh; give groups by names: pm.optimizer(params=[{...}, ...])"
-        raise PlanError(f"optimizer {cls.__name__}", text, remedy)
-    mine = [trial.names(group) for group in optimizer.param_groups]
-    # In the order of an optimizer of the whole model, whose state dict numbers parameters.
-    return _agree(run, mine, trial.order)
-
-
-def register_hooks(optimizer: NamedOptimizer, ranks: Sequence[RankParameters], run: Run[Any]) -> None:
-    """Register the hooks that run before and after every `step` of an optimizer, in this order."""
-    every = [x for group in optimizer.param_groups for x in group["params"]]
-    optimizer.register_step_pre_hook(begin)  # type: ignore[arg-type]
-    if len(ranks) == 1:
-        # A step may have returned before the device failed. (Rank threads are stopped by their pool.)
-        optimizer.register_step_pre_hook(lambda *_: ranks[0].world.raise_first_fault())
-    if optimizer.loss_scale is not None or any(rank.is_apart for rank in ranks):
-        optimizer.register_step_pre_hook(refuse_closure)
-    for rank in ranks:
-        optimizer.register_step_pre_hook(lambda *_, rank=rank: before_update(rank))  # type: ignore[misc]
-    if optimizer.loss_scale is not None:
-        skip_where_infinite(optimizer, optimizer.loss_scale, every, run)
-    # torch's foreach and fused implementations accept its own tensor classes only.
-    optimizer.register_step_pre_hook(lambda *_: lower(every))
-    optimizer.register_step_pre_hook(lambda optimizer, *_: lay_out(optimizer.param_groups))
-    # After what works on plain tensors.
-    optimizer.register_step_post_hook(lambda *_: raise_again(every))
-    paddings = [padding for rank in ranks for padding in padding_of(rank)]
-    is_apart = any(rank.is_apart for rank in ranks)
-
-    def finish(*_: Any) -> None:
-        # If a user-defined step calls torch's, the hooks run again around the inner one.
-        optimizer.updates += optimizer.is_stepping
-        optimizer.is_stepping = False
-        clear_padding(paddings)
-        if is_apart:
-            publish(optimizer, run)
-
-    optimizer.finish_hook = optimizer.register_step_post_hook(finish)
-    optimizer.finish = finish
-
-
-def skip_where_infinite(
-    optimizer: NamedOptimizer, scale: LossScaler, parameters: Sequence[torch.Tensor], run: Run[Any]
-) -> None:
-    """Make `step` a no-op, by hiding the gradients, if one is not finite on any rank."""
-    hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-
-    def hide() -> None:
-        # A user-defined step may call torch's, which runs the hooks again if torch's class was used before.
-        if hidden and all(x.grad is None for x, _ in hidden):
-            return
-        hidden.clear()
-        optimizer.step_was_skipped = scale.settle(lambda: run(grad_norm))
-        if optimizer.step_was_skipped:
-            optimizer.skipped += 1
-            hidden.extend((x, x.grad) for x in parameters)
-            for x in parameters:
-                x.grad = None
-
-    def show() -> None:
-        for x, gradient in hidden:
-            x.grad = gradient
-        hidden.clear()
-
-    optimizer.register_step_pre_hook(lambda *_: unguarded()(hide)())
-    optimizer.register_step_post_hook(lambda *_: unguarded()(show)())
-
-
-def refuse_closure(_: optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise PlanError for `step(closure)`: gradients are handed over before the closure would be called."""
-    if any(callable(arg) for arg in (*args, *kwargs.values())):
-        fact = "takes no closure with precision= or zero=1: its gradients would come too late"
-        raise PlanError("optimizer.step", fact, "pm.step(...) first, then optimizer.step()")
-
-
-def publish(optimizer: NamedOptimizer, run: Run[Any]) -> None:
-    """Publish an update to all ranks that use it, if there was one."""
-    if not optimizer.step_was_skipped:
-        run(RankParameters.publish)
-
-
-def begin(optimizer: NamedOptimizer, *_: Any) -> None:
-    """Note that a step begins."""
-    optimizer.is_stepping = True
-
-
-@unguarded()
-def before_update(params: RankParameters) -> None:
-    """Copy the user's edits of parameters and their gradients to storage."""
-    # Parameters must not change while the last update is still being sent.
-    params.wait()
-    params.absorb_edits()
-    params.hand_gradients()
-    params.is_update_due = False
 
 
 def resolve_groups(
@@ -397,3 +271,297 @@ def _agree(run: Run[Any], mine: list[list[str]], order: Sequence[str]) -> tuple[
         # In the program's order, which is the same on all ranks.
         agreed.append(tuple(name for name in order if name in named))
     return tuple(agreed)
+
+
+def _some_of(names: Collection[str], most: int = 4) -> str:
+    """Return `a, b and 3 more`."""
+    shown = ", ".join(sorted(names)[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _local_groups(
+    cls: type[optim.Optimizer], ranks: Sequence[RankParameters], groups: NamedGroups
+) -> list[Any]:
+    """Return the optimizer's first argument: groups of local tensors, or a list of tensors without groups."""
+    local: list[dict[str, Any]] = []
+    for names, options in groups:
+        tensors = [rank.stored[name] for name in names for rank in ranks if name in rank.stored]
+        local.append({**options, "params": tensors})
+    # A user-defined constructor often iterates over the parameters; torch's rejects an empty list.
+    is_list = cls not in ELEMENTWISE and len(local) == 1 and not groups[0][1]
+    return local[0]["params"] or local if is_list else local
+
+
+def names_in_groups(
+    cls: type[optim.Optimizer],
+    keywords: Mapping[str, Any],
+    optimizer: optim.Optimizer,
+    ranks: Sequence[RankParameters],
+    run: Run[Any],
+    groups: NamedGroups,
+) -> tuple[tuple[str, ...], ...]:
+    """Return the names in each group of a user-defined class, which may have regrouped its parameters.
+
+    Raise PlanError if it would treat the full parameters of the model differently; a collective.
+    """
+    trial = ShapeTrial(cls, keywords, ranks, groups)
+    finding = trial.finding(optimizer.param_groups)
+    findings = run(lambda params: params.world.everyone().gather_objects(finding, "optimizer groups"))
+    for text in filter(None, findings):
+        remedy = "p.ndim is that of the model on every mesh; give groups by names: pm.optimizer(params=[{...}, ...])"
+        raise PlanError(f"optimizer {cls.__name__}", text, remedy)
+    mine = [trial.names(group) for group in optimizer.param_groups]
+    # In the order of an optimizer of the whole model, whose state dict numbers parameters.
+    return _agree(run, mine, trial.order)
+
+
+def register_hooks(optimizer: NamedOptimizer, ranks: Sequence[RankParameters], run: Run[Any]) -> None:
+    """Register the hooks that run before and after every `step` of an optimizer, in this order."""
+    every = [x for group in optimizer.param_groups for x in group["params"]]
+    optimizer.register_step_pre_hook(begin)  # type: ignore[arg-type]
+    if len(ranks) == 1:
+        # A step may have returned before the device failed. (Rank threads are stopped by their pool.)
+        optimizer.register_step_pre_hook(lambda *_: ranks[0].world.raise_first_fault())
+    if optimizer.loss_scale is not None or any(rank.is_apart for rank in ranks):
+        optimizer.register_step_pre_hook(refuse_closure)
+    for rank in ranks:
+        optimizer.register_step_pre_hook(lambda *_, rank=rank: before_update(rank))  # type: ignore[misc]
+    if optimizer.loss_scale is not None:
+        skip_where_infinite(optimizer, optimizer.loss_scale, every, run)
+    # torch's foreach and fused implementations accept its own tensor classes only.
+    optimizer.register_step_pre_hook(lambda *_: remove_guards(every))
+    optimizer.register_step_pre_hook(lambda optimizer, *_: lay_out(optimizer.param_groups))
+    # After what works on plain tensors.
+    optimizer.register_step_post_hook(lambda *_: install_guards(every))
+    paddings = [padding for rank in ranks for padding in padding_of(rank)]
+    is_apart = any(rank.is_apart for rank in ranks)
+
+    def finish(*_: Any) -> None:
+        # If a user-defined step calls torch's, the hooks run again around the inner one.
+        optimizer.updates += optimizer.is_stepping
+        optimizer.is_stepping = False
+        clear_padding(paddings)
+        if is_apart:
+            publish(optimizer, run)
+
+    optimizer.finish_hook = optimizer.register_step_post_hook(finish)
+    optimizer.finish = finish
+
+
+def skip_where_infinite(
+    optimizer: NamedOptimizer, scale: LossScaler, parameters: Sequence[torch.Tensor], run: Run[Any]
+) -> None:
+    """Make `step` a no-op, by hiding the gradients, if one is not finite on any rank."""
+    hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def hide() -> None:
+        # A user-defined step may call torch's, which runs the hooks again if torch's class was used before.
+        if hidden and all(x.grad is None for x, _ in hidden):
+            return
+        hidden.clear()
+        optimizer.step_was_skipped = scale.settle(lambda: run(grad_norm))
+        if optimizer.step_was_skipped:
+            optimizer.skipped += 1
+            hidden.extend((x, x.grad) for x in parameters)
+            for x in parameters:
+                x.grad = None
+
+    def show() -> None:
+        for x, gradient in hidden:
+            x.grad = gradient
+        hidden.clear()
+
+    optimizer.register_step_pre_hook(lambda *_: unguarded()(hide)())
+    optimizer.register_step_post_hook(lambda *_: unguarded()(show)())
+
+
+def refuse_closure(_: optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise PlanError for `step(closure)`: gradients are handed over before the closure would be called."""
+    if any(callable(arg) for arg in (*args, *kwargs.values())):
+        fact = "takes no closure with precision= or zero=1: its gradients would come too late"
+        raise PlanError("optimizer.step", fact, "pm.step(...) first, then optimizer.step()")
+
+
+def publish(optimizer: NamedOptimizer, run: Run[Any]) -> None:
+    """Publish an update to all ranks that use it, if there was one."""
+    if not optimizer.step_was_skipped:
+        run(RankParameters.publish)
+
+
+def begin(optimizer: NamedOptimizer, *_: Any) -> None:
+    """Note that a step begins."""
+    optimizer.is_stepping = True
+
+
+@unguarded()
+def before_update(params: RankParameters) -> None:
+    """Copy the user's edits of parameters and their gradients to storage."""
+    # Parameters must not change while the last update is still being sent.
+    params.wait()
+    params.absorb_edits()
+    params.hand_gradients()
+    params.is_update_due = False
+
+
+def takes_fused(
+    cls: type[optim.Optimizer],
+    groups: Iterable[Mapping[str, Any]],
+    device: torch.device,
+    dtypes: Iterable[torch.dtype],
+) -> bool:
+    """Tell whether `fused=True` is the default of an optimizer; `groups` are its keywords, and those of each group.
+
+    A fused optimizer makes one pass over parameters, gradients and moments instead of one per operation. All ranks decide
+    alike, because copies of a parameter must stay equal.
+    """
+    if cls not in FUSED or device.type not in ("cpu", "cuda"):
+        return False
+    if not all(dtype.is_floating_point for dtype in dtypes):
+        return False
+    for keywords in groups:
+        # A learning rate in a tensor is not supported by all fused kernels.
+        if isinstance(keywords.get("lr"), torch.Tensor) or any(name in keywords for name in CHOICES):
+            return False
+    return True
+
+
+def lay_out(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Make the gradients of fused groups contiguous, as their parameters and loaded state are.
+
+    The CPU's fused kernels ignore strides (torch 2.11 to 2.13; CUDA's refuse tensors with different ones).
+    """
+    for group in groups:
+        for parameter in group["params"] if group.get("fused") else ():
+            grad = parameter.grad
+            if grad is not None and grad.layout is torch.strided and not grad.is_contiguous():
+                parameter.grad = grad.contiguous()
+
+
+class Padding(NamedTuple):
+    """The padding of a parameter that this rank stores: a view of it, or its indices in a flat piece."""
+
+    stored: torch.Tensor
+    indices: torch.Tensor | None
+
+
+def padding_of(params: RankParameters) -> list[Padding]:
+    """Return the padding in what a rank stores, parameter by parameter."""
+    found = []
+    for spec in params.specs:
+        size, x = spec.padded_size(params.world.mesh), params.stored.get(spec.name)
+        if not size or x is None:
+            continue
+        local = params.local[spec.name]
+        width = local.shape[spec.cut_dim]
+        real = real_rows(size, width, own_piece(spec, params.world)[0])
+        if not params.is_shared(spec.name):
+            found.append(Padding(alias(x).narrow(spec.cut_dim, real, width - real), None))
+            continue
+        mask = torch.zeros(local.shape, dtype=torch.bool, device=x.device)
+        mask.narrow(spec.cut_dim, real, width - real).fill_(True)
+        piece = params.piece_of(spec.name, mask)
+        assert piece is not None
+        found.append(Padding(alias(x).view(-1), piece.view(-1).nonzero().flatten()))
+    return found
+
+
+@torch.no_grad()
+def clear_padding(paddings: Sequence[Padding]) -> None:
+    """Set the padding of parameters to zero again: without an epsilon, an optimizer computes 0 / 0 there."""
+    for stored, indices in paddings:
+        if indices is None:
+            stored.zero_()
+        else:
+            stored.index_fill_(0, indices, 0)
+
+
+def gather_state(params: RankParameters, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> State:
+    """Return the optimizer's state with full CPU tensors by name on rank 0, {} elsewhere; a collective of all ranks."""
+    world = params.world
+    # First all ranks learn which state every parameter has: gathering a tensor is a collective of all of them.
+    mine: State = {}
+    for spec, x in stored_of(params):
+        # Copies of a parameter have equal state: one rank describes it for all.
+        if spec.name in params.counted and x in state:
+            mine[spec.name] = {key: _described(value, x) for key, value in state[x].items()}
+    described: State = {}
+    for part in world.everyone().gather_objects(mine, "optimizer state"):
+        described |= part
+    full: State = {}
+    for spec in params.specs:
+        own = params.stored.get(spec.name)
+        for key, value in described.get(spec.name, {}).items():
+            if isinstance(value, Whole):
+                shard = None if own is None else state[own][key]
+                value = gather_full(params, spec, shard, value.dtype)
+            full.setdefault(spec.name, {})[key] = value
+    return full if world.rank == 0 else {}
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A placeholder for a tensor that is laid out and gathered like its parameter."""
+
+    dtype: torch.dtype
+
+
+def _described(value: Any, parameter: torch.Tensor) -> Any:
+    """Return one entry of a parameter's state, `Whole` in place of a tensor of the parameter's shape."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    # Moments have the parameter's shape; what has another one (a step count, 0-d) is the same on every rank.
+    is_like_parameter = value.dim() > 0 and value.shape == parameter.shape
+    return Whole(value.dtype) if is_like_parameter else value.detach().to("cpu", copy=True)
+
+
+def local_record(params: RankParameters, spec: ParamSpec, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return this rank's part of one parameter's state, in new tensors."""
+    local = {}
+    for key, value in record.items():
+        if isinstance(value, torch.Tensor):
+            # A step count is 0-d, as the moments of a 0-d parameter are.
+            if tuple(value.shape) == spec.shape and (value.dim() > 0 or key != "step"):
+                value = params.piece_of(spec.name, shard_of(spec, value, params.world))
+            value = value.clone(memory_format=torch.contiguous_format)
+        local[key] = value
+    return local
+
+
+def stored_of(params: RankParameters) -> list[tuple[ParamSpec, torch.Tensor]]:
+    return [(spec, params.stored[spec.name]) for spec in params.specs if spec.name in params.stored]
+
+
+def is_numbered(state_dict: Mapping[str, Any]) -> bool:
+    return any(isinstance(name, int) for group in state_dict["param_groups"] for name in group["params"])
+
+
+def to_names(
+    state_dict: Mapping[str, Any], specs: Sequence[ParamSpec], groups: Sequence[Sequence[str]]
+) -> dict[str, Any]:
+    """Return a state dict of torch's optimizers with names instead of numbers; PlanError if groups or shapes differ.
+
+    torch numbers parameters in the order of the groups, and within a group in that of the model.
+    """
+    by_name = {spec.name: spec for spec in specs}
+    saved = state_dict["param_groups"]
+    fact = f"is a torch optimizer's own, with {[len(group['params']) for group in saved]} numbered parameters in its groups"
+    remedy = "make this optimizer with the same groups, each in the order of model.named_parameters()"
+    if len(saved) != len(groups):
+        raise PlanError(SITE, f"{fact}, and this one has {list(map(len, groups))}", remedy)
+    name_of: dict[int, str] = {}
+    for group, names in zip(saved, groups, strict=True):
+        trained = [name for name in names if by_name[name].requires_grad]
+        # Frozen parameters may have been left out.
+        fits = next((some for some in (names, trained) if len(some) == len(group["params"])), None)
+        if fits is None:
+            raise PlanError(SITE, f"{fact}, and this one has {list(map(len, groups))}", remedy)
+        name_of |= dict(zip(group["params"], fits, strict=True))
+    for number, record in state_dict["state"].items():
+        shape = by_name[name_of[number]].shape
+        for key, value in record.items():
+            if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) != shape:
+                text = f"{key} of parameter {number} has shape {tuple(value.shape)}, and {name_of[number]} {shape}"
+                raise PlanError(SITE, f"{fact}: {text}", remedy)
+    named_groups = [{**group, "params": list(names)} for group, names in zip(saved, groups, strict=True)]
+    state = {name_of[number]: record for number, record in state_dict["state"].items()}
+    return {**state_dict, "state": state, "param_groups": named_groups}

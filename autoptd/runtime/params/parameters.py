@@ -26,11 +26,10 @@ from autoptd.program.buckets import BucketPlan, plan_buckets
 from autoptd.program.program import Program
 from autoptd.program.sources import Source
 from autoptd.program.specs import ParamSpec
-from autoptd.runtime.params.edits import Edits
 from autoptd.runtime.params.guard import GuardedParameter, guard_gradient, unguarded
 from autoptd.runtime.params.namespace import Namespace
 from autoptd.runtime.params.parts import dtype_of, from_rank_0, read_shard, shard_of
-from autoptd.runtime.params.storage import SharedBucket, alias, check_use, is_first_holder
+from autoptd.runtime.params.storage import Edits, SharedBucket, alias, check_use, is_first_holder
 from autoptd.runtime.world.world import World
 
 # Initial values of parameters: full tensors by name, or a source of them.

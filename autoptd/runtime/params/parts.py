@@ -6,6 +6,8 @@ own = read_shard(spec, source.reader(), world)       # the same, without the ful
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 
 from autoptd.errors import PlanError
@@ -18,6 +20,14 @@ from autoptd.runtime.world.world import Group, World
 def dtype_of(name: str) -> torch.dtype:
     """Return `torch.float32` for "float32"."""
     return getattr(torch, name.removeprefix("torch."))  # type: ignore[no-any-return]
+
+
+def by_dtype(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield lists of tensors of one dtype: torch's foreach operators process mixed lists one by one."""
+    lists: dict[torch.dtype, list[torch.Tensor]] = {}
+    for x in tensors:
+        lists.setdefault(x.dtype, []).append(x)
+    yield from lists.values()
 
 
 def from_rank_0(world: World, name: str, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -75,6 +85,3 @@ def shard_group(spec: ParamSpec, world: World) -> Group:
     axis = spec.shard_axis(world.mesh)
     assert axis is not None, f"{spec.name} is whole"
     return world.group((axis,))
-
-
-__all__ = ["dtype_of", "from_rank_0", "own_entries", "own_piece", "read_shard", "shard_group", "shard_of"]

@@ -1,10 +1,9 @@
-"""Store a range of a flat parameter buffer on each rank (ZeRO).
+"""Store a range of a flat parameter buffer on each rank (ZeRO), and notice what the user writes to separate storage.
 
-In: a planned bucket and this rank's parts of its parameters. Out: one flat buffer of the parameters that
-stages use, and this rank's range of it in *pieces*: one tensor for each parameter that overlaps the range,
-which the optimizer steps. A piece has as many dims as its parameter, all of size 1 but the last, since many
-optimizers treat matrices and vectors differently. After an update all ranks gather the ranges into the
-buffer.
+In: a planned bucket and this rank's parts of its parameters. Out: one flat buffer of the parameters that stages use, and
+this rank's range of it in *pieces*: one tensor for each parameter that overlaps the range, which the optimizer steps. A
+piece has as many dims as its parameter, all of size 1 but the last, since many optimizers treat matrices and vectors
+differently. After an update all ranks gather the ranges into the buffer.
 
     bucket = SharedBucket(plan, world, {"h.0.ln_1.weight": x, ...})
     bucket.pieces["h.0.ln_1.weight"].tensor           # stepped by the optimizer; absent if stored elsewhere
@@ -14,11 +13,18 @@ With 2 replicas, and parameters a of 5 elements and b of 4 (aligned to 4 here, a
 
     the flat buffer     a a a a | a - - - || b b b b | - - - -
     stored by               replica 0      ||     replica 1
+
+`Edits` finds the stored tensors that were written to since the last update was published, because weights are clipped or
+projected through `optimizer.param_groups` or in a hook after its step:
+
+    edits = Edits(stored)
+    edits.note()                    # after an update was published, or values were loaded
+    edits.found()                   # ["h.0.attn.weight"]
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +32,7 @@ import torch
 from autoptd.errors import InternalError, PlanError
 from autoptd.program.buckets import BucketPlan, Place
 from autoptd.program.specs import ParamSpec
-from autoptd.runtime.params.guard import GuardedParameter
+from autoptd.runtime.params.guard import GuardedParameter, unguarded
 from autoptd.runtime.params.namespace import Withheld
 from autoptd.runtime.world.world import Group, Pending, World
 
@@ -147,9 +153,6 @@ def alias(x: torch.Tensor) -> torch.Tensor:
     return x.data
 
 
-__all__ = ["Piece", "SharedBucket", "alias", "as_piece"]
-
-
 def check_use(spec: ParamSpec) -> None:
     """Raise InternalError unless this runtime can convert the storage of a parameter to its used form."""
     rows = [step for step in spec.conversions if step.axis not in spec.sharing_axes]
@@ -163,3 +166,48 @@ def check_use(spec: ParamSpec) -> None:
 def is_first_holder(spec: ParamSpec, world: World) -> bool:
     """Tell whether this rank is the first of those that store the same part of a parameter."""
     return all(world.group((axis,)).index == 0 for axis in spec.copy_axes(world.mesh))
+
+
+class Edits:
+    """The versions of stored tensors when they were last published.
+
+    torch counts the writes to a tensor, except those through its `.data` or memory handed to numpy or C (`detach`,
+    `data_ptr`): once one of these was taken, the values themselves are compared.
+    """
+
+    def __init__(self, stored: Mapping[str, GuardedParameter]) -> None:
+        self.stored = dict(stored)
+        self._versions: dict[str, int] = {}
+        # Values of tensors whose `.data` or similar was taken: writes through it leave the version.
+        self._values: dict[str, torch.Tensor] = {}
+        self.note()
+
+    @unguarded()
+    @torch.no_grad()
+    def note(self, names: Iterable[str] | None = None) -> None:
+        """Record the current values of all, or of the named tensors as published."""
+        for name in self.stored if names is None else names:
+            if (x := self.stored.get(name)) is not None:
+                self._versions[name] = x._version
+                if _was_exposed(x):
+                    self._values[name] = x.detach().clone()
+
+    @unguarded()
+    def found(self) -> list[str]:
+        """Return the names of the tensors that were written to since the last `note`."""
+        versions = self._versions
+        return [
+            name
+            for name, x in self.stored.items()
+            if x._version != versions[name] or (_was_exposed(x) and self._differs(name, x))
+        ]
+
+    def _differs(self, name: str, x: torch.Tensor) -> bool:
+        known = self._values.get(name)
+        # The first time there is no earlier value to compare with.
+        return known is None or not torch.equal(known, x)
+
+
+def _was_exposed(x: torch.Tensor) -> bool:
+    # A tensor exchanged by torch.utils.swap_tensors has another class.
+    return getattr(x, "was_exposed", True)

@@ -19,37 +19,36 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from autoptd.errors import InternalError
+from autoptd.errors import InternalError, RuntimeFault
 from autoptd.ir.actions import Action, Kind
 from autoptd.kernels.forms import wide
 from autoptd.program.program import Program
-from autoptd.runtime.ops.dropout import Drawing
-from autoptd.runtime.ops.fused import Fused
 from autoptd.runtime.ops.linear import WeightTerm
-from autoptd.runtime.ops.losses import sum_loss
 from autoptd.runtime.params.gradients import Gradients
 from autoptd.runtime.params.parameters import RankParameters
-from autoptd.runtime.params.rank_buffers import KnownBuffers, receive_buffers
-from autoptd.runtime.step.batch_sums import (
+from autoptd.runtime.step.buffers import KnownBuffers, receive_buffers
+from autoptd.runtime.step.messages import Messages, Wires
+from autoptd.runtime.step.per_step import (
+    BUFFERS,
     LABELS,
     SUMS,
+    UPDATES,
+    BufferUpdates,
     add_nothing,
     chosen_inputs,
     count_batch,
+    load_updates,
     set_batch_sums,
+    sum_loss,
 )
-from autoptd.runtime.step.buffer_updates import SITE as BUFFERS
-from autoptd.runtime.step.buffer_updates import UPDATES, BufferUpdates, load_updates
-from autoptd.runtime.step.communicators import groups_of
-from autoptd.runtime.step.messages import Messages
-from autoptd.runtime.step.nan import NanWatch, nan_fault
 from autoptd.runtime.step.stage import LAYERS, Methods, Stage, load_layers, load_stage
 from autoptd.runtime.step.timeline import Watch
-from autoptd.runtime.step.wires import Wires
+from autoptd.runtime.world.flags import HostValue
 from autoptd.runtime.world.world import World
 
 Microbatch = Mapping[str, torch.Tensor]
@@ -122,8 +121,8 @@ class Executor:
             stage.main_grads = gradients.add
         return gradients
 
-    def go_on_from(self, other: Executor) -> None:
-        """Take over from another executor, which ran the last step for other sizes."""
+    def take_over(self, other: Executor) -> None:
+        """Continue the run of another executor, which ran the last step for other sizes."""
         if "gradients" in other.__dict__:
             other.gradients.detach()
         self.steps, self.watch, self._nan = other.steps, other.watch, other._nan
@@ -205,11 +204,11 @@ class Executor:
             self.program.sources[name], self._title(name), self._layers, compiled=is_compiled
         )
         stage = stage_class(
-            groups=groups_of(self.program, self.world),
+            groups={axis: self.world.group((axis,)) for axis in self.program.stage_axes},
             weights=self.params.weights_of_stage(index),
             buffers={buffer: self.buffers[buffer] for buffer in spec.buffers},
             device=self.world.device,
-            fused=Fused(str(self.program.fuse or "eager")),
+            fuse=str(self.program.fuse or "eager"),
         )
         if not is_compiled:
             self.params.wait_where_read(index, stage.weights)
@@ -309,7 +308,7 @@ class Executor:
                 wants_grad = spec.has_grad and torch.is_grad_enabled()
                 arrived[spec.name] = message[spec.name].requires_grad_(wants_grad)
         batch = {name: self._microbatches[number][name] for name in self.program.stages[stage].inputs}
-        self.stages[stage].drawing = self._drawing(number)
+        self._choose_masks(self.stages[stage], number)
         results = list(self.stages[stage].run(**arrived, **batch))
         loss = None
         if stage == self.program.loss_stage:
@@ -331,12 +330,13 @@ class Executor:
             inputs = {name: x for name, x in arrived.items() if x.requires_grad}
             self._saved[stage, number] = SavedForBackward(inputs, edges, loss)
 
-    def _drawing(self, number: int) -> Drawing | None:
-        """Return a microbatch's dropout masks, by its first row in the global batch; None in evaluations."""
-        if not torch.is_grad_enabled():
-            return None
-        first = (self.replica * self.program.num_microbatches + number) * self._rows
-        return Drawing(self.program.seed, self.steps, first, self._rows)
+    def _choose_masks(self, stage: Stage, number: int) -> None:
+        """Choose the dropout masks of a microbatch, by its first row in the global batch; none in evaluations."""
+        if torch.is_grad_enabled():
+            first = (self.replica * self.program.num_microbatches + number) * self._rows
+            stage.draw_masks(self.program.seed, self.steps, first, self._rows)
+        else:
+            stage.drawing = None
 
     def _backward(self, action: Action) -> None:
         stage, number = action.stage, action.microbatch
@@ -387,9 +387,9 @@ class Executor:
         mesh = self.world.mesh
         # A replica without rows has not seen the dtype.
         axes = mesh.axes if 0 in self.program.row_counts else mesh.stage_axes
-        told = self.world.hops(axes)
-        if self._loss_dtype is None and told.size > 1:
-            seen = told.gather_objects(self._seen_dtype, "dtype of the loss")
+        ranks = self.world.hops(axes)
+        if self._loss_dtype is None and ranks.size > 1:
+            seen = ranks.gather_objects(self._seen_dtype, "dtype of the loss")
             self._loss_dtype = next(dtype for dtype in seen if dtype is not None)
         return total.to(self._loss_dtype or self._seen_dtype)
 
@@ -408,3 +408,43 @@ class Executor:
 def _gradient_of(x: torch.Tensor) -> torch.Tensor:
     # No gradient reached `x`, but its source still waits for one.
     return torch.zeros_like(x) if x.grad is None else x.grad
+
+
+class StepLoss(NamedTuple):
+    """A step's number, and the part of its loss that this rank computed."""
+
+    step: int
+    own: torch.Tensor
+
+
+class NanWatch:
+    """The check that all ranks make at the end of every step; with `is_late`, of the step before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_late = device.type == "cuda"
+        self._pending: tuple[StepLoss, HostValue] | None = None
+
+    def look(self, step: int, loss: torch.Tensor, own: torch.Tensor) -> StepLoss | None:
+        """Return the step whose check is due, if its loss was NaN, else None."""
+        check: tuple[StepLoss, HostValue] | None = StepLoss(step, own), HostValue(loss.isnan())
+        if self.is_late:
+            check, self._pending = self._pending, check
+        if check is None or not check[1].read():
+            return None
+        # The step since then used the NaN gradients: its own check would only report the same fault again.
+        self._pending = None
+        return check[0]
+
+
+def nan_fault(now: int, step: int, ranks: Sequence[int]) -> RuntimeFault:
+    """Return the fault of a loss that was NaN in `step` on `ranks`, and is reported in step `now`."""
+    where = f"NaN on rank {', '.join(map(str, ranks))} (last stage)"
+    if step == now:
+        remedy = "look at this batch and the learning rate, or pass ranks=RankOptions(nan='ignore')"
+        return RuntimeFault(f"step {step}", f"the loss is {where}; its gradients were dropped", remedy)
+    fact = f"the loss of step {step} was {where}, which on CUDA is seen one step later: its gradients were handed over"
+    remedy = (
+        "go back to a checkpoint from before it, and look at that batch and the learning rate; "
+        "or pass ranks=RankOptions(nan='ignore')"
+    )
+    return RuntimeFault(f"step {now}", fact, remedy)

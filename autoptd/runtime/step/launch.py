@@ -21,20 +21,18 @@ import torch.distributed as dist
 
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
-from autoptd.options import Options
 from autoptd.program.program import Program
 from autoptd.program.sources import Source
 from autoptd.runtime.params.guard import unguarded
-from autoptd.runtime.params.parameters import RankParameters, Values
-from autoptd.runtime.params.rank_buffers import KnownBuffers
-from autoptd.runtime.step.communicators import communicators_of
+from autoptd.runtime.params.parameters import RankParameters, Values, owners
+from autoptd.runtime.step.buffers import KnownBuffers
 from autoptd.runtime.step.executor import Executor
 from autoptd.runtime.step.timeline import Delays, Timeline, clocks_of
 from autoptd.runtime.world.devices import check_device, has_launcher
 from autoptd.runtime.world.processes import DistributedWorld
 from autoptd.runtime.world.rendezvous import tell_at_exit
 from autoptd.runtime.world.threads import REMEDY, Ranks, ThreadWorld
-from autoptd.runtime.world.world import World, on_device
+from autoptd.runtime.world.world import Communicators, World, on_device
 
 Result = TypeVar("Result")
 # The activity named in errors while a program for other sizes is compiled and loaded.
@@ -45,10 +43,10 @@ MODEL = "check of the model"
 
 @dataclass
 class Rank:
-    """One rank: its world, its parameters, and its executor; `evaluator` may run the program of
-    `model.eval()`.
+    """One rank: its world, its parameters, and its executors.
 
-    With batches of several sizes, these two run the program of the last call, and `others` holds all by key.
+    `evaluator` may run the program of `model.eval()`. With batches of several sizes, these two run the program of the last
+    call, and `others` holds all by key.
     """
 
     world: World
@@ -61,6 +59,13 @@ class Rank:
     def executors(self) -> list[Executor]:
         """Return all executors, each once."""
         return list(dict.fromkeys((self.executor, self.evaluator, *self.others.values())))
+
+    @property
+    def buffers(self) -> KnownBuffers:
+        """Return the buffers that the programs of this rank have, and which of them a forward updates."""
+        known = {name: x for executor in self.executors for name, x in executor.buffers.items()}
+        updated = {name for executor in self.executors for name in executor.program.updated}
+        return KnownBuffers(known, frozenset(updated))
 
 
 class RunningRanks(ABC):
@@ -139,7 +144,7 @@ class RunningRanks(ABC):
             check_same_program(program, rank.world)
             # Only the stages that existed when a gather began wait for it.
             rank.params.wait()
-            rank.others[key] = Executor(program, rank.world, rank.params, known_buffers(rank))
+            rank.others[key] = Executor(program, rank.world, rank.params, rank.buffers)
 
         self.unrecorded.run(COMPILING, attach)
 
@@ -150,7 +155,7 @@ class RunningRanks(ABC):
             if evaluates:
                 chosen.watch, rank.evaluator = rank.evaluator.watch, chosen
             elif chosen is not rank.executor:
-                chosen.go_on_from(rank.executor)
+                chosen.take_over(rank.executor)
                 rank.executor = chosen
 
 
@@ -247,13 +252,6 @@ def make_rank(program: Program, world: World, full: Values) -> Rank:
     return Rank(world, params, executor, executor)
 
 
-def known_buffers(rank: Rank) -> KnownBuffers:
-    """Return the buffers that the programs of a rank have, and which of them a forward updates."""
-    known = {name: x for executor in rank.executors for name, x in executor.buffers.items()}
-    updated = {name for executor in rank.executors for name in executor.program.updated}
-    return KnownBuffers(known, frozenset(updated))
-
-
 def is_launched(mesh: Mesh, backend: str | None) -> bool:
     """Tell whether ranks are processes (torchrun, or an initialised process group) rather than threads of this one.
 
@@ -280,11 +278,11 @@ def is_launched(mesh: Mesh, backend: str | None) -> bool:
     return True
 
 
-def enter_world(options: Options) -> None:
+def enter_world(mesh: Mesh, backend: str | None, device: str | None) -> None:
     """Check that this process can run the requested ranks; report its early exit to other processes."""
-    if is_launched(options.mesh, options.backend):
+    if is_launched(mesh, backend):
         tell_at_exit()
-    check_device(options.device)
+    check_device(device)
 
 
 def is_first_process() -> bool:
@@ -324,3 +322,21 @@ def check_same_source(source: Source, world: World) -> None:
 def differing(one: Mapping[str, str], two: Mapping[str, str]) -> list[str]:
     """Return the names under which two mappings have different values, or only one of them has any."""
     return [name for name in {**one, **two} if one.get(name) != two.get(name)]
+
+
+def communicators_of(program: Program) -> Communicators:
+    """Return the communicators that `program` needs."""
+    shared = {owners(program, spec) for spec in program.params}
+    links = set()
+    for crossing in program.crossings:
+        source = program.rank_of_stage(crossing.source)
+        for stage in crossing.targets:
+            target = program.rank_of_stage(stage)
+            # Ranks, not stages: with v > 1 several stages share a link, or a crossing stays on its rank.
+            links |= {(source, target), (target, source)} if crossing.has_grad else {(source, target)}
+    return Communicators(
+        owners=tuple(sorted(ranks for ranks in shared if len(ranks) > 1)),
+        links=tuple(sorted((source, target) for source, target in links if source != target)),
+        sub_axes=program.sub_axes,
+        joint=program.joint_axes,
+    )

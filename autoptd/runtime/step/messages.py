@@ -1,9 +1,12 @@
 """Send and receive the messages of one rank's stages: pack and scatter, gather and unpack.
 
-In: the transfer buffers of a program (`program/transfers.py`: which values are packed together, and which are
-scattered over tp), this rank's world, and the values of crossings by name, or their gradients. Out: the same
-values on the rank of the other stage; a stage of the same rank receives the tensors themselves.
+In: a program, with its transfer buffers (`program/transfers.py`: which values are packed together, and which are
+scattered over tp), this rank's world, and the values of crossings by name, or their gradients. Out: `Wires`, the tables of
+which stage sends which crossings where; and the same values on the rank of the other stage. A stage of the same rank
+receives the tensors themselves.
 
+    wires, messages = Wires(program), Messages(program, world)
+    wires.values[0, 1]                  # the crossings that stage 1 reads from stage 0
     messages.leave(SEND_F0.1>1, {"x_from_0": x})    # after F0.1: keeps only the values to be sent
     messages.send(SEND_F0.1>1)                      # never waits
     messages.receive(RECV_F1.1<0)                   # allocates the buffers and posts; never waits
@@ -16,14 +19,14 @@ the F or B until the send completes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from autoptd.errors import InternalError
 from autoptd.ir.actions import Action, Kind
 from autoptd.program.program import Program
-from autoptd.program.specs import TransferBuffer
+from autoptd.program.specs import CrossingSpec, TransferBuffer
 from autoptd.runtime.params.parts import dtype_of
 from autoptd.runtime.world.world import Channel, Group, Pending, World
 
@@ -147,3 +150,43 @@ def gather(buffer: TransferBuffer, arrived: Tensor, group: Group) -> Tensor:
         return arrived
     site = f"{buffer.site} backward" if buffer.is_gradient else buffer.site
     return group.all_gather(arrived, 0, site)[: buffer.numel]
+
+
+Peers = dict[int, list[int]]
+
+
+class Wires:
+    """The crossings between stages: `values[source, target]` go forward; the gradients of
+    `gradients[source, target]` return from target to source.
+
+    The other tables list the peers of every stage, ascending.
+    """
+
+    def __init__(self, program: Program) -> None:
+        spec_of = {crossing.name: crossing for crossing in program.crossings}
+        self.outputs: dict[int, list[CrossingSpec]] = {}
+        self.values: dict[tuple[int, int], list[CrossingSpec]] = {}
+        self.gradients: dict[tuple[int, int], list[CrossingSpec]] = {}
+        # In the order of the program, by which both ends of a message pack and unpack.
+        for stage in program.stages:
+            self.outputs[stage.index] = [spec_of[name] for name in stage.outputs]
+            for crossing in self.outputs[stage.index]:
+                for target in crossing.targets:
+                    pair = stage.index, target
+                    self.values.setdefault(pair, []).append(crossing)
+                    # Ids and masks have no gradient to send back.
+                    if crossing.has_grad:
+                        self.gradients.setdefault(pair, []).append(crossing)
+        num_stages = len(program.stages)
+        self.sources, self.targets = _peers(self.values, num_stages)
+        self.grad_sources, self.grad_targets = _peers(self.gradients, num_stages)
+
+
+def _peers(pairs: Iterable[tuple[int, int]], num_stages: int) -> tuple[Peers, Peers]:
+    """Return two tables by stage, from pairs (source, target): its sources, and its targets."""
+    sources: Peers = {stage: [] for stage in range(num_stages)}
+    targets: Peers = {stage: [] for stage in range(num_stages)}
+    for source, target in sorted(pairs):
+        sources[target].append(source)
+        targets[source].append(target)
+    return sources, targets

@@ -219,6 +219,3 @@ def lead_of(first: Program) -> InputSpec:
             return spec
     fact = "no argument has a length beside its rows"
     raise PlanError(SITE, fact, "shapes='exact'")
-
-
-__all__ = ["BatchPadding", "lead_of"]

@@ -13,9 +13,12 @@ holds this rank's weights under the model's own names.
 
 from __future__ import annotations
 
+import linecache
+import types
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -26,7 +29,6 @@ from autoptd.runtime.ops.inductor import compile_layers
 from autoptd.runtime.ops.linear import Deferred, WeightGradient
 from autoptd.runtime.ops.recompute import Activations
 from autoptd.runtime.params.namespace import make_namespace
-from autoptd.runtime.step.emitted import execute
 from autoptd.runtime.world.world import Group
 
 
@@ -44,7 +46,7 @@ class Stage:
       replicas, set before the first forward of every step (numbers or 0-d tensors).
     - `sums`: sums over all microbatches and replicas of values that depend on inputs only, by number, set
       likewise.
-    - `parts`: contributions of microbatches to buffer updates, by number, in float64 (`buffer_updates.py`).
+    - `parts`: contributions of microbatches to buffer updates, by number, in float64 (`per_step.py`).
     - `drawing`: the dropout masks of the next forward; None: no dropout.
     - `fused`: the fused operators.
     - `main_grads` and `deferred`: the values for `wgrad` in an emitted `rt.linear`.
@@ -65,10 +67,10 @@ class Stage:
         weights: Mapping[str, torch.Tensor],
         buffers: Mapping[str, torch.Tensor],
         device: torch.device,
-        fused: Fused | None = None,
+        fuse: str = "eager",
     ) -> None:
         self.groups = groups
-        self.fused = fused or Fused()
+        self.fused = Fused(fuse)
         self.weights: Any = make_namespace(weights, is_starred=self.is_compiled)
         self.buffers: Any = make_namespace(buffers, is_starred=self.is_compiled)
         self.device = device
@@ -116,6 +118,10 @@ class Stage:
             return recipe(*args)
         finally:
             self.drawing = current
+
+    def draw_masks(self, seed: int, step: int, first_row: int, rows: int) -> None:
+        """Choose the masks of the next forward: those of `rows` rows of the global batch, from `first_row` on."""
+        self.drawing = Drawing(seed, step, first_row, rows)
 
     def draw(self, site: int) -> Draw | None:
         """Return the masks of one dropout of the model, by the number of its call; None: no dropout."""
@@ -195,3 +201,27 @@ def give_layers(stage: type[Stage], layers: Methods) -> None:
         raise InternalError(stage.__name__, f"calls methods of {stage.layers}, which was not loaded")
     for name, method in layers.items():
         setattr(stage, name, method)
+
+
+Emitted = TypeVar("Emitted")
+
+
+def execute(source: str, filename: str, base: type[Emitted]) -> tuple[types.ModuleType, type[Emitted]]:
+    """Execute an emitted file; return its module, and the one class derived from `base` that it defines."""
+    if not Path(filename).is_file():
+        # Tracebacks and pdb read lines from here.
+        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    module = types.ModuleType(Path(filename).stem)
+    module.__file__ = filename
+    # No import: a process may hold two programs whose files have the same names.
+    exec(compile(source, filename, "exec"), module.__dict__)
+    derived = [
+        value for value in vars(module).values() if isinstance(value, type) and issubclass(value, base)
+    ]
+    own = [value for value in derived if value is not base]
+    if len(own) != 1:
+        names = [value.__name__ for value in own]
+        raise InternalError(
+            filename, f"defines {names} where one class derived from {base.__name__} is expected"
+        )
+    return module, own[0]

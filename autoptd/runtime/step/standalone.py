@@ -20,10 +20,8 @@ from torch import nn
 from autoptd.errors import AutoptdError, InternalError, PlanError
 from autoptd.program.program import Program
 from autoptd.program.specs import StageSpec
-from autoptd.runtime.ops.dropout import Drawing
 from autoptd.runtime.ops.linear import WeightTerm
-from autoptd.runtime.step.batch_sums import set_batch_sums
-from autoptd.runtime.step.communicators import groups_of
+from autoptd.runtime.step.per_step import set_batch_sums
 from autoptd.runtime.step.stage import Stage, give_layers, load_layers
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Communicators, World
@@ -101,11 +99,10 @@ def _run(stage: type[Stage], program: Program, index: int, world: World) -> Chec
             x = _random(crossing.shape, crossing.dtype, generator)
             arriving[crossing.name] = x.requires_grad_(crossing.has_grad)
     buffers = {name: program.buffers[name] for name in spec.buffers}
-    this = stage(
-        groups=groups_of(program, world), weights=weights, buffers=buffers, device=torch.device("cpu")
-    )
+    groups = {axis: world.group((axis,)) for axis in program.stage_axes}
+    this = stage(groups=groups, weights=weights, buffers=buffers, device=torch.device("cpu"))
     this.main_grads = _add
-    this.drawing = Drawing(program.seed, step=0, first_row=0, rows=program.rows)
+    this.draw_masks(program.seed, step=0, first_row=0, rows=program.rows)
     set_batch_sums(this, [inputs], lambda own, _: own)
     if this.counts:
         # Those of this microbatch alone, where the executor sums over all of them.
@@ -204,6 +201,3 @@ def _few(names: Sequence[str]) -> str:
 
 def _about(x: torch.Tensor) -> str:
     return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
-
-
-__all__ = ["Check", "check_stage", "main"]

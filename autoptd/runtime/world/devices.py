@@ -18,7 +18,6 @@ import torch.distributed as dist
 from autoptd.compat import bound_device
 from autoptd.errors import PlanError
 from autoptd.kernels.forms import has_triton
-from autoptd.options import Options
 
 
 def device_of_ranks(tensors: Iterable[torch.Tensor], device: str | None, backend: str | None) -> torch.device:
@@ -48,12 +47,10 @@ def check_device(device: str | torch.device | None) -> None:
         raise PlanError(site, "has no values to compute with", "'cpu' or 'cuda', or leave it out")
 
 
-def default_fusion(tensors: Iterable[torch.Tensor], options: Options) -> str | bool:
-    """Return the backend of fused operators: the one requested, or the fastest for the device of the ranks."""
-    if options.fuse.backend is not None:
-        return options.fuse.backend
-    device = device_of_ranks(tensors, options.device, options.backend)
-    return "triton" if device.type == "cuda" and has_triton() else "eager"
+def default_fusion(tensors: Iterable[torch.Tensor], device: str | None, backend: str | None) -> str:
+    """Return the fastest backend of fused operators for the device of the ranks."""
+    is_cuda = device_of_ranks(tensors, device, backend).type == "cuda"
+    return "triton" if is_cuda and has_triton() else "eager"
 
 
 def has_launcher(backend: str | None) -> bool:

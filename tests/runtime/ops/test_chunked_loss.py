@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from autoptd.errors import PlanError, RuntimeFault
-from autoptd.runtime.ops.chunked_loss import vocab_parallel_linear_cross_entropy
+from autoptd.runtime.ops.vocab import vocab_parallel_linear_cross_entropy
 from autoptd.runtime.world.threads import run_ranks
 from autoptd.runtime.world.world import World
 from tests.runtime.ops.test_vocab import TARGETS, N, V, shard, tensors, world_of

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn, optim
 
 import autoptd
-from autoptd.runtime.params.fused_optimizer import takes_fused
+from autoptd.runtime.params.optimizer import takes_fused
 from tests.parity.models import batch, gpt
 
 

@@ -15,7 +15,7 @@ from torch import nn
 import autoptd
 from autoptd.errors import PlanError
 from autoptd.model.parallel_model import ParallelModel
-from autoptd.runtime.params.elementwise import check_elementwise
+from autoptd.runtime.params.trial import check_elementwise
 
 Parameters = Any
 

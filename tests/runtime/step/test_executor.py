@@ -19,8 +19,7 @@ from autoptd.ir.actions import Kind
 from autoptd.program.program import Program
 from autoptd.runtime.params.full_values import gather_gradients
 from autoptd.runtime.params.namespace import Withheld
-from autoptd.runtime.step.communicators import communicators_of
-from autoptd.runtime.step.launch import LocalRanks, Rank, make_rank
+from autoptd.runtime.step.launch import LocalRanks, Rank, communicators_of, make_rank
 from autoptd.runtime.step.microbatches import cut
 from autoptd.runtime.step.stage import load_stage, make_namespace
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks

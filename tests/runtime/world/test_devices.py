@@ -15,7 +15,6 @@ import autoptd
 from autoptd import compat
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
-from autoptd.options import Options
 from autoptd.runtime.world import devices
 from autoptd.runtime.world.threads import Ranks, ThreadWorld
 from autoptd.wings.planner import auto
@@ -116,10 +115,8 @@ def test_compiler_and_planner_ask_for_the_device_of_the_ranks(
     monkeypatch.setattr(devices, "has_triton", lambda: True)
     model, found = gpt(2), torch.device(expected)
     assert devices.device_of_ranks(model.parameters(), device, backend) == found
-    options = Options(t=2, device=device, backend=backend)
-    assert devices.default_fusion(model.parameters(), options) == (
-        "triton" if found.type == "cuda" else "eager"
-    )
+    fusion = "triton" if found.type == "cuda" else "eager"
+    assert devices.default_fusion(model.parameters(), device, backend) == fusion
     clusters: list[str] = []
     monkeypatch.setattr(auto, "find_cluster", lambda name: clusters.append(name) or find_cluster(name))
     gpus = {} if environment else {"gpus": 2}

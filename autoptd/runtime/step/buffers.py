@@ -1,9 +1,11 @@
-"""Hold the model's persistent buffers during training: the state dict entries that are not parameters.
+"""Hold buffers: those that a rank's programs read, and the model's persistent ones, which its state dict has.
 
-In: the model's state dict, the program, and values loaded later. Out: the program with these buffers, and the
-ranks' copies set to the loaded values. The compiler may have specialised on the value of a buffer
-(ir/buffers.py): other values are rejected here, or make the caller compile again.
+In: a program and this rank's world; the model's state dict, and values loaded later. Out: the buffers of a rank by name,
+broadcast from rank 0 once; the program with the model's buffers, and the ranks' copies set to the loaded values. The
+compiler may have specialised on the value of a buffer (`ir/buffers.py`): other values are rejected here, or make the
+caller compile again.
 
+    on_rank = receive_buffers(program, world)
     buffers = ModelBuffers(shared)
     program = buffers.take(program, model.state_dict(), weights=None)
     new = buffers.values_of(state_dict); buffers.load(new)
@@ -12,7 +14,7 @@ ranks' copies set to the loaded values. The compiler may have specialised on the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -20,7 +22,34 @@ from autoptd.errors import PlanError
 from autoptd.ir.buffers import SharedBuffers, same_entries
 from autoptd.program.program import Program
 from autoptd.program.sources import Source
-from autoptd.runtime.step.launch import RunningRanks
+from autoptd.runtime.params.parts import from_rank_0
+from autoptd.runtime.world.world import World
+
+
+@dataclass(frozen=True)
+class KnownBuffers:
+    """The buffers of a rank by name, and the names of updated ones, which all programs share."""
+
+    values: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    updated: frozenset[str] = frozenset()
+
+
+def receive_buffers(
+    program: Program, world: World, known: KnownBuffers | None = None
+) -> dict[str, torch.Tensor]:
+    """Return the program's buffers on this rank; those that are `known` with the same values are shared. A collective."""
+    known = known or KnownBuffers()
+    updated = known.updated.union(program.updated)
+    buffers: dict[str, torch.Tensor] = {}
+    # Broadcasts, so all ranks need one order; copies, because the program's are the user's own storage.
+    for name, buffer in sorted(program.buffers.items()):
+        own, other = from_rank_0(world, name, buffer), known.values.get(name)
+        is_known = other is not None and other.dtype == own.dtype
+        # An updated buffer keeps its current value, whatever the program was compiled with.
+        is_known = is_known and other is not None and (name in updated or same_entries(other, own))
+        buffers[name] = other if other is not None and is_known else own.clone()
+    return buffers
+
 
 LOAD_BEFORE = "load it before: model.load_state_dict(...), then parallelize(model, ...)"
 LOAD_THEM_BEFORE = LOAD_BEFORE.replace("load it", "load them")
@@ -60,22 +89,21 @@ class ModelBuffers:
         buffers = {name: self.values.get(name, x).to(x.dtype) for name, x in program.buffers.items()}
         return replace(program, buffers=buffers)
 
-    def follow(self, ranks: RunningRanks) -> None:
-        """Hold the tensors that the ranks update, of the buffers that a forward updates."""
-        for executor in ranks.here[0].executors:
-            for first in executor.program.updated:
-                for name in self.shared.names_of(first):
-                    if name in self.values:
-                        self.values[name] = executor.buffers[first]
-                        self.updated.add(name)
+    def follow(self, program: Program, on_rank: Mapping[str, torch.Tensor]) -> None:
+        """Hold a rank's own tensors of the buffers that the forward of a program updates."""
+        for first in program.updated:
+            for name in self.shared.names_of(first):
+                if name in self.values:
+                    self.values[name] = on_rank[first]
+                    self.updated.add(name)
 
     def saved(self) -> dict[str, torch.Tensor]:
         """Return the values for a checkpoint, which may be written while the next step updates them."""
         return {name: x.clone() if name in self.updated else x for name, x in self.values.items()}
 
-    def now(self, ranks: RunningRanks) -> dict[str, torch.Tensor]:
-        """Return the current values of the model's buffers."""
-        return self.shared.complete({**self.values, **ranks.here[0].executor.buffers})
+    def now(self, on_rank: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the current values of the model's buffers, given those of a rank."""
+        return self.shared.complete({**self.values, **on_rank})
 
     def values_of(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the buffers in `state_dict`, in our dtypes and on our devices.
@@ -105,6 +133,3 @@ def copy_buffers(into: Mapping[str, torch.Tensor], values: Mapping[str, torch.Te
     """Copy values in place, of the names that both mappings have."""
     for name in into.keys() & values.keys():
         into[name].copy_(values[name])
-
-
-__all__ = ["LOAD_THEM_BEFORE", "ModelBuffers", "copy_buffers"]

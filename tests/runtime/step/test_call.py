@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import autoptd
 from autoptd.errors import PlanError
 from autoptd.program.program import Program
-from autoptd.runtime.checks.call import check_call
+from autoptd.runtime.step.microbatches import check_call
 
 IDS = torch.zeros(8, 5, dtype=torch.long)
 
