@@ -25,8 +25,9 @@ RESERVED = frozenset({*USED, *dir(builtins)})
 METHODS = frozenset({"at"})
 # Attributes of a stage (`runtime/step/stage.py`), which the method for a user's module must not shadow.
 OF_STAGE = frozenset(
-    "activations again batch_sum buffers count counts deferred device draw drawing dropped forward fused groups is_compiled "
-    "keep_part kept layers main_grads parts rounds run sums totals weights".split()
+    "activations again batch_sum buffers count counts deferred device draw draw_masks drawing "
+    "dropped forward fused groups is_compiled keep_part kept layers main_grads parts rounds run sums "
+    "totals weights".split()
 )
 
 

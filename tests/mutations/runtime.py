@@ -25,7 +25,7 @@ MUTATIONS = (
     ),
     *planted(
         "autoptd/runtime/step/microbatches.py",
-        "tests/runtime/checks/test_call.py -k gradient",
+        "tests/runtime/step/test_call.py -k gradient",
         ("elif leaf.requires_grad and", "elif leaf.is_leaf and leaf.requires_grad and"),
         ('leaf.requires_grad and call == "step"', "leaf.requires_grad"),
     ),
