@@ -25,8 +25,7 @@ from autoptd.runtime.params.gradients import Gradients
 from autoptd.runtime.step import executor, messages
 from autoptd.runtime.step.executor import Executor
 from autoptd.runtime.step.microbatches import part_of_rows
-from autoptd.runtime.world.exchange import ThreadGroup
-from autoptd.runtime.world.threads import ThreadRank
+from autoptd.runtime.world.threads import ThreadGroup, ThreadRank
 from autoptd.runtime.world.world import Done, Group, Pending
 from benchmarks.lib.loss_cases import CASES as LOSSES
 from benchmarks.losses import MACHINE
