@@ -35,7 +35,7 @@ from autoptd.options import (
 )
 from autoptd.options.buckets import Buckets
 from autoptd.program.program import Program
-from autoptd.runtime.checkpoint.weights import open_weights
+from autoptd.runtime.checkpoint.read import open_weights
 from autoptd.runtime.step.launch import enter_world, is_first_process
 from autoptd.subject.call import split_call
 from autoptd.subject.module import check_module

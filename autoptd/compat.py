@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -37,7 +38,16 @@ DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 __all__ = ["DATA_DEPENDENT", "FakeTensor", "FakeTensorMode", "OpOverload", "OpOverloadPacket"]
 __all__ += ["PreDispatchMode", "TorchDispatchMode", "autograd_node_number", "bound_device", "default_store"]
 __all__ += ["env_store", "gather_into", "interpreter_fault", "last_node_number", "light_export", "new_group"]
-__all__ += ["add_mm", "file_view", "mm_as", "plain_checkpoints", "scatter_into", "set_grad_dtype"]
+__all__ += [
+    "add_mm",
+    "file_view",
+    "mm_as",
+    "plain_checkpoints",
+    "save_item",
+    "scatter_into",
+    "set_grad_dtype",
+]
+__all__ += ["storage_info"]
 __all__ += ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 __all__ += ["enable_python_dispatcher", "quiet_fakes", "traced_through", "without_modes"]
 
@@ -381,3 +391,22 @@ def file_view(file: Any, offset: int, nbytes: int) -> Any:
     from torch.distributed.checkpoint.utils import _create_file_view
 
     return _create_file_view(file, offset, nbytes)
+
+
+def save_item(value: Any, file: Any) -> None:
+    """Write what `torch.save(value, file)` writes, without its CRC32s: those of whole blocks are checked instead.
+
+    torch turns them off for a whole process only (`set_crc32_options`).
+    """
+    from torch.serialization import DEFAULT_PROTOCOL, _get_storage_alignment, _save  # type: ignore[attr-defined]
+
+    archive = torch._C.PyTorchFileWriter(file, False, _get_storage_alignment())  # type: ignore[call-overload]
+    _save(value, archive, pickle, DEFAULT_PROTOCOL, False)
+    archive.write_end_of_file()
+
+
+def storage_info(file: str, offset: int, nbytes: int) -> Any:
+    """Return the place of an item as the metadata of torch.distributed.checkpoint has it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, nbytes)

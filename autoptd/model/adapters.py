@@ -22,12 +22,12 @@ from autoptd.model.adapter import Adapter, first_few, is_wrapped, open_adapter
 from autoptd.model.run import Run
 from autoptd.model.sizes import Programs
 from autoptd.program.specs import ParamSpec
-from autoptd.runtime.checkpoint.restore import agree, attempted
 from autoptd.runtime.folders.read_folder import Folder
 from autoptd.runtime.folders.save_adapter import save_adapter
 from autoptd.runtime.folders.save_pretrained import Contents
 from autoptd.runtime.params.parts import dtype_of, read_shard
 from autoptd.runtime.step.launch import Rank, check_same_source
+from autoptd.runtime.world.agree import agree, attempted
 
 SAVE, LOAD = "pm.save_adapter", "pm.load_adapter"
 

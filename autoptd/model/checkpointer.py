@@ -30,25 +30,24 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from autoptd.errors import PlanError, RuntimeFault
-from autoptd.runtime.checkpoint.commit import new_token, path_of
-from autoptd.runtime.checkpoint.extra import check_objects, own_state
-from autoptd.runtime.checkpoint.groups import warn_of_others
-from autoptd.runtime.checkpoint.pace import checked_pace
-from autoptd.runtime.checkpoint.restore import agree, attempted
-from autoptd.runtime.checkpoint.save import replicas_of_states, stage_rank
-from autoptd.runtime.checkpoint.series import (
+from autoptd.runtime.checkpoint.commit import (
     Lock,
     checkpoints,
     damage_of,
     name_of,
+    new_token,
+    path_of,
     put_aside,
     remove_leftovers,
     step_of,
 )
-from autoptd.runtime.checkpoint.stage import Staged
-from autoptd.runtime.checkpoint.staging import Staging
-from autoptd.runtime.checkpoint.writer import SITE, Job, Writer
+from autoptd.runtime.checkpoint.extra import check_objects, own_state, warn_of_others
+from autoptd.runtime.checkpoint.manifest import Staged
+from autoptd.runtime.checkpoint.pace import checked_pace
+from autoptd.runtime.checkpoint.save import WRITER, Job, Writer, replicas_of_states, stage_rank
+from autoptd.runtime.checkpoint.stage import Staging
 from autoptd.runtime.step.launch import Rank
+from autoptd.runtime.world.agree import agree, attempted
 from autoptd.runtime.world.flags import Flags, FlagWatch, Signals
 
 if TYPE_CHECKING:
@@ -76,17 +75,17 @@ class Checkpointer:
         keep: int | None,
         extra: Mapping[str, Any] | None,
     ) -> None:
-        self._pace = checked_pace(every, keep, mtbf, SITE)
+        self._pace = checked_pace(every, keep, mtbf, WRITER)
         # Wherever the process works later.
         if not str(folder):
             raise PlanError(
-                f"{SITE}({str(folder)!r})", "names no folder", "for example 'ckpts'; '.' for this one"
+                f"{WRITER}({str(folder)!r})", "names no folder", "for example 'ckpts'; '.' for this one"
             )
-        self._asked, self.folder = str(folder), path_of(folder, SITE).absolute()
+        self._asked, self.folder = str(folder), path_of(folder, WRITER).absolute()
         self._state, self._run, self._clock = state, state.run, state.run.clock
         self._optimizer = optimizer
         self._ranks = state.run.started("checkpointer").unrecorded
-        self._own = None if optimizer is None else state.own(optimizer, SITE)
+        self._own = None if optimizer is None else state.own(optimizer, WRITER)
         self.every, self.keep, self._extra = every, keep, dict(extra or {})
         self._lock, self._signals = Lock(self.folder), Signals(SIGNALS)
         self._staging = [Staging(rank.world.device) for rank in self._ranks.here]
@@ -170,7 +169,7 @@ class Checkpointer:
             damaged.append(fault)
         if damaged:
             fact = f"no checkpoint of {str(self.folder)!r} is whole: {'; '.join(damaged)}"
-            raise RuntimeFault(SITE, fact, "use a new folder, or restore the files from a backup")
+            raise RuntimeFault(WRITER, fact, "use a new folder, or restore the files from a backup")
         return None
 
     def step(self, loss: torch.Tensor | float | None = None) -> bool:
@@ -221,7 +220,7 @@ class Checkpointer:
         """Copy the state, and let the thread write it."""
         self._warn_of_later_ones()
         self._ranks.follow_edits()
-        self._state.warn_of_gradients(SITE, "no checkpoint has them: save after optimizer.step()")
+        self._state.warn_of_gradients(WRITER, "no checkpoint has them: save after optimizer.step()")
         # Where saves are rarer than comparisons, one more is nothing: no replica's lost bit is saved.
         step, before = self._clock.steps, 0 if self._saved is None else self._saved[0]
         if 0 < self._run.options.ranks.check_every <= self._pace.gap(step, before):
@@ -239,7 +238,7 @@ class Checkpointer:
             staged[index] = stage_rank(rank.params, contents, staging)
             staging.seal()
 
-        self._ranks.run(SITE, run)
+        self._ranks.run(WRITER, run)
         first = self._ranks.here[0].world
         mesh = first.mesh
         replicas = replicas_of_states(mesh) if self._run.is_process else {0: 0}
@@ -273,7 +272,7 @@ class Checkpointer:
         self._saved = None
         self._writer_here.wait(self._run.options.ranks.timeout)
         own = self._writer_here.take_error()
-        texts = self._all("failed save", lambda rank: rank.world.everyone().gather_objects(own, SITE))
+        texts = self._all("failed save", lambda rank: rank.world.everyone().gather_objects(own, WRITER))
         raise failed_fault(next((text for text in texts if text), "no rank says why"))
 
     def _is_busy(self, known: Flags) -> bool:
@@ -293,7 +292,7 @@ class Checkpointer:
     @property
     def _writer_here(self) -> Writer:
         if self._writer is None:
-            raise PlanError(SITE, "is not open", "with pm.checkpointer(...) as ckpt:")
+            raise PlanError(WRITER, "is not open", "with pm.checkpointer(...) as ckpt:")
         return self._writer
 
     # starting, resuming
@@ -301,21 +300,21 @@ class Checkpointer:
     def _begin(self, rank: Rank) -> None:
         """Agree on a folder, and lock it."""
         world, asked = rank.world, (self._asked, self.every, self._pace.mtbf, self.keep, sorted(self._extra))
-        gathered = world.everyone().gather_objects((asked, new_token()), SITE)
+        gathered = world.everyone().gather_objects((asked, new_token()), WRITER)
 
         def check() -> None:
             if world.flags is not None:
-                raise PlanError(SITE, "another one of this model is open", "one checkpointer at a time")
+                raise PlanError(WRITER, "another one of this model is open", "one checkpointer at a time")
             if asked != gathered[0][0]:
                 fact = f"was asked for {asked}, and rank 0 for {gathered[0][0]}"
-                raise PlanError(SITE, fact, "the same folder, every=, mtbf=, keep= and extra= on all ranks")
+                raise PlanError(WRITER, fact, "the same folder, every=, mtbf=, keep= and extra= on all ranks")
             # Their states are not asked for yet: torchdata's loader begins its epoch when it is asked.
             check_objects(self._extra)
             if world.rank == 0:
                 self._lock.take()
 
         try:
-            agree(world, SITE, check)
+            agree(world, WRITER, check)
         except BaseException:
             self._lock.free()
             raise
@@ -368,14 +367,14 @@ class Checkpointer:
             )
 
     def _all(self, what: str, fn: Callable[[Rank], Result]) -> Result:
-        return self._ranks.run(f"{SITE}: {what}", fn)
+        return self._ranks.run(f"{WRITER}: {what}", fn)
 
     def _from_rank_0(self, what: str, act: Callable[[], Result]) -> Result:
         """Return on all ranks what `act` returns on rank 0, or raise what it raises there."""
 
         def run(rank: Rank) -> Any:
-            found = agree(rank.world, SITE, lambda: act() if rank.world.rank == 0 else None)
-            return rank.world.everyone().gather_objects(found, SITE)[0]
+            found = agree(rank.world, WRITER, lambda: act() if rank.world.rank == 0 else None)
+            return rank.world.everyone().gather_objects(found, WRITER)[0]
 
         return self._all(what, run)  # type: ignore[no-any-return]
 
@@ -386,7 +385,7 @@ class Checkpointer:
 
 def failed_fault(error: str) -> RuntimeFault:
     remedy = "fix the cause, and save again; earlier checkpoints are unchanged"
-    return RuntimeFault(SITE, f"a save failed: {error}", remedy)
+    return RuntimeFault(WRITER, f"a save failed: {error}", remedy)
 
 
 __all__ = ["Checkpointer"]

@@ -25,7 +25,6 @@ from autoptd.ir.buffers import SharedBuffers
 from autoptd.options import Options
 from autoptd.program.program import Program
 from autoptd.program.sources import Source
-from autoptd.runtime.checkpoint.restore import agree, attempted
 from autoptd.runtime.checks import copies as check_copies
 from autoptd.runtime.checks import settings as check_settings
 from autoptd.runtime.params.loss_scale import LossScaler
@@ -39,6 +38,7 @@ from autoptd.runtime.step.launch import (
     is_launched,
     own_rank,
 )
+from autoptd.runtime.world.agree import agree, attempted
 from autoptd.runtime.world.devices import device_of_ranks
 
 Result = TypeVar("Result")

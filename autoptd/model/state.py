@@ -21,23 +21,33 @@ from autoptd.errors import PlanError, a_type, with_article
 from autoptd.model.adapters import Adapters
 from autoptd.model.run import Run
 from autoptd.model.sizes import Programs
+from autoptd.options import settings
+from autoptd.program.about import about_program, tied_names
 from autoptd.program.folder_format import FolderFormat
 from autoptd.program.program import Program
-from autoptd.runtime.checkpoint import check
 from autoptd.runtime.checkpoint.commit import path_of
-from autoptd.runtime.checkpoint.extra import Place, check_extra, own_state, read_extra, restore
-from autoptd.runtime.checkpoint.groups import (
+from autoptd.runtime.checkpoint.extra import (
+    Place,
+    check_extra,
     check_optimizer,
     group_objects,
     optimizer_record,
+    own_state,
+    read_extra,
+    restore_extra,
     set_groups,
     takes_state,
     warn_of_others,
 )
 from autoptd.runtime.checkpoint.manifest import EXTRA, read_checked
 from autoptd.runtime.checkpoint.read import Checkpoint, open_any
-from autoptd.runtime.checkpoint.restore import Restoration, agree, attempted
-from autoptd.runtime.checkpoint.save import Contents, about_program, save_rank, tied_names, with_losses
+from autoptd.runtime.checkpoint.restore import (
+    Restoration,
+    check_fingerprint,
+    check_model,
+    check_optimizer_state,
+)
+from autoptd.runtime.checkpoint.save import Contents, save_rank
 from autoptd.runtime.checks import state as check_state
 from autoptd.runtime.folders.save_pretrained import contents_of, parse_size, save_folder
 from autoptd.runtime.params.fingerprint import fingerprint_of_model
@@ -49,6 +59,7 @@ from autoptd.runtime.params.full_values import (
 )
 from autoptd.runtime.params.optimizer import NamedOptimizer
 from autoptd.runtime.step.launch import Rank, RunningRanks, check_same_source
+from autoptd.runtime.world.agree import agree, attempted
 
 SAVE, LOAD = "pm.save", "pm.load"
 
@@ -102,7 +113,7 @@ class State:
             made = None if optimizer is None else self.own(optimizer, SAVE)
             if made is not None:
                 warn_of_others(made, self.run.optimizers.values(), (extra or {}).values())
-            contents = with_losses(self.contents(made), self.run.clock.losses)
+            contents = self.contents(made).with_losses(self.run.clock.losses)
             return contents, own_state(extra or {}, ranks.here[0].world.device)
 
         # Once for all ranks of this process; what it raises, all ranks raise.
@@ -149,7 +160,7 @@ class State:
 
         with run.overwriting(LOAD, brought, f"loading {str(folder)!r}"):
             ranks.run(LOAD, spread)
-            ranks.run(LOAD, lambda rank: check.check_fingerprint(found.checkpoint, rank.params))
+            ranks.run(LOAD, lambda rank: check_fingerprint(found.checkpoint, rank.params))
             self._go_on(found, optimizer, extra or {}, ranks)
         return found.names
 
@@ -158,7 +169,10 @@ class State:
         program, buffers = self.run.program, self.run.buffers
         # Of the program once: a save must not wait for it.
         if self._about is None or self._about[0] is not program:
-            self._about = (program, about_program(program, self.run.options))
+            asked = {
+                key: str(value) for key, value in settings(self.run.options).items() if value is not None
+            }
+            self._about = (program, {**about_program(program), "options": asked})
         about = {"steps": self.run.clock.steps, **self._about[1], "buffers": list(buffers.values)}
         if optimizer is None:
             return Contents(about, tied_names(program), buffers=buffers.saved())
@@ -183,13 +197,13 @@ class State:
         tied = [spec.aliases for spec in program.params if len(spec.aliases) > 1]
         checkpoint = open_any(folder).named(tied)
         manifest = checkpoint.manifest
-        names = check.check_model(checkpoint, program, self.run.buffers.values, strict)
+        names = check_model(checkpoint, program, self.run.buffers.values, strict)
         saved, takes = manifest.optimizer, False
         if optimizer is not None:
             if saved is None:
                 fact = f"{checkpoint.path} has no state of an optimizer"
                 raise PlanError(LOAD, fact, "pm.load(folder) without optimizer=, to continue with a new one")
-            check.check_state(program, manifest)
+            check_optimizer_state(program, manifest)
             own = self.own(optimizer, LOAD)
             check_optimizer(own, saved, strict)
             takes = takes_state(own, saved)
@@ -251,7 +265,7 @@ class State:
         clock.losses.extend(
             torch.tensor(loss, dtype=torch.float64, device="cpu") for loss in manifest.about.get("losses", ())
         )
-        restore(found.extra, extra, self._place(), ranks.here[0].world.device)
+        restore_extra(found.extra, extra, self._place(), ranks.here[0].world.device)
 
     def fingerprint(self) -> str:
         """Return 64 bits of all stored parameters, as text. Collective.

@@ -13,8 +13,11 @@ tied parameter belongs to the first pipeline rank that uses it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.placement import itemsize
@@ -178,13 +181,9 @@ def _has_first(found: list[Rectangle]) -> bool:
     return any(not any(part.offsets) for part in found)
 
 
-__all__ = [
-    "Shares",
-    "StateKeys",
-    "checkpoint_bytes",
-    "flat_range",
-    "holder_axes",
-    "holders",
-    "share_stage",
-    "stored",
-]
+def view_of(x: torch.Tensor, part: Rectangle) -> torch.Tensor:
+    """Return the elements of a rectangle in a rank's stored tensor, as a view."""
+    view = x.detach().view(-1).narrow(0, part.start, math.prod(part.block)).view(part.block)
+    for dim, (at, size) in enumerate(zip(part.at, part.sizes, strict=True)):
+        view = view.narrow(dim, at, size)
+    return view

@@ -4,7 +4,7 @@ from tests.mutations import planted
 
 MUTATIONS = (
     *planted(
-        "autoptd/runtime/checkpoint/check.py",
+        "autoptd/runtime/checkpoint/restore.py",
         "tests/runtime/checkpoint/test_bad_input.py -k dtype",
         ("stored.itemsize > saved.itemsize", "True"),
     ),
@@ -14,7 +14,7 @@ MUTATIONS = (
         ("dtype = stored.dtype if is_own else dtype_of(saved)", "dtype = dtype_of(saved)"),
     ),
     *planted(
-        "autoptd/runtime/checkpoint/stage.py",
+        "autoptd/runtime/checkpoint/manifest.py",
         "tests/runtime/checkpoint/test_bytes.py",
         ("yield (*offsets[:dim], offsets[dim] + row, *offsets[dim + 1 :]), part", "yield offsets, part"),
     ),

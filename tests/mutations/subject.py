@@ -9,7 +9,7 @@ MUTATIONS = (
         ("if name not in self.left_out] or [spec.name]", "if name not in self.left_out][:1] or [spec.name]"),
     ),
     *planted(
-        "autoptd/program/module_hashes.py",
+        "autoptd/program/about.py",
         "tests/parity/test_buffers.py::test_updates_go_on_where_a_checkpoint_was_saved",
         ("loss = loss.args[0]", "break"),
     ),

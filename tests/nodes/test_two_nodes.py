@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from autoptd.runtime.checkpoint.series import step_of
+from autoptd.runtime.checkpoint.commit import step_of
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]

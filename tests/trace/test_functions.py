@@ -13,7 +13,7 @@ import autoptd
 from autoptd import trace
 from autoptd.errors import PlanError, TraceError
 from autoptd.ir.machine import Machine
-from autoptd.program.module_hashes import prints_of
+from autoptd.program.about import module_hashes
 from tests.forks import finish, start
 from tests.waits import LONG
 
@@ -252,7 +252,7 @@ def test_a_name_says_nothing_of_what_was_traced_before() -> None:
     """What a checkpoint knows of a module is the same in a process that has traced other models before."""
 
     def prints() -> dict[str, str]:
-        return prints_of(autoptd.compile(Net(StraightThrough), t=2, example_inputs=torch.randn(8, 6)))
+        return module_hashes(autoptd.compile(Net(StraightThrough), t=2, example_inputs=torch.randn(8, 6)))
 
     first = prints()
     # Another class of the same name, made by a function.
@@ -260,7 +260,7 @@ def test_a_name_says_nothing_of_what_was_traced_before() -> None:
     autoptd.compile(Net(other), t=2, example_inputs=torch.randn(8, 6))
     autoptd.compile(Net(Reversed, 0.7), t=2, example_inputs=torch.randn(8, 6))
     assert prints() == first
-    assert first != prints_of(autoptd.compile(Net(Reversed, 0.7), t=2, example_inputs=torch.randn(8, 6)))
+    assert first != module_hashes(autoptd.compile(Net(Reversed, 0.7), t=2, example_inputs=torch.randn(8, 6)))
 
 
 @pytest.mark.one_in(9)

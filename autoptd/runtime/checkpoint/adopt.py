@@ -1,13 +1,15 @@
-"""Make a checkpoint of what another program wrote in files of another form: one of torch.save, a folder of safetensors.
+"""Convert files of other programs into a checkpoint: a file of torch.save, or a folder of safetensors.
 
-In: `{"model": ..., "optimizer": ...}` or a state dict in a file; or a Hugging Face folder, for weights alone. Out: a folder
-that `pm.load`, `weights=` and `autoptd checkpoint` take, on any mesh. One process, no model.
+In: `{"model": ..., "optimizer": ...}` or a state dict in a file; or a folder of Hugging Face's format, for
+weights alone. Out: a folder that `pm.load`, `weights=` and `autoptd checkpoint` accept, on any mesh. One
+process, no model.
 
     content = from_torch(Path("model.pt"))
     write_checkpoint(content, Path("ckpts/step-0"))
 
-Files are mapped, not read into memory: a tensor is when it is written. Nothing is unpickled but tensors and plain values.
-Without a model, the manifest has names, shapes and dtypes: `pm.load` cannot compare atoms, operators and fingerprints.
+Files are mapped, not read into memory: a tensor is in memory while it is written. Nothing is unpickled but
+tensors and plain values. Without a model, the manifest has names, shapes and dtypes: `pm.load` cannot compare
+atoms, operators and fingerprints.
 """
 
 from __future__ import annotations
@@ -22,16 +24,14 @@ import torch
 
 from autoptd.errors import PlanError, a_type
 from autoptd.runtime.checkpoint.commit import begin, finish, new_token
-from autoptd.runtime.checkpoint.extra import dumped
-from autoptd.runtime.checkpoint.manifest import GROUPS
-from autoptd.runtime.checkpoint.stage import Staged, StagedTensor
-from autoptd.runtime.checkpoint.values import encode
-from autoptd.runtime.checkpoint.write import write_rank
+from autoptd.runtime.checkpoint.extra import dumped, first_line
+from autoptd.runtime.checkpoint.manifest import GROUPS, Staged, StagedTensor, encode
+from autoptd.runtime.checkpoint.stage import write_rank
 from autoptd.runtime.folders.disk import remove_folder
 from autoptd.runtime.folders.read_folder import open_file, open_folder
 
 MODEL_KEY, OPTIMIZER_KEYS = "model", ("optimizer", "optim")
-# What `extra.pt` says where there is nothing to say.
+# The content of `extra.pt` without states.
 NO_EXTRA: dict[str, Any] = {"extra": {}, "random": None, "replicas": 1}
 OTHERS_REMEDY = "do not use this file, unless you know who wrote it"
 
@@ -59,15 +59,13 @@ def from_hf(folder: Path) -> Content:
     model = {}
     for name, entry in opened.entries.items():
         if entry.dtype is None:
-            raise PlanError(
-                f"{entry.file}: {name}", "is of a dtype that torch does not have", "another dtype"
-            )
+            raise PlanError(f"{entry.file}: {name}", "has a dtype that torch does not have", "another dtype")
         model[name] = files[entry.file].get_tensor(entry.name)
     return Content(str(folder), model)
 
 
 def from_torch(file: Path) -> Content:
-    """Open a file of torch.save; PlanError where it would run code, or holds something else."""
+    """Open a file of torch.save; PlanError if it would run code, or holds something else."""
     saved = load_mapped(file)
     nested = isinstance(saved, Mapping) and isinstance(saved.get(MODEL_KEY), Mapping)
     model = saved[MODEL_KEY] if nested else saved
@@ -86,35 +84,31 @@ def from_torch(file: Path) -> Content:
 def load_mapped(file: Path) -> Any:
     site = str(file)
     if not file.is_file():
-        raise PlanError(site, "is no file", "a file that torch.save wrote")
+        raise PlanError(site, "is not a file", "a file that torch.save wrote")
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
-        fact = f"is not read without unpickling code: {first_line(error)}"
+        fact = f"cannot be read without unpickling code: {first_line(error)}"
         raise PlanError(site, fact, OTHERS_REMEDY) from error
     except (RuntimeError, OSError, EOFError, ValueError) as error:
         fact = f"cannot be read: {first_line(error)}"
-        raise PlanError(site, fact, "a file that torch.save wrote, in its format of today") from error
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+        raise PlanError(site, fact, "a file that torch.save wrote, in its current format") from error
 
 
 def check_model(model: Any, site: str) -> None:
     """Raise PlanError unless `model` is a state dict of dense tensors."""
     remedy = 'torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)'
     if not isinstance(model, Mapping) or not model:
-        raise PlanError(site, "holds no state dict", remedy)
+        raise PlanError(site, "does not hold a state dict", remedy)
     for name, x in model.items():
         if not isinstance(name, str) or not isinstance(x, torch.Tensor):
-            raise PlanError(site, f"has {a_type(x)} under {name!r}, and no tensor", remedy)
+            raise PlanError(site, f"has {a_type(x)} under {name!r}, not a tensor", remedy)
         if x.layout != torch.strided or x.is_quantized:
             raise PlanError(site, f"has {name}, which is sparse or quantized", "dense tensors")
 
 
 def tied(model: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-    """Return the names of tensors that are the same memory, by the first one."""
+    """Return the names of tensors over the same memory, by the first one."""
     names: dict[tuple[Any, ...], list[str]] = {}
     for name, x in model.items():
         if x.numel():
@@ -124,10 +118,10 @@ def tied(model: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
 
 
 def set_optimizer(content: Content, saved: Any) -> None:
-    """Take an optimizer's state dict, by names or numbers."""
+    """Add an optimizer's state dict, whose parameters have names or numbers."""
     site = f"{content.source}: optimizer"
     if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
-        raise PlanError(site, "is no state dict of a torch optimizer", "optimizer.state_dict()")
+        raise PlanError(site, "is not the state dict of a torch optimizer", "optimizer.state_dict()")
     name_of = names_of(content, saved["param_groups"], site)
     content.groups = []
     for group in saved["param_groups"]:
@@ -135,7 +129,7 @@ def set_optimizer(content: Content, saved: Any) -> None:
         content.groups.append({**settings, "params": [name_of[key] for key in group["params"]]})
     for key, record in saved["state"].items():
         if key not in name_of:
-            raise PlanError(site, f"has state of {key!r}, which is in none of its groups", "write it anew")
+            raise PlanError(site, f"has state of {key!r}, which is not in its groups", "save it again")
         content.state[name_of[key]] = dict(record)
     for name, record in content.state.items():
         shape = content.model[name].shape
@@ -146,20 +140,24 @@ def set_optimizer(content: Content, saved: Any) -> None:
 
 
 def names_of(content: Content, groups: Any, site: str) -> dict[Any, str]:
-    """Return the parameters' names by what an optimizer calls them: names, or numbers in the order of the model."""
+    """Return the names of parameters by the keys of an optimizer: names, or numbers in the order of the
+    model.
+    """
     home = {name: first for first, names in content.ties.items() for name in names}
     keys = [key for group in groups for key in group["params"]]
-    told = [name for group in groups for name in group.get("param_names", group["params"])]
-    if all(isinstance(name, str) for name in told):
-        if unknown := [name for name in told if home.get(name, name) not in content.model]:
-            raise PlanError(site, f"is over {unknown[0]}, which the model has not", "the model's optimizer")
-        return {key: home.get(name, name) for key, name in zip(keys, told, strict=True)}
+    names = [name for group in groups for name in group.get("param_names", group["params"])]
+    if all(isinstance(name, str) for name in names):
+        if unknown := [name for name in names if home.get(name, name) not in content.model]:
+            raise PlanError(
+                site, f"refers to {unknown[0]!r}, which is not in the model", "the model's optimizer"
+            )
+        return {key: home.get(name, name) for key, name in zip(keys, names, strict=True)}
     names = list(content.model)
     if len(names) != len(keys):
-        # Counters and masks are buffers.
+        # Counters and masks are buffers, not parameters.
         names = [name for name in names if content.model[name].is_floating_point()]
     if len(groups) != 1 or len(names) != len(keys):
-        fact = f"numbers {len(keys)} parameters in {len(groups)} groups: of {len(names)} tensors, it is open which"
+        fact = f"has numbers for {len(keys)} parameters in {len(groups)} groups, which do not identify {len(names)} tensors"
         remedy = (
             "names: torch.distributed.checkpoint.state_dict.get_state_dict; or pm.load_optimizer_state_dict, "
             "which knows the model"
@@ -169,14 +167,14 @@ def names_of(content: Content, groups: Any, site: str) -> dict[Any, str]:
 
 
 def write_checkpoint(content: Content, folder: Path) -> None:
-    """Write the folder; nothing is left of it where that fails."""
+    """Write the folder; remove it if that fails."""
     staged = Staged(0)
     for name, x in content.model.items():
-        staged.tensors.append(whole(name, "", x))
+        staged.tensors.append(StagedTensor.whole(name, "", x.detach()))
     for name, record in content.state.items():
         for key, value in sorted(record.items()):
             if isinstance(value, torch.Tensor):
-                staged.tensors.append(whole(name, key, value))
+                staged.tensors.append(StagedTensor.whole(name, key, value.detach()))
             else:
                 encoded = encode(value, f"optimizer state {key!r} of {name}")
                 staged.values.setdefault(name, {})[key] = encoded
@@ -199,10 +197,3 @@ def write_checkpoint(content: Content, folder: Path) -> None:
     except BaseException:
         remove_folder(part)
         raise
-
-
-def whole(name: str, key: str, x: torch.Tensor) -> StagedTensor:
-    return StagedTensor(name, key, tuple(x.shape), (0,) * x.dim(), x.detach())
-
-
-__all__ = ["Content", "from_hf", "from_torch", "write_checkpoint"]

@@ -1,19 +1,21 @@
-"""Open a checkpoint, AutoPTD's or another program's, and read parts of its tensors: each item once, each block checked.
+"""Open a checkpoint, of AutoPTD or of another program, and read parts of its tensors.
 
-In: a folder, and rectangles of its tensors with the tensors to fill. Out: filled tensors.
+In: a folder, and rectangles of its tensors with the tensors to fill. Out: filled tensors. Each item of a file
+is read once, and each block is checked.
 
     checkpoint = open_any("ckpts/step-00001000")
     checkpoint.reader().fill([Want("model.lm_head.weight", (32, 0), x)])        # rows 32 to 48
-    autoptd.parallelize(model, t=8, weights=checkpoint.path)                               # it is a `Source`, too
+    autoptd.parallelize(model, t=8, weights=checkpoint.path)                    # a checkpoint is a `Source`, too
 
-Other programs are those that save by torch.distributed.checkpoint: FSDP2, torchtitan, a plain training script. Known are the
-state dicts of `get_state_dict`, under "model" and "optimizer" (or "optim"), nested or flattened. Their files have no CRC32s: a
-changed byte is not noticed.
+Other programs are those that save with torch.distributed.checkpoint: FSDP2, torchtitan, a plain training
+script. The state dicts of `get_state_dict` are recognized under "model" and "optimizer" (or "optim"), nested
+or flattened. Their files have no CRC32s: a changed byte is not noticed.
 """
 
 from __future__ import annotations
 
 import os
+import reprlib
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,27 +26,28 @@ import torch
 
 from autoptd.errors import PlanError
 from autoptd.ir.rectangles import Sizes
-from autoptd.runtime.checkpoint.commit import OLD, PART, beside, find, marked
+from autoptd.program.sources import Weights
+from autoptd.runtime.checkpoint.commit import OLD, PART, find, marked, siblings
 from autoptd.runtime.checkpoint.manifest import (
     MANIFEST,
     METADATA,
     MODEL,
     Manifest,
-    TensorRecord,
     add_tensors,
     check_files,
     crc_file,
+    encode,
     fqn,
+    opened_manifest,
     read_checked,
-    read_manifest,
 )
-from autoptd.runtime.checkpoint.values import encode
-from autoptd.runtime.folders.disk import BLOCK_BYTES, CheckedFile
+from autoptd.runtime.folders.disk import BLOCK_BYTES
+from autoptd.runtime.folders.read_folder import open_folder
 from autoptd.runtime.params.parts import dtype_of
 
 
 class Want(NamedTuple):
-    """A rectangle of tensor `fqn` of a checkpoint, from `offsets` on, and the tensor to fill."""
+    """The rectangle of tensor `fqn` of a checkpoint that begins at `offsets`, and the tensor to fill with it."""
 
     fqn: str
     offsets: Sizes
@@ -61,7 +64,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder, and what it holds; a `Source` of the parameters' values. `metadata` is torch's, `names` map to tensors."""
+    """An open checkpoint, which is a `Source` of parameters. `metadata` is torch's; `names` maps parameters
+    to tensors.
+    """
 
     path: Path
     manifest: Manifest
@@ -70,8 +75,12 @@ class Checkpoint:
 
     @property
     def entries(self) -> dict[str, Entry]:
-        """The parameters and buffers, under all their names."""
-        return {name: entry_of(self.manifest.tensors[fqn]) for name, fqn in self.names.items()}
+        """The parameters and buffers, by all their names."""
+        found = {}
+        for name, tensor in self.names.items():
+            record = self.manifest.tensors[tensor]
+            found[name] = Entry(record.shape, getattr(torch, record.dtype, None))
+        return found
 
     def reader(self) -> Reader:
         return Reader(self)
@@ -81,18 +90,20 @@ class Checkpoint:
         return replace(self, names={names.get(name, name): fqn for name, fqn in self.names.items()})
 
     def only(self, names: Iterable[str]) -> Checkpoint:
-        """Return those of the parameters and buffers that have one of these names."""
+        """Return the parameters and buffers with these names."""
         return replace(self, names={name: self.names[name] for name in names if name in self.names})
 
     def named(self, tied: Iterable[Sequence[str]]) -> Checkpoint:
-        """Return the checkpoint under the first ones of a model's names: others may have chosen another one."""
+        """Return tied parameters under the first of a model's names: another program may have chosen another
+        one.
+        """
         tensors, names = dict(self.manifest.tensors), dict(self.names)
         renamed: dict[str, str] = {}
         for first, *others in tied:
             known = next((name for name in (first, *others) if name in names), None)
             if known is not None:
                 tensors[MODEL + first] = tensors[names[known]]
-                # Copies under other names are not read.
+                # Not read under the other names.
                 names |= dict.fromkeys((first, *others), MODEL + first)
             renamed |= dict.fromkeys(others, first)
         state, values = dict(self.manifest.state), dict(self.manifest.values)
@@ -109,7 +120,7 @@ class Checkpoint:
         return replace(self, manifest=manifest, names=names)
 
     def fingerprint(self) -> str:
-        """Return a hash of the files' names and sizes, and of what describes them."""
+        """Return a hash of the names and sizes of files, and of the files that describe the others."""
         crc = 0
         for path in sorted(self.path.iterdir()):
             crc = zlib.crc32(f"{path.name} {path.stat().st_size}".encode(), crc)
@@ -126,14 +137,14 @@ class Checkpoint:
         )
 
     def crcs_of(self, file: str) -> memoryview | None:
-        """Return the CRC32 of each block of a file; None where none were written."""
+        """Return the CRC32 of each block of a file; None if none were written."""
         if crc_file(file) not in self.manifest.files:
             return None
         return memoryview(read_checked(self.path, self.manifest, crc_file(file))).cast("I")
 
 
 def renamed_groups(groups: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return the groups of an optimizer with other names of some parameters, each once."""
+    """Return the groups of an optimizer with some parameters renamed, each parameter once."""
     found = []
     for group in groups:
         params = dict.fromkeys(names.get(name, name) for name in group["params"])
@@ -141,20 +152,24 @@ def renamed_groups(groups: Iterable[Mapping[str, Any]], names: Mapping[str, str]
     return found
 
 
-def entry_of(record: TensorRecord) -> Entry:
-    return Entry(record.shape, getattr(torch, record.dtype, None))
-
-
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Tell whether there is a checkpoint at a path, or one next to it that a save was replacing."""
+    """Tell whether there is a checkpoint at a path, or one next to it that was being replaced."""
     folder = Path(path)
     if (folder / MANIFEST).is_file() or (folder / METADATA).is_file():
         return True
-    return not folder.exists() and bool(beside(folder, OLD))
+    return not folder.exists() and bool(siblings(folder, OLD))
+
+
+def open_weights(path: str | os.PathLike[str]) -> Weights:
+    """Open `weights=`: a folder of Hugging Face's format, or a checkpoint; PlanError for anything else."""
+    if not isinstance(path, (str, os.PathLike)):
+        remedy = "a folder with a model's files, or a checkpoint"
+        raise PlanError(f"weights={reprlib.repr(path)}", "is not the path of a folder", remedy)
+    return open_any(path) if is_checkpoint(path) else open_folder(path)
 
 
 def open_any(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open a checkpoint of AutoPTD's, or one that another program wrote; PlanError where there is neither."""
+    """Open a checkpoint of AutoPTD, or of another program; PlanError if there is neither."""
     folder = Path(path)
     if (folder / METADATA).is_file() and not (folder / MANIFEST).is_file() and not marked(folder, PART):
         return open_foreign(folder)
@@ -162,65 +177,52 @@ def open_any(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Read what describes a checkpoint, and check that its files are there; PlanError where they are not."""
+    """Open a checkpoint of AutoPTD; PlanError if files are missing or damaged. Tensors are not read yet."""
     from autoptd.runtime.checkpoint.storage import read_metadata
 
     folder = find(Path(path))
-    manifest = read_manifest(folder)
-    check_files(folder, manifest)
+    manifest = opened_manifest(folder)
     metadata = read_metadata(read_checked(folder, manifest, METADATA), str(folder / METADATA))
     add_tensors(manifest, metadata)
-    return checkpoint_of(folder, manifest, metadata)
+    return _checkpoint(folder, manifest, metadata)
 
 
-def checkpoint_of(folder: Path, manifest: Manifest, metadata: Any) -> Checkpoint:
+def _checkpoint(folder: Path, manifest: Manifest, metadata: Any) -> Checkpoint:
     names = {fqn.removeprefix(MODEL): fqn for fqn in manifest.tensors if fqn.startswith(MODEL)}
     for first, tied in manifest.about.get("names", {}).items():
         for name in tied:
             names[name] = MODEL + first
-            # Others find a tied parameter under all its names; here it is one tensor.
+            # Other programs read a tied parameter under all its names; here it is one tensor.
             if name != first:
                 manifest.tensors.pop(MODEL + name, None)
     return Checkpoint(folder, manifest, names, metadata)
 
 
 def open_foreign(folder: Path) -> Checkpoint:
-    """Read the metadata of a folder that another program wrote; PlanError where it is not readable, or not whole."""
-    from autoptd.runtime.checkpoint.storage import load_item, read_metadata
+    """Open a checkpoint of another program; PlanError if it cannot be read, or is not complete."""
+    from autoptd.runtime.checkpoint.storage import load_item, open_data, read_metadata
 
     metadata = read_metadata((folder / METADATA).read_bytes(), str(folder / METADATA))
-    check_ends(folder, metadata)
+    ends: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    check_files(folder, ends, may_be_longer=True)
     manifest, groups = Manifest({"optimizer": None}), dict[Any, dict[str, Any]]()
     places = {index.fqn: info for index, info in metadata.storage_data.items()}
     for (kind, *where), name in add_tensors(manifest, metadata):
         if kind not in ("state", "group"):
             continue
         info = places[name]
-        with CheckedFile(folder / info.relative_path, None) as file:
+        with open_data(folder / info.relative_path, None) as file:
             value = encode(load_item(file, info.offset, info.length, name), name)
         into = manifest.values if kind == "state" else groups
         into.setdefault(where[0], {})[where[1]] = value
-    manifest.about["optimizer"] = optimizer_of(groups)
-    return checkpoint_of(folder, manifest, metadata)
+    manifest.about["optimizer"] = _optimizer(groups)
+    return _checkpoint(folder, manifest, metadata)
 
 
-def check_ends(folder: Path, metadata: Any) -> None:
-    """Raise PlanError that lists the files which are missing, or end before an item does."""
-    ends: dict[str, int] = {}
-    for info in metadata.storage_data.values():
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    findings = []
-    for file, end in sorted(ends.items()):
-        if not (folder / file).is_file():
-            findings.append(f"{file} is missing")
-        elif (size := os.path.getsize(folder / file)) < end:
-            findings.append(f"{file} has {size} bytes, not {end}")
-    if findings:
-        raise PlanError(str(folder), "; ".join(findings), "another checkpoint, or all files of this one")
-
-
-def optimizer_of(groups: Mapping[Any, dict[str, Any]]) -> dict[str, Any] | None:
-    """Return what the groups of a checkpoint were, of its numbered groups, or of settings by parameter."""
+def _optimizer(groups: Mapping[Any, dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the optimizer's record: the groups are numbered, or their settings are stored by parameter."""
     if not groups:
         return None
     numbered = sorted(key for key in groups if isinstance(key, int))
@@ -236,7 +238,7 @@ def optimizer_of(groups: Mapping[Any, dict[str, Any]]) -> dict[str, Any] | None:
 
 
 class Reader:
-    """Reads for one rank; `nbytes` counts what it read. Not thread-safe."""
+    """Reads for one rank, and counts the bytes. Not thread-safe."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -245,7 +247,7 @@ class Reader:
 
     @torch.no_grad()
     def fill(self, wants: Iterable[Want]) -> None:
-        """Fill the tensors of `wants`; RuntimeFault where a block was changed, or a file cannot be read."""
+        """Fill the tensors of `wants`; RuntimeFault if a block was changed, or a file cannot be read."""
         from autoptd.runtime.checkpoint.storage import read_items, reads_of
 
         metadata, reads = self._checkpoint.metadata, []
@@ -274,7 +276,7 @@ class Reader:
         shape = (*record.shape[:dim], len(rows), *record.shape[dim + 1 :])
         x = torch.zeros(shape, dtype=dtype_of(record.dtype), device="cpu")
         wants, at = [], 0
-        for first, count in runs_of(rows.tolist()):
+        for first, count in _runs(rows.tolist()):
             part = x.narrow(dim, at, count)
             offsets = [0] * len(shape)
             offsets[dim] = first - 1
@@ -285,7 +287,7 @@ class Reader:
         return x
 
 
-def runs_of(rows: list[int]) -> Iterator[tuple[int, int]]:
+def _runs(rows: list[int]) -> Iterator[tuple[int, int]]:
     """Yield (first, count) of runs of consecutive numbers, and (0, count) of zeros, in order."""
     start = 0
     for i in range(1, len(rows) + 1):
@@ -296,10 +298,9 @@ def runs_of(rows: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def verify_files(path: str | os.PathLike[str]) -> list[str]:
-    """Read all files of a checkpoint and describe every change; the list is empty if all are intact."""
+    """Read all files of a checkpoint, and describe every change; the list is empty if there is none."""
     folder = find(Path(path))
-    manifest = read_manifest(folder)
-    check_files(folder, manifest)
+    manifest = opened_manifest(folder)
     findings = []
     for file, record in manifest.files.items():
         try:
@@ -318,30 +319,17 @@ def _changed_blocks(checkpoint: Checkpoint, file: str) -> list[str]:
         for block, crc in enumerate(checkpoint.crcs_of(file) or ()):
             if zlib.crc32(opened.read(BLOCK_BYTES)) != crc:
                 metadata, start = open_checkpoint(checkpoint.path).metadata, block * BLOCK_BYTES
-                names = names_in(metadata, file, start, start + BLOCK_BYTES)
+                names = _names_in(metadata, file, start, start + BLOCK_BYTES)
                 where = f", with {', '.join(names[:3])}" if names else ""
                 findings.append(f"{file}: block {block} was changed{where}")
     return findings
 
 
-def names_in(metadata: Any, file: str, start: int, end: int) -> list[str]:
-    """Return the tensors that have bytes `start` to `end` of a file."""
+def _names_in(metadata: Any, file: str, start: int, end: int) -> list[str]:
+    """Return the tensors with elements in bytes `start` to `end` of a file."""
     found: dict[str, None] = {}
     for index, info in metadata.storage_data.items():
         is_in = info.relative_path == file and info.offset < end and info.offset + info.length > start
         if is_in and index.offset is not None:
             found[index.fqn] = None
     return list(found)
-
-
-__all__ = [
-    "Checkpoint",
-    "Entry",
-    "Reader",
-    "Want",
-    "is_checkpoint",
-    "open_any",
-    "open_checkpoint",
-    "open_foreign",
-    "verify_files",
-]

@@ -1,48 +1,201 @@
-"""Load a checkpoint into the storage of all ranks: one rank reads each byte and sends it to the others.
+"""Check that a checkpoint fits the model, then load it into the storage of all ranks: one rank reads each
+byte.
 
-In: a checkpoint whose contents were checked, a rank's parameters, and the optimizer. Out: the parameters, in
-storage and as stages use them, and the optimizer's state. A collective of all ranks, in three steps: every
-rank reads the share that it would write; ranks agree that all succeeded; then the shares are sent to the
-ranks with copies and to the other owners of tied parameters.
+In: a checkpoint, a program, a rank's parameters and the optimizer. Out: a PlanError that lists everything
+that does not fit, before anything is loaded; then the parameters, in storage and as stages use them, and the
+optimizer's state.
 
+    missing, unexpected = check_model(checkpoint, program, buffers, strict=True)
     plan = Restoration(checkpoint, params, optimizer.state)
-    plan.read()                                      # may raise: see `agree`
+    plan.read()                                      # may raise: see `runtime/world/agree.py`
     plan.spread()
 
-Tensors are read directly into their storage, without a second copy in memory.
+Loading is a collective of all ranks. Every rank reads the share that it would write, directly into storage,
+without a second copy in memory; after the ranks have agreed that all succeeded, the shares are sent to the
+ranks with copies, and to the other owners of tied parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+import math
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from autoptd.errors import AutoptdError, PlanError, RuntimeFault
+from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ir.rectangles import Item
-from autoptd.program.pieces import Shares, holder_axes, holders, share_stage
+from autoptd.program.about import about_model, module_hashes
+from autoptd.program.pieces import Shares, holder_axes, holders, share_stage, view_of
+from autoptd.program.program import Program
 from autoptd.program.specs import ParamSpec
-from autoptd.runtime.checkpoint.manifest import Manifest, fqn
+from autoptd.runtime.checkpoint.manifest import Manifest, decode, encode, fqn, rows_of
 from autoptd.runtime.checkpoint.read import Checkpoint, Want
-from autoptd.runtime.checkpoint.stage import rows_of, view_of
-from autoptd.runtime.checkpoint.values import decode, encode
-from autoptd.runtime.checks.batch import merge_over_ranks
+from autoptd.runtime.params.fingerprint import fingerprint_of_model
 from autoptd.runtime.params.parameters import RankParameters, owners
 from autoptd.runtime.params.parts import dtype_of
 from autoptd.runtime.params.storage import alias
 from autoptd.runtime.world.world import World
 
 SITE = "pm.load"
-# Bytes that are handed on at once: the host gives back small memory that is freed, and keeps larger.
+# How many names an error lists.
+MOST_NAMED = 5
+# Bytes that are sent at once: the host frees small memory blocks at once, and keeps larger ones.
 MOST_BYTES = 4 << 20
-Result = TypeVar("Result")
 OptimizerState = MutableMapping[torch.Tensor, dict[str, Any]]
 
 
+def check_model(
+    checkpoint: Checkpoint, program: Program, buffers: Mapping[str, torch.Tensor], strict: bool
+) -> tuple[list[str], list[str]]:
+    """Return (missing, unexpected) names; PlanError for anything else that does not fit and, if `strict`, for
+    these.
+    """
+    manifest = checkpoint.manifest
+    own = {name for spec in program.params for name in spec.aliases} | buffers.keys()
+    filled = {spec.name for spec in program.params if math.prod(spec.shape)} | buffers.keys()
+    missing = sorted(name for name in filled if fqn(name, "") not in manifest.tensors)
+    unexpected = sorted(checkpoint.names.keys() - own)
+    findings = []
+    if strict and missing:
+        findings.append(f"lacks {_some(missing)}")
+    if strict and unexpected:
+        findings.append(f"has {_some(unexpected)}, not in the model")
+    for spec in program.params:
+        findings += _misfits(spec, manifest)
+    for name, x in buffers.items():
+        record = manifest.tensors.get(fqn(name, ""))
+        if record is not None and record.shape != tuple(x.shape):
+            findings.append(f"{name} has shape {record.shape}, not {tuple(x.shape)}")
+    if strict:
+        findings += _other_ties(program, manifest)
+        findings += _other_atoms(program, manifest)
+        findings += _other_operators(program, manifest)
+    if findings:
+        remedy = "a checkpoint of this model, with the same sizes"
+        raise PlanError(SITE, f"{checkpoint.path}: {_some(findings, '; ')}", remedy)
+    _check_seed(program, manifest, strict)
+    return missing, unexpected
+
+
+def _some(names: Collection[str], separator: str = ", ") -> str:
+    """List a few names."""
+    shown = list(names)[:MOST_NAMED]
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return separator.join(shown) + more
+
+
+def _misfits(spec: ParamSpec, manifest: Manifest) -> Iterator[str]:
+    """Yield the reason why a saved tensor cannot become the parameter."""
+    record = manifest.tensors.get(fqn(spec.name, ""))
+    if record is None:
+        return
+    if record.shape != spec.shape:
+        yield f"{spec.name} has shape {record.shape}, not {spec.shape}"
+    elif not _is_held(dtype_of(record.dtype), dtype_of(spec.storage.dtype)):
+        yield f"{spec.name} is {record.dtype}, not {spec.storage.dtype}"
+
+
+def _is_held(saved: torch.dtype, stored: torch.dtype) -> bool:
+    """Tell whether the dtype `stored` represents all numbers of `saved`, as float64 does for float32."""
+    is_wider = saved.is_floating_point and stored.is_floating_point and stored.itemsize > saved.itemsize
+    return saved == stored or is_wider
+
+
+def _other_ties(program: Program, manifest: Manifest) -> Iterator[str]:
+    """Yield parameters with other ties than when they were saved."""
+    saved: Mapping[str, Any] | None = manifest.about.get("names")
+    if saved is None:
+        return
+    for spec in program.params:
+        was = set(saved.get(spec.name, [spec.name]))
+        if was != set(spec.aliases) and fqn(spec.name, "") in manifest.tensors:
+            yield f"{spec.name} was tied to {_ties(was - {spec.name})}, now to {_ties({*spec.aliases} - {spec.name})}"
+
+
+def _ties(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
+
+
+def _other_atoms(program: Program, manifest: Manifest) -> Iterator[str]:
+    """Yield parameters of the same shape but with other atoms: 4 heads of 8 are not 8 heads of 4."""
+    saved: Mapping[str, Any] = manifest.about.get("model", {})
+    for name, entry in about_model(program).items():
+        was = saved.get(name)
+        if was is not None and _plain(was["dims"]) != _plain(entry["dims"]):
+            yield f"{name} was {_plain(was['dims'])}, now {_plain(entry['dims'])}"
+
+
+def _other_operators(program: Program, manifest: Manifest) -> Iterator[str]:
+    """Yield the first module that computed something else; only warn if torch has another version, which may
+    trace differently.
+    """
+    saved: Mapping[str, str] = manifest.about.get("prints", {})
+    prints = module_hashes(program)
+    module = next((module for module, text in prints.items() if saved.get(module, text) != text), None)
+    if module is None:
+        return
+    text = f"{module or 'the model'} was made of other operators, or other numbers in them"
+    if manifest.about["torch"] == torch.__version__:
+        yield text
+    else:
+        warnings.warn(f"{SITE}: {text}, with torch {manifest.about['torch']}", stacklevel=2)
+
+
+def _plain(dims: Any) -> Any:
+    """Return nested sequences as lists."""
+    return [_plain(item) for item in dims] if isinstance(dims, (list, tuple)) else dims
+
+
+def _check_seed(program: Program, manifest: Manifest, strict: bool) -> None:
+    """Raise PlanError if dropout would draw other masks than before."""
+    seed = manifest.about.get("seed", program.seed)
+    if strict and program.dropouts and seed != program.seed:
+        fact = f"was saved with seed={seed}, and dropout masks would now be drawn with seed={program.seed}"
+        raise PlanError(SITE, fact, f"parallelize(..., seed={seed}); or strict=False")
+
+
+def check_optimizer_state(program: Program, manifest: Manifest) -> None:
+    """Raise PlanError if the state of some parameters of the optimizer has been lost."""
+    record = manifest.optimizer or {}
+    known = {*manifest.state, *manifest.values}
+    # Frozen parameters have no state; an optimizer without any was saved before its first step, or needs
+    # none.
+    frozen = {spec.name for spec in program.params if not spec.requires_grad}
+    names = [name for group in record.get("groups", ()) for name in group["params"]]
+    lost = [name for name in names if name not in known | frozen | {*record.get("stateless", ())}]
+    if known and lost:
+        fact = f"has no optimizer state of {_some(lost)}, only of other parameters"
+        raise PlanError(SITE, fact, "another checkpoint; or load without optimizer=, and strict=False")
+
+
+def check_fingerprint(checkpoint: Checkpoint, params: RankParameters) -> None:
+    """Raise RuntimeFault if any bit of the weights differs from the saved ones; a collective of all ranks.
+
+    Weights whose dtype or names have changed cannot be compared.
+    """
+    saved = checkpoint.manifest.about.get("fingerprint")
+    specs = params.program.params
+    is_same = all(_is_as_saved(spec, checkpoint.manifest) for spec in specs)
+    if saved is None or not is_same:
+        return
+    found = fingerprint_of_model(params)
+    if found != saved:
+        fact = f"the weights have the fingerprint {found} after loading, not {saved} as when they were saved"
+        raise RuntimeFault(f"{SITE}: {checkpoint.path}", fact, "load the checkpoint before it, and report it")
+
+
+def _is_as_saved(spec: ParamSpec, manifest: Manifest) -> bool:
+    """Tell whether a parameter was saved under its name, in the dtype in which it is stored."""
+    record = manifest.tensors.get(fqn(spec.name, ""))
+    known = manifest.about.get("model", {})
+    return record is not None and record.dtype == spec.storage.dtype and spec.name in known
+
+
 class Restoration:
-    """What one rank does to load a checkpoint; `state` is the optimizer's, None to leave it alone."""
+    """The part of one rank in loading a checkpoint; `state` is the optimizer's, None to leave it unchanged."""
 
     def __init__(self, checkpoint: Checkpoint, params: RankParameters, state: OptimizerState | None) -> None:
         self.checkpoint, self.params, self.state = checkpoint, params, state
@@ -53,22 +206,23 @@ class Restoration:
         self._others: dict[str, list[str]] = {}
         for spec in params.specs if state is not None else ():
             self._keys[spec.name], self._others[spec.name] = split_keys(manifest, spec)
-        # By parameter and key: what this rank stores of it.
+        # The tensors of this rank, by parameter and key.
         self._into: dict[tuple[str, str], torch.Tensor] = {}
         self._small: dict[tuple[str, str], torch.Tensor] = {}
         self._shares = lru_cache(self._share)
 
     @property
     def nbytes(self) -> int:
-        """The bytes that this rank has read."""
+        """The number of bytes that this rank has read."""
         return self._reader.nbytes
 
     def read(self) -> None:
-        """Read this rank's share into what it stores; RuntimeFault where a file was changed."""
+        """Read this rank's share into its storage; RuntimeFault if a file was changed."""
         # A pending gather would overwrite the loaded values.
         self.params.wait()
         for name, stored in self.params.stored.items():
-            # Not counted as edits by the user, which differ from rank to rank here.
+            # An alias, so that this is not mistaken for edits by the user, which would differ from rank to
+            # rank.
             self._into[name, ""] = alias(stored)
             for key in self._keys.get(name, ()):
                 self._into[name, key] = self._moment(name, key, stored)
@@ -89,13 +243,13 @@ class Restoration:
         world = self.params.world
         self._spread_copies()
         self._spread_tied()
-        # Most are single numbers: as such they are sent in a fraction of the time.
+        # Most are single numbers, which are sent much faster than tensors.
         numbers = {name: x if x.dim() else encode(x, SITE) for name, x in self._small.items()}
-        for some in merge_over_ranks(world, {world.rank: numbers}, SITE).values():
+        for some in world.everyone().gather_objects(numbers, SITE):
             for name, value in some.items():
                 self._small[name] = value if isinstance(value, torch.Tensor) else decode(value)
         self._set_state()
-        # Update the values that stages use, so that the load is not mistaken for an edit by the user.
+        # Otherwise the load would be mistaken for an edit by the user.
         self.params.publish()
         self.params.wait()
         self.params.absorb_edits()
@@ -104,7 +258,7 @@ class Restoration:
         return fqn(item.name, item.key) in self.checkpoint.manifest.tensors
 
     def _share(self, pipeline_rank: int) -> Shares:
-        # In bytes of the file, so that all ranks divide it alike.
+        # By the sizes in the file, which are the same on all ranks.
         tensors = self.checkpoint.manifest.tensors
         keys = {}
         for name, names in self._keys.items():
@@ -112,13 +266,13 @@ class Restoration:
         return share_stage(self.params.program, pipeline_rank, keys)
 
     def _moment(self, name: str, key: str, stored: torch.Tensor) -> torch.Tensor:
-        """Return the tensor of the optimizer's state to fill: the one that is there, or a new one."""
+        """Return the tensor of the optimizer's state to fill: the existing one, or a new one."""
         assert self.state is not None
         own = self.state.get(stored, {}).get(key)
         if isinstance(own, torch.Tensor) and own.shape == stored.shape and own.is_contiguous():
             return own
-        # In the dtype that was saved, with the same bits: NAdam's products are float32 whatever the parameter is. One that
-        # was the parameter's goes with it to a wider one, as torch's optimizers load it.
+        # Usually in the saved dtype, with the same bits: products of NAdam are float32 for any parameter. But
+        # a state in the dtype of its parameter follows it to a wider one, as when torch's optimizers load it.
         tensors = self.checkpoint.manifest.tensors
         saved, parameter = tensors[fqn(name, key)].dtype, tensors.get(fqn(name, ""))
         is_own = parameter is not None and parameter.dtype == saved
@@ -131,7 +285,7 @@ class Restoration:
         return Want(fqn(item.name, item.key), part.offsets, view)
 
     def _spread_copies(self) -> None:
-        """Let each share be handed on by the rank that read it, to those that store the same."""
+        """Send each share from the rank that read it to those that store the same."""
         world = self.params.world
         mesh = world.mesh
         for rank, items in sorted(self._shares(world.pipeline_rank).items.items()):
@@ -145,11 +299,11 @@ class Restoration:
                         part for _, part in rows_of(view, item.rectangle.offsets, MOST_BYTES)
                     )
             for axes, some in views.items():
-                for together in batches_of(some):
-                    hand_on(world, axes, rank, together)
+                for together in _batches(some):
+                    _send(world, axes, rank, together)
 
     def _spread_tied(self) -> None:
-        """Let the first owner of a tied parameter hand it to the others, which store the same of it."""
+        """Send tied parameters from their first owner to the others, which store the same part."""
         world = self.params.world
         for spec in self.params.specs:
             places = owners(self.params.program, spec)
@@ -165,7 +319,9 @@ class Restoration:
                     part.copy_(group.broadcast(part, source, f"load {spec.name}"))
 
     def _set_state(self) -> None:
-        """Give the optimizer the state of this rank's parameters, and take away what the checkpoint has not."""
+        """Set the optimizer's state of this rank's parameters; remove entries that the checkpoint does not
+        have.
+        """
         if self.state is None:
             return
         for name, stored in self.params.stored.items():
@@ -184,7 +340,7 @@ class Restoration:
 
 
 def split_keys(manifest: Manifest, spec: ParamSpec) -> tuple[list[str], list[str]]:
-    """Return the keys of a parameter's state: of tensors of its shape, and of others, such as a step count."""
+    """Return the keys of a parameter's state: tensors of its shape, and others, such as a step count."""
     like: list[str] = []
     others: list[str] = []
     for key in manifest.state.get(spec.name, ()):
@@ -194,8 +350,10 @@ def split_keys(manifest: Manifest, spec: ParamSpec) -> tuple[list[str], list[str
     return like, others
 
 
-def batches_of(views: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield tensors in groups of about `MOST_BYTES`, in order: a call for each of them would mostly wait."""
+def _batches(views: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield tensors in groups of about `MOST_BYTES`, in order, since a call for each of them would mostly
+    wait.
+    """
     batch: list[torch.Tensor] = []
     nbytes = 0
     for view in views:
@@ -208,22 +366,24 @@ def batches_of(views: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield batch
 
 
-def hand_on(world: World, axes: tuple[str, ...], source: int, views: Sequence[torch.Tensor]) -> None:
-    """Give what rank `source` has in `views` to the ranks that differ from it along `axes` only; a collective of them."""
+def _send(world: World, axes: tuple[str, ...], source: int, views: Sequence[torch.Tensor]) -> None:
+    """Send `views` of rank `source` to the ranks that differ from it along `axes` only; a collective of these
+    ranks.
+    """
     sizes = [view.nbytes for view in views]
     packed = torch.empty(sum(sizes), dtype=torch.uint8, device=views[0].device)
     if world.rank == source:
         torch.cat([view.reshape(-1).view(torch.uint8) for view in views], out=packed)
-    received = broadcast_from(world, axes, source, packed, f"{SITE}: copies")
+    received = _broadcast(world, axes, source, packed, f"{SITE}: copies")
     for view, part in zip(views, received.split(sizes), strict=True) if world.rank != source else ():
-        # Copied: it may begin at a byte at which no such element can.
+        # Cloned, as an element may not begin at any byte.
         view.copy_(part.clone().view(view.dtype).view(view.shape))
 
 
-def broadcast_from(
-    world: World, axes: tuple[str, ...], source: int, x: torch.Tensor, site: str
-) -> torch.Tensor:
-    """Return the `x` of rank `source` on all ranks that differ from it along `axes` only, over one axis after the other."""
+def _broadcast(world: World, axes: tuple[str, ...], source: int, x: torch.Tensor, site: str) -> torch.Tensor:
+    """Return the `x` of rank `source` on the ranks that differ from it along `axes` only, one axis after the
+    other.
+    """
     mesh = world.mesh
     for number, axis in enumerate(axes):
         later = axes[number + 1 :]
@@ -231,46 +391,3 @@ def broadcast_from(
         if all(mesh.place(world.rank, other) == mesh.place(source, other) for other in later):
             x = world.group((axis,)).broadcast(x, mesh.place(source, axis), site)
     return x
-
-
-def agree(world: World, site: str, act: Callable[[], Result]) -> Result:
-    """Return what `act` returns; if it fails on any rank, the same error is raised on all ranks. A collective.
-
-    For what ranks do for themselves, between calls that all of them make.
-    """
-    result, fault = None, None
-    error: Exception | None = None
-    try:
-        result = act()
-    except AutoptdError as caught:
-        error = caught
-        fault = (type(caught) is PlanError, caught.site, caught.fact, caught.remedy)
-    except Exception as caught:
-        error, fact = caught, f"{type(caught).__name__}: {caught}"
-        fault = (False, site, fact, "see to the folder and its disk")
-    faults = world.everyone().gather_objects(fault, site)
-    first = next(((rank, found) for rank, found in enumerate(faults) if found is not None), None)
-    if first is not None:
-        rank, (is_plan, where, fact, remedy) = first
-        kind = PlanError if is_plan else RuntimeFault
-        if all(found == faults[0] for found in faults):
-            raise kind(where, fact, remedy) from error
-        raise kind(where, f"{fact} (on rank {rank})", remedy) from error
-    return result  # type: ignore[return-value]
-
-
-def attempted(act: Callable[[], Any]) -> Callable[[], Any]:
-    """Call a function now; return one that returns what it returned, or raises what it raised, as often as asked."""
-    try:
-        result = act()
-    except Exception as error:
-        caught = error
-
-        def fail() -> Any:
-            raise caught
-
-        return fail
-    return lambda: result
-
-
-__all__ = ["Restoration", "agree", "attempted", "split_keys"]

@@ -1,28 +1,41 @@
-"""Collect a rank's share of a checkpoint: the current parameters and moments.
+"""Collect what a rank writes into a checkpoint, copy it so that training can continue, and write it.
 
-In: a rank's parameters, and their optimizer state. Out: `Staged`, tensors with their places in full tensors,
-which `write.py` writes to files. No communication.
+In: a rank's parameters and their optimizer state. Out: `Staged`, tensors with their places in full tensors;
+later the rank's file in the folder of the save, and its report. No communication.
 
-    staged = stage(rank.params, optimizer.state, copied)
+    staged = stage(rank.params, optimizer.state, copy)         # on the rank's thread
+    write_rank(part, staged, objects)                          # on any thread
 
-With `shown`, tensors are views: training must wait until they are written. `copied` clones them; a caller
-with a better copy (to pinned memory, on a stream) passes another function.
+With the default `copy`, tensors are views: training must wait until they are written. `copied` clones them.
+`Staging` copies them into buffers that are kept for the run; on CUDA a separate stream does so during the
+next forward and backward, and the stream that changes a tensor waits for the copy:
+
+    staging = Staging(device)
+    staging.begin(); x = staging(parameter); staging.seal()
+    staging.release()                                          # before an update
+    staging.ready()                                            # before x is read, by any thread
+
+The stagers of torch.distributed.checkpoint copy all memory that a view is part of, leave the wait to the
+loop, and do not notice a parameter that is changed before the copy is complete.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+import struct
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from autoptd.ir.rectangles import Rectangle, Sizes
-from autoptd.program.pieces import Shares, StateKeys, share_stage
-from autoptd.runtime.checkpoint.manifest import fqn
-from autoptd.runtime.checkpoint.values import encode
+from autoptd.errors import RuntimeFault
+from autoptd.program.pieces import Shares, StateKeys, share_stage, view_of
+from autoptd.runtime.checkpoint.commit import Report, entry_of, leave_report
+from autoptd.runtime.checkpoint.manifest import Staged, StagedTensor, crc_file, encode
+from autoptd.runtime.folders.disk import write_file
+from autoptd.runtime.params.fingerprint import fingerprint_of_rectangle
 from autoptd.runtime.params.guard import unguarded
 from autoptd.runtime.params.parameters import RankParameters
 
@@ -32,36 +45,8 @@ OptimizerState = Mapping[torch.Tensor, Mapping[str, Any]]
 _shares: WeakKeyDictionary[RankParameters, tuple[StateKeys, Shares]] = WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
-class StagedTensor:
-    """A rectangle of the tensor that a checkpoint has under `name` and `key`, and that has `shape` in full."""
-
-    name: str
-    key: str
-    shape: Sizes
-    offsets: Sizes
-    x: torch.Tensor
-
-    @property
-    def fqn(self) -> str:
-        return fqn(self.name, self.key)
-
-
-@dataclass
-class Staged:
-    """The share of one rank: tensors, and by parameter the other entries of its optimizer state, as JSON."""
-
-    rank: int
-    tensors: list[StagedTensor] = field(default_factory=list)
-    values: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(item.x.nbytes for item in self.tensors)
-
-
 def shown(x: torch.Tensor) -> torch.Tensor:
-    """Return the same memory: for a save that is over before anything changes."""
+    """Return the same memory: for a save that ends before anything changes."""
     return x
 
 
@@ -73,13 +58,13 @@ def copied(x: torch.Tensor) -> torch.Tensor:
 @unguarded()
 @torch.no_grad()
 def stage(params: RankParameters, state: OptimizerState | None, copy: Copy = shown) -> Staged:
-    """Collect what this rank writes of parameters, and of the optimizer's `state` if there is one."""
+    """Collect what this rank writes of the parameters and of the optimizer's `state`, if there is one."""
     world = params.world
     params.wait()
     params.absorb_edits()
     staged = Staged(world.rank)
     held = {name: (state or {}).get(x, {}) for name, x in params.stored.items()}
-    shares = shares_of(params, keys_of(params, held))
+    shares = _shares_of(params, _keys_of(params, held))
     specs = {spec.name: spec for spec in params.specs}
     for item in shares.items[world.rank]:
         source = held[item.name][item.key] if item.key else params.stored[item.name]
@@ -103,20 +88,19 @@ def _stage_others(
             staged.values.setdefault(name, {})[key] = encode(value, site)
         elif not is_like(key, value, stored):
             # Equal on all ranks, as all steps are.
-            zero = (0,) * value.dim()
-            staged.tensors.append(StagedTensor(name, key, tuple(value.shape), zero, copy(value.detach())))
+            staged.tensors.append(StagedTensor.whole(name, key, copy(value.detach())))
 
 
-def shares_of(params: RankParameters, keys: StateKeys) -> Shares:
-    """Return what each rank at this place of the pipeline writes; the same at every save, and remembered."""
+def _shares_of(params: RankParameters, keys: StateKeys) -> Shares:
+    """Return what each rank of this pipeline rank writes, which is the same at every save."""
     known = _shares.get(params)
     if known is None or known[0] != keys:
         known = _shares[params] = (keys, share_stage(params.program, params.world.pipeline_rank, keys))
     return known[1]
 
 
-def keys_of(params: RankParameters, held: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, int]]:
-    """Return, for what this rank stores, the state's tensors of the parameter's shape, with the bytes of an element."""
+def _keys_of(params: RankParameters, held: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+    """Return, by parameter, the keys of state tensors of its shape, with the bytes of an element."""
     keys: dict[str, dict[str, int]] = {}
     for name, state in held.items():
         stored = params.stored[name]
@@ -131,29 +115,94 @@ def keys_of(params: RankParameters, held: Mapping[str, Mapping[str, Any]]) -> di
 def is_like(key: str, value: torch.Tensor, stored: torch.Tensor) -> bool:
     """Tell whether a tensor of an optimizer's state has an element for each of its parameter.
 
-    A step count is 0-d, as the moments of a 0-d parameter are.
+    A step count is 0-d, but so are the moments of a 0-d parameter.
     """
     return value.shape == stored.shape and not (key == "step" and value.dim() == 0)
 
 
-def view_of(x: torch.Tensor, part: Rectangle) -> torch.Tensor:
-    """Return the elements of a rectangle in what a rank stores: a view."""
-    numel = math.prod(part.block)
-    view = x.detach().view(-1).narrow(0, part.start, numel).view(part.block)
-    for dim, (at, size) in enumerate(zip(part.at, part.sizes, strict=True)):
-        view = view.narrow(dim, at, size)
-    return view
+@unguarded()
+def write_rank(part: Path, staged: Staged, objects: Mapping[str, Any]) -> None:
+    """Write a rank's `__<rank>_0.distcp`, with its tensors and `objects` by name, the CRC32s of its blocks,
+    and its report.
+
+    Nothing is communicated, so any thread may do it.
+    """
+    from autoptd.runtime.checkpoint.storage import write_items
+
+    prints: dict[str, int] = {}
+    for item in staged.tensors:
+        if not item.key:
+            own = fingerprint_of_rectangle(item.x, item.name, item.shape, item.offsets)
+            prints[item.name] = prints.get(item.name, 0) + own
+    plan, results, written = write_items(part, staged, objects)
+    report = Report(staged.rank, plan, results, staged.values, prints)
+    if written is not None:
+        name, file = written
+        crcs = struct.pack(f"<{len(file.crcs)}I", *file.crcs)
+        write_file(part / crc_file(name), crcs)
+        report.files = {name: {"bytes": file.nbytes}, crc_file(name): entry_of(crcs)}
+    leave_report(part, report)
 
 
-def rows_of(x: torch.Tensor, offsets: Sizes, most_bytes: int) -> Iterator[tuple[Sizes, torch.Tensor]]:
-    """Yield slices of at most `most_bytes`, with offsets, along the first dim of more than one entry."""
-    dim = next((dim for dim, size in enumerate(x.shape) if size > 1), 0)
-    if x.nbytes <= most_bytes:
-        yield offsets, x
-        return
-    rows = max(1, most_bytes * x.shape[dim] // x.nbytes)
-    for row, part in zip(range(0, x.shape[dim], rows), x.split(rows, dim), strict=True):
-        yield (*offsets[:dim], offsets[dim] + row, *offsets[dim + 1 :]), part
+class Staging:
+    """Copies tensors into buffers of the host: see the module's docstring. On the CPU, a copy is complete at
+    once.
+    """
 
+    def __init__(self, device: torch.device) -> None:
+        # In the order of the copies: each save makes the same ones.
+        self._buffers: list[torch.Tensor] = []
+        self._count = 0
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copied: torch.cuda.Event | None = None
+        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._is_torn = False
 
-__all__ = ["Staged", "StagedTensor", "copied", "is_like", "keys_of", "rows_of", "shown", "stage", "view_of"]
+    def begin(self) -> None:
+        """Begin a save, which overwrites the copies of the save before."""
+        self._count, self._versions, self._is_torn = 0, [], False
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a contiguous tensor that will have the values of `x`."""
+        x = x.detach()
+        buffer = self._buffer_for(x)
+        if x.is_cuda:
+            self._versions.append((x, x._version))
+        with torch.cuda.stream(self._stream) if x.is_cuda else nullcontext():
+            buffer.copy_(x, non_blocking=x.is_cuda)
+        return buffer
+
+    def seal(self) -> None:
+        """Note that all copies were started."""
+        if self._stream is not None:
+            self._copied = torch.cuda.Event()
+            self._copied.record(self._stream)
+
+    def release(self) -> None:
+        """Let the current stream wait for the copies, so that it may change the tensors."""
+        if self._stream is None or self._copied is None or not self._versions:
+            return
+        torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
+        # Torch counts the writes to a tensor: a write before this call may have come during the copy.
+        self._is_torn |= any(x._version != version for x, version in self._versions)
+        self._versions = []
+
+    def ready(self) -> None:
+        """Wait until the copies are complete; RuntimeFault if a tensor was changed meanwhile."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        if self._is_torn:
+            fact = "a parameter was changed in place while it was being copied"
+            remedy = "change parameters before the call of ckpt.step, or by the optimizer"
+            raise RuntimeFault("pm.checkpointer", fact, remedy)
+
+    def _buffer_for(self, x: torch.Tensor) -> torch.Tensor:
+        number, self._count = self._count, self._count + 1
+        known = self._buffers[number] if number < len(self._buffers) else None
+        if known is None or known.shape != x.shape or known.dtype != x.dtype:
+            # Optimizers get their state in the first step: the second save copies more tensors.
+            known = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
+            self._buffers[number : number + 1] = [known]
+        return known

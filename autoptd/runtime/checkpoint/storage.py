@@ -1,16 +1,17 @@
-"""Write and read checkpoint items in the format of torch.distributed.checkpoint, with its own classes.
+"""Write and read the files of a checkpoint in the format of torch.distributed.checkpoint, with its plans and
+its metadata.
 
-In: tensors and their places in full tensors: those to write into a rank's file, or those to fill from the
-files of all ranks. Out: a plan and the places in the file, for the rank that commits; filled tensors. Only
-the disk layer is ours (`folders/disk.py`): files are synced, and have a CRC32 for each MiB.
+In: tensors and their places in full tensors: those that a rank writes, or those to fill from the files of all
+ranks. Out: a plan, and the places in the rank's file, for the rank that commits; filled tensors. Files are
+synced, with a CRC32 for each MiB (`folders/disk.py`).
 
-    plan, results, files = write_items(part, staged, objects)
+    plan, results, file = write_items(part, staged, objects)
     write_metadata(part, [plan, ...], [results, ...], names)
-    read_items(folder, read_metadata(data, site), reads_of(metadata, name, offsets, sizes, into), crcs_of)
+    read_items(folder, read_metadata(data, site), reads_of(metadata, name, offsets, into), crcs_of)
 
-torch's reader would read an item once per requested slice; here it is read once. `.metadata` is a pickle: its
-unpickler is restricted to the classes of such metadata. Importing this file imports
-torch.distributed.checkpoint, which takes half a second: it is imported by the functions that need it.
+torch's own reader reads an item once per requested slice; `read_items` reads it once. `.metadata` is a
+pickle: its unpickler accepts the classes of such metadata only. Import this module where it is needed: it
+imports torch.distributed.checkpoint, which takes half a second.
 """
 
 from __future__ import annotations
@@ -19,12 +20,10 @@ import importlib
 import io
 import math
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
@@ -45,13 +44,19 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.serialization import get_crc32_options, set_crc32_options
 
-from autoptd.compat import file_view
+from autoptd.compat import file_view, save_item, storage_info
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ir.rectangles import Sizes
-from autoptd.runtime.checkpoint.manifest import METADATA, check_inside, fqn, path_of_group, path_of_item
-from autoptd.runtime.checkpoint.stage import Staged, rows_of
+from autoptd.runtime.checkpoint.manifest import (
+    METADATA,
+    Staged,
+    check_inside,
+    fqn,
+    path_of_group,
+    path_of_item,
+    rows_of,
+)
 from autoptd.runtime.folders.disk import REMEDY, CheckedFile, NewFile, new_file
 from autoptd.runtime.params.guard import unguarded
 
@@ -75,98 +80,52 @@ KNOWN = {
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},
 }
-
-
-class _Disk(FileSystem):
-    """torch's file system, whose files are synced when they are closed, and keep the CRC32 of each block."""
-
-    def __init__(self) -> None:
-        self.written: dict[str, NewFile] = {}
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        with new_file(Path(path)) as file:
-            self.written[Path(path).name] = file
-            yield file
-
-
-class _Planner(DefaultSavePlanner):
-    """Hands the writer the values of a rank's items."""
-
-    def __init__(self, values: Mapping[MetadataIndex, Any]) -> None:
-        super().__init__()
-        self._values = values
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        value = self._values[index]
-        if not isinstance(value, torch.Tensor) or not (
-            value.is_cpu and value.is_contiguous() and value.numel()
-        ):
-            return value
-        # Of rows of a larger tensor the writer would make a copy: this has memory that ends where they do.
-        alone = torch.from_numpy(value.detach().reshape(-1).view(torch.uint8).numpy())
-        return alone.view(value.dtype).view(value.shape)
-
-
-class _Crc32sOff:
-    """Keeps torch.save from computing CRC32s, which nothing reads, while any thread writes: files have those of blocks."""
-
-    def __init__(self) -> None:
-        self._lock, self._count, self._before = Lock(), 0, True
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._count:
-                self._before = get_crc32_options()
-                set_crc32_options(False)
-            self._count += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._count -= 1
-            if not self._count:
-                set_crc32_options(self._before)
-
-
-_crc32s_off = _Crc32sOff()
-
-
-def _writer(folder: Path) -> tuple[FileSystemWriter, _Disk]:
-    # Our files are synced when they are closed.
-    writer = FileSystemWriter(folder, sync_files=False)
-    writer.fs = disk = _Disk()
-    return writer, disk
+OTHERS_REMEDY = "do not use this folder, unless you know who wrote it"
 
 
 @unguarded()
 @torch.no_grad()
 def write_items(
     folder: Path, staged: Staged, objects: Mapping[str, Any]
-) -> tuple[SavePlan, list[WriteResult], dict[str, NewFile]]:
-    """Write a rank's file, if it has items: its tensors, and objects by name; return what the rank that commits needs."""
-    items: list[WriteItem] = []
-    values: dict[MetadataIndex, Any] = {}
+) -> tuple[SavePlan, list[WriteResult], tuple[str, NewFile] | None]:
+    """Write a rank's file, if it has items: its tensors, and objects by name."""
+    items: list[tuple[WriteItem, Any]] = []
     paths: dict[str, tuple[Any, ...]] = {}
     for name, value in objects.items():
-        items.append(WriteItem(index := MetadataIndex(name), WriteItemType.BYTE_IO))
-        values[index], paths[name] = value, path_of_group(name)
+        items.append((WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO), value))
+        paths[name] = path_of_group(name)
     for item in staged.tensors:
         paths[item.fqn] = path_of_item(item.name, item.key)
         for offsets, x in rows_of(item.x, item.offsets, MOST_BYTES):
             chunk = ChunkStorageMetadata(torch.Size(offsets), x.shape)
             data = TensorWriteData(chunk, TensorProperties(dtype=x.dtype), torch.Size(item.shape))
             index = MetadataIndex(item.fqn, offsets)
-            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-            values[index] = x
-    plan = SavePlan(items, planner_data=paths)
+            items.append((WriteItem(index, WriteItemType.SHARD, tensor_data=data), x))
+    plan = SavePlan([item for item, _ in items], planner_data=paths)
     if not items:
-        return plan, [], {}
-    writer, disk = _writer(folder)
-    # The name of its file is by its place among the plans of all ranks.
-    [*_, numbered] = writer.prepare_global_plan([plan] * (staged.rank + 1))
-    with _crc32s_off:
-        results = writer.write_data(numbered, _Planner(values)).wait()
-    return plan, results, disk.written
+        return plan, [], None
+    results, name = [], f"__{staged.rank}_0.distcp"
+    with new_file(folder / name) as file:
+        for write, value in items:
+            start = file.nbytes
+            save_item(alone(value) if isinstance(value, torch.Tensor) else value, file)
+            place = storage_info(name, start, file.nbytes - start)
+            results.append(WriteResult(write.index, file.nbytes - start, place))
+    return plan, results, (name, file)
+
+
+def alone(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the CPU whose storage has nothing else: an item is the whole storage of its tensor."""
+    x = x.cpu()
+    if not (x.is_contiguous() and x.numel()):
+        return x.clone()
+    return torch.from_numpy(x.detach().reshape(-1).view(torch.uint8).numpy()).view(x.dtype).view(x.shape)
+
+
+class _Disk(FileSystem):
+    """torch's file system, whose files are synced when they are closed."""
+
+    create_stream = staticmethod(lambda path, mode: new_file(Path(path)))  # type: ignore[assignment]
 
 
 def write_metadata(
@@ -175,38 +134,41 @@ def write_metadata(
     results: Sequence[list[WriteResult]],
     names: Mapping[str, str],
 ) -> Metadata:
-    """Write `.metadata`, once torch has checked that the plans cover each tensor once.
+    """Write `.metadata`, after torch has checked that the plans cover each tensor once.
 
-    `names` maps other names of parameters to those under which they were written.
+    `names` maps other names of parameters to the names under which they were written.
     """
     _, metadata = DefaultSavePlanner().create_global_plan(list(plans))
     known = {(result.index.fqn, result.index.offset): result for some in results for result in some}
-    again = []
+    others = []
     for other, name in names.items():
         entry: Any = metadata.state_dict_metadata[fqn(name, "")]
         metadata.state_dict_metadata[fqn(other, "")] = entry
         metadata.planner_data[fqn(other, "")] = path_of_item(other, "")
         for chunk in entry.chunks:
             result = known[fqn(name, ""), chunk.offsets]
-            index = MetadataIndex(fqn(other, ""), chunk.offsets)
-            again.append(replace(result, index=index))
-    _writer(folder)[0].finish(metadata, [*results, again])
+            others.append(replace(result, index=MetadataIndex(fqn(other, ""), chunk.offsets)))
+    writer = FileSystemWriter(folder, sync_files=False)
+    writer.fs = _Disk()
+    writer.finish(metadata, [*results, others])
     return metadata
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickles the metadata of a checkpoint: any other class is a PlanError that names it."""
+    """Unpickles the metadata of a checkpoint; raises PlanError for any other class."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in KNOWN.get(module, ()):
             return getattr(importlib.import_module(module), name)
         fact = f"would run {module}.{name}, which is not part of a checkpoint"
-        raise PlanError(METADATA, fact, "do not use this folder, unless you know who wrote it")
+        raise PlanError(METADATA, fact, OTHERS_REMEDY)
 
 
 def read_metadata(data: bytes, site: str) -> Metadata:
-    """Read `.metadata`; PlanError where it is not what torch writes, leads out of the folder, or lacks parts of tensors."""
+    """Read `.metadata`; PlanError if torch did not write it, if it leads out of the folder, or if parts of
+    tensors are missing.
+    """
     damaged = "another checkpoint: this one is damaged"
     try:
         metadata: Metadata = _Unpickler(io.BytesIO(data)).load()
@@ -228,7 +190,7 @@ def read_metadata(data: bytes, site: str) -> Metadata:
 def reads_of(
     metadata: Metadata, fqn: str, offsets: Sizes, into: torch.Tensor
 ) -> list[tuple[ReadItem, torch.Tensor]]:
-    """Return what to read to fill `into` by the rectangle of tensor `fqn` that begins at `offsets`."""
+    """Return the reads that fill `into` with the rectangle of tensor `fqn` that begins at `offsets`."""
     wanted = ChunkStorageMetadata(torch.Size(offsets), into.shape)
     entry: Any = metadata.state_dict_metadata[fqn]
     return [(read, into) for read in create_read_items_for_chunk_list(fqn, entry, [wanted])]
@@ -240,15 +202,15 @@ def read_items(
     reads: Iterable[tuple[ReadItem, torch.Tensor]],
     crcs_of: Callable[[str], Sequence[int] | None],
 ) -> int:
-    """Read each item that is needed once, and copy its parts to where they go; return the bytes that were read.
+    """Read each item once, and copy its parts to their tensors; return the number of bytes read.
 
-    RuntimeFault where a block was changed, or a file cannot be read; PlanError for an item that would run code.
+    RuntimeFault if a block was changed, or a file cannot be read; PlanError for an item that would run code.
     """
     total = 0
     places = [(metadata.storage_data[read.storage_index], read, into) for read, into in reads]
     places.sort(key=lambda place: (place[0].relative_path, place[0].offset))
     for file, some in groupby(places, key=lambda place: place[0].relative_path):
-        with _opened(folder / file, crcs_of(file)) as opened:
+        with open_data(folder / file, crcs_of(file)) as opened:
             for offset, same in groupby(some, key=lambda place: place[0].offset):
                 parts = list(same)
                 info, first, _ = parts[0]
@@ -260,14 +222,11 @@ def read_items(
     return total
 
 
-@contextmanager
-def _opened(path: Path, crcs: Sequence[int] | None) -> Iterator[CheckedFile]:
+def open_data(path: Path, crcs: Sequence[int] | None) -> CheckedFile:
     try:
-        file = CheckedFile(path, crcs)
+        return CheckedFile(path, crcs)
     except OSError as error:
         raise RuntimeFault(str(path), f"cannot be read: {error}", REMEDY) from error
-    with file:
-        yield file
 
 
 def load_item(file: CheckedFile, offset: int, nbytes: int, fqn: str) -> Any:
@@ -279,10 +238,8 @@ def load_item(file: CheckedFile, offset: int, nbytes: int, fqn: str) -> Any:
             raise RuntimeFault(file.fault.site, f"{file.fault.fact}, read for {fqn}", REMEDY) from error
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         if isinstance(error, pickle.UnpicklingError):
-            fact = f"has an item that is not read without unpickling code: {text}"
-            raise PlanError(
-                file.name, fact, "do not use this folder, unless you know who wrote it"
-            ) from error
+            fact = f"has an item that cannot be read without unpickling code: {text}"
+            raise PlanError(file.name, fact, OTHERS_REMEDY) from error
         raise RuntimeFault(file.name, f"cannot be read: {text}", REMEDY) from error
 
 
@@ -290,17 +247,3 @@ def _narrow(x: torch.Tensor, offsets: Sizes, sizes: Sizes) -> torch.Tensor:
     for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
         x = x.narrow(dim, start, size)
     return x
-
-
-__all__ = [
-    "Metadata",
-    "MetadataIndex",
-    "SavePlan",
-    "WriteResult",
-    "load_item",
-    "read_items",
-    "read_metadata",
-    "reads_of",
-    "write_items",
-    "write_metadata",
-]

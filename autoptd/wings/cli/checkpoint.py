@@ -21,11 +21,9 @@ import torch
 from autoptd.errors import PlanError
 from autoptd.ir.scopes import activity
 from autoptd.runtime.checkpoint.adopt import from_hf, from_torch, write_checkpoint
-from autoptd.runtime.checkpoint.commit import PART, marked
-from autoptd.runtime.checkpoint.manifest import MANIFEST, MODEL, Manifest, TensorRecord, fqn
+from autoptd.runtime.checkpoint.commit import PART, checkpoints, marked
+from autoptd.runtime.checkpoint.manifest import MANIFEST, MODEL, Manifest, TensorRecord, decode, fqn
 from autoptd.runtime.checkpoint.read import Checkpoint, open_any, open_checkpoint, verify_files
-from autoptd.runtime.checkpoint.series import checkpoints
-from autoptd.runtime.checkpoint.values import decode
 from autoptd.runtime.folders.disk import remove_file, remove_folder, rename
 from autoptd.runtime.folders.read_folder import SINGLE
 from autoptd.runtime.folders.write_safetensors import write_safetensors

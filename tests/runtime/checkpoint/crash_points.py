@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autoptd.runtime.checkpoint.commit import begin, beside, find, new_token
+from autoptd.runtime.checkpoint.commit import begin, find, new_token, siblings
 from autoptd.runtime.checkpoint.extra import merged, own_state
+from autoptd.runtime.checkpoint.manifest import Staged
 from autoptd.runtime.checkpoint.read import open_checkpoint, verify_files
 from autoptd.runtime.checkpoint.save import Contents, commit, stage_rank, write_share
-from autoptd.runtime.checkpoint.stage import Staged, copied
+from autoptd.runtime.checkpoint.stage import copied
 from tests.runtime.checkpoint.models import running, train
 
 # All that a save does to the disk.
@@ -131,7 +132,7 @@ def main(folder: Path, step: int, is_first: bool) -> list[dict[str, Any]]:
             row["is_beside"] = find(target) != target
         # The run is started again, and saves: nothing is left of what ended.
         save(target, after)
-        row["left"] = [path.name for mark in (".part-", ".old-") for path in beside(target, mark)]
+        row["left"] = [path.name for mark in (".part-", ".old-") for path in siblings(target, mark)]
         row["then"] = open_checkpoint(target).manifest.about["steps"]
         rows.append(row)
     return rows

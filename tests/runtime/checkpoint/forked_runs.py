@@ -28,7 +28,7 @@ from autoptd.compiler.driver import compile_program
 from autoptd.model.parallel_model import ParallelModel
 from autoptd.options import Options, make_options
 from autoptd.program.program import Program
-from autoptd.runtime.checkpoint import series, writer
+from autoptd.runtime.checkpoint import commit, save
 from tests.parity.models import VOCAB, batch, gpt
 from tests.ports import free_port
 
@@ -188,8 +188,8 @@ def wait_until(is_so: Callable[[], bool], limit: float = 60.0) -> None:
 
 def last_step(folder: Path) -> int:
     """The step of the last complete checkpoint; 0 before there is one."""
-    complete = series.checkpoints(folder / "ckpts")
-    return series.step_of(complete[0]) if complete else 0
+    complete = commit.checkpoints(folder / "ckpts")
+    return commit.step_of(complete[0]) if complete else 0
 
 
 def signals(mesh: dict[str, Any], phases: list[str], root: Path) -> list[dict[str, Any]]:
@@ -204,7 +204,7 @@ def signals(mesh: dict[str, Any], phases: list[str], root: Path) -> list[dict[st
 
         codes = ends(fork_all(size, folder, work))
         lines = [said(folder, rank)[-1] for rank in range(size)]
-        names = sorted(path.name for path in (folder / "ckpts").iterdir() if path.name != series.LOCK)
+        names = sorted(path.name for path in (folder / "ckpts").iterdir() if path.name != commit.LOCK)
         results.append({"phase": phase, "codes": codes, "said": lines, "names": names})
     return results
 
@@ -241,7 +241,7 @@ def signalled(made: Made, phase: str, folder: Path, say: Callable[..., None]) ->
     if phase == "optimizer":
         opt.register_step_pre_hook(ask)
     if phase == "write":
-        writer.write_share = before(writer.write_share)  # type: ignore[assignment]
+        save.write_share = before(save.write_share)  # type: ignore[assignment]
     if phase == "compile":
         pm.sizes._compiler.for_evaluation = before(pm.sizes._compiler.for_evaluation)  # type: ignore[union-attr, method-assign]
     share = pm.local_batch(*batch(ROWS))

@@ -19,9 +19,9 @@ from torch import Tensor
 import autoptd
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.model import checkpointer as module
-from autoptd.runtime.checkpoint import series, writer
+from autoptd.runtime.checkpoint import commit, save
 from autoptd.runtime.checkpoint.read import open_checkpoint
-from autoptd.runtime.checkpoint.staging import Staging
+from autoptd.runtime.checkpoint.stage import Staging
 from tests.runtime.checkpoint.models import assert_same, data, running, state_of, train
 from tests.waits import LONG
 
@@ -29,7 +29,7 @@ MESH = {"t": 2, "p": 2, "d": 2}
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name != series.LOCK)
+    return sorted(path.name for path in folder.iterdir() if path.name != commit.LOCK)
 
 
 def one_step(pm: autoptd.ParallelModel, opt: torch.optim.Optimizer) -> Tensor:
@@ -43,7 +43,7 @@ class Held:
     """The thread stops before it writes, when `is_there`, until `go` is called."""
 
     def __init__(self) -> None:
-        self.is_there, self._gate, self._right = threading.Event(), threading.Event(), writer.write_share
+        self.is_there, self._gate, self._right = threading.Event(), threading.Event(), save.write_share
         self.go = self._gate.set
 
     def write_share(self, *args: Any) -> None:
@@ -55,7 +55,7 @@ class Held:
 @pytest.fixture
 def held() -> Iterator[Held]:
     made = Held()
-    with mock.patch.object(writer, "write_share", made.write_share):
+    with mock.patch.object(save, "write_share", made.write_share):
         yield made
     made.go()
 
@@ -70,11 +70,11 @@ def test_the_thread_lets_training_have_the_cores(tmp_path: Path) -> None:
     def wait(*args: Any) -> None:
         found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
-    with mock.patch.object(writer, "write_share", wait), pm.checkpointer(tmp_path, opt, every=1) as ckpt:
+    with mock.patch.object(save, "write_share", wait), pm.checkpointer(tmp_path, opt, every=1) as ckpt:
         one_step(pm, opt)
         with pytest.raises(RuntimeFault):
             ckpt.save()
-    assert found == [max(own, writer.NICENESS)] and os.getpriority(os.PRIO_PROCESS, 0) == own
+    assert found == [max(own, save.NICENESS)] and os.getpriority(os.PRIO_PROCESS, 0) == own
     pm.close()
 
 
@@ -315,7 +315,7 @@ def test_another_model_is_no_damage(tmp_path: Path) -> None:
 def test_a_failed_save_is_told_at_the_next_step_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = writer.write_share
+    right = save.write_share
 
     def full(part: Path, staged: Any, contents: Any) -> None:
         if staged.rank == 1:
@@ -326,7 +326,7 @@ def test_a_failed_save_is_told_at_the_next_step_and_leaves_nothing(
     with pm.checkpointer(tmp_path, opt, every=1) as ckpt:
         ckpt.step(one_step(pm, opt))
         ckpt._writer_here.wait(LONG)
-        monkeypatch.setattr(writer, "write_share", full)
+        monkeypatch.setattr(save, "write_share", full)
         ckpt.step(one_step(pm, opt))
         ckpt._writer_here.wait(LONG)
         loss = one_step(pm, opt)
@@ -334,7 +334,7 @@ def test_a_failed_save_is_told_at_the_next_step_and_leaves_nothing(
             ckpt.step(loss)
         assert names(tmp_path) == ["step-00000001"]
         # Told once; what had failed can be tried again.
-        monkeypatch.setattr(writer, "write_share", right)
+        monkeypatch.setattr(save, "write_share", right)
         ckpt.step(one_step(pm, opt))
     assert names(tmp_path) == ["step-00000001", "step-00000004"]
     pm.close()
@@ -343,7 +343,7 @@ def test_a_failed_save_is_told_at_the_next_step_and_leaves_nothing(
 def test_a_failure_of_the_last_save_is_told_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "write_share", mock.Mock(side_effect=OSError("gone")))
+    monkeypatch.setattr(save, "write_share", mock.Mock(side_effect=OSError("gone")))
     pm, opt = running()
     with (
         pytest.raises(RuntimeFault, match="a save failed: rank 0: gone"),
@@ -355,7 +355,7 @@ def test_a_failure_of_the_last_save_is_told_at_the_end(
 
 
 def test_one_run_writes_into_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(series, "PATIENCE", 0.2)
+    monkeypatch.setattr(commit, "PATIENCE", 0.2)
     one, other = running(), running()
     with one[0].checkpointer(tmp_path, one[1], every=1):
         told = rf"another run writes its checkpoints there \(process {os.getpid()} on "
@@ -462,9 +462,7 @@ def test_a_loader_goes_on_where_it_was(tmp_path: Path) -> None:
         ckpt.resume()
     assert again.at == 20 and again.epochs[0].tolist() == [4, 2, 3]
     with (
-        pytest.raises(
-            RuntimeFault, match=r"rank 0: extra\['loader'\]: has a state that could not be read back"
-        ),
+        pytest.raises(RuntimeFault, match=r"rank 0: extra\['loader'\]: has a state that cannot be read"),
         pm.checkpointer(tmp_path, opt, every=100, extra={"loader": Pickled()}) as ckpt,
     ):
         ckpt.save()

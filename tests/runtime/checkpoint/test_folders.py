@@ -13,8 +13,8 @@ import torch
 
 import autoptd
 from autoptd.errors import PlanError, RuntimeFault
-from autoptd.runtime.checkpoint import writer
-from autoptd.runtime.checkpoint.series import LOCK
+from autoptd.runtime.checkpoint import save
+from autoptd.runtime.checkpoint.commit import LOCK
 from tests.runtime.checkpoint.models import assert_same, running, state_of, train
 
 Running = tuple[autoptd.ParallelModel, torch.optim.Optimizer]
@@ -55,13 +55,13 @@ def test_a_name_with_part_in_it_is_a_name(run: Running, tmp_path: Path) -> None:
     pm, opt = run
     pm.save(tmp_path / "run.part-2", optimizer=opt)
     pm.load(tmp_path / "run.part-2", optimizer=opt)
-    with pytest.raises(PlanError, match="is named like what a save leaves"):
+    with pytest.raises(PlanError, match="is named like the temporary folder of a save"):
         pm.save(tmp_path / "run.part-0123abcd", optimizer=opt)
 
 
 @pytest.mark.parametrize("name", ["", ".", ".."])
 def test_a_path_without_a_name(run: Running, name: str) -> None:
-    with pytest.raises(PlanError, match="names no folder of its own"):
+    with pytest.raises(PlanError, match="must name a new directory"):
         run[0].save(name)
     if not name:
         with pytest.raises(PlanError, match="names no folder"):
@@ -76,7 +76,7 @@ def test_what_is_no_path(run: Running) -> None:
         with pytest.raises(PlanError, match="'s3://bucket/run' is an address, not a folder"):
             act("s3://bucket/run")
         for folder in (None, 3, b"run"):
-            with pytest.raises(PlanError, match="is no path of a folder"):
+            with pytest.raises(PlanError, match="is not a valid directory path"):
                 act(folder)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="every=None"):
         pm.checkpointer("run", every=None)  # type: ignore[arg-type]
@@ -128,7 +128,7 @@ def test_a_save_that_failed_is_made_when_it_is_asked_for_again(run: Running, tmp
     pm, opt = run
     with pm.checkpointer(tmp_path, opt, every=100) as ckpt:
         with (
-            mock.patch.object(writer, "write_share", side_effect=OSError("disk full")),
+            mock.patch.object(save, "write_share", side_effect=OSError("disk full")),
             pytest.raises(RuntimeFault, match="disk full"),
         ):
             ckpt.save()
@@ -189,7 +189,7 @@ def test_one_that_cannot_be_removed_ends_no_run(
             assert ckpt.step()
             ckpt._writer_here.wait(60)
     told = capsys.readouterr().err
-    assert f"{tmp_path / 'step-00000002'} is saved and complete; what is not needed any more" in told
+    assert f"{tmp_path / 'step-00000002'} is saved and complete; old files could not be removed" in told
     assert f"could not be removed: {tmp_path / part}" in told and "(Permission denied)" in told
     assert told.count("could not be removed") == 1
     first, *others = names(tmp_path)

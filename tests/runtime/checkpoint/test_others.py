@@ -156,7 +156,7 @@ def test_nothing_of_a_checkpoint_is_executed(tmp_path: Path, where: str) -> None
         name = "model.transformer.wte.weight" if where == "item" else "optimizer.param_groups.0.lr"
         replace_item(tmp_path / "saved", name, Command(mark))
     pm, optimizer = running(model(), t=2)
-    fact = "would run posix.system" if where == "metadata" else "is not read without unpickling code"
+    fact = "would run posix.system" if where == "metadata" else "cannot be read without unpickling code"
     with pytest.raises(PlanError, match=fact):
         pm.load(tmp_path / "saved", optimizer=optimizer)
     assert not mark.exists()

@@ -197,7 +197,14 @@ class Scaled(nn.Module):
 
 def test_replicas_with_positions_of_their_own() -> None:
     """Their states are kept one by one, and only as many replicas take them up."""
-    from autoptd.runtime.checkpoint.extra import Place, check_extra, merged, own_state, read_extra, restore
+    from autoptd.runtime.checkpoint.extra import (
+        Place,
+        check_extra,
+        merged,
+        own_state,
+        read_extra,
+        restore_extra,
+    )
 
     places = []
     for at in (0, 8):
@@ -207,16 +214,18 @@ def test_replicas_with_positions_of_their_own() -> None:
     content = read_extra(merged(places, [0, 1]), "extra.pt")
     assert len(content["extra"]["loader"]) == 2 and len(content["extra"]["same"]) == 1
     loader = Rows()
-    with pytest.raises(PlanError, match="2 replicas were at places of their own, and there are 4 now"):
+    with pytest.raises(PlanError, match="has separate states of 2 replicas, and there are 4 now"):
         check_extra(content, {"loader": loader}, Place(0, 4, 0, 4))
     check_extra(content, {"same": loader}, Place(0, 4, 0, 4))
-    restore(content, {"loader": loader}, Place(1, 2, 1, 2), torch.device("cpu"))
+    restore_extra(content, {"loader": loader}, Place(1, 2, 1, 2), torch.device("cpu"))
     assert loader.at == 8
-    with pytest.warns(UserWarning, match="2 processes had random numbers of their own, and there are 4 now"):
-        restore(content, {"same": loader}, Place(0, 4, 0, 4), torch.device("cpu"))
+    with pytest.warns(
+        UserWarning, match="random states of 2 processes were saved, and there are 4 processes now"
+    ):
+        restore_extra(content, {"same": loader}, Place(0, 4, 0, 4), torch.device("cpu"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the others leave it to the first
-        restore(content, {"same": loader}, Place(1, 4, 1, 4), torch.device("cpu"))
+        restore_extra(content, {"same": loader}, Place(1, 4, 1, 4), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

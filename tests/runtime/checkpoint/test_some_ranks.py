@@ -11,9 +11,8 @@ from torch.distributed import HashStore
 
 from autoptd.errors import RuntimeFault
 from autoptd.runtime.checkpoint.extra import own_state
-from autoptd.runtime.checkpoint.save import Contents, save_rank
-from autoptd.runtime.checkpoint.stage import Staged
-from autoptd.runtime.checkpoint.writer import Job, Writer
+from autoptd.runtime.checkpoint.manifest import Staged
+from autoptd.runtime.checkpoint.save import Contents, Job, Writer, save_rank
 from autoptd.runtime.step.launch import Rank
 from autoptd.runtime.world.world import Mailbox
 from tests.runtime.checkpoint.models import running, train
@@ -53,7 +52,7 @@ def test_a_process_that_does_not_save_beside_training(tmp_path: Path, callers: t
     # Without rank 0 there is no folder, and nobody ends a share.
     if 0 in callers:
         wait_until(lambda: box.count("saved.part-0123abcd-1 ended") == 2)
-    told = f"a save has not gone on for 0.5 s: no part of it came from rank {other}: all ranks have to"
+    told = f"a save made no progress for 0.5 s: rank {other} has not written its part: all ranks have to"
     with pytest.raises(RuntimeFault, match=told):
         writers[callers[0]].wait(0.5)
     for writer in writers:
@@ -76,7 +75,7 @@ class OfRank0(Mailbox):
 def test_rank_0_stays_until_all_know_that_the_save_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autoptd.runtime.checkpoint.writer.LATE_READERS", LONG)
+    monkeypatch.setattr("autoptd.runtime.checkpoint.save.LATE_READERS", LONG)
     box, state = OfRank0(HashStore()), own_state({}, torch.device("cpu"))
     writers = [Writer(box, rank, size=3, processes=3) for rank in range(3)]
     for rank, writer in enumerate(writers):
