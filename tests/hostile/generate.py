@@ -1,4 +1,4 @@
-"""Hostile cases with a seed: models of `recipes.py` on drawn meshes, each judged by the plain torch loop (`oracle.py`).
+"""Hostile cases with a seed: models of `recipes.py` on drawn meshes, each judged by the plain torch loop (`judge.py`).
 
     python -m tests.hostile --cases 300 --seed 7                  # counts, and what is wrong with its source
     python -m tests.hostile --only state --minutes 10
@@ -14,10 +14,10 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.hostile.oracle import FORBIDDEN, Outcome, Setting, judge
+from tests.hostile.judge import FORBIDDEN, Outcome, Script, judge
 from tests.hostile.recipes import FAMILIES, METHODS, Recipe
 
 HEADER = """\
@@ -26,7 +26,8 @@ import numpy, torch
 import torch.nn.functional as F
 from torch import nn
 
-ROWS, LENGTH, WIDTH, VOCAB = {rows}, 6, 12, 20
+B = PIECES = ROWS = {rows}
+LENGTH, WIDTH, VOCAB = 6, 12, 20
 COUNT = itertools.count()
 torch.manual_seed(3)
 """
@@ -48,12 +49,12 @@ def packed(*args, **kwargs):
     return args, kwargs
 
 
-def batch(step):
+def batch(step, rows):
     draw = torch.Generator().manual_seed(50 + step)
-    x, y = (torch.randint(0, VOCAB, (ROWS, LENGTH), generator=draw) for _ in range(2))
-    mask = (torch.rand(ROWS, LENGTH, generator=draw) < 0.7).double()
-    values = torch.randn(ROWS, LENGTH, generator=draw)
-    sign = torch.randint(0, 2, (ROWS,), generator=draw).double() * 2 - 1
+    x, y = (torch.randint(0, VOCAB, (rows, LENGTH), generator=draw) for _ in range(2))
+    mask = (torch.rand(rows, LENGTH, generator=draw) < 0.7).double()
+    values = torch.randn(rows, LENGTH, generator=draw)
+    sign = torch.randint(0, 2, (rows,), generator=draw).double() * 2 - 1
     mask[:, 0], sign[0] = 1.0, 1.0
     return packed({call})
 """
@@ -96,13 +97,15 @@ class Case:
     number: int
     recipe: Recipe
     rows: int
-    setting: Setting
+    script: Script
 
     def __str__(self) -> str:
-        how = {
-            name: one for name, one in vars(self.setting).items() if one and name not in ("meddles", "steps")
-        }
-        return f"case {self.number}: {self.recipe.family}: {self.recipe.name}  {how}"
+        script = replace(self.script, meddles=("", ""))  # they are in the name
+        return f"case {self.number}: {self.recipe.family}: {self.recipe.name}  {script}"
+
+    @property
+    def kind(self) -> str:
+        return self.recipe.family
 
     @property
     def source(self) -> str:
@@ -117,17 +120,13 @@ def write(recipe: Recipe, rows: int) -> str:
     loop = ["for i, layer in enumerate(self.layers):", *_indent(recipe.loop)]
     forward = [*recipe.start, *loop, *recipe.end, "logits = self.head(self.norm(h))", f"return {recipe.loss}"]
     body = ["def __init__(self, variant):", *_indent(init), "", *methods, *([""] if methods else [])]
-    body += [f"def forward(self, {_arguments(recipe.takes)}):", *_indent(forward)]
+    body += [f"def forward(self, {recipe.takes}):", *_indent(forward)]
     text = [HEADER.format(rows=rows), *top, "", "class Net(nn.Module):", *_indent(body), "", ""]
     return "\n".join([*text, FOOTER.replace("{call}", recipe.call)])
 
 
 def _indent(lines: Any) -> list[str]:
     return [f"    {line}" if line else "" for line in lines]
-
-
-def _arguments(takes: str) -> str:
-    return takes
 
 
 def cases(seed: int, only: str = "") -> Iterator[Case]:
@@ -143,13 +142,13 @@ def cases(seed: int, only: str = "") -> Iterator[Case]:
             if found is None:
                 del picks[name]
                 continue
-            recipe, rows, setting = found
-            if (key := f"{write(recipe, rows)}{setting}") not in seen:
+            recipe, rows, script = found
+            if (key := f"{write(recipe, rows)}{script}") not in seen:
                 seen.add(key)
-                yield Case(next(numbers), recipe, rows, setting)
+                yield Case(next(numbers), recipe, rows, script)
 
 
-def _queue(family: str, seed: int) -> Iterator[tuple[Recipe, int, Setting]]:
+def _queue(family: str, seed: int) -> Iterator[tuple[Recipe, int, Script]]:
     """The recipes of a family in a drawn order, as often as there are meshes, each time on another one."""
     draw = random.Random(seed)
     recipes = list(FAMILIES[family]())
@@ -161,7 +160,7 @@ def _queue(family: str, seed: int) -> Iterator[tuple[Recipe, int, Setting]]:
             yield _drawn(recipe, mesh, draw)
 
 
-def _drawn(recipe: Recipe, mesh: dict[str, Any], draw: random.Random) -> tuple[Recipe, int, Setting]:
+def _drawn(recipe: Recipe, mesh: dict[str, Any], draw: random.Random) -> tuple[Recipe, int, Script]:
     is_forbidden = recipe.meddles[1] == FORBIDDEN
     if is_forbidden:
         mesh["d"] = max(2, mesh["d"])  # so that there are copies, which do not stay equal
@@ -175,18 +174,18 @@ def _drawn(recipe: Recipe, mesh: dict[str, Any], draw: random.Random) -> tuple[R
         if mesh["t"] > 1
         else {"t": 2, "p": 1, "d": 1, "num_microbatches": 1}
     )
-    setting = Setting(
+    script = Script(
         mesh=mesh,
         steps=120 if is_forbidden else 12 if is_stateful else 4,
         optimizer=draw.choice(("SGD", "AdamW")),
-        evaluate=recipe.family != "ranks" and draw.random() < 0.4,
-        reload=other if not is_stateful and draw.random() < 0.2 else None,
-        loads=recipe.loads,
+        evaluate=(1,) if recipe.family != "ranks" and draw.random() < 0.4 else (),
+        reload=other if not is_stateful and draw.random() < 0.2 else {},
+        load="variant" if recipe.loads else "",
         meddles=recipe.meddles,
     )
-    return recipe, rows, setting
+    return recipe, rows, script
 
 
 def run(case: Case) -> Outcome:
     """Judge a case with its ranks as threads."""
-    return judge(case.source, case.setting)
+    return judge(case.source, case.script)

@@ -1,8 +1,9 @@
-"""A few hostile cases in real processes over gloo: every rank runs the oracle of `oracle.py` beside its part of the model.
+"""Hostile cases in real processes over gloo: every rank runs the judge beside its part of the model.
 
-    for case in process_cases(): print(case.name, run_in_processes(case))
+    for case in process_cases(): print(case, run_in_processes(case.source, case.script))
 
-Ranks may read other data, or begin with other weights. A case that does not end in time is raw: somebody waits for ever.
+Ranks may read other data, or begin with other weights, which has to be refused. A case that does not end in time is raw:
+a rank waits for ever.
 """
 
 from __future__ import annotations
@@ -17,37 +18,44 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from tests.hostile.attack.generate import cases
 from tests.hostile.generate import write
-from tests.hostile.oracle import FORBIDDEN, Outcome, Setting, judge
+from tests.hostile.judge import FORBIDDEN, Outcome, Script, judge
 from tests.hostile.recipes import MEDDLES, STORAGE, Recipe
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 150.0
 PLAIN = Recipe("processes", "plain")
-SEEDED = "torch.manual_seed(variant)"
+RANK = "int(__import__('os').environ.get('RANK', 0))"
+LARGEST = 4  # ranks
+BY_RANK = {  # a line of a drawn source -> what makes it differ between ranks
+    "data": ("manual_seed(50 + step)", f"manual_seed(50 + step + 1000 * {RANK})"),
+    "weights": ("manual_seed(3 + variant)", f"manual_seed(3 + variant + {RANK})"),
+    "numbers": ("self.i = i", f"self.i = i + {RANK}"),
+}
 
 
 @dataclass(frozen=True)
 class ProcessCase:
     name: str
     source: str
-    setting: Setting
+    script: Script
 
-    @property
-    def size(self) -> int:
-        return int(self.setting.mesh["t"] * self.setting.mesh["p"] * self.setting.mesh["d"])
+    def __str__(self) -> str:
+        return f"{self.name} {self.script.mesh}"
 
 
 def process_cases() -> Iterator[ProcessCase]:
-    """The cases, those first that found most."""
+    """Cases of recipes, those first that found most."""
     for recipe, mesh, more in _table():
-        setting = Setting(**{"mesh": {"num_microbatches": 2, **mesh}, "meddles": recipe.meddles, **more})
-        rows = 4 * mesh["d"]
-        source = write(recipe, rows)
+        asked: dict[str, Any] = {"optimizer": "SGD", "steps": 4, "meddles": recipe.meddles, **more}
+        source = write(recipe, 4 * mesh["d"])
         if recipe.name.startswith("weights by rank"):  # rank 0's are those of all
-            source = source.replace(SEEDED, "import os; torch.manual_seed(int(os.environ.get('RANK', 0)))")
-        yield ProcessCase(f"{recipe.name} {mesh} {more}", source, setting)
+            source = source.replace("torch.manual_seed(variant)", f"torch.manual_seed({RANK})")
+        yield ProcessCase(recipe.name, source, Script({"num_microbatches": 2, **mesh}, **asked))
 
 
 def _table() -> list[tuple[Recipe, dict[str, Any], dict[str, Any]]]:
@@ -60,50 +68,55 @@ def _table() -> list[tuple[Recipe, dict[str, Any], dict[str, Any]]]:
         (data, {"t": 2, "p": 1, "d": 1}, by_rank),
         (data, {"t": 1, "p": 2, "d": 1}, by_rank),
         (block, {"t": 2, "p": 2, "d": 1}, {}),
-        (PLAIN, {"t": 1, "p": 3, "d": 1}, {"evaluate": True}),
+        (PLAIN, {"t": 1, "p": 3, "d": 1}, {"evaluate": (1,)}),
         (wrong_clip, {"t": 1, "p": 2, "d": 1}, {}),
         (clipped, {"t": 2, "p": 2, "d": 1}, {}),
         (weights, {"t": 2, "p": 1, "d": 1}, {}),
         (weights, {"t": 1, "p": 1, "d": 2}, {}),
         (PLAIN, {"t": 1, "p": 4, "d": 1, "schedule": "zb_h1"}, {}),
-        (replace(PLAIN, name="tied", init=STORAGE["tie"]), {"t": 1, "p": 2, "d": 2}, {"evaluate": True}),
+        (replace(PLAIN, name="tied", init=STORAGE["tie"]), {"t": 1, "p": 2, "d": 2}, {"evaluate": (1,)}),
     ]
 
 
-def run_in_processes(case: ProcessCase) -> Outcome:
+def drawn_cases(seed: int) -> Iterator[ProcessCase]:
+    """Of the attack's cases those with few ranks, which pass their arguments by position; of three in five the ranks differ."""
+    number = 0
+    for case in cases(seed):
+        size = size_of(case.script)
+        is_plain = not any(name.startswith("call") for name in case.names) and not case.script.loss_fn
+        if not (1 < size <= LARGEST and is_plain):
+            continue
+        # What rank 0 alone has (a state to load) and batches of other sizes are for threads.
+        source, script = case.source, replace(case.script, reload={}, lazy=False, load="", evaluate=())
+        kind = ["", "", *BY_RANK][number % 5]
+        if kind:  # ranks that differ are found while they run
+            source, script = source.replace(*BY_RANK[kind]), replace(script, meddles=("pass", ""))
+        number += 1
+        yield ProcessCase(f"{case}{f', other {kind} by rank' if kind else ''}", source, script)
+
+
+def size_of(script: Script) -> int:
+    return int(script.mesh["t"] * script.mesh["p"] * script.mesh["d"])
+
+
+def run_in_processes(source: str, script: Script) -> Outcome:
     """Start all ranks, and hear what each found: the worst of them."""
-    what = json.dumps({"source": case.source, "setting": asdict(case.setting)})
-    return worst_of_ranks(["tests.hostile.processes", what], case.size)
-
-
-def worst_of_ranks(module: list[str], size: int) -> Outcome:
-    """Start `python -m module ...` as `size` ranks, and hear what each found: a line of JSON."""
+    what = json.dumps({"source": source, "script": asdict(script)})
     port, processes = free_port(), []
-    for rank in range(size):
-        env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-        env |= {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-        }
-        command = [sys.executable, "-m", *module]
-        processes.append(
-            subprocess.Popen(
-                command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-        )
+    for rank in range(size_of(script)):
+        env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size_of(script))}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.hostile.processes", what]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        processes.append(subprocess.Popen(command, env=env | {"PYTHONPATH": str(ROOT)}, cwd=ROOT, **streams))
     start, found = time.monotonic(), []
     try:
         for process in processes:
             out, errors = process.communicate(timeout=max(1.0, SECONDS - (time.monotonic() - start)))
             lines = [line for line in out.splitlines() if line.startswith('{"kind"')]
             last = errors.strip().splitlines()[-1:] or ["nothing was said"]
-            found.append(
-                Outcome(**json.loads(lines[-1]))
-                if lines
-                else Outcome("raw", f"{process.returncode}: {last[0]}")
-            )
+            nothing = Outcome("raw", f"{process.returncode}: {last[0]}")
+            found.append(Outcome(**json.loads(lines[-1])) if lines else nothing)
     except subprocess.TimeoutExpired:
         found.append(Outcome("raw", f"rank {len(found)} did not end within {SECONDS:.0f} s"))
     finally:
@@ -117,11 +130,14 @@ def worst_of_ranks(module: list[str], size: int) -> Outcome:
 
 def main() -> None:
     """One rank of a case."""
+    torch.set_num_threads(1)
     what = json.loads(sys.argv[1])
-    setting = Setting(**{**what["setting"], "meddles": tuple(what["setting"]["meddles"])})
-    rank = int(os.environ["RANK"])
-    found = judge(what["source"], setting, backend=None, rank=rank)
-    print(json.dumps(asdict(found)), flush=True)
+    tuples = {name: tuple(what["script"][name]) for name in ("meddles", "evaluate")}
+    script = Script(**{**what["script"], **tuples})
+    print(
+        json.dumps(asdict(judge(what["source"], script, backend=None, rank=int(os.environ["RANK"])))),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autoptd.model.parallel_model import ParallelModel
 from tests.hostile.generate import cases, run, write
-from tests.hostile.oracle import Outcome, Setting, judge
+from tests.hostile.judge import Outcome, Script, judge
 from tests.hostile.processes import process_cases, run_in_processes
 from tests.hostile.recipes import FAMILIES, Recipe
 
@@ -40,8 +40,9 @@ def default_dtype() -> object:
 
 def judged(name: str, **more: object) -> Outcome:
     found = [recipe for family in FAMILIES.values() for recipe in family() if recipe.name == name]
-    setting = Setting(MESH, meddles=found[0].meddles, loads=found[0].loads, **more)  # type: ignore[arg-type]
-    return judge(write(found[0], 4), setting)
+    load = "variant" if found[0].loads else ""
+    script = Script(MESH, optimizer="SGD", meddles=found[0].meddles, load=load, **more)  # type: ignore[arg-type]
+    return judge(write(found[0], 4), script)
 
 
 @pytest.mark.one_in(96)
@@ -49,13 +50,13 @@ def judged(name: str, **more: object) -> Outcome:
 def test_one_of_each_family(family: str) -> None:
     name, kind = HOLDS[family]
     assert name in [recipe.name for recipe in FAMILIES[family]()]
-    outcome = judged(name, steps=3, evaluate=True)
+    outcome = judged(name, steps=3, evaluate=(1,))
     assert outcome.kind == kind, outcome
 
 
 def test_three_hundred_cases_are_distinct_and_the_same_again() -> None:
     def first(seed: int) -> list[str]:
-        return [f"{case}{case.setting}{case.source}" for case in islice(cases(seed), 300)]
+        return [f"{case}{case.script}{case.source}" for case in islice(cases(seed), 300)]
 
     assert first(7) == first(7) and first(7) != first(8)
     assert len(set(first(7))) == 300
@@ -82,30 +83,30 @@ def returns(change: Callable[[Tensor], Tensor], name: str = "step") -> object:
 @pytest.mark.thorough
 def test_what_is_wrong_is_told() -> None:
     with returns(lambda loss: loss * (1 + 1e-8)):  # type: ignore[attr-defined]
-        assert judged("tie", steps=2).detail == "loss of step 0 differs by 1.0e-08"
+        assert judged("tie", steps=2).detail == "loss 0.0 differs by 1.0e-08"
     with returns(lambda loss: loss.float()):  # type: ignore[attr-defined]
         assert "torch.float32" in judged("tie", steps=2).detail
     with returns(lambda loss: loss + 1, "eval_step"):  # type: ignore[attr-defined]
-        assert judged("tie", steps=2, evaluate=True).detail.startswith("evaluation of step 0 differs")
+        assert judged("tie", steps=2, evaluate=(1,)).detail.startswith("evaluation 0.0 differs")
     with mock.patch.object(ParallelModel, "load_state_dict", lambda *_: None):
         moved = judged("tie", steps=4, reload={**MESH, "t": 1})
-        assert moved.kind == "wrong" and "of step 2 differs" in moved.detail
+        assert moved.kind == "wrong" and moved.detail.startswith("loss 2.0 differs")
 
 
 def test_what_is_raw_and_what_says_nothing() -> None:
     with mock.patch.object(ParallelModel, "step", side_effect=KeyError("args_2")):
         assert judged("tie", steps=2) == Outcome("raw", "in step: KeyError: 'args_2'", mock.ANY)
     bad = Recipe("probes", "fails in torch", loss="h.sum() / 0 * F.nothing(h)")
-    assert judge(write(bad, 4), Setting(MESH)).kind == "void"
+    assert judge(write(bad, 4), Script(MESH)).kind == "void"
     steep = Recipe("probes", "amplifies", end=("h = (h * 1e7).sin()",))
     with returns(lambda loss: loss * (1 + 1e-8)):  # type: ignore[attr-defined]
-        assert judge(write(steep, 4), Setting(MESH, steps=2)).kind == "void"
+        assert judge(write(steep, 4), Script(MESH, steps=2)).kind == "void"
 
 
 def test_ranks_that_differ_must_not_pass() -> None:
     """Where the plain loop has no like of it, training on in silence is wrong."""
     silent = Recipe("ranks", "silence", meddles=("pass", "1 / 0"))
-    outcome = judge(write(silent, 4), Setting(MESH, steps=1, meddles=silent.meddles))
+    outcome = judge(write(silent, 4), Script(MESH, steps=1, meddles=silent.meddles))
     assert outcome.kind == "wrong" and "nothing was said" in outcome.detail
 
 
@@ -113,7 +114,7 @@ def test_ranks_that_differ_must_not_pass() -> None:
 @pytest.mark.processes
 def test_real_processes_are_judged() -> None:
     case = next(one for one in process_cases() if one.name.startswith("clip"))
-    assert run_in_processes(case).kind == "equal"
+    assert run_in_processes(case.source, case.script).kind == "equal"
 
 
 def test_a_case_of_the_list_runs() -> None:

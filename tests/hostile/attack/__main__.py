@@ -6,7 +6,9 @@ import sys
 
 from tests.hostile.__main__ import drive
 from tests.hostile.attack.generate import cases
-from tests.hostile.attack.judge import judge
+from tests.hostile.judge import judge
+from tests.hostile.processes import drawn_cases
 
 if __name__ == "__main__":
-    sys.exit(drive("attack", __doc__, 11, 300, cases, lambda case: judge(case.source, case.script)))
+    run = lambda case: judge(case.source, case.script)  # noqa: E731
+    sys.exit(drive("hostile.attack", __doc__, 11, 300, cases, run, in_processes=drawn_cases))

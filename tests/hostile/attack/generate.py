@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.hostile.attack.judge import Script
 from tests.hostile.attack.parts import MIXERS, MLPS, NORMS, NUMBERS, Part
 from tests.hostile.attack.whole import CALLS, HEADS, LOOPS, MEMORIES, SHARED, STARTS, STATES, Call
+from tests.hostile.judge import Script
 
 SOURCE = """\
 import functools, math
@@ -110,7 +110,7 @@ class Net(nn.Module):
 
 def make(variant):
     torch.manual_seed(3 + variant)
-    return Net().to(DTYPE){mode}
+    return Net().to(DTYPE)
 
 
 loss_fn = {loss_fn}
@@ -177,12 +177,10 @@ class Case:
     script: Script
 
     def __str__(self) -> str:
-        how = {name: one for name, one in vars(self.script).items() if one and (name, one) not in DEFAULTS}
-        return f"case {self.number}: {'; '.join(self.names)}  {how}"
+        return f"case {self.number}: {'; '.join(self.names)}  {self.script}"
 
 
 PLAIN = ("plain", "nothing", "h = h", "from values")
-DEFAULTS = [("steps", 3), ("dtype", "float64"), ("accumulate", 1)]
 
 
 class Deck:
@@ -232,7 +230,7 @@ def draw_script(draw: random.Random, parts: dict[str, Any]) -> Script:
         schedule=draw.random() < 0.3,
         zeros=draw.random() < 0.2,
         halve=draw.random() < 0.15,
-        evaluate=draw.choice((0, 1, 2, 3)),
+        evaluate=draw.choice(((), (1,), (2,), (3,))),
         load=loads,
         reload=draw_mesh(draw) if draw.random() < 0.2 else {},
         lazy=draw.random() < 0.1,
@@ -302,7 +300,6 @@ def write(parts: dict[str, Any], script: Script, draw: random.Random) -> str:
         init=indented("\n".join(line for line in init if line)),
         takes=call.takes,
         forward=indented("\n".join(line for line in forward if line)),
-        mode=".eval()" if script.train_eval else "",
         loss_fn=draw.choice(LOSS_FNS),
         passes=passes,
     )

@@ -8,4 +8,4 @@ from tests.hostile.__main__ import drive
 from tests.hostile.second.generate import TABLES, cases
 
 if __name__ == "__main__":
-    sys.exit(drive("second", __doc__, 5, 400, cases, lambda case: case.run(), tuple(TABLES)))
+    sys.exit(drive("hostile.second", __doc__, 5, 400, cases, lambda case: case.run(), tuple(TABLES)))

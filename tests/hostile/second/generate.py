@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.hostile.oracle import Outcome
+from tests.hostile.judge import Outcome, Script, judge
 from tests.hostile.second.kinds_buffers import BUFFERS
 from tests.hostile.second.kinds_loops import LOOPS, judge_loop
 from tests.hostile.second.kinds_losses import EVALS, LABELS, NAMES
@@ -23,7 +23,6 @@ from tests.hostile.second.kinds_optimizers import OPTIMIZERS, PARAMS
 from tests.hostile.second.kinds_precision import PRECISION, judge_precision
 from tests.hostile.second.kinds_state import OUTSIDE_STATE, STATE
 from tests.hostile.second.kinds_ties import TIES, judge_tie
-from tests.hostile.second.play import Play, judge
 from tests.hostile.second.source import Part, write
 
 TABLES: dict[str, Sequence[Any]] = {
@@ -61,16 +60,12 @@ class Case:
     kind: str
     name: str
     source: str
-    what: Any  # the Play; for loops and ties the entry of the table
+    what: Any  # the Script; for loops and ties the entry of the table
     mesh: dict[str, Any]
 
     def __str__(self) -> str:
-        play = (
-            {k: v for k, v in vars(self.what).items() if k != "mesh" and v}
-            if isinstance(self.what, Play)
-            else ""
-        )
-        return f"{self.kind} {self.number}: {self.name}  {self.mesh} {play}"
+        how = self.what if isinstance(self.what, Script) else self.mesh
+        return f"{self.kind} {self.number}: {self.name}  {how}"
 
     def run(self) -> Outcome:
         if self.kind == "loops":
@@ -113,11 +108,11 @@ def draw_case(number: int, kind: str, part: Any, draw: random.Random) -> Case:
         mesh |= {"precision": draw.choice(("bf16", "bf16", "fp16"))}
         mesh |= {"loss_scale": 1.0} if mesh["precision"] == "fp16" else {}
         return Case(number, kind, part.name, write(parts, (8, 4, 16, 12, 2), mixes=mixes), None, mesh)
-    play = draw_play(draw, kind, mesh, mixes)
-    play = replace(play, **part.play)
+    script = draw_script(draw, kind, mesh, mixes)
+    script = replace(script, **part.play)
     sizes = (ROWS, 4, *draw.choice(((8, 12), (8, 8), (16, 12))), draw.choice((2, 2, 3)))
     name = " + ".join(one.name for one in parts)
-    return Case(number, kind, name, write(parts, sizes, mixes=mixes), play, mesh)
+    return Case(number, kind, name, write(parts, sizes, mixes=mixes), script, mesh)
 
 
 def names_of(part: Part) -> list[str]:
@@ -157,7 +152,7 @@ def draw_mesh(draw: random.Random, kind: str, mixes: bool) -> dict[str, Any]:
     return mesh
 
 
-def draw_play(draw: random.Random, kind: str, mesh: dict[str, Any], mixes: bool) -> Play:
+def draw_script(draw: random.Random, kind: str, mesh: dict[str, Any], mixes: bool) -> Script:
     evaluate: tuple[int, ...] = ()
     if kind == "evals":
         evaluate = tuple(draw.sample(range(1, ROWS + 1), 3))
@@ -174,4 +169,14 @@ def draw_play(draw: random.Random, kind: str, mesh: dict[str, Any], mixes: bool)
     steps = 4 if reload else 3
     # Of which some ask for nothing else between an update and the evaluation.
     losses_only = kind == "evals" and draw.random() < 0.5
-    return Play(mesh, steps, accumulate, evaluate, reload, draw.random() < 0.5, clip, losses_only)
+    return Script(
+        mesh=mesh,
+        steps=steps,
+        accumulate=accumulate,
+        evaluate=evaluate,
+        often=True,
+        reload=reload,
+        by_folder=draw.random() < 0.5,
+        clip=clip,
+        losses_only=losses_only,
+    )

@@ -16,8 +16,7 @@ from typing import Any
 import autoptd
 from autoptd.errors import AutoptdError
 from autoptd.options import grouped
-from tests.hostile.oracle import Outcome, namespace
-from tests.hostile.second.play import is_ours, limited
+from tests.hostile.judge import Outcome, is_ours, limited, namespace
 from tests.hostile.second.source import write
 
 NO, UP, OLD, WAIT = "no gradients", "add up", "has the weights from before", "wait|no update|gradients"

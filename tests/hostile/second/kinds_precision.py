@@ -16,8 +16,7 @@ import torch
 
 import autoptd
 from autoptd.errors import PlanError, TraceError
-from tests.hostile.oracle import Outcome, namespace
-from tests.hostile.second.play import limited
+from tests.hostile.judge import Outcome, limited, namespace
 from tests.hostile.second.source import Part
 
 ROPE = "self.register_buffer('{name}', 1.0 / 10000.0 ** (torch.arange(0, W // 4, 2).float() / (W // 4)), persistent={keep})"
@@ -137,10 +136,6 @@ PRECISION = [
         end="self.c32 += 0.001\nh = h * (1 + self.c32).to(h.dtype)",
     ),
 ]
-
-
-def mesh_keywords(mesh: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {**mesh, **more}
 
 
 def reference(

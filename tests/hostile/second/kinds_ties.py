@@ -15,8 +15,7 @@ import torch
 import autoptd
 from autoptd.errors import AutoptdError
 from autoptd.options import grouped
-from tests.hostile.oracle import Outcome, namespace
-from tests.hostile.second.play import limited
+from tests.hostile.judge import Outcome, limited, namespace
 
 SMALL = "vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16"
 LLAMA = f"from transformers import LlamaConfig, LlamaForCausalLM\nmodel = LlamaForCausalLM(LlamaConfig({SMALL}, tie_word_embeddings=%s))\n"

@@ -3,7 +3,7 @@
     write([Part("counts", init="self.register_buffer('n', torch.zeros(()))", start="self.n += 1")], sizes)
 
 Slots of `Net`: `init`, `start` (before the layers; ids, y, keep are there), `end` (h is), `loss` (logits is). Of each layer:
-`layer_init`, `layer` (before its MLP), `layer_end`. `top` are definitions, `more` functions of the script (see play.py).
+`layer_init`, `layer` (before its MLP), `layer_end`. `top` are definitions, `more` functions of the script (see judge.py).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Net(nn.Module):
 {loss}
 
 
-def make():
+def make(variant=0):
     torch.manual_seed(3)
     return Net()
 
@@ -98,7 +98,7 @@ class Part:
     loss: str = ""
     top: str = ""
     more: str = ""
-    play: dict[str, Any] = field(default_factory=dict)  # keywords of Play
+    play: dict[str, Any] = field(default_factory=dict)  # keywords of Script
 
 
 def write(parts: Sequence[Part], sizes: tuple[int, ...], *, mixes: bool = False) -> str:

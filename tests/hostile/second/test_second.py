@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from autoptd.model.parallel_model import ParallelModel
+from tests.hostile.judge import Script, judge
 from tests.hostile.second.generate import SIZES, TABLES, Case, cases, draw_case
 from tests.hostile.second.kinds_loops import judge_loop
-from tests.hostile.second.play import Play, judge
 from tests.hostile.second.source import Part, write
 
 MESH = {"t": 2, "p": 1, "d": 1, "num_microbatches": 2}
@@ -44,9 +44,17 @@ def part_of(kind: str, name: str) -> Part:
 def test_one_of_each_kind(kind: str) -> None:
     name, wanted = SOME[kind]
     part = part_of(kind, name)
-    play = replace(Play(MESH, steps=2), **{**part.play, "steps": 2})
+    play = replace(Script(MESH, steps=2), **{**part.play, "steps": 2})
     found = judge(write([part], SIZES), play)
     assert found.kind == wanted, found
+
+
+@pytest.mark.parametrize("by_folder", [False, True])
+def test_what_state_dicts_leave_out_begins_again(by_folder: bool) -> None:
+    """A counter that is not persistent, and that the forward reads: torch's resume loses it, too."""
+    source = write([part_of("buffers", "counter, not persistent, read")], SIZES)
+    found = judge(source, Script(MESH, steps=3, reload={"d": 2, "num_microbatches": 1}, by_folder=by_folder))
+    assert found.kind == "equal", found
 
 
 def test_the_same_seed_draws_the_same_cases_of_all_kinds() -> None:
@@ -69,9 +77,9 @@ def test_what_is_wrong_is_told() -> None:
     right = ParallelModel.step
     source = write([part_of("buffers", "counter")], SIZES)
     with mock.patch.object(ParallelModel, "step", lambda *args: right(*args) * (1 + 1e-8)):
-        assert judge(source, Play(MESH, steps=1)).detail == "loss 0.0 differs by 1.0e-08"
+        assert judge(source, Script(MESH, steps=1)).detail == "loss 0.0 differs by 1.0e-08"
     with mock.patch.object(ParallelModel, "step", side_effect=KeyError("x")):
-        assert judge(source, Play(MESH, steps=1)).detail == "in step: KeyError: 'x'"
+        assert judge(source, Script(MESH, steps=1)).detail == "in step: KeyError: 'x'"
 
 
 @pytest.mark.thorough
