@@ -345,7 +345,7 @@ INPUTS = [
 NAMES = name_parts() + [
     Part(
         f"inputs {a}, {b}",
-        more=f"class Odd(Net):\n    def forward(self, {a}, {b}, keep):\n        return super().forward({a}, {b}, keep)\n\n\ndef make():\n    torch.manual_seed(3)\n    return Odd()",
+        more=f"class Odd(Net):\n    def forward(self, {a}, {b}, keep):\n        return super().forward({a}, {b}, keep)\n\n\ndef make(variant=0):\n    torch.manual_seed(3)\n    return Odd()",
     )
     for a, b in zip(INPUTS[::2], INPUTS[1::2], strict=True)
 ]
