@@ -1,6 +1,6 @@
 """Custom autograd functions that a graph keeps, each as one operator with the user's forward and backward.
 
-In: a node of such an operator (made by `trace/own_functions.py`). Out: the class, its name in emitted files,
+In: a node of such an operator (made by `trace/functions.py`). Out: the class, its name in emitted files,
 and the arguments of its `apply`.
 
     own_function(node).name                                 # "my.layers:ScaleGradient"

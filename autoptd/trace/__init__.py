@@ -3,15 +3,15 @@
 from autoptd.subject.module import check_device, check_module, has_values
 from autoptd.trace.again import Traced
 from autoptd.trace.autocast import OFF, Autocast
-from autoptd.trace.capture import Captured, capture, capture_again
+from autoptd.trace.capture import Captured, capture
+from autoptd.trace.changed_buffers import updated_buffers
+from autoptd.trace.draws import draws, given_masks
 from autoptd.trace.evaluation import evaluating, in_modes, is_training_without_dropout, modes_of
 from autoptd.trace.faithful import compare
-from autoptd.trace.masks import given_masks
-from autoptd.trace.noise import draws
 from autoptd.trace.own_failure import own_failure
 from autoptd.trace.precision import COMPUTE_DTYPES, Narrowing, autocast_of, check_precision, computing_in
 from autoptd.trace.reads import Difference, Snapshot, Stamp
-from autoptd.trace.updates import updated_buffers
+from autoptd.trace.retrace import capture_again
 
 __all__ = [
     "COMPUTE_DTYPES",

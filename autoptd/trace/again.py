@@ -24,13 +24,13 @@ from autoptd.errors import AutoptdError
 from autoptd.ir.notes import note, output, placeholders, site
 from autoptd.trace.autocast import Autocast
 from autoptd.trace.capture import Captured, capture
+from autoptd.trace.changed_buffers import updated_buffers
 from autoptd.trace.differences import Reference
+from autoptd.trace.draws import any_mask, given_masks
 from autoptd.trace.evaluation import Numbers, number_values
 from autoptd.trace.loss import WithLoss
-from autoptd.trace.masks import any_mask, given_masks
 from autoptd.trace.precision import computing_in
 from autoptd.trace.reads import Reads, Stamp
-from autoptd.trace.updates import updated_buffers
 
 Stamps = Mapping[str, Stamp]
 # Relative to the largest entry, between two runs of one model.

@@ -26,8 +26,8 @@ from typing import Any
 from torch import Generator, Tensor, nn
 
 from autoptd.subject.contents import CONTAINERS, PLAIN, base_of, is_opaque
+from autoptd.trace.instructions import NULL, at
 from autoptd.trace.users import is_users
-from autoptd.trace.value_stack import NULL, at
 
 BUILT_IN = (types.BuiltinFunctionType, types.MethodWrapperType)
 DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)

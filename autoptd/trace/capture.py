@@ -6,12 +6,12 @@ operators with module path and source line, and the loss as its only output.
 
     captured = capture(model, (ids, targets), {}, loss_fn=None)
 
-torch.export does the tracing; anything it would drop silently is refused here or repaired in `normalize.py`.
-"""
+torch.export does the tracing; anything it would drop silently is refused here or repaired in `normalize.py`."""
 
 from __future__ import annotations
 
 import inspect
+import operator
 import re
 import traceback
 from collections import Counter
@@ -23,35 +23,52 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.export.graph_signature import InputKind
 from torch.fx import Graph, Node
 
 from autoptd.compat import OpOverload, light_export, traced_through, tree_flatten, tree_unflatten
 from autoptd.elsewhere import EXPERTS
 from autoptd.errors import AutoptdError, TraceError
-from autoptd.ir.expert_mm import GroupedProducts, grouped_mm
 from autoptd.ir.names import USED, identifier
-from autoptd.ir.notes import copy_graph, note, op_name, ops, placeholders, site
-from autoptd.ir.scopes import on_cpu
-from autoptd.subject.attributes import own_containers
-from autoptd.subject.storage import first_names, tied_names
-from autoptd.trace.autocast import OFF, Autocast, Casting, cast_once
-from autoptd.trace.batch_norms import mark_cumulative
-from autoptd.trace.branches import Checks
-from autoptd.trace.dependence import mark_dependence
-from autoptd.trace.faithful import check_loss_fn, check_model
+from autoptd.ir.notes import Note, Origin, copy_graph, note, op_name, ops, set_note, site
+from autoptd.subject.storage import first_names, is_same_memory, tied_names
+from autoptd.trace.autocast import OFF, Autocast, Casting
 from autoptd.trace.functions import other_functions
-from autoptd.trace.normalize import normalize
-from autoptd.trace.read import VALUE_REMEDY, check_kept, read_graph
+from autoptd.trace.normalize import bring_to_traced
 from autoptd.trace.reads import Reads
-from autoptd.trace.retrace import IGNORED, Differs, Followed, Follower, Raw
-from autoptd.trace.updates import check_updates
-from autoptd.trace.user_frames import UserFrames
-from autoptd.trace.watch import Operands, called_at, checkpoint_sites, watch_tracing
+from autoptd.trace.tensor_values import Checks, size_error
+from autoptd.trace.users import UserFrames
+from autoptd.trace.watch import (
+    Operands,
+    called_at,
+    check_loss_fn,
+    check_model,
+    checkpoint_sites,
+    watch_tracing,
+)
 from autoptd.trace.watched import Watched, check_changes
 
 aten = torch.ops.aten
 # Messages of torch where tracing would need the values of a tensor.
 OF_VALUES = re.compile(r"data-dependent|unbacked symbols|infer dtype of Sym|\.numpy\(\) is not supported")
+
+
+# Calls without a value. During torch.export, a cast asserts its source dtype.
+IGNORED = (torch.ops.prim.device.default, aten._assert_tensor_metadata.default)
+
+
+@dataclass(frozen=True)
+class Raw:
+    """Hold a first trace: its graph before `normalize`, and the placeholder of each argument with which
+    torch.export calls the forward: parameters, buffers, leaves of the call (None: no tensor).
+    """
+
+    graph: Graph
+    given: tuple[Node | None, ...]
+
+
+class Followed(BaseException):
+    """Signal that the whole forward followed the first trace, so torch.export has nothing left to do."""
 
 
 @dataclass
@@ -97,11 +114,11 @@ def capture(
     check_loss_fn(loss_fn)
     leaves, tree = tree_flatten((args, kwargs))
     checks = Checks()
-    wrapper = _watched(model, loss_fn, checks)
+    wrapper = watched_model(model, loss_fn, checks)
     casting = Casting(autocast)
     whole: set[Any] = set()
-    exported, checkpointed = _export(
-        wrapper, *_fresh(args, kwargs), casting=casting, whole=whole, checks=checks
+    exported, checkpointed = export(
+        wrapper, *fresh_call(args, kwargs), casting=casting, whole=whole, checks=checks
     )
     assert exported is not None
     checks.warn()
@@ -119,7 +136,7 @@ def capture(
     # Copy first: `normalize` drops and rewrites operators that a second run of the forward will call.
     read = copy_graph(graph)
     raw = Raw(read, _given(read, wrapper, first_name, inputs, len(leaves)))
-    _finish(graph, wrapper, autocast)
+    bring_to_traced(graph, model, autocast.dtype, wrapper.seen.assigned.keys())
     persistent = frozenset(model.state_dict(keep_vars=True)) - set(tied)
     constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
     every = dict(model.named_parameters(remove_duplicate=False))
@@ -141,44 +158,13 @@ def capture(
     )
 
 
-def capture_again(
-    first: Captured,
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    loss_fn: Callable[..., Any] | None,
-    autocast: Autocast = OFF,
-) -> Graph:
-    """Trace the call of `first` with other rows, following `first` while the forward does the same.
-
-    Returns the same graph as `capture`.
-    """
-    wrapper, follower = _watched(model, loss_fn, first.checks), Follower(first.raw, Casting(autocast))
-    known: dict[str, Any] = {"whole": set(first.whole), "checks": first.checks}
-    try:
-        fresh = _fresh(args, kwargs)
-        _export(wrapper, *fresh, casting=Casting(autocast), **known, run=follower.run)
-    # A full trace reports whatever the forward does differently, or where it fails.
-    except (Differs, AutoptdError):
-        return capture(model, args, kwargs, loss_fn, autocast).graph
-    with autocast.ambient():
-        check_changes(wrapper, args, kwargs)
-    graph = follower.graph()
-    # `read_graph` refuses these in a trace; the first trace did not have them.
-    for node in placeholders(graph, "buffer"):
-        if note(node).origin.constant is not None:
-            check_kept(note(node).origin.constant, wrapper)
-    _finish(graph, wrapper, autocast)
-    return graph
-
-
-def _watched(model: nn.Module, loss_fn: Callable[..., Any] | None, checks: Checks) -> Watched:
+def watched_model(model: nn.Module, loss_fn: Callable[..., Any] | None, checks: Checks) -> Watched:
     # Take the real parameters now: during tracing the model has fake ones.
     registered = {id(parameter): name for name, parameter in model.named_parameters()}
     return Watched(model, loss_fn, around=partial(Operands, model, registered, checks))
 
 
-def _fresh(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def fresh_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Copy the tensors of a call: torch.export leaves marks on the tensors that it has seen."""
     leaves, tree = tree_flatten((args, kwargs))
     fresh = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -225,16 +211,6 @@ def check_grad_modes(graph: Graph, casting: Casting) -> None:
             )
 
 
-def _finish(graph: Graph, wrapper: Watched, autocast: Autocast) -> None:
-    """Bring a newly read graph into the form TRACED."""
-    with on_cpu():
-        normalize(graph)
-        if autocast.dtype is not None:
-            cast_once(graph, autocast.dtype)
-        mark_dependence(graph, dict(wrapper.model.named_parameters()))
-    check_updates(graph, wrapper.model, wrapper.seen.assigned.keys())
-
-
 def input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     """Name every leaf of the call after the parameter of forward that receives it."""
     try:
@@ -266,7 +242,7 @@ def _leaf_names(name: str, arg: Any) -> list[str]:
     return [name] if len(leaves) == 1 else [f"{name}_{i}" for i in range(len(leaves))]
 
 
-def _export(
+def export(
     wrapper: Watched,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -284,22 +260,18 @@ def _export(
     exported, checks.tried = None, None
     try:
         with ExitStack() as around:
-            met = around.enter_context(watch_tracing(wrapper.model, whole))
+            met = around.enter_context(watch_tracing(wrapper, whole))
             around.enter_context(casting.autocast.ambient())
-            around.enter_context(own_containers(wrapper))
-            # `own_containers` restores attributes.
-            mark_cumulative(wrapper)
             around.enter_context(torch.enable_grad())
             around.enter_context(light_export(UserFrames(Watched.forward.__code__), run))
             around.enter_context(traced_through(casting.call))
-            around.enter_context(GroupedProducts(grouped_mm, lambda x: True))
             around.enter_context(suppress(Followed))
             exported = torch.export.export(wrapper, args, kwargs, strict=False)
         others = other_functions(met.functions)
         if others:
             whole |= others
             casting.with_grad.clear()
-            return _export(wrapper, args, kwargs, casting, whole, checks, run)
+            return export(wrapper, args, kwargs, casting, whole, checks, run)
         if checks.tried is not None:
             fact = "raises on the value of a tensor, and the forward goes on where the exception is caught"
             raise TraceError(checks.site(), fact, VALUE_REMEDY)
@@ -310,7 +282,7 @@ def _export(
         if not checks.has_left(error):
             raise _refusal(error, checks) from error
     casting.with_grad.clear()
-    return _export(wrapper, args, kwargs, casting, whole, checks, run)
+    return export(wrapper, args, kwargs, casting, whole, checks, run)
 
 
 def _refusal(error: Exception, checks: Checks) -> TraceError:
@@ -337,3 +309,170 @@ def user_line(error: BaseException) -> str:
             mine.append(frame)
     mine = [frame for frame in mine if "/autoptd/" not in frame.filename] or mine
     return f"{mine[-1].filename}:{mine[-1].lineno}  {mine[-1].line}" if mine else "model"
+
+
+# A frame of a stack trace: file, line number, source line. A file name may contain quotes and line breaks.
+FRAME = re.compile(
+    r'^ *File "(.*?)", line (\d+), in [^\n]*(?:\n(?! *File ")([^\n]*))?', re.MULTILINE | re.DOTALL
+)
+VALUE_REMEDY = (
+    "compute with the tensor itself (x * scale, torch.where, gather; torch.arange(n) < length for a slice), "
+)
+VALUE_REMEDY += "or keep the number as an attribute"
+
+
+def read_graph(
+    exported: torch.export.ExportedProgram,
+    wrapper: Watched,
+    first_name: dict[str, str],
+    leaves: list[Any],
+    names: list[str],
+) -> tuple[Graph, tuple[tuple[str, int], ...], dict[str, torch.Tensor]]:
+    """Copy the exported graph, with one placeholder per parameter, buffer and input, and Notes on nodes."""
+    signature = exported.graph_signature
+    # The signature's properties rebuild their mapping at each access: read them once.
+    parameters = dict(signature.inputs_to_parameters)
+    lifted = dict(signature.inputs_to_lifted_tensor_constants)
+    constants = {**signature.inputs_to_buffers, **lifted}
+    stored = {**dict(wrapper.named_buffers(remove_duplicate=False)), **exported.constants}
+    graph, mapping = Graph(), dict[Node, Node]()
+    given = [spec.arg.name for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    # All leaves of the call are numbered, constants as well.
+    leaf_of = {name: leaf for leaf, name in enumerate(given)}
+    inputs: list[tuple[str, int]] = []
+    buffers: dict[str, torch.Tensor] = {}
+    seen: dict[str, Node] = {}
+    for node in exported.graph.nodes:
+        # A reader of a region that was inlined is mapped already.
+        if node in mapping:
+            continue
+        # torch.export has a placeholder per name of a tensor; our graph has one per tensor.
+        if node.op == "placeholder" and node.name in parameters:
+            name = first_name[parameters[node.name].removeprefix("model.")]
+            mapping[node] = seen[name] = seen.get(name) or _placeholder(graph, node, "param", name)
+        elif node.op == "placeholder" and node.name in constants:
+            name = constants[node.name].removeprefix("model.")
+            name = first_name.get(name, name)
+            mapping[node] = seen[name] = seen.get(name) or _placeholder(graph, node, "buffer", name)
+            buffers[name] = stored[constants[node.name]].detach()
+            check_kept(buffers[name], wrapper)
+            if node.name in lifted:
+                # A constant that the forward makes may follow the size of the batch.
+                note(mapping[node]).origin = Origin(constant=buffers[name])
+        elif node.op == "placeholder" and node.name in leaf_of:
+            leaf = leaf_of[node.name]
+            if isinstance(leaves[leaf], torch.Tensor):
+                mapping[node] = _placeholder(graph, node, "input", names[leaf])
+                inputs.append((names[leaf], leaf))
+        elif node.op == "output":
+            # The wrapper returns only the loss; changed state has been refused.
+            mapping[node] = graph.output(mapping[node.args[0][0]])
+            set_note(mapping[node], Note(kind="output"))
+        elif node.op == "get_attr":
+            continue
+        else:
+            _copy(graph, node, mapping, exported.graph_module)
+    return graph, tuple(inputs), buffers
+
+
+def _placeholder(graph: Graph, node: Node, kind: str, name: str) -> Node:
+    made = graph.placeholder(node.name)
+    made.meta["val"] = node.meta.get("val")
+    set_note(made, Note(kind=kind, name=name))
+    return made
+
+
+def _copy(
+    graph: Graph, node: Node, mapping: dict[Node, Node], root: nn.Module, detached: bool = False
+) -> None:
+    """Copy one operator; a no_grad region is inlined with its results detached."""
+    name = str(node.target)
+    if name == "wrap_with_set_grad_enabled":
+        enabled, region, *read = node.args
+        _inline(graph, node, getattr(root, region.target), read, mapping, detached or not enabled)
+        return
+    if name == "wrap_with_autocast":
+        # Inline the autocast region: its casts are already in the trace.
+        _, _, _, _, region, *read = node.args
+        body = getattr(root, region.target)
+        _inline(graph, node, body, read, mapping, detached)
+        return
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        raise TraceError(
+            source_line(node)[0], f"{name} cannot be partitioned", "write this part with plain operators"
+        )
+    # torch.export allows data-dependent sizes; a rank could not know its local ones.
+    _check_sizes(node)
+    made = graph.node_copy(node, lambda old: mapping[old])
+    made.meta = {"val": node.meta.get("val")}
+    source, code = source_line(node)
+    origin = Origin(without_grad=detached)
+    set_note(made, Note(module=module_path(node), source=source, code=code, origin=origin))
+    mapping[node] = made
+
+
+def _inline(
+    graph: Graph, node: Node, region: Any, read: list[Any], mapping: dict[Node, Node], detached: bool
+) -> None:
+    inner = dict(zip(region.graph.find_nodes(op="placeholder"), (mapping[arg] for arg in read), strict=True))
+    for step in region.graph.nodes:
+        # A reader of a region within this one is mapped already.
+        if step.op == "call_function" and step not in inner:
+            _copy(graph, step, inner, region, detached)
+    results = next(iter(reversed(region.graph.nodes))).args[0]
+    results = results if isinstance(results, (tuple, list)) else (results,)
+    # The region returns a tuple: map its getitem readers directly to the results.
+    pieces = []
+    for result in results:
+        piece = inner[result]
+        if (
+            detached
+            and isinstance(piece.meta.get("val"), torch.Tensor)
+            and piece.meta["val"].is_floating_point()
+        ):
+            inside = piece
+            piece = graph.call_function(torch.ops.aten.detach.default, (inside,))
+            piece.meta["val"] = inside.meta["val"].detach()
+            record, origin = note(inside), Origin(ends_region=True)
+            set_note(piece, Note(module=record.module, source=record.source, origin=origin))
+        pieces.append(piece)
+    for reader in list(node.users):
+        if reader.target is operator.getitem:
+            mapping[reader] = pieces[reader.args[1]]
+
+
+def check_kept(constant: torch.Tensor, wrapper: Watched) -> None:
+    """Raise TraceError for a tensor attribute that the forward reads and replaces: it is state.
+
+    An attribute that is only written is harmless.
+    """
+    for path, replaced in wrapper.seen.replaced.items():
+        if is_same_memory(replaced, constant):
+            fact = "a tensor attribute that the forward reads and then replaces, which the traced graph would not do"
+            raise TraceError(path, fact, "keep state out of the forward, and pass it as an input")
+
+
+def _check_sizes(node: Node) -> None:
+    pieces = node.meta.get("val")
+    if isinstance(pieces, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        fact = f"the value of a tensor becomes a Python number ({op_name(node)})"
+        raise TraceError("  ".join(source_line(node)) or "model", fact, VALUE_REMEDY)
+    for piece in pieces if isinstance(pieces, (tuple, list)) else [pieces]:
+        if isinstance(piece, torch.Tensor) and not all(isinstance(size, int) for size in piece.shape):
+            raise size_error(op_name(node), "  ".join(source_line(node)))
+
+
+def module_path(node: Node) -> str:
+    """Return the dotted path of the user's module that ran the node, "" for the model itself."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    return path.removeprefix("model").removeprefix(".")
+
+
+def source_line(node: Node) -> tuple[str, str]:
+    """Return (`file.py:41`, code) of the user's innermost line that made the node."""
+    frames = FRAME.findall(node.meta.get("stack_trace") or "")
+    for file, number, code in reversed(frames):
+        if "/torch/" not in file and "/autoptd/trace/" not in file:
+            return f"{file.rsplit('/', 1)[-1]}:{number}", code.strip()
+    return "", ""

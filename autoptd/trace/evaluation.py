@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 
 from autoptd.ir.buffers import same_entries
 from autoptd.ir.notes import note, op_name, output, value
-from autoptd.trace.dropouts import NAME as DROPOUT
+from autoptd.trace.draws import NAME as DROPOUT
 
 Buffers = Mapping[str, torch.Tensor]
 Numbers = dict[object, int]

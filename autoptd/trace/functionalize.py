@@ -25,7 +25,7 @@ from autoptd.errors import PlanError, TraceError
 from autoptd.ir.notes import is_tensor, note, op_name, ops, set_note, shape, site, value
 from autoptd.ir.operators.record import argument
 from autoptd.ir.updates import update_call
-from autoptd.trace import dropouts
+from autoptd.trace import draws
 from autoptd.trace.new_nodes import Maker
 
 aten = torch.ops.aten
@@ -258,8 +258,8 @@ def _is_view(node: Node) -> bool:
         return False
     if op_name(node) in MAY_ALIAS:
         return True
-    if op_name(node) == dropouts.NAME:
-        return not dropouts.drops(node)
+    if op_name(node) == draws.NAME:
+        return not draws.drops(node)
     if not isinstance(node.target, torch._ops.OpOverload) or _writes(node):
         return False
     return any(result.alias_info is not None for result in node.target._schema.returns)

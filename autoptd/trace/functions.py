@@ -13,16 +13,21 @@ which may change later (`outside.py`) is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dis
+import enum
+import re
+import types
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autoptd.compat import FakeTensorMode, OpOverload, TorchDispatchMode, without_modes
 from autoptd.errors import TraceError, a_type
-from autoptd.trace.outside import outside_state
-from autoptd.trace.own_functions import operator_for
+from autoptd.ir.own_functions import OWN, Own, name_of
+from autoptd.subject.contents import PLAIN
 
 STATE_REMEDY = (
     "pass it as an argument of apply (a tensor that is an input of the model), or write it as a constant"
@@ -34,7 +39,7 @@ SIZES = (1e-2, 1.0, 1e2)
 TOLERANCE = 1e-7
 # Arguments of more entries are tried with smaller dims.
 MAX_ENTRIES = 1 << 20
-PLAIN = (int, float, bool, str, torch.dtype, type(None))
+ARGUMENTS = (int, float, bool, str, torch.dtype, type(None))
 
 
 class Unfit(Exception):
@@ -64,7 +69,7 @@ class Call:
     def of(cls, function: Any, args: Sequence[Any]) -> Call:
         site = f"autograd.Function {function.__name__}"
         for arg in args:
-            if not isinstance(arg, (Tensor, *PLAIN)):
+            if not isinstance(arg, (Tensor, *ARGUMENTS)):
                 fact = f"its backward is not traced, and it takes {a_type(arg)}"
                 raise TraceError(site, fact, REMEDY)
         given = [Given(arg.shape, arg.requires_grad) if isinstance(arg, Tensor) else arg for arg in args]
@@ -212,3 +217,195 @@ def _tensors(made: Any) -> list[Tensor]:
         for tensor in (made if isinstance(made, (tuple, list)) else [made])
         if isinstance(tensor, Tensor)
     ]
+
+
+NAMESPACE = "autoptd_functions"
+LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+# torch's original, which is patched while a model is traced.
+APPLY = torch.autograd.Function.__dict__["apply"].__func__
+OPERATORS: dict[Any, OpOverload] = {}
+# Schema types of arguments; arguments of other types become part of the operator.
+SCHEMA_TYPES = {bool: "bool", int: "int", float: "float", str: "str"}
+
+
+def operator_for(function: Any, args: tuple[Any, ...]) -> tuple[OpOverload, list[Any]]:
+    """Return the operator for a call and its arguments; TraceError if the function is not one of tensors."""
+    fixed = tuple((i, arg) for i, arg in enumerate(args) if not _is_given(arg))
+    given = [arg for arg in args if _is_given(arg)]
+    words = ["Tensor" if isinstance(arg, Tensor) else SCHEMA_TYPES[type(arg)] for arg in given]
+    count = _results_of(function, args)
+    key = (function, fixed, tuple(words), count)
+    if key not in OPERATORS:
+        own = Own(function, name_of(function), fixed)
+        listed = ", ".join(f"{word} x{i}" for i, word in enumerate(words))
+        results = "Tensor" if count == 0 else f"({', '.join(['Tensor'] * count)})"
+        name = _unused(re.sub(r"[^A-Za-z0-9]", "_", function.__name__))
+        LIBRARY.define(f"{name}({listed}) -> {results}")
+
+        def kernel(*given: Any) -> Any:
+            return APPLY(function, *own.arguments(given))
+
+        for dispatch_key in ("Autograd", "CompositeExplicitAutograd"):
+            LIBRARY.impl(name, kernel, dispatch_key)
+        OPERATORS[key] = getattr(getattr(torch.ops, NAMESPACE), name).default
+        OWN[OPERATORS[key]] = own
+    return OPERATORS[key], given
+
+
+def _unused(name: str) -> str:
+    """Return an unused operator name: the class's name, with a number only if that is taken."""
+    number, made = 1, name
+    while hasattr(getattr(torch.ops, NAMESPACE), made):
+        number += 1
+        made = f"{name}_{number}"
+    return made
+
+
+def _is_given(arg: Any) -> bool:
+    return isinstance(arg, Tensor) or type(arg) in SCHEMA_TYPES
+
+
+def _results_of(function: Any, args: tuple[Any, ...]) -> int:
+    """Run forward and backward without values; return the length of forward's tuple, 0 for a tensor."""
+    site = f"autograd.Function {function.__name__}"
+    with without_modes(), FakeTensorMode(), _Deterministic(site), torch.enable_grad():
+        fakes = [_fake(arg) for arg in args]
+        versions = [x._version for x in fakes if isinstance(x, Tensor)]
+        try:
+            made = APPLY(function, *fakes)
+            results = list(made) if isinstance(made, tuple) else [made]
+            if not all(isinstance(result, Tensor) for result in results):
+                raise TraceError(site, "it returns other things than tensors", REMEDY)
+            if versions != [x._version for x in fakes if isinstance(x, Tensor)]:
+                raise TraceError(site, "it writes into its arguments", "write out of place")
+            heads = [result for result in results if result.requires_grad]
+            if heads:
+                torch.autograd.backward(heads, [torch.ones_like(head) for head in heads])
+        except TraceError:
+            raise
+        except Exception as error:
+            fact = f"forward or backward cannot be run without values: {str(error).splitlines()[0]}"
+            raise TraceError(site, fact, REMEDY) from error
+    return len(results) if isinstance(made, tuple) else 0
+
+
+def _fake(arg: Any) -> Any:
+    if not isinstance(arg, Tensor):
+        return arg
+    made = torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=arg.device)
+    return made.requires_grad_(arg.dtype.is_floating_point)
+
+
+class _Deterministic(TorchDispatchMode):
+    """Refuse operators that draw random numbers."""
+
+    def __init__(self, site: str) -> None:
+        super().__init__()
+        self._site = site
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            fact = f"it draws random numbers ({func}), which ranks would draw each on its own"
+            raise TraceError(self._site, fact, "draw them before apply, and pass them as an argument")
+        return func(*args, **(kwargs or {}))
+
+
+MUTABLE = (torch.Tensor, dict, list, set, bytearray)
+TRUSTED = {
+    "torch",
+    "math",
+    "numpy",
+    "builtins",
+    "functools",
+    "operator",
+    "typing",
+    "collections",
+    "logging",
+    "warnings",
+}
+LOADS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"}
+ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
+NOTHING = object()
+
+
+def outside_state(function: Any, seen: set[Any] | None = None) -> str:
+    """Name some mutable state that `function`, or a function that it calls, reads; "" if there is none."""
+    seen = set() if seen is None else seen
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    if code is None or code in seen or _is_library(getattr(function, "__module__", "")):
+        return ""
+    seen.add(code)
+    for name, value, owner in _reads(function, code):
+        if isinstance(value, types.FunctionType | types.MethodType | staticmethod | classmethod):
+            found = outside_state(value, seen)
+            if found:
+                return found
+        elif _may_change(name, value, owner):
+            return name
+    return ""
+
+
+def _reads(function: Any, code: types.CodeType) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (dotted name, value, owner) of every global and closed-over name that `code` loads."""
+    names = _outside_names(function, code)
+    chain: tuple[str, Any, Any] | None = None
+    for step in dis.get_instructions(code):
+        if chain is not None and step.opname in ATTRIBUTES:
+            name, value, _ = chain
+            chain = (f"{name}.{step.argval}", getattr(value, step.argval, NOTHING), value)
+        elif step.opname in LOADS and step.argval in names:
+            chain = (step.argval, names[step.argval], function)
+        else:
+            chain = None
+        if chain is not None:
+            yield chain
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _reads(function, inner)
+
+
+def _outside_names(function: Any, code: types.CodeType) -> dict[str, Any]:
+    found = {name: function.__globals__[name] for name in code.co_names if name in function.__globals__}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            found[name] = cell.cell_contents
+        # The cell is still unassigned.
+        except ValueError:
+            found[name] = NOTHING
+    return found
+
+
+def _may_change(name: str, value: Any, owner: Any) -> bool:
+    """Tell whether a program may change the value of a name between two steps."""
+    if value is NOTHING or callable(value) or isinstance(value, (types.ModuleType, enum.Enum)):
+        return False
+    # Library objects, such as loggers, are trusted.
+    if not isinstance(value, (*PLAIN, *MUTABLE)) and _is_library(type(value).__module__):
+        return False
+    if isinstance(owner, types.ModuleType):
+        return not _is_library(owner.__name__)
+    # The name belongs to the function's file or to its enclosing function.
+    if isinstance(owner, types.FunctionType):
+        rebinds = name in _rebound(owner.__globals__)
+        return rebinds or not isinstance(value, (*PLAIN, tuple, frozenset))
+    return not _is_library(getattr(owner, "__module__", None) or type(owner).__module__)
+
+
+def _rebound(names: dict[str, Any]) -> set[str]:
+    """Return the globals that a function or method of the same module assigns."""
+    found: set[str] = set()
+    pending = [
+        value for value in names.values() if getattr(value, "__module__", None) == names.get("__name__")
+    ]
+    for value in pending:
+        methods = list(vars(value).values()) if isinstance(value, type) else [value]
+        for method in methods:
+            code = getattr(getattr(method, "__func__", method), "__code__", None)
+            if code is not None:
+                found |= {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_GLOBAL"}
+    return found
+
+
+def _is_library(module: str | None) -> bool:
+    return (module or "").split(".")[0] in TRUSTED

@@ -3,31 +3,34 @@
 Removed: asserts, aliases, casts to the same dtype, dropout without effect, literal devices, dead code.
 In-place operators become functional (`functionalize.py`), indices that count from zero become views
 (`indices.py`); the reduction of a pointwise loss becomes a separate operator; random numbers become those of
-`dropouts.py` and `noise.py`, and every other random operator is refused by name.
-"""
+`dropouts.py` and `noise.py`, and every other random operator is refused by name."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from autoptd.errors import PlanError, TraceError
-from autoptd.ir.notes import note, op_name, set_note, shape, site, value
+from autoptd.ir.notes import note, op_name, output, set_note, shape, site, value
 from autoptd.ir.operators.record import argument
 from autoptd.ir.operators.table import operator_of
-from autoptd.trace import dropouts, indices
-from autoptd.trace.batch_norms import rewrite_batch_norms
-from autoptd.trace.class_losses import has_soft_labels, rewrite_nll, rewrite_soft_labels
+from autoptd.ir.scopes import on_cpu
+from autoptd.trace import draws
+from autoptd.trace.autocast import cast_once
+from autoptd.trace.changed_buffers import check_updates
+from autoptd.trace.draws import NAMES, check_generators, rewrite_noise
 from autoptd.trace.experts import rewrite_experts
 from autoptd.trace.functionalize import functionalize
 from autoptd.trace.new_nodes import Maker, put
-from autoptd.trace.noise import NAMES, check_generators, rewrite_noise
-from autoptd.trace.statistics import write_as_sums
+from autoptd.trace.statistics import rewrite_batch_norms, write_as_sums
 
 aten = torch.ops.aten
 IDENTITIES = {"aten.alias", "aten.lift_fresh", "aten.lift_fresh_copy", "aten.detach_"}
@@ -50,7 +53,7 @@ def normalize(graph: Graph) -> None:
     rewrite_batch_norms(graph)
     # First, because the rewrites below assume that every value is written once.
     functionalize(graph)
-    dropouts.rewrite_dropouts(graph)
+    draws.rewrite_dropouts(graph)
     rewrite_noise(graph)
     for node in list(graph.nodes):
         if node.op == "call_function":
@@ -65,6 +68,19 @@ def normalize(graph: Graph) -> None:
             graph.erase_node(node)
     _check_operators(graph)
     graph.lint()
+
+
+def bring_to_traced(graph: Graph, model: nn.Module, dtype: torch.dtype | None, assigned: Set[str]) -> None:
+    """Bring a newly read graph into the form TRACED.
+
+    `dtype` is that of autocast, if any; `assigned` are buffers to which the forward has assigned other tensors.
+    """
+    with on_cpu():
+        normalize(graph)
+        if dtype is not None:
+            cast_once(graph, dtype)
+        mark_dependence(graph, dict(model.named_parameters()))
+    check_updates(graph, model, assigned)
 
 
 def _check_operators(graph: Graph) -> None:
@@ -122,7 +138,7 @@ def _normalize_one(graph: Graph, node: Node) -> None:
     elif name == "aten.broadcast_to":
         node.target = aten.expand.default
     elif name == "aten.index":
-        indices.rewrite_index(node)
+        rewrite_index(node)
     # Only the shape of the other tensor is read.
     elif name in SIZES_OF_ANOTHER:
         node.target, node.args = SIZES_OF_ANOTHER[name], (node.args[0], list(shape(node)))
@@ -296,7 +312,7 @@ def _normalize_cast(node: Node) -> None:
 
 
 def _is_random(node: Node) -> bool:
-    if op_name(node) in (dropouts.NAME, dropouts.ATTENTION, *NAMES) or not isinstance(
+    if op_name(node) in (draws.NAME, draws.ATTENTION, *NAMES) or not isinstance(
         node.target, torch._ops.OpOverload
     ):
         return False
@@ -306,3 +322,207 @@ def _is_random(node: Node) -> bool:
             argument(node, "dropout") and argument(node, "train") and argument(node, "num_layers") > 1
         )
     return torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def has_soft_labels(node: Node) -> bool:
+    """Tell whether the targets of a cross_entropy_loss are class probabilities."""
+    return bool(value(node.args[1]).is_floating_point())  # type: ignore[arg-type]
+
+
+def rewrite_soft_labels(node: Node) -> None:
+    """Rewrite a cross_entropy_loss of class probabilities; a mean divides by samples, not class weights."""
+    make = Maker(node)
+    logits, targets = node.args[:2]
+    dim = min(1, len(shape(logits)) - 1)  # type: ignore[arg-type]
+    classes, smoothing = shape(logits)[dim], argument(node, "label_smoothing")  # type: ignore[arg-type]
+    if smoothing:
+        targets = make(aten.mul.Tensor, targets, 1 - smoothing)
+        targets = make(aten.add.Tensor, targets, smoothing / classes)
+    product = make(aten.mul.Tensor, make(aten.log_softmax.int, logits, dim), targets)
+    weight = argument(node, "weight")
+    if weight is not None:
+        behind = [1] * (len(shape(logits)) - 1 - dim)  # type: ignore[arg-type]
+        product = make(aten.mul.Tensor, product, make(aten.view.default, weight, [classes, *behind]))
+    loss = make(aten.neg.default, make(aten.sum.dim_IntList, product, [dim]))
+    reduction = argument(node, "reduction")
+    if reduction:
+        loss = make((aten.mean.default, aten.sum.default)[reduction - 1], loss)
+    put(node, loss)
+
+
+def rewrite_nll(node: Node) -> None:
+    """Rewrite an nll_loss of any values; a mean divides by the number, or weight, of labels not ignored."""
+    make = Maker(node)
+    x, labels = node.args[:2]
+    dim = min(1, len(shape(x)) - 1)  # type: ignore[arg-type]
+    ignored = make(aten.eq.Scalar, labels, argument(node, "ignore_index"))
+    known = make(aten.masked_fill.Scalar, labels, ignored, 0)
+    picked = make(aten.gather.default, x, dim, make(aten.unsqueeze.default, known, dim))
+    loss = make(aten.neg.default, make(aten.squeeze.dims, picked, [dim]))
+    counted = make(aten.logical_not.default, ignored)
+    weight = argument(node, "weight")
+    if weight is not None:
+        counted = make(aten.masked_fill.Scalar, make(aten.index.Tensor, weight, [known]), ignored, 0.0)
+        loss = make(aten.mul.Tensor, loss, counted)
+    loss = make(aten.masked_fill.Scalar, loss, ignored, 0.0)
+    reduction = argument(node, "reduction")
+    if reduction:
+        loss = make(aten.sum.default, loss)
+    if reduction == 1:
+        loss = make(aten.div.Tensor, loss, make(aten.sum.default, counted))
+    put(node, loss)
+
+
+# Larger indices are not evaluated.
+MAX_ENTRIES = 1 << 20
+
+
+def rewrite_index(node: Node) -> None:
+    """Rewrite an index whose leading dims are counted, each along a separate dim, except for at most one."""
+    x, indices = node.args[0], list(node.args[1])  # type: ignore[arg-type]
+    while indices and indices[-1] is None:
+        indices.pop()
+    size, out = shape(x), shape(node)  # type: ignore[arg-type]
+    if not indices or None in indices:
+        return
+    # The dims that the indices, broadcast together, add to the result.
+    met = out[: len(out) - (len(size) - len(indices))]
+    places = [_counted_along(index, n, len(met)) for index, n in zip(indices, size, strict=False)]
+    if None not in places:
+        _index_to_view(node, [place for place in places if place is not None], met)
+    elif places.count(None) == 1 and len(places) > 1:
+        _index_to_gather(node, indices, places, met)
+
+
+def _index_to_view(node: Node, places: list[int], met: Sequence[int]) -> None:
+    """Replace an index that counts in all dims by a view: with separate dims every entry is taken once."""
+    x, out = node.args[0], shape(node)
+    size = shape(x)  # type: ignore[arg-type]
+    taken = [place for place, n in zip(places, size, strict=False) if n != 1]
+    if len(set(taken)) != len(taken) or math.prod(out) != math.prod(size):
+        return
+    order = [*sorted(range(len(places)), key=lambda dim: (places[dim], dim)), *range(len(places), len(size))]
+    moved = Maker(node)(aten.permute.default, x, order)
+    node.target, node.args = aten.view.default, (moved, list(out))
+
+
+def _index_to_gather(node: Node, indices: list[Node], places: list[int | None], met: Sequence[int]) -> None:
+    """Replace an index by a gather: one index is looked up, the others count along leading dims."""
+    x, out, ids = node.args[0], shape(node), indices[places.index(None)]
+    size = shape(x)  # type: ignore[arg-type]
+    looked_up = places.index(None)
+    counted = sorted(
+        (dim for dim in range(len(places)) if dim != looked_up), key=lambda dim: (places[dim], dim)
+    )
+    kept = [size[dim] for dim in counted]
+    is_counted = all(size[dim] == 1 or places[dim] == k for k, dim in enumerate(counted))
+    if value(ids).dtype not in (torch.int64, torch.int32) or not is_counted or list(met[: len(kept)]) != kept:
+        return
+
+    make = Maker(node)
+
+    def shaped(target: Any, ids: Node, *size: int) -> Node:
+        return ids if shape(ids) == size else make(target, ids, list(size))
+
+    order = [*counted, looked_up, *range(len(places), len(size))]
+    rest, free = size[len(places) :], math.prod(met[len(kept) :])
+    if order != list(range(len(size))):
+        x = make(aten.permute.default, x, order)
+    # gather does not support negative indices.
+    from_end = make(aten.lt.Scalar, ids, 0)
+    from_start = make(aten.add.Tensor, ids, size[looked_up])
+    ids = make(aten.where.self, from_end, from_start, ids)
+    ids = make.cast(ids, torch.int64)
+    ids = shaped(aten.expand.default, ids, *met)
+    ids = shaped(aten.reshape.default, ids, *kept, free, *[1] * len(rest))
+    ids = shaped(aten.expand.default, ids, *kept, free, *rest)
+    found = make(aten.gather.default, x, len(kept), ids)
+    node.target, node.args = aten.view.default, (found, list(out))
+
+
+def _counted_along(index: Node, size: int, ndim: int) -> int | None:
+    """Return the dim, of `ndim` aligned from the right, along which `index` is 0 ... size - 1, else None."""
+    if (
+        value(index).dtype not in (torch.int64, torch.int32)
+        or value(index).numel() != size
+        or size > MAX_ENTRIES
+    ):
+        return None
+    found = _evaluate(index, {})
+    if found is None or not torch.equal(found.flatten(), torch.arange(size, dtype=found.dtype)):
+        return None
+    dims = [dim for dim, n in enumerate(found.shape) if n != 1]
+    if len(dims) == 1:
+        return ndim - found.dim() + dims[0]
+    return 0 if size == 1 else None
+
+
+def _evaluate(node: Node, known: dict[Node, Tensor | None]) -> Tensor | None:
+    """Return the value of a node computed from literals only; None if it reads anything else, or is large."""
+    if node not in known:
+        known[node] = None
+        known_value = value(node)
+        if (
+            node.op == "call_function"
+            and isinstance(known_value, Tensor)
+            and known_value.numel() <= MAX_ENTRIES
+        ):
+            read = [_evaluate(arg, known) for arg in node.all_input_nodes]
+            if all(arg is not None for arg in read):
+                args, kwargs = map_arg((node.args, node.kwargs), lambda arg: known[arg])
+                kwargs = {
+                    key: arg for key, arg in kwargs.items() if key not in ("device", "pin_memory", "layout")
+                }
+                known[node] = node.target(*args, **kwargs)
+    return known[node]
+
+
+def mark_dependence(graph: Graph, parameters: dict[str, nn.Parameter]) -> None:
+    """Fill `of_params` and `needs_grad` of every node; remove detaches that have no effect."""
+    _mark(graph, parameters)
+    _drop_idle_detaches(graph)
+    _forget_lost_gradients(graph)
+
+
+def _drop_idle_detaches(graph: Graph) -> None:
+    """Remove detaches of values without gradient (a table of sines under no_grad)."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
+        source = node.args[0]
+        if isinstance(source, Node) and not note(source).needs_grad:
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def _forget_lost_gradients(graph: Graph) -> None:
+    """Clear `needs_grad` of values that the loss reads only through detach or zeros_like.
+
+    Their parameters are not trained.
+    """
+    # Walk backwards, like gradients: a value gets a gradient only from its readers.
+    live = set(output(graph).all_input_nodes)
+    for node in reversed(graph.nodes):
+        if node not in live:
+            # Includes the output node, which has no value.
+            note(node).needs_grad = False
+        elif note(node).needs_grad:
+            live.update(node.all_input_nodes)
+
+
+def _mark(graph: Graph, parameters: dict[str, nn.Parameter]) -> None:
+    """Propagate parameters and gradients from operand to result."""
+    for node in graph.nodes:
+        record = note(node)
+        if record.kind == "param":
+            record.of_params, record.needs_grad = True, parameters[record.name].requires_grad
+        elif node.op in ("call_function", "output"):
+            operands = [note(arg) for arg in node.all_input_nodes]
+            record.of_params = any(operand.of_params for operand in operands)
+            result = node.meta.get("val")
+            pieces = result if isinstance(result, (tuple, list)) else [result]
+            needs_grad = any(operand.needs_grad for operand in operands)
+            cuts = operator_of(node).cuts_gradient
+            record.needs_grad = needs_grad and not cuts and any(map(_is_differentiable, pieces))
+
+
+def _is_differentiable(piece: Any) -> bool:
+    return isinstance(piece, torch.Tensor) and (piece.dtype.is_floating_point or piece.is_complex())

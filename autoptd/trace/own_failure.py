@@ -20,7 +20,7 @@ from autoptd.errors import AutoptdError, TraceError
 from autoptd.subject.module import has_values
 from autoptd.trace.autocast import Autocast
 from autoptd.trace.capture import user_line
-from autoptd.trace.kept_buffers import KeptBuffers
+from autoptd.trace.changed_buffers import KeptBuffers
 from autoptd.trace.loss import WithLoss
 
 REMEDY = "a model and example_inputs that run and have gradients without AutoPTD"

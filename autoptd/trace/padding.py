@@ -19,9 +19,9 @@ from torch.fx import Graph, Node
 from autoptd.errors import PlanError
 from autoptd.ir.notes import note, op_name, ops, tensor
 from autoptd.subject.call import Call
+from autoptd.trace.changed_buffers import KeptBuffers
 from autoptd.trace.differences import Reference
-from autoptd.trace.kept_buffers import KeptBuffers
-from autoptd.trace.masks import given_masks
+from autoptd.trace.draws import given_masks
 from autoptd.trace.watched import Watched
 
 LOSS, IGNORE_INDEX = "aten.cross_entropy_loss", -100

@@ -9,26 +9,28 @@ block all tensors are the user's own again. Tensors that share memory still do.
 
     with computing_in(model, "bf16") as narrowing:
         captured = narrowing.settle(lambda: capture(model, args, kwargs, None))
-        narrowing.cast                                   # () for most models, ("h.0.attn.mask", ...) for some
-"""
+        narrowing.cast                                   # () for most models, ("h.0.attn.mask", ...) for some"""
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 from torch.fx import Graph, Node
 
-from autoptd.compat import OpOverload, quiet_fakes
+from autoptd.compat import OpOverload, quiet_fakes, tree_map
 from autoptd.errors import PlanError, TraceError
+from autoptd.ir.expert_mm import GroupedProducts
 from autoptd.ir.notes import is_tensor, note, op_name, ops, placeholders, tensor
+from autoptd.subject.attributes import map_attribute_tensors
 from autoptd.trace.autocast import Autocast
-from autoptd.trace.capture import Captured
 
 # The dtype of `model.to(dtype)`, and of autocast, by the value of `precision`.
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -125,6 +127,16 @@ def _buffers(model: nn.Module) -> tuple[list[Place], list[Place]]:
     return saved, unsaved
 
 
+class HasGraph(Protocol):
+    """A result of tracing: `Captured`."""
+
+    @property
+    def graph(self) -> Graph: ...
+
+
+Result = TypeVar("Result", bound=HasGraph)
+
+
 class Narrowing:
     """Choose which non-persistent buffers to cast, after `caster` (None: no cast) has cast other tensors."""
 
@@ -152,7 +164,7 @@ class Narrowing:
                 x = self._caster(place.own) if kind in kinds else place.own
                 place.module._buffers[place.attribute] = x
 
-    def settle(self, trace: Callable[[], Captured]) -> Captured:
+    def settle(self, trace: Callable[[], Result]) -> Result:
         """Return a trace of the model with unchanged buffers, else with as few kinds cast as it needs to run.
 
         Raises the first error if it never runs.
@@ -170,7 +182,7 @@ class Narrowing:
             # Tracing without data does not reveal all failures on a device.
             return captured if self._fits(captured.graph) else self._searched(trace) or captured
 
-    def _searched(self, trace: Callable[[], Captured]) -> Captured | None:
+    def _searched(self, trace: Callable[[], Result]) -> Result | None:
         kinds = [kind for kind in self._kinds if kind not in self._given]
         sizes = range(1, len(kinds) + 1) if len(kinds) <= MOST_KINDS else (1, len(kinds))
         for size in sizes:
@@ -247,4 +259,69 @@ class _Cast:
         return x.detach().untyped_storage()._cdata in self.storages
 
 
-__all__ = ["COMPUTE_DTYPES", "Narrowing", "autocast_of", "check_precision", "computing_in"]
+FLOAT32 = {torch.float32: torch.float64}
+# Casts that name their dtype.
+CASTS = {
+    torch.Tensor.float: torch.float32,
+    torch.Tensor.bfloat16: torch.bfloat16,
+    torch.Tensor.half: torch.float16,
+}
+
+
+class Widen(GroupedProducts):
+    """Turn requests for float32 into float64, so that a model's upcasts do not truncate a float64 check.
+
+    `dtypes` maps the requested dtypes to replace.
+    """
+
+    def __init__(self, dtypes: Mapping[torch.dtype, torch.dtype] = FLOAT32) -> None:
+        super().__init__(_grouped_product, _is_float64)
+        self._dtypes = dtypes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # The tracer calls this to rebuild a constant of the model, which keeps its dtype.
+        if func is torch.empty_strided:
+            return func(*args, **(kwargs or {}))
+        if CASTS.get(func) in self._dtypes:
+            return args[0].to(self._dtypes[CASTS[func]])
+        # x.to(torch.float32), softmax(x, -1, torch.float32), zeros(..., dtype=torch.float32).
+        wide = [self._wide(arg) for arg in args]
+        named = {key: self._wide(arg) for key, arg in (kwargs or {}).items()}
+        return super().__torch_function__(func, types, wide, named)
+
+    def _wide(self, arg: Any) -> Any:
+        return self._dtypes.get(arg, arg) if isinstance(arg, torch.dtype) else arg
+
+
+def in_float64() -> GroupedProducts:
+    """Support grouped matmuls in float64, for which torch has no kernel."""
+    return GroupedProducts(_grouped_product, _is_float64)
+
+
+def _is_float64(x: torch.Tensor) -> bool:
+    return x.dtype == torch.float64
+
+
+def _grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Compute a grouped matmul with a matrix per row, independently of the code that ranks run."""
+    groups = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)
+    return torch.bmm(x.unsqueeze(1), weight[groups]).squeeze(1)
+
+
+def widen_model(model: nn.Module) -> nn.Module:
+    """Return a float64 copy, plain tensor attributes included; tied weights stay tied."""
+    try:
+        wide = copy.deepcopy(model).double()
+        map_attribute_tensors(wide, lambda x: x.double() if x.is_floating_point() else x)
+        return wide
+    # deepcopy refuses a module that keeps a tensor with a history, as the old weight_norm does.
+    except RuntimeError as error:
+        fact = f"it cannot be copied: {str(error).splitlines()[0]}"
+        raise PlanError("verify", fact, "keep only parameters and buffers on modules") from error
+
+
+def widen_inputs(call: Any) -> Any:
+    def wide(leaf: Any) -> Any:
+        return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    return tree_map(wide, call)

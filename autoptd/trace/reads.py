@@ -1,12 +1,15 @@
 """Snapshot the Python state that a traced forward can read, and report changes since compilation.
 
-In: the code that ran in the trace (`Reads`), the model and its loss function. Out: attributes of modules and
-objects, items, globals, cells, class attributes and environment variables whose value has changed since. An
-attribute that is not named in that code is ignored: a counter that only the training loop reads has no effect.
+In: the code that ran in the trace (`Reads`), the model and its loss function. Out: attributes of modules and objects, items,
+globals, cells, class attributes, patched functions, settings of the process and environment variables whose value has changed
+since. An attribute that is not named in that code is ignored: a counter that only the training loop reads has no effect.
 
     snapshot = Snapshot(model, loss_fn, captured.reads)
     model.alpha = 2.0
     snapshot.changes()      # [Difference(path="alpha", before=1.0, after=2.0)]
+
+State is held as in `subject/contents.py`: a holder gives its entries by a text that names each, and restores them. What a
+program can only patch (`Names`, `OfFunction`, `ClassOf`, `Setting`) is held here.
 """
 
 from __future__ import annotations
@@ -43,9 +46,7 @@ from autoptd.subject.contents import (
     has_entries,
     is_opaque,
 )
-from autoptd.trace.caches import held_in
-from autoptd.trace.patched import ClassOf, Names, OfFunction, Setting, settings_of
-from autoptd.trace.sameness import differing, text_of
+from autoptd.trace.changes import differing, held_in, text_of
 from autoptd.trace.users import is_users_module, may_read
 
 Scope = tuple[types.CodeType, dict[str, Any]]
@@ -58,7 +59,6 @@ LIBRARIES = {"autoptd", "torch", "numpy", "logging", "threading", "_thread", "we
 MOST_PLACES = 200_000
 MOST_SHOWN = 4
 WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
-Readable = Holder | Names | OfFunction | ClassOf | Setting
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,112 @@ def _texts(constants: tuple[Any, ...]) -> Iterator[str]:
             yield value
         elif isinstance(value, tuple):
             yield from _texts(value)
+
+
+OF_FUNCTION = ("__code__", "__defaults__", "__kwdefaults__")
+
+
+@dataclass(frozen=True)
+class Names:
+    """Hold the names of a class or module that code mentions, and the operator methods of a class."""
+
+    holder: Any
+    names: frozenset[str]
+
+    def entries(self) -> Entries:
+        return {
+            f".{name}": value
+            for name, value in vars(self.holder).items()
+            if not isinstance(value, types.ModuleType) and (name in self.names or _is_operator(name, value))
+        }
+
+    kept = entries
+
+    def restore(self, kept: Entries) -> None:
+        now = self.entries()
+        for name in now.keys() - kept.keys():
+            delattr(self.holder, name[1:])
+        for name, value in kept.items():
+            if now.get(name, MISSING) is not value:
+                setattr(self.holder, name[1:], value)
+
+
+def _is_operator(name: str, value: Any) -> bool:
+    is_special = name.startswith("__") and name.endswith("__")
+    return is_special and isinstance(getattr(value, "__func__", value), types.FunctionType)
+
+
+@dataclass(frozen=True)
+class OfFunction:
+    """Hold the code of a function, the defaults of its arguments, and its attributes."""
+
+    holder: types.FunctionType
+
+    def entries(self) -> Entries:
+        own = {f".{name}": getattr(self.holder, name) for name in OF_FUNCTION}
+        return own | {f".{name}": value for name, value in vars(self.holder).items()}
+
+    kept = entries
+
+    def restore(self, kept: Entries) -> None:
+        for name in OF_FUNCTION:
+            if getattr(self.holder, name) is not kept[f".{name}"]:
+                setattr(self.holder, name, kept[f".{name}"])
+        names = vars(self.holder)
+        plain = {name[1:]: value for name, value in kept.items() if name[1:] not in OF_FUNCTION}
+        if names != plain:
+            names.clear()
+            names.update(plain)
+
+
+@dataclass(frozen=True)
+class ClassOf:
+    """Hold the class of an object: parametrizations change that of modules."""
+
+    holder: Any
+
+    def entries(self) -> Entries:
+        return {".__class__": type(self.holder)}
+
+    kept = entries
+
+    def restore(self, kept: Entries) -> None:
+        (cls,) = kept.values()
+        if type(self.holder) is not cls:
+            self.holder.__class__ = cls
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Hold a setting of the process, by the function that returns it."""
+
+    holder: Callable[[], Any]
+    set: Callable[[Any], Any]
+
+    def entries(self) -> Entries:
+        return {"": self.holder()}
+
+    kept = entries
+
+    def restore(self, kept: Entries) -> None:
+        if self.holder() != kept[""]:
+            self.set(kept[""])
+
+
+# Every tensor factory reads the first one.
+SETTINGS = (
+    Setting(torch.get_default_dtype, torch.set_default_dtype),
+    Setting(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    Setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+)
+
+
+def settings_of(names: frozenset[str]) -> list[Setting]:
+    """Return the settings that code with these names reads."""
+    return [one for one in SETTINGS if one is SETTINGS[0] or one.holder.__name__ in names]
+
+
+Readable = Holder | Names | OfFunction | ClassOf | Setting
 
 
 class Stamp(NamedTuple):
@@ -315,6 +421,3 @@ class Snapshot:
 
 def _is_identical(one: Entries, other: Entries) -> bool:
     return list(one) == list(other) and all(one[name] is other[name] for name in one)
-
-
-__all__ = ["Difference", "Place", "Reads", "Snapshot", "Stamp"]

@@ -16,31 +16,39 @@ would return, or an exception if the forward does anything else; a full trace th
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoptd.compat import FakeTensor, FakeTensorMode, PreDispatchMode
-from autoptd.ir.notes import copy_nodes, note, output, value
-from autoptd.trace.autocast import Casting
+from autoptd.errors import AutoptdError
+from autoptd.ir.notes import copy_nodes, note, output, placeholders, value
+from autoptd.trace.autocast import OFF, Autocast, Casting
+from autoptd.trace.capture import (
+    IGNORED,
+    Captured,
+    Followed,
+    Raw,
+    capture,
+    check_kept,
+    export,
+    fresh_call,
+    watched_model,
+)
+from autoptd.trace.normalize import bring_to_traced
+from autoptd.trace.watched import check_changes
 
 aten = torch.ops.aten
-# Calls without a value. During torch.export, a cast asserts its source dtype.
-IGNORED = (torch.ops.prim.device.default, aten._assert_tensor_metadata.default)
 
 
 class Differs(BaseException):
     """Signal that the forward differs from the first trace; a BaseException, as models catch Exception."""
-
-
-class Followed(BaseException):
-    """Signal that the whole forward followed the first trace, so torch.export has nothing left to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +69,35 @@ class Metadata:
         return FakeTensor(mode, meta, self.device)
 
 
-@dataclass(frozen=True)
-class Raw:
-    """Hold a first trace: its graph before `normalize`, and the placeholder of each argument with which
-    torch.export calls the forward: parameters, buffers, leaves of the call (None: no tensor).
-    """
+def capture_again(
+    first: Captured,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_fn: Callable[..., Any] | None,
+    autocast: Autocast = OFF,
+) -> Graph:
+    """Trace the call of `first` with other rows, following `first` while the forward does the same.
 
-    graph: Graph
-    given: tuple[Node | None, ...]
+    Returns the same graph as `capture`.
+    """
+    wrapper, follower = watched_model(model, loss_fn, first.checks), Follower(first.raw, Casting(autocast))
+    known: dict[str, Any] = {"whole": set(first.whole), "checks": first.checks}
+    try:
+        fresh = fresh_call(args, kwargs)
+        export(wrapper, *fresh, casting=Casting(autocast), **known, run=follower.run)
+    # A full trace reports whatever the forward does differently, or where it fails.
+    except (Differs, AutoptdError):
+        return capture(model, args, kwargs, loss_fn, autocast).graph
+    with autocast.ambient():
+        check_changes(wrapper, args, kwargs)
+    graph = follower.graph()
+    # `read_graph` refuses these in a trace; the first trace did not have them.
+    for node in placeholders(graph, "buffer"):
+        if note(node).origin.constant is not None:
+            check_kept(note(node).origin.constant, wrapper)
+    bring_to_traced(graph, model, autocast.dtype, wrapper.seen.assigned.keys())
+    return graph
 
 
 class Follower(PreDispatchMode):
@@ -222,6 +251,3 @@ def _with(known: Any, met: Metadata | tuple[Metadata, ...]) -> Any:
     if isinstance(met, tuple):
         return type(known)([_with(*pair) for pair in zip(known, met, strict=True)])
     return known if Metadata.of(known) == met else met.make(known.fake_mode)
-
-
-__all__ = ["IGNORED", "Differs", "Followed", "Follower", "Raw"]

@@ -1,6 +1,10 @@
-"""Classify Python code: the user's and model libraries', which is watched, or torch's and Python's own.
+"""Tell the user's Python code, and that of model libraries, from torch's and Python's own.
 
-In: a code object, or a frame. Out: whether its instructions are watched, and its source line.
+In: a code object, a frame, or an exception. Out: whether its instructions are watched; the user's source line; the stack of the
+line that made a node of a trace, without torch's own frames.
+
+    users_line()                                                    # "net.py:41"
+    UserFrames(Watched.forward.__code__).extract().summary()        # the frames of the model
 """
 
 from __future__ import annotations
@@ -8,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+import traceback
 import types
 from functools import cache
 
@@ -113,12 +118,39 @@ def users_line() -> str:
     return line_of(sys._getframe(1))
 
 
-__all__ = [
-    "is_called_by_user",
-    "is_users",
-    "is_users_module",
-    "is_writing",
-    "line_of",
-    "may_read",
-    "users_line",
-]
+class UserFrames:
+    """Replace torch's CapturedTraceback during tracing; extract the stack from `root`, without torch frames.
+
+    Stacks share their summaries of lines, which saves most of the work for repeated layers.
+    """
+
+    OWN = os.path.dirname(torch.__file__) + os.sep
+
+    def __init__(self, root: types.CodeType | None = None) -> None:
+        self._root = root
+        self._lines: dict[tuple[str, int, str], traceback.FrameSummary] = {}
+
+    def extract(self, **_: object) -> _Stack:
+        frames, frame = [], sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            if not code.co_filename.startswith(self.OWN):
+                # Do not use `code` as the key: equal code objects may be from different files.
+                line = code.co_filename, frame.f_lineno, code.co_name
+                frames.append(self._lines.get(line) or self._summary(line))
+            # torch skips the callers of the first forward.
+            frame = None if code is self._root else frame.f_back  # type: ignore[assignment]
+        return _Stack(frames[::-1])
+
+    def _summary(self, line: tuple[str, int, str]) -> traceback.FrameSummary:
+        return self._lines.setdefault(line, traceback.FrameSummary(*line, lookup_line=False))
+
+
+class _Stack:
+    """Provide the part of a captured stack that torch uses."""
+
+    def __init__(self, frames: list[traceback.FrameSummary]) -> None:
+        self._frames = frames
+
+    def summary(self) -> traceback.StackSummary:
+        return traceback.StackSummary.from_list(self._frames)

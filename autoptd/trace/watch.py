@@ -3,7 +3,7 @@
 Handled here: tensor hooks, custom autograd functions (`functions.py`), activation checkpoints (traced as plain
 calls), unregistered parameters, single positions used as an index, numbers turned into tensors.
 
-    with watch_tracing(model, whole) as met:
+    with watch_tracing(wrapper, whole) as met:
         exported = torch.export.export(...)
     whole |= other_functions(met.functions)
 """
@@ -24,10 +24,13 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autoptd.compat import FakeTensor, plain_checkpoints, tree_leaves
 from autoptd.errors import TraceError
-from autoptd.subject.attributes import attribute_tensors
-from autoptd.trace.branches import Branches, Checks
+from autoptd.ir.expert_mm import GroupedProducts, grouped_mm
+from autoptd.subject.attributes import attribute_tensors, own_containers
+from autoptd.subject.storage import check_storage
 from autoptd.trace.functions import Call, NeedsContext, call_whole, run_forward, takes_others
-from autoptd.trace.numbers import make_tensor
+from autoptd.trace.loss import WithLoss
+from autoptd.trace.statistics import mark_cumulative
+from autoptd.trace.tensor_values import Branches, Checks, make_tensor
 from autoptd.trace.users import users_line
 from autoptd.trace.writes import Writes
 
@@ -36,6 +39,28 @@ DATA_REMEDY = "compute a new tensor, or write to a buffer: self.name.copy_(...)"
 HOOK_REMEDY = "remove the hook: change the gradient after pm.step, or the model's forward"
 REENTRANT_REMEDY = "checkpoint(..., use_reentrant=False), with transformers gradient_checkpointing_enable("
 REENTRANT_REMEDY += "gradient_checkpointing_kwargs={'use_reentrant': False})"
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse what tracing would drop: backward hooks of modules and parameters, an ambient autocast."""
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        fact = "it is on around parallelize, and is not traced"
+        raise TraceError("autocast", fact, "leave autocast off; cast the model")
+    check_storage(model)
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise TraceError(name or "model", "has a backward hook, which is not traced", HOOK_REMEDY)
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise TraceError(name, "has a gradient hook, which is not traced", HOOK_REMEDY)
+
+
+def check_loss_fn(loss_fn: object) -> None:
+    """Refuse a loss function with parameters: the optimizer would not train them."""
+    names = [name for name, _ in loss_fn.named_parameters()] if isinstance(loss_fn, nn.Module) else []
+    if names:
+        fact = f"it is a module with parameters ({', '.join(names)}), and only the model's are trained"
+        raise TraceError("loss_fn", fact, "make it a part of the model, whose forward then returns the loss")
 
 
 @dataclass
@@ -47,13 +72,11 @@ class Met:
 
 
 @contextmanager
-def watch_tracing(model: nn.Module, whole: set[Any]) -> Iterator[Met]:
-    """Refuse tensor hooks while the model is traced, and trace custom autograd functions as their forward.
+def watch_tracing(wrapper: WithLoss, whole: set[Any]) -> Iterator[Met]:
+    """Trace parts of a model that torch.export would drop or refuse: custom autograd functions as their forward,
+    checkpoints as plain calls, grouped matmuls as ours, batch norms that average over all steps. Refuse tensor hooks.
 
     Functions in `whole` are one operator each; those that cannot be tested on random numbers are added to it.
-
-    The class that torch creates for `torch.library.register_autograd` does not count: its operator is one node
-    that has its backward.
     """
     met = Met()
 
@@ -63,7 +86,7 @@ def watch_tracing(model: nn.Module, whole: set[Any]) -> Iterator[Met]:
         if cls.__module__ == "torch._library.autograd":
             return apply.__func__(cls, *args, **kwargs)
         if cls is CheckpointFunction:
-            site = checkpoint_sites(model, args[:1])[0]
+            site = checkpoint_sites(wrapper.model, args[:1])[0]
             raise TraceError(site, "reentrant activation checkpointing is not traced", REENTRANT_REMEDY)
         call = Call.of(cls, args)
         if cls in whole or takes_others(args):
@@ -84,7 +107,10 @@ def watch_tracing(model: nn.Module, whole: set[Any]) -> Iterator[Met]:
     torch.autograd.Function.apply = classmethod(trace_function)  # type: ignore[assignment, method-assign]
     Tensor.register_hook = refuse_hook  # type: ignore[method-assign]
     try:
-        with plain_checkpoints() as met.checkpointed:
+        products = GroupedProducts(grouped_mm, lambda x: True)
+        with plain_checkpoints() as met.checkpointed, own_containers(wrapper), products:
+            # `own_containers` restores attributes.
+            mark_cumulative(wrapper)
             yield met
     finally:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]

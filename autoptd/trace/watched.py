@@ -1,18 +1,23 @@
-"""Call a model and restore it; refuse changes that the call has made, unless they are caches.
+"""Call a model and restore it; refuse changes that the call has made, unless they are caches or logs.
 
-In: a model, a loss function and a call. Out: the loss; the model is restored, without fake tensors from
-tracing. A cache is made by the first call and found by the second one, and is the same for every batch: a
-mask, a table of sines.
+In: a model, a loss function and a call. Out: the loss; the model is restored, without fake tensors from tracing.
 
     watched = Watched(model, loss_fn)
     loss = watched(*args, **kwargs)
-    check_changes(watched, args, kwargs)      # TraceError: layers.0.calls: is changed by the forward (0 before it, 1 after it)
+    check_changes(watched, args, kwargs)
+    # TraceError: layers.0.calls: is changed by the forward (0 before it, 1 after it)
+
+A *cache* is made by the first call and found by the second one, and is the same for every batch: a mask, a table of sines.
+A *log* is a number or a list that a call only adds to (`self.calls += 1`, `history.append(n)`), which affects no later
+call. Whether a call reads it is found by stand-ins that notice being read.
 """
 
 from __future__ import annotations
 
+import sys
+import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -23,16 +28,14 @@ from torch import Tensor, nn
 from autoptd.compat import FakeTensor, tree_leaves, tree_map
 from autoptd.errors import AutoptdError
 from autoptd.subject.attributes import held_by
-from autoptd.subject.contents import MISSING, PLAIN
-from autoptd.trace.assigned import AssignedBuffers
-from autoptd.trace.change import Change, of_weights
-from autoptd.trace.draws import RANDOM
-from autoptd.trace.kept_buffers import KeptBuffers
+from autoptd.subject.contents import MISSING, PLAIN, with_values
+from autoptd.trace.changed_buffers import AssignedBuffers, KeptBuffers
+from autoptd.trace.changes import RANDOM, Change, of_weights
+from autoptd.trace.draws import any_mask, given_masks
 from autoptd.trace.loss import WithLoss
-from autoptd.trace.masks import any_mask, given_masks
 from autoptd.trace.reads import Reads
-from autoptd.trace.tally import note_reading, only_logs
-from autoptd.trace.writes import REGISTERED, NoteCall, Writes
+from autoptd.trace.users import is_users, is_writing
+from autoptd.trace.writes import REGISTERED, NoteCall, Place, Writes
 
 
 class Watched(WithLoss):
@@ -256,3 +259,106 @@ def _one_row(leaf: Any, row: int, sizes: list[int]) -> Any:
 
 def _is_real(x: Any) -> bool:
     return isinstance(x, Tensor) and not isinstance(x, FakeTensor)
+
+
+# Levels of nesting to search in arguments.
+ARGUMENT_LEVELS = 8
+
+
+class Read(Exception):
+    """Signal that the value of a stand-in was read."""
+
+
+class Tally:
+    """Return itself for additions; every other operation counts as a read."""
+
+    def __init__(self) -> None:
+        self.is_read = False
+
+    def _add(self, other: Any) -> Tally:
+        return self
+
+    def _read(self, *args: Any) -> Any:
+        self.is_read = True
+        raise Read
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        # Our own recorder, and nn.Module's attribute assignment, are not reads of the forward.
+        if is_writing(sys._getframe(1).f_code):
+            return Tally
+        return self._read()  # type: ignore[no-any-return]
+
+    __add__ = __radd__ = __iadd__ = __sub__ = __isub__ = _add
+    __bool__ = __int__ = __float__ = __complex__ = __index__ = __round__ = __trunc__ = __floor__ = (
+        __ceil__
+    ) = _read
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _read  # type: ignore[assignment]
+    __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = (
+        _read
+    )
+    __pow__ = __rpow__ = __rsub__ = __neg__ = __pos__ = __abs__ = __invert__ = __divmod__ = __rdivmod__ = (
+        _read
+    )
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __lshift__ = __rlshift__ = __rshift__ = _read
+    __rrshift__ = __matmul__ = __rmatmul__ = __getitem__ = __len__ = __iter__ = __contains__ = __call__ = (
+        _read
+    )
+    __repr__ = __str__ = __format__ = __reduce_ex__ = __reduce__ = __getattr__ = __dir__ = _read  # type: ignore[assignment]
+
+
+class Log(Tally):
+    """Accept additions to a list and drop them."""
+
+    def append(self, value: Any) -> None:
+        pass
+
+    def extend(self, values: Any) -> None:
+        list(values)
+
+    appendleft, extendleft = append, extend
+    __add__ = __radd__ = __sub__ = __rsub__ = __isub__ = Tally._read
+
+
+# Lets a sequence pattern of a `match` statement read the length, and be noticed.
+Sequence.register(Log)  # type: ignore[attr-defined]
+
+
+def note_reading(function: Any, args: Iterable[Any]) -> None:
+    """Count logs passed to a call as read: C code checks for lists in ways that a stand-in cannot see."""
+    called = getattr(function, "__func__", function)
+    # The user's code is watched separately, and adding is not a read.
+    is_seen = isinstance(called, types.FunctionType) and (
+        is_users(called.__code__) or is_writing(called.__code__)
+    )
+    if not is_seen:
+        for log in _logs_in(args, 0):
+            log.is_read = True
+
+
+def _logs_in(values: Iterable[Any], depth: int) -> Iterator[Log]:
+    for value in values:
+        kind = type(value)
+        if kind is Log:
+            yield value
+        elif kind in (list, tuple, dict) and depth < ARGUMENT_LEVELS:
+            yield from _logs_in(value.values() if kind is dict else value, depth + 1)
+
+
+def only_logs(places: Sequence[Place], call: Callable[[], Any]) -> bool:
+    """Tell whether a call only adds to the values at these places; restore them afterwards."""
+    kept = [(holder, holder.kept()) for holder, _, _ in places]
+    # A list with several names gets one stand-in.
+    logs = {id(held): Log() for _, _, held in places if held is not None}
+    stand_ins = [Tally() if held is None else logs[id(held)] for _, _, held in places]
+    try:
+        for (holder, entry, _), stand_in in zip(places, stand_ins, strict=True):
+            holder.restore(with_values(holder, {entry: stand_in}))
+        call()
+    # Any error comes from the stand-ins: the call has run with the real values.
+    except Exception:
+        return False
+    finally:
+        for holder, content in kept:
+            holder.restore(content)
+    return not any(vars(stand_in)["is_read"] for stand_in in stand_ins)

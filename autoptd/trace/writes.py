@@ -7,8 +7,7 @@ just before the write, and compared after the block.
     with Writes.recorded(names) as writes:
         model(x)
     writes.changes()      # [Change("layers.0.calls (net.py:41)", "0", "1")]
-    writes.undo()         # a trace leaves no fake tensor in the model
-"""
+    writes.undo()         # a trace leaves no fake tensor in the model"""
 
 from __future__ import annotations
 
@@ -41,19 +40,15 @@ from autoptd.subject.contents import (
     is_opaque,
     slots_of,
 )
-from autoptd.trace.caches import Cache, caches_of
 from autoptd.trace.calls import Harmless, Kind, called, handed_to, is_iterator, is_python, operands
-from autoptd.trace.change import Change
-from autoptd.trace.draws import random_states
-from autoptd.trace.instructions import attribute_of, variable_of, watching
-from autoptd.trace.places import places_of, referrers
-from autoptd.trace.sameness import differing, is_same, text_of
-from autoptd.trace.tally import Place
+from autoptd.trace.changes import Cache, Change, caches_of, differing, is_same, random_states, text_of
+from autoptd.trace.instructions import NULL, ValueStack, at, attribute_of, variable_of, watching
 from autoptd.trace.users import is_users, line_of
-from autoptd.trace.value_stack import NULL, ValueStack, at
 
 NoteCall = Callable[[Any, list[Any]], None]
 NUMBERS = (int, float)
+# A holder, the text that names the place in it, and the list there; None for a number.
+Place = tuple[Holder, str, Any]
 # The dicts of nn.Module that hold attributes that are tensors or modules.
 REGISTERED = ("_parameters", "_buffers", "_modules")
 
@@ -141,7 +136,7 @@ class Writes:
             if all(type(one) in NUMBERS and type(other) in NUMBERS for _, one, other in differs):
                 found += [(record.holder, entry, None) for entry, _, _ in differs]
             elif type(held) in (list, deque) and is_same(record.kept, list(held)[: len(record.kept)]):
-                places = places_of(held, Record)
+                places = places_of(held)
                 if not places:
                     return []
                 found += [(holder, entry, held) for holder, entry in places]
@@ -395,4 +390,64 @@ def _is_of_c(owner: Any, name: str) -> bool:
     )
 
 
-__all__ = ["REGISTERED", "NoteCall", "Writes"]
+# A record may keep a list of pairs.
+MOST_PAIRS = 1
+
+
+def places_of(value: Any) -> list[tuple[Holder, str]]:
+    """Return all places that hold an object, except variables of frames and what records keep."""
+    owners = [one for one in gc.get_referrers(value) if not isinstance(one, (Content, types.FrameType))]
+    known_by = referrers(containers(owners))
+    found: list[tuple[Holder, str]] = []
+    for owner in owners:
+        holders = known_by.get(id(owner), [])
+        if _is_kept(owner, holders):
+            continue
+        places = _places_in(owner, holders, value)
+        if not places:
+            return []
+        found += places
+    return found
+
+
+def containers(values: list[Any]) -> list[Any]:
+    """Return the values that may hold others, in order or by name."""
+    return [value for value in values if isinstance(value, (dict, list, tuple))]
+
+
+def referrers(values: list[Any]) -> dict[int, list[Any]]:
+    """Return the referrers of each value, by its id; one walk over all objects finds them all."""
+    found: dict[int, list[Any]] = {id(value): [] for value in values}
+    for one in gc.get_referrers(*values):
+        for key in found.keys() & set(map(id, gc.get_referents(one))):
+            found[key].append(one)
+    return found
+
+
+def _places_in(owner: Any, holders: list[Any], value: Any) -> list[tuple[Holder, str]]:
+    if isinstance(owner, types.CellType):
+        return [(Cell(owner, ""), "")]
+    if type(owner) is list:
+        return [(Content(owner), f"[{i}]") for i, one in enumerate(owner) if one is value]
+    if isinstance(owner, dict):
+        # The `__dict__` of a class is read-only: set its names through the class.
+        classes = [one for one in holders if isinstance(one, type)]
+        names = [key for key, one in dict.items(owner) if one is value]
+        if not all(isinstance(name, str) for name in names):
+            return []
+        return [(Name(classes[0] if classes else owner, name), f".{name}") for name in names]
+    # An object may keep its attributes without a dict, in different ways up to and from Python 3.13.
+    names = [name for name, one in getattr(owner, "__dict__", {}).items() if one is value]
+    return [(Attributes(owner), f".{name}") for name in names]
+
+
+def _is_kept(owner: Any, holders: list[Any], depth: int = 0) -> bool:
+    """Tell whether a record keeps a container: its entries, a pair in its list, its holder's `__dict__`."""
+    if type(owner) not in (dict, list, tuple):
+        return False
+    if any(isinstance(one, Record) or (isinstance(one, Content) and vars(one) is owner) for one in holders):
+        return True
+    if type(owner) is not tuple or depth == MOST_PAIRS:
+        return False
+    known_by = referrers(containers(holders))
+    return any(_is_kept(one, known_by.get(id(one), []), depth + 1) for one in holders)

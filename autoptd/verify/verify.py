@@ -44,7 +44,7 @@ from autoptd.subject.initial.deferred import materialize
 from autoptd.subject.subject import Subject
 from autoptd.trace import OFF, Autocast, check_module, check_precision, computing_in
 from autoptd.trace.loss import WithLoss
-from autoptd.trace.widen import Widen, widen_inputs, widen_model
+from autoptd.trace.precision import Widen, widen_inputs, widen_model
 from autoptd.verify.fresh import fresh_calls, given_calls
 from autoptd.verify.microbatches import loss_by_microbatch
 from autoptd.verify.put_back import put_back

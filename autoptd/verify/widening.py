@@ -25,9 +25,9 @@ from autoptd.options import Options
 from autoptd.program.program import Program
 from autoptd.runtime.ops.dropout import Draw, dropout, exponential, normal, uniform
 from autoptd.trace import given_masks
+from autoptd.trace.draws import written_out_attention
 from autoptd.trace.loss import WithLoss
-from autoptd.trace.masks import written_out_attention
-from autoptd.trace.widen import Widen, in_float64
+from autoptd.trace.precision import Widen, in_float64
 from autoptd.verify.put_back import put_back
 
 WIDENED_TOLERANCE = 1e-6

@@ -17,7 +17,7 @@ import autoptd
 from autoptd.errors import InternalError
 from autoptd.subject.call import split_call
 from autoptd.trace.loss import WithLoss
-from autoptd.trace.widen import Widen, widen_inputs
+from autoptd.trace.precision import Widen, widen_inputs
 from autoptd.verify.widening import masks_of
 
 TOLERANCE = 1e-9

@@ -28,7 +28,7 @@ def test_it_rests_while_a_program_is_compiled(monkeypatch: pytest.MonkeyPatch) -
         "trace.capture": False,
         "trace.compare": True,
         "trace.capture_again": False,
-        "compiler.driver.fit": False,
+        "compiler.memory_search.place": False,
     }
     for path in is_on:
         home, _, name = path.rpartition(".")

@@ -18,8 +18,7 @@ from autoptd.errors import TraceError
 from autoptd.ir.notes import op_name, ops, placeholders, value
 from autoptd.trace.autocast import Autocast, Casting, CastingMode
 from autoptd.trace.differences import Reference
-from autoptd.trace.faithful import compare
-from autoptd.trace.pair import run_graph
+from autoptd.trace.faithful import compare, run_graph
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 CPU, CUDA = (Autocast(device, BF16) for device in ("cpu", "cuda"))
@@ -226,7 +225,7 @@ def test_a_second_trace_follows_the_first(monkeypatch: pytest.MonkeyPatch, forwa
     model = Net(FORWARDS[forward])
     first = trace.capture(model, (IDS,), {}, None, CPU)
     # It would trace anew.
-    monkeypatch.setattr(importlib.import_module("autoptd.trace.capture"), "capture", None)
+    monkeypatch.setattr(importlib.import_module("autoptd.trace.retrace"), "capture", None)
     again = trace.capture_again(first, model, (IDS.repeat(3, 1),), {}, None, CPU)
     assert [value(node).dtype for node in ops(again)] == [value(node).dtype for node in ops(first.graph)]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import autoptd
 from autoptd.errors import TraceError
 from autoptd.trace import watched
-from autoptd.trace.caches import Cache, held_in
+from autoptd.trace.changes import Cache, held_in
 
 BATCH = (torch.arange(32.0).view(8, 4) / 32, torch.arange(16.0).view(8, 2) / 16)
 

@@ -19,7 +19,7 @@ from autoptd import trace
 from autoptd.errors import TraceError
 from autoptd.ir.notes import note, op_name, ops, placeholders
 from autoptd.trace import Captured
-from autoptd.trace.pair import run_graph
+from autoptd.trace.faithful import run_graph
 from examples.gpt import GPT, GPTConfig
 
 Tensor = torch.Tensor

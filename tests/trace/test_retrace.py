@@ -18,7 +18,7 @@ from autoptd.errors import AutoptdError
 from autoptd.ir.notes import note
 
 # The package has a function of this name.
-capturing = importlib.import_module("autoptd.trace.capture")
+capturing = importlib.import_module("autoptd.trace.retrace")
 FEW, MANY = 2, 6
 ONES, TWOS = torch.ones(5), torch.full((5,), 2.0)
 Forward = Callable[["Net", Tensor], Tensor]

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from autoptd import trace
 from autoptd.errors import TraceError
 from autoptd.ir.notes import op_name, ops
-from autoptd.trace.pair import Pair
+from autoptd.trace.faithful import Pair
 
 BF16 = torch.bfloat16
 
@@ -205,7 +205,7 @@ def test_what_does_not_run_in_float64_is_said_so() -> None:
 
 
 def test_a_model_of_many_weights_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autoptd.trace.rounding.MOST_ENTRIES", 10)
+    monkeypatch.setattr("autoptd.trace.faithful.MOST_ENTRIES", 10)
     model, found, x = found_in(Plain)
     scaled("aten.tanh", 2.0)(found.graph)
     with pytest.raises(TraceError, match="more than 10 entries"):

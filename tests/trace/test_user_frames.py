@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoptd.trace.user_frames import UserFrames
+from autoptd.trace.users import UserFrames
 
 SOURCE = "def forward(frames):\n    return frames.extract()\n"
 

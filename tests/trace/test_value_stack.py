@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autoptd.errors import TraceError
-from autoptd.trace.value_stack import TRIED, check_tried
+from autoptd.trace.instructions import TRIED, check_tried
 
 UNKNOWN = [
     ("cpython", (3, 14), False, "cpython 3.14"),

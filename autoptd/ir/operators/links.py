@@ -359,7 +359,7 @@ def sample_links(node: Node) -> list[Link]:
 
 
 def batch_norm_links(node: Node) -> list[Link]:
-    """Link batch_norm, entry by entry: in training `trace/batch_norms.py` has written it as means and products."""
+    """Link batch_norm, entry by entry: in training `trace/statistics.py` has written it as means and products."""
     ndim, vectors = len(shape(node)), range(1, len(operands(node)))
     channels = {0: Member((1,)), **dict.fromkeys(vectors, Member((0,)))}
     return [Link("c", channels, Member((1,))), *(same_dim(d) for d in range(ndim) if d != 1)]

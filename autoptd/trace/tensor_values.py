@@ -16,9 +16,10 @@ from __future__ import annotations
 import dis
 import operator
 import os
+import re
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,8 +27,7 @@ from torch import Tensor
 
 from autoptd.compat import FakeTensor
 from autoptd.errors import TraceError
-from autoptd.trace.sizes import Sizes
-from autoptd.trace.users import line_of
+from autoptd.trace.users import line_of, users_line
 
 DRAWN = {torch.rand, torch.rand_like}
 COMPARISONS = {getattr(place, name): name for place in (torch, Tensor) for name in ("gt", "ge", "lt", "le")}
@@ -194,4 +194,72 @@ def _site(place: Place) -> str:
     return f"{os.path.basename(code.co_filename)}:{line}"
 
 
-__all__ = ["Branches", "Checks", "compared", "raises_where"]
+COUNTS = (
+    "F.one_hot(labels.flatten(), num_classes).sum(0), whose size does not depend on the labels; of weights, "
+)
+COUNTS += "(F.one_hot(labels, num_classes) * weights[:, None]).sum(0)"
+ROWS = "torch.where(mask[:, None], x, 0).sum() / mask.sum() for a mean of x[mask], labels of -100 (ignore_index) for a loss of "
+ROWS += "some rows, mask.sum() for their number; of a mask that never changes, its indices as a buffer; for the experts of "
+ROWS += 'transformers, from_config(config, experts_implementation="grouped_mm")'
+DISTINCT = "F.one_hot(labels.flatten(), num_classes).sum(0), whose entries above 0 are the values that occur"
+REPEATS = (
+    "output_size=, where the sum of the repeats is known; rows of a batch are repeated in the data loader"
+)
+CLASSES = "F.one_hot(labels, num_classes)"
+OTHERS = "use torch.where or a mask of fixed size"
+# By the names of torch functions and aten operators.
+REMEDIES = {"bincount": COUNTS, "repeat_interleave": REPEATS, "one_hot": CLASSES}
+REMEDIES |= dict.fromkeys(("nonzero", "nonzero_numpy", "argwhere", "where", "masked_select", "index"), ROWS)
+REMEDIES |= dict.fromkeys(("unique", "_unique2", "unique_dim", "unique_consecutive"), DISTINCT)
+# Names under which indexing and `torch.unique` appear.
+CALLED = {
+    "__getitem__": "index",
+    "_return_output": "unique",
+    "_return_inverse": "unique",
+    "_return_counts": "unique",
+}
+
+
+class Sizes:
+    """Record the operators that made symbolic sizes, and their lines, by symbol."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, tuple[str, str]] = {}
+
+    def see(self, func: Any, made: Any) -> None:
+        """Record the symbolic sizes that a call has made."""
+        name = getattr(func, "__name__", "")
+        name = CALLED.get(name, name)
+        if name not in REMEDIES:
+            return
+        for piece in made if isinstance(made, (tuple, list)) else (made,):
+            for size in piece.shape if isinstance(piece, Tensor) else ():
+                if isinstance(size, torch.SymInt):
+                    self._made[str(size)] = name, users_line()
+
+    def refusal(self, error: Exception, called: Callable[..., Any] | None, line: str) -> TraceError | None:
+        """Return the error if torch.export failed in `line`, in the function `called`, for want of a size."""
+        found = [self._made[symbol] for symbol in re.findall(r"\bu\d+\b", str(error)) if symbol in self._made]
+        name = getattr(called, "__name__", "")
+        if not found and name in REMEDIES:
+            found = [(name, line)]
+        return size_error(*found[0]) if found else None
+
+
+def size_error(name: str, site: str) -> TraceError:
+    """Return the error for an operator whose result has an unknown size."""
+    bare = name.removeprefix("aten.")
+    fact = f"the size of {bare}'s result depends on the values of a tensor"
+    return TraceError(site, fact, REMEDIES.get(bare, OTHERS))
+
+
+def make_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Call `torch.tensor(*args, **kwargs)`, or `torch.full` for a number on meta."""
+    is_number = len(args) == 1 and isinstance(args[0], (bool, int, float))
+    if is_number and kwargs.keys() <= {"dtype", "device"} and _is_meta(kwargs.get("device")):
+        return torch.full((), args[0], **kwargs)
+    return torch.tensor(*args, **kwargs)
+
+
+def _is_meta(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "meta"
