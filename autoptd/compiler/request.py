@@ -35,8 +35,7 @@ from autoptd.errors import AutoptdError, PlanError, TraceError
 from autoptd.ir.scopes import activity, paused_collection
 from autoptd.ir.updates import Updates
 from autoptd.options import Options
-from autoptd.passes.solve.batch_types import MixedSamples
-from autoptd.passes.solve.row_groups import RowGroups
+from autoptd.passes.solve.batch_types import MixedSamples, RowGroups
 from autoptd.program.program import Program
 from autoptd.runtime.world.devices import default_fusion, device_of_ranks
 

@@ -17,7 +17,7 @@ split over the ranks. Megatron's f (Shoeybi et al. 2019, section 3) is I -> R, i
 
 Ranks hold equal shards. A vocabulary that does not divide over the ranks is *padded*: 61 rows over 4 ranks
 are shards of 16, with the last 3 rows of the last one zero (operators that may hold such shards:
-`passes/axes/vocabulary.py`). Large shards are multiples of 64: 50,257 rows over 8 ranks are shards of 6,336,
+`passes/solve/splits.py`). Large shards are multiples of 64: 50,257 rows over 8 ranks are shards of 6,336,
 because odd sizes keep matrix products off a GPU's fast kernels.
 """
 

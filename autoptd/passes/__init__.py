@@ -25,11 +25,9 @@ from autoptd.passes.over_batch import divide_addends, read_batch_sums, take_whol
 from autoptd.passes.plan_cost import weigh, weigh_known
 from autoptd.passes.runner import Form, Pass, Record, describe, run_passes, up_to
 from autoptd.passes.solve.assign import Assignment
-from autoptd.passes.solve.batch_types import MixedSamples
+from autoptd.passes.solve.batch_types import MARK, MixedSamples, RowGroups
 from autoptd.passes.solve.explain import explain_split
 from autoptd.passes.solve.fallbacks import unlisted_operators
-from autoptd.passes.solve.microbatch_losses import MARK
-from autoptd.passes.solve.row_groups import RowGroups
 from autoptd.passes.tokens.attention_rewrites import copy_heads, raise_attention, read_causal, read_windows
 from autoptd.passes.tokens.bubble_up import bubble_up_slices
 from autoptd.passes.tokens.shift import keep_tokens

@@ -19,9 +19,10 @@ from autoptd.ir.mesh import base
 from autoptd.ir.notes import Fallback, is_tensor, note, output, shape, site
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.context import Context
+from autoptd.passes.policies import policies
 from autoptd.passes.runner import Form, graph_pass
+from autoptd.passes.samples import assign_samples
 from autoptd.passes.solve.fallbacks import fallbacks
-from autoptd.passes.solve.policies import policies
 
 
 def check_traced(graph: Graph, ctx: Context) -> None:
@@ -87,9 +88,10 @@ def _unannotated(node: Node, axes: set[str]) -> Iterator[str]:
     ensures=check_annotated,
 )
 def annotate(graph: Graph, ctx: Context) -> None:
-    """Fill the types of every node, one axis after the other: see `solve/policies.py`."""
-    # Axes come first: they do not depend on the mesh, and every policy reads them.
+    """Fill the types of every node, over the batch and then over the mesh axes that divide values."""
+    # Axes come first: they do not depend on the mesh, and everything below reads them.
     ctx.found.axes, ctx.found.assignments = Axes(graph), {}
+    assign_samples(graph, ctx.found.axes, ctx)
     for policy in policies(ctx):
         policy.assign(graph, ctx.found.axes, ctx)
     ctx.found.fallbacks = tuple(_of_a_microbatch(fallback, ctx) for fallback in fallbacks(graph))

@@ -47,8 +47,8 @@ from autoptd.ir.updates import KEEP, UPDATE, Updates, keep_call, part_name
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.axes.constants import Constants
 from autoptd.passes.context import Context
+from autoptd.passes.samples import place_batch
 from autoptd.passes.solve.batch_types import ALONE, ONE, MixedSamples, assign_batch, type_of
-from autoptd.passes.solve.row_groups import place_batch
 
 Split = tuple[Graph, Graph | None, Updates | None]
 

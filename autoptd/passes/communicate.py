@@ -25,13 +25,12 @@ from autoptd.ir.operators.record import operands
 from autoptd.ir.operators.table import linear_groups, rows_read
 from autoptd.ir.types import CONVERSIONS, Conversion, E, I, P, R, S, ValueType, padded_size
 from autoptd.passes.axes.axes import Axes, Letter
-from autoptd.passes.axes.vocabulary import Padding
 from autoptd.passes.context import Context
 from autoptd.passes.conversion_reasons import Reasons
 from autoptd.passes.runner import CALLS, Form, graph_pass
-from autoptd.passes.solve.assign import Assignment
-from autoptd.passes.solve.classes import REDUCED_FORMS
+from autoptd.passes.solve.assignment import Assignment
 from autoptd.passes.solve.experts import expert_table
+from autoptd.passes.solve.splits import REDUCED_FORMS, Padding
 
 
 def check_axes(graph: Graph, ctx: Context) -> None:

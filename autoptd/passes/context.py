@@ -31,8 +31,7 @@ from autoptd.ir.notes import Fallback
 from autoptd.ir.saved import SavedForBackward
 from autoptd.options import Options
 from autoptd.passes.axes.axes import Axes
-from autoptd.passes.solve.assign import Assignment
-from autoptd.passes.solve.joint import Joint
+from autoptd.passes.solve.assignment import Assignment, Joint
 from autoptd.program.costs import Cut
 from autoptd.program.program import Program
 
@@ -185,6 +184,12 @@ class Context:
     def sizes(self) -> Sizes:
         """The sizes that the local shape of a value depends on."""
         return Sizes(self.mesh, self.traced_rows, self.rows, self.pieces)
+
+    @property
+    def layouts_like(self) -> dict[str, tuple[object, ...]]:
+        """The element layouts of the parameters of the program that this one follows (`like`), by first name."""
+        assert self.like is not None
+        return {spec.name: spec.element_layout(self.like.mesh) for spec in self.like.params}
 
     @property
     def traces_all(self) -> bool:

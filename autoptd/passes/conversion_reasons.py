@@ -20,9 +20,8 @@ from autoptd.ir.notes import note
 from autoptd.ir.operators.table import operator_of
 from autoptd.ir.types import CONVERSIONS, ValueType
 from autoptd.passes.reader_names import reader_name
-from autoptd.passes.solve.alternatives import cheapest_with
-from autoptd.passes.solve.assign import Assignment
-from autoptd.passes.solve.strategy import Strategy
+from autoptd.passes.solve.assignment import Assignment
+from autoptd.passes.solve.ties import Strategy
 
 # Verbs for the effect of a collective on a value, or on its gradient.
 DONE = {
@@ -130,7 +129,7 @@ class Reasons:
         def splits(strategy: Strategy) -> bool:
             return bool(strategy.needs[source].shards) if source in strategy.needs else False
 
-        extra = cheapest_with(problem, reader, splits)
+        extra = problem.cheapest_with(reader, splits)
         if math.isinf(extra):
             return f"{name} cannot be split over {self._axis}"
         split = "vocabulary-parallel loss" if name == "loss" else f"split {name}"

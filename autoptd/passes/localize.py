@@ -35,7 +35,7 @@ from autoptd.ir.types import Dims, S, ValueType, outer_size, padded_size
 from autoptd.passes.context import Context
 from autoptd.passes.over_batch import number_sums
 from autoptd.passes.runner import CALLS, Form, graph_pass
-from autoptd.passes.solve.microbatch_losses import MARK
+from autoptd.passes.solve.batch_types import MARK
 
 
 @graph_pass(

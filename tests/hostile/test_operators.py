@@ -322,5 +322,5 @@ def test_a_sum_over_the_batch_must_have_one_shape(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(TABLE, "aten.linear", Operator("aten.linear", links=wrong))
     model = Body(lambda s, h, y: F.linear(h, s.w).mean())
     model.layers = nn.ModuleList()
-    with pytest.raises(PlanError, match="depends on the batch size in a way no rule explains"):
+    with pytest.raises(PlanError, match="depends on the batch size, which its rules do not explain"):
         autoptd.compile(model, d=2, example_inputs=data(0))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.passes.solve import eliminate
+from autoptd.passes.solve import minimize as minimizer
 
 W, L, V = 8, 8, 11
 
@@ -55,7 +55,7 @@ def batch(rows: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("largest", [1_000, 30_000])
 def test_what_is_voted_on_can_be_run_and_evaluated(largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With tables bounded as for a deep model, the readers of a shared parameter vote; evaluation keeps what they decided."""
-    monkeypatch.setattr(eliminate, "LARGEST_TABLE", largest)
+    monkeypatch.setattr(minimizer, "LARGEST_TABLE", largest)
     torch.manual_seed(0)
     model = Shared().double()
     pm = autoptd.parallelize(model, t=2, backend="local", example_inputs=batch(1))

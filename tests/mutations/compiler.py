@@ -94,7 +94,7 @@ MUTATIONS = (
         ("if rows not in self.known:", "if True:"),
     ),
     *planted(
-        "autoptd/passes/axes/vocabulary.py",
+        "autoptd/passes/solve/splits.py",
         "tests/hostile/test_operators.py -k without_elements",
         ("return unit > 0 if", "return True if"),
     ),

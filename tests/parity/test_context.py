@@ -563,7 +563,7 @@ def test_every_rank_multiplies_as_many_keys(order: str, c: int) -> None:
 )
 def test_the_order_is_chosen_by_what_is_causal(keywords: dict[str, Any], is_zigzag: bool) -> None:
     program = autoptd.compile(gpt(2), c=2, **keywords, example_inputs=batch())
-    said = "tokens in zigzag order: of 4, rank i of 2 has the pieces i and 3 - i"
+    said = "tokens in zigzag order: of 4 pieces, rank i of 2 has pieces i and 3 - i"
     assert (said in program.explain("transformer.h.0.attn")) == is_zigzag
     assert ("rt.Zigzag" in "".join(program.sources.values())) == is_zigzag
     assert autoptd.compile(gpt(2), plan=program.plan, example_inputs=batch()).sources == program.sources

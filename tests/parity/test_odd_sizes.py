@@ -17,6 +17,8 @@ from torch import Tensor, nn
 import autoptd
 from autoptd.ir import machine, types
 from autoptd.passes.solve import strategies
+from autoptd.passes.solve.splits import Splitter
+from autoptd.passes.solve.ties import Strategy
 from tests.parity.checks import as_planned, check_is_found
 from tests.parity.models import LENGTH, batch, gpt, uneven
 
@@ -26,7 +28,7 @@ def split_vocabularies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Take the choice away: a parameter with a vocabulary in it is sharded by it, and even five logits are not gathered."""
     every = strategies.parameter_strategies
 
-    def only(node: Any, splitter: strategies.Splitter) -> list[strategies.Strategy]:
+    def only(node: Any, splitter: Splitter) -> list[Strategy]:
         made = every(node, splitter)
         shards = {one.gives: kind for one in made for _, kind in one.gives.shards}
         by_vocabulary = [

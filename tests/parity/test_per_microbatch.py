@@ -81,9 +81,9 @@ def test_what_cannot_be_marked_is_refused() -> None:
     def of_every_row(probs: Tensor, labels: Tensor) -> Tensor:
         return probs.mean(-1)
 
-    with pytest.raises(autoptd.PlanError, match="what it marks carries the batch"):
+    with pytest.raises(autoptd.PlanError, match="the marked value carries the batch"):
         check(case_of(of_every_row, lambda x: autoptd.per_microbatch(x).mean()), num_microbatches=2)
-    with pytest.raises(autoptd.PlanError, match="what it marks is also read elsewhere"):
+    with pytest.raises(autoptd.PlanError, match="the marked value is also read elsewhere"):
         check(
             case_of(lambda probs, labels: probs.square().mean(), lambda x: autoptd.per_microbatch(x) + x),
             num_microbatches=2,

@@ -112,7 +112,7 @@ def test_groups_that_are_not_whole_are_refused() -> None:
         return (advantages(base, 4, "kept") * gained(model, ids, base=base, **given)).mean()
 
     case = case_of(loss)
-    with pytest.raises(autoptd.PlanError, match="takes 4 rows together, and a microbatch has 2"):
+    with pytest.raises(autoptd.PlanError, match="reads 4 rows together, and a microbatch has 2"):
         autoptd.compile(case.make(), num_microbatches=4, example_inputs=case.call())
     few = {name: x[:4] for name, x in case.call().items()}
     with pytest.raises(autoptd.TraceError, match=r"with 2 of 4 rows.*two groups in the batch"):
@@ -123,7 +123,7 @@ def test_the_default_number_of_microbatches_leaves_groups_whole() -> None:
     for case, blocks in ((PAIRS, 1), (HALVES, 2)):
         program = autoptd.compile(case.make(), d=2, example_inputs=case.call())
         assert (program.num_microbatches, program.rows, program.row_blocks) == (2, 2, blocks)
-    with pytest.raises(autoptd.PlanError, match="takes 2 rows together, and a microbatch has 1"):
+    with pytest.raises(autoptd.PlanError, match="reads 2 rows together, and a microbatch has 1"):
         autoptd.compile(PAIRS.make(), num_microbatches=8, example_inputs=PAIRS.call())
 
 

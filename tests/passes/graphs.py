@@ -16,7 +16,7 @@ from autoptd.ir.notes import note, op_name, ops
 from autoptd.options import make_options
 from autoptd.passes import Context, Form, up_to
 from autoptd.passes.axes.axes import Axes
-from autoptd.passes.solve.assign import Assignment
+from autoptd.passes.solve.assignment import Assignment
 
 Tensor = torch.Tensor
 

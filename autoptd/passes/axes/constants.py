@@ -8,22 +8,211 @@ follows from how it is computed needs no values at all.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping
-from typing import Any
+import re
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
 from autoptd.ir.buffers import Buffers
 from autoptd.ir.noise import is_draw
 from autoptd.ir.notes import is_tensor, note, op_name, shape, value
-from autoptd.passes.axes.constant_windows import Call, Piece, Window, call_of, key_of, on_device, whole
+from autoptd.ir.operators.moves import dim_order
+from autoptd.ir.operators.record import argument
+from autoptd.ir.operators.table import is_pointwise, operator_of
+
+Window = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The entries of a node within a window."""
+
+    node: Node
+    window: Window
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.window)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The way to compute the entries of a piece: `run` takes the values of `pieces`, and the sizes of the result.
+
+    Calls with equal keys give the same result for the same values.
+    """
+
+    key: tuple[Any, ...]
+    pieces: tuple[Piece, ...]
+    run: Callable[[Sequence[Tensor], tuple[int, ...]], Tensor]
+
+
+def whole(node: Node) -> Piece:
+    return Piece(node, tuple((0, n) for n in shape(node)))
+
+
+def call_of(piece: Piece) -> Call | None:
+    """Return the call that computes a piece; None for an operator without a rule."""
+    node = piece.node
+    if node.op != "call_function" or not isinstance(value(node), Tensor):
+        return None
+    record = operator_of(node)
+    if record.fills:
+        return _filled(piece)
+    row = MOVES.get(record.moves) or ROWS.get(op_name(node), _pointwise)
+    return row(piece)
+
+
+def _pointwise(piece: Piece) -> Call | None:
+    node, read = piece.node, piece.node.all_input_nodes
+    tags = getattr(node.target, "tags", ())
+    is_known = len(read) == 1 if operator_of(node).moves in ("same", "cast") else is_pointwise(node)
+    if not is_known or not read or torch.Tag.nondeterministic_seeded in tags:
+        return None
+    pieces = tuple(Piece(arg, _broadcast(piece.window, shape(arg))) for arg in read)
+
+    def run(values: Sequence[Tensor], sizes: tuple[int, ...]) -> Tensor:
+        known = dict(zip(read, values, strict=True))
+        args, kwargs = map_arg((node.args, node.kwargs), lambda arg: known[arg])
+        return on_device(node.target, args, kwargs, values[0].device)  # type: ignore[no-any-return]
+
+    return Call(key_of(node), pieces, run)
+
+
+def _broadcast(window: Window, size: tuple[int, ...]) -> Window:
+    """Return the window of an operand that the result broadcasts: dims are aligned from the right."""
+    own = window[len(window) - len(size) :]
+    return tuple((0, 1) if n == 1 else place for place, n in zip(own, size, strict=True))
+
+
+def _expand(piece: Piece) -> Call:
+    x = piece.node.all_input_nodes[0]
+    inner = Piece(x, _broadcast(piece.window, shape(x)))
+    return Call(("expand",), (inner,), lambda values, sizes: values[0].expand(sizes))
+
+
+def _view(piece: Piece) -> Call | None:
+    """Return the call of a view that only adds and removes dims of size 1; None for any other."""
+    x = piece.node.all_input_nodes[0]
+    size, out = shape(x), shape(piece.node)
+    if [n for n in size if n != 1] != [n for n in out if n != 1]:
+        return None
+    # Dims of size 1 come and go; the others keep their order, and so their windows.
+    kept = iter([place for place, n in zip(piece.window, out, strict=True) if n != 1])
+    window = tuple((0, 1) if n == 1 else next(kept) for n in size)
+    return Call(("view",), (Piece(x, window),), lambda values, sizes: values[0].reshape(sizes))
+
+
+def _permute(piece: Piece) -> Call:
+    x = piece.node.all_input_nodes[0]
+    order = dim_order(piece.node)
+    window = [(0, 0)] * len(order)
+    for place, dim in zip(piece.window, order, strict=True):
+        window[dim] = place
+    return Call(
+        ("permute", *order), (Piece(x, tuple(window)),), lambda values, sizes: values[0].permute(order)
+    )
+
+
+def _slice(piece: Piece) -> Call | None:
+    node = piece.node
+    x = node.all_input_nodes[0]
+    dim = argument(node, "dim") % len(shape(x))
+    if argument(node, "step") != 1:
+        return None
+    start = argument(node, "start") or 0
+    size = shape(x)[dim]
+    # As torch does: what lies before the first entry begins with it.
+    start = max(0, start + size) if start < 0 else min(start, size)
+    window = tuple((a + start, b + start) if at == dim else (a, b) for at, (a, b) in enumerate(piece.window))
+    return Call(("slice",), (Piece(x, window),), lambda values, sizes: values[0])
+
+
+def _select(piece: Piece) -> Call:
+    node = piece.node
+    x = node.all_input_nodes[0]
+    dim, index = node.args[1] % len(shape(x)), node.args[2] % shape(x)[node.args[1]]  # type: ignore[operator, index]
+    window = (*piece.window[:dim], (index, index + 1), *piece.window[dim:])
+    return Call(("select", dim), (Piece(x, window),), lambda values, sizes: values[0].squeeze(dim))
+
+
+def _triangle(piece: Piece) -> Call:
+    node = piece.node
+    # The window is a triangle too, whose diagonal is shifted by the start of the window.
+    rows, columns = piece.window[-2:]
+    diagonal = argument(node, "diagonal") + rows[0] - columns[0]
+    keep = torch.tril if op_name(node) == "aten.tril" else torch.triu
+    inner = Piece(node.all_input_nodes[0], piece.window)
+    return Call((op_name(node), diagonal), (inner,), lambda values, sizes: keep(values[0], diagonal))
+
+
+def _filled(piece: Piece) -> Call:
+    """Return the call of an operator that fills in one number."""
+    node, number = piece.node, filling(piece.node)
+    dtype = value(node).dtype
+    return Call(("full", number, dtype), (), lambda values, sizes: torch.full(sizes, number, dtype=dtype))
+
+
+def filling(node: Node) -> Any:
+    """Return the number that `full`, `ones`, `zeros` and their variants fill in."""
+    name = op_name(node)
+    if "full" in name:
+        return argument(node, "fill_value")
+    return 1 if "ones" in name else 0
+
+
+def on_device(target: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
+    """Call an operator on another device than the graph was traced for."""
+
+    def moved(arg: Any) -> Any:
+        if isinstance(arg, torch.device):
+            return device
+        return type(arg)(map(moved, arg)) if type(arg) in (list, tuple) else arg
+
+    kwargs = {key: moved(arg) for key, arg in kwargs.items() if key not in ("pin_memory", "layout")}
+    with torch.device(device):
+        return target(*map(moved, args), **kwargs)
+
+
+def key_of(node: Node) -> tuple[Any, ...]:
+    return (str(node.target), str(map_arg((node.args, node.kwargs), lambda arg: None)))
+
+
+# By how an operator moves entries; of others, a row by name, and what computes entry by entry.
+MOVES: dict[str, Callable[[Piece], Call | None]] = {
+    "same": _pointwise,
+    "cast": _pointwise,
+    "fold": _view,
+    "turn": _permute,
+    "spread": _expand,
+}
+
+
+ROWS: dict[str, Callable[[Piece], Call | None]] = {
+    "aten.tril": _triangle,
+    "aten.triu": _triangle,
+    "aten.slice": _slice,
+    "aten.select": _select,
+}
+
 
 # Entries of a value that is computed whole, and kept.
 KEPT = 1 << 22
+
+
 # Entries computed at a time: 128 MB of 8 bytes.
 BLOCK = 1 << 24
+
+
 # Entries of a value that can only be computed whole; a larger one is not evaluated.
 LARGEST = 1 << 28
 
@@ -233,3 +422,136 @@ def _moved(part: tuple[int, int], of: tuple[int, int], to: tuple[int, int]) -> t
 
 def _literals(node: Node) -> str:
     return str(map_arg((node.args, node.kwargs), lambda arg: None))
+
+
+TILE = 512
+
+
+# Operators that are monotone in bools, and in no other numbers.
+OF_BOOLS = re.compile("logical|bitwise|__")
+
+
+# Operators that choose between two values, and which operand is the condition.
+CHOOSES = {"aten.where": 0, "aten.masked_fill": 1}
+
+
+class Bounds(NamedTuple):
+    """The smallest and the largest entry of every tile."""
+
+    lo: Tensor
+    hi: Tensor
+
+
+def bounds_of(constants: Constants, piece: Piece) -> Bounds | None:
+    """Return the bounds of every tile of a constant that can be evaluated; None if some operator has no rule for them."""
+    return _bounds(constants, piece, {})
+
+
+def _bounds(constants: Constants, piece: Piece, known: dict[Piece, Bounds | None]) -> Bounds | None:
+    if piece not in known:
+        is_small = piece.numel <= KEPT
+        bounds = _exact(constants.entries(piece)) if is_small else _derived(constants, piece, known)
+        # NaN compares with nothing.
+        if bounds is not None and any(x.is_floating_point() and x.isnan().any() for x in bounds):
+            bounds = None
+        known[piece] = bounds
+    return known[piece]
+
+
+def _exact(x: Tensor) -> Bounds | None:
+    if x.is_complex():
+        return None
+    lo = hi = x
+    for dim in range(x.dim()):
+        if x.shape[dim] > 1:
+            lo = torch.cat([tile.amin(dim, keepdim=True) for tile in lo.split(TILE, dim)], dim)
+            hi = torch.cat([tile.amax(dim, keepdim=True) for tile in hi.split(TILE, dim)], dim)
+    return Bounds(lo, hi)
+
+
+def _derived(constants: Constants, piece: Piece, known: dict[Piece, Bounds | None]) -> Bounds | None:
+    call = call_of(piece)
+    if call is None:
+        return None
+    read: list[Bounds] = []
+    for operand in call.pieces:
+        bounds = _bounds(constants, operand, known)
+        if bounds is None:
+            return None
+        read.append(bounds)
+    # The operator runs on one entry per tile: a comparison of positions costs (s / 512)^2 instead of s^2.
+    tiles = tuple(-(-size // TILE) for size in piece.sizes)
+    return _combined(piece.node, call, read, tiles)
+
+
+def _combined(node: Node, call: Call, read: Sequence[Bounds], sizes: tuple[int, ...]) -> Bounds | None:
+    name, record = op_name(node), operator_of(node)
+    if name in ("aten.tril", "aten.triu"):
+        return _triangle_bounds(call, read[0], name == "aten.tril")
+    # An operand that is read twice has separate bounds in each place.
+    if sum(isinstance(arg, Node) for arg in node.args) != len(read) and not record.fills:
+        return None
+    if name in CHOOSES:
+        return _chosen(node, call, read, sizes)
+    if name == "aten.eq" and len(read) == 2:
+        (a, b), (c, d) = read
+        # Certainly equal: both are one and the same number. Possibly equal: their ranges overlap.
+        return Bounds((a == b) & (c == d) & (a == c), (a <= d) & (c <= b))
+    signs = (1,) * len(read) if record.moves or record.fills else record.monotone
+    if len(signs) < len(read) or not _is_monotone(node, read):
+        return None
+    least, largest = [], []
+    for bounds, sign in zip(read, signs, strict=False):
+        # Of an operand in which the operator falls, the largest entry gives the least result.
+        lo, hi = bounds if sign > 0 else (bounds.hi, bounds.lo)
+        least.append(lo)
+        largest.append(hi)
+    return Bounds(call.run(least, sizes), call.run(largest, sizes))
+
+
+def _is_monotone(node: Node, read: Sequence[Bounds]) -> bool:
+    """Tell whether a row of the table holds for these arguments: small integers wrap, bits have no order."""
+    record, dtypes = operator_of(node), [bounds.lo.dtype for bounds in read]
+    dtype = value(node).dtype
+    if record.moves == "cast":
+        is_widening = dtype == torch.int64 and not dtypes[0].is_floating_point
+        return dtype.is_floating_point or dtype in dtypes or is_widening
+    if OF_BOOLS.search(record.name):
+        return all(operand_dtype == torch.bool for operand_dtype in dtypes)
+    if record.name in ("aten.add", "aten.sub", "aten.neg"):
+        is_plain = isinstance(node.args[0], Node) and node.kwargs.get("alpha", 1) == 1
+        return is_plain and (dtype == torch.int64 or dtype.is_floating_point)
+    return record.fills or isinstance(node.args[0], Node)
+
+
+def _chosen(node: Node, call: Call, read: Sequence[Bounds], sizes: tuple[int, ...]) -> Bounds | None:
+    """Return the bounds of a choice: those of either value where the condition may be both."""
+    condition = node.all_input_nodes.index(node.args[CHOOSES[op_name(node)]])  # type: ignore[arg-type]
+    if_least = list(read)
+    if_most = list(read)
+    if_least[condition] = Bounds(read[condition].lo, read[condition].lo)
+    if_most[condition] = Bounds(read[condition].hi, read[condition].hi)
+    lo, hi = [], []
+    for operands in (if_least, if_most):
+        lo.append(call.run([bounds.lo for bounds in operands], sizes))
+        hi.append(call.run([bounds.hi for bounds in operands], sizes))
+    return Bounds(torch.minimum(*lo), torch.maximum(*hi))
+
+
+def _triangle_bounds(call: Call, x: Bounds, is_lower: bool) -> Bounds:
+    """Return the bounds of a triangle of `x`, which is zero elsewhere.
+
+    The last tiles may be shorter than `TILE`: to take them for whole ones is on the safe side.
+    """
+    rows, columns = (TILE * torch.arange(n, device=x.lo.device) for n in x.lo.shape[-2:])
+    # Of a tile, the diagonals that its corners lie on.
+    nearest, farthest = (columns[None] - rows[:, None] + sign * (TILE - 1) for sign in (-1, 1))
+    diagonal = call.key[1]
+    keeps = farthest <= diagonal if is_lower else nearest >= diagonal
+    clears = nearest > diagonal if is_lower else farthest < diagonal
+    # Tiles on the diagonal have both: entries of x and zeros.
+    zero = torch.zeros((), dtype=x.lo.dtype, device=x.lo.device)
+    on_edge_lo, on_edge_hi = torch.minimum(x.lo, zero), torch.maximum(x.hi, zero)
+    lo = torch.where(keeps, x.lo, torch.where(clears, zero, on_edge_lo))
+    hi = torch.where(keeps, x.hi, torch.where(clears, zero, on_edge_hi))
+    return Bounds(lo, hi)

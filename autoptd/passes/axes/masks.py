@@ -22,9 +22,7 @@ from torch.fx import Node
 
 from autoptd.ir import markers
 from autoptd.ir.notes import op_name, shape, value
-from autoptd.passes.axes.bounds import TILE, bounds_of
-from autoptd.passes.axes.constant_windows import Piece, Window, whole
-from autoptd.passes.axes.constants import BLOCK, Constants
+from autoptd.passes.axes.constants import BLOCK, TILE, Constants, Piece, Window, bounds_of, whole
 
 # A score of this or less has zero weight compared with one that is not masked.
 HIDDEN = -1e9

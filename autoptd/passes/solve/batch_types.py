@@ -1,31 +1,37 @@
-"""Assign the batch: which values carry it, which are partial sums over it, and what would mix samples.
+"""Assign the batch: which values carry it, which are partial sums over it, and which operators would mix samples.
 
-Microbatches and data-parallel replicas are one axis here: every value gets a type over it. Batch inputs are `S` at their
+Microbatches and data-parallel replicas are one axis here, and every value gets a type over it. Batch inputs are `S` at their
 first dim, values of parameters alone `R`, constants `I`, and a loss that contracts the batch `P`: the pieces of all
-microbatches and replicas add up to the loss of the global batch. An operator that has no rule keeping the batch letter is
-refused, with operator, module and remedy: samples must not be mixed. Where replicas have one microbatch each, it may take
-what carries the batch whole (`over_batch.py`).
+microbatches and replicas add up to the loss of the global batch. An operator whose rules do not keep the batch letter is
+refused, with operator, module and remedy, as it would mix samples. If replicas have one microbatch each, it may instead read
+values of all replicas whole (`over_batch.py`).
 
-A sum over the batch of what depends on inputs only (the tokens of a mask) is known before the first forward, so any operator
-may read it: it gets the sum of the whole batch, a *batch sum*.
+A sum over the batch of values that depend on inputs only (the tokens of a mask) is known before the first forward. Any operator
+may read it, and gets the sum over the whole batch, a *batch sum*.
 
-Which Python numbers follow the batch size, a second trace shows: `literals.py`.
+A second trace shows which Python numbers follow the batch size: `samples.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+import math
+from collections.abc import Container, Mapping
 from dataclasses import replace
 
+import torch
 from torch.fx import Graph, Node
 
 from autoptd.elsewhere import NORMS, SORTS
 from autoptd.errors import InternalError, PlanError
 from autoptd.ir.layout import BATCH
+from autoptd.ir.noise import is_draw
 from autoptd.ir.notes import (
+    copy_graph,
     note,
     op_name,
+    ops,
     output,
+    shape,
     site,
     tensor,
 )
@@ -37,32 +43,46 @@ from autoptd.ir.updates import KEEP
 from autoptd.passes.axes.axes import Axes, Letter, Place
 from autoptd.passes.axes.constants import Constants
 from autoptd.passes.ops.costs import flops
-from autoptd.passes.solve.microbatch_losses import MARK, note_marked
 
 APART = "keep samples apart (loss_fn with a mean or sum over samples)"
 ONE, ALONE = "or run with num_microbatches=1", "or run with d=1 and num_microbatches=1"
 RULE_REMEDY, ONE_REMEDY = f"{APART}, {ALONE}", f"{APART}, {ONE}"
 UNKNOWN_REMEDY = (
-    'autoptd.register_rule("ns::op", "b s d -> b s d") where it keeps samples apart, or plain operators '
+    'autoptd.register_rule("ns::op", "b s d -> b s d") if it keeps samples apart, or plain operators (sums, products, views, '
+    "gather), or d=1 and num_microbatches=1"
 )
-UNKNOWN_REMEDY += "(sums, products, views, gather), or d=1 and num_microbatches=1"
 NUMBER_REMEDY = f"the number itself, as in loss / x.shape[0]; or {RULE_REMEDY}"
 COUNT_REMEDY = "F.cross_entropy(..., reduction='none').mean(), and class weights in a buffer"
-# Where an operator tells more of what the user wants.
+# Marks a loss that every microbatch computes from its own rows.
+MARK = "autoptd.per_microbatch"
+# Dropout masks have 32 bits for the number of an element within a sample.
+MAX_COLUMNS = 1 << 32
+# Remedies for operators that suggest what the user wants.
 REMEDIES = {"aten.sort": f"{ONE_REMEDY}; {SORTS}"}
 
 
 class MixedSamples(PlanError):
-    """An operator computes across rows of the batch, as far as a trace shows; users get a PlanError.
+    """An operator may compute across rows of the batch; users get a PlanError.
 
-    `is_layer`: one with a weight, after what mixes rows: each replica would compute it for the rows of all.
+    `is_layer`: it has a weight, and reads rows that are mixed already: each replica would compute it for the rows of all.
     """
 
     is_layer = False
 
     def refused(self, *, in_one: bool = False) -> PlanError:
-        """Return the error for users; `in_one`: replicas have one microbatch each already."""
+        """Return the error for users; `in_one`: replicas already have one microbatch each."""
         return PlanError(self.site, self.fact, self.remedy.replace(ONE, ALONE) if in_one else self.remedy)
+
+
+class RowGroups(PlanError):
+    """The model reads `group` rows together, which does not divide the rows of a microbatch; users get a PlanError."""
+
+    def __init__(self, site: str, group: int, rows: int) -> None:
+        self.group = group
+        fact = f"the model reads {group} rows together, and a microbatch has {rows}"
+        super().__init__(
+            site, fact, f"a num_microbatches= with a multiple of {group} rows in each microbatch"
+        )
 
 
 def assign_batch(
@@ -76,14 +96,13 @@ def assign_batch(
     mixes: bool = False,
     but: Container[Node] = frozenset(),
 ) -> None:
-    """Fill the type over the batch of every node; `pieces` = microbatches x replicas (one piece: no split).
+    """Fill the type over the batch of every node, except those in `but`; `pieces` = microbatches x replicas.
 
-    Nodes in `but` are left out.
-    The batch is an `atom` of dim 0 of the inputs that have several there (`row_groups.py`). `mixes`: replicas have one
-    microbatch each, and the trace has the rows of all, so that operators may read values whole.
-    Raises PlanError, with site, fact and remedy, for what would mix samples.
+    The batch is an `atom` of dim 0 of the inputs, if they have several there (`place_batch`). `mixes`: replicas have one
+    microbatch each, and the trace has the rows of all, so that operators may read values whole. Raises PlanError for
+    operators that would mix samples.
     """
-    # Whatever mixes samples is allowed then, as batch norm: there is only one batch.
+    # With a single batch, operators may mix samples, such as batch norm.
     if pieces == 1:
         return
     note_marked(graph)
@@ -99,16 +118,18 @@ def assign_batch(
     loss = output(graph).args[0]
     assert isinstance(loss, Node)
     kind = note(loss).layout.batch
-    # Of all rows, every replica has the whole loss: it counts its share of it (`take_whole`).
+    # If it read all rows, every replica has the whole loss, and counts its share of it (`over_batch.py`).
     is_sum = kind.kind == "P" and not note(loss).rows.is_largest
     if not is_sum and not (kind == R and note(loss).rows.of_all):
         raise PlanError(
-            site(loss), "the loss does not contract the batch: it is no sum or mean over samples", RULE_REMEDY
+            site(loss),
+            "the loss does not contract the batch: it is not a sum or mean over samples",
+            RULE_REMEDY,
         )
 
 
 def type_of(node: Node, axes: Axes, constants: Constants, mixes: bool) -> ValueType:
-    """Return the type of an operator whose operands have theirs; note what it reads in another."""
+    """Return the type of an operator whose operands have theirs; note the operands that it reads in another type."""
     if op_name(node) == MARK:
         return _marked_type(node)
     if op_name(node) == KEEP:
@@ -122,11 +143,11 @@ def type_of(node: Node, axes: Axes, constants: Constants, mixes: bool) -> ValueT
         note(node).rows = replace(note(node).rows, sums=summed)
         types |= dict.fromkeys(summed, I)
         partial = [operand for operand in partial if operand not in summed]
-    # A sum over samples: what follows, such as scaling the loss, must not tell the parts from the whole.
+    # A partial sum over samples: operators on it, such as scaling the loss, must be linear.
     if partial and not (mixes and _may_be_whole(node) and not _keeps_partial(node, partial, bool(split))):
         return _keep_partial(node, partial, bool(split))
     whole = [operand for operand in read if note(operand).rows.of_all] + partial
-    # Samples stay apart where one letter runs along the batch of all operands that carry it.
+    # Samples stay apart if one letter runs along the batch of all operands that carry it.
     letter = _common_letter(node, axes, split) if split else None
     if split and letter is None:
         if not mixes and _is_largest(node, split):
@@ -135,7 +156,7 @@ def type_of(node: Node, axes: Axes, constants: Constants, mixes: bool) -> ValueT
         if not (mixes and _may_be_whole(node) and axes.is_known(node)):
             raise _mixing_error(node, axes, split)
         whole += split
-    # What has a row for each of all rows meets none of a part of them.
+    # A value with all rows cannot be combined with one that has a part of them.
     elif letter is not None and not letter.places.keys().isdisjoint(whole):
         whole += split
     if whole and (letter is None or not split.keys().isdisjoint(whole)):
@@ -148,20 +169,20 @@ def type_of(node: Node, axes: Axes, constants: Constants, mixes: bool) -> ValueT
         note(node).rows = replace(note(node).rows, of_all=True)
     if letter is None:
         return _whole_type(node, axes, is_of_params=bool(whole) or R in types.values())
-    # Operands with the letter that do not carry the batch are constants.
+    # Operands with the letter that do not carry the batch are constants: their rows are equal, or they carry it, too.
     for operand, place in letter.places.items():
         if operand in split:
             continue
         if operand in summed:
             fact = f"{site(operand)} is a sum over the batch with one entry per row of it"
-            raise PlanError(site(node), fact, "leave the expand out: a sum is broadcast")
-        # An expanded mask [b, 1, s, s], for example: any b rows of it are right for any b samples.
+            raise PlanError(site(node), fact, "remove the expand: a sum is broadcast")
+        # An expanded mask [b, 1, s, s], for example: any b of its rows are right for any b samples.
         if constants.has_equal_rows(operand, place[0]):
             equal = {**note(node).rows.equal, operand: place}
             note(node).rows = replace(note(node).rows, equal=equal)
         else:
             _demand(operand, place, axes, node)
-    # Of a microbatch alone, a sum or mean over its rows is whole.
+    # A sum or mean over the rows of a microbatch is whole if it is meant for that microbatch alone.
     if letter.out is None and note(node).rows.of_microbatch:
         return R if note(node).of_params else I
     if letter.form and letter.out is None:
@@ -170,22 +191,22 @@ def type_of(node: Node, axes: Axes, constants: Constants, mixes: bool) -> ValueT
 
 
 def _whole_type(node: Node, axes: Axes, is_of_params: bool) -> ValueType:
-    """Return the type of a value that every piece has all of."""
+    """Return the type of a value that every piece has in full."""
     # Backward runs once per microbatch on a part of the gradient; the parts add up only if it is linear.
     if is_of_params and note(node).needs_grad and not axes.is_linear(node):
-        fact = f"{op_name(node)} of parameters: {axes.refused(node)}, and each microbatch gives it a part of the gradient"
+        fact = f"{op_name(node)} of parameters: {axes.refused(node)}, and each microbatch passes it a part of the gradient"
         raise PlanError(site(node), fact, "a backward that is linear, or d=1 and num_microbatches=1")
     return R if is_of_params else I
 
 
 def _refuse_layer(node: Node) -> None:
-    """Raise MixedSamples for a product with a weight: what mixes samples there is within the model, not in a loss."""
+    """Raise MixedSamples for a product with a weight: samples are then mixed within the model, not in a loss."""
     weights = [
         operand
         for operand in operands(node)
         if note(operand).layout.batch == R and not note(operand).rows.of_all
     ]
-    # Of an operator without a row nobody knows what it computes: a grouped product, for one.
+    # An operator without a record may be a product, for example a grouped one.
     is_unlisted = bool(note(node).rule) and any(tensor(weight).dim() > 1 for weight in weights)
     if is_unlisted or (weights and (flops(node) or op_name(node).startswith("aten.conv"))):
         fact = f"{op_name(node)} is a layer for the rows of all replicas"
@@ -195,25 +216,29 @@ def _refuse_layer(node: Node) -> None:
 
 
 def _may_be_whole(node: Node) -> bool:
-    """Tell whether an operator may read what carries the batch whole, where replicas have one microbatch each.
+    """Tell whether an operator may read the rows of all replicas, which have one microbatch each.
 
-    What is meant for each microbatch by itself may not.
+    One that is meant for each microbatch alone may not.
     """
     return not note(node).rows.of_microbatch
 
 
 def _marked_type(node: Node) -> ValueType:
-    """Return the type of what is meant for every microbatch: a part of their mean; PlanError for what has no such value."""
+    """Return the type of a marked loss: a part of the mean over microbatches; PlanError if it has none for each."""
     (operand,) = operands(node)
     kind = note(operand).layout.batch
     if kind.is_whole:
         return P
-    fact = "what it marks carries the batch" if kind.kind == "S" else "what it marks is also read elsewhere"
-    raise PlanError(site(node), fact, "mark a sum or mean over the rows, which nothing else reads")
+    fact = (
+        "the marked value carries the batch"
+        if kind.kind == "S"
+        else "the marked value is also read elsewhere"
+    )
+    raise PlanError(site(node), fact, "mark a sum or mean over the rows that no other operator reads")
 
 
 def _kept_type(node: Node) -> ValueType:
-    """Return the type of a loss by which a part of an update is kept; rows are taken whole (`buffer_updates.py`)."""
+    """Return the type of a loss that keeps a part of an update alive; rows are read whole (`buffer_updates.py`)."""
     loss, part = operands(node)
     kind = note(part).layout.batch
     if kind.kind == "S":
@@ -229,7 +254,7 @@ def _common_letter(node: Node, axes: Axes, split: dict[Node, ValueType]) -> Lett
     """Return the letter that all operands with the batch have where they carry it."""
     wanted = {operand: (kind.dim, kind.atom) for operand, kind in split.items()}
     for letter in axes.letters(node):
-        # A microbatch is one run of samples, not a chunk of every segment, and computes nothing together with others.
+        # A microbatch is one run of samples, not a chunk of every segment, and exchanges nothing with others.
         is_apart = not letter.has_segments and not letter.form.startswith((CLASSES, QUERIES))
         if is_apart and wanted.items() <= letter.places.items():
             return letter
@@ -237,10 +262,7 @@ def _common_letter(node: Node, axes: Axes, split: dict[Node, ValueType]) -> Lett
 
 
 def _keeps_partial(node: Node, partial: list[Node], split: bool) -> bool:
-    """Tell whether an operator of pending sums gives a pending sum.
-
-    Linear operators do; a whole addend is shared among the pieces.
-    """
+    """Tell whether the result of an operator on partial sums is a partial sum: linear ones; the pieces share a whole addend."""
     if split or not partial or any(note(operand).rows.is_largest for operand in partial):
         return False
     is_linear = any(set(partial) <= set(group) for group in linear_groups(node))
@@ -248,7 +270,7 @@ def _keeps_partial(node: Node, partial: list[Node], split: bool) -> bool:
 
 
 def _is_largest(node: Node, split: dict[Node, ValueType]) -> bool:
-    """Tell whether a value is the largest entries over the batch of what is known before the first forward."""
+    """Tell whether a value is the maximum over the batch of a value that is known before the first forward."""
     if op_name(node) != "aten.amax" or note(node).rows.of_microbatch or not _is_known(node):
         return False
     ((operand, kind),) = split.items()
@@ -257,7 +279,7 @@ def _is_largest(node: Node, split: dict[Node, ValueType]) -> bool:
 
 
 def _is_known(node: Node) -> bool:
-    """Tell whether a value can be computed before the first forward: of inputs and buffers alone, nothing drawn."""
+    """Tell whether a value can be computed before the first forward: from inputs and buffers alone, without random numbers."""
     stack, seen = [node], {node}
     while stack:
         read = stack.pop()
@@ -271,29 +293,27 @@ def _is_known(node: Node) -> bool:
 
 
 def _keep_partial(node: Node, partial: list[Node], split: bool) -> ValueType:
-    """Return P where an operator of a pending sum keeps it pending; PlanError where it does not."""
+    """Return P if the result of an operator on a partial sum is a partial sum; else raise PlanError."""
     if _keeps_partial(node, partial, split):
         return P
     if note(node).origin.batch_norm:
         fact = "batch norm in training computes means over the whole batch, which several microbatches do not have"
         raise MixedSamples(site(node), fact, f"{NORMS}, {ONE}")
     fact = f"{op_name(node)} of a sum over samples is not a sum over samples"
-    remedy = f"let the loss be a sum or mean over samples, scaled and added to others only, {ONE}"
+    remedy = f"make the loss a sum or mean over samples that is only scaled and added to others, {ONE}"
     if op_name(node) in ("aten.mul", "aten.square", "aten.pow", "aten.dot", "aten.matmul"):
         remedy += (
-            "; autoptd.per_microbatch(x) marks an auxiliary loss that is meant for each microbatch by itself"
+            "; autoptd.per_microbatch(x) marks an auxiliary loss that is meant for each microbatch alone"
         )
     if op_name(node) == "aten.nan_to_num":
-        remedy = (
-            "leave it out: a step raises at a loss that is NaN, and goes on with RankOptions(nan='ignore')"
-        )
+        remedy = "remove it: a step raises if the loss is NaN, and continues with RankOptions(nan='ignore')"
     if op_name(node) == "aten.div" and len(operands(node)) > 1:
-        remedy += "; a divisor may be any sum over inputs, and none over what parameters make"
+        remedy += "; a divisor may be any sum over inputs, but not over values that depend on parameters"
     raise MixedSamples(site(node), fact, remedy)
 
 
 def _is_float_cast(node: Node) -> bool:
-    """Tell whether `node` is like `loss.float()`, which may be done to every part of a sum."""
+    """Tell whether `node` is like `loss.float()`, which may run on every part of a sum."""
     is_cast = operator_of(node).moves == "cast"
     return is_cast and all(tensor(value).is_floating_point() for value in (node, *operands(node)))
 
@@ -308,7 +328,7 @@ def adds_number(node: Node) -> bool:
 def _mixing_error(node: Node, axes: Axes, split: dict[Node, ValueType]) -> PlanError:
     """Make the error for an operator whose operands carry the batch, and that no rule splits by samples."""
     if not axes.is_known(node):
-        fact = f"no rule knows {op_name(node)}, its operand carries the batch, and probing refused it: "
+        fact = f"{op_name(node)} has no rule, its operand carries the batch, and probing refused it: "
         return MixedSamples(site(node), fact + axes.refused(node), UNKNOWN_REMEDY)
     operand, kind = next(iter(split.items()))
     reason = axes.whole_because(node, operand, (kind.dim, kind.atom))
@@ -317,7 +337,7 @@ def _mixing_error(node: Node, axes: Axes, split: dict[Node, ValueType]) -> PlanE
 
 
 def _demand(node: Node, place: Place, axes: Axes, reader: Node) -> None:
-    """Make a constant that meets the batch elementwise (zeros, an expanded table) carry the batch itself."""
+    """Let a constant that is combined with the batch elementwise (zeros, an expanded table) carry the batch itself."""
     record = note(node)
     wanted = S(*place)
     if record.layout.batch == wanted:
@@ -326,14 +346,83 @@ def _demand(node: Node, place: Place, axes: Axes, reader: Node) -> None:
     letters = []
     if node.op == "call_function":
         letters = [letter for letter in axes.letters(node) if letter.out == place]
-    # It carries the batch in another dim already, or its own operator has no letter there.
+    # It already carries the batch in another dim, or its own operator has no letter there.
     if record.layout.batch.kind == "S" or not letters:
         raise PlanError(site(reader), fact, "pass it to the model as an input")
     for operand, inner in letters[0].places.items():
         _demand(operand, inner, axes, node)
     record.layout = record.layout.having(BATCH, wanted)
     for user in node.users:
-        # Nodes compare by their order in the graph: what comes before `reader` has its type already.
+        # Nodes compare by their order in the graph: those before `reader` already have their types.
         is_typed = user is not reader and user.op == "call_function" and user < reader
         if is_typed and note(user).layout.batch.kind != "S":
             raise PlanError(site(reader), fact, "pass it to the model as an input")
+
+
+def note_marked(graph: Graph) -> None:
+    """Note the operators that only marks read, directly or through others.
+
+    A sum of theirs over the batch is that of a microbatch, not a part of a larger one; the mark turns it into a part of the
+    mean over all microbatches.
+    """
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and node.users and all(map(_is_marked, node.users)):
+            note(node).rows = replace(note(node).rows, of_microbatch=True)
+
+
+def _is_marked(reader: Node) -> bool:
+    return op_name(reader) == MARK or note(reader).rows.of_microbatch
+
+
+def place_rows(
+    graph: Graph, batched: set[str], pieces: int, buffers: Mapping[str, torch.Tensor], atom: int = 0
+) -> None:
+    """Note which dim of every dropout carries the batch, as its mask is numbered by sample: `note(node).draw.rows`, S or I.
+
+    `batched` are the inputs that carry the batch, as `atom` of their dim 0. A step of one piece (one microbatch, one
+    replica) has no batch types, but must draw the same masks as a step of several: types are assigned on a copy of the
+    graph. A value computed from all rows at once is numbered as a whole, and gets I. Raises PlanError for a dropout with too
+    many elements per sample.
+    """
+    dropouts = [node for node in ops(graph) if is_draw(node)]
+    if not dropouts:
+        return
+    kinds = _batch_types(graph, dropouts, batched, pieces, buffers, atom)
+    for node, kind in zip(dropouts, kinds, strict=True):
+        rows = 1
+        note(node).draw = replace(note(node).draw, rows=I)
+        if kind.kind == "S":
+            # A dim of size 1 has no atoms.
+            atoms = note(node).dims[kind.dim]
+            rows = atoms[kind.atom] if atoms else 1
+            # If rows are numbered within a half, those of every dropout must be.
+            if atom and not kind.atom:
+                fact = f"its rows are not in {note(node).dims[kind.dim]}, unlike those of the inputs"
+                raise PlanError(site(node), fact, "neighboring rows in pairs, view(-1, 2), instead of halves")
+            note(node).draw = replace(note(node).draw, rows=kind)
+        columns = math.prod(shape(node)) // rows
+        if columns > MAX_COLUMNS:
+            fact = f"{columns:,} elements per row of the batch exceed the 2**32 that a mask can number"
+            raise PlanError(site(node), fact, "dropout on a smaller value, or p=0")
+
+
+def _batch_types(
+    graph: Graph,
+    dropouts: list[Node],
+    batched: set[str],
+    pieces: int,
+    buffers: Mapping[str, torch.Tensor],
+    atom: int,
+) -> list[ValueType]:
+    if pieces > 1:
+        return [note(node).layout.batch for node in dropouts]
+    # As for several replicas, first with samples kept apart, then with one microbatch each.
+    for mixes in (False, True):
+        trial = copy_graph(graph)
+        copies = dict(zip(graph.nodes, trial.nodes, strict=True))
+        try:
+            assign_batch(trial, Axes(trial), batched, 2, Constants(buffers), atom, mixes=mixes)
+        except PlanError:
+            continue
+        return [note(copies[node]).layout.batch for node in dropouts]
+    return [I] * len(dropouts)

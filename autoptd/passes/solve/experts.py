@@ -1,14 +1,14 @@
-"""Experts split over the ranks of an axis by their number: each rank multiplies the rows that chose one of its experts.
+"""Split experts over the ranks of an axis by their number: each rank multiplies the rows that chose one of its experts.
 
-In: a graph whose rows are multiplied with the matrices of experts (`expert_mm`). Out: the ways to run such a product, and
-what treats its rows one by one, on rows of type `E`: those that chose an expert of the rank, of all others nothing.
+In: a graph whose rows are multiplied by the matrices of experts (`expert_mm`). Out: strategies that run such a product, and
+operators that treat its rows one by one, on rows of type `E`: only those that chose an expert of the rank.
 
     experts = expert_mm(x, gate_up, ids)        # x: R, gate_up: S(0, 0)    -> E
     up = experts + bias[ids]                    # the bias: S(0, 0)         -> E
     experts = expert_mm(silu(up), down, ids)    # silu(up): E               -> E; as P it is zero in others' rows
 
-No operator but these knows the type. Read by any other, E is P: a rank's rows among zeros (`e_to_p`), which are summed once.
-In backward E is a shard as well: what it reads whole is R, whose gradient is a sum over the ranks.
+All other operators read such a value as P: a rank's rows among zeros (`e_to_p`), which are summed once. In backward, too, E is
+a shard: operands that are read whole are R, and their gradients are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from statistics import NormalDist
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch.fx import Graph, Node
 
@@ -29,29 +29,19 @@ from autoptd.ir.notes import note, op_name, ops, payload, shape
 from autoptd.ir.operators.record import operands
 from autoptd.ir.operators.table import experts_of, is_pointwise, looked_up, operator_of, rows_read
 from autoptd.ir.types import E, I, R, S, ValueType, division_text
-from autoptd.passes.axes.axes import Axes
 from autoptd.passes.ops.costs import flops
+from autoptd.passes.solve.ties import Strategy
 
-# The standard deviation of an expert's rows, as a part of its mean: assumed, of routers that a loss keeps balanced. Those that
-# are not trained have 0.6 to 1.5 (`benchmarks/experts.py`).
+# The standard deviation of the number of an expert's rows, relative to its mean: an assumption for routers that a loss keeps
+# balanced. Untrained ones have 0.6 to 1.5 (`benchmarks/experts.py`).
 DEVIATION = 0.5
-# Columns of a matrix that a GPU multiplies at once: of 96 columns a kernel computes 128.
+# Columns of a matrix that a GPU multiplies at once: for 96 columns, a kernel computes 128.
 TILE = 128
 
 
-class Way(NamedTuple):
-    """A way to run an operator: the types of its operands and its result, its seconds, the reason."""
-
-    needs: dict[Node, Layout]
-    gives: Layout
-    seconds: float
-    why: str
-
-
 class Along(Protocol):
-    """What is asked of an axis that splits: see `Splitter`."""
+    """The facts about an axis that experts need: see `Splitter`."""
 
-    axes: Axes
     mesh: Mesh
     machine: Machine
     degree: int
@@ -60,9 +50,11 @@ class Along(Protocol):
 
     def seconds(self, node: Node) -> float: ...
 
+    def divides_evenly(self, value: Node, dim: int) -> bool: ...
+
 
 def rows_by_expert(graph: Graph) -> dict[Node, Node]:
-    """Return the values with a row for each choice, as products of experts and what follows row by row; with the choices."""
+    """Map the values with one row for each choice of an expert to these choices: products of experts, and what follows."""
     products = [node for node in ops(graph) if op_name(node) == NAME]
     counts = {experts_of(node.args[2]): shape(operands(node)[1])[0] for node in products}
     found: dict[Node, Node] = {}
@@ -81,7 +73,7 @@ def rows_by_expert(graph: Graph) -> dict[Node, Node]:
 
 
 def _stays_apart(node: Node) -> bool:
-    """Tell whether an operator can be run on any number of rows."""
+    """Tell whether an operator can run on any number of rows."""
     record = operator_of(node)
     if node.target in markers.FUSED.values():
         return True
@@ -89,8 +81,8 @@ def _stays_apart(node: Node) -> bool:
     return op_name(node) == "getitem" or is_moved or (is_pointwise(node) and not record.sizes)
 
 
-def expert_ways(node: Node, along: Along, rows: Mapping[Node, Node]) -> list[Way]:
-    """Return the way to run an operator on the rows of a rank's experts, at most one; other operands are read whole."""
+def expert_strategies(node: Node, along: Along, rows: Mapping[Node, Node]) -> list[Strategy]:
+    """Return the strategy that runs an operator on the rows of a rank's experts, if there is one."""
     if node not in rows:
         return []
     own = along.over(E)
@@ -98,34 +90,29 @@ def expert_ways(node: Node, along: Along, rows: Mapping[Node, Node]) -> list[Way
     needs |= {operand: own for operand in needs if rows.get(operand) is rows[node]}
     table = expert_table(node)
     if table is None:
-        return [Way(needs, own, along.seconds(node), "of a rank's own rows")]
-    if not _divides(table, along.axes, along.degree):
+        return [Strategy(needs, own, along.seconds(node), "of a rank's own rows")]
+    if not along.divides_evenly(table, 0):
         return []
     needs[table] = along.over(S(0, 0))
     why = f"split by expert: {division_text(shape(table)[0], along.degree)}"
     if op_name(node) != NAME:
-        return [Way(needs, own, along.seconds(node), why)]
+        return [Strategy(needs, own, along.seconds(node), why)]
     why += f", the busiest rank has {_busiest(node, along.degree):.0%} of the mean"
-    return [Way(needs, own, product_seconds(node, along, needs, own), why)]
+    return [Strategy(needs, own, product_seconds(node, along, needs, own), why)]
 
 
 def expert_table(node: Node) -> Node | None:
-    """Return the operand that has the experts in dim 0: matrices, or rows that are looked up."""
+    """Return the operand with the experts in dim 0: matrices, or rows that are looked up."""
     if op_name(node) == NAME:
         return operands(node)[1]
     return operands(node)[0] if looked_up(node) is not None else None
 
 
-def _divides(table: Node, axes: Axes, degree: int) -> bool:
-    """Tell whether every rank can have equally many experts."""
-    return len(axes.atoms(table, 0)) == 1 and axes.unit(table, (0, 0)) % degree == 0
-
-
 def busiest(experts: int, ranks: int) -> float:
-    """Return the rows of the busiest rank in units of the mean, to be expected where experts are chosen independently.
+    """Return the expected rows of the busiest rank, relative to the mean, if experts are chosen independently.
 
-    A rank's experts together deviate less than one of them; of the ranks the busiest is the largest of as many draws (Blom
-    1958, "Statistical estimates and transformed beta-variables").
+    The sum over a rank's experts deviates less than one expert; the busiest rank is the largest of `ranks` draws (Blom 1958,
+    "Statistical estimates and transformed beta-variables").
     """
     if ranks == 1:
         return 1.0
@@ -141,12 +128,12 @@ def _busiest(node: Node, ranks: int) -> float:
 def product_seconds(node: Node, along: Along, needs: Mapping[Node, Layout], gives: Layout) -> float:
     """Return the seconds of a product of experts, forward and backward, on one rank, with operands and result of these types.
 
-    Inside an expert a rank has all rows of fewer columns; by expert, whole columns of fewer rows. Kernels compute whole tiles,
-    and rows are read and written besides: those that are not split, by every rank.
+    Split within each expert, a rank has all rows of fewer columns; split by expert, whole columns of fewer rows. Kernels
+    compute whole tiles. Reading and writing rows takes time, too, on every rank if they are not split.
     """
     mesh, machine, x, weight = along.mesh, along.machine, *operands(node)[:2]
     is_by_expert = gives == along.over(E)
-    # Of rows, columns and channels, how many parts there are; a rank has one, or its load of the rows.
+    # The number of parts of rows, columns and channels. A rank has one of them; split by expert, the rows of the busiest rank.
     channels, columns = _cuts(needs[x], 1, mesh), _cuts(gives, 1, mesh)
     rows = along.degree / _busiest(node, along.degree) if is_by_expert else _cuts(gives, 0, mesh)
     whole_waste = max(_tiled(size) for size in shape(weight)[1:])
@@ -158,13 +145,13 @@ def product_seconds(node: Node, along: Along, needs: Mapping[Node, Layout], give
 
 
 def _cuts(layout: Layout, dim: int, mesh: Mesh) -> int:
-    """Return in how many parts a dim is cut."""
+    """Return the number of parts that a dim is cut into."""
     return math.prod(mesh.degree(axis) for axis, kind in layout.shards if kind.dim == dim)
 
 
 def _tiled(size: int) -> float:
-    """Return how much of a tile's work a size takes: 128 columns are computed where there are 96."""
+    """Return the work that a kernel does for a size, relative to that size: 128/96 for 96 columns."""
     return math.ceil(size / TILE) * TILE / size
 
 
-__all__ = ["Along", "Way", "busiest", "expert_table", "expert_ways", "product_seconds", "rows_by_expert"]
+__all__ = ["Along", "busiest", "expert_strategies", "expert_table", "product_seconds", "rows_by_expert"]

@@ -28,9 +28,8 @@ from autoptd.ir.mesh import AXES
 from autoptd.ir.notes import note, op_name
 from autoptd.ir.types import CONVERSIONS, LOCAL_WORK
 from autoptd.passes.ops.costs import flops
-from autoptd.passes.solve.alternatives import Alternative, alternatives
-from autoptd.passes.solve.assign import Assignment
-from autoptd.passes.solve.problem import Problem
+from autoptd.passes.solve.assignment import Assignment
+from autoptd.passes.solve.problem import Alternative, Problem
 from autoptd.passes.solve.symbols import Symbols
 
 MAX_LINES = 8
@@ -161,7 +160,7 @@ def _lines(problem: Problem, node: Node) -> list[str]:
     what = "parameter" if record.kind == "param" else op_name(node).removeprefix("aten.")
     lines = [f"{_path(node)}  {what}" + (f" ({record.source})" if record.source else "")]
     rows = []
-    for alternative in alternatives(problem, node):
+    for alternative in problem.alternatives(node):
         strategy = alternative.strategy
         rows.append((_price_text(alternative), strategy.gives.text(record.dims), strategy.why))
     price_width = max(len(price) for price, _, _ in rows)
@@ -181,4 +180,4 @@ def _price_text(alternative: Alternative) -> str:
     return "impossible" if math.isinf(alternative.seconds) else f"+{1e6 * alternative.seconds:.3g} us"
 
 
-__all__ = ["Alternative", "alternatives", "explain_split"]
+__all__ = ["explain_split"]

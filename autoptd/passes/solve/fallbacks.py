@@ -1,12 +1,13 @@
-"""Say why an operator is not split as one would expect (in: ANNOTATED types; out: reasons in the notes).
+"""Report operators that are not split as expected, with the reason and a remedy.
 
-A size that t does not divide is no error: the operator runs whole on every tensor rank, or is split by another letter, which
-is correct but slower. So that nobody has to guess, each such operator gets a `Fallback` with the fact and a remedy:
+In: the types of an ANNOTATED graph. Out: a `Fallback` in the note of each such operator. A size that t does not divide is not
+an error: the operator runs whole on every tensor rank, or is split by another letter, which is correct but slower. The
+operators are:
 
 - matrix products and attention that stay whole because t does not divide the letters that would split them;
 - attention that is split, but not by its heads;
-- operators that no rule knows, and that probing refused;
-- a graph that is too dense for the least cost to be found.
+- operators without a rule that probing refused;
+- the first one, if the graph is too dense for the least cost to be found.
 
     note_fallbacks(graph, assignment, splitter)
     [fallback.fact for fallback in fallbacks(graph)]     # ["6 heads do not divide over t=4", ...]
@@ -20,24 +21,23 @@ from torch.fx import Graph, Node
 
 from autoptd.ir.mesh import AXES
 from autoptd.ir.notes import Fallback, divisors, note, op_name, ops
-from autoptd.ir.operators.record import QUERIES, operands
 from autoptd.ir.types import ValueType
 from autoptd.passes.axes.axes import Letter
 from autoptd.passes.ops.costs import flops
-from autoptd.passes.solve.assign import Assignment
-from autoptd.passes.solve.strategies import Splitter
-from autoptd.passes.solve.strategy import WHOLE
+from autoptd.passes.solve.assignment import Assignment
+from autoptd.passes.solve.splits import Splitter
+from autoptd.passes.solve.symbols import COUNTED, axis_nouns, name_axes
+from autoptd.passes.solve.ties import WHOLE
 
-HEADS, KV_HEADS, REPEAT = "heads", "KV heads", "query heads per KV head"
-COUNTED = (HEADS, KV_HEADS, REPEAT)
 PLAIN_OPERATORS = (
     'autoptd.register_rule("ns::op", "... -> ..."), or plain operators (sums, products, views, gather)'
 )
 
 
 def note_fallbacks(graph: Graph, assignment: Assignment, splitter: Splitter) -> None:
-    """Fill `fallback` of every operator that has one, and add the fact to its `why`."""
+    """Fill `fallback` of every operator that has one, add the fact to its `why`, and name the axes of the assignment."""
     nouns = axis_nouns(graph, splitter)
+    assignment.letters = name_axes(graph, splitter, nouns)
     for node in ops(graph):
         record = note(node)
         if node not in assignment.strategies:
@@ -57,7 +57,7 @@ def note_fallbacks(graph: Graph, assignment: Assignment, splitter: Splitter) -> 
 
 
 def _split_noun(node: Node, assignment: Assignment, splitter: Splitter, nouns: dict[int, str]) -> str:
-    """Name what a split operator is split by, if that has a name in the field: heads."""
+    """Return the name of the dim that an operator is split by, if it is heads; else ""."""
     for operand, types in assignment.strategies[node].needs.items():
         names = [nouns.get(_axis_of(operand, kind, splitter), "") for _, kind in types.shards]
         if names and names[0] in COUNTED:
@@ -72,11 +72,11 @@ def _axis_of(operand: Node, kind: ValueType, splitter: Splitter) -> int:
 
 
 def _note_search(graph: Graph, assignment: Assignment) -> None:
-    """Note at the first operator without a fallback that the plan need not be the cheapest one."""
+    """Note at the first operator without a fallback that the plan may not be the cheapest one."""
     free = (node for node in ops(graph) if node in assignment.strategies and note(node).fallback is None)
     node = next(free, None)
     if node is not None:
-        fact = "the model's operators hang together too closely for the cheapest plan to be found: a near one was searched"
+        fact = "the model's operators are too densely connected to find the cheapest plan; a search found a near one"
         note(node).fallback = Fallback(
             note(node).module, op_name(node), fact, "a plan= that pins its parameters"
         )
@@ -88,7 +88,7 @@ def fallbacks(graph: Graph) -> list[Fallback]:
 
 
 def unlisted_operators(graph: Graph) -> list[str]:
-    """List what is known of operators without a row: `mine.scale in h.*.mlp: probed: may be split by d0, d2`.
+    """List the operators without a record, and how they may be split: `mine.scale in h.*.mlp: probed: may be split by d0, d2`.
 
     Layers that differ only in their number share a line.
     """
@@ -103,14 +103,14 @@ def unlisted_operators(graph: Graph) -> list[str]:
 def _unknown(node: Node, splitter: Splitter) -> Fallback | None:
     if splitter.axes.is_known(node):
         return None
-    fact = f"no rule knows {op_name(node)}, and probing refused it: {splitter.axes.refused(node)}"
+    fact = f"{op_name(node)} has no rule, and probing refused it: {splitter.axes.refused(node)}"
     return Fallback(note(node).module, op_name(node), fact, PLAIN_OPERATORS, flops(node))
 
 
 def _blocked(
     node: Node, assignment: Assignment, splitter: Splitter, nouns: dict[int, str]
 ) -> Fallback | None:
-    """A matrix product that stays whole, or attention that is not split by heads, because t does not divide."""
+    """Return the fallback of a matrix product that stays whole, or of attention that is not split by heads."""
     if not flops(node):
         return None
     taken: list[int] = []
@@ -118,11 +118,11 @@ def _blocked(
         taken += [_axis_of(operand, kind, splitter) for _, kind in types.shards]
     if splitter.is_as_wanted(node, taken):
         return None
-    # The names of what is split already: None for an axis without a name.
+    # The names of the axes that are split: None for one without a name.
     split_axes = [nouns.get(axis) for axis in taken]
     is_whole = not split_axes
     blocked = [(letter.size, _noun(node, letter, splitter, nouns)) for letter in splitter.blocked(node)]
-    # Heads are what people know; that the head size does not divide either would only confuse.
+    # If heads are blocked, the head size is not mentioned.
     of_heads = [(size, noun) for size, noun in blocked if noun in COUNTED]
     named = list(dict.fromkeys(of_heads or blocked))
     if not named or not (is_whole or of_heads) or any(noun in COUNTED for noun in split_axes):
@@ -145,41 +145,3 @@ def _noun(node: Node, letter: Letter, splitter: Splitter, nouns: dict[int, str])
             return "vocabulary factor"
     is_linear = op_name(node) == "aten.linear"
     return {"o": "output width", "i": "input width"}.get(letter.name, "size") if is_linear else "size"
-
-
-def axis_nouns(graph: Graph, splitter: Splitter) -> dict[int, str]:
-    """Return the names of axes, by their ids: heads, KV heads, query heads per KV head.
-
-    Two activations are multiplied along heads one by one (not summed over them), and tokens are not heads.
-    """
-    found: dict[int, str] = {}
-    activations = _of_inputs(graph)
-    for node in ops(graph):
-        if not flops(node) or any(operand not in activations for operand in operands(node)[:2]):
-            continue
-        # By letter. A letter that runs along two axes has grouped queries: KV heads, then the query heads of each.
-        groups: dict[str, list[int]] = {}
-        for letter in splitter.wanted_letters(node):
-            is_of_both = len(letter.places) > 1 and letter.form != QUERIES
-            if letter.out is not None and (is_of_both or letter.name == "repeat"):
-                groups.setdefault(letter.name, []).append(letter.ids[0])
-        for name, (first, *others) in groups.items():
-            found.setdefault(first, _noun_of_heads(name, is_grouped=bool(others)))
-            for axis in others:
-                found.setdefault(axis, REPEAT)
-    return found
-
-
-def _noun_of_heads(letter: str, *, is_grouped: bool) -> str:
-    if letter == "repeat":
-        return REPEAT
-    return KV_HEADS if is_grouped or letter == "kv" else HEADS
-
-
-def _of_inputs(graph: Graph) -> set[Node]:
-    """Return the values that depend on both inputs and parameters."""
-    dependent: set[Node] = set()
-    for node in graph.nodes:
-        if note(node).kind == "input" or not dependent.isdisjoint(node.all_input_nodes):
-            dependent.add(node)
-    return {node for node in dependent if note(node).of_params}

@@ -1,168 +1,340 @@
-"""Minimise a sum of tables whose choices are pairs, one part over each of two axes: never dearer than one axis after the other.
+"""Find the types over tp and over cp together: one strategy over each for every operator, at the least price of all pairs.
 
-In: choices and factors (`eliminate.py`), and the parts of every choice. Out: `Answer`: choices, their cost, those of both
-sequential orders, and a lower bound of the least cost.
+In: a graph without types, the `Splitter` of weights over tp, and that of tokens over cp. Out: a `Joint`: the problem over tp
+that is left once the types over cp are fixed, with its answer; the strategies over cp; and the cost of both. The conversions
+over cp, and their places among those over tp, are determined later (`split_tokens.py`).
 
-1. One axis is solved as if it were alone, then the other with that given, in both orders.
-2. From the cheaper one on, each axis is solved again with the other given, until the cost does not fall.
-3. Choices that no cheaper answer can have are dropped (`lower_bound.py`); what is left is solved at once, by elimination.
-   Where that takes too large tables, the answer of 2 stays, and the lower bound says by how much it may be off.
+- A pair of strategies is valid if every atom that both axes cut divides over the product of their ranks. Of tokens, cp cuts the
+  outer part; of all other dims, tp.
+- A value is converted over one axis after the other, in the cheaper order: each conversion moves the part that the other axis
+  leaves at that moment. The outer part of an atom is not converted while the other axis has the inner one.
 
-    answer = minimize_pairs(pair, alone, ("first", "second"))
-    answer.cost, answer.bound, answer.sequential["first"]
+    joint = solve_pairs(graph, weights, "cp", batched, attention="auto")
+    write_solved(joint.of_weights, weights)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterator
+from contextlib import suppress
+from functools import partial
+from itertools import product
 
 import numpy as np
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-from autoptd.passes.solve.assign import Solved
-from autoptd.passes.solve.eliminate import Factor, TableTooLarge, minimize, price
-from autoptd.passes.solve.lower_bound import tighten
-from autoptd.passes.solve.strategy import Strategy
+from autoptd.ir.layout import Layout
+from autoptd.ir.notes import note, payload, value
+from autoptd.ir.operators.record import QUERIES, argument, operands
+from autoptd.ir.types import I, R, Segmented
+from autoptd.passes.ops.costs import collective_seconds, compute_seconds, conversion_seconds, flops
+from autoptd.passes.solve.assignment import Joint
+from autoptd.passes.solve.minimize import Answer, Factor, Pair, TableTooLarge, minimize_pairs, narrowed
+from autoptd.passes.solve.prices import AxisPrices, edge_price, gathers_again, odd_price, places, tabulate
+from autoptd.passes.solve.problem import Problem, Solved, TypeVariable, Variables, solve_tied
+from autoptd.passes.solve.splits import Splitter, work_parts
+from autoptd.passes.solve.strategies import MICROBATCHES_PER_STEP, strategies_of
+from autoptd.passes.solve.ties import Strategy, find_ties
+from autoptd.passes.solve.tokens import TokenSplitter
 
-PICOSECONDS_PER_MICROSECOND = 1e6
-
-# Choices that are left of every variable.
-Left = Sequence[np.ndarray]
-# An answer, None where there is none, and its cost.
-Found = tuple[list[int] | None, float]
+# The two parts of a choice: over tp, and over cp.
+FIRST, SECOND = 0, 1
 
 
-@dataclass(frozen=True)
-class Answer:
-    """An answer to a sum of tables, in its units, with what is known of the least one.
+def solve_pairs(
+    graph: Graph, weights: Splitter, axis: str, batched: Collection[str], attention: str
+) -> Joint | None:
+    """Solve over the axis of `weights` and the `axis` of tokens, which splits `attention` as requested.
 
-    `sequential`: the least cost with the choices of one part fixed first, by the name of that part; infinite where there is
-    none. `bound` is a lower bound, equal to the cost where the answer is exact.
+    Returns None if the tables are too large to solve even one axis with the other one fixed.
+    """
+    tokens = TokenSplitter(
+        graph, weights.axes, axis, weights.mesh, weights.machine, batched, attention=attention
+    )
+    with suppress(TableTooLarge):
+        return _solve(graph, weights, tokens)
+    return None
+
+
+def _solve(graph: Graph, weights: Splitter, tokens: TokenSplitter) -> Joint:
+    solved = [node for node in graph.nodes if weights.decides(node) and node.op != "output"]
+    ways = {node: weights.ways(node) + tokens.ways(node) for node in solved if node.op == "call_function"}
+    ties = find_ties(graph, ways, weights.facts)
+    pairs = Pairs(weights, tokens, ties.same)
+    variables = Variables(solved, pairs, PairPrices(pairs), ties)
+    for node in solved:
+        variables.add(node, may_share=True)
+    # The node that each variable decides.
+    heads = dict(enumerate(variables.heads))
+    parts = {variable: np.array(pairs.parts[node]) for variable, node in heads.items()}
+    alone = []
+    for strategies, splitter in zip(pairs.over, (weights, tokens), strict=True):
+        problem = solve_tied(solved, strategies, AxisPrices(splitter), ties).problem
+        alone.append({variable: problem.answer[variable] for variable in heads})
+    factors = [*variables.all_factors(), *_asked(tokens, heads, parts, alone[FIRST])]
+    pair = Pair(variables.choices, factors, parts, _order(variables))
+    answer = minimize_pairs(pair, alone, (weights.axis, tokens.axis))
+    of_tokens = {}
+    for node in solved:
+        variable = variables.variable[node]
+        of_tokens[node] = pairs.over[SECOND].of(node, parts[variable][answer.choices[variable], SECOND])
+    return Joint(answer, _of_weights(pair, answer, variables, pairs), of_tokens)
+
+
+def _asked(
+    tokens: TokenSplitter, heads: dict[int, Node], parts: dict[int, np.ndarray], alone: dict[int, int]
+) -> Iterator[Factor]:
+    """Yield tables that keep attention split over tp as it would be without cp, if the user decides how cp splits it.
+
+    A request that does not fit is then refused; the split over tp does not change for it.
+    """
+    if tokens.context == "auto":
+        return
+    for variable, node in heads.items():
+        if tokens.multiplies_activations(node) and tokens.reads_tokens(node):
+            yield (variable,), np.where(parts[variable][:, FIRST] == alone[variable], 0.0, math.inf)
+
+
+def _order(variables: Variables) -> list[int]:
+    """Return all variables in the order of the model: a value, its entry, its shared conversion."""
+    place = {i: float(i) for i in range(len(variables.choices))}
+    for offset, chosen in ((0.25, variables.entries), (0.5, variables.shared)):
+        for node, (i, _) in chosen.items():
+            place[i] = variables.variable[node] + offset
+    return sorted(place, key=place.__getitem__)
+
+
+def _of_weights(pair: Pair, answer: Answer, variables: Variables, pairs: Pairs) -> Solved:
+    """Return the problem over tp with the types over cp fixed, with its answer."""
+    left = pair.with_part(SECOND, pair.part_of(SECOND, answer.choices))
+    assert left is not None
+    ties, strategies = variables.ties, strategies_of(pairs.weights, variables.ties.same)
+    for variable, node in enumerate(variables.heads):
+        own = pairs.over[FIRST][node]
+        strategies[node] = [own[part] for part in pair.parts[variable][left[variable], FIRST]]
+    places = [int(np.flatnonzero(each == i)[0]) for each, i in zip(left, answer.choices, strict=True)]
+    choices = [len(each) for each in left]
+    problem = Problem(variables.variable, strategies, choices, list(narrowed(pair.factors, left)), places)
+
+    def types(chosen: dict[Node, TypeVariable]) -> dict[Node, Layout]:
+        return {
+            node: kinds[answer.choices[i]].over(pairs.weights.axis) for node, (i, kinds) in chosen.items()
+        }
+
+    enters = {node: ties.enters[node][0] for node in variables.entries}
+    return Solved(problem, types(variables.shared), types(variables.entries), enters)
+
+
+class Pairs(dict[Node, list[Strategy]]):
+    """The valid pairs of strategies of every node, made on first use, as strategies with types over both axes.
+
+    `parts[node][k]` are the indices of pair k in `over[0][node]` and `over[1][node]`.
     """
 
-    choices: list[int]
-    cost: float
-    sequential: dict[str, float]
-    bound: float
+    def __init__(self, weights: Splitter, tokens: TokenSplitter, same: dict[Node, Node]) -> None:
+        super().__init__()
+        self.weights, self.tokens, self.mesh = weights, tokens, weights.mesh
+        self.over = strategies_of(weights, same), strategies_of(tokens, same)
+        self.parts: dict[Node, list[tuple[int, int]]] = {}
+        self._merged: dict[tuple[Layout, Layout], Layout] = {}
+
+    def __missing__(self, node: Node) -> list[Strategy]:
+        self[node], self.parts[node] = [], []
+        read = list(dict.fromkeys(operands(node))) if node.op == "call_function" else []
+        # The first axis varies slowest: strategies that are whole over tp come first, as in its own list.
+        for i, first in enumerate(self.over[0][node]):
+            for j, second in enumerate(self.over[1][node]):
+                values = [(node, first.gives, second.gives)]
+                values += [(operand, first.needs[operand], second.needs[operand]) for operand in read]
+                # Positions of causal queries are counted along one axis.
+                is_twice = first.form == second.form == QUERIES and argument(node, "is_causal")
+                if not is_twice and all(self.divides(*each) for each in values):
+                    self[node].append(self._pair(node, first, second))
+                    self.parts[node].append((i, j))
+        return self[node]
+
+    def _pair(self, node: Node, first: Strategy, second: Strategy) -> Strategy:
+        needs = {operand: self.merged(types, second.needs[operand]) for operand, types in first.needs.items()}
+        gives = self.merged(first.gives, second.gives)
+        return Strategy(needs, gives, self._seconds(node, first, second), f"{first.why}; {second.why}")
+
+    def merged(self, first: Layout, second: Layout) -> Layout:
+        """Return the layout with the types over both axes."""
+        key = first, second
+        if key not in self._merged:
+            self._merged[key] = Layout(dict(first.types) | dict(second.types))
+        return self._merged[key]
+
+    def divides(self, node: Node, first: Layout, second: Layout) -> bool:
+        """Tell whether the atoms of a value that both axes cut divide into equal parts, one for every rank."""
+        for place in common_places(first, second):
+            cutting = [
+                axis for axis, kind in (*first.shards, *second.shards) if (kind.dim, kind.atom) == place
+            ]
+            ranks = math.prod(map(self.mesh.degree, cutting))
+            size = note(node).dims[place[0]][place[1]]
+            blocks = size.blocks if isinstance(size, Segmented) else (size,)
+            if any(block % ranks for block in blocks):
+                return False
+        return True
+
+    def _seconds(self, node: Node, first: Strategy, second: Strategy) -> float:
+        """Return the seconds of an operator that both axes split, or of storing a parameter."""
+        if note(node).kind == "param":
+            # Ranks along cp store the same part as their tensor rank, and sum its gradient once per step.
+            nbytes, machine = payload(node) / first.gives.pieces(self.mesh), self.tokens.machine
+            seconds = first.seconds
+            for axis, kind in second.gives.types:
+                if kind == R:
+                    summed = conversion_seconds(I, R, nbytes, self.mesh.degree(axis), machine)
+                    seconds += summed / MICROBATCHES_PER_STEP
+            return seconds
+        whole = compute_seconds(node, self.weights.machine)
+        cut = [self._cut(node, strategy) for strategy in (first, second)]
+        # The price that each axis adds to its part of the work: for repeated products, and reductions in local forms.
+        extra = first.seconds - whole / cut[0] + second.seconds - whole / cut[1]
+        return whole / cut[0] / cut[1] + extra
+
+    def _cut(self, node: Node, strategy: Strategy) -> float:
+        """Return the number of parts into which a strategy divides a matrix product; 1 for other operators."""
+        if not flops(node):
+            return 1
+        pieces = max(types.pieces(self.mesh) for types in (strategy.gives, *strategy.needs.values()))
+        cut = {operand for operand, types in strategy.needs.items() if types.shards}
+        return work_parts(node, cut, pieces)
+
+
+def common_places(first: Layout, second: Layout) -> frozenset[tuple[int, int]]:
+    """Return the atoms that both layouts cut, as (dim, atom)."""
+    return first.cut_places & second.cut_places
+
+
+class PairPrices:
+    """The `Prices` of types over both axes."""
+
+    def __init__(self, pairs: Pairs) -> None:
+        self.pairs, self.splitters = pairs, (pairs.weights, pairs.tokens)
+        self._parts: dict[Layout, tuple[Layout, Layout]] = {}
+        # By kind of value: see `_kind`.
+        self._tables: dict[tuple[Hashable, tuple[Layout, ...], tuple[Layout, ...]], np.ndarray] = {}
+        self._is_free: dict[tuple[int, Node, Layout, Layout], bool] = {}
+        self._prices: dict[tuple[int, Node, Layout, Layout, int], float] = {}
 
     @property
-    def is_exact(self) -> bool:
-        """Whether no other answer costs less."""
-        return self.bound >= self.cost
+    def loss(self) -> Layout:
+        return self.pairs.merged(self.pairs.weights.loss, self.pairs.tokens.loss)
 
-    @property
-    def gap(self) -> float:
-        """By which part of it the cost may exceed the least one."""
-        return (self.cost - self.bound) / self.cost if self.cost else 0.0
+    def parts(self, layouts: list[Layout]) -> tuple[list[Layout], list[Layout]]:
+        """Return the types over tp, and those over cp."""
+        for layout in layouts:
+            if layout not in self._parts:
+                first, second = self.splitters
+                self._parts[layout] = layout.over(first.axis), layout.over(second.axis)
+        both = [self._parts[layout] for layout in layouts]
+        return [first for first, _ in both], [second for _, second in both]
 
+    def _kind(self, node: Node) -> Hashable:
+        """Return everything about a value that the price of its conversions depends on."""
+        axes, is_several = self.pairs.tokens.axes, isinstance(value(node), (tuple, list))
+        ids: Hashable = tuple(map(tuple, axes.ids(node))) if axes.has(node) else node
+        return ids, note(node).layout, payload(node), note(node).kind, is_several
 
-@dataclass(frozen=True)
-class Pair:
-    """The two problems in one: for every variable the parts (over either axis) of each choice, where it has parts."""
+    def conversions(self, node: Node, sources: list[Layout], targets: list[Layout]) -> np.ndarray:
+        key = self._kind(node), tuple(sources), tuple(targets)
+        if key not in self._tables:
+            self._tables[key] = self._conversions(node, sources, targets)
+        return self._tables[key]
 
-    choices: list[int]
-    factors: list[Factor]
-    parts: dict[int, np.ndarray]  # [choice, axis]
-    order: list[int]
+    def _conversions(self, node: Node, sources: list[Layout], targets: list[Layout]) -> np.ndarray:
+        before, after = self.parts(sources), self.parts(targets)
+        orders = []
+        for k, other in ((0, 1), (1, 0)):
+            # During the first conversion, the other axis has the type of the source; during the second, that of the target.
+            first = self._moved(k, node, before[k], after[k], before[other], is_first=True)
+            second = self._moved(other, node, before[other], after[other], after[k], is_first=False)
+            orders.append(first + second)
+        return np.minimum(*orders)
 
-    def everything(self) -> list[np.ndarray]:
-        return [np.arange(count) for count in self.choices]
+    def _moved(
+        self,
+        axis: int,
+        node: Node,
+        sources: list[Layout],
+        targets: list[Layout],
+        held: list[Layout],
+        *,
+        is_first: bool,
+    ) -> np.ndarray:
+        """Return the price of conversions over one axis, [source, target].
 
-    def with_part(self, axis: int, part: dict[int, int]) -> list[np.ndarray] | None:
-        """Return the choices that have the given parts over one axis; None where a variable has none."""
-        left = self.everything()
-        for variable, wanted in part.items():
-            left[variable] = np.flatnonzero(self.parts[variable][:, axis] == wanted)
-            if not len(left[variable]):
-                return None
-        return left
+        Meanwhile the value has types `held` over the other axis: those of the source if this `is_first`, else of the target.
+        """
+        different = [list(dict.fromkeys(each)) for each in (sources, targets, held)]
+        rows, columns, third = map(np.array, map(places, (sources, targets, held), different))
+        # The other axis cuts the value, and one of its pieces is converted: there are few different numbers of pieces.
+        cut = [types.pieces(self.pairs.mesh) for types in different[2]]
+        numbers = sorted(set(cut))
+        prices = [self._price(axis, node, *each) for each in product(*different[:2], numbers)]
+        sizes = [len(each) for each in different]
+        table = np.reshape(prices, (*sizes[:2], len(numbers)))[:, :, np.searchsorted(numbers, cut)]
+        free = [self._free(axis, node, each, different[2]) for each in different[:2]]
+        table = np.where(free[0][:, None] & free[1][None], table, math.inf)
+        for i, j in product(*map(range, sizes[:2])):
+            if different[0][i] == different[1][j]:
+                table[i, j] = 0.0
+        return table[rows[:, None], columns[None], third[:, None] if is_first else third[None]]
 
-    def part_of(self, axis: int, answer: Sequence[int]) -> dict[int, int]:
-        """Return the parts of an answer over one axis."""
-        return {variable: int(parts[answer[variable], axis]) for variable, parts in self.parts.items()}
+    def _free(self, axis: int, node: Node, layouts: list[Layout], held: list[Layout]) -> np.ndarray:
+        """Tell which of `layouts` may be converted, or result from it, while the value has types `held` over the other axis."""
+        free = []
+        for key in product((axis,), (node,), layouts, held):
+            if key not in self._is_free:
+                self._is_free[key] = self._may_move(*key)
+            free.append(self._is_free[key])
+        return np.reshape(free, (len(layouts), len(held)))
 
+    def _may_move(self, axis: int, node: Node, layout: Layout, other: Layout) -> bool:
+        if not self.pairs.divides(node, layout, other):
+            return False
+        # tp has the inner part of tokens, cp that of all other dims.
+        shared = common_places(layout, other)
+        return all(axis == (0 if self.pairs.tokens.is_token(node, place) else 1) for place in shared)
 
-def minimize_pairs(pair: Pair, alone: Sequence[dict[int, int]], names: Sequence[str]) -> Answer:
-    """Minimise over pairs; `alone` are the parts of either axis where it is solved first.
+    def _price(self, axis: int, node: Node, source: Layout, target: Layout, pieces: int) -> float:
+        """Return the price of converting, over one axis, one of the `pieces` into which the other one cuts the value."""
+        key = axis, node, source, target, pieces
+        if key not in self._prices:
+            self._prices[key] = edge_price(self.splitters[axis], node, source, target, pieces=pieces)
+        return self._prices[key]
 
-    TableTooLarge where neither order can be solved.
-    """
-    sequential, best, cost = {}, None, math.inf
-    for axis, name in enumerate(names):
-        found, sequential[name] = minimize_left(pair, pair.with_part(axis, alone[axis]))
-        if sequential[name] < cost:
-            best, cost = found, sequential[name]
-    if best is None:
-        raise TableTooLarge.of_solver()
-    best, cost = _descend(pair, best, cost)
-    return _minimize_all(pair, best, cost, sequential)
+    def saved(
+        self, node: Node, reader: Node, savers: list[Node], sources: list[Layout], targets: list[Layout]
+    ) -> np.ndarray:
+        shape = len(sources), len(targets)
+        if reader not in savers:
+            return np.zeros(shape)
+        machine, mesh, nbytes = self.pairs.weights.machine, self.pairs.mesh, payload(node)
+        before, after = self.parts(sources), self.parts(targets)
+        pieces, again = [], []
+        for k, splitter in enumerate(self.splitters):
+            gathers = partial(gathers_again, splitter, reader)
+            again.append(tabulate(gathers, before[k], after[k]))
+            cut = np.array([types.pieces(mesh) for types in after[k]])[None]
+            pieces.append(np.where(again[k], splitter.degree, cut))
+        seconds = nbytes / pieces[0] / pieces[1] * machine.per_saved_byte
+        for k, splitter in enumerate(self.splitters):
+            other = np.array([types.pieces(mesh) for types in after[1 - k]])
+            gathered = [
+                collective_seconds("all-gather", nbytes / cut, splitter.degree, machine) for cut in other
+            ]
+            seconds = seconds + again[k] * np.array(gathered)[None]
+            seconds = seconds + (pieces[k] == 1) * nbytes / pieces[1 - k] * splitter.per_whole_byte
+        return seconds / len(savers)
 
-
-def minimize_left(pair: Pair, left: Left | None) -> Found:
-    """Return the cheapest answer of the choices that are left, with its cost: infinite where there is none."""
-    if left is None:
-        return None, math.inf
-    narrow = minimize([len(each) for each in left], list(narrowed(pair.factors, left)))
-    answer = [int(each[i]) for each, i in zip(left, narrow, strict=True)]
-    cost = price(answer, pair.factors)
-    return (answer, cost) if math.isfinite(cost) else (None, math.inf)
-
-
-def narrowed(factors: Iterable[Factor], left: Left) -> Iterator[Factor]:
-    """Yield the tables of the choices that are left."""
-    for names, table in factors:
-        yield names, table[np.ix_(*(left[name] for name in names))] if names else table
-
-
-def _descend(pair: Pair, answer: list[int], cost: float) -> tuple[list[int], float]:
-    """Solve each axis with the other one given, in turns, until the cost does not fall."""
-    axis, idle = 0, 0
-    while idle < 2:
-        found, new = minimize_left(pair, pair.with_part(axis, pair.part_of(axis, answer)))
-        if found is not None and new < cost:
-            answer, cost, idle = found, new, 0
-        else:
-            idle += 1
-        axis = 1 - axis
-    return answer, cost
-
-
-def _minimize_all(pair: Pair, answer: list[int], cost: float, sequential: dict[str, float]) -> Answer:
-    """Find the least cost of all pairs, which is at most `cost`, or a bound of it."""
-    bound, left = tighten(pair.choices, pair.factors, cost, pair.order)
-    if bound < cost:
-        try:
-            found, new = minimize_left(pair, left)
-        except TableTooLarge:
-            return Answer(answer, cost, sequential, bound)
-        # Take the first of equal answers, so that a plan known to work stays.
-        if found is not None and new < cost:
-            answer, cost = found, new
-    return Answer(answer, cost, sequential, cost)
-
-
-@dataclass(frozen=True)
-class Joint:
-    """What was solved over the axis of weights and that of tokens; `answer` says what both cost, in picoseconds."""
-
-    answer: Answer
-    of_weights: Solved
-    of_tokens: dict[Node, Strategy]
-
-    @property
-    def text(self) -> str:
-        """Say what both cost together, what each order would, and whether less is possible."""
-        answer, orders = self.answer, []
-        for axis, cost in answer.sequential.items():
-            more = f"+{100 * (cost / answer.cost - 1):.2f}%" if math.isfinite(cost) else "no plan"
-            orders.append(f"{axis} first {more}")
-        proof = f"at most {100 * answer.gap:.2g}% above the least"
-        if answer.is_exact:
-            proof = "exact, no other plan costs less"
-        price = f"{answer.cost / PICOSECONDS_PER_MICROSECOND:.6g} us"
-        return f"over {' and '.join(answer.sequential)} together {price}: {proof}; {', '.join(orders)}"
-
-
-__all__ = ["Answer", "Joint", "Pair", "minimize_pairs", "narrowed"]
+    def odd_layers(self, node: Node, entered: list[Layout], read: list[Layout]) -> np.ndarray:
+        before, after = self.parts(entered), self.parts(read)
+        total = np.zeros((len(entered), len(read)))
+        for k, splitter in enumerate(self.splitters):
+            total += tabulate(partial(odd_price, splitter, node), before[k], after[k])
+        return total

@@ -1,7 +1,7 @@
-"""What the solver pays: for converting a value, for saving it for backward, for a first layer that is unlike the others.
+"""The prices that the solver pays: for converting a value, for saving it for backward, and for an odd first layer.
 
-In: a value, its types, a reader. Out: seconds; infinite where there is no such conversion. All solvers take their prices from
-here: those of one axis (`AxisPrices`), and those of two axes at once (`pairs.py`).
+In: a value, its types, a reader. Out: seconds, infinite for an impossible conversion. `AxisPrices` has the prices of one axis;
+those of two axes at once (`joint.py`) are made of the same functions.
 
     prices = AxisPrices(splitter)
     prices.conversions(node, sources, targets)      # an array [source, target]
@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from typing import Protocol
 
 import numpy as np
 from torch.fx import Node
@@ -21,37 +20,17 @@ from torch.fx import Node
 from autoptd.ir.layout import Layout, Step
 from autoptd.ir.machine import Machine
 from autoptd.ir.notes import note, op_name, value
-from autoptd.ir.operators.table import operator_of
 from autoptd.ir.types import R, ValueType, padded_size
 from autoptd.passes.ops.costs import collective_seconds, conversion_price, odd_layer_price
-from autoptd.passes.solve.strategies import Splitter
+from autoptd.passes.solve.splits import Splitter
 
 PARAMETER_USES = {("I", "P"), ("I", "R"), ("I", "S"), ("R", "S")}
 # The price of one conversion, with the signature of costs.conversion_seconds.
 Price = Callable[[ValueType, ValueType, float, int, Machine], float]
 
 
-class Prices(Protocol):
-    """The seconds that a solver pays, for lists of types at once."""
-
-    @property
-    def loss(self) -> Layout:
-        """The type of the loss."""
-
-    def conversions(self, node: Node, sources: list[Layout], targets: list[Layout]) -> np.ndarray:
-        """Return the price of every conversion of a value: an array [source, target]."""
-
-    def saved(
-        self, node: Node, reader: Node, savers: list[Node], sources: list[Layout], targets: list[Layout]
-    ) -> np.ndarray:
-        """Return the price of what `reader` saves of a value for backward, [source, target]; the `savers` share a copy."""
-
-    def odd_layers(self, node: Node, entered: list[Layout], read: list[Layout]) -> np.ndarray:
-        """Return the price of a first layer that reads its value otherwise than the others theirs, [entered, read]."""
-
-
 class AxisPrices:
-    """The prices over one axis of a mesh; of a conversion, found once for all problems that are made of a graph."""
+    """The prices over one axis of a mesh; those of conversions are cached for all problems of a graph."""
 
     def __init__(self, splitter: Splitter) -> None:
         self.splitter = splitter
@@ -86,7 +65,7 @@ class AxisPrices:
 def tabulate(
     price: Callable[[Layout, Layout], float], rows: list[Layout], columns: list[Layout]
 ) -> np.ndarray:
-    """Return the prices [row, column]; those of equal pairs are asked for once."""
+    """Return the prices [row, column]; equal pairs are computed once."""
     different, others = list(dict.fromkeys(rows)), list(dict.fromkeys(columns))
     table = np.array([price(*both) for both in product(different, others)])
     table = table.reshape(len(different), len(others))
@@ -94,37 +73,30 @@ def tabulate(
 
 
 def places(layouts: list[Layout], different: list[Layout]) -> list[int]:
-    """Return where each of `layouts` stands among the different ones."""
+    """Return the index of each of `layouts` in `different`."""
     place = {layout: i for i, layout in enumerate(different)}
     return [place[layout] for layout in layouts]
 
 
 def odd_price(splitter: Splitter, node: Node, entered: Layout, read: Layout) -> float:
-    """Return the price of a first layer that reads `entered` where later ones `read` another type.
+    """Return the price of a first layer that reads `entered`, when later ones `read` another type.
 
-    Without it the cheapest first layer would often be unlike all others, for nanoseconds. A type that is hard to read
-    (`Splitter.is_plain`) costs as much.
+    Without it, the cheapest first layer would often differ from all others for a few nanoseconds. A type that is hard to
+    read (`Splitter.is_plain`) costs as much.
     """
     is_odd = entered != read or not splitter.is_plain(node, entered)
     return odd_layer_price(splitter.nbytes(node), splitter.degree, splitter.machine) if is_odd else 0.0
 
 
-def is_saved(node: Node, reader: Node) -> bool:
-    """Tell whether `reader` saves the value of `node`, an activation, for its backward."""
-    is_activation = note(node).of_params and note(node).kind != "param"
-    saves = operator_of(reader).keeps in ("operands", "probabilities")
-    return is_activation and saves and note(reader).needs_grad
-
-
 def gathers_again(splitter: Splitter, reader: Node, source: Layout, target: Layout) -> bool:
     """Tell whether backward of `reader` all-gathers its operand again, so that only the shards are saved."""
-    # S -> R alone: so `hook_gemms.gather_again` decides when it marks the gather.
+    # S -> R alone, by the same criterion as `hook_gemms.gather_again`.
     is_gather = bool(source.shards) and not source.sub_axes and target == splitter.over(R)
     return is_gather and op_name(reader) in ("aten.linear", "aten.addmm")
 
 
 def saved_price(splitter: Splitter, node: Node, reader: Node, source: Layout, target: Layout) -> float:
-    """Return the seconds that saving the value of `node` for backward of `reader` is worth."""
+    """Return the price of saving the value of `node` for backward of `reader`."""
     machine, t, nbytes = splitter.machine, splitter.degree, splitter.nbytes(node)
     if gathers_again(splitter, reader, source, target):
         seconds = nbytes / t * machine.per_saved_byte
@@ -132,11 +104,6 @@ def saved_price(splitter: Splitter, node: Node, reader: Node, source: Layout, ta
     pieces = target.pieces(splitter.mesh)
     seconds = nbytes / pieces * machine.per_saved_byte
     return seconds + (nbytes * splitter.per_whole_byte if pieces == 1 else 0.0)
-
-
-def price_table(seconds: np.ndarray | list[float]) -> np.ndarray:
-    """Round seconds to whole picoseconds: sums of them are exact in float64, and equal layers cost exactly the same."""
-    return np.round(1e12 * np.asarray(seconds))
 
 
 def edge_price(
@@ -147,10 +114,10 @@ def edge_price(
     count: Price = conversion_price,
     pieces: int = 1,
 ) -> float:
-    """Return the seconds that the solver pays for converting the value of `node`; infinite where that cannot be done.
+    """Return the price of converting the value of `node`; infinite if that is impossible.
 
-    `count` gives the price of one step: with `costs.conversion_seconds`, how long the conversion takes. Another axis, that is
-    solved at the same time, leaves one of `pieces` of the value.
+    `count` returns the price of one step; with `costs.conversion_seconds`, the result is the time that the conversion takes.
+    Another axis that is solved at the same time cuts the value into `pieces`, and one of them is converted.
     """
     if source == target:
         return 0.0
@@ -165,7 +132,7 @@ def edge_price(
 
 
 def _is_possible(splitter: Splitter, node: Node, path: list[Step]) -> bool:
-    # The pieces of a split are converted one by one, behind their getitem.
+    # The pieces of a split are converted one by one, after their getitem.
     if isinstance(value(node), (tuple, list)) or not splitter.may_convert(node, path):
         return False
     for step in path:
@@ -177,6 +144,3 @@ def _is_possible(splitter: Splitter, node: Node, path: list[Step]) -> bool:
         if note(node).kind == "param" and (step.before.kind, step.after.kind) not in PARAMETER_USES:
             return False
     return True
-
-
-__all__ = ["AxisPrices", "Prices", "edge_price", "gathers_again", "is_saved", "price_table", "saved_price"]

@@ -8,7 +8,7 @@ minimised. A size is written as the letter of its axis, or as `n` and the number
 | s | tokens | V | vocabulary | M | bytes per second of a rank's memory |
 | h | width of an embedding | t | tensor ranks | L | latency of a collective, in seconds |
 
-    symbols = Symbols(splitter, name_axes(graph, splitter))
+    symbols = Symbols(splitter, assignment.letters)
     symbols.flops(c_fc)                   # 2*b*h*n3072*s
     symbols.conversion(c_fc, step)        # L + 8*b*h*s*(t - 1)/(W*t)
     symbols.number(symbols.flops(c_fc))   # 9663676416
@@ -26,21 +26,63 @@ from torch.fx import Graph, Node
 from autoptd.ir import markers
 from autoptd.ir.layout import Step
 from autoptd.ir.mesh import AXES
-from autoptd.ir.notes import op_name, ops, shape, tensor
+from autoptd.ir.notes import note, op_name, ops, shape, tensor
+from autoptd.ir.operators.record import QUERIES, operands
 from autoptd.passes.axes.axes import Axis
 from autoptd.passes.ops.costs import conversion_seconds, flops
-from autoptd.passes.solve.fallbacks import HEADS, KV_HEADS, REPEAT, axis_nouns
-from autoptd.passes.solve.strategies import Splitter
+from autoptd.passes.solve.splits import Splitter
 
+HEADS, KV_HEADS, REPEAT = "heads", "KV heads", "query heads per KV head"
 LETTERS = {HEADS: "a", KV_HEADS: "g", REPEAT: "r"}
+COUNTED = (HEADS, KV_HEADS, REPEAT)
+
+
+def axis_nouns(graph: Graph, splitter: Splitter) -> dict[int, str]:
+    """Return the names of axes, by their ids: heads, KV heads, query heads per KV head.
+
+    Two activations are multiplied along heads one by one (not summed over them), and tokens are not heads.
+    """
+    found: dict[int, str] = {}
+    activations = _of_inputs(graph)
+    for node in ops(graph):
+        if not flops(node) or any(operand not in activations for operand in operands(node)[:2]):
+            continue
+        # By letter. A letter that runs along two axes has grouped queries: KV heads, then the query heads of each.
+        groups: dict[str, list[int]] = {}
+        for letter in splitter.wanted_letters(node):
+            is_of_both = len(letter.places) > 1 and letter.form != QUERIES
+            if letter.out is not None and (is_of_both or letter.name == "repeat"):
+                groups.setdefault(letter.name, []).append(letter.ids[0])
+        for name, (first, *others) in groups.items():
+            found.setdefault(first, _noun_of_heads(name, is_grouped=bool(others)))
+            for axis in others:
+                found.setdefault(axis, REPEAT)
+    return found
+
+
+def _noun_of_heads(letter: str, *, is_grouped: bool) -> str:
+    if letter == "repeat":
+        return REPEAT
+    return KV_HEADS if is_grouped or letter == "kv" else HEADS
+
+
+def _of_inputs(graph: Graph) -> set[Node]:
+    """Return the values that depend on both inputs and parameters."""
+    dependent: set[Node] = set()
+    for node in graph.nodes:
+        if note(node).kind == "input" or not dependent.isdisjoint(node.all_input_nodes):
+            dependent.add(node)
+    return {node for node in dependent if note(node).of_params}
+
+
 # A sympy expression: sympy has no type hints.
 Expression = Any
 
 
-def name_axes(graph: Graph, splitter: Splitter) -> dict[int, str]:
-    """Return the letters of the axes of an ANNOTATED graph, by their ids."""
-    # Later entries win: an axis that is both heads and tokens, of a model that folds them, is tokens.
-    letters = {axis: LETTERS[noun] for axis, noun in axis_nouns(graph, splitter).items()}
+def name_axes(graph: Graph, splitter: Splitter, nouns: dict[int, str]) -> dict[int, str]:
+    """Return the letters of the axes of an ANNOTATED graph, by their ids; `nouns` are those of `axis_nouns`."""
+    # Later entries win: an axis that is both heads and tokens, in a model that folds them, is tokens.
+    letters = {axis: LETTERS[noun] for axis, noun in nouns.items()}
     for node in ops(graph):
         if op_name(node) == "aten.embedding":
             letters |= {id(axis): "h" for axis in splitter.axes.atoms(node, len(shape(node)) - 1)}
@@ -107,6 +149,3 @@ class Symbols:
         symbol = sympy.Symbol(name, positive=True)
         self.values[symbol] = number
         return symbol
-
-
-__all__ = ["Symbols", "name_axes"]

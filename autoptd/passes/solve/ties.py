@@ -1,9 +1,14 @@
-"""Which operators and parameters get one answer from the solver: those at the same place of repeated layers.
+"""Strategies, and which nodes share one: those at the same place of repeated layers.
 
-In: a graph with its axes. Out: `Ties`. Two operators are alike if everything that the solver looks at is the same: operator,
-shapes, axes, the letters by which they may be split, and which of their operands have these. The values that go from layer to
-layer are tied as well, so that the first and the last layer are like all others; bringing the embedding to the first layer, or
-the last layer's result to the head, is a conversion between them.
+In: a graph, and what distinguishes its operators and values for the solver. Out: `Ties`, and the strategies of every node, made
+once for all tied nodes. Two operators are tied if everything that the solver reads of them is equal: operator, shapes, axes,
+the letters by which they may be split, and the operands that have these. The values that go from layer to layer are tied as
+well, so that the first and the last layer are like all others; between the embedding and the first layer, or the last layer
+and the head, a conversion takes up the difference.
+
+    strategies = Strategies(make, find_ties(graph, ways, facts).same)
+    strategies[node]            # all of them
+    strategies.of(node, 2)      # one: of a tied node, the others are not made
 """
 
 from __future__ import annotations
@@ -18,12 +23,76 @@ from torch.fx.node import map_aggregate
 
 from autoptd.ir.layout import Layout
 from autoptd.ir.notes import note, ops, output, tensor, value
+from autoptd.ir.operators.record import operands
 from autoptd.ir.periods import find_periods
-from autoptd.passes.solve.shard_pins import Pin
-from autoptd.passes.solve.splits import Split
 
+WHOLE = "whole on every rank"
 # A shorter repeat may be the queries, keys and values of one layer.
 MIN_OPERATORS_OF_LAYER = 6
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to run an operator, or to store a parameter, over a mesh axis.
+
+    It has the types of each operand (I for values without parameters) and of the result, seconds, the reason, and the name of
+    the operator's local form, if it has one.
+    """
+
+    needs: dict[Node, Layout]
+    gives: Layout
+    seconds: float
+    why: str
+    form: str = ""
+
+    @property
+    def is_split(self) -> bool:
+        """Whether ranks compute, or store, different parts of something."""
+        return any(types.shards for types in (self.gives, *self.needs.values()))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank computes, or stores, all of it."""
+        return self.gives.is_whole and not self.is_split
+
+
+class Strategies(dict[Node, list[Strategy]]):
+    """The strategies of every node, made by `make` on first use; `same` maps tied nodes to the node they are tied to."""
+
+    def __init__(self, make: Callable[[Node], list[Strategy]], same: dict[Node, Node]) -> None:
+        super().__init__()
+        self.make, self.same = make, same
+
+    def __missing__(self, node: Node) -> list[Strategy]:
+        head = self.same.get(node, node)
+        if head is node:
+            self[node] = self.make(node)
+        else:
+            counterpart = _counterparts(head, node)
+            self[node] = [_moved(strategy, counterpart) for strategy in self[head]]
+        return self[node]
+
+    def of(self, node: Node, i: int) -> Strategy:
+        """Return one strategy of a node."""
+        head = self.same.get(node, node)
+        if head is node or node in self:
+            return self[node][i]
+        return _moved(self[head][i], _counterparts(head, node))
+
+    def alike(self, node: Node) -> list[Strategy]:
+        """Return the strategies of the node that `node` is tied to, in terms of that node's operands."""
+        return self[self.same.get(node, node)]
+
+
+def _counterparts(head: Node, node: Node) -> dict[Node, Node]:
+    """Return the operand of `node` for each operand of `head`, the node that it is tied to."""
+    # Operands in order, each once: the k-th of layer 3 stands for the k-th of layer 0.
+    return dict(zip(dict.fromkeys(operands(head)), dict.fromkeys(operands(node)), strict=True))
+
+
+def _moved(strategy: Strategy, counterpart: dict[Node, Node]) -> Strategy:
+    needs = {counterpart[operand]: types for operand, types in strategy.needs.items()}
+    return Strategy(needs, strategy.gives, strategy.seconds, strategy.why, strategy.form)
 
 
 @dataclass(frozen=True)
@@ -38,17 +107,11 @@ class Ties:
     enters: dict[Node, list[Node]] = field(default_factory=dict)
 
 
-def find_ties(
-    graph: Graph,
-    splits: dict[Node, list[Split]],
-    known: Callable[[Node], list[Layout]],
-    pins: Mapping[Node, Pin],
-) -> Ties:
+def find_ties(graph: Graph, ways: Mapping[Node, Hashable], known: Callable[[Node], Hashable]) -> Ties:
     """Find the ties of a graph.
 
-    `splits` are the ways in which each operator may be split, `known` gives the types that tell a value from others of its
-    shape (those in which it may be stored in shards), and `pins` is what the user decided: a pinned parameter is not like one
-    that is not.
+    `ways` are equal for operators that may be split alike; `known` returns what distinguishes a value from others of its
+    shape: the types in which a parameter may be stored, and its pin.
     """
     body = list(ops(graph))
     # Equal facts have one number.
@@ -56,18 +119,17 @@ def find_ties(
     facts: dict[Node, int] = {}
     for node in graph.nodes:
         if node.op != "output" and value(node) is not None:
-            found = _facts(node, known), pins[node].where if node in pins else ""
-            facts[node] = numbers.setdefault(found, len(numbers))
+            facts[node] = numbers.setdefault(_facts(node, known), len(numbers))
     periods = find_periods(
         body,
-        [_signature(node, splits.get(node, []), facts) for node in body],
+        [_signature(node, ways.get(node), facts) for node in body],
         results={output(graph).args[0]},  # type: ignore[arg-type]
         rank=lambda period: () if period.length >= MIN_OPERATORS_OF_LAYER else None,
     )
     same: dict[Node, Node] = {}
     enters: dict[Node, list[Node]] = {}
     for period in periods:
-        # `first` is read by layer 0 in the place where layer k reads operator `index` of layer k - 1.
+        # Layer 0 reads `first` where layer k reads operator `index` of layer k - 1.
         for index, first in period.carried.items():
             enters.setdefault(first, []).append(body[period.start + index])
         # Operator j of every layer is decided with operator j of the first.
@@ -82,8 +144,8 @@ def find_ties(
     return Ties(same, enters)
 
 
-def _signature(node: Node, splits: list[Split], facts: dict[Node, int]) -> Hashable:
-    """Return everything that the solver looks at in an operator; operators of which it is equal are alike."""
+def _signature(node: Node, ways: Hashable, facts: dict[Node, int]) -> Hashable:
+    """Return everything that the solver reads of an operator; operators with equal signatures are alike."""
     place = {arg: i for i, arg in enumerate(node.all_input_nodes)}
 
     def without_numbers(arg: Any) -> Any:
@@ -93,21 +155,14 @@ def _signature(node: Node, splits: list[Split], facts: dict[Node, int]) -> Hasha
         return "#" if isinstance(arg, (int, float)) else arg
 
     literals = map_aggregate((node.args, node.kwargs), without_numbers)
-    ways = []
-    for split in splits:
-        for axis, letter in split.letters:
-            cut = tuple((place[arg], at) for arg, at in letter.places.items())
-            ways.append(
-                (axis, split.whole, split.order, letter.name, letter.size, cut, letter.out, letter.form)
-            )
-    return node.target, str(literals), tuple(ways), facts.get(node), tuple(facts.get(arg) for arg in place)
+    return node.target, str(literals), ways, facts.get(node), tuple(facts.get(arg) for arg in place)
 
 
-def _facts(node: Node, known: Callable[[Node], list[Layout]]) -> Hashable:
-    """Return what the solver looks at in a value."""
+def _facts(node: Node, known: Callable[[Node], Hashable]) -> Hashable:
+    """Return everything that the solver reads of a value."""
     record, result = note(node), value(node)
     results = result if isinstance(result, (tuple, list)) else [result]
     sizes = tuple(tuple(part.shape) for part in results)
-    # What has no gradient is wanted as I where other values are wanted as R, and nobody saves it.
+    # A value without gradient is read as I where others are read as R, and is not saved for backward.
     roles = record.of_params, record.needs_grad, record.kind == "param"
-    return sizes, tensor(node).dtype, record.dims, tuple(known(node)), roles
+    return sizes, tensor(node).dtype, record.dims, known(node), roles

@@ -27,7 +27,7 @@ from autoptd.passes.axes.masks import causal_keywords, window_of
 from autoptd.passes.context import Context
 from autoptd.passes.fusion.attention import PRODUCTS, attention
 from autoptd.passes.runner import CALLS, Form, divides_tokens, divides_values, graph_pass
-from autoptd.passes.solve.queries import ATTENTION, may_be_by_queries
+from autoptd.passes.solve.splits import ATTENTION, may_be_by_queries
 from autoptd.passes.tokens.both_traces import divides_queries, drop_unread, second_trace
 from autoptd.passes.tokens.shift import Maker
 

@@ -1,7 +1,7 @@
 """What the rewrites of a TRACED graph share: they change the trace with all samples alike.
 
 In: a TRACED graph and the context. Out: the second trace, as far as this run has rewritten it, in `ctx.found.whole`. The two
-are compared operator by operator later (`solve/literals.py`), so a rewrite happens in both or in neither.
+are compared operator by operator later (`samples.py`), so a rewrite happens in both or in neither.
 
     whole = second_trace(graph, ctx)
     ...                                 # the same in both
@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from autoptd.ir.notes import copy_graph, op_name, ops
 from autoptd.passes.context import Context
-from autoptd.passes.solve.queries import ATTENTION, may_be_by_queries
+from autoptd.passes.solve.splits import ATTENTION, may_be_by_queries
 
 # Attention, or a part of one that is written out.
 SCORED = (ATTENTION, "aten.softmax", "aten._safe_softmax")

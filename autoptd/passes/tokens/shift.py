@@ -129,7 +129,9 @@ def _tokens(axes: Axes, graph: Graph, ctx: Context) -> set[int]:
     """Return the ids of the axes of tokens that ranks can divide."""
     found: set[int] = set()
     for axis in ctx.mesh.token_axes:
-        splitter = TokenSplitter(graph, axes, axis, ctx)
+        splitter = TokenSplitter(
+            graph, axes, axis, ctx.mesh, ctx.machine, ctx.batched, attention=ctx.options.context.attention
+        )
         for node in filter(axes.has, graph.nodes):
             for dim in range(len(note(node).dims)):
                 atoms = [atom for atom in axes.atoms(node, dim) if atom.size % splitter.degree == 0]

@@ -27,10 +27,11 @@ from autoptd.passes.communicate import check_axes, meet_readers
 from autoptd.passes.context import Context
 from autoptd.passes.ops.costs import flops
 from autoptd.passes.runner import CALLS, Form, divides_tokens, graph_pass
-from autoptd.passes.solve.assign import Assignment, assign_tensor, find_plan, follows
+from autoptd.passes.solve.assign import assign_tensor, find_plan
+from autoptd.passes.solve.assignment import Assignment
 from autoptd.passes.solve.fallbacks import fallbacks, note_fallbacks
-from autoptd.passes.solve.queries import ATTENTION
-from autoptd.passes.solve.symbols import name_axes
+from autoptd.passes.solve.problem import follows
+from autoptd.passes.solve.splits import ATTENTION
 from autoptd.passes.solve.tokens import GATHERED_REMEDY, SHIFTED_REMEDY, TokenSplitter, is_repeat
 from autoptd.passes.tokens.attention_rewrites import degrees_of_copies
 
@@ -83,7 +84,15 @@ def split_tokens(graph: Graph, ctx: Context) -> None:
 
 
 def _split(graph: Graph, axis: str, ctx: Context) -> None:
-    splitter = TokenSplitter(graph, ctx.found.axes.connected(graph), axis, ctx)
+    splitter = TokenSplitter(
+        graph,
+        ctx.found.axes.connected(graph),
+        axis,
+        ctx.mesh,
+        ctx.machine,
+        ctx.batched,
+        attention=ctx.options.context.attention,
+    )
     _check_sizes(graph, splitter, ctx)
     splitter.order = choose_order(graph, splitter, ctx.options.context.tokens)
     if ctx.options.context.tokens == ZIGZAG:
@@ -95,7 +104,6 @@ def _split(graph: Graph, axis: str, ctx: Context) -> None:
     _check_split(assignment, splitter)
     note_fallbacks(graph, assignment, splitter)
     _note_gathers(assignment, splitter)
-    assignment.letters = name_axes(graph, splitter)
     ctx.found.assignments[axis] = assignment
     found = (replace(each, flops=each.flops * ctx.rows // ctx.traced_rows) for each in fallbacks(graph))
     ctx.found.fallbacks = tuple(found)

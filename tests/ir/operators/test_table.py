@@ -106,8 +106,8 @@ def test_names_of_records_are_operators_and_stand_once() -> None:
 # Constants outside of ir/operators that hold names of operators. What adds a well-behaved operator touches none of them.
 ELSEWHERE = {
     "ir/markers.py: OVER_CLASSES": "markers of our own, with the names of operators that they stand for",
-    "passes/axes/bounds.py: CHOOSES": "where the condition of a choice stands",
-    "passes/axes/constant_windows.py: ROWS": "windows of constants, for what is not derived from how entries move",
+    "passes/axes/constants.py: CHOOSES": "where the condition of a choice stands",
+    "passes/axes/constants.py: ROWS": "windows of constants, for what is not derived from how entries move",
     "passes/fusion/pointwise.py: FORMULA": "a pattern",
     "passes/fusion/attention.py: PRODUCTS": "a pattern",
     "passes/fusion/norms.py: SQUARES": "a pattern",

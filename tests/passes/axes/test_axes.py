@@ -10,8 +10,7 @@ import torch.nn.functional as F
 
 from autoptd.ir.notes import note
 from autoptd.ir.types import Segmented
-from autoptd.passes.axes.axes import Axes
-from autoptd.passes.axes.axis import Axis, atoms, unify
+from autoptd.passes.axes.axes import Axes, Axis, atoms, unify
 from tests.passes.graphs import Net, dims_text, find, traced
 
 Tensor = torch.Tensor

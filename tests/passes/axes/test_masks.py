@@ -16,10 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import autoptd
 from autoptd.ir.notes import Note, output, set_note
-from autoptd.passes.axes import bounds, constants, masks
-from autoptd.passes.axes.bounds import bounds_of
-from autoptd.passes.axes.constant_windows import Piece, whole
-from autoptd.passes.axes.constants import Constants
+from autoptd.passes.axes import constants, masks
+from autoptd.passes.axes.constants import Constants, Piece, bounds_of, whole
 from autoptd.passes.axes.masks import HIDDEN, SEEN, Masked, leaves_keys, proves_causal, proves_window
 
 S, TILE = 23, 4
@@ -28,8 +26,7 @@ S, TILE = 23, 4
 @contextmanager
 def limits(kept: int, block: int, tile: int) -> Iterator[None]:
     with (
-        mock.patch.multiple(constants, KEPT=kept, BLOCK=block),
-        mock.patch.multiple(bounds, KEPT=kept, TILE=tile),
+        mock.patch.multiple(constants, KEPT=kept, BLOCK=block, TILE=tile),
         mock.patch.multiple(masks, BLOCK=block, TILE=tile),
     ):
         yield
@@ -251,7 +248,7 @@ def test_long_rows_on_meta_are_compiled_a_block_at_a_time(window: int) -> None:
 
     with torch.device("meta"):
         model, ids = Decoder(window), torch.zeros(8, length, dtype=torch.long)
-    places = ("autoptd.passes.solve.policies.Constants", "autoptd.passes.fusion.fuse.Constants")
+    places = ("autoptd.passes.samples.Constants", "autoptd.passes.fusion.fuse.Constants")
     with limits(1 << 22, 1 << 24, 512), mock.patch(places[0], Counted), mock.patch(places[1], Counted):
         program = autoptd.compile(model, d=2, num_microbatches=4, example_inputs=(ids,))
     assert [one.op for one in program.fusions] == (["attention"] if window > length else [])

@@ -17,7 +17,7 @@ from autoptd.ir.notes import note, op_name, ops
 from autoptd.ir.types import S
 from autoptd.passes import check_connected
 from autoptd.passes.axes.axes import Axes
-from autoptd.passes.axes.vocabulary import Padding
+from autoptd.passes.solve.splits import Padding
 from tests.passes.graphs import Net, connect, find
 
 Tensor = torch.Tensor

@@ -14,7 +14,8 @@ from torch.fx import Graph, Node
 from autoptd.ir.notes import Note, op_name, ops, set_note
 from autoptd.ir.operators import table as rules
 from autoptd.ir.operators.record import operands
-from autoptd.passes.ops.probe import Claim, Probed, probe
+from autoptd.passes.ops.trials import Claim
+from autoptd.passes.ops.unlisted import Probed, probe
 from tests.passes.ops.test_table import T, traced
 from tests.passes.sharding import trace_call
 

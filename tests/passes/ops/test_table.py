@@ -21,7 +21,7 @@ from autoptd.ir.operators import links
 from autoptd.ir.operators.record import FIRST, Operator
 from autoptd.ir.operators.table import FOURIER, TABLE, linear_groups
 from autoptd.passes.axes.axes import Axes
-from autoptd.passes.axes.vocabulary import is_exact
+from autoptd.passes.solve.splits import is_exact
 from examples.gpt import GPT, GPTConfig
 from tests.compiler.test_compile import Einsum, UnequalFused
 from tests.passes.sharding import TOGETHER, check_letter, check_linear, trace_call, trace_model

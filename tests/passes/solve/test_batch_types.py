@@ -52,9 +52,9 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "nothing is known": (
         loss_of(lambda self, x: x.as_strided((2, 3), (1, 1))),
-        "no rule knows.*register_rule",
+        "has no rule.*register_rule",
     ),
-    "fold of samples": (loss_of(lambda self, x: x.reshape(2, -1)), "takes 2 rows together"),
+    "fold of samples": (loss_of(lambda self, x: x.reshape(2, -1)), "reads 2 rows together"),
     "fold with features": (
         loss_of(lambda self, x: x.reshape(-1, 8)),
         "mixes the samples|folds the batch|depends on",

@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from autoptd.passes.solve import eliminate
-from autoptd.passes.solve.eliminate import Factor, TableTooLarge, minimize, minimize_nearly
+from autoptd.passes.solve import minimize as minimizer
+from autoptd.passes.solve.minimize import Factor, TableTooLarge, minimize, minimize_nearly
 
 
 def cost(answer: tuple[int, ...], factors: list[Factor]) -> float:
@@ -100,8 +100,8 @@ def test_a_search_is_near_where_nothing_else_fits(seed: int, monkeypatch: pytest
     factors: list[Factor] = [(pair, draw.integers(0, 9, (3, 3)).astype(float)) for pair in pairs]
     exact, searched = minimize_nearly([3] * 8, factors)
     assert searched == 0 and exact == minimize([3] * 8, factors)
-    monkeypatch.setattr(eliminate, "LARGEST_TABLE", 30)
-    monkeypatch.setattr(eliminate, "LARGEST_TABLE_OF_SEARCH", 30)
+    monkeypatch.setattr(minimizer, "LARGEST_TABLE", 30)
+    monkeypatch.setattr(minimizer, "LARGEST_TABLE_OF_SEARCH", 30)
     found, searched = minimize_nearly([3] * 8, factors)
     assert searched > 0 and (found, searched) == minimize_nearly([3] * 8, factors)
     least, most = cost(tuple(exact), factors), cost((0,) * 8, factors)
@@ -115,5 +115,5 @@ def test_a_search_goes_around_what_is_forbidden() -> None:
     found, _ = minimize_nearly([4] * 14, [*factors, ((3,), np.array([math.inf, 5.0, 1.0, 2.0]))])
     assert found == [0, 0, 0, 2] + [0] * 10
     never: Factor = ((3,), np.full(4, math.inf))
-    with pytest.raises(TableTooLarge, match="too closely"):
+    with pytest.raises(TableTooLarge, match="too densely"):
         minimize_nearly([4] * 14, [*factors, never])

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.passes.solve.alternatives import alternatives
 from tests.parity.models import batch, gpt
 from tests.passes.graphs import annotate, find
 
@@ -29,10 +28,10 @@ def test_prices_are_differences_of_whole_plans() -> None:
     problem = assignment.problem
     assert problem is not None
     for node in problem.variable:
-        first, *rest = alternatives(problem, node)
+        first, *rest = problem.alternatives(node)
         assert first.is_chosen and first.seconds == 0.0 and first.strategy is assignment.strategies[node]
         assert all(one.seconds >= 0.0 for one in rest)
-    down = alternatives(problem, find(graph, "linear", 1))
+    down = problem.alternatives(find(graph, "linear", 1))
     assert down[0].strategy.why.startswith("row") and any(
         one.strategy.why.startswith("column") for one in down
     )

@@ -17,12 +17,26 @@ from torch.fx import Node
 
 import autoptd
 from autoptd.ir.notes import note
-from autoptd.passes.solve import joint, policies, two_axes
-from autoptd.passes.solve.assign import Assignment, Solved, write_solved
-from autoptd.passes.solve.eliminate import Factor, TableTooLarge, minimize, price
-from autoptd.passes.solve.joint import Answer, Found, Left, Pair, minimize_pairs, narrowed
-from autoptd.passes.solve.lower_bound import tighten
-from autoptd.passes.solve.strategies import Splitter
+from autoptd.passes import policies
+from autoptd.passes.solve import joint
+from autoptd.passes.solve import minimize as minimizer
+from autoptd.passes.solve.assign import write_solved
+from autoptd.passes.solve.assignment import Assignment
+from autoptd.passes.solve.minimize import (
+    Answer,
+    Factor,
+    Found,
+    Left,
+    Pair,
+    TableTooLarge,
+    minimize,
+    minimize_pairs,
+    narrowed,
+    price,
+    tighten,
+)
+from autoptd.passes.solve.problem import Solved
+from autoptd.passes.solve.splits import Splitter
 from examples.gpt import GPT, GPTConfig
 
 NAMES = ("first", "second")
@@ -111,7 +125,7 @@ def test_where_tables_are_too_large_the_gap_is_told(monkeypatch: pytest.MonkeyPa
         pair, alone = random_pair(seed)
         least = least_cost(pair)
         with monkeypatch.context() as patch:
-            patch.setattr(joint, "minimize_left", too_large_without(joint.minimize_left))
+            patch.setattr(minimizer, "minimize_left", too_large_without(minimizer.minimize_left))
             answer = minimize_pairs(pair, alone, NAMES)
         check(pair, answer)
         assert answer.bound <= least <= answer.cost
@@ -152,7 +166,7 @@ def pairs_of(monkeypatch: pytest.MonkeyPatch, model: nn.Module, **mesh: Any) -> 
         seen.append((pair, minimize_pairs(pair, alone, names)))
         return seen[-1][1]
 
-    monkeypatch.setattr(two_axes, "minimize_pairs", solved)
+    monkeypatch.setattr(joint, "minimize_pairs", solved)
     ids = torch.randint(8, (2, 8), generator=torch.manual_seed(0))
     autoptd.compile(model, **mesh, example_inputs=(ids,))
     return seen[0]

@@ -15,8 +15,9 @@ from autoptd.passes import Context
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.communicate import check_axes
 from autoptd.passes.ops.costs import flops
-from autoptd.passes.solve.policies import ByRule, Solved, policies
-from autoptd.passes.solve.strategies import Part
+from autoptd.passes.policies import Policy, policies
+from autoptd.passes.samples import assign_samples
+from autoptd.passes.solve.splits import Part
 from tests.passes.graphs import Net, context
 
 # Bytes that are saved for backward are dear: whatever may be split is.
@@ -28,16 +29,14 @@ def feed_forward(self: Net, x: torch.Tensor) -> torch.Tensor:
     return F.layer_norm(x + y, (16,)).square().mean()
 
 
-def test_the_batch_follows_by_rule_and_the_rest_is_solved() -> None:
-    first, second = policies(Context(Options(t=2)))
-    assert isinstance(first, ByRule) and first.axis == "batch"
-    assert second == Solved("tp", frozenset({Part.WEIGHTS}))
+def test_tp_splits_weights() -> None:
+    assert policies(Context(Options(t=2))) == (Policy("tp", frozenset({Part.WEIGHTS})),)
 
 
 @pytest.mark.parametrize(("asked", "keeps"), [(True, True), ("auto", False)])
 def test_sequence_parallelism_lets_tp_split_tokens(asked: bool | str, keeps: bool) -> None:
-    (*_, policy) = policies(Context(Options(t=2, sequence_parallel=asked)))
-    assert policy == Solved("tp", frozenset(Part), keeps_products=keeps)
+    (policy,) = policies(Context(Options(t=2, sequence_parallel=asked)))
+    assert policy == Policy("tp", frozenset(Part), keeps_products=keeps)
 
 
 @pytest.mark.parametrize(
@@ -48,8 +47,8 @@ def test_an_axis_splits_what_its_policy_says(may_split: set[Part]) -> None:
     model = Net(feed_forward, up=(64, 16), down=(16, 64))
     graph, ctx = context(model, torch.randn(4, 8, 16), t=2, pieces=2, machine=MACHINE)
     ctx.found.axes, ctx.found.assignments = Axes(graph), {}
-    for policy in (ByRule(), Solved("tp", frozenset(may_split))):
-        policy.assign(graph, ctx.found.axes, ctx)
+    assign_samples(graph, ctx.found.axes, ctx)
+    Policy("tp", frozenset(may_split)).assign(graph, ctx.found.axes, ctx)
     products = [note(node).layout["tp"] for node in ops(graph) if flops(node)]
     weights = [note(node).layout["tp"] for node in placeholders(graph, "param")]
     passes.communicate(graph, ctx)

@@ -11,6 +11,7 @@ from torch import nn
 
 import autoptd
 from autoptd.passes.solve import assign
+from autoptd.passes.solve.minimize import price
 from autoptd.program.program import Program
 from examples.gpt import GPT, GPTConfig
 from tests.codegen.test_repeats import Stack, batch
@@ -30,9 +31,9 @@ def solve(
     def both(solved: Any, strategies: Any, prices: Any, ties: Any, **keywords: Any) -> Any:
         found = solver(solved, strategies, prices, ties, **keywords)
         free = solver(
-            solved, assign.Strategies(prices.splitter, {}), prices, replace(ties, same={}), **keywords
+            solved, assign.strategies_of(prices.splitter, {}), prices, replace(ties, same={}), **keywords
         )
-        costs.extend(one.problem.price(one.problem.answer) for one in (found, free))
+        costs.extend(price(one.problem.answer, one.problem.factors) for one in (found, free))
         return found
 
     monkeypatch.setattr(assign, "solve_tied", both)

@@ -1,11 +1,21 @@
-"""Hold the numbers and constants of a trace against the number of rows: what follows it would be wrong in a microbatch.
+"""Assign the samples of a batch: find which atom of the inputs' dim 0 they are, keep them apart, and check numbers.
 
-In: a graph with the types of the batch, and a second trace with the rows of the whole batch. Out: a note at every operator
-that takes the numbers of the whole batch; PlanError for what else follows its size.
+In: a TRACED graph with named axes, and the context. Out: types over the batch, the dims of dropout masks that carry it, and
+notes at operators that take numbers of the whole batch.
+
+Rows that belong together, such as the chosen and rejected ones of a DPO batch, are `n x [2]` or, with `chunk(2, 0)`,
+`2 x [n]`. Replicas and microbatches divide n, so that a microbatch has the rows i and i + B/2. Every atom is tried on a copy
+of the graph; the batch is the first one that keeps groups apart.
+
+A number in the graph that follows the number of rows (`loss / x.shape[0]`) would be wrong in a microbatch, so the graph is
+compared with a second trace, of all rows of the batch.
+
+    assign_samples(graph, axes, ctx)
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -15,26 +25,80 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from autoptd.errors import PlanError
-from autoptd.ir.notes import (
-    note,
-    op_name,
-    shape,
-    site,
-    tensor,
-    value,
-)
+from autoptd.ir.notes import copy_graph, note, op_name, placeholders, shape, site, tensor, value
 from autoptd.ir.operators.record import argument, operands
 from autoptd.ir.operators.table import is_pointwise, operator_of
+from autoptd.passes.axes.axes import Axes
 from autoptd.passes.axes.constants import Constants
-from autoptd.passes.solve.batch_types import NUMBER_REMEDY, RULE_REMEDY
+from autoptd.passes.context import Context
+from autoptd.passes.solve.batch_types import (
+    NUMBER_REMEDY,
+    ONE_REMEDY,
+    RULE_REMEDY,
+    MixedSamples,
+    RowGroups,
+    assign_batch,
+    place_rows,
+)
+
+
+def assign_samples(graph: Graph, axes: Axes, ctx: Context) -> None:
+    """Fill the types over the batch of every node; PlanError if samples cannot be kept apart."""
+    constants = Constants(ctx.buffers)
+    atom = place_batch(graph, ctx)
+    assign_batch(graph, axes, set(ctx.batched), ctx.pieces, constants, atom, mixes=ctx.mixes)
+    place_rows(graph, set(ctx.batched), ctx.pieces, ctx.buffers, atom)
+    if ctx.second is not None:
+        check_literals(graph, ctx.second, constants, traces_all=ctx.traces_all)
+
+
+def place_batch(graph: Graph, ctx: Context) -> int:
+    """Return the atom of the inputs' dim 0 that replicas and microbatches divide; note its number of blocks.
+
+    PlanError if no atom keeps the samples of several pieces apart; RowGroups if a microbatch has a part of a group.
+    """
+    inputs = [node for node in placeholders(graph, "input") if note(node).name in ctx.batched]
+    most = max(inputs, key=lambda node: len(note(node).dims[0]), default=None)
+    if most is None or len(note(most).dims[0]) < 2:
+        return 0
+    sizes = note(most).dims[0]
+    # With one microbatch per replica, each must have whole groups of rows.
+    tried = [atom for atom, size in enumerate(sizes) if not (ctx.mixes and size % ctx.pieces)]
+    fits = (atom for atom in tried if _keeps_apart(graph, ctx, atom))
+    atom = next(fits, None)
+    if atom is None:
+        # A single piece may mix samples.
+        if ctx.pieces == 1:
+            return 0
+        raise MixedSamples(note(most).name, f"the model folds the batch dim into {sizes}", ONE_REMEDY)
+    group = shape(most)[0] // sizes[atom]
+    if ctx.rows % group:
+        raise RowGroups(note(most).name, group, ctx.rows)
+    for node in inputs:
+        note(node).rows = replace(note(node).rows, blocks=math.prod(sizes[:atom]))
+    return atom
+
+
+def _keeps_apart(graph: Graph, ctx: Context, atom: int) -> bool:
+    """Tell whether the types over the batch can be assigned if it is this atom of the inputs' dim 0."""
+    trial, constants = copy_graph(graph), Constants(ctx.buffers)
+    try:
+        assign_batch(
+            trial, Axes(trial), set(ctx.batched), max(ctx.pieces, 2), constants, atom, mixes=ctx.mixes
+        )
+        if ctx.second is not None:
+            check_literals(trial, ctx.second, constants, traces_all=ctx.traces_all)
+    except PlanError:
+        return False
+    return True
 
 
 def check_literals(graph: Graph, whole: Graph, constants: Constants, *, traces_all: bool) -> None:
-    """Compare traces of T rows and of the whole batch: sizes may differ where the batch is, any other number may not.
+    """Compare a trace of some rows with that of the `whole` batch: sizes may differ in the dim of the batch, no other number.
 
-    A literal that follows the batch size (`loss / x.shape[0]`) would be wrong in every microbatch: what computes entry by
-    entry takes that of the whole batch (`traces_all`: the first trace has all of its rows). Constants may be computed from
-    it as long as what the rest of the model reads of them is the same in both traces.
+    A literal that follows the batch size (`loss / x.shape[0]`) would be wrong in every microbatch: pointwise operators take
+    that of the whole batch (not if the first trace has all rows already: `traces_all`). Constants may be computed from the
+    batch size if the entries that other operators read are equal in both traces.
     """
     ours, theirs = list(graph.nodes), list(whole.nodes)
     if [(n.op, str(n.target)) for n in ours] != [(n.op, str(n.target)) for n in theirs]:
@@ -44,7 +108,7 @@ def check_literals(graph: Graph, whole: Graph, constants: Constants, *, traces_a
     growth = max((Fraction(whole_rows, rows) for rows, whole_rows in batches), default=Fraction(1))
     for node, other in zip(ours, theirs, strict=True):
         _check_made(node, other)
-        # What is made of all rows, in a trace of all rows, has the numbers and sizes of one device.
+        # An operator that reads all rows, in a trace of all rows, has the numbers and sizes of one device.
         if node.op != "call_function" or note(node).rows.of_all:
             continue
         if constants.is_constant(node):
@@ -68,11 +132,10 @@ def check_literals(graph: Graph, whole: Graph, constants: Constants, *, traces_a
 def _takes_numbers(node: Node, other: Node) -> bool:
     """Tell whether numbers of an operator may follow the batch size, as in `loss / x.shape[0]`.
 
-    What computes entry by entry does the same to every row, wherever that is, and what keeps a sum over samples pending is
-    linear in it.
+    A pointwise operator treats every row alike, on any rank, and an operator on a partial sum over samples is linear in it.
     """
     pairs = zip(_literals(node), _literals(other), strict=True)
-    # What is of a microbatch would need that one's numbers.
+    # A value of a microbatch alone would need the numbers of that microbatch.
     if note(node).rows.of_microbatch:
         return False
     are_numbers = all(type(a) is type(b) and type(a) in (int, float) for a, b in pairs if a != b)
@@ -80,7 +143,7 @@ def _takes_numbers(node: Node, other: Node) -> bool:
 
 
 def _is_slice_elsewhere(node: Node) -> bool:
-    """Tell whether a node slices another dim than the batch: its bounds may not follow the batch size at all."""
+    """Tell whether a node slices another dim than the batch: then its bounds must not follow the batch size."""
     if op_name(node) != "aten.slice":
         return False
     x = operands(node)[0]
@@ -109,7 +172,7 @@ def _constant_of(node: Node) -> torch.Tensor | None:
 
 
 def _check_constant(node: Node, other: Node, constants: Constants) -> None:
-    """Raise PlanError if what the rest of the model reads of a constant depends on the number of rows."""
+    """Raise PlanError if the entries of a constant that other operators read depend on the number of rows."""
     readers = [user for user in node.users if not constants.is_constant(user) and user.op != "output"]
     readers = [user for user in readers if not note(user).rows.of_all]
     places = [note(user).rows.equal.get(node) for user in readers]
@@ -121,8 +184,8 @@ def _check_constant(node: Node, other: Node, constants: Constants) -> None:
             raise PlanError(site(readers[0]), fact, "pass it to the model as an input")
         are_equal = constants.are_equal(node, other, None if place is None else place[0])
         if are_equal is None:
-            fact = f"a constant of shape {shape(other)} follows the number of rows, and its values cannot be looked at"
-            remedy = "make it without the batch dim (it is broadcast), or pass it as an input"
+            fact = f"a constant of shape {shape(other)} follows the number of rows, and its values cannot be examined"
+            remedy = "create it without the batch dim (it is broadcast), or pass it as an input"
             raise PlanError(site(node), f"{fact} (on meta, or too large)", remedy)
         if not are_equal:
             raise PlanError(
@@ -135,9 +198,10 @@ def _is_batch(node: Node) -> bool:
 
 
 def _check_growth(node: Node, other: Node, growth: Fraction) -> None:
-    """Check that a value is `growth` times as long in the dim where it carries the batch, and as long in all others.
+    """Check that a value is `growth` times as long in the dim that carries the batch, and equally long in all others.
 
-    A sum over the batch has no such dim: were any of its dims the batch's, its rule would have taken another for the batch.
+    All dims of a sum over the batch must be equally long: if one followed the batch size, the rule would have contracted the
+    wrong dim.
     """
     kind = note(node).layout.batch
     if value(node) is None or not isinstance(tensor(node), torch.Tensor):
@@ -148,7 +212,7 @@ def _check_growth(node: Node, other: Node, growth: Fraction) -> None:
     if tuple(wanted) != shape(other):
         raise PlanError(
             site(node),
-            f"its shape {shape(node)} depends on the batch size in a way no rule explains",
+            f"its shape {shape(node)} depends on the batch size, which its rules do not explain",
             RULE_REMEDY,
         )
 
@@ -169,6 +233,3 @@ def _literals(node: Node) -> list[Any]:
     visit(node.args)
     visit(node.kwargs)
     return literals
-
-
-__all__ = ["check_literals"]
