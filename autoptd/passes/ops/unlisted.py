@@ -1,7 +1,7 @@
 """Operators of which no record says how they may be split: the user's own rules, and what probing finds.
 
 `register_rule` takes a row of letters for an operator of torch's registry. When the operator is met, every letter is tried on
-random numbers (`probe.py`), and a row that is wrong is a PlanError. What nobody registered is probed for all of its dims.
+random numbers (`trials.py`), and a row that is wrong is a PlanError. What nobody registered is probed for all of its dims.
 
 In: a node. Out: its links, with where they come from.
 
