@@ -17,7 +17,7 @@ from autoptd.ir import markers
 from autoptd.ir.expert_mm import NAME as EXPERT_MM
 from autoptd.ir.noise import is_draw
 from autoptd.ir.notes import Note, op_name, ops, set_note
-from tests.passes.ops.test_table import EXAMPLES, r, traced
+from tests.ir.operators.test_examples import EXAMPLES, r, traced
 from tests.passes.sharding import trace_call
 
 Tensor = torch.Tensor

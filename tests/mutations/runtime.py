@@ -353,4 +353,9 @@ MUTATIONS = (
         "tests/runtime/world/test_world.py::test_ctrl_c_before_a_rank_has_its_job",
         ("jobs.put(_has_ended)", "pass"),
     ),
+    *planted(
+        "autoptd/runtime/world/world.py",
+        "tests/runtime/world/test_world.py -k order_of_ranks",
+        ("for part in parts[1:]:", "for part in parts[:0:-1]:"),
+    ),
 )

@@ -64,4 +64,9 @@ MUTATIONS = (
         "tests/wings/test_words.py",
         ("escape(visible(text))", "escape(text)"),
     ),
+    *planted(
+        "autoptd/wings/planner/tables.py",
+        "tests/wings/planner/test_plan.py -k column",
+        ('head = ["", "seconds", "TFLOP/s", "GB",', 'head = ["", "seconds", "GB", "TFLOP/s",'),
+    ),
 )

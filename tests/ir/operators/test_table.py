@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from autoptd.ir.notes import is_tensor, op_name, ops
 from autoptd.ir.operators.record import argument, operands, set_arguments
 from autoptd.ir.operators.table import TABLE, is_view, operator_of
-from tests.passes.ops.test_table import EXAMPLES, traced
+from tests.ir.operators.test_examples import EXAMPLES, traced
 
 ROOT = Path(__file__).parents[3] / "autoptd"
 aten = torch.ops.aten

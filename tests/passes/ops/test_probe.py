@@ -16,7 +16,7 @@ from autoptd.ir.operators import table as rules
 from autoptd.ir.operators.record import operands
 from autoptd.passes.ops.trials import Claim
 from autoptd.passes.ops.unlisted import Probed, probe
-from tests.passes.ops.test_table import T, traced
+from tests.ir.operators.test_examples import T, traced
 from tests.passes.sharding import trace_call
 
 LIB = torch.library.Library("probed", "DEF")

@@ -72,6 +72,18 @@ def test_pins_are_kept() -> None:
     assert NOT_ASKED not in free.rejected
 
 
+def test_the_table_has_a_column_for_each_term_that_counts() -> None:
+    """Seconds, TFLOP/s and GB, then where the seconds go, in the order of a step; what is 0 in all plans is left out."""
+    _, head, *_ = str(plan(SMALL, gpus=1, batch=8)).splitlines()
+    assert head.split() == ["seconds", "TFLOP/s", "GB", "compute", "recompute", "optimizer", "plan"]
+    _, head, *rows = str(plan(SMALL, gpus=16, batch=64, t=2, p=2, recompute="full")).splitlines()
+    parts = ["compute", "recompute", "tensor", "pipeline", "bubble", "data", "optimizer"]
+    assert head.split() == ["seconds", "TFLOP/s", "GB", *parts, "plan"]
+    # Numbers end where their names do.
+    ends = [head.index(name) + len(name) for name in ("seconds", "TFLOP/s", "GB", *parts)]
+    assert all(row[end - 1] in "0123456789%" and row[end] == " " for row in rows[:5] for end in ends)
+
+
 def test_best_is_what_predict_says() -> None:
     """The choice's seconds, bytes and parts are those of `predict`; the listed ones are in order."""
     found = plan(GPT_22B, gpus=64, batch=128, recompute="full", precision="bf16")
