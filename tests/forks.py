@@ -8,6 +8,7 @@ Functions run there, and scripts, one process a rank:
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import runpy
@@ -18,6 +19,7 @@ import time
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 from tests.ports import free_port
 
@@ -80,6 +82,13 @@ def _run(script: Path, arguments: tuple[str, ...], env: dict[str, object], folde
         runpy.run_path(str(script), run_name="__main__")
     finally:
         sys.stdout.flush()
+
+
+def told(script: Path, ranks: int, *arguments: str, timeout: float = 240) -> list[Any]:
+    """Run a script, every rank of which must end well; return what each printed last, a line of JSON."""
+    results = finish(start(script, ranks, *arguments), timeout)
+    assert [code for code, _, _ in results] == [0] * ranks, "\n".join(err[-2000:] for _, _, err in results)
+    return [json.loads(out.splitlines()[-1]) for _, out, _ in results]
 
 
 def finish(started: list[Script], timeout: float) -> list[tuple[int, str, str]]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.forks import finish, start
+from tests.forks import told
 from tests.parity.test_peft import adapted
 
 pytestmark = pytest.mark.processes
@@ -16,9 +15,7 @@ pytestmark = pytest.mark.processes
 @pytest.mark.thorough
 def test_processes_load_and_save_an_adapter(tmp_path: Path) -> None:
     adapted("LoRA").save_pretrained(tmp_path / "given")  # type: ignore[operator]
-    results = finish(start(Path(__file__).parent / "share_an_adapter.py", 4, str(tmp_path)), timeout=240)
-    assert [code for code, _, _ in results] == [0] * 4, "\n".join(err[-2000:] for _, _, err in results)
-    found = [json.loads(out.splitlines()[-1]) for _, out, _ in results]
+    found = told(Path(__file__).parent / "share_an_adapter.py", 4, str(tmp_path))
     assert all(rank["is_same"] for rank in found) and len({rank["loss"] for rank in found}) == 1
     for rank in found:
         assert "there is no such folder (on rank 3)" in rank["said"]

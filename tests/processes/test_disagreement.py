@@ -4,12 +4,11 @@ all of them, at once.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.forks import finish, start
+from tests.forks import told
 
 pytestmark = pytest.mark.processes
 
@@ -64,13 +63,11 @@ MORE: dict[str, tuple[str, ...]] = {
 def test_ranks_that_differ_are_named_on_all_ranks(
     wanted: dict[str, tuple[str, ...]], arguments: tuple[str, ...]
 ) -> None:
-    results = finish(start(Path(__file__).parent / "disagree.py", 4, *arguments), timeout=240)
-    assert [code for code, _, _ in results] == [0] * 4, "\n".join(err[-2000:] for _, _, err in results)
-    told = [json.loads(out.splitlines()[-1]) for _, out, _ in results]
-    assert all(one == told[0] for one in told), told  # nobody goes on alone, all say the same
-    assert list(told[0]) == list(wanted)
+    found = told(Path(__file__).parent / "disagree.py", 4, *arguments)
+    assert all(one == found[0] for one in found), found  # no rank goes on alone, all say the same
+    assert list(found[0]) == list(wanted)
     for situation, facts in wanted.items():
-        said = told[0][situation]
+        said = found[0][situation]
         begins = said.startswith(facts[0]) if facts else not said
         assert begins and all(fact in said for fact in facts), (situation, said)
 
@@ -78,14 +75,12 @@ def test_ranks_that_differ_are_named_on_all_ranks(
 @pytest.mark.parametrize("arguments", [(), pytest.param(("more",), marks=pytest.mark.thorough)])
 def test_a_call_that_only_rank_0_makes_is_named_on_all_ranks(arguments: tuple[str, ...]) -> None:
     """By gloo alone it ends a process by SIGABRT, or hangs. A state dict of what every rank has in full needs no others."""
-    results = finish(start(Path(__file__).parent / "some_ranks_call.py", 2, *arguments), timeout=240)
-    assert [code for code, _, _ in results] == [0] * 2, "\n".join(err[-2000:] for _, _, err in results)
-    told = [json.loads(out.splitlines()[-1]) for _, out, _ in results]
-    for case, said in told[0].items():
+    found = told(Path(__file__).parent / "some_ranks_call.py", 2, *arguments)
+    for case, said in found[0].items():
         # What it does first has a name of its own.
         name, _, mesh = case.partition(" ")
         name = {"load_state_dict": "state dict", "eval_step": "check of the sizes"}.get(name, name)
-        for text in (said, told[1][case]):
+        for text in (said, found[1][case]):
             if (name, mesh) == ("state_dict", "{'d': 2}"):
                 assert text == "", text
                 continue

@@ -10,69 +10,56 @@ from typing import Any
 import pytest
 
 from autoptd.ir.actions import Kind, parse
-from tests.forks import finish, start
-from tests.processes import losses, share_updates
+from tests.forks import finish, start, told
+from tests.processes.beside_one_device import UPDATING
 from tests.processes.die_in_a_step import TIMEOUT_OF_STOPPED, UPDATE
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 
 pytestmark = pytest.mark.processes
-# What a script does with and without the word "more".
-MORE = pytest.mark.parametrize(
-    "more", [[], pytest.param(["more"], marks=pytest.mark.thorough)], ids=["few", "more"]
-)
 
 
 @pytest.mark.thorough
 def test_eight_processes_train_like_one_device(tmp_path: Path) -> None:
-    results = finish(start(HERE / "train_and_compare.py", 8, str(tmp_path)), timeout=240)
-    assert [code for code, _, _ in results] == [0] * 8, "\n".join(err[-2000:] for _, _, err in results)
-    told = json.loads(results[0][1].splitlines()[-1])
-    assert max(told["worst"].values()) <= 1e-9, told
-    assert min(told["worst"].values()) > 0 or told["worst"]["gradient"] > 0, "nothing was compared"
-    assert told["identical"], "a loaded checkpoint gives another loss"
-    assert told["eval_equals_step"]
-    assert told["pretrained"], "a saved folder gives another loss"
-
-
-@pytest.mark.parametrize(("word", "size"), [("few", 2), pytest.param("more", 4, marks=pytest.mark.thorough)])
-def test_processes_train_losses_with_batch_sums_halves_split_classes_and_mixed_rows(
-    word: str, size: int
-) -> None:
-    results = finish(start(HERE / "losses.py", size, word), timeout=180)
-    assert [code for code, _, _ in results] == [0] * size, "\n".join(err[-2000:] for _, _, err in results)
-    found = json.loads(results[0][1].splitlines()[-1])
-    assert len(found) == len(losses.LOSSES[word]) + len(losses.UPDATING[word])
-    assert max(found.values()) <= 1e-9, found
-
-
-@pytest.mark.thorough
-def test_four_processes_share_two_kv_heads() -> None:
-    """The groups of sub-axes are made by all ranks in one order."""
-    results = finish(start(HERE / "share_heads.py", 4), timeout=180)
-    assert [code for code, _, _ in results] == [0] * 4, "\n".join(err[-2000:] for _, _, err in results)
-    found = json.loads(results[0][1].splitlines()[-1])
-    assert max(found["worst"].values()) <= 1e-9 and found["axes"] == ["tp", "tp:(2)2"], found
-
-
-@pytest.mark.thorough  # by default with a sharded update, below
-def test_four_processes_divide_tokens_and_samples() -> None:
-    results = finish(start(HERE / "divide_tokens.py", 4), timeout=180)
-    assert [code for code, _, _ in results] == [0] * 4, "\n".join(err[-2000:] for _, _, err in results)
-    found = json.loads(results[0][1].splitlines()[-1])
+    found = told(HERE / "train_and_compare.py", 8, str(tmp_path))[0]
     assert max(found["worst"].values()) <= 1e-9, found
-    assert {"all-to-all over cp", "all-reduce over dp x cp"} <= set(found["kinds"]), found
+    assert min(found["worst"].values()) > 0 or found["worst"]["gradient"] > 0, "nothing was compared"
+    assert found["identical"], "a loaded checkpoint gives another loss"
+    assert found["eval_equals_step"]
+    assert found["pretrained"], "a saved folder gives another loss"
 
 
-@MORE
-def test_four_processes_share_the_update_in_one_world_after_the_other(more: list[str]) -> None:
+# The calls that a case is there for.
+CALLS = {
+    "kv heads": {"all-reduce over tp:(2)2", "all-reduce over tp"},
+    "tokens": {"all-to-all over cp", "all-reduce over dp x cp"},
+    "shared, t": {"reduce-scatter over dp", "all-reduce over tp"},
+}
+
+
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [
+        (2, ["contrastive of 2"]),
+        (4, ["shared, t", "shared, c"]),
+        *(
+            pytest.param(4, names, marks=pytest.mark.thorough)
+            for names in (
+                ["shared, p", "shared, half", "kv heads", "tokens"],
+                ["contrastive", "dpo_halves", "grpo_masked", "entropy_bonus", "load_balancing", *UPDATING],
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_worlds_train_like_one_device_one_after_the_other(size: int, names: list[str]) -> None:
     """Each world finds its own addresses in the store that all of them share."""
-    results = finish(start(HERE / "share_updates.py", 4, *more), timeout=180)
-    assert [code for code, _, _ in results] == [0] * 4, "\n".join(err[-2000:] for _, _, err in results)
-    worst = json.loads(results[0][1].splitlines()[-1])
-    meshes = share_updates.MORE if more else share_updates.FEW
-    assert len(worst) == len(meshes) and max(worst) <= 1e-9, worst
+    found = told(HERE / "beside_one_device.py", size, *names)[0]
+    assert list(found) == names
+    for name, worst in found.items():
+        assert CALLS.get(name, set()) <= set(worst.pop("calls", ())), found
+        assert max(worst.values()) <= 1e-9, found
 
 
 TWO, FOUR = {"p": 2}, {"p": 2, "d": 2}
@@ -107,12 +94,12 @@ def test_a_rank_killed_at_any_kind_of_action_ends_the_others_and_is_named(
     for (mesh, victim, action), others in zip(deaths, ends, strict=True):
         assert len(others) == mesh.get("p", 1) * mesh.get("d", 1) - 1
         for rank, end in others.items():
-            told = f"rank {victim} killed at {action}; rank {rank} said after {end['seconds']:.1f} s:\n{end['error']}"
-            assert end["code"] == 1 and 0 <= end["seconds"] < 15, told
-            assert end["error"].startswith("RuntimeFault: ") and f"rank {victim}" in end["error"], told
+            said = f"rank {victim} killed at {action}; rank {rank} said after {end['seconds']:.1f} s:\n{end['error']}"
+            assert end["code"] == 1 and 0 <= end["seconds"] < 15, said
+            assert end["error"].startswith("RuntimeFault: ") and f"rank {victim}" in end["error"], said
             assert any(
                 re.search(one.replace("RANK", rank), end["error"]) for one in waits_of(mesh, action)
-            ), told
+            ), said
 
 
 @pytest.mark.thorough
@@ -123,14 +110,14 @@ def test_where_the_host_of_the_store_is_stopped_every_rank_ends() -> None:
     for (mesh, action), others in zip(cases, ends, strict=True):
         assert len(others) == mesh["p"] * mesh.get("d", 1) - 1
         for rank, end in others.items():
-            told = (
+            said = (
                 f"rank 0 stopped at {action}; rank {rank} said after {end['seconds']:.1f} s:\n{end['error']}"
             )
-            assert end["code"] == 1 and 0 <= end["seconds"] < TIMEOUT_OF_STOPPED + 15, told
+            assert end["code"] == 1 and 0 <= end["seconds"] < TIMEOUT_OF_STOPPED + 15, said
             assert (
                 "RuntimeFault: rank" in end["error"]
                 and "the store does not answer: rank 0, or" in end["error"]
-            ), told
+            ), said
 
 
 def ends_of_others(cases: list[tuple[dict[str, int], int, str, str]]) -> list[dict[str, Any]]:
