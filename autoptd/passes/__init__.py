@@ -16,8 +16,7 @@ from autoptd.passes.cut import cut
 from autoptd.passes.fusion.fuse import find_fusions, substitute
 from autoptd.passes.group_rows import group_rows
 from autoptd.passes.hook_gemms import adds_to_gradient, hook_gemms, mark_owned
-from autoptd.passes.kept.explain import explain_kept
-from autoptd.passes.kept.keep import keep
+from autoptd.passes.kept.keep import explain_kept, keep
 from autoptd.passes.localize import localize
 from autoptd.passes.ops.costs import backward_flops, count_work, flops
 from autoptd.passes.ops.unlisted import register_rule

@@ -30,7 +30,7 @@ def check_traced(graph: Graph, ctx: Context) -> None:
     findings = [text for node in graph.nodes for text in _untraced(node)]
     loss = output(graph).args[0]
     if not isinstance(loss, Node) or not is_tensor(loss) or math.prod(shape(loss)) != 1:
-        findings.append(f"the output {loss} is no loss")
+        findings.append(f"the output {loss} is not a loss")
     if findings:
         raise InternalError("TRACED", "; ".join(findings))
 
@@ -41,9 +41,9 @@ def _untraced(node: Node) -> Iterator[str]:
     depends = record.kind == "param" or any(note(operand).of_params for operand in node.all_input_nodes)
     if node.op != "output" and record.of_params != depends:
         fact = "depends on parameters" if depends else "does not depend on parameters"
-        yield f"{site(node)} {fact}, and its note says otherwise"
+        yield f"{site(node)} {fact}, but its note says otherwise"
     if record.needs_grad and not record.of_params:
-        yield f"{site(node)} needs a gradient and depends on no parameter"
+        yield f"{site(node)} needs a gradient but depends on no parameter"
     if record.layout.types or record.stages:
         yield f"{site(node)} is {record.layout} of stages {record.stages} already"
 

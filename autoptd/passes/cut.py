@@ -213,7 +213,7 @@ def _check_pinned(backbone: list[Node], count: int) -> None:
     """Refuse pinned cuts that leave a stage empty: a view of a crossing value is computed where it is read."""
     for stage in _empty_stages(backbone, count):
         raise PlanError(
-            "plan: cut", f"stage {stage} has nothing to compute", "cut behind more than a view or a cast"
+            "plan: cut", f"stage {stage} has nothing to compute", "cut after more than a view or a cast"
         )
 
 
@@ -320,9 +320,9 @@ def _misplaced(node: Node, backbone: set[Node]) -> Iterator[str]:
         yield f"{node.name} is in stages {stages}"
     if node in backbone and len(stages) > 1:
         if not note(node).stages_why.startswith("computed again"):
-            yield f"{node.name} is in stages {stages}, and not said to be computed again"
+            yield f"{node.name} is in stages {stages}, but not marked as computed again"
         elif is_never_computed_again(node):
-            yield f"{node.name} is in stages {stages}, which {op_name(node)} may not be"
+            yield f"{node.name} is in stages {stages}, but {op_name(node)} may not be computed again"
     for arg in node.all_input_nodes:
         made = note(arg).stages
         missing = [stage for stage in stages if stage not in made]
@@ -331,6 +331,6 @@ def _misplaced(node: Node, backbone: set[Node]) -> Iterator[str]:
             yield f"{where}: it must be on all of them"
         # Values are only sent forward, so a stage before the producer can never receive one.
         elif any(stage < min(made, default=stage + 1) for stage in missing):
-            yield f"{where}, before it is made"
+            yield f"{where}, before it is computed"
         elif missing and not is_tensor(arg):
-            yield f"{where}, and is no tensor that could be sent"
+            yield f"{where}, and is not a tensor that could be sent"

@@ -29,7 +29,7 @@ from autoptd.ir.operators.record import operands
 from autoptd.ir.operators.table import operator_of, rows_read
 from autoptd.ir.types import E
 from autoptd.passes.context import Context
-from autoptd.passes.fusion.fuse import erase_unread
+from autoptd.passes.fusion.chain import erase_unread
 from autoptd.passes.runner import CALLS, Form, graph_pass
 from autoptd.passes.solve.experts import expert_table, rows_by_expert
 

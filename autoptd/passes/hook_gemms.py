@@ -1,8 +1,8 @@
-"""Attach communication hooks to the GEMMs of a LOCAL graph, as the last rewrite before emission (LOCAL ->
-LOCAL).
+"""Attach communication hooks to GEMMs, and find the all-reduces that may run in place: the last rewrites before
+emission (LOCAL -> LOCAL).
 
-In: a LOCAL graph, and the options that choose hooks. Out: `markers.linear`, an autograd function of the
-runtime, instead of each `linear` or `addmm` with a hook. All other GEMMs are unchanged.
+`hook_gemms`: instead of each `linear` or `addmm` with a hook, `markers.linear`, an autograd function of the
+runtime. All other GEMMs are unchanged.
 
 - *overlap*: if a GEMM is the only reader of an f (I -> R), with nothing but views between, f becomes part of
   the GEMM, so that the all-reduce of the input gradient overlaps the wgrad GEMM. An f that several GEMMs read
@@ -13,7 +13,16 @@ runtime, instead of each `linear` or `addmm` with a hook. All other GEMMs are un
   "deferred", an attribute of the stage (see runtime/ops/linear.py). This also holds for a head fused with its
   loss.
 
-    hook_gemms(graph, ctx)"""
+`mark_owned`: a g (P -> I) whose operand has no other reader, or an f (I -> R) whose gradient has none, is marked
+`is_owned` and emitted as `rt.p_to_i(x, tp, owned=True)`. Such a value was just computed by an operator whose backward
+does not need it:
+
+- g: the operand is the result of a GEMM or an addition, or rows of an embedding, and g is its only reader;
+- f: all readers are GEMMs, so the gradient is computed by a GEMM, or is autograd's sum of several GEMM
+  results.
+
+Views in between do not matter as long as they have no other readers.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +33,15 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from autoptd.ir import markers
-from autoptd.ir.layout import BATCH, typed_over
 from autoptd.ir.notes import Absorbed, note, op_name, ops, tensor
 from autoptd.ir.operators.table import operator_of
 from autoptd.passes.context import Context
+from autoptd.passes.kept.requested import gather_again, gemm_operands, weight_gradients
 from autoptd.passes.runner import CALLS, Form, graph_pass
 
 HEAD = markers.FUSED["linear_cross_entropy"]
 # The position of the weight among the operands.
 WEIGHTS = {markers.linear: 1, HEAD: 2}
-PLAIN_KWARGS: dict[str, object] = {"alpha": 1, "beta": 1}
 
 
 @graph_pass(takes=Form.LOCAL, gives=Form.LOCAL, changes=(CALLS, "axis", "gemm"))
@@ -75,40 +83,31 @@ def _mark_readers(node: Node, overlap: bool) -> list[Node]:
     """
     gemms = gather_again(node)
     if gemms:
-        count = sum(note(gemm_operands(gemm)[1]).needs_grad for gemm in gemms)  # type: ignore[index]
+        count = weight_gradients(gemms)
         # With several readers, the one with a weight gradient could not reduce-scatter for the others.
         overlaps = overlap and (len(gemms) == 1 or count > 1)
         note(node).gemm = replace(note(node).gemm, uses=count, overlaps=overlaps)
     return gemms
 
 
-def gather_again(node: Node) -> list[Node]:
-    """Return the GEMMs that read `node` if it gathers shards (S -> R) only for them, so that backward needs
-    only the shards.
-    """
-    if node.target is not markers.convert or note(node).conversion != "s_to_r" or node.kwargs.get("size"):
-        return []
-    # Rows of other replicas are gathered once, in forward only.
-    if typed_over(note(node).axis) == BATCH:
-        return []
-    # The list grows while it is walked: the readers of a reshape follow those of the value.
-    gemms, reads = [], [(node, user) for user in node.users]
-    for source, user in reads:
-        operands = gemm_operands(user)
-        if operands is not None and operands[0] is source and source not in operands[1:]:
-            gemms.append(user)
-        # The result of `rt.all_gather_again` can be reshaped, and nothing else.
-        elif operator_of(user).text == ".reshape" and tensor(user).shape[-1] == tensor(source).shape[-1]:
-            reads += [(user, reader) for reader in user.users]
-        else:
-            return []
-    count = sum(note(gemm_operands(gemm)[1]).needs_grad for gemm in gemms)  # type: ignore[index]
-    # A recomputed value is computed once for all uses in backward; a plan may pin that it is kept whole.
-    if note(node).keep.again is not None or note(node).keep.whole or not count:
-        return []
-    if any(note(gemm).stages != note(node).stages for gemm in gemms):
-        return []
-    return gemms
+def _is_parameter(weight: Any) -> bool:
+    return weight.op == "placeholder" and note(weight).kind == "param" and note(weight).needs_grad  # type: ignore[no-any-return]
+
+
+def _f_in_front(x: Node, reader: Node) -> Node | None:
+    """Return the f that `x` is, or is a view of, if `reader` is its only reader."""
+    while len(x.users) == 1 and note(x).stages == note(reader).stages and x.op == "call_function":
+        if x.target is markers.convert:
+            return x if note(x).conversion == "i_to_r" and note(x).needs_grad else None
+        record = operator_of(x)
+        if record.moves not in ("fold", "turn", "same") or record.cuts_gradient:
+            return None
+        x = x.args[0]  # type: ignore[assignment]
+    return None
+
+
+def _payload(f: Node) -> int:
+    return math.prod(note(f).local.shapes[0]) * tensor(f).element_size()
 
 
 def adds_to_gradient(weight: Node, stage: int) -> int:
@@ -128,41 +127,6 @@ def adds_to_gradient(weight: Node, stage: int) -> int:
     is_input_too = any(user.args.count(weight) > 1 for user in bypassing)
     needs_autograd = is_input_too or len(bypassing) < len(readers)
     return len(bypassing) + needs_autograd
-
-
-def _is_parameter(weight: Any) -> bool:
-    return weight.op == "placeholder" and note(weight).kind == "param" and note(weight).needs_grad  # type: ignore[no-any-return]
-
-
-def gemm_operands(node: Node) -> tuple[Node, Node, Node | None] | None:
-    """Return (input, weight, bias) of a linear, or of an addmm that is one; None for anything else."""
-    if op_name(node) == "aten.linear":
-        x, weight, *rest = node.args
-        # A matrix-vector product, as in value heads, is left to autograd.
-        if tensor(weight).dim() == 1:
-            return None
-        return x, weight, (rest[0] if rest else None)  # type: ignore[return-value]
-    is_plain = all(PLAIN_KWARGS.get(key) == given for key, given in node.kwargs.items())
-    if op_name(node) == "aten.addmm" and is_plain:
-        bias, x, weight = node.args
-        return (x, weight, bias) if tensor(bias).dim() == 1 else None  # type: ignore[return-value, arg-type]
-    return None
-
-
-def _f_in_front(x: Node, reader: Node) -> Node | None:
-    """Return the f that `x` is, or is a view of, if `reader` is its only reader."""
-    while len(x.users) == 1 and note(x).stages == note(reader).stages and x.op == "call_function":
-        if x.target is markers.convert:
-            return x if note(x).conversion == "i_to_r" and note(x).needs_grad else None
-        record = operator_of(x)
-        if record.moves not in ("fold", "turn", "same") or record.cuts_gradient:
-            return None
-        x = x.args[0]  # type: ignore[assignment]
-    return None
-
-
-def _payload(f: Node) -> int:
-    return math.prod(note(f).local.shapes[0]) * tensor(f).element_size()
 
 
 @graph_pass(takes=Form.LOCAL, gives=Form.LOCAL, changes=("is_owned",))

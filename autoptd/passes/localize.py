@@ -33,7 +33,6 @@ from autoptd.ir.operators.record import CLASSES, QUERIES, argument, operands, se
 from autoptd.ir.operators.table import is_over_classes, operator_of
 from autoptd.ir.types import Dims, S, ValueType, outer_size, padded_size
 from autoptd.passes.context import Context
-from autoptd.passes.over_batch import number_sums
 from autoptd.passes.runner import CALLS, Form, graph_pass
 from autoptd.passes.solve.batch_types import MARK
 
@@ -77,7 +76,7 @@ def localize(graph: Graph, ctx: Context) -> None:
             _local_placement(node, sizes)
         else:
             set_arguments(node, _local_sizes(node, sizes))
-    number_sums(graph)
+    _number_sums(graph)
     for node in graph.nodes:
         if value(node) is not None and node.op != "output":
             record = note(node)
@@ -237,6 +236,20 @@ def _local_sizes(node: Node, sizes: Sizes) -> dict[str, Any]:
     return {name: list(local_shapes(node, sizes)[0]) for name in record.sizes}
 
 
+def _number_sums(graph: Graph) -> None:
+    """Number the batch sums and note the round in which each is computed."""
+    rounds: dict[Node, int] = {}
+    number = 0
+    for node in graph.nodes:
+        # The last round among the sums that it is computed from.
+        known = max((rounds[read] for read in node.all_input_nodes), default=0)
+        rounds[node] = known
+        if node.target is markers.batch_sum:
+            node.args = (node.args[0], number)
+            note(node).rows = replace(note(node).rows, round=known)
+            rounds[node], number = known + 1, number + 1
+
+
 def check_local(graph: Graph) -> None:
     """Run every operator on fake tensors of local shapes and compare; raise InternalError with all findings.
 
@@ -286,6 +299,3 @@ def _local_result(node: Node) -> list[tuple[int, ...]] | str:
         return str(error).splitlines()[0]
     results = result if isinstance(result, (tuple, list)) else [result]
     return [tuple(part.shape) for part in results]
-
-
-__all__ = ["check_local", "localize"]

@@ -1,35 +1,36 @@
-"""Give readers sums over the whole batch, and numbers that depend on its size (CONNECTED -> CONNECTED).
+"""Divide work over the batch among microbatches and replicas: sums, means, penalties, constants (CONNECTED ->
+CONNECTED).
 
-In: a graph whose readers list in their notes the operands that they read as batch sums
-(`solve/batch_types.py`). Out: a `markers.batch_sum` after every such value, of type I over the batch.
-`number_sums` numbers them once stages are known.
+In: a graph with conversions over every value axis, whose readers list in their notes what they need of the whole
+batch (`solve/batch_types.py`). Out: the same graph with the markers and conversions that provide it:
 
-A batch sum may be computed from others (a variance from a mean): those are known one *round* earlier.
+- `take_whole_numbers` (ANNOTATED): numbers that depend on the batch size become those of the whole batch;
+- `read_batch_sums`: readers of a sum over the whole batch get a `markers.batch_sum`, of type I over the batch;
+- `take_whole_rows`: operators that mix samples read the rows of all replicas, each of which has one microbatch;
+- `divide_addends`: each microbatch adds an equal part of a value that is whole, and takes its rows of a constant.
 
     read_batch_sums(graph, ctx)     # mask.sum() -> batch_sum(mask.sum())
-    number_sums(graph)              # -> batch_sum(mask.sum(), 0), in round 0"""
+    take_whole_rows(graph, ctx)     # left @ right.T -> s_to_r(left) @ s_to_r(right.T)
+    divide_addends(graph, ctx)      # losses.sum() + penalty -> losses.sum() + share(penalty, 8)
+"""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 from torch.fx import Graph, Node
 
 from autoptd.ir import markers
 from autoptd.ir.layout import BATCH, shard_places
-from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import Note, Rows, note, ops, output, set_note
 from autoptd.ir.operators.record import operands
 from autoptd.ir.operators.table import linear_groups
 from autoptd.ir.types import CONVERSIONS, I, P, R, S
-from autoptd.passes.axes.axes import Place
 from autoptd.passes.communicate import check_over_batch, note_of, origin_of
 from autoptd.passes.context import Context
 from autoptd.passes.reader_names import reader_name
 from autoptd.passes.runner import CALLS, Form, divides_rows, graph_pass
 from autoptd.passes.solve.batch_types import adds_number
 
-__all__ = ["divide_addends", "number_sums", "read_batch_sums", "take_whole_numbers", "take_whole_rows"]
+SHARED = "all replicas have this loss: each counts an equal part"
 
 
 @graph_pass(takes=Form.ANNOTATED, gives=Form.ANNOTATED, when=divides_rows, changes=(CALLS,))
@@ -44,7 +45,10 @@ def take_whole_numbers(graph: Graph, ctx: Context) -> None:
     takes=Form.CONNECTED, gives=Form.CONNECTED, when=divides_rows, changes=(CALLS,), ensures=check_over_batch
 )
 def read_batch_sums(graph: Graph, ctx: Context) -> None:
-    """Insert the markers before the conversions of the sums that readers need."""
+    """Insert the markers before the conversions of the sums that readers need.
+
+    A batch sum may be computed from others (a variance from a mean): those are known one *round* earlier.
+    """
     made: dict[Node, Node] = {}
     for reader in list(ops(graph)):
         wanted = note(reader).rows.sums
@@ -80,48 +84,36 @@ def _sum_of(graph: Graph, arg: Node, made: dict[Node, Node]) -> Node:
     return result
 
 
-def number_sums(graph: Graph) -> None:
-    """Number the batch sums and note the round in which each is computed."""
-    rounds: dict[Node, int] = {}
-    number = 0
-    for node in graph.nodes:
-        # The last round among the sums that it is computed from.
-        known = max((rounds[read] for read in node.all_input_nodes), default=0)
-        rounds[node] = known
-        if node.target is markers.batch_sum:
-            node.args = (node.args[0], number)
-            note(node).rows = replace(note(node).rows, round=known)
-            rounds[node], number = known + 1, number + 1
-
-
-SHARED = "all replicas have this loss: each counts an equal part"
-
-
 @graph_pass(
     takes=Form.CONNECTED, gives=Form.CONNECTED, when=divides_rows, changes=(CALLS,), ensures=check_over_batch
 )
 def take_whole_rows(graph: Graph, ctx: Context) -> None:
-    """Insert the conversions after those over other axes, one for all readers; divide a whole loss."""
+    """Insert a conversion over dp, S -> R or P -> R, before operators that read rows whole; divide a whole loss.
+
+    It is an all-gather or an all-reduce in forward. Downstream values are the same on all replicas, and each replica
+    has a partial cotangent, as for a parameter: a whole loss is scaled by 1/d on each. The backward of the
+    conversion, a reduce-scatter or an all-reduce, adds these parts, and gradients are summed over dp as usual.
+    """
     made: dict[Node, Node] = {}
     for reader in list(ops(graph)):
         wanted = note(reader).rows.taken_whole
         for arg in list(reader.all_input_nodes) if wanted else ():
             if markers.unconverted(arg) in wanted:
                 if arg not in made:
-                    made[arg] = _convert(graph, arg, reader, ctx.mesh)
+                    made[arg] = _convert(graph, arg, reader, ctx)
                 reader.replace_input_with(arg, made[arg])
     loss = output(graph).args[0]
     assert isinstance(loss, Node)
     if note(loss).layout.batch == R:
-        _share_loss(graph, loss, ctx.mesh)
+        _share_loss(graph, loss, ctx)
 
 
-def _convert(graph: Graph, source: Node, reader: Node, mesh: Mesh) -> Node:
+def _convert(graph: Graph, source: Node, reader: Node, ctx: Context) -> Node:
     """Insert the conversion of a value before its first reader."""
-    (axis,) = mesh.batch_axes
+    (axis,) = ctx.mesh.batch_axes
     record, kind = note(source), note(source).layout.batch
     row = CONVERSIONS[kind.kind, "R"]
-    places = shard_places(record.dims, BATCH, [record.layout], mesh)
+    places = shard_places(record.dims, BATCH, [record.layout], ctx.mesh)
     with graph.inserting_before(reader):
         converted = graph.call_function(markers.convert, (source, row.name, *places))
     converted.meta["val"] = source.meta["val"]
@@ -133,10 +125,10 @@ def _convert(graph: Graph, source: Node, reader: Node, mesh: Mesh) -> Node:
     return converted
 
 
-def _share_loss(graph: Graph, loss: Node, mesh: Mesh) -> None:
+def _share_loss(graph: Graph, loss: Node, ctx: Context) -> None:
     """Scale the loss, which every replica has, to an equal part on each."""
     with graph.inserting_after(loss):
-        share = graph.call_function(markers.share, (loss, mesh.replicas))
+        share = graph.call_function(markers.share, (loss, ctx.mesh.replicas))
     share.meta["val"] = loss.meta["val"]
     record = note(loss)
     set_note(share, note_of(record, record, record.layout.having(BATCH, P))).reason = SHARED
@@ -186,7 +178,7 @@ def _share_number(node: Node, pieces: int) -> None:
     note(node).reason = f"a part of {number}: {pieces} pieces add up to it"
 
 
-def _take_first_rows(graph: Graph, reader: Node, constant: Node, place: Place) -> None:
+def _take_first_rows(graph: Graph, reader: Node, constant: Node, place: tuple[int, int]) -> None:
     """Give `reader` as many rows of a constant as its microbatch has; as all are equal, it takes the first."""
     for arg in reader.all_input_nodes:
         if origin_of(arg) is constant:

@@ -25,7 +25,7 @@ from autoptd.ir.notes import converted_types, local_shape, note, ops, placeholde
 from autoptd.ir.plan import Plan
 from autoptd.ir.types import CONVERSIONS, LOCAL_KINDS, wire_bytes
 from autoptd.passes.context import Context
-from autoptd.passes.hook_gemms import gather_again
+from autoptd.passes.kept.requested import gather_again
 from autoptd.passes.ops.costs import (
     collective_seconds,
     converted_bytes,

@@ -4,7 +4,7 @@ A pass is a function of a graph and a `Context`. It changes the graph in place (
 further results into `ctx.found`. A decorator states its contract:
 
     @graph_pass(takes=Form.ANNOTATED, gives=Form.CONNECTED, changes=("calls", "reason"), ensures=check)
-    def communicate(graph: Graph, ctx: Context) -> None: ...
+    def communicate(graph: Graph, ctx: Any) -> None: ...
 
 In: the passes, a graph in the form that the first one takes, the context. Out: the graph in the form that the
 last one gives; `Record` holds it in every earlier form. A broken contract is an InternalError that names the
@@ -14,7 +14,9 @@ pass.
     graph = run_passes((annotate, communicate), traced, ctx, record)
     record.graphs["ANNOTATED"], record.seconds["communicate"]
 
-Calling a pass directly, as its tests do, runs the bare function without checks."""
+Calling a pass directly, as its tests do, runs the bare function without checks. With AUTOPTD_DUMP, the graph is
+written as text after every pass.
+"""
 
 from __future__ import annotations
 
@@ -27,31 +29,19 @@ from dataclasses import dataclass, fields
 from enum import IntEnum
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 from torch.fx import Graph
 
 from autoptd.errors import InternalError
 from autoptd.ir.notes import Note, copy_graph, note, op_name, ops, payload, shape
 from autoptd.ir.scopes import activity
-from autoptd.passes.context import Context
 
-__all__ = [
-    "CALLS",
-    "Form",
-    "Pass",
-    "Record",
-    "divides_rows",
-    "divides_tokens",
-    "divides_values",
-    "graph_pass",
-    "run_passes",
-    "up_to",
-]
-
-
-Body = Callable[[Graph, Context], Graph | None]
+# The second argument of a pass is a `Context`. This file only reads its findings and whether values are divided, and
+# imports nothing that passes find.
+Body = Callable[[Graph, Any], Graph | None]
 # A check raises InternalError.
-Check = Callable[[Graph, Context], None]
+Check = Callable[[Graph, Any], None]
 # What a pass may change besides the fields of a Note: the set of operators, and their arguments.
 CALLS = "calls"
 # The fields of a Note, which a pass may change only if its contract lists them.
@@ -83,7 +73,7 @@ class Pass:
     run: Body
     takes: Form
     gives: Form
-    when: Callable[[Context], bool]
+    when: Callable[[Any], bool]
     changes: frozenset[str]
     finds: tuple[str, ...] = ()
     requires: Check | None = None
@@ -93,7 +83,7 @@ class Pass:
     def name(self) -> str:
         return self.run.__name__
 
-    def __call__(self, graph: Graph, ctx: Context) -> Graph:
+    def __call__(self, graph: Graph, ctx: Any) -> Graph:
         returned = self.run(graph, ctx)
         return graph if returned is None else returned
 
@@ -105,7 +95,7 @@ def graph_pass(
     *,
     takes: Form,
     gives: Form,
-    when: Callable[[Context], bool] = lambda ctx: True,
+    when: Callable[[Any], bool] = lambda ctx: True,
     changes: Sequence[str] = (),
     finds: Sequence[str] = (),
     requires: Check | None = None,
@@ -122,17 +112,17 @@ def graph_pass(
     return decorate
 
 
-def divides_values(ctx: Context) -> bool:
+def divides_values(ctx: Any) -> bool:
     """Tell whether values are split over ranks."""
     return ctx.mesh.value_ranks > 1
 
 
-def divides_tokens(ctx: Context) -> bool:
+def divides_tokens(ctx: Any) -> bool:
     """Tell whether tokens are split over a separate mesh axis."""
     return bool(ctx.mesh.token_axes)
 
 
-def divides_rows(ctx: Context) -> bool:
+def divides_rows(ctx: Any) -> bool:
     """Tell whether the rows of a step are split over microbatches or replicas."""
     return ctx.pieces > 1
 
@@ -183,7 +173,7 @@ class Record:
             self.seconds[what] = self.seconds.get(what, 0.0) + time.thread_time() - start
 
 
-def run_passes(passes: Sequence[Pass], graph: Graph, ctx: Context, record: Record) -> Graph:
+def run_passes(passes: Sequence[Pass], graph: Graph, ctx: Any, record: Record) -> Graph:
     """Run `passes` in order; return the graph that the last one gives.
 
     A TRACED graph is copied first, since several runs may begin with it, and earlier findings are cleared. A
@@ -211,7 +201,7 @@ def run_passes(passes: Sequence[Pass], graph: Graph, ctx: Context, record: Recor
     return graph
 
 
-def _run_pass(each: Pass, graph: Graph, before: _Seen, ctx: Context, record: Record) -> tuple[Graph, _Seen]:
+def _run_pass(each: Pass, graph: Graph, before: _Seen, ctx: Any, record: Record) -> tuple[Graph, _Seen]:
     """Run one pass between its checks; raise InternalError if it breaks its contract."""
     with record.timed("contracts"):
         if each.requires is not None:
@@ -230,7 +220,7 @@ def _run_pass(each: Pass, graph: Graph, before: _Seen, ctx: Context, record: Rec
     return graph, seen
 
 
-def _verify(each: Pass, what: str, check: Check, graph: Graph, ctx: Context) -> None:
+def _verify(each: Pass, what: str, check: Check, graph: Graph, ctx: Any) -> None:
     try:
         check(graph, ctx)
     except InternalError as error:

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 import autoptd
 from autoptd.ir import markers
 from autoptd.ir.notes import Note, set_note
-from autoptd.passes.hook_gemms import gather_again
+from autoptd.passes.kept.requested import gather_again
 from autoptd.passes.solve.ties import Ties
 from autoptd.program.program import Program
 from tests.parity.models import batch, gpt, separate

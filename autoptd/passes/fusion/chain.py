@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from autoptd.ir import markers
 from autoptd.ir.fusion import Group, Operand
@@ -131,3 +131,15 @@ def _is_floating(node: Any) -> bool:
 def local_size(node: Node) -> tuple[int, ...]:
     """Return the shape of a rank's part of a value of a LOCAL graph."""
     return tuple(note(node).local.shapes[0])
+
+
+def erase_unread(graph: Graph, members: list[Node]) -> None:
+    """Remove dead operators, and the operands that only they read."""
+    # Last ones first: torch.fx refuses to erase a node that has readers.
+    unread = sorted(set(members), reverse=True)
+    while unread:
+        node = unread.pop(0)
+        if node.op == "call_function" and not node.users:
+            read = node.all_input_nodes
+            graph.erase_node(node)
+            unread += [operand for operand in read if not operand.users and operand not in unread]

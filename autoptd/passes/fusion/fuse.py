@@ -28,7 +28,7 @@ from autoptd.ir.operators.table import is_over_classes
 from autoptd.passes.axes.constants import Constants
 from autoptd.passes.context import Context
 from autoptd.passes.fusion import attention, losses, norms, pointwise
-from autoptd.passes.fusion.chain import local_size
+from autoptd.passes.fusion.chain import erase_unread, local_size
 from autoptd.passes.runner import CALLS, Form, graph_pass
 
 aten = torch.ops.aten
@@ -277,15 +277,3 @@ def _call(graph: Graph, group: Group, target: Any, args: tuple[Any, ...], kwargs
         reason = "its mask is causal, and not read"
     set_note(made, replace(record, why="", forms={}, conversion="", fused=Fused(), reason=reason))
     return made
-
-
-def erase_unread(graph: Graph, members: list[Node]) -> None:
-    """Remove dead operators, and the operands that only they read."""
-    # Last ones first: torch.fx refuses to erase a node that has readers.
-    unread = sorted(set(members), reverse=True)
-    while unread:
-        node = unread.pop(0)
-        if node.op == "call_function" and not node.users:
-            read = node.all_input_nodes
-            graph.erase_node(node)
-            unread += [operand for operand in read if not operand.users and operand not in unread]

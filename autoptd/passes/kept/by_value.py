@@ -1,17 +1,27 @@
-"""Choose for every value of a layer whether it is kept for backward or made again: recompute="auto".
+"""Choose for every value of a layer whether it is kept for backward or recomputed: recompute="auto".
 
-In: a LOCAL graph, what every operator saves, what a plan pins of that, and what a stage pays for a byte less (`Rate`). Out: a
-`Wish`, as of the choices that users name (`requested.py`). Each layer is chosen for alone and exactly (`min_cut.py`);
-equal ones are solved once.
+In: a LOCAL graph, what every operator saves, the pins of a plan, and the price that a stage pays per byte (`Rate`).
+Out: a `Wish`, like those for the other values of `recompute` (`requested.py`).
 
-Values that a layer reads from outside, and values read after it, can only be kept."""
+Each layer is solved by itself, exactly; equal layers are solved once (`Region`: operators and values by number). A
+kept byte costs the price; an operator that runs again costs its seconds, and every value that it reads must be
+there, kept or recomputed. Values that a layer reads from outside, and values that are read after it, can only be
+kept.
+
+Let A(v): value v is available in backward, R(o): operator o runs again; a value costs its bytes if A(v) and not
+R(its maker). "R(o) implies A(v) for all v that o reads and makes" and the costs of single A and R form a closure
+problem (Picard 1976), whose optimum is a minimum cut of a graph with one node for each. Only seconds are rounded, to
+whole attoseconds. Of equal costs the one with fewer operators is taken, so that a higher price never keeps more
+bytes.
+
+    runs_again(Region(makes=((0,), (1,)), reads=((), (0,)), seconds=(1e-6, 1e-6), ...), price=1e-9)     # {1}
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import inf
 from typing import NamedTuple
 
@@ -19,9 +29,10 @@ import networkx as nx
 from torch.fx import Graph, Node
 
 from autoptd.ir.kept import Rate
+from autoptd.ir.machine import Machine
+from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import is_tensor, note
 from autoptd.ir.saved import SavedForBackward, Storage
-from autoptd.passes.context import Context
 from autoptd.passes.kept.requested import (
     Pinned,
     Wish,
@@ -32,30 +43,33 @@ from autoptd.passes.kept.requested import (
 )
 from autoptd.passes.ops.costs import forward_seconds
 
-__all__ = ["ByValue", "Region", "runs_again"]
+SOURCE, SINK = "runs", "rests"
+PER_SECOND = 10**18
 
 
 class ByValue:
-    """The layers of a graph, each with the cheapest choice for every price that was asked for."""
+    """The layers of a graph, each with the cheapest choice for every price that was requested."""
 
-    def __init__(self, graph: Graph, ctx: Context, saved: SavedForBackward, pinned: Pinned) -> None:
-        # Not kept as a whole: its readers keep the shard, and gather it again.
-        shards = {each.whole: each.shard for each in find_gathered(graph, saved)}
+    def __init__(
+        self, graph: Graph, saved: SavedForBackward, pinned: Pinned, mesh: Mesh, machine: Machine
+    ) -> None:
+        # A gathered value is not kept whole: its readers keep the shard, and gather it again.
+        shards = {pair.whole: pair.shard for pair in find_gathered(graph, saved)}
         needed = {
             shards.get(storage, storage)
-            for each in saved.of.values()
-            for storage in each
+            for storages in saved.of.values()
+            for storage in storages
             if not storage.is_private
         }
-        # Layers by stage.
+        seconds = partial(forward_seconds, mesh=mesh, machine=machine)
         self._layers: dict[int, list[_Layer]] = {}
         for layer in groups_of_layers(graph, Fraction(1), 1):
             stage = note(layer[0]).stages[0]
-            self._layers.setdefault(stage, []).append(_Layer(layer, ctx, saved, needed, shards, pinned))
+            self._layers.setdefault(stage, []).append(_Layer(layer, saved, needed, shards, pinned, seconds))
 
     @property
     def most_layers(self) -> int:
-        """The layers of the stage that has most of them; at least 1."""
+        """The number of layers of the stage with the most; at least 1."""
         return max(map(len, self._layers.values()), default=1)
 
     def choose(self, rate_of_stage: Callable[[int], Rate]) -> Wish:
@@ -76,23 +90,22 @@ class _Layer:
     def __init__(
         self,
         layer: list[Node],
-        ctx: Context,
         saved: SavedForBackward,
         needed: set[Storage],
         shards: dict[Storage, Storage],
         pinned: Pinned,
+        seconds: Callable[[Node], float],
     ) -> None:
         self.saved, self.needed, self.shards = saved, needed, shards
-        # What is made again at any price is there only where its maker runs.
+        # A value that is recomputed at any price is available only if its maker runs.
         self.never_kept = {*shards, *pinned.again}
         self.never_kept |= {shard for whole, shard in shards.items() if whole in pinned.again}
         self.storages: dict[Storage, int] = {}
-        self.makes = [self._made(node) for node in layer]
         # A view makes nothing, and costs nothing.
-        makers = [(node, made) for node, made in zip(layer, self.makes, strict=True) if made]
+        makers = [(node, made) for node in layer if (made := self._made(node))]
         self.makes = [made for _, made in makers]
         self.reads = [self._read(node) for node, _ in makers]
-        self.seconds = [self._seconds(node, ctx) for node, _ in makers]
+        self.seconds = [self._seconds(node, seconds) for node, _ in makers]
         self.bound = self._bound(set(layer), layer) | pinned.kept
         self.region = self._region()
         self.choices: dict[float, Wish] = {}
@@ -104,7 +117,7 @@ class _Layer:
         again = runs_again(self.region, price)
         made = {storage for i in again for storage in self.makes[i]}
         read = {storage for i in again for storage in self.reads[i]}
-        # Of a gathered value that is the whole: the shard is what would be kept of it.
+        # A gathered value is dropped whole if its shard, which would be kept, is recomputed.
         made_again = made & self.needed - self.bound
         dropped = {storage for storage in made_again if storage not in self.shards.values()}
         dropped |= {whole for whole, shard in self.shards.items() if shard in made_again}
@@ -121,8 +134,8 @@ class _Layer:
             return frozenset(map(number, storages & self.storages.keys()))
 
         return Region(
-            makes=tuple(tuple(map(number, each)) for each in self.makes),
-            reads=tuple(tuple(map(number, each)) for each in self.reads),
+            makes=tuple(tuple(map(number, storages)) for storages in self.makes),
+            reads=tuple(tuple(map(number, storages)) for storages in self.reads),
             seconds=tuple(self.seconds),
             nbytes=tuple(storage.nbytes for storage in self.storages),
             needed=numbers(self.needed),
@@ -137,16 +150,15 @@ class _Layer:
     def _read(self, node: Node) -> list[Storage]:
         return list(dict.fromkeys(self.saved.storage(arg) for arg in operands_of(node) if is_tensor(arg)))
 
-    def _seconds(self, node: Node, ctx: Context) -> float:
+    def _seconds(self, node: Node, seconds: Callable[[Node], float]) -> float:
         if not is_repeatable(node):
-            return math.inf
+            return inf
         # Backward gathers it in any case.
-        return (
-            0.0 if self.saved.storage(node) in self.shards else forward_seconds(node, ctx.mesh, ctx.machine)
-        )
+        is_gathered = self.saved.storage(node) in self.shards
+        return 0.0 if is_gathered else seconds(node)
 
     def _bound(self, own: set[Node], layer: list[Node]) -> set[Storage]:
-        """Return the storages that others than this layer make, or read."""
+        """Return the storages that operators outside of this layer make or read."""
         bound = {storage for read in self.reads for storage in read if storage.node not in own}
         for node in layer:
             if any(user not in own for user in node.users):
@@ -154,25 +166,28 @@ class _Layer:
         return bound
 
 
-SOURCE, SINK = "runs", "rests"
-PER_SECOND = 10**18
-
-
 class Region(NamedTuple):
-    """Operators and values of a layer by number: per operator what it makes and reads, its seconds (inf: runs once)."""
+    """Operators and values of a layer by number.
+
+    - `makes`, `reads`, `seconds`: per operator, the values that it makes and reads, and its seconds (infinite if it
+      may run only once).
+    - `nbytes`: per value.
+    - `needed`: values that backward reads; `free`: values that are available in any case; `never_kept`: values that
+      are available only if their maker runs again.
+    """
 
     makes: tuple[tuple[int, ...], ...]
     reads: tuple[tuple[int, ...], ...]
     seconds: tuple[float, ...]
-    nbytes: tuple[int, ...]  # per value
-    needed: frozenset[int]  # values that backward reads
-    free: frozenset[int]  # values that are there in any case
-    never_kept: frozenset[int]  # values that are there only where their maker runs again
+    nbytes: tuple[int, ...]
+    needed: frozenset[int]
+    free: frozenset[int]
+    never_kept: frozenset[int]
 
 
 @lru_cache(maxsize=4096)
 def runs_again(region: Region, price: float) -> frozenset[int]:
-    """Return the operators that run again, at least cost, for a `price` in seconds per byte."""
+    """Return the operators that run again, at the lowest cost, for a `price` in seconds per byte."""
     graph = nx.DiGraph()
     graph.add_nodes_from((SOURCE, SINK))
     weights = {
@@ -185,7 +200,7 @@ def runs_again(region: Region, price: float) -> frozenset[int]:
             # Nothing that reads these can run again.
             impossible |= region.never_kept.intersection(region.makes[i])
             continue
-        # What runs again makes its values for nothing: their bytes are counted above.
+        # An operator that runs again makes its values for free: their bytes are counted above.
         made = sum(weights["value", v] for v in region.makes[i])
         weights["operator", i] = round(seconds * PER_SECOND) - made
         for v in region.reads[i] + region.makes[i]:
@@ -195,19 +210,19 @@ def runs_again(region: Region, price: float) -> frozenset[int]:
             graph.add_edge(("value", v), ("operator", i))
     for v in region.needed:
         graph.add_edge(SOURCE, ("value", v))
-    # On the side of the source is what is chosen. A gain is lost by staying behind, a cost is paid by coming along.
-    for each, weight in weights.items():
+    # Nodes on the source's side are chosen. Leaving a node out loses its gain, choosing it pays its cost.
+    for item, weight in weights.items():
         if weight > 0:
-            graph.add_edge(each, SINK, capacity=weight)
+            graph.add_edge(item, SINK, capacity=weight)
         elif weight < 0:
-            graph.add_edge(SOURCE, each, capacity=-weight)
+            graph.add_edge(SOURCE, item, capacity=-weight)
     graph.add_edges_from((("value", v), SINK, {"capacity": inf}) for v in impossible)
     chosen = _smallest_side(graph)
     return frozenset(number for kind, number in chosen if kind == "operator")
 
 
 def _smallest_side(graph: nx.DiGraph) -> list[tuple[str, int]]:
-    """Return the nodes on the source's side of the minimum cut that has fewest of them."""
+    """Return the nodes on the source's side of the minimum cut with the fewest of them."""
     flow = nx.algorithms.flow.preflow_push(graph, SOURCE, SINK)
     reached, left = {SOURCE}, [SOURCE]
     while left:
@@ -216,4 +231,4 @@ def _smallest_side(graph: nx.DiGraph) -> list[tuple[str, int]]:
             if edge["flow"] < edge["capacity"] and to not in reached:
                 reached.add(to)
                 left.append(to)
-    return [each for each in graph if each in reached and each != SOURCE]
+    return [node for node in graph if node in reached and node != SOURCE]

@@ -1,12 +1,19 @@
-"""Mark the values saved for backward that are dropped after their forward, and what computes them again (LOCAL -> LOCAL).
+"""Mark the saved values that are dropped after their forward, and the operators that recompute them (LOCAL -> LOCAL).
 
-In: LOCAL, what every operator saves (`ctx.saved_by`), the keyword `recompute` (`requested.py`), and pins (`pins.py`). Out:
-marks that codegen writes out (`Keep`): `dropped` of a value that is not kept, with the words above its line, `again` of the
-operators that backward runs again for such values, their seconds, and `whole` of a gather that it does not
-repeat. And the bytes that every stage keeps.
+In: a LOCAL graph, what every operator saves (`ctx.saved_by`), the keyword `recompute` and the pins of a plan
+(`requested.py`, `by_value.py`). Out: the marks of `Keep`, which codegen writes out, and `Kept`, the bytes that every
+stage keeps:
 
-A value is dropped whoever saved it. Nothing is computed again that no backward reads: a recipe has the operators between what
-is kept, and what is dropped.
+- `dropped`, of a value that is not kept: the comment above its line;
+- `again`, of an operator that backward runs again for such values: its seconds;
+- `whole`, of a gather that backward does not repeat.
+
+A value is dropped whichever operator saved it. Only values that some backward reads are recomputed: a recipe has
+the operators between kept values and dropped ones. `explain_kept` lists the values of a module:
+
+    values for backward, of a microbatch       bytes  now                              recomputation
+    c_fc: aten.linear                     33,554,432  kept, of at most 4 microbatches        41.9 us
+    gelu: aten.gelu                       33,554,432  recomputed                             12.3 us
 """
 
 from __future__ import annotations
@@ -19,11 +26,11 @@ from torch.fx import Graph, Node
 
 from autoptd.errors import PlanError
 from autoptd.ir.kept import Kept, KeptValue, Rate
+from autoptd.ir.names import is_within
 from autoptd.ir.notes import is_tensor, note, op_name, ops
 from autoptd.ir.quantities import microseconds_text
 from autoptd.ir.saved import SavedForBackward, Storage
 from autoptd.passes.context import Context
-from autoptd.passes.hook_gemms import gather_again
 from autoptd.passes.kept.by_value import ByValue
 from autoptd.passes.kept.requested import (
     Wish,
@@ -31,13 +38,16 @@ from autoptd.passes.kept.requested import (
     choose,
     find_gathered,
     find_pinned,
+    gather_again,
     is_repeatable,
     operands_of,
 )
 from autoptd.passes.ops.costs import forward_seconds
 from autoptd.passes.runner import Form, graph_pass
 
-# What a stage holds, and the first operator that has it held.
+MAX_ROWS = 24
+HEADER = ("values for backward, of a microbatch", "bytes", "now", "recomputation")
+# The storages that a stage holds, each with the first operator that needs it held.
 Holders = dict[Storage, Node]
 
 
@@ -60,9 +70,8 @@ def _pinned(ctx: Context) -> tuple[Rate, ...]:
     if not pinned or asked is False:
         return ()
     if asked != "auto":
-        raise PlanError(
-            "plan: keep", f"goes with recompute='auto', not {asked!r}", "leave one of the two out"
-        )
+        fact = f"goes with recompute='auto', not {asked!r}"
+        raise PlanError("plan: keep", fact, "leave one of the two out")
     if len(pinned) != (count := max(ctx.ranks) + 1):
         fact = f"has rates for {len(pinned)} pipeline ranks, there are {count}"
         raise PlanError("plan: keep", fact, "one for each, or leave it out")
@@ -78,8 +87,8 @@ class Keeper:
         self._stages = by_stage(graph)
         asked, options = ctx.options.recompute.what, ctx.options
         pins = options.plan.keep
-        # A pass that is called by itself has no runtime to measure with. Under torch's compiler a layer's operators have no
-        # lines of their own.
+        # Saved values are unknown when a pass is called by itself. With torch's compiler, the operators of a layer
+        # have no lines to mark.
         self._is_asked = bool(
             self._saved.values
             and (asked or pins or (ctx.checkpointed and options.fuse.backend != "inductor"))
@@ -89,7 +98,9 @@ class Keeper:
         for node in self.pinned.gathers:
             note(node).keep = replace(note(node).keep, whole=True)
         self.is_by_value = self._is_asked and asked == "auto"
-        self._by_value = ByValue(graph, ctx, self._saved, self.pinned) if self.is_by_value else None
+        self._by_value = None
+        if self.is_by_value:
+            self._by_value = ByValue(graph, self._saved, self.pinned, ctx.mesh, ctx.machine)
 
     def mark(self, rates: Sequence[Rate] = ()) -> None:
         """Mark the graph again; by value at the rates of the pipeline ranks."""
@@ -111,15 +122,15 @@ class Keeper:
         return _held(self.graph, self._saved) if self._saved.values else {}
 
     def kept(self, rates: Sequence[Rate] = ()) -> Kept:
-        """Return bytes and seconds, as the graph is marked."""
+        """Return the bytes and seconds of every stage, as the graph is marked."""
         held, again = self.held(), dict.fromkeys(range(len(self.ctx.ranks)), 0.0)
         for node in ops(self.graph):
             again[note(node).stages[0]] += note(node).keep.again or 0.0
-        nbytes = tuple(_bytes_of(held.get(stage, {})) for stage in again)
+        nbytes = tuple(sum(storage.nbytes for storage in held.get(stage, {})) for stage in again)
         return Kept(nbytes, tuple(again.values()), tuple(rates))
 
     def values(self) -> Iterator[KeptValue]:
-        """Yield how every value is kept that an operator saves, as the graph is marked."""
+        """Yield every value that an operator saves, and how it is kept, as the graph is marked."""
         ctx = self.ctx
         for stage, holders in sorted(self.held().items()):
             in_flight = max((moment[stage] for moment in ctx.live), default=1)
@@ -136,15 +147,15 @@ class Keeper:
                 yield KeptValue(name, operator, storage.nbytes, storage not in holders, seconds, in_flight)
 
     def find_rates(self) -> tuple[Rate, ...]:
-        """Return the least rate of every pipeline rank at which its bytes fit, exactly; the highest where none does."""
+        """Return the lowest rate of every pipeline rank at which its bytes fit, exactly; the highest if none does."""
         ctx, prices = self.ctx, self.ctx.byte_prices
-        # A rank goes from price to price, layer by layer.
-        each = self._by_value.most_layers if self._by_value is not None else 1
-        last = (len(prices) - 1) * each
+        # A rank steps from one price to the next layer by layer.
+        steps_per_price = self._by_value.most_layers if self._by_value is not None else 1
+        last = (len(prices) - 1) * steps_per_price
 
         def rate(step: int) -> Rate:
-            low, layers = divmod(step, each)
-            return Rate(prices[low], prices[min(low + 1, len(prices) - 1)], layers / each)
+            low, layers = divmod(step, steps_per_price)
+            return Rate(prices[low], prices[min(low + 1, len(prices) - 1)], layers / steps_per_price)
 
         def fits(steps: list[int]) -> list[bool]:
             self.mark([rate(step) for step in steps])
@@ -155,7 +166,7 @@ class Keeper:
 
 
 def _least(fits: Callable[[list[int]], list[bool]], last: int, count: int) -> list[int]:
-    """Return the least steps of `count` ranks that fit, each from 0 to `last`; `last` where none does."""
+    """Return the fewest steps of `count` ranks that fit, each from 0 to `last`; `last` if none does."""
     too_low, enough = [-1] * count, [last] * count
     tried = [0] * count
     while any(low < high - 1 for low, high in zip(too_low, enough, strict=True)):
@@ -170,15 +181,13 @@ def _least(fits: Callable[[list[int]], list[bool]], last: int, count: int) -> li
     return enough
 
 
-def _bytes_of(held: Holders) -> int:
-    return sum(storage.nbytes for storage in held)
-
-
 def _held(graph: Graph, saved: SavedForBackward) -> dict[int, Holders]:
-    """Return what operators save and is not dropped, what is computed again reads, and what arrives with a gradient."""
+    """Return the storages that stages hold: what operators save and is not dropped, what recomputation reads,
+    and values that arrive with a gradient.
+    """
     dropped = {saved.storage(node) for node in ops(graph) if note(node).keep.dropped}
     # A value that is gathered again is held as its shard.
-    shards = {each.whole: each.shard for each in find_gathered(graph, saved)}
+    shards = {pair.whole: pair.shard for pair in find_gathered(graph, saved)}
     kept: dict[int, Holders] = {}
     for node in ops(graph):
         held = set(saved.of.get(node, ()))
@@ -207,7 +216,7 @@ def _arrives_at(node: Node) -> set[int]:
 
 
 def _mark(nodes: list[Node], wish: Wish, saved: SavedForBackward, ctx: Context) -> None:
-    """Mark the operators of a stage that make dropped values, and those that these need and are not kept."""
+    """Mark the operators of a stage that make dropped values, and those that make the operands that are not kept."""
     own = set(nodes)
     left: list[Node] = []
     for storage in wish.dropped:
@@ -217,7 +226,7 @@ def _mark(nodes: list[Node], wish: Wish, saved: SavedForBackward, ctx: Context) 
         return
     held = set().union(*(saved.of[node] for node in nodes))
     kept = held - set(map(saved.storage, left)) | wish.kept
-    # Of these the shard is kept. Where a recipe needs the whole value, its gather is the one for backward, too.
+    # A gathered value is kept as its shard. If a recipe needs the whole value, it is gathered once for both.
     gathered = {node for node in nodes if gather_again(node)} - set(left)
     kept -= {saved.storage(node) for node in gathered}
     kept |= {saved.storage(node.args[0]) for node in gathered}  # type: ignore[arg-type]
@@ -237,10 +246,33 @@ def _mark(nodes: list[Node], wish: Wish, saved: SavedForBackward, ctx: Context) 
 
 
 def _maker(storage: Storage, saved: SavedForBackward) -> list[Node]:
-    """Return the node whose value a storage is: of several results the piece that is taken; none that nobody takes."""
+    """Return the node whose value a storage is: the piece of an operator with several results; [] if none reads it."""
     if is_tensor(storage.node):
         return [storage.node]
     return [user for user in storage.node.users if saved.storage(user) == storage][:1]
 
 
-__all__ = ["Keeper", "keep"]
+def explain_kept(values: Sequence[KeptValue], path: str) -> str:
+    """Return a table of the saved values of the module at `path`, and how they are kept; "" if there are none."""
+    mine = [value for value in values if not path or is_within(value.module, path)]
+    if not mine:
+        return ""
+    rows = [HEADER]
+    for value in mine[:MAX_ROWS]:
+        name = ": ".join(filter(None, (_relative(value.module, path), value.operator)))
+        plural = "es" if value.in_flight > 1 else ""
+        now = "recomputed" if value.is_dropped else f"kept, of at most {value.in_flight} microbatch{plural}"
+        seconds = microseconds_text(value.seconds) if math.isfinite(value.seconds) else "impossible"
+        rows.append((name, f"{value.nbytes:,}", now, seconds))
+    name, nbytes, now, seconds = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = [f"{a:{name}}  {b:>{nbytes}}  {c:{now}}  {d:>{seconds}}" for a, b, c, d in rows]
+    if len(mine) > MAX_ROWS:
+        lines.append(f"and {len(mine) - MAX_ROWS} more; name a smaller module")
+    return "\n".join(lines) + "\n"
+
+
+def _relative(module: str, path: str) -> str:
+    """Return a module's name within the module at `path`; the last part for that module itself."""
+    if not path:
+        return module
+    return module.removeprefix(f"{path}.") if module != path else path.rpartition(".")[2]

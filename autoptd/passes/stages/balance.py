@@ -1,14 +1,19 @@
 """Choose where to cut a line of operators into stages, so that the busiest pipeline rank is least busy.
 
-In: a `Line` (seconds and bytes of every operator, what crosses, the positions where it may be cut), and the pipeline rank of
-every stage. Out: the chosen positions. With one stage per rank the answer is exact (dynamic programming over positions). With
-several it is exact where all combinations can be tried; otherwise cuts are moved for as long as that helps, and `Cuts.bound`
-says how far the result could be from the best.
+In: a `Line` (seconds and bytes of every operator, the values that may cross, the positions where it may be cut), and
+the pipeline rank of every stage. Out: the chosen positions. With one stage per rank the answer is exact (dynamic
+programming over positions). With several it is exact if all combinations can be tried; otherwise cuts are moved as
+long as that helps, and `Cuts.bound` says how far the result could be from the best.
 
     place(Line(work=[1, 1, 1, 3], points=[0, 1, 2]), ranks=[0, 1]).chosen == (2,)
 
-The busiest rank decides: with m microbatches a pipeline takes about m times its time per microbatch (SC'21, section 2.2). Where
-the schedule can be simulated (`makespan_of`), the cuts around the best one are compared by its makespan."""
+The busiest rank decides: with m microbatches a pipeline takes about m times its time per microbatch (SC'21, section
+2.2). If the schedule can be simulated (`makespan_of`), the cuts around the best one are compared by its makespan.
+
+The values that a rank keeps for backward have *levels*, from the fastest to the smallest. A rank takes the lowest
+level at which it fits, mixed with the one below: at level 1.25, a quarter of its layers keep as much as at level 2,
+the others as at level 1.
+"""
 
 from __future__ import annotations
 
@@ -19,30 +24,68 @@ from itertools import combinations, combinations_with_replacement
 
 import numpy as np
 
-__all__ = ["Array", "Cuts", "Level", "Line", "Table", "Value", "evaluate", "least_memory", "place"]
-
-
+Array = np.ndarray
 # Times that differ by less than this factor are equal.
 SLACK = 1 + 1e-9
-# Weight of the pace of the chunks (`_score`). Found by simulation: within 2% of the best cut of small interleaved pipelines.
+# Weight of the pace of the chunks (`_score`), by simulation: within 2% of the best cut of small interleaved pipelines.
 PACE = 0.25
-# Up to this many combinations of cuts are tried exhaustively.
+# Up to this many combinations of cuts are all tried.
 MAX_COMBINATIONS = 20_000
 # Rounds of simulation around the best cuts, and cuts that are simulated in each.
 MAX_ROUNDS, CUTS_PER_ROUND = 4, 16
-# Of few cuts, more moves are tried: further ones, and two cuts at once.
+# Up to this many boundaries, more moves are tried: larger ones, and two cuts at once.
 MAX_BOUNDARIES_FOR_ALL_MOVES = 40
-# Seconds of every stage, and those of what backward makes again -> seconds of the schedule.
+# (seconds of every stage, its seconds of recomputation) -> seconds of the schedule.
 MakespanOf = Callable[[Sequence[float], Sequence[float]], float]
 
 
 @dataclass(frozen=True)
-class Cuts:
-    """`chosen[k]` is the last operator of stage k; `loads`: seconds per pipeline rank, of which none can be below `bound`.
+class Value:
+    """The result of operator `made`, read by operators `reads` (ascending); `seconds` to send or receive it."""
 
-    `held`: bytes per pipeline rank; `saved` and `again`: bytes kept of a microbatch, and seconds to make the rest again, per
-    stage; `links`: seconds in which it sends and receives. `makespan`: seconds of the schedule, or of the busiest rank where
-    it is not simulated.
+    made: int
+    reads: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Level:
+    """Per operator: bytes saved per microbatch in flight, and seconds to recompute the values that are not saved."""
+
+    saved: Sequence[float]
+    again: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Line:
+    """Operators in model order.
+
+    - `work[i]`: seconds of operator i on one rank.
+    - `points`: the operators after which the line may be cut, ascending; `values`: those that may cross.
+    - `kept[i]`: bytes that a rank holds once for operator i (parameters and their state).
+    - `levels`: the ways to save values of a microbatch, each with fewer bytes and more seconds than the one before.
+    - `shared`: (bytes, operators) that a rank holds once if it has any of the operators (a tied weight).
+    - `working`: bytes that every pipeline rank needs in addition, whatever its stages are.
+    """
+
+    work: Sequence[float]
+    points: Sequence[int]
+    values: Sequence[Value] = ()
+    kept: Sequence[float] = ()
+    levels: Sequence[Level] = ()
+    shared: Sequence[tuple[float, tuple[int, ...]]] = ()
+    working: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Cuts with their costs.
+
+    - `chosen[k]`: the last operator of stage k.
+    - per pipeline rank: `loads`, seconds, the largest of which cannot be below `bound`; `held`, bytes.
+    - per stage: `saved`, bytes of a microbatch; `again`, seconds of recomputation; `links`, seconds of sends and
+      receives.
+    - `makespan`: seconds of the schedule, or of the busiest rank if it is not simulated.
     """
 
     chosen: tuple[int, ...]
@@ -54,10 +97,6 @@ class Cuts:
     links: tuple[float, ...]
     makespan: float
 
-    @property
-    def busiest(self) -> float:
-        return max(self.loads)
-
 
 def place(
     line: Line,
@@ -66,16 +105,16 @@ def place(
     memory: float = np.inf,
     makespan_of: MakespanOf | None = None,
 ) -> Cuts | None:
-    """Cut `line` into len(ranks) stages; None if there is no way to.
+    """Cut `line` into len(ranks) stages; None if that is impossible.
 
-    `live` are moments of the schedule: the number of microbatches in flight on every stage, of one rank each. No rank may hold
-    more than `memory` bytes.
+    `live` are moments of the schedule: the number of microbatches in flight on every stage of one rank. No rank may
+    hold more than `memory` bytes.
     """
     if len(line.points) < len(ranks) - 1:
         return None
     table = Table(line, ranks, live, memory)
     if len(set(ranks)) < len(ranks):
-        # Several stages per rank: the balanced stages are only where the search begins, once by time and once by memory.
+        # With several stages per rank, the search begins at balanced stages: once by time and once by memory.
         starts = [_balance(table, [costs] * len(ranks)) for costs in (table.costs(), table.bytes_of(0.0))]
         ends = _improve(table, [start for start in starts if start is not None])
     else:
@@ -97,7 +136,7 @@ def evaluate(
     memory: float = np.inf,
     makespan_of: MakespanOf | None = None,
 ) -> Cuts:
-    """Return the loads and bytes of cuts that were chosen elsewhere."""
+    """Return the costs of given cuts."""
     only = replace(line, points=tuple(chosen))
     table = Table(only, ranks, live, memory)
     return _cuts(table, only, np.arange(table.size), makespan_of)
@@ -106,10 +145,10 @@ def evaluate(
 def least_memory(line: Line, ranks: Sequence[int], live: Sequence[Sequence[int]] = ()) -> float:
     """Return the bytes of the fullest rank with the cuts that spread them best.
 
-    Exact for one stage per rank; with several, the best that the search finds.
+    This is exact for one stage per rank; with several, it is the best that the search finds.
     """
     table = Table(line, ranks, live, 0.0)
-    ends = _balance(table, [table.bytes_of(peak) + beside for peak, beside in table.needs()])
+    ends = _balance(table, [table.bytes_of(peak) + working for peak, working in table.needs()])
     if ends is not None and len(set(ranks)) < len(ranks):
         ends = _improve(table, [ends])
     return float(table.held(ends).max()) if ends is not None else np.inf
@@ -119,7 +158,7 @@ def _cuts(table: Table, line: Line, ends: Array, makespan_of: MakespanOf | None)
     again = table.again(ends)
     loads = table.per_rank(table.stages(ends) + again)
     has_chunks = len(set(table.ranks.tolist())) < len(table.ranks)
-    # With one stage per rank the answer is the best one; with several, none is better than equal shares of all the work.
+    # With one stage per rank the answer is the best; with several, none is better than equal shares of the work.
     bound = float(np.sum(line.work)) / len(loads) if has_chunks else float(loads.max())
     chosen = tuple(int(line.points[i - 1]) for i in ends[1:-1])
     numbers = (
@@ -138,9 +177,9 @@ def _makespan(table: Table, ends: Array, makespan_of: MakespanOf | None) -> floa
 
 
 def _balance(table: Table, per_stage: Sequence[Array]) -> Array | None:
-    """Find the boundaries with the cheapest costliest stage, of those the ones with the least sum of squares (exact).
+    """Find the boundaries that minimize the costliest stage, then the sum of squares (exact); None if there are none.
 
-    `per_stage` is a table of costs for each stage, infinite where there may be none; None if all are.
+    `per_stage` has a table of costs for each stage, infinite for stages that are not allowed.
     """
     # costliest[j]: the least cost of the costliest stage, if the stages so far end at boundary j.
     costliest = np.full(table.size, np.inf)
@@ -150,7 +189,7 @@ def _balance(table: Table, per_stage: Sequence[Array]) -> Array | None:
     if not np.isfinite(costliest[-1]):
         return None
     limit = costliest[-1] * SLACK
-    # The same again for the sum of squares, with no stage above the limit; `starts` leads back to the boundaries.
+    # The same for the sum of squares, with no stage above the limit; `starts` leads back to the boundaries.
     squares = np.full(table.size, np.inf)
     squares[0] = 0.0
     starts = []
@@ -165,7 +204,7 @@ def _balance(table: Table, per_stage: Sequence[Array]) -> Array | None:
 
 
 def _every(table: Table) -> Array | None:
-    """Return all combinations of cuts, a row each; None if they are too many."""
+    """Return all combinations of cuts, one per row; None if there are too many."""
     inner, cuts = table.size - 2, len(table.ranks) - 1
     if math.comb(inner, cuts) > MAX_COMBINATIONS:
         return None
@@ -174,7 +213,7 @@ def _every(table: Table) -> Array | None:
 
 
 def _improve(table: Table, starts: Sequence[Array]) -> Array:
-    """Try all combinations where they are few; otherwise move cuts, from each start, for as long as the score falls."""
+    """Try all combinations if they are few; otherwise move cuts, from each start, as long as the score falls."""
     candidates = _every(table)
     if candidates is None:
         candidates = np.stack([_descend(table, ends) for ends in starts])
@@ -197,7 +236,7 @@ def _descend(table: Table, ends: Array) -> Array:
 
 
 def _simulated(table: Table, ends: Array, makespan_of: MakespanOf) -> Array:
-    """Return the cuts around `ends` with the least makespan: those with the best scores are simulated, a few times over."""
+    """Return the cuts around `ends` with the least makespan: simulate those with the best scores, in a few rounds."""
     moves, makespans = _moves(len(ends)), {tuple(ends): _makespan(table, ends, makespan_of)}
     for _ in range(MAX_ROUNDS if len(moves) else 0):
         tried = ends + moves
@@ -217,9 +256,9 @@ def _simulated(table: Table, ends: Array, makespan_of: MakespanOf) -> Array:
 
 
 def _moves(count: int) -> Array:
-    """Return steps from `count` boundaries to others, a row each.
+    """Return steps from `count` boundaries to others, one per row.
 
-    Runs of neighbouring cuts move by up to three positions either way; of few cuts also any two by one position each.
+    Runs of neighboring cuts move by up to three positions either way; if cuts are few, any two move by one position.
     """
     inner = range(1, count - 1)
     has_all = count <= MAX_BOUNDARIES_FOR_ALL_MOVES
@@ -247,11 +286,11 @@ def _best(scores: Array) -> int:
 
 
 def _score(table: Table, ends: Array) -> Array:
-    """Return a row per row of `ends`; the least, compared like tuples, is the best.
+    """Return a row of scores per row of `ends`; the smallest, compared like tuples, is the best.
 
-    Its columns: bytes too many; the busiest rank, plus a quarter of the pace of the chunks; the sum of the squares of the
-    stages. The latter two are shares of all the work. Ranks run chunk c of neighbouring microbatches at the same time, so the
-    costliest stage of each chunk sets the pace.
+    Its columns: excess bytes; the busiest rank, plus a quarter of the pace of the chunks; the sum of the squares of
+    the stages. The latter two are relative to all the work. Ranks run chunk c of neighboring microbatches at the same
+    time, so the costliest stage of each chunk sets the pace.
     """
     stages = table.stages(ends) + table.again(ends)
     loads = table.per_rank(stages)
@@ -259,61 +298,22 @@ def _score(table: Table, ends: Array) -> Array:
     pace = stages.reshape(*stages.shape[:-1], chunks, -1).max(-1).sum(-1)
     busiest = (loads.max(-1) + PACE * pace) / table.whole
     squares = (stages * stages).sum(-1) / table.whole**2
-    # Rounded, so that sums in another order do not decide.
+    # Rounded, so that the order of summation does not decide.
     return np.round(np.stack([table.excess(ends), busiest, squares], -1), 12)
-
-
-Array = np.ndarray
-
-
-@dataclass(frozen=True)
-class Value:
-    """The result of operator `made`, read by operators `reads` (ascending): a stage takes `seconds` to send or receive it."""
-
-    made: int
-    reads: tuple[int, ...]
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Level:
-    """Per operator: bytes kept for every microbatch in flight, and seconds to make in backward what is not kept."""
-
-    saved: Sequence[float]
-    again: Sequence[float]
-
-
-@dataclass(frozen=True)
-class Line:
-    """Operators in model order.
-
-    `work[i]`: seconds of operator i on one rank; `points`: operators behind which the line may be cut, ascending; `values`:
-    what may cross. `kept[i]`: bytes that a rank holds for operator i once (parameters and their state); `levels`: what it may
-    keep of every microbatch, each level fewer bytes and more seconds than the one before. `shared`: bytes that a rank holds
-    once if it has any of some operators (a tied weight). `beside`: what every pipeline rank needs whatever its stages are.
-    """
-
-    work: Sequence[float]
-    points: Sequence[int]
-    values: Sequence[Value] = ()
-    kept: Sequence[float] = ()
-    levels: Sequence[Level] = ()
-    shared: Sequence[tuple[float, tuple[int, ...]]] = ()
-    beside: Sequence[float] = ()
 
 
 class Table:
     """Costs of every stage between two boundaries; boundary 0 is the start of the line, the last one its end.
 
-    A row of cuts is `ends`: stage k runs from boundary ends[k] to ends[k + 1]. Methods take one such row, or a batch of rows
-    in its first dims.
+    A row of cuts is `ends`: stage k runs from boundary ends[k] to ends[k + 1]. Methods take one such row, or a
+    batch of them (leading dims).
     """
 
     def __init__(
         self, line: Line, ranks: Sequence[int], live: Sequence[Sequence[int]], memory: float
     ) -> None:
         self.ranks, self.memory = np.asarray(ranks), memory
-        # Bytes that differ by rounding fit.
+        # A rank also fits if it is off by rounding only.
         self.limit = memory * (1 + 1e-12)
         self.live = np.asarray(live, dtype=float).reshape(-1, len(ranks))
         # The first operator after every boundary.
@@ -332,24 +332,24 @@ class Table:
         for value in line.values:
             self._add_value(value)
         self.shared = [(nbytes, self._has(readers)) for nbytes, readers in line.shared]
-        self.beside = np.asarray(line.beside or np.zeros(int(self.ranks.max()) + 1), dtype=float)
+        self.working = np.asarray(line.working or np.zeros(int(self.ranks.max()) + 1), dtype=float)
 
     def _sums_before(self, of_operators: Sequence[float]) -> Array:
-        """Sum the operators before every boundary; a stage has the difference of two of these."""
+        """Sum over the operators before every boundary; a stage has the difference of two of these sums."""
         per_operator = of_operators if len(of_operators) else np.zeros(int(self.at[-1]))
         return np.concatenate([[0.0], np.cumsum(per_operator)])[self.at]
 
     def _add_value(self, value: Value) -> None:
         """Add the seconds of a value to every stage that sends or receives it.
 
-        A stage that makes it and ends before its last reader sends it; one that begins behind it and has a reader receives it.
+        A stage that makes it and ends before its last reader sends it; a later stage with a reader receives it.
         """
         first, last = np.searchsorted(self.at, [value.made, value.reads[-1]], side="right")
         if first == last:
             return
         # Stages that begin before it is made and end before it is last read.
         self.links[:first, first:last] += value.seconds
-        # Stages that begin behind it, and reach the next reader from there.
+        # Stages that begin after it is made, and reach the next reader from there.
         for i in range(first, last):
             reader = value.reads[np.searchsorted(value.reads, self.at[i])]
             self.links[i, np.searchsorted(self.at, reader, side="right") :] += value.seconds
@@ -365,20 +365,20 @@ class Table:
     def costs(self, need: tuple[float, float] | None = None) -> Array:
         """Return the seconds [i, j] of the stage from boundary i to boundary j; infinite where j <= i.
 
-        Of a rank that has no other stage, with its microbatches in flight and the bytes that it needs beside: infinite too
-        where it does not fit.
+        With `need`, the microbatches in flight and the working bytes of a rank that has no other stage, also
+        infinite where the stage does not fit.
         """
         seconds = self.work[None, :] - self.work[:, None] + self.links
         again = self._again[:, None, :] - self._again[:, :, None]
         if need is None or np.isinf(self.memory):
             return self._forward(seconds + again[0])
-        live, beside = need
-        held = np.stack([beside + self.bytes_of(live, level) for level in range(len(again))])
+        live, working = need
+        held = np.stack([working + self.bytes_of(live, level) for level in range(len(again))])
         seconds = seconds + _at_level(again, _lowest_that_fits(held, self.memory))
         return self._forward(np.where(held[-1] <= self.limit, seconds, np.inf))
 
     def bytes_of(self, live: float, level: int = -1) -> Array:
-        """Return the bytes [i, j] of the stage from i to j, with `live` microbatches in flight; at the last level."""
+        """Return the bytes [i, j] of the stage from i to j, with `live` microbatches in flight."""
         saved = self._saved[level]
         held = self.kept[None, :] - self.kept[:, None] + live * (saved[None, :] - saved[:, None])
         return self._forward(held + sum(nbytes * has for nbytes, has in self.shared))
@@ -389,16 +389,16 @@ class Table:
         return table
 
     def needs(self) -> list[tuple[float, float]]:
-        """Return for every stage the most microbatches in flight, and the bytes that its rank needs beside."""
+        """Return for every stage the most microbatches in flight, and the working bytes of its rank."""
         peaks = self.live.max(0) if len(self.live) else np.zeros(len(self.ranks))
-        return list(zip(peaks.tolist(), self.beside[self.ranks].tolist(), strict=True))
+        return list(zip(peaks.tolist(), self.working[self.ranks].tolist(), strict=True))
 
     def stages(self, ends: Array) -> Array:
         """Return the seconds of every stage, without recomputation."""
         return np.diff(self.work[ends], axis=-1) + self.crossing(ends)  # type: ignore[no-any-return]
 
     def crossing(self, ends: Array) -> Array:
-        """Return the seconds in which every stage sends and receives."""
+        """Return the seconds of sends and receives of every stage."""
         return self.links[ends[..., :-1], ends[..., 1:]]  # type: ignore[no-any-return]
 
     def again(self, ends: Array) -> Array:
@@ -406,11 +406,11 @@ class Table:
         return self._of_stages(self._again, ends)
 
     def saved(self, ends: Array) -> Array:
-        """Return the bytes that every stage keeps of a microbatch."""
+        """Return the bytes that every stage saves per microbatch."""
         return self._of_stages(self._saved, ends)
 
     def levels(self, ends: Array) -> Array:
-        """Return the level of every pipeline rank; the last one where not even that fits."""
+        """Return the level of every pipeline rank; the last one if not even that fits."""
         if len(self._saved) == 1:
             return np.zeros((*ends.shape[:-1], int(self.ranks.max()) + 1))
         once = self._once(ends)
@@ -418,7 +418,7 @@ class Table:
         return _lowest_that_fits(np.stack(held), self.memory)
 
     def held(self, ends: Array) -> Array:
-        """Return the bytes of every pipeline rank, at the fullest moment of each, with what it needs beside."""
+        """Return the bytes of every pipeline rank at its fullest moment, with its working bytes."""
         return self._once(ends) + self._in_flight(self.saved(ends))  # type: ignore[no-any-return]
 
     def excess(self, ends: Array) -> Array:
@@ -428,7 +428,7 @@ class Table:
         return np.maximum(self.held(ends).max(-1) - self.limit, 0.0)  # type: ignore[no-any-return]
 
     def per_rank(self, stages: Array) -> Array:
-        """Sum what stages have over those of every rank."""
+        """Sum values of stages over the stages of every rank."""
         sums = np.zeros((*stages.shape[:-1], int(self.ranks.max()) + 1))
         for k, rank in enumerate(self.ranks):
             sums[..., rank] += stages[..., k]
@@ -439,15 +439,15 @@ class Table:
         return _at_level(of_stages, self.levels(ends)[..., self.ranks])
 
     def _once(self, ends: Array) -> Array:
-        """Return what every rank needs whatever is in flight."""
+        """Return the bytes that every rank needs regardless of the microbatches in flight."""
         once = self.per_rank(np.diff(self.kept[ends], axis=-1))
-        once += self.beside
+        once += self.working
         for nbytes, has in self.shared:
             once += nbytes * (self.per_rank(has[ends[..., :-1], ends[..., 1:]].astype(float)) > 0)
         return once
 
     def _in_flight(self, saved: Array) -> Array:
-        """Return what every rank keeps at its fullest moment, if stages save so much of a microbatch."""
+        """Return the bytes that every rank saves at its fullest moment, given those that stages save per microbatch."""
         most = np.zeros((*saved.shape[:-1], int(self.ranks.max()) + 1))
         for moment in self.live:
             # A moment has microbatches in flight on the stages of one rank only.
@@ -457,7 +457,7 @@ class Table:
 
 
 def _lowest_that_fits(held: Array, memory: float) -> Array:
-    """Return the least level at which bytes fit, between two neighbours; the last one where none does.
+    """Return the lowest level at which bytes fit, interpolated between two levels; the last one if none does.
 
     `held[k]` are the bytes at level k.
     """

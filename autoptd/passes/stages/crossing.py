@@ -1,18 +1,19 @@
-"""Decide what crosses from stage to stage, and what a stage computes again instead (part of CONNECTED -> CUT).
+"""Decide which values cross from stage to stage, and which a stage computes again instead (part of CONNECTED -> CUT).
 
-In: the stage of every operator of the *backbone* (what depends on parameters and inputs). Out: `note(node).stages` of every
-node, the stages that compute it, and `stages_why`, which says why. A value is sent from the first of its stages to those that
-read it and do not compute it.
+In: the stage of every operator of the *backbone* (operators that depend on parameters and inputs). Out:
+`note(node).stages` of every node, the stages that compute it, with the reason in `stages_why`. A value is sent from
+the first of its stages to those that read it and do not compute it.
 
-- Parameters, buffers and batch inputs are on every stage that reads them, and so is what depends on parameters alone: a
-  weight never crosses a link.
-- Any other value that one stage makes and another reads is computed again where that takes fewer seconds than sending it
+- Parameters, buffers and batch inputs are on every stage that reads them, and so are values that depend on
+  parameters alone: a weight never crosses a link.
+- Any other value that one stage makes and another reads is computed again if that takes fewer seconds than sending it
   (forward, and its gradient back): from values that the reader has in any case, or from a smaller value that is sent
-  instead. Views and casts of a value that crosses, position ids, masks and rotary tables are the usual cases. A large sort or
-  matrix product of inputs is computed once and sent, without gradient.
-- Never computed again: matrix products of activations, dropout, losses, and what reads a parameter that is not there. In a
-  stage without any of these, the last operator that takes time is not either, so that no stage is left empty. Labels whose
-  number a loss divides by are never sent: they are counted before the first forward.
+  instead. Views and casts of a value that crosses, position ids, masks and rotary tables are the usual cases. A large
+  sort or matrix product of inputs is computed once and sent, without gradient.
+- Never computed again: matrix products of activations, dropout, losses, and readers of a parameter that the stage
+  does not have. In a stage without any of these, the last operator that takes time is not computed elsewhere either,
+  so that no stage is left empty. Labels whose number a loss divides by are never sent: they are counted before the
+  first forward.
 
     place_values(graph, {embed: 0, block: 0, head: 1}, mesh=Mesh(), machine=Machine())
 """
@@ -34,9 +35,9 @@ from autoptd.ir.operators.table import operator_of
 from autoptd.ir.quantities import microseconds_text
 from autoptd.passes.ops.costs import flops, local_payload, passes_of, rank_seconds
 
-# Operators on activations in a chain that is computed again.
+# The most operators on activations in a chain that is computed again.
 MAX_OPERATORS_OF_CHAIN = 8
-# The steps that bring a value to a stage: (value, whether it is sent) -> seconds. What is not sent is computed there.
+# The steps that bring a value to a stage: (value, whether it is sent or else computed there) -> seconds.
 Recipe = dict[tuple[Node, bool], float]
 
 
@@ -53,9 +54,9 @@ def place_values(graph: Graph, home: Mapping[Node, int], mesh: Mesh, machine: Ma
         elif node in places.computed:
             computed = places.computed[node]
             if node not in home:
-                # What is made of parameters alone has its own operands on every stage, whatever others are sent.
+                # A value of parameters alone has its operands on every stage, regardless of the values sent there.
                 computed |= {stage for stage in stages if (node, stage) not in places.sent}
-            # Where it is computed and read. A stage that only reads it is sent it, by the first that computes it.
+            # A stage that reads a value and does not compute it receives it from the first one that does.
             is_sent = bool(stages - computed)
             stages &= computed
             if is_sent:
@@ -72,7 +73,7 @@ def _reading_stages(node: Node) -> set[int]:
 
 
 def is_never_computed_again(node: Node) -> bool:
-    """Tell whether an operator has one place in the backbone: GEMMs, random numbers and losses have."""
+    """Tell whether an operator has a single place in the backbone: a GEMM, random numbers, a loss."""
     record = operator_of(node)
     return bool(flops(node)) or record.is_random or record.counts_labels
 
@@ -80,11 +81,11 @@ def is_never_computed_again(node: Node) -> bool:
 class _Places:
     """The stages that compute each value, filled stage by stage, with the reasons.
 
-    - `computed`: the stages that compute a node. `sent`, `again`: seconds, as texts, of (node, stage) that is sent there or
-      computed again there.
-    - `counted`: labels, which are never sent. `alone`: the last operators of stages without others that must stay.
-    - `weights`: parameters and what is made of them alone, with the stages that have it in any case.
-    - `wanted`: what a stage reads and does not make, in model order.
+    - `computed`: the stages that compute a node. `sent`, `again`: by (node, stage), the seconds to send it there or to
+      compute it again there, as text.
+    - `counted`: labels, which are never sent. `alone`: the last operators of stages that could lose all of them.
+    - `weights`: parameters and values of parameters alone, with the stages that have them in any case.
+    - `wanted`: the values that a stage reads and does not make, in model order.
     """
 
     def __init__(self, graph: Graph, home: Mapping[Node, int], mesh: Mesh, machine: Machine) -> None:
@@ -105,7 +106,7 @@ class _Places:
                     self.wanted[stage].insert(0, node)
 
     def serve(self, stage: int) -> None:
-        """Decide how `stage` gets every value that it reads: it is sent, or computed again."""
+        """Decide for every value that `stage` reads whether it is sent there or computed again."""
         for node in self.wanted[stage]:
             recipe = self._recipe(node, stage, {})
             sending = microseconds_text(self._seconds_to_send(node, stage))
@@ -120,7 +121,7 @@ class _Places:
                     )
 
     def reason(self, node: Node) -> str:
-        """Say why a node is on several stages, or sent; "" where it is read at home alone."""
+        """Return why a node is on several stages, or sent; "" if only its own stage reads it."""
         stages = note(node).stages
         if node in self.weights:
             return "of parameters alone: computed on every stage that reads it" if len(stages) > 1 else ""
@@ -140,15 +141,15 @@ class _Places:
     def _recipe(
         self, node: Node, stage: int, seen: dict[Node, Recipe], left: int = MAX_OPERATORS_OF_CHAIN
     ) -> Recipe:
-        """Return the cheapest recipe for `node` on `stage`: sent, or computed there with what that needs.
+        """Return the cheapest recipe for `node` on `stage`: sent, or computed there along with its operands.
 
         `seen` has the recipes of other values for the same stage; `left` is how much longer the chain may get.
         """
         sent: Recipe = {(node, True): self._seconds_to_send(node, stage)}
-        # Where it cannot be sent it must be computed, whatever that costs.
+        # A value that cannot be sent must be computed, at any cost.
         must = sent[node, True] == inf
         again: Recipe = {(node, False): self._seconds_again(node, must)}
-        # Matrix products first: that they must be sent usually settles the matter.
+        # Matrix products first: that they must be sent usually decides.
         for operand in sorted(node.all_input_nodes, key=flops, reverse=True):
             if not must and _cost(again) >= _cost(sent):
                 return sent
@@ -159,7 +160,7 @@ class _Places:
         return again if must or _cost(again) < _cost(sent) else sent
 
     def _recipe_of_operand(self, node: Node, stage: int, seen: dict[Node, Recipe], left: int) -> Recipe:
-        """Return the cheapest recipe for an operand; a chain ends at a weight, or where it gets too long."""
+        """Return the cheapest recipe for an operand; a chain ends at a weight, or when it gets too long."""
         if node in self.weights:
             return {(node, True): inf}
         if node in self.home and not left:
@@ -176,7 +177,7 @@ class _Places:
     def _seconds_to_send(self, node: Node, stage: int) -> float:
         """Return the seconds to send a value to one more stage, and its gradient back.
 
-        They are infinite for what cannot be sent, and where no earlier stage computes it.
+        They are infinite if the value cannot be sent, or if no earlier stage computes it.
         """
         first = min(self.computed.get(node, ()), default=stage)
         if not is_tensor(node) or node in self.counted or first >= stage:
@@ -188,7 +189,7 @@ class _Places:
             return inf
         if not must and node in self.alone:
             return inf
-        # Without a gradient it is a forward only.
+        # Without a gradient there is only a forward.
         return rank_seconds(node, self.mesh, self.machine) / (1 if note(node).needs_grad else passes_of(node))
 
 
@@ -202,9 +203,9 @@ def _cost(recipe: Recipe) -> float:
 
 
 def _alone(home: Mapping[Node, int], mesh: Mesh, machine: Machine) -> set[Node]:
-    """Find the last operator that takes time of every stage whose operators could all be computed again elsewhere.
+    """Find the last operator that takes time in every stage whose operators could all be computed again elsewhere.
 
-    If it was, that stage would be left empty.
+    If this one were too, the stage would be left empty.
     """
     last = {stage: node for node, stage in home.items() if rank_seconds(node, mesh, machine)}
     settled = {stage for node, stage in home.items() if is_never_computed_again(node)}
@@ -212,9 +213,9 @@ def _alone(home: Mapping[Node, int], mesh: Mesh, machine: Machine) -> set[Node]:
 
 
 def _counted(graph: Graph, home: Mapping[Node, int]) -> set[Node]:
-    """Find what is summed before the first forward, with all that it is made from.
+    """Find the values that are summed before the first forward, with all their ancestors.
 
-    It is the labels and class weights that a loss may divide by the sum of, and what batch sums are of.
+    These are the labels and class weights by whose sum a loss may divide, and the operands of batch sums.
     """
     counted: set[Node] = set()
     stack: list[Node] = []
@@ -229,6 +230,3 @@ def _counted(graph: Graph, home: Mapping[Node, int]) -> set[Node]:
             counted.add(node)
             stack += node.all_input_nodes
     return counted
-
-
-__all__ = ["is_never_computed_again", "place_values", "send_seconds"]

@@ -1,8 +1,8 @@
-"""Cuts by name: what `plan.json` calls a place to cut, and back.
+"""Translate between the names of cuts in `plan.json` and positions in the backbone.
 
-In: the backbone in model order, and names, or layers per stage. Out: positions. A name is a module, meaning behind its last
-operator (`transformer.h.3`, or inside of a layer: `transformer.h.3.attn`), or one of its operators, counted from 0 over all
-calls of the module: `transformer.h.3:add[0]`. `:add[2]` is an operator of the model's own forward.
+In: the backbone in model order, and names, or layers per stage. Out: positions. A name is a module, for a cut after its
+last operator (`transformer.h.3`, or within a layer: `transformer.h.3.attn`), or one of its operators, counted from 0
+over all calls of the module: `transformer.h.3:add[0]`. `:add[2]` is an operator of the root module's forward.
 
     places = Places(backbone)
     places.name(17)                                # "transformer.h.0"
@@ -45,11 +45,11 @@ class Places:
             self.operators.setdefault((path, _label(node)), []).append(i)
 
     def name(self, position: int) -> str:
-        """Name a cut behind an operator: by the outermost module in its layer that ends there, or by the operator."""
+        """Name a cut after an operator: by the outermost module in its layer that ends there, or by the operator."""
         path = note(self.backbone[position]).module
         parts, layer = path.split("."), layer_of(path)
         modules = [".".join(parts[:k]) for k in range(len(parts), 0, -1)]
-        # From the layer inwards; outside of numbered layers, from the inmost module outwards.
+        # From the layer inwards; outside of numbered layers, from the innermost module outwards.
         if layer.rpartition(".")[2].isdigit():
             modules = modules[modules.index(layer) :: -1]
         for module in modules:
@@ -78,7 +78,7 @@ class Places:
         cuts = list(zip(names, positions, strict=True))
         for (name, position), (next_name, next_position) in pairwise(cuts):
             if position >= next_position:
-                fact = f"{next_name} does not come behind {name} in the model"
+                fact = f"{next_name} does not come after {name} in the model"
                 raise PlanError(
                     SITE, fact, "the places in the order in which the model computes them, each once"
                 )
@@ -87,13 +87,13 @@ class Places:
         return tuple(positions)
 
     def like(self, other: Places, names: Sequence[int] | Sequence[str]) -> tuple[str, ...]:
-        """Return the names, here, of the cuts that another backbone of the same model calls `names`.
+        """Return the names in this backbone of the cuts that another backbone of the same model calls `names`.
 
-        The two need not have the same operators: a cut stays behind the last operator before it that both have. A stage
-        that has none of these has the next one here, which may be a conversion that only this backbone has.
+        The two need not have the same operators: a cut stays after the last operator before it that both have. A stage
+        without any of these gets the next operator here, which may be a conversion that only this backbone has.
         """
         blocks = SequenceMatcher(None, self._signatures(), other._signatures(), autojunk=False)
-        # The position here of every operator of the other backbone that both have; it ascends with that one.
+        # For every operator of the other backbone that both have, its position here; the order is the same.
         here: dict[int, int] = {}
         for block in blocks.get_matching_blocks():
             for i in range(block.size):
@@ -114,20 +114,22 @@ class Places:
         path, colon, rest = name.partition(":")
         if not colon:
             if path not in self.ends:
-                fact = f"{name!r} is no module that computes anything from inputs and parameters"
+                fact = f"{name!r} is not a module that computes a value from inputs and parameters"
                 raise PlanError(SITE, fact, nearest(path, self.ends))
             return self.ends[path]
         match = re.fullmatch(r"(.+?)(?:\[(\d+)\])?", rest)
         label, number = (match[1], int(match[2] or 0)) if match else ("", 0)
         calls = self.operators.get((path, label), [])
         if number >= len(calls):
-            fact = f"{name!r}: {path or 'the model itself'} has {len(calls) or 'no'} {label} of its own"
+            fact = f"{name!r}: {path or 'the root module'} itself calls {label} {len(calls)} times"
             known = [operator for module, operator in self.operators if module == path]
             raise PlanError(SITE, fact, nearest(label, known))
         return calls[number]
 
     def _of_counts(self, counts: list[int], stages: int) -> tuple[list[str], list[int]]:
-        """Return the names and positions of cuts behind so many layers; a first stage of none ends before the first layer."""
+        """Return the names and positions of cuts after these numbers of layers; a first stage of 0 layers ends before
+        the first layer.
+        """
         layers = self._layers()
         run = f"{layers[0]} to {layers[-1]}" if layers else "none"
         if len(counts) != stages or sum(counts) != len(layers):
@@ -140,7 +142,7 @@ class Places:
             if count:
                 name, position = layers[count - 1], self.ends[layers[count - 1]]
             else:
-                name, position = f"the front of {layers[0]}", layer_of_operators.index(layers[0]) - 1
+                name, position = f"the start of {layers[0]}", layer_of_operators.index(layers[0]) - 1
             if position < 0:
                 fact, remedy = f"nothing comes before {layers[0]}", "at least one layer on the first stage"
                 raise PlanError(SITE, fact, remedy)
@@ -159,15 +161,15 @@ class Places:
         return list(max(runs.values(), key=len, default={}))
 
     def _check_crossing(self, name: str, position: int) -> None:
-        """Raise PlanError if something that is no tensor would cross a cut, or nothing is left behind it."""
+        """Raise PlanError if a value that is not a tensor would cross a cut, or nothing is left after it."""
         if position == len(self.backbone) - 1:
-            fact = f"{name} is the end of the model: nothing is left for the stages behind it"
+            fact = f"{name} is the end of the model: nothing is left for later stages"
             raise PlanError(SITE, fact, "a place before it")
         order = {node: i for i, node in enumerate(self.backbone)}
         for node in self.backbone[: position + 1]:
             last_read = max((order[user] for user in node.users if user in order), default=0)
             if not is_tensor(node) and last_read > position:
-                fact = f"{name} ends between {_label(node)} and the pieces that are taken of it, which cannot be sent"
+                fact = f"{name} ends between {_label(node)} and the readers of its pieces, and a tuple cannot be sent"
                 raise PlanError(SITE, fact, f"{self.name(last_read)}, or another place")
 
 

@@ -1,14 +1,20 @@
-"""Count the bytes that a rank holds for every operator of the backbone: parameters with their state, and saved activations.
+"""Count the bytes that a rank holds for every operator of the backbone, and compare them with its memory.
 
-In: a CONNECTED graph. Out: `Held`, per position of the backbone. The assumptions, which the "too full" error names:
+In: a CONNECTED graph with its fusions found. Out: `Held`, per position of the backbone. The assumptions, which the
+error for too little memory names:
 
 - A trained parameter is held with its gradient and AdamW's state, in the dtypes and the parts of the request
   (ir/placement.py); a frozen one and a buffer once. It counts once on every rank that reads it.
-- What is saved for backward is that of the program on one stage (`preview.py`): exact, but for what a cut changes. A value
-  counts where it is first saved, so that what crosses is held by the stage that reads it.
+- The bytes saved for backward are those of the program on one stage, which are exact except for the effects of a
+  cut: a copy of the graph is localized and fused as if all of it were on one stage, and counted like the real stages
+  (`passes/kept/keep.py`). A value counts where it is first saved, so a value that crosses is held by the stage that
+  reads it. If a share of the layers is recomputed, every layer has its share of that.
 
     held = count_bytes(graph, backbone, ctx)
-    sum(held.kept)        # bytes of parameters with their state that have one reader"""
+    sum(held.kept)        # bytes of parameters with their state that have one reader
+    if excess_bytes(cut, ctx):
+        raise too_full(max(ctx.needed_bytes(cut)), ctx, "the best cut found")
+"""
 
 from __future__ import annotations
 
@@ -33,21 +39,14 @@ from autoptd.passes.localize import localize
 from autoptd.passes.stages.balance import Level
 from autoptd.program.costs import Cut
 
-__all__ = [
-    "Held",
-    "TooFull",
-    "count_bytes",
-    "excess_bytes",
-    "kept_bytes",
-    "kept_per_operator",
-    "read_from_outside",
-    "too_full",
-]
+GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class Held:
-    """Per position: bytes held once, and what is kept of a microbatch; `shared`: (bytes, positions) of what several read."""
+    """Per position: bytes held once, and those saved per microbatch; `shared`: (bytes, positions) of parameters
+    with several readers.
+    """
 
     kept: tuple[float, ...]
     levels: Sequence[Level]
@@ -70,17 +69,17 @@ def count_bytes(graph: Graph, backbone: Sequence[Node], ctx: Context) -> Held:
             positions |= {order[user]} if user in order else readers.get(user, set())
         readers[node] = positions
         if node.op == "placeholder" and note(node).kind in ("param", "buffer"):
-            nbytes = _bytes_kept(node, sizes, options)
+            nbytes = _state_bytes(node, sizes, options)
             if len(positions) > 1:
                 key = tuple(sorted(positions))
                 shared[key] = shared.get(key, 0.0) + nbytes
             else:
                 kept[min(positions, default=0)] += nbytes
-    levels = kept_per_operator(graph, backbone, ctx)
+    levels = _levels_of_request(graph, backbone, ctx)
     return Held(tuple(kept), levels, tuple((nbytes, key) for key, nbytes in sorted(shared.items())))
 
 
-def _bytes_kept(node: Node, sizes: Sizes, options: Options) -> float:
+def _state_bytes(node: Node, sizes: Sizes, options: Options) -> float:
     count = math.prod(local_shapes(node, sizes)[0])
     itemsize = tensor(node).element_size()
     if not note(node).needs_grad:
@@ -88,23 +87,10 @@ def _bytes_kept(node: Node, sizes: Sizes, options: Options) -> float:
     return count * options.state_bytes(itemsize).total
 
 
-def read_from_outside(result: Node) -> set[Node]:
-    """Return the operands of a fused operator; `result` is the last of those that it replaces."""
-    inner: list[Node] = [result]
-    outside: set[Node] = set()
-    while inner:
-        for operand in inner.pop().all_input_nodes:
-            if note(operand).fused.is_inner:
-                inner.append(operand)
-            else:
-                outside.add(operand)
-    return outside
+def _levels_of_request(graph: Graph, backbone: Sequence[Node], ctx: Context) -> list[Level]:
+    """Return the bytes that every operator of the backbone saves, and the seconds to recompute the others.
 
-
-def kept_per_operator(graph: Graph, backbone: Sequence[Node], ctx: Context) -> list[Level]:
-    """Return the bytes that every operator of the backbone leaves for backward, and the seconds to make the rest again.
-
-    Of several prices for a kept byte each is a level.
+    With several prices for a kept byte, each is a level.
     """
     share = ctx.options.recompute.full_share
     if share is None or share == 1:
@@ -119,13 +105,6 @@ def kept_per_operator(graph: Graph, backbone: Sequence[Node], ctx: Context) -> l
     return [Level(saved, again)]
 
 
-def kept_bytes(graph: Graph, ctx: Context) -> int:
-    """Return the bytes that a rank keeps of a microbatch of the whole graph, at the layout's price of a byte."""
-    keeper = Keeper(*_on_one_stage(graph, (), ctx))
-    keeper.mark([_rate(ctx.byte_price)])
-    return sum(storage.nbytes for storage in keeper.held().get(0, ()))
-
-
 def _levels(graph: Graph, backbone: Sequence[Node], ctx: Context) -> list[Level]:
     local, here = _on_one_stage(graph, backbone, ctx)
     keeper = Keeper(local, here)
@@ -138,18 +117,39 @@ def _levels(graph: Graph, backbone: Sequence[Node], ctx: Context) -> list[Level]
     return levels
 
 
+def _count(local: Graph, kept: Holders, length: int) -> Level:
+    """Count bytes and seconds per operator of the backbone; other operators count with the one before them."""
+    saved, again = [0.0] * length, [0.0] * length
+    places: dict[Node, int] = {}
+    place = 0
+    for node in local.nodes:
+        position = note(node).position
+        place = places[node] = place if position is None else position
+        again[place] += note(node).keep.again or 0.0
+    for storage, holder in kept.items():
+        saved[places[holder]] += storage.nbytes
+    return Level(saved, again)
+
+
+def kept_bytes(graph: Graph, ctx: Context) -> int:
+    """Return the bytes that a rank keeps per microbatch for the whole graph, at the layout's price of a byte."""
+    keeper = Keeper(*_on_one_stage(graph, (), ctx))
+    keeper.mark([_rate(ctx.byte_price)])
+    return sum(storage.nbytes for storage in keeper.held().get(0, ()))
+
+
 def _rate(price: float) -> Rate:
     return Rate(price, price, 0.0)
 
 
 def _on_one_stage(graph: Graph, backbone: Sequence[Node], ctx: Context) -> tuple[Graph, Context]:
-    """Return a LOCAL copy of a graph, all of it on one stage, and the context of that."""
+    """Return a LOCAL copy of a graph, all of it on one stage, and its context."""
     copy, copies = copy_nodes(graph)
     for node in copy.nodes:
         note(node).stages = (0,)
     for i, node in enumerate(backbone):
         note(copies[node]).position = i
-    # The groups may be those of another copy: a node has its name in all.
+    # The groups may be those of another copy: a node has the same name in all of them.
     groups = _groups(ctx)
     named = _Named({node.name: node for node in copy.nodes})
     chosen = tuple(group.on(named) for group in groups.chosen)
@@ -182,28 +182,21 @@ def _with_groups(ctx: Context, groups: Groups) -> Context:
     return found
 
 
-def _count(local: Graph, kept: Holders, length: int) -> Level:
-    """Count bytes and seconds at the operators of the backbone; what is none of these has the place of the one before it.
-
-    A value counts where it is first saved: the stage that reads it holds it, not the one that sends it.
-    """
-    saved, again = [0.0] * length, [0.0] * length
-    places: dict[Node, int] = {}
-    place = 0
-    for node in local.nodes:
-        position = note(node).position
-        place = places[node] = place if position is None else position
-        again[place] += note(node).keep.again or 0.0
-    for storage, holder in kept.items():
-        saved[places[holder]] += storage.nbytes
-    return Level(saved, again)
-
-
-GIB = 1 << 30
+def read_from_outside(result: Node) -> set[Node]:
+    """Return the operands of a fused operator; `result` is the last of the operators that it replaces."""
+    inner: list[Node] = [result]
+    outside: set[Node] = set()
+    while inner:
+        for operand in inner.pop().all_input_nodes:
+            if note(operand).fused.is_inner:
+                inner.append(operand)
+            else:
+                outside.add(operand)
+    return outside
 
 
 class TooFull(PlanError):
-    """No cut leaves every rank within its memory: on the fullest, `excess` bytes are too many."""
+    """No cut leaves every rank within its memory: the fullest one exceeds it by `excess` bytes."""
 
     excess: float = 0.0
 
@@ -214,7 +207,7 @@ def excess_bytes(cut: Cut, ctx: Context) -> float:
 
 
 def too_full(needed: float, ctx: Context, which: str) -> TooFull:
-    """Make the error for a rank that would hold more than its memory, with what is left to ask for."""
+    """Make the error for a rank that would hold more than its memory, with the options that are left to try."""
     fact = f"with {which}, the fullest rank takes {_size(needed)} and has {_size(ctx.machine.memory)}"
     parts = "parameters, gradients, AdamW's two moments; activations of the microbatches in flight"
     if ctx.working:
@@ -227,7 +220,7 @@ def too_full(needed: float, ctx: Context, which: str) -> TooFull:
         "zero=1": ctx.mesh.gradient_ranks > 1 and not options.zero.stage,
     }
     remedies = ["a larger t or p", "smaller microbatches (a larger num_microbatches)"]
-    remedies += ["a schedule with fewer of them in flight (1f1b)", *(each for each in left if left[each])]
+    remedies += ["a schedule with fewer of them in flight (1f1b)", *(name for name in left if left[name])]
     error = TooFull("memory", fact, f"{', '.join(remedies)}, or more memory")
     error.excess = max(needed - ctx.machine.memory, 0.0)
     return error

@@ -1,11 +1,33 @@
-"""Make one operator of attention that a model writes out (TRACED -> TRACED, where ranks divide queries).
+"""Rewrite attention for ranks that divide its queries or tokens.
 
-In: a TRACED graph, and the trace with all samples that it is compared with. Out: both, in which torch's attention stands in
-the place of scale, mask, softmax and product with the values, by the pattern of fused operators (`fusion/attention.py`). A
-rank's queries are then split from the keys of all ranks as in a model that calls it, a causal mask is not made, and no scores
-are kept: written out, a rank keeps [b, heads, s/c, s] of them. Where a fact is missing, all stays as it is.
+In: a TRACED graph, and the trace with all samples that it is compared with. Out: both, rewritten alike; if a fact is
+missing, attention stays as the model has it.
 
-    raise_attention(graph, ctx)"""
+- `raise_attention`: torch's attention replaces the operators of attention that is written out (scale, mask, softmax,
+  product with the values), by the pattern of fused operators (`fusion/attention.py`). A rank's queries are then split
+  from the keys of all ranks, a causal mask is not computed, and no scores are saved: written out, a rank saves
+  [b, heads, s/c, s] of them.
+- `read_causal`: attention with a mask that proves to be causal (transformers passes such masks, of all tokens by all
+  tokens) reads no mask. The queries of a rank see the keys before them, in any token order, and no rank computes the
+  mask. If tokens are not divided, fused attention finds the same (`fusion/attention.py`). A mask that proves to be a
+  sliding window is noted for `read_windows`.
+- `copy_heads`: with Ulysses every rank has some heads of all tokens. If there are fewer KV heads than ranks, several
+  ranks need the same head, and each would gather all heads of all tokens to read one. Instead, attention reads copies
+  of its KV heads, made of a rank's own tokens. The following all-to-all sends every rank the copy that its queries
+  read, and backward adds up the gradients of the copies. It sends 2 b s k (c-1)/c elements of keys and values with
+  heads of size k, regardless of the number of KV heads.
+
+On a CONNECTED graph, with types over every axis:
+
+- `read_windows`: attention that is split by its queries reads the keys in its window, and no mask. A rank with s/c
+  queries and a window of w keys multiplies s/c + w of them, not s.
+
+    attention(q, k, v)                                                     # 8 heads, 2 KV heads, over 4 ranks
+    attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))     # 4 KV heads
+
+    z = scaled_dot_product_attention(q, k, v, mask)             # mask: [1, 1, s/c, s]
+    z = scaled_dot_product_attention(q, k, v, is_causal=True)   # and note(z).tokens.reads_window == w
+"""
 
 from __future__ import annotations
 
@@ -28,26 +50,24 @@ from autoptd.passes.context import Context
 from autoptd.passes.fusion.attention import PRODUCTS, attention
 from autoptd.passes.runner import CALLS, Form, divides_tokens, divides_values, graph_pass
 from autoptd.passes.solve.splits import ATTENTION, may_be_by_queries
-from autoptd.passes.tokens.both_traces import divides_queries, drop_unread, second_trace
-from autoptd.passes.tokens.shift import Maker
-
-__all__ = ["copy_heads", "degrees_of_copies", "raise_attention", "read_causal", "read_windows"]
-
+from autoptd.passes.tokens.both_traces import Maker, drop_unread, pairs, second_trace
 
 aten = torch.ops.aten
+# Attention, or the softmax of one that is written out.
+SCORED = (ATTENTION, "aten.softmax", "aten._safe_softmax")
 
 
 @graph_pass(takes=Form.TRACED, gives=Form.TRACED, when=divides_values, changes=(CALLS,))
 def raise_attention(graph: Graph, ctx: Context) -> None:
-    """Rewrite the attention of both traces where both have it."""
-    if not divides_queries(graph, ctx):
+    """Replace written-out attention in both traces, if both have it."""
+    if not _divides_queries(graph, ctx):
         return
     whole, constants = second_trace(graph, ctx), Constants(ctx.buffers)
     is_found = False
-    for node, same in zip(list(ops(graph)), list(ops(whole)), strict=False):
+    for node, same in pairs(graph, whole):
         if not may_be_by_queries(node, ctx.mesh):
             continue
-        groups = [_written_out(one, constants) for one in dict.fromkeys((node, same))]
+        groups = [_written_out(product, constants) for product in dict.fromkeys((node, same))]
         if all(group is not None for group in groups) and len({_facts(group) for group in groups}) == 1:
             is_found = True
             for group in groups:
@@ -56,12 +76,17 @@ def raise_attention(graph: Graph, ctx: Context) -> None:
         drop_unread(graph, whole)
 
 
+def _divides_queries(graph: Graph, ctx: Context) -> bool:
+    """Tell whether ranks may have some of the queries of any attention, written out or not."""
+    return any(may_be_by_queries(node, ctx.mesh) for node in ops(graph) if op_name(node) in SCORED)
+
+
 def _written_out(node: Node, constants: Constants) -> Group | None:
-    """Return the attention that ends in a product, of which nothing else reads a part."""
+    """Return the attention that ends in a product, if no other operator reads its inner values."""
     found = attention(node, constants) if op_name(node) in PRODUCTS else None
     if not isinstance(found, Group):
         return None
-    # What reads nothing is a literal tensor, as `aten.full`: it simply stays for its other readers.
+    # An operator without operands is a literal tensor, such as `aten.full`: it simply stays for its other readers.
     inner = [member for member in found.members if member is not node and member.all_input_nodes]
     is_own = all(reader in found.members for member in inner for reader in member.users)
     return found if is_own else None
@@ -82,7 +107,7 @@ def _replace(group: Group | None) -> None:
     keywords = dict(group.keywords)
     arguments = (q, k, v, mask, 0.0, keywords.pop("causal"))
     assert isinstance(q, Node)
-    # torch's own scale needs not be said.
+    # Leave out torch's default scale.
     if math.isclose(keywords["scale"], shape(q)[-1] ** -0.5, rel_tol=1e-15):
         keywords.pop("scale")
     node.replace_all_uses_with(maker.make(aten.scaled_dot_product_attention.default, *arguments, **keywords))
@@ -90,21 +115,22 @@ def _replace(group: Group | None) -> None:
 
 @graph_pass(takes=Form.TRACED, gives=Form.TRACED, when=divides_values, changes=(CALLS, "tokens"))
 def read_causal(graph: Graph, ctx: Context) -> None:
-    """Rewrite the attention of both traces where the masks of both are causal."""
-    if not divides_queries(graph, ctx):
+    """Drop masks that prove to be causal in both traces, and note windows."""
+    if not _divides_queries(graph, ctx):
         return
     whole, constants = second_trace(graph, ctx), Constants(ctx.buffers)
     is_found = False
-    for node, same in zip(list(ops(graph)), list(ops(whole)), strict=False):
+    for both in pairs(graph, whole):
+        node, _ = both
         if not may_be_by_queries(node, ctx.mesh):
             continue
-        keywords = [causal_keywords(one, constants) for one in (node, same)]
+        keywords = [causal_keywords(call, constants) for call in both]
         if all(given is not None for given in keywords):
             is_found = True
-            for one, given in zip((node, same), keywords, strict=True):
-                one.args, one.kwargs = one.args[:3], given | {"is_causal": True}  # type: ignore[operator]
+            for call, given in zip(both, keywords, strict=True):
+                call.args, call.kwargs = call.args[:3], given | {"is_causal": True}  # type: ignore[operator]
             continue
-        windows = {window_of(one, constants) for one in (node, same)}
+        windows = {window_of(call, constants) for call in both}
         if len(windows) == 1 and (window := windows.pop()) is not None:
             note(node).tokens = replace(note(node).tokens, window=window)
     if is_found:
@@ -113,11 +139,11 @@ def read_causal(graph: Graph, ctx: Context) -> None:
 
 @graph_pass(takes=Form.CONNECTED, gives=Form.CONNECTED, when=divides_tokens, changes=(CALLS, "tokens"))
 def read_windows(graph: Graph, ctx: Context) -> None:
-    """Drop the masks that are windows where ranks split queries, and what makes them."""
+    """Drop masks that are windows, with the operators that compute them, where ranks split queries."""
     found = [node for node in ops(graph) if _is_by_window(node)]
     for node in found:
         note(node).tokens = replace(note(node).tokens, reads_window=note(node).tokens.window)
-        keywords = {name: each for name, each in node.kwargs.items() if name in ("scale", "enable_gqa")}
+        keywords = {name: given for name, given in node.kwargs.items() if name in ("scale", "enable_gqa")}
         node.args, node.kwargs = node.args[:3], keywords | {"is_causal": True}
     if found:
         drop_unread(graph)
@@ -128,37 +154,36 @@ def read_windows(graph: Graph, ctx: Context) -> None:
 
 
 def _is_by_window(node: Node) -> bool:
-    """Tell whether attention is split by runs of queries over one axis, of which a window is known."""
+    """Tell whether attention with a known window is split by runs of queries over one axis."""
     record = note(node)
     axes = [axis for axis, form in record.forms.items() if form == QUERIES]
     if record.tokens.window is None or len(axes) != 1:
         return False
-    # Places are counted in chunks of all queries, not of each of several blocks.
+    # Positions are counted in chunks of all queries, not of each of several blocks.
     return record.layout[axes[0]].atom == 0
 
 
 @graph_pass(takes=Form.TRACED, gives=Form.TRACED, when=divides_tokens, changes=(CALLS, "tokens"))
 def copy_heads(graph: Graph, ctx: Context) -> None:
-    """Rewrite the attention of both traces where both have it."""
+    """Copy KV heads in both traces until context-parallel ranks divide them."""
     if ctx.options.context.attention not in ("auto", "ulysses"):
         return
     whole = second_trace(graph, ctx)
     ranks = math.prod(map(ctx.mesh.degree, ctx.mesh.token_axes))
     outer = math.prod(map(ctx.mesh.degree, ctx.mesh.axes_of(Role.VALUES)))
     is_found = False
-    for node, same in zip(list(ops(graph)), list(ops(whole)), strict=False):
+    for node, same in pairs(graph, whole):
         heads = _kv_heads(node)
         if heads is None or _kv_heads(same) is None:
             continue
         times = _times(node, heads[0], outer, ranks)
-        if times > 1 and (
-            ctx.options.context.attention == "ulysses" or _pays(node, heads[0], times, outer, ranks)
-        ):
+        is_requested = ctx.options.context.attention == "ulysses"
+        if times > 1 and (is_requested or _pays(node, heads[0], times, outer, ranks)):
             if not is_found:
                 _note_atoms(graph)
             is_found = True
-            for attention in dict.fromkeys((node, same)):
-                _copy(attention, times, outer)
+            for call in dict.fromkeys((node, same)):
+                _copy(call, times, outer)
     if is_found:
         drop_unread(graph, whole)
 
@@ -172,7 +197,7 @@ def degrees_of_copies(node: Node, mesh: Mesh) -> list[int]:
 
 
 def _note_atoms(graph: Graph) -> None:
-    """Note the atoms of parameters as the model has them: those of copies are another mesh's, and checkpoints fit all."""
+    """Note the atoms of parameters without copies, which depend on the mesh: checkpoints fit every mesh."""
     copied = copy_graph(graph)
     Axes(copied)
     for node, same in zip(placeholders(graph, "param"), placeholders(copied, "param"), strict=True):
@@ -184,8 +209,8 @@ def _kv_heads(node: Node) -> tuple[Node, Node] | None:
     if op_name(node) != ATTENTION:
         return None
     q, k, v = operands(node)[:3]
-    # Without an own dim of heads, or one that the others' is broadcast to, there are no groups of queries.
-    if any(len(shape(each)) != 4 for each in (node, q, k, v)) or shape(q)[1] != shape(node)[1]:
+    # Groups of queries need a separate dim of heads, which is not broadcast.
+    if any(len(shape(value)) != 4 for value in (node, q, k, v)) or shape(q)[1] != shape(node)[1]:
         return None
     k, v = _repeated(k), _repeated(v)
     heads = shape(k)[1]
@@ -202,7 +227,7 @@ def _repeated(x: Node) -> Node:
     """Return the heads that `x` repeats consecutively; else `x`."""
     if op_name(x) == "aten.repeat_interleave":
         source, times, dim = operands(x)[0], argument(x, "repeats"), argument(x, "dim")
-        # A tensor of counts may repeat each head another number of times.
+        # A tensor of counts may repeat heads differently.
         is_even = isinstance(times, int) and dim in (1, -3) and len(shape(source)) == 4
         return source if is_even and shape(source)[1] * times == shape(x)[1] else x
     # [b, heads, 1, s, size] expanded to [b, heads, times, s, size], and folded.
@@ -221,29 +246,29 @@ def _repeated(x: Node) -> Node:
 
 
 def _is_same(node: Node) -> bool:
-    """Tell whether an operator gives its operand in other dims, or as it is, gradients included."""
+    """Tell whether an operator returns its operand, reshaped or unchanged, gradients included."""
     record = operator_of(node)
     return record.moves in ("fold", "same") and not record.cuts_gradient
 
 
 def _times(node: Node, kv: Node, outer: int, ranks: int) -> int:
-    """Return how often each KV head is there for `ranks` to divide what `outer` other ranks leave of them.
+    """Return how many copies of each KV head `ranks` need to divide the heads that `outer` other ranks leave.
 
-    Once where they do, cannot, or where it is one head, which is sent to all ranks as it is.
+    One, if they divide the heads already, cannot, or if there is a single head, which is sent to all ranks.
     """
     queries, heads = shape(node)[1], shape(kv)[1]
     if heads % outer or heads == outer:
         return 1
     divided = math.lcm(heads // outer, ranks)
-    # A mask for each head is divided with heads that are as many.
+    # A mask per head can only be divided along with as many heads.
     is_whole = not _has_mask_of_heads(node) or divided * outer == queries
     return divided * outer // heads if is_whole and queries // outer % divided == 0 else 1
 
 
 def _pays(node: Node, heads: Node, times: int, outer: int, ranks: int) -> bool:
-    """Tell whether fewer elements are sent than where keys and values are gathered; of those a window may be read alone.
+    """Tell whether copies send fewer elements than gathering keys and values, of which a window may be enough.
 
-    Both ways 4 b s (h_q + h_copied) (c-1)/c^2 beside 4 b s h_kv (c-1)/c.
+    Forward and backward, 4 b s (h_q + h_copied) (c-1)/c^2 compared with 4 b s h_kv (c-1)/c.
     """
     q, k = shape(node)[1] // outer, shape(heads)[1] // outer
     return argument(node, "attn_mask") is None and q + times * k < k * ranks
@@ -254,7 +279,7 @@ def _copy(node: Node, times: int, outer: int) -> None:
     assert found is not None
     maker, copied = Maker(node.graph, node, note(node)), []
     for name, heads in zip(("k_copies", "v_copies"), found, strict=True):
-        made = maker.make(torch.ops.aten.repeat_interleave.self_int, heads, times, 1)
+        made = maker.make(aten.repeat_interleave.self_int, heads, times, 1)
         note(made).tokens = replace(note(made).tokens, outer_heads=outer)
         note(made).origin = replace(note(made).origin, name=name)
         copied.append(made)

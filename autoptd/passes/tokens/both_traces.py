@@ -1,7 +1,6 @@
-"""What the rewrites of a TRACED graph share: they change the trace with all samples alike.
+"""Rewrite both traces of a TRACED graph alike: the one that is compiled, and the one with all samples.
 
-In: a TRACED graph and the context. Out: the second trace, as far as this run has rewritten it, in `ctx.found.whole`. The two
-are compared operator by operator later (`samples.py`), so a rewrite happens in both or in neither.
+The two are compared operator by operator later (`samples.py`), so a rewrite happens in both or in neither.
 
     whole = second_trace(graph, ctx)
     ...                                 # the same in both
@@ -10,18 +9,20 @@ are compared operator by operator later (`samples.py`), so a rewrite happens in 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
-from autoptd.ir.notes import copy_graph, op_name, ops
+from autoptd.ir.notes import Note, copy_graph, ops, set_note, value
 from autoptd.passes.context import Context
-from autoptd.passes.solve.splits import ATTENTION, may_be_by_queries
-
-# Attention, or a part of one that is written out.
-SCORED = (ATTENTION, "aten.softmax", "aten._safe_softmax")
 
 
 def second_trace(graph: Graph, ctx: Context) -> Graph:
-    """Return the trace with all samples, to be rewritten; `graph` itself where there is only one.
+    """Return the trace with all samples, to be rewritten; `graph` itself if there is only one.
 
     Other runs begin with the one in the context: the first rewrite of a run copies it.
     """
@@ -32,20 +33,33 @@ def second_trace(graph: Graph, ctx: Context) -> Graph:
     return ctx.found.whole
 
 
-def divides_queries(graph: Graph, ctx: Context) -> bool:
-    """Tell whether ranks may have some of the queries of any attention, written out or not."""
-    return any(may_be_by_queries(node, ctx.mesh) for node in ops(graph) if op_name(node) in SCORED)
+def pairs(graph: Graph, whole: Graph) -> Iterator[tuple[Node, Node]]:
+    """Return the pairs of operators of two traces, which may then be rewritten."""
+    return zip(list(ops(graph)), list(ops(whole)), strict=False)
 
 
 def drop_unread(*traces: Graph) -> None:
-    """Remove the operators that nothing reads any more."""
+    """Remove the operators that are no longer read."""
     for trace in dict.fromkeys(traces):
-        trace.eliminate_dead_code(is_kept)
+        trace.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
 
 
-def is_kept(node: Node) -> bool:
-    """Tell whether a node stays even if nothing reads it."""
-    return node.op in ("placeholder", "output")
+class Maker:
+    """Make operators before a node, with the facts of `about`."""
+
+    def __init__(self, graph: Graph, before: Node, about: Note) -> None:
+        self.graph, self.before, self.about = graph, before, about
+
+    def make(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        with self.graph.inserting_before(self.before):
+            made = self.graph.call_function(target, args, kwargs)
+        set_note(made, replace(self.about, kind="op", name=""))
+        evaluate(made)
+        return made
 
 
-__all__ = ["divides_queries", "drop_unread", "second_trace"]
+def evaluate(node: Node) -> None:
+    """Compute the fake value of a node."""
+    args, kwargs = map_arg((node.args, node.kwargs), value)
+    with torch.no_grad():
+        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]

@@ -1,13 +1,14 @@
-"""Make masks and tables of positions local: move slices above what computes what is sliced (CONNECTED -> CONNECTED).
+"""Make masks and tables of positions local: move slices before the operators that compute the sliced value (CONNECTED ->
+CONNECTED).
 
-In: a graph with conversions over every axis. Out: the same, but of what depends on no parameter a rank computes no more than
-its own part, where less is sliced that way. Without context-parallel ranks nothing changes. A mask of documents, of all tokens
-by all tokens, is made by every rank for its own queries alone; rotary tables for its own positions.
+In: a graph with conversions over every axis. Out: the same, but a rank computes only its own part of values that depend
+on no parameter, if less is sliced that way. Without context-parallel ranks nothing changes. A mask of documents, of all
+tokens by all tokens, is computed by every rank for its own queries only; rotary tables for its own positions.
 
     mask = rows == keys                         # [b, s, s]         rows = rt.i_to_s(rows, cp, 1)
     mask = rt.i_to_s(mask, cp, 1)               # [b, s/c, s]       mask = rows == keys                  # [b, s/c, s]
 
-Labels stay whole up to their loss: the number of those that count is that of all ranks.
+Labels stay whole up to their loss, which counts the valid labels of all ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from autoptd.passes.reader_names import reader_name
 from autoptd.passes.runner import CALLS, Form, divides_tokens, graph_pass
 from autoptd.passes.tokens.split_tokens import check_tokens
 
-# Its labels are counted whole.
+# The loss whose labels are counted whole.
 COUNTS = "aten.cross_entropy_loss"
 
 
@@ -52,7 +53,7 @@ def bubble_up_slices(graph: Graph, ctx: Context) -> None:
 
 
 class _Local:
-    """What a rank may compute its own part of: `kinds`, the type of every such value, and `letters`, how it is split."""
+    """The values of which a rank may compute its own part: `kinds`, the type of each, and `letters`, how it is split."""
 
     def __init__(self, graph: Graph, axes: Axes, axis: str) -> None:
         self.axis, self.axes = axis, axes
@@ -65,9 +66,9 @@ class _Local:
                 self.kinds[node], self.letters[node] = kind, letter
 
     def _asked(self, reader: Node, node: Node) -> ValueType | None:
-        """Return the part of a value that one of its readers needs; None for all of it."""
+        """Return the part of a value that a reader needs; None for all of it."""
         if self.is_slice(reader):
-            is_counted = any(op_name(one) == COUNTS for one in _read_by(reader))
+            is_counted = any(op_name(user) == COUNTS for user in _read_by(reader))
             return None if is_counted else note(reader).layout[self.axis]
         if reader not in self.letters or node not in self.letters[reader].places:
             return None
@@ -80,22 +81,22 @@ class _Local:
         return before == I and after.kind == "S"
 
     def _may_be_local(self, node: Node) -> bool:
-        # Draws are numbered in the whole value.
+        # Random numbers are numbered in the whole value.
         is_own = is_tensor(node) and not note(node).of_params and not is_draw(node)
-        # Of several results none is sliced: the pieces of a split, values and places of a maximum.
+        # A tuple is not sliced: the pieces of a split, the values and indices of a maximum.
         values = node, *operands(node)
         is_whole = all(is_tensor(value) and note(value).layout[self.axis] == I for value in values)
         return is_own and is_whole and node.target not in markers.MARKERS
 
     def _letter(self, node: Node, kind: ValueType) -> Letter | None:
-        """Return the letter by which a value is split as a type says."""
+        """Return the letter that splits a value into this type."""
         for letter in self.axes.letters(node):
             if letter.out == (kind.dim, kind.atom) and letter.places and not letter.form:
                 return letter
         return None
 
     def regions(self) -> list[list[Node]]:
-        """Return the values that are made local together, or not at all, in the order of the graph."""
+        """Return the groups of values that are made local together or not at all, in graph order."""
         region_of: dict[Node, list[Node]] = {}
         for node in reversed(self.kinds):
             region = [node]
@@ -109,7 +110,7 @@ class _Local:
         return [sorted(region, key=order.__getitem__) for region in every]
 
     def sliced_for(self, region: list[Node]) -> list[Node]:
-        """Return the values of which a region reads parts."""
+        """Return the values whose parts a region reads."""
         read = (operand for node in region for operand in self.letters[node].places)
         return [operand for operand in dict.fromkeys(read) if operand not in self.kinds]
 
@@ -119,7 +120,7 @@ class _Local:
 
 
 def _read_by(node: Node) -> Iterator[Node]:
-    """Yield what reads a value, as it is or converted over other axes."""
+    """Yield the readers of a value, or of it converted over other axes."""
     for reader in node.users:
         if reader.target is markers.convert:
             yield from _read_by(reader)
@@ -154,20 +155,17 @@ def _slice(
     order: dict[Node, int],
     mesh: Mesh,
 ) -> Node:
-    """Return a part of `source` that stands before a reader: one for all readers of that part."""
-    slices = [one for one in source.users if found.is_slice(one) and note(one).layout[found.axis] == kind]
+    """Return a part of `source` before a reader: one slice for all readers of that part."""
+    slices = [user for user in source.users if found.is_slice(user) and note(user).layout[found.axis] == kind]
     if slices and order[slices[0]] < order[reader]:
         return slices[0]
     made = convert_before(graph, source, found.axis, Layout({found.axis: kind}), reader, mesh, _why)
     order[made] = order[reader]
-    for one in slices:
-        one.replace_all_uses_with(made)
-        graph.erase_node(one)
+    for old in slices:
+        old.replace_all_uses_with(made)
+        graph.erase_node(old)
     return made
 
 
 def _why(source: Node, step: Step, reader: Node) -> str:
     return f"{reader_name(reader)} is computed for this rank's tokens only"
-
-
-__all__ = ["bubble_up_slices"]

@@ -1,10 +1,10 @@
 """Divide the tokens over cp: types and conversions over a second axis (CONNECTED -> CONNECTED).
 
-In: a graph with types and conversions over tp. Out: the same with types and conversions over cp; what was solved, in
+In: a graph with types and conversions over tp. Out: the same with types and conversions over cp, and the solution in
 `ctx.found.assignments`. Without context-parallel ranks nothing changes.
 
-The plan over tp is given here. That its conversions are operators of this problem settles in which order a value is converted
-over both axes: an all-to-all over cp stands before or behind an all-gather over tp, whichever is cheaper.
+The plan over tp is given here. Its conversions are operators of this problem, which decides the order in which a value
+is converted over both axes: an all-to-all over cp comes before or after an all-gather over tp, whichever is cheaper.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ def check_tokens(graph: Graph, ctx: Context) -> None:
 
 
 def _changed(node: Node, axis: str) -> Iterator[str]:
-    """Yield where a conversion over another axis is one over `axis`, too."""
+    """Yield the errors of conversions over other axes that change the type over `axis`."""
     if node.target in markers.PLACED and note(node).axis != axis:
         before, after = (note(value).layout[axis] for value in (node.args[0], node))  # type: ignore[arg-type]
         if before != after:
-            yield f"{site(node)} converts over {note(node).axis}, and {before} to {after} over {axis}"
+            yield f"{site(node)} converts over {note(node).axis}, and changes {before} to {after} over {axis}"
 
 
 def _outer_parts(node: Node, splitter: TokenSplitter) -> Iterator[str]:
-    """Yield where a conversion moves the outer part of an atom, of which another axis has the inner part."""
+    """Yield the errors of conversions that move the outer part of an atom whose inner part another axis has."""
     own = base(note(node).axis)
     for layout in (note(node.args[0]).layout, note(node).layout):  # type: ignore[arg-type]
         for axis, kind in layout.shards:
@@ -67,7 +67,7 @@ def _outer_parts(node: Node, splitter: TokenSplitter) -> Iterator[str]:
             others = [base(other) for other, same in layout.shards if (same.dim, same.atom) == place]
             others = [other for other in others if other != own]
             if base(axis) == own and others and own != splitter.inner_of(node, kind):
-                yield f"{site(node)} converts over {own} what is cut over {', '.join(others)} within"
+                yield f"{site(node)} converts over {own} a dim that is cut over {', '.join(others)} within"
 
 
 @graph_pass(
@@ -108,7 +108,7 @@ def _split(graph: Graph, axis: str, ctx: Context) -> None:
     found = (replace(each, flops=each.flops * ctx.rows // ctx.traced_rows) for each in fallbacks(graph))
     ctx.found.fallbacks = tuple(found)
     for node in ops(graph):
-        # Masks are numbered in the whole value: a rank must know which part of it is its own.
+        # Masks are numbered in the whole value: a rank must know which part it has.
         if is_draw(node):
             note(node).draw = replace(note(node).draw, inner_axis=splitter.inner_axis(node))
     meet_readers(graph, assignment, ctx.mesh)
@@ -116,10 +116,10 @@ def _split(graph: Graph, axis: str, ctx: Context) -> None:
 
 
 def choose_order(graph: Graph, splitter: TokenSplitter, asked: str) -> str:
-    """Return the order in which ranks have tokens, of `asked`: with "auto" zigzag where a rank's queries are causal.
+    """Return the order in which ranks have tokens; with "auto", zigzag if a rank's queries are causal.
 
-    Then every rank has as many keys to multiply as any other; of chunks the last rank would have almost twice the mean. All
-    sequences of 2c equal pieces have the one order, so the cheapest plan is the same.
+    Then every rank has the same number of keys to multiply; with chunks the last rank would have almost twice the
+    mean. All sequences of 2c equal pieces have the same order, so the cheapest plan is the same.
     """
     if asked != "auto":
         return ZIGZAG if asked == ZIGZAG else ""
@@ -132,7 +132,7 @@ def choose_order(graph: Graph, splitter: TokenSplitter, asked: str) -> str:
 
 
 def _check_pieces(graph: Graph, splitter: TokenSplitter) -> None:
-    """Raise PlanError where no sequence has two equal pieces for every rank."""
+    """Raise PlanError if no sequence has two equal pieces for every rank."""
     sizes, count = sorted(_token_sizes(graph, splitter)), 2 * splitter.degree
     if all(size % count for size in sizes):
         letter = AXES[splitter.axis].degree
@@ -156,7 +156,7 @@ def _note_gathers(assignment: Assignment, splitter: TokenSplitter) -> None:
 
 
 def _place_again(graph: Graph, mesh: Mesh) -> None:
-    """Say of every conversion where its shards lie in what is left of a value by both axes."""
+    """Correct the positions of every conversion's shards, which depend on both axes."""
     for node in ops(graph):
         if node.target is markers.convert:
             source, name = node.args[:2]
@@ -171,12 +171,12 @@ def _check_sizes(graph: Graph, splitter: TokenSplitter, ctx: Context) -> None:
     degree, letter = splitter.mesh.product_text([splitter.axis]), AXES[splitter.axis].degree
     if not sizes:
         fact = (
-            "the model has no tokens: no dim of an input beside the batch that no weight is multiplied with"
+            "the model has no tokens: no dim of an input, other than the batch, that weights do not contract"
         )
         raise PlanError(degree, fact, f"{letter}=1")
     # Under sequence parallelism tp divides what cp leaves of them.
     cut_by = splitter.axes_of_tokens(graph)
-    # Where it is asked for, the cheapest plan must not evade it.
+    # If sequence parallelism is requested, the cheapest plan must not evade it.
     if ctx.options.sequence_parallel is True:
         cut_by = [axis for axis in ctx.found.assignments if axis != splitter.axis]
     others = math.prod(map(splitter.mesh.degree, cut_by))
@@ -191,7 +191,7 @@ def _check_sizes(graph: Graph, splitter: TokenSplitter, ctx: Context) -> None:
 
 
 def _token_sizes(graph: Graph, splitter: TokenSplitter) -> set[int]:
-    """Return the numbers of tokens: of inputs, and of attention over what comes from no input."""
+    """Return the numbers of tokens of inputs, and of attention over values that do not come from an input."""
     sizes: set[int] = set()
     for node in (*placeholders(graph, "input"), *ops(graph)):
         if splitter.axes.has(node) and (node.op == "placeholder" or splitter.multiplies_activations(node)):
@@ -202,7 +202,7 @@ def _token_sizes(graph: Graph, splitter: TokenSplitter) -> set[int]:
 
 
 def _check_split(assignment: Assignment, splitter: TokenSplitter) -> None:
-    """Raise PlanError where nothing is split, and where attention is not split as was asked for."""
+    """Raise PlanError if nothing is split, or if attention is not split as requested."""
     degree, letter = splitter.mesh.product_text([splitter.axis]), AXES[splitter.axis].degree
     if not any(strategy.is_split for strategy in assignment.strategies.values()):
         raise PlanError(degree, "no operator can be split by tokens", f"{letter}=1")
@@ -215,7 +215,8 @@ def _check_split(assignment: Assignment, splitter: TokenSplitter) -> None:
         if is_attention and not strategy.is_split:
             start = f"{context=} splits attention by {noun}, and"
             sizes = sorted({way.size for way in splitter.blocked(node)})
-            if not sizes:  # as by heads beside a learned bias, or by queries that tp has split already
+            # For example heads with a learned bias, or queries that tp has split already.
+            if not sizes:
                 raise PlanError(site(node), f"{start} cannot split this one by them", f"context={other!r}")
             counted = f"{' and '.join(map(str, sizes))} {noun}{splitter.whose}"
             fact = f"{start} {counted} do not divide over {degree}"
@@ -223,6 +224,3 @@ def _check_split(assignment: Assignment, splitter: TokenSplitter) -> None:
             fits = ", ".join(map(str, sorted({*divisors(sizes), *copied})))
             remedy = f"{letter} in {{{fits}}}, or context={other!r}"
             raise PlanError(site(node), fact, remedy)
-
-
-__all__ = ["check_tokens", "split_tokens"]

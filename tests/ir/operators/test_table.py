@@ -115,7 +115,7 @@ ELSEWHERE = {
     "passes/tokens/shift.py: ENTRYWISE": "whose derivatives are finite, whatever the operands",
     "passes/tokens/shift.py: FINITE": "whose derivatives are finite, whatever the operands",
     "passes/tokens/shift.py: PADDED": "operands whose value does not matter where nothing reads the result",
-    "passes/tokens/both_traces.py: SCORED": "attention in either of its forms, before the table's names",
+    "passes/tokens/attention_rewrites.py: SCORED": "attention in either of its forms, before the table's names",
     "program/about.py: LEFT_OUT": "what precision and evaluation add to a graph or take away",
     "subject/initial/recording.py: OVERWRITING": "what fills a tensor without reading it, which torch's schema does not say",
     "subject/initial/replay.py: UNINITIALIZED": "what gives memory that nobody has filled, which torch's schema does not say",

@@ -64,12 +64,12 @@ def test_values_that_backward_needs() -> None:
     )
     rows: dict[str, tuple[int, str]] = {}
     total = 0
-    for line in program.explain("").split("to make it again\n")[1].splitlines():
+    for line in program.explain("").split("recomputation\n")[1].splitlines():
         name, nbytes, now, _ = re.split(r"  +", line.strip())
         rows[name] = int(nbytes.replace(",", "")), now
         total += rows[name][0] if now.startswith("kept, of ") else 0
     hidden = 4 * 2 * 8 * 32  # bytes: float32, 2 rows of 8 tokens, 32 wide
-    assert rows["transformer.h.0.mlp.c_fc: aten.linear"] == (4 * hidden, "made again")
-    assert rows["transformer.h.0.mlp.gelu: aten.gelu"] == (4 * hidden, "made again")
-    assert rows["transformer.h.0.attn.c_attn: aten.linear"] == (3 * hidden, "kept, of 1 microbatch at most")
+    assert rows["transformer.h.0.mlp.c_fc: aten.linear"] == (4 * hidden, "recomputed")
+    assert rows["transformer.h.0.mlp.gelu: aten.gelu"] == (4 * hidden, "recomputed")
+    assert rows["transformer.h.0.attn.c_attn: aten.linear"] == (3 * hidden, "kept, of at most 1 microbatch")
     assert total == program.costs.cut.saved_bytes[0]

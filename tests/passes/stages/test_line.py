@@ -58,4 +58,4 @@ def test_a_rank_that_makes_values_again_gets_fewer_layers() -> None:
     # The first has five layers, of which two can be kept for three microbatches; the second has seven, and keeps six.
     assert bound.again == pytest.approx((1.5, 0.5)) and bound.loads == pytest.approx((6.5, 7.5))
     least = place(Line(line.work, line.points, levels=line.levels[:1]), [0, 1], live, memory=6.0)
-    assert least is None or least.busiest >= bound.busiest
+    assert least is None or max(least.loads) >= max(bound.loads)
