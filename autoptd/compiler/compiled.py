@@ -14,12 +14,15 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
-from autoptd import passes
 from autoptd.errors import PlanError
 from autoptd.ir.layout import Sizes
 from autoptd.ir.notes import local_shape
-from autoptd.passes import Findings
+from autoptd.passes.context import Findings
+from autoptd.passes.kept.keep import explain_kept
+from autoptd.passes.ops.costs import backward_flops, flops
+from autoptd.passes.solve.explain import explain_split
 from autoptd.program.program import Picture, Program
+from autoptd.program.weighed import found_text
 
 # Draws a compiled program, or one stage of it, at a level.
 Draw = Callable[["Compiled", str, int | None], Picture]
@@ -29,20 +32,19 @@ Draw = Callable[["Compiled", str, int | None], Picture]
 class Compiled(Program):
     """A program with the findings of its compilation.
 
-    - `found`: the results of the passes; `remark`: a comparison of the plan with known ones, for display.
+    - `found`: the results of the passes.
     - `sizes`: the sizes that local shapes of the graph depend on.
     - `draw`: makes plots; passed in by the caller, so that the compiler does not depend on it.
     """
 
     found: Findings = field(default_factory=Findings)
-    remark: str = ""
     sizes: Sizes | None = None
     draw: Draw | None = None
 
     def explain(self, module: str) -> str:
         """Explain how a module is split, and how its values are kept for backward: see `Program.explain`."""
-        split = passes.explain_split(self.found.assignments, module, self.remark)
-        return split + passes.explain_kept(self.found.kept_values, module)
+        split = explain_split(self.found.assignments, module, found_text(self.plan.get("weighed")))
+        return split + explain_kept(self.found.kept_values, module)
 
     def graph(self, level: str = "layer", stage: int | None = None) -> Picture:
         """Return a plot of the program: see `Program.graph`."""
@@ -57,7 +59,7 @@ class Compiled(Program):
             assert self.sizes is not None
             return local_shape(node, self.sizes)
 
-        return passes.flops(node, shape), passes.backward_flops(node, shape)
+        return flops(node, shape), backward_flops(node, shape)
 
 
 __all__ = ["Compiled", "Draw"]

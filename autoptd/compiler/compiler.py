@@ -12,7 +12,7 @@ cut of the first.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -22,22 +22,18 @@ from torch.fx import Graph
 
 from autoptd import trace as tracing
 from autoptd.compat import tree_leaves
-from autoptd.compiler.batch import Batch, plan_batch
-from autoptd.compiler.compiled import Draw
 from autoptd.compiler.driver import compile_program
 from autoptd.compiler.request import Request
 from autoptd.compiler.warn import warn_of_fallbacks
 from autoptd.errors import PlanError
 from autoptd.ir.notes import note, op_name
-from autoptd.ir.plan import Plan
 from autoptd.options import Options, Recompute, Zero
 from autoptd.program.follow import check_follows, check_trains_alike
-from autoptd.program.program import Program
+from autoptd.program.program import Picture, Program
 from autoptd.runtime.step.launch import is_launched
 from autoptd.runtime.step.microbatches import fitting_microbatches, is_call_of
 from autoptd.subject.call import Call
 from autoptd.subject.subject import Subject
-from autoptd.trace.padding import compare_padded
 
 
 class Compiler:
@@ -48,7 +44,12 @@ class Compiler:
     """
 
     def __init__(
-        self, subject: Subject, options: Options, *, checks: bool = True, draw: Draw | None = None
+        self,
+        subject: Subject,
+        options: Options,
+        *,
+        checks: bool = True,
+        draw: Callable[..., Picture] | None = None,
     ) -> None:
         self.subject, self.options = subject, options
         self._checks, self._draw = checks, draw
@@ -111,17 +112,16 @@ class Compiler:
             call = self.subject.on_its_device(call)
         is_same_size = not counts and is_call_of(first, *call, self._replicas)
         options = self._evaluating(call, first, is_same_size)
-        batch = plan_batch(options, *call, self._replicas, like=first, counts=counts)
         model = self.subject.model
         with tracing.evaluating(model):
-            evaluated = self._captured(options, call, batch, first)
+            evaluated = self._captured(options, call, first, counts)
         check_no_draws(evaluated.graph)
         # Training's graph at this size, to compare with that of eval mode.
         with tracing.in_modes(self._modes):
             if is_same_size and first.graphs:
                 graph, buffers = first.graphs["TRACED"], first.buffers
             else:
-                captured = self._captured(options, call, batch, first)
+                captured = self._captured(options, call, first, counts)
                 graph, buffers = captured.graph, captured.buffers
             is_training = tracing.is_training_without_dropout(
                 graph, evaluated.graph, buffers, evaluated.buffers
@@ -165,7 +165,7 @@ class Compiler:
             tensors = [x for x in tree_leaves(short) if isinstance(x, torch.Tensor)]
             is_narrow = precision and any(x.is_floating_point() for x in tensors)
             with tracing.computing_in(subject.model, precision if is_narrow else None, self._cast_buffers):
-                compare_padded(
+                tracing.compare_padded(
                     subject.model, self.options.loss_fn, short, padded, others, what, is_made_up=is_made_up
                 )
 
@@ -182,7 +182,7 @@ class Compiler:
         options = replace(
             self.options,
             recompute=Recompute(False),
-            plan=Plan(),
+            plan=replace(self.options.plan, cut=None, shard=(), rates=(), keep=()),
             zero=self._zero(first),
             memory=math.inf,
             memory_price=first.plan["options"]["memory_price"],
@@ -194,10 +194,13 @@ class Compiler:
         """Return how ranks share storage, which "auto" leaves to the first program."""
         return replace(self.options.zero, stage=first.plan["options"]["zero"])
 
-    def _captured(self, options: Options, call: Call, batch: Batch, first: Program) -> tracing.Captured:
+    def _captured(
+        self, options: Options, call: Call, first: Program, counts: tuple[int, ...]
+    ) -> tracing.Captured:
         model = self.subject.model
         with tracing.computing_in(model, options.precision, first.cast_buffers) as narrowing:
-            return Request(model, options, *call, self._replicas, narrowing).capture(batch)
+            request = Request(model, options, *call, self._replicas, narrowing, like=first, counts=counts)
+            return request.capture(request.batch())
 
 
 def check_no_draws(evaluated: Graph) -> None:

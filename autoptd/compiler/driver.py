@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.fx import Graph
 
 from autoptd import trace as tracing
 from autoptd.compiler.compiled import Compiled, Draw
@@ -22,9 +23,10 @@ from autoptd.compiler.request import BatchPlan, Request, Traces, batch_plans, se
 from autoptd.compiler.warn import warn_of_mixing, warn_of_recompute
 from autoptd.compiler.write import Writer
 from autoptd.errors import AutoptdError
-from autoptd.ir.scopes import on_cpu
+from autoptd.ir.scopes import on_cpu, paused_collection
 from autoptd.options import Options
-from autoptd.passes.runner import Record
+from autoptd.passes import Context, Form, Record, passes_for, run_passes, up_to
+from autoptd.passes.plan_cost import weigh_known
 from autoptd.program.program import Program
 
 
@@ -95,15 +97,34 @@ def try_plan(request: Request, plan: BatchPlan, record: Record) -> Tried | Autop
 def _write(request: Request, plan: BatchPlan, traces: Traces, record: Record) -> Written | AutoptdError:
     """Return the program of these traces, from the cache if it is there."""
     ctx, like, traced = make_context(request, traces, plan.batch), request.like, traces.captured.graph
+    passes = passes_for(ctx)
     writer = Writer(traces, plan.batch, request.handed, record)
+
+    def run(ctx: Context, form: Form) -> Graph:
+        return run_passes(up_to(form, passes), traced, ctx, record)
+
     # Other programs follow the first one by its graphs, which are not written to a cache.
     if request.options.shapes.cache is None or like is None:
-        return fit(traced, ctx, record, writer.write)
+        written = fit(run, ctx, writer.write)
+        return _compared(written, traced, record) if isinstance(written, Written) else written
     cache = ProgramCache(request.options.shapes.cache)
     key = cache.key(traces, plan.batch, ctx, request.handed)
     if (kept := cache.load(key, traces.captured.buffers)) is not None:
         return Written(replace(kept, follows=like), traced, ctx)
-    written = fit(traced, ctx, record, writer.write)
+    written = fit(run, ctx, writer.write)
     if isinstance(written, Written):
         cache.store(key, written.program)
     return written
+
+
+def _compared(written: Written, traced: Graph, record: Record) -> Written:
+    """Compare a plan that sequence_parallel="auto" found with those of Megatron and Korthikanti et al."""
+    program, _, ctx = written
+    connecting = up_to(Form.CONNECTED, passes_for(ctx))
+    # Two more runs of the passes.
+    with paused_collection():
+        weighed = weigh_known(traced, record.graphs["CONNECTED"], ctx, connecting)
+    if weighed is None:
+        return written
+    # For people: `ir/plan.py` does not read it.
+    return written._replace(program=replace(program, plan={**program.plan, "weighed": weighed}))

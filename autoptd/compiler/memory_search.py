@@ -1,8 +1,8 @@
 """Find the fastest plan whose step fits into the memory of every rank, and write its program.
 
-In: a TRACED graph, the context of a request, and a function that writes the program of a LOCAL graph. Out: the
-program with its graph and context. If everything fits, nothing changes. Otherwise the options that the request
-leaves open are used in this order:
+In: a function that runs the passes for a context, the context of a request, and a function that writes the program of
+a LOCAL graph. Out: the program with its graph and context. If everything fits, nothing changes. Otherwise the options
+that the request leaves open are used in this order:
 
 - zero="auto": replicas and context ranks shard the optimizer state, which takes no longer.
 - recompute="auto": every pipeline rank recomputes as much as it needs to fit (`passes/kept/keep.py`).
@@ -27,12 +27,12 @@ from typing import NamedTuple, TypeVar
 
 from torch.fx import Graph
 
-from autoptd import passes
 from autoptd.compiler.peak_memory import Peak, peak_memory
 from autoptd.ir.layout import Layout
 from autoptd.ir.notes import note
 from autoptd.ir.scopes import paused_collection
-from autoptd.passes import Context, Form, Record, run_passes, up_to
+from autoptd.passes.context import Context
+from autoptd.passes.runner import Form
 from autoptd.passes.stages.held_bytes import TooFull, cut_of, excess_bytes, too_full
 from autoptd.program.program import Program
 
@@ -45,6 +45,8 @@ MORE_CUTS = 2
 # Prices are powers of two, times the time of a byte on a link: from a sixteenth of that to 16384 times.
 MIN_POWER, MAX_POWER = -4, 14
 
+# Run the passes for a context, up to a form.
+RunPasses = Callable[[Context, Form], Graph]
 Placed = tuple[Graph, Context]
 T = TypeVar("T")
 
@@ -57,14 +59,12 @@ class Written(NamedTuple):
     ctx: Context
 
 
-def fit(
-    traced: Graph, ctx: Context, record: Record, write: Callable[[Graph, Context], Program]
-) -> Written | TooFull:
+def fit(run: RunPasses, ctx: Context, write: Callable[[Graph, Context], Program]) -> Written | TooFull:
     """Return a program whose step fits on every rank; TooFull if none was found."""
     refused: TooFull | None = None
     for _ in range(MAX_REHEARSALS):
         with paused_collection():
-            placed = place(traced, ctx, record)
+            placed = place(run, ctx)
             written = placed if isinstance(placed, TooFull) else Written(write(*placed), *placed)
         if isinstance(written, TooFull):
             # The reserved bytes are those of a plan that holds more: one that holds less may need fewer.
@@ -99,20 +99,20 @@ def _with_peaks(program: Program, peaks: tuple[Peak, ...]) -> Program:
     return replace(program, plan=plan, costs=replace(program.costs, cut=cut))
 
 
-def place(traced: Graph, ctx: Context, record: Record) -> Placed | TooFull:
+def place(run: RunPasses, ctx: Context) -> Placed | TooFull:
     """Run the passes so that every rank fits, working bytes as in `ctx`; TooFull if that is impossible.
 
     The context returned has the chosen options.
     """
     if ctx.options.zero.stage == "auto" and ctx.mesh.gradient_ranks > 1:
-        search = _Search(traced, _with_zero(ctx, 0), record)
+        search = _Search(run, _with_zero(ctx, 0))
         placed = search.solve(search.first)
         if not isinstance(placed, TooFull) and not any(cut_of(placed[1]).again_seconds):
             return placed
         ctx = _with_zero(ctx, 1)
     elif ctx.options.zero.stage == "auto":
         ctx = _with_zero(ctx, 0)
-    return _Search(traced, ctx, record).run()
+    return _Search(run, ctx).best()
 
 
 def _with_zero(ctx: Context, zero: int) -> Context:
@@ -122,12 +122,12 @@ def _with_zero(ctx: Context, zero: int) -> Context:
 class _Search:
     """Search for the price of a byte."""
 
-    def __init__(self, traced: Graph, ctx: Context, record: Record) -> None:
-        self.traced, self.ctx, self.record = traced, ctx, record
+    def __init__(self, run: RunPasses, ctx: Context) -> None:
+        self.run, self.ctx = run, ctx
         self.first = ctx.options.memory_price or 0.0
         self.unit = 1 / ctx.options.rank_machine.link_bandwidth
 
-    def run(self) -> Placed | TooFull:
+    def best(self) -> Placed | TooFull:
         """Return the plan of the lowest price that fits; if a memory bound leaves tokens open, the fastest
         that fits.
 
@@ -150,7 +150,7 @@ class _Search:
         priced = self._priced(price)
         for _ in range(1 + MORE_CUTS):
             try:
-                graph = run_passes(passes.passes_for(priced), self.traced, priced, self.record)
+                graph = self.run(priced, Form.LOCAL)
             except TooFull as error:
                 return error
             cut = cut_of(priced)
@@ -168,7 +168,7 @@ class _Search:
             placed = self.solve(price)
             if not isinstance(placed, TooFull):
                 seconds[price] = cut_of(placed[1]).makespan
-        # The record is that of the last run. If none fits, the highest price shows how much is missing.
+        # The recorded graphs are those of the last run. If none fits, the highest price shows how much is missing.
         best = min(seconds, key=seconds.__getitem__, default=prices[-1])
         return placed if best == prices[-1] else self.solve(best)
 
@@ -203,9 +203,7 @@ class _Search:
 
     def _layout(self, price: float) -> list[Layout]:
         """Return the layout of every value at a price."""
-        priced = self._priced(price)
-        annotating = up_to(Form.ANNOTATED, passes.passes_for(priced))
-        graph = run_passes(annotating, self.traced, priced, self.record)
+        graph = self.run(self._priced(price), Form.ANNOTATED)
         return [note(node).layout for node in graph.nodes]
 
     def _priced(self, price: float) -> Context:

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph
 
-from autoptd import codegen, passes, schedule
+from autoptd import codegen, schedule
 from autoptd.compiler.batch import Batch
 from autoptd.compiler.compiled import Compiled
 from autoptd.compiler.records.collectives import collectives
 from autoptd.compiler.records.header import about_stages
-from autoptd.compiler.records.plan import plan_record
+from autoptd.compiler.records.plan import costs_of, plan_record
 from autoptd.compiler.records.specs import (
-    costs_of,
     crossing_links,
     crossing_spec,
     dropout_specs,
@@ -30,10 +29,10 @@ from autoptd.compiler.records.specs import (
 )
 from autoptd.compiler.request import Traces
 from autoptd.ir.scopes import activity
-from autoptd.passes import Context, Form, Record, up_to
-from autoptd.passes.stages.held_bytes import cut_of
+from autoptd.passes.context import Context
+from autoptd.passes.runner import Record
+from autoptd.passes.solve.fallbacks import unlisted_operators
 from autoptd.program.transfers import plan_transfers
-from autoptd.program.weighed import found_text
 
 
 @dataclass(frozen=True)
@@ -48,9 +47,6 @@ class Writer:
     def write(self, graph: Graph, ctx: Context) -> Compiled:
         """Return the program of a LOCAL graph."""
         captured, updates, options, found = self.traces.captured, self.traces.updates, ctx.options, ctx.found
-        # Compare "auto" with the plans of Megatron and Korthikanti: two more runs, up to CONNECTED.
-        connecting = up_to(Form.CONNECTED, passes.passes_for(ctx))
-        weighed = passes.weigh_known(captured.graph, self.record.graphs["CONNECTED"], ctx, connecting)
         # Crossings first, as orders and transfers depend on them.
         crossing = codegen.crossings(graph)
         crossings = tuple(map(crossing_spec, crossing))
@@ -63,7 +59,6 @@ class Writer:
         about = about_stages(options, self.batch, params, orders, ctx.wgrad_sink)
         with activity("write stage files", is_brief=True):
             files = codegen.write_program(graph, options.mesh, crossing, about, updates)
-        cut = cut_of(ctx)
         return Compiled(
             mesh=options.mesh,
             v=options.v,
@@ -85,19 +80,16 @@ class Writer:
             fallbacks=found.fallbacks,
             fusions=found.fusions,
             fuse=options.fuse.backend or False,
-            unlisted=tuple(passes.unlisted_operators(graph)),
+            unlisted=tuple(unlisted_operators(graph)),
             weighted=any(file.counts for file in files.stages),
             updated=updates.buffers if updates is not None else (),
             updated_by_batch=updates.of_batch if updates is not None else (),
             update_parts=parts,
-            plan=plan_record(
-                options, self.batch, cut, params, found.fallbacks, weighed, found.kept.rates, ctx.ranks
-            ),
-            costs=costs_of(graph, ctx.sizes, cut),
+            plan=plan_record(ctx, self.batch, params),
+            costs=costs_of(graph, ctx),
             buffers={name: value.detach() for name, value in captured.buffers.items()},
             looked_at=ctx.buffers.looked_at(),
             graphs=self.record.graphs,
             found=found,
-            remark=found_text(weighed),
             sizes=ctx.sizes,
         )

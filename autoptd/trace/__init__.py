@@ -9,6 +9,7 @@ from autoptd.trace.draws import draws, given_masks
 from autoptd.trace.evaluation import evaluating, in_modes, is_training_without_dropout, modes_of
 from autoptd.trace.faithful import compare
 from autoptd.trace.own_failure import own_failure
+from autoptd.trace.padding import compare_padded
 from autoptd.trace.precision import COMPUTE_DTYPES, Narrowing, autocast_of, check_precision, computing_in
 from autoptd.trace.reads import Difference, Snapshot, Stamp
 from autoptd.trace.retrace import capture_again
@@ -30,6 +31,7 @@ __all__ = [
     "check_module",
     "check_precision",
     "compare",
+    "compare_padded",
     "computing_in",
     "draws",
     "evaluating",

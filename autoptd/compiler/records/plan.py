@@ -1,36 +1,36 @@
-"""The record in `plan.json`: the decisions, by the model's own names.
+"""Record the decisions of a program and their costs, by the model's own names.
 
-In: options, batch, cut, parameters. Out: a dict that `ir/plan.py` reads again; equal layers are one pattern.
+In: the context with its findings, batch, parameters. Out: the dict of `plan.json`, which `ir/plan.py` reads again
+(equal layers are one pattern), and `Costs`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
+from torch.fx import Graph
+
 from autoptd.compiler.batch import Batch
-from autoptd.ir.kept import Rate, rows_of
-from autoptd.ir.mesh import base
+from autoptd.ir.kept import rows_of
+from autoptd.ir.mesh import Mesh, base
 from autoptd.ir.names import any_layer
-from autoptd.ir.notes import Fallback
+from autoptd.ir.notes import Fallback, local_shape
 from autoptd.ir.types import ValueType
 from autoptd.options import KEYWORDS, Options, settings
-from autoptd.program.costs import Cut
+from autoptd.passes.context import Context
+from autoptd.passes.ops.costs import count_work
+from autoptd.passes.stages.held_bytes import cut_of
+from autoptd.program.costs import Costs, Cut
 from autoptd.program.specs import ParamSpec
 
 
-def plan_record(
-    options: Options,
-    batch: Batch,
-    cut: Cut,
-    params: tuple[ParamSpec, ...],
-    fallbacks: Sequence[Fallback],
-    weighed: dict[str, Any] | None,
-    rates: Sequence[Rate],
-    ranks: Sequence[int],
-) -> dict[str, Any]:
-    """Return what `plan.json` has: the decisions, and reports (fallbacks, `weighed` plans, what it took to fit) for people."""
+def plan_record(ctx: Context, batch: Batch, params: tuple[ParamSpec, ...]) -> dict[str, Any]:
+    """Return the record of `plan.json`: the decisions, and reports for people (fallbacks, and how it was made to fit)."""
+    options, kept = ctx.options, ctx.found.kept
+    cut = cut_of(ctx)
     mesh: dict[str, Any] = {**options.mesh.degrees, "v": options.v}
     if not options.mesh.has_usual_order:
         mesh["order"] = options.ranks.order
@@ -43,14 +43,20 @@ def plan_record(
         "options": {name: asked[name] for name in _planned(options)},
         "cut": list(cut.after),
         "shard": _shard_pins(options, params),
-        "fallbacks": merged_fallbacks(fallbacks),
+        "fallbacks": merged_fallbacks(ctx.found.fallbacks),
     }
-    if rates or options.plan.keep:
-        record["keep"] = rows_of(rates, options.plan.keep)
+    if kept.rates or options.plan.keep:
+        record["keep"] = rows_of(kept.rates, options.plan.keep)
     if options.memory is not None:
-        record["relief"] = _relief(options, cut, ranks)
-    # For people alone: `ir/plan.py` reads past it.
-    return {**record, "weighed": weighed} if weighed else record
+        record["relief"] = _relief(options, cut, ctx.ranks)
+    return record
+
+
+def costs_of(graph: Graph, ctx: Context) -> Costs:
+    """Return the FLOPs of a microbatch, on one device and on a rank, and the costs of the cut."""
+    of_one_device = partial(local_shape, sizes=replace(ctx.sizes, mesh=Mesh()))
+    of_a_rank = partial(local_shape, sizes=ctx.sizes)
+    return replace(count_work(graph, ctx.mesh, of_one_device, of_a_rank), cut=cut_of(ctx))
 
 
 def merged_fallbacks(fallbacks: Sequence[Fallback]) -> list[dict[str, Any]]:
@@ -59,9 +65,9 @@ def merged_fallbacks(fallbacks: Sequence[Fallback]) -> list[dict[str, Any]]:
     """
     flops_of: dict[Fallback, int] = {}
     for fallback in fallbacks:
-        key = dataclasses.replace(fallback, site=any_layer(fallback.site), flops=0)
+        key = replace(fallback, site=any_layer(fallback.site), flops=0)
         flops_of[key] = flops_of.get(key, 0) + fallback.flops
-    return [{**dataclasses.asdict(key), "flops": flops} for key, flops in flops_of.items()]
+    return [{**asdict(key), "flops": flops} for key, flops in flops_of.items()]
 
 
 def _planned(options: Options) -> list[str]:
@@ -75,7 +81,7 @@ def _planned(options: Options) -> list[str]:
 
 
 def _relief(options: Options, cut: Cut, ranks: Sequence[int]) -> dict[str, Any]:
-    """Return what it took to fit into `memory=`; seconds of a microbatch, by pipeline rank."""
+    """Return the measures that made it fit into `memory=`; seconds per microbatch, by pipeline rank."""
     again = [0.0] * (max(ranks) + 1)
     for rank, seconds in zip(ranks, cut.again_seconds, strict=True):
         again[rank] += seconds
@@ -88,7 +94,7 @@ def _relief(options: Options, cut: Cut, ranks: Sequence[int]) -> dict[str, Any]:
 
 
 def _shard_pins(options: Options, params: tuple[ParamSpec, ...]) -> list[dict[str, Any]]:
-    """Return what pins every sharded parameter, and the pins of the request that keep something whole."""
+    """Return a pin for every sharded parameter, and the pins of the request that keep a parameter whole."""
     # {"h.*.mlp.c_fc.weight": the ways in which it is cut in any layer}
     shards: dict[str, set[tuple[tuple[str, ValueType], ...]]] = {}
     for spec in params:
@@ -98,7 +104,7 @@ def _shard_pins(options: Options, params: tuple[ParamSpec, ...]) -> list[dict[st
         # 12 layers that are sharded alike are one pattern, and one entry.
         pattern = any_layer(spec.name) if len(shards[any_layer(spec.name)]) == 1 else spec.name
         if spec.use.layout.shards:
-            # Sub-axes of one axis cut neighbouring atoms of one dim: the pin names the axis.
+            # Sub-axes of one axis cut neighboring atoms of one dim: the pin names the axis.
             axis, kind = spec.use.layout.shards[0]
             pins[pattern] = {"pattern": pattern, "dim": kind.dim, "axis": base(axis)}
     return [*pins.values(), *(dict(pin) for pin in options.plan.shard if pin.get("dim") is None)]

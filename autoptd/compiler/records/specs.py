@@ -8,23 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch.fx import Graph, Node
 
-from autoptd import codegen, passes
+from autoptd import codegen
 from autoptd import trace as tracing
 from autoptd.compiler.batch import Batch
-from autoptd.ir.layout import Layout, Sizes
-from autoptd.ir.mesh import Mesh
+from autoptd.ir.layout import Layout
 from autoptd.ir.noise import NAMES, is_draw
-from autoptd.ir.notes import local_shape, note, op_name, ops, placeholders, row_blocks, shape, tensor
+from autoptd.ir.notes import note, op_name, ops, placeholders, row_blocks, shape, tensor
 from autoptd.ir.placement import EVERY_REPLICA, placements
 from autoptd.ir.types import Dims, outer_size
 from autoptd.ir.updates import Updates
 from autoptd.options import Options
-from autoptd.program.costs import Costs, Cut
+from autoptd.passes.hook_gemms import adds_to_gradient
 from autoptd.program.specs import CrossingSpec, DropoutSpec, InputSpec, ParamSpec, StageSpec, UpdatePart
 
 
@@ -62,7 +60,7 @@ def _param_spec(
         dims, requires_grad = record.dims, record.needs_grad and parameter.numel() > 0
         of_model = dims if record.tokens.model_dims is None else record.tokens.model_dims
         model_dims = of_model if of_model != dims else ()
-        adds = tuple(passes.adds_to_gradient(node, stage) for stage in stages)
+        adds = tuple(adds_to_gradient(node, stage) for stage in stages)
     # With `precision`, the model is held in the dtype that it computes in while it is compiled; under
     # autocast it is the graph that reads parameters in 16 bits.
     stored = _wide(parameter.dtype) if options.precision else parameter.dtype
@@ -175,10 +173,3 @@ def update_parts(updates: Updates | None) -> tuple[UpdatePart, ...]:
         return ()
     pairs = zip(updates.parts, updates.sums, strict=True)
     return tuple(UpdatePart(shape(part), is_sum) for part, is_sum in pairs)
-
-
-def costs_of(graph: Graph, sizes: Sizes, cut: Cut) -> Costs:
-    """Return the FLOPs of a microbatch, on one device and on a rank, and the costs of the cut."""
-    of_one_device = partial(local_shape, sizes=replace(sizes, mesh=Mesh()))
-    of_a_rank = partial(local_shape, sizes=sizes)
-    return replace(passes.count_work(graph, sizes.mesh, of_one_device, of_a_rank), cut=cut)

@@ -126,7 +126,7 @@ class Keeper:
         held, again = self.held(), dict.fromkeys(range(len(self.ctx.ranks)), 0.0)
         for node in ops(self.graph):
             again[note(node).stages[0]] += note(node).keep.again or 0.0
-        nbytes = tuple(sum(storage.nbytes for storage in held.get(stage, {})) for stage in again)
+        nbytes = tuple(_bytes_of(held.get(stage, {})) for stage in again)
         return Kept(nbytes, tuple(again.values()), tuple(rates))
 
     def values(self) -> Iterator[KeptValue]:
@@ -179,6 +179,10 @@ def _least(fits: Callable[[list[int]], list[bool]], last: int, count: int) -> li
             (low + high) // 2 if low < high - 1 else high for low, high in zip(too_low, enough, strict=True)
         ]
     return enough
+
+
+def _bytes_of(held: Holders) -> int:
+    return sum(storage.nbytes for storage in held)
 
 
 def _held(graph: Graph, saved: SavedForBackward) -> dict[int, Holders]:
