@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from autoptd.wings.planner.default import DefaultModel
+from autoptd.wings.planner.candidates import DefaultModel
 from autoptd.wings.planner.plan import plan
 from autoptd.wings.planner.request import make_request
 from autoptd.wings.planner.search import search, take

@@ -33,7 +33,7 @@ PRELOAD = (
     "torch.distributed",
     "autoptd.api",
     "autoptd.wings.doctor.run",
-    "autoptd.wings.cli.doctor",
+    "autoptd.wings.cli.commands",
 )
 CONTEXT.set_forkserver_preload([*PRELOAD, "tests.processes.launches", "tests.processes.preload"])
 

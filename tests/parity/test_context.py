@@ -21,7 +21,7 @@ from autoptd.ir.machine import Machine
 from autoptd.passes.solve.tokens import TokenSplitter
 from autoptd.program.calls import expected_calls
 from autoptd.program.program import Program
-from autoptd.wings.viz.collectives import collectives_markdown
+from autoptd.wings.reports.collectives import collectives_markdown
 from benchmarks.lib.subramanian.operators import Local, layer
 from benchmarks.lib.subramanian.system import VIT_64K, Quirks
 from tests.parity.checks import as_planned

@@ -19,7 +19,7 @@ from autoptd.compiler.batch import Batch
 from autoptd.compiler.request import Request
 from autoptd.runtime.step.stage import load_stage
 from autoptd.runtime.step.standalone import check_stage
-from autoptd.wings.viz.collectives import collectives_markdown
+from autoptd.wings.reports.collectives import collectives_markdown
 from benchmarks.lib.loss_cases import CASES
 from benchmarks.losses import MACHINE
 from tests.parity.checks import as_planned, check_is_found

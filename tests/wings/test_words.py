@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 
-from autoptd.wings.viz.dot import _quoted
+from autoptd.wings.viz.graphviz import _quoted
 from autoptd.wings.words import aligned, xml_text
 from tests.fuzz.features import HARD_NAMES
 

@@ -262,6 +262,3 @@ def spilled(x: torch.Tensor, out: Path) -> torch.Tensor:
     remove_file(file)
     copy = torch.empty(0, dtype=x.dtype, device="cpu").set_(storage, 0, x.shape)  # type: ignore[call-overload]
     return copy.copy_(x)  # type: ignore[no-any-return]
-
-
-__all__ = ["checkpoint"]

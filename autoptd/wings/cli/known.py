@@ -98,6 +98,3 @@ def list_names(args: Namespace) -> int:
     for name, known in KNOWN.items():
         print(f"{name:14} {known.kind:8} {known.source}")
     return 0
-
-
-__all__ = ["KNOWN", "Known", "list_names"]

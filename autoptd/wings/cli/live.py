@@ -110,6 +110,3 @@ class Terminal(logging.Handler):
         with suppress(OSError, ValueError):
             return os.get_terminal_size(self._stream.fileno()).columns or COLUMNS
         return COLUMNS
-
-
-__all__ = ["shown"]

@@ -377,15 +377,3 @@ def as_call(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
     """
     takes = inspect.signature(model.forward).parameters
     return {"input_ids": x, "labels": x} if {"input_ids", "labels"} <= takes.keys() else (x, y)
-
-
-__all__ = [
-    "Subject",
-    "as_call",
-    "find_model",
-    "length_of",
-    "make_with_weights",
-    "make_without_weights",
-    "vocabulary_of",
-    "weights_in",
-]

@@ -15,13 +15,12 @@ from typing import Any
 
 from autoptd.errors import PlanError, a_type
 from autoptd.ir.scopes import activity
-from autoptd.wings.cli.help_texts import SIZES
 from autoptd.wings.cli.known import KNOWN
-from autoptd.wings.cli.settings import check_writable, read_pairs
+from autoptd.wings.cli.parser import SIZES
+from autoptd.wings.cli.request import check_writable, read_pairs
 from autoptd.wings.planner import plan as planning
-from autoptd.wings.planner.model_shape import shape_of, shape_of_config
-from autoptd.wings.planner.shape import Shape
-from autoptd.wings.planner.strategies import cases_text, which_when
+from autoptd.wings.planner.plan import cases_text, which_when
+from autoptd.wings.planner.shape import Shape, shape_of, shape_of_config
 
 # Flags that are passed to `autoptd.plan` unchanged; the planner chooses the missing ones.
 CONSTRAINTS: tuple[str, ...] = (
@@ -125,6 +124,3 @@ def _read(path: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise PlanError(f"--shape {path}", f"is {a_type(found)}", "pass a JSON object of sizes")
     return found
-
-
-__all__ = ["plan", "read_shape", "stated_sizes"]

@@ -1,8 +1,7 @@
 """`autoptd show` and `autoptd compile`: compile a model without weights; print its numbers, draw its
 pictures.
 
-The batch has d replicas of `num_microbatches` microbatches with `--rows` samples each, or `--batch` samples.
-"""
+The batch has d replicas of `num_microbatches` microbatches with `--rows` samples each, or `--batch` samples."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import autoptd
+from autoptd import api
 from autoptd.errors import PlanError
 from autoptd.ir.scopes import activity
 from autoptd.options import grouped
@@ -28,15 +27,14 @@ from autoptd.wings.cli.models import (
     factories_in,
     find_model,
     length_of,
+    make_with_weights,
     make_without_weights,
     vocabulary_of,
 )
-from autoptd.wings.cli.request import keywords_of, rows_of
-from autoptd.wings.cli.settings import read_pairs
-from autoptd.wings.reports.checkpoint_costs import checkpoint_costs
+from autoptd.wings.cli.request import keywords_of, read_pairs, rows_of
 from autoptd.wings.reports.pictures import draw_program
 from autoptd.wings.reports.report import write_report
-from autoptd.wings.reports.summary import summarize
+from autoptd.wings.reports.summary import checkpoint_costs, summarize
 
 
 def example_inputs(args: Namespace, subject: Any, model: nn.Module, given: Any) -> Any:
@@ -61,7 +59,7 @@ def make_program(args: Namespace) -> tuple[str, Program]:
         # `precision` stores parameters in float32, which is not the default of known sizes.
         dtype = args.dtype or ("float32" if args.precision else None)
         model, given = make_without_weights(subject, dtype)
-    program = autoptd.compile(
+    program = api.compile(
         model, example_inputs=example_inputs(args, subject, model, given), **grouped(keywords_of(args))
     )
     # Of one microbatch: [rows, tokens].
@@ -139,4 +137,14 @@ def _write(program: Program, folder: Path, name: str) -> None:
     print(f"wrote {folder}/report.html, with its pictures and tables as separate files", file=sys.stderr)
 
 
-__all__ = ["compile", "example_inputs", "make_program", "show", "storage_of"]
+def verify(args: Namespace) -> int:
+    """Print the largest differences; return 0 if the two agree, else 1."""
+    # Seeds the weights of models that come without any.
+    torch.manual_seed(args.seed or 0)
+    subject = find_model(args.model, read_pairs("set", args.set))
+    with activity(f"building {args.model}"):
+        model, given = make_with_weights(subject, args.dtype)
+    batch = example_inputs(args, subject, model, given)
+    report = api.verify(model, example_inputs=batch, steps=args.steps, **grouped(keywords_of(args)))
+    print(report)
+    return 0 if report.passed else 1

@@ -1,7 +1,6 @@
 """`autoptd train`: a training loop on text, one token per byte.
 
-Under torchrun each process is a rank; with `--backend local`, ranks are threads of this process.
-"""
+Under torchrun each process is a rank; with `--backend local`, ranks are threads of this process."""
 
 from __future__ import annotations
 
@@ -16,13 +15,13 @@ from typing import Any
 
 import torch
 
-import autoptd
+from autoptd.api import ParallelModel, parallelize
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ir.mesh import Coordinate
 from autoptd.ir.scopes import activity
 from autoptd.options import grouped
 from autoptd.runtime.world.devices import device_of_ranks
-from autoptd.wings.cli.data import batches, load_tokens
+from autoptd.subject.initial.deferred import deferred
 from autoptd.wings.cli.models import (
     as_call,
     find_model,
@@ -31,10 +30,10 @@ from autoptd.wings.cli.models import (
     vocabulary_of,
     weights_in,
 )
-from autoptd.wings.cli.request import keywords_of, options_of, rows_of
-from autoptd.wings.cli.settings import read_pairs
+from autoptd.wings.cli.request import keywords_of, options_of, read_pairs, rows_of
 from autoptd.wings.planner.auto import machine_here
 from autoptd.wings.reports.excepthook import is_interrupt
+from autoptd.wings.reports.progress import Progress
 from autoptd.wings.reports.report import write_report
 
 
@@ -45,7 +44,7 @@ def train(args: Namespace) -> int:
     torch.manual_seed(seed)
     subject = find_model(args.model, read_pairs("set", args.set))
     options = options_of(args)
-    building = autoptd.deferred(seed) if args.deferred else nullcontext()
+    building = deferred(seed) if args.deferred else nullcontext()
     with activity(f"building {args.model}"), building:
         model, given = make_with_weights(subject, args.dtype)
     if given is not None:
@@ -71,14 +70,14 @@ def train(args: Namespace) -> int:
         # Predict for this machine, as the report compares predictions with measurements.
         device = device_of_ranks(model.parameters(), options.device, options.backend)
         keywords["machine"] = machine_here(device)
-    pm = autoptd.parallelize(model, example_inputs=as_call(model, *first), **grouped(keywords))
+    pm = parallelize(model, example_inputs=as_call(model, *first), **grouped(keywords))
     optimizer = pm.optimizer(torch.optim.AdamW, lr=args.lr, weight_decay=args.weight_decay)
     progress: Any = None
     try:
         with _checkpoints(args, pm, optimizer) as ckpt:
             watched: dict[str, Any] = {"log": args.log, "tensorboard": args.tensorboard, "peak": args.peak}
             watched |= {"quiet": args.quiet, "measure_every": args.measure_every}
-            with autoptd.Progress(pm, tokens=rows * length, steps=args.steps, **watched) as progress:
+            with Progress(pm, tokens=rows * length, steps=args.steps, **watched) as progress:
                 pairs = batches(tokens, rows, length, args.steps, seed, start=pm.steps)
                 _train(args, pm, optimizer, progress, ckpt, (as_call(model, x, y) for x, y in pairs))
     # Ctrl-C reaches all ranks; ranks that wait for another one see a fault of that rank.
@@ -99,7 +98,7 @@ def train(args: Namespace) -> int:
 
 
 def _checkpoints(
-    args: Namespace, pm: autoptd.ParallelModel, optimizer: torch.optim.Optimizer
+    args: Namespace, pm: ParallelModel, optimizer: torch.optim.Optimizer
 ) -> AbstractContextManager[Any]:
     """Return the checkpointer, resumed if requested; a null context without --save."""
     if args.save is None:
@@ -119,7 +118,7 @@ def resumed(ckpt: Any) -> Iterator[Any]:
 
 def _train(
     args: Namespace,
-    pm: autoptd.ParallelModel,
+    pm: ParallelModel,
     optimizer: Any,
     progress: Any,
     ckpt: Any,
@@ -139,7 +138,7 @@ def _train(
         ckpt.save()
 
 
-def _report_interrupt(args: Namespace, pm: autoptd.ParallelModel, steps: int) -> None:
+def _report_interrupt(args: Namespace, pm: ParallelModel, steps: int) -> None:
     """Report Ctrl-C once for all ranks. No step is recorded for it, as the ranks have stopped."""
     if pm.coordinate != Coordinate():
         return
@@ -157,14 +156,14 @@ def _say(line: str) -> None:
         print(line, file=sys.stderr)
 
 
-def _call(pm: autoptd.ParallelModel, call: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _call(pm: ParallelModel, call: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of `step` on this rank, cut from a global batch."""
     if isinstance(call, dict):
         return (), pm.local_batch(**call)
     return pm.local_batch(*call), {}
 
 
-def _write(args: Namespace, pm: autoptd.ParallelModel, call: Any) -> None:
+def _write(args: Namespace, pm: ParallelModel, call: Any) -> None:
     """Run a step without and a step with recording, discard their gradients, and write the report."""
     inputs, keys = _call(pm, call)
     start = time.perf_counter()
@@ -181,4 +180,38 @@ def _write(args: Namespace, pm: autoptd.ParallelModel, call: Any) -> None:
         print(f"wrote {args.out}/report.html", file=sys.stderr)
 
 
-__all__ = ["train"]
+def load_tokens(path: str | None) -> torch.Tensor:
+    """Return the bytes of a file (or of all help topics) as a 1-D tensor; PlanError if the file cannot be
+    read.
+    """
+    if path is None:
+        from pydoc_data.topics import topics
+
+        data = "\n".join(topics[name] for name in sorted(topics)).encode()
+    else:
+        try:
+            data = Path(path).read_bytes()
+        except OSError as error:
+            raise PlanError(f"--data {path}", f"cannot be read: {error}", "pass a text file") from error
+    # A bytearray, because torch warns about read-only memory.
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
+
+
+def batches(
+    tokens: torch.Tensor, batch: int, length: int, steps: int, seed: int, start: int = 0
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield [batch, length] pairs of ids for steps `start` to `steps`. Positions depend on the seed alone, so
+    all ranks and a resumed run see the same batches.
+    """
+    if len(tokens) <= length:
+        fact = f"{len(tokens)} bytes of text are too few for rows of {length}"
+        raise PlanError("--data", fact, f"a longer text, or --seq {max(1, len(tokens) // 2)}")
+    generator = torch.Generator().manual_seed(seed)
+    window = torch.arange(length + 1, device="cpu")
+    for step in range(steps):
+        # [batch, 1] + [length + 1]: a window at a random position for each row.
+        places = torch.randint(len(tokens) - length, (batch, 1), generator=generator, device="cpu")
+        if step < start:
+            continue
+        rows = tokens[places + window]
+        yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

@@ -17,11 +17,10 @@ from statistics import median
 from typing import Any
 
 from autoptd.ir.mesh import Mesh
-from autoptd.wings.doctor.checks import Wrong
-from autoptd.wings.doctor.facts import Verdict, ranks_text
-from autoptd.wings.doctor.speed import SMALL, Timed, slow_ones
+from autoptd.wings.doctor.checks import SMALL, Timed, Wrong, slow_ones
+from autoptd.wings.doctor.launch import Verdict, ranks_text
 from autoptd.wings.planner.cluster import Cluster
-from autoptd.wings.planner.network import Network
+from autoptd.wings.planner.terms import Network
 from autoptd.wings.words import aligned, bytes_text, count_text, plural, seconds_text
 
 MAX_LINES = 12
@@ -194,6 +193,3 @@ def _slow_line(mesh: Mesh, timed: Timed, usual: float) -> str:
 def bandwidth_text(bandwidth: float) -> str:
     """Format bytes/s with a decimal unit, as links are sold: `1.2 GB/s`."""
     return count_text(bandwidth, "B/s")
-
-
-__all__ = ["DoctorReport", "MeshReport", "bandwidth_text"]

@@ -27,13 +27,10 @@ from autoptd.runtime.world.device_watch import WATCHDOG_MARGIN
 from autoptd.runtime.world.processes import DistributedWorld
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Communicators, World, on_device
-from autoptd.wings.doctor.checks import Checks, check_world
-from autoptd.wings.doctor.facts import Verdict, judge, own_facts
-from autoptd.wings.doctor.launch import Lobby, int_from_env
+from autoptd.wings.doctor.checks import Checks, check_world, sizes_on, time_world
+from autoptd.wings.doctor.launch import Lobby, Verdict, int_from_env, judge, own_facts
 from autoptd.wings.doctor.report import DoctorReport, MeshReport
-from autoptd.wings.doctor.speed import sizes_on, time_world
-from autoptd.wings.planner.auto import CPU
-from autoptd.wings.planner.cluster import Cluster, find_cluster
+from autoptd.wings.planner.cluster import CPU, Cluster, find_cluster
 
 # The mesh of threads, where none is given: several ranks along every axis.
 THREADS = Mesh.of(dict.fromkeys(USUAL_DEGREES, 2))
@@ -215,6 +212,3 @@ def _print(request: Request, report: DoctorReport) -> int:
     if request.json:
         Path(request.json).write_text(json.dumps(report.record(), indent=1) + "\n")
     return report.status
-
-
-__all__ = ["Request", "examine", "links_of", "requested_mesh", "run_alone", "run_launched", "usual_meshes"]

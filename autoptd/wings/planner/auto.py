@@ -1,9 +1,8 @@
-"""Let the planner choose the open keywords of `t="auto"`, once the number of ranks is known.
+"""Let the planner choose the keywords of `t="auto"`, once the number of ranks is known.
 
-In: the model, the global batch, and the keywords of `parallelize`, at least one of them "auto". Out: the
-keywords with numbers in them. Keywords that are "auto" or missing are chosen; given ones are kept. The plan
-is for the runtime of this project (software.toml, "autoptd"), which holds parameters, gradients and moments
-in the parameters' dtype.
+In: the model, the global batch, and the keywords of `parallelize`, at least one of them "auto". Out: the keywords
+with numbers in them: those that are "auto" or missing are chosen, others are kept. The plan is for the runtime of
+this project (software.toml, "autoptd").
 
     planned(model, (x, y), {"t": "auto", "p": 2, "gpus": 8, "machine": "h100"})
     # {"t": 4, "p": 2, "d": 1, ...}
@@ -25,19 +24,19 @@ from autoptd.ir.machine import machine_file, machine_of_device, nearest_machines
 from autoptd.ir.mesh import TABLE, Mesh, Role
 from autoptd.runtime.world.devices import device_of_ranks
 from autoptd.subject.module import check_module
-from autoptd.wings.planner.cluster import Software, find_cluster, find_software
-from autoptd.wings.planner.model_shape import shape_of
+from autoptd.wings.planner.cluster import CPU, Software, find_cluster, find_software
 from autoptd.wings.planner.plan import plan
+from autoptd.wings.planner.shape import shape_of
 
 AUTO = "auto"
 # Keywords that may be "auto".
 OPEN = ("t", "p", "d", "v", "num_microbatches")
-# Keywords that constrain the planner, where they are given.
+# Keywords that constrain the planner if they are given.
 KEPT = ("sequence_parallel", "schedule", "memory", "zero")
 # The degrees that the batch divides over.
 BATCH_DEGREES = tuple(axis.degree for axis in TABLE if axis.role is Role.BATCH)
-# The machine of ranks on CPUs, and of GPUs that are not described.
-CPU, USUAL = "laptop-cpu", "dgx-a100"
+# The machine of GPUs that are not described.
+USUAL = "dgx-a100"
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -47,28 +46,24 @@ def is_auto(keywords: Mapping[str, Any]) -> bool:
 
 
 def planned(model: nn.Module, example_inputs: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `keywords` without `gpus` and, if one is "auto", with the choices of the planner.
-
-    PlanError if it finds none.
-    """
+    """Return `keywords` without `gpus`, with the planner's choices for "auto"; PlanError if it finds none."""
     keywords = dict(keywords)
     gpus = keywords.pop("gpus", None)
     if not is_auto(keywords):
         if gpus is not None:
-            raise PlanError(f"gpus={gpus}", "there is nothing to choose", 't="auto", or leave gpus out')
+            raise PlanError(f"gpus={gpus}", "there is nothing to choose", 't="auto", or omit gpus')
         return keywords
     check_module(model)
     ranks = _ranks(gpus)
     if example_inputs is None:
-        raise PlanError('"auto"', "the planner needs to know the batch", "example_inputs=the global batch")
+        raise PlanError('"auto"', "the planner needs the batch", "example_inputs=the global batch")
     rows, tokens = _sizes(example_inputs)
     given = {name: value for name, value in keywords.items() if value is not None}
     fixed = {name: given[name] for name in OPEN if given.get(name, AUTO) != AUTO}
-    # Keywords that the planner may not choose; `sequence_parallel="auto"` leaves it the choice, and stays in
-    # `given`.
+    # `sequence_parallel="auto"` is not a constraint, and stays in `given`.
     constraints = {name: given[name] for name in KEPT if given.get(name, AUTO) != AUTO}
     constraints |= {name: fixed[name] for name in ("t", "p", "d", "v") if name in fixed}
-    # The tokens are divided only on request.
+    # Tokens are divided only on request.
     constraints |= {"c": given["c"]} if "c" in given else {}
     if "num_microbatches" in fixed:
         constraints["microbatch"] = _microbatch(rows, given)
@@ -88,36 +83,30 @@ def planned(model: nn.Module, example_inputs: Any, keywords: Mapping[str, Any]) 
 
 
 def _ranks(gpus: Any) -> int:
-    """Return the number of ranks: that of torchrun, else `gpus`; PlanError where they disagree or both
-    are missing.
-    """
+    """Return the number of ranks, from torchrun or `gpus`; PlanError if they disagree or both are missing."""
     launched = os.environ.get("WORLD_SIZE")
     if gpus is None and launched is None:
-        raise PlanError(
-            '"auto"', "it is not known how many ranks there are", "gpus=8, or start under torchrun"
-        )
+        raise PlanError('"auto"', "the number of ranks is not known", "gpus=8, or start under torchrun")
     if gpus is not None and launched is not None and int(launched) != gpus:
-        raise PlanError(f"gpus={gpus}", f"torchrun started {launched} ranks", "leave gpus out")
+        raise PlanError(f"gpus={gpus}", f"torchrun started {launched} ranks", "omit gpus")
     return int(launched) if gpus is None else gpus  # type: ignore[arg-type]
 
 
 def _sizes(example_inputs: Any) -> tuple[int, int]:
-    """Return the samples of the batch and the sequence length, as the first tensor of at least two dims has
-    them.
-    """
+    """Return the samples of the batch and the sequence length: sizes of the first tensor with at least two dims."""
     leaves = tree_flatten(example_inputs)[0]
     found = next((leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 1), None)
     if found is None:
-        raise PlanError("example_inputs", "no tensor [rows, tokens]", "pass what the model is called with")
+        raise PlanError("example_inputs", "have no tensor [rows, tokens]", "pass the arguments of the model")
     return found[0], found[1]
 
 
 def _microbatch(rows: int, given: Mapping[str, Any]) -> int:
-    """Return the rows of a microbatch, which the planner takes instead of the number of microbatches."""
+    """Return the rows of a microbatch, the planner's keyword for the number of microbatches."""
     degrees = {name: given.get(name, AUTO if name in OPEN else 1) for name in BATCH_DEGREES}
     for name, degree in degrees.items():
         if degree == AUTO:
-            fact = f"is per replica, and {name} is left open"
+            fact = f"is per replica, and {name} is not fixed"
             raise PlanError("num_microbatches", fact, f'{name}=1, or num_microbatches="auto"')
     mesh, count = Mesh.of(degrees), given["num_microbatches"]
     if rows % (mesh.replicas * count):
@@ -127,36 +116,33 @@ def _microbatch(rows: int, given: Mapping[str, Any]) -> int:
 
 
 def machine_here(device: torch.device) -> str:
-    """Return the name of the machine that ranks on `device` run on, if it is described."""
+    """Return the name of the described machine that ranks on `device` run on, or a usual one."""
     if device.type != "cuda":
         return CPU
     return machine_of_device(torch.cuda.get_device_name(device)) or USUAL
 
 
 def _machine(given: Any, device: torch.device) -> str:
-    """Return the name of the machine given by `machine=`, which defaults to that of the ranks' device."""
+    """Return the name of the machine of `machine=`, by default that of the ranks' device."""
     if given is None:
         return machine_here(device)
     file = machine_file(given) if isinstance(given, str) else None
     if file is None:
         known = nearest_machines(str(given))
         remedy = f"{known}, or plan=autoptd.plan(model, cluster=..., ...).record()"
-        raise PlanError(f"machine={given!r}", "the planner does not know it", remedy)
+        raise PlanError(f"machine={given!r}", "is not known to the planner", remedy)
     return file.stem
 
 
 def _software(cluster: str, keywords: Mapping[str, Any]) -> Software:
-    """Describe the tensors that the runtime holds and sums under `keywords`; `memory` counts tensors only."""
+    """Return the software of this runtime with these keywords; its `memory` counts tensors only."""
     software = find_software("autoptd-cpu" if cluster == CPU else "autoptd")
     if keywords.get("accumulate_allreduce_grads_in_fp32"):
         software = replace(software, extra_parameter_bytes=4.0)
-    # A 16-bit model is stepped directly, without a float32 copy.
+    # Without `precision`, a 16-bit model is updated directly, without a float32 copy.
     if not keywords.get("precision"):
         sums = 4 if keywords.get("accumulate_allreduce_grads_in_fp32") else 2
         software = replace(software, master_weights=False, gradient_bytes=sums)
     if keywords.get("memory") is not None:
         software = replace(software, context_bytes=0.0, slack=0.0)
     return software
-
-
-__all__ = ["is_auto", "machine_here", "planned"]

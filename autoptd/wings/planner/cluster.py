@@ -7,6 +7,7 @@ transfers and products reach. `gpu` is a table, or the name of one in gpus.toml;
 
     find_cluster("dgx-a100").gpu.flops("bf16")      # 312e12
     find_cluster("my.toml")
+    uncertainty(find_cluster("dgx-a100"), "fp16")   # 0.082: predictions of SC'21's points are 4.2% low to 3.7% high
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from autoptd.ir.machine import gpu_of, machine_file, nearest_machines
 from autoptd.ir.plan import check_known, nearest
 
 GENERATIONS = Path(__file__).parent / "software.toml"
+# The machine of ranks on CPUs.
+CPU = "laptop-cpu"
 ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 OVERLAPS = ("tp_overlap", "tp_overlap_backward", "dp_overlap", "pp_overlap")
 # Fields that are fractions, 0 to 1.
@@ -34,6 +37,10 @@ MAY_BE_ZERO = {*OVERLAPS, *"units ramp kernel_seconds latency message small_late
 MAY_BE_ZERO |= {"exchange_seconds", "extra_parameter_bytes", "context_bytes", "slack"}
 ATTENTIONS = ("unfused", "flash")
 CONTEXTS = ("ring", "solved")
+# Predictions in both are the same: one measurement counts for either.
+HALF = ("fp16", "bf16")
+# Error message of a record with a wrong layout.
+SEE = "see autoptd/wings/planner/cluster.py"
 
 
 @dataclass(frozen=True)
@@ -71,11 +78,11 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Link:
-    """`bandwidth`: bytes/s of one direction, of a GPU's links in a node or of one network card.
+    """The links of a GPU in a node, or one network card.
 
-    `fraction`: the part of it that large messages reach; `latency`: seconds of a hop of a ring collective,
-    `message`: of one message between stages; `small`: fraction of the bandwidth in the low-latency protocol
-    for small messages, `small_latency` the seconds of its hop.
+    `bandwidth`: bytes/s in one direction; `fraction`: the part of it that large messages reach; `latency`: seconds of
+    a hop of a ring collective, `message`: of one message between stages; `small`: fraction of the bandwidth in the
+    low-latency protocol for small messages, `small_latency`: the seconds of its hop.
     """
 
     bandwidth: float
@@ -98,7 +105,7 @@ class Software:
     an exchange with the neighboring stages in addition to its message, in which ranks wait for one another.
     `gradient_bytes`: bytes of a parameter's gradient as it is summed over ranks; `fetches`: collectives that
     ZeRO-3 makes for a layer's parameters. `extra_parameter_bytes`: bytes kept per parameter in addition to
-    weight, gradient and optimizer state (memory.py). `master_weights`: 16-bit weights have a float32 copy,
+    weight, gradient and optimizer state (counts.py). `master_weights`: 16-bit weights have a float32 copy,
     gradient and moments; else all of these are 16 bits wide too. `copies_fp16_gradients`: in float16, the
     gradient of the float32 copy is held in addition to a 16-bit one (Megatron-LM). `factor`: multiplies all
     of a step's time, the one number that is fitted for a generation of software. `replays`: the part of a
@@ -178,11 +185,11 @@ def find_cluster(given: Cluster | str | Path) -> Cluster:
     try:
         return read_cluster(tomllib.loads(path.read_text()), path.stem)
     except tomllib.TOMLDecodeError as error:
-        raise PlanError(f"cluster {path.name}", f"is not TOML: {error}", "correct it") from None
+        raise PlanError(f"cluster {path.name}", f"is not valid TOML: {error}", "correct the file") from None
 
 
 def find_software(given: Software | str) -> Software:
-    """Find a generation of software by its name in `software.toml`."""
+    """Return a generation of software by its name in `software.toml`."""
     if isinstance(given, Software):
         return given
     known = tomllib.loads(GENERATIONS.read_text())
@@ -203,9 +210,7 @@ def read_cluster(record: Mapping[str, Any], name: str) -> Cluster:
     parts: dict[str, Any] = {}
     for key, kind in (("gpu", Gpu), ("fast", Link), ("network", Link)):
         if key not in given:
-            raise PlanError(
-                f"cluster {name}", f"says nothing of [{key}]", "see autoptd/wings/planner/cluster.py"
-            )
+            raise PlanError(f"cluster {name}", f"has no table [{key}]", SEE)
         parts[key] = _record(kind, given.pop(key), f"{name} [{key}]")
     software = given.pop("software", {})
     if isinstance(software, Mapping):
@@ -224,23 +229,19 @@ def read_cluster(record: Mapping[str, Any], name: str) -> Cluster:
 
 def _record(kind: Any, record: Any, site: str) -> Any:
     if not isinstance(record, Mapping):
-        raise PlanError(
-            f"cluster {site}", f"{record!r} is not a table", "see autoptd/wings/planner/cluster.py"
-        )
+        raise PlanError(f"cluster {site}", f"{record!r} is not a table", SEE)
     fields = dataclasses.fields(kind)
     _check_fields(kind, record, site)
-    # A field is needed where it has neither a default nor a factory of one.
+    # A field without a default or a factory is required.
     needed = [item.name for item in fields if item.default is item.default_factory is dataclasses.MISSING]
     missing = [name for name in needed if name not in record]
     if missing:
-        raise PlanError(
-            f"cluster {site}", f"does not say {', '.join(missing)}", "see autoptd/wings/planner/cluster.py"
-        )
+        raise PlanError(f"cluster {site}", f"{', '.join(missing)} missing", SEE)
     return kind(**record)
 
 
 def _check_fields(kind: Any, record: Mapping[str, Any], site: str) -> None:
-    """Raise PlanError where a field is unknown, has the wrong type, or a value that no machine has."""
+    """Raise PlanError for a field that is unknown, or has the wrong type or an impossible value."""
     types = {item.name: item.type for item in dataclasses.fields(kind)}
     check_known(f"cluster {site}", record, list(types))
     for name, value in record.items():
@@ -251,10 +252,9 @@ def _check_fields(kind: Any, record: Mapping[str, Any], site: str) -> None:
 
 def _wrong(name: str, kind: str, value: Any) -> tuple[str, str]:
     """Return the error in the value of a field and its legal values; "" if there is none."""
-    if name == "attention" and value not in ATTENTIONS:
-        return "no such attention", " or ".join(map(repr, ATTENTIONS))
-    if name == "context" and value not in CONTEXTS:
-        return "no such context", " or ".join(map(repr, CONTEXTS))
+    choices = {"attention": ATTENTIONS, "context": CONTEXTS}.get(name)
+    if choices and value not in choices:
+        return f"no such {name}", " or ".join(map(repr, choices))
     if kind not in ("float", "int"):
         # Gpu, Link and Software were checked when they were built from their tables.
         expected = {"bool": bool, "str": str}.get(kind, object)
@@ -262,11 +262,56 @@ def _wrong(name: str, kind: str, value: Any) -> tuple[str, str]:
     accepted = int | float if kind == "float" else int
     # In Python a bool is an int, and TOML has inf and nan.
     if isinstance(value, bool) or not isinstance(value, accepted) or not math.isfinite(value):
-        return "is not a number" if kind == "float" else "is not a whole number", "a number"
+        wanted = "a number" if kind == "float" else "an integer"
+        return f"is not {wanted}", wanted
     if value < 0 or (value == 0 and name not in MAY_BE_ZERO) or (value > 1 and name in SHARES):
         least = "0" if name in MAY_BE_ZERO else "more than 0"
-        return "cannot be", f"{least} to 1" if name in SHARES else f"{least} and up"
+        return "is out of range", f"{least} to 1" if name in SHARES else f"{least} and up"
     return "", ""
 
 
-__all__ = ["Cluster", "Gpu", "Link", "Software", "find_cluster", "find_software", "read_cluster"]
+@dataclass(frozen=True)
+class Compared:
+    """Predictions compared with measurements: the range of predicted over measured time, minus 1.
+
+    The numbers are the extremes of the sets in benchmarks/planner_accuracy.py, with the software's factor, and of
+    docs/planner.md.
+    """
+
+    cluster: str
+    software: str
+    lowest: float
+    highest: float
+    source: str
+    precisions: tuple[str, ...] = HALF
+    is_zero_3: bool = False
+
+    @property
+    def apart(self) -> float:
+        """The largest relative discrepancy between two predictions."""
+        return (1 + self.highest) / (1 + self.lowest) - 1
+
+
+COMPARED = (
+    Compared("dgx-a100", "megatron-2021", -0.042, 0.037, "SC'21, tables 1 and 2"),
+    Compared("dgx-a100", "deepspeed-zero3-2021", 0.0, 0.265, "SC'21, ZeRO-3", is_zero_3=True),
+    Compared("dgx-a100", "megatron-2022", -0.014, 0.005, "Korthikanti, table 5"),
+    Compared("dgx-a100", "megatron-deepspeed-2022", -0.066, -0.027, "MT-NLG 530B"),
+    Compared("dgx-h100", "nemo-2024", -0.008, 0.017, "H100"),
+    Compared("jean-zay-a100", "megatron-deepspeed-2022", -0.134, 0.092, "BLOOM, time"),
+    Compared("jean-zay-a100", "megatron-deepspeed-bf16-2022", -0.134, 0.092, "BLOOM, time"),
+    Compared("laptop-cpu", "autoptd-cpu", 1 / 2.8 - 1, 1 / 1.5 - 1, "docs/planner.md", ("fp32",)),
+)
+
+
+def uncertainty(cluster: Cluster, precision: str, is_zero_3: bool = False) -> float:
+    """Return the largest relative error between two predictions in comparisons with measurements.
+
+    Infinity if nothing comparable was measured: another machine or software, or 32 bits instead of 16.
+    """
+    for row in COMPARED:
+        is_alike = row.cluster == cluster.name and precision in row.precisions and row.is_zero_3 == is_zero_3
+        # All numbers must be the same: a modified cluster of that name was never measured.
+        if is_alike and cluster == find_cluster(row.cluster).with_software(row.software):
+            return row.apart
+    return math.inf

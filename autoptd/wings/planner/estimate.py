@@ -1,20 +1,15 @@
 """Estimate the step time and memory of many candidates at once in closed form, for a search.
 
-It uses the same terms as `predict.py`.
+In: a shape, a cluster, a `Setting` whose degrees are arrays. Out: an `Estimate` of arrays. It uses the same terms as
+`predict`; only the pipeline is not simulated, but has a formula for its length, with stages that are equal except for
+the ends of the model.
 
-In: a shape, a cluster, a `Setting` whose degrees are arrays. Out: an `Estimate` of arrays. It differs from
-`predict` in the pipeline only: instead of running the schedule, it uses a formula for its length, for stages
-that are equal except for the ends of the model.
-
-- 1F1B and GPipe: (m - 1) * (longest stage) + one microbatch through all stages and back. 1F1B has p of them
-  in flight: where messages take time beside computation, each round of p may wait for the first one's way
-  there and back.
-- interleaved, looped_bfs: m * (busiest rank) + (p - 1) * (a chunk and its messages, forward and back), and
-  what a rank waits from chunk to chunk where a group of microbatches is shorter than the way around the p
-  ranks (`_laps`).
-- zero bubble: zb_h1 idles (p - 1) * (F + B - W), zb_2p (p - 1) * (F + B - 2 W) (Qi et al. 2023, table 2), F,
-  B and W being a stage's; zbv not at all, which is a lower bound: it waits where F, B and W differ, every
-  microbatch anew.
+- 1F1B and GPipe: (m - 1) * (longest stage) + one microbatch through all stages and back. 1F1B has p of them in
+  flight: if messages take time in addition to computation, each round of p may wait for the first one's round trip.
+- interleaved, looped_bfs: m * (busiest rank) + (p - 1) * (a chunk and its messages, forward and back), and the waits
+  from chunk to chunk if a group of microbatches is shorter than the way around the p ranks (`_laps`).
+- zero bubble: zb_h1 idles (p - 1) * (F + B - W), zb_2p (p - 1) * (F + B - 2 W) (Qi et al. 2023, table 2), where F, B
+  and W are a stage's; zbv does not idle, which is a lower bound: it waits in every microbatch if F, B and W differ.
 
     setting = Setting(t=np.array([8, 8]), p=np.array([12, 24]), d=np.array([4, 2]), batch=1536)
     estimate(shape, cluster, setting).step_seconds        # an array of two
@@ -31,12 +26,17 @@ import numpy as np
 
 from autoptd.errors import InternalError
 from autoptd.wings.planner.cluster import Cluster, Software, find_cluster
-from autoptd.wings.planner.layout import end_parameters, layer_parameters, vocab_rows
-from autoptd.wings.planner.memory import count_activations, fetched_bytes, state_bytes
-from autoptd.wings.planner.pipeline import WEIGHT_SHARE
+from autoptd.wings.planner.counts import (
+    count_activations,
+    end_parameters,
+    fetched_bytes,
+    layer_parameters,
+    state_bytes,
+    vocab_rows,
+)
 from autoptd.wings.planner.setting import Setting
 from autoptd.wings.planner.shape import Shape, find_shape
-from autoptd.wings.planner.terms import Terms, count_terms
+from autoptd.wings.planner.terms import WEIGHT_SHARE, Terms, count_terms
 
 Number = Any
 # How many weight gradients each earlier rank computes instead of idling (Qi et al. 2023, table 2).
@@ -47,9 +47,7 @@ WRITTEN = ("gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_2p", "zbv"
 
 @dataclass(frozen=True)
 class Estimate:
-    """Arrays with an entry per candidate: seconds of a step, their parts as in `Prediction`, bytes of the
-    fullest rank.
-    """
+    """Arrays with an entry per candidate: seconds, their parts as in `Prediction`, bytes of the fullest rank."""
 
     step_seconds: Number
     breakdown: dict[str, Number]
@@ -63,10 +61,7 @@ def estimate(
     setting: Setting,
     software: Software | str | None = None,
 ) -> Estimate:
-    """Estimate all candidates of `setting`.
-
-    Degrees must divide: this is not checked here (`setting.checked` does for one).
-    """
+    """Estimate all candidates of `setting`, whose degrees must divide (`setting.checked` checks a single one)."""
     if setting.schedule_name not in WRITTEN:
         raise InternalError(
             f"schedule={setting.schedule_name!r}", "the planner has no formula for its length"
@@ -91,7 +86,7 @@ class _Layers:
 def _layers(shape: Shape, setting: Setting) -> _Layers:
     """Return the closed form of `split_layers`.
 
-    Layers that are left over go to stages 1, 2, ..., then 0, as the head weighs more than the embedding.
+    Remaining layers go to stages 1, 2, ..., then 0, as the head takes longer than the embedding.
     """
     p = np.asarray(setting.p)
     stages = p * setting.v
@@ -115,7 +110,6 @@ def _seconds(shape: Shape, cluster: Cluster, setting: Setting, terms: Terms) -> 
 
     front, middle = layers.first * layer.whole + first.whole, layers.middle * layer.whole
     back = layers.last * layer.whole + last.whole
-    # A rank with both ends: the only one, or the first of a zbv.
     both, has_both = front + last.whole, _has_both_ends(setting)
     # The terms are those of the busiest rank: the first, the last or one between.
     busiest = np.where(has_both, np.maximum(both, middle), np.maximum(np.maximum(front, back), middle))
@@ -142,7 +136,7 @@ def _seconds(shape: Shape, cluster: Cluster, setting: Setting, terms: Terms) -> 
 def _bubble(
     shape: Shape, setting: Setting, terms: Terms, busiest: Number, wait: Number, link: Number
 ) -> Number:
-    """Return the seconds that the busiest rank is idle."""
+    """Return the idle seconds of the busiest rank."""
     p, v, m = np.asarray(setting.p), np.asarray(setting.v), setting.num_microbatches
     name = setting.schedule_name
     # One microbatch through all stages and back.
@@ -156,10 +150,10 @@ def _bubble(
     if name in HIDDEN:
         weights = HIDDEN[name] * WEIGHT_SHARE * shape.layers / p * terms.layer.backward
         return np.where(p > 1, np.maximum(idle_1f1b - messages - (p - 1) * weights, 0.0) + messages, 0.0)
-    # `name` is one for all candidates: among those with several chunks are some with one, which run 1F1B.
+    # All candidates share the name; those with one chunk run 1F1B.
     if name in ("1f1b", "interleaved"):
         around = through - p * busiest + 2 * (p - 1) * link
-        # Microbatches of a last, shorter round go around less far.
+        # In a last, shorter round, microbatches go through fewer ranks.
         hop = 2 * link + shape.layers / p * terms.layer.whole - busiest
         rest = np.maximum((m - 1) % p - 1, 0) * np.maximum(hop, 0.0)
         idle_1f1b = idle_1f1b + (m - 1) // p * np.maximum(around, 0.0) + rest
@@ -167,14 +161,12 @@ def _bubble(
 
 
 def _has_both_ends(setting: Setting) -> Number:
-    """Tell whether the first pipeline rank has the head too: it is alone, or in a zbv."""
+    """Tell whether the first pipeline rank has the head too: the only one, or the first of a zbv."""
     return (np.asarray(setting.p) == 1) | (setting.schedule_name == "zbv")
 
 
 def _groups(setting: Setting) -> tuple[Number, Number]:
-    """Return the microbatches of the first and of the last group that goes through the chunks together
-    (orders.py).
-    """
+    """Return the microbatches of the first and last group that run through the chunks together (orders.py)."""
     p, m = np.asarray(setting.p), np.asarray(setting.num_microbatches)
     if setting.schedule_name == "looped_bfs":
         return m, m
@@ -183,11 +175,9 @@ def _groups(setting: Setting) -> tuple[Number, Number]:
 
 
 def _laps(shape: Shape, setting: Setting, terms: Terms, wait: Number, link: Number) -> Number:
-    """Return the seconds that a rank waits from chunk to chunk: a group's first microbatch comes back
-    after p ranks.
+    """Return the seconds that a rank waits from chunk to chunk, for a group's first microbatch to pass p ranks.
 
-    It waits so for the first group's forwards and for the last one's backwards; the others run one beside the
-    other.
+    It waits in the first group's forwards and in the last one's backwards; the other groups overlap.
     """
     p, v = np.asarray(setting.p), np.asarray(setting.v)
     first, last = _groups(setting)
@@ -217,7 +207,7 @@ def _once(
 
 
 def _parameters(shape: Shape, setting: Setting) -> _Layers:
-    """Return the parameters of the same three ranks."""
+    """Count the parameters of the same three ranks."""
     t, layers = setting.t, _layers(shape, setting)
     embedding, head = end_parameters(shape, t)
     layer = layer_parameters(shape, t)
@@ -229,13 +219,10 @@ def _parameters(shape: Shape, setting: Setting) -> _Layers:
 
 
 def fullest_bytes(shape: Shape, cluster: Cluster, setting: Setting) -> Number:
-    """Return the bytes of the fullest rank: the first, which has most in flight, the second, or the last,
-    which has the logits.
-    """
+    """Return the bytes of the fullest rank: the first, with most in flight, the second, or the last, with logits."""
     state, kept = state_bytes(setting, cluster.software), count_activations(shape, cluster, setting)
     p, v = np.asarray(setting.p), np.asarray(setting.v)
     layers, held = _layers(shape, setting), _parameters(shape, setting)
-    # Bytes of a parameter with all that is held of it.
     each = state.weight + state.gradient + state.optimizer
     moment, at_end = kept.once, np.maximum(kept.logits, kept.once)
     live = {name: _live(setting, rank) / v for name, rank in (("first", 0), ("middle", 1), ("last", p - 1))}
@@ -268,6 +255,3 @@ def _live(setting: Setting, rank: Number) -> Number:
         return plain[setting.schedule_name]
     chunks = np.minimum(m * v, (v - 1) * _groups(setting)[0] + 2 * (p - 1 - rank) + 1)
     return np.where(v > 1, chunks, np.minimum(m, p - rank))
-
-
-__all__ = ["Estimate", "estimate", "fullest_bytes"]

@@ -1,15 +1,14 @@
 """Measure this machine, and write its cluster file: products, memory, collectives and messages.
 
-In: how many ranks of one node to measure with. Out: a record as `cluster.read_cluster` takes it, or a TOML
-file. GPUs are measured with bf16 products and NCCL, CPUs with float32, one thread a rank, and gloo. It takes
-half a minute.
+In: the number of ranks of one node. Out: a record for `cluster.read_cluster`, or a TOML file. GPUs are measured with
+bf16 products and NCCL, CPUs with float32, one thread per rank, and gloo. It takes half a minute.
 
     autoptd measure mine.toml --ranks 2
     autoptd.predict(shape, "mine.toml", ...)
 
-The fitted formulas: seconds of a product are `2 m n k (1 + ramp / k) / rate`, of a collective `hops * latency
-+ bytes on the wire / bandwidth`; two numbers each, by least squares of relative errors. The network between
-nodes cannot be seen from one node: it is written as the links in the node, with a remark.
+The fitted formulas: a product takes `2 m n k (1 + ramp / k) / rate` seconds, a collective `hops * latency + bytes on
+the wire / bandwidth`; each has two numbers, fitted by least squares of relative errors. The network between nodes
+cannot be measured on one node: it is a copy of the links in the node, with a remark.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from autoptd.compat import gather_into
 from autoptd.errors import PlanError
 
 Record = dict[str, Any]
-# Calls are timed together for at least this long: the wait at their end is then nothing, and a GPU draws the
+# Calls are timed together for at least this long, so that the wait at their end does not matter and a GPU draws the
 # power of real work.
 MIN_SECONDS = 0.05
 RUNS = 5
@@ -49,7 +48,7 @@ def measure_cluster(ranks: int = 2) -> Record:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if ranks < 1:
         fact = "at least one rank must be measured"
-        raise PlanError(f"ranks={ranks}", fact, "1 rank, or 2 and more to measure the links as well")
+        raise PlanError(f"ranks={ranks}", fact, "1 rank, or 2 or more to measure links too")
     if device == "cuda" and ranks > torch.cuda.device_count():
         count = torch.cuda.device_count()
         raise PlanError(f"ranks={ranks}", f"this machine has {count} GPUs", f"1 to {count}")
@@ -74,10 +73,10 @@ def measure_cluster(ranks: int = 2) -> Record:
 
 
 def measure_compute(device: str) -> Record:
-    """Measure products, copies, and the start of a small operator, on one device with one thread."""
+    """Measure products, copies and the launch of a small operator, on one device with one thread."""
     rate, ramp = fit_products(time_products(device, torch.bfloat16 if device == "cuda" else torch.float32))
     rate_32 = rate if device == "cpu" else fit_products(time_products(device, torch.float32))[0]
-    # Write the buffer once: a CPU would read unwritten memory from a single cached page of zeros.
+    # Written: a CPU would read unwritten memory from a single cached page of zeros.
     large = torch.randn(1 << (24 if device == "cpu" else 28), device=device)
     other, small = torch.empty_like(large), torch.zeros(8, device=device)
     copied = 2 * large.numel() * large.element_size() / seconds_of(lambda: other.copy_(large), device)
@@ -106,9 +105,7 @@ def time_products(device: str, dtype: torch.dtype) -> list[tuple[int, int, float
 
 
 def fit_products(timed: Sequence[tuple[int, int, float]]) -> tuple[float, float]:
-    """Fit the FLOP/s of an endless product, and the k at which half of that is reached (0 where short
-    ones are no slower).
-    """
+    """Fit the FLOP/s of an infinite product, and the k that reaches half of them (0 if k makes no difference)."""
     per_flop = np.array([seconds / (2 * count) for count, _, seconds in timed])
     slope, base = fit_line(np.array([1 / k for _, k, _ in timed]), per_flop)
     if base <= 0 or slope <= 0:
@@ -185,7 +182,7 @@ def _bounce(rank: int, value: torch.Tensor) -> None:
 
 
 def repeated(call: Callable[[], Any], device: str, meet: Callable[[], Any], times: int = 10) -> list[float]:
-    """Time calls that several ranks make equally often, in seconds; they `meet` before each of them."""
+    """Time calls that several ranks make equally often; they `meet` before each of them."""
     found = []
     for _ in range(times + 2):
         meet()
@@ -199,9 +196,7 @@ def repeated(call: Callable[[], Any], device: str, meet: Callable[[], Any], time
 
 
 def seconds_of(call: Callable[[], Any], device: str) -> float:
-    """Time one call, in seconds: of several runs of many calls, the fastest, as other work on the machine
-    only adds.
-    """
+    """Return the seconds of a call: the fastest of several runs of many calls, as other work only adds."""
 
     def run(times: int) -> float:
         _sync(device)
@@ -225,7 +220,7 @@ def _sync(device: str) -> None:
 
 
 def memory_bytes(device: str, ranks: int) -> float:
-    """Return what a rank may hold: a GPU's memory, or its share of the machine's."""
+    """Return the memory of a rank: a GPU's, or a share of the machine's."""
     if device == "cuda":
         return float(torch.cuda.get_device_properties(0).total_memory)
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks)

@@ -1,10 +1,10 @@
-"""Define a request to the planner: a model, GPUs, a batch, and fixed or allowed values.
+"""Define a request to the planner: a model, GPUs, a batch, and the values to try for every choice.
 
-In: the keywords of `plan`. Out: a `Request`: a shape, a cluster, and for every choice the values that may be
-tried. Features that the runtime does not have yet (`options.NOT_YET`) are tried only on request.
+In: the keywords of `plan`. Out: a `Request`. Features that the runtime does not have yet (`options.NOT_YET`) are
+tried only on request.
 
     make_request({"layers": 24, "hidden": 2304, "heads": 24, "seq": 2048}, gpus=32, cluster="dgx-a100",
-    batch=512, t=8)
+                 batch=512, t=8)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autoptd.ir.actions import SCHEDULES
 from autoptd.options import NOT_YET
 from autoptd.wings.planner.cluster import ELEMENT_BYTES, Cluster, find_cluster
 from autoptd.wings.planner.search import Columns, divisors
-from autoptd.wings.planner.setting import RECOMPUTE
+from autoptd.wings.planner.setting import RECOMPUTE, check_count
 from autoptd.wings.planner.shape import Shape, find_shape
 
 # Keyword -> column.
@@ -38,10 +38,10 @@ RUNS = {"recompute": ("none",), "zero": (0,)}
 class Request:
     """One request to the planner.
 
-    `pinned`: columns of the search ("t", "p", "d", "c", "v", "b") with the values that are wanted; the others
-    are free. `recompute`, `sequence_parallel`, `zero`, `schedules`: the values to try; of schedules None is
-    1f1b, or interleaved where v > 1. `placement`: "ranks", as ranks are numbered (tp fastest), or "any".
-    `memory_bytes` that a GPU may hold.
+    `pinned`: columns of the search ("t", "p", "d", "c", "v", "b") with their allowed values; the others are free.
+    `recompute`, `sequence_parallel`, `zero`, `schedules`: the values to try; the schedule None is 1f1b, or
+    interleaved if v > 1. `placement`: "ranks" follows the order of ranks (tp fastest), "any" tries every one.
+    `memory_bytes`: memory per GPU.
     """
 
     shape: Shape
@@ -58,16 +58,16 @@ class Request:
     memory_bytes: float = 0.0
 
     def wants(self, column: str, value: int) -> bool:
-        """Tell whether a value of a degree is wanted.
+        """Tell whether a degree may have a value.
 
-        C only where it is asked for: whether a model's tokens can be divided is not known here.
+        c > 1 must be requested: whether a model's tokens can be divided is not known here.
         """
         if column == "c" and "c" not in self.pinned:
             return value == 1
         return column not in self.pinned or value in self.pinned[column]
 
     def only(self, configs: Columns) -> np.ndarray:
-        """Tell which configurations are wanted."""
+        """Tell which configurations have allowed values."""
         wanted = np.ones(len(configs["p"]), dtype=bool)
         for column, values in self.pinned.items():
             if column in configs:
@@ -75,7 +75,7 @@ class Request:
         return wanted
 
     def but(self, **changes: Any) -> Request:
-        """Return the same request with something else in it."""
+        """Return the request with some fields changed."""
         return replace(self, **changes)
 
 
@@ -95,34 +95,30 @@ def make_request(
     software: str | None = None,
     **degrees: Any,
 ) -> Request:
-    """Check the keywords of `plan` and return the Request.
-
-    PlanError names the wrong keyword and its legal values.
-    """
+    """Return the Request of `plan`'s keywords; PlanError names a wrong keyword and its legal values."""
     found = find_cluster(cluster).with_software(software)
-    for name, value in (("gpus", gpus), ("batch", batch)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise PlanError(
-                f"{name}={value!r}", "a whole number of at least 1 is needed", f"for example {name}=64"
-            )
+    check_count("gpus", gpus)
+    check_count("batch", batch)
     pinned: dict[str, tuple[int, ...]] = {}
     for name, value in degrees.items():
         if name not in DEGREES:
             raise PlanError(f"{name}=", "no such keyword", ", ".join(DEGREES))
         if value == ANY:
-            # Degrees default to free, except c, which is 1 until the runtime has it.
+            # Degrees are free by default, except c.
             if name == "c":
                 pinned["c"] = tuple(divisors(gpus))
         elif value is not None:
-            pinned[DEGREES[name]] = _whole_numbers(name, value)
-    # Also by the names that torch gives them.
+            pinned[DEGREES[name]] = values = _several(value)
+            for degree in values:
+                check_count(name, degree)
+    # torch's names are accepted too.
     precision = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(str(precision), precision)
     if precision is not None and precision not in ELEMENT_BYTES:
         raise PlanError(f"precision={precision!r}", "no such precision", ", ".join(map(repr, ELEMENT_BYTES)))
     if placement not in ("ranks", ANY):
         raise PlanError(f"placement={placement!r}", "no such choice", "'ranks' or 'any'")
     if memory is not None and not memory > 0:
-        raise PlanError(f"memory={memory}", "not a positive number of bytes", "for example memory=80e9")
+        raise PlanError(f"memory={memory}", "is not a positive number of bytes", "for example memory=80e9")
     return Request(
         shape=find_shape(shape),
         cluster=found,
@@ -141,41 +137,31 @@ def make_request(
 
 
 def _values(name: str, given: Any, known: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the values to try: those given, all for "any", for None what the runtime has."""
+    """Return the values to try: those given, all for "any", and for None all that the runtime supports."""
     if given is None:
-        # A keyword that the runtime has is weighed by default, all of its values.
         return RUNS[name] if name in NOT_YET else known
     if given == ANY:
         return known
-    values = given if isinstance(given, tuple | list) else (given,)
+    values = _several(given)
     for value in values:
         if value not in known:
             raise PlanError(
                 f"{name}={value!r}", "no such choice", f"{', '.join(map(repr, known))}, or {ANY!r}"
             )
-    # The known values, not the given ones: 1 is found in (False, True), and is printed as True.
+    # The known values instead of the given ones: 1 equals True, and is printed as True.
     return tuple(known[known.index(value)] for value in dict.fromkeys(values))
 
 
 def _schedules(given: Any) -> tuple[str, ...]:
-    """Return the schedules to try: those given, for "any" all whose time the closed form can tell."""
+    """Return the schedules to try: those given, and for "any" all whose time has a closed form."""
     if given == ANY:
         return ANY_SCHEDULE
-    values = given if isinstance(given, tuple | list) else (given,)
+    values = _several(given)
     for value in values:
         if value not in SCHEDULES:
             raise PlanError(f"schedule={value!r}", "no such schedule", f"{', '.join(SCHEDULES)}, or {ANY!r}")
     return tuple(dict.fromkeys(values))
 
 
-def _whole_numbers(name: str, given: Any) -> tuple[int, ...]:
-    values = given if isinstance(given, tuple | list) else (given,)
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise PlanError(
-                f"{name}={value!r}", "a degree is a whole number of at least 1", f"for example {name}=1"
-            )
-    return tuple(values)
-
-
-__all__ = ["ANY", "Request", "make_request"]
+def _several(given: Any) -> tuple[Any, ...]:
+    return tuple(given) if isinstance(given, tuple | list) else (given,)

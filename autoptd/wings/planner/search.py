@@ -1,12 +1,11 @@
-"""Find the exact optimum over all candidates of a cost model with bounds: S3 of Subramanian et al.,
-arXiv:2410.00273, section 3.3.
+"""Search the candidates of a cost model exactly, with bounds: S3 of Subramanian et al., arXiv:2410.00273, section 3.3.
 
-In: a `CostModel`, which lists the candidates as columns of integers, and gives bytes and seconds for many of
-them at once. Out: the best few, in order, and why the others are not among them. A candidate is a
-*configuration* (degrees, microbatch size and the like) with one of its *variants* (the placement of its
-groups on the fast network): bytes depend on the configuration, seconds on both. Configs that do not fit are
-dropped whole; the others are expanded in order of their lower bounds, until the bound exceeds the worst
-candidate kept. So the result equals that of evaluating everything, which tests check.
+In: a `CostModel`, which lists the candidates as columns of integers, and returns bytes and seconds for many of them at
+once. Out: the best few in order, and the reasons against the rest. A candidate is a *configuration* (degrees,
+microbatch size and the like) with one of its *variants* (the placement of its groups on the fast network): bytes
+depend on the configuration, seconds on both. Configurations that do not fit are dropped; the others are expanded in
+order of their lower bounds, until the bound exceeds the worst candidate kept. The result equals that of evaluating
+everything, which tests check.
 
     found = search(model, keep=10)
     found.columns["p"][0], found.seconds[0]
@@ -47,25 +46,23 @@ class Configs:
 
 
 class CostModel(Protocol):
-    """What `search` needs of a model: candidates as columns, bytes and seconds as arrays of the same length."""
+    """The interface of `search`: candidates as columns, bytes and seconds as arrays of the same length."""
 
     @property
     def capacity_bytes(self) -> float:
-        """What a rank may hold."""
+        """The memory of a rank."""
 
     def configs(self) -> Configs:
-        """Return all configurations; one that is not a candidate has a reason."""
+        """Return all configurations, with reasons for those that are not candidates."""
 
     def memory_bytes(self, configs: Columns) -> Array:
         """Return the bytes of the fullest rank."""
 
     def least_seconds(self, configs: Columns) -> Array:
-        """Return seconds that no variant of the configuration is under."""
+        """Return a lower bound of the seconds of all variants of a configuration."""
 
     def variants(self, configs: Columns) -> tuple[NDArray[np.int64], Columns]:
-        """Return the variants of all configurations: which one each belongs to, and the columns that
-        it adds.
-        """
+        """Return the variants of all configurations: the configuration of each, and the columns that it adds."""
 
     def seconds(self, candidates: Columns) -> Array:
         """Return the seconds per step of configurations with their variants."""
@@ -73,12 +70,11 @@ class CostModel(Protocol):
 
 @dataclass(frozen=True)
 class Found:
-    """The best candidates, fastest first, and what became of the rest.
+    """The best candidates, fastest first, and counts of the rest.
 
-    `configs`: all that there are; `fitting`: of those, candidates that fit in memory; `evaluated`: candidates
-    (configurations with a variant) whose seconds were computed; `bounded`: fitting configurations whose lower
-    bound was enough. `rejected`: configurations by reason. `least_memory`: bytes of the candidate that needs
-    least, whether it fits or not.
+    `configs`: the number of configurations; `fitting`: those that fit in memory; `evaluated`: candidates whose seconds
+    were computed; `bounded`: fitting configurations whose lower bound was enough. `rejected`: configurations by
+    reason. `least_memory`: bytes of the candidate that needs least, whether it fits or not.
     """
 
     columns: Columns
@@ -97,7 +93,7 @@ class Found:
 
 
 OUT_OF_MEMORY = "does not fit in memory"
-NOT_ASKED = "is not what was asked for"
+NOT_ASKED = "is excluded by the request"
 
 
 Filter = Callable[[Columns], NDArray[np.bool_]]
@@ -108,22 +104,21 @@ def search(
 ) -> Found:
     """Return the `keep` fastest candidates that fit, exactly: what evaluating every candidate would return.
 
-    `only` says of configurations whether they are wanted, as an array of truths; the others are rejected as
-    not asked for. `at_once`: how many configurations are expanded before bounds are looked at again; the
-    answer does not depend on it.
+    `only` returns an array that tells which configurations are wanted. `at_once`: the number of configurations
+    expanded before bounds are checked again; the answer does not depend on it.
     """
     configs = model.configs()
     wanted = configs.reason < 0
     if only is not None:
         wanted &= only(configs.columns)
     allowed = np.flatnonzero(wanted)
-    # Memory belongs to configurations: what does not fit is dropped before any variant of it is looked at.
+    # Memory depends on the configuration: what does not fit is dropped with all variants.
     columns = take(configs.columns, allowed)
     memory = model.memory_bytes(columns) if len(allowed) else np.zeros(0)
     fits = np.flatnonzero(memory <= model.capacity_bytes)
     columns, held = take(columns, fits), memory[fits]
     least = (1 - ROUNDING) * model.least_seconds(columns) if len(fits) else np.zeros(0)
-    # The smallest bound first: once the bound is past the worst that is kept, nothing better can follow.
+    # The smallest bound first: once it exceeds the worst that is kept, nothing better can follow.
     order = np.argsort(least, kind="stable")
     best: list[tuple[Columns, Array, Array]] = []
     evaluated = done = 0
@@ -141,7 +136,7 @@ def search(
     rejected = _rejected(configs, len(allowed), len(memory) - len(fits))
     smallest: dict[str, int] = {}
     if len(memory):
-        # Also where nothing fits: advice names the smallest.
+        # For advice if nothing fits.
         at = allowed[np.argmin(memory)]
         smallest = {name: int(values[at]) for name, values in configs.columns.items()}
     found = best[0] if best else (take(columns, fits[:0]), np.zeros(0), np.zeros(0))
@@ -158,7 +153,7 @@ def search(
 
 
 def _rejected(configs: Configs, allowed: int, too_large: int) -> dict[str, int]:
-    """Count the configurations that are rejected, by reason, without reasons that none has."""
+    """Count the rejected configurations by reason, without zeros."""
     counts = {reason: int(np.sum(configs.reason == i)) for i, reason in enumerate(configs.reasons)}
     counts[NOT_ASKED] = int(np.sum(configs.reason < 0)) - allowed
     counts[OUT_OF_MEMORY] = too_large
@@ -174,7 +169,7 @@ def _fastest(tables: Sequence[tuple[Columns, Array, Array]], keep: int) -> tuple
     seconds = np.concatenate([table[1] for table in tables])
     memory = np.concatenate([table[2] for table in tables])
     if len(seconds) > keep:
-        # All rows as fast as the last that is kept: ties are decided by the columns, below.
+        # Keep ties with the last row: the columns decide below.
         close = np.flatnonzero(seconds <= np.partition(seconds, keep - 1)[keep - 1])
         columns, seconds, memory = take(columns, close), seconds[close], memory[close]
     order = np.lexsort([*(columns[name] for name in reversed(names)), seconds])[:keep]

@@ -1,6 +1,6 @@
-"""One way to run a step, or an array of ways: the degrees and switches that the performance model weighs.
+"""Define one way to run a step, or an array of ways: the degrees and switches that the performance model compares.
 
-In: degrees, the batch, switches. Out: a `Setting`, checked where it is one way (`checked`).
+In: degrees, the batch, switches. Out: a `Setting`; `checked` validates a single one.
 
     setting = Setting(t=8, p=12, d=4, microbatch=1, batch=1536, recompute="full")
     setting.num_microbatches      # 384
@@ -33,15 +33,12 @@ AXES = ("tp", "cp", "dp", "pp")
 
 @dataclass(frozen=True)
 class Setting:
-    """Degrees t, p, d, c, v.
-
-    `microbatch` and `batch` in sequences. Any of these may be an array, all of one length.
+    """Degrees t, p, d, c, v, `microbatch` and `batch` in sequences (each a number, or an array), and switches.
 
     `recompute` is "none", "selective" (the core of attention), "full" (every layer from its input) or a mix:
-    "full:1/4" (or 1/2, 3/4) of the layers of each stage in full and none of the others, as an average where
-    that is not a whole number of layers. `zero` 0 to 3: which of optimizer state, gradients and parameters
-    are sharded over the d * c ranks. `placement`: how many ranks of each axis share a node; missing axes
-    follow the order of ranks, tp fastest, then cp, dp, pp.
+    "full:1/4" (or 1/2, 3/4) recomputes that share of each stage's layers, on average. `zero` 0 to 3 shards nothing,
+    optimizer state, gradients too, parameters too over the d * c ranks. `placement`: how many ranks of each axis
+    share a node; missing axes follow the order of ranks, tp fastest, then cp, dp, pp.
     """
 
     t: Number = 1
@@ -68,17 +65,17 @@ class Setting:
 
     @property
     def full_share(self) -> float:
-        """The part of the layers that is computed again from its input."""
+        """The share of the layers that is recomputed from their inputs."""
         return full_share(self.recompute)
 
     @property
     def replicas(self) -> Number:
-        """Ranks that hold the same parameters: they sum gradients, and ZeRO cuts over them."""
+        """Ranks that hold the same parameters: they sum gradients, and ZeRO shards over them."""
         return self.d * self.c
 
     @property
     def schedule_name(self) -> str:
-        # Of an array: one name for all, as the formula of interleaved covers v = 1 too (`estimate._bubble`).
+        # An array has one name for all, as the formula of interleaved covers v = 1 too (`estimate._bubble`).
         return self.schedule or ("interleaved" if np.any(np.asarray(self.v) > 1) else "1f1b")
 
     def local(self, axis: str, gpus_per_node: int) -> Number:
@@ -94,19 +91,14 @@ class Setting:
 
 
 def full_share(recompute: str) -> float:
-    """Return the part of the layers that a mode of recomputation computes again from their inputs."""
+    """Return the share of the layers that a mode of recomputation runs again from their inputs."""
     return 1 if recompute == "full" else MIXES.get(recompute, 0)
 
 
 def checked(setting: Setting, shape: Shape, gpus_per_node: int) -> Setting:
-    """Return the setting if the shape can be run so on such nodes; else PlanError with what could."""
+    """Return the setting if the shape can be run with it on such nodes; else PlanError with legal values."""
     for name in DEGREES:
-        value = getattr(setting, name)
-        # np.integer: a candidate's degrees come out of a search's arrays.
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-            raise PlanError(
-                f"{name}={value!r}", "a whole number of at least 1 is needed", f"for example {name}=1"
-            )
+        check_count(name, getattr(setting, name))
     degrees: dict[str, Any] = {name: int(getattr(setting, name)) for name in DEGREES}
     # Plain ints from here on: they become names, JSON and list indices.
     setting = replace(setting, **degrees)
@@ -121,42 +113,41 @@ def checked(setting: Setting, shape: Shape, gpus_per_node: int) -> Setting:
             )
     check_schedule(setting.schedule_name, setting.v)
     if setting.v > 1 and setting.p == 1:
-        raise PlanError(
-            f"v={setting.v}", "several chunks per pipeline rank gain nothing without a pipeline", "v=1"
-        )
+        raise PlanError(f"v={setting.v}", "several chunks per pipeline rank need a pipeline", "v=1")
     rows = setting.d * setting.microbatch
     if setting.batch % rows:
         fact = f"does not divide into microbatches of {setting.microbatch} on {setting.d} replicas"
         raise PlanError(f"batch={setting.batch}", fact, f"a multiple of {rows}")
     if setting.p * setting.v > shape.layers:
-        fact = f"{shape.layers} layers are fewer than {setting.p * setting.v} stages"
+        fact = f"{shape.layers} layers are not enough for {setting.p * setting.v} stages"
         raise PlanError(f"p={setting.p}, v={setting.v}", fact, f"p * v <= {shape.layers}")
     if setting.t > shape.heads:
-        raise PlanError(f"t={setting.t}", f"the model has {shape.heads} heads", f"t <= {shape.heads}")
-    for name, size in (("heads", shape.heads), ("the width of the MLP", shape.ffn)):
+        raise PlanError(f"t={setting.t}", f"the model has only {shape.heads} heads", f"t <= {shape.heads}")
+    for name, size in (("heads", shape.heads), ("elements of the MLP's width", shape.ffn)):
         if size % setting.t:
-            fact = f"{size} ({name}) does not divide over them"
-            raise PlanError(f"t={setting.t}", fact, f"a divisor of {math.gcd(shape.heads, shape.ffn)}")
+            remedy = f"a divisor of {math.gcd(shape.heads, shape.ffn)}"
+            raise PlanError(f"t={setting.t}", f"does not divide {size} {name}", remedy)
     if shape.seq % setting.c:
-        raise PlanError(
-            f"c={setting.c}", f"{shape.seq} tokens do not divide over them", f"a divisor of {shape.seq}"
-        )
+        raise PlanError(f"c={setting.c}", f"does not divide {shape.seq} tokens", f"a divisor of {shape.seq}")
     if setting.sequence_parallel and shape.seq % (setting.t * setting.c):
-        raise PlanError(
-            "sequence_parallel=True", f"{shape.seq} tokens do not divide over t * c", "another t or c"
-        )
+        fact = f"t * c does not divide {shape.seq} tokens"
+        raise PlanError("sequence_parallel=True", fact, "another t or c")
     _check_placement(setting, gpus_per_node)
     return setting
 
 
+def check_count(name: str, value: Any) -> None:
+    """Raise PlanError unless a value is a positive integer, which may be numpy's."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise PlanError(f"{name}={value!r}", "is not a positive integer", f"for example {name}=1")
+
+
 def _check_placement(setting: Setting, gpus_per_node: int) -> None:
-    """Raise PlanError where more ranks of an axis share a node than there are, or all together than a node
-    has.
-    """
+    """Raise PlanError if more ranks share a node than an axis has, or together more than a node has GPUs."""
     degrees = {"tp": setting.t, "cp": setting.c, "dp": setting.d, "pp": setting.p}
     for axis, value in (setting.placement or {}).items():
         if axis not in AXES:
-            raise PlanError("placement", f"there is no axis {axis!r}", nearest(axis, AXES))
+            raise PlanError("placement", f"no such axis: {axis!r}", nearest(axis, AXES))
         most = min(gpus_per_node, degrees[axis])
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 1 <= value <= most:
             fact = f"{axis}={value!r}: the axis has {degrees[axis]} ranks and a node {gpus_per_node} GPUs"
@@ -165,8 +156,5 @@ def _check_placement(setting: Setting, gpus_per_node: int) -> None:
     inside = {axis: int(setting.local(axis, gpus_per_node)) for axis in AXES}
     if setting.placement and math.prod(inside.values()) > gpus_per_node:
         used = " * ".join(f"{axis} {count}" for axis, count in inside.items() if count > 1)
-        remedy = "smaller ones; what is left out is as ranks are numbered"
-        raise PlanError("placement", f"{used} is over a node of {gpus_per_node} GPUs", remedy)
-
-
-__all__ = ["AXES", "DEGREES", "MIXES", "RECOMPUTE", "Setting", "checked", "full_share"]
+        remedy = "smaller numbers; axes that are left out follow the order of ranks"
+        raise PlanError("placement", f"{used} exceeds the {gpus_per_node} GPUs of a node", remedy)

@@ -1,16 +1,24 @@
-"""Define the shape of a decoder-only transformer: all that the performance model needs, without a trace.
+"""Define the shape of a decoder-only transformer, all that the performance model needs, and read it from a config.
 
-In: a mapping with the keys below (the first four are needed). Out: a `Shape`, which counts parameters.
+In: a mapping with the fields of `Shape` (the first four are required), or an object with a `config` with the names
+of nanoGPT or Hugging Face. Out: a `Shape`, which counts parameters. No torch is imported: a parameter is something
+with `numel()`.
 
     gpt3 = find_shape({"layers": 96, "hidden": 12288, "heads": 96, "seq": 2048})
-    gpt3.parameters     # 174_615_846_912
+    gpt3.parameters                     # 174_615_846_912
+    shape_of(GPT(GPTConfig())).layers   # 12
+
+Facts missing from a config (two or three matrices in an MLP, biases, learned positions, a tied head) are chosen to
+match the model's number of parameters, trying a plain GPT or Llama first. If nothing matches, as for a mixture of
+experts, that is a PlanError.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autoptd.errors import PlanError
@@ -19,6 +27,22 @@ from autoptd.ir.plan import check_known
 FLAGS = ("biases", "positions", "tied", "dropout")
 # Fields that may be left out: 0 stands for what a GPT has.
 DERIVED = ("ffn", "kv_heads", "head_dim")
+# Field of Shape -> its names in configs; the first that a config has counts.
+NAMES: dict[str, tuple[str, ...]] = {
+    "layers": ("n_layer", "num_hidden_layers", "num_layers", "n_layers"),
+    "hidden": ("n_embd", "hidden_size", "d_model", "n_embed"),
+    "heads": ("n_head", "num_attention_heads", "n_heads", "num_heads"),
+    "seq": ("block_size", "n_positions", "max_position_embeddings", "max_seq_len", "n_ctx"),
+    "vocab": ("vocab_size", "padded_vocab_size"),
+    "ffn": ("n_inner", "intermediate_size", "ffn_dim", "ffn_hidden_size"),
+    "kv_heads": ("num_key_value_heads", "n_kv_heads", "n_query_groups"),
+    "head_dim": ("head_dim",),
+}
+NEEDED = ("layers", "hidden", "heads", "seq")
+TIED = ("tie_word_embeddings", "tie_embeddings")
+DROPOUTS = ("dropout", "resid_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout", "residual_dropout")
+# How far a shape's number of parameters may be off the model's, relative.
+MAX_ERROR = 0.02
 
 
 @dataclass(frozen=True)
@@ -53,33 +77,26 @@ class Shape:
             # 0 is allowed where it stands for what a GPT has, and is replaced below.
             value, least = getattr(self, name), 0 if name in DERIVED else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise PlanError(
-                    f"shape: {name}={value!r}", "a size is a whole number of at least 1", f"{name}=..."
-                )
+                raise PlanError(f"shape: {name}={value!r}", "is not a positive integer", f"{name}=...")
         if not self.head_dim and self.hidden % self.heads:
-            fact = f"{self.hidden} elements do not divide over {self.heads} heads"
-            raise PlanError(
-                f"shape: hidden={self.hidden}", fact, f"a multiple of {self.heads}, or head_dim=..."
-            )
-        for name, usual in zip(
-            DERIVED, (4 * self.hidden, self.heads, self.hidden // self.heads), strict=True
-        ):
+            fact = f"is not divisible by {self.heads} heads"
+            remedy = f"a multiple of {self.heads}, or head_dim=..."
+            raise PlanError(f"shape: hidden={self.hidden}", fact, remedy)
+        usual = (4 * self.hidden, self.heads, self.hidden // self.heads)
+        for name, size in zip(DERIVED, usual, strict=True):
             if not getattr(self, name):
-                # The class is frozen for others: this is still its construction.
-                object.__setattr__(self, name, usual)
+                object.__setattr__(self, name, size)
         for name in FLAGS:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, self.mlp_matrices == 2)
             if not isinstance(getattr(self, name), bool):
-                raise PlanError(
-                    f"shape: {name}={getattr(self, name)!r}", "is neither true nor false", f"{name}=True"
-                )
+                raise PlanError(f"shape: {name}={getattr(self, name)!r}", "is not a bool", f"{name}=True")
         if self.mlp_matrices not in (2, 3):
-            fact = "an MLP has two or three"
+            fact = "an MLP has two or three matrices"
             raise PlanError(f"shape: mlp_matrices={self.mlp_matrices}", fact, "2 (GPT) or 3 (gated)")
         # Each KV head serves the same number of query heads.
         if self.heads % self.kv_heads:
-            fact = f"{self.heads} heads do not divide over them"
+            fact = f"does not divide {self.heads} heads"
             raise PlanError(f"shape: kv_heads={self.kv_heads}", fact, "a divisor of heads")
 
     @property
@@ -94,7 +111,7 @@ class Shape:
 
     @property
     def norm_parameters(self) -> int:
-        """Of one norm: a weight, and with biases a bias."""
+        """Elements of one norm: a weight, and with biases a bias."""
         return self.hidden * (2 if self.biases else 1)
 
     @property
@@ -106,17 +123,13 @@ class Shape:
 
     @property
     def layer_split_biases(self) -> int:
-        """Elements of the biases of a layer that tensor parallelism splits: those of QKV and of the MLP's
-        first matrices.
-        """
+        """Elements of a layer's split biases: those of QKV and of the MLP's first matrices."""
         widths = self.query_width + 2 * self.kv_width + (self.mlp_matrices - 1) * self.ffn
         return widths if self.biases else 0
 
     @property
     def layer_whole(self) -> int:
-        """Elements of a layer's parameters that every tensor rank holds: two norms, biases of the two
-        row-split layers.
-        """
+        """Elements of a layer that every tensor rank holds: two norms, biases of the two row-split layers."""
         return 2 * self.norm_parameters + (2 * self.hidden if self.biases else 0)
 
     @property
@@ -125,27 +138,95 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Of the model, a tied matrix counted once; SC'21's equation 2 for a GPT, and the last norm."""
+        """Elements of the model, a tied matrix counted once: for a GPT SC'21's equation 2, plus the last norm."""
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         positions = self.seq * self.hidden if self.positions else 0
         return self.layers * self.layer_parameters + embeddings + positions + self.norm_parameters
 
 
 def find_shape(given: Shape | Mapping[str, Any]) -> Shape:
-    """Return the Shape that is meant: itself, or one of a mapping with its fields."""
+    """Return a Shape: `given` itself, or one with the fields of a mapping."""
     if isinstance(given, Shape):
         return given
+    remedy = "pass at least layers, hidden, heads and seq"
     if not isinstance(given, Mapping):
-        raise PlanError(
-            "shape", f"{type(given).__name__} is not a mapping", "layers, hidden, heads and seq at least"
-        )
-    names = [field.name for field in dataclasses.fields(Shape)]
-    check_known("shape", given, names)
-    # Layers, hidden, heads and seq: the only fields without a default.
-    missing = [name for name in names[:4] if given.get(name) is None]
+        raise PlanError("shape", f"{type(given).__name__} is not a mapping", remedy)
+    check_known("shape", given, [field.name for field in dataclasses.fields(Shape)])
+    missing = [name for name in NEEDED if given.get(name) is None]
     if missing:
-        raise PlanError("shape", f"{', '.join(missing)} not given", "layers, hidden, heads and seq at least")
+        raise PlanError("shape", f"{', '.join(missing)} missing", remedy)
     return Shape(**{name: value for name, value in given.items() if value is not None})
 
 
-__all__ = ["Shape", "find_shape"]
+def shape_of(given: Any) -> Shape:
+    """Return the Shape of a shape, a mapping, or a model with a config; PlanError if the config lacks a size."""
+    if isinstance(given, Shape | Mapping):
+        return find_shape(given)
+    config = getattr(given, "config", None)
+    if config is None:
+        remedy = "pass a mapping with layers, hidden, heads and seq"
+        raise PlanError("plan: model", f"{type(given).__name__} has no config to read its shape from", remedy)
+    shape = shape_of_config(config)
+    if not hasattr(given, "parameters"):
+        return shape
+    count = sum(parameter.numel() for parameter in given.parameters())
+    # First a plain GPT and a plain Llama with their head tied or not; then all that a config leaves open.
+    for free in (("tied",), ("tied", "biases", "positions")):
+        families = _families(shape, _flags(config), free)
+        found = min(families, key=lambda family: abs(family.parameters - count))
+        if abs(found.parameters - count) <= MAX_ERROR * count:
+            return found
+    fact = f"{type(given).__name__} has {count:,} parameters, but a decoder with its config's sizes {found.parameters:,}"
+    raise PlanError("plan: model", fact, "pass a mapping with the real sizes instead of the model")
+
+
+def shape_of_config(config: Any, mlp_matrices: int = 2) -> Shape:
+    """Read a Shape from a config (an object or a mapping), as a GPT or, with 3 `mlp_matrices`, as a Llama."""
+    sizes = {}
+    for field, names in NAMES.items():
+        if value := _first(config, names):
+            sizes[field] = value
+    missing = [field for field in NEEDED if field not in sizes]
+    if missing:
+        tried = "; ".join(f"{field}: {', '.join(NAMES[field])}" for field in missing)
+        fact = f"its config has no {', '.join(missing)} ({tried})"
+        raise PlanError("plan: model", fact, "pass a mapping instead")
+    return find_shape({**sizes, **_flags(config), "mlp_matrices": mlp_matrices})
+
+
+def _families(shape: Shape, known: Mapping[str, bool], free: Sequence[str]) -> Iterator[Shape]:
+    """Yield the shape as a GPT and as a Llama, with every value of the `free` flags that the config does not set."""
+    for matrices in (2, 3):
+        usual = dict.fromkeys(("biases", "positions", "tied", "dropout"), matrices == 2)
+        # The usual values of a family come first: `min` keeps the first of shapes that fit equally well.
+        for values in itertools.product((matrices == 2, matrices != 2), repeat=len(free)):
+            flags = {**usual, **dict(zip(free, values, strict=True)), **known}
+            yield replace(shape, mlp_matrices=matrices, **flags)
+
+
+def _flags(config: Any) -> dict[str, bool]:
+    """Return the flags that the config sets: ties and dropout."""
+    found: dict[str, bool] = {}
+    for name in TIED:
+        tied = _value(config, name)
+        if isinstance(tied, bool):
+            # The first that the config has.
+            found.setdefault("tied", tied)
+    for name in DROPOUTS:
+        rate = _value(config, name)
+        if isinstance(rate, int | float):
+            found["dropout"] = found.get("dropout", False) or rate > 0
+    return found
+
+
+def _first(config: Any, names: tuple[str, ...]) -> int | None:
+    for name in names:
+        value = _value(config, name)
+        # Configs have None, 0 or -1 for values that are derived.
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
+
+
+def _value(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)

@@ -1,11 +1,9 @@
-"""The same prediction for any model that was compiled: from the counts and collectives of its traced, sharded
-graph.
+"""Predict the step of any compiled program, from the counts and collectives of its traced, sharded graph.
 
-In: a `Program` (of a model on meta tensors as well) and a cluster. Out: a `Prediction`. Products run as fast
-as their sizes let them (`costs.products`; of a program that was saved without, as fast as large ones). What
-is not known of a graph: which of its operators training systems fuse, so that each reads and writes memory.
-Backward of an operator that is not a product moves half as much again as its forward. docs/planner.md says
-how far a shape's prediction is from this one.
+In: a `Program` (of a model on meta tensors as well) and a cluster. Out: a `Prediction`. The speed of a product
+depends on its sizes (`costs.products`; a program saved without them is timed as if all products were large). A
+graph does not say which of its operators training systems fuse, so each reads and writes memory. Backward of an
+operator that is not a product moves 1.5 times the bytes of its forward. docs/planner.md compares both predictions.
 
     program = autoptd.compile(model, t=8, p=4, d=2, example_inputs=batch)
     predict_program(program, "dgx-h100").breakdown
@@ -24,15 +22,13 @@ from autoptd.ir.actions import ranks_of_stages
 from autoptd.program.costs import ProductCosts
 from autoptd.program.program import Program, check_program
 from autoptd.program.specs import Collective
-from autoptd.schedule import Simulation, simulate
+from autoptd.schedule.measure import Simulation
+from autoptd.schedule.simulate import simulate
 from autoptd.wings.planner.cluster import Cluster, Software, find_cluster
-from autoptd.wings.planner.memory import add_overheads
-from autoptd.wings.planner.network import Network
-from autoptd.wings.planner.pipeline import MIN_SECONDS
-from autoptd.wings.planner.predict import Prediction
+from autoptd.wings.planner.counts import add_overheads
+from autoptd.wings.planner.predict import MIN_SECONDS, Prediction
 from autoptd.wings.planner.setting import Setting
-from autoptd.wings.planner.terms import OPTIMIZER_BYTES, Passes
-from autoptd.wings.planner.time import Clock
+from autoptd.wings.planner.terms import OPTIMIZER_BYTES, Clock, Network, Passes
 
 # Bytes that backward moves, relative to forward.
 BACKWARD_MOVES = 1.5
@@ -42,18 +38,14 @@ PRECISIONS = {"torch.bfloat16": "bf16", "bfloat16": "bf16", "torch.float16": "fp
 def predict_program(
     program: Program, cluster: Cluster | str | Path, *, software: Software | str | None = None
 ) -> Prediction:
-    """Predict a step of the compiled program.
+    """Predict a step of the compiled program, whose precision is that of most of its parameters' bytes.
 
-    Its precision is that of most of its parameters' bytes.
-
-    Memory is the ledger's (`Program.memory`): "parameters", "gradients" and "optimizer", which is AdamW's
-    moments and what it steps; "activations" at the fullest moment of the simulated step; and the allocator's
-    slack and the context, as `predict` adds them.
+    Memory is the ledger's (`Program.memory`): "parameters", "gradients" and "optimizer" (AdamW's moments and float32
+    copies); "activations" at the peak of the simulated step; the allocator's slack and the context, as in `predict`.
     """
     check_program("autoptd.predict_program", program)
     cluster = find_cluster(cluster).with_software(software)
     found = _Reader(program, cluster)
-    # Orders and messages are the program's own; `predict` rebuilds them from the degrees.
     stages = [found.stage(index) for index in range(len(program.stages))]
     again = [found.again(index) for index in range(len(stages))]
     forward, backward, weight_gradient = [], [], []
@@ -97,9 +89,7 @@ def predict_program(
 
 
 def _memory(program: Program, run: Simulation, software: Software) -> dict[str, tuple[float, ...]]:
-    """Return bytes by kind, each for all pipeline ranks: the first of each, with padding, as the runtime
-    holds them.
-    """
+    """Return bytes by kind, of the first rank of each pipeline rank, with padding, as the runtime holds them."""
     mesh = program.mesh
     states = [program.memory(mesh.at_stage(0, rank)) for rank in range(mesh.pipeline_ranks)]
     found = {
@@ -112,7 +102,7 @@ def _memory(program: Program, run: Simulation, software: Software) -> dict[str, 
 
 
 class _Reader:
-    """Seconds of what a program's records say."""
+    """Times the records of a program."""
 
     def __init__(self, program: Program, cluster: Cluster) -> None:
         self.program, self.cluster, self.network = program, cluster, Network(cluster)
@@ -125,9 +115,9 @@ class _Reader:
         costs, gpu = self.program.costs, self.cluster.gpu
         moved = costs.moved_bytes_per_stage[index] / self.clock.copy_rate
         products, count = self.products(index)
-        # The products' own starts are in their times.
+        # The times of products include their launches.
         starts = (costs.kernels_per_stage[index] - count) * gpu.kernel_seconds
-        # pp is not among them: messages are the links of the simulation.
+        # Messages over pp are links of the simulation.
         forward, backward = (0.0, 0.0)
         for call in self.program.collectives:
             if call.stage == index and call.scope == "microbatch" and call.axis != "pp":
@@ -143,7 +133,7 @@ class _Reader:
         )
 
     def again(self, index: int) -> float:
-        """Time what backward of a microbatch computes again; its collectives are among those of backward."""
+        """Time the recomputation in a microbatch's backward; its collectives are among those of backward."""
         costs = self.program.costs
         if not any(costs.again_kernels_per_stage[index : index + 1]):
             return 0.0
@@ -154,13 +144,11 @@ class _Reader:
         return share * products[0] + moved + max(starts, 0.0) * self.cluster.gpu.kernel_seconds
 
     def products(self, index: int) -> tuple[tuple[float, float], int]:
-        """Time the products of a stage, forward and backward, and count the kernels of its forward
-        that they are.
-        """
+        """Time the products of a stage, forward and backward, and count their kernels in forward."""
         costs, gpu = self.program.costs, self.cluster.gpu
         rows = [row for row in costs.products if row.stage == index]
         if not rows:
-            # Saved by a version that did not list products: as if all were large.
+            # Saved by a version that did not list products.
             rate = gpu.flops(self.clock.precision) * gpu.matrix_fraction
             return (costs.flops_per_stage[index] / rate, costs.backward_flops_per_stage[index] / rate), 0
         forward, backward = 0.0, 0.0
@@ -171,10 +159,7 @@ class _Reader:
         return (forward, backward), sum(row.times for row in rows)
 
     def plain(self, row: ProductCosts) -> tuple[float, float]:
-        """Time products of one size.
-
-        Backward has up to two; the wgrad GEMM accumulates into the gradient.
-        """
+        """Time products of one size; backward has up to two, and the wgrad GEMM accumulates into the gradient."""
         batch, m, n, k = row.sizes
         work = 2 * batch * m * n * k
         once = float(self.clock.product(batch, m, n, k))
@@ -199,7 +184,7 @@ class _Reader:
             return float(self.network.all_reduce(float(call.payload_bytes), call.group_size, local))
         if kind in ("all-gather", "reduce-scatter"):
             return float(self.network.all_gather(float(call.payload_bytes), call.group_size, local))
-        # Each rank keeps one of its n parts: on the wire that is an all-gather of an n-th.
+        # Each rank keeps one of its n parts: the traffic is that of an all-gather of 1/n.
         if kind == "all-to-all":
             return float(
                 self.network.all_gather(call.payload_bytes / call.group_size, call.group_size, local)
@@ -207,7 +192,7 @@ class _Reader:
         return 0.0
 
     def once(self, rank: int) -> float:
-        """Time what a pipeline rank communicates once a step, as far as computation does not hide it."""
+        """Time the exposed communication of a pipeline rank once a step."""
         all_of_it = sum(self.call(call, kind) for call, kind in self._step_calls(rank))
         return all_of_it * (1 - self.cluster.software.dp_overlap)
 
@@ -217,7 +202,7 @@ class _Reader:
         mesh = self.program.mesh
         nbytes = 0.0
         for spec in trained:
-            # Each rank updates the range that it stores.
+            # Each rank updates only the range that it stores.
             parts = math.prod(map(mesh.degree, spec.sharing_axes))
             nbytes += spec.local_bytes(mesh) / parts
         element = self.clock.element_bytes
@@ -242,7 +227,7 @@ class _Reader:
 
     def _local(self, call: Collective) -> int:
         node = self.cluster.gpus_per_node
-        # A set of tied owners is not an axis: assume that its ranks are as close as possible.
+        # The owners of a tied parameter are not an axis: assume that they are as close as possible.
         if call.axis in ("tp", "dp", "pp"):
             return int(np.minimum(self.setting.local(call.axis, node), call.group_size))
         return min(node, call.group_size)
@@ -255,6 +240,3 @@ def _precision(program: Program) -> str:
         name = PRECISIONS.get(spec.use.dtype, "fp32")
         bytes_of[name] = bytes_of.get(name, 0) + spec.local_bytes(program.mesh)
     return max(bytes_of, key=lambda name: (bytes_of[name], name))
-
-
-__all__ = ["predict_program"]

@@ -241,6 +241,3 @@ def _text(record: Mapping[str, Any], key: str) -> str:
     if key not in record:
         return NOTHING
     return record[key] if isinstance(record[key], str) else json.dumps(record[key], default=str)
-
-
-__all__ = ["diff"]

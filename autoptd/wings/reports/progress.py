@@ -14,13 +14,13 @@ step in a file, TensorBoard's scalars where its package is installed.
     # step   20/1000  loss 2.914  norm 0.81  12.3 k tokens/s  1.20 TFLOP/s a rank (MFU 38.5%)  compute 71% ...
 
 Model FLOPs are those of the matrix products of the model itself, three times its forward (no recomputation,
-nothing that tensor ranks repeat); MFU is their share of the ranks' peak.
-"""
+nothing that tensor ranks repeat); MFU is their share of the ranks' peak."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import statistics
 import sys
@@ -35,11 +35,10 @@ import torch
 
 from autoptd.errors import PlanError
 from autoptd.ir.machine import read_gpus
-from autoptd.ir.mesh import Coordinate
+from autoptd.ir.mesh import Coordinate, Mesh
 from autoptd.model.parallel_model import ParallelModel
 from autoptd.model.run import is_local
 from autoptd.runtime.measure.stepclock import StepTimes
-from autoptd.wings.reports.slow_ranks import SlowRanks, share_cores
 from autoptd.wings.words import bytes_text, count_text
 
 
@@ -317,4 +316,46 @@ def _board(folder: str | Path) -> Any:
     return SummaryWriter(str(folder))
 
 
-__all__ = ["Progress", "known_peak", "peak_here", "progress_line"]
+LIMIT, IN_A_ROW = 1.2, 3
+
+
+class SlowRanks:
+    """Counts how often in a row each rank was slow; see the module's docstring."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._counts: Counter[int] = Counter()
+
+    def look(self, times: Sequence[StepTimes]) -> list[str]:
+        """Return what is to be said behind one more measured step: once, as long as a rank stays slow."""
+        # Stages differ in what they compute; ranks of one stage do not.
+        alike: dict[int, list[StepTimes]] = {}
+        for rank in times:
+            alike.setdefault(self._mesh.pipeline_rank_of(rank.rank), []).append(rank)
+        texts = []
+        for ranks in alike.values():
+            usual = statistics.median_low(rank.compute for rank in ranks)
+            for rank in ranks:
+                is_slow = len(ranks) > 1 and rank.compute > LIMIT * usual
+                self._counts[rank.rank] = self._counts[rank.rank] + 1 if is_slow else 0
+                if self._counts[rank.rank] == IN_A_ROW:
+                    texts.append(_sentence(rank, ranks, usual))
+        return texts
+
+
+def share_cores(times: Sequence[StepTimes]) -> bool:
+    """Tell whether ranks that compute on CPUs take turns: one that is slow then says how the system deals out cores.
+
+    As many cores as this process may use are taken to be on every host.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    most = max(Counter(rank.host for rank in times).values())
+    # Besides those that compute, a rank has a thread that sends and receives.
+    return most * (torch.get_num_threads() + 1) > cores
+
+
+def _sentence(slow: StepTimes, ranks: Sequence[StepTimes], usual: float) -> str:
+    others = ", ".join(str(rank.rank) for rank in ranks if rank is not slow)
+    how = f"in {IN_A_ROW} measured steps in a row it computed for over {LIMIT} times the median of ranks with the same work"
+    now = f"now {slow.compute:.3g} s, median {usual:.3g} s; the others are {others}"
+    return f"rank {slow.rank} on {slow.host} is slow: {how} ({now})"

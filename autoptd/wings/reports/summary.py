@@ -8,8 +8,7 @@ In: a `Program` (its graphs are not needed). Out: `Summary`, whose text is what 
 Memory is that of plain AdamW: gradients and both moments in the parameter's dtype (a float32 gradient beside
 it where that was asked for), and saved activations of the microbatches in flight at the fullest moment of the
 simulated schedule; the allocator's, the libraries' and the communicators' come on top. Seconds are the cost
-model's (`ir/machine.py`), not measured.
-"""
+model's (`ir/machine.py`), not measured."""
 
 from __future__ import annotations
 
@@ -24,7 +23,9 @@ import torch
 from autoptd.ir.machine import find_machine, machine_file
 from autoptd.ir.mesh import AXES, BY_DEGREE, Mesh, base
 from autoptd.ir.names import any_layer
+from autoptd.ir.placement import itemsize
 from autoptd.program.calls import expected_calls
+from autoptd.program.pieces import checkpoint_bytes
 from autoptd.program.program import Program
 from autoptd.program.weighed import KNOWN
 from autoptd.wings.reports.pictures import simulated_run
@@ -373,11 +374,66 @@ def _table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]
     yield from (f"  {line}" for line in aligned([names, *rows]))
 
 
-__all__ = [
-    "RankCosts",
-    "Summary",
-    "Traffic",
-    "summarize",
-    "weighed_heading",
-    "weighed_table",
-]
+# The tensors that AdamW keeps of a parameter's shape.
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class CheckpointCosts:
+    """`bandwidth` is in bytes a second, `mtbf` in hours; None where nobody said."""
+
+    weight_bytes: int
+    moment_bytes: int
+    bandwidth: float | None = None
+    mtbf: float | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.moment_bytes
+
+    @property
+    def seconds(self) -> float | None:
+        """How long the storage takes to write it."""
+        return self.total_bytes / self.bandwidth if self.bandwidth else None
+
+    @property
+    def interval_seconds(self) -> float | None:
+        """Young's interval, where training stops for all of the write."""
+        if self.seconds is None or self.mtbf is None:
+            return None
+        # As in `runtime/checkpoint/pace.py`.
+        return math.sqrt(2 * self.seconds * 3600 * self.mtbf)
+
+    def record(self) -> dict[str, Any]:
+        """Return all numbers as plain data."""
+        return {
+            **asdict(self),
+            "total_bytes": self.total_bytes,
+            "seconds": self.seconds,
+            "interval_seconds": self.interval_seconds,
+        }
+
+    def __str__(self) -> str:
+        sizes = (self.total_bytes, self.weight_bytes, self.moment_bytes)
+        total, weights, moments = (count_text(size, "B") for size in sizes)
+        text = f"Checkpoint: {total} (weights {weights}, AdamW's moments {moments})"
+        if self.bandwidth and self.seconds is not None:
+            text += f", {seconds_text(self.seconds)} at {count_text(self.bandwidth, 'B/s')}"
+        if self.interval_seconds is not None:
+            minutes = self.interval_seconds / 60
+            text += (
+                f"; if training waits for it and fails every {self.mtbf:g} h, save every {minutes:.3g} min"
+            )
+        return text
+
+
+def checkpoint_costs(
+    program: Program, bandwidth: float | None = None, mtbf: float | None = None
+) -> CheckpointCosts:
+    """Return what a checkpoint of a program is."""
+    keys = {
+        spec.name: dict.fromkeys(MOMENTS, itemsize(spec.storage.dtype))
+        for spec in program.params
+        if spec.requires_grad
+    }
+    return CheckpointCosts(*checkpoint_bytes(program, keys), bandwidth, mtbf)

@@ -1,7 +1,6 @@
 """Colours and words of the graph pictures: one place, so that all levels speak alike.
 
-bars(collectives)           # lines on coloured ground: "forward: 2 all-reduces, 768 KiB"
-"""
+bars(collectives)           # "forward: 2 all-reduces, 768 KiB" on coloured ground"""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from autoptd.ir.types import LOCAL_KINDS, wire_bytes
 from autoptd.program.program import Program
 from autoptd.program.specs import Collective
-from autoptd.wings.viz.scene import Item, Line, Link, line
+from autoptd.wings.viz.scene import INK, Item, Line, Link, line
 from autoptd.wings.words import bytes_text, plural
 
 # The colour of a collective, wherever it is drawn.
@@ -182,15 +181,62 @@ def legend_of_types(letters: Container[str], shard: str) -> Iterator[Item]:
             yield Item("", (line((kind, "bold"), f"  {text}"),), border=EDGES[kind], dashed=kind == "P")
 
 
-__all__ = [
-    "EDGES",
-    "KINDS",
-    "LEGEND_OF_SPLITS",
-    "bars",
-    "call_lines",
-    "heading",
-    "legend_of_kinds",
-    "legend_of_types",
-    "param_count",
-    "sample",
-]
+PAPER, DARK_INK, DARK_QUIET = "#12171d", "#dde3ea", "#a6b1bc"
+# Grounds: dark shades of the light ones, on which light text can be read.
+FILLS = {
+    "#ffffff": "#1a2129",
+    "#fff": PAPER,
+    COLUMN: "#24456f",
+    ROW: "#654618",
+    WHOLE: "#6d2e2e",
+    VOCABULARY: "#483770",
+    SPLIT: "#1f2e42",
+    SMALL: "#212932",
+    FOLDED: "#303943",
+    INPUT: "#2f2d1c",
+    RECEIVED: "#14303b",
+    APART: "#161c23",
+    RANKS[0]: "#171e26",
+    RANKS[1]: "#18211a",
+    RANKS[2]: "#211a23",
+    RANKS[3]: "#17232b",
+    SEVERAL: "#191f26",
+}
+# Borders and links: light shades, which stand out from dark grounds.
+STROKES = {
+    INK: "#c3ccd5",
+    BORDER: "#5f6b77",
+    PART_BORDER: "#3c4650",
+    EDGES["I"]: "#aeb9c4",
+    EDGES["P"]: "#f0a04b",
+    EDGES["S"]: "#79aff2",
+    SENT: "#5cbfdb",
+    TIED: "#d192cd",
+    KINDS["all-reduce"]: "#e8716c",
+    KINDS["all-gather"]: "#ad91f2",
+    KINDS["reduce-scatter"]: "#46bf93",
+    KINDS["all-to-all"]: "#de83c3",
+    # Messages of the schedule chart, forward and backward.
+    "#1f53a0": "#79aff2",
+    "#1c703e": "#6fbf8c",
+}
+DARK_TEXT = (
+    f"text {{ fill: {DARK_INK} }} .quiet, .subtitle {{ fill: {DARK_QUIET} }} .on-bar {{ fill: #fff }}",
+)
+
+
+def dark_rules(drawn: str, text: Sequence[str] = DARK_TEXT) -> str:
+    """Return the style sheet of a picture for dark screens; `text` are its rules for classes."""
+    rules = list(text)
+    fills, strokes = (set(re.findall(rf'{name}="(#\w+)"', drawn)) for name in ("fill", "stroke"))
+    rules += [f'[fill="{light}"] {{ fill: {dark} }}' for light, dark in FILLS.items() if light in fills]
+    # The ground of a frame lies around its heading, too.
+    rules += [f'[stroke="{light}"] {{ stroke: {dark} }}' for light, dark in FILLS.items() if light in strokes]
+    for light, dark in STROKES.items():
+        if light in strokes:
+            rules.append(f'[stroke="{light}"] {{ stroke: {dark} }}')
+        # Arrow heads and letters are filled with the colour of their link; bars keep theirs.
+        if light in fills:
+            rules.append(f'polygon[fill="{light}"], tspan[fill="{light}"] {{ fill: {dark} }}')
+    inside = "\n".join(f"    {rule}" for rule in rules)
+    return f"  @media screen and (prefers-color-scheme: dark) {{\n{inside}\n  }}\n"

@@ -5,28 +5,39 @@ In: a `Program` with its LOCAL graph. Out: a `Scene`: a frame for each stage, re
 each layer that is drawn apart. The colour of a link is the type of its value over tp, with the letter where
 it begins.
 
-    scene = layer_scene(program, folds=True)
-"""
+    scene = layer_scene(program, folds=True)"""
 
 from __future__ import annotations
 
+import math
 import re
+import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from autoptd.ir.notes import note
+from torch.fx import Node
+
+from autoptd.ir.notes import note, tensor
+from autoptd.ir.operators.table import operator_of
+from autoptd.ir.types import CONVERSIONS, Conversion, type_text
 from autoptd.program.program import Program
 from autoptd.wings.viz import colours
-from autoptd.wings.viz.box_items import BoxItems
-from autoptd.wings.viz.box_text import BoxText, Work
-from autoptd.wings.viz.box_words import collectives_of, local_bytes, range_text
-from autoptd.wings.viz.boxes import Box, Edge
 from autoptd.wings.viz.colours import bars, call_lines
-from autoptd.wings.viz.outline import Column, Outline, Tie, outline
-from autoptd.wings.viz.samples import Sample
+from autoptd.wings.viz.outline import (
+    COLLECTIVES,
+    Box,
+    Column,
+    Edge,
+    Like,
+    Outline,
+    Sample,
+    Tie,
+    origin,
+    outline,
+    short_op,
+)
 from autoptd.wings.viz.scene import Frame, Item, Line, Link, Scene, line
-from autoptd.wings.viz.views import origin
 from autoptd.wings.words import bytes_text, count_text, letter, plural
 
 
@@ -251,4 +262,323 @@ def _stages_text(stages: Sequence[int]) -> str:
     return f"{len(stages)} stages"
 
 
-__all__ = ["Work", "layer_scene"]
+# Letters of a reason in one line: a longer one would make its box wider than those of the operators.
+REASON_LETTERS = 34
+
+
+class BoxItems:
+    """`is_alone`: one stage of several is drawn, so that what it sends has boxes."""
+
+    def __init__(self, program: Program, drawn: Outline, text: BoxText, is_alone: bool) -> None:
+        self.program, self.drawn, self.text, self.is_alone = program, drawn, text, is_alone
+        # A value that crosses has one box where it arrives, so that the box names what carries it.
+        self.sends = {edge.target: edge.calls for edge in drawn.edges if edge.crosses}
+
+    def item(self, box: Box) -> Item:
+        """Return the item of a box in a stage."""
+        node = box.nodes[-1]
+        if box.is_input:
+            kind = str(tensor(node).dtype).removeprefix("torch.")
+            lines = (line((note(node).name, "bold"), (" input", "quiet")), line(f"{shape_text(node)} {kind}"))
+            return Item(box.id, lines, colours.INPUT, shape="note", tooltip=self.text.tooltip(box))
+        if box.is_received:
+            return self._received(box)
+        if box.sent_to >= 0:
+            below = line(self.text.shape(node)), line(self.text.traffic(node))
+            return self._at_border(box, (line((f"to stage {box.sent_to}", "bold")), *below))
+        if box.folded:
+            return self._folded(box)
+        if note(node).conversion:
+            return self._conversion(box)
+        return self._operator(box)
+
+    def outer(self, box: Box) -> Item:
+        """Return the item of a value that a layer drawn apart reads of the rest of the model."""
+        node = box.nodes[0]
+        what = short_op(node) if node.op == "call_function" else note(node).name
+        if len(box.nodes) > 1:
+            what = f"{len(box.nodes)} values"
+        where = f" of {note(node).module}" if note(node).module else " of the model"
+        first = line(("input", "bold"), (" of the layer", "quiet"))
+        # The residual stream carries a gradient; masks and rotary tables, which all layers share, do not.
+        if not note(node).needs_grad:
+            first = line((what, "bold"), (where, "quiet"))
+        lines = (first, line(self.text.shape(node)))
+        return Item(box.id, lines, colours.INPUT, shape="note", tooltip=self.text.tooltip(box))
+
+    def _received(self, box: Box) -> Item:
+        node = box.nodes[0]
+        stage, here = note(node).stages[0], self.drawn.columns[box.column].stages
+        passed = ""
+        if here[0] - stage == 2:
+            passed = f", passing by stage {stage + 1}"
+        elif here[0] - stage > 2:
+            passed = f", passing by stages {stage + 1} to {here[0] - 1}"
+        made = origin(node)
+        what = f"{short_op(made)} of {note(made).module or 'the model'}"
+        lines = [line((f"from stage {stage}", "bold"), (passed, "quiet")), line((what, "quiet"))]
+        lines.append(line(self.text.shape(node)))
+        calls = self.sends.get(box.id, ())
+        if calls:
+            lines += bars(calls)
+        elif self.is_alone:
+            lines.append(line(self.text.traffic(node)))
+        else:
+            lines.append(line((f"{bytes_text(local_bytes(node))} of the same message", "quiet")))
+        return self._at_border(box, lines)
+
+    def _at_border(self, box: Box, lines: Sequence[Line]) -> Item:
+        """Return the item of a value that enters or leaves a stage."""
+        return Item(
+            box.id, tuple(lines), colours.RECEIVED, colours.SENT, thick=1.6, tooltip=self.text.tooltip(box)
+        )
+
+    def _folded(self, box: Box) -> Item:
+        layers = list(box.folded)
+        equal = likeness(list(box.folded.values()))
+        # Layers may share a parameter: each is counted once.
+        params = sum(math.prod(note(param).local.shapes[0]) for _, param, _ in dict.fromkeys(box.params))
+        lines = [line((range_text(layers), "bold")), *(line(text) for text in equal)]
+        if params:
+            count = len(self.drawn.columns[box.column].stages)
+            where = "on each rank" if count == 1 else f"on the {count} stages together"
+            lines.append(line((f"{count_text(params)} parameters {where}", "quiet")))
+        lines += bars(box.calls)
+        calls = tuple(box.calls)
+        tooltip = "\n".join([f"{'; '.join(equal)}: drawn apart, once", *call_lines(calls)])
+        return Item(box.id, tuple(lines), colours.FOLDED, shape="stack", tooltip=tooltip, calls=calls)
+
+    def _conversion(self, box: Box) -> Item:
+        node = box.nodes[-1]
+        record, row = note(node), conversion_of(node)
+        # The name of a conversion is for code; people read its two types.
+        pair = next(f"{a} to {b}" for (a, b), other in CONVERSIONS.items() if other is row)
+        title = f"{letter(row.name)}: {pair}" if letter(row.name) else pair
+        lines = [line((title, "bold"), (f"  over {self.program.mesh.t} ranks of tp", "quiet"))]
+        kinds = collectives_of(box)
+        for phase, kind in zip(("forward", "backward"), work_of(box), strict=True):
+            if kind in COLLECTIVES:
+                sizes = [call.payload_bytes for call in box.calls if kind in (call.forward, call.backward)]
+                size = f", {bytes_text(sizes[0])}" if sizes else ""
+                lines.append(line(f"{phase}: {kind}{size}", bar=colours.KINDS[kind]))
+            # Beside a collective, the direction in which nothing is done needs no line.
+            elif kind != "none" or not kinds:
+                lines.append(line((f"{phase}: {'nothing' if kind == 'none' else kind}", "quiet")))
+        again = [call for call in box.calls if call.conversion == "gathered again"]
+        lines += [line(bar.text + " again", bar=bar.bar) for bar in bars(again)]
+        reason = record.why.partition(": ")[2] or record.why
+        lines += [line((text, "quiet")) for text in textwrap.wrap(reason, REASON_LETTERS)]
+        lines += self.text.params(box)
+        color, thick = (colours.KINDS[kinds[0]], 2.0) if kinds else (colours.BORDER, 1.0)
+        return Item(
+            box.id,
+            tuple(lines),
+            border=color,
+            thick=thick,
+            dashed=not kinds,
+            tooltip=self.text.tooltip(box),
+            calls=tuple(box.calls),
+        )
+
+    def _operator(self, box: Box) -> Item:
+        node = box.nodes[-1]
+        name, what = self.text.title(box)
+        # The last operator of a run gives its box the shape and the colour: it makes what is read outside.
+        how, fill = self.text.split(node, box)
+        if is_sum(box):
+            lines = [line(("+ ", "bold"), what), line((self.text.shape(node), "quiet"))]
+        else:
+            # Without a module of its own, an operator's name is the heading.
+            lines = [line((name, "bold"), (" " if name else ""), (what, "quiet" if name else "bold"))]
+            if how:
+                lines.append(line(how))
+            lines += [line(self.text.shape(node)), *self.text.params(box)]
+        # Vocabulary-parallel look-ups and losses communicate inside of one operator.
+        summed = [call for call in box.calls if call.forward in COLLECTIVES or call.backward in COLLECTIVES]
+        lines += bars(summed)
+        # The all-reduce of a GEMM with a hook is hidden behind its second GEMM.
+        if note(node).gemm.absorbed is not None:
+            lines.append(line(("while the weight's gradient is computed", "quiet")))
+        return Item(
+            box.id,
+            tuple(lines),
+            fill,
+            border=colours.KINDS["all-reduce"] if summed else colours.BORDER,
+            shape="pill" if is_sum(box) else "box",
+            thick=2.0 if summed else 1.0,
+            tooltip=self.text.tooltip(box),
+            calls=tuple(box.calls),
+        )
+
+    def result(self) -> Item:
+        """Return the item of the loss, which is summed over microbatches."""
+        over = "microbatches and dp" if self.program.mesh.d > 1 else "microbatches"
+        calls = tuple(call for call in self.drawn.others if call.conversion == "loss sum")
+        lines = (line(("loss", "bold"), (f" summed over {over}", "quiet")), *bars(calls))
+        return Item("result", lines, shape="pill", tooltip="\n".join(call_lines(calls)), calls=calls)
+
+
+# FLOPs of a node on one rank, forward and backward.
+Work = Callable[[Node], tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class BoxText:
+    """`is_split`: several tensor ranks.
+
+    `framed`: (column, layer, part) that have a frame; `work` for the tooltips.
+    """
+
+    is_split: bool
+    framed: set[tuple[int, str, str]]
+    work: Work | None = None
+
+    def title(self, box: Box) -> tuple[str, str]:
+        """Return (module, operators) of a box: `c_attn`, `linear`.
+
+        Outside of layers the whole module path.
+        """
+        # Repeats in a run of small operators say nothing new.
+        names = list(dict.fromkeys(map(short_op, box.nodes)))
+        what = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        module = note(box.nodes[-1]).module
+        if box.layer:
+            module = module.removeprefix(box.layer).removeprefix(".")
+            if (box.column, box.layer, box.part) in self.framed:
+                module = "" if module == box.part else module.removeprefix(f"{box.part}.")
+        return ("" if module == what else module), what
+
+    def split(self, node: Node, box: Box) -> tuple[str, str]:
+        """Return how an operator is split, in words and as a colour."""
+        record = note(node)
+        kind = record.layout.over("tp").letter
+        if not self.is_split:
+            return "", colours.SMALL
+        # The solver's reason alone tells this split from other shards of rows.
+        if "vocabulary" in record.why and record.why.startswith("split by"):
+            return "split by vocabulary", colours.VOCABULARY
+        if operator_of(node).factors:
+            # A bias follows its matrix: only what has two dims tells how a product is split.
+            matrices = [made or param for _, param, made in box.params if len(tensor(param).shape) > 1]
+            weights = [note(matrix).layout.over("tp").letter for matrix in matrices]
+            if kind == "P":
+                return "row split: each rank sums over its inputs", colours.ROW
+            if kind == "S" and "S" in weights:
+                return "column split: each rank has its outputs", colours.COLUMN
+            if kind != "S":
+                return "whole on every rank", colours.WHOLE
+        return "", colours.SPLIT if kind == "S" else colours.SMALL
+
+    def params(self, box: Box) -> list[Line]:
+        """Return parameters of an operator, and what is done on the way: `weight [96, 64] S(dim 0: 3 x [4] x
+        16)`.
+        """
+        rows: dict[str, list[str]] = {}
+        for name, node, conversion in box.params:
+            done = ""
+            # A conversion that communicates has a box of its own, and is shown there.
+            if conversion is not None and conversion not in box.nodes and note(conversion).conversion:
+                done = f", {conversion_of(conversion).forward}"
+            rows.setdefault(f"{self.shape(node)}{done}", []).append(name)
+        return [line((f"{', '.join(names)} {text}", "quiet")) for text, names in rows.items()]
+
+    def traffic(self, node: Node) -> str:
+        """Say what a value that crosses amounts to: `384 KiB, and its gradient back`."""
+        gradient = "and its gradient" if note(node).needs_grad else "no gradient"
+        return f"{bytes_text(local_bytes(node))}, {gradient} back"
+
+    def shape(self, node: Node) -> str:
+        """Return shape and type: `[1, 128, 1152] S(dim 2: 3 x [12] x 64)`; no type where nothing is split."""
+        if not self.is_split:
+            return shape_text(node)
+        record = note(node)
+        # Over tp alone, which is then the only axis that cuts, it is not named.
+        kind = record.layout.text(record.dims)
+        if all(axis == "tp" for axis, _ in record.layout.over_mesh):
+            kind = type_text(record.layout["tp"], record.dims, "tp").replace("S(tp, ", "S(")
+        return f"{shape_text(node)}  {kind}"
+
+    def tooltip(self, box: Box) -> str:
+        """Say where a box comes from, its line of code, why it is as it is, and what it costs."""
+        node = box.nodes[-1]
+        record = note(node)
+        where = record.module or record.name
+        if record.source:
+            where = f"{record.module or 'model'} ({record.source})"
+        size = shape_text(node)
+        if record.local.traced is not None:
+            size += f" of {list(record.local.traced)} traced"
+        dtype = str(tensor(node).dtype).removeprefix("torch.")
+        lines = [where, record.code, f"why: {record.why}" if record.why else "", record.stages_why]
+        lines.append(f"{size} {dtype}: {bytes_text(local_bytes(node))} on each rank")
+        # Inputs and received values are made elsewhere, and counted there.
+        if self.work and not box.is_input and not box.is_received:
+            forward, backward = (sum(counts) for counts in zip(*map(self.work, box.nodes), strict=True))
+            if forward:
+                both = f"{count_text(forward)} FLOPs forward, {count_text(backward)} backward"
+                lines.append(f"{both} on each rank")
+        return "\n".join(text for text in (*lines, *call_lines(box.calls)) if text)
+
+
+def likeness(likes: Sequence[Like]) -> list[str]:
+    """Describe what folded layers equal: `5 layers like h.0`, `4 layers, like h.0, h.1 in turn`, `the last
+    12 of 20 operators of h.0`.
+    """
+    # A part that a cut left tells less than a whole layer: it comes after them.
+    wholes = [like.layer for like in likes if not like.part]
+    models = list(dict.fromkeys(map(short, wholes)))
+    texts = []
+    if len(models) > 1:
+        texts.append(f"{len(wholes)} layers, like {', '.join(models)} in turn")
+    elif models:
+        texts.append(f"{plural(len(wholes), 'layer')} like {models[0]}")
+    parts = Counter(f"the {like.part} of {short(like.layer)}" for like in likes if like.part)
+    for text, count in parts.items():
+        texts.append(f"{count} x {text}" if count > 1 else text)
+    return texts
+
+
+def short(module: str) -> str:
+    """Return the last two names of a layer's path: `h.3` of `transformer.h.3`."""
+    return ".".join(module.split(".")[-2:])
+
+
+def range_text(layers: Sequence[str]) -> str:
+    """Name layers by the first and the last: `h.0 ... h.5`."""
+    return f"{short(layers[0])} ... {short(layers[-1])}" if len(layers) > 1 else short(layers[0])
+
+
+def shape_text(node: Node) -> str:
+    """Return the local shape of a value."""
+    shape = note(node).local.shapes[0]
+    return str(list(shape)) if shape else "a number"
+
+
+def local_bytes(node: Node) -> int:
+    """Return the bytes of a rank's part of a value."""
+    return math.prod(note(node).local.shapes[0]) * tensor(node).element_size()
+
+
+def is_sum(box: Box) -> bool:
+    """Tell whether a box adds two activations: where a residual stream takes a branch in."""
+    node = box.nodes[-1]
+    # An addend that is a constant, or a parameter such as a bias, makes no residual sum.
+    origins = [origin(arg) for arg in node.all_input_nodes]
+    return len(box.nodes) == 1 and short_op(node) == "add" and len(origins) == 2 and not box.params
+
+
+def conversion_of(node: Node) -> Conversion:
+    """Find the row of the table of conversions that a node performs."""
+    return next(row for row in CONVERSIONS.values() if row.name == note(node).conversion)
+
+
+def work_of(box: Box) -> tuple[str, str]:
+    """Return what a conversion does forward and backward; without a gradient nothing is done backward."""
+    # What it was compiled to says more than the table: without a gradient, backward is "none".
+    work = box.calls[0] if box.calls else conversion_of(box.nodes[-1])
+    return work.forward, work.backward
+
+
+def collectives_of(box: Box) -> list[str]:
+    """Return the collectives of a conversion."""
+    return [kind for kind in work_of(box) if kind in COLLECTIVES]

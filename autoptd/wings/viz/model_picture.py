@@ -262,6 +262,3 @@ def _span(values: Sequence[float], text: Callable[[float], str]) -> str:
 
 def _range(numbers: Sequence[int]) -> str:
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} ... {numbers[-1]}"
-
-
-__all__ = ["Cell", "find_cells", "model_scene"]

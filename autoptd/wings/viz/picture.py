@@ -20,11 +20,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from autoptd.compiler.compiled import Compiled
 from autoptd.errors import PlanError
 from autoptd.program.program import Program
-from autoptd.wings.viz.dot import scene_dot
-from autoptd.wings.viz.graph_svg import scene_svg
+from autoptd.wings.viz.graphviz import scene_dot, scene_svg
 from autoptd.wings.viz.layer_picture import layer_scene
 from autoptd.wings.viz.model_picture import model_scene
 from autoptd.wings.viz.scene import Scene
@@ -108,9 +106,6 @@ def graph_picture(program: Program, level: str = "layer", stage: int | None = No
     if "LOCAL" not in program.graphs:
         remedy = "level='model', or compile the model again"
         raise PlanError(f"level={level!r}", "a loaded program has no graphs", remedy)
-    # Tooltips show the FLOPs.
-    work = program.work if isinstance(program, Compiled) else None
+    # Tooltips show the FLOPs, which a `Compiled` program knows.
+    work = getattr(program, "work", None)
     return Picture(layer_scene(program, folds=level == "layer", stage=stage, work=work))
-
-
-__all__ = ["LEVELS", "Picture", "graph_picture"]

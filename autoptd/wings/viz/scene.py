@@ -143,6 +143,3 @@ class Scene:
 def line(*pieces: str | tuple[str, str], bar: str = "") -> Line:
     """Make a line of plain strings and (text, style) pieces."""
     return Line(tuple((piece, "") if isinstance(piece, str) else piece for piece in pieces), bar)
-
-
-__all__ = ["INK", "QUIET", "Frame", "Item", "Line", "Link", "Scene", "line"]

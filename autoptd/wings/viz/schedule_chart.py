@@ -24,7 +24,7 @@ from statistics import median
 from xml.sax.saxutils import escape
 
 from autoptd.ir.actions import COMPUTES, Action, Kind
-from autoptd.wings.viz.dark import dark_rules
+from autoptd.wings.viz.colours import dark_rules
 from autoptd.wings.viz.runs import Curve, Message, Run, Span, meaning
 from autoptd.wings.words import bytes_text
 
@@ -379,6 +379,3 @@ def _n(value: float) -> str:
     """Format with at most two decimals, or three significant digits of something small; no trailing zeros."""
     text = f"{value:.2f}" if abs(value) >= 0.1 or value == 0 else f"{value:.3g}"
     return text.rstrip("0").rstrip(".") if "." in text and "e" not in text else text
-
-
-__all__ = ["schedule_svg"]

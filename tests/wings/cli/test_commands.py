@@ -18,8 +18,8 @@ from autoptd.runtime.step import standalone
 from autoptd.runtime.step.standalone import check_stage
 from autoptd.runtime.world import rendezvous
 from autoptd.wings.cli import main
-from autoptd.wings.cli.data import batches, load_tokens
 from autoptd.wings.cli.programs import _fallbacks
+from autoptd.wings.cli.train import batches, load_tokens
 from examples.gpt import make_gpt
 from tests.forks import finish, start
 from tests.waits import LONG

@@ -12,11 +12,9 @@ import pytest
 from autoptd.errors import PlanError
 from autoptd.ir.quantities import parse_bytes
 from autoptd.wings.cli import main
-from autoptd.wings.cli.commands import COMMANDS
-from autoptd.wings.cli.completion import script
-from autoptd.wings.cli.help_texts import EXAMPLES
-from autoptd.wings.cli.parser import make_parser, parse
-from autoptd.wings.cli.settings import read_pairs
+from autoptd.wings.cli.commands import COMMANDS, script
+from autoptd.wings.cli.parser import EXAMPLES, make_parser, parse
+from autoptd.wings.cli.request import read_pairs
 
 ROOT = Path(__file__).parents[3]
 NO_TORCH = """

@@ -12,12 +12,11 @@ import autoptd
 from autoptd.ir.machine import FOLDER
 from autoptd.ir.plan import load_plan
 from autoptd.wings.cli import main
-from autoptd.wings.cli.help_texts import EXAMPLES
 from autoptd.wings.cli.known import KNOWN
-from autoptd.wings.cli.parser import parse
+from autoptd.wings.cli.parser import EXAMPLES, parse
 from autoptd.wings.cli.plan import read_shape, stated_sizes
+from autoptd.wings.planner.plan import cases_text, which_when
 from autoptd.wings.planner.shape import Shape, find_shape
-from autoptd.wings.planner.strategies import cases_text, which_when
 
 SMALL = {"layers": 12, "hidden": 1024, "heads": 16, "seq": 1024}
 FLAGS = "plan --layers 12 --hidden 1024 --heads 16 --seq 1024 --batch 64".split()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from autoptd.wings.cli import main
-from autoptd.wings.cli.data import batches, load_tokens
+from autoptd.wings.cli.train import batches, load_tokens
 from tests.waits import LONG
 
 ROOT = Path(__file__).parents[3]

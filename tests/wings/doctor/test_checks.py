@@ -10,9 +10,19 @@ import torch
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime.world.threads import ThreadWorld
 from autoptd.runtime.world.world import Group
-from autoptd.wings.doctor.checks import MAX_ADDENDS, METHODS, PERIOD, Checks, Part, Result, message
+from autoptd.wings.doctor.checks import (
+    COLLECTIVES,
+    MAX_ADDENDS,
+    METHODS,
+    PERIOD,
+    Checks,
+    Part,
+    Result,
+    Timed,
+    message,
+    slow_ones,
+)
 from autoptd.wings.doctor.report import DoctorReport
-from autoptd.wings.doctor.speed import COLLECTIVES, Timed, slow_ones
 from tests.wings.doctor.broken import (
     SlowChannel,
     SlowGroup,

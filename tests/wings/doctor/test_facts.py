@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autoptd.wings.doctor.facts import Facts, Verdict, judge, own_facts, ranks_text
+from autoptd.wings.doctor.launch import Facts, Verdict, judge, own_facts, ranks_text
 from autoptd.wings.doctor.report import bandwidth_text
 from autoptd.wings.words import seconds_text
 

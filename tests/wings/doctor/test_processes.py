@@ -20,8 +20,8 @@ import torch
 from autoptd.runtime.world.processes import DistributedChannel, DistributedGroup
 from autoptd.wings.cli import main
 from autoptd.wings.doctor import run
+from autoptd.wings.doctor.checks import SMALL
 from autoptd.wings.doctor.run import Request, run_launched
-from autoptd.wings.doctor.speed import SMALL
 from tests.forks import CONTEXT
 from tests.measured import same_table
 from tests.ports import free_port

@@ -11,11 +11,10 @@ import torch
 from autoptd.errors import PlanError
 from autoptd.ir.mesh import Mesh
 from autoptd.wings.cli import main
-from autoptd.wings.doctor.checks import Wrong
-from autoptd.wings.doctor.facts import judge
+from autoptd.wings.doctor.checks import Timed, Wrong
+from autoptd.wings.doctor.launch import judge
 from autoptd.wings.doctor.report import DoctorReport, MeshReport
 from autoptd.wings.doctor.run import requested_mesh, usual_meshes
-from autoptd.wings.doctor.speed import Timed
 from autoptd.wings.planner.cluster import find_cluster
 from tests.wings.doctor.test_facts import gpus
 

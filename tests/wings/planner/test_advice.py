@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from autoptd.errors import PlanError
-from autoptd.wings.planner.default import DefaultModel
+from autoptd.wings.planner.candidates import DefaultModel
 from autoptd.wings.planner.plan import plan
 from autoptd.wings.planner.request import Request, make_request
 from autoptd.wings.planner.search import search

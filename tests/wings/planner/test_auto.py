@@ -105,12 +105,12 @@ def test_under_torchrun_the_example_is_the_global_batch(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"t": "auto"}, "how many ranks"),
+        ({"t": "auto"}, "the number of ranks is not known"),
         ({"t": 2, "gpus": 2}, "nothing to choose"),
         ({"t": "auto", "gpus": 3, "p": 2}, "no such plan"),
         ({"d": "auto", "gpus": 4, "num_microbatches": 4}, "per replica"),
         ({"t": "auto", "d": 1, "gpus": 4, "num_microbatches": 5}, "do not divide"),
-        ({"t": "auto", "gpus": 2, "machine": "abacus"}, "does not know it"),
+        ({"t": "auto", "gpus": 2, "machine": "abacus"}, "is not known to the planner"),
     ],
 )
 def test_what_cannot_be_chosen(given: dict[str, Any], told: str) -> None:
@@ -121,5 +121,5 @@ def test_what_cannot_be_chosen(given: dict[str, Any], told: str) -> None:
 def test_a_model_without_a_config_and_a_call_without_a_batch() -> None:
     with pytest.raises(autoptd.PlanError, match="no config"):
         autoptd.compile(nn.Linear(4, 4), t="auto", gpus=2, example_inputs=batch())
-    with pytest.raises(autoptd.PlanError, match="know the batch"):
+    with pytest.raises(autoptd.PlanError, match="the planner needs the batch"):
         autoptd.parallelize(model(), t="auto", gpus=2)

@@ -20,8 +20,16 @@ from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, ops
 from autoptd.passes.ops.costs import backward_flops, flops
 from autoptd.passes.solve.symbols import Symbols
-from autoptd.wings.planner.counts import CORE, Operator, Sizes, head_operators, layer_operators, model_flops
-from autoptd.wings.planner.layout import layer_parameters, stage_parameters
+from autoptd.wings.planner.counts import (
+    CORE,
+    Operator,
+    Sizes,
+    head_operators,
+    layer_operators,
+    layer_parameters,
+    model_flops,
+    stage_parameters,
+)
 from autoptd.wings.planner.shape import Shape, find_shape
 from examples.gpt import GPT, GPTConfig
 

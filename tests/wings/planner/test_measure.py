@@ -113,7 +113,7 @@ def test_nothing_is_measured_for_a_file_that_cannot_be_written(
     def measured(_: int) -> None:
         raise AssertionError("this would be lost")
 
-    monkeypatch.setattr("autoptd.wings.cli.measure.measure_cluster", measured)
+    monkeypatch.setattr("autoptd.wings.planner.measure.measure_cluster", measured)
     assert main(["measure", str(tmp_path / "nowhere" / "mine.toml")]) == 2
     assert main(["measure", str(tmp_path)]) == 2
     printed = capsys.readouterr().err

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from autoptd.errors import PlanError
-from autoptd.wings.planner.model_shape import shape_of
 from autoptd.wings.planner.plan import plan
-from autoptd.wings.planner.shape import Shape
+from autoptd.wings.planner.shape import Shape, shape_of
 
 
 @dataclass

@@ -17,9 +17,9 @@ import autoptd
 from autoptd.errors import InternalError, PlanError
 from autoptd.ir.actions import SCHEDULES
 from autoptd.options import NOT_YET, make_options
-from autoptd.wings.planner import default
+from autoptd.wings.planner import candidates
+from autoptd.wings.planner.candidates import DefaultModel
 from autoptd.wings.planner.cluster import find_cluster
-from autoptd.wings.planner.default import DefaultModel
 from autoptd.wings.planner.estimate import WRITTEN, estimate
 from autoptd.wings.planner.plan import plan
 from autoptd.wings.planner.predict import predict
@@ -123,15 +123,15 @@ def test_what_does_not_fit_when_simulated_is_no_plan(monkeypatch: pytest.MonkeyP
     """Formulas that are wrong by a tenth: nothing is returned that does not fit, and where nothing does, that
     is said.
     """
-    right = default.fullest_bytes
-    monkeypatch.setattr(default, "fullest_bytes", lambda *asked: 0.9 * right(*asked))
+    right = candidates.fullest_bytes
+    monkeypatch.setattr(candidates, "fullest_bytes", lambda *asked: 0.9 * right(*asked))
     way: dict[str, Any] = {"t": 8, "p": 8, "d": 1, "v": 3, "microbatch": 1}
     needed = max(
         predict(GPT_22B | {"seq": 1024}, "dgx-a100", **way | {"batch": 31, "precision": "fp16"}).memory
     )
     asked: dict[str, Any] = {"gpus": 64, "batch": 31, "precision": "fp16", "memory": 0.95 * needed}
     shape = GPT_22B | {"seq": 1024}
-    with pytest.raises(PlanError, match="the smallest that was simulated") as caught:
+    with pytest.raises(PlanError, match="the smallest simulated candidate") as caught:
         plan(shape, **asked, **way, sequence_parallel=False, recompute="none")
     assert "recompute" in caught.value.remedy
     free = plan(shape, **asked)
@@ -148,7 +148,7 @@ def test_what_the_runtime_lacks_is_left_out() -> None:
     assert set(record["options"]) == {"sequence_parallel", "precision", "recompute"}
     assert record["planner"]["not_yet"] == asked.best.not_yet
     assert "* needs" in str(asked)
-    assert "plan.json leaves out: zero=2" in asked.explain()
+    assert "omitted from plan.json: zero=2" in asked.explain()
 
 
 def test_precision_and_zero_that_the_runtime_has_are_planned_for_it() -> None:

@@ -15,15 +15,12 @@ import pytest
 from autoptd.errors import PlanError
 from autoptd.ir.machine import FOLDER, machine_names
 from autoptd.wings.planner.cluster import Cluster, Software, find_cluster, find_software, read_cluster
+from autoptd.wings.planner.counts import State, count_activations, split_layers, state_bytes
 from autoptd.wings.planner.estimate import estimate
-from autoptd.wings.planner.layout import split_layers
-from autoptd.wings.planner.memory import State, count_activations, state_bytes
-from autoptd.wings.planner.network import Network
 from autoptd.wings.planner.predict import Prediction, predict
 from autoptd.wings.planner.setting import Setting
 from autoptd.wings.planner.shape import Shape
-from autoptd.wings.planner.terms import count_terms
-from autoptd.wings.planner.time import Clock
+from autoptd.wings.planner.terms import Clock, Network, count_terms
 
 GPT3 = Shape(layers=96, hidden=12288, heads=96, seq=2048)
 TRILLION = Shape(layers=128, hidden=25600, heads=160, seq=2048)
@@ -407,7 +404,7 @@ def test_wrong_files_and_requests_are_refused() -> None:
         (record | {"gpu": 3}, "not a table"),
         (record | {"gpu": "h1000"}, "no such GPU.*h100"),
         (record | {"gpus_per_node": 0}, "gpus_per_node=0"),
-        (record | {"gpus_per_node": 1.5}, "whole number"),
+        (record | {"gpus_per_node": 1.5}, "not an integer"),
         (record | {"fast": {"bandwidth": 0}}, "bandwidth=0"),
         (record | {"network": {"bandwidth": -1e9}}, "bandwidth=-1"),
         (record | {"gpu": {**gpu, "memory_bandwidth": "15e9"}}, "not a number"),
@@ -458,7 +455,7 @@ def test_requests_that_make_no_sense_are_refused(changed: dict[str, Any], told: 
     ("changed", "told"),
     [
         ({"hidden": "8"}, "hidden='8'"),
-        ({"hidden": None}, "hidden not given"),
+        ({"hidden": None}, "hidden missing"),
         ({"heads": 16.0}, "heads=16.0"),
         ({"hidden": 100, "heads": 3}, "hidden=100"),
         ({"ffn": -1}, "ffn=-1"),

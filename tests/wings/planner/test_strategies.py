@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from autoptd.wings.planner.cluster import find_cluster
-from autoptd.wings.planner.plan import plan
-from autoptd.wings.planner.strategies import cases_text, slowed, which_when
+from autoptd.wings.planner.plan import cases_text, plan, slowed, which_when
 
 SMALL = {"layers": 12, "hidden": 1024, "heads": 16, "seq": 1024}
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autoptd.wings.planner.cluster import find_cluster
-from autoptd.wings.planner.uncertainty import COMPARED, uncertainty
+from autoptd.wings.planner.cluster import COMPARED, find_cluster, uncertainty
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "planner_accuracy.json"
 

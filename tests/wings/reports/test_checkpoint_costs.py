@@ -11,7 +11,7 @@ import torch
 from autoptd.runtime.checkpoint.manifest import MODEL
 from autoptd.runtime.checkpoint.read import open_checkpoint
 from autoptd.wings.cli import main
-from autoptd.wings.reports.checkpoint_costs import CheckpointCosts, checkpoint_costs
+from autoptd.wings.reports.summary import CheckpointCosts, checkpoint_costs
 from tests.runtime.checkpoint.models import running, train
 from tests.wings.cli.test_commands import GPT
 

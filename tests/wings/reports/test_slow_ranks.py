@@ -14,7 +14,7 @@ import torch
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime.measure.stepclock import StepTimes
 from autoptd.wings.reports import progress
-from autoptd.wings.reports.slow_ranks import SlowRanks, share_cores
+from autoptd.wings.reports.progress import SlowRanks, share_cores
 
 
 def times(*compute: float) -> list[StepTimes]:

@@ -10,7 +10,7 @@ from autoptd.ir.placement import placements
 from autoptd.program.costs import Costs
 from autoptd.program.program import Program
 from autoptd.program.specs import Collective, CrossingSpec, ParamSpec
-from autoptd.wings.viz.collectives import collectives_markdown
+from autoptd.wings.reports.collectives import collectives_markdown
 from autoptd.wings.words import bytes_text, count_text
 
 

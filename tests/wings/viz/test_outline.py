@@ -8,10 +8,7 @@ import pytest
 
 from autoptd.ir.notes import note, ops
 from autoptd.program.program import Program
-from autoptd.wings.viz.alike import layer_of
-from autoptd.wings.viz.node_calls import calls_of_nodes
-from autoptd.wings.viz.outline import Box, outline
-from autoptd.wings.viz.views import is_shown
+from autoptd.wings.viz.outline import Box, calls_of_nodes, is_shown, layer_of, outline
 from tests.wings.viz.programs import InlinedStack, Skipping, Stack, deep, full, gpt, of, staged
 
 

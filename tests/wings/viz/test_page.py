@@ -5,9 +5,18 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-from autoptd.wings.viz.highlight import python_html
-from autoptd.wings.viz.page import Tab, folded, markdown_html, page, source, table, tiles
-from autoptd.wings.viz.viewer import STYLE, viewer
+from autoptd.wings.reports.page import (
+    STYLE,
+    Tab,
+    folded,
+    markdown_html,
+    page,
+    python_html,
+    source,
+    table,
+    tiles,
+    viewer,
+)
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 

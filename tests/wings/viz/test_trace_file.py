@@ -10,7 +10,7 @@ import pytest
 
 from autoptd.ir.actions import SENDS, parse
 from autoptd.schedule import add_transfers, interleaved, one_f_one_b, simulate
-from autoptd.wings.viz import Run, trace_file, trace_json
+from autoptd.wings.viz import Run, trace_json
 
 REQUIRED = {  # by phase: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
     "X": {"pid", "tid", "name", "cat", "ts", "dur"},
@@ -100,7 +100,7 @@ def test_what_is_held_is_a_counter_that_ends_at_zero(runs: list[Run]) -> None:
 
 
 def test_very_long_runs_keep_the_first_and_the_last_ranks_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_file, "MAX_ACTIONS", 80)
+    monkeypatch.setattr(runs, "MAX_ACTIONS", 80)
     orders = one_f_one_b(8, 10)
     record = json.loads(trace_json([Run("simulated", simulate(orders).spans)], orders))
     ranks = {one["tid"] for one in record["traceEvents"] if one["ph"] == "X"}

@@ -1,13 +1,11 @@
-"""Tell in text what a program communicates: totals first, then every kind of site, then what needs no
-communication.
+"""List what a program communicates: totals, then every kind of site, then changes of type without communication.
 
 In: a `Program` (its graphs are not needed). Out: Markdown, the same bytes for the same program. Calls, their
 payload and their wire bytes are those of `program/calls.py`: what `pm.record()` finds executed.
 
     text = collectives_markdown(program)
     Path("collectives.md").write_text(text)
-    # | transformer.h.*.attn.c_attn (gpt.py:46) | 4 | 0-3 | none | all-reduce | 16 KiB | 2 | 16 KiB | ...
-"""
+    # | transformer.h.*.attn.c_attn (gpt.py:46) | 4 | 0-3 | none | all-reduce | 16 KiB | 2 | 16 KiB | ..."""
 
 from __future__ import annotations
 
@@ -21,6 +19,8 @@ from autoptd.program.calls import Call, expected_calls, joint_axis
 from autoptd.program.program import Program
 from autoptd.program.specs import GATHER, Collective
 from autoptd.wings.words import bytes_text, count_text, letter
+
+AXES = ("tp", "cp", "dp", "dp x cp", "dp x tp", "pp")
 
 
 def collectives_markdown(program: Program) -> str:
@@ -54,16 +54,11 @@ def _totals(program: Program) -> Iterator[str]:
         yield from ("Nothing: this program runs without communication.", "")
         return
     yield from _header("over", "what", "when", "calls", "payload", "sent", "by a rank of", "other ranks")
-    # What moves most often first; an axis that is not listed comes last.
-    axes = ("tp", "cp", "dp", "dp x cp", "dp x tp", "pp")
-    order = {axis: place for place, axis in enumerate(axes)}
-    for key in sorted(
-        rows, key=lambda key: (order.get(key[0], len(axes)), key[2] == "once a step", key[1], key[2])
-    ):
-        sent = [0] * program.mesh.p
+    for key in sorted(rows, key=_place):
+        sent = [0.0] * program.mesh.p
         for rank, calls in rows[key].items():
             sent[rank] = sum(times * call.wire_bytes for call, times in calls)
-        # A step waits for its busiest rank; the others are told beside it.
+        # A step waits for its busiest rank; the last column has the others.
         busiest = sent.index(max(sent))
         calls = rows[key][busiest]
         count = sum(times for _, times in calls)
@@ -71,6 +66,12 @@ def _totals(program: Program) -> Iterator[str]:
         numbers = str(count), bytes_text(payload), bytes_text(sent[busiest])
         yield _row(*key, *numbers, f"pipeline rank {busiest}", _others_text(sent, busiest))
     yield ""
+
+
+def _place(key: tuple[str, str, str]) -> tuple[int, bool, str, str]:
+    """Return a key that sorts the axes with the most frequent traffic first, and unlisted ones last."""
+    axis, kind, when = key
+    return (*AXES, axis).index(axis), when == "once a step", kind, when
 
 
 def _calls_by_kind(program: Program) -> dict[tuple[str, str, str], dict[int, list[tuple[Call, int]]]]:
@@ -85,8 +86,8 @@ def _calls_by_kind(program: Program) -> dict[tuple[str, str, str], dict[int, lis
     return rows
 
 
-def _others_text(sent: list[int], busiest: int) -> str:
-    """Say what the other pipeline ranks send beside the busiest one."""
+def _others_text(sent: list[float], busiest: int) -> str:
+    """Return what the other pipeline ranks send."""
     others = sorted({bytes_text(size) for size in sent if size != sent[busiest]})
     if len(others) > 2:
         return "less"
@@ -124,7 +125,7 @@ def _over_axis(program: Program, axis: str) -> Iterator[str]:
 
 
 def _messages(program: Program) -> Iterator[str]:
-    """Yield what is sent between stages, and gathered where it was scattered; equal messages in one row."""
+    """Yield the messages between stages, and the all-gathers of scattered ones; equal messages in one row."""
     links_of: dict[tuple[str, ...], list[str]] = {}
     for buffer in program.transfers:
         what = "gradient" if buffer.is_gradient else "value"
@@ -141,10 +142,10 @@ def _messages(program: Program) -> Iterator[str]:
     yield "## Over pp, in every microbatch"
     yield ""
     yield from _header("stages", "x", "elements", "sent by a rank", "afterwards", "reason")
-    for row, links in links_of.items():
-        # A deep pipeline has one kind of link many times over.
+    for cells, links in links_of.items():
+        # A deep pipeline has many links of one kind.
         shown = links if len(links) <= 4 else [*links[:3], "...", links[-1]]
-        yield _row(", ".join(shown), str(len(links)), *row)
+        yield _row(", ".join(shown), str(len(links)), *cells)
     yield ""
 
 
@@ -180,14 +181,14 @@ def _local(program: Program) -> Iterator[str]:
 
 
 def _left(program: Program) -> Iterator[str]:
-    """Yield what every tensor rank computes in full, or splits otherwise than one would expect, and why."""
+    """Yield what every tensor rank computes in full, or does not split as expected, and why."""
     if program.mesh.t == 1:
         return
     yield "## Computed by every tensor rank in full"
     yield ""
     total = program.costs.total_flops
     redundant = program.costs.redundant_gemm_flops
-    # A share of nothing would be a division by zero, of a model without products.
+    # A model without products has no share.
     share = f" ({100 * redundant / total:.1f} % of all)" if total and redundant else ""
     yield f"- Matrix products: {count_text(redundant)} FLOPs forward{share}."
     counts = Counter((star(item.site), item.op, item.fact, item.remedy) for item in program.fallbacks)
@@ -199,7 +200,7 @@ def _left(program: Program) -> Iterator[str]:
 
 
 def _unlisted(program: Program) -> Iterator[str]:
-    """Yield the operators that AutoPTD has no row for."""
+    """Yield the operators without a record in `ir/operators`."""
     if program.unlisted:
         yield "## Operators without a rule of AutoPTD's own"
         yield ""
