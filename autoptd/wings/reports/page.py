@@ -1,11 +1,13 @@
-"""One HTML file with tabs: no network, no framework, readable without JavaScript (all tabs below each other).
+"""Write one HTML file with tabs: no network, no framework, readable without JavaScript (all tabs below each other).
 
 In: tabs, each a title and HTML made by the functions here. Out: the text of the page.
 
     page("GPT-2", [Tab("Summary", table(["rank", "bytes"], [["0", "1 GiB"]]))])
 
-A tab is shown by the fragment of the address (`report.html#schedule`), so that it can be linked to. Colours
-follow the reader's settings; print is light. Pictures can be zoomed (`viewer.py`)."""
+The fragment of the address shows a tab (`report.html#schedule`), so that it can be linked to. Colours follow the
+reader's settings; print is light. Pictures can be zoomed, moved and fitted by mouse, buttons and keys; without
+JavaScript they scroll. Python source has colours: `k` keyword, `s` text, `n` number, `c` comment, `d` a defined name.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,20 @@ summary .quiet { font-weight: 400 }
 .tile { border: 1px solid var(--line); border-radius: 8px; padding: 10px 16px; min-width: 150px; background: var(--soft) }
 .tile b { display: block; font-size: 21px; font-weight: 600 } .tile span { color: var(--quiet); font-size: 13px }
 @media print { header { position: static } nav { display: none } section[hidden] { display: block !important } }
+.viewer { margin: 12px 0; border: 1px solid var(--line); border-radius: 6px; overflow: hidden }
+.viewer:focus-visible { outline: 2px solid var(--mark); outline-offset: 1px }
+.viewer .picture { overflow: auto; max-height: 80vh; background: var(--ground) }
+.viewer .tools { display: none; gap: 6px; align-items: center; padding: 5px 8px; background: var(--soft);
+  border-bottom: 1px solid var(--line); font-size: 13px }
+.viewer.live .tools { display: flex } .viewer.live .picture { overflow: hidden; cursor: grab; touch-action: none }
+.viewer.held .picture { cursor: grabbing }
+.tools button { font: inherit; color: var(--ink); background: var(--ground); border: 1px solid var(--line); border-radius: 5px;
+  min-width: 30px; padding: 2px 9px; cursor: pointer }
+.tools button:hover { border-color: var(--quiet) } .tools button:focus-visible { outline: 2px solid var(--mark) }
+@media print { .viewer { border: 0 } .viewer.live .tools { display: none }
+  .viewer .picture { max-height: none; height: auto !important; overflow: visible } }
 """
+# Tabs, then pictures: `scale` is screen pixels per pixel of a picture, (`left`, `top`) its point in the corner of the window.
 SCRIPT = """
 const tabs = [...document.querySelectorAll('nav a')], sections = [...document.querySelectorAll('main > section')];
 function show() {
@@ -68,7 +83,86 @@ document.querySelector('nav').addEventListener('keydown', event => {
   if (step && at >= 0) { const next = tabs[(at + step + tabs.length) % tabs.length]; next.focus(); location.hash = next.hash; }
 });
 show();
+for (const viewer of document.querySelectorAll('.viewer')) {
+  const host = viewer.querySelector('.picture'), svg = host.shadowRoot && host.shadowRoot.querySelector('svg');
+  if (!svg) continue;
+  const {width, height} = svg.viewBox.baseVal, whole = svg.getAttribute('viewBox');
+  const shown = 'display: block; width: 100%; height: 100%';
+  let scale = 0, left = 0, top = 0;
+  // A smaller picture is centred in its window, a larger one fills it.
+  const keep = (at, seen, size) => seen >= size ? (size - seen) / 2 : Math.min(Math.max(at, 0), size - seen);
+  const draw = () => {
+    const wide = host.clientWidth / scale, high = host.clientHeight / scale;
+    left = keep(left, wide, width); top = keep(top, high, height);
+    svg.setAttribute('viewBox', `${left} ${top} ${wide} ${high}`);
+    viewer.dataset.scale = scale.toFixed(3);
+  };
+  const fitted = () => Math.min(host.clientWidth / width, host.clientHeight / height);
+  const zoom = (factor, x = host.clientWidth / 2, y = host.clientHeight / 2) => {
+    const next = Math.min(Math.max(scale * factor, Math.min(fitted(), 1)), 8);
+    left += x / scale - x / next; top += y / scale - y / next; scale = next; draw();
+  };
+  const move = (x, y) => { left += x / scale; top += y / scale; draw(); };
+  const actions = {in: () => zoom(1.25), out: () => zoom(0.8), fit: () => zoom(fitted() / scale), one: () => zoom(1 / scale)};
+  const keys = {'+': 'in', '=': 'in', '-': 'out', '_': 'out', '0': 'fit', '1': 'one'};
+  const steps = {ArrowLeft: [-60, 0], ArrowRight: [60, 0], ArrowUp: [0, -60], ArrowDown: [0, 60]};
+  // A picture in a closed tab or section has no size: it starts when it is first seen, as wide as its window.
+  const begin = () => {
+    if (!host.clientWidth) return;
+    if (!scale) {
+      viewer.classList.add('live');
+      svg.style.cssText = shown;
+      scale = Math.min(1, host.clientWidth / width);
+      host.style.height = Math.min(height * scale, 0.8 * innerHeight) + 'px';
+    }
+    draw();
+  };
+  // In a separate frame: it changes the size that is observed.
+  new ResizeObserver(() => requestAnimationFrame(begin)).observe(host);
+  for (const button of viewer.querySelectorAll('button')) button.addEventListener('click', () => actions[button.value]());
+  viewer.addEventListener('keydown', event => {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (keys[event.key]) actions[keys[event.key]](); else if (steps[event.key]) move(...steps[event.key]); else return;
+    event.preventDefault();
+  });
+  // Without the key, the wheel scrolls the page unless the picture was clicked before.
+  host.addEventListener('wheel', event => {
+    if (!event.ctrlKey && !event.metaKey && !viewer.contains(document.activeElement)) return;
+    const at = host.getBoundingClientRect();
+    zoom(Math.exp(-event.deltaY / 500), event.clientX - at.left, event.clientY - at.top);
+    event.preventDefault();
+  }, {passive: false});
+  host.addEventListener('pointerdown', event => {
+    if (event.button) return;
+    viewer.classList.add('held'); viewer.focus({preventScroll: true});
+    event.preventDefault();
+  });
+  // On the window: a drag continues outside of the picture, and ends wherever the button is released.
+  addEventListener('pointermove', event => {
+    if (!viewer.classList.contains('held')) return;
+    if (event.buttons) move(-event.movementX, -event.movementY); else viewer.classList.remove('held');
+  });
+  for (const end of ['pointerup', 'pointercancel']) addEventListener(end, () => viewer.classList.remove('held'));
+  addEventListener('beforeprint', () => {
+    svg.setAttribute('viewBox', whole);
+    svg.style.cssText = 'max-width: 100%; height: auto';
+  });
+  addEventListener('afterprint', () => {
+    if (!scale) return;
+    svg.style.cssText = shown;
+    draw();
+  });
+}
 """
+
+
+BUTTONS = (
+    ("in", "+", "zoom in"),
+    ("out", "\u2212", "zoom out"),
+    ("fit", "fit", "fit"),
+    ("one", "1:1", "full size"),
+)
+CLASSES = {tokenize.STRING: "s", tokenize.NUMBER: "n", tokenize.COMMENT: "c"}
 
 
 @dataclass(frozen=True)
@@ -80,13 +174,12 @@ class Tab:
 
     @property
     def name(self) -> str:
-        """What the address of the page ends in."""
+        """The fragment of the page's address."""
         return re.sub(r"\W+", "-", self.title.lower())
 
 
 def page(title: str, subtitle: str, tabs: Sequence[Tab]) -> str:
     """Return the whole page."""
-    # Without JavaScript all sections are shown, and the links lead to them.
     links, sections = "", []
     for tab in tabs:
         links += f'<a role="tab" href="#{tab.name}" aria-controls="tab-{tab.name}">{escape(tab.title)}</a>'
@@ -99,14 +192,14 @@ def page(title: str, subtitle: str, tabs: Sequence[Tab]) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <link rel="icon" href="data:,">
 <title>{escape(title)}</title>
-<style>{STYLE}{VIEWER_STYLE}</style>
+<style>{STYLE}</style>
 </head>
 <body>
 <header><h1>{escape(title)}</h1><p>{escape(subtitle)}</p><nav role="tablist">{links}</nav></header>
 <main>
 {body}
 </main>
-<script>{SCRIPT}{VIEWER_SCRIPT}</script>
+<script>{SCRIPT}</script>
 </body>
 </html>
 """
@@ -114,7 +207,7 @@ def page(title: str, subtitle: str, tabs: Sequence[Tab]) -> str:
 
 def table(names: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> str:
     """Return a table of texts as HTML; the columns `numbers` are right-aligned."""
-    # It may be a range or a generator, and is asked for every cell.
+    # It may be a generator.
     right = set(numbers)
 
     def cell(index: int, text: str) -> str:
@@ -144,7 +237,7 @@ def folded(title: str, remark: str, body: str, is_open: bool = False) -> str:
 
 def source(html: str) -> str:
     """Return highlighted source with line numbers."""
-    # Numbers stand in a column of their own, so that copied code has none.
+    # Numbers have a separate column, so that copied code has none.
     lines = "\n".join(map(str, range(1, html.count("\n") + 1)))
     return f'<div class="source"><pre class="lines">{lines}</pre><pre><code>{html}</code></pre></div>'
 
@@ -158,9 +251,8 @@ def heading(text: str) -> str:
 
 
 def markdown_html(text: str) -> str:
-    """Translate the Markdown that AutoPTD writes itself: headings, paragraphs, lists, tables."""
+    """Return the Markdown of `collectives.py` as HTML: headings, paragraphs, lists, tables, with blank lines between."""
     blocks: list[str] = []
-    # Only what `collectives.py` writes is understood: blocks have blank lines between them.
     for block in re.split(r"\n\s*\n", text.strip()):
         lines = block.splitlines()
         if lines[0].startswith("#"):
@@ -178,7 +270,7 @@ def markdown_html(text: str) -> str:
 
 
 def _cells(line: str) -> list[str]:
-    # A bar in a cell is written with a backslash before it.
+    # A bar in a cell has a backslash.
     return [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
 
 
@@ -186,104 +278,8 @@ def _inline(text: str) -> str:
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
-VIEWER_STYLE = """
-.viewer { margin: 12px 0; border: 1px solid var(--line); border-radius: 6px; overflow: hidden }
-.viewer:focus-visible { outline: 2px solid var(--mark); outline-offset: 1px }
-.viewer .picture { overflow: auto; max-height: 80vh; background: var(--ground) }
-.viewer .tools { display: none; gap: 6px; align-items: center; padding: 5px 8px; background: var(--soft);
-  border-bottom: 1px solid var(--line); font-size: 13px }
-.viewer.live .tools { display: flex } .viewer.live .picture { overflow: hidden; cursor: grab; touch-action: none }
-.viewer.held .picture { cursor: grabbing }
-.tools button { font: inherit; color: var(--ink); background: var(--ground); border: 1px solid var(--line); border-radius: 5px;
-  min-width: 30px; padding: 2px 9px; cursor: pointer }
-.tools button:hover { border-color: var(--quiet) } .tools button:focus-visible { outline: 2px solid var(--mark) }
-@media print { .viewer { border: 0 } .viewer.live .tools { display: none }
-  .viewer .picture { max-height: none; height: auto !important; overflow: visible } }
-"""
-# `scale` is screen pixels per pixel of the picture; (`left`, `top`) is the point of it in the corner of its window.
-VIEWER_SCRIPT = """
-for (const viewer of document.querySelectorAll('.viewer')) {
-  const host = viewer.querySelector('.picture'), svg = host.shadowRoot && host.shadowRoot.querySelector('svg');
-  if (!svg) continue;
-  const {width, height} = svg.viewBox.baseVal, whole = svg.getAttribute('viewBox');
-  const shown = 'display: block; width: 100%; height: 100%';
-  let scale = 0, left = 0, top = 0;
-  // The picture cannot be lost: what is smaller than its window is centred, of the rest the window shows no outside.
-  const keep = (at, seen, size) => seen >= size ? (size - seen) / 2 : Math.min(Math.max(at, 0), size - seen);
-  const draw = () => {
-    const wide = host.clientWidth / scale, high = host.clientHeight / scale;
-    left = keep(left, wide, width); top = keep(top, high, height);
-    svg.setAttribute('viewBox', `${left} ${top} ${wide} ${high}`);
-    viewer.dataset.scale = scale.toFixed(3);
-  };
-  const fitted = () => Math.min(host.clientWidth / width, host.clientHeight / height);
-  const zoom = (factor, x = host.clientWidth / 2, y = host.clientHeight / 2) => {
-    const next = Math.min(Math.max(scale * factor, Math.min(fitted(), 1)), 8);
-    left += x / scale - x / next; top += y / scale - y / next; scale = next; draw();
-  };
-  const move = (x, y) => { left += x / scale; top += y / scale; draw(); };
-  const actions = {in: () => zoom(1.25), out: () => zoom(0.8), fit: () => zoom(fitted() / scale), one: () => zoom(1 / scale)};
-  const keys = {'+': 'in', '=': 'in', '-': 'out', '_': 'out', '0': 'fit', '1': 'one'};
-  const steps = {ArrowLeft: [-60, 0], ArrowRight: [60, 0], ArrowUp: [0, -60], ArrowDown: [0, 60]};
-  // A picture in a tab or section that is closed has no size: it starts when it is first seen, as wide as its window.
-  const begin = () => {
-    if (!host.clientWidth) return;
-    if (!scale) {
-      viewer.classList.add('live');
-      svg.style.cssText = shown;
-      scale = Math.min(1, host.clientWidth / width);
-      host.style.height = Math.min(height * scale, 0.8 * innerHeight) + 'px';
-    }
-    draw();
-  };
-  // In a frame of its own: it changes the size that is observed.
-  new ResizeObserver(() => requestAnimationFrame(begin)).observe(host);
-  for (const button of viewer.querySelectorAll('button')) button.addEventListener('click', () => actions[button.value]());
-  viewer.addEventListener('keydown', event => {
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
-    if (keys[event.key]) actions[keys[event.key]](); else if (steps[event.key]) move(...steps[event.key]); else return;
-    event.preventDefault();
-  });
-  // Without the key, and unless the picture was clicked before, the wheel scrolls the page.
-  host.addEventListener('wheel', event => {
-    if (!event.ctrlKey && !event.metaKey && !viewer.contains(document.activeElement)) return;
-    const at = host.getBoundingClientRect();
-    zoom(Math.exp(-event.deltaY / 500), event.clientX - at.left, event.clientY - at.top);
-    event.preventDefault();
-  }, {passive: false});
-  host.addEventListener('pointerdown', event => {
-    if (event.button) return;
-    viewer.classList.add('held'); viewer.focus({preventScroll: true});
-    event.preventDefault();
-  });
-  // On the window: a drag goes on outside of the picture, and ends wherever the button is let go.
-  addEventListener('pointermove', event => {
-    if (!viewer.classList.contains('held')) return;
-    if (event.buttons) move(-event.movementX, -event.movementY); else viewer.classList.remove('held');
-  });
-  for (const end of ['pointerup', 'pointercancel']) addEventListener(end, () => viewer.classList.remove('held'));
-  addEventListener('beforeprint', () => {
-    svg.setAttribute('viewBox', whole);
-    svg.style.cssText = 'max-width: 100%; height: auto';
-  });
-  addEventListener('afterprint', () => {
-    if (!scale) return;
-    svg.style.cssText = shown;
-    draw();
-  });
-}
-"""
-BUTTONS = (
-    ("in", "+", "zoom in"),
-    ("out", "\u2212", "zoom out"),
-    ("fit", "fit", "fit"),
-    ("one", "1:1", "full size"),
-)
-
-
 def viewer(svg: str, name: str) -> str:
-    """Return a picture with its buttons, the SVG in a shadow root: its styles and ids are its own."""
-    # Values are the names of the script's actions.
+    """Return a picture with its buttons; a shadow root separates its styles and ids from the page's."""
     buttons = ""
     for value, text, label in BUTTONS:
         buttons += f'<button type="button" value="{value}" aria-label="{label}">{text}</button>'
@@ -293,23 +289,20 @@ def viewer(svg: str, name: str) -> str:
     return f'<div class="viewer" tabindex="0" role="group" aria-label="{escape(name)}">{tools}{inside}</div>'
 
 
-CLASSES = {tokenize.STRING: "s", tokenize.NUMBER: "n", tokenize.COMMENT: "c"}
-
-
 def python_html(source: str) -> str:
-    """Return `source` as HTML; what is not Python is only escaped."""
+    """Return source with colours as HTML; text that is not Python is only escaped."""
     try:
         tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
     except (tokenize.TokenError, SyntaxError):
         return escape(source)
-    # Tokens have rows and columns, `source` is cut at offsets.
+    # Offsets of the lines.
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
     parts, done, before = [], 0, ""
     for token in tokens:
         kind = _class(token, before)
-        # What lies between tokens, blanks and line ends, is escaped with the next of them.
+        # Text between tokens is escaped with the next one.
         if kind:
             begin, end = (starts[row - 1] + column for row, column in (token.start, token.end))
             parts += [escape(source[done:begin]), f'<span class="{kind}">{escape(source[begin:end])}</span>']

@@ -1,6 +1,11 @@
-"""Colours and words of the graph pictures: one place, so that all levels speak alike.
+"""Define the colours and texts that all graph pictures share, and their colours on dark screens.
 
-bars(collectives)           # "forward: 2 all-reduces, 768 KiB" on coloured ground"""
+A picture has its light colours as attributes (`fill="#bcd4f5"`), and a style sheet in a media query that replaces them
+on dark screens; viewers without style sheets, and printers, use the attributes.
+
+    bars(collectives)                       # "forward: 2 all-reduces, 768 KiB" on coloured ground
+    dark_rules('<rect fill="#bcd4f5"/>')    # '@media screen and (prefers-color-scheme: dark) {...}'
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from autoptd.ir.types import LOCAL_KINDS, wire_bytes
 from autoptd.program.program import Program
 from autoptd.program.specs import Collective
-from autoptd.wings.viz.scene import INK, Item, Line, Link, line
+from autoptd.wings.viz.scene import INK, Item, Line, line
 from autoptd.wings.words import bytes_text, plural
 
 # The colour of a collective, wherever it is drawn.
@@ -34,7 +39,7 @@ COLUMN, ROW, WHOLE, VOCABULARY, SPLIT, SMALL = (
     "#e3eefb",
     "#f6f7f8",
 )
-FOLDED, INPUT, RECEIVED, SENT, TIED = "#e6e8eb", "#fffdf0", "#f2fafc", "#1b6f8a", "#a0529c"
+FOLDED, INPUT, RECEIVED, SENT = "#e6e8eb", "#fffdf0", "#f2fafc", "#1b6f8a"
 # Ground and border of a layer that is drawn apart, and of its parts.
 APART, PART, PART_BORDER = "#fcfcfd", "#ffffff", "#cfd5db"
 # Border of boxes and frames, ground of several stages that are drawn as one.
@@ -44,12 +49,11 @@ ORDER = ("forward", "backward", "step", "update")
 ONCE = {"step": "once a step", "update": "once an update"}
 
 
-def bars(calls: Iterable[Collective], times: str = "") -> tuple[Line, ...]:
-    """Sum collectives up, a line per direction and kind: `forward: 2 all-reduces, 768 KiB`.
+def bars(calls: Iterable[Collective]) -> tuple[Line, ...]:
+    """Sum up collectives, a line per direction, kind and axis: `forward: 2 all-reduces, 768 KiB`.
 
-    Bytes are payload; local changes of type are left out. `times` is put behind each ("each").
+    Bytes are payload; local changes of type are left out.
     """
-    # By axis as well: an all-reduce over tp and one over dp have nothing in common but their name.
     sums: dict[tuple[str, str, str], list[int]] = {}
     for call in calls:
         for phase, kind in (("forward", call.forward), ("backward", call.backward)):
@@ -60,11 +64,11 @@ def bars(calls: Iterable[Collective], times: str = "") -> tuple[Line, ...]:
     for phase, kind, axis in sorted(sums, key=lambda key: (ORDER.index(key[0]), key[1], key[2])):
         sizes = sums[phase, kind, axis]
         count = f"{len(sizes)} {kind}s" if len(sizes) > 1 else kind
-        # Sends are over pp, and within a stage tp is the only axis: neither has to be named.
+        # Sends are over pp, and within a stage tp is the only axis: neither is named.
         over = "" if kind == "send" or (axis == "tp" and phase not in ONCE) else f" over {axis}"
         lines.append(
             line(
-                f"{ONCE.get(phase, phase)}: {count}{over}, {bytes_text(sum(sizes))}{times}",
+                f"{ONCE.get(phase, phase)}: {count}{over}, {bytes_text(sum(sizes))}",
                 bar=KINDS.get(kind, "#555555"),
             )
         )
@@ -72,10 +76,9 @@ def bars(calls: Iterable[Collective], times: str = "") -> tuple[Line, ...]:
 
 
 def call_lines(calls: Sequence[Collective]) -> list[str]:
-    """Describe collectives in a tooltip: each with its payload, what a rank sends, and why."""
+    """Describe collectives in a tooltip: each with its payload, the bytes that a rank sends, and its reason."""
     lines = []
     for call in calls[:MAX_TOOLTIP_CALLS]:
-        # A tooltip is for one call: its direction, and the bytes on the wire, which the bars leave out.
         work = []
         sent = 0
         for phase, kind in (("forward", call.forward), ("backward", call.backward)):
@@ -90,22 +93,6 @@ def call_lines(calls: Sequence[Collective]) -> list[str]:
     if len(calls) > MAX_TOOLTIP_CALLS:
         lines.append(f"and {len(calls) - MAX_TOOLTIP_CALLS} more like these")
     return lines
-
-
-def tie_link(first: str, second: str, name: str, about: str, calls: Sequence[Collective]) -> Link:
-    """Join two boxes that read one parameter; `calls` sum its gradient over its owners."""
-    return Link(
-        first,
-        second,
-        TIED,
-        width=1.8,
-        dashed=True,
-        lines=(line("one parameter: ", (name, "bold")), *(line(bar.text) for bar in bars(calls))),
-        tooltip="\n".join([about, *call_lines(calls)]),
-        weight=0,
-        has_head=False,
-        calls=tuple(calls),
-    )
 
 
 def heading(program: Program) -> tuple[str, tuple[str, ...]]:
@@ -211,7 +198,6 @@ STROKES = {
     EDGES["P"]: "#f0a04b",
     EDGES["S"]: "#79aff2",
     SENT: "#5cbfdb",
-    TIED: "#d192cd",
     KINDS["all-reduce"]: "#e8716c",
     KINDS["all-gather"]: "#ad91f2",
     KINDS["reduce-scatter"]: "#46bf93",

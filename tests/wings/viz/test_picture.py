@@ -93,17 +93,29 @@ def test_frames_are_stages_layers_and_parts() -> None:
 def test_links_tell_the_type_and_what_crosses() -> None:
     links = scene(full()).links
     assert {link.letter for link in links} >= {"I", "R", "P", "S"}
-    sends = [link for link in links if link.calls and link.has_head]
     items = dict(zip((item.id for item in scene(full()).items), texts(scene(full()).items), strict=True))
+    sends = [text for name, text in items.items() if name.startswith("from_s")]
     assert len(sends) == 3
     # What is sent is told where it arrives.
-    assert all(f"send, {bytes_text(2 * 8 * 8 * 4 / 2)}" in items[link.target] for link in sends)
-    (tie,) = [link for link in links if not link.has_head]
-    assert (
-        tie.dashed
-        and "transformer.wte.weight" in tie.lines[0].text
-        and "all-reduce over pp" in tie.lines[1].text
-    )
+    assert all(f"send, {bytes_text(2 * 8 * 8 * 4 / 2)}" in text for text in sends)
+    assert sum("to stage" in text for text in items.values()) == 3
+
+
+@pytest.mark.parametrize("level", ["model", "layer"])
+def test_a_tied_parameter_names_its_other_readers_and_its_sum(level: str) -> None:
+    drawn = scene(full(), level)
+    told = [text for text in texts(drawn.items) if "wte.weight: also read in stage" in text]
+    assert len(told) == 2 and "stage 3" in told[0] and "stage 0" in told[1]
+    frames = ["\n".join(one.text for one in frame.title) for frame in drawn.all_frames]
+    assert any("once a step: all-reduce over pp" in text for text in (*told, *frames))
+
+
+def test_links_stay_within_a_stage_or_sample() -> None:
+    """A picture lays its frames out one by one."""
+    for program in (full(), deep(), staged(), of(Skipping(), p=4)):
+        drawn = scene(program)
+        home = {item.id: frame.id for frame in drawn.parts for item in frame.items}  # type: ignore[union-attr]
+        assert all(home[link.source] == home[link.target] for link in drawn.links)
 
 
 def test_a_value_that_passes_stages_by_says_so_at_both_levels() -> None:
@@ -149,7 +161,7 @@ def test_the_legend_has_what_is_in_the_picture_only() -> None:
         drawn = scene(program)
         explained = {item.lines[0].text.split()[0] for item in drawn.legend} & set("IRPS")
         assert explained == {link.letter for link in drawn.links} - {""}
-        crosses = any(link.calls and link.has_head for link in drawn.links)
+        crosses = any("to stage" in text for text in texts(drawn.items))
         assert ("sent to another stage" in texts(drawn.legend)) == crosses
     # All that comes once a step is written without a bar: no bar is explained.
     assert not any(kind in text for text in texts(scene(deep(), "model").legend) for kind in COLLECTIVES)
@@ -200,11 +212,40 @@ def drawn(svg: str) -> tuple[dict[str, ET.Element], dict[str, ET.Element], list[
     return nodes, frames, found["edge"]
 
 
-def extent(group: ET.Element) -> tuple[float, float, float, float]:
-    """Return left, top, right and bottom of the first shape of a box or frame."""
+def extent(group: ET.Element, x: float = 0, y: float = 0) -> tuple[float, float, float, float]:
+    """Return left, top, right and bottom of the first shape of a box or frame, moved by (x, y)."""
     shape = next(one for one in group if one.tag in (f"{SVG}path", f"{SVG}polygon"))
     numbers = list(map(float, re.findall(r"-?[\d.]+", shape.get("points") or shape.get("d"))))
-    return min(numbers[::2]), min(numbers[1::2]), max(numbers[::2]), max(numbers[1::2])
+    return min(numbers[::2]) + x, min(numbers[1::2]) + y, max(numbers[::2]) + x, max(numbers[1::2]) + y
+
+
+def places(svg: str) -> list[tuple[float, float, float, float]]:
+    """Return the extents of all boxes in the whole picture."""
+    found = []
+    for piece in ET.fromstring(svg).findall(f"{SVG}g"):
+        graph = piece.find(f"{SVG}g")
+        (a, b), (c, d) = (
+            map(float, re.search(r"translate\((\S+) (\S+)\)", group.get("transform")).groups())
+            for group in (piece, graph)
+        )
+        found += [extent(group, a + c, b + d) for group in graph if group.get("class") == "node"]
+    return found
+
+
+# Widths of DejaVu Sans, the widest of the common fonts, in thousandths of an em; bold is a ninth wider.
+LETTERS = (613, 635, 550, 635, 615, 352, 635, 634, 278, 278, 579, 278, 974)
+LETTERS += (634, 612, 635, 635, 411, 521, 392, 634, 592, 818, 592, 592, 525)
+WIDTHS = dict(zip("abcdefghijklmnopqrstuvwxyz", LETTERS, strict=True)) | dict.fromkeys(" .,:/'|", 330)
+WIDTHS |= dict.fromkeys("-_()[]", 440)
+
+
+def text_width(text: ET.Element, size: float = 11) -> float:
+    """Return the width of a line of text in pixels."""
+    total = 0.0
+    for span in text:
+        factor = 1.11 if "bold" in (span.get("class") or "") else 1
+        total += factor * sum(WIDTHS.get(letter, 700) for letter in span.text or "")
+    return total * size / 1000
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -212,15 +253,30 @@ def test_svg_has_all_parts_and_no_two_boxes_overlap(level: str) -> None:
     picture = full().graph(level)
     nodes, frames, links = drawn(picture.svg)
     whole = picture.scene  # type: ignore[attr-defined]
-    apart = {item.id for frame in whole.samples for item in frame.items}
     legend = {f"legend_{k}" for k in range(len(whole.legend))}
     assert set(nodes) == {item.id for item in whole.items} | legend and len(links) == len(whole.links)
     assert set(frames) == {frame.id for frame in whole.all_frames}
-    for group in (set(nodes) - apart - legend, apart, legend):
-        boxes = [extent(nodes[name]) for name in group]
-        for i, one in enumerate(boxes):
-            for other in boxes[:i]:
-                assert one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] or other[3] <= one[1]
+    boxes = places(picture.svg)
+    assert len(boxes) == len(nodes)
+    for i, one in enumerate(boxes):
+        for other in boxes[:i]:
+            assert one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] or other[3] <= one[1]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_text_fits_into_its_box(level: str) -> None:
+    for program in (full(), deep()):
+        nodes, _, _ = drawn(program.graph(level).svg)
+        for name, group in nodes.items():
+            right = extent(group)[2]
+            for text in group.findall(f"{SVG}text"):
+                assert float(text.get("x")) + text_width(text) <= right, (name, ET.tostring(text))
+
+
+def test_a_picture_of_many_stages_is_not_one_strip() -> None:
+    root = ET.fromstring(gpt(8, rows=8, p=8).graph("full").svg)
+    width, height = float(root.get("width")), float(root.get("height"))
+    assert max(width, height) < 3 * min(width, height)
 
 
 def test_lines_have_their_styles_and_collectives_a_bar() -> None:

@@ -100,7 +100,7 @@ def test_what_is_held_is_a_counter_that_ends_at_zero(runs: list[Run]) -> None:
 
 
 def test_very_long_runs_keep_the_first_and_the_last_ranks_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "MAX_ACTIONS", 80)
+    monkeypatch.setattr("autoptd.wings.viz.runs.MAX_ACTIONS", 80)
     orders = one_f_one_b(8, 10)
     record = json.loads(trace_json([Run("simulated", simulate(orders).spans)], orders))
     ranks = {one["tid"] for one in record["traceEvents"] if one["ph"] == "X"}
