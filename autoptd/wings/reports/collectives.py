@@ -12,16 +12,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from autoptd.ir.mesh import Coordinate, base
+from autoptd.ir.mesh import MESH_AXES, base
 from autoptd.ir.names import shown, star
 from autoptd.ir.types import LOCAL_KINDS, wire_bytes
 from autoptd.program.calls import Call, expected_calls, joint_axis
 from autoptd.program.program import Program
 from autoptd.program.specs import GATHER, Collective
 from autoptd.wings.words import bytes_text, count_text, letter
-
-AXES = ("tp", "cp", "dp", "dp x cp", "dp x tp", "pp")
-
 
 def collectives_markdown(program: Program) -> str:
     """Return the table of everything that is communicated in one step, and why."""
@@ -55,7 +52,7 @@ def _totals(program: Program) -> Iterator[str]:
         return
     yield from _header("over", "what", "when", "calls", "payload", "sent", "by a rank of", "other ranks")
     for key in sorted(rows, key=_place):
-        sent = [0.0] * program.mesh.p
+        sent = [0.0] * program.mesh.pipeline_ranks
         for rank, calls in rows[key].items():
             sent[rank] = sum(times * call.wire_bytes for call, times in calls)
         # A step waits for its busiest rank; the last column has the others.
@@ -68,18 +65,20 @@ def _totals(program: Program) -> Iterator[str]:
     yield ""
 
 
-def _place(key: tuple[str, str, str]) -> tuple[int, bool, str, str]:
+def _place(key: tuple[str, str, str]) -> tuple[int, str, bool, str, str]:
     """Return a key that sorts the axes with the most frequent traffic first, and unlisted ones last."""
     axis, kind, when = key
-    return (*AXES, axis).index(axis), when == "once a step", kind, when
+    first = axis.split(" x ")[0]
+    place = MESH_AXES.index(first) if first in MESH_AXES else len(MESH_AXES)
+    return place, axis, when == "once a step", kind, when
 
 
 def _calls_by_kind(program: Program) -> dict[tuple[str, str, str], dict[int, list[tuple[Call, int]]]]:
     """Return (axis, kind, when) -> pipeline rank -> its calls of a step, and how often it makes each."""
     rows: dict[tuple[str, str, str], dict[int, list[tuple[Call, int]]]] = {}
     # One rank stands for its pipeline rank: all tensor and data ranks of it make the same calls.
-    for rank in range(program.mesh.p):
-        for call, times in expected_calls(program, program.mesh.rank(Coordinate(pp=rank))).items():
+    for rank in range(program.mesh.pipeline_ranks):
+        for call, times in expected_calls(program, program.mesh.at_stage(0, rank)).items():
             when = "once a step" if call.phase == "step" else call.phase
             # Forward and backward stay apart: they overlap with different work.
             rows.setdefault((call.axis, call.kind, when), {}).setdefault(rank, []).append((call, times))
