@@ -20,6 +20,7 @@ from autoptd.program.program import Program
 from autoptd.program.specs import GATHER, Collective
 from autoptd.wings.words import bytes_text, count_text, letter
 
+
 def collectives_markdown(program: Program) -> str:
     """Return the table of everything that is communicated in one step, and why."""
     lines = [
@@ -138,7 +139,8 @@ def _messages(program: Program) -> Iterator[str]:
         links_of.setdefault(row, []).append(f"{buffer.source} to {buffer.target}")
     if not links_of:
         return
-    yield "## Over pp, in every microbatch"
+    over = joint_axis(program.mesh, program.mesh.stage_axes)
+    yield f"## Over {over}, in every microbatch"
     yield ""
     yield from _header("stages", "x", "elements", "sent by a rank", "afterwards", "reason")
     for cells, links in links_of.items():
@@ -181,7 +183,7 @@ def _local(program: Program) -> Iterator[str]:
 
 def _left(program: Program) -> Iterator[str]:
     """Yield what every tensor rank computes in full, or does not split as expected, and why."""
-    if program.mesh.t == 1:
+    if not joint_axis(program.mesh, program.mesh.value_axes):
         return
     yield "## Computed by every tensor rank in full"
     yield ""

@@ -48,7 +48,9 @@ def draw_program(program: Program, folder: Path | None, spans: Sequence[Span] = 
     if program.graphs:
         _write(picture, folder / "graph")
     runs = [simulated_run(program), *([executed_run(program, spans)] if spans else [])]
-    title = f"{program.schedule_name}, p={program.mesh.p} v={program.v} m={program.num_microbatches}"
+    title = (
+        f"{program.schedule_name}, p={program.mesh.pipeline_ranks} v={program.v} m={program.num_microbatches}"
+    )
     (folder / "schedule.svg").write_text(schedule_svg(runs, program.orders, title=title))
     (folder / "trace.json").write_text(trace_json(runs, program.orders))
     (folder / "collectives.md").write_text(collectives_markdown(program), encoding="utf-8")

@@ -49,7 +49,10 @@ STYLE = f"""
 
 def scene_dot(scene: Scene) -> str:
     """Return the scene in the DOT language."""
-    gap = "0.6" if scene.rows else "0.36" if scene.parts else "0.1"
+    # Inches between ranks: in the head, in a frame, and in a grid, whose links have labels.
+    gap = "0.36" if scene.parts else "0.1"
+    if scene.rows:
+        gap = "0.6"
     graph = {"rankdir": "TB", "nodesep": "0.2", "ranksep": gap, "pad": "0.15", "fontname": FONT}
     head = [Line(((text, ""),)) for text in (scene.title, *scene.subtitle, *scene.notes) if text]
     label = f", label={_label(head)}" if head else ""
