@@ -6,7 +6,7 @@ MUTATIONS = (
     *planted(
         "autoptd/wings/cli/commands.py",
         "tests/wings/cli/test_parser.py",
-        ('if getattr(args, "list", False):', "where"),
+        ('if getattr(args, "list", False):', "if False:"),
     ),
     *planted(
         "autoptd/wings/cli/commands.py",
@@ -65,7 +65,7 @@ MUTATIONS = (
         ("escape(visible(text))", "escape(text)"),
     ),
     *planted(
-        "autoptd/wings/planner/tables.py",
+        "autoptd/wings/planner/explain.py",
         "tests/wings/planner/test_plan.py -k column",
         ('head = ["", "seconds", "TFLOP/s", "GB",', 'head = ["", "seconds", "GB", "TFLOP/s",'),
     ),

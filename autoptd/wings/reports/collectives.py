@@ -183,7 +183,8 @@ def _local(program: Program) -> Iterator[str]:
 
 def _left(program: Program) -> Iterator[str]:
     """Yield what every tensor rank computes in full, or does not split as expected, and why."""
-    if not joint_axis(program.mesh, program.mesh.value_axes):
+    mesh = program.mesh
+    if not joint_axis(mesh, [axis for axis in mesh.value_axes if axis not in mesh.token_axes]):
         return
     yield "## Computed by every tensor rank in full"
     yield ""
