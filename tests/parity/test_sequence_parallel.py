@@ -192,7 +192,7 @@ def test_what_is_split_without_it_stays_split() -> None:
     assert weighed["auto"]["parameters"] == wanted and "parameters" in weighed["found"]
     for told in (str(summarize(free)), free.explain("transformer.h.1.mlp"), report_html(free)):
         assert html.escape(weighed["found"]) in told or weighed["found"] in told
-    assert "what is split without it stays split" in asked.explain("transformer.h.1.mlp")
+    assert "products and parameters stay split" in asked.explain("transformer.h.1.mlp")
 
 
 def test_weighed_bytes_are_those_of_the_collectives() -> None:

@@ -1,12 +1,19 @@
-"""Named axes: every dim of every tensor becomes an ordered product of atoms.
-
-Refinements travel along the graph by unification: a view that folds `[b, s, 3*h*k]` into `[b, s, 3, h, k]` splits an atom of
-the tensors before it, down to the parameter; a reshape back joins them. An incompatible refinement is not merged: the
-operator where it happens then has no common letter there, and runs whole.
+"""Name the axes of a graph: every dim of every tensor is an ordered product of atoms, and operators share them.
 
 In: a TRACED graph. Out: `note(node).dims`, the atom sizes of every dim, and the letters of every operator:
 
     axes = Axes(graph);  axes.letters(node)     # [Letter(size=12, places={x: (2, 1), w: (0, 1)}, out=(2, 1)), ...]
+
+Refinements travel through the graph by unification (`unify`): a view of `[b, s, 3*h*k]` as `[b, s, 3, h, k]` splits an atom of
+the tensors before it, up to the parameter; a reshape back joins them. An incompatible refinement is not merged: the operator
+where it happens has no common letter there, and runs whole.
+
+An axis is a product of factors, or a sum of *segments* of unequal sizes, which slices cut: the q, k and v of grouped queries
+that one weight produces. Segments are split together, each along its first factor: a shard has a chunk of each.
+
+    x = Axis(128);  q = find_segment(x, 0, 64);  k = find_segment(x, 64, 32)
+    unify(q, [Axis(4), Axis(2), Axis(8)])     # heads x repeat x head_dim
+    blocks(x)                                 # (64, 32, 32)
 """
 
 from __future__ import annotations
@@ -29,9 +36,10 @@ from autoptd.passes.ops.unlisted import Unlisted, unlisted_links
 
 
 class Axis:
-    """A factor of a dim. `parent` leads to the axis it was merged into, `parts` are its factors, major first.
+    """A factor of a dim.
 
-    `segments` are consecutive pieces of unequal sizes (q|k|v), each a list of factors.
+    `parent` leads to the axis that it was merged into, `parts` are its factors, major first, and `segments` its consecutive
+    pieces of unequal sizes (q|k|v), each a list of factors.
     """
 
     __slots__ = ("parent", "parts", "segments", "size")
@@ -49,11 +57,11 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class Letter:
-    """One way to split an operator: the atom that each operand and the result carry.
+    """One way to split an operator: the place of one atom in each operand that has it, and in the result.
 
-    `out` is None when the operator contracts it; `form` names the local computation of that contraction. With `has_segments`
-    a shard is a chunk of each segment, which is not so for the samples of a microbatch. `ids` are those of the axes that it
-    runs along: one, or that of the operand and that of the result.
+    `out` is None if the operator contracts it; `form` names the local form of the operator, if it has one. With `has_segments`,
+    a shard has a chunk of each segment, so the letter cannot be the samples of a microbatch. `ids` are those of the axes that
+    it runs along: one, or one of the operand and one of the result.
     """
 
     name: str
@@ -65,7 +73,7 @@ class Letter:
     ids: tuple[int, ...] = ()
 
     def everywhere(self, node: Node) -> list[tuple[Node, Place]]:
-        """Return the places of the letter: in the operands of `node`, the operator, and in its result."""
+        """Return all places of the letter of the operator `node`: in its operands and in its result."""
         places = list(self.places.items())
         if self.out is not None:
             places.append((node, self.out))
@@ -75,9 +83,9 @@ class Letter:
 class Axes:
     """The axes of a whole graph, and the letters of its operators.
 
-    Of every node: `_dims`, the axes of its dims; `_atoms`, their factors, once all operators are connected; `_links`, the rows
-    of its operator; `_unlisted`, what is known of an operator without a row; `_read`, its operands as traced (later passes put
-    conversions in between); `_pieces`, the factors that a slice takes, where that is a segment.
+    For every node: `_dims`, the axes of its dims; `_atoms`, their factors, once all operators are connected; `_links` of its
+    operator; `_unlisted`, the result of probing an operator without a record; `_read`, its operands as traced (later passes
+    insert conversions); `_pieces`, the factors that a slice takes, if it takes a segment.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -92,7 +100,7 @@ class Axes:
                 self._dims[node] = [[Axis(size)] for size in shape(node)]
                 if node.op == "call_function":
                     self._connect(node)
-        # Only now: an operator at the end of the model may refine the first weight.
+        # Only now, as an operator at the end of the model may refine the first weight.
         self._atoms = {node: list(map(proper_atoms, dims)) for node, dims in self._dims.items()}
         self._drop_segments(graph)
         for node in self._dims:
@@ -109,7 +117,7 @@ class Axes:
         return tuple(dims)
 
     def unit(self, node: Node, place: Place) -> int:
-        """Return the size that the number of ranks must divide to split the atom at `place`."""
+        """Return the size that the number of ranks must divide for the atom at `place` to be split."""
         return unit(self.atoms(node, place[0])[place[1]])
 
     def atoms(self, node: Node, dim: int) -> list[Axis]:
@@ -123,8 +131,10 @@ class Axes:
         return dims
 
     def connected(self, graph: Graph) -> Axes:
-        """Return these axes for the graph as it is now: conversions have those of what they convert, and the letters of an
-        operator are about the operands that it reads now.
+        """Return these axes for the graph in its present form.
+
+        Conversions have the axes of the value that they convert, and the letters of an operator are about the operands that it
+        reads now.
         """
         now = copy(self)
         now._dims, now._atoms, now._links = dict(self._dims), dict(self._atoms), dict(self._links)
@@ -139,23 +149,23 @@ class Axes:
         return now
 
     def has(self, node: Node) -> bool:
-        """Tell whether `node` is a value of the traced graph, whose dims have axes."""
+        """Tell whether the dims of a node have axes: those of the traced graph do."""
         return node in self._dims
 
     def is_known(self, node: Node) -> bool:
-        """Return False for an operator that has no row, and for which probing found none."""
+        """Return False for an operator without a record for which probing found no letters."""
         return node not in self._unlisted or bool(self._unlisted[node].links)
 
     def origin(self, node: Node) -> str:
-        """Return the origin of letters that come from no row: "probed", "registered and probed"; "" for a row."""
+        """Return the origin of the letters of an operator without a record: "probed", "registered and probed"; else ""."""
         return self._unlisted[node].origin if node in self._unlisted else ""
 
     def refused(self, node: Node) -> str:
-        """Return the reason why an operator without a row is not split at all."""
+        """Return the reason why an operator without a record is not split at all."""
         return self._unlisted[node].refused if node in self._unlisted else ""
 
     def is_linear(self, node: Node) -> bool:
-        """Tell whether partial sums of a gradient may go through the backward of `node`."""
+        """Tell whether backward of `node` may run on partial sums of a gradient."""
         return node not in self._unlisted or self._unlisted[node].is_linear
 
     def letters(self, node: Node) -> list[Letter]:
@@ -169,7 +179,7 @@ class Axes:
         return self._letters[node]
 
     def whole_because(self, node: Node, operand: Node, place: Place) -> str:
-        """Say why `node` cannot be split along an atom of one of its operands."""
+        """Return the reason why `node` cannot be split along an atom of one of its operands."""
         read = self._read.get(node, [])
         for link in self._links.get(node, []):
             for i, member in link.operands.items():
@@ -179,13 +189,13 @@ class Axes:
                     return "an uneven slice needs it whole"
         origin = self.origin(node)
         if origin:
-            return f"{origin}: other values in pieces of this dim"
+            return f"{origin}: values differ in pieces of this dim"
         return "its rule does not keep this dim"
 
     def _connect(self, node: Node) -> None:
-        """Unify the axes of an operator's operands and result as its links say."""
+        """Unify the axes of an operator's operands and result along its links."""
         node_links = links(node)
-        # No row: the user's rule, or what trying it on random numbers shows.
+        # Without a record: the user's rule, or the result of trying the operator on random numbers.
         if node_links is None:
             self._unlisted[node] = unlisted = unlisted_links(node)
             node_links, note(node).rule = unlisted.links, str(unlisted)
@@ -199,8 +209,10 @@ class Axes:
             if link.out is not None:
                 members.append((node, link.out))
             if len(members) > 1:
-                # One axis that all members have, between what is theirs alone.
-                common = Axis(_inner_size(*members[0]))
+                # One axis that all members have, between factors that only one has.
+                first, member = members[0]
+                size = math.prod(shape(first)[dim] for dim in member.dims)
+                common = Axis(size // (member.lead * member.tail))
                 for value_node, member in members:
                     axes: list[Axis] = []
                     for dim in member.dims:
@@ -208,7 +220,7 @@ class Axes:
                     unify(axes, [Axis(member.lead), common, Axis(member.tail)])
 
     def _connect_segment(self, node: Node, link: Link, segment: tuple[int, int]) -> None:
-        """Cut the operand of a slice into segments, and unify that which the slice takes with its result."""
+        """Cut the operand of a slice into segments, and unify the segment that it takes with its result."""
         source, dim = self._read[node][0], link.operands[0].dims[0]
         piece = find_segment(self._dims[source][dim][0], *segment)
         if piece is not None:
@@ -216,8 +228,8 @@ class Axes:
             unify(piece, self._dims[node][dim])
 
     def _drop_segments(self, graph: Graph) -> None:
-        """Keep segments in weights only: samples, tokens and vocabularies are split as a whole or not at all."""
-        # Which axes occur in values of a kind: "param", "input", "op", ...
+        """Keep segments in weights only: samples, tokens and vocabularies are split as one piece or not at all."""
+        # The ids of the axes of values by their kind: "param", "input", "op", ...
         ids: dict[str, set[int]] = {"param": set(), "input": set()}
         vocabularies: set[int] = set()
         axes: dict[int, Axis] = {}
@@ -234,11 +246,12 @@ class Axes:
                             vocabularies.update(map(id, self.atoms(self._read[node][i], dim)))
         segmented = ids["param"] - ids["input"] - vocabularies
         for key, axis in axes.items():
-            if axis.segments and not (is_useful(axis) and key in segmented):
+            # One rank alone could have segments whose first factors have no common divisor.
+            if axis.segments and not (key in segmented and unit(axis) > 1):
                 axis.segments = None
 
     def _segment_letters(self, node: Node, link: Link) -> list[Letter]:
-        """Return the letter of a slice that is one segment: the segmented atom of its operand, the first of its result."""
+        """Return the letter of a slice that takes one segment: the segmented atom of its operand, the first of its result."""
         source, dim = self._read[node][0], link.operands[0].dims[0]
         whole, piece = self.atoms(source, dim), proper_atoms(self._pieces.get(node, []))
         if len(whole) != 1 or not piece:
@@ -247,14 +260,14 @@ class Axes:
         firsts = [atoms(segment)[0] for segment in whole[0].segments or ()]
         if not any(first is atoms(piece)[0] for first in firsts):
             return []
-        # The result has other factors where a later operator could not agree with them.
+        # The result has other factors if a later operator could not agree with them.
         if list(map(id, piece)) != list(map(id, self.atoms(node, dim))):
             return []
         ids = id(whole[0]), id(piece[0])
         return [Letter(link.name, unit(whole[0]), {source: (dim, 0)}, (dim, 0), has_segments=True, ids=ids)]
 
     def _link_letters(self, node: Node, link: Link) -> list[Letter]:
-        """Return a letter for every atom of a link that all its members have."""
+        """Return a letter for every atom that all members of a link have."""
         if link.segment is not None:
             return self._segment_letters(node, link)
         read = self._read[node]
@@ -263,7 +276,7 @@ class Axes:
         by_member = list(by_operand)
         if link.out is not None:
             by_member.append(self._atoms_of(node, link.out))
-        # The factorizations disagree: some end is not an atom, or some member has other axes.
+        # The factorizations disagree if some end is within an atom, or some member has other axes.
         if not by_member or any(atoms_of_member is None for atoms_of_member in by_member):
             return []
         axes = [axis for axis, _ in by_member[0] or ()]
@@ -276,12 +289,12 @@ class Axes:
             places = dict(zip(nodes, operand_places, strict=True))
             # An operand that is read twice must carry the letter in the same place.
             clash = any(places[operand] != at for operand, at in zip(nodes, operand_places, strict=True))
-            # Ranks own consecutive ids: of a vocabulary in several pieces only the first factor may be split.
+            # Ranks own consecutive ids, so only the first factor of a vocabulary may be split.
             clash |= link.form.startswith(("vocab_", CLASSES)) and any(atom for _, atom in operand_places)
             clash |= link.form.startswith(CLASSES) and bool(axis.segments)
-            # It is read once more, by no member of the link: whole.
+            # An operand that is also read outside the link must be whole.
             clash |= any(read.count(operand) > nodes.count(operand) for operand in places)
-            # Masks are numbered in equal blocks.
+            # Dropout masks are numbered in equal blocks.
             clash |= bool(axis.segments) and is_draw(node)
             if not clash:
                 out = (by_member[-1] or [])[i][1] if link.out is not None else None
@@ -294,18 +307,13 @@ class Axes:
         found: list[tuple[Axis, Place]] = []
         for dim in member.dims:
             found += [(axis, (dim, i)) for i, axis in enumerate(self.atoms(node, dim))]
-        # Dims 0 and 1 of [2, 3, 4] with lead 2 stand for the atom 3.
+        # Dims 0 and 1 of [2, 3, 4] with lead 2 have the atom 3.
         for factor, end in ((member.lead, 0), (member.tail, -1)):
             while factor > 1:
                 if not found or factor % found[end][0].size:
                     return None
                 factor //= found.pop(end)[0].size
         return found
-
-
-def _inner_size(node: Node, member: Member) -> int:
-    """Return the size of a member of a link without its lead and tail."""
-    return math.prod(shape(node)[dim] for dim in member.dims) // (member.lead * member.tail)
 
 
 def _has_tensor(node: Node) -> bool:
@@ -317,7 +325,7 @@ def _has_tensor(node: Node) -> bool:
 
 def resolve(axis: Axis) -> Axis:
     """Return the axis that `axis` was merged into."""
-    # Halve the path on the way: along a residual stream it would grow with every layer.
+    # Halve the path on the way, which would grow with every layer along a residual stream.
     while axis.parent is not None:
         if axis.parent.parent is not None:
             axis.parent = axis.parent.parent
@@ -344,16 +352,16 @@ def _size(axes: Sequence[Axis]) -> int:
 
 
 def unify(left: Sequence[Axis], right: Sequence[Axis]) -> None:
-    """Make two factorisations of the same size agree, as far as they can.
+    """Make two factorizations of the same size agree, as far as possible.
 
-    Factors are compared from the major end. Equal ones are merged; of unequal ones the larger is split, if the smaller
-    divides it. Where they are incompatible the rest is left alone: the operator's letters will disagree there, and it runs
+    Factors are compared from the major end. Equal ones are merged; of unequal ones, the larger is split if the smaller
+    divides it. From the first incompatible pair on, nothing changes: the letters of the operator disagree there, and it runs
     whole.
     """
     ours, theirs = proper_atoms(left), proper_atoms(right)
     while ours and theirs:
         mine, other = atoms([ours.pop(0)]), atoms([theirs.pop(0)])
-        # One of them was split by an earlier step: begin again with its factors.
+        # One of them was split by an earlier step: continue with its factors.
         if len(mine) > 1 or len(other) > 1:
             ours, theirs = mine + ours, other + theirs
             continue
@@ -383,19 +391,19 @@ def _split(axis: Axis, major: int) -> tuple[Axis, Axis]:
 
 
 def _merge(axis: Axis, other: Axis) -> None:
-    """Make two unsplit axes of one size the same, if their segments agree."""
+    """Merge two unsplit axes of equal size, if their segments agree."""
     if axis.segments and other.segments:
         if list(map(_size, axis.segments)) != list(map(_size, other.segments)):
             return
         for ours, theirs in zip(axis.segments, other.segments, strict=True):
             unify(ours, theirs)
-    # The first to know of segments tells: a bias learns from its weight that it is q|k|v.
+    # Segments of one are those of both: a bias takes q|k|v from its weight.
     axis.segments = axis.segments or other.segments
     other.parent = axis
 
 
 def find_segment(axis: Axis, start: int, length: int) -> list[Axis] | None:
-    """Cut `axis` into segments so that a range is one, and return its factors; None where factors are in the way."""
+    """Cut `axis` into segments so that a range is one of them, and return its factors; None if other factors prevent it."""
     whole = atoms([axis])
     if len(whole) != 1:
         return None
@@ -403,24 +411,24 @@ def find_segment(axis: Axis, start: int, length: int) -> list[Axis] | None:
     segments = axis.segments if axis.segments is not None else [[Axis(axis.size)]]
     end, first = start + length, 0
     for i, segment in enumerate(segments):
-        behind = first + _size(segment)
-        if first <= start and end <= behind:
-            if behind - first > length:
+        last = first + _size(segment)
+        if first <= start and end <= last:
+            if last - first > length:
                 # Only a segment that nothing has split or merged yet can be cut.
                 only = segment[0]
                 if len(segment) != 1 or only.parts or only.parent is not None or only.segments:
                     return None
-                cuts = [size for size in (start - first, length, behind - end) if size]
+                cuts = [size for size in (start - first, length, last - end) if size]
                 segments = [*segments[:i], *([Axis(size)] for size in cuts), *segments[i + 1 :]]
                 i += start > first
             axis.segments = segments
             return segments[i]
-        first = behind
+        first = last
     return None
 
 
 def unit(axis: Axis) -> int:
-    """Return the size that the number of ranks must divide; of segments, what all their first factors have in common."""
+    """Return the size that the number of ranks must divide; for segments, the common divisor of their first factors."""
     if not axis.segments:
         return axis.size
     common = 0
@@ -431,7 +439,7 @@ def unit(axis: Axis) -> int:
 
 
 def blocks(axis: Axis) -> tuple[int, ...]:
-    """Return the sizes of the blocks, in order; every rank has a chunk of each."""
+    """Return the sizes of the blocks in order; every rank has a chunk of each."""
     if not axis.segments:
         return (axis.size,)
     sizes: list[int] = []
@@ -439,8 +447,3 @@ def blocks(axis: Axis) -> tuple[int, ...]:
         first, *rest = proper_atoms(segment) or [Axis(1)]
         sizes += [block * _size(rest) for block in blocks(first)]
     return tuple(sizes)
-
-
-def is_useful(axis: Axis) -> bool:
-    """Tell whether there are segments that more than one rank can share."""
-    return bool(axis.segments) and unit(axis) > 1

@@ -1,8 +1,18 @@
-"""Constants of a traced graph: values that depend on neither inputs nor parameters (position ids, causal masks).
+"""Constants of a traced graph: values that depend on neither inputs nor parameters, such as position ids and causal masks.
 
-They can be computed while compiling, and so be asked what they are: whether all their rows along the batch are equal, and
-whether they change with the number of rows of the trace. Of a large one only parts are computed, a block at a time, and what
-follows from how it is computed needs no values at all.
+They are computed while compiling, to tell whether all their rows along the batch are equal, whether they depend on the number
+of rows of the trace, and between which bounds their entries are. A large constant is not computed whole:
+
+- A *window* of it is computed from windows of its operands: `call_of(piece)` returns the call that does so.
+
+      call = call_of(Piece(mask, ((0, 1), (0, 1), (4096, 8192), (0, 32768))))     # arange(s)[:, None] >= arange(s)
+      call.pieces                                                                 # [arange[4096:8192, None], arange[:]]
+      call.run(values, piece.sizes)                                               # the entries, from those of the pieces
+
+- Two windows that the same calls compute from equal operands are equal, and need not be computed.
+- `bounds_of` returns the smallest and the largest entry that each tile of `TILE` entries in every dim may have: exactly for
+  small values, else derived by the direction in which the operator depends on each operand. A mask that compares positions is
+  decided except for the tiles on its edge.
 """
 
 from __future__ import annotations
@@ -26,6 +36,17 @@ from autoptd.ir.operators.record import argument
 from autoptd.ir.operators.table import is_pointwise, operator_of
 
 Window = tuple[tuple[int, int], ...]
+# Values of at most this many entries are computed whole, and kept.
+KEPT = 1 << 22
+# Entries computed at a time: 128 MB of 8 bytes.
+BLOCK = 1 << 24
+# A value of more entries that can only be computed whole is not evaluated.
+LARGEST = 1 << 28
+TILE = 512
+# Operators that are monotone only in bools.
+OF_BOOLS = re.compile("logical|bitwise|__")
+# Operators that choose between two values, and the index of the condition.
+CHOOSES = {"aten.where": 0, "aten.masked_fill": 1}
 
 
 @dataclass(frozen=True)
@@ -46,9 +67,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Call:
-    """The way to compute the entries of a piece: `run` takes the values of `pieces`, and the sizes of the result.
+    """How to compute the entries of a piece: `run` takes the values of `pieces`, and the sizes of the result.
 
-    Calls with equal keys give the same result for the same values.
+    Calls with equal keys return equal results for equal values.
     """
 
     key: tuple[Any, ...]
@@ -61,7 +82,7 @@ def whole(node: Node) -> Piece:
 
 
 def call_of(piece: Piece) -> Call | None:
-    """Return the call that computes a piece; None for an operator without a rule."""
+    """Return the call that computes a piece; None if there is no rule for its operator."""
     node = piece.node
     if node.op != "call_function" or not isinstance(value(node), Tensor):
         return None
@@ -89,7 +110,7 @@ def _pointwise(piece: Piece) -> Call | None:
 
 
 def _broadcast(window: Window, size: tuple[int, ...]) -> Window:
-    """Return the window of an operand that the result broadcasts: dims are aligned from the right."""
+    """Return the window of an operand that is broadcast to the result: dims are aligned from the right."""
     own = window[len(window) - len(size) :]
     return tuple((0, 1) if n == 1 else place for place, n in zip(own, size, strict=True))
 
@@ -106,7 +127,7 @@ def _view(piece: Piece) -> Call | None:
     size, out = shape(x), shape(piece.node)
     if [n for n in size if n != 1] != [n for n in out if n != 1]:
         return None
-    # Dims of size 1 come and go; the others keep their order, and so their windows.
+    # The dims that are not of size 1 keep their order, and so their windows.
     kept = iter([place for place, n in zip(piece.window, out, strict=True) if n != 1])
     window = tuple((0, 1) if n == 1 else next(kept) for n in size)
     return Call(("view",), (Piece(x, window),), lambda values, sizes: values[0].reshape(sizes))
@@ -131,7 +152,7 @@ def _slice(piece: Piece) -> Call | None:
         return None
     start = argument(node, "start") or 0
     size = shape(x)[dim]
-    # As torch does: what lies before the first entry begins with it.
+    # Like torch, clamp a start before the first entry to it.
     start = max(0, start + size) if start < 0 else min(start, size)
     window = tuple((a + start, b + start) if at == dim else (a, b) for at, (a, b) in enumerate(piece.window))
     return Call(("slice",), (Piece(x, window),), lambda values, sizes: values[0])
@@ -147,7 +168,7 @@ def _select(piece: Piece) -> Call:
 
 def _triangle(piece: Piece) -> Call:
     node = piece.node
-    # The window is a triangle too, whose diagonal is shifted by the start of the window.
+    # The window is a triangle, too, with a diagonal that is shifted by the start of the window.
     rows, columns = piece.window[-2:]
     diagonal = argument(node, "diagonal") + rows[0] - columns[0]
     keep = torch.tril if op_name(node) == "aten.tril" else torch.triu
@@ -156,14 +177,14 @@ def _triangle(piece: Piece) -> Call:
 
 
 def _filled(piece: Piece) -> Call:
-    """Return the call of an operator that fills in one number."""
+    """Return the call of an operator that fills a tensor with one number."""
     node, number = piece.node, filling(piece.node)
     dtype = value(node).dtype
     return Call(("full", number, dtype), (), lambda values, sizes: torch.full(sizes, number, dtype=dtype))
 
 
 def filling(node: Node) -> Any:
-    """Return the number that `full`, `ones`, `zeros` and their variants fill in."""
+    """Return the number that `full`, `ones`, `zeros` or a variant of them fills a tensor with."""
     name = op_name(node)
     if "full" in name:
         return argument(node, "fill_value")
@@ -171,7 +192,7 @@ def filling(node: Node) -> Any:
 
 
 def on_device(target: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
-    """Call an operator on another device than the graph was traced for."""
+    """Call an operator on another device than that of the trace."""
 
     def moved(arg: Any) -> Any:
         if isinstance(arg, torch.device):
@@ -187,7 +208,7 @@ def key_of(node: Node) -> tuple[Any, ...]:
     return (str(node.target), str(map_arg((node.args, node.kwargs), lambda arg: None)))
 
 
-# By how an operator moves entries; of others, a row by name, and what computes entry by entry.
+# Rules by how an operator moves entries, else by its name; other operators must be pointwise.
 MOVES: dict[str, Callable[[Piece], Call | None]] = {
     "same": _pointwise,
     "cast": _pointwise,
@@ -195,8 +216,6 @@ MOVES: dict[str, Callable[[Piece], Call | None]] = {
     "turn": _permute,
     "spread": _expand,
 }
-
-
 ROWS: dict[str, Callable[[Piece], Call | None]] = {
     "aten.tril": _triangle,
     "aten.triu": _triangle,
@@ -205,22 +224,10 @@ ROWS: dict[str, Callable[[Piece], Call | None]] = {
 }
 
 
-# Entries of a value that is computed whole, and kept.
-KEPT = 1 << 22
-
-
-# Entries computed at a time: 128 MB of 8 bytes.
-BLOCK = 1 << 24
-
-
-# Entries of a value that can only be computed whole; a larger one is not evaluated.
-LARGEST = 1 << 28
-
-
 class Constants:
-    """The constants of the graphs of one model, evaluated on demand; `buffers` are the model's values by name.
+    """The constants of the graphs of one model, evaluated on demand; `buffers` are the values of its buffers by name.
 
-    `proofs` caches the answers of other modules about constants: every layer asks about the same mask.
+    `proofs` caches the answers of other modules about constants: every layer reads the same mask.
     """
 
     def __init__(self, buffers: Mapping[str, torch.Tensor]) -> None:
@@ -235,14 +242,14 @@ class Constants:
     def is_constant(self, node: Node) -> bool:
         """Tell whether a node is a buffer, or an operator that reads nothing but constants."""
         if node not in self._constant:
-            # A dropout mask differs from step to step.
+            # A dropout mask changes with every step.
             is_op = node.op == "call_function" and not is_draw(node)
             reads = is_op and all(self.is_constant(arg) for arg in node.all_input_nodes)
             self._constant[node] = reads or note(node).kind == "buffer"
         return self._constant[node]
 
     def has_equal_rows(self, node: Node, dim: int) -> bool:
-        """Tell whether `node` is a constant operator whose entries along `dim` are all the same."""
+        """Tell whether `node` is a constant operator whose entries along `dim` are all equal."""
         return node.op == "call_function" and self.is_constant(node) and self._has_equal_rows(node, dim)
 
     def _has_equal_rows(self, node: Node, dim: int) -> bool:
@@ -255,9 +262,9 @@ class Constants:
         return self._equal[node, dim]
 
     def _repeats(self, node: Node, dim: int) -> bool:
-        """Tell whether rows are equal because of how they are computed.
+        """Tell whether rows are equal by construction.
 
-        The first two must be computed alike, from operands that are the same, or whose own rows are equal.
+        The first two must be computed by the same call, from operands that are the same, or whose rows are equal.
         """
         one, other = (call_of(_row(node, dim, k)) for k in (0, 1))
         if one is None or other is None or one.key != other.key:
@@ -269,7 +276,7 @@ class Constants:
         return True
 
     def are_equal(self, node: Node, other: Node, first_of: int | None = None) -> bool | None:
-        """Compare the entries of two constants, or of their first rows along dim `first_of`; None if they are unknown."""
+        """Compare two constants, or their first rows along dim `first_of`; None if their entries are unknown."""
         a, b = (whole(one) if first_of is None else _row(one, first_of) for one in (node, other))
         if a.sizes != b.sizes:
             return False
@@ -280,7 +287,7 @@ class Constants:
         return self._are_same(a, b)
 
     def _is_same_call(self, a: Piece, b: Piece, known: dict[tuple[Piece, Piece], bool]) -> bool:
-        """Tell whether two pieces are computed alike from equal operands; small ones need only have equal entries."""
+        """Tell whether two pieces are computed by the same call from equal operands, or are small and have equal entries."""
         if (a, b) not in known:
             is_small = a.numel <= KEPT and a.sizes == b.sizes
             known[a, b] = self._computes_same(a, b, known) or (
@@ -299,7 +306,7 @@ class Constants:
         return all(self._is_same_call(x, y, known) for x, y in zip(one.pieces, other.pieces, strict=True))
 
     def _are_same(self, a: Piece, b: Piece) -> bool:
-        """Compare entries, those of `a` repeated along dims where it has one."""
+        """Compare entries, with `a` broadcast along its dims of size 1."""
         for window in blocks(b.window):
             own = tuple(map(_moved, window, b.window, a.window))
             found = self.entries(Piece(b.node, window))
@@ -308,7 +315,7 @@ class Constants:
         return True
 
     def follows_rows(self, node: Node, other: Node) -> bool:
-        """Tell whether anything that `node` is computed from differs in a size or a number from the other trace."""
+        """Tell whether any size or number in the computation of `node` differs from that of `other` in another trace."""
         # The two traces have the same operators, so their subgraphs are walked side by side.
         pairs, seen = [(node, other)], set()
         while pairs:
@@ -328,7 +335,7 @@ class Constants:
         return self.entries(whole(node))
 
     def entries(self, piece: Piece) -> torch.Tensor:
-        """Return the entries of a constant that can be evaluated, within a window."""
+        """Return the entries of a piece of a constant that can be evaluated."""
         return self._entries(piece, {})
 
     def _entries(self, piece: Piece, known: dict[Piece, torch.Tensor]) -> torch.Tensor:
@@ -337,7 +344,7 @@ class Constants:
             return _within(self._buffers[note(node).name], piece.window)
         if node in self._values:
             return _within(self._values[node], piece.window)
-        # A small value is computed whole and kept; of a large one, only what this window needs.
+        # A small value is computed whole and kept; of a large one, only this window is computed.
         if piece not in known:
             call = call_of(piece) if _count(node) > KEPT else None
             if call is not None:
@@ -359,16 +366,16 @@ class Constants:
         return made
 
     def can_evaluate(self, node: Node) -> bool:
-        """Tell whether `node` is a constant that can be evaluated while compiling, at least a block at a time."""
+        """Tell whether `node` is a constant that can be evaluated, at least a block at a time."""
         return self.is_constant(node) and self._can_evaluate(node)
 
     def _can_evaluate(self, node: Node) -> bool:
-        """Return False where a buffer has no value (meta), or where a large value could only be computed whole."""
+        """Return False if it reads a buffer without value (on meta), or a large value that can only be computed whole."""
         if node not in self._can:
             if node.op == "placeholder":
                 self._can[node] = self._buffers.has_value(note(node).name)
             else:
-                # Block by block the node itself takes no memory: only its operands must be computable.
+                # Computed block by block, the node itself takes no memory.
                 in_blocks = _count(node) > KEPT and call_of(whole(node)) is not None
                 reads = node.all_input_nodes if in_blocks else [node, *node.all_input_nodes]
                 is_small = in_blocks or all(_count(one) <= LARGEST for one in reads)
@@ -381,7 +388,7 @@ def blocks(window: Window) -> Iterator[Window]:
     if Piece(None, window).numel <= BLOCK:  # type: ignore[arg-type]
         yield window
         return
-    # Cut the first dim that has more than one entry, and what is still too large along the next.
+    # Cut the first dim with more than one entry, and pieces that are still too large along the next.
     cut = max(range(len(window)), key=lambda dim: (window[dim][1] - window[dim][0] > 1, -dim))
     start, stop = window[cut]
     others = math.prod(b - a for dim, (a, b) in enumerate(window) if dim != cut)
@@ -400,13 +407,13 @@ def _within(x: torch.Tensor, window: Window) -> torch.Tensor:
 
 
 def _count(node: Node) -> int:
-    """Count the entries of a value; an expand is a view, and allocates no memory."""
+    """Count the entries of a value; for an expand, which is a view, those of its operand."""
     stored = node.all_input_nodes[0] if op_name(node) == "aten.expand" else node
     return math.prod(shape(stored)) if is_tensor(stored) else 0
 
 
 def _call(piece: Piece) -> Call | None:
-    """Return the call that computes a piece; without a rule, only all of a node from all of its operands."""
+    """Return the call that computes a piece; without a rule, only a whole node, from its whole operands."""
     node = piece.node
     call = call_of(piece)
     if call is not None or piece != whole(node) or not all(map(is_tensor, node.all_input_nodes)):
@@ -415,24 +422,13 @@ def _call(piece: Piece) -> Call | None:
 
 
 def _moved(part: tuple[int, int], of: tuple[int, int], to: tuple[int, int]) -> tuple[int, int]:
-    """Return the range that lies in `to` as `part` lies in `of`; all of `to` if that is one entry, which is broadcast."""
+    """Return the range in `to` that corresponds to `part` of `of`; all of `to` if that is one entry, which is broadcast."""
     start = to[0] - of[0]
     return to if to[1] - to[0] == 1 else (part[0] + start, part[1] + start)
 
 
 def _literals(node: Node) -> str:
     return str(map_arg((node.args, node.kwargs), lambda arg: None))
-
-
-TILE = 512
-
-
-# Operators that are monotone in bools, and in no other numbers.
-OF_BOOLS = re.compile("logical|bitwise|__")
-
-
-# Operators that choose between two values, and which operand is the condition.
-CHOOSES = {"aten.where": 0, "aten.masked_fill": 1}
 
 
 class Bounds(NamedTuple):
@@ -443,7 +439,7 @@ class Bounds(NamedTuple):
 
 
 def bounds_of(constants: Constants, piece: Piece) -> Bounds | None:
-    """Return the bounds of every tile of a constant that can be evaluated; None if some operator has no rule for them."""
+    """Return the bounds of every tile of a constant that can be evaluated; None if there is no rule for some operator."""
     return _bounds(constants, piece, {})
 
 
@@ -451,7 +447,7 @@ def _bounds(constants: Constants, piece: Piece, known: dict[Piece, Bounds | None
     if piece not in known:
         is_small = piece.numel <= KEPT
         bounds = _exact(constants.entries(piece)) if is_small else _derived(constants, piece, known)
-        # NaN compares with nothing.
+        # Every comparison with NaN is false.
         if bounds is not None and any(x.is_floating_point() and x.isnan().any() for x in bounds):
             bounds = None
         known[piece] = bounds
@@ -495,14 +491,14 @@ def _combined(node: Node, call: Call, read: Sequence[Bounds], sizes: tuple[int, 
         return _chosen(node, call, read, sizes)
     if name == "aten.eq" and len(read) == 2:
         (a, b), (c, d) = read
-        # Certainly equal: both are one and the same number. Possibly equal: their ranges overlap.
+        # Certainly equal: both ranges are the same single number. Possibly equal: the ranges overlap.
         return Bounds((a == b) & (c == d) & (a == c), (a <= d) & (c <= b))
     signs = (1,) * len(read) if record.moves or record.fills else record.monotone
     if len(signs) < len(read) or not _is_monotone(node, read):
         return None
     least, largest = [], []
     for bounds, sign in zip(read, signs, strict=False):
-        # Of an operand in which the operator falls, the largest entry gives the least result.
+        # Where the operator decreases in an operand, the largest entry gives the smallest result.
         lo, hi = bounds if sign > 0 else (bounds.hi, bounds.lo)
         least.append(lo)
         largest.append(hi)
@@ -510,7 +506,7 @@ def _combined(node: Node, call: Call, read: Sequence[Bounds], sizes: tuple[int, 
 
 
 def _is_monotone(node: Node, read: Sequence[Bounds]) -> bool:
-    """Tell whether a row of the table holds for these arguments: small integers wrap, bits have no order."""
+    """Tell whether the operator is monotone for these arguments: small integers wrap, and bits have no order."""
     record, dtypes = operator_of(node), [bounds.lo.dtype for bounds in read]
     dtype = value(node).dtype
     if record.moves == "cast":
@@ -525,7 +521,7 @@ def _is_monotone(node: Node, read: Sequence[Bounds]) -> bool:
 
 
 def _chosen(node: Node, call: Call, read: Sequence[Bounds], sizes: tuple[int, ...]) -> Bounds | None:
-    """Return the bounds of a choice: those of either value where the condition may be both."""
+    """Return the bounds of a choice: if the condition may be both, those of both values."""
     condition = node.all_input_nodes.index(node.args[CHOOSES[op_name(node)]])  # type: ignore[arg-type]
     if_least = list(read)
     if_most = list(read)
@@ -541,15 +537,15 @@ def _chosen(node: Node, call: Call, read: Sequence[Bounds], sizes: tuple[int, ..
 def _triangle_bounds(call: Call, x: Bounds, is_lower: bool) -> Bounds:
     """Return the bounds of a triangle of `x`, which is zero elsewhere.
 
-    The last tiles may be shorter than `TILE`: to take them for whole ones is on the safe side.
+    The last tiles may be shorter than `TILE`; treating them as whole ones only widens the bounds.
     """
     rows, columns = (TILE * torch.arange(n, device=x.lo.device) for n in x.lo.shape[-2:])
-    # Of a tile, the diagonals that its corners lie on.
+    # The diagonals of the corners of each tile.
     nearest, farthest = (columns[None] - rows[:, None] + sign * (TILE - 1) for sign in (-1, 1))
     diagonal = call.key[1]
     keeps = farthest <= diagonal if is_lower else nearest >= diagonal
     clears = nearest > diagonal if is_lower else farthest < diagonal
-    # Tiles on the diagonal have both: entries of x and zeros.
+    # Tiles on the diagonal have both entries of x and zeros.
     zero = torch.zeros((), dtype=x.lo.dtype, device=x.lo.device)
     on_edge_lo, on_edge_hi = torch.minimum(x.lo, zero), torch.maximum(x.hi, zero)
     lo = torch.where(keeps, x.lo, torch.where(clears, zero, on_edge_lo))

@@ -1,8 +1,8 @@
-"""Prove what attention masks hide: on their values, where they are constants, and by tiles, however large they are.
+"""Prove which keys a constant attention mask hides, tile by tile, however large it is.
 
-In: a mask as it meets the scores [..., queries, keys]. Out: whether it is causal, or a window (Mistral, Gemma: query i sees the
-keys i - w + 1 to i), or leaves every query a key. Tiles that `bounds` decides are not computed; the others are, a block of rows
-at a time. A mask for which there is no proof must be read: it is never taken for causal.
+In: a mask that is combined with scores [..., queries, keys]. Out: whether it is causal, or a window (Mistral, Gemma: query i
+sees the keys i - w + 1 to i), or leaves every query a key. Tiles that `bounds_of` decides are not computed; the others are, a
+block of rows at a time. A mask without a proof is never treated as causal: it must be read.
 
     proves_causal(Masked(scores, mask), (4, 16, 32768, 32768), constants)    # 128 tiles of 512 x 512 are computed
     proves_window(Masked(scores, mask), (4, 16, 32768, 32768), constants)    # 4096
@@ -26,7 +26,7 @@ from autoptd.passes.axes.constants import BLOCK, TILE, Constants, Piece, Window,
 
 # A score of this or less has zero weight compared with one that is not masked.
 HIDDEN = -1e9
-# A score that is lowered by no more keeps its digits.
+# A score that is lowered by at most this much keeps its digits.
 SEEN = -100.0
 # At most this many masks, of one head each, are examined.
 MAX_MASKS = 64
@@ -34,7 +34,7 @@ MAX_MASKS = 64
 
 @dataclass(frozen=True)
 class Masked:
-    """`scores` by a mask: added to them (`fill` is None), or which sets them to `fill` where it is `hides`."""
+    """`scores` under a mask, which is added to them (`fill` is None), or sets them to `fill` where it equals `hides`."""
 
     scores: Any
     mask: Node
@@ -42,36 +42,36 @@ class Masked:
     hides: bool = True
 
     def is_right(self, lo: Tensor, hi: Tensor, seen: Tensor) -> Tensor:
-        """Tell whether entries between `lo` and `hi` let a key be seen, or hide it, as `seen` says."""
+        """Tell whether entries between `lo` and `hi` show a key where `seen`, and hide it elsewhere."""
         if self.fill is None:
             return torch.where(seen, (lo == 0) & (hi == 0), hi <= HIDDEN)
-        # True may mean hidden: then the bounds of "is seen" are the negated ones, in the other order.
+        # If True means hidden, the bounds of "is seen" are the negated ones, in reverse order.
         lo, hi = (~hi, ~lo) if self.hides else (lo, hi)
         return torch.where(seen, lo, ~hi)
 
 
 def proves_causal(masked: Masked, size: tuple[int, ...], constants: Constants) -> bool:
-    """Tell whether a mask hides from query i of `size` [..., queries, keys] the keys after i, and nothing else.
+    """Tell whether a mask of scores of `size` [..., queries, keys] hides exactly the keys after i from query i.
 
-    Only a mask of constants is examined, and hidden scores must be so low that their weight is 0.
+    Only a constant mask is examined, and hidden scores must be so low that their weight is 0.
     """
     return _can_be_window(masked, size, constants) and _is_window(masked, size[-1], constants)
 
 
 def causal_keywords(node: Node, constants: Constants) -> dict[str, Any] | None:
-    """Return the keywords but mask and `is_causal` of torch's attention whose mask proves to be causal; None for any other."""
+    """Return the keywords, except mask and `is_causal`, of torch's attention if its mask is proven causal; else None."""
     found = _masked(node)
     return found[2] if found is not None and proves_causal(*found[:2], constants) else None
 
 
 def window_of(node: Node, constants: Constants) -> int | None:
-    """Return the number of keys that a query sees in torch's attention under a mask that proves to be a window."""
+    """Return the number of keys that a query sees in torch's attention if its mask is proven to be a window; else None."""
     found = _masked(node)
     return proves_window(*found[:2], constants) if found is not None else None
 
 
 def _masked(node: Node) -> tuple[Masked, tuple[int, ...], dict[str, Any]] | None:
-    """Return the scores of torch's attention under a mask, their size, and the keywords but `is_causal` and the mask."""
+    """Return the masked scores of torch's attention, their size, and the keywords except mask and `is_causal`."""
     if op_name(node) != "aten.scaled_dot_product_attention":
         return None
     q, k, _, *rest = node.args
@@ -79,7 +79,7 @@ def _masked(node: Node) -> tuple[Masked, tuple[int, ...], dict[str, Any]] | None
     mask = given.pop("attn_mask", None)
     if mask is None or given.pop("dropout_p", 0.0) or given.pop("is_causal", False):
         return None
-    # A bool mask says what may be seen; any other is added.
+    # A bool mask is True for keys that are seen; any other is added.
     fill = -math.inf if value(mask).dtype == torch.bool else None
     masked = Masked(node, mask, fill, hides=False)
     scale = given.get("scale")
@@ -89,10 +89,10 @@ def _masked(node: Node) -> tuple[Masked, tuple[int, ...], dict[str, Any]] | None
 
 
 def proves_window(masked: Masked, size: tuple[int, ...], constants: Constants) -> int | None:
-    """Return the number of keys that a query sees, its own the last, if a mask hides all others; all keys if it is causal."""
+    """Return the size of the window if each query sees that many keys up to its own, and no others; all keys if causal."""
     if not _can_be_window(masked, size, constants):
         return None
-    # The last query has the whole window in front of it.
+    # The last query sees a whole window.
     n = size[-1]
     last = constants.entries(next(_heads(masked.mask, constants, ((n - 1, n), (0, n))))).reshape(-1)
     window = int(masked.is_right(last, last, torch.ones_like(last, dtype=torch.bool)).sum())
@@ -100,7 +100,7 @@ def proves_window(masked: Masked, size: tuple[int, ...], constants: Constants) -
 
 
 def leaves_keys(mask: Node, constants: Constants) -> bool:
-    """Tell whether a mask [..., queries, keys] that is added is known to leave every query a key."""
+    """Tell whether a mask [..., queries, keys] that is added to scores is known to leave every query a key."""
     if value(mask).dim() < 2 or not is_known(mask, constants):
         return False
     mask = _source(mask)
@@ -115,7 +115,7 @@ def _leaves_keys(piece: Piece, constants: Constants) -> bool:
     if bounds is None:
         open_rows = torch.ones(-(-piece.sizes[-2] // TILE), dtype=torch.bool)
     else:
-        # A band of queries with one tile whose least entry is seen leaves each of them a key.
+        # If the smallest entry of one tile is seen, each of its queries has a key.
         lo = bounds.lo.expand(*bounds.lo.shape[:-2], -(-piece.sizes[-2] // TILE), -1)
         open_rows = ~(lo.amax(-1) >= SEEN).flatten()
     for tile in open_rows.nonzero().flatten().tolist():
@@ -141,17 +141,17 @@ def is_known(mask: Node, constants: Constants) -> bool:
 
 
 def _source(mask: Node) -> Node:
-    """Return the constant that a mask is the first rows of; all of its rows are equal."""
+    """Return the constant whose first rows are the mask; all of its rows are equal."""
     while mask.target is markers.first_rows:
         mask = mask.args[0]  # type: ignore[assignment]
     return mask
 
 
 def _heads(mask: Node, constants: Constants, window: Window | None = None) -> Iterator[Piece]:
-    """Yield the mask of every sample and every head, or one where they are all equal; of it, the `window`."""
+    """Yield the `window` of the mask of every sample and every head, or of one if they are all equal."""
     mask = _source(mask)
     *lead, rows, keys = whole(mask).window
-    # A mask that is expanded over samples and heads is looked at once.
+    # A mask that is expanded over samples and heads is examined once.
     counts = [1 if constants.has_equal_rows(mask, dim) else stop for dim, (_, stop) in enumerate(lead)]
     for place in product(*map(range, counts)):
         yield Piece(mask, (*((at, at + 1) for at in place), *(window or (rows, keys))))
@@ -178,20 +178,20 @@ def _is_window(masked: Masked, window: int, constants: Constants) -> bool:
 
 
 def _hides_all_but(masked: Masked, piece: Piece, window: int, constants: Constants) -> bool:
-    """Tell whether query i sees only the keys i - window + 1 to i, by tiles; those on an edge of the window are computed."""
+    """Tell whether query i sees exactly the keys i - window + 1 to i; tiles on an edge of the window are computed."""
     n = piece.sizes[-1]
     tiles = -(-n // TILE)
     edges = TILE * torch.arange(tiles)
     # Distance of a tile's first query after its first key; within the tile it varies by up to TILE - 1.
-    behind = edges[:, None] - edges[None]
-    all_seen = (behind - (TILE - 1) >= 0) & (behind + TILE - 1 < window)
-    none_seen = (behind + TILE - 1 < 0) | (behind - (TILE - 1) >= window)
+    distance = edges[:, None] - edges[None]
+    all_seen = (distance - (TILE - 1) >= 0) & (distance + TILE - 1 < window)
+    none_seen = (distance + TILE - 1 < 0) | (distance - (TILE - 1) >= window)
     is_open = ~(all_seen | none_seen)
     bounds = bounds_of(constants, piece)
     if bounds is not None:
         lo, hi = (x.reshape(x.shape[-2:]).expand(tiles, tiles).cpu() for x in bounds)
         is_right = masked.is_right(lo, hi, all_seen)
-        # Known exactly, and wrong: nothing needs to be computed to refuse it.
+        # Entries that are known exactly, and are wrong, refuse the mask.
         if bool(((lo == hi) & ~is_right & ~is_open).any()):
             return False
         is_open |= ~is_right
@@ -203,7 +203,7 @@ def _hides_all_but(masked: Masked, piece: Piece, window: int, constants: Constan
 
 
 def _parts(piece: Piece, is_open: Tensor) -> Iterator[Window]:
-    """Yield windows that cover the open tiles; neighbours in a row of tiles share one, up to `BLOCK` entries."""
+    """Yield windows that cover the open tiles; neighbors in a row of tiles share one, up to `BLOCK` entries."""
     rows, keys = piece.sizes[-2:]
     for i, row in enumerate(is_open.tolist()):
         j = 0
@@ -224,8 +224,8 @@ def _parts(piece: Piece, is_open: Tensor) -> Iterator[Window]:
 def _is_right(masked: Masked, piece: Piece, window: int, constants: Constants) -> bool:
     entries = constants.entries(piece).reshape(piece.sizes[-2:])
     queries, keys = (torch.arange(*span, device=entries.device) for span in piece.window[-2:])
-    behind = queries[:, None] - keys[None]
-    return bool(masked.is_right(entries, entries, (behind >= 0) & (behind < window)).all())
+    distance = queries[:, None] - keys[None]
+    return bool(masked.is_right(entries, entries, (distance >= 0) & (distance < window)).all())
 
 
 __all__ = [

@@ -1,8 +1,8 @@
-"""Count floating-point operations and bytes of a node, and the seconds of a conversion, from the graph.
+"""Count floating-point operations and bytes of a node, and the seconds of operators and conversions, from the graph.
 
 FLOPs are two per multiply-add, of matrix products only. Backward of a GEMM costs its forward once for every factor that needs a
-gradient. Attention counts both of its products in full (no discount for a causal mask); backward of its fused kernels makes
-five, since it computes the scores again: 2.5 times the forward where queries and values are equally wide.
+gradient. Attention counts both of its products in full (no discount for a causal mask); backward of its fused kernels has five
+products, as it recomputes the scores: 2.5 times the forward if queries and values are equally wide.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from autoptd.ir.operators.table import is_view, operator_of
 from autoptd.ir.types import CONVERSIONS, LOCAL_KINDS, LOCAL_WORK, ValueType, wire_bytes
 from autoptd.program.costs import Costs, GemmCosts, ProductCosts
 
-# What a plan pays beside its seconds, so that of two that are nearly as fast the simpler one is taken: for every collective,
-# in latencies; for layers that are odd (`odd_layer_price`), in all-reduces of the value that the first one reads.
+# The price of a plan in addition to its seconds, so that the simpler of two plans of similar speed is chosen: for every
+# collective, in latencies; for odd layers (`odd_layer_price`), in all-reduces of the value that the first one reads.
 PER_COLLECTIVE = 1.0
 PER_ODD_LAYER = 1.0
 
 
 def flops(node: Node, shape: Size = shape) -> int:
-    """Count the forward FLOPs of one node, by default on whole tensors; 0 for all but matrix products."""
+    """Count the forward FLOPs of one node, by default on whole tensors; 0 except for matrix products."""
     record = operator_of(node)
     if record.factors:
         rows = operands(node)[record.factors[0]]
@@ -54,15 +54,15 @@ def backward_flops(node: Node, shape: Size = shape) -> int:
     record, read = operator_of(node), operands(node)
     if record.backward_flops:
         return record.backward_flops(node, shape)
-    # dX = dY W^T and dW = X^T dY, each as many FLOPs as Y = X W.
+    # dX = dY W^T and dW = X^T dY each take as many FLOPs as Y = X W.
     factors = [read[i] for i in record.factors] or read[:2]
     return flops(node, shape) * sum(note(factor).needs_grad for factor in factors)
 
 
 def passes_of(node: Node) -> int:
-    """Return how many times its forward an operator takes, forward and backward: 3, less one for a product's frozen weight.
+    """Return the time of forward and backward in units of the forward: 3, less 1 for each frozen factor of a product.
 
-    Where no gradient comes back, since all before it is frozen, it is 1.
+    If no gradient reaches the operator, because everything before it is frozen, it is 1.
     """
     if _is_frozen(node):
         return 1
@@ -74,14 +74,14 @@ def passes_of(node: Node) -> int:
 
 
 def _is_frozen(node: Node) -> bool:
-    """Tell whether a value depends on parameters, none of them trained."""
+    """Tell whether a value depends on parameters, and none of them is trained."""
     return note(node).of_params and not note(node).needs_grad
 
 
 def count_work(graph: Graph, mesh: Mesh, whole: Size, local: Size) -> Costs:
     """Count the work of one microbatch by stage, by module and operator, and by the sizes of products.
 
-    `whole` and `local` give shapes of one microbatch, those of the model and those of a rank.
+    `whole` and `local` return shapes for one microbatch, of the model and of a rank.
     """
     gemms: dict[tuple[int, str, str], Counter[str]] = {}
     by_size: dict[tuple[int, tuple[int, ...], str], Counter[str]] = {}
@@ -89,9 +89,9 @@ def count_work(graph: Graph, mesh: Mesh, whole: Size, local: Size) -> Costs:
     for node in ops(graph):
         once, forward = flops(node, whole), flops(node, local)
         total = once // products(node)
-        # A fused head makes its gradients in forward. Scores that backward makes again are no work of the model.
+        # A fused head computes its gradients in forward. Recomputing scores in backward is not work of the model.
         total_backward = min(once - total + backward_flops(node, whole), 2 * total) if total else 0
-        # Once for all replicas, each of which repeats it.
+        # Work that all replicas repeat counts once for all of them.
         if note(node).rows.of_all:
             total, total_backward = (-(-count // mesh.replicas) for count in (total, total_backward))
         backward = backward_flops(node, local) if total else 0
@@ -102,7 +102,7 @@ def count_work(graph: Graph, mesh: Mesh, whole: Size, local: Size) -> Costs:
             stage_sums.update(work)
             if note(node).keep.again is not None:
                 stage_sums.update(again_moved=work["moved"], again_kernels=work["kernels"], again=forward)
-            # "gemms" by module for people; "products" by size, which says how fast they run.
+            # "gemms" are by module, for reports; "products" by size, which determines their speed.
             if total:
                 row = gemms.setdefault((stage, star(note(node).module), op_name(node)), Counter())
                 sized = by_size.setdefault((stage, *product_sizes(node, local)), Counter())
@@ -130,7 +130,7 @@ def count_work(graph: Graph, mesh: Mesh, whole: Size, local: Size) -> Costs:
 def product_sizes(node: Node, shape: Size) -> Product:
     """Return (batch, m, n, k) of the products of a node, and the kernel that they are a part of.
 
-    Products with a weight are one, however many dims their rows have: a weight has two.
+    A product with a weight, which has two dims, is one product, however many dims its rows have.
     """
     record, read, made = operator_of(node), operands(node), shape(node)
     if record.product:
@@ -143,7 +143,7 @@ def product_sizes(node: Node, shape: Size) -> Product:
 
 
 def has_kernel(node: Node) -> bool:
-    """Tell whether an operator computes: views and conversions do not."""
+    """Tell whether an operator launches a kernel: views and conversions do not."""
     return node.target is not markers.convert and not is_view(node) and (is_tensor(node) or is_pair(node))
 
 
@@ -152,7 +152,7 @@ def moved_bytes(node: Node, shape: Size) -> int:
     if flops(node) or not has_kernel(node):
         return 0
     read = [operand for operand in node.all_input_nodes if is_tensor(operand)]
-    # Of a table it reads only the rows that it gives.
+    # A lookup reads only the rows of the table that it returns.
     if operator_of(node).is_lookup:
         read = [node]
     results = list(node.users) if is_pair(node) else [node]
@@ -162,7 +162,7 @@ def moved_bytes(node: Node, shape: Size) -> int:
 def compute_seconds(node: Node, machine: Machine) -> float:
     """Return the roofline time of a node, forward and backward, on whole tensors."""
     moved = payload(node) + sum(payload(operand) for operand in node.all_input_nodes)
-    # Backward takes twice the time of forward.
+    # Backward takes twice as long as forward.
     return max(3 * flops(node) / machine.flops, 3 * moved / machine.memory_bandwidth)
 
 
@@ -177,23 +177,23 @@ def rank_seconds(node: Node, mesh: Mesh, machine: Machine) -> float:
         return 0.0
     read = []
     for operand in node.all_input_nodes:
-        # Of a table it reads only the rows that it gives.
+        # A lookup reads only the rows of the table that it returns.
         if not (record.is_lookup and note(operand).kind == "param"):
             read.append(operand)
     moved = sum(local_payload(value, mesh) for value in [node, *read])
     if record.sorts:
         moved *= max(1.0, math.log2(shape(read[0])[-1] if shape(read[0]) else 1))
-    # Where a contracted letter is split, only the operands show it: the result is P, of full size.
+    # If a contracted letter is split, only the operands show it: the result is P, of full size.
     pieces = max(note(value).layout.pieces(mesh) for value in [node, *node.all_input_nodes])
     once = max(flops(node) / pieces / machine.flops, moved / machine.memory_bandwidth)
     return passes_of(node) * once
 
 
 def forward_seconds(node: Node, mesh: Mesh, machine: Machine) -> float:
-    """Return the roofline time of a node of a LOCAL graph on one rank, forward alone, with its collective."""
+    """Return the roofline time of a node of a LOCAL graph on one rank, for forward alone, with its collective."""
     if node.target is markers.convert:
         source, target = converted_types(node)
-        # Of a shard and a whole value the latter is what the ranks communicate.
+        # Ranks communicate the larger one: the whole value, not the shard.
         nbytes = max(map(_local_bytes, (node, *node.all_input_nodes)))
         kind = CONVERSIONS[source.kind, target.kind].forward
         return collective_seconds(kind, nbytes, mesh.degree(note(node).axis), machine)
@@ -215,7 +215,7 @@ def local_payload(node: Node, mesh: Mesh) -> float:
 
 
 def converted_bytes(node: Node, mesh: Mesh) -> float:
-    """Return the bytes that the ranks along the axis of a conversion convert together: other axes may cut the value."""
+    """Return the bytes that all ranks along the axis of a conversion convert together; other axes may cut the value."""
     others = [axis for axis, _ in note(node).layout.shards if axis != note(node).axis]
     return payload(node) / math.prod(map(mesh.degree, others))
 
@@ -223,9 +223,9 @@ def converted_bytes(node: Node, mesh: Mesh) -> float:
 def conversion_seconds(
     source: ValueType, target: ValueType, nbytes: float, degree: int, machine: Machine
 ) -> float:
-    """Return the seconds of a conversion, forward and backward; infinite where there is none.
+    """Return the seconds of a conversion, forward and backward; infinite if there is none.
 
-    It takes ring collectives over `degree` ranks, of a value of `nbytes` in all.
+    It takes ring collectives over `degree` ranks, for a whole value of `nbytes`.
     """
     if source == target:
         return 0.0
@@ -238,7 +238,7 @@ def conversion_seconds(
 def conversion_price(
     source: ValueType, target: ValueType, nbytes: float, degree: int, machine: Machine
 ) -> float:
-    """Return the price of a conversion in a plan: its seconds, and a latency more for each collective."""
+    """Return the price of a conversion in a plan: its seconds, and one more latency for each collective."""
     seconds = conversion_seconds(source, target, nbytes, degree, machine)
     if source == target or math.isinf(seconds):
         return seconds
@@ -248,15 +248,15 @@ def conversion_price(
 
 
 def odd_layer_price(nbytes: int, degree: int, machine: Machine) -> float:
-    """Return the price, in seconds, of a first layer that reads its value (`nbytes`) in another type than the others theirs.
+    """Return the price, in seconds, of a first layer that reads its value (`nbytes`) in another type than the other layers.
 
-    Layers that hand on anything but a whole value, a pending sum, or shards of tokens pay it, too.
+    Layers also pay it if they pass on anything but a whole value, a partial sum, or shards of tokens.
     """
     return PER_ODD_LAYER * collective_seconds("all-reduce", nbytes, degree, machine)
 
 
 def collective_seconds(kind: str, nbytes: float, degree: int, machine: Machine) -> float:
-    """Return the seconds of one direction of a conversion of `nbytes` in all: a ring collective, local work, or nothing."""
+    """Return the seconds of one direction of a conversion of a value of `nbytes`: a ring collective, local work, or nothing."""
     if kind in LOCAL_WORK:
         return nbytes / machine.memory_bandwidth
     if kind in LOCAL_KINDS:

@@ -1,14 +1,14 @@
 """Run an operator on random numbers, whole and in pieces, and compare values and gradients.
 
-In: a `Call` (an operator, its arguments, the shapes of its tensors) and a `Claim` (dims said to run together). Out: what
-differs. A claim is true where the pieces' values are the pieces of the value (or add up to it, where the result has no
-such dim), and the pieces' gradients the pieces of the gradient (added up, for operands that lack the dim): in float64, for
-every way of dividing in `divisions`, single and scattered entries among them, and every kind of random numbers in `DRAWS`.
+In: a `Call` (an operator, its arguments, the shapes of its tensors) and a `Claim` (dims that run together). Out: the
+difference, if there is one. A claim holds if the values of the pieces are pieces of the value (or add up to it, if the result
+has no such dim), and the gradients of the pieces are pieces of the gradient (or add up to it, for operands that lack the dim):
+in float64, for all divisions in `divisions`, including single and scattered entries, and all kinds of numbers in `DRAWS`.
 
-A call that fails cannot be tried (`CannotTry`). One that writes into its operands, gives other values when it is called again,
-or reads how its operands lie in memory is `Unfit` to be split in any way.
+A call that fails cannot be tried (`CannotTry`). An operator that writes into its operands, returns different values when it is
+called again, or whose result depends on strides is `Unfit` to be split at all.
 
-    make_trial(call).differs(Claim(places=(0, None), out=0))     # "" where dim 0 of the first operand is dim 0 of the result
+    make_trial(call).differs(Claim(places=(0, None), out=0))     # "" if dim 0 of the first operand is dim 0 of the result
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from autoptd.compat import OpOverload
 
-# On at least this many of DRAWS the operator must give finite values that are not all equal.
+# On at least this many of DRAWS, the values must be finite and not all equal.
 MIN_DRAWS = 3
-# How much larger the roundings of a backward may be that takes logarithms.
+# The factor by which rounding errors of a backward with logarithms may be larger.
 LINEARITY_TOLERANCE = 1000
 Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]
 DRAWS: tuple[Draw, ...] = (
@@ -39,14 +39,14 @@ DRAWS: tuple[Draw, ...] = (
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor stands among the arguments of a call."""
+    """The place of a tensor among the arguments of a call."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Call:
-    """All that an answer depends on: the operator, its arguments (with slots for tensors), shapes and dtypes of the tensors."""
+    """Everything that an answer depends on: the operator, its arguments (with slots for tensors), their shapes and dtypes."""
 
     target: OpOverload
     args: tuple[Any, ...]
@@ -56,39 +56,39 @@ class Call:
     needs_grad: bool
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the results on these tensors; CannotTry if it fails, or gives anything but tensors of one rank."""
+        """Return the results for these tensors; CannotTry if it fails, or does not return tensors of equal rank."""
         args, kwargs = _fill(self.args, tensors), _fill(self.kwargs, tensors)
         try:
             result = self.target(*args, **dict(kwargs))
-        # An operator may fail in any way on sizes that it was not made for.
+        # An operator may fail in any way on unsupported sizes.
         except Exception as error:
             first_line = (str(error).splitlines() or [repr(error)])[0]
             raise CannotTry(f"it fails on random numbers: {first_line}") from error
         results = tuple(result) if isinstance(result, (tuple, list)) else (result,)
         are_tensors = bool(results) and all(isinstance(value, Tensor) for value in results)
         if not are_tensors or len({value.dim() for value in results}) > 1:
-            raise CannotTry("it gives no tensor, or several with unlike dims")
+            raise CannotTry("it returns no tensor, or several with different numbers of dims")
         return results
 
 
 @dataclass(frozen=True)
 class Claim:
-    """Dims said to run together: one of each operand (None: not that operand), and of the result (None: summed over)."""
+    """Dims that run together: one of each operand (None: not that operand), and of the result (None: contracted)."""
 
     places: tuple[int | None, ...]
     out: int | None
 
 
 class CannotTry(Exception):
-    """Why an operator cannot be tried."""
+    """The reason why an operator cannot be tried."""
 
 
 class Unfit(CannotTry):
-    """Why no rule can hold for an operator."""
+    """The reason why no rule can hold for an operator."""
 
 
 def divisions(size: int) -> list[list[Tensor]]:
-    """Return ways to divide `size` entries: near both ends, in the middle, and scattered, as shards of an inner factor are.
+    """Return ways to divide `size` entries: near both ends, in the middle, and scattered, like shards of an inner factor.
 
     The last two are the hardest.
     """
@@ -104,19 +104,19 @@ def divisions(size: int) -> list[list[Tensor]]:
 
 @dataclass(frozen=True)
 class Answer:
-    """The results of a run and the gradients of its operands (None: no gradient reaches it, or it is no float)."""
+    """The results of a run, and the gradients of its operands (None: no gradient reaches it, or it is not a float)."""
 
     values: tuple[Tensor, ...]
     gradients: tuple[Tensor | None, ...]
 
     def limits(self) -> tuple[float, float]:
-        """Relative tolerance, and the size below which a tensor is noise compared with the others."""
+        """Return the relative tolerance, and the magnitude below which a tensor is noise compared with the others."""
         return _tolerance(self.values), 1e-3 * max(map(_size_of, (*self.values, *self.gradients)))
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A call on one choice of sizes: its operands, cotangents and answers for every draw that says something."""
+    """A call on one choice of sizes: its operands, cotangents and answers for every informative draw."""
 
     call: Call
     drawn: tuple[tuple[Tensor, ...], ...]
@@ -128,7 +128,7 @@ class Trial:
         return self.whole[0].values[0].dim()
 
     def differs(self, claim: Claim) -> str:
-        """Say what is not as `claim` says; return "" if everything is."""
+        """Return what contradicts `claim`; "" if nothing does."""
         sizes = {self.call.shapes[i][dim] for i, dim in enumerate(claim.places) if dim is not None}
         if claim.out is not None:
             sizes |= {value.shape[claim.out] for value in self.whole[0].values}
@@ -143,7 +143,7 @@ class Trial:
                     difference = str(error)
                 if difference:
                     return difference
-            # All ways for the first numbers; for the others the hardest.
+            # All ways for the first numbers, for the others only the hardest.
             ways = ways[-2:]
         return ""
 
@@ -161,25 +161,27 @@ class Trial:
             given = [_take(cotangent, claim.out, ids) for cotangent in cotangents]
             pieces.append(answer(self.call, operands, given))
         if any(len(piece.values) != len(whole.values) for piece in pieces):
-            return "the pieces give another number of results"
+            return "the pieces have another number of results"
         limits = whole.limits()
-        # The values are pieces of the result, or addends where the result lacks the dim; so are gradients.
+        # Values are pieces of the result, or addends if the result lacks the dim; likewise gradients.
         for i, value in enumerate(whole.values):
             values = [piece.values[i] for piece in pieces]
             if claim.out is None and not value.is_floating_point():
-                return "its result is no sum over that dim"
+                return "its result is not a sum over that dim"
             if not _matches(values, value, claim.out, division, limits):
-                return "the result of the pieces is another" + ("" if claim.out is not None else ", added up")
+                return (
+                    "the results of the pieces" + ("" if claim.out is not None else ", added up,") + " differ"
+                )
         for i, gradient in enumerate(whole.gradients):
             gradients = [piece.gradients[i] for piece in pieces]
             if gradient is None and any(other is not None for other in gradients):
-                return f"pieces give operand {i} a gradient, the whole does not"
+                return f"operand {i} has a gradient in pieces, and none as a whole"
             if gradient is not None and not _matches(gradients, gradient, claim.places[i], division, limits):
-                return f"the gradient of operand {i} is another"
+                return f"the gradient of operand {i} differs"
         return ""
 
     def is_linear(self) -> bool:
-        """Tell whether backward is linear in the gradient that it is given: only then may partial sums go through it."""
+        """Tell whether backward is linear in its output gradient, so that it may run on partial sums."""
         for drawn, cotangents, whole in zip(self.drawn, self.cotangents, self.whole, strict=True):
             if all(gradient is None for gradient in whole.gradients):
                 continue
@@ -209,9 +211,9 @@ class Trial:
 
 @cache
 def make_trial(call: Call) -> Trial:
-    """Draw operands and run the call; raises CannotTry or Unfit where it is refused as a whole."""
+    """Draw operands and run the call; CannotTry or Unfit if it is refused as a whole."""
     drawn, cotangents, whole = [], [], []
-    # Small and large, positive and mixed: an operator may be additive on one kind of numbers by chance.
+    # Small and large, positive and mixed: on one kind of numbers, an operator may be additive by chance.
     for seed, draw in enumerate(DRAWS):
         source = torch.Generator().manual_seed(1000 + seed)
         tensors = []
@@ -221,16 +223,16 @@ def make_trial(call: Call) -> Trial:
         for value in answer(call, tensors, None).values:
             given.append(torch.randn(value.shape, generator=source, dtype=torch.float64).to(value.dtype))
         first = answer(call, tensors, given)
-        # Stateful or nondeterministic: two pieces could not be compared with one whole.
+        # Pieces of a stateful or nondeterministic operator cannot be compared with the whole.
         if not _equal(first, answer(call, tensors, given)):
-            raise Unfit("it gives other values when it is called again")
+            raise Unfit("it returns different values when it is called again")
         if _is_informative(first):
-            # Only with an answer worth comparing: NaN equals nothing.
+            # Only for an informative answer: NaN is not equal to itself.
             _check_layout(call, tensors, first)
             drawn.append(tuple(tensors))
             cotangents.append(tuple(given))
             whole.append(first)
-    # log of negative numbers is NaN: such draws say nothing, and few that do would prove little.
+    # The logarithm of negative numbers is NaN: such draws are skipped, and too few others would prove little.
     if len(whole) < MIN_DRAWS:
         raise CannotTry("its values or gradients on random numbers are all equal, zero, or not finite")
     for values in zip(*(first.values for first in whole), strict=False):
@@ -240,12 +242,12 @@ def make_trial(call: Call) -> Trial:
 
 
 def answer(call: Call, tensors: Sequence[Tensor], cotangents: Sequence[Tensor] | None) -> Answer:
-    """Run a call; with gradients for these cotangents, where the trace says that it has any."""
+    """Run a call, and its backward for these cotangents if it has gradients in the trace."""
     leaves = []
     for x in tensors:
         leaves.append(x.detach().clone().requires_grad_(x.is_floating_point() and call.needs_grad))
     with torch.enable_grad():
-        # Not the leaves themselves: autograd would refuse an operator that writes into them, and say something else.
+        # Not the leaves themselves: if the operator wrote into them, autograd would raise another error.
         read = [leaf.clone() if leaf.requires_grad else leaf for leaf in leaves]
         values = call.run(read)
         if any(not torch.equal(after, before) for after, before in zip(read, tensors, strict=True)):
@@ -269,22 +271,22 @@ def answer(call: Call, tensors: Sequence[Tensor], cotangents: Sequence[Tensor] |
 
 
 def _check_layout(call: Call, tensors: list[Tensor], first: Answer) -> None:
-    """Raise Unfit if operands with other strides, as they may have on a rank, give other values."""
+    """Raise Unfit if results differ for operands with other strides, which a rank may have."""
     try:
         strided = answer(call, [x.mT.contiguous().mT if x.dim() > 1 else x for x in tensors], None)
     except CannotTry:
-        # It refuses such operands by itself: no silent mistake.
+        # It refuses such operands, so the fault would not be silent.
         return
     tolerance = _tolerance(first.values)
     for value, expected in zip(strided.values, first.values, strict=True):
         if value.shape != expected.shape or not _close(value, expected, tolerance, 0.0):
-            raise Unfit("it reads how its operands lie in memory")
+            raise Unfit("its result depends on the strides of its operands")
 
 
 def _is_informative(found: Answer) -> bool:
     """Tell whether an answer can contradict a claim: finite, not one number everywhere, gradients not all zero.
 
-    Zeros add up to zeros however they are cut.
+    Zeros add up to zeros, however they are cut.
     """
     gradients = [gradient for gradient in found.gradients if gradient is not None]
     if not all(bool(x.isfinite().all()) for x in (*found.values, *gradients)):
@@ -331,7 +333,7 @@ def _matches(
     division: list[Tensor],
     limits: tuple[float, float],
 ) -> bool:
-    """Tell whether pieces are those of `whole` along `dim`, or add up to it where that is None.
+    """Tell whether pieces are those of `whole` along `dim`, or add up to it if `dim` is None.
 
     A gradient that is None counts as zeros.
     """
@@ -357,7 +359,7 @@ def _close(value: Tensor, expected: Tensor, tolerance: float, scale: float) -> b
 
 
 def _tolerance(values: Sequence[Tensor]) -> float:
-    """Return some hundred roundings of the dtype."""
+    """Return the relative tolerance: 300 times the machine epsilon."""
     eps = [torch.finfo(value.dtype).eps for value in values if value.is_floating_point()]
     return 300 * max(eps, default=0.0)
 
@@ -367,7 +369,7 @@ def _size_of(x: Tensor | None) -> float:
 
 
 def _equal(first: Answer, second: Answer) -> bool:
-    """Compare to the bit; NaN equals NaN."""
+    """Compare bit by bit; NaN equals NaN."""
     pairs = zip((*first.values, *first.gradients), (*second.values, *second.gradients), strict=True)
     for a, b in pairs:
         if a is None or b is None:

@@ -1,12 +1,16 @@
-"""Operators of which no record says how they may be split: the user's own rules, and what probing finds.
+"""Operators without a record: how they may be split, according to the user's rules, or to probing.
 
-`register_rule` takes a row of letters for an operator of torch's registry. When the operator is met, every letter is tried on
-random numbers (`trials.py`), and a row that is wrong is a PlanError. What nobody registered is probed for all of its dims.
+In: a node. Out: its links, with their origin, or the reason why the operator must stay whole.
 
-In: a node. Out: its links, with where they come from.
+`register_rule` declares letters for an operator of torch's registry. When a model with the operator is compiled, every letter
+is tried on random numbers (`trials.py`), and a wrong rule is a PlanError. An operator without a rule is probed: every claim
+that its shapes allow (which dims run together) is tried, on small sizes that are all different and on those of the trace.
+Operators that cannot be tried are refused, without a trial if they draw random numbers or write into their operands.
 
     register_rule("mine::scale", "... d, d -> ... d")
     unlisted_links(node).origin     # "registered and probed"
+    probe(node).claims              # (Claim(places=(0, None), out=0),): dim 0 of the first operand is dim 0 of the result
+    probe(node).refused             # "it draws random numbers"
 """
 
 from __future__ import annotations
@@ -33,13 +37,22 @@ from autoptd.passes.ops.trials import Call, CannotTry, Claim, Slot, Trial, Unfit
 SITE = "register_rule"
 EXAMPLE = 'register_rule("ns::op", "b s d, d -> b s d"), "..." for any leading dims, d* for a dim that must stay whole'
 TERM = re.compile(r"(\.\.\.\s+|\.\.\.$)?([a-z]\w*\*?(\s+|$))*", re.IGNORECASE)
-# The users' rules: filled by register_rule alone, before anything is compiled.
+# The users' rules, which only register_rule adds.
 REGISTERED: dict[str, Operator] = {}
+# One for each size of the trace: no two dims of different sizes can be confused.
+SMALL_SIZES = (5, 7, 11, 13, 17, 19, 23, 29)
+# An operator with larger operands is not tried on the sizes of the trace.
+MAX_ELEMENTS = 1 << 16
+# Dims of a size for which more combinations are possible are not tried.
+MAX_CLAIMS = 256
+NOT_LINEAR = "its backward is not linear in its output gradient"
+PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class Unlisted:
-    """The links of an operator without a row, and their origin; `refused` says why there are none to split it by."""
+    """The links of an operator without a record, and their origin, or the reason why it is `refused`."""
 
     links: list[Link]
     origin: str = ""
@@ -56,25 +69,25 @@ class Unlisted:
 def register_rule(op: str, letters: str) -> None:
     """Declare how the dims of an operator correspond: `register_rule("ns::op", "b s d, d -> b s d")`.
 
-    `op` is an operator of torch's registry, such as `torch.library.custom_op` makes. `letters` names the dims of its tensor
-    arguments, in order, and of its result (of each, where it gives several alike). The operator may be split along every
-    letter: where the result has it, its pieces are the pieces of the result; where it has not, they add up to the result.
-    `...` stands for any leading dims; a starred letter (`d*`) must stay whole. When a model with the operator is compiled, each
-    letter is tried on random numbers, values and gradients: PlanError if the rule does not hold.
+    `op` is an operator in torch's registry, for example one that `torch.library.custom_op` created. `letters` names the dims of
+    its tensor arguments, in order, and of its result (of each result, if it has several alike). The operator may be split along
+    every letter: the results on pieces are pieces of the result if that has the letter, and else add up to the result. `...`
+    stands for any leading dims; a starred letter (`d*`) must stay whole. When a model with the operator is compiled, each
+    letter is tried on random numbers, for values and gradients. Compiling raises PlanError if the rule does not hold.
     """
     namespace, _, name = op.replace("::", ".", 1).partition(".")
     known = getattr(getattr(torch.ops, namespace), name, None) if name.isidentifier() else None
     if not isinstance(known, OpOverloadPacket):
-        raise PlanError(SITE, f"torch knows no operator {op}", "import the module that defines it first")
-    # Of one operator all overloads are taken to be alike; custom_op makes one.
+        raise PlanError(SITE, f"torch has no operator {op}", "import the module that defines it first")
+    # All overloads of an operator are assumed to be alike; custom_op creates one.
     overload = getattr(known, known.overloads()[0])
     if is_listed(overload):
-        raise PlanError(SITE, f"{op} has a row of AutoPTD's own, which is proven", "leave it out")
+        raise PlanError(SITE, f"AutoPTD already has a tested rule for {op}", "remove the call")
     left, arrow, right = letters.partition("->")
     # "b s d, d -> b s d" -> ["b s d", "d", "b s d"]
     terms = [*left.split(","), right]
     if not arrow or not all(TERM.fullmatch(term.strip()) for term in terms):
-        raise PlanError(SITE, f"{letters!r} is no rule", EXAMPLE)
+        raise PlanError(SITE, f"invalid rule {letters!r}", EXAMPLE)
     for term in terms:
         words = [word.rstrip("*") for word in term.split()]
         if len(set(words)) < len(words):
@@ -97,7 +110,7 @@ def _with_stars(terms: list[str]) -> str:
                 read.add(letter)
             if word.endswith("*"):
                 starred.add(letter)
-    # A dim of the result that no operand has cannot be cut: no slice of an operand says how long it is.
+    # A dim of the result that no operand has cannot be cut: no slice of an operand determines its length.
     starred |= {word for word in right if word.rstrip("*") not in read}
     marked = []
     for words in (*left, right):
@@ -107,7 +120,7 @@ def _with_stars(terms: list[str]) -> str:
 
 
 def unlisted_links(node: Node) -> Unlisted:
-    """Return the links of an operator without a row, proven by trying it where that is possible.
+    """Return the links of an operator without a record, tried on random numbers if possible.
 
     Raises PlanError for a registered rule that does not hold.
     """
@@ -123,7 +136,7 @@ def _link(claim: Claim) -> Link:
     members = {i: Member((dim,)) for i, dim in enumerate(claim.places) if dim is not None}
     if claim.out is not None:
         return Link(f"d{claim.out}", members, Member((claim.out,)))
-    # A contracted dim has no name in the result: it goes by its place in the first operand that has it.
+    # A contracted dim has no name in the result: it is named by its place in the first operand that has it.
     first, member = next(iter(members.items()))
     return Link(f"d{member.dims[0]} of operand {first}", members, None)
 
@@ -148,9 +161,9 @@ def _registered(node: Node, letters: str) -> Unlisted:
 
 
 def _small_shapes_of(call: Call, node_links: list[Link]) -> Shapes:
-    """Return small shapes for the operands with one size per letter, all of them different."""
+    """Return small shapes for the operands, with a different size for each letter."""
     sizes = [list(shape) for shape in call.shapes]
-    # One made-up size for each letter, to be replaced by small ones that all differ.
+    # A placeholder size for each letter, which `small_shapes` replaces.
     different = small_shapes(tuple((k,) for k in range(2, 2 + len(node_links))))
     for link, (size,) in zip(node_links, different, strict=True):
         for i, member in link.operands.items():
@@ -159,7 +172,9 @@ def _small_shapes_of(call: Call, node_links: list[Link]) -> Shapes:
 
 
 def _no_rule(node: Node, reason: str) -> PlanError:
-    return PlanError(site(node), f"no rule can hold for {op_name(node)}: {reason}", "leave register_rule out")
+    return PlanError(
+        site(node), f"no rule can hold for {op_name(node)}: {reason}", "remove the register_rule"
+    )
 
 
 def _check_link(node: Node, letters: str, link: Link, operand_count: int, trials: list[Trial]) -> None:
@@ -171,24 +186,26 @@ def _check_link(node: Node, letters: str, link: Link, operand_count: int, trials
         i, member = next(iter(link.operands.items()))
         fact = f"{op_name(node)} does not follow its rule {letters!r}: "
         fact += f"cut along {link.name} (dim {member.dims[0]} of operand {i}), {difference}"
-        raise PlanError(site(node), fact, f"another rule, or {link.name}* if it must stay whole")
+        raise PlanError(site(node), fact, f"a correct rule, or {link.name}* if it must stay whole")
 
 
 def _check_fits(node: Node, letters: str) -> None:
-    """Raise PlanError unless the rule names every dim of every tensor, and equal letters are equally long."""
+    """Raise PlanError unless the rule names every dim of every tensor, and equal letters have equal sizes."""
     left, right = letters.split(" -> ")
     terms = [*left.split(", "), right]
     shapes = [*map(shape, operands(node)), shape(node)]
     read = ", ".join(str(list(size)) for size in shapes[:-1])
     remedy = f"a rule for these shapes: {read} -> {list(shapes[-1])}"
     if len(terms) != len(shapes):
-        fact = f"{op_name(node)} reads {len(shapes) - 1} tensors, its rule {letters!r} names {len(terms) - 1}"
+        fact = f"{op_name(node)} reads {len(shapes) - 1} tensors, and its rule {letters!r} names {len(terms) - 1}"
         raise PlanError(site(node), fact, remedy)
 
     misfit = _misfit(terms, shapes)
     if misfit is not None:
         term, size = misfit
-        fact = f"{op_name(node)} has a tensor of {len(size)} dims where its rule {letters!r} says {term!r}"
+        fact = (
+            f"{op_name(node)} has a tensor of {len(size)} dims, for which its rule {letters!r} has {term!r}"
+        )
         raise PlanError(site(node), fact, remedy)
     lengths: dict[str, set[int]] = {}
     for term, size in zip(terms, shapes, strict=True):
@@ -199,13 +216,13 @@ def _check_fits(node: Node, letters: str) -> None:
     for word, different in lengths.items():
         # A dim of size 1 is broadcast.
         if len(different - {1}) > 1:
-            fact = f"{op_name(node)} has sizes {sorted(different)} where its rule {letters!r} says {word}"
+            fact = f"{op_name(node)} has the sizes {sorted(different)} for {word} of its rule {letters!r}"
             raise PlanError(site(node), fact, remedy)
 
 
 def _misfit(terms: list[str], shapes: list[tuple[int, ...]]) -> tuple[str, tuple[int, ...]] | None:
     """Return the first term that does not name every dim of its tensor, with the tensor's shape."""
-    # How many dims each `...` stands for: that of the result must be the longest of the operands'.
+    # The number of dims that each `...` stands for: in the result, as many as in the longest operand.
     dots = []
     for term, size in zip(terms, shapes, strict=True):
         if "..." in term.split():
@@ -220,30 +237,9 @@ def _misfit(terms: list[str], shapes: list[tuple[int, ...]]) -> tuple[str, tuple
     return None
 
 
-# One for each size of the trace: no two dims of other sizes can be confused.
-SMALL_SIZES = (5, 7, 11, 13, 17, 19, 23, 29)
-
-
-# An operator with larger operands is not tried on the sizes of the trace.
-MAX_ELEMENTS = 1 << 16
-
-
-# Of a size that more combinations of dims have, none is tried.
-MAX_CLAIMS = 256
-
-
-NOT_LINEAR = "its backward is not linear in the gradient that it is given"
-
-
-PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-
-Shapes = tuple[tuple[int, ...], ...]
-
-
 @dataclass(frozen=True)
 class Probed:
-    """The true claims, or why there are none; `is_linear`: backward is linear in the gradient that it is given."""
+    """The claims that hold, or the reason why none does; `is_linear`: backward is linear in its output gradient."""
 
     claims: tuple[Claim, ...]
     refused: str = ""
@@ -253,7 +249,7 @@ class Probed:
 def probe(node: Node) -> Probed:
     """Try all claims that the shapes of `node` allow."""
     try:
-        # If the operator draws numbers nevertheless, the user's stream of them must not change.
+        # Even if the operator draws random numbers, the state of the user's generator must not change.
         with torch.random.fork_rng(devices=[]):
             return _probe(call_of(node))
     except CannotTry as error:
@@ -267,11 +263,11 @@ def _probe(call: Call) -> Probed:
     if not all(trial.is_linear() for trial in trials):
         return Probed((), NOT_LINEAR, is_linear=False)
     true = tuple(claim for claim in _candidates(trials[0]) if not contradiction(trials, claim))
-    return Probed(true, "" if true else "pieces of every dim give other values or gradients")
+    return Probed(true, "" if true else "values or gradients differ in pieces of every dim")
 
 
 def contradiction(trials: Sequence[Trial], claim: Claim) -> str:
-    """Say what differs if `claim` is false; return "" if it is true."""
+    """Return what differs if `claim` is false; "" if it is true."""
     for trial in trials:
         difference = trial.differs(claim)
         if difference:
@@ -280,7 +276,7 @@ def contradiction(trials: Sequence[Trial], claim: Claim) -> str:
 
 
 def call_of(node: Node) -> Call:
-    """Return the signature of a node's call; CannotTry where it must not be tried."""
+    """Return the signature of a node's call; CannotTry if it must not be tried."""
     target, read = node.target, operands(node)
     if not isinstance(target, OpOverload):
         raise CannotTry("it is not in torch's registry of operators")
@@ -292,7 +288,7 @@ def call_of(node: Node) -> Call:
         raise CannotTry("it reads no tensors")
     if any(tensor(operand).is_complex() for operand in read):
         raise CannotTry("its operands are complex")
-    # A tensor that is read twice is two slots: the operator cannot know that they are the same.
+    # A tensor that is read twice gets two slots: the operator cannot know that they are the same.
     numbers = iter(range(len(read)))
 
     def freeze(arg: Any) -> Any:
@@ -301,7 +297,7 @@ def call_of(node: Node) -> Call:
         if isinstance(arg, (list, tuple)):
             return tuple(map(freeze, arg))
         if not isinstance(arg, PLAIN):
-            raise CannotTry(f"its argument {arg} is no plain value")
+            raise CannotTry(f"its argument {arg} is not a plain value")
         return arg
 
     args = freeze(node.args)
@@ -312,15 +308,15 @@ def call_of(node: Node) -> Call:
 
 
 def _sizes(shapes: Shapes) -> list[int]:
-    """Return the different sizes of dims, without 1, in the order in which they appear."""
+    """Return the different sizes of dims except 1, in order of appearance."""
     sizes = dict.fromkeys(itertools.chain.from_iterable(shapes))
     return [size for size in sizes if size > 1]
 
 
 def small_shapes(shapes: Shapes) -> Shapes:
-    """Replace the sizes of the trace by small ones, all different; a dim of size 1 is broadcast and stays so."""
+    """Replace the sizes of the trace by small ones that all differ; a dim of size 1 is broadcast, and keeps its size."""
     sizes = _sizes(shapes)
-    # More different sizes than we have small ones: tried on those of the trace alone.
+    # With more different sizes than small ones, those of the trace stay.
     if len(sizes) > len(SMALL_SIZES):
         return shapes
     new = dict(zip(sizes, SMALL_SIZES, strict=False))
@@ -331,19 +327,19 @@ def small_shapes(shapes: Shapes) -> Shapes:
 
 
 def trials_of(call: Call, small: Shapes) -> list[Trial]:
-    """Try the call on small sizes, if it takes them, and on those of the trace, unless they are too large.
+    """Try the call on small sizes, if it accepts them, and on those of the trace, unless they are too large.
 
-    Raises CannotTry where neither works, or those of the trace should and do not.
+    Raises CannotTry if neither works, or if those of the trace are small enough and fail.
     """
     trials: list[Trial] = []
     reason = ""
-    # On sizes of the trace too, since an operator may depend on them (an FFT, a kernel of fixed width).
+    # Also on sizes of the trace, since an operator may depend on them (an FFT, a kernel of fixed width).
     is_small = all(math.prod(shape) <= MAX_ELEMENTS for shape in call.shapes)
     choices = [small, call.shapes] if is_small else [small]
     for shapes in dict.fromkeys(choices):
         try:
             trials.append(make_trial(replace(call, shapes=shapes)))
-        # No rule holds on any sizes.
+        # No rule holds, whatever the sizes.
         except Unfit:
             raise
         except CannotTry as error:

@@ -1,4 +1,4 @@
-"""The solver's answers, as later passes read them: what was decided over each axis, and how to convert values accordingly."""
+"""The solver's answers, for later passes: the decisions over each axis, and the conversions of values that follow from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Seconds = Callable[[Node, Layout, Layout], float]
 
 @dataclass
 class Assignment:
-    """The solver's answer over one axis: a strategy per node, and what is needed to follow and to explain it.
+    """The solver's answer over one axis: a strategy per node, and the data to follow and to explain it.
 
     - `shared_conversions`: the type to which a value with several readers is converted once.
     - `entries`: the types in which repeated layers begin with a value from before them; `enters`: what the second layer

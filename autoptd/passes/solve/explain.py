@@ -1,6 +1,6 @@
-"""Explain why an operator or a parameter is split as it is, and what every other way would have cost.
+"""Explain how an operator or a parameter is split and why, with the price of every alternative.
 
-In: the solver's answer, and the path of a module. Out: text. The price of an alternative is that of the best complete plan
+In: the solver's answer, and the path of a module. Out: text. The price of an alternative is the cost of the best complete plan
 with it, minus that of the chosen plan: seconds per microbatch, forward and backward, with memory priced in (`ir/machine.py`).
 Repeated layers are decided together: the price is per layer, if all of them change.
 
@@ -8,7 +8,7 @@ Repeated layers are decided together: the price is per layer, if all of them cha
     # transformer.h.3.mlp.c_fc  linear (gpt.py:65)
     #   chosen    S(tp, dim 2: [3072])  column: 3072 = 4 x 768
     #   +61.2 us  P                     row: its input arrives sharded, 768 = 4 x 192
-    #   product: 2*b*h*n3072*s FLOPs forward, a t-th of them on each rank: 9.66e+09
+    #   product: 2*b*h*n3072*s FLOPs forward, 1/t of them on each rank: 9.66e+09
     #   reads aten.layer_norm as R: all-reduce backward, 8*b*h*s*(t - 1)/(W*t) + L seconds: 4.72e-05
 """
 
@@ -34,14 +34,14 @@ from autoptd.passes.solve.symbols import Symbols
 
 MAX_LINES = 8
 KEPT_PLAN_REMARK = (
-    "sequence_parallel=True: what is split without it stays split; only what stands between may be split by tokens. "
-    '"auto" may split all of it otherwise'
+    "sequence_parallel=True: products and parameters stay split as they would be without it, and only operators between them "
+    'may be split by tokens; "auto" may split everything differently'
 )
 
 
 @dataclass(frozen=True)
 class Formula:
-    """A cost as an expression in named sizes, with its subject, its unit, and the number that was minimised."""
+    """A cost as an expression in named sizes, with its subject, its unit, and the number that was minimized."""
 
     what: str
     expression: Any
@@ -57,9 +57,9 @@ def formulas(assignment: Assignment, symbols: Symbols, node: Node) -> list[Formu
     assert assignment.splitter is not None
     strategies = assignment.strategies
     split = any(types.shards for types in strategies[node].needs.values())
-    share = f", a {AXES[assignment.axis].degree}-th of them on each rank" if split else ", on every rank"
+    share = f", 1/{AXES[assignment.axis].degree} of them on each rank" if split else ", on every rank"
     costs = [Formula("product:", symbols.flops(node), f"FLOPs forward{share}", flops(node))]
-    # (what, value, the types it is wanted in)
+    # (subject, value, the types in which it is read)
     reads = [(f"reads {_name(operand)}", operand, types) for operand, types in strategies[node].needs.items()]
     gives = [
         ("gives", node, strategy.needs[node]) for strategy in strategies.values() if node in strategy.needs
@@ -82,7 +82,7 @@ def _name(node: Node) -> str:
 
 
 def _work(what: str, path: Sequence[Step], target: Layout) -> str:
-    """Say what a conversion does: `reads layer_norm as R: all-reduce backward,`. Local work shows only if it is all."""
+    """Describe a conversion: `reads layer_norm as R: all-reduce backward,`. Local work is shown if there is no collective."""
     local, collectives = [], []
     for step in path:
         row = CONVERSIONS[step.before.kind, step.after.kind]
@@ -95,10 +95,10 @@ def _work(what: str, path: Sequence[Step], target: Layout) -> str:
 
 
 def explain_split(assignments: Mapping[str, Assignment], path: str, remark: str = "") -> str:
-    """Return what was decided for the parameters and matrix products of the module at `path` (or one parameter), and why.
+    """Explain the parameters and matrix products of the module at `path`, or one parameter.
 
-    `assignments` are those of all axes. `remark` is about the whole plan, and stands at the end. Raises PlanError for a
-    path without anything to split.
+    `assignments` are those of all axes. `remark` is about the whole plan, and comes last. Raises PlanError for a path
+    without anything to split.
     """
     texts = []
     for assignment in assignments.values():
@@ -111,8 +111,8 @@ def explain_split(assignments: Mapping[str, Assignment], path: str, remark: str 
 
 
 def _explain_axis(assignment: Assignment, problem: Problem, path: str, remark: str) -> str:
-    """Return what was decided over one axis."""
-    # With the dot, "h.1" does not take in "h.10".
+    """Explain the decisions over one axis."""
+    # With the dot, "h.1" does not include "h.10".
     within = [node for node in problem.variable if f"{_path(node)}.".startswith(f"{path}.")]
     if not within:
         near = difflib.get_close_matches(path, _known_paths(problem), n=3, cutoff=0.3)
@@ -125,7 +125,7 @@ def _explain_axis(assignment: Assignment, problem: Problem, path: str, remark: s
     assert assignment.splitter is not None
     symbols = Symbols(assignment.splitter, assignment.letters)
     lines, expressions = [], []
-    # A module without weights or products, as a norm of its own, shows its first operators.
+    # A module without weights or products shows its first operators.
     for node in main_nodes or within[:MAX_LINES]:
         lines += _lines(problem, node)
         for cost in formulas(assignment, symbols, node) if flops(node) else []:

@@ -250,7 +250,7 @@ class Variables:
     def _edges(
         self, node: Node, readers: list[Node], source: TypeVariable, shared: TypeVariable | None
     ) -> list[Factor]:
-        """Price the conversions of `node` from a type of `source` to each reader, and what is saved of it for backward.
+        """Price the conversions of `node` from a type of `source` to each reader, and the values saved for backward.
 
         A reader converts it directly or, if that is cheaper, from the type of the `shared` conversion.
         """

@@ -1,9 +1,9 @@
-"""Parameters whose sharding is pinned by hand: the key `shard` of a plan.
+"""Pin the sharding of parameters: the key `shard` of a plan.
 
 In: entries `{"pattern": "transformer.h.*.mlp.c_fc.weight", "dim": 0, "axis": "tp"}`; a star stands for a number, `"dim": null`
 for a parameter that is kept whole; without an axis, an entry is about the axis that splits parameters. Out: for every
-parameter that a pattern names, the `Pin` that restricts its strategies over the axis. All others are left to the solver. Pins
-that no plan can keep are refused; where two exclude each other, the error names both.
+parameter that matches a pattern, the `Pin` that restricts its strategies over the axis. The solver decides all others. Pins
+that no plan can keep are refused; if two exclude each other, the error names both.
 
     pins = find_pins(graph, read_shard(plan["shard"], ("tp",), "tp")["tp"])
     # {weight node: Pin("transformer.h.*.mlp.c_fc.weight", dim=0), ...}
@@ -34,11 +34,11 @@ SITE = "plan: shard"
 
 @dataclass(frozen=True)
 class Pin:
-    """One entry of a plan: parameters like `pattern` are sharded along `dim`, or whole where that is None."""
+    """One entry of a plan: parameters that match `pattern` are sharded along `dim`, or whole if it is None."""
 
     pattern: str
     dim: int | None
-    # Where its elements lie on the ranks (`Layout.element_layout`), where another program's layout is kept.
+    # The places of its elements on the ranks (`Layout.element_layout`), if the layout of another program is kept.
     layout: tuple[object, ...] | None = None
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class Pin:
 
     @property
     def where(self) -> str:
-        """The pinned layout without the parameter's name: layers stay tied if their pins are equal in this."""
+        """The pinned layout without the parameter's name: layers stay tied if these are equal."""
         return repr((self.dim, self.layout))
 
     def allows(self, layout: Layout, dims: Dims, mesh: Mesh) -> bool:
@@ -58,10 +58,10 @@ class Pin:
         return self.layout is None or layout.element_layout(dims, mesh) == self.layout
 
     def refused(self, dims: Dims, degree: int) -> PlanError:
-        """Make the error of a pin that no layout over `degree` ranks keeps."""
+        """Make the error for a pin that no layout over `degree` ranks satisfies."""
         sizes = " x ".join(map(str, dims[self.dim or 0])) or "1"
-        fact = f"{self}: of {sizes}, t={degree} divides no factor"
-        return PlanError(SITE, fact, "another dim, or leave it out")
+        fact = f"{self}: t={degree} divides no factor of {sizes}"
+        return PlanError(SITE, fact, "another dim, or remove the entry")
 
 
 Pins = dict[Node, Pin]
@@ -70,41 +70,40 @@ Pins = dict[Node, Pin]
 def read_shard(shard: Sequence[Mapping[str, Any]], axes: Sequence[str], default: str) -> dict[str, list[Pin]]:
     """Return the entries of a plan by mesh axis; those without an axis are about the `default`.
 
-    PlanError for an entry that cannot be read, or whose axis is none of `axes`.
+    Raises PlanError for an invalid entry, or one whose axis is not in `axes`.
     """
     pins: dict[str, list[Pin]] = {axis: [] for axis in axes}
     for entry in shard:
         if not isinstance(entry, Mapping):
-            raise PlanError(
-                SITE, f"{entry!r} is no entry", f'a JSON object: {{"pattern": ..., "axis": "{default}"}}'
-            )
+            remedy = f'a JSON object: {{"pattern": ..., "axis": "{default}"}}'
+            raise PlanError(SITE, f"invalid entry {entry!r}", remedy)
         check_known(SITE, entry, ("pattern", "dim", "axis"))
         pattern, dim, axis = entry.get("pattern"), entry.get("dim"), entry.get("axis") or default
         if not isinstance(pattern, str) or not (dim is None or isinstance(dim, int)) or axis not in axes:
             example = json.dumps({"pattern": "h.*.mlp.c_fc.weight", "dim": 0, "axis": default})
             remedy = f"for example {example}, or dim null to keep it whole"
-            raise PlanError(SITE, f"{dict(entry)} is no entry", remedy)
+            raise PlanError(SITE, f"invalid entry {dict(entry)}", remedy)
         pins[axis].append(Pin(pattern, dim))
     return pins
 
 
 def find_pins(graph: Graph, shard: Sequence[Pin]) -> Pins:
-    """Find the parameters that the entries of a plan name.
+    """Find the parameters that match the entries of a plan.
 
-    Raises PlanError for an entry that names no parameter, a dim that the parameter does not have, and two entries that
+    Raises PlanError for an entry that matches no parameter, a dim that the parameter does not have, and two entries that
     contradict each other.
     """
     parameters = {note(node).name: node for node in placeholders(graph, "param")}
     pins: Pins = {}
     for pin in shard:
-        # A star is a number, not any text: "h.*.weight" must not take in "h.0.mlp.weight".
+        # A star is a number, not any text: "h.*.weight" must not match "h.0.mlp.weight".
         pattern = re.compile(re.escape(pin.pattern).replace(r"\*", r"\d+"))
         matching = [
             node for name, node in parameters.items() if name == pin.pattern or pattern.fullmatch(name)
         ]
         if not matching:
             known = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in parameters)
-            raise PlanError(SITE, f"no parameter is called {pin.pattern}", nearest(pin.pattern, known))
+            raise PlanError(SITE, f"no parameter matches {pin.pattern}", nearest(pin.pattern, known))
         for node in matching:
             if pins.setdefault(node, pin).dim != pin.dim:
                 raise PlanError(SITE, f"{pins[node]}, and {pin}", f"one of them for {note(node).name}")
@@ -115,7 +114,7 @@ def find_pins(graph: Graph, shard: Sequence[Pin]) -> Pins:
 
 
 def keep_layouts(graph: Graph, layouts: Mapping[str, tuple[Any, ...]]) -> Pins:
-    """Pin every parameter of the graph that `layouts` has, by name, to the layout given there."""
+    """Pin every parameter of the graph whose name is in `layouts` to the layout given there."""
     pins: Pins = {}
     for node in placeholders(graph, "param"):
         name = note(node).name
@@ -127,22 +126,22 @@ def keep_layouts(graph: Graph, layouts: Mapping[str, tuple[Any, ...]]) -> Pins:
 
 
 def refuse_conflict(pins: Pins, is_possible: Callable[[Pins], bool]) -> PlanError:
-    """Make the error that names a smallest set of pins which no plan keeps: one, two, or all of them.
+    """Make the error that names a smallest set of pins that no plan satisfies: one, two, or all of them.
 
     `is_possible` solves with some of the pins, which takes as long as solving the model.
     """
-    # Pins, not parameters: one entry of a plan is one pin on all layers.
+    # Pins, not parameters: one entry of a plan is one pin for all layers.
     each = list(dict.fromkeys(pins.values()))
     remedies = {
-        1: "leave it out, or ask program.explain what it could be",
-        2: "leave one of the two out",
+        1: "remove it; program.explain shows the alternatives",
+        2: "remove one of the two",
     }
     for count, remedy in remedies.items():
         for subset in combinations(each, count):
             if not is_possible({node: pin for node, pin in pins.items() if pin in subset}):
                 fact = " and ".join(map(str, subset))
-                return PlanError(SITE, f"no plan has {fact}", remedy)
-    return PlanError(SITE, f"no plan has {', '.join(map(str, each))} together", "leave some of them out")
+                return PlanError(SITE, f"no plan satisfies {fact}", remedy)
+    return PlanError(SITE, f"no plan satisfies {', '.join(map(str, each))} together", "remove some of them")
 
 
 __all__ = ["Pin", "Pins", "find_pins", "keep_layouts", "read_shard", "refuse_conflict"]

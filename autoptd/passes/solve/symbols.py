@@ -1,7 +1,7 @@
-"""Costs as formulas, for people: the functions that count (`costs.py`) run on symbols instead of numbers.
+"""Write costs as formulas: the functions that count them (`costs.py`) run on symbols instead of numbers.
 
-In: the Splitter that the solver used, and letters for axes. Out: sympy expressions, equal to the numbers that were
-minimised. A size is written as the letter of its axis, or as `n` and the number where the axis has no letter:
+In: the Splitter that the solver used, and letters for named axes. Out: sympy expressions, equal to the numbers that were
+minimized. A size is written as the letter of its axis, or as `n` and the number if the axis has no letter:
 
 | b | rows of the trace | a, g, r | heads; KV heads, and the query heads of each | W | bytes per second of a link |
 |---|---|---|---|---|---|
@@ -40,14 +40,14 @@ COUNTED = (HEADS, KV_HEADS, REPEAT)
 def axis_nouns(graph: Graph, splitter: Splitter) -> dict[int, str]:
     """Return the names of axes, by their ids: heads, KV heads, query heads per KV head.
 
-    Two activations are multiplied along heads one by one (not summed over them), and tokens are not heads.
+    Heads are batch dims of a product of two activations, and not tokens.
     """
     found: dict[int, str] = {}
     activations = _of_inputs(graph)
     for node in ops(graph):
         if not flops(node) or any(operand not in activations for operand in operands(node)[:2]):
             continue
-        # By letter. A letter that runs along two axes has grouped queries: KV heads, then the query heads of each.
+        # The axes of each letter. Two axes are those of grouped queries: KV heads, then the query heads of each.
         groups: dict[str, list[int]] = {}
         for letter in splitter.wanted_letters(node):
             is_of_both = len(letter.places) > 1 and letter.form != QUERIES
@@ -93,7 +93,7 @@ def name_axes(graph: Graph, splitter: Splitter, nouns: dict[int, str]) -> dict[i
 
 
 class Symbols:
-    """Symbols for the sizes of a graph, and `values`: what each stands for."""
+    """Symbols for the sizes of a graph, with their `values`."""
 
     def __init__(self, splitter: Splitter, letters: dict[int, str]) -> None:
         self.splitter, self.letters = splitter, letters
@@ -108,7 +108,7 @@ class Symbols:
 
     def shape(self, node: Node) -> tuple[Expression, ...]:
         """Return the sizes of a value's dims."""
-        # Conversions came after the axes were named; they have the shape of what they convert.
+        # Conversions, inserted after the axes were named, have the shape of the converted value.
         node = markers.unconverted(node)
         if not self.splitter.axes.has(node):
             return tuple(map(sympy.Integer, shape(node)))
@@ -116,14 +116,14 @@ class Symbols:
         return tuple(math.prod(map(self._size, atoms), start=sympy.Integer(1)) for atoms in dims)
 
     def flops(self, node: Node) -> Expression:
-        """Return FLOPs as `costs.flops` counts them."""
+        """Return the FLOPs that `costs.flops` counts."""
         return flops(node, self.shape)
 
     def conversion(self, node: Node, step: Step) -> Expression:
-        """Return the seconds of one conversion step of a value, as `costs.conversion_seconds` gives them."""
+        """Return the seconds of one conversion step of a value, from `costs.conversion_seconds`."""
         pieces = step.others * self.splitter.other_pieces(node)
         nbytes = math.prod(self.shape(node)) * tensor(node).element_size() / pieces
-        # A sub-axis has a number of ranks of its own, and no letter.
+        # A sub-axis has its own number of ranks, and no letter.
         degree = self.degree if step.axis == self.splitter.axis else self.splitter.mesh.degree(step.axis)
         return conversion_seconds(step.before, step.after, nbytes, degree, self.machine)
 
@@ -132,7 +132,7 @@ class Symbols:
         return float(sympy.sympify(expression).subs(self.values))
 
     def legend(self, *expressions: Expression) -> str:
-        """Say what the symbols of some expressions stand for: `b = 2, h = 768, t = 4`."""
+        """Return the values of the symbols in some expressions: `b = 2, h = 768, t = 4`."""
         used: set[Expression] = set()
         for expression in expressions:
             used |= sympy.sympify(expression).free_symbols
@@ -141,7 +141,7 @@ class Symbols:
     def _size(self, axis: Axis) -> Expression:
         letter = self.letters.get(id(axis), "n")
         plain = sympy.Symbol(letter, positive=True)
-        # Of two vocabularies of different sizes, only the first is V; the second is V and its size.
+        # Of two vocabularies of different sizes, only the first is V; the second is V with its size.
         is_plain = letter != "n" and self.values.get(plain, axis.size) == axis.size
         return self._symbol(letter if is_plain else f"{letter}{axis.size}", axis.size)
 

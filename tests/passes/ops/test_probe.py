@@ -201,13 +201,13 @@ def written(x: Tensor) -> Tensor:
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "hidden random numbers": (
         define("noise(Tensor x) -> Tensor", lambda x: x + torch.randn(x.shape)),
-        "other values when it is called again",
+        "different values when it is called again",
     ),
     "global state": (define("counted(Tensor x) -> Tensor", counted), "when it is called again"),
     "in place": (define("written(Tensor x) -> Tensor", written), "writes into its operands"),
     "strides": (
         define("strides(Tensor x) -> Tensor", lambda x: x * x.stride(0)),
-        "how its operands lie in memory",
+        "depends on the strides",
     ),
     "NaN": (define("nans(Tensor x) -> Tensor", lambda x: x * float("nan")), "not finite"),
     "constant": (define("constant(Tensor x) -> Tensor", lambda x: (x * 0).exp()), "all equal"),
