@@ -13,9 +13,11 @@ import multiprocessing
 import os
 import runpy
 import shutil
+import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -104,3 +106,24 @@ def finish(started: list[Script], timeout: float) -> list[tuple[int, str, str]]:
         for one in started:
             one.process.kill()
         shutil.rmtree(started[0].folder)
+
+
+def fork_rank(
+    rank: int, size: int, port: int, work: Callable[[], None], limit: int, ends: Callable[[str], None] = str
+) -> int:
+    """Fork a rank from this process, with the environment that torchrun would give it; return its process id.
+
+    It is killed after `limit` seconds, which its code tells; `ends` is called with what `work` raised, "" for nothing.
+    """
+    if pid := os.fork():
+        return pid
+    signal.alarm(limit)
+    env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in env.items()}, MASTER_ADDR="127.0.0.1")
+    error = ""
+    try:
+        work()
+    except BaseException as exc:
+        error = f"{type(exc).__name__}: {exc}"
+    ends(error)
+    os._exit(bool(error))

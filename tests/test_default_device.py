@@ -5,7 +5,6 @@ Meta stands for a GPU here: whatever AutoPTD would make there by mistake has no 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import nn
 
 import autoptd
 from autoptd.runtime.params.trial import check_elementwise
-from tests.forks import finish, start
+from tests.forks import told
 from tests.parity.models import VOCAB, Separate, batch
 
 HERE = Path(__file__).parent
@@ -89,7 +88,5 @@ def test_an_optimizer_is_tried() -> None:
 
 @pytest.mark.processes
 def test_processes_train_save_and_go_on_as_without(tmp_path: Path) -> None:
-    results = finish(start(HERE / "processes" / "default_device.py", 2, str(tmp_path)), timeout=180)
-    assert [code for code, _, _ in results] == [0] * 2, "\n".join(err[-2000:] for _, _, err in results)
-    found = json.loads(results[0][1].splitlines()[-1])
+    found = told(HERE / "processes" / "default_device.py", 2, str(tmp_path))[0]
     assert found["meta"] == found["cpu"] and len(found["cpu"]) == 8, found

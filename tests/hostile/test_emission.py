@@ -1,10 +1,6 @@
-"""What emitted files spell: numbers of layers, names of the user's that they use themselves, views to scalars."""
+"""Names of the user's that emitted files use themselves, and views to scalars. Numbers of layers: `numbers` of `recipes.py`."""
 
 from __future__ import annotations
-
-import itertools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -20,59 +16,6 @@ def ids_and_labels(seed: int) -> tuple[Tensor, Tensor]:
     source = torch.Generator().manual_seed(seed)
     ids, labels = (torch.randint(0, VOCAB, (8, 6), generator=source) for _ in range(2))
     return ids, labels
-
-
-class Layers(nn.Module):
-    """A stack whose residuals are put together by `join(h, layer(h), i)`."""
-
-    def __init__(self, join: Callable[[Tensor, Tensor, int], Tensor], depth: int = 4) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.join, self.emb, self.head = join, nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(depth)
-        )
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        h = self.emb(ids)
-        for i, layer in enumerate(self.layers):
-            h = self.join(h, layer(h), i)
-        return F.cross_entropy(self.head(h).flatten(0, 1), labels.flatten())
-
-
-JOINS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
-    "times i + 1": lambda h, y, i: h + y * (i + 1),
-    "i + 1 times": lambda h, y, i: h + (i + 1) * y,
-    "minus i + 1": lambda h, y, i: h + (y - (i + 1)),
-    "i + 1 minus": lambda h, y, i: h + ((i + 1) - y),
-    "over i + 1": lambda h, y, i: h + y / (i + 1),
-    "i + 1 over": lambda h, y, i: h + (i + 1) / (y + 9),
-    "to the i + 1": lambda h, y, i: h + y.sigmoid() ** (i + 1),
-    "i + 2 to the": lambda h, y, i: h + (i + 2) ** y,
-    "minus i - 2 to the": lambda h, y, i: h + y * (i - 2) + (-1) ** i * y,
-    "2 i + 1 times": lambda h, y, i: h + (2 * i + 1) * y,
-    "falling": lambda h, y, i: h + y * (3 - i) - (1 - i),
-    "over and times": lambda h, y, i: (h + y).div(10 + i).tanh() * (10 + i),
-    "alpha": lambda h, y, i: torch.add(h, y, alpha=i + 1),
-    "slices": lambda h, y, i: (
-        h + F.pad(y[..., i + 1 :], (i + 1, 0)) + F.pad(y[..., : 2 * i + 3], (0, 13 - 2 * i))
-    ),
-    "rolled": lambda h, y, i: h + y.roll(i + 1, -1) * (i + 1),
-    "comparison": lambda h, y, i: h + y * (y > i - 1),
-    "clamped": lambda h, y, i: h + y.clamp(-(i + 1), i + 1) * (i - 1),
-    "mixed": lambda h, y, i: h + y * (i + 1 if i % 2 else 0.5),
-    "floats": lambda h, y, i: h - y / (i + 1.0) * (i - 1.5),
-    "mean of a part": lambda h, y, i: h + y[..., : 2 * i + 2].mean(-1, keepdim=True) * (i + 1),
-}
-
-
-@pytest.mark.one_in(24)
-@pytest.mark.parametrize(
-    ("mesh", "name"),
-    list(itertools.product([{"t": 2, "p": 2, "d": 2, "num_microbatches": 2}, {}], JOINS)),
-)
-def test_numbers_of_layers(mesh: dict[str, Any], name: str) -> None:
-    assert_parity(Layers(JOINS[name]), [ids_and_labels(0), ids_and_labels(1)], **mesh)
 
 
 CLASHING = "w input b class tp lambda F w_ rt x i loss self layer torch µ math sum range".split()

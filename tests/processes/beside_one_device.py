@@ -17,9 +17,12 @@ import torch
 from torch import nn
 
 import autoptd
+from autoptd.ir.machine import Machine
 from autoptd.program.calls import expected_calls
 from benchmarks.lib.loss_cases import CASES as LOSSES
 from benchmarks.losses import MACHINE
+from tests.hostile.test_shared_blocks import batch as shared_batch
+from tests.hostile.test_shared_blocks import repeated
 from tests.parity.buffers import Norm, Router, Updating, batches, make
 from tests.parity.models import batch, gpt, uneven
 from tests.parity.rotary import llama
@@ -58,6 +61,10 @@ CASES: dict[str, Case] = {
     "shared, half": shared(d=4, dp_shard=2),
     # The groups of sub-axes are made by all ranks in one order.
     "kv heads": Case(grouped, batch(), {key: x for key, x in request(4).items() if key != "example_inputs"}),
+    # A block that is repeated: its parameters are read several times in a stage, at other places by each rank.
+    "albert": Case(
+        lambda: repeated(), shared_batch(), {"t": 2, "p": 2, "num_microbatches": 3, "machine": Machine()}
+    ),
     "tokens": Case(
         lambda: llama(2), (batch()[0], uneven(batch()[1])), {"c": 2, "d": 2, "context": "ulysses"}
     ),

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from autoptd.model.parallel_model import ParallelModel
 from autoptd.options import Options, RankOptions, make_options
 from autoptd.program.program import Program
 from autoptd.runtime.params.parameters import RankParameters
+from tests.forks import fork_rank
 from tests.parity.models import batch, gpt
 from tests.ports import free_port
 
@@ -77,21 +79,14 @@ def fork_ranks(
 ) -> dict[int, int]:
     """Start the ranks of one case; returns rank -> process id. Each writes to `folder` when it ends, and what it raises."""
     folder.mkdir()
-    port = free_port()
-    pids = {}
-    for rank in range(made[0].mesh.size):
-        pids[rank] = os.fork()
-        if pids[rank] == 0:
-            signal.alarm(100)  # whatever hangs is killed, and seen by its code
-            env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": made[0].mesh.size, "MASTER_PORT": port}
-            os.environ.update({key: str(value) for key, value in env.items()}, MASTER_ADDR="127.0.0.1")
-            error = "none"
-            try:
-                run_rank(made, rank == victim, action, how, folder)
-            except BaseException as exc:
-                error = f"{type(exc).__name__}: {exc}"
-            (folder / str(rank)).write_text(f"{time.monotonic()} {error}")
-            os._exit(error != "none")
+    port, size, pids = free_port(), made[0].mesh.size, {}
+    for rank in range(size):
+
+        def ends(error: str, rank: int = rank) -> None:
+            (folder / str(rank)).write_text(f"{time.monotonic()} {error or 'none'}")
+
+        work = partial(run_rank, made, rank == victim, action, how, folder)
+        pids[rank] = fork_rank(rank, size, port, work, 100, ends)
     return pids
 
 

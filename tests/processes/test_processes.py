@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autoptd.ir.actions import Kind, parse
-from tests.forks import finish, start, told
+from tests.forks import told
 from tests.processes.beside_one_device import UPDATING
 from tests.processes.die_in_a_step import TIMEOUT_OF_STOPPED, UPDATE
 
@@ -46,7 +46,7 @@ CALLS = {
         *(
             pytest.param(4, names, marks=pytest.mark.thorough)
             for names in (
-                ["shared, p", "shared, half", "kv heads", "tokens"],
+                ["shared, p", "shared, half", "kv heads", "tokens", "albert"],
                 ["contrastive", "dpo_halves", "grpo_masked", "entropy_bonus", "load_balancing", *UPDATING],
             )
         ),
@@ -122,9 +122,7 @@ def test_where_the_host_of_the_store_is_stopped_every_rank_ends() -> None:
 
 def ends_of_others(cases: list[tuple[dict[str, int], int, str, str]]) -> list[dict[str, Any]]:
     """How each rank ended but the one that `die_in_a_step.py` killed or stopped, case by case."""
-    ((code, out, err),) = finish(start(HERE / "die_in_a_step.py", 1, json.dumps(cases)), timeout=240)
-    assert code == 0, err[-3000:]
-    return json.loads(out.splitlines()[-1])  # type: ignore[no-any-return]
+    return told(HERE / "die_in_a_step.py", 1, json.dumps(cases))[0]  # type: ignore[no-any-return]
 
 
 def waits_of(mesh: dict[str, int], action: str) -> list[str]:

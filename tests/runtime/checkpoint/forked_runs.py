@@ -29,8 +29,10 @@ from autoptd.model.parallel_model import ParallelModel
 from autoptd.options import Options, make_options
 from autoptd.program.program import Program
 from autoptd.runtime.checkpoint import commit, save
+from tests.forks import fork_rank
 from tests.parity.models import VOCAB, batch, gpt
 from tests.ports import free_port
+from tests.waits import wait_until
 
 ROWS, TIMEOUT = 8, 30.0
 Made = tuple[Program, Options]
@@ -92,35 +94,19 @@ def train(
     pm.close()
 
 
-def fork_rank(
-    rank: int, size: int, port: int, folder: Path, work: Callable[[Callable[..., None]], None]
-) -> int:
+def fork(rank: int, size: int, port: int, folder: Path, work: Callable[[Callable[..., None]], None]) -> int:
     """Run `work` in a process; what it says is added to the file `folder / rank`."""
-    if pid := os.fork():
-        return pid
-    # Whatever hangs is killed, and seen by its code; the last life, of up to 300 steps beside other work, is not.
-    signal.alarm(400)
-    env = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": size,
-        "MASTER_PORT": port,
-        "MASTER_ADDR": "127.0.0.1",
-    }
-    os.environ.update({key: str(value) for key, value in env.items()})
-    os.chdir(folder)
 
     def say(**facts: Any) -> None:
         with (folder / str(rank)).open("a") as file:
             file.write(json.dumps(facts) + "\n")
 
-    code = 0
-    try:
+    def run() -> None:
+        os.chdir(folder)
         work(say)
-    except BaseException as exc:
-        say(error=f"{type(exc).__name__}: {exc}")
-        code = 1
-    os._exit(code)
+
+    # The last life, of up to 300 steps beside other work, is not killed.
+    return fork_rank(rank, size, port, run, 400, lambda error: say(error=error) if error else None)
 
 
 def said(folder: Path, rank: int) -> list[dict[str, Any]]:
@@ -132,7 +118,7 @@ def said(folder: Path, rank: int) -> list[dict[str, Any]]:
 def fork_all(size: int, folder: Path, work: Callable[[Callable[..., None]], None]) -> list[int]:
     folder.mkdir(exist_ok=True)
     port = free_port()
-    return [fork_rank(rank, size, port, folder, work) for rank in range(size)]
+    return [fork(rank, size, port, folder, work) for rank in range(size)]
 
 
 def ends(pids: list[int]) -> list[int]:
@@ -178,12 +164,6 @@ def kills(mesh: dict[str, Any], count: int, root: Path) -> dict[str, Any]:
         "names": names,
         "steps": steps,
     }
-
-
-def wait_until(is_so: Callable[[], bool], limit: float = 60.0) -> None:
-    deadline = time.monotonic() + limit
-    while not is_so() and time.monotonic() < deadline:
-        time.sleep(0.01)
 
 
 def last_step(folder: Path) -> int:

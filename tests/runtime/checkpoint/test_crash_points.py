@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autoptd.runtime.checkpoint import commit
-from tests.forks import finish, start
+from tests.forks import told
 from tests.runtime.checkpoint.crash_points import Operation, operations, save, saves
 
 
 def rows(folder: Path, step: int, *more: str) -> list[dict[str, Any]]:
     script = Path(__file__).parent / "crash_points.py"
-    ((code, out, err),) = finish(start(script, 1, str(folder), str(step), *more), timeout=600)
-    assert code == 0, err[-3000:]
-    found: list[dict[str, Any]] = json.loads(out.splitlines()[-1])
-    return found
+    return told(script, 1, str(folder), str(step), *more, timeout=600)[0]  # type: ignore[no-any-return]
 
 
 def check(found: list[dict[str, Any]]) -> None:

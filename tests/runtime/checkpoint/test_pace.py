@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from autoptd.model import checkpointer as module
 from autoptd.runtime.checkpoint import pace as rule
 from autoptd.runtime.checkpoint.pace import FIRST_STEPS, Pace
-from tests.forks import finish, start
+from tests.forks import told
 from tests.runtime.checkpoint.models import data, running
 
 
@@ -113,8 +111,6 @@ def test_a_run_saves_when_it_is_due(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_processes_save_the_same_steps_whatever_their_clocks_say(tmp_path: Path) -> None:
     script = Path(__file__).parent / "own_clocks.py"
-    results = finish(start(script, 2, str(tmp_path)), timeout=240)
-    assert [code for code, _, _ in results] == [0, 0], "\n".join(err[-2000:] for _, _, err in results)
-    told: list[dict[str, Any]] = [json.loads(out.splitlines()[-1]) for _, out, _ in results]
-    assert told[0]["saved"] == told[1]["saved"] and len(told[0]["saved"]) >= 2
-    assert told[0]["interval"] != told[1]["interval"]
+    one, other = told(script, 2, str(tmp_path))
+    assert one["saved"] == other["saved"] and len(one["saved"]) >= 2
+    assert one["interval"] != other["interval"]

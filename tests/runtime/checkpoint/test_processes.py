@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.forks import finish, start
+from tests.forks import told
 
 pytestmark = pytest.mark.processes
 
@@ -15,13 +14,11 @@ pytestmark = pytest.mark.processes
 @pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=pytest.mark.thorough)])
 def test_processes_save_and_resume(tmp_path: Path, ranks: int) -> None:
     script = Path(__file__).parent / "save_and_resume.py"
-    results = finish(start(script, ranks, str(tmp_path)), timeout=240)
-    assert [code for code, _, _ in results] == [0] * ranks, "\n".join(err[-2000:] for _, _, err in results)
-    told = json.loads(results[0][1].splitlines()[-1])
-    went_on, resumed, other = told["losses"]
+    found = told(script, ranks, str(tmp_path))[0]
+    went_on, resumed, other = found["losses"]
     assert resumed == went_on
     assert max(abs(one - two) for one, two in zip(other, went_on, strict=True)) <= 1e-12
-    differs, none, state, in_thread, changed = told["errors"]
+    differs, none, state, in_thread, changed = found["errors"]
     assert "got the folder" in differs and "there is no such folder" in none
     fact = "extra['loader']: its state_dict raised KeyError: 'position'"
     assert state.startswith(f"{fact} (on rank 1).") and f"a save failed: rank 1: {fact}." in in_thread

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import autoptd
-from tests.forks import finish, start
+from tests.forks import told
 from tests.parity.models import gpt
 from tests.runtime.checkpoint.forked_runs import ROWS, Texts
 
@@ -24,9 +24,7 @@ pytestmark = pytest.mark.processes
 
 def forked(what: str, meshes: Any, *rest: str, timeout: float = 300.0) -> Any:
     """What `forked_runs.py` found."""
-    ((code, out, err),) = finish(start(HERE / "forked_runs.py", 1, what, json.dumps(meshes), *rest), timeout)
-    assert code == 0, err[-3000:]
-    return json.loads(out.splitlines()[-1])
+    return told(HERE / "forked_runs.py", 1, what, json.dumps(meshes), *rest, timeout=timeout)[0]
 
 
 @pytest.mark.parametrize(
