@@ -96,7 +96,7 @@ def parallelize(
     num_microbatches: per replica and step (default: the largest divisor of the replica's rows that is at most
         4p, a multiple of p preferred; 1 for a model that mixes the rows of a batch, as a contrastive loss).
     schedule: "gpipe", "1f1b" (the default for v=1), "interleaved" (for v > 1), "looped_bfs", "zb_h1", "zb_2p", "zbv", or the
-        path of a text file with your own (schedule/written.py), which gives num_microbatches as well.
+        path of a text file with your own (schedule/requested.py), which gives num_microbatches as well.
     sequence_parallel: lets tp split values by tokens as well, which must divide over t. True is Korthikanti's plan
         (Korthikanti et al. 2022): all matrices stay split as without; norms, dropouts and residuals are 1/t per rank
         (values of a few KB stay whole: starting a second collective would cost more); all-gathers and reduce-scatters replace

@@ -1,4 +1,4 @@
-"""What AutoPTD says when it stops: every error names the site, the fact and the remedy.
+"""The errors of AutoPTD: each names the site, the fact and the remedy.
 
 `TraceError`     the model cannot be captured faithfully.
 `PlanError`      the request cannot be met (sizes, keywords, operators, batch).
@@ -15,7 +15,7 @@ class AutoptdError(Exception):
     """Base of all errors: `site` (where), `fact` (the problem), `remedy` (how to fix it)."""
 
     def __init__(self, site: str, fact: str, remedy: str) -> None:
-        # A fact may end with what another library said.
+        # A fact may end with the message of another library.
         super().__init__(f"{site}: {fact.removesuffix('.')}. Remedy: {remedy}.")
         self.site, self.fact, self.remedy = site, fact, remedy
 
@@ -45,6 +45,6 @@ def a_type(value: object) -> str:
 
 
 def with_article(name: str) -> str:
-    """Return "a" or "an" before a name, as it is read aloud: "a UNet", "an AdamW", "an SGD"."""
+    """Return "a" or "an" before a name, by its pronunciation: "a UNet", "an AdamW", "an SGD"."""
     is_spelled = name[:2].isupper() and name[0] in "AEFHILMNORSX"
     return f"{'an' if is_spelled or name[0] in 'aeioAEIO' else 'a'} {name}"

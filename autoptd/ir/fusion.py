@@ -1,9 +1,8 @@
-"""The operators of a program that are fused, and those that are not with the reason: one record for all
-layers.
+"""Fused operators of a program, and operators that were not fused, with the reason: one record for all layers.
 
-Fusion("rms_norm", "model.layers.*.input_layernorm", times=12) Fusion("attention", "h.*.attn", times=12,
-why="its mask needs a gradient")          # not fused, and why Fusion("rms_norm", "norm", form="by torch's
-operators: ...")                        # fused, but not by a kernel of its own
+Fusion("rms_norm", "model.layers.*.input_layernorm", times=12)
+Fusion("attention", "h.*.attn", times=12, why="its mask needs a gradient")      # not fused
+Fusion("rms_norm", "norm", form="by torch's operators: ...")                    # fused, but without a kernel
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Fusion:
 
 
 def counts(fusions: tuple[Fusion, ...]) -> str:
-    """Format what was fused, in the order of first use: `rms_norm x 9, swiglu x 4`; "" for nothing."""
+    """Format the fused operators and their numbers, in the order of first use: `rms_norm x 9, swiglu x 4`; "" for nothing."""
     times_of: dict[str, int] = {}
     for fusion in fusions:
         if not fusion.why:

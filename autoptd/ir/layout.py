@@ -1,14 +1,15 @@
 """How a value is laid out over the ranks: one value type per axis; and the conversions from one layout to another.
 
-In: types by the name of their axis; an axis that is left out has `I`. Axes are those of the mesh, their sub-axes (`mesh.py`),
-and `BATCH`: all microbatches of all replicas, over which values have types as over an axis of ranks. Out: types, local shapes,
-and the positions of shards.
+In: types by the name of their axis; an axis that is left out has `I`. Axes are those of the mesh, their sub-axes
+(`mesh.py`), and `BATCH`: all microbatches of all replicas, over which values have types as over an axis of ranks.
+Out: types, local shapes, and the positions of shards.
 
     layout = Layout({"tp": S(2, 0), BATCH: S(0, 0)})
     layout["tp"], layout["pp"], layout.batch        # S(2, 0), I, S(0, 0)
     layout.local_shape(dims, Mesh(t=4))             # of one tensor rank, with all rows of the batch
 
-With 2 KV heads, 4 query heads for each and t = 4, no atom of 2 x 4 divides over the ranks, but two sub-axes of them do:
+With 2 KV heads, 4 query heads for each and t = 4, no atom of 2 x 4 divides over the ranks, but two sub-axes of them
+do:
 
     queries = Layout({"tp:(1)2": S(2, 0), "tp:(2)2": S(2, 1)})      # every rank has 2 of the 8 heads
     keys = Layout({"tp:(1)2": S(2, 0), "tp:(2)2": R})               # and the KV head that they attend to
@@ -302,8 +303,8 @@ class Step(NamedTuple):
 
 
 def steps(axis: str, source: Layout, target: Layout, mesh: Mesh) -> list[Step] | None:
-    """Return the conversions over a mesh axis from `source` to `target`: [] if they are equal, None if there
-    is no way.
+    """Return the conversions over a mesh axis from `source` to `target`: [] if they are equal, None if no
+    rows lead there.
 
     Cuts come first, slow sub-axes before fast ones; gathers come last, fast ones first: the collectives in
     between move less.

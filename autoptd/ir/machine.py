@@ -1,8 +1,8 @@
 """Machines: the speed of a rank in round numbers, in which the solver weighs compute, memory and communication.
 
-In: the keyword `machine=`: the name of a TOML file in `autoptd/machines`, or a `Machine` (in a plan: an object with its
-non-default fields). Out: a `Machine`. The planner derives a `Cluster` from the same files (`wings/planner/cluster.py` explains
-their fields), and progress reports the peaks of a GPU.
+In: the keyword `machine=`: the name of a TOML file in `autoptd/machines`, or a `Machine` (in a plan: an object with
+its non-default fields). Out: a `Machine`. The planner derives a `Cluster` from the same files
+(`wings/planner/cluster.py` explains their fields), and progress reports the peaks of a GPU.
 
     find_machine("h100").flops                          # 692.3e12
     autoptd.compile(model, t=8, machine="h100", ...)    # or machine=Machine(link_bandwidth=20e9)

@@ -6,12 +6,24 @@ They stand for communication and for the local forms of split operators, and are
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from autoptd.errors import InternalError
 from autoptd.ir.fusion import OURS
 
 
+def _marker(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function that only stands in graphs: to call it is an error."""
+
+    @wraps(function)
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise InternalError(function.__name__, "a marker was executed")
+
+    return refuse
+
+
+@_marker
 def convert(
     x: Any, name: str, dim: int = 0, outer: int = 1, to_dim: int = 0, to_outer: int = 1, *, size: int = 0
 ) -> Any:
@@ -20,31 +32,31 @@ def convert(
     `dim` and `outer` locate the shards (see `ir.types.outer_size`); `to_dim` and `to_outer` the target shards
     of S -> S. `size` is that of a padded dim (see `ir.types.padded_size`).
     """
-    raise InternalError("convert", "a marker was executed")
 
 
+@_marker
 def share(x: Any, pieces: int) -> Any:
     """Return one of `pieces` equal parts of a whole value that is added to a sum over the batch."""
-    raise InternalError("share", "a marker was executed")
 
 
+@_marker
 def first_rows(x: Any, dim: int) -> Any:
     """Return the rows of one microbatch from a constant whose rows are all equal."""
-    raise InternalError("first_rows", "a marker was executed")
 
 
+@_marker
 def batch_sum(x: Any, index: int = -1) -> Any:
     """Return the sum of `x` (or the maximum of each entry) over all microbatches and replicas: x depends only
     on inputs, so it is known before the first forward.
     """
-    raise InternalError("batch_sum", "a marker was executed")
 
 
+@_marker
 def vocab_embedding(ids: Any, weight: Any, padding_idx: int = -1, *, size: int = 0) -> Any:
     """Look ids up in this rank's rows, as a partial sum over tp. `size`: all rows of a padded vocabulary."""
-    raise InternalError("vocab_embedding", "a marker was executed")
 
 
+@_marker
 def cross_entropy(
     logits: Any,
     targets: Any,
@@ -62,50 +74,47 @@ def cross_entropy(
     `vocab`: the logits are split by vocabulary, whose padded size is `size` (else 0). `total` >= 0: the sum
     is divided by that global count.
     """
-    raise InternalError("cross_entropy", "a marker was executed")
 
 
-def _classes(name: str) -> Callable[..., Any]:
-    """Make the marker of an operator over classes that are split over ranks (`runtime/ops/classes.py`).
+def _named(name: str) -> Callable[..., Any]:
+    """Make the marker of an operator that takes any arguments."""
 
-    It takes the operands, the dim and, if classes are padded, their number.
-    """
-
-    def marker(*operands: Any, dim: int, size: int = 0, **keywords: Any) -> Any:
-        raise InternalError(name, "a marker was executed")
+    def marker(*operands: Any, **keywords: Any) -> Any: ...
 
     marker.__name__ = name
-    return marker
+    return _marker(marker)
 
 
-# By the form of the operator.
+# Operators over classes that are split over ranks (`runtime/ops/classes.py`), by the form of the operator. They take the
+# operands, the dim and, if classes are padded, their number.
 OVER_CLASSES = {
-    f"classes_{name}": _classes(f"classes_{name}")
+    f"classes_{name}": _named(f"classes_{name}")
     for name in ("log_softmax", "softmax", "logsumexp", "gather", "argmax")
 }
 
 
+@_marker
 def mean(x: Any, dims: list[int], keepdim: bool, count: int) -> Any:
     """Divide the sum over `dims` by the global `count` of entries."""
-    raise InternalError("mean", "a marker was executed")
 
 
+@_marker
 def dropout(
     x: Any, rate: float, site: int, batch: tuple[int, int] | None, shard: tuple[int, int] | None
 ) -> Any:
     """Dropout at call site number `site`; `batch` and `shard` are (dim, offset of this rank's elements) for
     rows and shards.
     """
-    raise InternalError("dropout", "a marker was executed")
 
 
+@_marker
 def noise(x: Any, kind: str, site: int, batch: tuple[int, int] | None, shard: tuple[int, int] | None) -> Any:
     """Random numbers of a kind, in the shape of x, at call site number `site`; `batch` and `shard` as for
     dropout.
     """
-    raise InternalError("noise", "a marker was executed")
 
 
+@_marker
 def causal_attention(
     q: Any,
     k: Any,
@@ -119,53 +128,42 @@ def causal_attention(
     """Causal attention from this rank's queries to the keys of all ranks, up to each query or to the last
     one.
     """
-    raise InternalError("causal_attention", "a marker was executed")
 
 
+@_marker
 def by_expert(ids: Any, experts: int) -> Any:
     """Sort rows by expert; return their order and the end of each expert's rows. Over an axis, only this
     rank's experts.
     """
-    raise InternalError("by_expert", "a marker was executed")
 
 
+@_marker
 def take_rows(x: Any, order: Any, choices: int = 1) -> Any:
     """Return rows of x in an order that has `choices` entries per row."""
-    raise InternalError("take_rows", "a marker was executed")
 
 
+@_marker
 def put_rows(x: Any, order: Any, count: int) -> Any:
     """Return `count` rows: those of x at the places in `order`, and zeros elsewhere."""
-    raise InternalError("put_rows", "a marker was executed")
 
 
+@_marker
 def grouped_mm(x: Any, weight: Any, ends: Any) -> Any:
     """Multiply each group of rows with its matrix."""
-    raise InternalError("grouped_mm", "a marker was executed")
 
 
+@_marker
 def expert_rows(table: Any, order: Any, ends: Any) -> Any:
     """Return, for each row, its expert's row in a table."""
-    raise InternalError("expert_rows", "a marker was executed")
 
 
+@_marker
 def linear(x: Any, weight: Any, bias: Any, *, overlap: bool, wgrad: str, transposed: bool) -> Any:
     """Apply a linear layer with hooks on its backward: see passes/hook_gemms.py and `rt.linear`."""
-    raise InternalError("linear", "a marker was executed")
-
-
-def _fused(name: str) -> Callable[..., Any]:
-    """Make the marker of a fused operator."""
-
-    def marker(*operands: Any, **keywords: Any) -> Any:
-        raise InternalError(name, "a marker was executed")
-
-    marker.__name__ = name
-    return marker
 
 
 # Operators of autoptd/kernels, which take the arguments that passes/fusion gives them.
-FUSED = {name: _fused(name) for name in OURS}
+FUSED = {name: _named(name) for name in OURS}
 # Operators between a value and its reader that keep its entries, or its first rows.
 PLACED = (convert, share, first_rows)
 MARKERS = (

@@ -1,19 +1,19 @@
 """The device mesh: its named axes, the coordinates of ranks, and the groups that ranks form.
 
-In: degrees and an order of axes. Out: coordinates, ranks and groups, which nothing else decides. By default tp is fastest, then
-cp, dp, and pp slowest (Narayanan et al., SC'21, section 3: tensor-parallel ranks are neighbours, pipeline ranks are far
-apart); `order` overrides it. A mesh has the axis cp only if c > 1.
+In: degrees and an order of axes. Out: coordinates, ranks and groups, which nothing else decides. By default tp is
+fastest, then cp, dp, and pp slowest (Narayanan et al., SC'21, section 3: tensor-parallel ranks are neighbours,
+pipeline ranks are far apart); `order` overrides it. A mesh has the axis cp only if c > 1.
 
     Mesh(t=2, p=2, d=2).coordinate(5) == Coordinate(pp=1, tp=1)
     Mesh(t=2, p=2, d=2, order="tp-pp-dp").coordinate(5) == Coordinate(dp=1, tp=1)
 
-The `role` of an axis is the thing that its ranks divide. Code that needs "the ranks that hold other samples" asks for a role
-(`mesh.batch_axes`, `mesh.replicas`, `mesh.pipeline_rank_of`), not for an axis by name.
+The `role` of an axis is the thing that its ranks divide. Code that needs "the ranks that hold other samples" asks for
+a role (`mesh.batch_axes`, `mesh.replicas`, `mesh.pipeline_rank_of`), not for an axis by name.
 
-A *sub-axis* is a factor of an axis. If 8 tensor ranks share 2 KV heads, 4 consecutive ranks work on one head: tp is a grid of
-2 x 4 ranks. `tp:(2)4` names the faster factor, 4 ranks with a factor of 2 before it, and `tp:(1)2` the slower one: Shardy's
-notation, "axis":(pre-size)size. Values of one program may factor tp differently. A sub-axis can replace a mesh axis anywhere:
-it has a degree, a stride and groups, and values have a type over it (`Layout`).
+A *sub-axis* is a factor of an axis. If 8 tensor ranks share 2 KV heads, 4 consecutive ranks work on one head: tp is a
+grid of 2 x 4 ranks. `tp:(2)4` names the faster factor, 4 ranks with a factor of 2 before it, and `tp:(1)2` the slower
+one: Shardy's notation, "axis":(pre-size)size. Values of one program may factor tp differently. A sub-axis can replace
+a mesh axis anywhere: it has a degree, a stride and groups, and values have a type over it (`Layout`).
 
     Mesh(t=8).group(5, ("tp:(2)4",)) == (4, 5, 6, 7)
     str(SubAxis("tp", 2, 4)) == "tp:(2)4", base("tp:(2)4") == "tp", covers("tp", "tp:(2)4")

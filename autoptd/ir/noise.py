@@ -1,6 +1,6 @@
-"""A model's random numbers other than dropout: the operators that stand for every way to draw them.
+"""The three operators that stand for all of a model's random numbers other than dropout.
 
-In: a tensor, of which only shape and dtype matter. Out: as many numbers of one kind. Their values depend on
+In: a tensor that gives shape and dtype. Out: as many numbers of one kind. Their values depend on
 the place where they are drawn (`runtime/ops/dropout.py`), which no node knows: called in a graph, these
 operators return torch's own numbers.
 

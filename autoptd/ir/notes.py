@@ -3,8 +3,8 @@
     note(node).module == "transformer.h.0.attn"                   # the user's module that made the node
     str(note(node).layout) == "batch: S(0, 0), tp: S(2, 1)"       # its types, once annotated
 
-A note has one frozen record for each stage of the compiler that leaves facts for later ones. The stage replaces its record,
-and a pass declares in its contract which records it may change (`passes/runner.py`):
+A note has one frozen record for each stage of the compiler that leaves facts for later ones. The stage replaces its
+record, and a pass declares in its contract which records it may change (`passes/runner.py`):
 
     note(node).rows = replace(note(node).rows, is_largest=True)
 
@@ -34,13 +34,14 @@ KEY = "autoptd"
 
 @dataclass(frozen=True)
 class Origin:
-    """Trace: how the model's code came by a value.
+    """Trace: the origin of a value in the model's code.
 
-    - `name`: of the value in emitted files, where the code has none.
-    - `piece`: which of the names on the left of an assignment the value has.
-    - `constant`: the tensor that a placeholder stands for, if it is no buffer of the model.
-    - `without_grad`: an operator in a region under no_grad; `ends_region`: the detach that `capture` puts after a region.
-    - `batch_norm`: of which batch norm in training an operator is a part; `ends_norm`: the last of these.
+    - `name`: the value's name in emitted files, where the code has none.
+    - `piece`: the index of its name on the left side of an assignment to several names.
+    - `constant`: the tensor that a placeholder stands for, unless that is a buffer of the model.
+    - `without_grad`: the operator is in a region under no_grad; `ends_region`: it is the detach that `capture` puts
+      after a region.
+    - `batch_norm`: the batch norm in training that the operator is a part of; `ends_norm`: it is the last part.
     """
 
     name: str = ""
@@ -54,10 +55,10 @@ class Origin:
 
 @dataclass(frozen=True)
 class Draw:
-    """Of an operator that draws random numbers.
+    """Facts of an operator that draws random numbers.
 
     - `site`: its number in the model (trace).
-    - `rows`: how what it draws follows the batch, S or I (annotate).
+    - `rows`: the type of the drawn numbers over the batch, S or I (annotate).
     - `inner_axis`: the axis that divides tokens within another axis' part (split_tokens).
     """
 
@@ -68,17 +69,17 @@ class Draw:
 
 @dataclass(frozen=True)
 class Rows:
-    """Annotate: how a value follows the rows of the batch.
+    """Annotate: how a value depends on the rows of the batch.
 
-    - `blocks`: of how many blocks of an input's dim 0 a microbatch has equal parts.
+    - `blocks`: the number of blocks in an input's dim 0; a microbatch has an equal part of each.
     - `of_microbatch`: only `autoptd.per_microbatch` reads it.
-    - `of_all`: every replica has the value, made of the rows of all of them.
-    - `is_largest`: pieces of the batch have a largest entry each; the largest of these, not the sum, is that of the batch.
+    - `of_all`: every replica has the value, computed from the rows of all of them.
+    - `is_largest`: it is a maximum over rows; maxima of parts of the batch are combined by a maximum, not a sum.
     - `equal`: operands whose rows are all equal, with the place where they meet the batch.
     - `sums`: operands that are read as sums over the whole batch; `taken_whole`: those read with the rows of all replicas.
-    - `whole_call`: (args, kwargs) with the numbers of an operator for the rows of a whole step.
-    - `counted_by`: how many replicas count the labels of a loss, which are those of all rows (localize).
-    - `round`: the round before the first forward in which a batch sum is known (localize).
+    - `whole_call`: (args, kwargs) of the operator for the rows of a whole step.
+    - `counted_by`: the number of replicas that count the labels of a loss, if each has those of all rows (localize).
+    - `round`: the round before the first forward in which a batch sum is computed (localize).
     """
 
     blocks: int = 1
@@ -98,9 +99,9 @@ class Tokens:
     """Rewrites for ranks that divide tokens (`passes/tokens/`).
 
     - `is_moved_cut`: a cut of tokens that was moved to where there is little to cut.
-    - `window`: the keys that a query sees under a mask, its own the last; `reads_window`: those that it reads without the mask.
-    - `outer_heads`: of copies of KV heads, over how many ranks of other axes the heads are divided.
-    - `model_dims`: the atoms of a parameter where no KV heads are copied.
+    - `window`: the number of keys that a query sees under a mask, its own last; `reads_window`: that without the mask.
+    - `outer_heads`: for copies of KV heads, the number of ranks of other axes that divide the heads.
+    - `model_dims`: the atoms of a parameter without copies of KV heads.
     """
 
     is_moved_cut: bool = False
@@ -112,7 +113,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Fused:
-    """find_fusions: an operator that a fused one may stand for. `what` says which; `is_inner`: nothing outside reads it."""
+    """find_fusions: an operator that a fused one, named `what`, may replace; `is_inner`: nothing outside reads it."""
 
     what: str = ""
     is_inner: bool = False
@@ -128,11 +129,10 @@ class Local:
 
 @dataclass(frozen=True)
 class Keep:
-    """keep: what backward finds of a value.
+    """keep: whether a value is saved for backward.
 
-    - `again`: the seconds of an operator that backward runs again; `dropped`: the words above the line of a value that is not
-      kept.
-    - `whole`: a gather whose result is kept, not its shard.
+    - `again`: the seconds of an operator that backward recomputes; `dropped`: the comment on a value that is not saved.
+    - `whole`: a gather whose result is saved, not its shard.
     """
 
     again: float | None = None
@@ -151,10 +151,10 @@ class Absorbed:
 
 @dataclass(frozen=True)
 class Gemm:
-    """hook_gemms: conversions that matrix products take over.
+    """hook_gemms: conversions that are part of matrix products.
 
-    - `absorbed`: the one that this product does; `uses`: by how many products a gathered input is read, which gather it again
-      for backward; `overlaps`: backward's collective runs while another product is computed.
+    - `absorbed`: the conversion that this product performs; `uses`: the number of products that read a gathered input,
+      which is gathered again for backward; `overlaps`: backward's collective runs while another product is computed.
     """
 
     absorbed: Absorbed | None = None
@@ -194,20 +194,18 @@ OF_VALUE = "origin draw rows tokens fused local keep gemm is_owned reason positi
 class Note:
     """Facts of one node; each stage of the compiler fills its own.
 
-    trace:       `kind` ("param", "buffer", "input", "op", "output"), `name` of a placeholder in the model or
-                 call, `module` path, `source` line and its `code`, `of_params` (depends on a parameter),
-                 `needs_grad`
-    annotate:    `rule` (where its letters come from, if not from the table of operators), `dims`, `layout` (a
-                 type over every axis), `forms` (by axis: how a contraction of what is split is computed
-                 locally), `why`, `fallback` (why it is not split as one would expect)
-    communicate: `conversion` (name of the conversion a node performs), `axis` (the mesh axis or sub-axis over
-                 which a node communicates, or finds its place in a whole value: then there may be several,
-                 `sub_axes.joined`)
-    cut:         `stages` that compute the node, ascending (the first one sends it); `stages_why`: why, where
-                 that is not plain
-    records:     what stages leave for later ones, a record each: see `ir/notes.py`; `is_owned`: a sum that may be made in
-                 place (mark_owned); `reason`: what else there is to say about the node, for people; `position`: where in
-                 the backbone an operator of a previewed stage comes from
+    trace:       `kind` ("param", "buffer", "input", "op", "output"), `name` of a placeholder in the model or call,
+                 `module` path, `source` line and its `code`, `of_params` (depends on a parameter), `needs_grad`
+    annotate:    `rule` (the source of its letters, if not the table of operators), `dims`, `layout` (a type over every
+                 axis), `forms` (by axis: the local form of a contraction over a split dim), `why`, `fallback` (the
+                 reason why it is not split as expected)
+    communicate: `conversion` (name of the conversion that a node performs), `axis` (the mesh axis or sub-axis over which
+                 it communicates, or finds its place in a whole value; several of them are `mesh.joined`)
+    cut:         `stages` that compute the node, ascending (the first one sends it); `stages_why`: the reason, unless
+                 it is obvious
+    records:     `origin` to `gemm`, one for each stage, for later stages; `is_owned`: a sum that may be made in place
+                 (mark_owned); `reason`: a further remark for people; `position`: the place in the backbone of an
+                 operator of a previewed stage
     """
 
     kind: str = "op"
@@ -322,7 +320,7 @@ def site(node: Node) -> str:
 
 
 def row_blocks(node: Node) -> int:
-    """Return of how many blocks of an input's dim 0 a microbatch has equal parts."""
+    """Return the number of blocks in an input's dim 0 that each microbatch has an equal part of."""
     return note(node).rows.blocks
 
 
@@ -389,7 +387,7 @@ def copy_nodes(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
     mapping: dict[Node, Node] = {}
     copy_of = mapping.__getitem__
     for node in graph.nodes:
-        # Not `node_copy`: it looks through all arguments for symbols, of which there are none.
+        # Not `node_copy`: it searches all arguments for symbols, and there are none.
         copied = new.create_node(node.op, node.target, name=node.name, type_expr=node.type)
         copied.args, copied.kwargs = map_arg(node.args, copy_of), map_arg(node.kwargs, copy_of)
         # Meta shares no record: annotating the copy would change the original.

@@ -17,14 +17,14 @@ from torch.fx import Node
 
 from autoptd.errors import PlanError
 
-# In this process: classes by name, and the functions behind the operators made of them.
+# In this process: classes by name, and the functions that operators call.
 CLASSES: dict[str, Any] = {}
 OWN: dict[Any, Own] = {}
 
 
 @dataclass(frozen=True)
 class Own:
-    """The function behind an operator: its class, name, and fixed arguments by position."""
+    """The function that an operator calls: its class, name, and fixed arguments by position."""
 
     function: Any
     name: str

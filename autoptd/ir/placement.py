@@ -149,7 +149,7 @@ def placements(
     if len(stages) > 1:
         types |= dict.fromkeys(_axes_of(Role.STAGES), R)
     use = Layout(types)
-    # S is stored as it is used; R becomes I: only the gradient differs between the ranks, which sum it.
+    # S is stored in the layout of its use; R becomes I: only the gradient differs between the ranks, which sum it.
     stored = dict(use.shards)
     stored |= {part: FLAT for part in sharing.over if types.get(part) == R}
     return Placement(Layout(stored), dtype, grad_dtype), Placement(use, dtype)

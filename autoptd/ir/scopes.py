@@ -1,6 +1,7 @@
 """Contexts in which the compiler works: its progress is logged, the garbage collector rests, its tensors are on the CPU.
 
-Progress goes to the logger `autoptd.activity` at level INFO. The command line shows it (`wings/cli/live.py`); in Python:
+Progress goes to the logger `autoptd.activity` at level INFO. The command line shows it (`wings/cli/live.py`); in
+Python:
 
     logging.basicConfig(level=logging.INFO)
     autoptd.parallelize(...)            # INFO:autoptd.activity:tracing 2 samples: 1.2 s

@@ -8,8 +8,8 @@
 | `S(dim, atom)` sharded  | sharded     | sharded     |
 | `E`  by expert          | own rows    | own rows    |
 
-`E` is a shard whose size depends on the data: of the rows that have chosen experts, a rank has those of its
-own experts, however many these are (`passes/group_rows.py`). In a whole value, the rows of other ranks are
+`E` is a shard whose size depends on the data: a rank has the rows that have chosen one of its experts,
+however many these are (`passes/group_rows.py`). In a whole value, the rows of other ranks are
 zeros.
 
 A tensor dim is an ordered product of *atoms* (`heads x head_dim`); `S(2, 1)` means that atom 1 of dim 2 is
@@ -170,10 +170,10 @@ Outer = int | tuple[int, ...] | Zigzag
 
 
 def outer_size(dims: Sequence[Sequence[int]], kind: ValueType) -> Outer:
-    """Return the number of blocks of which a shard has one contiguous chunk each: the elements of the dim
-    before the sharded atom.
+    """Return the number of blocks in a dim, where a shard has one contiguous chunk of each block: the elements of the
+    dim before the sharded atom.
 
-    Of a `Segmented` atom, the sizes of the blocks; of shards in zigzag order, a `Zigzag`.
+    For a `Segmented` atom, return the sizes of the blocks; for shards in zigzag order, a `Zigzag`.
     """
     atoms = dims[kind.dim]
     # S over heads of [3 x 12 x 64]: a shard has one chunk of each of the 3 blocks q, k, v.

@@ -10,15 +10,19 @@ hand-written order (`written` reads one), and `requested` builds the schedule of
 
 from autoptd.schedule.check import has_transfers
 from autoptd.schedule.in_flight import in_flight_moments
-from autoptd.schedule.makespan import makespan_of
 from autoptd.schedule.measure import Memory, Simulation, Span
 from autoptd.schedule.orders import build_orders, gpipe, interleaved, looped_bfs, one_f_one_b
-from autoptd.schedule.requested import connect_orders, requested_orders, written_orders
-from autoptd.schedule.simulate import simulate
+from autoptd.schedule.requested import (
+    connect_orders,
+    num_microbatches,
+    read_schedule,
+    requested_orders,
+    written_orders,
+)
+from autoptd.schedule.simulate import makespan_of, simulate
 from autoptd.schedule.transfers import add_reduces, add_transfers, has_reduces
 from autoptd.schedule.weight_gradients import delay_weight_gradients
 from autoptd.schedule.wiring import Link
-from autoptd.schedule.written import num_microbatches, read_schedule
 from autoptd.schedule.zero_bubble import zb_2p, zb_h1, zbv
 
 __all__ = [

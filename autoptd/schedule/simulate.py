@@ -58,7 +58,7 @@ def simulate(
     ranks: one for all, or a function or mapping of (sending stage, receiving stage), where gradients take the
     time of (source, target) unless the mapping has (target, source) as well. Integers and Fractions give
     exact times. `links` are the links that the orders must serve; by default, those of the transfers in the
-    orders, or the chain 0 -> 1 -> 2 ... if there are none (values then move as soon as they are made).
+    orders, or the chain 0 -> 1 -> 2 ... if there are none (a value then moves once it is computed).
     """
     complete = Complete.of(orders, links)
     sweep = complete.run(forward, backward, weight_gradient, link)
@@ -234,4 +234,28 @@ def _refusal(
     return PlanError("schedule", fact, remedy)
 
 
-__all__ = ["Complete", "LinkTimes", "Simulation", "simulate"]
+# Longer schedules take over 30 ms per simulation.
+MAX_ACTIONS = 10_000
+# The simulation needs positive times.
+MIN_SECONDS = 1e-12
+MakespanOf = Callable[[Sequence[float], Sequence[float]], float]
+
+
+def makespan_of(orders: Sequence[Sequence[Action]]) -> MakespanOf | None:
+    """Return the makespan as a function of the seconds per stage and of the recomputation seconds.
+
+    None for more than `MAX_ACTIONS` actions.
+    """
+    if sum(map(len, orders)) > MAX_ACTIONS:
+        return None
+    # Done once: it does not depend on durations.
+    complete = Complete.of(orders)
+    complete.check_messages()
+
+    def makespan(stages: Sequence[float], again: Sequence[float]) -> float:
+        third = [max(seconds, MIN_SECONDS) / 3 for seconds in stages]
+        backward = [2 * seconds + more for seconds, more in zip(third, again, strict=True)]
+        sweep = complete.run(third, backward, third)
+        return max(ends[-1] for ends in sweep.ends)
+
+    return makespan

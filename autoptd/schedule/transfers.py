@@ -90,28 +90,28 @@ def add_reduces(orders: Sequence[Sequence[Action]]) -> Orders:
     reduced: Orders = []
     for order in orders:
         last = {action.stage: index for index, action in enumerate(order) if action.kind in GRADIENTS}
-        behind = {index: Action(Kind.REDUCE, stage) for stage, index in last.items()}
+        after = {index: Action(Kind.REDUCE, stage) for stage, index in last.items()}
         reduced.append([])
         for index, action in enumerate(order):
             reduced[-1].append(action)
-            if index in behind:
-                reduced[-1].append(behind[index])
+            if index in after:
+                reduced[-1].append(after[index])
     return reduced
 
 
 def _keep_reduces(order: list[Action], given: Sequence[Action]) -> list[Action]:
     """Put every REDUCE of `given` into `order`, after the computation that it follows there and its sends."""
-    behind: dict[Action | None, list[Action]] = defaultdict(list)
+    after: dict[Action | None, list[Action]] = defaultdict(list)
     latest = None
     for action in given:
         if action.kind is Kind.REDUCE:
-            behind[latest].append(action)
+            after[latest].append(action)
         latest = action if action.kind in COMPUTES else latest
-    kept, latest = behind[None], None
+    kept, latest = after[None], None
     for action in order:
         # Sends of a computation come between it and its REDUCE.
         if action.kind not in SENDS:
-            kept += behind.pop(latest, ())
+            kept += after.pop(latest, ())
         kept.append(action)
         latest = action if action.kind in COMPUTES else latest
-    return kept + behind[latest]
+    return kept + after[latest]

@@ -5,12 +5,23 @@ from autoptd.trace.again import Traced
 from autoptd.trace.autocast import OFF, Autocast
 from autoptd.trace.capture import Captured, capture
 from autoptd.trace.changed_buffers import updated_buffers
-from autoptd.trace.draws import draws, given_masks
+from autoptd.trace.draws import draws, given_masks, written_out_attention
 from autoptd.trace.evaluation import evaluating, in_modes, is_training_without_dropout, modes_of
 from autoptd.trace.faithful import compare
+from autoptd.trace.loss import WithLoss
 from autoptd.trace.own_failure import own_failure
 from autoptd.trace.padding import compare_padded
-from autoptd.trace.precision import COMPUTE_DTYPES, Narrowing, autocast_of, check_precision, computing_in
+from autoptd.trace.precision import (
+    COMPUTE_DTYPES,
+    Narrowing,
+    Widen,
+    autocast_of,
+    check_precision,
+    computing_in,
+    in_float64,
+    widen_inputs,
+    widen_model,
+)
 from autoptd.trace.reads import Difference, Snapshot, Stamp
 from autoptd.trace.retrace import capture_again
 
@@ -24,6 +35,8 @@ __all__ = [
     "Snapshot",
     "Stamp",
     "Traced",
+    "Widen",
+    "WithLoss",
     "autocast_of",
     "capture",
     "capture_again",
@@ -37,9 +50,13 @@ __all__ = [
     "evaluating",
     "given_masks",
     "has_values",
+    "in_float64",
     "in_modes",
     "is_training_without_dropout",
     "modes_of",
     "own_failure",
     "updated_buffers",
+    "widen_inputs",
+    "widen_model",
+    "written_out_attention",
 ]

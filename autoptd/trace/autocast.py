@@ -237,7 +237,11 @@ def _choose(func: Target, leaves: tuple[Any, ...], tree: Any, device_type: str, 
     for name in ("float32", "narrow"):
         if name in found and found[name].results == wanted.results:
             return name
-    raise TraceError(str(func), f"under autocast it gives {wanted.results}, which no cast does", REMEDY)
+    raise TraceError(
+        str(func),
+        f"under autocast it returns {wanted.results}, which no cast of its operands reproduces",
+        REMEDY,
+    )
 
 
 def _calls_of(

@@ -6,7 +6,8 @@ operators with module path and source line, and the loss as its only output.
 
     captured = capture(model, (ids, targets), {}, loss_fn=None)
 
-torch.export does the tracing; anything it would drop silently is refused here or repaired in `normalize.py`."""
+torch.export does the tracing; anything it would drop silently is refused here or repaired in `normalize.py`.
+"""
 
 from __future__ import annotations
 
@@ -273,7 +274,7 @@ def export(
             casting.with_grad.clear()
             return export(wrapper, args, kwargs, casting, whole, checks, run)
         if checks.tried is not None:
-            fact = "raises on the value of a tensor, and the forward goes on where the exception is caught"
+            fact = "raises on the value of a tensor, and the forward catches the exception and continues"
             raise TraceError(checks.site(), fact, VALUE_REMEDY)
         return exported, tuple(checkpoint_sites(wrapper.model, met.checkpointed))
     except AutoptdError:
@@ -292,7 +293,7 @@ def _refusal(error: Exception, checks: Checks) -> TraceError:
     if OF_VALUES.search(fact):
         if (refusal := checks.sizes.refusal(error, called_at(error), line)) is not None:
             return refusal
-        fact = "the value of a tensor becomes a Python number, and a branch or a size may follow it"
+        fact = "the value of a tensor becomes a Python number, and a branch or a size may depend on it"
         remedy = f"{VALUE_REMEDY}; {EXPERTS}" if "for expert" in line else VALUE_REMEDY
         return TraceError(line, fact, remedy)
     remedy = "the model must run on these example inputs; torch.export must be able to trace it"

@@ -1,11 +1,13 @@
-"""Turn assignments to buffers in forward (`self.count = self.count + 1`) into updates of these buffers.
+"""Buffers that a forward changes: saved and restored around a call, updated in a traced graph.
 
-In: a model, before a call. Out: after the call, the tensor assigned to each buffer, by path; the model's own
-buffers are back in place.
+kept, assigned = KeptBuffers(model), AssignedBuffers(model, loss_fn)
+model(x)
+assigned.take()                     # {"count": tensor(1)}: of `self.count = self.count + 1`; the model's own is back
+kept.put_back()                     # {"norm.running_mean": ...}: their values after the call; the old ones are back
 
-    buffers = AssignedBuffers(model, loss_fn)
-    model(x)
-    buffers.take()      # {"count": tensor(1)}"""
+dict(updated_buffers(graph))        # {"norm.running_mean": the node of its new value}
+check_updates(graph, model, {"count"})
+"""
 
 from __future__ import annotations
 
@@ -94,8 +96,8 @@ def _is_unchanged(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.nan_to_num(), other.nan_to_num()) if has_nan else same_entries(one, other)
 
 
-IN_MODEL = "a loss that is a part of the model, whose forward then returns it"
-IN_PLACE = "buffers of their own (.clone()), or one tensor that is a registered buffer under both names and changed in place"
+IN_MODEL = "make the loss a part of the model, whose forward then returns it"
+IN_PLACE = "separate buffers (.clone()), or one registered buffer under both names, changed in place"
 
 
 def updated_buffers(graph: Graph) -> Iterator[tuple[str, Node]]:
@@ -117,7 +119,7 @@ def check_updates(graph: Graph, model: nn.Module, assigned: Set[str]) -> None:
     own, shared = dict(model.named_buffers(remove_duplicate=False)), shared_buffers(model)
     for name, new in updates.items():
         if lost := [of_loss for of_loss in (name, *assigned) if of_loss not in own]:
-            fact = f"buffer {lost[0]} is updated by the forward, and neither state dict nor checkpoint has it"
+            fact = f"buffer {lost[0]} is updated by the forward, but is not in the model's state dict, nor in checkpoints"
             raise PlanError(site(new), fact, IN_MODEL)
         names = shared.names_of(name)
         others = [twin for twin in names if own[twin] is not own[name]]
@@ -127,7 +129,7 @@ def check_updates(graph: Graph, model: nn.Module, assigned: Set[str]) -> None:
         if name in shared.overlaps:
             others.append(shared.overlaps[name])
         if others:
-            fact = f"buffer {name} is updated by the forward, and shares its memory with {others[0]}"
+            fact = f"buffer {name} is updated by the forward, and shares memory with {others[0]}"
             raise PlanError(site(new), fact, IN_PLACE)
 
 

@@ -1,14 +1,15 @@
 """Changes of Python state by a forward: how values are compared, what counts as a change, and how it is refused.
 
-In: entries of a holder (`subject/contents.py`) before and after a call. Out: those that differ as a forward would see them.
+In: entries of a holder (`subject/contents.py`) before and after a call. Out: those that differ as a forward would see
+them.
 
     differing({"['n']": 0}, {"['n']": 1})                           # [("['n']", 0, 1)]
     Change("layers.0.calls", "0", "1", "net.py:41").refuse()
     # TraceError: layers.0.calls (net.py:41): is changed by the forward (0 before it, 1 after it), ...
 
-Two kinds of state are not in any holder. The process-wide random generators of Python and NumPy are identified by a number that
-changes with a draw. A function cache (`functools.lru_cache`) is watched by its misses; Python's API does not expose the results
-that it holds, which are state if a forward changes them.
+Two kinds of state are not in any holder. The process-wide random generators of Python and NumPy are identified by a
+number that changes with a draw. A function cache (`functools.lru_cache`) is watched by its misses; Python's API does
+not expose the results that it holds, which are state if a forward changes them.
 
     random_states()                                                 # {"random": 81238, "numpy.random": 5513}
     held_in(get_counter)                                            # [<Counter>]
@@ -88,9 +89,9 @@ def of_weights(made: list[Change]) -> Change:
     named = dict.fromkeys(change.path for change in made if not change.path.startswith("["))
     paths = ", ".join(named) or made[0].path
     remedy = (
-        "compute it in every forward, or keep what is made of today's weights in a buffer (register_buffer)"
+        "compute it in every forward, or keep a value of the current weights in a buffer (register_buffer)"
     )
-    return Change(paths, "", "", made[0].line, "is made of the weights, once and for good,", remedy)
+    return Change(paths, "", "", made[0].line, "is computed from the weights once, and kept,", remedy)
 
 
 # Levels of nesting to compare in objects that are new at every call.
@@ -203,7 +204,7 @@ class Cache:
     def change(self) -> Change:
         """Return the filled cache as a change made by the forward."""
         name = getattr(self._function, "__qualname__", "a function")
-        return Change(f"the cache of {name}", "", "", self._line, "is filled, for good,")
+        return Change(f"the cache of {name}", "", "", self._line, "is filled permanently")
 
     def drop_tables(self) -> None:
         """Clear a cache of tensors so that the next call makes them: an old one would become a constant."""

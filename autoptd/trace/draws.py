@@ -1,11 +1,22 @@
-"""Normalise dropout in a traced graph: remove idle ones, decompose attention with dropout, number the sites.
+"""Random numbers: the normal form of dropout and other draws in a traced graph, and runs of a model with given numbers.
 
-A dropout that stays is `aten.dropout(x, rate, True)` with 0 < rate < 1. Its mask is drawn at run time from the
-number of its site: 0, 1, 2 ... in the order in which the model calls dropout. Fused attention with dropout is
-decomposed into scores, mask, softmax, dropout and values, because the random numbers of a fused kernel depend
-on the layout.
+A dropout that stays is `aten.dropout(x, rate, True)` with 0 < rate < 1. Fused attention with dropout is decomposed
+into scores, mask, softmax, dropout and values, because the random numbers of a fused kernel depend on the layout.
+Every other draw becomes `uniform`, `normal` or `exponential` (`ir/noise.py`) of a tensor that gives the shape, scaled
+and shifted as in the call. Draws from the model's own generator are refused.
 
-    rewrite_dropouts(graph);  [note(node).draw.site for node in dropouts(graph)]     # [0, 1, 2, ...]"""
+    empty_like(x).uniform_(0.9, 1.1)        ->  uniform(x) * 0.2 + 0.9
+    randn(4, 8)                             ->  normal(zeros(4, 8))
+
+The numbers are drawn at run time from the number of their site: 0, 1, 2 ... in the order in which the model draws. To
+compare with such a graph, the model itself runs with given masks and numbers: the operators with which torch draws
+are intercepted, in the order of the calls, which is that of the sites.
+
+    rewrite_dropouts(graph);  rewrite_noise(graph)
+    [note(node).draw.site for node in draws(graph)]                             # [0, 1, 2, ...]
+    with given_masks(lambda site, x, keep: torch.rand(x.shape) < keep):
+        loss = model(ids, targets)
+"""
 
 from __future__ import annotations
 
@@ -45,7 +56,7 @@ def rewrite_dropouts(graph: Graph) -> None:
     futures: dict[tuple[int, int], Node] = {}
     for node in list(ops(graph)):
         if op_name(node) in OTHERS and drops(node):
-            fact = f"{op_name(node)} draws other masks than one number per element"
+            fact = f"{op_name(node)} draws masks other than one number per element"
             raise PlanError(site(node), fact, "nn.Dropout, or p=0")
         if op_name(node) in (NAME, *OTHERS):
             _rewrite_dropout(graph, node)
@@ -144,10 +155,8 @@ def check_generators(graph: Graph) -> None:
     """Raise PlanError where numbers are drawn from the model's own generator."""
     for node in ops(graph):
         if node.kwargs.get("generator") is not None:
-            fact = (
-                f"{op_name(node)} draws from a generator of the model's own, whose state ranks do not share"
-            )
-            raise PlanError(site(node), fact, "leave generator= out: what is drawn follows from seed=")
+            fact = f"{op_name(node)} draws from the model's own generator, whose state the ranks do not share"
+            raise PlanError(site(node), fact, "leave generator= out; seed= determines the numbers")
 
 
 def rewrite_noise(graph: Graph) -> None:

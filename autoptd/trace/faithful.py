@@ -1,8 +1,21 @@
 """Check that the traced graph computes the same as the model, gradients included.
 
-torch.export silently drops tensor hooks, backward hooks and the backward of custom autograd functions. These
-are refused: on the model before tracing (`check_model`), and in the forward while tracing (`watch.py`; for
-functions, according to `functions.py`). Anything left is caught by running model and graph once (`compare`)."""
+torch.export silently drops tensor hooks, backward hooks and the backward of custom autograd functions. These are
+refused: on the model before tracing, and in the forward while tracing (`watch.py`; for functions, according to
+`functions.py`). Anything left is caught by running model and graph once (`compare`).
+
+If they differ by more than the tolerance of their dtype, both run in float64, where rounding is negligible
+(`fault_of`). A trace that differs there is a fault. One that agrees may still round more than the model, so the
+errors of both in their own dtype are measured against float64. They need not round alike: torch's batch norm computes
+x * a + b, ours (x - mean) * scale, and where x equals its mean, one gives 1e-9 and the other 0, and a ReLU then has
+different gradients in 16 bits. Such a tie depends on the weights: a larger error only counts as a fault if it also
+occurs with other weights.
+
+    pair = Pair(model, None, graph, buffers, args, kwargs)      # runs either on one call; the model is restored
+    wanted, buffers = pair.of_model(lambda loss, parameters: Reference(loss, parameters, share=1e-3))
+    found, updated = pair.of_graph(wanted.differences)
+    pair.in_float64().of_graph(wanted.differences)
+"""
 
 from __future__ import annotations
 
@@ -93,12 +106,12 @@ def compare(
         [*differences.values(), *(distance(changed.get(name, new), new) for name, new in again.items())]
     )
     if noise > MAX_NOISE:
-        fact = f"two runs on the same batch differ by {noise:.0e} of their values: it is not a function of its inputs"
+        fact = f"two runs on the same batch differ by a relative {noise:.0e}: the model is not a function of its inputs"
         raise TraceError("model", fact, "draw random numbers outside of the model and pass them as an input")
     tolerance = max(tolerance, NOISE_FACTOR * noise)
     for what, size in excess.items():
         if not size <= tolerance:
-            fact = f"the traced graph gives another value than the model (largest difference {size:.2e} of its entries)"
+            fact = f"the traced graph and the model give different values (largest relative difference {size:.2e})"
             _judge(pair, Fault(what, fact, STATE), tolerance, share)
             return
 
@@ -112,7 +125,9 @@ def _judge(pair: Pair, found: Fault, tolerance: float, share: float) -> None:
         # The model's code may fail in any way when it sees float64.
         except Exception as error:
             why = f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
-            fact = f"{found.fact}; in float64, which would tell whether that is rounding, it cannot be run: {why}"
+            fact = (
+                f"{found.fact}; it cannot be run in float64, which would show whether that is rounding: {why}"
+            )
             raise TraceError(found.what, fact, f"{STATE}; or let the model run in float64") from error
     if fault is not None:
         raise TraceError(fault.what, fault.fact, fault.remedy)

@@ -112,7 +112,7 @@ def _write_afterwards(graph: Graph, node: Node, target: Node) -> None:
             set_note(pure, note(node).copy())
             node.target, node.args, node.kwargs = aten.copy_.default, (target, pure), {}
             return
-    fact = f"{op_name(node)} writes to buffer {note(target).name} by out=, and has no other form"
+    fact = f"{op_name(node)} writes to buffer {note(target).name} through out=, and has no functional form"
     raise TraceError(site(node), fact, "self.buffer.copy_(...)")
 
 
@@ -120,7 +120,9 @@ def _update(last: Node, buffer: Node, new: Node) -> None:
     """Insert the update of a buffer to its final value before the output."""
     if shape(new) != shape(buffer) or value(new).dtype != value(buffer).dtype:
         fact = f"buffer {note(buffer).name} changes its shape or dtype"
-        raise PlanError(site(new), fact, "a buffer as large, and of the dtype, that it has in the end")
+        raise PlanError(
+            site(new), fact, "allocate the buffer with the shape and dtype that it has after the forward"
+        )
     loss = last.args[0]
     assert isinstance(loss, Node)
     with last.graph.inserting_before(last):
@@ -214,8 +216,10 @@ def _check_fresh(node: Node, views: list[Node], position: dict[Node, int], lates
     base = views[-1]
     record = note(base)
     if record.origin.constant is not None:
-        fact = "a tensor that is no buffer is changed by the forward"
-        raise PlanError(site(node), fact, "register_buffer, or keep it as it is in forward")
+        fact = "the forward changes a tensor that is not a buffer"
+        raise PlanError(
+            site(node), fact, "register it with register_buffer, or do not write to it in forward"
+        )
     if record.kind == "param":
         fact = f"parameter {record.name} is changed in place"
         raise TraceError(site(node), fact, "do not write to parameters in forward")

@@ -1,14 +1,18 @@
 """Trace custom autograd functions through their forward, or as one operator.
 
-torch.export drops the backward of an `autograd.Function`. Many of them only save memory or time, and autograd
-of their forward gives the same gradients (BLOOM's GELU): these are traced through their forward. This is
-tested on random numbers of several magnitudes, forward and backward. All others (`other_functions`) need a
-second trace, in which each is one operator with its own backward (`call_whole`); a function that reads state
-which may change later (`outside.py`) is refused by name.
+torch.export drops the backward of an `autograd.Function`. Many of them only save memory or time, and autograd of
+their forward gives the same gradients (BLOOM's GELU): these are traced through their forward. This is tested on
+random numbers of several magnitudes, forward and backward. All others (`other_functions`) need a second trace, in
+which each is one operator with its own backward (`call_whole`): an operator in torch's registry that calls `apply`,
+so that it is traced, tested and differentiated like every other one (see `ir/own_functions.py`).
 
     met.append(Call.of(GeLUFunction, args));  y = run_forward(GeLUFunction, args)     # while tracing
     whole = other_functions(met)                                                      # afterwards
     y = call_whole(RoundStraightThrough, args)                                        # while tracing again
+
+Refused by name are functions that draw random numbers, write into their arguments, return other values than tensors,
+or read state that a program may change later (class attributes, objects, reassigned globals): a trace made with
+`AuxLoss.scale = 0.0` would keep that value forever.
 """
 
 from __future__ import annotations
@@ -275,7 +279,7 @@ def _results_of(function: Any, args: tuple[Any, ...]) -> int:
             made = APPLY(function, *fakes)
             results = list(made) if isinstance(made, tuple) else [made]
             if not all(isinstance(result, Tensor) for result in results):
-                raise TraceError(site, "it returns other things than tensors", REMEDY)
+                raise TraceError(site, "it returns something other than tensors", REMEDY)
             if versions != [x._version for x in fakes if isinstance(x, Tensor)]:
                 raise TraceError(site, "it writes into its arguments", "write out of place")
             heads = [result for result in results if result.requires_grad]
@@ -305,7 +309,7 @@ class _Deterministic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            fact = f"it draws random numbers ({func}), which ranks would draw each on its own"
+            fact = f"it draws random numbers ({func}), and every rank would draw its own"
             raise TraceError(self._site, fact, "draw them before apply, and pass them as an argument")
         return func(*args, **(kwargs or {}))
 

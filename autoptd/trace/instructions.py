@@ -1,8 +1,8 @@
 """Call a function before the instructions of the user's Python code, and read their operands.
 
-In: a function `see(frame, name, arg, top)`, and a predicate for the user's code. While the context is open, `see` is called
-before every instruction of this thread in such code that may write to something: `name` and `arg` are the instruction's, `top`
-is the address after its operands. Code of torch and of this package is skipped.
+In: a function `see(frame, name, arg, top)`, and a predicate for the user's code. While the context is open, `see` is
+called before every instruction of this thread in such code that may write to something: `name` and `arg` are the
+instruction's, `top` is the address after its operands. Code of torch and of this package is skipped.
 
     with watching(see, is_users, begin) as watch:
         watch.pause()      # code that runs from here on is not watched
@@ -10,8 +10,8 @@ is the address after its operands. Code of torch and of this package is skipped.
 
     at(top, 0)             # before STORE_ATTR: the object whose attribute is set
 
-Python has no API for the operands. They are in the frame's memory, after its local variables, whose offset is found by
-searching for known ones. A Python version on which this was not tested is an error.
+Python has no API for the operands. They are in the frame's memory, after its local variables, whose offset is found
+by searching for known ones. A Python version on which this was not tested is an error.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ def locals_offset() -> int:
     del frame
     if len(found) != 1:
         raise InternalError(
-            f"Python {sys.version.split()[0]}", "no way to see what its instructions write to"
+            f"Python {sys.version.split()[0]}", "the operands of its instructions cannot be located"
         )
     return found[0]
 
@@ -342,7 +342,7 @@ def check_tried(name: str, version: tuple[int, ...], has_no_lock: bool) -> None:
     if name == "cpython" and version in TRIED and not has_no_lock:
         return
     shown = f"{name} {'.'.join(map(str, version))}{' without its global lock' if has_no_lock else ''}"
-    fact = "what a forward writes to cannot be seen: where this Python keeps its operands is not known"
+    fact = "the writes of a forward cannot be watched: the layout of this Python's frames is unknown"
     raise TraceError(shown, fact, "run it with CPython 3.11, 3.12 or 3.13")
 
 

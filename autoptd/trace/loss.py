@@ -34,7 +34,7 @@ class WithLoss(nn.Module):
             return find_loss(self.model(*args, **kwargs), lambda: targets_left_out(self.model, args, kwargs))
         if "targets" not in kwargs:
             raise TraceError(
-                "step", "loss_fn is given but the call has no targets", "pass targets= beside the inputs"
+                "step", "loss_fn is given, but the call has no targets", "pass targets= with the inputs"
             )
         targets = kwargs.pop("targets")
         return find_loss(self.loss_fn(self.model(*args, **kwargs), targets))

@@ -1,9 +1,17 @@
 """Bring an exported graph into the few forms that the passes know, without changing what it computes.
 
-Removed: asserts, aliases, casts to the same dtype, dropout without effect, literal devices, dead code.
-In-place operators become functional (`functionalize.py`), indices that count from zero become views
-(`indices.py`); the reduction of a pointwise loss becomes a separate operator; random numbers become those of
-`dropouts.py` and `noise.py`, and every other random operator is refused by name."""
+Removed: asserts, aliases, casts to the same dtype, dropout without effect, literal devices, detaches without effect,
+dead code. In-place operators become functional (`functionalize.py`); random numbers become those of `draws.py`, and
+every other random operator is refused by name; statistics become sums (`statistics.py`), sorted experts products by
+row (`experts.py`). Rewritten here are operators with several spellings, and
+
+- the reduction of a pointwise loss, which becomes a separate operator;
+- `F.nll_loss`, and cross entropy with class probabilities as targets, which become log_softmax, gather, products and
+  sums, so that samples and classes may be split (`cross_entropy_loss` of logits and labels stays one operator);
+- indices that count from zero, which become views, or a gather if one index is arbitrary.
+
+At last every value is marked that depends on parameters (`of_params`), or carries a gradient to one (`needs_grad`).
+"""
 
 from __future__ import annotations
 
@@ -91,12 +99,14 @@ def _check_operators(graph: Graph) -> None:
         home = getattr(node.target, "__module__", None) or ""
         if "functorch" in home or op_name(node) in ("aten._make_dual", "aten._unpack_dual"):
             fact = f"torch.func or torch.vmap ({op_name(node)}) cannot be traced"
-            raise TraceError(site(node), fact, "write it with operators on whole tensors, gradients by hand")
+            raise TraceError(
+                site(node), fact, "write it with operators on whole tensors, and gradients by hand"
+            )
         pieces = value(node)
         for piece in pieces if isinstance(pieces, (tuple, list)) else [pieces]:
             if isinstance(piece, torch.Tensor) and piece.layout is not torch.strided:
                 raise TraceError(
-                    site(node), f"a {piece.layout} tensor", "dense tensors, or gather and index_add"
+                    site(node), f"a {piece.layout} tensor", "use dense tensors, or gather and index_add"
                 )
 
 
@@ -134,7 +144,7 @@ def _normalize_one(graph: Graph, node: Node) -> None:
         fact = (
             "embedding with scale_grad_by_freq or sparse gradients: they depend on how the batch is divided"
         )
-        raise PlanError(site(node), fact, "an embedding without scale_grad_by_freq and sparse")
+        raise PlanError(site(node), fact, "use an embedding without scale_grad_by_freq and sparse")
     elif name == "aten.broadcast_to":
         node.target = aten.expand.default
     elif name == "aten.index":
@@ -164,7 +174,7 @@ def _normalize_one(graph: Graph, node: Node) -> None:
         _put_time_first(graph, node)
     elif name == "aten.instance_norm" and node.args[5] and node.args[3] is not None:
         fact = f"its running statistics (buffer {note(node.args[3]).name}) are changed by the forward"  # type: ignore[arg-type]
-        raise PlanError(site(node), fact, "a norm without running statistics, or model.eval()")
+        raise PlanError(site(node), fact, "use a norm without running statistics, or model.eval()")
     elif _is_random(node):
         fact = "a random operator would draw other numbers on every layout"
         raise PlanError(

@@ -23,7 +23,7 @@ from autoptd.trace.capture import user_line
 from autoptd.trace.changed_buffers import KeptBuffers
 from autoptd.trace.loss import WithLoss
 
-REMEDY = "a model and example_inputs that run and have gradients without AutoPTD"
+REMEDY = "pass a model and example_inputs that run, with gradients, without AutoPTD"
 
 
 def own_failure(

@@ -126,8 +126,8 @@ def keep_all(site: int, x: torch.Tensor, keep: float) -> torch.Tensor:
 
 SITE = "shapes: padding"
 REMEDY = (
-    "what makes it pass over padding (labels with ignore_index, a causal or padded attention mask, pad= of autoptd.Buckets), "
-    "or shapes='exact'"
+    "make it ignore padding (labels with ignore_index, a causal or padded attention mask, pad= of autoptd.Buckets), "
+    "or use shapes='exact'"
 )
 
 

@@ -1,15 +1,21 @@
-"""Cast a model to its compute dtype while it is compiled.
+"""Cast a model to its compute dtype while it is compiled, or widen a copy of it to float64.
 
-In: the user's model, and the requested precision. Out: the same model inside a `with` block, cast like
-`from_pretrained(dtype=...)` of transformers: parameters and persistent floating-point buffers, the content of a
-checkpoint, are in that dtype. Buffers that are not saved (`persistent=False`) are not cast: they hold values
-computed from the config that must not be rounded, such as rotary frequencies, whose error grows with the
-position. If a model cannot run this way, as many of them are cast as necessary (`Narrowing.settle`). After the
+`computing_in` casts like `from_pretrained(dtype=...)` of transformers: parameters and persistent floating-point
+buffers, the content of a checkpoint, are in that dtype. Buffers that are not saved (`persistent=False`) are not cast:
+they hold values computed from the config that must not be rounded, such as rotary frequencies, whose error grows with
+the position. If a model cannot run this way, as many of them are cast as necessary (`Narrowing.settle`). After the
 block all tensors are the user's own again. Tensors that share memory still do.
 
     with computing_in(model, "bf16") as narrowing:
         captured = narrowing.settle(lambda: capture(model, args, kwargs, None))
-        narrowing.cast                                   # () for most models, ("h.0.attn.mask", ...) for some"""
+        narrowing.cast                                   # () for most models, ("h.0.attn.mask", ...) for some
+
+The float64 copy is for `verify`, and to tell rounding from a fault. Under `Widen`, a model's own casts to float32
+become casts to float64.
+
+    with Widen():
+        loss = widen_model(model)(*widen_inputs(call))
+"""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
 """Snapshot the Python state that a traced forward can read, and report changes since compilation.
 
-In: the code that ran in the trace (`Reads`), the model and its loss function. Out: attributes of modules and objects, items,
-globals, cells, class attributes, patched functions, settings of the process and environment variables whose value has changed
-since. An attribute that is not named in that code is ignored: a counter that only the training loop reads has no effect.
+In: the code that ran in the trace (`Reads`), the model and its loss function. Out: attributes of modules and objects,
+items, globals, cells, class attributes, patched functions, settings of the process and environment variables whose
+value has changed since. An attribute that is not named in that code is ignored: a counter that only the training loop
+reads has no effect.
 
     snapshot = Snapshot(model, loss_fn, captured.reads)
     model.alpha = 2.0
     snapshot.changes()      # [Difference(path="alpha", before=1.0, after=2.0)]
 
-State is held as in `subject/contents.py`: a holder gives its entries by a text that names each, and restores them. What a
-program can only patch (`Names`, `OfFunction`, `ClassOf`, `Setting`) is held here.
+State is held as in `subject/contents.py`: a holder gives its entries by a text that names each, and restores them.
+What a program can only patch (`Names`, `OfFunction`, `ClassOf`, `Setting`) is held here.
 """
 
 from __future__ import annotations

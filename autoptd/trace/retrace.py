@@ -1,16 +1,14 @@
 """Trace a model a second time with another number of rows, by following its first trace.
 
-All of the model's Python code runs again in the same environment (torch.export's), but no graph is built:
-every operator that the forward calls must be the next one of the first graph, on the same operands, in the
-same gradient mode. The second trace is then the first graph with the numbers and sizes of the second run.
+All of the model's Python code runs again in the same environment (torch.export's), but no graph is built: every
+operator that the forward calls must be the next one of the first graph, on the same operands, in the same gradient
+mode. The second trace is then the first graph with the numbers and sizes of the second run. If the forward does
+anything else, it is traced in full.
 
-In: the first trace before `normalize` (`Raw`), and the forward with other rows. Out: the graph that torch.export
-would return, or an exception if the forward does anything else; a full trace then reports the difference.
+In: the first trace, before it was normalised (`Raw`), and the forward with other rows. Out: the graph that `capture`
+would return.
 
-    follower = Follower(raw)
-    with light_export(UserFrames(), follower.run):
-        torch.export.export(...)        # ends with `Followed` or `Differs`
-    follower.graph()
+    graph = capture_again(captured, model, args, kwargs, loss_fn)
 """
 
 from __future__ import annotations

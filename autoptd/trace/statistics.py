@@ -1,11 +1,22 @@
-"""Decompose statistics over the rows of inputs into sums and maxima.
+"""Decompose statistics over the rows of a batch into sums and maxima, which ranks and microbatches can combine.
 
-In: a normalised graph. Out: the same graph in which `std`, `var`, norms, `softmax`, `logsumexp`, `max`, `min`,
-`any` and `all` over dim 0, of values that depend only on inputs, are sums and `amax`: these can be computed
-over all microbatches and replicas before the first forward (`passes/over_batch.py`).
+`write_as_sums` rewrites `std`, `var`, norms, `softmax`, `logsumexp`, `max`, `min`, `any` and `all` over dim 0, of
+values that depend only on inputs. These can be computed over all microbatches and replicas before the first forward
+(`passes/over_batch.py`).
 
     std = rewards.std()        ->    mean = rewards.mean(); ((rewards - mean) ** 2).sum() / (8 - 1), and its root
-    low = rewards.amin(0)      ->    -(-rewards).amax(0)"""
+    low = rewards.amin(0)      ->    -(-rewards).amax(0)
+
+`rewrite_batch_norms` decomposes batch norm in training, in a graph whose in-place operators are not functional yet.
+Replicas can then sum the means (SyncBatchNorm). The running statistics, which torch's operator changes although its
+schema does not say so, are written by `copy_`. In eval mode batch norm is pointwise and stays one operator.
+
+    mean = x.mean([0, 2, 3], keepdim=True)
+    y = (x - mean) * (centered.square().mean(...) + eps).rsqrt() * weight + bias
+
+With `momentum=None` the statistics are averages over all steps. For that the module reads its counter as a Python
+number, which cannot be traced: during tracing its momentum is a sentinel, which the rewrite replaces by 1 / counter.
+"""
 
 from __future__ import annotations
 
@@ -250,7 +261,7 @@ def _share_of_step(make: Maker, node: Node) -> Node:
         counted = counted.prev
     if counted.op == "root":
         fact = "a batch norm with momentum=None that does not count its batches"
-        raise TraceError(site(node), fact, "a momentum")
+        raise TraceError(site(node), fact, "set a momentum")
     return make(aten.reciprocal.default, make.cast(counted, torch.float64))
 
 

@@ -1,14 +1,20 @@
-"""Resolve branches of a forward on the value of a tensor, where the outcome is known during tracing.
+"""Python code that needs the value of a tensor while it is traced: branches, checks, sizes, numbers.
+
+A traced tensor has no value. Some branches can be resolved all the same:
 
 - Random numbers against a bound that they do not cross: `if torch.rand(1) > self.dropout` with a dropout of 0.
-- Checks, which do nothing but raise: `if x.isinf().any(): raise ValueError(...)`, `assert (x >= 0).all()`. The
-  trace follows the branch that does not raise. Whether the exception leaves the forward, or is caught in it, is
-  found by raising it: the first trace that meets a check ends there, and the next one passes it.
+- Checks, which do nothing but raise: `if x.isinf().any(): raise ValueError(...)`, `assert (x >= 0).all()`. The trace
+  follows the branch that does not raise. Whether the exception leaves the forward, or is caught in it, is found by
+  raising it: the first trace that meets a check ends there, and the next one passes it.
 
     checks = Checks()
     branches = Branches(checks)
     branches.see(torch.rand, (1,), made)
     branches.outcome(made > 0.0, frame)      # True; None where the value is not known
+
+An operator whose result has a data-dependent size is refused, with its line and an alternative of known size;
+torch.export's own error only has the line that needed a number (`Sizes`). A number that the forward turns into a
+tensor stays in the graph, also on meta (`make_tensor`).
 """
 
 from __future__ import annotations
@@ -64,7 +70,7 @@ class Checks:
         """Warn about the checks that the ranks will not make."""
         for site in sorted({_site(place) for place in self.passed}):
             text = f"{site}: raises on the values of a tensor, which no step checks"
-            warnings.warn(f"{text}: check what it would find in the training loop", stacklevel=2)
+            warnings.warn(f"{text}: make this check in the training loop", stacklevel=2)
 
 
 class Branches:

@@ -1,7 +1,7 @@
 """Tell the user's Python code, and that of model libraries, from torch's and Python's own.
 
-In: a code object, a frame, or an exception. Out: whether its instructions are watched; the user's source line; the stack of the
-line that made a node of a trace, without torch's own frames.
+In: a code object, a frame, or an exception. Out: whether its instructions are watched; the user's source line; the
+stack of the line that made a node of a trace, without torch's own frames.
 
     users_line()                                                    # "net.py:41"
     UserFrames(Watched.forward.__code__).extract().summary()        # the frames of the model

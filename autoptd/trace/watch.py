@@ -157,9 +157,7 @@ class Operands(TorchFunctionMode):
         if func == DATA:
             return args[0].detach()
         if func == SET_DATA and isinstance(args[0], FakeTensor):
-            fact = (
-                "is given other data by the forward (tensor.data = ...), which the traced graph would not do"
-            )
+            fact = "has its data replaced by the forward (tensor.data = ...), which the traced graph would not do"
             raise TraceError(f"a tensor of shape {tuple(args[0].shape)} ({users_line()})", fact, DATA_REMEDY)
         return func(*args, **kwargs)
 
@@ -178,7 +176,7 @@ class Operands(TorchFunctionMode):
         names = [path for path, tensor in attribute_tensors(self._model) if tensor is one]
         kind = "parameter" if isinstance(one, nn.Parameter) else "tensor that requires a gradient"
         name = names[0] if names else f"a {kind} of shape {tuple(one.shape)}"
-        fact = f"is read by the forward ({users_line()}) but is no registered parameter of the model: it would not be trained"
+        fact = f"is read by the forward ({users_line()}) but is not a registered parameter: it would not be trained"
         raise TraceError(
             name,
             fact,

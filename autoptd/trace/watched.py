@@ -7,9 +7,9 @@ In: a model, a loss function and a call. Out: the loss; the model is restored, w
     check_changes(watched, args, kwargs)
     # TraceError: layers.0.calls: is changed by the forward (0 before it, 1 after it)
 
-A *cache* is made by the first call and found by the second one, and is the same for every batch: a mask, a table of sines.
-A *log* is a number or a list that a call only adds to (`self.calls += 1`, `history.append(n)`), which affects no later
-call. Whether a call reads it is found by stand-ins that notice being read.
+A *cache* is made by the first call and found by the second one, and is the same for every batch: a mask, a table of
+sines. A *log* is a number or a list that a call only adds to (`self.calls += 1`, `history.append(n)`), which affects
+no later call. Whether a call reads it is found by stand-ins that notice being read.
 """
 
 from __future__ import annotations

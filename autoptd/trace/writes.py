@@ -7,7 +7,8 @@ just before the write, and compared after the block.
     with Writes.recorded(names) as writes:
         model(x)
     writes.changes()      # [Change("layers.0.calls (net.py:41)", "0", "1")]
-    writes.undo()         # a trace leaves no fake tensor in the model"""
+    writes.undo()         # a trace leaves no fake tensor in the model
+"""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ import torch
 from autoptd.compat import tree_flatten, tree_unflatten
 from autoptd.errors import PlanError
 from autoptd.program.program import Program
+from autoptd.runtime.step.microbatches import check_call
 from autoptd.subject.call import Call, split_call
 
 
@@ -39,6 +40,12 @@ def given_calls(batches: Iterable[Any], steps: int) -> list[Call]:
             f"steps={len(calls)}, or pass more batches",
         )
     return calls
+
+
+def check_calls(program: Program, calls: Iterable[Call]) -> None:
+    """Raise PlanError for a call that a program cannot run."""
+    for args, kwargs in calls:
+        check_call(program, args, kwargs, program.mesh.replicas)
 
 
 def _mixed(program: Program, call: Call, step: int) -> Call:

@@ -31,34 +31,35 @@ from torch import nn
 
 from autoptd.compiler.compiler import Compiler
 from autoptd.compiler.driver import compile_program
-from autoptd.compiler.request import autocast_here
 from autoptd.errors import InternalError, PlanError, RuntimeFault, TraceError
 from autoptd.ir.scopes import activity
-from autoptd.kernels.forms import wide
 from autoptd.model.parallel_model import ParallelModel
-from autoptd.options import PRECISIONS, LossScale, Options
+from autoptd.options import Options
 from autoptd.program.program import Program
-from autoptd.runtime.step.microbatches import check_call
 from autoptd.subject.call import Call
 from autoptd.subject.initial.deferred import materialize
 from autoptd.subject.subject import Subject
-from autoptd.trace import OFF, Autocast, check_module, check_precision, computing_in
-from autoptd.trace.loss import WithLoss
-from autoptd.trace.precision import Widen, widen_inputs, widen_model
-from autoptd.verify.fresh import fresh_calls, given_calls
-from autoptd.verify.microbatches import loss_by_microbatch
-from autoptd.verify.put_back import put_back
-from autoptd.verify.untouched import ROUNDING, allowance, check_copy, finite_losses, rounding_of
-from autoptd.verify.widening import check_widening, kernels_of, masks_of, relative_difference, widen_options
+from autoptd.trace import Widen, check_module, check_precision, widen_inputs, widen_model
+from autoptd.verify.fresh import check_calls, fresh_calls, given_calls
+from autoptd.verify.one_device import (
+    Setting,
+    check_copy,
+    check_widening,
+    evaluated_loss,
+    first_losses,
+    kernels_of,
+    loss_of,
+    losses_in_own_dtype,
+    relative_difference,
+    widen_options,
+    with_fixed_scale,
+)
 
 TOLERANCE = 1e-9
 # Smaller gradients, relative to the largest one, are compared with it instead of themselves.
 NOISE = 1e-3
 # The learning rate of the model's own step: large enough to exceed the rounding of its dtype.
 FIRST_LR = 1e-2
-# With this scale, an overflow is the model's own; gradients that round to zero are noise on both sides (see
-# `Setting`).
-FIXED_SCALE = 1.0
 # Checks besides training in float64; most tests skip them.
 CHECKS = ("own dtype", "reload", "evaluation")
 
@@ -139,8 +140,7 @@ def compare(
         )
     calls = fresh_calls(program, call, steps) if batches is None else given_calls(batches, steps)
     wide_calls = [widen_inputs(wide_call) for wide_call in calls]
-    for args, kwargs in wide_calls:
-        check_call(program, args, kwargs, options.mesh.replicas)
+    check_calls(program, wide_calls)
     eps = max(1e-8, NOISE * check_widening(wide_model, program, options, *wide_calls[0]))
     setting = Setting(wide_options, lr, eps)
     large = replace(setting, lr=max(lr, FIRST_LR))
@@ -153,54 +153,12 @@ def compare(
     if own is not None:
         with kernels_of(own), activity(f"first steps of {program.mesh.size} ranks in the model's own dtype"):
             narrow = replace(large, options=with_fixed_scale(options))
-            # The model as `precision` computes it; without `precision`, these are the losses from above.
-            wanted = losses
-            if options.precision:
-                with computing_in(model, options.precision, own.cast_buffers):
-                    made = first_losses(model, own, narrow, calls, autocast_here(model, options))
-                wanted = finite_losses(made, options.precision)
-            allowed = allowance(_rounding(model, options), wanted, exact)
+            wanted, allowed = losses_in_own_dtype(model, own, narrow, calls, losses, exact)
             found = compare_first_losses(model, own, narrow, calls, wanted, allowed)
         report = replace(report, differences=report.differences + tuple(found))
     if not report.passed:
         raise InternalError("verify", f"the partitioned model differs from the model\n{report}\n")
     return report
-
-
-def with_fixed_scale(options: Options) -> Options:
-    """Return a request with a fixed loss scale, whose first steps are not skipped: a dynamic scale first
-    searches for its value.
-    """
-    if not options.is_fp16 or options.loss_scale.fixed is not None:
-        return options
-    return replace(options, loss_scale=LossScale(fixed=FIXED_SCALE))
-
-
-def _rounding(model: nn.Module, options: Options) -> float:
-    """Return how far a loss of the ranks may differ from float64, given their compute and reduction dtypes."""
-    rounding = rounding_of(model)
-    if options.precision:
-        rounding = ROUNDING[getattr(torch, PRECISIONS[options.precision])]
-    if options.zero.reduce_dtype != "fp32":
-        # Gradients are rounded in transit, which no single device does: it shows after the first update.
-        rounding = max(rounding, ROUNDING[getattr(torch, PRECISIONS[options.zero.reduce_dtype])])
-    return rounding
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The training setup of both sides, with AdamW.
-
-    AdamW divides a gradient by its own size plus `eps`. With torch's 1e-8, a gradient that is zero up to
-    rounding would move a weight as much as a real one, and the rounding would show.
-    """
-
-    options: Options
-    lr: float
-    eps: float
-
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=self.lr, eps=self.eps)
 
 
 def checks_own_dtype(model: nn.Module) -> bool:
@@ -279,12 +237,6 @@ class Trained:
         return other
 
 
-def loss_of(model: nn.Module, program: Program, setting: Setting, call: Call, step: int) -> torch.Tensor:
-    """Compute the loss of the unmodified model in float64, with the dropout masks of this step (from 0 on)."""
-    with Widen(), masks_of(program, step + 1):
-        return loss_by_microbatch(WithLoss(model, setting.options.loss_fn), program, *call)
-
-
 def compare_evaluation(
     pm: ParallelModel, reference: nn.Module, setting: Setting, calls: list[Call], notes: list[str]
 ) -> list[Difference]:
@@ -295,9 +247,7 @@ def compare_evaluation(
     except (PlanError, TraceError) as error:
         notes.append(f"not evaluated: {error}")
         return []
-    with torch.no_grad(), Widen(), put_back(reference):
-        evaluated = WithLoss(reference.eval(), setting.options.loss_fn)
-        wanted = loss_by_microbatch(evaluated, pm.program, args, kwargs)
+    wanted = evaluated_loss(reference, pm.program, setting, calls[-1])
     return [Difference("evaluation", "loss", len(calls) - 1, relative_difference(ours, wanted, 0.0))]
 
 
@@ -326,49 +276,6 @@ def compare_first_losses(
     finally:
         pm.close()
     return found
-
-
-def first_losses(
-    model: nn.Module, program: Program, setting: Setting, calls: list[Call], autocast: Autocast = OFF
-) -> list[torch.Tensor]:
-    """Return the losses of the first two calls (one, if there is only one), a step apart, under `autocast`.
-
-    Also only one if the step is skipped: in float16 a gradient may overflow.
-    """
-    losses = []
-    with put_back(model):
-        for step, (args, kwargs) in enumerate(calls[:2]):
-            with masks_of(program, step + 1), autocast.around():
-                loss = loss_by_microbatch(WithLoss(model, setting.options.loss_fn), program, args, kwargs)
-            losses.append(loss.detach())
-            if len(calls) > 1 and step == 0 and not take_step(model, loss, setting):
-                break
-    return losses
-
-
-def take_step(model: nn.Module, loss: torch.Tensor, setting: Setting) -> bool:
-    """Take the first training step, of the parameters or, with `precision`, of wide copies of them.
-
-    Return False if it would be skipped: in float16, when a gradient is not finite.
-    """
-    parameters = list(model.parameters())
-    stored = parameters
-    if setting.options.precision:
-        stored = [nn.Parameter(x.detach().to(wide(x.dtype)), x.requires_grad) for x in parameters]
-    scale = setting.options.loss_scale.fixed or 1.0
-    (loss * scale).backward()
-    for parameter, master in zip(parameters, stored, strict=True):
-        if parameter.grad is not None:
-            master.grad = parameter.grad.to(master.dtype) / scale
-    grads = [master.grad for master in stored if master.grad is not None]
-    if setting.options.is_fp16 and not all(bool(grad.isfinite().all()) for grad in grads):
-        return False
-    setting.optimizer(stored).step()
-    with torch.no_grad():
-        for parameter, master in zip(parameters, stored, strict=True):
-            parameter.grad = None
-            parameter.copy_(master)
-    return True
 
 
 def _gradient_differences(pm: ParallelModel, reference: nn.Module, step: int) -> list[Difference]:

@@ -18,7 +18,7 @@ from autoptd.errors import InternalError
 from autoptd.subject.call import split_call
 from autoptd.trace.loss import WithLoss
 from autoptd.trace.precision import Widen, widen_inputs
-from autoptd.verify.widening import masks_of
+from autoptd.verify.one_device import masks_of
 
 TOLERANCE = 1e-9
 

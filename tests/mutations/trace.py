@@ -333,7 +333,7 @@ MUTATIONS = (
         ("elif _is_of_c(owner, name):", "elif False:"),
     ),
     *planted(
-        "autoptd/verify/widening.py",
+        "autoptd/verify/one_device.py",
         "tests/trace/test_branches.py",
         ("torch.full_like(x, 0.5)", "torch.zeros_like(x)"),
     ),

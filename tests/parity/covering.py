@@ -34,7 +34,7 @@ from autoptd.ir import machine
 from autoptd.ir.actions import SCHEDULES
 from autoptd.options import KEYWORDS, make_options
 from autoptd.runtime.step.microbatches import is_call_of
-from autoptd.verify.widening import masks_of
+from autoptd.verify.one_device import masks_of
 from tests.parity.kinds import KINDS, LENGTH, Batch, Kind, call
 
 AXES: dict[str, tuple[Any, ...]] = {  # of each the simplest first

@@ -385,7 +385,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
                 self.head(self.body(ids))[labels > 3], labels[labels > 3]
             )
         ),
-        "depends on the values|a size may follow it",  # torch 2.11 asks for the number earlier
+        "depends on the values|a size may depend on it",  # torch 2.11 asks for the number earlier
     ),
 }
 

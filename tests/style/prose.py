@@ -65,7 +65,8 @@ PAGES: tuple[str, ...] = (
 )
 # Files, or folders with all that is below them, whose comments and strings are checked, relative to the same.
 SOURCES: tuple[str, ...] = (
-    "autoptd/ir/operators",
+    "autoptd/errors.py",
+    "autoptd/ir",
     "autoptd/kernels",
     "autoptd/model",
     "autoptd/passes/annotate.py",
@@ -81,6 +82,9 @@ SOURCES: tuple[str, ...] = (
     "autoptd/runtime/measure",
     "autoptd/runtime/ops",
     "autoptd/runtime/world",
+    "autoptd/schedule",
+    "autoptd/trace",
+    "autoptd/verify",
     "examples",
 )
 

@@ -292,5 +292,5 @@ def set_activation(net: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("forward", [set_parameter, set_activation])
 def test_data_that_the_forward_sets_is_refused(forward: Any) -> None:
-    with pytest.raises(TraceError, match=r"test_capture\.py:\d+.*is given other data by the forward"):
+    with pytest.raises(TraceError, match=r"test_capture\.py:\d+.*has its data replaced by the forward"):
         trace.capture(Net(forward), (X,), {}, None)

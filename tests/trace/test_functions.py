@@ -244,7 +244,7 @@ def test_others_are_refused(model: nn.Module, fact: str) -> None:
 
 
 def test_a_parameter_from_outside_is_refused() -> None:
-    with pytest.raises(TraceError, match="no registered parameter"):
+    with pytest.raises(TraceError, match="not a registered parameter"):
         trace.capture(Net(Closed), (X,), {}, None)
 
 

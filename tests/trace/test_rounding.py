@@ -156,7 +156,7 @@ def test_a_wrong_graph_is_still_refused(number: int) -> None:
     make, change = FAULTS[number]
     model, found, x = found_in(make)
     change(found.graph)
-    with pytest.raises(TraceError, match=r"another value than the model .* in float64 as well"):
+    with pytest.raises(TraceError, match=r"the model give different values .* in float64 as well"):
         held(model, found, x)
 
 

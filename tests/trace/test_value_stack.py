@@ -18,7 +18,9 @@ UNKNOWN = [
 def test_an_unknown_python_is_refused(
     name: str, version: tuple[int, int], has_no_lock: bool, shown: str
 ) -> None:
-    with pytest.raises(TraceError, match=rf"{shown}: what a forward writes to cannot be seen.*3.11, 3.12 or"):
+    with pytest.raises(
+        TraceError, match=rf"{shown}: the writes of a forward cannot be watched.*3.11, 3.12 or"
+    ):
         check_tried(name, version, has_no_lock)
 
 

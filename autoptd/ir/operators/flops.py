@@ -1,7 +1,7 @@
 """FLOPs and sizes of products that are not plain GEMMs.
 
-In: a node, and a function that returns the shape of a node's value, global or local. Out: FLOPs, or (batch, m, n, k) with
-the name of the kernel.
+In: a node, and a function that returns the shape of a node's value, global or local. Out: FLOPs, or (batch, m, n, k)
+with the name of the kernel.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Link functions of operators that compute: which dims of the operands run together with which dim of the result.
 
-In: a node. Out: its links. A row of letters reads like einsum, aligned from the right: a letter that is missing on the right is
-contracted, a starred one stays whole.
+In: a node. Out: its links. A row of letters reads like einsum, aligned from the right: a letter that is missing on
+the right is contracted, a starred one stays whole.
 
     letter_links(node, "... i, o i, o -> ... o")
 

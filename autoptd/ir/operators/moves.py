@@ -1,4 +1,6 @@
-"""Link functions of operators that move entries: views, pieces, joins, copies, lookups; and the local values of their sizes."""
+"""Link functions of operators that move entries: views, pieces, joins, copies, lookups; and the local values of their
+sizes.
+"""
 
 from __future__ import annotations
 

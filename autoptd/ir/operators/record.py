@@ -1,7 +1,8 @@
 """The record of one operator, and the arguments of a node.
 
-In: properties of an operator. Out: what every stage of the compiler asks about it. A well-behaved operator only declares how
-its dims correspond; other omitted fields are derived from torch's schema, or affect only speed or the look of emitted code.
+In: properties of an operator. Out: what every stage of the compiler asks about it. A well-behaved operator only
+declares how its dims correspond; other omitted fields are derived from torch's schema, or affect only speed or the
+look of emitted code.
 
     Operator("mine.gate", "... d, ... d, d -> ... d")
 

@@ -1,14 +1,14 @@
 """The table of operators, and questions that combine a record with a node.
 
-In: a node. Out: its record, or an answer. Most operators are one line of letters, read like einsum and aligned from the right,
-where `...` stands for any leading dims; a starred letter (`h*`) must stay whole. A letter that is missing on the right is
-contracted: split along it, the result is P.
+In: a node. Out: its record, or an answer. Most operators are one line of letters, read like einsum and aligned from
+the right, where `...` stands for any leading dims; a starred letter (`h*`) must stay whole. A letter that is missing
+on the right is contracted: split along it, the result is P.
 
     Operator("aten.mm", "m k, k n -> m n")
 
-The links of other operators are computed from shapes (`links.py`, `moves.py`). Pointwise operators are known by torch's tag. An
-unknown operator has an empty record: see `passes/ops/unlisted.py`. No other file refers to operators by name, except fusion
-patterns, the normal form of traces, and special cases of codegen.
+The links of other operators are computed from shapes (`links.py`, `moves.py`). Pointwise operators are known by
+torch's tag. An unknown operator has an empty record: see `passes/ops/unlisted.py`. No other file refers to operators
+by name, except fusion patterns, the normal form of traces, and special cases of codegen.
 
     operator_of(node).keeps         # "operands"
     is_view(node)
