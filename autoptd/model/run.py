@@ -25,8 +25,8 @@ from autoptd.ir.buffers import SharedBuffers
 from autoptd.options import Options
 from autoptd.program.program import Program
 from autoptd.program.sources import Source
-from autoptd.runtime.checks import copies as check_copies
-from autoptd.runtime.checks import settings as check_settings
+from autoptd.runtime.checks.agreement import COPIES
+from autoptd.runtime.checks.copies import check_copies, check_settings
 from autoptd.runtime.params.loss_scale import LossScaler
 from autoptd.runtime.step.buffers import ModelBuffers, copy_buffers
 from autoptd.runtime.step.launch import (
@@ -218,10 +218,10 @@ class Run:
         """
         made, call, ranks = self.optimizers, self.clock.calls, self.started("step").unrecorded
         states = [optimizer.state for optimizer in made.values()]
-        ranks.run(check_copies.SITE, lambda rank: check_copies.check_copies(rank.params, states, call))
+        ranks.run(COPIES, lambda rank: check_copies(rank.params, states, call))
         # Ranks as threads share one optimizer.
         if self.is_process:
-            ranks.run(check_copies.SITE, lambda rank: check_settings.check_settings(rank.world, made, call))
+            ranks.run(COPIES, lambda rank: check_settings(rank.world, made, call))
 
 
 __all__ = ["Clock", "Run", "is_local"]

@@ -28,8 +28,8 @@ from autoptd.model.padded import EVALUATION, PaddedCalls, check_updates
 from autoptd.model.run import Run
 from autoptd.options.buckets import EXACT, MAX_PROGRAMS
 from autoptd.program.program import Program
-from autoptd.runtime.checks import sizes as check_sizes
-from autoptd.runtime.checks.sizes import Sizes, agree_on_sizes
+from autoptd.runtime.checks.agreement import SIZES
+from autoptd.runtime.checks.inputs import Sizes, agree_on_sizes
 from autoptd.runtime.step.buffers import LOAD_THEM_BEFORE
 from autoptd.runtime.step.launch import MODEL
 from autoptd.runtime.step.microbatches import (
@@ -259,7 +259,7 @@ class Programs:
             fault = error
         if self._run.is_process:
             length, rows = self._run.started("step").unrecorded.run(
-                check_sizes.SITE, lambda rank: agree_on_sizes(rank.world, sizes, fault, length, batched)
+                SIZES, lambda rank: agree_on_sizes(rank.world, sizes, fault, length, batched)
             )
         if fault is not None:
             raise fault

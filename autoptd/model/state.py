@@ -48,7 +48,8 @@ from autoptd.runtime.checkpoint.restore import (
     check_optimizer_state,
 )
 from autoptd.runtime.checkpoint.save import Contents, save_rank
-from autoptd.runtime.checks import state as check_state
+from autoptd.runtime.checks.agreement import STATE
+from autoptd.runtime.checks.inputs import check_state
 from autoptd.runtime.folders.save_pretrained import contents_of, parse_size, save_folder
 from autoptd.runtime.params.fingerprint import fingerprint_of_model
 from autoptd.runtime.params.full_values import (
@@ -303,9 +304,7 @@ class State:
         run = self.run
         ranks = run.started("load_state_dict")
         if run.is_process:
-            ranks.unrecorded.run(
-                check_state.SITE, lambda rank: check_state.check_state(rank.world, state_dict)
-            )
+            ranks.unrecorded.run(STATE, lambda rank: check_state(rank.world, state_dict))
         missing, unexpected = check_loaded(run.program, run.buffers.values, state_dict)
         if strict and (missing or unexpected):
             fact = f"missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}"

@@ -23,9 +23,10 @@ from autoptd.model.padded import EVALUATION
 from autoptd.model.run import Run
 from autoptd.model.sizes import Programs
 from autoptd.program.program import Program
-from autoptd.runtime.checks import batch as check_batch
-from autoptd.runtime.checks import copies as check_copies
-from autoptd.runtime.checks import ranks as check_ranks
+from autoptd.runtime.checks.agreement import RANKS
+from autoptd.runtime.checks.copies import copies_are_due
+from autoptd.runtime.checks.inputs import batch_checked, batch_is_due
+from autoptd.runtime.checks.ranks import check_ranks
 from autoptd.runtime.step.executor import Executor
 from autoptd.runtime.step.launch import Rank, RunningRanks
 from autoptd.runtime.step.microbatches import check_call, cut, take_rows
@@ -48,9 +49,9 @@ class Batch(NamedTuple):
 
     def checked(self, count: int) -> AbstractContextManager[None]:
         """Check, where it is due, that the ranks of a replica read the same: around the `count`-th call of its kind."""
-        if not check_batch.is_due(count, self.every):
+        if not batch_is_due(count, self.every):
             return nullcontext()
-        return check_batch.batch_checked(self.ranks, self.call, count, self.leaves)
+        return batch_checked(self.ranks.unrecorded.run, self.call, count, self.leaves)
 
 
 class Steps:
@@ -97,7 +98,7 @@ class Steps:
 
         self._check_loop("step", clock.calls)
         # Outside of the step: its collectives do not belong to the program, and are not recorded.
-        if check_copies.is_due(clock.calls, self._run.options.ranks.check_every):
+        if copies_are_due(clock.calls, self._run.options.ranks.check_every):
             self._run.compare_copies()
         held = ranks.here[0].params
         self._loop.begin(chain(held.local.values(), held.stored.values()))
@@ -177,9 +178,9 @@ class Steps:
 
         def check(rank: Rank) -> None:
             rows = cut(program, leaves, rank.executor.inputs, 0, rank.world.device)
-            check_ranks.check_ranks(rank, rows, scale)
+            check_ranks(rank.executor, rows, scale)
 
-        ranks.unrecorded.run(check_ranks.SITE, check)
+        ranks.unrecorded.run(RANKS, check)
 
 
 __all__ = ["Steps"]

@@ -30,7 +30,7 @@ MUTATIONS = (
         ('leaf.requires_grad and call == "step"', "leaf.requires_grad"),
     ),
     *planted(
-        "autoptd/runtime/checks/settings.py",
+        "autoptd/runtime/checks/copies.py",
         "tests/runtime/checks/test_settings.py",
         ("if not differing:", "if True:"),
         ("or key in OF_SCHEDULERS ", ""),

@@ -22,13 +22,13 @@ FEW: dict[str, tuple[str, ...]] = {
         "RuntimeFault: step 1: ranks 1, 2, 3 got other inputs",
         "than rank 0 of the same replica (tensor 0, 1 of the call differs)",
     ),
-    "one_gradient_changed t=2 d=2": (COPIES, "is not the same on ranks 0, 1"),
+    "one_gradient_changed t=2 d=2": (COPIES, "differs between ranks 0, 1"),
 }
 MORE: dict[str, tuple[str, ...]] = {
     "same_seed t=2 p=2": (),
     "computed_wrongly t=2 d=2": (
         "RuntimeFault: pm.check_ranks: the same rows give other bits: ",
-        "the output of stage 0 is not the same on ranks 1, 3",
+        "the output of stage 0 differs between ranks 1, 3",
     ),
     "sampler_over_all_ranks t=2 d=2": (
         "RuntimeFault: step 1",
@@ -43,7 +43,7 @@ MORE: dict[str, tuple[str, ...]] = {
         OTHER_ROWS.format(3, 1),
     ),
     "sampler_over_replicas t=2 d=2": (),
-    "one_gradient_changed t=2 p=2": (COPIES, "ln_1.weight is not the same on ranks 0, 1"),
+    "one_gradient_changed t=2 p=2": (COPIES, "ln_1.weight differs between ranks 0, 1"),
     "torch_clips t=2 p=2": ("PlanError: torch.nn.utils clipping",),
     "evaluated_by_rank t=2 p=2": ("RuntimeFault: eval_step 1: ranks 1, 2, 3 got other inputs",),
     "loaded_by_rank t=2 p=2": (
@@ -51,7 +51,7 @@ MORE: dict[str, tuple[str, ...]] = {
     ),
     "checked_by_rank t=2 d=2": (
         "RuntimeFault: pm.check_ranks",
-        "is not the same on ranks 0, 2",
+        "differs between ranks 0, 2",
         "pass the same global batch",
     ),
 }

@@ -1,16 +1,19 @@
-"""Check that copies of parameters, masters and optimizer state stay equal over dp, tensor ranks and owners.
+"""Check that copies of parameters, masters and optimizer state stay equal, and that optimizers are set alike on all ranks.
 
-In: a rank's parameters, and the states of its optimizers. Out: nothing, or one RuntimeFault on all ranks
-together, which names parameters and ranks. A gradient that was changed on only some ranks is found after the
-next update, as is a flipped bit in memory. 64-bit fingerprints are compared
-(`runtime/params/fingerprint.py`).
+In: a rank's parameters, and its optimizers. Out: nothing, or one RuntimeFault on all ranks together.
+
+- `check_copies`: copies over dp, tensor ranks and owners have equal 64-bit fingerprints (`runtime/params/fingerprint.py`).
+  A gradient that was changed on only some ranks is found after the next update, as is a flipped bit in memory.
+- `check_settings`: optimizers have the same learning rates, betas and weight decay, and have made the same number of
+  updates. With zero=1, t or p no copies of weights would differ: each rank steps what it alone has.
 
     check_copies(rank.params, [optimizer.state], step=200)            # a collective
+    check_settings(world, {0: optimizer}, step=200)                   # a collective
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,20 +23,31 @@ from autoptd.errors import RuntimeFault
 from autoptd.ir.layout import copy_axes
 from autoptd.ir.mesh import Role, role_of
 from autoptd.program.specs import ParamSpec
-from autoptd.runtime.checks.batch import agree_on_largest, merge_over_ranks
+from autoptd.runtime.checks.agreement import (
+    COPIES,
+    Prints,
+    agree_on_largest,
+    compare,
+    listed,
+    merge_over_ranks,
+)
 from autoptd.runtime.params.fingerprint import fingerprint, fingerprint_of
+from autoptd.runtime.params.optimizer import NamedOptimizer
 from autoptd.runtime.params.parameters import RankParameters, owners
-from autoptd.runtime.world.world import Group
+from autoptd.runtime.params.trial import ELEMENTWISE, IGNORED
+from autoptd.runtime.world.world import Group, World
 
-SITE = "check of the copies"
-MOST_NAMED = 5
 # The optimizer state by stored parameter.
 OptimizerState = Mapping[Any, Mapping[str, Any]]
-# Hashes by the compared item.
-Prints = dict[str, torch.Tensor]
+# Entries that schedulers add to groups: only one rank may have a scheduler that logs.
+OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
+MOST_ELEMENTS = 64
+# Texts by number of the group, and key; UPDATES, of no group, counts the calls of `step`.
+Settings = dict[tuple[int, str], str]
+UPDATES = (-1, "optimizer.step() has run")
 
 
-def is_due(step: int, every: int) -> bool:
+def copies_are_due(step: int, every: int) -> bool:
     """Tell whether copies are compared before step `step`; `every=0` disables the check."""
     # The second step is the first to see an update.
     return every > 0 and (step == 2 or step % every == 0)
@@ -47,16 +61,14 @@ def check_copies(params: RankParameters, states: Sequence[OptimizerState], step:
     params.wait()
     findings: list[str] = []
     for group, copies in _comparisons(params, states):
-        findings += compare(group, copies, SITE)
-    if agree_on_largest(world, torch.tensor(int(bool(findings)), device=world.device), SITE):
-        by_rank = merge_over_ranks(world, {world.rank: findings}, SITE)
+        findings += compare(group, copies, COPIES)
+    if agree_on_largest(world, torch.tensor(int(bool(findings)), device=world.device), COPIES):
+        by_rank = merge_over_ranks(world, {world.rank: findings}, COPIES)
         # All ranks of a group have the same findings.
         texts: dict[str, None] = {}
         for rank in sorted(by_rank):
             texts |= dict.fromkeys(by_rank[rank])
-        every = list(texts)
-        more = f"; and {len(every) - MOST_NAMED} more" if len(every) > MOST_NAMED else ""
-        fact = f"copies that must be equal are not: {'; '.join(every[:MOST_NAMED])}{more}"
+        fact = f"copies that must be equal are not: {listed(list(texts))}"
         remedy = "change gradients and parameters on all ranks alike: pm.clip_grad_norm_, pm.optimizer, pm.load_state_dict; "
         remedy += "if nothing else changed them, go back to a checkpoint, and suspect the memory of the rank that differs"
         raise RuntimeFault(f"step {step}", fact, remedy)
@@ -111,22 +123,85 @@ def _print_of_stored(
     return total
 
 
-def compare(group: Group, mine: Prints, site: str) -> list[str]:
-    """Describe the differences within a group, and the ranks that differ from the majority."""
-    if group.size == 1 or not mine:
-        return []
-    own = torch.stack(list(mine.values()))
-    # [rank, name]
-    prints = group.all_gather(own.unsqueeze(0), 0, site).t().tolist()
+def check_settings(world: World, optimizers: Mapping[int, torch.optim.Optimizer], step: int) -> None:
+    """Raise RuntimeFault on all ranks unless optimizers that all ranks have are set alike; a collective."""
+    if world.mesh.size == 1:
+        return
+    mine = {number: settings_of(optimizer) for number, optimizer in optimizers.items()}
+    counts = {number: _updates_of(optimizer) for number, optimizer in optimizers.items()}
+    prints = {number: (_print_of(settings), counts[number]) for number, settings in mine.items()}
+    everywhere = world.everyone().gather_objects(prints, COPIES)
+    # Python may free an unused optimizer earlier on one rank than on another.
+    common = set(prints).intersection(*everywhere)
+    differing = []
+    for number in sorted(common):
+        found = [prints[number] for prints in everywhere]
+        if len({text for text, _ in found}) > 1 or len({count for _, count in found} - {None}) > 1:
+            differing.append(number)
+            mine[number] |= {} if counts[number] is None else {UPDATES: str(counts[number])}
+    if not differing:
+        return
+    of_ranks = world.everyone().gather_objects({number: mine[number] for number in differing}, COPIES)
+    findings: list[str] = []
+    for number in differing:
+        findings += _findings([settings[number] for settings in of_ranks])
+    fact = f"optimizer settings differ between ranks: {listed(findings)}"
+    remedy = "step optimizers and schedulers on every rank, and pass schedulers that take a number, such as ReduceLROnPlateau, "
+    remedy += "the same one everywhere: the loss that pm.step returns"
+    raise RuntimeFault(f"step {step}", fact, remedy)
+
+
+def _updates_of(optimizer: torch.optim.Optimizer) -> int | None:
+    """Return the number of steps of an optimizer; None if it has no parameter on this rank."""
+    has_parameters = any(group["params"] for group in optimizer.param_groups)
+    return getattr(optimizer, "updates", None) if has_parameters else None
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
+    """Return the settings in all groups that an optimizer computes with, except those that are not plain values."""
+    # torch's own classes read only their defaults.
+    cls = type(optimizer).__mro__[2] if isinstance(optimizer, NamedOptimizer) else type(optimizer)
+    is_own = cls in ELEMENTWISE
+    found: Settings = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key in IGNORED or key in OF_SCHEDULERS or (is_own and key not in optimizer.defaults):
+                continue
+            if (text := _text_of(value)) is not None:
+                found[number, key] = text
+    return found
+
+
+def _text_of(value: Any) -> str | None:
+    """Return a value as text that is equal on all ranks and devices; None if it is not plain."""
+    if isinstance(value, torch.Tensor):
+        return repr(value.tolist()) if value.numel() <= MOST_ELEMENTS else None
+    if isinstance(value, (list, tuple)):
+        texts = [_text_of(item) for item in value]
+        return None if None in texts else f"({', '.join(map(str, texts))})"
+    if value is None or isinstance(value, (bool, int, float, complex, str)):
+        return repr(value)
+    return None
+
+
+def _print_of(settings: Settings) -> str:
+    return hashlib.blake2b(repr(sorted(settings.items())).encode(), digest_size=8).hexdigest()
+
+
+def _findings(everywhere: list[Settings]) -> list[str]:
+    """Describe each setting of one optimizer that differs: which ranks have which value."""
     findings = []
-    for name, values in zip(mine, prints, strict=True):
-        usual, count = Counter(values).most_common(1)[0]
-        if count == group.size:
-            continue
-        if 2 * count <= group.size:
-            findings.append(f"{name} is not the same on ranks {', '.join(map(str, group.ranks))}")
-            continue
-        like = group.ranks[values.index(usual)]
-        others = [rank for rank, value in zip(group.ranks, values, strict=True) if value != usual]
-        findings += [f"{name} on rank {rank} is not as on rank {like} and most others" for rank in others]
+    for place in sorted(set().union(*everywhere)):
+        ranks: dict[str, list[str]] = {}
+        for rank, settings in enumerate(everywhere):
+            ranks.setdefault(settings.get(place, "not there"), []).append(str(rank))
+        number, key = place
+        if place == UPDATES:
+            ranks.pop("not there", None)
+        if len(ranks) > 1 and place == UPDATES:
+            texts = [f"{value} times on rank {', '.join(some)}" for value, some in ranks.items()]
+            findings.append(f"{key} {' and '.join(texts)}")
+        elif len(ranks) > 1:
+            texts = [f"{value} on rank {', '.join(some)}" for value, some in ranks.items()]
+            findings.append(f"{key} of group {number} is {' and '.join(texts)}")
     return findings

@@ -1,11 +1,11 @@
 """Check that all ranks compute the same: every replica runs the same rows, forward and backward, twice.
 
-In: a rank, and the microbatches of the first replica. Out: nothing, or one RuntimeFault on all ranks
+In: the executor of a rank, and the microbatches of the first replica. Out: nothing, or one RuntimeFault on all ranks
 together, which names the ranks whose outputs or gradients differ in any bit; all results are discarded.
 Stages are compared between replicas before anything is summed over them. A rank whose two runs differ is
 named too: kernels have to be deterministic.
 
-    check_ranks(rank, microbatches)                  # a collective
+    check_ranks(executor, microbatches)                  # a collective
 """
 
 from __future__ import annotations
@@ -17,29 +17,34 @@ from typing import Any
 import torch
 
 from autoptd.errors import RuntimeFault
-from autoptd.runtime.checks.batch import agree_on_largest, merge_over_ranks
-from autoptd.runtime.checks.copies import compare
+from autoptd.runtime.checks.agreement import (
+    RANKS,
+    Prints,
+    agree_on_largest,
+    compare,
+    listed,
+    merge_over_ranks,
+)
 from autoptd.runtime.params.fingerprint import fingerprint
 from autoptd.runtime.step.executor import Executor
-from autoptd.runtime.step.launch import Rank
 
-SITE = "pm.check_ranks"
-MOST_NAMED = 4
 Microbatch = Mapping[str, torch.Tensor]
-# Hashes by the compared item.
-Prints = dict[str, torch.Tensor]
+# The findings of a rank about batches, outputs and gradients, and the items that differ when computed twice.
+Findings = tuple[list[list[str]], list[str]]
 
 
-def check_ranks(rank: Rank, microbatches: Sequence[Microbatch], loss_scale: float | None = None) -> None:
+def check_ranks(
+    executor: Executor, microbatches: Sequence[Microbatch], loss_scale: float | None = None
+) -> None:
     """Raise RuntimeFault on all ranks unless all replicas compute the same; a collective."""
-    world = rank.world
+    world = executor.world
     batch = prints_of_batch(microbatches)
-    outputs, gradients = run_once(rank.executor, microbatches, loss_scale)
-    again = run_once(rank.executor, microbatches, loss_scale)
+    outputs, gradients = run_once(executor, microbatches, loss_scale)
+    again = run_once(executor, microbatches, loss_scale)
     findings: list[list[str]] = [[], [], []]
     for axis in world.mesh.batch_axes:
         for found, prints in zip(findings, (batch, outputs, gradients), strict=True):
-            found += compare(world.group((axis,)), prints, SITE)
+            found += compare(world.group((axis,)), prints, RANKS)
     unsteady = [
         name
         for one, two in zip((outputs, gradients), again, strict=True)
@@ -47,43 +52,37 @@ def check_ranks(rank: Rank, microbatches: Sequence[Microbatch], loss_scale: floa
         if int(value) != int(two[name])
     ]
     is_bad = bool(unsteady) or any(findings)
-    if not agree_on_largest(world, torch.tensor(int(is_bad), device=world.device), SITE):
+    if not agree_on_largest(world, torch.tensor(int(is_bad), device=world.device), RANKS):
         return
-    told = merge_over_ranks(world, {world.rank: (findings, unsteady)}, SITE)
-    raise fault_of([told[number] for number in sorted(told)])
+    of_ranks = merge_over_ranks(world, {world.rank: (findings, unsteady)}, RANKS)
+    raise fault_of([of_ranks[number] for number in sorted(of_ranks)])
 
 
-def fault_of(told: Sequence[tuple[list[list[str]], list[str]]]) -> RuntimeFault:
+def fault_of(of_ranks: Sequence[Findings]) -> RuntimeFault:
     """Return the fault for the findings of all ranks, possible causes first."""
-    batches, outputs = texts_of(told, 0), texts_of(told, 1)
+    batches, outputs = texts_of(of_ranks, 0), texts_of(of_ranks, 1)
     # Backward begins in the last stage.
-    gradients = texts_of(told[::-1], 2)
+    gradients = texts_of(of_ranks[::-1], 2)
     if batches:
         remedy = "pass the same global batch on all ranks, as to pm.local_batch"
-        return RuntimeFault(SITE, some(batches), remedy)
-    unsteady = [f"{names[0]} on rank {number}" for number, (_, names) in enumerate(told) if names]
+        return RuntimeFault(RANKS, listed(batches), remedy)
+    unsteady = [f"{names[0]} on rank {number}" for number, (_, names) in enumerate(of_ranks) if names]
     if unsteady:
-        fact = f"the same rows give other bits the second time: {some(unsteady)}"
+        fact = f"the same rows give other bits the second time: {listed(unsteady)}"
         remedy = (
             "torch.use_deterministic_algorithms(True), then check again; if that rank alone still differs, "
         )
         remedy += "replace its device"
-        return RuntimeFault(SITE, fact, remedy)
-    fact = f"the same rows give other bits: {some([*outputs, *gradients])}"
+        return RuntimeFault(RANKS, fact, remedy)
+    fact = f"the same rows give other bits: {listed([*outputs, *gradients])}"
     remedy = "take the rank that differs out of the run (where two are named, either may be wrong), and go back to a "
     remedy += "checkpoint; on devices of different models bits may differ without a defect"
-    return RuntimeFault(SITE, fact, remedy)
+    return RuntimeFault(RANKS, fact, remedy)
 
 
-def texts_of(told: Sequence[tuple[list[list[str]], list[str]]], kind: int) -> list[str]:
+def texts_of(of_ranks: Sequence[Findings], kind: int) -> list[str]:
     """Return the findings of a kind; all ranks of a group have the same ones."""
-    return list(dict.fromkeys(text for findings, _ in told for text in findings[kind]))
-
-
-def some(texts: Sequence[str]) -> str:
-    """List a few texts."""
-    more = f"; and {len(texts) - MOST_NAMED} more" if len(texts) > MOST_NAMED else ""
-    return "; ".join(texts[:MOST_NAMED]) + more
+    return list(dict.fromkeys(text for findings, _ in of_ranks for text in findings[kind]))
 
 
 def prints_of_batch(microbatches: Sequence[Microbatch]) -> Prints:
@@ -91,7 +90,7 @@ def prints_of_batch(microbatches: Sequence[Microbatch]) -> Prints:
     prints: Prints = {}
     for number, microbatch in enumerate(microbatches):
         for name, x in microbatch.items():
-            add(prints, f"input {name}", fingerprint(x, str(number)))
+            _add(prints, f"input {name}", fingerprint(x, str(number)))
     return prints
 
 
@@ -103,12 +102,12 @@ def run_once(
     gradients: Prints = {}
 
     def note(name: str, x: torch.Tensor) -> None:
-        add(gradients, f"the gradient of {name}", fingerprint(x, name))
+        _add(gradients, f"the gradient of {name}", fingerprint(x, name))
 
     def note_results(stage: int, results: Sequence[Any]) -> None:
         for number, x in enumerate(results):
             if isinstance(x, torch.Tensor):
-                add(outputs, f"the output of stage {stage}", fingerprint(x, str(number)))
+                _add(outputs, f"the output of stage {stage}", fingerprint(x, str(number)))
 
     for bucket in executor.gradients.buckets:
         bucket.note = note
@@ -127,13 +126,13 @@ def try_step(executor: Executor, microbatches: Sequence[Microbatch], loss_scale:
     """
     try:
         with executor.guard(), torch.enable_grad():
-            executor.sum_gradients(microbatches, loss_scale, SITE)
+            executor.sum_gradients(microbatches, loss_scale, RANKS)
             executor.world.raise_first_fault()
     finally:
         executor.gradients.drop()
 
 
-def add(prints: Prints, name: str, value: torch.Tensor) -> None:
+def _add(prints: Prints, name: str, value: torch.Tensor) -> None:
     prints[name] = prints[name] + value if name in prints else value
 
 

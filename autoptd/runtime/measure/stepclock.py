@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from autoptd.ir.actions import COMPUTES, phase_of
-from autoptd.runtime.measure.record import Note, cover
+from autoptd.runtime.measure.cover import Note, cover
 from autoptd.runtime.step.launch import Rank, RunningRanks
 from autoptd.runtime.step.timeline import Clock, Span
 from autoptd.runtime.world.world import World, on_device

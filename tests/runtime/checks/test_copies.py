@@ -34,8 +34,8 @@ def flip(x: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     "mesh, victim, told",
     [
-        ({"d": 3, "batch": 6}, 2, f"{NAME} on rank 2 is not as on rank 0 and most others"),
-        ({"d": 2, "p": 2}, 3, f"{NAME} is not the same on ranks 2, 3"),
+        ({"d": 3, "batch": 6}, 2, f"{NAME} on rank 2 differs from rank 0 and most others"),
+        ({"d": 2, "p": 2}, 3, f"{NAME} differs between ranks 2, 3"),
     ],
 )
 def test_a_flipped_bit_of_a_parameter(mesh: dict[str, int], victim: int, told: str) -> None:
@@ -55,7 +55,7 @@ def test_a_flipped_bit_of_a_moment(key: str) -> None:
     pm, opt = trained(d=2)
     flip(opt.state[pm.rank_parameters(1)[NAME]][key])
     with pytest.raises(
-        RuntimeFault, match=f"step 3: .*the optimizer's state of {NAME} is not the same on ranks 0, 1"
+        RuntimeFault, match=f"step 3: .*the optimizer's state of {NAME} differs between ranks 0, 1"
     ):
         pm.step(*batch(8))
     pm.close()
@@ -67,7 +67,7 @@ def test_a_flipped_bit_of_what_two_ranks_share_each_of_two_times(mesh: dict[str,
     pm, opt = trained(**mesh, zero=1, dp_shard=2)
     (own,) = (rank for rank in pm.run.ranks.here if rank.world.rank == 3)
     flip(opt.state[own.params.stored[NAME]]["exp_avg"])
-    with pytest.raises(RuntimeFault, match=f"the optimizer's state of {NAME} is not the same on ranks 1, 3"):
+    with pytest.raises(RuntimeFault, match=f"the optimizer's state of {NAME} differs between ranks 1, 3"):
         pm.step(*batch(8))
     pm.close()
 
@@ -78,7 +78,7 @@ def test_a_flipped_bit_of_a_master() -> None:
     # The lowest bit of float32: what stages use of it, in bfloat16, stays.
     flip(own.params.stored[NAME])
     with pytest.raises(
-        RuntimeFault, match=f"not: the optimizer's state of {NAME} is not the same on ranks 0, 1"
+        RuntimeFault, match=f"not: the optimizer's state of {NAME} differs between ranks 0, 1"
     ):
         pm.step(*batch(8))
     pm.close()

@@ -63,15 +63,15 @@ PIPELINE = {"d": 2, "p": 2}
 @pytest.mark.parametrize(
     "mesh, victim, name, bit, told",
     [
-        ({"d": 3}, 2, STAGE_1, 29, "the output of stage 0 on rank 2 is not as on rank 0 and most others"),
+        ({"d": 3}, 2, STAGE_1, 29, "the output of stage 0 on rank 2 differs from rank 0 and most others"),
         # Where it began comes first.
-        (PIPELINE, 1, STAGE_0, 29, "the same rows give other bits: the output of stage 0 .* on ranks 0, 1; "),
+        (PIPELINE, 1, STAGE_0, 29, "the same rows give other bits: the output of stage 0 .*between ranks 0, 1; "),
         (
             PIPELINE,
             3,
             STAGE_1,
             12,
-            "the same rows give other bits: the (output|gradient) of .* on ranks 2, 3; ",
+            "the same rows give other bits: the (output|gradient) of .*between ranks 2, 3; ",
         ),
     ],
     ids=str,
@@ -104,7 +104,7 @@ def test_a_rank_that_computes_wrongly(is_always: bool, monkeypatch: pytest.Monke
         right()
 
     monkeypatch.setattr(bucket, "start", start)
-    told = "the gradient of .* on rank 1 is not as on rank 0 and most others"
+    told = "the gradient of .* on rank 1 differs from rank 0 and most others"
     if not is_always:
         told = "the same rows give other bits the second time: the gradient of .* on rank 1. Remedy: torch.use_det"
     with pytest.raises(RuntimeFault, match=told):

@@ -10,7 +10,7 @@ import torch
 
 import autoptd
 from autoptd.errors import RuntimeFault
-from autoptd.runtime.checks.settings import check_settings, settings_of
+from autoptd.runtime.checks.copies import check_settings, settings_of
 from autoptd.runtime.step.launch import Rank
 from tests.runtime.params.test_own_optimizers import Grouped, batch, net
 

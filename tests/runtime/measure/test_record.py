@@ -12,7 +12,8 @@ import torch
 from autoptd import runtime as rt
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.types import CONVERSIONS, LOCAL_KINDS
-from autoptd.runtime.measure.record import cover, recording
+from autoptd.runtime.measure.cover import cover
+from autoptd.runtime.measure.record import recording
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Communicators, World
 from tests.runtime.step.test_executor import running, step
