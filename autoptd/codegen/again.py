@@ -23,8 +23,7 @@ from typing import TypeVar
 
 from torch.fx import Node
 
-from autoptd.codegen.body import write_body
-from autoptd.codegen.comments import conversion_work
+from autoptd.codegen.body import conversion_work, write_body
 from autoptd.codegen.expressions import bound_axes
 from autoptd.codegen.names import choose_names
 from autoptd.codegen.writer import Writer, check_source

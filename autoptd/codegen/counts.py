@@ -13,6 +13,7 @@ In: the losses and batch sums of a stage. Out: methods that compute them from th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch.fx import Node
 
@@ -95,9 +96,7 @@ def _begin(
     inputs = {node: name for node, name in given.items() if node.op == "placeholder"}
     names = choose_names(needed, inputs, values)
 
-    def text(node: Node) -> str:
-        return operand_text(node, names)
-
+    text = partial(operand_text, names=names)
     read = set(values)
     for node in needed:
         read.update(node.all_input_nodes)

@@ -17,11 +17,9 @@ from functools import cached_property
 
 from torch.fx import Graph, Node
 
-from autoptd.codegen.comments import origin_text
-from autoptd.codegen.loops import carried_name
+from autoptd.codegen.body import origin_text
 from autoptd.codegen.names import choose_names
-from autoptd.codegen.repeats import Repeat, find_repeats
-from autoptd.codegen.runs import Run, find_runs
+from autoptd.codegen.repeats import Repeat, Run, carried_name, find_repeats, find_runs
 from autoptd.ir import markers
 from autoptd.ir.names import layer_of
 from autoptd.ir.notes import note, ops, output, placeholders

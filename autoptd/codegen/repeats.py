@@ -1,9 +1,10 @@
 """Find the repeated layers of a program, and express their differences by the layer number `i`.
 
-In: the operators of the whole program, in order. Out: `Repeat`s. Layers are found by their computation
+In: the operators of the whole program, in order. Out: `Repeat`s, and in each stage the `Run`s of their rounds: their
+position among its operators, and the values that they read and pass on. Layers are found by their computation
 (`ir/periods.py`); parameter names only determine the index: `h.0.ln.weight`, `h.1.ln.weight`, ... become
-`w.h[i].ln.weight`. Other differences are expressed by `i` too: numbers in arithmetic progression (`3 * i +
-1`), alternating values (`(local, full)[i % 2]`), and any other list of values (`scales[i]`).
+`w.h[i].ln.weight`. Other differences are expressed by `i` too: numbers in arithmetic progression (`3 * i + 1`),
+alternating values (`(local, full)[i % 2]`), and any other list of values (`scales[i]`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby, pairwise
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from autoptd.codegen.expressions import expression
+from autoptd.codegen.names import assigned_name
 from autoptd.ir.names import layer_of
 from autoptd.ir.notes import note, value
 from autoptd.ir.periods import Period, find_periods
@@ -145,12 +147,72 @@ class Repeat:
         return None
 
 
+@dataclass(frozen=True)
+class Run:
+    """Rounds `first` to `stop - 1` of a repeat, contiguous in the body of a stage from index `start` on."""
+
+    repeat: Repeat
+    first: int
+    stop: int
+    start: int
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.first
+
+    @property
+    def end(self) -> int:
+        """The index after its last operator."""
+        return self.start + self.count * self.repeat.at.length
+
+    @property
+    def rounds(self) -> range:
+        return range(self.first, self.stop)
+
+    @property
+    def steps(self) -> Steps:
+        """The `i` of this run."""
+        every = self.repeat.steps
+        return Steps(every.first + self.first * every.step, every.step)
+
+    @property
+    def initials(self) -> list[Node]:
+        return self.repeat.entering(self.first)
+
+    @property
+    def finals(self) -> list[Node]:
+        return self.repeat.leaving(self.stop - 1)
+
+    def outer(self, nodes: Sequence[Node]) -> Sequence[Node]:
+        """Select the values of an operand in the rounds of this run from those in all rounds."""
+        return nodes[self.first : self.stop]
+
+
 def find_repeats(body: list[Node], results: set[Node]) -> list[Repeat]:
     """Return the repeats in a list of operators, in order; `results` are read after it."""
     signatures = {node: _signature(node) for node in body}
     rank = partial(_rank, body, signatures)
     periods = find_periods(body, list(signatures.values()), results, _is_alike, rank)
     return [_repeat(body, period) for period in periods]
+
+
+def find_runs(repeats: Sequence[Repeat], body: Sequence[Node]) -> list[Run]:
+    """Return the complete rounds among the operators `body` of a stage, consecutive ones as one run."""
+    position = {node: i for i, node in enumerate(body)}
+    runs: list[Run] = []
+    for repeat in repeats:
+        for k in range(repeat.at.count):
+            if not all(node in position for node in repeat.round(k)):
+                continue
+            # The stages have the operators in the program's order, so a complete round is contiguous.
+            start = position[repeat.round(k)[0]]
+            last = runs[-1] if runs else None
+            # Layers 6 to 8 and 9 to 11 are two runs if the stage has an operator between 8 and 9.
+            if last and last.repeat is repeat and last.stop == k and last.end == start:
+                runs[-1] = replace(last, stop=k + 1)
+            else:
+                runs.append(Run(repeat, k, k + 1, start))
+    return runs
 
 
 def _repeat(body: list[Node], at: Period) -> Repeat:
@@ -163,6 +225,94 @@ def _repeat(body: list[Node], at: Period) -> Repeat:
             if len(set(map(repr, values))) > 1:
                 numbers[j, path] = values
     return Repeat(at, tuple(body[at.start : at.stop]), weights_of(at), numbers)
+
+
+def weights_of(at: Period) -> tuple[Weights, ...]:
+    """Return the `Weights` that number the parameters and buffers of the periods, in order of first use."""
+    candidates: list[Weights] = []
+    for nodes in dict.fromkeys(_outer_slots(at)):
+        if ways := _numbered(nodes):
+            # The first way has the shortest prefix, and so holds the most.
+            candidates.append(ways[0][0])
+    uses = Counter(candidates)
+    # Step 0: all rounds call one module, as in ALBERT.
+    return tuple(weights for weights in uses if weights.step or uses[weights] > MAX_PASSED)
+
+
+def _outer_slots(at: Period) -> list[tuple[Node, ...]]:
+    """Return the operands from outside of the periods, each with one node per period."""
+    return [operand.nodes for operands in at.operands for operand in operands if operand.kind == "outer"]
+
+
+def _numbered(nodes: Sequence[Node]) -> list[tuple[Weights, str]]:
+    """Return ways to number parameters or buffers: `h.0.ln.weight`, `h.1.ln.weight` are (h, from 0 by 1),
+    ln.weight.
+    """
+    kinds = {note(node).kind for node in nodes}
+    if len(kinds) > 1 or not kinds <= {"param", "buffer"}:
+        return []
+    names = [note(node).name.split(".") for node in nodes]
+    # At every place where all names have a number: "blocks.0.layers.3.w" can be numbered by 0 or by 3.
+    ways = []
+    for i in range(len(names[0])):
+        if any(len(name) <= i or not name[i].isdecimal() for name in names):
+            continue
+        numbers = [int(name[i]) for name in names]
+        step = numbers[1] - numbers[0]
+        # Around the number, all names must be the same.
+        rest = {(".".join(name[:i]), ".".join(name[i + 1 :])) for name in names}
+        if len(rest) == 1 and numbers == [numbers[0] + k * step for k in range(len(numbers))]:
+            prefix, suffix = next(iter(rest))
+            ways.append((Weights(next(iter(kinds)), prefix, numbers[0], step), suffix))
+    return ways
+
+
+def carried_name(repeat: Repeat, j: int) -> str:
+    """Return the model's name of a value passed from round to round: `hidden_states`."""
+    return assigned_name(list(repeat.operators), j) or "x"
+
+
+def expression_with(
+    node: Node, numbers: dict[Path, str], text: Callable[[Node], str], site: str = '""'
+) -> str:
+    """Return the expression of `node` with other texts for some of its numbers."""
+
+    def replaced(arg: Any, path: Path) -> Any:
+        if path in numbers:
+            number = _WrittenInt(arg) if isinstance(arg, int) else _WrittenFloat(arg)
+            number.text = numbers[path]
+            return number
+        if isinstance(arg, (list, tuple)):
+            return type(arg)(replaced(item, (*path, i)) for i, item in enumerate(arg))
+        return arg
+
+    args = tuple(replaced(arg, (i,)) for i, arg in enumerate(node.args))
+    kwargs = {key: replaced(arg, (key,)) for key, arg in node.kwargs.items()}
+    # A stand-in: a node of the graph itself cannot have other arguments for a moment.
+    line: Any = SimpleNamespace(op=node.op, target=node.target, args=args, kwargs=kwargs, meta=node.meta)
+    return expression(line, text, site)
+
+
+class _WrittenInt(int):
+    """A number that prints as a text."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return self.text
+
+
+class _WrittenFloat(float):
+    """A number that prints as a text."""
+
+    text: str
+    __repr__ = __str__ = _WrittenInt.__repr__  # type: ignore[assignment]
+    __format__ = _WrittenInt.__format__  # type: ignore[assignment]
 
 
 def _signature(node: Node) -> tuple[str, ...]:
@@ -232,89 +382,6 @@ def _is_alike(node: Node, other: Node) -> bool:
     names_of_other = {arg: f"x{i}" for i, arg in enumerate(other.all_input_nodes)}
     text = expression_with(node, different, names.__getitem__)
     return text == expression(other, names_of_other.__getitem__)
-
-
-class _WrittenInt(int):
-    """A number that prints as a text."""
-
-    text: str
-
-    def __repr__(self) -> str:
-        return self.text
-
-    __str__ = __repr__
-
-    def __format__(self, spec: str) -> str:
-        return self.text
-
-
-class _WrittenFloat(float):
-    """A number that prints as a text."""
-
-    text: str
-    __repr__ = __str__ = _WrittenInt.__repr__  # type: ignore[assignment]
-    __format__ = _WrittenInt.__format__  # type: ignore[assignment]
-
-
-def expression_with(
-    node: Node, numbers: dict[Path, str], text: Callable[[Node], str], site: str = '""'
-) -> str:
-    """Return the expression of `node` with other texts for some of its numbers."""
-
-    def replaced(arg: Any, path: Path) -> Any:
-        if path in numbers:
-            number = _WrittenInt(arg) if isinstance(arg, int) else _WrittenFloat(arg)
-            number.text = numbers[path]
-            return number
-        if isinstance(arg, (list, tuple)):
-            return type(arg)(replaced(item, (*path, i)) for i, item in enumerate(arg))
-        return arg
-
-    args = tuple(replaced(arg, (i,)) for i, arg in enumerate(node.args))
-    kwargs = {key: replaced(arg, (key,)) for key, arg in node.kwargs.items()}
-    # A stand-in: a node of the graph itself cannot have other arguments for a moment.
-    line: Any = SimpleNamespace(op=node.op, target=node.target, args=args, kwargs=kwargs, meta=node.meta)
-    return expression(line, text, site)
-
-
-def weights_of(at: Period) -> tuple[Weights, ...]:
-    """Return the `Weights` that number the parameters and buffers of the periods, in order of first use."""
-    candidates: list[Weights] = []
-    for nodes in dict.fromkeys(_outer_slots(at)):
-        if ways := _numbered(nodes):
-            # The first way has the shortest prefix, and so holds the most.
-            candidates.append(ways[0][0])
-    uses = Counter(candidates)
-    # Step 0: all rounds call one module, as in ALBERT.
-    return tuple(weights for weights in uses if weights.step or uses[weights] > MAX_PASSED)
-
-
-def _outer_slots(at: Period) -> list[tuple[Node, ...]]:
-    """Return the operands from outside of the periods, each with one node per period."""
-    return [operand.nodes for operands in at.operands for operand in operands if operand.kind == "outer"]
-
-
-def _numbered(nodes: Sequence[Node]) -> list[tuple[Weights, str]]:
-    """Return ways to number parameters or buffers: `h.0.ln.weight`, `h.1.ln.weight` are (h, from 0 by 1),
-    ln.weight.
-    """
-    kinds = {note(node).kind for node in nodes}
-    if len(kinds) > 1 or not kinds <= {"param", "buffer"}:
-        return []
-    names = [note(node).name.split(".") for node in nodes]
-    # At every place where all names have a number: "blocks.0.layers.3.w" can be numbered by 0 or by 3.
-    ways = []
-    for i in range(len(names[0])):
-        if any(len(name) <= i or not name[i].isdecimal() for name in names):
-            continue
-        numbers = [int(name[i]) for name in names]
-        step = numbers[1] - numbers[0]
-        # Around the number, all names must be the same.
-        rest = {(".".join(name[:i]), ".".join(name[i + 1 :])) for name in names}
-        if len(rest) == 1 and numbers == [numbers[0] + k * step for k in range(len(numbers))]:
-            prefix, suffix = next(iter(rest))
-            ways.append((Weights(next(iter(kinds)), prefix, numbers[0], step), suffix))
-    return ways
 
 
 def _rank(

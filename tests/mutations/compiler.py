@@ -9,12 +9,12 @@ MUTATIONS = (
         ('writer.comment(2, f"{module}{source}")', 'writer.add(2, f"# {module}{source}")'),
     ),
     *planted(
-        "autoptd/codegen/program_files.py",
+        "autoptd/codegen/files.py",
         "tests/hostile/test_names.py",
         ("check_source(name, source)", "pass"),
     ),
     *planted(
-        "autoptd/codegen/update_file.py",
+        "autoptd/codegen/files.py",
         "tests/hostile/test_names.py -k updated",
         ("{quoted(name)}: ", "{chr(34)}{name}{chr(34)}: "),
     ),

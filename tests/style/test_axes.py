@@ -79,7 +79,7 @@ def test_a_constant_that_holds_an_axis_is_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["wings/doctor/checks.py", "codegen/comments.py", "compiler/records/collectives.py"]
+    "file", ["wings/doctor/checks.py", "codegen/body.py", "compiler/records/collectives.py"]
 )
 def test_a_literal_that_is_put_back_is_found(file: str) -> None:
     tree = ast.parse((ROOT / file).read_text() + '\n\nAXES_OF_THIS_FILE = ("tp", "dp")\n')

@@ -65,7 +65,13 @@ PIPELINE = {"d": 2, "p": 2}
     [
         ({"d": 3}, 2, STAGE_1, 29, "the output of stage 0 on rank 2 differs from rank 0 and most others"),
         # Where it began comes first.
-        (PIPELINE, 1, STAGE_0, 29, "the same rows give other bits: the output of stage 0 .*between ranks 0, 1; "),
+        (
+            PIPELINE,
+            1,
+            STAGE_0,
+            29,
+            "the same rows give other bits: the output of stage 0 .*between ranks 0, 1; ",
+        ),
         (
             PIPELINE,
             3,

@@ -1,12 +1,13 @@
-"""Write a repeated layer once, as a method, and the loop that calls it.
+"""Write operators that are written once and called, as methods: repeated layers, and operators that several stages compute.
 
-In: a `Repeat`, its `Run`s, and the names of the surrounding values. Out: lines such as
+In: a `Repeat` and its `Run`s, or a `Block`, and the names of the surrounding values. Out: lines such as
 
     def layer(self, i, w, x, mask):
         ...
         x = rt.dropout(x, 0.1, self.draw(site=3 * i + 1))
 
-    for i in range(0, 12):  # h.0 to h.11
+    mask = self.make_mask()                 # a block: cheaper to compute than to send
+    for i in range(12):  # h.0 to h.11
         x = self.layer(i, w.h[i], x, (local_mask, full_mask)[i % 2])
 """
 
@@ -20,19 +21,20 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from autoptd.codegen.again import Express, Recipe, call_text, recipe_of, write_recipe
-from autoptd.codegen.body import write_body
-from autoptd.codegen.comments import site_text
-from autoptd.codegen.expressions import bound_axes
-from autoptd.codegen.names import assigned_name, choose_names
-from autoptd.codegen.repeats import Path, Repeat, Weights, expression_with
-from autoptd.codegen.runs import Run
+from autoptd.codegen.body import numbers_text, site_text, write_body
+from autoptd.codegen.expressions import bound_axes, expression
+from autoptd.codegen.names import choose_names, operand_text
+from autoptd.codegen.parts import Block
+from autoptd.codegen.repeats import Path, Repeat, Run, Weights, carried_name, expression_with
 from autoptd.codegen.writer import Writer, weight_text
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.names import RESERVED, identifier
+from autoptd.ir.names import RESERVED, free_method, free_name, identifier, layer_of
 from autoptd.ir.notes import note
 
 # A list of values with more characters becomes a variable.
 MAX_INLINE_CHARS = 60
+# A method with at most this many results is named after them.
+MAX_NAMED_RESULTS = 2
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,19 @@ class Layer:
         return [*first, *self.weights.values(), *self.carried.values(), *self.outer.values()]
 
 
+@dataclass(frozen=True)
+class Method:
+    """The method of a block: its name and the names of its arguments."""
+
+    block: Block
+    name: str
+    arguments: dict[Node, str]
+
+    @property
+    def recipe(self) -> Recipe | None:
+        return recipe_of(self.name, self.block.nodes)
+
+
 def make_layer(run: Run, outside: Callable[[Node], str], taken: Collection[str]) -> Layer:
     """Name the method and its arguments; `outside` gives the names of values at `run`, its first call."""
     repeat = run.repeat
@@ -80,6 +95,140 @@ def make_layer(run: Run, outside: Callable[[Node], str], taken: Collection[str])
             wanted = _role(repeat, nodes) or wanted
         outer[nodes] = _free(wanted, {*weights.values(), *carried.values(), *outer.values()})
     return Layer(repeat, _method_name(taken), weights, carried, outer)
+
+
+def make_method(block: Block, outside: Callable[[Node], str], taken: Collection[str]) -> Method:
+    """Name the method; `outside` gives the names of values in the first stage that calls it."""
+    base = _base_name(block)
+    name, number = base, 1
+    while name in taken:
+        number += 1
+        name = f"{base}_{number}"
+    arguments = {node: free_name(outside(node)) for node in block.read}
+    return Method(block, name, arguments)
+
+
+def write_layer(writer: Writer, layer: Layer, mesh: Mesh) -> None:
+    """Write the method with the operators of the second round (see `Repeat.operators`), and its recipe."""
+    operators, recipe = layer.repeat.operators, layer.recipe
+    names = _layer_names(layer)
+    numbers = _Numbers(layer, names.values())
+    body = Writer()
+    express = _expressions(layer, numbers)(names)
+    write_body(body, operators, names, mesh, express, _layers(layer), kept=recipe)
+    writer.add(1, f"def {layer.name}(self, {', '.join(layer.arguments)}):")
+    writer.docstring(_about_layer(layer))
+    writer.bind(bound_axes(operators))
+    for name, values in numbers.lists.items():
+        writer.add_list(name, values)
+    writer.gap()
+    writer.extend(body)
+    writer.add(2, f"return {', '.join(names[node] for node in layer.repeat.leaving(1))}")
+    writer.gap()
+    if recipe is not None:
+        given = _given_names(layer)
+        express_in = _expressions(layer, numbers)
+        write_recipe(
+            writer, recipe, mesh, layer.arguments, given, names, express_in, _layers(layer), numbers.lists
+        )
+
+
+def write_method(writer: Writer, method: Method, mesh: Mesh) -> None:
+    """Write the method, which computes the operators of the block and returns their results, and its recipe."""
+    block, recipe, arguments = method.block, method.recipe, method.arguments
+    names = choose_names(list(block.nodes), arguments, list(block.results))
+
+    def express_in(names: dict[Node, str]) -> Callable[[int, Node], str]:
+        return lambda _, node: expression(node, lambda arg: operand_text(arg, names), site_text(node))
+
+    kinds = {note(arg).kind for node in block.nodes for arg in node.all_input_nodes}
+    bound = {"w": "self.weights"} | ({"b": "self.buffers"} if "buffer" in kinds else {})
+    writer.add(1, f"def {method.name}({', '.join(['self', *arguments.values()])}):")
+    writer.docstring(_about_block(block))
+    writer.bind(bound_axes(block.nodes) | bound)
+    is_shared = len(block.stages) > 1
+    write_body(writer, block.nodes, names, mesh, express_in(names), is_shared=is_shared, kept=recipe)
+    writer.add(2, f"return {', '.join(names[node] for node in block.results)}")
+    writer.gap()
+    if recipe is not None:
+        passed = list(arguments.values())
+        write_recipe(writer, recipe, mesh, passed, arguments, names, express_in, bound=bound)
+
+
+def write_run(
+    writer: Writer, layer: Layer, run: Run, names: dict[Node, str], outside: Callable[[Node], str]
+) -> None:
+    """Write the calls of a layer in forward: a loop, or one call."""
+    writer.gap()
+    if run.count == 1:
+        _write_call(writer, layer, run, names, outside)
+    else:
+        _write_loop(writer, layer, run, names, outside)
+    writer.gap()
+
+
+def _write_call(
+    writer: Writer, layer: Layer, run: Run, names: dict[Node, str], outside: Callable[[Node], str]
+) -> None:
+    # In the order of `Layer.arguments`.
+    passed = [str(run.steps.first)] if layer.takes_i else []
+    for weights, name in layer.weights.items():
+        passed.append(_weights_at(weights, name, weights.first + run.first * weights.step))
+    passed += [outside(node) for node in run.initials]
+    passed += [outside(nodes[run.first]) for nodes in layer.outer]
+    paths = [weights.path(run.first) for weights in layer.weights]
+    if paths:
+        # A round of several layers shows its first and its last.
+        ends = dict.fromkeys([paths[0], paths[-1]])
+        writer.comment(2, " and ".join(ends))
+    results = [names[node] for node in run.finals]
+    writer.add(2, f"{', '.join(results)} = {call_text(layer.name, layer.recipe, passed)}")
+
+
+def _write_loop(
+    writer: Writer, layer: Layer, run: Run, names: dict[Node, str], outside: Callable[[Node], str]
+) -> None:
+    steps = run.steps
+    results = [names[node] for node in run.finals]
+    # The loop overwrites its results: before it, they must be the initial values.
+    moved = {}
+    for name, node in zip(results, run.initials, strict=True):
+        if name != outside(node):
+            moved[name] = outside(node)
+    if moved:
+        # In one statement, so that `a, b = b, a` is right.
+        writer.add(2, f"{', '.join(moved)} = {', '.join(moved.values())}")
+    passed = ["i"] if layer.takes_i else []
+    for weights, name in layer.weights.items():
+        number = steps.express([weights.first + k * weights.step for k in run.rounds])
+        passed.append(_weights_at(weights, name, number))
+    passed += results
+    passed += _outer_texts(writer, layer, run, names, outside)
+    # `i` is the number of the layer in the model, as in its weights' names: 6 to 8, or 1, 3, 5.
+    bounds = f"{steps.first}, {steps.first + steps.step * run.count}"
+    if steps.step != 1:
+        bounds += f", {steps.step}"
+    modules = list(layer.weights)
+    comment = ""
+    if modules and modules[0].step:
+        comment = f"{modules[0].path(run.first)} to {modules[-1].path(run.stop - 1)}"
+    counter = "i" if any(re.search(r"\bi\b", text) for text in passed) else "_"
+    writer.add(2, f"for {counter} in range({bounds}):", comment)
+    writer.add(3, f"{', '.join(results)} = {call_text(layer.name, layer.recipe, passed)}")
+
+
+def write_method_call(
+    writer: Writer, method: Method, stage: int, names: dict[Node, str], outside: Callable[[Node], str]
+) -> None:
+    """Write the call in the forward of a stage, which may not need all of the results."""
+    results = []
+    for node in method.block.results:
+        # Another stage reads it: `mask, _ = self.make_mask_positions()`
+        results.append(names[node] if _is_read(node, method.block, stage) else "_")
+    writer.gap()
+    passed = [outside(node) for node in method.arguments]
+    writer.add(2, f"{', '.join(results)} = {call_text(method.name, method.recipe, passed)}")
+    writer.gap()
 
 
 def _weight_names(repeat: Repeat) -> dict[Weights, str]:
@@ -113,11 +262,6 @@ def _method_name(taken: Collection[str]) -> str:
     return name
 
 
-def carried_name(repeat: Repeat, j: int) -> str:
-    """Return the model's name of a value passed from round to round: `hidden_states`."""
-    return assigned_name(list(repeat.operators), j) or "x"
-
-
 def _role(repeat: Repeat, nodes: tuple[Node, ...]) -> str:
     """Return an operator's name, or "", for the operand with the values `nodes`, one per period: `attn_mask`."""
     for node, slots in zip(repeat.operators, repeat.at.operands, strict=True):
@@ -136,31 +280,6 @@ def _free(wanted: str, taken: Collection[str]) -> str:
         count += 1
         name = f"{base}_{count}"
     return name
-
-
-def write_layer(writer: Writer, layer: Layer, mesh: Mesh) -> None:
-    """Write the method with the operators of the second round (see `Repeat.operators`), and its recipe."""
-    operators, recipe = layer.repeat.operators, layer.recipe
-    names = _layer_names(layer)
-    numbers = _Numbers(layer, names.values())
-    body = Writer()
-    express = _expressions(layer, numbers)(names)
-    write_body(body, operators, names, mesh, express, _layers(layer), kept=recipe)
-    writer.add(1, f"def {layer.name}(self, {', '.join(layer.arguments)}):")
-    writer.docstring(_about(layer))
-    writer.bind(bound_axes(operators))
-    for name, values in numbers.lists.items():
-        writer.add_list(name, values)
-    writer.gap()
-    writer.extend(body)
-    writer.add(2, f"return {', '.join(names[node] for node in layer.repeat.leaving(1))}")
-    writer.gap()
-    if recipe is not None:
-        given = _given_names(layer)
-        express_in = _expressions(layer, numbers)
-        write_recipe(
-            writer, recipe, mesh, layer.arguments, given, names, express_in, _layers(layer), numbers.lists
-        )
 
 
 def _expressions(layer: Layer, numbers: _Numbers) -> Express:
@@ -259,7 +378,7 @@ def _layers(layer: Layer) -> dict[str, str]:
     return shown
 
 
-def _about(layer: Layer) -> str:
+def _about_layer(layer: Layer) -> str:
     """Return the docstring of the method."""
     count = layer.repeat.at.count
     paths = {weights.path(0): weights.path(count - 1) for weights in layer.weights}
@@ -272,68 +391,6 @@ def _about(layer: Layer) -> str:
         return f"One of {next(iter(paths))} to {next(iter(paths.values()))}: {called} holds its parameters."
     first, names = list(paths), list(layer.weights.values())
     return f"One of {count} rounds: `{names[0]}` to `{names[-1]}` hold the parameters of {first[0]} to {first[-1]}, and so on."
-
-
-def write_run(
-    writer: Writer, layer: Layer, run: Run, names: dict[Node, str], outside: Callable[[Node], str]
-) -> None:
-    """Write the calls of a layer in forward: a loop, or one call."""
-    writer.gap()
-    if run.count == 1:
-        _write_call(writer, layer, run, names, outside)
-    else:
-        _write_loop(writer, layer, run, names, outside)
-    writer.gap()
-
-
-def _write_call(
-    writer: Writer, layer: Layer, run: Run, names: dict[Node, str], outside: Callable[[Node], str]
-) -> None:
-    # In the order of `Layer.arguments`.
-    passed = [str(run.steps.first)] if layer.takes_i else []
-    for weights, name in layer.weights.items():
-        passed.append(_weights_at(weights, name, weights.first + run.first * weights.step))
-    passed += [outside(node) for node in run.initials]
-    passed += [outside(nodes[run.first]) for nodes in layer.outer]
-    paths = [weights.path(run.first) for weights in layer.weights]
-    if paths:
-        # A round of several layers shows its first and its last.
-        ends = dict.fromkeys([paths[0], paths[-1]])
-        writer.comment(2, " and ".join(ends))
-    results = [names[node] for node in run.finals]
-    writer.add(2, f"{', '.join(results)} = {call_text(layer.name, layer.recipe, passed)}")
-
-
-def _write_loop(
-    writer: Writer, layer: Layer, run: Run, names: dict[Node, str], outside: Callable[[Node], str]
-) -> None:
-    steps = run.steps
-    results = [names[node] for node in run.finals]
-    # The loop overwrites its results: before it, they must be the initial values.
-    moved = {}
-    for name, node in zip(results, run.initials, strict=True):
-        if name != outside(node):
-            moved[name] = outside(node)
-    if moved:
-        # In one statement, so that `a, b = b, a` is right.
-        writer.add(2, f"{', '.join(moved)} = {', '.join(moved.values())}")
-    passed = ["i"] if layer.takes_i else []
-    for weights, name in layer.weights.items():
-        number = steps.express([weights.first + k * weights.step for k in run.rounds])
-        passed.append(_weights_at(weights, name, number))
-    passed += results
-    passed += _outer_texts(writer, layer, run, names, outside)
-    # `i` is the number of the layer in the model, as in its weights' names: 6 to 8, or 1, 3, 5.
-    bounds = f"{steps.first}, {steps.first + steps.step * run.count}"
-    if steps.step != 1:
-        bounds += f", {steps.step}"
-    modules = list(layer.weights)
-    comment = ""
-    if modules and modules[0].step:
-        comment = f"{modules[0].path(run.first)} to {modules[-1].path(run.stop - 1)}"
-    counter = "i" if any(re.search(r"\bi\b", text) for text in passed) else "_"
-    writer.add(2, f"for {counter} in range({bounds}):", comment)
-    writer.add(3, f"{', '.join(results)} = {call_text(layer.name, layer.recipe, passed)}")
 
 
 def _outer_texts(
@@ -359,3 +416,27 @@ def _weights_at(weights: Weights, name: str, number: int | str) -> str:
     """Return `w.transformer.h[3]`; `name` is the layer's argument for it: `w` or `w0`, `b` or `b1`."""
     # Outside of the layer, `w` and `b` are all weights of the stage: `w0` is an item of its `w`.
     return f"{weight_text(name[0], weights.prefix)}[{number}]"
+
+
+def _base_name(block: Block) -> str:
+    if len(block.stages) == 1:
+        # "transformer.h.3" -> "h_3"
+        layer = layer_of(note(block.nodes[0]).module)
+        return free_method("_".join(re.findall(r"\w+", layer)[-2:]))
+    results = list(block.result_names.values())
+    # `make_mask`, `make_cos_sin`; a longer list of results says nothing.
+    what = "_".join(results) if len(results) <= MAX_NAMED_RESULTS else "shared"
+    return free_method(f"make_{what}")
+
+
+def _about_block(block: Block) -> str:
+    if len(block.stages) > 1:
+        return f"Computed on stages {numbers_text(block.stages)}: cheaper than sent."
+    return f"This stage's part of {layer_of(note(block.nodes[0]).module)}."
+
+
+def _is_read(node: Node, block: Block, stage: int) -> bool:
+    """Tell whether a stage needs a result; the first stage may have to send it."""
+    if stage == block.stages[0]:
+        return True
+    return any(stage in note(user).stages and user not in block.nodes for user in node.users)

@@ -1,9 +1,17 @@
-"""Write one stage as a Python file that reads from top to bottom.
+"""Write the files of a program: one per stage, `layers.py` with the methods that several stages call, and `updates.py`.
 
-In: the operators of a stage (`parts.py`), the methods that it calls, and an `About`. Out: a `StageFile` with
-the source text, and the names that the stage reads and writes. The file imports only torch and
-autoptd.runtime, does not branch on the rank or depend on the device, and has each collective on a separate
-line, with its bytes and reason above.
+In: a LOCAL graph, its crossings, an `About` for every stage, and `Updates` of buffers, if any. Out: `ProgramFiles`: the
+texts, what each stage reads and writes, and the operator on every line. The same input gives the same bytes.
+
+- A stage reads from top to bottom. Its file imports only torch and autoptd.runtime, does not branch on the rank or depend
+  on the device, and has each collective on a separate line, with its bytes and reason above.
+- A repeated layer is written once: in the file of a stage if all of its rounds are there, else in `layers.py`.
+- Buffer updates run once per step, after its last microbatch, on every rank. A method returns the new values by name:
+
+    def new_values(self):
+        b = self.buffers
+        counts = self.part(0, shape=[8], dtype=torch.float32)
+        return {"router.bias": b.router.bias + 0.001 * (counts.mean() - counts).sign()}
 """
 
 from __future__ import annotations
@@ -12,24 +20,34 @@ import re
 import textwrap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-from autoptd.codegen.blocks import Method, write_method, write_method_call
-from autoptd.codegen.body import write_body
-from autoptd.codegen.comments import numbers_text, site_text, typed_text, value_text
+from autoptd.codegen.body import numbers_text, site_text, typed_text, value_text, write_body
 from autoptd.codegen.counts import batch_sums, counted_losses, write_count, write_sums
 from autoptd.codegen.expressions import bound_axes, expression
-from autoptd.codegen.loops import Layer, write_layer, write_run
-from autoptd.codegen.names import operand_text
-from autoptd.codegen.parts import Block, Crossing, Part
-from autoptd.codegen.runs import Run
-from autoptd.codegen.writer import WIDTH, Writer
+from autoptd.codegen.methods import (
+    Layer,
+    Method,
+    make_layer,
+    make_method,
+    write_layer,
+    write_method,
+    write_method_call,
+    write_run,
+)
+from autoptd.codegen.names import choose_names, operand_text
+from autoptd.codegen.parts import Block, Crossing, Part, divide, name_values
+from autoptd.codegen.repeats import Run
+from autoptd.codegen.writer import WIDTH, Writer, check_source
 from autoptd.ir.mesh import SUB_AXIS, Mesh
-from autoptd.ir.names import in_docstring, shown, star
-from autoptd.ir.notes import is_whole, note, op_name
+from autoptd.ir.names import in_docstring, quoted, shown, star
+from autoptd.ir.notes import is_whole, note, op_name, ops, output, placeholders, tensor
+from autoptd.ir.updates import Updates
 from autoptd.program.specs import Line
 
+HEAD_OF_LAYERS = "What several stages of the program call, written once: every stage has these methods."
 # The file of methods that several stages call.
 LAYERS = "layers.py"
 FOOTER = """
@@ -41,6 +59,12 @@ ABOUT_SUB_AXES = (
     "axis:(b)n is a part of an axis whose ranks are a grid: a factor of n ranks, behind a slower one of b."
 )
 IMPORTS = {r"\btorch\.": "import torch", r"\bF\.": "import torch.nn.functional as F"}
+# By `method_key`.
+Methods = dict[object, Layer | Method]
+UPDATES = "updates.py"
+HEAD_OF_UPDATES = (
+    "Buffers that the forward updates: computed once a step, after the last microbatch, on every rank."
+)
 
 
 @dataclass(frozen=True)
@@ -71,8 +95,71 @@ class StageFile:
     lines: tuple[Line, ...]
 
 
-# By `method_key`.
-Methods = dict[object, Layer | Method]
+@dataclass(frozen=True)
+class ProgramFiles:
+    """The texts of all files by name, what each stage reads and writes, and the operator on every line."""
+
+    sources: dict[str, str]
+    stages: tuple[StageFile, ...]
+    lines: tuple[Line, ...]
+
+
+def write_program(
+    graph: Graph,
+    mesh: Mesh,
+    crossing: Sequence[Crossing],
+    about: Sequence[About],
+    updates: Updates | None = None,
+) -> ProgramFiles:
+    """Return the files of a program; `about` has an entry for every stage."""
+    parts = divide(graph, crossing, len(about))
+    names = [name_values(part) for part in parts]
+    methods: Methods = {}
+    # The stages that call each method. All methods are named before the first file is written, as only then
+    # is it known whether a method belongs in a stage's file or in `LAYERS`.
+    homes: dict[object, set[int]] = {}
+    for part in parts:
+        _name_methods(part, names[part.index], methods, homes)
+    shared = [key for key in methods if len(homes[key]) > 1]
+    files = tuple(
+        write_stage(part, names[part.index], mesh, about[part.index], methods, shared) for part in parts
+    )
+    sources = {f"stage_{part.index}.py": file.text for part, file in zip(parts, files, strict=True)}
+    lines = [line for file in files for line in file.lines]
+    if shared:
+        writer = Writer()
+        writer.add(0, "class Layers(rt.Stage):")
+        for key in shared:
+            write_any(writer, methods[key], mesh)
+        while not writer.lines[-1]:
+            writer.lines.pop()
+        writer = with_header(writer, [HEAD_OF_LAYERS, *about[0].header[1:]], about[0].legend)
+        sources[LAYERS] = "\n".join(writer.lines) + "\n"
+        lines += lines_of(LAYERS, writer, mesh)
+    if updates is not None:
+        sources[UPDATES] = write_updates(updates, about[0].header)
+    for name, source in sources.items():
+        check_source(name, source)
+    return ProgramFiles(sources, files, tuple(lines))
+
+
+def _name_methods(
+    part: Part, names: dict[Node, str], methods: Methods, homes: dict[object, set[int]]
+) -> None:
+    """Add the methods that a stage is the first to call, with arguments named like values in its forward."""
+
+    text = partial(operand_text, names=names)
+    for call in part.calls:
+        key = method_key(call)
+        homes.setdefault(key, set()).add(part.index)
+        # Later stages use the names that the first stage gave the method.
+        if key in methods:
+            continue
+        taken = [method.name for method in methods.values()]
+        if isinstance(call, Run):
+            methods[key] = make_layer(call, text, taken)
+        else:
+            methods[key] = make_method(call, text, taken)
 
 
 def method_key(call: Run | Block) -> object:
@@ -119,8 +206,7 @@ def write_stage(
 def _write_forward(
     writer: Writer, part: Part, names: dict[Node, str], mesh: Mesh, about: About, methods: Methods
 ) -> None:
-    def text(node: Node) -> str:
-        return operand_text(node, names)
+    text = partial(operand_text, names=names)
 
     def express(_: int, node: Node) -> str:
         return expression(node, text, site_text(node))
@@ -228,3 +314,36 @@ def with_header(body: Writer, header: Sequence[str], legend: Sequence[str]) -> W
     writer.lines += ["from autoptd import runtime as rt", "", ""]
     writer.extend(body)
     return writer
+
+
+def write_updates(updates: Updates, header: Sequence[str]) -> str:
+    """Return the text of the file; `header` are the lines that every file begins with."""
+    writer, body = Writer(), list(ops(updates.graph))
+    new: tuple[Node, ...] = output(updates.graph).args[0]  # type: ignore[assignment]
+    read = {arg for node in body for arg in node.all_input_nodes} | set(new)
+    parts = [part for part in updates.parts if part in read]
+    names = choose_names([*parts, *body], {}, list(new))
+
+    text = partial(operand_text, names=names)
+    writer.add(0, "class Updates(rt.BufferUpdates):")
+    writer.add(1, "def new_values(self):")
+    if any(node in read for node in placeholders(updates.graph, "buffer")):
+        writer.add(2, "b = self.buffers")
+    for number, part in enumerate(updates.parts):
+        if part in parts:
+            shape = f"shape={list(tensor(part).shape)}, " if tensor(part).dim() else ""
+            about = "summed over the batch" if updates.sums[number] else "the same for every microbatch"
+            call = f"self.part({number}, {shape}dtype={tensor(part).dtype})"
+            writer.add(2, f"{names[part]} = {call}", about)
+    module = ""
+    for node in body:
+        if note(node).module != module:
+            module = note(node).module
+            writer.gap()
+            writer.comment(2, module or "the model itself")
+        writer.add(2, f"{names[node]} = {expression(node, text)}")
+    writer.add(2, "return {")
+    for name, node in zip(updates.buffers, new, strict=True):
+        writer.add(3, f"{quoted(name)}: {text(node)},")
+    writer.add(2, "}")
+    return "\n".join(with_header(writer, [HEAD_OF_UPDATES, *header[1:]], []).lines) + "\n"
