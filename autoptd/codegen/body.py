@@ -26,11 +26,13 @@ from autoptd.ir.layout import BATCH
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.names import quoted, star
 from autoptd.ir.notes import note, op_name, shape, tensor
-from autoptd.ir.operators.table import says_shape
+from autoptd.ir.operators.table import operator_of, says_shape
 from autoptd.ir.types import CONVERSIONS, ONE_RANK, shard_size
 
 SHORT = {"all-reduce": "AR", "all-gather": "AG", "reduce-scatter": "RS", "all-to-all": "A2A"}
 WHEN = ("fwd", "bwd")
+# A method is chained to an expression of at most this many characters.
+MAX_CHAINED = 60
 
 
 class Kept(Protocol):
@@ -56,6 +58,8 @@ def write_body(
     """
     position = {node: i for i, node in enumerate(body)}
     section = None
+    # The beginning of a chain of methods, `q.view(2, 64, 4, 16)`, and the comment on its shape.
+    chain, chain_shape = "", ""
     for i, node in enumerate(body):
         # The line that unpacks the tuple assigns its name.
         if node.target is operator.getitem and _is_unpacked(node.args[0], position):  # type: ignore[arg-type]
@@ -75,13 +79,32 @@ def write_body(
         is_unpacked = _is_unpacked(node, position)
         target = _unpacked_target(node, names) if is_unpacked else names[node]
         reason = reason_of(node, mesh, layers, is_shared)
-        text = express(i, node)
+        text, shown = express(i, node), shape_of(node)
+        if chain:
+            # `q.transpose(1, 2)` continues with another method.
+            text = chain + text.removeprefix(names[node])
+            shown = "" if says_shape(node) else shown or chain_shape
+        after = body[i + 1] if i + 1 < len(body) else None
+        is_plain = not reason and (kept is None or kept.wrapped(node, text) == text)
+        is_plain = is_plain and after is not None and _is_chained(node, after, names)
+        if is_plain and not reason_of(after, mesh, layers, is_shared) and len(text) <= MAX_CHAINED:
+            chain, chain_shape = text, shown
+            continue
+        chain = ""
         if kept is not None and not is_unpacked:
             text = kept.wrapped(node, text)
             reason = "; ".join(filter(None, [reason, note(node).keep.dropped]))
-        writer.add(2, f"{target} = {text}", shape_of(node), above=reason, node=node)
+        writer.add(2, f"{target} = {text}", shown, above=reason, node=node)
         if kept is not None and is_unpacked:
             _write_pieces(writer, node, body, names, kept)
+
+
+def _is_chained(node: Node, after: Node, names: dict[Node, str]) -> bool:
+    """Tell whether a line continues on the next one, as in `q.view(...).transpose(1, 2)`: two methods and one name."""
+    is_alone = list(node.users) == [after] and after.all_input_nodes == [node] and after.args[0] is node
+    are_methods = operator_of(node).text.startswith(".") and operator_of(after).text.startswith(".")
+    is_one_name = names[node] == names.get(after) and note(node).module == note(after).module
+    return is_alone and are_methods and is_one_name
 
 
 def _write_pieces(

@@ -199,7 +199,7 @@ def _convert(node: Node, text: Text, site: str) -> str:
         return _all_gather_again(node, operands, keywords, site)
     keywords |= {key: str(number) for key, number in node.kwargs.items()}
     if note(node).is_owned:
-        keywords["owned"] = "True"
+        keywords["inplace"] = "True"
     # A conversion without communication in either direction needs no site to report when a run hangs.
     if name not in SILENT:
         keywords["site"] = site
@@ -207,8 +207,9 @@ def _convert(node: Node, text: Text, site: str) -> str:
 
 
 def _all_gather_again(node: Node, operands: list[str], keywords: dict[str, str], site: str) -> str:
-    """Return the call of a gather whose result is not saved: backward gathers again, for `uses` GEMMs."""
-    keywords = keywords | {"uses": str(note(node).gemm.uses)}
+    """Return the call of a gather whose result is not saved: backward gathers again, for some GEMMs."""
+    if note(node).gemm.uses != 1:
+        keywords["gemms"] = str(note(node).gemm.uses)
     if note(node).gemm.overlaps:
         keywords["overlap"] = "True"
     return f"rt.all_gather_again({_join(operands, keywords | {'site': site})})"

@@ -205,7 +205,8 @@ def _write_loop(
     passed += results
     passed += _outer_texts(writer, layer, run, names, outside)
     # `i` is the number of the layer in the model, as in its weights' names: 6 to 8, or 1, 3, 5.
-    bounds = f"{steps.first}, {steps.first + steps.step * run.count}"
+    stop = steps.first + steps.step * run.count
+    bounds = f"{steps.first}, {stop}" if steps.first or steps.step != 1 else str(stop)
     if steps.step != 1:
         bounds += f", {steps.step}"
     modules = list(layer.weights)

@@ -135,15 +135,22 @@ def test_collectives_of_the_record_are_those_of_the_files() -> None:
 def test_a_deeper_model_has_no_longer_file(t: int) -> None:
     small, large = (gpt(layers=layers, t=t).sources["stage_0.py"] for layers in (4, 8))
     assert len(large.splitlines()) == len(small.splitlines())
-    assert "for i in range(0, 8):  # transformer.h.0 to transformer.h.7" in large
+    assert "for i in range(8):  # transformer.h.0 to transformer.h.7" in large
     assert large.count("def layer(") == 1 and large.count("F.scaled_dot_product_attention") == 1
 
 
 def test_every_stage_loops_over_its_own_layers() -> None:
-    loops = [re.findall(r"range\((\d+), (\d+)\)", text) for text in sources(layers=8, p=2, v=2)]
-    bounds = [tuple(map(int, pair)) for found in loops for pair in found]
+    loops = [re.findall(r"range\((?:(\d+), )?(\d+)\)", text) for text in sources(layers=8, p=2, v=2)]
+    bounds = [(int(first or 0), int(stop)) for found in loops for first, stop in found]
     assert bounds[0][0] == 0 and bounds[-1][1] == 8
     assert all(one[1] == other[0] for one, other in pairwise(bounds))
+
+
+def test_two_views_are_one_line_with_the_last_shape() -> None:
+    source = gpt(t=2).sources["stage_0.py"]
+    assert "q = q.reshape(" in source and ").transpose(1, 2)  # [" in source
+    # The sizes of the last view say its shape.
+    assert re.search(r"y = y\.transpose\(1, 2\)\.contiguous\(\)\.reshape\([\d, ]+\)\n", source)
 
 
 def test_the_code_does_not_depend_on_the_replicas() -> None:

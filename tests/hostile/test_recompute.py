@@ -163,6 +163,6 @@ def test_a_sum_in_the_memory_of_an_argument_is_kept() -> None:
     asked = {"t": 2, "sequence_parallel": False, "recompute": ["*"], "example_inputs": batch}
     program = autoptd.compile(model, **asked)
     method = program.sources["stage_0.py"].split("def layer(")[1].split("\n    def ")
-    assert "x = self.kept(rt.p_to_i(x, tp, owned=True" in method[0]
+    assert "x = self.kept(rt.p_to_i(x, tp, inplace=True" in method[0]
     assert "layer_again(" in method[1] and "p_to_i" not in method[1] and "down" not in method[1]
     autoptd.verify(model, **asked, timeout=30)  # raises where anything differs

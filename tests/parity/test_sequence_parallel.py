@@ -140,7 +140,7 @@ def events_of_backward(monkeypatch: pytest.MonkeyPatch, readers: int) -> list[st
     def body(world: World) -> None:
         group = world.group(("tp",))
         x = torch.randn(2, 4, 6, requires_grad=True)
-        whole = rt.all_gather_again(x, group, 1, 1, uses=readers, overlap=True, site="here")
+        whole = rt.all_gather_again(x, group, 1, 1, gemms=readers, overlap=True, site="here")
         weights = [torch.randn(3, 6, requires_grad=True) for _ in range(readers)]
         total = torch.stack([rt.linear(whole, weight) for weight in weights]).sum()
         with Gemms(found.append if world.rank == 0 else lambda event: None):

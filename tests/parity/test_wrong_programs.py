@@ -88,8 +88,8 @@ def shifting(name: str) -> tuple[Make, Asked]:
 
 # What is written in place of what in a stage's file, of which model, with which keywords.
 EDITS: dict[str, tuple[str, str, Make, Asked]] = {
-    "one f less": ('= rt.i_to_r(ln_2, tp, owned=True, site=w.at("mlp.c_fc"))', "= ln_2", gpt, TWO_STEPS),
-    "one g less": ('= rt.p_to_i(c_proj, tp, owned=True, site=w.at("attn.c_proj"))', "= c_proj", gpt, TWO_STEPS),
+    "one f less": ('= rt.i_to_r(ln_2, tp, inplace=True, site=w.at("mlp.c_fc"))', "= ln_2", gpt, TWO_STEPS),
+    "one g less": ('= rt.p_to_i(c_proj, tp, inplace=True, site=w.at("attn.c_proj"))', "= c_proj", gpt, TWO_STEPS),
     "a row bias is added by every rank": (
         "= rt.i_to_p(w.attn.c_proj.bias, tp)", "= w.attn.c_proj.bias", gpt, TWO_STEPS,
     ),

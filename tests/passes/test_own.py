@@ -29,7 +29,7 @@ FRESH = [name for name, record in TABLE.items() if record.is_fresh and name.star
 def owned(model: torch.nn.Module, **keywords: object) -> list[str]:
     """The sites of the sums in place, as emitted."""
     program = autoptd.compile(model, example_inputs=batch(), **keywords)
-    return re.findall(r'owned=True, site=(?:w\.at\()?"([^"]*)"', "\n".join(program.sources.values()))
+    return re.findall(r'inplace=True, site=(?:w\.at\()?"([^"]*)"', "\n".join(program.sources.values()))
 
 
 def test_the_sums_of_a_layer_are_made_in_place() -> None:
@@ -123,7 +123,7 @@ def test_a_linear_whose_result_is_a_view_may_be_overwritten(hooked: bool) -> Non
         x = torch.ones(2, 3, 4, requires_grad=True)
         weight = torch.ones(5, 4, requires_grad=True)
         y = linear(x, weight, wgrad=Deferred()) if hooked else torch.nn.functional.linear(x, weight)
-        z = p_to_i(y, world.group(("tp",)), owned=True, site="g")
+        z = p_to_i(y, world.group(("tp",)), inplace=True, site="g")
         z.sum().backward()
         return [z.sum().item(), x.grad.sum().item()]  # type: ignore[union-attr]
 
@@ -137,12 +137,12 @@ def test_owned_values_are_summed_where_they_are() -> None:
             x = torch.full((2, 3), float(world.rank), requires_grad=True)
             product = x @ torch.eye(3)
             before = product.detach().clone()
-            y = p_to_i(product, tp, owned=is_owned, site="g")
+            y = p_to_i(product, tp, inplace=is_owned, site="g")
             assert y.tolist() == [[1.0] * 3] * 2
             assert (y.data_ptr() == product.data_ptr()) == is_owned
             assert is_owned or torch.equal(product.detach(), before)
             grads: list[Tensor] = []
-            f = i_to_r(x, tp, owned=is_owned, site="f")
+            f = i_to_r(x, tp, inplace=is_owned, site="f")
             f.register_hook(grads.append)
             (y.sum() + (f @ torch.eye(3)).sum() * (world.rank + 1)).backward()
             assert x.grad is not None and x.grad.tolist() == [[4.0] * 3] * 2

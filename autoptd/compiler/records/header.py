@@ -20,7 +20,6 @@ from autoptd.program.stage_sums import stage_sums
 ABOUT_TYPES = "I invariant, R replicated (partial gradient), P partial sum, S sharded; p_to_i: P to I."
 ABOUT_COLLECTIVES = (
     "AR all-reduce, AG all-gather, RS reduce-scatter, A2A all-to-all; fwd forward, bwd backward; full-tensor bytes.",
-    "owned=True: summed in place, as the operand has no other reader.",
 )
 
 

@@ -34,23 +34,23 @@ Tensor = torch.Tensor
 Direction = Callable[[Tensor, Group, str], Tensor]
 
 
-def i_to_r(x: Tensor, group: Group, *, owned: bool = False, site: str = "") -> Tensor:
+def i_to_r(x: Tensor, group: Group, *, inplace: bool = False, site: str = "") -> Tensor:
     """Forward: none. Backward: all-reduce. Megatron's f.
 
-    `owned`: nothing else holds the gradient of the result (GEMMs make it), so it is summed in place.
+    `inplace`: the gradient of the result is summed in place. Nothing else may hold it: GEMMs make it.
     """
-    return _convert(x, group, _keep, _sum_in_place if owned else _sum, site)
+    return _convert(x, group, _keep, _sum_in_place if inplace else _sum, site)
 
 
-def p_to_i(x: Tensor, group: Group, *, owned: bool = False, site: str = "") -> Tensor:
+def p_to_i(x: Tensor, group: Group, *, inplace: bool = False, site: str = "") -> Tensor:
     """Forward: all-reduce. Backward: none. Megatron's g.
 
-    `owned`: nothing else reads `x`, and no backward needs it (a GEMM made it), so it is summed in place. Autograd need
+    `inplace`: `x` itself is summed. Nothing else may read it, and no backward may need it: a GEMM made it. Autograd need
     not know of the sum, since the gradient passes through unchanged.
     """
     if group.size == 1:
         return x
-    y = x if owned else x.clone(memory_format=torch.contiguous_format)
+    y = x if inplace else x.clone(memory_format=torch.contiguous_format)
     # `.data` rather than `detach`, whose writes autograd counts: where `y` is a view, as a linear's result may be, it
     # would rebuild the graph of `y`, or refuse. passes/hook_gemms.py ensures that no backward needs the
     # old value.

@@ -10,7 +10,7 @@ the others:
 - `wgrad=self.main_grads`: backward adds the weight's gradient to the sum over microbatches, in the dtype of that sum.
 - `wgrad=self.deferred`: backward appends the GEMM of the weight's gradient to a list, which action W runs.
 
-    ln_1 = rt.all_gather_again(ln_1, tp, dim=1, uses=3, site="h.0.attn")      # S -> R
+    ln_1 = rt.all_gather_again(ln_1, tp, dim=1, gemms=3, site="h.0.attn")      # S -> R
     q, k, v = rt.linear(ln_1, w.q), rt.linear(ln_1, w.k), rt.linear(ln_1, w.v)
     c_fc = rt.linear(ln_2, w.c_fc.weight, w.c_fc.bias, overlap=tp, wgrad=self.main_grads)
 
@@ -173,21 +173,21 @@ def all_gather_again(
     dim: int,
     blocks: Outer = 1,
     *,
-    uses: int,
+    gemms: int = 1,
     overlap: bool = False,
     site: str = "",
 ) -> RegatheredInput:
-    """Gather the shard `x` (S -> R) for `rt.linear` only; `uses` counts the GEMMs whose weight has a gradient.
+    """Gather the shard `x` (S -> R) for `rt.linear` only; `gemms` counts the GEMMs whose weight has a gradient.
 
     Forward: all-gather. Backward: all-gather again, reduce-scatter. See `s_to_r` for `dim` and `blocks`. With `overlap` the
-    shards are gathered again while the input's gradient is computed; with `uses=1` as well, which promises that no other
+    shards are gathered again while the input's gradient is computed; with one GEMM as well, which promises that no other
     GEMM reads the value, the GEMM reduce-scatters this gradient itself while the weight's gradient is computed.
     """
     # Nothing would be saved, so nothing has to be gathered again.
-    if group.size == 1 or not uses or not torch.is_grad_enabled():
+    if group.size == 1 or not gemms or not torch.is_grad_enabled():
         return RegatheredInput(s_to_r(x, group, dim, blocks, site=site), None)
-    regather = Regather(x, group, dim, blocks, uses, site, overlap)
-    if overlap and uses == 1:
+    regather = Regather(x, group, dim, blocks, gemms, site, overlap)
+    if overlap and gemms == 1:
         # Not s_to_r: autograd would wait for its reduce-scatter, while `rt.linear` starts one asynchronously.
         return RegatheredInput(gather(x.detach(), group, dim, blocks, site=site), regather, x)
     return RegatheredInput(s_to_r(x, group, dim, blocks, site=site), regather)
