@@ -9,8 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from autoptd.kernels.launch_triton import launched
-from autoptd.kernels.rows_triton import ceil_div, computed, divided, passes
+from autoptd.kernels.rows_triton import ceil_div, computed, divided, launched, passes
 
 Tensor = torch.Tensor
 # Elements per program.

@@ -15,8 +15,7 @@ import triton.language as tl
 
 from autoptd.kernels.cross_entropy import Labels, Loss, Terms
 from autoptd.kernels.forms import wide
-from autoptd.kernels.launch_triton import launched
-from autoptd.kernels.rows_triton import ceil_div, computed
+from autoptd.kernels.rows_triton import ceil_div, computed, launched
 
 Tensor = torch.Tensor
 # Columns per iteration of a program.

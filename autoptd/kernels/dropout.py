@@ -8,20 +8,26 @@ element costs one `mix`. All arithmetic is wrapping int32 and all comparisons ar
 same on every device and for every dtype.
 
 In: a value viewed as [before, rows, after]. Out: kept elements / (1 - rate), zeros elsewhere. The mask is not
-stored: backward calls the same function on the gradient.
+stored: backward calls the same function on the gradient. `bias_dropout_add` fuses the end of a block,
+residual + dropout(x + bias), in one buffer. `draw` makes numbers from the same hashes.
 
     y = drop(x, 0.1, Places(*keys(seed=0, step=3, site=7), first_row=16))
+    x = bias_dropout_add(F.linear(h, w_proj), b_proj, x, rate=0.1, places=Places(*keys(seed, step, site)))
+    u = draw("uniform", (1, 4, 16), Places(*keys(seed=0, step=3, site=7)), torch.float32, device)
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import islice
+from typing import Any
 
 import torch
 
+from autoptd.errors import InternalError
 from autoptd.kernels.dropout_mask import WORD, Places, signed, threshold
-from autoptd.kernels.forms import has_triton
+from autoptd.kernels.forms import has_triton, takes_triton, wide
 
 # Both odd, as int32.
 MULTIPLIER_1, MULTIPLIER_2 = 0x7FEB352D, 0x846CA68B - (1 << 32)
@@ -173,3 +179,128 @@ def _tiles(size: torch.Size) -> Iterator[tuple[slice, slice, list[slice]]]:
                 slice(z, min(z + width, after)),
                 [slice(r, r + depth) for r in range(0, rows, depth)],
             )
+
+
+# Bits of precision below 1.
+UNIFORM_BITS = {torch.float16: 11, torch.bfloat16: 8}
+
+
+def draw(
+    kind: str, size: tuple[int, int, int], places: Places, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return numbers of `kind` ("uniform", "normal", "exponential") of this size, [before, rows, after].
+
+    A 32-bit word gives the same number in every dtype, except for rounding: uniform numbers use 24 of its bits (11 in
+    float16, 8 in bfloat16: rounded down, so below 1); the other kinds use 23 and a half, so that 0 and 1 never occur.
+    """
+    words = _words(size, places, device)
+    if kind == "uniform":
+        bits = UNIFORM_BITS.get(dtype, 24)
+        return _shifted(words, bits).to(wide(dtype)).add_(1 << (bits - 1)).mul_(2.0**-bits).to(dtype)
+    # In the open interval (-1, 1): 24 bits, which float32 can hold.
+    centred = _shifted(words, 23).to(wide(dtype)).add_(0.5).mul_(2.0**-22)
+    if kind == "normal":
+        return torch.erfinv(centred).mul_(math.sqrt(2.0)).to(dtype)
+    return centred.add_(1.0).mul_(0.5).log_().neg_().to(dtype)
+
+
+def _words(size: tuple[int, int, int], places: Places, device: torch.device) -> torch.Tensor:
+    """Return the hash of every element, as int32."""
+    before, rows, after = size
+    row = torch.arange(places.first_row, places.first_row + rows, device=device).to(torch.int32)
+    row.bitwise_xor_(signed(places.row_key))
+    column = column_numbers(slice(0, before), slice(0, after), torch.Size(size), places, device)
+    column = column.bitwise_xor_(signed(places.column_key))
+    words = premix_(row)[:, None] ^ premix_(column)[:, None]
+    return mix_(words, torch.empty_like(words))
+
+
+def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the first `bits` bits as signed numbers."""
+    return words.bitwise_right_shift_(32 - bits)
+
+
+Size = tuple[int, int, int]
+
+
+def bias_dropout_add(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    *,
+    rate: float = 0.0,
+    places: Places | None = None,
+    size: Size | None = None,
+    backend: str = "eager",
+) -> torch.Tensor:
+    """Return residual + drop(x + bias, rate, places), of x [..., h] and bias [h].
+
+    `size` is [before, rows, after], the view of x that the mask uses; by default the rows are the first dim.
+    Without places, or at a rate of 0, nothing is dropped. Nothing is saved for backward: the gradients are the incoming one,
+    the masked incoming one, and the sum of that over rows.
+    """
+    if places is None or rate == 0.0:
+        # Normalise to one form of "nothing is dropped".
+        rate, places = 0.0, None
+    size = size or (1, x.shape[0], x[0].numel())
+    dtypes = {each.dtype for each in (x, bias, residual) if each is not None}
+    if x.shape != residual.shape or len(dtypes) > 1 or (bias is not None and bias.shape != x.shape[-1:]):
+        return bias_dropout_add_plain(x, bias, residual, rate=rate, places=places, size=size)
+    # The kernel can number the shards of one axis only.
+    triton = takes_triton(backend, x, "bias_dropout_add") and (places is None or places.is_simple)
+    # Without a mask only the fused bias of the Triton kernel gains anything over torch's additions.
+    if places is None and (bias is None or not triton):
+        return residual + x if bias is None else (x + bias).add_(residual)
+    return _BiasDropoutAdd.apply(x, bias, residual, rate, places, size, triton)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def bias_dropout_add_plain(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    *,
+    rate: float = 0.0,
+    places: Places | None = None,
+    size: Size | None = None,
+) -> torch.Tensor:
+    """Compute `bias_dropout_add` as models spell it; only the mask is ours."""
+    x = x if bias is None else x + bias
+    if places is not None and rate:
+        ones = torch.ones(size or (1, x.shape[0], x[0].numel()), dtype=x.dtype, device=x.device)
+        x = x * drop(ones, rate, places).view(x.shape)
+    return residual + x
+
+
+class _BiasDropoutAdd(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        rate: float,
+        places: Places | None,
+        size: Size,
+        triton: bool,
+    ) -> torch.Tensor:
+        ctx.how, ctx.bias_dtype = (rate, places, size), None if bias is None else bias.dtype
+        if triton:
+            from autoptd.kernels.dropout_triton import bias_dropout_add_forward
+
+            return bias_dropout_add_forward(x, bias, residual, rate, places, size)
+        if places is None:
+            raise InternalError("bias_dropout_add", "draws no mask here")
+        # x + bias may be overwritten, x may not.
+        y = (x if bias is None else x.contiguous() + bias).reshape(size)
+        return drop(y, rate, places, out=None if bias is None else y).view(x.shape).add_(residual)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rate, places, size = ctx.how
+        dx = db = None
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            dx = grad if places is None else drop(grad.reshape(size), rate, places).view(grad.shape)
+        if dx is not None and ctx.needs_input_grad[1]:
+            # The residual gets the incoming gradient unchanged; x and the bias get the masked one.
+            db = dx.reshape(-1, dx.shape[-1]).sum(0, dtype=wide(dx.dtype)).to(ctx.bias_dtype)
+        return dx, db, grad, None, None, None, None

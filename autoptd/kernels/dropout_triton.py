@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 
 from autoptd.kernels.dropout_mask import Places, signed, threshold
-from autoptd.kernels.launch_triton import launched
-from autoptd.kernels.rows_triton import ceil_div, divided, passes
+from autoptd.kernels.rows_triton import ceil_div, divided, launched, passes
 
 # Elements of a row per iteration of a program.
 SIZE = 1024

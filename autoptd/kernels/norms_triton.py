@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 
 from autoptd.kernels.forms import wide
-from autoptd.kernels.launch_triton import launched
-from autoptd.kernels.rows_triton import ceil_div, computed, programs, row_size
+from autoptd.kernels.rows_triton import ceil_div, computed, launched, programs, row_size
 
 Tensor = torch.Tensor
 # Elements of a row that backward keeps in registers in addition to its sums.

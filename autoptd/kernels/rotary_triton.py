@@ -9,8 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from autoptd.kernels.launch_triton import launched
-from autoptd.kernels.rows_triton import ceil_div, computed, four_dims, next_power_of_2
+from autoptd.kernels.rows_triton import ceil_div, computed, four_dims, launched, next_power_of_2
 
 Tensor = torch.Tensor
 # Pairs of elements that one program rotates.

@@ -12,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from autoptd.kernels.launch_triton import launched
-from autoptd.kernels.rows_triton import computed, four_dims, row_size
+from autoptd.kernels.rows_triton import computed, four_dims, launched, row_size
 
 Tensor = torch.Tensor
 TYPES = {

@@ -15,14 +15,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from autoptd.kernels.activations import bias_gelu, bias_gelu_plain, geglu, geglu_plain, swiglu, swiglu_plain
-from autoptd.kernels.attention import attention, attention_plain
+from autoptd.kernels.dropout import bias_dropout_add, bias_dropout_add_plain
 from autoptd.kernels.dropout_mask import Places, keys
 from autoptd.kernels.loss import linear_cross_entropy, linear_cross_entropy_plain
 from autoptd.kernels.norms import layer_norm, layer_norm_plain, rms_norm, rms_norm_plain
-from autoptd.kernels.residual import bias_dropout_add, bias_dropout_add_plain
 from autoptd.kernels.rotary import rotary, rotary_plain
 from autoptd.kernels.softmax import masked_softmax, masked_softmax_plain
 from benchmarks.gpu.models import GPT_175B, LLAMA_1B, LLAMA_8B, NANOGPT, Shape
@@ -136,6 +136,11 @@ def _norms(
     return {"fused": partial(wrapped, fused, backend="triton"), "plain": partial(wrapped, plain)}
 
 
+def _attention_plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention as models spell it."""
+    return masked_softmax_plain(q @ k.transpose(-1, -2), None, scale=q.shape[-1] ** -0.5, causal=True) @ v
+
+
 DROPPED: dict[str, Any] = {"rate": 0.1, "places": PLACES}
 OPERATORS = (
     Operator("rms_norm", **_norms(_rms, rms_norm, rms_norm_plain), inputs=_norm, grads=2),
@@ -174,8 +179,8 @@ OPERATORS = (
     Operator("rotary, neighbours", **_pair(rotary, rotary_plain, interleaved=True), inputs=_turned, grads=1),
     Operator(
         "attention, causal",
-        partial(attention, causal=True),
-        partial(attention_plain, causal=True),
+        partial(F.scaled_dot_product_attention, is_causal=True),
+        _attention_plain,
         _attended,
         grads=3,
         is_ours=False,

@@ -27,7 +27,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from autoptd.kernels import launch_triton
+from autoptd.kernels import rows_triton
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {
@@ -85,8 +85,8 @@ def launches() -> Iterator[list[Launch]]:
     def take(kernel: Any, grid: Any, *args: Any, **keywords: Any) -> None:
         found.append(_launch(kernel, args, keywords, grid))
 
-    has_values = mock.patch.object(launch_triton, "_has_no_values", lambda _: False)
-    with has_values, mock.patch.object(launch_triton, "_launch", take):
+    has_values = mock.patch.object(rows_triton, "_has_no_values", lambda _: False)
+    with has_values, mock.patch.object(rows_triton, "_launch", take):
         yield found
 
 

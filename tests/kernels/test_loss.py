@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from autoptd.compat import add_mm
 from autoptd.errors import InternalError
 from autoptd.ir import fusion
-from autoptd.kernels import loss_chunks
-from autoptd.kernels.loss import default_chunk, linear_cross_entropy, linear_cross_entropy_plain
-from autoptd.kernels.loss_chunks import WeightSum
+from autoptd.kernels import loss as losses
+from autoptd.kernels.loss import WeightSum, default_chunk, linear_cross_entropy, linear_cross_entropy_plain
 from tests.kernels.compare import (
     Operator,
     check_gradients,
@@ -81,19 +80,19 @@ def test_equals_plain(
     ]
     options: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing, "softcap": softcap}
     options["class_weight"] = random(V, seed=seed + 3).abs() if weighted else None
-    with small_tiles(), mock.patch.object(loss_chunks, "ROW_BYTES", row_bytes):
+    with small_tiles(), mock.patch.object(losses, "ROW_BYTES", row_bytes):
         check_same(fused, plain, inputs, 3, {"chunk": chunk}, **options)
 
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_rows_of_logits_begin_where_a_gpu_likes_it(biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_chunks, "ROW_BYTES", {"cpu": 16})
+    monkeypatch.setattr(losses, "ROW_BYTES", {"cpu": 16})
     x, weight = random(4, H).bfloat16(), random(V, H, seed=1).bfloat16()
     bias = random(V, seed=2).bfloat16() if biased else None
-    found = loss_chunks.linear(x, weight, bias)
-    assert found.stride() == (16, 1) and loss_chunks._rows_like(found, torch.float32).stride() == (12, 1)
+    found = losses.linear(x, weight, bias)
+    assert found.stride() == (16, 1) and losses._rows_like(found, torch.float32).stride() == (12, 1)
     assert torch.equal(found, torch.nn.functional.linear(x, weight, bias))
-    assert loss_chunks.linear(x, weight[:8], None).is_contiguous()
+    assert losses.linear(x, weight[:8], None).is_contiguous()
 
 
 def test_other_ignore_index_and_dividing_by_a_given_total() -> None:
@@ -222,8 +221,8 @@ def test_a_weights_gradient_that_another_takes() -> None:
 
 def test_at_most_a_chunk_of_logits_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
-    linear = loss_chunks.F.linear
-    monkeypatch.setattr(loss_chunks.F, "linear", lambda x, *rest: (rows.append(len(x)), linear(x, *rest))[1])
+    linear = losses.F.linear
+    monkeypatch.setattr(losses.F, "linear", lambda x, *rest: (rows.append(len(x)), linear(x, *rest))[1])
     fused(random(50, H).requires_grad_(), random(V, H), None, labels(50), chunk=20).backward()
     assert rows == [20, 20, 10]
 

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoptd.kernels.dropout import drop
+from autoptd.kernels.dropout import bias_dropout_add, bias_dropout_add_plain, drop
 from autoptd.kernels.dropout_mask import Places, keys
-from autoptd.kernels.residual import bias_dropout_add, bias_dropout_add_plain
 from tests.kernels.compare import (
     check_errors,
     check_gradients,

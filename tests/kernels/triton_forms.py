@@ -14,14 +14,13 @@ import pytest
 import torch
 
 from autoptd.compat import add_mm
-from autoptd.kernels import forms, loss_chunks
+from autoptd.kernels import forms, loss
 from autoptd.kernels.activations import bias_gelu, bias_gelu_plain, geglu, geglu_plain, swiglu, swiglu_plain
 from autoptd.kernels.cross_entropy import Labels, Loss
-from autoptd.kernels.dropout import drop_torch
+from autoptd.kernels.dropout import bias_dropout_add, bias_dropout_add_plain, drop_torch
 from autoptd.kernels.dropout_mask import Places, keys
 from autoptd.kernels.loss import linear_cross_entropy, linear_cross_entropy_plain
 from autoptd.kernels.norms import layer_norm, layer_norm_plain, rms_norm, rms_norm_plain
-from autoptd.kernels.residual import bias_dropout_add, bias_dropout_add_plain
 from autoptd.kernels.rotary import rotary, rotary_plain
 from autoptd.kernels.softmax import masked_softmax, masked_softmax_plain
 from autoptd.runtime.ops.vocab import cross_entropy
@@ -389,7 +388,7 @@ def check_large_loss(make: Callable[..., Tensor]) -> None:
 @pytest.mark.parametrize("row_bytes", [1, 64])
 def test_loss(row_bytes: int, reduction: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of logits side by side, and apart."""
-    monkeypatch.setattr(loss_chunks, "ROW_BYTES", {DEVICE: row_bytes})
+    monkeypatch.setattr(loss, "ROW_BYTES", {DEVICE: row_bytes})
 
     def of(form: Operator) -> Operator:
         wide = None if dtype == torch.float64 else torch.float32

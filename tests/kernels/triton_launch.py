@@ -15,8 +15,8 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from autoptd.kernels import launch_triton, norms_triton, rows_triton
-from autoptd.kernels.launch_triton import kind, launched
+from autoptd.kernels import norms_triton, rows_triton
+from autoptd.kernels.rows_triton import kind, launched
 
 SPECIALIZED = pytest.importorskip("triton._C.libtriton").native_specialize_impl
 ROOM = torch.zeros(4096, dtype=torch.bfloat16)
@@ -83,7 +83,7 @@ class H100:
 def card() -> Iterator[H100]:
     card = H100()
     Launcher.given.clear()
-    with mock.patch.object(driver, "_active", card), mock.patch.dict(launch_triton._known, clear=True):
+    with mock.patch.object(driver, "_active", card), mock.patch.dict(rows_triton._known, clear=True):
         yield card
 
 
@@ -121,7 +121,7 @@ def test_what_is_launched_again_is_what_triton_launches(card: H100) -> None:
         [x for x in one if not (isinstance(x, tuple) and x[1] == torch.float32)] for one in Launcher.given
     ]
     assert without_factor[4:8] == without_factor[:4] and len({one[4] for one in found}) == 4 == len(
-        launch_triton._known
+        rows_triton._known
     )
     card.stream = 8
     norm(**CASES[0])

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import autoptd
 from autoptd.errors import PlanError
 from autoptd.ir.machine import Machine
+from autoptd.kernels.dropout import draw
 from autoptd.kernels.dropout_mask import Places, Shard, keys
-from autoptd.kernels.noise import draw
 from autoptd.runtime.step.stage import load_stage
 from autoptd.runtime.step.standalone import check_stage
 

@@ -18,13 +18,13 @@ from autoptd.ir.types import I, R
 from autoptd.program import transfers
 from autoptd.program.program import Program
 from autoptd.program.specs import TransferBuffer
-from autoptd.runtime.ops.dropout import Drawing
 from autoptd.runtime.ops.linear import Deferred, WeightGemm
 from autoptd.runtime.params import gradients
 from autoptd.runtime.params.gradients import Gradients
 from autoptd.runtime.step import executor, messages
 from autoptd.runtime.step.executor import Executor
 from autoptd.runtime.step.microbatches import part_of_rows
+from autoptd.runtime.step.stage import Stage
 from autoptd.runtime.world.threads import ThreadGroup, ThreadRank
 from autoptd.runtime.world.world import Done, Group, Pending
 from benchmarks.lib.loss_cases import CASES as LOSSES
@@ -243,13 +243,13 @@ def one_bucket_is_not_summed(patch: Patch) -> None:
 
 
 def replicas_draw_the_same_masks(patch: Patch) -> None:
-    right = Executor._drawing
+    right = Executor._choose_masks
 
-    def of_the_first_replica(self: Executor, number: int) -> Drawing | None:
-        drawing = right(self, number)
-        return dataclasses.replace(drawing, first_row=number * drawing.rows) if drawing is not None else None
+    def of_the_first_replica(self: Executor, stage: Stage, number: int) -> None:
+        self.replica = 0
+        right(self, stage, number)
 
-    patch.setattr(Executor, "_drawing", of_the_first_replica)
+    patch.setattr(Executor, "_choose_masks", of_the_first_replica)
 
 
 def own_piece_only(buffer: TransferBuffer, arrived: torch.Tensor, tp: Group) -> torch.Tensor:

@@ -21,10 +21,8 @@ import torch
 
 from autoptd.errors import InternalError
 from autoptd.ir.types import Zigzag
-from autoptd.kernels import residual as residual_kernel
-from autoptd.kernels.dropout import drop
+from autoptd.kernels import dropout as kernel
 from autoptd.kernels.dropout_mask import Places, Shard, keys
-from autoptd.kernels.noise import draw as draw_numbers
 from autoptd.runtime.world.world import Group
 
 # Where a value is cut: a dim, and the elements of that dim before the atom that is cut, as a `Zigzag` in that order.
@@ -87,11 +85,9 @@ def bias_dropout_add(
     *,
     backend: str = "eager",
 ) -> torch.Tensor:
-    """Return residual + dropout(x + bias, rate, draw, batch, shard, group) in one operator: see `kernels.residual`."""
+    """Return residual + dropout(x + bias, rate, draw, batch, shard, group) in one operator: see `kernels/dropout.py`."""
     size, places = (None, None) if draw is None else where(x, draw, batch, shard, group)
-    return residual_kernel.bias_dropout_add(
-        x, bias, residual, rate=rate, places=places, size=size, backend=backend
-    )
+    return kernel.bias_dropout_add(x, bias, residual, rate=rate, places=places, size=size, backend=backend)
 
 
 def where(
@@ -154,13 +150,13 @@ class _Dropped(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, rate: float, size: tuple[int, int, int], places: Places
     ) -> torch.Tensor:
         ctx.how = rate, size, places
-        return drop(x.reshape(size), rate, places).view(x.shape)
+        return kernel.drop(x.reshape(size), rate, places).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         rate, size, places = ctx.how
         # The mask is linear: the gradient is masked and scaled like the value.
-        return drop(grad.reshape(size), rate, places).view(grad.shape), None, None, None
+        return kernel.drop(grad.reshape(size), rate, places).view(grad.shape), None, None, None
 
 
 def _noise(
@@ -176,7 +172,7 @@ def _noise(
         raise InternalError("noise", "is drawn in an evaluation")
     x = x.detach()
     size, places = where(x, draw, batch, shard, group)
-    return draw_numbers(kind, size, places, x.dtype, x.device).view(x.shape)
+    return kernel.draw(kind, size, places, x.dtype, x.device).view(x.shape)
 
 
 uniform = partial(_noise, "uniform")

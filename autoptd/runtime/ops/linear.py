@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from autoptd.compat import add_mm
 from autoptd.errors import InternalError
 from autoptd.ir.types import Outer
-from autoptd.kernels.loss_chunks import WeightSum
+from autoptd.kernels.loss import WeightSum
 from autoptd.runtime.ops.conversions import gather, gather_start, s_to_r, scatter_start
 from autoptd.runtime.world.world import Group, Pending
 

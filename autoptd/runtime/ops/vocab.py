@@ -14,7 +14,6 @@ does in torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,8 +22,7 @@ import torch.nn.functional as F
 from autoptd.errors import PlanError
 from autoptd.kernels.cross_entropy import Labels, Loss
 from autoptd.kernels.forms import takes_triton, wide
-from autoptd.kernels.loss import can_use_triton, chunked_loss, default_chunk, linear_cross_entropy
-from autoptd.kernels.loss_chunks import How, WeightSum
+from autoptd.kernels.loss import LossOptions, chunked_loss, linear_cross_entropy
 from autoptd.runtime.ops.shards import real_rows
 from autoptd.runtime.world.world import Group, SoloGroup
 
@@ -196,30 +194,14 @@ class _RowLoss(torch.autograd.Function):
 
 
 def vocab_parallel_linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    group: Group,
-    *,
-    bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    total: Tensor | float | None = None,
-    chunk: int | None = None,
-    dtype: torch.dtype | None = None,
-    wgrad: Callable[[WeightSum], None] | None = None,
-    loss_scale: float | None = None,
-    size: int = 0,
-    site: str = "",
-    backend: str = "eager",
+    x: Tensor, weight: Tensor, targets: Tensor, group: Group, *, size: int = 0, site: str = "", **options: Any
 ) -> Tensor:
     """Return the cross-entropy of the whole logits x weight^T + bias, of x [..., h], weight [n, h] and targets [...].
 
-    `bias` and `class_weight` are this rank's [n]; `size` is V where the group does not divide it (see `vocab.py`). The other
-    options are those of `kernels.loss.linear_cross_entropy`.
+    It equals `vocab_parallel_cross_entropy(F.linear(x, weight), targets, group)`, but the logits of all rows never exist at
+    once (`kernels/loss.py`): each chunk of N rows takes two reductions, of N numbers for the maximum, and of N for each of
+    the sums. x is of type R: its gradient is a partial sum on each rank. `size` is V where the group does not divide it. The
+    options are those of `LossOptions`, with this rank's part [n] of `bias` and `class_weight`.
     """
     if targets.is_floating_point():
         raise PlanError(
@@ -227,30 +209,11 @@ def vocab_parallel_linear_cross_entropy(
         )
     # No reduction between chunks, and ids need not be mapped to columns of this rank.
     if group.size == 1:
-        return linear_cross_entropy(
-            x,
-            weight,
-            targets,
-            bias=bias,
-            class_weight=class_weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            softcap=softcap,
-            total=total,
-            chunk=chunk,
-            dtype=dtype,
-            wgrad=wgrad,
-            loss_scale=loss_scale,
-            backend=backend,
-        )
-    # The rows of the head's weight are columns of the logits: this rank's n of V.
+        return linear_cross_entropy(x, weight, targets, **options)
+    how = LossOptions(**options)
+    # The rows of the head's weight are columns of the logits: this rank's n of V. Chunks follow from n, which is equal on
+    # all ranks: their reductions must pair up.
     columns = len(weight)
-    labels = local_labels(targets.reshape(-1), columns, group, ignore_index, size)
-    loss = sharded_loss(columns, group, label_smoothing, class_weight, size, site, x.dtype)
-    triton = can_use_triton(backend, x, class_weight)
-    # The chunk follows from this rank's n, which is equal on all ranks: their reductions must pair up.
-    chunk = chunk or default_chunk(columns, x.dtype, x.device)
-    how = How(reduction, chunk, softcap, triton, wgrad, loss_scale)
-    # Computed in float32 at least, rounded here once.
-    return chunked_loss(x, weight, bias, labels, loss, how, total, targets.shape).to(dtype or x.dtype)
+    labels = local_labels(targets.reshape(-1), columns, group, how.ignore_index, size)
+    loss = sharded_loss(columns, group, how.label_smoothing, how.class_weight, size, site, x.dtype)
+    return chunked_loss(x, weight, labels, loss, how, targets.shape)
