@@ -1,1 +1,1 @@
-"""What is built on the partitioner, and what it does without: the planner, pictures, reports, the doctor, the command line."""
+"""Optional parts around the compiler and the runtime: planner, pictures, reports, doctor, command line."""

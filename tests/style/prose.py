@@ -85,6 +85,7 @@ SOURCES: tuple[str, ...] = (
     "autoptd/schedule",
     "autoptd/trace",
     "autoptd/verify",
+    "autoptd/wings",
     "examples",
 )
 

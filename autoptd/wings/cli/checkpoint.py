@@ -250,8 +250,8 @@ def state_dicts(opened: Checkpoint, out: Path) -> dict[str, Any]:
 
 
 def spilled(x: torch.Tensor, out: Path) -> torch.Tensor:
-    """Return a copy backed by an unlinked file, whose pages the OS can evict; a small tensor is returned as
-    it is.
+    """Return a copy backed by an unlinked file, whose pages the OS can evict; a small tensor is
+    returned unchanged.
     """
     if x.nbytes < SMALL_BYTES:
         return x

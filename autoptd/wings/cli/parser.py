@@ -1,9 +1,10 @@
-"""The flags of the command line. Nothing here loads torch, so `--help` is fast.
+"""The flags of the command line, and its help. Nothing here loads torch, so `--help` is fast.
 
 In: the words after `autoptd`. Out: a namespace with `command` and one attribute per flag. A `--config` file
-(TOML, YAML or JSON) sets flags by name; the command line overrides it.
+(TOML, YAML or JSON) sets flags by name; the command line overrides it. A test parses every example of the help.
 
-    parse(["show", "gpt2", "--t", "4"]).t       # 4"""
+    parse(["show", "gpt2", "--t", "4"]).t       # 4
+"""
 
 from __future__ import annotations
 

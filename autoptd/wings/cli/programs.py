@@ -1,7 +1,8 @@
-"""`autoptd show` and `autoptd compile`: compile a model without weights; print its numbers, draw its
-pictures.
+"""Implement `autoptd show`, `compile` and `verify`: compile a model, print its numbers, draw its pictures, check it.
 
-The batch has d replicas of `num_microbatches` microbatches with `--rows` samples each, or `--batch` samples."""
+`show` and `compile` need no weights. The batch has d replicas of `num_microbatches` microbatches with `--rows` samples
+each, or `--batch` samples.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,15 @@
-"""Check a command's request before torch is loaded and a model is built.
+"""Check a command's request before torch is loaded and a model is built, and read its settings.
 
-In: the parsed arguments. Out: the keywords of `parallelize` and the rows of a batch; PlanError for a missing
-file, an unwritable directory, an unknown name or missing ranks.
+In: the parsed arguments. Out: the keywords of `parallelize` and the rows of a batch; PlanError for a missing file, an
+unwritable directory, an unknown name or missing ranks. A TOML, YAML or JSON file sets flags by name, with underscores or
+dashes (`read_settings`):
 
-    check_request(parse(["train", "mine.py:make", "--data", "none.txt"]))       # PlanError: --data none.txt:
-    ..."""
+    # run.toml
+    model = "gpt2"
+    t = 2
+    num_microbatches = 8
+    set = { n_layer = 4 }
+"""
 
 from __future__ import annotations
 
@@ -172,10 +177,6 @@ CHECKS: dict[str, Callable[[Namespace], None]] = {
     "train": _check_train,
     "plan": _check_plan,
 }
-
-
-# Flags that are NAME=VALUE on the command line, and mappings in a file.
-PAIRS = ("set", "option")
 
 
 def read_settings(path: str, known: Collection[str]) -> dict[str, Any]:

@@ -1,6 +1,8 @@
-"""`autoptd train`: a training loop on text, one token per byte.
+"""Implement `autoptd train`: a training loop on text without a download, one token per byte.
 
-Under torchrun each process is a rank; with `--backend local`, ranks are threads of this process."""
+Under torchrun each process is a rank; with `--backend local`, ranks are threads of this process. The text is a file, or
+Python's help topics.
+"""
 
 from __future__ import annotations
 

@@ -1,15 +1,19 @@
-"""One call of every method of a group and of every channel, compared with the result that it must have.
+"""Call every method of a group and every channel, compare the results with known ones, and time them.
 
-In: a `World` whose channels connect neighboring stages. Out: the `Wrong`s that this rank saw, and how many results it
-compared. All ranks make the same calls in the same order; channels go link by link.
+In: a `World` whose channels connect neighboring stages. Out: the `Wrong` results that this rank saw, and a `Timed` per
+group or channel, kind of call and size, the same on all ranks. All ranks make the same calls in the same order; channels
+go link by link.
 
     checks = Checks(world)
     check_world(checks, links, counts=(1, 1021))
     checks.wrong                            # []: all right
+    times = time_world(world, links, hosts=[0, 0, 1, 1], sizes=sizes_on(world.device))
+    slow_ones(times)                        # those that take more than twice the median of their kind
 
-All numbers are whole and small, so that bfloat16 holds them and their sums exactly, in whatever order they are added. In a
-sum every even place has one rank that adds to it, its *owner*, so that a wrong place says whose part is wrong; many ranks
-add to every odd place."""
+All numbers are whole and small, so that bfloat16 holds them and their sums exactly, in any order. In a sum, one rank
+adds to every even place, its *owner*, so that a wrong place identifies the rank; many ranks add to every odd place.
+Times are measured as in nccl-tests: all groups along an axis work at the same time, as in training.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +36,26 @@ from autoptd.wings.planner.measure import SIZES, repeated
 Tensor = torch.Tensor
 SUMMED_DTYPES = (torch.float32, torch.bfloat16)
 MOVED_DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
-# Ranks that add to an odd place, at most: sums stay below 256, which bfloat16 holds.
+# The most ranks that add to an odd place: sums stay below 256, which bfloat16 holds.
 MAX_ADDENDS = 60
-# Places after which numbers repeat: a prime, so that a piece that lands elsewhere does not fit there.
+# The period of the numbers, a prime, so that a piece in a wrong place differs.
 PERIOD = 16_381
-# Elements of a tensor of another dtype, at most.
+# The most elements of a tensor that is not summed.
 MAX_SMALL = 1 << 14
-# A rank reports no more faults.
+# The most faults that a rank reports.
 MAX_WRONG = 300
+# Bytes of the small and of the large buffer.
+SMALL = SIZES[0]
+LARGE = {"cpu": 1 << 23, "cuda": 1 << 28}
+# Calls that are timed; the fastest counts, as other work on a machine only adds.
+SMALL_CALLS, LARGE_CALLS = 10, 4
+# A group or channel is slow if it takes that many times the median of the others.
+SLOW_FACTOR = 2.0
 
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's side of a call: its group, and the count, dtype and device of what it hands in."""
+    """One rank's part of a call: its group, and the count, dtype and device of its tensor."""
 
     group: Group
     count: int
@@ -53,7 +64,7 @@ class Part:
     site: str
 
     def share(self, count: int | None = None) -> Tensor:
-        """Return what this rank adds to a sum."""
+        """Return the addend of this rank."""
         places = torch.arange(PERIOD, device="cpu")
         index, size = self.group.index, self.group.size
         alone = torch.where(places // 2 % size == index, 1 + places // 2 % 7, 0)
@@ -63,10 +74,10 @@ class Part:
     def total(self, count: int | None = None, op: str = "sum") -> Tensor:
         """Return the sum (`op="max"`: the maximum) of all shares."""
         places, size = torch.arange(PERIOD, device="cpu"), self.group.size
-        # Where more ranks hand in zeros, those are part of the maximum.
+        # Zeros of other ranks are part of the maximum.
         least = 0 if op == "sum" or size > MAX_ADDENDS else -2
         together = torch.full_like(places, least)
-        # The ranks that add to a place are those with (place + rank) % size < MAX_ADDENDS: `number` counts them.
+        # `number` counts the ranks with (place + rank) % size < MAX_ADDENDS, which add to a place.
         for number in range(min(size, MAX_ADDENDS)):
             addend = _addend(places, (number - places) % size)
             together = together + addend if op == "sum" else torch.maximum(together, addend)
@@ -76,12 +87,12 @@ class Part:
         return _laid(pattern, self.count if count is None else count, self.dtype, self.device)
 
     def own(self) -> Tensor:
-        """Return what this rank hands in where ranks only exchange numbers."""
+        """Return the tensor of this rank if ranks only exchange numbers."""
         return message(self.group.ranks[self.group.index], 0, self.count, self.dtype, self.device)
 
 
 class Result(NamedTuple):
-    """What a call returned and what is right: the part of the rank at `position`, or a sum (from `offset` on)."""
+    """The result of a call and the right one: the part of the rank at `position`, or a sum from `offset` on."""
 
     got: Tensor
     right: Tensor
@@ -91,7 +102,7 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Wrong:
-    """A wrong result on rank `seen_by`: `ranks` called `what`; `sources` are the ranks whose part is wrong, if known."""
+    """A wrong result of `what` on rank `seen_by` in the group `ranks`; `sources`: ranks whose part is wrong, if known."""
 
     what: str
     over: str
@@ -104,11 +115,11 @@ class Wrong:
 
 @dataclass
 class Checks:
-    """What one rank has compared."""
+    """The comparisons of one rank."""
 
     world: World
     count: int = 0
-    # By what is wrong: one entry, however many sizes show it.
+    # One entry for all sizes of a call.
     _found: dict[tuple[object, ...], Wrong] = field(default_factory=dict)
 
     @property
@@ -143,8 +154,8 @@ class Checks:
 def message(
     source: int, target: int, count: int, dtype: torch.dtype, device: torch.device, number: int = 0
 ) -> Tensor:
-    """Return what `source` sends to `target` in its message `number`."""
-    # Ranks 251 apart would send the same numbers if they had the same factor.
+    """Return the tensor that `source` sends to `target` in its message `number`."""
+    # With equal factors, ranks 251 apart would send the same numbers.
     factor = 3 + (source // 251 + 5 * (target // 251)) % 97
     values = (
         torch.arange(PERIOD, device="cpu") * factor + 17 * source + 29 * target + 101 * number
@@ -162,7 +173,7 @@ def _addend(places: Tensor, index: int | Tensor) -> Tensor:
 
 
 def _owners(places: Tensor, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks whose part of a sum is wrong; none where most of them seem to be: then the sum itself is."""
+    """Return the ranks whose part of a sum is wrong; none if most seem to be, as the sum itself is wrong then."""
     places = places % PERIOD
     indices = (places[places % 2 == 0] // 2 % len(ranks)).unique().tolist()
     return tuple(ranks[index] for index in indices) if 2 * len(indices) <= max(len(ranks), 2) else ()
@@ -184,7 +195,7 @@ def _in_place(part: Part) -> Iterator[Result]:
 
 
 def _all_reduce_start(part: Part) -> Iterator[Result]:
-    """Start two sums of different lengths, and wait for the later one first: results that were exchanged show."""
+    """Start two sums of different lengths, and wait for the later one first, to find exchanged results."""
     counts = part.count, part.count + 3
     pending = [part.group.all_reduce_start(part.share(count), part.site) for count in counts]
     for count, started in zip(reversed(counts), reversed(pending), strict=True):
@@ -256,7 +267,7 @@ METHODS: dict[str, tuple[tuple[torch.dtype, ...], Callable[[Part], Iterator[Resu
     "broadcast": (MOVED_DTYPES, _broadcast),
     "gather_objects": ((torch.float32,), _gather_objects),
 }
-# Every rank hands in its part, or gets the parts of all: with many ranks these are large.
+# Calls with a part per rank, which are large with many ranks.
 IN_PARTS = ("all_gather", "reduce_scatter", "all_to_all", "gather_objects")
 
 
@@ -266,7 +277,7 @@ def check_world(checks: Checks, links: Sequence[tuple[int, int]], counts: Sequen
     mesh = world.mesh
     groups = {}
     for axes in (*((axis,) for axis in MESH_AXES), mesh.value_axes, mesh.gradient_axes):
-        # Of several axes, only one may have several ranks: that group is checked once.
+        # Groups along several axes may be one with a single axis, which is checked once.
         if name := joint_axis(mesh, axes):
             groups[name] = world.group(axes)
     for name, group in groups.items():
@@ -293,12 +304,12 @@ def check_group(checks: Checks, over: str, group: Group, counts: Sequence[int]) 
 
 
 def _counts_of(dtype: torch.dtype, counts: Sequence[int]) -> list[int]:
-    """Return the counts to try: only activations and gradients are large."""
+    """Return the counts to try: only sums are large."""
     return [count for count in counts if count <= MAX_SMALL or dtype in SUMMED_DTYPES]
 
 
 def _check_channel(checks: Checks, link: tuple[int, int], counts: Sequence[int]) -> None:
-    """Check a channel with two messages of several tensors: a first one that arrives twice shows."""
+    """Check a channel with two messages of several tensors, to find one that arrives twice."""
     world, over = checks.world, over_stages(checks.world)
     sender, receiver = (peer(world, place) for place in link)
     site = f"doctor: message over {over} {sender} > {receiver}"
@@ -308,7 +319,7 @@ def _check_channel(checks: Checks, link: tuple[int, int], counts: Sequence[int])
             for count in _counts_of(dtype, counts):
                 right.append(message(sender, receiver, count, dtype, world.device, number))
         if world.rank == sender:
-            # Tensors that are not contiguous are sent too.
+            # Not contiguous.
             spread = [torch.stack([x, x], dim=-1)[..., 0] for x in right]
             world.outgoing(receiver).send(spread, site).wait()
             settle(world, site)
@@ -320,12 +331,12 @@ def _check_channel(checks: Checks, link: tuple[int, int], counts: Sequence[int])
 
 
 def peer(world: World, pipeline_rank: int) -> int:
-    """Return the rank at another place of this rank's pipeline."""
+    """Return the rank of this rank's pipeline with a pipeline rank."""
     return world.mesh.at_stage(world.rank, pipeline_rank)
 
 
 def over_stages(world: World) -> str:
-    """Name the axes that messages between stages go along."""
+    """Name the axes of messages between stages."""
     return joint_axis(world.mesh, world.mesh.stage_axes)
 
 
@@ -334,25 +345,16 @@ def settle(world: World, site: str) -> None:
     if world.device.type != "cuda":
         return
     if isinstance(world, DistributedWorld):
-        # A call that hangs on the device blocks the host here: the world's watch sees how long, and ends it.
+        # A call that hangs on the device blocks the host here, and the world's watch ends it.
         with world.call(Call("work on the device", site)):
             torch.cuda.synchronize(world.device)
     else:
         torch.cuda.synchronize(world.device)
 
 
-# Bytes of the small and of the large buffer.
-SMALL = SIZES[0]
-LARGE = {"cpu": 1 << 23, "cuda": 1 << 28}
-# Calls that are timed, of which the fastest counts: other work on a machine only adds.
-SMALL_CALLS, LARGE_CALLS = 10, 4
-# A group or channel is slow that takes so many times the median of the others.
-SLOW_FACTOR = 2.0
-
-
 @dataclass(frozen=True)
 class Timed:
-    """The seconds that a call of `nbytes` took: of a collective along `axis`, or of the "message" of a channel."""
+    """The seconds of a call of `nbytes`: a collective along `axis`, or the "message" of a channel."""
 
     kind: str
     axis: str
@@ -388,7 +390,7 @@ def time_world(
     for link in in_rounds(links):
         pair = peer(world, link[0]), peer(world, link[1])
         for nbytes in sizes:
-            # Without a barrier, fast pairs would be timed next to those of the following link.
+            # Without a barrier, fast pairs would overlap those of the next link.
             world.everyone().all_reduce(torch.ones(1, device=world.device), "doctor: next channels")
             if world.rank in pair:
                 seconds = _time_message(world, *pair, nbytes)
@@ -396,7 +398,7 @@ def time_world(
     slowest: dict[tuple[str, str, tuple[int, ...], int], float] = {}
     for times in world.everyone().gather_objects(mine, "doctor: times"):
         for key, seconds in times.items():
-            # A call has taken as long as on its slowest rank.
+            # A call takes as long as on its slowest rank.
             slowest[key] = max(seconds, slowest.get(key, 0.0))
     found = []
     for (kind, axis, ranks, nbytes), seconds in slowest.items():
@@ -405,7 +407,7 @@ def time_world(
 
 
 def slow_ones(times: Sequence[Timed]) -> list[tuple[Timed, float]]:
-    """Return what is slow with a large buffer, and the median of the others of its kind; one call for each place."""
+    """Return slow calls with a large buffer, one per place, and the median of the others of their kind."""
     alike: dict[tuple[object, ...], list[Timed]] = defaultdict(list)
     for timed in times:
         if timed.nbytes > SMALL:
@@ -420,14 +422,14 @@ def slow_ones(times: Sequence[Timed]) -> list[tuple[Timed, float]]:
             factors[timed.kind == "message", timed.axis, timed.ranks].append((factor, timed, usual))
     found = []
     for calls in factors.values():
-        # The lower median of its calls: one unlucky collective does not make a group slow.
+        # The lower median of its calls, so that one slow call does not count.
         factor, timed, usual = sorted(calls, key=lambda call: call[0])[(len(calls) - 1) // 2]
         if factor > SLOW_FACTOR:
             found.append((factor, timed, usual))
     return [(timed, usual) for _, timed, usual in sorted(found, key=lambda call: -call[0])]
 
 
-# By method of a group: the call with the whole buffer, and with one rank's part of it.
+# Method of a group -> its call with the whole buffer, or one rank's part of it.
 COLLECTIVES: dict[str, Callable[[Group, torch.Tensor, torch.Tensor, str], Any]] = {
     "all_reduce": lambda group, whole, part, site: group.all_reduce(whole, site),
     "all_gather": lambda group, whole, part, site: group.all_gather(part, 0, site),
@@ -438,7 +440,7 @@ COLLECTIVES: dict[str, Callable[[Group, torch.Tensor, torch.Tensor, str], Any]] 
 
 
 def _time_collective(world: World, group: Group, kind: str, nbytes: int) -> float:
-    """Return the seconds of a call whose payload is `nbytes`: the whole buffer."""
+    """Return the seconds of a call whose whole buffer has `nbytes`."""
     site = f"doctor: {kind} of {nbytes} bytes"
     count = max(nbytes // 4 // group.size, 1)
     whole = torch.zeros(count * group.size, device=world.device)
@@ -449,7 +451,7 @@ def _time_collective(world: World, group: Group, kind: str, nbytes: int) -> floa
         settle(world, site)
 
     def meet() -> None:
-        # Otherwise the first rank to come would time its wait for the last one.
+        # Otherwise ranks would time their wait for the last one.
         group.all_reduce(number, "doctor: meeting")
         settle(world, "doctor: meeting")
 

@@ -1,11 +1,16 @@
-"""The ranks meet in the store before any communicator is made, so that a rank that does not arrive is named.
+"""Let the ranks meet in the store before any communicator is made, compare their facts, and name missing ranks.
 
-In: the environment that torchrun sets. Out: a `Lobby`, where every rank hands in its facts and rank 0 judges them.
+In: the environment that torchrun sets. Out: a `Lobby`, where every rank submits its `Facts`, and the `Verdict` of rank 0
+on all of them. Ranks that do not arrive are named. A launch is stopped by anything that would end in a hang or an obscure
+error: versions or commands that differ, two ranks on one GPU (NCCL refuses them), fewer GPUs than processes. Less memory
+than elsewhere is a warning.
 
     lobby = Lobby(timeout=30.0)
-    verdict = lobby.agree(own_facts(...))       # RuntimeFault: ... waited 30 s for rank 3, not arrived
+    verdict = lobby.agree(own_facts(rank, requested, device=None, backend=None))
+    verdict.stops               # []; RuntimeFault if a rank is missing: ... waited 30 s for rank 3, not arrived
 
-Each rank makes a few requests and one wait, however many ranks there are; rank 0 alone reads all facts."""
+Each rank makes a few requests and one wait, independent of the number of ranks; only rank 0 reads all facts.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +38,24 @@ from autoptd.runtime.world.rendezvous import default_backend
 from autoptd.wings.words import bytes_text
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Seconds that the other ranks wait for rank 0's report: torchrun ends all ranks once one has failed.
+# Seconds that other ranks wait for rank 0's report, as torchrun ends all ranks when one has failed.
 LINGER = 5.0
+# Environment variables that are compared.
+SETTINGS = (
+    "NCCL_",
+    "TORCH_NCCL_",
+    "GLOO_",
+    "TP_SOCKET_IFNAME",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
+# The most bytes that CUDA and its libraries use in a process: the rest belongs to other processes.
+OWN_CONTEXT = 1.5e9
+MAX_RANGES = 8
 
 
 class Lobby:
-    """One rank's connection to the store of a launch; waits for the store's host for `timeout` seconds at most."""
+    """One rank's connection to the store of a launch, with `timeout` in seconds."""
 
     def __init__(self, timeout: float) -> None:
         missing = [name for name in NEEDED if not os.environ.get(name)]
@@ -47,7 +64,7 @@ class Lobby:
         self.rank, self.size = int_from_env("RANK"), int_from_env("WORLD_SIZE")
         self.timeout = timeout
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        # torchrun's agent keeps its store over restarts, and the keys of the failed attempt with it.
+        # torchrun's agent keeps its store, with the keys of a failed attempt, over restarts.
         self.store = dist.PrefixStore(f"autoptd doctor {attempt}", self._connect())
 
     def _connect(self) -> dist.Store:
@@ -69,9 +86,9 @@ class Lobby:
             ) from error
 
     def agree(self, facts: Facts) -> Verdict:
-        """Hand in this rank's facts, wait for all ranks, and return rank 0's verdict on them."""
+        """Submit this rank's facts, wait for all ranks, and return rank 0's verdict on them."""
         self.store.set(f"facts {self.rank}", facts.text())
-        # The last rank to arrive says so: no rank has to ask for every other one.
+        # Set by the last rank, so that no rank has to query all others.
         if self.store.add("arrived", 1) == self.size:
             self.store.set("all arrived", "yes")
         self._await("all arrived", self._who_is_absent)
@@ -82,13 +99,13 @@ class Lobby:
         return Verdict.parse(self.store.get("verdict"))
 
     def report_printed(self) -> None:
-        """Announce, on rank 0, that the report is printed."""
+        """Announce that rank 0 has printed the report."""
         with suppress(RuntimeError):
             self.store.set("printed", "yes")
 
     def wait_for_report(self) -> None:
-        """Wait until rank 0 has printed the report, for a while."""
-        # In a thread that may never end: torch's own timeout does not help where the store's host is stopped.
+        """Wait for a while until rank 0 has printed the report."""
+        # In a thread, as torch's timeout does not work if the host of the store is stopped.
         waiting = threading.Thread(target=self._await_report, daemon=True)
         waiting.start()
         waiting.join(2 * LINGER)
@@ -111,29 +128,16 @@ class Lobby:
 
 
 def int_from_env(name: str) -> int:
-    """Return the number that an environment variable holds; PlanError where it holds something else."""
+    """Return the number in an environment variable; PlanError if it is not a number."""
     try:
         return int(os.environ[name])
     except ValueError:
         raise PlanError(f"{name}={os.environ[name]!r}", "is not a number", "start with torchrun") from None
 
 
-SETTINGS = (
-    "NCCL_",
-    "TORCH_NCCL_",
-    "GLOO_",
-    "TP_SOCKET_IFNAME",
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "PYTORCH_CUDA_ALLOC_CONF",
-)
-# Bytes that CUDA and its libraries use in this process, at most: the rest belongs to other processes.
-OWN_CONTEXT = 1.5e9
-MAX_RANGES = 8
-
-
 @dataclass(frozen=True)
 class Facts:
-    """One rank: its host, device and software; bytes are those of its device, and `error` says why it has none."""
+    """Facts of one rank: host, device, software, bytes of the device; `error`: why it has no device."""
 
     rank: int
     host: str
@@ -160,7 +164,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all ranks act on: `hosts` numbers the machine of every rank; with `stops` nothing else is tried."""
+    """The common result for all ranks: `hosts` numbers the machine of every rank; with `stops` nothing is checked."""
 
     hosts: tuple[int, ...]
     host_names: tuple[str, ...]
@@ -174,7 +178,7 @@ class Verdict:
 
     @property
     def per_node(self) -> int:
-        """The number of ranks on the machine with the fewest."""
+        """The least number of ranks on a machine."""
         return min(self.hosts.count(host) for host in set(self.hosts))
 
     def text(self) -> str:
@@ -221,7 +225,7 @@ def _versions() -> dict[str, str]:
 
 @cache
 def _hash_of_source() -> str:
-    """Return a hash of this package's files: two checkouts may have one version."""
+    """Return a hash of this package's files, as two checkouts may have the same version."""
     found, root = hashlib.sha256(), Path(__file__).parents[2]
     for file in sorted(root.rglob("*.py")):
         found.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
@@ -234,7 +238,7 @@ def _of_cuda(device: torch.device) -> dict[str, object]:
         raise RuntimeError(f"{device} was requested, and {count} are visible")
     free, total = torch.cuda.mem_get_info(device)
     properties = torch.cuda.get_device_properties(device)
-    # Without a UUID, the visible devices and the index name a card, on one machine.
+    # Without a UUID, the visible devices and the index identify a card of a machine.
     uuid = str(getattr(properties, "uuid", "")) or f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')} {device}"
     sizes = {"free": float(free), "total": float(total), "in_use": max(total - free - OWN_CONTEXT, 0.0)}
     return {"name": properties.name, "uuid": uuid, **sizes}
@@ -253,16 +257,16 @@ def _of_cpu() -> dict[str, object]:
 
 
 def judge(ranks: Sequence[Facts]) -> Verdict:
-    """Find what is wrong with the facts of all ranks, which are in order."""
+    """Return the verdict on the facts of all ranks, which are in order."""
     # Machines in the order of ranks: rank 0's is number 0.
     names = tuple(dict.fromkeys(rank.host for rank in ranks))
     broken = [rank for rank in ranks if rank.error]
-    # The first few: on a machine without a driver every rank says the same.
+    # The first few, as without a driver all ranks fail alike.
     stops = [f"rank {rank.rank} on {rank.host} has no device: {rank.error}" for rank in broken[:5]]
     working = [rank for rank in ranks if not rank.error]
     warnings: list[str] = []
     for package in sorted({name for rank in ranks for name in rank.versions}):
-        # Ranks with another torch, NCCL or copy of this package may make other calls, and hang.
+        # Ranks with another torch, NCCL or copy of this package may make different calls, and hang.
         versions = {rank.rank: rank.versions.get(package, "none") for rank in ranks}
         (warnings if package == "python" else stops).extend(_differences(f"version of {package}", versions))
     stops += _differences("command", {rank.rank: rank.asked for rank in ranks})
@@ -279,7 +283,7 @@ def judge(ranks: Sequence[Facts]) -> Verdict:
 
 
 def _differences(what: str, values: Mapping[int, str]) -> list[str]:
-    """Return one line where the values of ranks differ: that of most ranks first."""
+    """Return a line if the values of ranks differ, the most frequent one first."""
     ranks_by_value: dict[str, list[int]] = defaultdict(list)
     for rank, value in values.items():
         ranks_by_value[value or "none"].append(rank)
@@ -291,8 +295,8 @@ def _differences(what: str, values: Mapping[int, str]) -> list[str]:
 
 
 def _shared_devices(ranks: Sequence[Facts]) -> list[str]:
-    """Name ranks that share a device, before NCCL refuses them."""
-    # By machine as well: without UUIDs, the cards of two machines have the same names.
+    """Describe ranks that share a device, which NCCL refuses."""
+    # By host, as without UUIDs the cards of two machines have the same names.
     on: dict[tuple[str, str], list[Facts]] = defaultdict(list)
     for rank in ranks:
         if rank.device.startswith("cuda") and rank.backend == "nccl":
@@ -309,7 +313,7 @@ def _shared_devices(ranks: Sequence[Facts]) -> list[str]:
 
 
 def _taken_memory(ranks: Sequence[Facts]) -> list[str]:
-    """Name devices on which other processes hold memory."""
+    """Describe devices with memory of other processes."""
     taken = [rank for rank in ranks if rank.in_use > 0]
     lines = []
     for rank in taken[:5]:
@@ -322,7 +326,7 @@ def _taken_memory(ranks: Sequence[Facts]) -> list[str]:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """List ranks, three and more in a row as a range (`0-3, 7`); only the first ranges where there are many."""
+    """List ranks, three and more in a row as a range (`0-3, 7`), and only the first ranges of many."""
     spans: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if spans and rank == spans[-1][-1] + 1:
@@ -331,6 +335,5 @@ def ranks_text(ranks: Iterable[int]) -> str:
             spans.append([rank])
     texts = []
     for span in spans[:MAX_RANGES]:
-        # Two in a row are not shorter as a range.
         texts.append(f"{span[0]}-{span[-1]}" if len(span) > 2 else ", ".join(map(str, span)))
     return ", ".join(texts) + (", ..." if len(spans) > MAX_RANGES else "")

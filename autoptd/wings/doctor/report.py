@@ -1,7 +1,7 @@
-"""What `autoptd doctor` found, as text and as plain data.
+"""Present the findings of `autoptd doctor`, as text and as plain data.
 
-In: the verdict on the launch, a `MeshReport` per mesh, and the fault that ended the run, if there was one. Out: a table of
-every collective and channel, and a line for everything that is wrong or slow.
+In: the verdict on the launch, a `MeshReport` per mesh, and the fault that ended the run, if there was one. Out: a table
+of all collectives and channels, and a line for each finding.
 
     report = DoctorReport(verdict, (mesh_report,), find_cluster("dgx-h100"))
     print(report)
@@ -31,7 +31,7 @@ HEAD = ("over", "call", "groups", "latency", "bandwidth", "of the link", "slowes
 
 @dataclass(frozen=True)
 class MeshReport:
-    """What all ranks found on one mesh: `checks` results were compared, of which `wrong` were wrong."""
+    """The findings of all ranks on one mesh: the number of `checks`, wrong results and times."""
 
     mesh: Mesh
     checks: int
@@ -41,7 +41,7 @@ class MeshReport:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """All findings: `cluster` says what the links should give, if that is known; `fault` ended the run early."""
+    """All findings; `cluster` has the expected link speeds, if known; `fault` ended the run early."""
 
     verdict: Verdict | None
     meshes: tuple[MeshReport, ...] = ()
@@ -51,7 +51,7 @@ class DoctorReport:
 
     @property
     def wrong(self) -> list[str]:
-        """What has to be fixed."""
+        """Findings that must be fixed."""
         found = list(self.verdict.stops) if self.verdict else []
         for mesh in self.meshes:
             found += _wrong_lines(mesh)
@@ -59,7 +59,7 @@ class DoctorReport:
 
     @property
     def warnings(self) -> list[str]:
-        """What may be slow."""
+        """Findings that may be slow."""
         found = list(self.verdict.warnings) if self.verdict else []
         for mesh in self.meshes:
             found += [_slow_line(mesh.mesh, timed, usual) for timed, usual in slow_ones(mesh.times)]
@@ -100,7 +100,7 @@ def _lines(report: DoctorReport) -> Iterator[str]:
         yield from ("", f"'of the link' compares with {report.cluster.name} (--cluster).")
     if report.notes:
         yield from ("", *report.notes)
-    # Errors come last, where a terminal stops scrolling.
+    # Errors come last, where they are visible in a terminal.
     yield from _list_of("Slow, or not alike", report.warnings)
     yield from _list_of("Wrong", report.wrong)
     is_right = "All right, but see above." if report.warnings else "All right."
@@ -108,7 +108,7 @@ def _lines(report: DoctorReport) -> Iterator[str]:
 
 
 def _list_of(title: str, lines: Sequence[str]) -> Iterator[str]:
-    """Yield a title and the first lines of a list, nothing for an empty one."""
+    """Yield a title and the first lines of a list; an empty list has no title."""
     if lines:
         yield from ("", f"{title}:", *(f"  {line}" for line in lines[:MAX_LINES]))
     if len(lines) > MAX_LINES:
@@ -125,10 +125,10 @@ def _launch_line(verdict: Verdict) -> str:
 
 
 def _table(mesh: MeshReport, report: DoctorReport) -> Iterator[str]:
-    """Yield a row for every call along every axis: the median of all its groups, and the slowest one."""
+    """Yield a row per axis and call: the median of all groups, and the slowest one."""
     rows: list[tuple[str, ...]] = [HEAD]
     is_one_host = report.verdict is None or len(report.verdict.host_names) == 1
-    # Groups within a machine and over several use different links: a row each.
+    # Groups within a machine and over several use different links.
     alike: dict[tuple[str, str, int], list[Timed]] = defaultdict(list)
     for timed in mesh.times:
         alike[timed.axis, timed.kind, timed.hosts].append(timed)
@@ -159,7 +159,7 @@ def _ranks(timed: Timed) -> str:
 
 
 def _wrong_lines(report: MeshReport) -> Iterator[str]:
-    """Yield a line for each group or channel and rank whose part is wrong, with all its calls and dtypes."""
+    """Yield a line for each group or channel and rank with a wrong part, with all its calls and dtypes."""
     alike: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[Wrong]] = defaultdict(list)
     for wrong in report.wrong:
         alike[wrong.over, wrong.ranks, wrong.sources].append(wrong)
@@ -191,5 +191,5 @@ def _slow_line(mesh: Mesh, timed: Timed, usual: float) -> str:
 
 
 def bandwidth_text(bandwidth: float) -> str:
-    """Format bytes/s with a decimal unit, as links are sold: `1.2 GB/s`."""
+    """Format bytes/s with a decimal unit: `1.2 GB/s`."""
     return count_text(bandwidth, "B/s")

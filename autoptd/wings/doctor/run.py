@@ -1,6 +1,6 @@
-"""The run of `autoptd doctor`: on all ranks of torchrun, or alone, with threads as ranks.
+"""Run `autoptd doctor` on all ranks of torchrun, or with threads of this process as ranks.
 
-In: a `Request`. Out: the status to end with. Every rank has the same `DoctorReport`; rank 0 prints it.
+In: a `Request`. Out: the exit status. Every rank has the same `DoctorReport`; rank 0 prints it.
 
     run_launched(Request(timeout=30.0))     # on every rank of torchrun
     run_alone(Request())
@@ -32,16 +32,16 @@ from autoptd.wings.doctor.launch import Lobby, Verdict, int_from_env, judge, own
 from autoptd.wings.doctor.report import DoctorReport, MeshReport
 from autoptd.wings.planner.cluster import CPU, Cluster, find_cluster
 
-# The mesh of threads, where none is given: several ranks along every axis.
+# The default mesh of threads: several ranks along every axis.
 THREADS = Mesh.of(dict.fromkeys(USUAL_DEGREES, 2))
 MAX_THREADS = 64
-# Elements of the tensors that are checked: of processes, and of threads.
+# Elements of the tensors that are checked, with processes and with threads.
 COUNTS, SMALL_COUNTS = (1, 1021, 1 << 20), (1, 1021)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to check: degrees of mesh axes as far as given, device, backend, `timeout` in seconds, a file for JSON."""
+    """The checks: degrees of mesh axes that are given, device, backend, `timeout` in seconds, a file for JSON."""
 
     degrees: Mapping[str, int] = field(default_factory=dict)
     device: str | None = None
@@ -51,15 +51,15 @@ class Request:
     json: str | None = None
 
     def __str__(self) -> str:
-        """What must be the same on all ranks."""
+        """The values that must be the same on all ranks."""
         values = {**self.degrees, "backend": self.backend, "timeout": self.timeout}
         return " ".join(f"{name}={value}" for name, value in values.items() if value is not None)
 
 
 def run_launched(request: Request) -> int:
-    """Meet the other ranks, check everything, print; return the status to end with."""
+    """Meet the other ranks, check everything, print; return the exit status."""
     size = int_from_env("WORLD_SIZE")
-    # Refused before any rank waits for another.
+    # Raises before any rank waits for another.
     requested_mesh(size, request.degrees)
     if size == 1:
         return run_alone(request)
@@ -69,7 +69,7 @@ def run_launched(request: Request) -> int:
         verdict = lobby.agree(own_facts(lobby.rank, str(request), request.device, request.backend))
         if not verdict.stops:
             _examine_all(request, lobby, verdict, meshes)
-    # RuntimeError and OSError are torch's own: no connection, no such host.
+    # RuntimeError and OSError are torch's: no connection, no such host.
     except (AutoptdError, RuntimeError, OSError) as error:
         fault = f"{type(error).__name__}: {error}"
     if lobby.rank == 0:
@@ -79,20 +79,20 @@ def run_launched(request: Request) -> int:
     else:
         report = DoctorReport(verdict, tuple(meshes), fault=fault)
         if fault:
-            # Rank 0 may be the one that is gone.
+            # Rank 0 may be the one that failed.
             print(fault, file=sys.stderr, flush=True)
         lobby.wait_for_report()
     if fault:
-        # An ordinary end would wait for threads and kernels that never finish.
+        # A normal exit would wait for threads and kernels that never finish.
         os._exit(report.status)
     return report.status
 
 
 def _examine_all(request: Request, lobby: Lobby, verdict: Verdict, found: list[MeshReport]) -> None:
-    """Check one mesh after the other; results are added as they come, since the next mesh may hang."""
-    # NCCL's watchdog would end the process before our own timeout names who is missing.
+    """Check one mesh after the other, and add each result to `found`, since the next mesh may hang."""
+    # Otherwise NCCL's watchdog would end the process before our timeout names missing ranks.
     limit = timedelta(seconds=request.timeout + (WATCHDOG_MARGIN if verdict.backend == "nccl" else 0.0))
-    # The lobby's store, where all ranks have met, instead of a second one.
+    # The lobby's store instead of a second one.
     store = dist.PrefixStore("default", lobby.store)
     store.set_timeout(limit)
     dist.init_process_group(
@@ -120,7 +120,7 @@ def examine(
     counts: Sequence[int],
     sizes: Sequence[int],
 ) -> MeshReport:
-    """Check results, then time calls of `sizes` bytes: times of wrong results say nothing."""
+    """Check results, then time calls of `sizes` bytes."""
     checks = Checks(world)
     check_world(checks, links, counts)
     world.at = "doctor: times"
@@ -132,7 +132,7 @@ def examine(
 
 
 def run_alone(request: Request) -> int:
-    """Check this process's device, and threads as ranks; print, return the status to end with."""
+    """Check this process's device, and threads as ranks; print, return the exit status."""
     mesh = Mesh.of(request.degrees) if request.degrees else THREADS
     if mesh.size > MAX_THREADS:
         flags = " ".join(f"--{name} {degree}" for name, degree in mesh.degrees.items())
@@ -156,9 +156,9 @@ def run_alone(request: Request) -> int:
 
 
 def requested_mesh(size: int, degrees: Mapping[str, int | None]) -> Mesh | None:
-    """Return the mesh of some degrees, None without any; the first one left out takes the remaining ranks.
+    """Return the mesh with some degrees, None without any; a degree that is not given takes the remaining ranks.
 
-    PlanError where they do not fit.
+    PlanError if they do not fit.
     """
     given = {name: degree for name in DEGREES if (degree := degrees.get(name)) is not None}
     if not given:
@@ -166,21 +166,19 @@ def requested_mesh(size: int, degrees: Mapping[str, int | None]) -> Mesh | None:
     known, is_full = math.prod(given.values()), given.keys() >= set(USUAL_DEGREES)
     if size % known or (is_full and known != size):
         site = " ".join(f"{name}={degree}" for name, degree in given.items())
-        fact = f"{size} ranks do not divide by {known}"
+        fact = f"{size} ranks are not divisible by {known}"
         if is_full:
             fact = f"{'*'.join(given)} is {known}, and there are {size} ranks"
         names = ", ".join(given if is_full else USUAL_DEGREES)
-        raise PlanError(site, fact, f"{names} whose product is {size}, or leave them out")
-    # More replicas rather than more stages, and more stages rather than more parts of a layer.
+        raise PlanError(site, fact, f"{names} whose product is {size}, or omit them")
+    # Preferably more replicas, then more stages, then more parts of a layer.
     left_out = [name for name in ("d", "p", "t") if name not in given]
     return Mesh.of({**given, left_out[0]: size // known} if left_out else given)
 
 
 def usual_meshes(size: int, per_node: int) -> list[Mesh]:
-    """Return the meshes to check without any degrees, with `per_node` ranks on a machine.
-
-    Layers over each machine and replicas over all of them; and a stage on each machine (of one machine two, if they
-    divide its ranks) with its ranks as replicas.
+    """Return the default meshes, with `per_node` ranks on a machine: tensor ranks on each machine and replicas over
+    machines; and a stage on each machine (two on a single one, if they divide its ranks) with replicas.
     """
     local = math.gcd(size, per_node)
     nodes = size // local
@@ -192,13 +190,13 @@ def usual_meshes(size: int, per_node: int) -> list[Mesh]:
 
 
 def links_of(stages: int) -> tuple[tuple[int, int], ...]:
-    """Return the (source, target) pipeline ranks of neighbors, both ways: in a ring, as looped schedules use it."""
+    """Return the (source, target) pipeline ranks of neighbors in a ring, both ways, as looped schedules use them."""
     ahead = {(stage, (stage + 1) % stages) for stage in range(stages)} if stages > 1 else set()
     return tuple(sorted(ahead | {(target, source) for source, target in ahead}))
 
 
 def _cluster(request: Request, verdict: Verdict | None) -> Cluster | None:
-    """Return what the links should give: those of the cluster requested, or of a known device's."""
+    """Return the cluster with the expected link speeds, as requested or by the device."""
     if verdict is None:
         return None
     name = request.cluster or (

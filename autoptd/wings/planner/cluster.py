@@ -103,7 +103,7 @@ class Software:
     computation, as far as there is any; `tp_overlap_backward`: the same for the exchanges of tensor ranks
     during the wgrad GEMMs. `scatter`: stage boundaries are sent in t pieces. `exchange_seconds`: the time of
     an exchange with the neighboring stages in addition to its message, in which ranks wait for one another.
-    `gradient_bytes`: bytes of a parameter's gradient as it is summed over ranks; `fetches`: collectives that
+    `gradient_bytes`: bytes of a parameter's gradient in sums over ranks; `fetches`: collectives that
     ZeRO-3 makes for a layer's parameters. `extra_parameter_bytes`: bytes kept per parameter in addition to
     weight, gradient and optimizer state (counts.py). `master_weights`: 16-bit weights have a float32 copy,
     gradient and moments; else all of these are 16 bits wide too. `copies_fp16_gradients`: in float16, the

@@ -7,10 +7,10 @@ takes numbers or numpy arrays alike.
     Clock(find_cluster("dgx-a100")).product(1, 2048, 9600, 25600)
     Network(find_cluster("dgx-a100")).all_reduce(100e6, group=8, local=8)
 
-A ring over n ranks makes n - 1 steps, each of which moves 1/n of the buffer: the bytes that a rank sends
+A ring over n ranks moves 1/n of the buffer in each of n - 1 steps: the bytes that a rank sends
 (`wire_bytes`) go through the slowest link of the ring. In a node that link is a GPU's share of the fast links; over
 nodes it is what the cards of the group's ranks carry, as the node's other GPUs are in groups that do the same at that
-time. Two protocols compete, one of which has short hops and less bandwidth; an all-reduce may also go up and down a
+time. Two protocols compete, one with short hops and less bandwidth; an all-reduce may also go up and down a
 binary tree of nodes, whose hops take twice as long. The fastest counts.
 """
 

@@ -5,7 +5,8 @@ payload and their wire bytes are those of `program/calls.py`: what `pm.record()`
 
     text = collectives_markdown(program)
     Path("collectives.md").write_text(text)
-    # | transformer.h.*.attn.c_attn (gpt.py:46) | 4 | 0-3 | none | all-reduce | 16 KiB | 2 | 16 KiB | ..."""
+    # | transformer.h.*.attn.c_attn (gpt.py:46) | 4 | 0-3 | none | all-reduce | 16 KiB | 2 | 16 KiB | ...
+"""
 
 from __future__ import annotations
 
@@ -103,7 +104,7 @@ def _per_microbatch(program: Program) -> Iterator[str]:
 
 def _over_axis(program: Program, axis: str) -> Iterator[str]:
     within = [call for call in program.collectives if call.scope == "microbatch" and base(call.axis) == axis]
-    # What is gathered again of a message stands with the messages.
+    # The all-gathers of messages are listed with the messages.
     found = [call for call in within if call.conversion != GATHER and not _is_local(call)]
     if not found:
         return

@@ -1,9 +1,9 @@
-"""What differs between two plans, or two saved programs, for people.
+"""Compare two plans, or two saved programs.
 
-In: two plans or programs, each as the path of a plan.json, the path of a folder that `program.save` wrote, a
-`Program` or a plan as a dict. Out: text, grouped; "" where nothing differs. Two programs are compared by the
-types of their parameters and by what they communicate as well, and the costs of `autoptd show` that differ
-stand side by side. Equal layers share a line, with a star for their number.
+In: two plans or programs, each as the path of a plan.json, the path of a folder that `program.save` wrote, a `Program`
+or a plan as a dict. Out: text, grouped; "" if nothing differs. Two programs are also compared by the types of their
+parameters and their communication, and costs of `autoptd show` that differ are listed side by side. Equal layers share
+a line, with a star for their number.
 
     print(autoptd.diff("out/a", "out/b"))
     # mesh
@@ -35,25 +35,25 @@ if TYPE_CHECKING:
 
 NOTHING = "nothing"
 COMPARED = ("mesh", "v", "num_microbatches", "schedule_name", "plan", "params", "collectives", "fallbacks")
-# Fields of a program that are not compared: values, and what follows from the rest.
+# Fields of a program that are not compared: values, and fields that follow from the rest.
 LEFT_OUT = ("buffers", "graphs", "costs", "lines", "traced")
 
 
 def diff(a: Any, b: Any) -> str:
-    """Return what differs from `a` to `b`: `what: there -> here`, "" where nothing does.
+    """Return the differences from `a` to `b` (`what: there -> here`), "" if there are none.
 
-    PlanError for what cannot be read.
+    PlanError if a plan or program cannot be read.
     """
     (plan, program), (other_plan, other) = _read(a), _read(b)
     groups = _plans(plan, other_plan)
     if program is None or other is None:
         groups["shard"] = _entries(_shards(plan), _shards(other_plan))
         return _text_of(groups)
-    # Of two programs, the types of all parameters say more than the patterns of the plans.
+    # The types of all parameters say more than the patterns of the plans.
     groups |= _programs(program, other)
     if not any(groups.values()):
         return "" if program.fingerprint() == other.fingerprint() else "also differ\n  program.json\n"
-    return _text_of({**groups, "costs, as the cost model has them": _costs(program, other)})
+    return _text_of({**groups, "costs, by the cost model": _costs(program, other)})
 
 
 def _text_of(groups: Mapping[str, list[str]]) -> str:
@@ -65,10 +65,10 @@ def _text_of(groups: Mapping[str, list[str]]) -> str:
 
 
 def _costs(a: Program, b: Program) -> list[str]:
-    """Tabulate the costs that differ, A beside B; nothing for programs that were written by hand."""
+    """Return a table of the costs that differ, A next to B; none for programs written by hand."""
     if not (a.costs.cut.seconds and b.costs.cut.seconds):
         return []
-    # Imported here, as it loads the passes: two plans need none of them.
+    # Imported here, as it loads torch: two plans do not need it.
     from autoptd.wings.reports.summary import summarize
 
     left, right = _costs_of(summarize(a)), _costs_of(summarize(b))
@@ -120,11 +120,11 @@ def _scalars(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cut(plan: Mapping[str, Any]) -> dict[str, str]:
-    return {"behind": ", ".join(map(str, plan["cut"])) or NOTHING} if "cut" in plan else {}
+    return {"after": ", ".join(map(str, plan["cut"])) or NOTHING} if "cut" in plan else {}
 
 
 def _fallbacks(plan: Mapping[str, Any]) -> dict[str, str]:
-    # Reports, not decisions; but what no longer splits is what one looks for.
+    # Reports, not decisions; but an operator that is no longer split is important.
     fallbacks = plan.get("fallbacks", ())
     return {f"{entry['op']} in {entry['site'] or 'the model'}": entry["fact"] for entry in fallbacks}
 
@@ -146,7 +146,7 @@ def _programs(a: Program, b: Program) -> dict[str, list[str]]:
         totals = _entries(_totals(a, scope), _totals(b, scope))
         sites = _entries(_sites(a, scope), _sites(b, scope))
         groups[f"communicated in every {scope}"] = [*totals, *sites]
-    # Every other field: a new one is compared without anybody thinking of it.
+    # All other fields, including future ones.
     names = [field.name for field in fields(Program) if field.name not in (*COMPARED, *LEFT_OUT, "sources")]
     others = [name for name in names if getattr(a, name) != getattr(b, name)]
     for file in sorted({*a.sources, *b.sources}):
@@ -162,15 +162,13 @@ def _about(spec: ParamSpec) -> str:
 
 
 def _by_layer(a: Program, b: Program, text: Callable[[ParamSpec], str]) -> list[str]:
-    """Compare a text per parameter, with one line for all layers where these have the same text on either
-    side.
-    """
-    # (is it a's, "h.*.mlp.c_fc.weight") -> the texts that this parameter has in its layers.
+    """Compare a text per parameter, in one line for all layers that have the same text on either side."""
+    # (whether it is of a, "h.*.mlp.c_fc.weight") -> the texts of this parameter in its layers.
     alike: dict[tuple[bool, str], set[str]] = {}
     for program in (a, b):
         for spec in program.params:
             alike.setdefault((program is a, star(spec.name)), set()).add(text(spec))
-    # Names whose layers differ among themselves are listed one by one.
+    # Layers that differ are listed one by one.
     mixed = {name for (_, name), texts in alike.items() if len(texts) > 1}
 
     def texts(program: Program) -> dict[str, str]:
@@ -204,7 +202,7 @@ def _totals(program: Program, scope: str) -> dict[str, str]:
 
 
 def _sites(program: Program, scope: str) -> dict[str, str]:
-    """Return what each kind of site communicates, and how often where layers are alike."""
+    """Return the communication of each kind of site, with the number of equal layers."""
     # Site -> {"all-reduce forward over tp, 3.1 MB on 4 ranks": 12}: 12 layers are one line.
     texts_of: dict[str, Counter[str]] = {}
     for call in program.collectives:
@@ -218,12 +216,12 @@ def _sites(program: Program, scope: str) -> dict[str, str]:
 
 
 def _kinds(call: Collective) -> str:
-    """Return "all-gather forward and reduce-scatter backward", "" for what moves nothing."""
+    """Return "all-gather forward and reduce-scatter backward", "" without communication."""
     kinds = []
     for phase, kind in (("forward", call.forward), ("backward", call.backward)):
         if kind in LOCAL_KINDS:
             continue
-        # Once a step there is neither a forward nor a backward.
+        # Sums of a step are neither forward nor backward.
         kinds.append(kind if call.scope == "step" and phase == "backward" else f"{kind} {phase}")
     return " and ".join(kinds)
 

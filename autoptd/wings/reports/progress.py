@@ -1,9 +1,7 @@
-"""What a person sees of a training run: loss, tokens/s, FLOP/s, gradient norm, memory, where time goes.
+"""Report a training run: loss, tokens/s, FLOP/s, gradient norm, memory, the shares of time, and slow ranks.
 
-Only rank 0 reports.
-
-In: a `ParallelModel`, and the losses of its steps. Out: a line on stderr from time to time, a JSON object per
-step in a file, TensorBoard's scalars where its package is installed.
+In: a `ParallelModel`, and the losses of its steps. Out: on rank 0, a line on stderr from time to time, a JSON object per
+step in a file, and TensorBoard's scalars if its package is installed.
 
     with autoptd.Progress(pm, tokens=batch * length, steps=1000, log="run.jsonl") as progress:
         for x, y in loader:
@@ -13,8 +11,9 @@ step in a file, TensorBoard's scalars where its package is installed.
             progress.add(loss, norm)
     # step   20/1000  loss 2.914  norm 0.81  12.3 k tokens/s  1.20 TFLOP/s a rank (MFU 38.5%)  compute 71% ...
 
-Model FLOPs are those of the matrix products of the model itself, three times its forward (no recomputation,
-nothing that tensor ranks repeat); MFU is their share of the ranks' peak."""
+Model FLOPs are those of the matrix products of the model itself, three times its forward (no recomputation, nothing
+that tensor ranks repeat); MFU is their share of the ranks' peak.
+"""
 
 from __future__ import annotations
 
@@ -41,15 +40,17 @@ from autoptd.model.run import is_local
 from autoptd.runtime.measure.stepclock import StepTimes
 from autoptd.wings.words import bytes_text, count_text
 
+# A rank is slow if it computes for LIMIT times the median of the ranks with the same work, IN_A_ROW measured steps.
+LIMIT, IN_A_ROW = 1.2, 3
+
 
 class Progress:
     """The progress of one run: see the module's docstring.
 
-    `tokens` of a step, all replicas together; `steps` of the run, if known; `peak` FLOP/s of a rank (left
-    out: that of a known GPU for products in the parameters' dtype, else there is no MFU); every `measure_every`
-    steps, `step` measures where time goes (0: never), which is that of `pm.step`: clipping and the
-    optimizer are outside of it; `quiet` prints nothing. Every rank makes one and calls it alike: measured
-    steps are collective.
+    `tokens` of a step of all replicas; `steps` of the run, if known; `peak` FLOP/s of a rank (by default that of a known
+    GPU for products in the parameters' dtype, else there is no MFU); every `measure_every` steps (0: never), `step`
+    measures the shares of time of `pm.step`, without clipping and optimizer; `quiet` prints nothing. Every rank makes one
+    and calls it in the same way: measured steps are collective.
     """
 
     def __init__(
@@ -68,12 +69,12 @@ class Progress:
         self.pm, self.tokens, self.steps, self.measure_every = pm, tokens, steps, measure_every
         self._peak = peak
         self.is_first = pm.coordinate == Coordinate()
-        # The steps of a run that is resumed go on from those before.
+        # Steps before this run, if it is resumed.
         self.first = pm.steps
         self.losses: list[float] = []
-        # Seconds of every step, from the end of the one before.
+        # Seconds of every step, from the end of the previous one.
         self.seconds: list[float] = []
-        # Times of each rank in the last step that was measured.
+        # Times of each rank in the last measured step.
         self.times: tuple[StepTimes, ...] = ()
         self._slow = SlowRanks(pm.options.mesh)
         self._is_on_cpu = all(parameter.device.type == "cpu" for parameter in pm.parameters())
@@ -81,7 +82,7 @@ class Progress:
         self._is_measured = False
         self._stream = stream if stream is not None else sys.stderr
         self._is_quiet = quiet or not self.is_first
-        # At a terminal one line is overwritten; a file or a pipe gets a new one each time.
+        # A terminal has one line that is overwritten, a file or a pipe gets new ones.
         self._is_live = self._stream.isatty()
         self._printed_at = 0.0
         self._log = _open(log, "a" if self.first else "w") if log is not None and self.is_first else None
@@ -96,14 +97,13 @@ class Progress:
         self.close()
 
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run `pm.step`, and measure it where its turn has come: first at the second step, which is warm."""
+        """Run `pm.step`, and measure it in its turn, beginning with the second step, which is warm."""
         self._steps_begun += 1
-        # Every rank counts its steps alike: measured steps are collective.
         self._is_measured = self.measure_every > 0 and (self._steps_begun - 2) % self.measure_every == 0
         if not self._is_measured:
             return self.pm.step(*args, **kwargs)
         loss, self.times = self.pm.measured_step(*args, **kwargs)
-        # Who is slow then changes with whom the system runs.
+        # Ranks that share cores are slow when the system runs others.
         takes_turns = is_local(self.pm.options) or (self._is_on_cpu and share_cores(self.times))
         for text in () if takes_turns else self._slow.look(self.times):
             self._say(text)
@@ -112,8 +112,8 @@ class Progress:
     def add(
         self, loss: torch.Tensor | float, grad_norm: torch.Tensor | float | None = None, **more: float
     ) -> None:
-        """Note that a step is over, optimizer included; `more` are additional numbers for the log."""
-        # Waits for the device, once a step: what follows is then timed from the real end of the step.
+        """Record the end of a step including the optimizer; `more` are additional numbers for the log."""
+        # Waits for the device, so that the next step is timed from the real end of this one.
         self.losses.append(float(loss))
         now = time.perf_counter()
         self.seconds.append(now - self._last)
@@ -127,14 +127,14 @@ class Progress:
             self._log.flush()
         if self._board:
             for name, value in record.items():
-                # A scalar is the largest of several ranks' numbers.
+                # The largest of several ranks' numbers.
                 scalar = max(value) if isinstance(value, list) else value
                 if name != "step":
                     self._board.add_scalar(name, scalar, record["step"])
         self._print(record)
 
     def _record(self, seconds: float, grad_norm: float | None) -> dict[str, Any]:
-        """Return what is logged of the last step; the shares of time only where it was measured."""
+        """Return the record of the last step, with the shares of time if it was measured."""
         flops = self.model_flops / seconds
         record: dict[str, Any] = {
             "step": self.first + len(self.losses),
@@ -147,7 +147,7 @@ class Progress:
         if self.peak:
             record["mfu"] = flops / self.peak / self.pm.program.mesh.size
         if self._is_measured:
-            # Shares of the time of all ranks together.
+            # Shares of the time of all ranks.
             whole = sum(rank.seconds for rank in self.times)
             for name in ("compute", "communication", "waiting"):
                 record[name] = sum(getattr(rank, name) for rank in self.times) / whole
@@ -165,34 +165,28 @@ class Progress:
 
     @property
     def peak_bytes(self) -> list[int]:
-        """Peak memory of every rank, of the last step that was measured.
-
-        Of ranks that share one process, once for all.
-        """
+        """Peak memory of every rank in the last measured step; one number for ranks that share a process."""
         peaks = [rank.peak_bytes for rank in self.times]
         return [max(peaks)] if peaks and is_local(self.pm.options) else peaks
 
     @cached_property
     def state_bytes(self) -> int:
-        """Bytes of parameters, gradients and optimizer state, of the rank that holds most; by the ledger, with AdamW.
-
-        Of ranks that share one process, of all together.
-        """
+        """Bytes of parameters, gradients and AdamW's state on the fullest rank; of all ranks if they share a process."""
         program = self.pm.program
         if is_local(self.pm.options):
             return sum(program.memory(rank).total for rank in range(program.mesh.size))
-        # Ranks of one pipeline rank hold alike, but for where a range ends.
+        # Ranks of one pipeline rank hold the same, except for padding.
         firsts = {program.mesh.pipeline_rank_of(rank): rank for rank in reversed(range(program.mesh.size))}
         return max(program.memory(rank).total for rank in firsts.values())
 
     @property
     def model_flops(self) -> int:
-        """Matrix products of a step of all ranks: three times the model's forward, less what frozen weights save."""
+        """FLOPs of a step's matrix products on all ranks: three times the model's forward, less for frozen weights."""
         return self.pm.program.model_flops
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks, by the median step; the first one, which warms up, does not count."""
+        """Tokens per second of all ranks in the median step, without the first one."""
         return self.tokens / statistics.median(self.seconds[1:] or self.seconds)
 
     def close(self) -> None:
@@ -205,21 +199,20 @@ class Progress:
         self._log = self._board = None
 
     def _say(self, text: str) -> None:
-        """Print a line between those of the progress."""
+        """Print a line between progress lines."""
         if not self._is_quiet:
             self._stream.write(f"\r\x1b[K{text}\n" if self._is_live else f"{text}\n")
             self._stream.flush()
 
     def _print(self, record: dict[str, Any], is_last: bool = False) -> None:
-        """Print a line: one that is overwritten at a terminal, else one every ten seconds."""
-        # Seconds between two lines: a terminal shows one that changes, a log file keeps them all.
+        """Print a line: on a terminal one that is overwritten, else one every ten seconds."""
         now = time.perf_counter()
         is_due = now - self._printed_at >= (0.2 if self._is_live else 10.0)
         if self._is_quiet or not (is_due or is_last):
             return
         self._printed_at = now
         mesh = self.pm.program.mesh
-        # Ranks that are threads share the memory of one process.
+        # Ranks as threads share the memory of one process.
         about_peak = " for all ranks" if mesh.size > 1 and is_local(self.pm.options) else ""
         if self.times:
             about_peak = f" (state {bytes_text(self.state_bytes)}){about_peak}"
@@ -239,10 +232,9 @@ def progress_line(
     rest: str = "rest",
     about_peak: str = "",
 ) -> str:
-    """Format one line about a step; where time goes and memory are those of `times`, the last measured step.
+    """Format one line about a step; shares of time and memory are those of `times`, the last measured step.
 
-    `rest` is what the time is called that is neither compute nor exchange, `about_peak` says more of the peak
-    memory: what of it is state, and whose it is, if not a rank's.
+    `rest` names the time that is neither compute nor exchange, `about_peak` is added to the peak memory.
     """
     count = f"{record['step']:>{len(str(steps))}}/{steps}" if steps else f"{record['step']}"
     parts = [f"step {count}", f"loss {record['loss']:.4f}"]
@@ -262,19 +254,16 @@ def progress_line(
 
 
 def known_peak(device: str, dtype: str) -> float | None:
-    """Look up the peak FLOP/s of a GPU by its name, for products in a dtype ("bfloat16", "tf32").
+    """Return the peak FLOP/s of a GPU by its name, for products in a dtype; None if unknown.
 
-    None if unknown.
-
-    "tf32" is what float32 products are where torch was told to let them
-    (`torch.set_float32_matmul_precision`).
+    float32 products are "tf32" if torch is configured to use it (`torch.set_float32_matmul_precision`).
     """
     words = set(re.split(r"[^A-Za-z0-9]+", device))
     named = [gpu for gpu in read_gpus().values() if words.issuperset(gpu["device"].split())]
     # A MIG slice is a part of a GPU.
     if "MIG" in words or not named:
         return None
-    # "H100 NVL" goes before "H100".
+    # "H100 NVL" has precedence over "H100".
     gpu = max(named, key=lambda gpu: len(gpu["device"].split()))
     half = gpu["matrix_flops"]
     peaks = {"float16": half, "bfloat16": half if gpu.get("bf16", True) else None}
@@ -283,9 +272,7 @@ def known_peak(device: str, dtype: str) -> float | None:
 
 
 def peak_here(pm: ParallelModel) -> float | None:
-    """Return the peak FLOP/s of the GPU that the model is on, for products in the dtype of most of its
-    parameters; None without a known GPU.
-    """
+    """Return the peak FLOP/s of the model's GPU in the dtype of most of its parameters; None if it is not known."""
     devices = {parameter.device for parameter in pm.parameters() if parameter.is_cuda}
     if not devices:
         return None
@@ -312,23 +299,22 @@ def _board(folder: str | Path) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         site = f"tensorboard={str(folder)!r}"
-        raise PlanError(site, "the package is missing", "pip install tensorboard") from error
+        raise PlanError(site, "the package tensorboard is missing", "pip install tensorboard") from error
     return SummaryWriter(str(folder))
 
 
-LIMIT, IN_A_ROW = 1.2, 3
-
-
 class SlowRanks:
-    """Counts how often in a row each rank was slow; see the module's docstring."""
+    """Counts how often in a row each rank computed for longer than those with the same work: a GPU that is too hot, a
+    busy host.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._counts: Counter[int] = Counter()
 
     def look(self, times: Sequence[StepTimes]) -> list[str]:
-        """Return what is to be said behind one more measured step: once, as long as a rank stays slow."""
-        # Stages differ in what they compute; ranks of one stage do not.
+        """Return a sentence about each rank that has become slow with another measured step."""
+        # Only ranks of one pipeline rank have the same work.
         alike: dict[int, list[StepTimes]] = {}
         for rank in times:
             alike.setdefault(self._mesh.pipeline_rank_of(rank.rank), []).append(rank)
@@ -344,13 +330,10 @@ class SlowRanks:
 
 
 def share_cores(times: Sequence[StepTimes]) -> bool:
-    """Tell whether ranks that compute on CPUs take turns: one that is slow then says how the system deals out cores.
-
-    As many cores as this process may use are taken to be on every host.
-    """
+    """Tell whether ranks on CPUs have fewer cores than threads, assuming the cores of this process on every host."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     most = max(Counter(rank.host for rank in times).values())
-    # Besides those that compute, a rank has a thread that sends and receives.
+    # A rank has an additional thread that sends and receives.
     return most * (torch.get_num_threads() + 1) > cores
 
 

@@ -1,13 +1,11 @@
-"""One page about a program: numbers, pictures, tables, decisions, files.
+"""Write one page about a program: numbers, pictures, tables, decisions, files, and measurements of a recorded step.
 
-And what was measured, where a run was recorded.
-
-In: a `Program`, and the `Record` of one step if there is one. Out: `report.html`, a single file that needs no
-network.
+In: a `Program`, and the `Record` of one step if there is one. Out: `report.html`, a single file that needs no network.
 
     with pm.record() as record:
         pm.step(x, y)
-    write_report(pm.program, "out/report.html", record=record)"""
+    write_report(pm.program, "out/report.html", record=record)
+"""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ from autoptd.wings.reports.summary import (
 from autoptd.wings.viz import Run, graph_picture, schedule_svg
 from autoptd.wings.words import bytes_text, count_text, plural, seconds_text
 
-# A stage of more operators, or of more stages, is not drawn in full.
+# With more operators in a stage, or more stages, they are not drawn in full.
 MAX_DRAWN_OPERATORS, MAX_DRAWN_STAGES = 600, 4
 
 
@@ -61,9 +59,7 @@ def write_report(
     record: Record | None = None,
     plain_seconds: float | None = None,
 ) -> None:
-    """Write the page; `name` is the model's, `record` that of one training step, `plain_seconds` the time of a
-    step that was not recorded.
-    """
+    """Write the page: `name` of the model, `record` of one training step, seconds of a step without recording."""
     Path(path).write_text(
         report_html(program, name, record, plain_seconds), encoding="utf-8", errors="backslashreplace"
     )
@@ -82,12 +78,11 @@ def report_html(
         Tab("Stages", _stages(program, summary)),
         Tab("Layers", _layers(program)),
         Tab("Schedule", _schedule(program, runs)),
-        # Without its title, which the tab has.
+        # Without the title.
         Tab("Communication", markdown_html(collectives_markdown(program).partition("\n")[2])),
         Tab("Decisions", _decisions(program)),
         Tab("Files", _files(program)),
     ]
-    # Measured numbers stand right behind the predicted ones.
     if record:
         tabs.insert(1, Tab("Measured", _measured(program, record, runs, plain_seconds)))
     mesh = program.mesh
@@ -114,12 +109,11 @@ def _summary(program: Program, summary: Summary) -> str:
     parts = [
         tiles(shown),
         heading("What a rank holds and does in a step"),
-        # The third argument: numbers of the columns that are aligned to the right.
         table(columns.split(","), [_rank_row(rank) for rank in summary.ranks], range(2, 10)),
         paragraph(
             "AdamW: gradients and both moments in the parameter's dtype. Activations: saved activations of the "
-            "microbatches in flight, at the fullest moment of the simulated schedule. Allocator, libraries and "
-            "communicators come on top."
+            "microbatches in flight, at the peak of the simulated schedule. Allocator, libraries and communicators are not "
+            "included."
         ),
         *map(paragraph, summary.remarks),
         heading("What a rank sends in a step"),
@@ -127,7 +121,7 @@ def _summary(program: Program, summary: Summary) -> str:
         paragraph(
             f"Schedule `{summary.schedule}`, {plural(m, 'microbatch')} of size {summary.rows} per replica. "
             f"The pipeline takes {seconds_text(summary.step_seconds)} by the cost model for {summary.machine}; the "
-            f"busiest rank waits for {seconds_text(summary.idle_seconds)} of it. None of these seconds was measured."
+            f"busiest rank is idle for {seconds_text(summary.idle_seconds)} of it. These seconds are predicted, not measured."
         ),
     ]
     return "\n".join(parts)
@@ -159,7 +153,7 @@ def _traffic_row(traffic: Traffic) -> tuple[str, ...]:
 
 def _stage_row(program: Program, stage: int) -> tuple[str, ...]:
     cut, costs = program.costs.cut, program.costs
-    # A tied parameter counts on every stage that uses it.
+    # A tied parameter counts in every stage that uses it.
     wanted = set(program.stages[stage].params)
     specs = [spec for spec in program.params if spec.name in wanted]
     held = sum(math.prod(spec.local_shape(program.mesh)) for spec in specs)
@@ -179,13 +173,13 @@ def _stage_row(program: Program, stage: int) -> tuple[str, ...]:
 
 
 def _stages(program: Program, summary: Summary) -> str:
-    columns = "stage,pipeline rank,chunk,parameters,forward,backward,seconds,saved,sends,cut behind"
+    columns = "stage,pipeline rank,chunk,parameters,forward,backward,seconds,saved,sends,cut after"
     names = columns.split(",")
     rows = [_stage_row(program, stage) for stage in range(len(program.stages))]
     return "\n".join(
         [
             _drawn(graph_picture(program, "model"), "the stages"),
-            heading("Of one rank and one microbatch"),
+            heading("For one rank and one microbatch"),
             table(names, rows, range(1, 9)),
             paragraph(
                 f"Cut {program.costs.cut.why}. Saved: saved activations. Sends: values and gradients to other stages."
@@ -206,7 +200,7 @@ def _layers(program: Program) -> str:
         parts.append(_drawn(graph_picture(program, "layer"), "the operators"))
         for stage in range(len(program.stages)):
             count = sum(line.file in (f"stage_{stage}.py", "layers.py") for line in program.lines)
-            # A browser takes long for pictures of thousands of nodes, and nobody reads them.
+            # Pictures of thousands of nodes are slow in a browser, and not readable.
             if count > MAX_DRAWN_OPERATORS or len(program.stages) > MAX_DRAWN_STAGES:
                 continue
             full = graph_picture(program, "full", stage).svg
@@ -223,9 +217,9 @@ def _schedule(program: Program, runs: list[Run]) -> str:
         f"{program.schedule_name}, p={program.mesh.pipeline_ranks} v={program.v} m={program.num_microbatches}"
     )
     orders = program.schedule.splitlines()
-    # 64 ranks of a long pipeline are enough to see the pattern.
+    # 64 ranks show the pattern.
     text = folded("As text", "what each pipeline rank does", source("\n".join(orders[:64]) + "\n"))
-    remark = paragraph("The same as a trace: `trace.json` beside this page, for ui.perfetto.dev.")
+    remark = paragraph("The same as a trace: `trace.json` next to this page, for ui.perfetto.dev.")
     chart = viewer(schedule_svg(runs, program.orders, title=title), "chart of the schedule")
     return "\n".join([chart, remark, text])
 
@@ -240,21 +234,20 @@ def _decisions(program: Program) -> str:
             table(names, rows, range(1, len(names))),
         ]
     parts += [
-        heading(f"What {program.mesh.value_text} does not split as expected"),
+        heading(f"Operators that {program.mesh.value_text} does not split as expected"),
         _fallbacks(program),
     ]
     if program.fusions:
-        parts += [heading("What was fused, and why not"), _fusions(program)]
+        parts += [heading("Fused operators, and reasons against fusion"), _fusions(program)]
     if program.unlisted:
-        parts += [heading("Operators without a rule of AutoPTD's own"), *map(paragraph, program.unlisted)]
+        parts += [heading("Operators without a rule in AutoPTD"), *map(paragraph, program.unlisted)]
     if odd := odd_products(program):
-        parts += [heading("Products that a GPU's aligned kernels do not take"), *map(paragraph, odd)]
+        parts += [heading("Products that a GPU's aligned kernels do not support"), *map(paragraph, odd)]
     cut = program.costs.cut
     parts += [
         heading("Where the model is cut"),
-        paragraph(f"Behind {_listed(cut.after)}: {cut.why}."),
+        paragraph(f"After {_listed(cut.after)}: {cut.why}."),
     ]
-    # The reason says how: sent whole, or a piece by each tensor rank and gathered.
     kinds = Counter(buffer.why for buffer in program.transfers)
     if kinds:
         parts += [heading("How values travel between stages")]
@@ -273,7 +266,7 @@ def _fallbacks(program: Program) -> str:
         flops = count_text(entry["flops"])
         rows.append((entry["op"], entry["site"] or "the model", entry["fact"], entry["remedy"], flops))
     if not rows:
-        return paragraph("Nothing: every operator is split as expected.")
+        return paragraph("None: every operator is split as expected.")
     names = ("operator", "in", "fact", "remedy", "FLOPs that every tensor rank repeats")
     return table(names, rows, (4,))
 
@@ -281,24 +274,21 @@ def _fallbacks(program: Program) -> str:
 def _fusions(program: Program) -> str:
     rows = []
     for fusion in program.fusions:
-        # `why` says why a pattern was not replaced; it is empty where it was.
+        # `why` is empty if the pattern was replaced.
         result = fusion.why or f"fused, {fusion.form}".removesuffix(", ")
         rows.append((fusion.op, fusion.site or "the model", str(fusion.times), result))
     return table(("operator", "in", "x", "result"), rows, (2,))
 
 
 def odd_products(program: Program) -> list[str]:
-    """Say which large matrix products have rows that do not all start at 16 bytes, in 16 bits: a head of
-    50,257 classes.
-    """
-    # By size: equal layers have equal products.
+    """Describe large matrix products with rows that do not start at 16 bytes in 16 bits: a head of 50,257 classes."""
     kind_of = {row.sizes: row.kind for row in program.costs.products}
     remarks = []
     # (batch, m, n, k): rows of operands and result are n or k long.
     for (_, _, *lengths), kind in kind_of.items():
         for length in lengths:
             if length >= MIN_ALIGNED and length % 8:
-                fact = f"A {kind} has rows of {length:,} elements, which 8 does not divide."
+                fact = f"A {kind} has rows of {length:,} elements, which is not a multiple of 8."
                 remedy = f"Pad to {ALIGNED} in the model: {aligned(length):,}, the last of them unused."
                 remarks.append(f"{fact} {remedy}")
     return list(dict.fromkeys(remarks))
@@ -309,7 +299,9 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _files(program: Program) -> str:
-    files = "one file a stage, the same on every tensor and data rank; layers.py has what several stages call"
+    files = (
+        "one file per stage, the same on every tensor and data rank; layers.py has the code that stages share"
+    )
     parts = [paragraph(f"The program: {files}.")]
     for name, text in program.sources.items():
         count = text.count("\n")
@@ -323,8 +315,8 @@ def _measured(program: Program, record: Record, runs: list[Run], plain_seconds: 
         ("step, all microbatches", seconds_text(simulated.length), seconds_text(executed.length)),
     ]
     if plain_seconds is not None:
-        rows.append(("a step that was not recorded", "", seconds_text(plain_seconds)))
-    # Under torchrun a process records its own rank alone: idle time of the busiest rank is not known then.
+        rows.append(("a step without recording", "", seconds_text(plain_seconds)))
+    # Under torchrun a process records only its own rank.
     if executed.is_whole:
         bubbles = (f"{run.bubble:.1%}" for run in runs)
         rows.append(("bubble (idle over the busiest rank's work)", *bubbles))
@@ -334,7 +326,7 @@ def _measured(program: Program, record: Record, runs: list[Run], plain_seconds: 
             if measured is not None:
                 times = seconds_text(predicted or 0.0), seconds_text(measured)
                 rows.append((f"stage {stage}, {name} of a microbatch", *times))
-    # The calls are counted exactly, unlike the times: any difference is an error.
+    # Unlike times, calls must be equal.
     equal, call_rows = True, []
     for key, pair in _call_rows(program, record):
         compiled, recorded = pair
@@ -343,7 +335,7 @@ def _measured(program: Program, record: Record, runs: list[Run], plain_seconds: 
     table_of_calls = table(("kind", "predicted", "measured"), call_rows)
     verdict = "They DIFFER: the record is not of one training step."
     if equal:
-        verdict = "Equal: what ran is what was compiled."
+        verdict = "Equal: the ranks executed the compiled program."
     return "\n".join(
         [
             paragraph(f"Predicted: {simulated.remark}. Measured: {executed.remark}."),
@@ -356,7 +348,7 @@ def _measured(program: Program, record: Record, runs: list[Run], plain_seconds: 
 
 
 def _mean(run: Run, stage: int, kind: Kind) -> float | None:
-    """Return the mean time of a computation of a stage, over microbatches; None where the run has none."""
+    """Return the mean time of a computation of a stage over microbatches; None if there is none."""
     times = []
     for row in run.spans:
         for action, start, end in row:
@@ -366,18 +358,17 @@ def _mean(run: Run, stage: int, kind: Kind) -> float | None:
 
 
 def _call_rows(program: Program, record: Record) -> Iterator[tuple[str, tuple[tuple[int, float], ...]]]:
-    """Yield, per axis and kind (`tp all-reduce`), (times, bytes sent) as compiled and as recorded."""
-    # Objects (checks of the batch, say) and evaluations are no part of the compiled step.
+    """Yield (times, bytes sent) as compiled and as recorded, per axis and kind (`tp all-reduce`)."""
+    # Objects (such as checks of the batch) and evaluations are not part of the compiled step.
     recorded = [call for call in record.collectives if call.kind != "objects" and call.phase != "evaluation"]
     sums: dict[str, list[list[float]]] = {}
 
     def count(side: int, call: Call, times: int) -> None:
-        # "tp all-reduce" -> [[times, bytes] as compiled, [times, bytes] as recorded].
         entry = sums.setdefault(f"{call.axis} {call.kind}", [[0, 0.0], [0, 0.0]])[side]
         entry[0] += times
-        entry[1] += times * _sent(call)
+        entry[1] += times * wire_bytes(call.kind, call.payload_bytes, call.group_size)
 
-    # Of the ranks that were recorded: all as threads, one under torchrun.
+    # Threads are all recorded, under torchrun only one rank.
     for rank in sorted({call.rank for call in recorded}):
         for call, times in expected_calls(program, rank).items():
             count(0, call, times)
@@ -387,17 +378,13 @@ def _call_rows(program: Program, record: Record) -> Iterator[tuple[str, tuple[tu
         yield key, tuple((int(times), nbytes) for times, nbytes in pair)
 
 
-def _sent(call: Call) -> float:
-    return wire_bytes(call.kind, call.payload_bytes, call.group_size)
-
-
 def module_sections(program: Program) -> list[str]:
     """Return a section for each module with parameters or matrix products."""
     return [_module(program, name) for name in _modules(program)]
 
 
 def _modules(program: Program) -> list[str]:
-    """Modules with parameters or matrix products, layers alike as one, in the order of the model."""
+    """Return the modules with parameters or matrix products, equal layers as one, in the order of the model."""
     # "h.3.mlp.c_fc.weight" belongs to "h.*.mlp.c_fc".
     named = [star(spec.name.rpartition(".")[0]) for spec in program.params]
     return list(dict.fromkeys([*named, *(row.module for row in program.costs.gemms)]))
@@ -406,7 +393,7 @@ def _modules(program: Program) -> list[str]:
 def _module(program: Program, name: str) -> str:
     params = [spec for spec in program.params if star(spec.name.rpartition(".")[0]) == name]
     times = Counter(star(spec.name) for spec in params)
-    # One row for the same parameter of all layers, unless they differ in type.
+    # All layers share a row, unless their types differ.
     alike: dict[tuple[str, str], ParamSpec] = {}
     for spec in params:
         alike.setdefault((star(spec.name), spec.type_text()), spec)
@@ -432,23 +419,23 @@ def _module(program: Program, name: str) -> str:
         for row in gemms:
             work[row.operator.removeprefix("aten.")] += row.forward + row.backward
         products = ", ".join(f"`{operator}` {count_text(flops, 'FLOP')}" for operator, flops in work.items())
-        fact = "Matrix products of a rank and a microbatch, forward and backward, all layers"
+        fact = "Matrix products of a rank and a microbatch, forward and backward, in all layers"
         body.append(paragraph(f"{fact}: {products}."))
     calls = _calls_of(program, name)
     if calls:
         over = ", ".join((*program.mesh.value_axes, *program.busy_axes))
         names = ("x", f"collective over {over}", "in", "payload", "why")
         body.append(table(names, [(str(count), *key) for key, count in calls.items()], (0, 3)))
-    # Layers that the section stands for: as many as share a parameter's name.
+    # The number of layers: those that share a parameter's name.
     count = max(times.values(), default=1)
-    return folded(name or "the model itself", f"x {count}" if count > 1 else "", "\n".join(body))
+    return folded(name or "the model", f"x {count}" if count > 1 else "", "\n".join(body))
 
 
 def _calls_of(program: Program, name: str) -> Counter[tuple[str, str, str, str]]:
-    """Count the collectives over tp of a module, by kind, phase, payload and reason."""
+    """Count the collectives of a module, by kind, phase, payload and reason."""
     calls = Counter[tuple[str, str, str, str]]()
     for call in program.collectives:
-        # Sums of gradients and messages between stages are not made by modules.
+        # Gradient sums and messages between stages do not belong to modules.
         if (
             base(call.axis) not in (*program.mesh.value_axes, *program.busy_axes)
             or call.scope != "microbatch"

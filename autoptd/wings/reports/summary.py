@@ -1,14 +1,16 @@
-"""What a compiled model costs, in numbers: memory of a rank, bytes on every link, work, bubble.
+"""Report the costs of a compiled model: memory of a rank, bytes on every link, work, bubble; and of its checkpoints.
 
-In: a `Program` (its graphs are not needed). Out: `Summary`, whose text is what `autoptd show` prints.
+In: a `Program` (its graphs are not needed). Out: `Summary` and `CheckpointCosts`, whose texts `autoptd show` prints.
 
     print(summarize(program))
+    print(checkpoint_costs(program, bandwidth=273e9, mtbf=3.1))
     summarize(program).ranks[0].activation_bytes
 
-Memory is that of plain AdamW: gradients and both moments in the parameter's dtype (a float32 gradient beside
-it where that was asked for), and saved activations of the microbatches in flight at the fullest moment of the
-simulated schedule; the allocator's, the libraries' and the communicators' come on top. Seconds are the cost
-model's (`ir/machine.py`), not measured."""
+Memory is that of plain AdamW: gradients and both moments in the parameter's dtype (plus a float32 gradient if
+requested), and saved activations of the microbatches in flight at the peak of the simulated schedule, without allocator,
+libraries and communicators. A checkpoint has the parameters as stored and AdamW's two moments, as `pm.save` writes them,
+without buffers, step counts and headers. Seconds are the cost model's (`ir/machine.py`), not measured.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,13 @@ from autoptd.wings.reports.pictures import simulated_run
 from autoptd.wings.viz.runs import Curve
 from autoptd.wings.words import aligned, bytes_text, count_text, plural, seconds_text
 
+# AdamW's state tensors with a parameter's shape.
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 @dataclass(frozen=True)
 class RankCosts:
-    """What every rank of a pipeline rank holds, in bytes.
-
-    `seconds` are those that it computes in a step, of `flops`.
-    """
+    """The memory of every rank of a pipeline rank in bytes, and the `seconds` and `flops` of its step."""
 
     pipeline_rank: int
     stages: tuple[int, ...]
@@ -57,10 +59,9 @@ class RankCosts:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a rank sends along a mesh axis in a step, where a pipeline rank sends most: `sent_bytes` over a
-    ring, in `calls`.
+    """The `sent_bytes` of a rank along a mesh axis in a step over a ring, in `calls`, on the busiest pipeline rank.
 
-    `seconds` is what the slowest link of the group takes for them, if nothing runs beside.
+    `seconds` is the time of the slowest link of the group for them alone.
     """
 
     axis: str
@@ -75,9 +76,8 @@ class Traffic:
 class Summary:
     """The costs of a program: see the module's docstring.
 
-    `step_seconds`: the simulated pipeline. `bubble`: idle over ideal time (SC'21, 2.2). `weighed`: the plan
-    over tp beside the known ones (`program/weighed.py`), where it was chosen freely. `remarks`: what one
-    should know before training.
+    `step_seconds`: the simulated pipeline. `bubble`: idle over ideal time (SC'21, 2.2). `weighed`: the plan over tp
+    compared with known ones (`program/weighed.py`), if it was chosen freely. `remarks`: warnings.
     """
 
     mesh: Mesh
@@ -99,7 +99,7 @@ class Summary:
 
     @property
     def idle_seconds(self) -> float:
-        """How long the busiest rank waits in a step."""
+        """The idle time of the busiest rank in a step."""
         return self.step_seconds - self.step_seconds / (1 + self.bubble)
 
     def record(self) -> dict[str, Any]:
@@ -144,29 +144,27 @@ def _peak(curve: Curve) -> float:
 
 def _machine_name(named: Any) -> str:
     if isinstance(named, str):
-        # Its full name: a machine of NVIDIA's may be asked for by its GPU.
+        # A machine may be requested by its GPU.
         file = machine_file(named)
         return file.stem if file else named
-    return "a machine of its own" if named else "the default machine"
+    return "a custom machine" if named else "the default machine"
 
 
 def _remarks(program: Program) -> Iterator[str]:
-    """Yield warnings: of buffers that `precision` rounds, and of parameters that are stored in 16 bits, as torch's
-    optimizers step the parameter itself.
-    """
+    """Yield warnings: about buffers that `precision` rounds, and parameters that are updated in 16 bits."""
     if program.cast_buffers:
         names = ", ".join(dict.fromkeys(map(any_layer, program.cast_buffers)))
         yield (
-            f"cast to 16 bits although no checkpoint has them, as the model does not run without: {names}. Rounded tables of "
-            "angles or positions are wrong where sequences are long: cast what is computed from them, in forward."
+            f"cast to 16 bits although they are not in checkpoints, since the model does not run otherwise: {names}. Rounded "
+            "tables of angles or positions are wrong for long sequences: cast the values computed from them, in forward."
         )
     dtypes = {spec.storage.dtype for spec in program.params if spec.requires_grad}
     narrow = {dtype for dtype in dtypes if _itemsize(dtype) == 2}
     for dtype in sorted(narrow):
-        # A change of less than half a unit in the last place is rounded away.
+        # An update of less than half a unit in the last place is rounded away.
         lost = round(4 / torch.finfo(getattr(torch, dtype)).eps)
         yield (
-            f"{dtype} parameters are stepped as they are, with moments in {dtype}: an update of less than "
+            f"{dtype} parameters are updated directly, with moments in {dtype}: an update of less than "
             f"1/{lost} of a weight is lost. --precision bf16 (in Python precision=) steps float32 copies instead."
         )
 
@@ -176,7 +174,7 @@ def _rank(program: Program, pipeline_rank: int, activations: int, seconds: float
     held = [spec for spec in program.params if pipeline_rank in spec.owners(program.ranks)]
     stages = tuple(stage for stage, rank in enumerate(program.ranks) if rank == pipeline_rank)
     local_numel = [math.prod(spec.local_shape(program.mesh)) for spec in held]
-    # The ranks beside the first one hold as much, but for the padding of what replicas share.
+    # Other ranks of the pipeline rank hold the same, except for padding.
     state = program.memory(program.mesh.at_stage(0, pipeline_rank))
     flops = sum(costs.flops_per_stage[stage] + costs.backward_flops_per_stage[stage] for stage in stages)
     return RankCosts(
@@ -185,7 +183,7 @@ def _rank(program: Program, pipeline_rank: int, activations: int, seconds: float
         parameters=sum(local_numel),
         parameter_bytes=state.parameters,
         gradient_bytes=state.gradients,
-        # AdamW's two moments, in the dtype of the storage, and the storage where it stands apart.
+        # AdamW's two moments in the dtype of the storage, and separate storage.
         optimizer_bytes=state.moments + state.masters,
         activation_bytes=activations,
         flops=flops * program.num_microbatches,
@@ -198,19 +196,16 @@ def _itemsize(dtype: str) -> int:
 
 
 def _traffic(program: Program, machine: Any) -> Iterator[Traffic]:
-    """Yield the traffic per mesh axis, of the pipeline rank that sends most.
-
-    Sums over several axes count for the slowest.
-    """
+    """Yield the traffic per mesh axis of the busiest pipeline rank; sums over several axes count for the slowest."""
     mesh = program.mesh
     # Axis -> (bytes sent, calls, -pipeline rank): of equal ones, `max` takes the first rank.
     by_axis: dict[str, list[tuple[float, int, int]]] = {}
     for place in range(mesh.pipeline_ranks):
         # Axis -> [bytes sent, calls].
         sums: dict[str, list[float]] = {}
-        # Of the first replica's first tensor rank: those beside it in the pipeline rank send as much.
+        # The first rank of each pipeline rank: the others send as much.
         for call, times in expected_calls(program, mesh.at_stage(0, place)).items():
-            # It may join several, the slowest first: "dp x tp".
+            # An axis may be joint, the slowest first: "dp x tp".
             entry = sums.setdefault(base(call.axis.split(" x ")[0]), [0.0, 0.0])
             entry[0] += times * call.wire_bytes
             entry[1] += times
@@ -220,20 +215,18 @@ def _traffic(program: Program, machine: Any) -> Iterator[Traffic]:
         if axis in by_axis:
             sent, calls, place = max(by_axis[axis])
             apart = _is_between_nodes(mesh, axis, machine.ranks_per_node)
-            # By bandwidth alone, without latency: the number of calls stands beside it.
+            # By bandwidth, without latency: the number of calls is in another column.
             seconds = sent / (machine.network_bandwidth if apart else machine.link_bandwidth)
             yield Traffic(axis, calls, round(sent), -place, apart, seconds)
 
 
 def _is_between_nodes(mesh: Mesh, axis: str, per_node: int) -> bool:
-    """Tell whether any two ranks that talk along an axis are on different nodes: neighbours over pp, else
-    whole groups.
-    """
+    """Tell whether any ranks that communicate along an axis are on different nodes: neighbours over pp, else groups."""
     groups = mesh.groups((axis,))
     # Ranks are numbered node by node: a group is on one node if its first and last rank are.
     pairs = [(group[0], group[-1]) for group in groups]
     if axis in mesh.stage_axes:
-        # Messages go to neighbours only: a pipeline over nodes may have most of its links within them.
+        # Messages only go to neighbours.
         pairs = list(chain.from_iterable(map(pairwise, groups)))
     return any(a // per_node != b // per_node for a, b in pairs)
 
@@ -262,7 +255,6 @@ def _lines(summary: Summary) -> Iterator[str]:
     else:
         yield "  nothing"
     yield ""
-    # The largest of all pipeline ranks: the others wait for it.
     busy, total = max(rank.seconds for rank in summary.ranks), summary.model_flops
     yield f"Work: {count_text(total, 'FLOPs')} of matrix products in a step (forward and backward of the whole batch)"
     yield (
@@ -278,7 +270,7 @@ def _lines(summary: Summary) -> Iterator[str]:
 
 
 def _recipe(summary: Summary) -> str:
-    """Say in which precision training is, and what a rank holds of a parameter: that of the first rank."""
+    """Describe the precision, and the bytes of a parameter on the first rank."""
     rank = summary.ranks[0]
     sizes = (rank.parameter_bytes, rank.gradient_bytes, rank.optimizer_bytes)
     weight, gradient, moments = (nbytes / max(1, rank.parameters) for nbytes in sizes)
@@ -300,24 +292,24 @@ def _traffic_row(traffic: Traffic) -> tuple[str, ...]:
 
 
 def weighed_heading(mesh: Mesh) -> str:
-    """Return the heading of the plan beside the known ones."""
-    return f"Plan over {mesh.value_text}, of a rank and a microbatch, beside the known ones"
+    """Return the heading of `weighed_table`."""
+    return f"Plan over {mesh.value_text} compared with known ones, for a rank and a microbatch"
 
 
 def weighed_table(weighed: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return names of columns, and a row for every plan."""
+    """Return the column names of a table of plans, and its rows."""
     names = (
         "sequence_parallel",
         "sent",
         "collectives",
         "predicted",
         "parameters",
-        "of a t-th",
+        "of 1/t",
         "kept for backward",
     )
     rows: list[tuple[str, ...]] = []
     for key in ("auto", *KNOWN):
-        # A known plan that the model does not allow has no row: see `missing` below.
+        # A known plan that the model does not allow is in `missing`.
         if plan := weighed.get(key):
             rows.append(
                 (
@@ -330,7 +322,6 @@ def weighed_table(weighed: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[
                     bytes_text(plan["saved_bytes"]),
                 )
             )
-    # A plan that could not be weighed has its reason in the first column.
     empty = [""] * (len(names) - 1)
     for key, why in weighed.get("missing", {}).items():
         rows.append((f"{KNOWN[key]}: {why}", *empty))
@@ -338,8 +329,7 @@ def weighed_table(weighed: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[
 
 
 def _runs(ranks: tuple[RankCosts, ...]) -> list[tuple[RankCosts, RankCosts]]:
-    """Return neighbours that hold the same amounts, as (first, last)."""
-    # The inner pipeline ranks of most models hold the same: "1-6" instead of six rows.
+    """Return the first and last of neighbours with the same memory: most inner pipeline ranks, in one row "1-6"."""
     runs = [[ranks[0]]]
     for before, after in pairwise(ranks):
         same = (after.parameters, after.total_bytes) == (before.parameters, before.total_bytes)
@@ -365,7 +355,6 @@ def _memory_row(first: RankCosts, last: RankCosts) -> tuple[str, ...]:
 
 
 def _stages_text(stages: Sequence[int]) -> str:
-    # Interleaved, a rank has v of them.
     few = [*map(str, stages[:3]), "..."] if len(stages) > 4 else map(str, stages)
     return ", ".join(few)
 
@@ -374,13 +363,9 @@ def _table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]
     yield from (f"  {line}" for line in aligned([names, *rows]))
 
 
-# The tensors that AdamW keeps of a parameter's shape.
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
 @dataclass(frozen=True)
 class CheckpointCosts:
-    """`bandwidth` is in bytes a second, `mtbf` in hours; None where nobody said."""
+    """The bytes of a checkpoint; `bandwidth` in bytes/s and `mtbf` in hours are None if unknown."""
 
     weight_bytes: int
     moment_bytes: int
@@ -393,12 +378,12 @@ class CheckpointCosts:
 
     @property
     def seconds(self) -> float | None:
-        """How long the storage takes to write it."""
+        """The time to write it."""
         return self.total_bytes / self.bandwidth if self.bandwidth else None
 
     @property
     def interval_seconds(self) -> float | None:
-        """Young's interval, where training stops for all of the write."""
+        """Young's interval, if training stops during the write."""
         if self.seconds is None or self.mtbf is None:
             return None
         # As in `runtime/checkpoint/pace.py`.
@@ -430,7 +415,7 @@ class CheckpointCosts:
 def checkpoint_costs(
     program: Program, bandwidth: float | None = None, mtbf: float | None = None
 ) -> CheckpointCosts:
-    """Return what a checkpoint of a program is."""
+    """Return the costs of a checkpoint of a program."""
     keys = {
         spec.name: dict.fromkeys(MOMENTS, itemsize(spec.storage.dtype))
         for spec in program.params

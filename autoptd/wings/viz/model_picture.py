@@ -160,7 +160,7 @@ class _Painter:
                 yield line((f"{name}: also read in stage {others}", "quiet"))
 
     def _legend(self) -> tuple[Item, ...]:
-        """Return samples of what is in this picture."""
+        """Return samples of the parts of this picture."""
         drawn: list[Collective] = []
         for calls in self.inside.values():
             drawn += calls

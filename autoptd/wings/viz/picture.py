@@ -1,5 +1,4 @@
-"""A picture of a compiled program: as DOT text always, and as SVG text where the graphviz package can be
-loaded.
+"""A picture of a compiled program, as DOT text, and as SVG text if graphviz is installed.
 
 In: a `Program`, a level, a stage. Out: a `Picture`.
 
@@ -38,27 +37,23 @@ class Picture:
 
     @cached_property
     def dot(self) -> str:
-        """Return the picture in the DOT language: any graphviz draws it, plainer than `svg`."""
+        """The picture in the DOT language, which any graphviz draws plainly."""
         return scene_dot(self.scene)
 
     @property
     def svg(self) -> str | None:
-        """The picture as SVG with tooltips.
-
-        None where graphviz is missing or fails: a picture is no reason to stop.
-        """
+        """The picture as SVG with tooltips; None if graphviz is missing or fails, which is not an error."""
         return self._drawn[0]
 
     @property
     def why_not(self) -> str:
-        """Why there is no SVG; "" where there is one."""
+        """The reason why there is no SVG; "" if there is one."""
         return self._drawn[1]
 
     @cached_property
     def _drawn(self) -> tuple[str | None, str]:
-        """Draw the SVG, or say why there is none; a failure is warned of as well."""
+        """The SVG, or the reason why there is none; a failure is a warning, too."""
         try:
-            # Only when it is asked for: a scene may be wanted as DOT alone.
             return scene_svg(self.scene), ""
         except ImportError as error:
             return None, f"it needs the packages of autoptd[pictures] ({error})"
@@ -68,14 +63,10 @@ class Picture:
             return None, fact
 
     def save(self, path: str | Path) -> None:
-        """Write the picture to a file that ends in .dot or .svg.
-
-        PlanError for an SVG that cannot be made here.
-        """
+        """Write the picture to a .dot or .svg file; PlanError if it cannot be drawn."""
         path = Path(path)
         if path.suffix not in (".dot", ".svg"):
             raise PlanError(f"picture {path.name}", "ends in neither .dot nor .svg", "graph.svg or graph.dot")
-        # The ending says what is wanted, as with any other tool that draws.
         text = self.dot if path.suffix == ".dot" else self.svg
         if text is None:
             raise PlanError(
@@ -85,22 +76,21 @@ class Picture:
             )
         path.write_text(text, encoding="utf-8")
 
-    # The name by which notebooks ask an object for its picture.
+    # Called by notebooks.
     def _repr_svg_(self) -> str | None:
         return self.svg
 
 
 def graph_picture(program: Program, level: str = "layer", stage: int | None = None) -> Picture:
-    """Return the picture of a program, or of its `stage`.
+    """Return the picture of a program, or of one `stage`.
 
-    PlanError for an unknown level or stage, and for what needs graphs of a program that was loaded from disk.
+    PlanError for an unknown level or stage, or a level that needs the graphs that a loaded program does not have.
     """
     if level not in LEVELS:
         raise PlanError(f"level={level!r}", "is not a level of a picture", f"one of {', '.join(LEVELS)}")
-    # A negative stage would be one counted from the end in Python, and none here.
     if stage is not None and stage not in range(len(program.stages)):
         fact = f"there are stages 0 to {len(program.stages) - 1}"
-        raise PlanError(f"stage={stage!r}", fact, "one of these")
+        raise PlanError(f"stage={stage!r}", fact, "one of them")
     if level == "model":
         return Picture(model_scene(program, stage))
     if "LOCAL" not in program.graphs:

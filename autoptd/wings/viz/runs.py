@@ -1,11 +1,13 @@
-"""What a chart of a schedule shows: one run of a step, simulated or executed, as plain numbers.
+"""Describe one run of a step, simulated or executed, as plain numbers, and write runs as a trace.
 
-In: spans and curves of memory, which the driver takes from a simulation or from a record. Out: `Run`, with
-what can be read off them: idle shares, sends, the part of them that fits into a picture.
+In: spans and curves of memory, from a simulation or a record. Out: `Run`, with its idle shares and messages; and JSON in
+Chrome's trace event format for ui.perfetto.dev: a process per run, a track per rank, a slice per action, an arrow (flow)
+per message, a counter per rank of the memory that it holds for backward.
 
     run = Run("simulated", result.spans)
     run.end, run.bubble, run.idle[0]
-    list(run.messages(program.orders))"""
+    Path("trace.json").write_text(trace_json([simulated, executed], program.orders))
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,19 @@ UNITS = (("us", 1e6), ("ms", 1e3), ("s", 1.0))
 Span = tuple[Action, float, float]
 # (time, amount from then on), times ascending.
 Curve = Sequence[tuple[float, float]]
+# The most actions that are written, as viewers do not open larger files: of longer runs the first and last ranks.
+MAX_ACTIONS = 40_000
+CATEGORIES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradients"}
+Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Message:
-    """One message between pipeline ranks: from the end of what makes it to the start of what reads it."""
+    """One message between pipeline ranks, from the end of the action that computes it to the start of its reader."""
 
     action: Action
     source: int
-    # When what makes it begins.
+    # When the action that computes it begins.
     made: float
     sent: float
     target: int
@@ -39,10 +45,10 @@ class Message:
 
 @dataclass(frozen=True)
 class Run:
-    """One step: per pipeline rank its actions, and what they hold for backward.
+    """One step: the actions of each pipeline rank, and its memory for backward.
 
-    Times are seconds, or multiples of a forward; `memory` is in bytes, or in microbatches of a chunk. `again`: of the time of
-    a backward, by stage, what it takes to make again what was not kept.
+    Times are seconds, or multiples of a forward; `memory` is in bytes, or in microbatches of a chunk. `again`: the time of
+    recomputation in a backward, by stage.
     """
 
     name: str
@@ -55,15 +61,14 @@ class Run:
 
     @property
     def unit(self) -> str:
-        """What people are told times in."""
-        # Without a cost model, a step is told in the paper's unit.
+        """The unit in which times are shown; without a cost model, that of the paper."""
         if not self.in_seconds:
             return "one forward = 1"
         return next((unit for unit, scale in UNITS if self.length * scale < 1000), "s")
 
     @property
     def scale(self) -> float:
-        """How many of `unit` are one of `spans`."""
+        """The factor from times of `spans` to `unit`."""
         return dict(UNITS).get(self.unit, 1.0)
 
     @cached_property
@@ -72,7 +77,7 @@ class Run:
 
     @cached_property
     def end(self) -> float:
-        """When the last rank is done."""
+        """When the last rank ends."""
         return max((end for row in self.spans for _, _, end in row), default=1.0)
 
     @property
@@ -81,31 +86,31 @@ class Run:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all ranks were recorded: else nothing can be said about the bubble."""
+        """Whether all ranks were recorded: else the bubble is not known."""
         return all(self.spans)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Return how long each rank computes."""
+        """The time that each rank computes."""
         return tuple(map(_busy, self.spans))
 
     @cached_property
     def idle(self) -> tuple[float, ...]:
-        """Return the share of the step in which each rank does not compute."""
+        """The share of the step in which each rank does not compute."""
         return tuple(max(0.0, 1 - busy / self.length) for busy in self.busy)
 
     @property
     def bubble(self) -> float:
-        """Idle over ideal time, where ideal is the busiest rank's own work (SC'21, section 2.2)."""
+        """Idle over ideal time, which is the busiest rank's work (SC'21, section 2.2)."""
         ideal = max(self.busy, default=0.0)
         return (self.length - ideal) / ideal if ideal else 0.0
 
     @cached_property
     def chunks(self) -> dict[int, int]:
-        """Return which model chunk of its rank every stage is."""
+        """The number of every stage among the model chunks of its rank."""
         chunks: dict[int, int] = {}
         for row in self.spans:
-            # A rank's stages ascend with its chunks, whatever order they run in.
+            # A rank's stages ascend with its chunks.
             stages = {action.stage for action, _, _ in row}
             chunks |= {stage: k for k, stage in enumerate(sorted(stages))}
         return chunks
@@ -117,10 +122,9 @@ class Run:
     def messages(
         self, orders: Sequence[Sequence[Action]], ranks: Sequence[int] | None = None
     ) -> Iterator[Message]:
-        """Yield the messages of `orders` that go between two of `ranks` (all, if left out)."""
-        # Where ranks are left out, so are their messages: a line that ends nowhere misleads.
+        """Yield the messages of `orders` between two of `ranks` (by default all)."""
         shown = set(range(len(self.spans)) if ranks is None else ranks)
-        # Transfers are not timed: a message is drawn between the computations at its ends.
+        # Transfers are not timed: a message connects the computations at its ends.
         place = {}
         for rank in sorted(shown):
             for action, start, end in self.spans[rank]:
@@ -149,23 +153,16 @@ def meaning(action: Action) -> str:
     return f"{names[action.kind]} of stage {action.stage}, microbatch {action.microbatch}"
 
 
-# Of more actions than these, only some ranks are written: viewers do not open larger files.
-MAX_ACTIONS = 40_000
-CATEGORIES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradients"}
-Event = dict[str, Any]
-
-
 def trace_json(runs: Sequence[Run], orders: Sequence[Sequence[Action]] = ()) -> str:
-    """Return the trace. Times are microseconds; of a run without seconds, one unit is a millisecond.
+    """Return the trace. Times are microseconds; for a run without seconds, a forward is a millisecond.
 
-    `otherData` says what was left out: of very long runs, all but the first and the last ranks.
+    `otherData` lists the ranks of very long runs that are left out.
     """
     events: list[str] = []
     left_out = {}
     for process, run in enumerate(runs, 1):
         ranks = _ranks(run)
         if len(ranks) < len(run.spans):
-            # The first half of `ranks` are the first ranks, the second half the last ones.
             half = len(ranks) // 2
             left_out[run.name] = f"ranks {ranks[half - 1] + 1} to {ranks[half] - 1} are left out"
         events += [json.dumps(event, separators=(",", ":")) for event in _events(process, run, ranks, orders)]
@@ -175,7 +172,7 @@ def trace_json(runs: Sequence[Run], orders: Sequence[Sequence[Action]] = ()) -> 
 
 
 def _ranks(run: Run) -> list[int]:
-    """Return all ranks, or as many of the first and of the last as fit."""
+    """Return all ranks, or equal numbers of the first and last ones."""
     count = len(run.spans)
     longest = max(map(len, run.spans), default=1)
     fit = max(2, MAX_ACTIONS // max(longest, 1))
@@ -215,7 +212,7 @@ def _events(
 
 
 def _flow(process: int, number: int, run: Run, message: Message) -> Iterator[Event]:
-    """Yield both ends of a message, each within its slice, where viewers look for it."""
+    """Yield both ends of a message, within the slices that it connects."""
     name = {
         "pid": process,
         "name": str(message.action),

@@ -1,13 +1,12 @@
-"""Draw when every pipeline rank computes what: a row per rank, a box per action, time to the right.
+"""Draw the schedule: a row per pipeline rank, a box per action, time to the right.
 
 In: one or more `Run`s of a step (simulated, executed). Out: the text of an SVG file, the same bytes for the
-same input. Boxes carry the microbatch; forwards are blue, backwards green (hatched: what they make again), weight
-gradients that run on their own (W) orange, and the shade is the model chunk, dark for the first and light for the
-last (Narayanan et al., SC'21, figure 4). Grey is idle time: the bubble. Thin lines are messages. The strip below
-a row is what its rank holds for backward.
+same input. Boxes have the number of the microbatch; forwards are blue, backwards green (hatched: recomputation),
+separate weight gradients (W) orange, and the shade is the model chunk, dark for the first and light for the last
+(Narayanan et al., SC'21, figure 4). Grey is idle time: the bubble. Thin lines are messages. The strip below a row is
+the memory that its rank holds for backward.
 
-Of many ranks the first and the last are drawn, and of a long step its beginning and its end: the picture says
-so.
+Only the first and last of many ranks are drawn, and the beginning and end of a long step; the picture says so.
 
     text = schedule_svg([Run("simulated", result.spans)], program.orders, title="interleaved, p=2 v=2 m=8")
     Path("schedule.svg").write_text(text)
@@ -30,14 +29,14 @@ from autoptd.wings.words import bytes_text
 
 # Margins and heights, in pixels.
 LEFT, RIGHT, HEAD, ROW, STRIP, GAP, AXIS = 84, 110, 92, 28, 24, 10, 56
-# Pixels of a usual box: wanted, and the least at which it can be read.
+# Pixels of a usual box: the goal, and the least that can be read.
 BOX_WIDTH, MIN_BOX_WIDTH = 24.0, 9.0
 # Pixels of the time axis.
 MIN_WIDTH, MAX_WIDTH = 640.0, 2400.0
 MAX_RANKS, MAX_MESSAGES = 16, 600
 DARK = {Kind.F: (31, 83, 160), Kind.B: (28, 112, 62), Kind.W: (163, 84, 18)}
 LIGHT = {Kind.F: (176, 208, 246), Kind.B: (176, 226, 190), Kind.W: (247, 210, 168)}
-# What backward makes again.
+# Recomputation in backward.
 HATCH = """<defs><pattern id="again" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
 <rect width="2" height="5" fill="#fff" fill-opacity="0.55"/></pattern></defs>"""
 NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradients"}
@@ -58,7 +57,7 @@ STYLE = """
   .sent { stroke-width: 1; stroke-opacity: 0.65; fill: none }
   .cut { fill: #fff; stroke: #9aa4ae; stroke-dasharray: 3 3 }
 """
-# For dark screens; boxes keep their colours, and the text in them.
+# For dark screens; boxes and their text keep their colours.
 DARK_STYLE = (
     "text { fill: #dde3ea } .box text { fill: #26303b } .box .on-dark { fill: #fff } .tick, .quiet { fill: #a6b1bc }",
     ".box rect { stroke: #12171d } .idle { fill: #2a323b } .strip { fill: #1a2129 } .held { fill: #6f559c }",
@@ -67,11 +66,8 @@ DARK_STYLE = (
 
 
 def schedule_svg(runs: Sequence[Run], orders: Sequence[Sequence[Action]] = (), *, title: str = "") -> str:
-    """Return the chart of `runs`, one panel below the other, as SVG text.
-
-    Messages are drawn where `orders` have sends.
-    """
-    # All panels have the width of the widest, each with a time scale of its own.
+    """Return the chart of `runs`, one panel below the other, as SVG text, with the messages of `orders`."""
+    # All panels have the width of the widest, and their own time scales.
     width = max((_wanted_width(run) for run in runs), default=MIN_WIDTH)
     panels = [_Panel(run, _Scale.of(run, width), orders) for run in runs]
     right = max((ceil(panel.scale.right) for panel in panels), default=0) + RIGHT
@@ -89,8 +85,7 @@ def schedule_svg(runs: Sequence[Run], orders: Sequence[Sequence[Action]] = (), *
 
 
 def _usual(run: Run) -> float:
-    """Return the time of a usual computation."""
-    # The median: a stage with the head is longer than most, and recording adds outliers.
+    """Return the median time of a computation: a stage with the head is longer, and recording adds outliers."""
     lengths = []
     for row in run.spans:
         lengths += [end - start for action, start, end in row if action.kind in COMPUTES and end > start]
@@ -103,7 +98,7 @@ def _wanted_width(run: Run) -> float:
 
 @dataclass(frozen=True)
 class _Scale:
-    """How time becomes pixels: `windows` are the parts of the step that are drawn, each (from, to)."""
+    """The scale of time: `windows` are the parts of the step that are drawn, each (from, to)."""
 
     # Per unit of time.
     pixels: float
@@ -111,13 +106,11 @@ class _Scale:
 
     @staticmethod
     def of(run: Run, width: float) -> _Scale:
-        """Choose what is drawn: all of the step if its boxes can be told apart, else its beginning
-        and its end.
-        """
+        """Return the scale of the whole step if its boxes can be distinguished, else of its beginning and end."""
         usual = _usual(run)
         if run.length / usual * MIN_BOX_WIDTH <= MAX_WIDTH:
             return _Scale(width / run.length, ((run.begin, run.end),))
-        # Too long for one picture: boxes stay readable, and time is left out in the middle.
+        # Boxes stay readable, and the middle of a long step is left out.
         pixels = 1.5 * MIN_BOX_WIDTH / usual
         half = width / 2 / pixels
         return _Scale(pixels, ((run.begin, run.begin + half), (run.end - half, run.end)))
@@ -127,7 +120,7 @@ class _Scale:
         return self.x(self.windows[-1][1])
 
     def x(self, time: float) -> float:
-        """Return the place of a moment; of one that is left out, the edge of what is drawn."""
+        """Return the place of a moment, or of the nearest one that is drawn."""
         gap = GAP if len(self.windows) > 1 else 0
         left = float(LEFT)
         for low, high in self.windows:
@@ -137,7 +130,7 @@ class _Scale:
         return left - gap
 
     def shown(self, start: float, end: float) -> bool:
-        """Tell whether any of a time is drawn."""
+        """Tell whether any part of an interval is drawn."""
         return any(start < high and end > low for low, high in self.windows)
 
 
@@ -153,7 +146,7 @@ class _Panel:
     def ranks(self) -> list[int]:
         """The ranks that are drawn."""
         count = len(self.run.spans)
-        # The bubble shows at both ends of a pipeline; its middle repeats.
+        # The bubble is at both ends of a pipeline.
         if count <= MAX_RANKS:
             return list(range(count))
         return [*range(MAX_RANKS // 2), *range(count - MAX_RANKS // 2, count)]
@@ -172,7 +165,6 @@ class _Panel:
         facts = []
         if run.in_seconds:
             facts.append(f"{_n(run.length * run.scale)} {run.unit}")
-        # The bubble is that of the whole pipeline, which one rank's record does not tell.
         if run.is_whole:
             facts.append(f"bubble {100 * run.bubble:.1f} %")
         yield f'<text class="panel" x="12" y="4">{escape(run.name)}: {", ".join(facts)}</text>'
@@ -193,8 +185,8 @@ class _Panel:
 
     @cached_property
     def messages(self) -> list[Message]:
-        """What is sent between the ranks and in the time that are drawn."""
-        # Of a message that takes no time, a moment is to be shown.
+        """The messages between ranks and in intervals that are drawn."""
+        # A message may take no time.
         moment = 1e-9 * self.run.length
         messages = []
         for message in self.run.messages(self.orders, self.ranks) if self.orders else ():
@@ -204,16 +196,16 @@ class _Panel:
 
     @property
     def has_messages(self) -> bool:
-        """Whether messages are drawn: some, but not so many that they hide what is below."""
+        """Whether messages are drawn: not if they are too many."""
         return 0 < len(self.messages) <= MAX_MESSAGES
 
     def _y(self, row: int) -> float:
-        """Return the top of a row; below the rows that are left out there is a gap."""
+        """Return the top of a row; omitted rows leave a gap."""
         is_below_gap = len(self.run.spans) > MAX_RANKS and row >= MAX_RANKS // 2
         return 30 + row * self.step + (GAP if is_below_gap else 0)
 
     def _left_out(self, messages: int) -> Iterator[str]:
-        """Yield what the picture does not show."""
+        """Yield descriptions of parts that are not drawn."""
         run = self.run
         if len(run.spans) > MAX_RANKS:
             yield f"ranks {MAX_RANKS // 2} to {len(run.spans) - MAX_RANKS // 2 - 1} are not drawn"
@@ -252,7 +244,7 @@ class _Panel:
         left, right = scale.x(start), scale.x(end)
         times = f"{_n((start - run.begin) * run.scale)} to {_n((end - run.begin) * run.scale)} {run.unit}"
         hint = f"<title>{action}: {meaning(action)}; {times}</title>"
-        # What takes no time is a line.
+        # At least a line.
         width = _n(max(right - left, 0.5))
         box = f'<rect x="{_n(left)}" y="{_n(y)}" width="{width}" height="{ROW}" fill="{color}"/>'
         again = run.again[action.stage] * scale.pixels if run.again and action.kind is Kind.B else 0.0
@@ -269,7 +261,7 @@ class _Panel:
 
     def _message(self, message: Message, row: dict[int, int]) -> str:
         """Draw a line between the rows, below the boxes."""
-        # From the lower edge to the upper one: lines do not cross the boxes at their ends.
+        # From edge to edge: lines do not cross the boxes at their ends.
         is_down = row[message.target] > row[message.source]
         x, y = self.scale.x(message.sent), self._y(row[message.source]) + ROW * is_down
         to_x, to_y = self.scale.x(message.read), self._y(row[message.target]) + ROW * (not is_down)
@@ -280,10 +272,10 @@ class _Panel:
         )
 
     def _strip(self, y: float, curve: Curve, top: float) -> Iterator[str]:
-        """Draw what a rank holds over time as an area; `top` is the most that any of them holds."""
+        """Draw the memory of a rank over time as an area; `top` is the maximum over all ranks."""
         times, high = [time for time, _ in curve], STRIP - 4
         for low, end in self.scale.windows:
-            # The curve is a step function: its value at the left edge is that of the last change before.
+            # At the left edge, the step function has the value of the last change before.
             first = bisect_right(times, low)
             held = curve[first - 1][1] if first else 0.0
             left, bottom = self.scale.x(low), y + high
@@ -298,7 +290,7 @@ class _Panel:
             yield f'<path class="held" d="{"".join(path)}H{right}V{_n(bottom)}Z"/>'
 
     def _breaks(self) -> Iterator[str]:
-        """Draw the gap where time is left out."""
+        """Draw the gap of the omitted time."""
         if len(self.scale.windows) > 1:
             x, bottom = self.scale.x(self.scale.windows[0][1]), self._y(len(self.ranks) - 1) + self.step
             yield f'<rect class="cut" x="{_n(x + 1)}" y="28" width="{GAP - 2}" height="{_n(bottom - 26)}"/>'
@@ -347,12 +339,11 @@ def _legend(panels: Sequence[_Panel]) -> Iterator[str]:
     if any(any(panel.run.again) for panel in panels):
         yield f'<rect x="{_n(x)}" y="42" width="14" height="14" fill="{_shade(Kind.B, 0, 1)[0]}"/>'
         yield f'<rect x="{_n(x)}" y="42" width="14" height="14" fill="url(#again)"/>'
-        yield f'<text x="{_n(x + 20)}" y="53">made again</text>'
+        yield f'<text x="{_n(x + 20)}" y="53">recomputed</text>'
 
 
 def _label(text: str, x: float, y: float, width: float, is_dark: bool) -> str:
-    """Return the microbatch number in a box, smaller where it is tight, none where it cannot be read."""
-    # A number that would touch its box is smaller; one that nobody could read is left out.
+    """Return the number of the microbatch in a box, smaller if it is tight, none if it would not be readable."""
     size = min(11.0, floor(10 * (width - 2) / (0.64 * len(text))) / 10)
     if size < 6:
         return ""

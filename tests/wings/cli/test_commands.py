@@ -145,10 +145,8 @@ def test_train_learns_logs_and_reports(tmp_path: Path, capsys: pytest.CaptureFix
         1, abs=0.01
     )
     page = (out / "report.html").read_text()
-    assert "Equal: what ran is what was compiled." in page
-    assert (
-        "a step that was not recorded" in page and "gives them on laptop-cpu" in page
-    )  # the device of this run
+    assert "Equal: the ranks executed the compiled program." in page
+    assert "a step without recording" in page and "gives them on laptop-cpu" in page  # the device of this run
     assert "step 4/4  loss" in capsys.readouterr().err
 
 

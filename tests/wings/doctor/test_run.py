@@ -46,7 +46,7 @@ def test_alone_it_looks_at_threads_and_says_how_to_start_processes(
 @pytest.mark.parametrize(
     ("words", "env", "told"),
     [
-        ("--t 2 --p 2", {"WORLD_SIZE": "2"}, "t=2 p=2: 2 ranks do not divide by 4"),
+        ("--t 2 --p 2", {"WORLD_SIZE": "2"}, "t=2 p=2: 2 ranks are not divisible by 4"),
         ("--t 2 --p 2 --d 1", {"WORLD_SIZE": "8"}, "t*p*d is 4, and there are 8 ranks"),
         (
             "--t 16 --p 16",
@@ -143,5 +143,5 @@ def test_a_part_of_a_mesh_is_completed() -> None:
         PlanError, match=r"t\*p\*d is 4, and there are 8 ranks\. Remedy: t, p, d whose product is 8"
     ):
         requested_mesh(8, {"t": 2, "p": 2, "d": 1})
-    with pytest.raises(PlanError, match="t=3: 8 ranks do not divide by 3"):
+    with pytest.raises(PlanError, match="t=3: 8 ranks are not divisible by 3"):
         requested_mesh(8, {"t": 3})

@@ -48,7 +48,7 @@ def test_mesh_cut_and_schedule() -> None:
     told = autoptd.diff(plans[0].plan, plans[1].plan).splitlines()
     assert "  v: 1 -> 2" in told and "  schedule: 1f1b -> interleaved" in told
     assert any(
-        line.startswith("  behind: transformer.h.") and " -> transformer.h.0, " in line for line in told
+        line.startswith("  after: transformer.h.") and " -> transformer.h.0, " in line for line in told
     )
     assert "  p: 2 -> 4" in autoptd.diff(plans[0], plans[2]).splitlines()
 
@@ -68,7 +68,7 @@ def test_one_layer_that_differs_is_named() -> None:
 def test_costs_stand_side_by_side(tmp_path: Path) -> None:
     a, b = program(layers=4, p=2), program(layers=4, p=2, t=2)
     a.save(tmp_path)  # costs are in program.json
-    lines = autoptd.diff(tmp_path, b).partition("costs, as the cost model has them\n")[2].splitlines()
+    lines = autoptd.diff(tmp_path, b).partition("costs, by the cost model\n")[2].splitlines()
     one, two = summarize(a), summarize(b)
     assert lines[0].split() == ["A", "B"] and len(lines[0]) < 80
     assert any(line.split() == ["ranks", "2", "4"] for line in lines)

@@ -39,7 +39,7 @@ def test_it_has_everything_and_fetches_nothing() -> None:
     for words in (
         "transformer.h.*.mlp.c_fc",
         "matrix products of a step",
-        "cut behind",
+        "cut after",
         "Where the model is cut",
     ):
         assert words in text, words
@@ -63,7 +63,7 @@ def test_what_fell_back_and_what_was_fused_is_told() -> None:
     slow = replace(program, fusions=(Fusion("rms_norm", "h.*", 7, form="by torch's operators: rows"),))
     assert "<td>fused, by torch" in report_html(slow)
     assert "7</td><td>fused" in told and "1</td><td>no" in told
-    assert "What was fused" not in report_html(replace(program, fusions=()))
+    assert "Fused operators" not in report_html(replace(program, fusions=()))
 
 
 def test_products_of_odd_sizes_are_told_what_to_pad_to() -> None:
@@ -99,7 +99,7 @@ def test_predicted_beside_measured() -> None:
     assert "recorded on rank 0;" in alone and "bubble (idle" not in alone
     check_page(text)
     assert "tab-measured" in text and "stage 1, backward of a microbatch" in text
-    assert "Equal: what ran is what was compiled." in text
+    assert "Equal: the ranks executed the compiled program." in text
     assert "They DIFFER" in report_html(other, record=record)
 
 
