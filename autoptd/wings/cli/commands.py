@@ -17,7 +17,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from autoptd import schedule
 from autoptd.errors import PlanError
 from autoptd.ir.actions import SCHEDULES, check_schedule, is_path
 from autoptd.ir.mesh import DEGREES
@@ -43,6 +42,8 @@ COMPLETERS = {"model": "_autoptd_models", "schedule": "_autoptd_schedules"}
 
 def simulate(args: Namespace) -> int:
     """Print the cost of a schedule, rank by rank; return 0."""
+    from autoptd import schedule
+
     v, name = args.v, args.schedule or ("interleaved" if args.v > 1 else "1f1b")
     # A schedule file fixes its own number of microbatches.
     if is_path(name):

@@ -98,8 +98,9 @@ def _shape_of_model(args: Namespace) -> dict[str, Any]:
         # GPT-2's MLP has two matrices; all other known models have gated MLPs with three.
         shape = shape_of_config(known.values, 2 if known.kind == "gpt2" else 3)
         return stated_sizes(shape) | {"seq": args.seq or known.length}
-    # Imports torch and transformers, which known sizes do not need.
-    from autoptd.wings.cli.models import find_model, length_of, make_without_weights
+    # Known sizes do not need torch.
+    with activity("importing torch"):
+        from autoptd.wings.cli.models import find_model, length_of, make_without_weights
 
     subject = find_model(args.model, read_pairs("set", args.set))
     with activity(f"building {args.model} without weights"):

@@ -24,7 +24,7 @@ from autoptd.ir.machine import machine_file, machine_of_device, nearest_machines
 from autoptd.ir.mesh import TABLE, Mesh, Role
 from autoptd.runtime.world.devices import device_of_ranks
 from autoptd.subject.module import check_module
-from autoptd.wings.planner.cluster import CPU, Software, find_cluster, find_software
+from autoptd.wings.planner.cluster import CPU, PRECISIONS, Software, find_cluster, find_software
 from autoptd.wings.planner.plan import plan
 from autoptd.wings.planner.shape import shape_of
 
@@ -37,7 +37,6 @@ KEPT = ("sequence_parallel", "schedule", "memory", "zero")
 BATCH_DEGREES = tuple(axis.degree for axis in TABLE if axis.role is Role.BATCH)
 # The machine of GPUs that are not described.
 USUAL = "dgx-a100"
-PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def is_auto(keywords: Mapping[str, Any]) -> bool:
@@ -69,7 +68,7 @@ def planned(model: nn.Module, example_inputs: Any, keywords: Mapping[str, Any]) 
         constraints["microbatch"] = _microbatch(rows, given)
     # The model's config may allow longer sequences than the batch has.
     shape = replace(shape_of(model), seq=tokens)
-    dtype = next(model.parameters()).dtype
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     if given.get("precision"):
         constraints["precision"] = given["precision"].removesuffix("-mixed")
     elif dtype in PRECISIONS:

@@ -27,6 +27,8 @@ from autoptd.ir.plan import check_known, nearest
 GENERATIONS = Path(__file__).parent / "software.toml"
 # The machine of ranks on CPUs.
 CPU = "laptop-cpu"
+# torch's name of a dtype -> precision.
+PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 OVERLAPS = ("tp_overlap", "tp_overlap_backward", "dp_overlap", "pp_overlap")
 # Fields that are fractions, 0 to 1.

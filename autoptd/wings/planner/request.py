@@ -19,7 +19,7 @@ import numpy as np
 from autoptd.errors import PlanError
 from autoptd.ir.actions import SCHEDULES
 from autoptd.options import NOT_YET
-from autoptd.wings.planner.cluster import ELEMENT_BYTES, Cluster, find_cluster
+from autoptd.wings.planner.cluster import ELEMENT_BYTES, PRECISIONS, Cluster, find_cluster
 from autoptd.wings.planner.search import Columns, divisors
 from autoptd.wings.planner.setting import RECOMPUTE, check_count
 from autoptd.wings.planner.shape import Shape, find_shape
@@ -112,7 +112,7 @@ def make_request(
             for degree in values:
                 check_count(name, degree)
     # torch's names are accepted too.
-    precision = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(str(precision), precision)
+    precision = PRECISIONS.get(str(precision), precision)
     if precision is not None and precision not in ELEMENT_BYTES:
         raise PlanError(f"precision={precision!r}", "no such precision", ", ".join(map(repr, ELEMENT_BYTES)))
     if placement not in ("ranks", ANY):

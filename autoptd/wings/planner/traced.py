@@ -24,7 +24,7 @@ from autoptd.program.program import Program, check_program
 from autoptd.program.specs import Collective
 from autoptd.schedule.measure import Simulation
 from autoptd.schedule.simulate import simulate
-from autoptd.wings.planner.cluster import Cluster, Software, find_cluster
+from autoptd.wings.planner.cluster import PRECISIONS, Cluster, Software, find_cluster
 from autoptd.wings.planner.counts import add_overheads
 from autoptd.wings.planner.predict import MIN_SECONDS, Prediction
 from autoptd.wings.planner.setting import Setting
@@ -32,7 +32,6 @@ from autoptd.wings.planner.terms import OPTIMIZER_BYTES, Clock, Network, Passes
 
 # Bytes that backward moves, relative to forward.
 BACKWARD_MOVES = 1.5
-PRECISIONS = {"torch.bfloat16": "bf16", "bfloat16": "bf16", "torch.float16": "fp16", "float16": "fp16"}
 
 
 def predict_program(
@@ -237,6 +236,6 @@ def _precision(program: Program) -> str:
     """Return the precision of most bytes of the parameters."""
     bytes_of: dict[str, int] = {}
     for spec in program.params:
-        name = PRECISIONS.get(spec.use.dtype, "fp32")
+        name = PRECISIONS.get(spec.use.dtype.removeprefix("torch."), "fp32")
         bytes_of[name] = bytes_of.get(name, 0) + spec.local_bytes(program.mesh)
     return max(bytes_of, key=lambda name: (bytes_of[name], name))

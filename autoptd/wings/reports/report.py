@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from autoptd.ir.actions import Kind
-from autoptd.ir.mesh import AXES, base
+from autoptd.ir.mesh import base
 from autoptd.ir.names import star
 from autoptd.ir.types import ALIGNED, LOCAL_KINDS, MIN_ALIGNED, aligned, wire_bytes
 from autoptd.program.calls import Call, call_site, expected_calls
@@ -40,8 +40,8 @@ from autoptd.wings.reports.pictures import executed_run, simulated_run
 from autoptd.wings.reports.summary import (
     RankCosts,
     Summary,
-    Traffic,
     summarize,
+    traffic_row,
     weighed_heading,
     weighed_table,
 )
@@ -104,7 +104,7 @@ def _summary(program: Program, summary: Summary) -> str:
         (str(m * summary.rows * summary.mesh.replicas), "samples a step"),
     ]
     columns = "pipeline rank,stages,parameters,bytes,gradients,optimizer,activations,total,work,computes"
-    sent = [_traffic_row(traffic) for traffic in summary.traffic]
+    sent = [traffic_row(traffic) for traffic in summary.traffic]
     sent_names = ("over", "calls", "bytes", "links", "time alone", "most on pipeline rank")
     parts = [
         tiles(shown),
@@ -137,17 +137,6 @@ def _rank_row(rank: RankCosts) -> tuple[str, ...]:
         bytes_text(rank.total_bytes),
         count_text(rank.flops, "FLOP"),
         seconds_text(rank.seconds),
-    )
-
-
-def _traffic_row(traffic: Traffic) -> tuple[str, ...]:
-    return (
-        f"{traffic.axis} ({AXES[traffic.axis].word} parallel)",
-        str(traffic.calls),
-        bytes_text(traffic.sent_bytes),
-        "between nodes" if traffic.is_between_nodes else "within a node",
-        seconds_text(traffic.seconds),
-        str(traffic.pipeline_rank),
     )
 
 

@@ -249,7 +249,7 @@ def _lines(summary: Summary) -> Iterator[str]:
     yield from summary.remarks
     yield ""
     yield "Sent by one rank in a step"
-    rows = [_traffic_row(traffic) for traffic in summary.traffic]
+    rows = [traffic_row(traffic) for traffic in summary.traffic]
     if rows:
         yield from _table(("over", "calls", "bytes", "links", "time alone", "pipeline rank"), rows)
     else:
@@ -280,7 +280,8 @@ def _recipe(summary: Summary) -> str:
     return f"AdamW in {', '.join(summary.dtypes)}, {total} ({parts})"
 
 
-def _traffic_row(traffic: Traffic) -> tuple[str, ...]:
+def traffic_row(traffic: Traffic) -> tuple[str, ...]:
+    """Return the row of an axis: name, calls, bytes, links, time, pipeline rank."""
     return (
         f"{traffic.axis} ({AXES[traffic.axis].word})",
         str(traffic.calls),
