@@ -30,9 +30,9 @@ from autoptd import runtime
 from autoptd.codegen.expressions import expression
 from autoptd.compiler.on_meta import AsOnCpu
 from autoptd.errors import InternalError
+from autoptd.ir.kept import SavedForBackward, Storage, Value
 from autoptd.ir.mesh import Mesh, is_sub_axis
 from autoptd.ir.notes import note, op_name, placeholders, row_blocks, site, tensor, value
-from autoptd.ir.saved import SavedForBackward, Storage, Value
 from autoptd.runtime.ops.dropout import Draw
 from autoptd.runtime.ops.fused import Fused
 from autoptd.runtime.world.shape_world import ShapeGroup

@@ -2,7 +2,8 @@
 and a plan's pins for both.
 
 In: the result of `passes.keep`. Out: `Kept`, and the entries of `keep` in `plan.json`: the rate of a pipeline
-rank, or how the values of some modules are kept.
+rank, or how the values of some modules are kept. `SavedForBackward` is the memory that every operator saves
+(`compiler/saved.py` finds it).
 
     Rate(price=0.0, more=1e-9, share=0.25).of_layers(4)     # [1e-9, 0.0, 0.0, 0.0]
     read_keep([{"pattern": "*.mlp.gelu", "way": "again"}])  # ((), (KeepPin("*.mlp.gelu", "again"),))
@@ -12,10 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autoptd.errors import PlanError
+
+# Options read plans, and `autoptd --help` loads no torch.
+if TYPE_CHECKING:
+    import torch
+    from torch.fx import Node
 
 
 class Rate(NamedTuple):
@@ -115,4 +121,36 @@ def _read_rate(row: Any, rank: int) -> Rate:
     return Rate(*map(float, rate))  # type: ignore[arg-type]
 
 
-__all__ = ["HOW", "KeepPin", "Kept", "KeptValue", "Rate", "read_keep", "rows_of"]
+@dataclass(frozen=True)
+class Storage:
+    """Memory that an operator allocates: its result number `piece`, or, with -1 and below, internal memory."""
+
+    node: Node
+    piece: int
+    nbytes: int
+
+    @property
+    def is_private(self) -> bool:
+        return self.piece < 0
+
+
+class Value(NamedTuple):
+    """A tensor of a rank: a view of a storage."""
+
+    storage: Storage
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass
+class SavedForBackward:
+    """The tensors of every node, and the storages that its operator saves."""
+
+    values: dict[Node, tuple[Value, ...]] = field(default_factory=dict)
+    of: dict[Node, frozenset[Storage]] = field(default_factory=dict)
+
+    def storage(self, node: Node) -> Storage:
+        return self.values[node][0].storage

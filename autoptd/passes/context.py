@@ -23,12 +23,11 @@ from autoptd.errors import InternalError
 from autoptd.ir.actions import Action, Kind, Orders, ranks_of_stages
 from autoptd.ir.buffers import Buffers
 from autoptd.ir.fusion import Fusion, Groups
-from autoptd.ir.kept import Kept, KeptValue
+from autoptd.ir.kept import Kept, KeptValue, SavedForBackward
 from autoptd.ir.layout import Sizes
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import Fallback
-from autoptd.ir.saved import SavedForBackward
 from autoptd.options import Options
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.solve.assignment import Assignment, Joint

@@ -28,11 +28,10 @@ from typing import NamedTuple
 import networkx as nx
 from torch.fx import Graph, Node
 
-from autoptd.ir.kept import Rate
+from autoptd.ir.kept import Rate, SavedForBackward, Storage
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import is_tensor, note
-from autoptd.ir.saved import SavedForBackward, Storage
 from autoptd.passes.kept.requested import (
     Pinned,
     Wish,

@@ -25,11 +25,10 @@ from dataclasses import replace
 from torch.fx import Graph, Node
 
 from autoptd.errors import PlanError
-from autoptd.ir.kept import Kept, KeptValue, Rate
+from autoptd.ir.kept import Kept, KeptValue, Rate, SavedForBackward, Storage
 from autoptd.ir.names import is_within
 from autoptd.ir.notes import is_tensor, note, op_name, ops
 from autoptd.ir.quantities import microseconds_text
-from autoptd.ir.saved import SavedForBackward, Storage
 from autoptd.passes.context import Context
 from autoptd.passes.kept.by_value import ByValue
 from autoptd.passes.kept.requested import (

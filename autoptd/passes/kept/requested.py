@@ -42,13 +42,12 @@ from torch.fx import Graph, Node
 
 from autoptd.errors import PlanError
 from autoptd.ir import markers
-from autoptd.ir.kept import KeepPin
+from autoptd.ir.kept import KeepPin, SavedForBackward, Storage
 from autoptd.ir.layout import BATCH, typed_over
 from autoptd.ir.names import any_layer, is_within, layer_of
 from autoptd.ir.notes import note, op_name, ops, tensor, value
 from autoptd.ir.operators.table import is_listed, operator_of
 from autoptd.ir.plan import nearest
-from autoptd.ir.saved import SavedForBackward, Storage
 from autoptd.options import Options
 from autoptd.passes.ops.costs import flops
 
