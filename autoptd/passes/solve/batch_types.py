@@ -138,14 +138,19 @@ def type_of(node: Node, axes: Axes, constants: Constants, mixes: bool) -> ValueT
     types = {operand: note(operand).layout.batch for operand in read}
     split = {operand: kind for operand, kind in types.items() if kind.kind == "S"}
     partial = [operand for operand, kind in types.items() if kind.kind == "P"]
-    summed = [] if _keeps_partial(node, partial, bool(split)) else list(filter(_is_known, partial))
+    # A loss that is meant for each microbatch alone may not read the rows of others.
+    mixes = mixes and not note(node).rows.of_microbatch
+    if _keeps_partial(node, partial, bool(split)):
+        return P
+    summed = list(filter(_is_known, partial))
     if summed:
         note(node).rows = replace(note(node).rows, sums=summed)
         types |= dict.fromkeys(summed, I)
         partial = [operand for operand in partial if operand not in summed]
-    # A partial sum over samples: operators on it, such as scaling the loss, must be linear.
-    if partial and not (mixes and _may_be_whole(node) and not _keeps_partial(node, partial, bool(split))):
-        return _keep_partial(node, partial, bool(split))
+        if _keeps_partial(node, partial, bool(split)):
+            return P
+    if partial and not mixes:
+        raise _partial_error(node)
     whole = [operand for operand in read if note(operand).rows.of_all] + partial
     # Samples stay apart if one letter runs along the batch of all operands that carry it.
     letter = _common_letter(node, axes, split) if split else None
@@ -153,7 +158,7 @@ def type_of(node: Node, axes: Axes, constants: Constants, mixes: bool) -> ValueT
         if not mixes and _is_largest(node, split):
             note(node).rows = replace(note(node).rows, is_largest=True)
             return P
-        if not (mixes and _may_be_whole(node) and axes.is_known(node)):
+        if not (mixes and axes.is_known(node)):
             raise _mixing_error(node, axes, split)
         whole += split
     # A value with all rows cannot be combined with one that has a part of them.
@@ -215,25 +220,13 @@ def _refuse_layer(node: Node) -> None:
         raise error
 
 
-def _may_be_whole(node: Node) -> bool:
-    """Tell whether an operator may read the rows of all replicas, which have one microbatch each.
-
-    One that is meant for each microbatch alone may not.
-    """
-    return not note(node).rows.of_microbatch
-
-
 def _marked_type(node: Node) -> ValueType:
     """Return the type of a marked loss: a part of the mean over microbatches; PlanError if it has none for each."""
     (operand,) = operands(node)
     kind = note(operand).layout.batch
     if kind.is_whole:
         return P
-    fact = (
-        "the marked value carries the batch"
-        if kind.kind == "S"
-        else "the marked value is also read elsewhere"
-    )
+    fact = f"the marked value {'carries the batch' if kind.kind == 'S' else 'is also read elsewhere'}"
     raise PlanError(site(node), fact, "mark a sum or mean over the rows that no other operator reads")
 
 
@@ -262,7 +255,7 @@ def _common_letter(node: Node, axes: Axes, split: dict[Node, ValueType]) -> Lett
 
 
 def _keeps_partial(node: Node, partial: list[Node], split: bool) -> bool:
-    """Tell whether the result of an operator on partial sums is a partial sum: linear ones; the pieces share a whole addend."""
+    """Tell whether an operator on partial sums is linear in them; the pieces share a whole addend."""
     if split or not partial or any(note(operand).rows.is_largest for operand in partial):
         return False
     is_linear = any(set(partial) <= set(group) for group in linear_groups(node))
@@ -292,13 +285,11 @@ def _is_known(node: Node) -> bool:
     return True
 
 
-def _keep_partial(node: Node, partial: list[Node], split: bool) -> ValueType:
-    """Return P if the result of an operator on a partial sum is a partial sum; else raise PlanError."""
-    if _keeps_partial(node, partial, split):
-        return P
+def _partial_error(node: Node) -> MixedSamples:
+    """Make the error for an operator on a partial sum over samples that is not linear in it."""
     if note(node).origin.batch_norm:
         fact = "batch norm in training computes means over the whole batch, which several microbatches do not have"
-        raise MixedSamples(site(node), fact, f"{NORMS}, {ONE}")
+        return MixedSamples(site(node), fact, f"{NORMS}, {ONE}")
     fact = f"{op_name(node)} of a sum over samples is not a sum over samples"
     remedy = f"make the loss a sum or mean over samples that is only scaled and added to others, {ONE}"
     if op_name(node) in ("aten.mul", "aten.square", "aten.pow", "aten.dot", "aten.matmul"):
@@ -309,7 +300,7 @@ def _keep_partial(node: Node, partial: list[Node], split: bool) -> ValueType:
         remedy = "remove it: a step raises if the loss is NaN, and continues with RankOptions(nan='ignore')"
     if op_name(node) == "aten.div" and len(operands(node)) > 1:
         remedy += "; a divisor may be any sum over inputs, but not over values that depend on parameters"
-    raise MixedSamples(site(node), fact, remedy)
+    return MixedSamples(site(node), fact, remedy)
 
 
 def _is_float_cast(node: Node) -> bool:

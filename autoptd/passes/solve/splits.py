@@ -512,6 +512,15 @@ def is_exact(node: Node, letter: Letter) -> bool:
 REDUCED_FORMS = ("vocab_cross_entropy", "classes_logsumexp", "classes_argmax")
 
 
+def dependents(graph: Graph) -> set[Node]:
+    """Return the inputs, and all values that depend on them."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if note(node).kind == "input" or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
 def classes_of(graph: Graph, axes: Axes) -> set[int]:
     """Return the ids of the named axes that a softmax or a similar operator runs over, and that the weight of a layer produces.
 

@@ -30,7 +30,7 @@ from autoptd.ir.notes import note, op_name, ops, shape, tensor
 from autoptd.ir.operators.record import QUERIES, operands
 from autoptd.passes.axes.axes import Axis
 from autoptd.passes.ops.costs import conversion_seconds, flops
-from autoptd.passes.solve.splits import Splitter
+from autoptd.passes.solve.splits import Splitter, dependents
 
 HEADS, KV_HEADS, REPEAT = "heads", "KV heads", "query heads per KV head"
 LETTERS = {HEADS: "a", KV_HEADS: "g", REPEAT: "r"}
@@ -43,7 +43,7 @@ def axis_nouns(graph: Graph, splitter: Splitter) -> dict[int, str]:
     Heads are batch dims of a product of two activations, and not tokens.
     """
     found: dict[int, str] = {}
-    activations = _of_inputs(graph)
+    activations = {node for node in dependents(graph) if note(node).of_params}
     for node in ops(graph):
         if not flops(node) or any(operand not in activations for operand in operands(node)[:2]):
             continue
@@ -64,15 +64,6 @@ def _noun_of_heads(letter: str, *, is_grouped: bool) -> str:
     if letter == "repeat":
         return REPEAT
     return KV_HEADS if is_grouped or letter == "kv" else HEADS
-
-
-def _of_inputs(graph: Graph) -> set[Node]:
-    """Return the values that depend on both inputs and parameters."""
-    dependent: set[Node] = set()
-    for node in graph.nodes:
-        if note(node).kind == "input" or not dependent.isdisjoint(node.all_input_nodes):
-            dependent.add(node)
-    return {node for node in dependent if note(node).of_params}
 
 
 # A sympy expression: sympy has no type hints.

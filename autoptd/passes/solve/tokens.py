@@ -32,7 +32,7 @@ from autoptd.ir.operators.table import operator_of
 from autoptd.ir.types import S, ValueType
 from autoptd.passes.axes.axes import Axes, Letter, Place
 from autoptd.passes.ops.costs import compute_seconds, conversion_price, converted_bytes, flops
-from autoptd.passes.solve.splits import ATTENTION, EAGER, Part, Split, Splitter, has_places
+from autoptd.passes.solve.splits import ATTENTION, EAGER, Part, Split, Splitter, dependents, has_places
 
 GATHERED_REMEDY = "nothing: right, but slower; or a form that keeps tokens apart"
 # Most models shift their labels by cutting logits.
@@ -66,7 +66,7 @@ class TokenSplitter(Splitter):
         self.joint_text = ""
         # The order of the shards of tokens: see `split_tokens.choose_order`.
         self.order = ""
-        self.of_inputs = _of_inputs(graph)
+        self.of_inputs = dependents(graph)
         self.tokens = (self.tokens | self._sequences(graph)) - self._of_weights(graph)
         self.tokens -= self.padding.vocabularies
         self.heads = self._find_heads(graph)
@@ -336,15 +336,6 @@ def _factors(node: Node) -> list[Node]:
     """Return the factors of a product; for attention, without the mask, which is added and may be learned."""
     read = operands(node)
     return read[:3] if op_name(node) == ATTENTION else read
-
-
-def _of_inputs(graph: Graph) -> set[Node]:
-    """Return the values that depend on inputs."""
-    found: set[Node] = set()
-    for node in graph.nodes:
-        if note(node).kind == "input" or not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 def _flat(dims: list[list[int]]) -> Iterator[int]:
