@@ -117,7 +117,7 @@ def _solve_by_votes(solved: list[Node], prices: AxisPrices) -> Solved:
 
     The readers of such a parameter vote on its type, which is then fixed. If some reader cannot use it, it is whole instead.
     """
-    strategies = strategies_of(prices.splitter, {})
+    strategies = strategies_of(prices.splitters[0], {})
     shared = {node for node in solved if note(node).kind == "param" and len(node.users) > 1}
     votes = {node: Counter[int]() for node in shared}
     solve_tied(solved, strategies, prices, Ties(), apart=shared, votes=votes, exact=False)

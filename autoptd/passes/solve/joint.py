@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Hashable, Iterator
 from contextlib import suppress
-from functools import partial
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -28,10 +28,10 @@ from autoptd.ir.layout import Layout
 from autoptd.ir.notes import note, payload, value
 from autoptd.ir.operators.record import QUERIES, argument, operands
 from autoptd.ir.types import I, R, Segmented
-from autoptd.passes.ops.costs import collective_seconds, compute_seconds, conversion_seconds, flops
+from autoptd.passes.ops.costs import compute_seconds, conversion_seconds, flops
 from autoptd.passes.solve.assignment import Joint
 from autoptd.passes.solve.minimize import Answer, Factor, Pair, TableTooLarge, minimize_pairs, narrowed
-from autoptd.passes.solve.prices import AxisPrices, edge_price, gathers_again, odd_price, places, tabulate
+from autoptd.passes.solve.prices import AxisPrices, places
 from autoptd.passes.solve.problem import Problem, Solved, TypeVariable, Variables, solve_tied
 from autoptd.passes.solve.splits import Splitter, work_parts
 from autoptd.passes.solve.strategies import MICROBATCHES_PER_STEP, strategies_of
@@ -137,7 +137,7 @@ class Pairs(dict[Node, list[Strategy]]):
         self.weights, self.tokens, self.mesh = weights, tokens, weights.mesh
         self.over = strategies_of(weights, same), strategies_of(tokens, same)
         self.parts: dict[Node, list[tuple[int, int]]] = {}
-        self._merged: dict[tuple[Layout, Layout], Layout] = {}
+        self.merged = cache(_merged)
 
     def __missing__(self, node: Node) -> list[Strategy]:
         self[node], self.parts[node] = [], []
@@ -158,13 +158,6 @@ class Pairs(dict[Node, list[Strategy]]):
         needs = {operand: self.merged(types, second.needs[operand]) for operand, types in first.needs.items()}
         gives = self.merged(first.gives, second.gives)
         return Strategy(needs, gives, self._seconds(node, first, second), f"{first.why}; {second.why}")
-
-    def merged(self, first: Layout, second: Layout) -> Layout:
-        """Return the layout with the types over both axes."""
-        key = first, second
-        if key not in self._merged:
-            self._merged[key] = Layout(dict(first.types) | dict(second.types))
-        return self._merged[key]
 
     def divides(self, node: Node, first: Layout, second: Layout) -> bool:
         """Tell whether the atoms of a value that both axes cut divide into equal parts, one for every rank."""
@@ -205,34 +198,25 @@ class Pairs(dict[Node, list[Strategy]]):
         return work_parts(node, cut, pieces)
 
 
+def _merged(first: Layout, second: Layout) -> Layout:
+    """Return the layout with the types over both axes."""
+    return Layout(dict(first.types) | dict(second.types))
+
+
 def common_places(first: Layout, second: Layout) -> frozenset[tuple[int, int]]:
     """Return the atoms that both layouts cut, as (dim, atom)."""
     return first.cut_places & second.cut_places
 
 
-class PairPrices:
-    """The `Prices` of types over both axes."""
+class PairPrices(AxisPrices):
+    """The prices of types over both axes."""
 
     def __init__(self, pairs: Pairs) -> None:
-        self.pairs, self.splitters = pairs, (pairs.weights, pairs.tokens)
-        self._parts: dict[Layout, tuple[Layout, Layout]] = {}
+        super().__init__(pairs.weights, pairs.tokens)
+        self.pairs = pairs
         # By kind of value: see `_kind`.
         self._tables: dict[tuple[Hashable, tuple[Layout, ...], tuple[Layout, ...]], np.ndarray] = {}
-        self._is_free: dict[tuple[int, Node, Layout, Layout], bool] = {}
-        self._prices: dict[tuple[int, Node, Layout, Layout, int], float] = {}
-
-    @property
-    def loss(self) -> Layout:
-        return self.pairs.merged(self.pairs.weights.loss, self.pairs.tokens.loss)
-
-    def parts(self, layouts: list[Layout]) -> tuple[list[Layout], list[Layout]]:
-        """Return the types over tp, and those over cp."""
-        for layout in layouts:
-            if layout not in self._parts:
-                first, second = self.splitters
-                self._parts[layout] = layout.over(first.axis), layout.over(second.axis)
-        both = [self._parts[layout] for layout in layouts]
-        return [first for first, _ in both], [second for _, second in both]
+        self._is_free = cache(self._may_move)
 
     def _kind(self, node: Node) -> Hashable:
         """Return everything about a value that the price of its conversions depends on."""
@@ -272,10 +256,11 @@ class PairPrices:
         """
         different = [list(dict.fromkeys(each)) for each in (sources, targets, held)]
         rows, columns, third = map(np.array, map(places, (sources, targets, held), different))
+        price = self._price[axis]
         # The other axis cuts the value, and one of its pieces is converted: there are few different numbers of pieces.
         cut = [types.pieces(self.pairs.mesh) for types in different[2]]
         numbers = sorted(set(cut))
-        prices = [self._price(axis, node, *each) for each in product(*different[:2], numbers)]
+        prices = [price(node, *each, pieces=number) for *each, number in product(*different[:2], numbers)]
         sizes = [len(each) for each in different]
         table = np.reshape(prices, (*sizes[:2], len(numbers)))[:, :, np.searchsorted(numbers, cut)]
         free = [self._free(axis, node, each, different[2]) for each in different[:2]]
@@ -287,11 +272,7 @@ class PairPrices:
 
     def _free(self, axis: int, node: Node, layouts: list[Layout], held: list[Layout]) -> np.ndarray:
         """Tell which of `layouts` may be converted, or result from it, while the value has types `held` over the other axis."""
-        free = []
-        for key in product((axis,), (node,), layouts, held):
-            if key not in self._is_free:
-                self._is_free[key] = self._may_move(*key)
-            free.append(self._is_free[key])
+        free = [self._is_free(axis, node, *each) for each in product(layouts, held)]
         return np.reshape(free, (len(layouts), len(held)))
 
     def _may_move(self, axis: int, node: Node, layout: Layout, other: Layout) -> bool:
@@ -300,41 +281,3 @@ class PairPrices:
         # tp has the inner part of tokens, cp that of all other dims.
         shared = common_places(layout, other)
         return all(axis == (0 if self.pairs.tokens.is_token(node, place) else 1) for place in shared)
-
-    def _price(self, axis: int, node: Node, source: Layout, target: Layout, pieces: int) -> float:
-        """Return the price of converting, over one axis, one of the `pieces` into which the other one cuts the value."""
-        key = axis, node, source, target, pieces
-        if key not in self._prices:
-            self._prices[key] = edge_price(self.splitters[axis], node, source, target, pieces=pieces)
-        return self._prices[key]
-
-    def saved(
-        self, node: Node, reader: Node, savers: list[Node], sources: list[Layout], targets: list[Layout]
-    ) -> np.ndarray:
-        shape = len(sources), len(targets)
-        if reader not in savers:
-            return np.zeros(shape)
-        machine, mesh, nbytes = self.pairs.weights.machine, self.pairs.mesh, payload(node)
-        before, after = self.parts(sources), self.parts(targets)
-        pieces, again = [], []
-        for k, splitter in enumerate(self.splitters):
-            gathers = partial(gathers_again, splitter, reader)
-            again.append(tabulate(gathers, before[k], after[k]))
-            cut = np.array([types.pieces(mesh) for types in after[k]])[None]
-            pieces.append(np.where(again[k], splitter.degree, cut))
-        seconds = nbytes / pieces[0] / pieces[1] * machine.per_saved_byte
-        for k, splitter in enumerate(self.splitters):
-            other = np.array([types.pieces(mesh) for types in after[1 - k]])
-            gathered = [
-                collective_seconds("all-gather", nbytes / cut, splitter.degree, machine) for cut in other
-            ]
-            seconds = seconds + again[k] * np.array(gathered)[None]
-            seconds = seconds + (pieces[k] == 1) * nbytes / pieces[1 - k] * splitter.per_whole_byte
-        return seconds / len(savers)
-
-    def odd_layers(self, node: Node, entered: list[Layout], read: list[Layout]) -> np.ndarray:
-        before, after = self.parts(entered), self.parts(read)
-        total = np.zeros((len(entered), len(read)))
-        for k, splitter in enumerate(self.splitters):
-            total += tabulate(partial(odd_price, splitter, node), before[k], after[k])
-        return total

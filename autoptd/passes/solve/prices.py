@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from itertools import product
 
 import numpy as np
@@ -30,36 +30,49 @@ Price = Callable[[ValueType, ValueType, float, int, Machine], float]
 
 
 class AxisPrices:
-    """The prices over one axis of a mesh; those of conversions are cached for all problems of a graph."""
+    """The prices over some axes, given their splitters; those of conversions are cached for all problems of a graph."""
 
-    def __init__(self, splitter: Splitter) -> None:
-        self.splitter = splitter
-        self._found: dict[tuple[Node, Layout, Layout], float] = {}
+    def __init__(self, *splitters: Splitter) -> None:
+        self.splitters, self.mesh = splitters, splitters[0].mesh
+        self._price = [cache(partial(edge_price, splitter)) for splitter in splitters]
+        self._over = cache(lambda layout: [layout.over(splitter.axis) for splitter in splitters])
 
     @property
     def loss(self) -> Layout:
-        return self.splitter.loss
+        return Layout({axis: kind for splitter in self.splitters for axis, kind in splitter.loss.types})
 
     def conversions(self, node: Node, sources: list[Layout], targets: list[Layout]) -> np.ndarray:
-        return tabulate(partial(self._conversion, node), sources, targets)
+        """Return the prices over one axis; those over two depend on their order (`joint.py`)."""
+        return tabulate(partial(self._price[0], node), sources, targets)
 
-    def _conversion(self, node: Node, source: Layout, target: Layout) -> float:
-        key = node, source, target
-        if key not in self._found:
-            self._found[key] = edge_price(self.splitter, *key)
-        return self._found[key]
+    def parts(self, layouts: list[Layout]) -> list[list[Layout]]:
+        """Return the types over each axis."""
+        return [list(each) for each in zip(*map(self._over, layouts), strict=True)]
 
     def saved(
         self, node: Node, reader: Node, savers: list[Node], sources: list[Layout], targets: list[Layout]
     ) -> np.ndarray:
         if reader not in savers:
             return np.zeros((len(sources), len(targets)))
-        return tabulate(
-            lambda *types: saved_price(self.splitter, node, reader, *types) / len(savers), sources, targets
-        )
+        machine, nbytes = self.splitters[0].machine, self.splitters[0].nbytes(node)
+        before, after = self.parts(sources), self.parts(targets)
+        cuts = [np.array([types.pieces(self.mesh) for types in part])[None] for part in after]
+        again, pieces = [], []
+        for k, splitter in enumerate(self.splitters):
+            again.append(tabulate(partial(gathers_again, splitter, reader), before[k], after[k]))
+            # A reader that gathers its operand again saves only the shards.
+            pieces.append(np.where(again[k], splitter.degree, cuts[k]))
+        seconds = nbytes / math.prod(pieces) * machine.per_saved_byte
+        for k, splitter in enumerate(self.splitters):
+            # The part of the value that the other axes leave.
+            read, saved = (nbytes / math.prod(each[:k] + each[k + 1 :]) for each in (cuts, pieces))
+            seconds = seconds + again[k] * collective_seconds("all-gather", read, splitter.degree, machine)
+            seconds = seconds + (pieces[k] == 1) * saved * splitter.per_whole_byte
+        return seconds / len(savers)
 
     def odd_layers(self, node: Node, entered: list[Layout], read: list[Layout]) -> np.ndarray:
-        return tabulate(lambda *types: odd_price(self.splitter, node, *types), entered, read)
+        over = zip(self.splitters, self.parts(entered), self.parts(read), strict=True)
+        return sum(tabulate(partial(odd_price, splitter, node), *types) for splitter, *types in over)
 
 
 def tabulate(
@@ -93,17 +106,6 @@ def gathers_again(splitter: Splitter, reader: Node, source: Layout, target: Layo
     # S -> R alone, by the same criterion as `hook_gemms.gather_again`.
     is_gather = bool(source.shards) and not source.sub_axes and target == splitter.over(R)
     return is_gather and op_name(reader) in ("aten.linear", "aten.addmm")
-
-
-def saved_price(splitter: Splitter, node: Node, reader: Node, source: Layout, target: Layout) -> float:
-    """Return the price of saving the value of `node` for backward of `reader`."""
-    machine, t, nbytes = splitter.machine, splitter.degree, splitter.nbytes(node)
-    if gathers_again(splitter, reader, source, target):
-        seconds = nbytes / t * machine.per_saved_byte
-        return seconds + collective_seconds("all-gather", nbytes, t, machine)
-    pieces = target.pieces(splitter.mesh)
-    seconds = nbytes / pieces * machine.per_saved_byte
-    return seconds + (nbytes * splitter.per_whole_byte if pieces == 1 else 0.0)
 
 
 def edge_price(

@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 
 from torch.fx import Graph, Node
 
@@ -140,7 +141,7 @@ class Splitter:
         self.axes, self.axis, self.mesh, self.machine, self.pins = axes, axis, mesh, machine, pins
         self.degree = mesh.degree(axis)
         # Every edge of every layer asks for the same few pairs of layouts.
-        self._paths: dict[tuple[Layout, Layout], list[Step] | None] = {}
+        self._steps = cache(lambda source, target: steps(axis, source, target, mesh))
         self.padding = Padding(graph, axes, self.degree)
         self.factors = Factors(graph, axes, axis, mesh)
         batch: set[int] = set()
@@ -225,10 +226,7 @@ class Splitter:
 
     def path(self, source: Layout, target: Layout) -> list[Step] | None:
         """Return the conversions over the axis from one layout to another, None if there are none."""
-        key = source, target
-        if key not in self._paths:
-            self._paths[key] = steps(self.axis, source, target, self.mesh)
-        return self._paths[key]
+        return self._steps(source, target)
 
     def is_plain(self, node: Node, types: Layout) -> bool:
         """Tell whether layers that pass on values like `node` as `types` are easy to read: whole, P, or split by tokens.

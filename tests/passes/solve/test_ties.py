@@ -31,7 +31,7 @@ def solve(
     def both(solved: Any, strategies: Any, prices: Any, ties: Any, **keywords: Any) -> Any:
         found = solver(solved, strategies, prices, ties, **keywords)
         free = solver(
-            solved, assign.strategies_of(prices.splitter, {}), prices, replace(ties, same={}), **keywords
+            solved, assign.strategies_of(prices.splitters[0], {}), prices, replace(ties, same={}), **keywords
         )
         costs.extend(price(one.problem.answer, one.problem.factors) for one in (found, free))
         return found
