@@ -56,9 +56,9 @@ class AxisPrices:
             return np.zeros((len(sources), len(targets)))
         machine, nbytes = self.splitters[0].machine, self.splitters[0].nbytes(node)
         before, after = self.parts(sources), self.parts(targets)
-        cuts = [np.array([types.pieces(self.mesh) for types in part])[None] for part in after]
-        again, pieces = [], []
+        again, cuts, pieces = [], [], []
         for k, splitter in enumerate(self.splitters):
+            cuts.append(np.array([types.pieces(self.mesh) for types in after[k]])[None])
             again.append(tabulate(partial(gathers_again, splitter, reader), before[k], after[k]))
             # A reader that gathers its operand again saves only the shards.
             pieces.append(np.where(again[k], splitter.degree, cuts[k]))
