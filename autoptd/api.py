@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import nn
 
 from autoptd.compiler.compiler import Compiler
 from autoptd.ir.machine import Machine
-from autoptd.model.parallel_model import ParallelModel
+from autoptd.model import parallel_model
 from autoptd.options import (
     ContextParallel,
     Fuse,
@@ -46,6 +47,15 @@ from autoptd.wings.planner.auto import planned
 from autoptd.wings.reports.excepthook import print_errors_once
 from autoptd.wings.reports.pictures import draw_program
 from autoptd.wings.viz import graph_picture
+
+
+class ParallelModel(parallel_model.ParallelModel):
+    # The model itself does not depend on pictures.
+    __doc__ = parallel_model.ParallelModel.__doc__
+
+    @wraps(parallel_model.ParallelModel.__init__)  # type: ignore[misc]
+    def __init__(self, *args: Any, draw: parallel_model.Draw | None = draw_program, **kwargs: Any) -> None:
+        super().__init__(*args, draw=draw, **kwargs)
 
 
 def parallelize(

@@ -12,6 +12,7 @@ import torch
 import autoptd
 from autoptd.ir.actions import COMPUTES, Kind
 from autoptd.ir.mesh import Coordinate
+from autoptd.options import make_options
 from autoptd.runtime.step.timeline import Span
 from autoptd.wings.reports.pictures import executed_run, simulated_run
 from autoptd.wings.viz import schedule_svg
@@ -106,3 +107,14 @@ def test_only_ranks_that_were_recorded_are_named() -> None:
 def test_show_without_a_folder_returns_the_picture() -> None:
     assert deep().graph("layer").dot == deep().graph().dot
     assert deep().graph("layer")._repr_svg_() == deep().graph().svg
+
+
+def test_a_model_of_a_loaded_program_shows_itself(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=32, block_size=8, n_layer=2, n_head=2, n_embd=8))
+    x = torch.randint(0, 32, (4, 8))
+    autoptd.compile(model, p=2, example_inputs=(x, x)).save(tmp_path)
+    options = make_options(p=2, backend="local")
+    pm = autoptd.ParallelModel(autoptd.Program.load(tmp_path), options, model.state_dict())
+    assert "stage 1" in pm.show(tmp_path / "out").dot and (tmp_path / "out" / "schedule.svg").exists()
+    pm.close()
