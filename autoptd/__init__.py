@@ -12,8 +12,6 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from autoptd.ir.scopes import paused_collection
-
 if TYPE_CHECKING:
     from autoptd.api import Machine, ParallelModel, Program, compile, parallelize, verify
     from autoptd.compiler.peak_memory import peak_memory
@@ -110,6 +108,9 @@ class _Face(ModuleType):
         if name not in HOME_OF:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         # The modules of a compiler, and torch's own for tracing, are made of objects that stay.
+        # Imported here: it loads `logging`, which `import autoptd` does without.
+        from autoptd.ir.scopes import paused_collection
+
         with paused_collection():
             found = getattr(import_module(f"{self.__name__}.{HOME_OF[name]}"), name)
         super().__setattr__(name, found)

@@ -166,14 +166,3 @@ def outer_products(x: Tensor, grad: Tensor, ends: Tensor, weight: Tensor) -> Ten
         torch.mm(x[start:end].t(), grad[start:end], out=matrix)
         start = end
     return out
-
-
-__all__ = [
-    "NAME",
-    "GroupedProducts",
-    "expert_mm",
-    "grouped_mm",
-    "outer_products",
-    "products_of_groups",
-    "sorted_by_expert",
-]

@@ -69,13 +69,3 @@ def check_steps(name: str, steps: Any) -> None:
         raise PlanError(
             f"{name}={steps!r}", "must be a non-negative integer", "for example 100, or 0 for never"
         )
-
-
-__all__ = [
-    "check_degree",
-    "check_memory",
-    "check_seconds",
-    "check_steps",
-    "microseconds_text",
-    "parse_bytes",
-]

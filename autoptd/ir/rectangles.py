@@ -256,6 +256,3 @@ def _split(item: Item, room: int) -> tuple[Item | None, Item | None]:
     if rows == count:
         return item, None
     return item._replace(rectangle=part.rows(0, rows)), item._replace(rectangle=part.rows(rows, count))
-
-
-__all__ = ["Item", "Range", "Rectangle", "Run", "own_runs", "pieces", "rectangles_of_flat", "share", "whole"]

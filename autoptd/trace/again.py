@@ -163,6 +163,3 @@ def _ancestors(nodes: list[Node]) -> set[Node]:
             found.add(node)
             waiting += node.all_input_nodes
     return found
-
-
-__all__ = ["Traced"]

@@ -304,6 +304,3 @@ def _state(devices: tuple[str, ...], dtype: torch.dtype | None, only: str = "") 
             torch.set_autocast_enabled(device, dtype is not None and only in ("", device))
             torch.set_autocast_dtype(device, dtype or torch.bfloat16)
         yield
-
-
-__all__ = ["OFF", "Autocast", "Casting", "CastingMode", "cast_once"]

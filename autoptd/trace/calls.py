@@ -281,6 +281,3 @@ def _is_own(function: Any) -> bool:
     if not isinstance(function, types.FunctionType) or "site-packages" in function.__code__.co_filename:
         return False
     return (function.__module__ or "").split(".")[0] not in sys.stdlib_module_names
-
-
-__all__ = ["Handed", "Harmless", "Kind", "called", "handed_to", "is_iterator", "is_python", "operands"]

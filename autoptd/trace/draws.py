@@ -21,7 +21,7 @@ are intercepted, in the order of the calls, which is that of the sites.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -43,13 +43,8 @@ ATTENTION = "aten.scaled_dot_product_attention"
 UNFUSED = "unfused: exact dropout"
 
 
-def dropouts(graph: Graph) -> Iterator[Node]:
-    """Yield the dropouts of a normalised graph, in order."""
-    return (node for node in ops(graph) if op_name(node) == NAME)
-
-
 def rewrite_dropouts(graph: Graph) -> None:
-    """Remove dropouts without effect and decompose attention with dropout; `noise.py` numbers the sites.
+    """Remove dropouts without effect and decompose attention with dropout; `rewrite_noise` numbers the sites.
 
     PlanError for other kinds of dropout.
     """
@@ -135,11 +130,7 @@ def _future(graph: Graph, size: tuple[int, int], like: Any) -> Node:
 # Operators by the kind of numbers; each name also has an in-place form.
 LIKE = {"aten.rand_like": "uniform", "aten.randn_like": "normal"}
 SIZED = {"aten.rand": "uniform", "aten.randn": "normal"}
-FILLED = {
-    "aten.uniform": "uniform",
-    "aten.exponential": "exponential",
-    "aten.normal_functional": "normal",
-}
+FILLED = {"aten.uniform": "uniform", "aten.exponential": "exponential", "aten.normal_functional": "normal"}
 # Arguments that scale and shift the numbers.
 STEPS = {"uniform": {"from", "to"}, "normal": {"mean", "std"}, "exponential": {"lambd"}}
 # Only the shape of these is read.
@@ -179,15 +170,11 @@ def kind_of(func: Any) -> str | None:
 
 
 def steps_of(func: Any, kind: str, args: Any, kwargs: Any) -> list[tuple[Any, float]]:
-    """Return the steps from standard numbers to those that a call requests."""
-    defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
-    names = [argument.name for argument in func._schema.arguments]
-    given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-    return scaled(kind, given) if STEPS[kind] & given.keys() else []
-
-
-def scaled(kind: str, given: Mapping[str, Any]) -> list[tuple[Any, float]]:
     """Return the steps, (operator, number), from standard numbers to those that a call requests."""
+    defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
+    given = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+    if not STEPS[kind] & given.keys():
+        return []
     if kind == "uniform":
         low, high = given["from"], given["to"]
         steps = [(aten.mul.Tensor, high - low), (aten.add.Tensor, low)]

@@ -116,13 +116,3 @@ def _is_equal(x: torch.Tensor, y: torch.Tensor) -> bool:
     if x.shape != y.shape or x.dtype != y.dtype:
         return False
     return x is y or x.is_meta or y.is_meta or same_entries(x, y.to(x.device))
-
-
-__all__ = [
-    "evaluating",
-    "in_modes",
-    "is_training_without_dropout",
-    "modes_of",
-    "number_values",
-    "seen_as_evaluation",
-]

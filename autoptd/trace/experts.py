@@ -25,15 +25,13 @@ from torch.fx import Graph, Node
 
 from autoptd.ir.expert_mm import expert_mm
 from autoptd.ir.notes import op_name, ops, shape
-from autoptd.ir.operators.record import Member, argument, operands
-from autoptd.ir.operators.table import links, operator_of
+from autoptd.ir.operators.record import argument, operands
+from autoptd.ir.operators.table import ROWS, links, operator_of
 from autoptd.trace.new_nodes import Maker, put
 
 aten = torch.ops.aten
 # Products of rows, matrices and the ends of groups: ours, torch's, and the fallback of transformers.
 PRODUCTS = ("autoptd.grouped_mm", "aten._grouped_mm", "transformers.grouped_mm_fallback")
-# All of a tensor's dim 0.
-ROWS = Member((0,))
 
 
 class NotByRow(Exception):
@@ -302,6 +300,3 @@ def _rewrite(graph: Graph, found: Sort) -> None:
             rows = make(aten.reshape.default, rows, [tokens, sizes[0] // tokens, *sizes[1:]])
             rows = make(aten.sum.dim_IntList, rows, [1])
         put(node, rows)
-
-
-__all__ = ["rewrite_experts"]

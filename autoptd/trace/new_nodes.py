@@ -48,6 +48,3 @@ def put(node: Node, by: Any) -> None:
     """Replace all uses of `node` with `by`, and erase it."""
     node.replace_all_uses_with(by)
     node.graph.erase_node(node)
-
-
-__all__ = ["Maker", "put"]

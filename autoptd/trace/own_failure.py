@@ -59,6 +59,3 @@ def own_failure(
     finally:
         kept.put_back()
     return None
-
-
-__all__ = ["own_failure"]

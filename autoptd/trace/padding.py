@@ -72,8 +72,8 @@ def compare_padded(
     """Run the model, without dropout, on a call, on the same call with padding, and with other tokens in that.
 
     PlanError if they differ: the first two by more than the rounding of sums over more tokens, the last two,
-    whose sums have equal lengths, by more than a small share of that. The check is inconclusive if the model
-    fails on made-up numbers, or has no finite loss.
+    whose sums have equal lengths, by more than a small share of that. The check is skipped if the numbers are made up
+    (`is_made_up`) and the model fails on them, or has no finite loss.
     """
     watched, kept = Watched(model, loss_fn), KeptBuffers(model)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -129,6 +129,3 @@ REMEDY = (
     "make it ignore padding (labels with ignore_index, a causal or padded attention mask, pad= of autoptd.Buckets), "
     "or use shapes='exact'"
 )
-
-
-__all__ = ["compare_padded", "keep_all", "labels_of"]

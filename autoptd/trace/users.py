@@ -64,7 +64,7 @@ def is_called_by_user(frame: types.FrameType) -> bool:
 
 
 def may_read(code: types.CodeType) -> bool:
-    """Tell whether code may read state that affects a forward: the user's, and that of torch's modules."""
+    """Tell whether code may read state that affects a forward: watched code, and that of torch.nn."""
     return bool(_kind_of(code.co_filename)) or code.co_filename.startswith(TORCH_NN)
 
 
@@ -74,7 +74,7 @@ def is_users_module(module: types.ModuleType) -> bool:
 
 
 def is_writing(code: types.CodeType) -> bool:
-    """Tell whether code checks the class of a value in order to store it: ours, and nn.Module's setattr."""
+    """Tell whether code checks the class of a value in order to store it: ours, nn.Parameter's, and nn.Module's setattr."""
     file = code.co_filename
     if file == TORCH_MODULES[0]:
         return code.co_name == "__setattr__"

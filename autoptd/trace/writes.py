@@ -396,7 +396,9 @@ MOST_PAIRS = 1
 
 
 def places_of(value: Any) -> list[tuple[Holder, str]]:
-    """Return all places that hold an object, except variables of frames and what records keep."""
+    """Return all places that hold an object, each with a text that names it, except variables of frames and the
+    entries of records; nothing if one of them cannot be replaced, such as an entry of a tuple.
+    """
     owners = [one for one in gc.get_referrers(value) if not isinstance(one, (Content, types.FrameType))]
     known_by = referrers(containers(owners))
     found: list[tuple[Holder, str]] = []

@@ -6,7 +6,7 @@
 Both run in float64 for some optimizer steps, the partitioned one with ranks as threads, and with the plan
 that the model has in its own dtype. Every step has new data (fresh.py). Halfway, the partitioned model is
 saved and loaded into a new one, optimizer included; at the end it is evaluated. Faults that a float64 copy
-would hide are looked for on the model itself, which trains one step and is restored (untouched.py): its first
+would hide are looked for on the model itself, which trains one step and is restored (one_device.py): its first
 two losses must equal those of the copy, and of the partitioned model in the model's dtype, up to that dtype's
 rounding.
 

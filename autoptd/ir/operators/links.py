@@ -297,10 +297,7 @@ def _batch_dim_links(node: Node, d: int) -> list[Link]:
     repeat = q[d] // k[d]
     heads = {0: Member((d,), tail=repeat), 1: Member((d,)), 2: Member((d,))}
     repeats = {0: Member((d,), lead=k[d])}
-    return [
-        Link("kv", heads, Member((d,), tail=repeat)),
-        Link("repeat", repeats, Member((d,), lead=k[d])),
-    ]
+    return [Link("kv", heads, Member((d,), tail=repeat)), Link("repeat", repeats, Member((d,), lead=k[d]))]
 
 
 def _of_mask(node: Node, back: int, size: int) -> dict[int, Member]:

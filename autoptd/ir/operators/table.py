@@ -375,10 +375,7 @@ OPERATORS = [
     Operator("aten.batch_norm", links=batch_norm_links),
     Operator("aten.group_norm", links=sample_links),
     Operator(
-        "aten.softmax",
-        links=over_classes(along("dim"), "classes_softmax"),
-        keeps="operands",
-        text=".softmax",
+        "aten.softmax", links=over_classes(along("dim"), "classes_softmax"), keeps="operands", text=".softmax"
     ),
     Operator(
         "aten.log_softmax", links=over_classes(along("dim"), "classes_log_softmax"), text=".log_softmax"
