@@ -386,7 +386,7 @@ def test_explain_is_honest() -> None:
     program = autoptd.compile(gpt(2), c=2, t=2, sequence_parallel=True, example_inputs=batch())
     text = program.explain("transformer.h.0.attn")
     assert re.search(r"over tp and cp together [\d.]+ us: exact.*; tp first \+[\d.]+%, cp first", text)
-    assert "all-to-all forward, all-to-all backward" in text and "a c-th of them" in text
+    assert "all-to-all forward, all-to-all backward" in text and "1/c of them" in text
     assert "could split counts 1,000 us more" in text
     assert "over cp split by tokens: 8 = 2 x 4" in "".join(program.sources.values())
     alone = autoptd.compile(gpt(2), c=2, example_inputs=batch()).explain("transformer.h.0.attn")
