@@ -1,8 +1,9 @@
 """Find the named axes of every tensor, then a type with its reason for every value over every mesh axis
 (TRACED -> ANNOTATED).
 
-In: a graph of whole operators. Out: the same graph with `dims`, `layout`, `forms` and `why` in its notes.
-`ctx.found` gets the solver's assignments and the operators that are not split as expected.
+In: a graph of whole operators. Out: the same graph with `dims`, `layout`, `forms` and `why` in its notes: over the
+batch by rule (`samples.py`), over each mesh axis that divides values by its policy (`policies.py`). `ctx.found` gets
+the solver's assignments and the operators that are not split as expected.
 """
 
 from __future__ import annotations

@@ -43,14 +43,14 @@ class Findings:
     """Hold the results of passes that are not in the graph's notes; reading one before it is set is an
     InternalError.
 
-    rewrites of TRACED: `whole`: the trace with all samples, rewritten like the graph (None: unchanged)
-    annotate:     `axes`: which dims are split together; `assignments`: the solver's answer over every mesh
-    axis; `fallbacks`: operators that are not split as expected; `joint`: the joint solution over two axes,
-    where a model is split over both tp and cp
-    find_fusions: `groups`: operators that a fused one may stand for cut:          `cut`: where the model is
-    cut, why, and what it costs substitute:   `fusions`: which groups were fused and which were not keep:
-    `kept`: what every stage saves of a microbatch from its forward to its backward, and recomputes;
-    `kept_values`: how every value is kept, for display
+    - rewrites of TRACED: `whole`, the trace with all samples, rewritten like the graph (None: unchanged)
+    - annotate: `axes`, which dims are split together; `assignments`, the solver's answer over every mesh axis;
+      `fallbacks`, operators that are not split as expected; `joint`, the joint answer over tp and cp
+    - find_fusions: `groups`, operators that a fused one may replace
+    - cut: `cut`, where the model is cut, why, and its costs
+    - substitute: `fusions`, which groups were fused, and which were not
+    - keep: `kept`, the values that every stage saves of a microbatch for its backward, and those that it recomputes;
+      `kept_values`, how every value is kept, for display
     """
 
     whole: Graph | None = field(init=False, default=None)
@@ -94,7 +94,7 @@ class Context:
     - `makespan`: seconds of a step, as a function of the seconds per stage to compute and to recompute (None:
       the schedule is too long to simulate repeatedly).
     - `price_range`: the prices of memory at which a rank may choose what it keeps, ascending
-      (`memory_price.py`).
+      (`compiler/memory_search.py`).
     - `reserve`: bytes per rank that the cut leaves free, because an earlier cut was off by that much.
     - `working`: bytes that every pipeline rank needs in addition to those it holds; empty until they are
       known.

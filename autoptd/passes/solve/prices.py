@@ -103,7 +103,7 @@ def odd_price(splitter: Splitter, node: Node, entered: Layout, read: Layout) -> 
 
 def gathers_again(splitter: Splitter, reader: Node, source: Layout, target: Layout) -> bool:
     """Tell whether backward of `reader` all-gathers its operand again, so that only the shards are saved."""
-    # S -> R alone, by the same criterion as `hook_gemms.gather_again`.
+    # S -> R alone, by the same criterion as `gather_again` in `kept/requested.py`.
     is_gather = bool(source.shards) and not source.sub_axes and target == splitter.over(R)
     return is_gather and op_name(reader) in ("aten.linear", "aten.addmm")
 
