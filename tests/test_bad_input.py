@@ -39,9 +39,7 @@ def test_batch_that_does_not_divide() -> None:
         compile_gpt(d=2, example_inputs=batch(7))
     with pytest.raises(autoptd.PlanError, match=r"do not divide into 3 microbatches.*\{1, 2, 4, 8\}"):
         compile_gpt(num_microbatches=3)
-    with pytest.raises(
-        autoptd.PlanError, match=r"batch of 2 has 1 for each.*num_microbatches=1, .*multiple of 16"
-    ):
+    with pytest.raises(autoptd.PlanError, match=r"batch of 2 .*num_microbatches=1, .*multiple of 16"):
         compile_gpt(d=2, num_microbatches=8, example_inputs=batch(2))
 
 
@@ -261,9 +259,7 @@ class Normed(nn.Module):
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(8), nn.BatchNorm1d(8, track_running_stats=False)])
 def test_batch_norm_over_microbatches(norm: nn.Module) -> None:
-    with pytest.raises(
-        autoptd.PlanError, match=r"batch norm in training.*Remedy: .*\.eval.*num_microbatches=1"
-    ):
+    with pytest.raises(autoptd.PlanError, match=r"batch norm in .*Remedy: .*\.eval.*num_microbatches=1"):
         autoptd.compile(Normed(norm), d=2, num_microbatches=2, example_inputs=(torch.randn(8, 8),))
 
 

@@ -280,9 +280,7 @@ def test_memory_moves_the_cut_and_is_refused_where_nothing_fits() -> None:
     bound = compile_gpt(8, p=4, num_microbatches=8, memory=memory, recompute=False)
     assert fullest(bound) <= memory and bound.plan["cut"] != free.plan["cut"]
     assert bound.plan["options"]["memory"] == memory
-    with pytest.raises(
-        PlanError, match=r"memory: with the cut that spreads it best, the fullest rank takes [\d,]+ bytes"
-    ) as caught:
+    with pytest.raises(PlanError, match=r"memory: with .* the fullest rank takes [\d,]+ bytes") as caught:
         compile_gpt(8, p=4, num_microbatches=8, memory=memory / 4)
     assert "num_microbatches" in caught.value.remedy and "larger t or p" in caught.value.remedy
     with pytest.raises(PlanError, match="memory: with the cut that the plan pins"):

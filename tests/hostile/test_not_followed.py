@@ -69,9 +69,7 @@ class Divided(nn.Module):
 
 def test_a_table_as_long_as_the_batch_is_one_clear_error() -> None:
     call = (torch.arange(8)[:, None].expand(8, 6).flip(0), torch.randn(8, 4, dtype=torch.float64))
-    with pytest.raises(
-        TraceError, match=r"with 4 rows it cannot be run: IndexError.*tensors 0, 1 have 8 rows"
-    ):
+    with pytest.raises(TraceError, match=r"with 4 rows .*: IndexError.*tensors 0, 1 have 8 rows"):
         autoptd.parallelize(Divided(), num_microbatches=2, backend="local", example_inputs=call)
 
 
@@ -95,9 +93,7 @@ class TooLarge(nn.Module):
 def test_a_step_that_does_not_fit_on_the_device_of_the_model() -> None:
     """It is not compared with its trace, and says so: fused, or on more ranks, it may fit."""
     call, model = (torch.randn(8, 4), torch.arange(8)), TooLarge()
-    with pytest.warns(
-        UserWarning, match="not compared.* a step with 4 rows does not fit: CUDA out of memory"
-    ):
+    with pytest.warns(UserWarning, match="not compared.* does not fit: CUDA out of memory"):
         pm = autoptd.parallelize(model, num_microbatches=2, backend="local", example_inputs=call)
     model.fits = True
     assert float(pm.step(*call)) == pytest.approx(float(model(*call)), rel=1e-6) and not model.seen.any()

@@ -96,9 +96,7 @@ def test_optimizers_that_update_every_element_by_itself(cls: Any, keywords: dict
 
 def test_an_optimizer_that_looks_at_whole_parameters() -> None:
     _, pm = make((X, Y), t=2)
-    with pytest.raises(
-        PlanError, match=r"Trusting: derives from SGD with a step of its own: halves of a tensor"
-    ):
+    with pytest.raises(PlanError, match=r"Trusting: derives from SGD with a step of its own"):
         pm.optimizer(Trusting, lr=0.1)
     pm.close()
 
@@ -125,9 +123,7 @@ def test_the_state_dict_of_a_torch_optimizer() -> None:
     two = pm.optimizer(torch.optim.AdamW, [{"params": ["up.*"]}, {"params": ["down.*"]}], lr=0.1)
     with pytest.raises(PlanError, match=r"1 groups were saved, this optimizer has 2"):
         two.load_state_dict(opt.state_dict())
-    with pytest.raises(
-        PlanError, match=r"with \[4\] numbered parameters in its groups, and this one has \[2, 2\]"
-    ):
+    with pytest.raises(PlanError, match=r"\[4\] numbered parameters .*, and this one has \[2, 2\]"):
         two.load_state_dict(theirs.state_dict())
     pm.close()
 

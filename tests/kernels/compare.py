@@ -127,3 +127,17 @@ def kept_bytes(operator: Operator, *tensors: Tensor | None) -> int:
         held = operator(*tensors)
     assert held is not None
     return sum(kept.values())
+
+
+def rms(form: Operator, **options: Any) -> Operator:
+    """A norm of (x, weight, what is added to x)."""
+    return lambda x, weight=None, residual=None, **more: form(
+        x, weight, residual=residual, eps=1e-3, **options, **more
+    )
+
+
+def layer(form: Operator) -> Operator:
+    """A norm of (x, weight, bias, what is added to x)."""
+    return lambda x, weight, bias, residual=None, **more: form(
+        x, weight, bias, residual=residual, eps=1e-3, **more
+    )

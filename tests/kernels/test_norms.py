@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
@@ -11,32 +9,21 @@ from hypothesis import strategies as st
 
 from autoptd.kernels.norms import layer_norm, layer_norm_plain, rms_norm, rms_norm_plain
 from tests.kernels.compare import (
-    Operator,
     check_errors,
     check_gradients,
     check_same,
     few,
     kept_bytes,
+    layer,
     layouts,
     random,
+    rms,
     seeds,
     small_tiles,
 )
 
 Tensor = torch.Tensor
 shapes = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
-
-
-def rms(form: Operator, **options: Any) -> Operator:
-    return lambda x, weight=None, residual=None, **more: form(
-        x, weight, residual=residual, eps=1e-3, **options, **more
-    )
-
-
-def layer(form: Operator) -> Operator:
-    return lambda x, weight, bias, residual=None, **more: form(
-        x, weight, bias, residual=residual, eps=1e-3, **more
-    )
 
 
 @few

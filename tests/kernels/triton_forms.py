@@ -24,7 +24,7 @@ from autoptd.kernels.norms import layer_norm, layer_norm_plain, rms_norm, rms_no
 from autoptd.kernels.rotary import rotary, rotary_plain
 from autoptd.kernels.softmax import masked_softmax, masked_softmax_plain
 from autoptd.runtime.ops.vocab import cross_entropy
-from tests.kernels.compare import Operator, check_same, random, results
+from tests.kernels.compare import Operator, check_same, layer, random, results, rms
 
 pytest.importorskip("triton")
 from autoptd.kernels import dropout_triton, norms_triton, rotary_triton
@@ -150,16 +150,8 @@ def test_bias_of_rows_that_programs_cut(width: int, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(dropout_triton, "SIZE", 16)
     inputs = [random(2, 2, width), random(width, seed=1), random(2, 2, width, seed=2)]
     for size in ((1, 2, 2 * width), (4, 1, width)):
-        check(
-            bias_dropout_add,
-            bias_dropout_add_plain,
-            inputs,
-            3,
-            torch.float64,
-            rate=0.4,
-            places=PLACES,
-            size=size,
-        )
+        options = {"rate": 0.4, "places": PLACES, "size": size}
+        check(bias_dropout_add, bias_dropout_add_plain, inputs, 3, torch.float64, **options)
 
 
 def test_a_bias_of_one_dim() -> None:
@@ -171,16 +163,10 @@ def test_a_bias_of_one_dim() -> None:
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_norms(weighted: bool, adds: bool, dtype: torch.dtype) -> None:
-    def rms(form: Operator) -> Operator:
-        return lambda x, w, residual, **more: form(x, w, eps=1e-3, offset=1.0, residual=residual, **more)
-
-    def layer(form: Operator) -> Operator:
-        return lambda x, w, b, residual, **more: form(x, w, b, eps=1e-3, residual=residual, **more)
-
     shape = (2, 2, 20)
     x, residual = random(*shape), random(*shape, seed=1) if adds else None
     weight, bias = (random(shape[-1], seed=i) if weighted else None for i in (2, 3))
-    check(rms(rms_norm), rms(rms_norm_plain), [x, weight, residual], 3, dtype)
+    check(rms(rms_norm, offset=1.0), rms(rms_norm_plain, offset=1.0), [x, weight, residual], 3, dtype)
     if adds:  # alone it is torch's
         check(layer(layer_norm), layer(layer_norm_plain), [x, weight, bias, residual], 4, dtype)
 
@@ -195,21 +181,9 @@ def test_norms_of_rows_that_are_read_twice(
     x, residual = random(7, 20), random(7, 20, seed=1)
     weight = random(20, seed=2) if given != "bias" else None
     bias = random(20, seed=3) if given != "weight" else None
-    check(
-        lambda x, w, b, other, **more: layer_norm(x, w, b, eps=1e-3, residual=other, **more),
-        lambda x, w, b, other, **more: layer_norm_plain(x, w, b, eps=1e-3, residual=other, **more),
-        [x, weight, bias, residual],
-        4,
-        dtype,
-    )
+    check(layer(layer_norm), layer(layer_norm_plain), [x, weight, bias, residual], 4, dtype)
     if bias is None:
-        check(
-            lambda x, w, **more: rms_norm(x, w, eps=1e-3, offset=1.0, **more),
-            lambda x, w, **more: rms_norm_plain(x, w, eps=1e-3, offset=1.0, **more),
-            [x, weight],
-            2,
-            dtype,
-        )
+        check(rms(rms_norm, offset=1.0), rms(rms_norm_plain, offset=1.0), [x, weight], 2, dtype)
 
 
 def test_rows_that_are_too_wide_take_the_form_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,13 +193,7 @@ def test_rows_that_are_too_wide_take_the_form_in_torch(monkeypatch: pytest.Monke
     for module, name in ((norms_triton, "_forward"), (norms_triton, "_backward")):
         monkeypatch.setattr(module, name, None)
     monkeypatch.setitem(forms.WIDEST, "rms_norm", 19)
-    check(
-        lambda x, w, **more: rms_norm(x, w, eps=1e-3, **more),
-        lambda x, w, **more: rms_norm_plain(x, w, eps=1e-3, **more),
-        [random(3, 20), random(20, seed=1)],
-        2,
-        torch.float64,
-    )
+    check(rms(rms_norm), rms(rms_norm_plain), [random(3, 20), random(20, seed=1)], 2, torch.float64)
 
 
 @pytest.mark.parametrize("dtype", MOSTLY_WIDE)
@@ -285,18 +253,9 @@ WIDE += [] if DEVICE == "cpu" else [(9001, torch.float64), (12288, torch.bfloat1
 def test_norms_as_wide_as_large_models_have_them() -> None:
     """Of odd widths too: at 12,288 and above backward reads its rows twice."""
     for width, dtype in WIDE:
-        x, weight, bias, residual = (
-            random(3, width),
-            *(random(width, seed=i) for i in (1, 2)),
-            random(3, width, seed=3),
-        )
-        check(
-            lambda x, w, b, other, **more: layer_norm(x, w, b, eps=1e-3, residual=other, **more),
-            lambda x, w, b, other, **more: layer_norm_plain(x, w, b, eps=1e-3, residual=other, **more),
-            [x, weight, bias, residual],
-            4,
-            dtype,
-        )
+        x, residual = random(3, width), random(3, width, seed=3)
+        weight, bias = (random(width, seed=i) for i in (1, 2))
+        check(layer(layer_norm), layer(layer_norm_plain), [x, weight, bias, residual], 4, dtype)
 
 
 @pytest.mark.gpu

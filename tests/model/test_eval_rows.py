@@ -149,9 +149,7 @@ def test_other_calls_are_refused_in_the_name_of_eval_step() -> None:
         pm.eval_step((ids, ids), labels)
     with pytest.raises(PlanError, match=r"^eval_step: ids is .* float32"):
         pm.eval_step(ids.float(), labels)
-    with pytest.raises(
-        PlanError, match=r"^pm.eval_step with ids \[3, 4\].*: labels: is \[4, 4\], and the batch has 3"
-    ):
+    with pytest.raises(PlanError, match=r"^pm.eval_step with ids \[3, 4\].*: labels: is \[4, 4\],.* 3"):
         pm.eval_step(batch(3)[0], batch(4)[1])
     assert pm.eval_step(*batch(6)).isfinite()
     pm.close()

@@ -33,6 +33,11 @@ def running(model: nn.Module | None = None, **keywords: Any) -> Iterator[Paralle
         pm.close()
 
 
+def refused(match: str, model: nn.Module | None = None, **keywords: Any) -> None:
+    with pytest.raises(PlanError, match=match), running(model, **keywords):
+        pass
+
+
 class Scores(nn.Module):
     """Attention in both directions or one, a loss of all tokens or of those with labels."""
 
@@ -74,8 +79,7 @@ def test_without_shapes_the_error_tells_of_them() -> None:
     ids=str,
 )
 def test_a_wrong_request_is_refused(keywords: dict[str, Any], fact: str) -> None:
-    with pytest.raises(PlanError, match=fact), running(**keywords):
-        pass
+    refused(fact, **keywords)
 
 
 @pytest.mark.parametrize("lengths", [(), (0, 4), (4.0,), "512", 512, (True,)], ids=str)
@@ -122,9 +126,7 @@ def test_what_is_no_other_size_is_refused(shapes: str) -> None:
 
 def test_a_size_that_no_program_is_for() -> None:
     with running(shapes="exact") as pm:
-        with pytest.raises(
-            PlanError, match=r"pm\.step with idx \[8, 16\], .*16 tokens are more than block_size=8"
-        ):
+        with pytest.raises(PlanError, match=r"pm\.step with idx \[8, 16\], .*more than block_size=8"):
             pm.step(*(torch.cat([x, x], 1) for x in cut(8, 8)))
         pm.step(*cut(8, 8))
     with (
@@ -153,11 +155,7 @@ def test_sizes_beyond_the_largest_bucket() -> None:
     "model", [Scores(is_causal=False), Scores(counts_all=True)], ids=["both ways", "mean"]
 )
 def test_a_model_that_reads_padding_is_refused(model: nn.Module) -> None:
-    with (
-        pytest.raises(PlanError, match="padding: the loss or its gradients change with padded tokens"),
-        running(model, shapes="bucket"),
-    ):
-        pass
+    refused("padding: the loss or its gradients change with padded tokens", model, shapes="bucket")
 
 
 def test_a_model_that_hardly_reads_padding_is_refused() -> None:
@@ -167,11 +165,7 @@ def test_a_model_that_hardly_reads_padding_is_refused() -> None:
         def forward(self, ids: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
             return super().forward(ids, labels) + 5e-5 * self.embed(ids).mean()
 
-    with (
-        pytest.raises(PlanError, match="padding: the model reads padded tokens"),
-        running(Leaks(), shapes="bucket"),
-    ):
-        pass
+    refused("padding: the model reads padded tokens", Leaks(), shapes="bucket")
 
 
 def test_a_mask_makes_both_ways_pass_over_padding() -> None:
@@ -209,11 +203,12 @@ def test_a_model_that_cannot_run_with_padding_is_one_error() -> None:
         def forward(self, ids: Tensor) -> Tensor:
             return F.cross_entropy(self.head(self.embed(ids)).flatten(0, 1), ids.roll(-1, 1).flatten())
 
-    with (
-        pytest.raises(PlanError, match=r"padding: the model cannot run with padded tokens: IndexError"),
-        running(OfIds(), shapes="bucket", example_inputs=cut(8, 8)[:1]),
-    ):
-        pass
+    refused(
+        r"padding: the model cannot run with padded tokens: IndexError",
+        OfIds(),
+        shapes="bucket",
+        example_inputs=cut(8, 8)[:1],
+    )
 
 
 def test_numbers_of_padding_are_the_users() -> None:
@@ -232,11 +227,7 @@ def test_numbers_of_padding_are_the_users() -> None:
     with running(model, shapes="bucket", example_inputs=call) as pm:
         torch.testing.assert_close(pm.step(*short), model(*short).detach())
     shapes = Buckets((4, 8), pad={"mask": 1.0, "labels": 3})
-    with (
-        pytest.raises(PlanError, match="change with padded tokens"),
-        running(model, shapes=shapes, example_inputs=call),
-    ):
-        pass
+    refused("change with padded tokens", model, shapes=shapes, example_inputs=call)
 
 
 def test_rows_are_added_where_the_loss_can_pass_over_them() -> None:
@@ -395,11 +386,7 @@ def test_rows_that_are_read_are_not_added() -> None:
 def test_a_deferred_model_cannot_be_run() -> None:
     with autoptd.deferred():
         model = gpt(1)
-    with (
-        pytest.raises(PlanError, match=r"the model has no values yet.*check=False"),
-        running(model, shapes="bucket"),
-    ):
-        pass
+    refused(r"the model has no values yet.*check=False", model, shapes="bucket")
     shapes = Buckets((4, 8), check=False)
     with running(model, shapes=shapes) as pm:
         full = autoptd.materialize(model)
@@ -428,9 +415,7 @@ def test_parameters_that_were_frozen_meanwhile() -> None:
     model = gpt(1)
     with running(model, shapes="exact") as pm:
         model.transformer.wte.weight.requires_grad_(False)
-        with pytest.raises(
-            PlanError, match=r"wte\.weight: is trained or frozen otherwise than in the first program"
-        ):
+        with pytest.raises(PlanError, match=r"wte\.weight: is trained or frozen otherwise"):
             pm.step(*cut(8, 4))
 
 

@@ -270,9 +270,7 @@ def test_optimizer_refusals() -> None:
         with pytest.raises(PlanError, match=r"'layer\.\*' names no parameter"):
             pm.optimizer(torch.optim.SGD, ["layer.*"], lr=0.1)
         for nothing in ([], [{"params": []}]):
-            with pytest.raises(
-                PlanError, match=r"no parameter in any group. Remedy: names such as 'wte.weight'"
-            ):
+            with pytest.raises(PlanError, match=r"no parameter in any group.*such as 'wte.weight'"):
                 pm.optimizer(torch.optim.SGD, nothing, lr=0.1)
         with pytest.raises(PlanError, match=r"wte.weight are in two groups"):
             pm.optimizer(torch.optim.SGD, [{"params": "head.weight"}, {"params": ["wte.*"]}], lr=0.1)
@@ -299,9 +297,7 @@ def test_replaced_storage_is_refused() -> None:
 def test_another_batch_is_refused_with_all_differences() -> None:
     with parallel(FULL) as pm:
         ids, targets = make_batch(6)
-        with pytest.raises(
-            PlanError, match=r"ids is \[6, 5\] int64, expected is \[8, 5\] int64.*drop_last=True"
-        ) as caught:
+        with pytest.raises(PlanError, match=r"ids is \[6, 5\] .*expected is \[8, 5\] .*drop_last") as caught:
             pm.step(ids, targets.int())
         assert "targets is [6, 5] int32" in str(caught.value) and caught.value.site == "step"
         with pytest.raises(PlanError, match="nested"):

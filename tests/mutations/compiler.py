@@ -100,7 +100,7 @@ MUTATIONS = (
     ),
     *planted(
         "autoptd/passes/buffer_updates.py",
-        "tests/parity/test_buffers.py::test_numbers_of_rows_are_those_of_the_batch",
+        "tests/parity/test_buffers.py::test_two_steps_are_those_of_one_device",
         ("return ours, theirs, tail if ctx.traces_all else of_all", "return ours, theirs, tail"),
     ),
     *planted(

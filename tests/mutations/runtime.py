@@ -208,7 +208,7 @@ MUTATIONS = (
     ),
     *planted(
         "autoptd/runtime/step/per_step.py",
-        "tests/parity/test_buffers.py::test_all_replicas_have_one_norm_of_a_weight",
+        "tests/parity/test_buffers.py::test_two_steps_are_those_of_one_device",
         ("(not spec.is_sum and world.replica != self._teller)", "not spec.is_sum and False"),
     ),
     *planted(
@@ -224,7 +224,7 @@ MUTATIONS = (
     ),
     *planted(
         "autoptd/runtime/step/executor.py",
-        "tests/parity/test_buffers.py::test_numbers_of_rows_are_those_of_the_batch",
+        "tests/parity/test_buffers.py::test_two_steps_are_those_of_one_device",
         ("stage.parts = {}", "stage.parts = stage.parts"),
     ),
     *planted(
@@ -289,7 +289,7 @@ MUTATIONS = (
     ),
     *planted(
         "autoptd/runtime/step/stage.py",
-        "tests/parity/test_buffers.py::test_numbers_of_rows_are_those_of_the_batch",
+        "tests/parity/test_buffers.py::test_two_steps_are_those_of_one_device",
         ("self.parts[number] += part.detach()", "self.parts[number] = part.detach().double()"),
     ),
     *planted(

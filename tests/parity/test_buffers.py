@@ -232,27 +232,11 @@ def test_the_dtype_of_a_number_of_tokens_holds_large_counts() -> None:
     both.pm.close()
 
 
-def test_all_replicas_have_one_norm_of_a_weight() -> None:
-    first, second = batches(2)
-    both = Both(make(WeightNorm), first, d=2)
-    both.step(first)
-    both.step(second)
-    both.pm.close()
-
-
 class Rate(Updating):
     def update(self, h: Tensor) -> Tensor:
         self.kept += h.detach().sum(0) / h.shape[0]
         self.ema += h.shape[0]
         return h
-
-
-def test_numbers_of_rows_are_those_of_the_batch() -> None:
-    first, second = batches(2)
-    both = Both(make(Rate), first, num_microbatches=2)
-    both.step(first)
-    both.step(second)
-    both.pm.close()
 
 
 def test_the_update_reads_as_the_page_says() -> None:
@@ -328,10 +312,24 @@ def test_what_the_order_of_microbatches_decides_is_refused(kind: type[Updating])
         autoptd.compile(make(kind), d=2, num_microbatches=2, example_inputs=batches(1)[0])
 
 
-@pytest.mark.parametrize("kind", [Maximum, ReadsAfter])
-def test_in_one_microbatch_it_is_not(kind: type[Updating]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (WeightNorm, {"d": 2}),
+        (Rate, {"num_microbatches": 2}),
+        (Maximum, {"d": 2, "num_microbatches": 1}),
+        (ReadsAfter, {"d": 2, "num_microbatches": 1}),
+    ],
+    ids=[
+        "one norm of a weight",
+        "rows of the batch",
+        "a maximum of one microbatch",
+        "read in one microbatch",
+    ],
+)
+def test_two_steps_are_those_of_one_device(kind: type[Updating], options: dict[str, Any]) -> None:
     first, second = batches(2)
-    both = Both(make(kind), first, d=2, num_microbatches=1)
+    both = Both(make(kind), first, **options)
     both.step(first)
     both.step(second)
     both.pm.close()

@@ -178,9 +178,7 @@ def test_an_operator_that_runs_once() -> None:
     ids, labels = torch.randint(32, (2, 4, 8))
     request = {"example_inputs": (ids, labels), "plan": plan(("layers.*", "again"))}
     assert autoptd.compile(Model("folded"), **request).costs.cut.again_seconds[0] > 0
-    with pytest.raises(
-        PlanError, match=r"layers.\* made again: layers.0: recompute.half_more may have effects"
-    ):
+    with pytest.raises(PlanError, match=r"layers.0: recompute.half_more may have effects"):
         autoptd.compile(Model("of_users"), **request)
 
 

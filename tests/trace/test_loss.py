@@ -57,9 +57,7 @@ class Logits(nn.Linear):
 
 def test_targets_that_were_left_out_are_named() -> None:
     x, labels = torch.ones(2, 4), torch.zeros(2, dtype=torch.long)
-    with pytest.raises(
-        TraceError, match=r"no loss found.* Remedy: pass labels= in example_inputs; else return"
-    ) as told:
+    with pytest.raises(TraceError, match=r"no loss found.*: pass labels= in example_inputs") as told:
         autoptd.compile(Logits(4, 3), d=2, example_inputs=(x,))
     assert "label_weight" not in told.value.remedy
     autoptd.compile(Logits(4, 3), d=2, example_inputs=(x, labels))

@@ -177,9 +177,7 @@ def check(model: nn.Module) -> None:
 @pytest.mark.parametrize("count", LOGS)
 def test_what_only_logs_is_a_warning(count: Callable[[Any], None]) -> None:
     model = Counts(count)
-    with pytest.warns(
-        UserWarning, match=r"\(test_tally.py:\d+\): is counted by the forward, which no rank does"
-    ):
+    with pytest.warns(UserWarning, match=r"\(test_tally.py:\d+\): is counted by the forward"):
         check(model)
     assert (model.calls, model.mean, model.seen, CALLS["n"], Counts.total) == (0, 0.0, [0], 0, 0)
 
@@ -187,9 +185,7 @@ def test_what_only_logs_is_a_warning(count: Callable[[Any], None]) -> None:
 @pytest.mark.parametrize("kind", ADDED)
 def test_a_list_that_is_only_added_to_is_a_warning(kind: str) -> None:
     model = Counts(ADDED[kind])
-    with pytest.warns(
-        UserWarning, match=r"\(test_tally.py:\d+\): is added to by the forward, which no rank does.*log in"
-    ):
+    with pytest.warns(UserWarning, match=r"\(test_tally.py:\d+\): is added to by the .*log in"):
         check(model)
     assert model.history is model.same and type(model.history) is list and type(Counts.log) is list
     assert not (model.history or LOG or LOGS_BY_NAME["loss"] or LAST or Counts.log)

@@ -544,9 +544,7 @@ def test_a_helper_of_a_model_is_refused_with_its_line() -> None:
 
     watched = Watched(Scaled(factor), None)
     watched(torch.ones(2, 2))
-    with pytest.raises(
-        TraceError, match=r"Helper.calls \(test_writes.py:\d+\): is changed by the forward \(\d+ before"
-    ):
+    with pytest.raises(TraceError, match=r"Helper.calls \(test_writes.py:\d+\): is changed .*\(\d+ before"):
         check_changes(watched, (torch.ones(2, 2),), {})
 
 

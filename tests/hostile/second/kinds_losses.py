@@ -308,40 +308,8 @@ def name_parts() -> list[Part]:
     return found
 
 
-INPUTS = [
-    "self_",
-    "rt",
-    "torch",
-    "b",
-    "world",
-    "loss",
-    "args",
-    "kwargs",
-    "rank",
-    "labels",
-    "input",
-    "x_1",
-    "é",
-    "h",
-    "out",
-    "print",
-    "scale",
-    "stage",
-    "batch",
-    "data",
-    "p",
-    "module",
-    "fn",
-    "params",
-    "micro",
-    "F",
-    "nn",
-    "math",
-    "add",
-    "view",
-    "mul_1",
-    "arange",
-]
+INPUTS = "self_ rt torch b world loss args kwargs rank labels input x_1 é h out print".split()
+INPUTS += "scale stage batch data p module fn params micro F nn math add view mul_1 arange".split()
 NAMES = name_parts() + [
     Part(
         f"inputs {a}, {b}",

@@ -142,9 +142,7 @@ centre.register_autograd(lambda ctx, gradient: gradient - gradient.mean(0))
 def test_a_rule_whose_gradient_does_not_hold() -> None:
     autoptd.register_rule("unlisted::centre", "b d -> b d")
     model = Net(lambda self, x: F.linear(centre(F.linear(x, self.w)), self.w).sum(), w=(8, 8))
-    with pytest.raises(
-        PlanError, match=r"cut along b .dim 0 of operand 0., the gradient of operand 0 differs"
-    ):
+    with pytest.raises(PlanError, match=r"cut along b .*, the gradient of operand 0 differs"):
         annotate(model, torch.randn(6, 8), t=2)
     autoptd.register_rule("unlisted::centre", "b* d -> b* d")
     graph, _, _ = annotate(model, torch.randn(6, 8), t=2)

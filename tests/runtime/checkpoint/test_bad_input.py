@@ -277,9 +277,7 @@ def test_a_changed_byte(model: Running, folder: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    with pytest.raises(
-        RuntimeFault, match=r"__2_0.distcp.* was changed after it was written: block 0, read for"
-    ):
+    with pytest.raises(RuntimeFault, match=r"__2_0.distcp.* was changed after it was written: block 0"):
         pm.load(folder, optimizer=optimizer)
     with pytest.raises(RuntimeFault, match="did not end"):
         train(pm, optimizer, 1)
@@ -342,9 +340,7 @@ def test_extra_that_fails_is_named(written: Path, tmp_path: Path) -> None:
     pm.save(tmp_path / "saved", extra={"loader": Broken(saves=True)})
     with pytest.raises(PlanError, match=r"extra\['loader'\]: its load_state_dict raised KeyError: 'at'"):
         pm.load(tmp_path / "saved", extra={"loader": Broken(saves=True)})
-    with pytest.warns(
-        UserWarning, match="the states of loader were saved as well, and extra= does not have them"
-    ):
+    with pytest.warns(UserWarning, match="states of loader were saved .*extra= does not have them"):
         pm.load(tmp_path / "saved")
     for steps in ("5", 5.0, -1):
         with pytest.raises(PlanError, match="must be a non-negative integer"):

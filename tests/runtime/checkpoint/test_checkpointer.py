@@ -413,10 +413,7 @@ def test_a_signal_saves_this_step_and_ends_the_loop(
 def test_what_one_replica_lost_is_not_saved(tmp_path: Path) -> None:
     pm, opt = running(d=2, check_every=5)
     with (
-        pytest.raises(
-            RuntimeFault,
-            match=r"wte.weight differs between ranks 0, 1",
-        ),
+        pytest.raises(RuntimeFault, match=r"wte.weight differs between ranks 0, 1"),
         pm.checkpointer(tmp_path, opt, every=5) as ckpt,
     ):
         for _ in range(4):
@@ -521,9 +518,7 @@ def test_a_run_that_is_behind_its_folder_is_told_of_it(tmp_path: Path) -> None:
     pm, opt = running()
     one_step(pm, opt)
     with pm.checkpointer(tmp_path, opt, every=1) as ckpt:
-        with pytest.warns(
-            UserWarning, match="has step-00000003, which resume.. would take, and this run saves step 1"
-        ):
+        with pytest.warns(UserWarning, match="has step-00000003, .*and this run saves step 1"):
             ckpt.save()
         one_step(pm, opt)
         with warnings.catch_warnings():

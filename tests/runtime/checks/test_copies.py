@@ -54,9 +54,7 @@ def test_a_flipped_bit_of_a_parameter(mesh: dict[str, int], victim: int, told: s
 def test_a_flipped_bit_of_a_moment(key: str) -> None:
     pm, opt = trained(d=2)
     flip(opt.state[pm.rank_parameters(1)[NAME]][key])
-    with pytest.raises(
-        RuntimeFault, match=f"step 3: .*the optimizer's state of {NAME} differs between ranks 0, 1"
-    ):
+    with pytest.raises(RuntimeFault, match=f"step 3: .*state of {NAME} differs between ranks 0, 1"):
         pm.step(*batch(8))
     pm.close()
 
@@ -77,9 +75,7 @@ def test_a_flipped_bit_of_a_master() -> None:
     (own,) = (rank for rank in pm.run.ranks.here if rank.world.rank == 1)
     # The lowest bit of float32: what stages use of it, in bfloat16, stays.
     flip(own.params.stored[NAME])
-    with pytest.raises(
-        RuntimeFault, match=f"not: the optimizer's state of {NAME} differs between ranks 0, 1"
-    ):
+    with pytest.raises(RuntimeFault, match=f"not: the .*state of {NAME} differs between ranks 0, 1"):
         pm.step(*batch(8))
     pm.close()
 

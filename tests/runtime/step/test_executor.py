@@ -211,9 +211,7 @@ def test_a_device_that_is_behind_tells_of_a_nan_one_step_later() -> None:
         before = ranks.run("gradients", lambda rank: gather_gradients(rank.params))
         with torch.no_grad():
             weight.copy_(good)
-        with pytest.raises(
-            RuntimeFault, match=r"^step 2: the loss of step 1 was NaN on rank 3 .* seen one step later"
-        ):
+        with pytest.raises(RuntimeFault, match=r"^step 2: the loss of step 1 was NaN on rank 3 .* later"):
             step(ranks, program, make_batch())
         after = ranks.run("gradients", lambda rank: gather_gradients(rank.params))
         assert all(

@@ -207,9 +207,7 @@ def test_what_fails_while_a_model_is_looked_for(tmp_path: Path, monkeypatch: pyt
             with pytest.raises(PlanError, match=told):
                 find_model(model, {})
     heads = {"num_attention_heads": 3, "num_hidden_layers": 1}
-    with pytest.raises(
-        PlanError, match=r"cannot build a decoder from it: .*not a multiple.*other --set values\.$"
-    ) as caught:
+    with pytest.raises(PlanError, match=r"cannot build .*not a multiple.*other --set values\.$") as caught:
         make_without_weights(find_model("llama-3-8b", heads))
     assert "\n" not in str(caught.value)
 

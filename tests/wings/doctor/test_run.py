@@ -139,9 +139,7 @@ def test_a_part_of_a_mesh_is_completed() -> None:
     assert requested_mesh(8, {"t": 2, "c": 2}) == Mesh(2, 1, 2, c=2)
     assert requested_mesh(8, {"t": 1, "p": 2, "d": 2, "c": 2}) == Mesh(1, 2, 2, c=2)
     assert requested_mesh(8, {"d": 2, "p": 2}) == Mesh(2, 2, 2)
-    with pytest.raises(
-        PlanError, match=r"t\*p\*d is 4, and there are 8 ranks\. Remedy: t, p, d whose product is 8"
-    ):
+    with pytest.raises(PlanError, match=r"t\*p\*d is 4, .* 8 ranks\. Remedy: .*product is 8"):
         requested_mesh(8, {"t": 2, "p": 2, "d": 1})
     with pytest.raises(PlanError, match="t=3: 8 ranks are not divisible by 3"):
         requested_mesh(8, {"t": 3})
