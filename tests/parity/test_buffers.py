@@ -312,6 +312,7 @@ def test_what_the_order_of_microbatches_decides_is_refused(kind: type[Updating])
         autoptd.compile(make(kind), d=2, num_microbatches=2, example_inputs=batches(1)[0])
 
 
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
