@@ -48,7 +48,7 @@ def write_count(writer: Writer, counted: list[Node], given: dict[Node, str]) -> 
     text = _begin(writer, "count", about, _counted_of(counted), given)
     calls = [_count_call(node, text) for node in counted]
     if any(note(node).rows.counted_by > 1 for node in counted):
-        writer.comment(2, "Labels of all rows are counted by every replica: an equal part by each.")
+        writer.comment(2, "Every replica counts the labels of all rows: each takes an equal part.")
     writer.add(2, f"return ({', '.join(calls)},)")
 
 
@@ -75,7 +75,7 @@ def batch_sums(nodes: Sequence[Node]) -> list[list[Node]]:
 def write_sums(writer: Writer, number: int, sums: list[Node], given: dict[Node, str]) -> None:
     """Write the method of a round, from the inputs of one microbatch to its part of every sum, by number."""
     summed: list[Node] = [node.args[0] for node in sums]  # type: ignore[misc]
-    about = "This microbatch's part of sums over the batch, which are known before the first forward."
+    about = "This microbatch's part of the sums over the batch, computed before the first forward."
     text = _begin(writer, f"batch_sums_{number}", about, summed, given)
     parts = []
     for node, part in zip(sums, summed, strict=True):
@@ -92,7 +92,9 @@ def _begin(
     for value in values:
         # Every rank along an axis that splits values must count all entries.
         for axis, _ in note(value).layout.shards:
-            raise InternalError(site(value), f"{name} would count a part of what {axis} divides")
+            raise InternalError(
+                site(value), f"{name} would count only a part of the values: {axis} divides them"
+            )
     inputs = {node: name for node, name in given.items() if node.op == "placeholder"}
     names = choose_names(needed, inputs, values)
 

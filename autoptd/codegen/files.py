@@ -47,7 +47,7 @@ from autoptd.ir.notes import is_whole, note, op_name, ops, output, placeholders,
 from autoptd.ir.updates import Updates
 from autoptd.program.specs import Line
 
-HEAD_OF_LAYERS = "What several stages of the program call, written once: every stage has these methods."
+HEAD_OF_LAYERS = "Methods that several stages of the program call, written once: every stage has them."
 # The file of methods that several stages call.
 LAYERS = "layers.py"
 FOOTER = """
@@ -56,7 +56,7 @@ if __name__ == "__main__":
     rt.main(Stage{stage}, __file__)  # --check: run this stage alone on random inputs
 """
 ABOUT_SUB_AXES = (
-    "axis:(b)n is a part of an axis whose ranks are a grid: a factor of n ranks, behind a slower one of b."
+    "axis:(b)n is a part of an axis whose ranks are a grid: a factor of n ranks, after a slower factor of b."
 )
 IMPORTS = {r"\btorch\.": "import torch", r"\bF\.": "import torch.nn.functional as F"}
 # By `method_key`.

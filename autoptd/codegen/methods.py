@@ -310,7 +310,7 @@ def _operand_texts(layer: Layer, j: int, names: dict[Node, str]) -> dict[Node, s
             texts[arg] = layer.outer[operand.nodes]
         else:
             own = layer.repeat.own(operand.nodes)
-            assert own is not None, f"{arg} is a value that {layer.name} is not given"
+            assert own is not None, f"{arg} is not an argument of {layer.name}"
             weights, name = own
             texts[arg] = weight_text(layer.weights[weights], name)
     return texts

@@ -126,7 +126,7 @@ def check_source(file: str, source: str) -> None:
     except (SyntaxError, ValueError) as error:
         number = getattr(error, "lineno", None) or 1
         line = source.split("\n")[number - 1].strip()
-        raise InternalError(f"{file}:{number}", f"is no Python ({error}): {shown(line)}") from error
+        raise InternalError(f"{file}:{number}", f"is not valid Python ({error}): {shown(line)}") from error
 
 
 def _depths(text: str) -> Iterator[tuple[int, str, int]]:

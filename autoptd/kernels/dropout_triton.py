@@ -42,7 +42,7 @@ def bias_dropout_add_forward(
     places: Places | None,
     size: tuple[int, int, int],
 ) -> torch.Tensor:
-    """Return residual + drop(x + bias), of x seen as `size` = [before, rows, after]: see `kernels.residual`."""
+    """Return residual + drop(x + bias), of x seen as `size` = [before, rows, after]: see `kernels/dropout.py`."""
     x, residual = x.contiguous(), residual.contiguous()
     bias = None if bias is None else bias.contiguous()
     return _run(

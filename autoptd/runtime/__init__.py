@@ -39,15 +39,11 @@ from autoptd.runtime.ops.vocab import (
 from autoptd.runtime.step.per_step import BufferUpdates
 from autoptd.runtime.step.stage import Largest, Stage
 from autoptd.runtime.step.standalone import main
-from autoptd.runtime.world.world import Communicators, Group, World
 
 __all__ = [
     "BufferUpdates",
-    "Communicators",
-    "Group",
     "Largest",
     "Stage",
-    "World",
     "Zigzag",
     "all_gather_again",
     "apply_function",

@@ -113,5 +113,5 @@ def test_a_recipe_reads_what_its_code_names() -> None:
     ("source", "line"), [("x = 1\ny = (\n", 2), ("x = 1\ndef f(a, a): pass\n", 2), ("\0", 1)]
 )
 def test_a_file_that_is_no_python_is_refused(source: str, line: int) -> None:
-    with pytest.raises(InternalError, match=rf"stage_1.py:{line}: is no Python"):
+    with pytest.raises(InternalError, match=rf"stage_1.py:{line}: is not valid Python"):
         check_source("stage_1.py", source)

@@ -153,5 +153,5 @@ def test_a_file_may_be_called_anything(tmp_path: Path) -> None:
 
 def test_an_emitted_file_is_compiled_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "shown", lambda text: f"{text}\n  not Python")
-    with pytest.raises(InternalError, match=r"stage_0\.py:\d+: is no Python"):
+    with pytest.raises(InternalError, match=r"stage_0\.py:\d+: is not valid Python"):
         autoptd.compile(Net("a", "b"), t=2, example_inputs=BATCH)

@@ -68,7 +68,7 @@ def test_one_buffer_under_two_names_has_one_value(kind: str, names: tuple[str, .
 
 @pytest.mark.parametrize("kind", ["part", "attribute"])
 def test_another_value_under_a_view_is_refused(kind: str) -> None:
-    with pytest.raises(PlanError, match="brings another value of first, which shares its memory with second"):
+    with pytest.raises(PlanError, match="has another value for first, which shares its memory with second"):
         loaded(Scaled(kind), {"first": SCALE * 2})
     model, pm = loaded(Scaled(kind), {"first": SCALE.clone()})
     assert float(pm.step(X, Y)) == pytest.approx(float(model(X, Y)), rel=1e-12)

@@ -114,8 +114,8 @@ def test_what_is_no_other_size_is_refused(shapes: str) -> None:
     ids, targets = cut(8, 4)
     with running(shapes=shapes) as pm:
         for call, fact in (
-            ((ids.int(), targets), r"idx is \[8, 4\] int32, compiled was a tensor"),
-            ((ids[0], targets), r"idx is \[4\] int64, compiled was a tensor"),
+            ((ids.int(), targets), r"idx is \[8, 4\] int32, but was compiled as a tensor"),
+            ((ids[0], targets), r"idx is \[4\] int64, but was compiled as a tensor"),
             ((ids,), "was called with 1 argument by position"),
             ((ids[:, :3], targets), ""),
         ):
@@ -143,11 +143,13 @@ def test_a_size_that_no_program_is_for() -> None:
 
 def test_sizes_beyond_the_largest_bucket() -> None:
     with running(shapes="bucket") as pm:
-        with pytest.raises(PlanError, match="idx has 16 tokens, the largest bucket 8"):
+        with pytest.raises(PlanError, match="idx has 16 tokens, but the largest bucket has 8"):
             pm.step(*(torch.cat([x, x], 1) for x in cut(8, 8)))
-        with pytest.raises(PlanError, match="idx has 9 rows, and the batch of example_inputs 8"):
+        with pytest.raises(PlanError, match="idx has 9 rows, but the batch of example_inputs has 8"):
             pm.step(*cut(9, 8))
-        with pytest.raises(PlanError, match=r"targets is \[8, 5\], and \[8, 4\] where idx is \[8, 4\]"):
+        with pytest.raises(
+            PlanError, match=r"targets is \[8, 5\], but should be \[8, 4\] where idx is \[8, 4\]"
+        ):
             pm.step(cut(8, 4)[0], cut(8, 5)[1])
 
 

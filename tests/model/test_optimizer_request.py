@@ -87,7 +87,7 @@ def test_an_instance_is_told_as_a_call() -> None:
     ):
         with pytest.raises(PlanError, match=f"^pm.optimizer: {what} is not an optimizer class"):
             pm.optimizer(wrong)  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match="is no local parameter"):
+    with pytest.raises(PlanError, match="is not a local parameter"):
         pm.optimizer(AdamW, [torch.ones(3)], lr=0.1)
     keyword = pm.optimizer(partial(AdamW, lr=1.0), lr=0.5)
     assert keyword.param_groups[0]["lr"] == 0.5

@@ -374,7 +374,7 @@ FAULTS: dict[str, tuple[Callable[[Patch], object], Make, Asked, str]] = {
     "one wait less": (not_waited_for, two_layers, {"t": 2, **OVERLAP}, "differs"),
     "one W less": (
         with_order(lambda order: order.remove(W)), two_layers, {**BEHIND, "num_microbatches": 2},
-        r"no W came for the weight gradients of B0\.1",
+        r"no W action computed the weight gradients of B0\.1",
     ),
     "a W after the reduction": (
         with_order(lambda order: order.append(order.pop(order.index(W)))), two_layers,

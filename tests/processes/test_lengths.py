@@ -26,7 +26,7 @@ MORE = {
     "padded_trains p=2 d=2 shapes=bucket": (),
     "evaluates_the_rest p=2 d=2 shapes=None max_programs=None": (NO_STEP,),
     "one_cannot_compile t=2 p=2": ("RuntimeFault: pm.step with idx [8, 6]", "MemoryError", "(on rank 1)"),
-    "too_long t=2 p=2 shapes=bucket": ("PlanError: step: idx has 32 tokens, the largest bucket 8",),
+    "too_long t=2 p=2 shapes=bucket": ("PlanError: step: idx has 32 tokens, but the largest bucket has 8",),
     "trains t=2 d=2 zero=1 sequence_parallel=True": (),
     "rows_differ p=2 d=2": ("PlanError: pm.step: ranks 1, 3 got idx [2, 8]", "equal sizes for all"),
     "calls_differ t=2 p=2": ("PlanError: pm.step: rank 2 calls eval_step, rank 0 step.",),

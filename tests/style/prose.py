@@ -65,6 +65,7 @@ PAGES: tuple[str, ...] = (
 )
 # Files, or folders with all that is below them, whose comments and strings are checked, relative to the same.
 SOURCES: tuple[str, ...] = (
+    "autoptd/codegen",
     "autoptd/errors.py",
     "autoptd/ir",
     "autoptd/kernels",
@@ -79,8 +80,11 @@ SOURCES: tuple[str, ...] = (
     "autoptd/passes/samples.py",
     "autoptd/passes/solve",
     "autoptd/runtime/__init__.py",
+    "autoptd/runtime/checks",
     "autoptd/runtime/measure",
     "autoptd/runtime/ops",
+    "autoptd/runtime/params",
+    "autoptd/runtime/step",
     "autoptd/runtime/world",
     "autoptd/schedule",
     "autoptd/trace",

@@ -101,7 +101,7 @@ def test_batches_that_do_not_do() -> None:
     with pytest.raises(autoptd.PlanError, match="2 batches given for 3 steps"):
         autoptd.verify(gpt(1), example_inputs=tokens(0), batches=[tokens(0)] * 2, steps=3)
     ids, targets = tokens(0)
-    with pytest.raises(autoptd.PlanError, match=r"\[2, 8\] int64, expected is \[4, 8\] int64"):
+    with pytest.raises(autoptd.PlanError, match=r"\[2, 8\] int64, expected \[4, 8\] int64"):
         autoptd.verify(gpt(1), example_inputs=tokens(0), batches=[tokens(0), (ids[:2], targets[:2])], steps=2)
 
 

@@ -169,7 +169,7 @@ def _noise(
 ) -> torch.Tensor:
     """Return numbers of `kind` of the shape and dtype of x; other keywords are those of `dropout`."""
     if draw is None:
-        raise InternalError("noise", "is drawn in an evaluation")
+        raise InternalError("noise", "cannot be drawn in an evaluation")
     x = x.detach()
     size, places = where(x, draw, batch, shard, group)
     return kernel.draw(kind, size, places, x.dtype, x.device).view(x.shape)

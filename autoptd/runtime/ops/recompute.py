@@ -94,7 +94,7 @@ class Dropped:
         """Take the value that the recipe computed: views of the first one must be views of this one."""
         like = lies(x)
         if like != self._like:
-            raise InternalError(self.site, f"is {like} again, and was {self._like}")
+            raise InternalError(self.site, f"is recomputed as {like}, but was {self._like}")
         self._value = x
 
 
@@ -138,7 +138,9 @@ class Call:
         values = self._run(self._recipe, args, self._drawing)
         del args
         if len(values) != len(self._dropped):
-            raise InternalError(self.name, f"gives {len(values)} values for {len(self._dropped)} dropped")
+            raise InternalError(
+                self.name, f"returns {len(values)} values for {len(self._dropped)} dropped ones"
+            )
         for reference, value in zip(self._dropped, values, strict=True):
             dropped = reference()
             if dropped is not None:

@@ -40,8 +40,10 @@ def gather_full(
         return None
     if params.is_first_owner(spec):
         if local is None:
-            fact = "has no gradient on this rank, and one on others"
-            raise PlanError(spec.name, fact, "change gradients on all ranks alike: optimizer.zero_grad()")
+            fact = "has a gradient on other ranks, but not on this one"
+            raise PlanError(
+                spec.name, fact, "change gradients in the same way on all ranks: optimizer.zero_grad()"
+            )
         full = local.detach()
         if spec.shard:
             parts = shard_group(spec, world).all_gather(full.unsqueeze(0), 0, site).unbind()

@@ -62,7 +62,7 @@ def checked_norm_type(norm_type: float | str) -> float:
     except (TypeError, ValueError):
         p = 0.0
     if not p > 0:
-        fact = f"norm_type={norm_type!r} is not the p of a norm"
+        fact = f"norm_type={norm_type!r} is not a valid norm type"
         raise PlanError(
             "clip_grad_norm_", fact, "norm_type=2 (the default), inf, 1, or any other number above 0"
         )
@@ -76,7 +76,9 @@ def checked_clip_value(clip_value: float) -> float:
     except (TypeError, ValueError):
         value = -1.0
     if not value >= 0:
-        raise PlanError("clip_grad_value_", f"clip_value={clip_value!r} bounds nothing", "a number above 0")
+        raise PlanError(
+            "clip_grad_value_", f"clip_value={clip_value!r} is not a valid bound", "a number above 0"
+        )
     return value
 
 

@@ -249,7 +249,7 @@ class Gradients:
         if count < self._expected[name]:
             return
         if count > self._expected[name]:
-            fact = f"a backward too many: {self._expected[name]} were expected"
+            fact = f"grew in one backward too many: {self._expected[name]} were expected"
             raise InternalError(f"gradient of {name}", fact)
         self._complete(name)
 

@@ -77,9 +77,11 @@ SAME_VALUES = frozenset({Tensor.data.__get__, Tensor.detach, Tensor.float, Tenso
 def refuse_gradient(func: Callable[..., Any]) -> None:
     """Raise a PlanError if `func` reads or sets the gradient of a parameter whose gradient is not kept with it."""
     if func in WRITES or (func == GRADIENT and not _asks_whether_it_exists()):
-        fact = "with zero=1 each rank keeps the gradients of what it stores, and a parameter has none"
-        remedy = "read and change p.grad of the tensors in optimizer.param_groups, after pm.step; pm.gradients() has wholes, "
-        remedy += "pm.clip_grad_norm_ clips them, optimizer.zero_grad() forgets them"
+        fact = (
+            "with zero=1 each rank keeps only the gradients of its stored pieces: a whole parameter has none"
+        )
+        remedy = "read and change p.grad of the tensors in optimizer.param_groups, after pm.step; "
+        remedy += "pm.gradients() returns full gradients, pm.clip_grad_norm_ clips them, optimizer.zero_grad() clears them"
         raise PlanError("parameter.grad", fact, remedy)
 
 
@@ -94,18 +96,20 @@ def _asks_whether_it_exists() -> bool:
 def refuse(func: Callable[..., Any], caller: str, what: str) -> None:
     """Raise a PlanError if a call of `func` from module `caller` would mistake a shard for the whole."""
     if caller == CLIPPING:
-        fact = "sees the gradients that this rank holds, and each rank others: not those of the model"
+        fact = "sees only the gradients that this rank holds, not those of the whole model"
         remedy = "pm.clip_grad_norm_(max_norm) or pm.clip_grad_value_(clip_value), which clip the gradients of the model"
         raise PlanError("torch.nn.utils clipping", fact, remedy)
     if func in READS and caller == SCALING:
-        fact = "each rank would look for infinities in what it holds, and skip steps that other ranks take"
+        fact = (
+            "each rank would look for infinities in its own part only, and skip steps that other ranks take"
+        )
         raise PlanError(
-            "torch.amp.GradScaler", fact, 'precision="fp16", which scales the loss of all ranks alike'
+            "torch.amp.GradScaler",
+            fact,
+            'precision="fp16", which scales the loss in the same way on all ranks',
         )
     if func in READS and caller.startswith(OPTIMIZERS) and caller != AVERAGES:
-        fact = (
-            "a torch optimizer over pm.parameters() leaves out what other ranks hold, and copies drift apart"
-        )
+        fact = "a torch optimizer over pm.parameters() does not update the parts on other ranks, so copies drift apart"
         raise PlanError(
             "torch.optim", fact, "pm.optimizer(torch.optim.AdamW, lr=...), a real optimizer of that class"
         )
@@ -113,9 +117,9 @@ def refuse(func: Callable[..., Any], caller: str, what: str) -> None:
         fact = f"a hook on a {what} is not called: gradients are summed over microbatches and ranks elsewhere"
         raise PlanError(getattr(func, "__name__", str(func)), fact, "change parameter.grad after pm.step")
     if func in NORMS or (func in SUMS and what.startswith("square")):
-        fact = f"a norm of a {what.removeprefix('square of a ')} sees the part that this rank holds, not the whole"
+        fact = f"a norm of a {what.removeprefix('square of a ')} covers only the part that this rank holds"
         remedy = "pm.clip_grad_norm_(max_norm) returns the norm of all gradients; "
-        remedy += "pm.gradients() and pm.state_dict() have wholes"
+        remedy += "pm.gradients() and pm.state_dict() return full tensors"
         raise PlanError(getattr(func, "__name__", str(func)), fact, remedy)
 
 

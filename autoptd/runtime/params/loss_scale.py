@@ -97,7 +97,9 @@ class LossScaler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from `state_dict()`; a fixed scale is kept."""
         if set(state) != {"value", "good", "left"}:
-            fact = f"its loss_scale has {', '.join(map(str, state)) or 'nothing'}, not value, good, left"
+            fact = (
+                f"its loss_scale has {', '.join(map(str, state)) or 'no keys'} instead of value, good, left"
+            )
             raise PlanError("optimizer.load_state_dict", fact, "a state dict of pm.optimizer(...)")
         if self.is_dynamic:
             self.value = float(state["value"])

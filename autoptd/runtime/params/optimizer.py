@@ -112,7 +112,7 @@ class NamedOptimizer(optim.Optimizer):
         # torch's constructor calls this too, for each group, before there is a binding.
         if hasattr(self, "binding"):
             raise PlanError(
-                "optimizer.add_param_group", "groups are fixed", "give all groups to pm.optimizer(params=...)"
+                "optimizer.add_param_group", "groups are fixed", "pass all groups to pm.optimizer(params=...)"
             )
         super().add_param_group(param_group)
 
@@ -136,7 +136,7 @@ class NamedOptimizer(optim.Optimizer):
     def check_saved(self, groups: Sequence[Mapping[str, Any]], site: str) -> None:
         """Raise PlanError unless the saved groups hold the same parameters as this optimizer's groups."""
         saved = [list(group["params"]) for group in groups]
-        remedy = "make the optimizer with the groups that were saved"
+        remedy = "create the optimizer with the saved groups"
         if len(saved) != len(self.binding.groups):
             fact = f"{len(saved)} groups were saved, this optimizer has {len(self.binding.groups)}"
             raise PlanError(site, fact, remedy)
@@ -238,7 +238,7 @@ def _names(item: Any, specs: Sequence[ParamSpec], name_of: Mapping[int, str]) ->
         item = item[0]
     if isinstance(item, torch.Tensor):
         if id(item) not in name_of:
-            fact = f"a tensor of shape {tuple(item.shape)} is no local parameter"
+            fact = f"a tensor of shape {tuple(item.shape)} is not a local parameter"
             raise PlanError(
                 "optimizer groups", fact, "take tensors from pm.named_parameters(), or give names"
             )
@@ -251,7 +251,7 @@ def _names(item: Any, specs: Sequence[ParamSpec], name_of: Mapping[int, str]) ->
     if not found:
         raise PlanError(
             "optimizer groups",
-            f"{item!r} names no parameter",
+            f"{item!r} does not match any parameter",
             "the model's own names, or globs such as '*.bias'",
         )
     return found
@@ -263,7 +263,7 @@ def _agree(run: Run[Any], mine: list[list[str]], order: Sequence[str]) -> tuple[
     if len({len(groups) for groups in everywhere}) > 1:
         sizes = [len(groups) for groups in everywhere]
         raise PlanError(
-            "optimizer groups", f"ranks have {sizes} groups", "make the same groups on every rank"
+            "optimizer groups", f"ranks have {sizes} groups", "create the same groups on every rank"
         )
     agreed = []
     for i in range(len(mine)):
@@ -308,7 +308,7 @@ def names_in_groups(
     finding = trial.finding(optimizer.param_groups)
     findings = run(lambda params: params.world.everyone().gather_objects(finding, "optimizer groups"))
     for text in filter(None, findings):
-        remedy = "p.ndim is that of the model on every mesh; give groups by names: pm.optimizer(params=[{...}, ...])"
+        remedy = "choose groups by p.ndim, which is the same on every mesh, or by names: pm.optimizer(params=[{...}, ...])"
         raise PlanError(f"optimizer {cls.__name__}", text, remedy)
     mine = [trial.names(group) for group in optimizer.param_groups]
     # In the order of an optimizer of the whole model, whose state dict numbers parameters.
@@ -378,7 +378,7 @@ def skip_where_infinite(
 def refuse_closure(_: optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise PlanError for `step(closure)`: gradients are handed over before the closure would be called."""
     if any(callable(arg) for arg in (*args, *kwargs.values())):
-        fact = "takes no closure with precision= or zero=1: its gradients would come too late"
+        fact = "does not take a closure with precision= or zero=1: its gradients would come too late"
         raise PlanError("optimizer.step", fact, "pm.step(...) first, then optimizer.step()")
 
 
@@ -544,17 +544,17 @@ def to_names(
     """
     by_name = {spec.name: spec for spec in specs}
     saved = state_dict["param_groups"]
-    fact = f"is a torch optimizer's own, with {[len(group['params']) for group in saved]} numbered parameters in its groups"
-    remedy = "make this optimizer with the same groups, each in the order of model.named_parameters()"
+    fact = f"comes from a torch optimizer, with {[len(group['params']) for group in saved]} numbered parameters in its groups"
+    remedy = "create this optimizer with the same groups, each in the order of model.named_parameters()"
     if len(saved) != len(groups):
-        raise PlanError(SITE, f"{fact}, and this one has {list(map(len, groups))}", remedy)
+        raise PlanError(SITE, f"{fact}, but this optimizer has {list(map(len, groups))}", remedy)
     name_of: dict[int, str] = {}
     for group, names in zip(saved, groups, strict=True):
         trained = [name for name in names if by_name[name].requires_grad]
         # Frozen parameters may have been left out.
         fits = next((some for some in (names, trained) if len(some) == len(group["params"])), None)
         if fits is None:
-            raise PlanError(SITE, f"{fact}, and this one has {list(map(len, groups))}", remedy)
+            raise PlanError(SITE, f"{fact}, but this optimizer has {list(map(len, groups))}", remedy)
         name_of |= dict(zip(group["params"], fits, strict=True))
     for number, record in state_dict["state"].items():
         shape = by_name[name_of[number]].shape

@@ -204,7 +204,7 @@ class RankParameters:
         for spec in edited:
             local = self.local[spec.name]
             if spec.name in written and local._version != self._versions[spec.name]:
-                fact = "was changed both where pm.parameters() shows it and where optimizer.param_groups does"
+                fact = "was changed both through pm.parameters() and through optimizer.param_groups"
                 raise PlanError(spec.name, fact, "change it in one of the two places")
             if spec.name in written:
                 continue

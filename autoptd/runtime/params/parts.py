@@ -57,7 +57,7 @@ def read_shard(spec: ParamSpec, reader: Reader, world: World) -> torch.Tensor:
     parts = [part.to(dtype_of(spec.storage.dtype)) for part in parts]
     for name, part in zip(names[1:], parts[1:], strict=True):
         if not torch.equal(part, parts[0]):
-            fact = f"is tied to {names[0]} in the model, and has other values than it in the files"
+            fact = f"is tied to {names[0]} in the model, but has other values in the files"
             raise PlanError(
                 name, fact, "build the model untied (tie_word_embeddings=False), or correct the files"
             )

@@ -130,8 +130,10 @@ class SharedBucket:
             x = torch.empty(size, dtype=dtype, device=self.use.device)
             if index == self.group.index:
                 if piece is None:
-                    fact = "has no gradient on this rank, and one on others"
-                    raise PlanError(name, fact, "change gradients on all ranks alike: optimizer.zero_grad()")
+                    fact = "has a gradient on other ranks, but not on this one"
+                    raise PlanError(
+                        name, fact, "change gradients in the same way on all ranks: optimizer.zero_grad()"
+                    )
                 x = piece.detach().view(-1)
             parts.append(self.group.broadcast(x, index, f"gather {name}"))
         return torch.cat(parts)
@@ -159,8 +161,10 @@ def check_use(spec: ParamSpec) -> None:
     work = [f"{step.row.forward} over {step.axis}" for step in rows if step.row.forward != "none"]
     is_cast = spec.use.dtype != spec.storage.dtype
     if work or (is_cast and not spec.has_master) or spec.scope != "step":
-        what = ", ".join([*work, f"{spec.storage.dtype} to {spec.use.dtype} once a {spec.scope}"])
-        raise InternalError(spec.name, f"cannot be converted from what is stored to what stages use: {what}")
+        what = ", ".join([*work, f"{spec.storage.dtype} to {spec.use.dtype} once per {spec.scope}"])
+        raise InternalError(
+            spec.name, f"cannot be converted from its storage to the form that stages use: {what}"
+        )
 
 
 def is_first_holder(spec: ParamSpec, world: World) -> bool:

@@ -75,14 +75,14 @@ def check_elementwise(
     if base is None:
         raise PlanError(
             f"optimizer {cls.__name__}",
-            "is not known to update every element by itself, so shards would be updated differently from the whole",
+            "is not known to be elementwise, so shards might be updated differently from the whole",
             f"one of {', '.join(known.__name__ for known in ELEMENTWISE)}, or a class derived from one; "
             "or set elementwise = True on the class if it is",
         )
     own = own_methods(cls)
     if own and (reason := try_parts(cls, keywords, groups, has_pieces)):
-        fact = f"derives from {base.__name__} with a {own[0]} of its own: {reason}"
-        remedy = f"{base.__name__}; or set elementwise = True if that is meant so"
+        fact = f"derives from {base.__name__} and overrides its {own[0]}: {reason}"
+        remedy = f"{base.__name__}; or set elementwise = True on the class if that is intended"
         raise PlanError(f"optimizer {cls.__name__}", fact, remedy)
 
 
@@ -146,7 +146,7 @@ def _try_from(
         rest = _train(cls, keywords, groups, first, grads, without_first=True)
         for own, expected in zip(rest, whole, strict=True):
             if not all(torch.equal(x, y) for x, y in zip(own[1:], expected[1:], strict=True)):
-                return "what it does to a tensor depends on which others are in the group"
+                return "its update of a tensor depends on which other tensors are in the group"
     except Exception as error:
         # Whatever a user's optimizer raises.
         return f"it could not be tried ({type(error).__name__}: {error})"
@@ -274,7 +274,7 @@ class ShapeTrial:
         """Return how an optimizer with the groups `local` differs from the whole model's, or ""."""
         held = chain.from_iterable(group["params"] for group in local)
         if any(id(x) not in self.name_of for x in held):
-            return "its constructor adds parameters of its own, which no rank shares with the others"
+            return "its constructor adds parameters that are not in the model, and that ranks do not share"
         # `elementwise = True` is a promise about values; the class need not accept meta tensors.
         is_trusted = getattr(self._cls, "elementwise", False)
         whole = []
@@ -336,7 +336,7 @@ def groups_of(cls: type[optim.Optimizer], keywords: Mapping[str, Any], whole: Wh
 def differing_groups(whole: Groups, local: Sequence[Mapping[str, Any]], name_of: Mapping[int, str]) -> str:
     """Return the local tensor whose group or settings differ from those of its full parameter."""
     if len(local) != len(whole.names):
-        return f"its constructor makes {len(whole.names)} groups of the model's parameters, and {len(local)} of a rank's"
+        return f"its constructor makes {len(whole.names)} groups from the model's parameters, but {len(local)} from a rank's"
     place: dict[str, int] = {}
     for number, names in enumerate(whole.names):
         place |= dict.fromkeys(names, number)
@@ -350,7 +350,7 @@ def differing_groups(whole: Groups, local: Sequence[Mapping[str, Any]], name_of:
             continue
         for key, value in _settings(group).items():
             if not same(value, whole.settings[number].get(key)):
-                return f"its constructor sets {key} of group {number} by the shapes of a rank's tensors"
+                return f"its constructor sets {key} of group {number} according to the shapes of a rank's tensors"
     return ""
 
 
@@ -380,7 +380,7 @@ def differing_step(
         return f"it could not be tried on {one.name} ({type(error).__name__}: {error})"
     if is_same:
         return ""
-    return f"it treats {one.name}, of shape {one.shape}, otherwise in the shape {other.shape} that a rank has of it"
+    return f"it treats {one.name} differently in its shape {one.shape} and in the shape {other.shape} of a rank's part"
 
 
 def same(one: Any, other: Any) -> bool:

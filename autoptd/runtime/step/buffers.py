@@ -118,7 +118,7 @@ class ModelBuffers:
         for name in self.shared.overlaps.keys() & brought.keys() & self.values.keys():
             if not same_entries(brought[name], self.values[name]):
                 other = self.shared.overlaps[name]
-                fact = f"brings another value of {name}, which shares its memory with {other}"
+                fact = f"has another value for {name}, which shares its memory with {other}"
                 raise PlanError("load_state_dict", fact, LOAD_BEFORE)
         return brought
 

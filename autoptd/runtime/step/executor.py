@@ -162,7 +162,10 @@ class Executor:
         self.world.at = "between steps"
         if self.steps == 1 and self.world.rank == 0 and self.program.fuse == "inductor":
             took = time.perf_counter() - began
-            print(f"autoptd: the first step, with compiling its layers, took {took:.1f} s", file=sys.stderr)
+            print(
+                f"autoptd: the first step, including the compilation of its layers, took {took:.1f} s",
+                file=sys.stderr,
+            )
         return loss
 
     def sum_gradients(self, microbatches: Sequence[Microbatch], loss_scale: float | None, site: str) -> None:
@@ -260,7 +263,9 @@ class Executor:
         if any(self._deferred_wgrads.values()):
             deferred = sorted(self._deferred_wgrads.items())
             left = [f"B{stage}.{number}" for (stage, number), gemms in deferred if gemms]
-            raise InternalError(self.world.at, f"no W came for the weight gradients of {', '.join(left)}")
+            raise InternalError(
+                self.world.at, f"no W action computed the weight gradients of {', '.join(left)}"
+            )
 
     def _do_watched(self, action: Action, watch: Watch) -> None:
         """Wait for the action's messages, then time it with `watch.start` and `watch.end`."""
@@ -442,7 +447,8 @@ def nan_fault(now: int, step: int, ranks: Sequence[int]) -> RuntimeFault:
     if step == now:
         remedy = "look at this batch and the learning rate, or pass ranks=RankOptions(nan='ignore')"
         return RuntimeFault(f"step {step}", f"the loss is {where}; its gradients were dropped", remedy)
-    fact = f"the loss of step {step} was {where}, which on CUDA is seen one step later: its gradients were handed over"
+    fact = f"the loss of step {step} was {where}, which on CUDA is seen one step later: "
+    fact += "its gradients were already added to parameter.grad"
     remedy = (
         "go back to a checkpoint from before it, and look at that batch and the learning rate; "
         "or pass ranks=RankOptions(nan='ignore')"

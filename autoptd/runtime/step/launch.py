@@ -98,7 +98,8 @@ class RunningRanks(ABC):
             # torch counts the writes to a tensor.
             if len({copy._version for copy in copies}) > 1:
                 fact = "was changed on some ranks only: each of the ranks in this process has its own tensor"
-                remedy = "step pm.optimizer(...), not one made of pm.parameters(); set values by pm.load_state_dict(...)"
+                remedy = "use pm.optimizer(...) instead of an optimizer over pm.parameters(); "
+                remedy += "set values by pm.load_state_dict(...)"
                 raise PlanError(spec.name, fact, remedy)
 
     def follow_edits(self) -> None:
@@ -265,7 +266,7 @@ def is_launched(mesh: Mesh, backend: str | None) -> bool:
             return False
         raise PlanError(
             f"{mesh}",
-            f"{mesh.size} ranks are asked for, and this process was not started by torchrun",
+            f"{mesh.size} ranks are requested, but this process was not started by torchrun",
             f"torchrun --nproc-per-node {mesh.size} ..., or backend='local' for ranks as threads",
         )
     size = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
@@ -303,7 +304,7 @@ def check_same_program(program: Program, world: World) -> None:
     if others:
         raise RuntimeFault(
             f"rank {world.rank}",
-            f"rank {', '.join(map(str, others))} compiled another program than rank 0",
+            f"rank {', '.join(map(str, others))} compiled a different program than rank 0",
             "run the same code with the same model, options and example_inputs sizes on every rank",
         )
 

@@ -1,9 +1,9 @@
 """Send and receive the messages of one rank's stages: pack and scatter, gather and unpack.
 
 In: a program, with its transfer buffers (`program/transfers.py`: which values are packed together, and which are
-scattered over tp), this rank's world, and the values of crossings by name, or their gradients. Out: `Wires`, the tables of
-which stage sends which crossings where; and the same values on the rank of the other stage. A stage of the same rank
-receives the tensors themselves.
+scattered over tp), this rank's world, and the values of crossings by name, or their gradients. Out: `Wires`, tables that
+list which stage sends which crossings to which others; and the same values on the rank of the other stage. A stage of the
+same rank receives the tensors themselves.
 
     wires, messages = Wires(program), Messages(program, world)
     wires.values[0, 1]                  # the crossings that stage 1 reads from stage 0
@@ -64,7 +64,7 @@ class Messages:
         buffers, group = self._buffers_of(send), self._world.group(self._world.mesh.value_axes)
         packed = sorted(name for buffer in buffers for name in buffer.names)
         if packed != sorted(values):
-            raise InternalError(str(send), f"has {sorted(values)} to send, and buffers for {packed}")
+            raise InternalError(str(send), f"has to send {sorted(values)}, but has buffers for {packed}")
         self._leaving[send] = [pack(buffer, values, group) for buffer in buffers]
 
     def wait_for(self, receive: Action) -> None:

@@ -47,7 +47,8 @@ class CallForm:
         given |= kwargs
         # `forward(*args)` has fewer names than compiled positions: its arguments cannot be moved to keywords.
         if not is_bound or set(given) != set(wanted) or len(wanted) != self.positions + len(self.keywords):
-            fact = f"was called with {_call_text(len(args), kwargs)}, compiled was {_call_text(self.positions, self.keywords)}"
+            compiled = _call_text(self.positions, self.keywords)
+            fact = f"was called with {_call_text(len(args), kwargs)}, but was compiled for {compiled}"
             raise PlanError(call, fact, self._remedy(args, kwargs, call))
         by_position = tuple(given[name] for name in wanted[: self.positions])
         return by_position, {name: given[name] for name in self.keywords}
@@ -93,7 +94,7 @@ def check_structure(program: Program, args: Args, kwargs: Kwargs, call: str = "s
     """Return the leaves of a call; raise PlanError if its arguments differ from the compiled ones."""
     leaves, tree = flatten(args, kwargs)
     if tree != program.tree:
-        fact = "its arguments are not those that were compiled: another number of them, other keywords, or nested otherwise"
+        fact = "its arguments differ from the compiled ones in number, keywords or nesting"
         raise PlanError(call, fact, "pass what example_inputs holds")
     return leaves
 
@@ -228,7 +229,7 @@ def take_rows(
             leaves[i] = leaves[i].narrow(0, sum(counts[:replica]), counts[replica])
             continue
         if rows % (replicas * blocks):
-            apart = f", of which those of {blocks} blocks belong together," if blocks > 1 else ""
+            apart = f" in {blocks} blocks" if blocks > 1 else ""
             fact = f"{rows} rows{apart} do not divide over d={replicas}"
             raise PlanError("local_batch", fact, "a batch that d divides: DataLoader(..., drop_last=True)")
         leaves[i] = part_of_rows(leaves[i], replica, replicas, blocks)
@@ -287,7 +288,7 @@ def check_kinds(program: Program, leaves: Sequence[Any], call: str = "step") -> 
         is_tensor = isinstance(leaf, torch.Tensor)
         if not is_tensor or leaf.dim() != len(spec.shape) or leaf.dtype != dtype:
             facts.append(
-                f"{spec.name} is {value_text(leaf)}, compiled was a tensor {_text(spec.shape, dtype)}"
+                f"{spec.name} is {value_text(leaf)}, but was compiled as a tensor {_text(spec.shape, dtype)}"
             )
     if facts:
         remedy = "tensors of these dtypes and numbers of dims; their sizes may differ"
@@ -306,10 +307,10 @@ def check_call(
         if spec.batched and program.row_counts:
             shape = (len(leaf), *shape[1:])
         if not isinstance(leaf, torch.Tensor):
-            facts.append(f"{spec.name} is {value_text(leaf)}, expected is a tensor {_text(shape, dtype)}")
+            facts.append(f"{spec.name} is {value_text(leaf)}, expected a tensor {_text(shape, dtype)}")
             remedies.append("pass what example_inputs holds")
         elif tuple(leaf.shape) != shape or leaf.dtype != dtype:
-            facts.append(f"{spec.name} is {value_text(leaf)}, expected is {_text(shape, dtype)}")
+            facts.append(f"{spec.name} is {value_text(leaf)}, expected {_text(shape, dtype)}")
             if spec.batched and _is_other_batch(leaf, shape):
                 why = _rows_text(program, spec, replicas)
             remedies.append(_remedy(program, spec, leaf, shape, replicas))
@@ -319,7 +320,7 @@ def check_call(
     # The traced graph holds these values: another one given here would be ignored.
     for number, value in program.constants:
         if not is_same_constant(leaves[number], value):
-            facts.append(f"argument {number} is {value_text(leaves[number])}, compiled was {value!r}")
+            facts.append(f"argument {number} is {value_text(leaves[number])}, but was compiled as {value!r}")
             remedies.append("pass what example_inputs holds")
     if facts:
         # Inputs and targets have the same fault as a rule.
@@ -334,8 +335,8 @@ def _refuse_gradient(name: str, leaf: torch.Tensor) -> None:
     origin = (
         "is a leaf with requires_grad" if leaf.is_leaf else "was computed from tensors with requires_grad"
     )
-    remedy = "make what it comes from a part of the model; or detach() it, where no gradient is meant"
-    raise PlanError("step", f"{name} {origin}, and a step hands no gradient back to its arguments", remedy)
+    remedy = "make the module that computes it a part of the model, or detach() it if no gradient is intended"
+    raise PlanError("step", f"{name} {origin}, but a step does not return gradients to its arguments", remedy)
 
 
 def _is_other_batch(leaf: torch.Tensor, shape: tuple[int, ...]) -> bool:
@@ -349,7 +350,7 @@ def _rows_text(program: Program, spec: InputSpec, replicas: int) -> str:
     if d == 1:
         return f" (the global batch of example_inputs has {rows * m} rows)"
     whole = f"the global batch of example_inputs has {rows * m * d} rows"
-    return f" ({whole}, of which step takes {'all' if replicas == d else f'the {rows * m} of one of {d} replicas'})"
+    return f" ({whole}; step takes {'all of them' if replicas == d else f'the {rows * m} of one of {d} replicas'})"
 
 
 def _remedy(
@@ -372,7 +373,7 @@ def _remedy(
         return "pm.step(*pm.local_batch(...)) cuts a global batch to this replica's rows"
     if leaf.shape[0] < shape[0]:
         return "drop a smaller last batch (DataLoader(..., drop_last=True))"
-    return "example_inputs=the global batch, as large as that of a step"
+    return "pass a global batch as large as that of a step as example_inputs"
 
 
 def value_text(value: Any) -> str:

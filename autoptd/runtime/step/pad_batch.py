@@ -76,17 +76,17 @@ class BatchPadding:
             if spec.batched:
                 wanted[0] = rows
             if shape != tuple(wanted):
-                fact = f"{spec.name} is {list(shape)}, and {wanted} where {self._lead.name} is {list(lead)}"
-                remedy = "tensors of one length; other example_inputs, where another size of these is as long by chance"
+                fact = f"{spec.name} is {list(shape)}, but should be {wanted} where {self._lead.name} is {list(lead)}"
+                remedy = "tensors of one length; or example_inputs in which no other size equals the length by chance"
                 raise PlanError("step", fact, remedy)
         if not 0 < length <= self.lengths[-1]:
-            fact = f"{self._lead.name} has {length} tokens, the largest bucket {self.lengths[-1]}"
+            fact = f"{self._lead.name} has {length} tokens, but the largest bucket has {self.lengths[-1]}"
             longer = (
                 f"cut it to {self.lengths[-1]} tokens, or example_inputs (and autoptd.Buckets) of {length}"
             )
             raise PlanError("step", fact, longer if length else "a batch of at least one token")
         if not 0 < rows <= self.rows:
-            fact = f"{self._lead.name} has {rows} rows, and the batch of example_inputs {self.rows}"
+            fact = f"{self._lead.name} has {rows} rows, but the batch of example_inputs has {self.rows}"
             raise PlanError("step", fact, "at least one row, and at most as many as example_inputs has")
         if rows < self.rows:
             self._check_rows(rows)
@@ -103,7 +103,7 @@ class BatchPadding:
     def _check_rows(self, rows: int) -> None:
         """Raise PlanError where no rows can be added."""
         if self._blocks > 1:
-            fact = f"{self._lead.name} has {rows} rows of {self.rows}, and those of {self._blocks} blocks belong together"
+            fact = f"{self._lead.name} has {rows} of {self.rows} rows, and rows in {self._blocks} blocks cannot be padded"
             raise PlanError("step", fact, "drop a smaller last batch (DataLoader(..., drop_last=True))")
 
     def possible_blanks(self) -> list[tuple[str, ...]]:
@@ -217,5 +217,5 @@ def lead_of(first: Program) -> InputSpec:
     for spec in first.inputs:
         if spec.batched and len(spec.shape) > 1:
             return spec
-    fact = "no argument has a length beside its rows"
+    fact = "no argument has a dim for the length"
     raise PlanError(SITE, fact, "shapes='exact'")

@@ -174,10 +174,12 @@ class DeviceWatch:
         limit, waiting = self._world.timeout, self._board.waiting()
         if found is not None and found[1] > limit:
             mark, seconds = found
-            late = TimeoutError(f"the device has not ended it after {seconds:.0f} s")
+            late = TimeoutError(f"the device has not finished it after {seconds:.0f} s")
             return self._board.diagnose(mark.call, late, mark.at)
         if waiting is not None and waiting[1] > limit and not self._board.is_out:
-            return self._board.diagnose(waiting[0], TimeoutError(f"not back after {waiting[1]:.0f} s"))
+            return self._board.diagnose(
+                waiting[0], TimeoutError(f"has not returned after {waiting[1]:.0f} s")
+            )
         return None
 
     def _comes_out(self) -> bool:

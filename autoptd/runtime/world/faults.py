@@ -225,7 +225,7 @@ class FaultBoard:
         """Return the known first fault, in the words of this rank."""
         if self._first is None:
             raise InternalError(
-                fault_site(self._world.rank, self._world.at), "asks for a first fault, and none is known"
+                fault_site(self._world.rank, self._world.at), "asked for the first fault, but none is known"
             )
         return self._as_fault(self._first, self._last)
 
@@ -501,7 +501,7 @@ class Blame:
         mine = f"{fault_site(self._world.rank, at or self._world.at)}: {call}"
         theirs = f"{fault_site(rank, their_at)}: {last}"
         ranks = ", ".join(map(str, call.ranks))
-        return f"call {call.number} of ranks {ranks} is not the same on {mine}, and {theirs}"
+        return f"call {call.number} of ranks {ranks} differs: {mine}, and {theirs}"
 
     def _of_lost_store(self, others: Sequence[int], lasts: dict[int, tuple[str, Call | None]]) -> str:
         """Name the dead ranks of this machine, and the ranks on machines that may be cut off."""

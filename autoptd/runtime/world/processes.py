@@ -191,7 +191,7 @@ class DistributedWorld(World):
     def _open(self, source: int, target: int, handle: dist.ProcessGroup | None) -> None:
         """Create this rank's end of a channel, and send one element through it."""
         if handle is None:
-            raise InternalError(f"channel {source} -> {target}", "its ranks are not of one pipeline")
+            raise InternalError(f"channel {source} -> {target}", "its ranks are not in the same pipeline")
         # NCCL creates a pair's communicator at its first message: do it now, not during the first step.
         channel, warm = DistributedChannel(self, handle, source, target), torch.ones(1, device=self.device)
         if self.rank == source:

@@ -402,7 +402,7 @@ class World(ABC):
         # Creating it here would hang, as only some ranks get here: all are created before the first step.
         if key not in table:
             raise InternalError(
-                f"rank {self.rank} at {self.at}", f"the {what} was not announced in `Communicators`"
+                f"rank {self.rank} at {self.at}", f"the {what} was not declared in `Communicators`"
             )
         return table[key]
 

@@ -212,5 +212,5 @@ def test_labels_that_are_counted_in_parts_are_refused(monkeypatch: pytest.Monkey
     """Whatever would make them local: the number of labels that count would be that of one rank."""
     monkeypatch.setattr(bubble_up, "COUNTS", "")
     monkeypatch.setattr(bubble_up, "_entries", lambda node: -1 if note(node).kind == "input" else 0)
-    with pytest.raises(InternalError, match="count would count a part of what cp divides"):
+    with pytest.raises(InternalError, match="count would count only a part of the values: cp divides them"):
         compiled(documents, c=2)

@@ -204,7 +204,7 @@ def test_norm_counts_every_parameter_once(case: Case, max_norm: float, p: float)
 @pytest.mark.parametrize("norm_type", [0, -1.0, -inf, nan, "two", None])
 def test_what_is_the_p_of_no_norm(norm_type: Any) -> None:
     assert checked_norm_type("inf") == inf and checked_norm_type(1) == 1.0
-    with pytest.raises(PlanError, match=r"norm_type=.* is not the p of a norm. .*inf, 1"):
+    with pytest.raises(PlanError, match=r"norm_type=.* is not a valid norm type. .*inf, 1"):
         checked_norm_type(norm_type)
 
 

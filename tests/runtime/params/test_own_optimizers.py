@@ -196,13 +196,17 @@ def test_zero_makes_no_difference_with_masters(cls: Any, precision: str) -> None
         (
             LargeOnly,
             {"d": 4, "zero": 1},
-            r"treats a.weight, of shape \(32, 4\), otherwise in the shape \(1, 64\)",
+            r"treats a.weight differently in its shape \(32, 4\) and in the shape \(1, 64\)",
         ),
-        (LargeOnly, {"t": 2}, r"treats a.weight, of shape \(32, 4\), otherwise in the shape \(16, 4\)"),
+        (
+            LargeOnly,
+            {"t": 2},
+            r"treats a.weight differently in its shape \(32, 4\) and in the shape \(16, 4\)",
+        ),
         (ByWidth, {"d": 2, "zero": 1}, "updated differently from the whole"),
         (GroupedBySize, {"d": 4, "zero": 1}, "puts a.weight, .*, into another group"),
         (GroupedBySize, {"t": 2}, "puts a.weight, .*, into another group"),
-        (ByPosition, {"d": 2}, "makes 5 groups of the model's parameters, and 10 of a rank's"),
+        (ByPosition, {"d": 2}, "makes 5 groups from the model's parameters, but 10 from a rank's"),
     ],
 )
 def test_what_shapes_of_shards_would_change_is_refused(cls: Any, mesh: dict[str, int], why: str) -> None:

@@ -47,14 +47,14 @@ def test_the_global_batch_says_what_is_batched(program: Program) -> None:
 @pytest.mark.parametrize(
     ("ids", "replicas", "fact", "remedy"),
     [
-        (IDS, 1, "8 rows, of which step takes the 4 of one of 2 replicas", r"pm\.local_batch"),
-        (IDS[:3], 1, "8 rows, of which step takes the 4 of one of 2 replicas", "drop_last=True"),
-        (IDS[:6], 2, "8 rows, of which step takes all", "drop_last=True"),
-        (torch.cat([IDS, IDS]), 2, "8 rows, of which step takes all", "example_inputs=the global batch"),
-        (IDS[:, :3], 2, r"ids is \[8, 3\] int64, expected is \[8, 5\] int64", "pad or cut dim 1 to 5"),
+        (IDS, 1, "8 rows; step takes the 4 of one of 2 replicas", r"pm\.local_batch"),
+        (IDS[:3], 1, "8 rows; step takes the 4 of one of 2 replicas", "drop_last=True"),
+        (IDS[:6], 2, "8 rows; step takes all of them", "drop_last=True"),
+        (torch.cat([IDS, IDS]), 2, "8 rows; step takes all of them", "pass a global batch as large"),
+        (IDS[:, :3], 2, r"ids is \[8, 3\] int64, expected \[8, 5\] int64", "pad or cut dim 1 to 5"),
         (IDS.int(), 2, r"ids is \[8, 5\] int32", r"ids\.to\(torch\.int64\)"),
         (IDS[0], 2, r"ids is \[5\] int64", "what example_inputs holds"),
-        ("text", 2, "ids is 'text', expected is a tensor", "what example_inputs holds"),
+        ("text", 2, "ids is 'text', expected a tensor", "what example_inputs holds"),
     ],
 )
 def test_a_wrong_size_says_what_was_expected(
@@ -66,7 +66,7 @@ def test_a_wrong_size_says_what_was_expected(
 
 
 def test_a_tensor_for_a_constant_is_not_printed(program: Program) -> None:
-    with pytest.raises(PlanError, match=r"argument 2 is \[100, 100\] float32, compiled was 'fast'"):
+    with pytest.raises(PlanError, match=r"argument 2 is \[100, 100\] float32, but was compiled as 'fast'"):
         check_call(program, (*EXAMPLE[:2], torch.ones(100, 100)), {}, replicas=2)
 
 
@@ -77,7 +77,7 @@ def test_an_argument_that_would_get_a_gradient(program: Program) -> None:
         (prompt, "is a leaf with requires_grad"),
         (2 * prompt, "was computed from tensors with"),
     ):
-        with pytest.raises(PlanError, match=rf"^step: scale {origin}.*a part of the model; or detach\(\)"):
+        with pytest.raises(PlanError, match=rf"^step: scale {origin}.*a part of the model, or detach\(\)"):
             check_call(program, (IDS, scale, "fast"), {}, replicas=2)
         check_call(program, (IDS, scale.detach(), "fast"), {}, replicas=2)
         # An evaluation gives none on one device either.

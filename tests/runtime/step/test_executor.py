@@ -228,7 +228,7 @@ def test_ranks_with_another_program_are_named() -> None:
     def body(world: World) -> None:
         make_rank(other if world.rank == 1 else program, world, model.state_dict())
 
-    with pytest.raises(RuntimeFault, match="rank 1 compiled another program than rank 0"):
+    with pytest.raises(RuntimeFault, match="rank 1 compiled a different program than rank 0"):
         run_ranks(ThreadWorld(program.mesh, communicators_of(program), timeout=20.0), body)
 
 

@@ -69,7 +69,7 @@ def test_two_ranks_in_different_calls_are_both_named(monkeypatch: pytest.MonkeyP
     for other, wanted in (
         (
             theirs,
-            "call 17 of ranks 0, 1 is not the same on rank 1 at loss: all_reduce 'loss' of 8 bytes, and rank 0 at B1.0: all_",
+            "call 17 of ranks 0, 1 differs: rank 1 at loss: all_reduce 'loss' of 8 bytes, and rank 0 at B1.0: all_",
         ),
         (mine, "rank 0 is gone: it was last known at B1.0 in all_reduce 'loss' of 8 bytes"),
         (
