@@ -1,4 +1,15 @@
-"""nn.Module -> TRACED graph: capture the model's loss faithfully, or say why not."""
+"""nn.Module -> TRACED graph: capture the model's loss faithfully, or say why not.
+
+| step | files |
+|------|-------|
+| call the model, find its loss, restore it after | `loss`, `watched`, `changed_buffers` |
+| record the Python state that it writes | `writes`, on `instructions`, `calls`, `users`; `changes` reports it |
+| trace it, refusing what torch.export would drop | `capture`, with `watch`, `functions`, `tensor_values`, `autocast` |
+| bring the graph into a normal form | `normalize`, with `functionalize`, `draws`, `statistics`, `experts`, `new_nodes` |
+| compare the graph with the model | `faithful`, on `differences`; `padding` for padded batches; `own_failure` |
+| trace it again: other rows, eval mode, later | `retrace`, `evaluation`, `again`; `reads` finds state that has changed since |
+| choose the dtype in which it computes | `precision` |
+"""
 
 from autoptd.subject.module import check_device, check_module, has_values
 from autoptd.trace.again import Traced

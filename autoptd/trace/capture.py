@@ -6,7 +6,9 @@ operators with module path and source line, and the loss as its only output.
 
     captured = capture(model, (ids, targets), {}, loss_fn=None)
 
-torch.export does the tracing; anything it would drop silently is refused here or repaired in `normalize.py`.
+torch.export does the tracing (`export`), while `watch.py` and `watched.py` refuse what it would drop silently. The exported
+program is read into a graph with one placeholder per parameter, buffer and input, a Note on every node, and no_grad
+regions inlined (`read_graph`). `normalize.py` then brings the graph into the form TRACED.
 """
 
 from __future__ import annotations
@@ -52,8 +54,6 @@ from autoptd.trace.watched import Watched, check_changes
 aten = torch.ops.aten
 # Messages of torch where tracing would need the values of a tensor.
 OF_VALUES = re.compile(r"data-dependent|unbacked symbols|infer dtype of Sym|\.numpy\(\) is not supported")
-
-
 # Calls without a value. During torch.export, a cast asserts its source dtype.
 IGNORED = (torch.ops.prim.device.default, aten._assert_tensor_metadata.default)
 
