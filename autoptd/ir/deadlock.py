@@ -1,7 +1,7 @@
 """Find ranks that wait for each other: simulate calls that several ranks make together.
 
 In: every rank's calls, in order. Out: a chain of ranks that wait for each other, or nothing. The compiler checks the
-order of a program's calls with it (`program/call_order.py`), ranks as threads the order of those that they made.
+order of a program's calls with it (`program/calls.py`), ranks as threads the order of those that they made.
 
     find_deadlock([[a, b], [b, a]])     # [(0, a), (1, b)]: rank 0 waits in `a` for rank 1, which waits in `b`
 """

@@ -1,8 +1,9 @@
-"""Which rows of a dataset a step trains on: a function of the step's number, so that there is no position to save.
+"""Which rows of a dataset a step trains on: a function of the step's number, so that there is no position to
+save.
 
-In: a dataset with a length, the rows of the global batch, a seed; a `ParallelModel`, whose `steps` are the position. Out: a
-`batch_sampler` of torch's DataLoader. Global batch k is the same for every number of replicas and of workers, and in every
-run; a process reads its replica's rows of it.
+In: a dataset with a length, the rows of the global batch, a seed; a `ParallelModel`, whose `steps` are the
+position. Out: a `batch_sampler` of torch's DataLoader. Global batch k is the same for every number of
+replicas and of workers, and in every run; a process reads its replica's rows of it.
 
     batches = autoptd.Batches(dataset, batch=256, seed=0, pm=pm)
     loader = DataLoader(dataset, batch_sampler=batches, num_workers=4, worker_init_fn=autoptd.ignore_signals)
@@ -10,8 +11,9 @@ run; a process reads its replica's rows of it.
         for x, y in loader:                          # to the end of the epoch in which pm.steps is
             loss = pm.step(x, y)
 
-An *epoch* is one permutation of the rows, another one for each epoch; rows that do not fill a batch are dropped.
-The permutation is computed row by row (a Feistel cipher), however long the dataset is: nothing of its length is held.
+An *epoch* is one permutation of the rows, another one for each epoch; rows that do not fill a batch are
+dropped. The permutation is computed row by row (a Feistel cipher), however long the dataset is: nothing of
+its length is held.
 """
 
 from __future__ import annotations
@@ -22,14 +24,11 @@ import os
 import signal
 from collections.abc import Iterator, Sized
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from autoptd.errors import PlanError, a_type
-
-if TYPE_CHECKING:
-    from autoptd.model.parallel_model import ParallelModel
 
 SITE = "autoptd.Batches"
 # Of the cipher: with 4 a pair of rows would already be as good as independent.
@@ -38,11 +37,28 @@ ROUNDS = 6
 GOLDEN, SILVER = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 
 
+class Clock(Protocol):
+    """How often the number of the next step was set."""
+
+    jumps: int
+
+
+class Run(Protocol):
+    """The part of a `ParallelModel` that determines the rows of a step."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def share(self) -> tuple[int, int]: ...
+    @property
+    def clock(self) -> Clock: ...
+
+
 class Batches:
     """The rows of each step: see the module's docstring.
 
-    `batch`: rows of the global batch. Without `pm` these are all of them, and the first step is number `start`: for one
-    device, or with `pm.local_batch`. `shuffle=False` takes rows in their order.
+    `batch`: rows of the global batch. Without `pm` these are all of them, and the first step is number
+    `start`: for one device, or with `pm.local_batch`. `shuffle=False` takes rows in their order.
     """
 
     def __init__(
@@ -51,7 +67,7 @@ class Batches:
         batch: int,
         seed: int = 0,
         *,
-        pm: ParallelModel | None = None,
+        pm: Run | None = None,
         start: int = 0,
         shuffle: bool = True,
     ) -> None:
@@ -103,7 +119,9 @@ class Batches:
 
     @property
     def jumps(self) -> int:
-        """How often the number of the next step was set: a loader with workers is ahead by more than some jumps."""
+        """How often the number of the next step was set: a loader with workers is ahead by more than some
+        jumps.
+        """
         return 0 if self._pm is None else self._pm.clock.jumps
 
     def rows_of(self, step: int) -> list[int]:
@@ -119,10 +137,12 @@ class Batches:
 
 
 def permuted(places: np.ndarray[Any, Any], size: int, key: str) -> np.ndarray[Any, Any]:
-    """Return where a permutation of 0, 1, ..., size - 1, which follows from `key`, takes some places (uint64).
+    """Return where a permutation of 0, 1, ..., size - 1, which follows from `key`, takes some places
+    (uint64).
 
-    A Feistel cipher permutes the numbers of an even count of bits: of halves (a, b) each round makes (b, a ^ mix(b)). What
-    lies beyond `size` is enciphered again until it does not, which leaves a permutation of the others.
+    A Feistel cipher permutes the numbers of an even count of bits: of halves (a, b) each round makes (b, a ^
+    mix(b)). What lies beyond `size` is enciphered again until it does not, which leaves a permutation of the
+    others.
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -147,10 +167,12 @@ def _mix(x: np.ndarray[Any, Any], key: np.uint64) -> np.ndarray[Any, Any]:
 
 
 def ignore_signals(worker: int = 0) -> None:
-    """Keep a DataLoader worker running when the whole job is sent SIGTERM or SIGUSR1: give it as `worker_init_fn`.
+    """Keep a DataLoader worker running when the whole job is sent SIGTERM or SIGUSR1: give it as
+    `worker_init_fn`.
 
-    Launchers signal all processes, and a loader whose worker is gone raises before its rank can save. What the rank itself
-    sends, to end the worker, ends it, unless it comes while another's still waits to be taken: the system then drops it.
+    Launchers signal all processes, and a loader whose worker is gone raises before its rank can save. What
+    the rank itself sends, to end the worker, ends it, unless it comes while another's still waits to be
+    taken: the system then drops it.
     """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     # macOS does not tell who sent a signal.
@@ -164,6 +186,3 @@ def _end_with(parent: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
     os._exit(0)
-
-
-__all__ = ["Batches", "ignore_signals", "permuted"]

@@ -1,7 +1,7 @@
 """Checkpoints of a run, written while it trains: every few steps, and when a signal asks the run to end.
 
-In: a `ParallelModel`, its optimizer, a folder; how often, or "auto" (`pace.py`). Out: `step-00001000` and so on in the folder,
-the last `keep` of them; a run that resumes from the last complete one, on any mesh.
+In: a `ParallelModel`, its optimizer, a folder; how often, or "auto" (`pace.py`). Out: `step-00001000` and so
+on in the folder, the last `keep` of them; a run that resumes from the last complete one, on any mesh.
 
     with pm.checkpointer("ckpts", opt, every=500, keep=3, extra={"scheduler": sched}) as ckpt:
         ckpt.resume()
@@ -10,8 +10,9 @@ the last `keep` of them; a run that resumes from the last complete one, on any m
             if not ckpt.step(loss):                   # saved, and asked to end
                 break
 
-A save copies the state (on CUDA during the next forward and backward; the optimizer waits for that by itself), and a thread of
-each process writes it. What ranks have to agree on, a signal, a failed save, one under way, travels with the loss of the steps.
+A save copies the state (on CUDA during the next forward and backward; the optimizer waits for that by
+itself), and a thread of each process writes it. What ranks have to agree on, a signal, a failed save, one
+under way, travels with the loss of the steps.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from autoptd.errors import PlanError, RuntimeFault
+from autoptd.model.checkpoints import Checkpoints, warn_of_others
 from autoptd.runtime.checkpoint.commit import (
     Lock,
     checkpoints,
@@ -41,7 +43,7 @@ from autoptd.runtime.checkpoint.commit import (
     remove_leftovers,
     step_of,
 )
-from autoptd.runtime.checkpoint.extra import check_objects, own_state, warn_of_others
+from autoptd.runtime.checkpoint.extra import check_objects, own_state
 from autoptd.runtime.checkpoint.manifest import Staged
 from autoptd.runtime.checkpoint.pace import checked_pace
 from autoptd.runtime.checkpoint.save import WRITER, Job, Writer, replicas_of_states, stage_rank
@@ -50,23 +52,24 @@ from autoptd.runtime.step.launch import Rank
 from autoptd.runtime.world.agree import agree, attempted
 from autoptd.runtime.world.flags import Flags, FlagWatch, Signals
 
-if TYPE_CHECKING:
-    from autoptd.model.state import State
-
 Result = TypeVar("Result")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # Seconds that a save under way has when the run ends by an exception.
 GRACE = 5.0
-# A loss this many standard deviations above those before a resume is reported, if there were at least MIN_LOSSES.
+# A loss this many standard deviations above those before a resume is reported, if there were at least
+# MIN_LOSSES.
 SPIKE, MIN_LOSSES = 6.0, 5
 
 
 class Checkpointer:
-    """Saves a run while it trains: see the module's docstring. Made by `pm.checkpointer`; all ranks make and call it alike."""
+    """Saves a run while it trains: see the module's docstring. Made by `pm.checkpointer`; all ranks make and
+    call it alike.
+    """
 
     def __init__(
         self,
-        state: State,
+        checkpoints: Checkpoints,
+        compare_copies: Callable[[], None],
         folder: str | Path,
         optimizer: torch.optim.Optimizer | None,
         *,
@@ -82,10 +85,11 @@ class Checkpointer:
                 f"{WRITER}({str(folder)!r})", "names no folder", "for example 'ckpts'; '.' for this one"
             )
         self._asked, self.folder = str(folder), path_of(folder, WRITER).absolute()
-        self._state, self._run, self._clock = state, state.run, state.run.clock
-        self._optimizer = optimizer
-        self._ranks = state.run.started("checkpointer").unrecorded
-        self._own = None if optimizer is None else state.own(optimizer, WRITER)
+        run = checkpoints.run
+        self._checkpoints, self._run, self._clock = checkpoints, run, run.clock
+        self._optimizer, self._compare = optimizer, compare_copies
+        self._ranks = run.started("checkpointer").unrecorded
+        self._own = None if optimizer is None else checkpoints.own(optimizer, WRITER)
         self.every, self.keep, self._extra = every, keep, dict(extra or {})
         self._lock, self._signals = Lock(self.folder), Signals(SIGNALS)
         self._staging = [Staging(rank.world.device) for rank in self._ranks.here]
@@ -153,8 +157,8 @@ class Checkpointer:
     def resume(self) -> Path | None:
         """Load the last complete checkpoint of the folder; return it, None where there is none. Collective.
 
-        If its files were damaged, it is put aside, and the one before is taken; a line on stderr says so. RuntimeFault
-        where all are damaged, PlanError where the model is another one.
+        If its files were damaged, it is put aside, and the one before is taken; a line on stderr says so.
+        RuntimeFault where all are damaged, PlanError where the model is another one.
         """
         self._wait()
         found = self._from_rank_0("look for checkpoints", self._candidates)
@@ -175,8 +179,8 @@ class Checkpointer:
     def step(self, loss: torch.Tensor | float | None = None) -> bool:
         """Note that a step is over, optimizer and schedulers included; save when it is time. Collective.
 
-        Returns False once a rank was signalled (SIGTERM, SIGUSR1) and the state is saved: the loop should end. `loss` is
-        compared with those before a resume. RuntimeFault on all ranks where a save has failed.
+        Returns False once a rank was signalled (SIGTERM, SIGUSR1) and the state is saved: the loop should
+        end. `loss` is compared with those before a resume. RuntimeFault on all ranks where a save has failed.
         """
         if self._losses_before and loss is not None:
             self._look_at(float(loss))
@@ -220,15 +224,15 @@ class Checkpointer:
         """Copy the state, and let the thread write it."""
         self._warn_of_later_ones()
         self._ranks.follow_edits()
-        self._state.warn_of_gradients(WRITER, "no checkpoint has them: save after optimizer.step()")
+        self._checkpoints.warn_of_gradients(WRITER, "no checkpoint has them: save after optimizer.step()")
         # Where saves are rarer than comparisons, one more is nothing: no replica's lost bit is saved.
         step, before = self._clock.steps, 0 if self._saved is None else self._saved[0]
         if 0 < self._run.options.ranks.check_every <= self._pace.gap(step, before):
-            self._run.compare_copies()
+            self._compare()
         self._is_due = False
         self._pace.begin()
         self._count += 1
-        contents = self._state.contents(self._own)
+        contents = self._checkpoints.contents(self._own)
         staged: dict[int, Staged] = {}
 
         def run(rank: Rank) -> None:
@@ -328,7 +332,7 @@ class Checkpointer:
     def _load(self, path: Path) -> str:
         """Load a checkpoint; return how it is damaged, "" if it is not."""
         try:
-            self._state.load(path, optimizer=self._optimizer, extra=self._extra)
+            self._checkpoints.load(path, optimizer=self._optimizer, extra=self._extra)
         # Bytes of tensors are checked while they are read. A wrong request is a PlanError.
         except RuntimeFault as fault:
             return f"{fault.site}: {fault.fact}"
@@ -386,6 +390,3 @@ class Checkpointer:
 def failed_fault(error: str) -> RuntimeFault:
     remedy = "fix the cause, and save again; earlier checkpoints are unchanged"
     return RuntimeFault(WRITER, f"a save failed: {error}", remedy)
-
-
-__all__ = ["Checkpointer"]

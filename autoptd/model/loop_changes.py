@@ -1,8 +1,10 @@
-"""Notice what a loop changes of the model from outside, which compiled programs do not follow: a schedule that it sets.
+"""Notice what a loop changes of the model from outside, which compiled programs do not follow: a schedule
+that it sets.
 
-In: the user's model, and the programs that were compiled of it. Out: one RuntimeFault that names what has changed, both values,
-and where the forward computes otherwise. Values that a forward can read are compared (`trace/reads.py`); only where one differs
-the model is traced again, and only where its trace differs as well, and does not with that value put back, is it a fault.
+In: the user's model, and the programs that were compiled of it. Out: one RuntimeFault that names what has
+changed, both values, and where the forward computes otherwise. Values that a forward can read are compared
+(`trace/reads.py`); only where one differs the model is traced again, and only where its trace differs as
+well, and does not with that value put back, is it a fault.
 
     changes = LoopChanges(remade, loss_fn)
     changes.follow(program, modes)          # right after it is compiled
@@ -17,13 +19,13 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autoptd.errors import RuntimeFault
-from autoptd.model.loop_tensors import cast_back, is_rounded, sorted_as, sorts_of, without_values
+from autoptd.model.loop_watch import is_rounded
 from autoptd.program.program import Program
 from autoptd.trace import Difference, Snapshot, Stamp, Traced, evaluating, has_values, in_modes
 
@@ -43,7 +45,9 @@ def is_due(step: int, every: int) -> bool:
 
 
 class LoopChanges:
-    """The state of the model at each compilation; `given` is the user's model, `remade` makes the one that is traced."""
+    """The state of the model at each compilation; `given` is the user's model, `remade` makes the one that is
+    traced.
+    """
 
     def __init__(self, given: nn.Module, remade: Callable[[], nn.Module], loss_fn: Any) -> None:
         self._given, self._remade, self._loss_fn = given, remade, loss_fn
@@ -62,7 +66,9 @@ class LoopChanges:
         return program
 
     def check(self, programs: Iterable[Program], site: str, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Raise RuntimeFault where the model is no longer what one of the programs computes; `buffers` are the ranks'."""
+        """Raise RuntimeFault where the model is no longer what one of the programs computes; `buffers` are
+        the ranks'.
+        """
         for traced in dict.fromkeys(program.traced for program in programs):
             # A program that was written by hand, or loaded, has none.
             if traced is not None and (watched := self._watched.get(traced)) is not None:
@@ -80,7 +86,8 @@ class Watched:
         first: Mapping[str, Stamp],
         evaluates: bool,
     ) -> None:
-        # What buffers held when the first program was compiled: later ones are compiled with those of the ranks.
+        # What buffers held when the first program was compiled: later ones are compiled with those of the
+        # ranks.
         self._first = first
         self._given, self._remade, self._snapshot, self._evaluates = given, remade, snapshot, evaluates
         self._modes = {path: module.training for path, module in given.named_modules()}
@@ -126,7 +133,8 @@ class Watched:
     def _is_followed(self, change: Difference, traced: Traced) -> bool:
         """Tell whether a change is none of the loop's: of modes, of what the ranks have as well."""
         if change.path.rpartition(".")[2] == "training":
-            # A model that is in eval mode as a whole is being evaluated; ranks train in the modes at compilation.
+            # A model that is in eval mode as a whole is being evaluated; ranks train in the modes at
+            # compilation.
             return self._evaluates or self._given.training != self._modes[""]
         own = dict(self._given.named_buffers()).get(change.path)
         if own is None:
@@ -152,7 +160,8 @@ class Watched:
         return not is_new or time.monotonic() < self._rest_until
 
     def _differs(self, traced: Traced) -> str:
-        # A model that was moved or cast since then is traced with its old dtypes and devices: a trace has no values.
+        # A model that was moved or cast since then is traced with its old dtypes and devices: a trace has no
+        # values.
         with sorted_as(self._given, self._sorts, without_values):
             model = self._remade()
             with self._in_modes(model):
@@ -180,7 +189,8 @@ class Watched:
             if self._differs_without(traced, [one for one in changes if id(one.place) != place]):
                 found += [one for one in changes if id(one.place) == place]
         culprits = found or changes
-        # Tables that are filled on demand, and switches such as use_cache, give the same numbers by other operators.
+        # Tables that are filled on demand, and switches such as use_cache, give the same numbers by other
+        # operators.
         is_late = any(one.is_number and one.path not in traced.reads.written for one in culprits)
         if is_late or not has_values(self._given):
             return culprits
@@ -213,4 +223,61 @@ def _fault(culprits: list[Difference], where: str, site: str) -> RuntimeFault:
     return RuntimeFault(site, fact, REMEDY)
 
 
-__all__ = ["LoopChanges", "is_due"]
+class Sort(NamedTuple):
+    """What a trace reads of a parameter or a buffer."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, x: Tensor) -> Sort:
+        return cls(x.shape, x.dtype, x.device)
+
+
+def sorts_of(model: nn.Module) -> dict[str, Sort]:
+    """Return the sorts of all parameters and buffers."""
+    return {name: Sort.of(x) for name, _, _, x in _registered(model)}
+
+
+@contextmanager
+def sorted_as(
+    model: nn.Module, sorts: Mapping[str, Sort], make: Callable[[Tensor, Sort], Tensor]
+) -> Iterator[None]:
+    """Replace, for a while, tensors that had another dtype or device by what `make` returns."""
+    before, made = [], dict[int, Tensor]()
+    for name, home, key, x in _registered(model):
+        then = sorts.get(name)
+        if then is not None and then != Sort.of(x) and then.shape == x.shape:
+            if id(x) not in made:
+                value = make(x.detach(), then)
+                is_parameter = isinstance(x, nn.Parameter)
+                made[id(x)] = nn.Parameter(value, x.requires_grad) if is_parameter else value
+            before.append((home, key, x))
+            home[key] = made[id(x)]
+    try:
+        yield
+    finally:
+        for home, key, x in before:
+            home[key] = x
+
+
+def without_values(x: Tensor, then: Sort) -> Tensor:
+    """Return a tensor of a sort that takes no memory."""
+    return torch.zeros((), dtype=then.dtype, device=then.device).expand(then.shape)
+
+
+def cast_back(x: Tensor, then: Sort) -> Tensor:
+    """Return a tensor in the dtype that it had, where it is now."""
+    return x.to(then.dtype)
+
+
+def _registered(model: nn.Module) -> Iterator[tuple[str, dict[str, Tensor | None], str, Tensor]]:
+    """Yield the name of each parameter and buffer, also of one that has several; where it is registered, and
+    as what.
+    """
+    for path, module in model.named_modules():
+        for home in (module._parameters, module._buffers):
+            for key, x in list(home.items()):
+                if x is not None:
+                    yield f"{path}.{key}".removeprefix("."), home, key, x  # type: ignore[misc]

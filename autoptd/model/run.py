@@ -1,7 +1,8 @@
-"""A program, once there is one, and the ranks of this process that run it: what all parts of a `ParallelModel` share.
+"""A program, once there is one, and the ranks of this process that run it: what all parts of a
+`ParallelModel` share.
 
-In: options, and the model's state dict or a source of weights; later the program. Out: the running ranks, this process's
-place among them, and the position of the run (`Clock`).
+In: options, and the model's state dict or a source of weights; later the program. Out: the running ranks,
+this process's place among them, and the position of the run (`Clock`).
 
     run = Run(options, model.state_dict())
     run.start(program)
@@ -13,20 +14,20 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
+from torch import nn
 
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ir.buffers import SharedBuffers
+from autoptd.model.loop_watch import LoopWatch
 from autoptd.options import Options
 from autoptd.program.program import Program
 from autoptd.program.sources import Source
-from autoptd.runtime.checks.agreement import COPIES
-from autoptd.runtime.checks.copies import check_copies, check_settings
 from autoptd.runtime.params.loss_scale import LossScaler
 from autoptd.runtime.step.buffers import ModelBuffers, copy_buffers
 from autoptd.runtime.step.launch import (
@@ -40,6 +41,8 @@ from autoptd.runtime.step.launch import (
 )
 from autoptd.runtime.world.agree import agree, attempted
 from autoptd.runtime.world.devices import device_of_ranks
+from autoptd.subject.call import Call
+from autoptd.subject.subject import Subject
 
 Result = TypeVar("Result")
 # How many losses are remembered.
@@ -55,7 +58,9 @@ def is_local(options: Options) -> bool:
 
 
 class Clock:
-    """The position of a run. All ranks agree on `calls` and `evaluations`; `steps`, which the user may set, need not."""
+    """The position of a run. All ranks agree on `calls` and `evaluations`; `steps`, which the user may set,
+    need not.
+    """
 
     def __init__(self) -> None:
         self.ranks: list[Rank] = []
@@ -82,8 +87,45 @@ class Clock:
             rank.executor.steps = operator.index(count)
 
 
+class ModelCompiler(Protocol):
+    """Compiles one subject."""
+
+    @property
+    def subject(self) -> Subject: ...
+
+    @property
+    def options(self) -> Options: ...
+
+    def for_training(self, call: Call, replicas: int, check: bool = True) -> Program:
+        """Compile for steps with the rows of `replicas` replicas; `check` compares trace and model."""
+        ...
+
+    def for_sizes(self, call: Call, first: Program) -> Program:
+        """Compile for steps of other sizes, on the ranks of the program that trains."""
+        ...
+
+    def for_evaluation(self, call: Call, first: Program, counts: tuple[int, ...] = ()) -> Program:
+        """Compile for an evaluation likewise; `counts` are the rows of every replica where they are not
+        equal.
+        """
+        ...
+
+    def prove(self, calls: Sequence[Call], what: str, *, evaluates: bool, is_made_up: bool) -> None:
+        """Raise PlanError unless the model ignores the padding of a call."""
+        ...
+
+
+class LoadResult(NamedTuple):
+    """Names that a state dict lacked, and names that are not in the model; both empty when strict."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
 class Run:
-    """The program and the ranks; `shared` says which of the model's buffers share their memory."""
+    """The program and the ranks; `shared` lists the buffers that share memory, `watched` is the user's model
+    if its loop is watched.
+    """
 
     def __init__(
         self,
@@ -91,6 +133,7 @@ class Run:
         state: Mapping[str, torch.Tensor],
         weights: Source | None = None,
         shared: SharedBuffers | None = None,
+        watched: nn.Module | None = None,
     ) -> None:
         self.options, self.is_process = options, not is_local(options)
         # The program that trains with the first sizes; None until it is compiled.
@@ -108,6 +151,10 @@ class Run:
         # Why the ranks' values cannot be used, if so.
         self._unusable = ""
         self._before_overwriting: list[Callable[[], None]] = []
+        # Called with new values of buffers before anything is overwritten; PlanError if the programs do not
+        # hold for them.
+        self.before_overwriting: list[Callable[[Mapping[str, torch.Tensor]], None]] = []
+        self.loop = LoopWatch(watched, speaks=self.rank == 0)
 
     def start(self, program: Program) -> None:
         """Start the ranks. Collective."""
@@ -162,7 +209,9 @@ class Run:
 
     @property
     def share(self) -> tuple[int, int]:
-        """Which rows of a global batch `step` takes here: (number of the replica, how many there are); (0, 1) in local."""
+        """Which rows of a global batch `step` takes here: (number of the replica, how many there are); (0, 1)
+        in local.
+        """
         mesh = self.options.mesh
         return (mesh.replica_of(self.rank), mesh.replicas) if self.is_process else (0, 1)
 
@@ -186,10 +235,13 @@ class Run:
 
     @contextmanager
     def overwriting(self, site: str, brought: Mapping[str, torch.Tensor], what: str = "") -> Iterator[None]:
-        """Overwrite buffers with those `brought`, and parameters in a `with` block.
+        """Overwrite buffers with those in `brought`, and parameters in a `with` block.
 
-        Where that raises, they cannot be used, since `what` did not end.
+        PlanError before anything has changed if the programs do not hold for these buffers. If the block
+        raises, the values cannot be used, since `what` did not end.
         """
+        for check in self.before_overwriting:
+            check(brought)
         for release in self._before_overwriting:
             release()
         self._unusable = what and f"{what} did not end"
@@ -210,18 +262,3 @@ class Run:
     def optimizers(self) -> dict[int, torch.optim.Optimizer]:
         """Those that the user still has, by the number in which all ranks made them."""
         return {number: made for number, ref in enumerate(self._optimizers) if (made := ref()) is not None}
-
-    def compare_copies(self) -> None:
-        """Raise RuntimeFault on all ranks where copies of parameters or of their state differ, or settings of optimizers.
-
-        Collective.
-        """
-        made, call, ranks = self.optimizers, self.clock.calls, self.started("step").unrecorded
-        states = [optimizer.state for optimizer in made.values()]
-        ranks.run(COPIES, lambda rank: check_copies(rank.params, states, call))
-        # Ranks as threads share one optimizer.
-        if self.is_process:
-            ranks.run(COPIES, lambda rank: check_settings(rank.world, made, call))
-
-
-__all__ = ["Clock", "Run", "is_local"]

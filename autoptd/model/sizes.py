@@ -1,8 +1,8 @@
 """The programs of a run: the first one, and one for each other size of a batch, compiled when it first comes.
 
-In: the calls of `step` and `eval_step`, and what compiles. Out: the program for a call, which the ranks use from then on, and
-the call, padded where that was asked for. All programs share the ranks' parameters, and so the optimizer; all ranks take part
-in each call.
+In: the calls of `step` and `eval_step`, and what compiles. Out: the program for a call, which the ranks use
+from then on, and the call, padded where that was asked for. All programs share the ranks' parameters, and so
+the optimizer; all ranks take part in each call.
 
     programs = Programs(run, compiler, changes)
     run.start(programs.first(args, kwargs, replicas))
@@ -12,6 +12,7 @@ in each call.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,13 +21,12 @@ from typing import Any
 
 import torch
 
-from autoptd.compat import tree_flatten, tree_map
+from autoptd.compat import tree_flatten, tree_map, tree_unflatten
 from autoptd.errors import AutoptdError, PlanError, RuntimeFault, TraceError
-from autoptd.model.compiling import ModelCompiler
+from autoptd.ir.types import ZIGZAG
 from autoptd.model.loop_changes import LoopChanges
-from autoptd.model.padded import EVALUATION, PaddedCalls, check_updates
-from autoptd.model.run import Run
-from autoptd.options.buckets import EXACT, MAX_PROGRAMS
+from autoptd.model.run import ModelCompiler, Run
+from autoptd.options.buckets import EXACT, MAX_PROGRAMS, Buckets, bucket_lengths
 from autoptd.program.program import Program
 from autoptd.runtime.checks.agreement import SIZES
 from autoptd.runtime.checks.inputs import Sizes, agree_on_sizes
@@ -39,7 +39,9 @@ from autoptd.runtime.step.microbatches import (
     expected_shape,
     rows_of_replicas,
 )
+from autoptd.runtime.step.pad_batch import BatchPadding, lead_of
 from autoptd.subject.call import Call
+from autoptd.trace.padding import labels_of
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -50,22 +52,26 @@ SizedCall = tuple[Program, Args, Kwargs]
 class Programs:
     """Programs by call and sizes; at most `most` that train, and as many that evaluate.
 
-    Without a compiler there is one alone. `changes` notices what a loop changes of the model.
+    Without a compiler there is only the first one. With `watches`, changes that the loop makes to the model
+    are noticed.
     """
 
-    def __init__(
-        self, run: Run, compiler: ModelCompiler | None = None, changes: LoopChanges | None = None
-    ) -> None:
-        self._run, self._compiler, self._changes = run, compiler, changes
+    def __init__(self, run: Run, compiler: ModelCompiler | None = None, *, watches: bool = False) -> None:
+        self._run, self._compiler = run, compiler
         options = self._options = run.options
+        self._changes: LoopChanges | None = None
+        if watches and compiler is not None:
+            self._changes = LoopChanges(compiler.subject.given, compiler.subject.remade, options.loss_fn)
         # Without `shapes` there are others for evaluations only, of fewer rows.
         self.most = options.shapes.max_programs or (
             MAX_PROGRAMS if options.shapes.how is not None else sys.maxsize
         )
         self._by_sizes: dict[Sizes, Program] = {}
         self._padding: PaddedCalls | None = None
-        # Stands in for the call that the first program was compiled for, and the replicas whose rows it holds.
+        # Stands in for the call that the first program was compiled for, and the replicas whose rows it
+        # holds.
         self._first_call: tuple[Call, int] | None = None
+        run.before_overwriting.append(self._hold_to)
 
     def first(self, args: Args, kwargs: Kwargs, replicas: int) -> Program:
         """Compile for steps with such a call, which has the rows of `replicas` replicas."""
@@ -111,11 +117,13 @@ class Programs:
         return [program for sizes, program in self._by_sizes.items() if sizes.call == EVALUATION]
 
     def find(self, call: str, args: Args, kwargs: Kwargs) -> SizedCall:
-        """Return the program for a call, which the ranks use from now on, and the call as that takes it. Collective.
+        """Return the program for a call, which the ranks use from now on, and the call as that takes it.
+        Collective.
 
-        Without `shapes`, steps have one, and evaluations one for each number of rows up to that of the first evaluation, or of
-        training; an evaluation's is not compiled before it comes: some runs have none, and it takes as long as for training.
-        PlanError on all ranks where they have other sizes, where there is no such program, or where it is one too many.
+        Without `shapes`, steps have one, and evaluations one for each number of rows up to that of the first
+        evaluation, or of training; an evaluation's is not compiled before it comes: some runs have none, and
+        it takes as long as for training. PlanError on all ranks where they have other sizes, where there is
+        no such program, or where it is one too many.
         """
         if self._compiler is None or (self._options.shapes.how is None and call != EVALUATION):
             return self._first, args, kwargs
@@ -134,7 +142,9 @@ class Programs:
         return program, args, kwargs
 
     def _exact(self, call: str, args: Args, kwargs: Kwargs) -> Sizes:
-        """Return the sizes of a call that is not padded; in an evaluation, replicas may have other numbers of rows."""
+        """Return the sizes of a call that is not padded; in an evaluation, replicas may have other numbers of
+        rows.
+        """
         batched = self._batched if call == EVALUATION else set()
         sizes, _, counts = self._agreed(lambda: (self._own_sizes(call, args, kwargs), 0), batched)
         most = sizes.rows_of(batched)
@@ -159,8 +169,8 @@ class Programs:
         return {spec.name for spec in self._first.inputs if spec.batched}
 
     def _own_sizes(self, call: str, args: Args, kwargs: Kwargs) -> Sizes:
-        """Return the sizes of a call; without `shapes`, PlanError for an evaluation that has more than fewer rows than another
-        call, once there was an evaluation.
+        """Return the sizes of a call; without `shapes`, PlanError for an evaluation that has more than fewer
+        rows than another call, once there was an evaluation.
         """
         sizes = sizes_of(self._first, call, args, kwargs)
         known = [other for other in self._by_sizes if other.call == EVALUATION]
@@ -205,10 +215,12 @@ class Programs:
             padding.prove_length(call, leaves, tree, bucket)
         return sizes, *padded
 
-    def hold_to(self, brought: Mapping[str, torch.Tensor]) -> None:
-        """Make sure that everything proven about buffers holds for other values, by compiling again; else PlanError.
+    def _hold_to(self, brought: Mapping[str, torch.Tensor]) -> None:
+        """Make sure that everything proven about buffers holds for other values, by compiling again; else
+        PlanError.
 
-        The programs of other sizes that were compiled for other values are compiled again when they are needed.
+        The programs of other sizes that were compiled for other values are compiled again when they are
+        needed.
         """
         before = self._first
         if changed := before.differing(brought):
@@ -246,8 +258,8 @@ class Programs:
     def _agreed(
         self, own: Callable[[], tuple[Sizes, int]], batched: Collection[str] = ()
     ) -> tuple[Sizes, int, tuple[int, ...]]:
-        """Return the sizes of a call, which all ranks have, the largest of their lengths, and the rows of every replica, which
-        may differ in the tensors of `batched`; () for threads.
+        """Return the sizes of a call, which all ranks have, the largest of their lengths, and the rows of
+        every replica, which may differ in the tensors of `batched`; () for threads.
         """
         length = 0
         rows: tuple[int, ...] = ()
@@ -321,7 +333,9 @@ def _stand_in(leaf: Any) -> Any:
 
 
 def _texts(first: Program, leaves: Mapping[int, Any] | Sequence[Any]) -> tuple[tuple[int, str], ...]:
-    """Return the arguments that are not tensors, as text; of objects whose text may contain an address, the type."""
+    """Return the arguments that are not tensors, as text; of objects whose text may contain an address, the
+    type.
+    """
     found = []
     for number, _ in first.constants:
         value = leaves[number]
@@ -330,4 +344,113 @@ def _texts(first: Program, leaves: Mapping[int, Any] | Sequence[Any]) -> tuple[t
     return tuple(found)
 
 
-__all__ = ["Programs", "sizes_of"]
+EVALUATION = "eval_step"
+TOKENS, ROWS = "padded tokens", "added rows"
+UNKNOWN_ROWS = (
+    "the batch has fewer rows than that of example_inputs, and no argument by which the loss could pass over rows "
+    "that are added: no labels with an ignore_index, no mask",
+    "drop a smaller last batch (DataLoader(..., drop_last=True))",
+)
+# Rows of the runs that show whether padding changes anything.
+PROOF_ROWS = 4
+
+
+class PaddedCalls(BatchPadding):
+    """How the calls of a run are padded; `call` was the first one."""
+
+    def __init__(self, run: Run, compiler: ModelCompiler | None, call: Call) -> None:
+        first, options, shapes = run.program, run.options, run.options.shapes.how
+        assert shapes is not None
+        check_updates(first)
+        length = lead_of(first).shape[1]
+        # Ranks that split tokens want equal parts of them.
+        parts = math.prod(map(options.mesh.degree, options.mesh.token_axes))
+        unit = parts * (options.mesh.value_ranks if options.sequence_parallel is True else 1)
+        if options.context.tokens == ZIGZAG:
+            unit = math.lcm(unit, 2 * parts)
+        lengths = bucket_lengths(shapes, length, unit)
+        pad = dict(getattr(shapes, "pad", {}))
+        super().__init__(first, lengths, labels_of(first.graphs["TRACED"]), pad, run.started("step").replicas)
+        self._run, self._compiler = run, compiler
+        self._is_checked = not isinstance(shapes, Buckets) or shapes.check
+        # The calls that rows were added to, without changing the loss, with the arguments that are blank in
+        # these rows.
+        self._blanks: dict[str, tuple[str, ...]] = {}
+        leaves, tree = tree_flatten(call)
+        self.prove_length("step", leaves, tree, length)
+
+    def padded_call(self, call: str, leaves: Sequence[Any], tree: Any, bucket: int, rows: int) -> Call:
+        """Return a call of `rows` rows padded to a bucket. Collective."""
+        if rows < self.rows and call not in self._blanks:
+            self._blanks[call] = self._find_blank(call, leaves, tree)
+        blank = self._blanks.get(call, ())
+        return tree_unflatten(self.padded(leaves, bucket, self.rows, blank), tree)  # type: ignore[return-value]
+
+    def prove_length(self, call: str, leaves: Sequence[Any], tree: Any, bucket: int) -> None:
+        """Raise PlanError on all ranks unless the model passes over the tokens that fill a bucket up."""
+
+        def prove() -> None:
+            short = self.cut(leaves, min(self.length_of(leaves), max(1, 3 * bucket // 4)), PROOF_ROWS)
+            self._compare(call, tree, short, bucket, self.rows_of(short))
+
+        if bucket > 1 and self._is_checked:
+            self._run.together(prove)
+
+    def _find_blank(self, call: str, leaves: Sequence[Any], tree: Any) -> tuple[str, ...]:
+        """Return the fewest arguments that are to be blank in added rows. Collective.
+
+        PlanError where the model reads such rows all the same.
+        """
+        refused = PlanError(f"pm.{call}", *UNKNOWN_ROWS)
+        if not self._is_checked:
+            # Which arguments the loss reads as a mask, only trying shows.
+            if self.labels:
+                return ()
+            raise refused
+        for number, blank in enumerate(self.possible_blanks()):
+            try:
+                self._run.together(lambda: self._prove_rows(call, blank, leaves, tree))  # noqa: B023
+                return blank
+            except PlanError as error:
+                # A refusal is the answer of all ranks, whatever data each has.
+                refused = error if number == 0 else refused
+        raise refused
+
+    def _prove_rows(self, call: str, blank: tuple[str, ...], leaves: Sequence[Any], tree: Any) -> None:
+        """Raise PlanError unless the model passes over rows whose labels are all ignored, and that are
+        `blank`.
+        """
+        length = self.length_of(leaves)
+        short = self.cut(leaves, length, PROOF_ROWS)
+        self._compare(call, tree, short, length, self.rows_of(short) + 1, blank)
+
+    def _compare(
+        self,
+        call: str,
+        tree: Any,
+        given: Sequence[Any],
+        length: int,
+        rows: int,
+        blank: tuple[str, ...] = (),
+    ) -> None:
+        """Raise PlanError unless the model ignores the padding of a call to `length` tokens and `rows` rows.
+
+        It is tried with other numbers too.
+        """
+        if self._compiler is None:
+            fact = "there is no model to check that it passes over padding"
+            raise PlanError("shapes=", fact, "autoptd.parallelize(model, ...)")
+        own_length, own_rows = self.length_of(given), self.rows_of(given)
+        what = TOKENS if length > own_length else ROWS
+        for number, short in enumerate([given, *self.varied(given)]):
+            padded = self.padded(short, length, rows, blank)
+            others = self.with_other_tokens(padded, own_length, own_rows)
+            calls: list[Any] = [tree_unflatten(list(leaves), tree) for leaves in (short, padded, others)]
+            self._compiler.prove(calls, what, evaluates=call == EVALUATION, is_made_up=number > 0)
+
+
+def check_updates(program: Program) -> None:
+    """Raise PlanError where padding would count in a buffer: whether it would is not seen from a loss."""
+    if program.updated_by_batch:
+        fact = f"buffer {program.updated_by_batch[0]} is updated by what depends on the batch, and padding would count"
+        raise PlanError("shapes=", fact, "shapes='exact'")

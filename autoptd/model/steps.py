@@ -1,14 +1,17 @@
 """Steps and evaluations: a call's way from the user's arguments to the microbatches of every rank.
 
-In: the arguments of `pm.step`. Out: the loss, and gradients in the ranks' parameters. A call is brought into the form that was
-compiled, which is compiled first if there is none, then to the program for its sizes, and compared with that.
+In: the arguments of `pm.step`. Out: the loss, and gradients in the ranks' parameters. A call is brought into
+the form that was compiled, which is compiled first if there is none, then to the program for its sizes, and
+compared with that.
 
-    steps = Steps(run, sizes, calls, loop)
+    steps = Steps(run, sizes, calls)
     loss = steps.step(ids, targets)
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any, NamedTuple
@@ -16,20 +19,19 @@ from typing import Any, NamedTuple
 import torch
 
 from autoptd.errors import PlanError
-from autoptd.model.calls import Calls
 from autoptd.model.loop_changes import is_due
-from autoptd.model.loop_watch import LoopWatch
-from autoptd.model.padded import EVALUATION
 from autoptd.model.run import Run
-from autoptd.model.sizes import Programs
+from autoptd.model.sizes import EVALUATION, Programs
+from autoptd.options.buckets import EXACT
 from autoptd.program.program import Program
-from autoptd.runtime.checks.agreement import RANKS
-from autoptd.runtime.checks.copies import copies_are_due
+from autoptd.runtime.checks.agreement import COPIES, RANKS
+from autoptd.runtime.checks.copies import check_copies, check_settings, copies_are_due
 from autoptd.runtime.checks.inputs import batch_checked, batch_is_due
 from autoptd.runtime.checks.ranks import check_ranks
 from autoptd.runtime.step.executor import Executor
 from autoptd.runtime.step.launch import Rank, RunningRanks
-from autoptd.runtime.step.microbatches import check_call, cut, take_rows
+from autoptd.runtime.step.microbatches import CallForm, check_call, cut, flatten, is_call_in_one, take_rows
+from autoptd.subject.call import Call
 
 
 class Batch(NamedTuple):
@@ -48,17 +50,19 @@ class Batch(NamedTuple):
         return cut(self.program, self.leaves, executor.inputs, replica, device, self.ranks.replicas)
 
     def checked(self, count: int) -> AbstractContextManager[None]:
-        """Check, where it is due, that the ranks of a replica read the same: around the `count`-th call of its kind."""
+        """Check, where it is due, that the ranks of a replica read the same: around the `count`-th call of
+        its kind.
+        """
         if not batch_is_due(count, self.every):
             return nullcontext()
         return batch_checked(self.ranks.unrecorded.run, self.call, count, self.leaves)
 
 
 class Steps:
-    """Runs steps and evaluations; `loop` hears of each step."""
+    """Runs steps and evaluations."""
 
-    def __init__(self, run: Run, sizes: Programs, calls: Calls, loop: LoopWatch) -> None:
-        self._run, self._sizes, self._calls, self._loop = run, sizes, calls, loop
+    def __init__(self, run: Run, sizes: Programs, calls: Calls) -> None:
+        self._run, self._sizes, self._calls, self._loop = run, sizes, calls, run.loop
 
     def compile_now(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile for steps with such a global batch, and start the ranks. Collective."""
@@ -76,10 +80,10 @@ class Steps:
 
         Collective.
 
-        Takes the arguments of the model, or one mapping of them: the global batch with `backend="local"`, this
-        replica's rows of it (`local_batch`) under torchrun. Gradients are added to `parameter.grad` until
-        `zero_grad`. A NaN loss raises RuntimeFault on all ranks, and adds none; on CUDA it is seen in the next
-        step, when its own gradients were handed over.
+        Takes the arguments of the model, or one mapping of them: the global batch with `backend="local"`,
+        this replica's rows of it (`local_batch`) under torchrun. Gradients are added to `parameter.grad`
+        until `zero_grad`. A NaN loss raises RuntimeFault on all ranks, and adds none; on CUDA it is seen in
+        the next step, when its own gradients were handed over.
         """
         if not torch.is_grad_enabled():
             mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
@@ -99,7 +103,7 @@ class Steps:
         self._check_loop("step", clock.calls)
         # Outside of the step: its collectives do not belong to the program, and are not recorded.
         if copies_are_due(clock.calls, self._run.options.ranks.check_every):
-            self._run.compare_copies()
+            self.compare_copies()
         held = ranks.here[0].params
         self._loop.begin(chain(held.local.values(), held.stored.values()))
         with batch.checked(clock.calls):
@@ -113,8 +117,8 @@ class Steps:
     def eval_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the loss of the global batch without gradients, the model in eval mode. Collective.
 
-        A batch may have fewer rows than others before: the last one of a dataset. They need not divide over d. A program for
-        that number is compiled when it first comes.
+        A batch may have fewer rows than others before: the last one of a dataset. They need not divide over
+        d. A program for that number is compiled when it first comes.
         """
         batch = self._batch(EVALUATION, args, kwargs)
         clock = self._run.clock
@@ -128,7 +132,8 @@ class Steps:
             return batch.ranks.run(EVALUATION, evaluate)
 
     def _batch(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
-        """Bring a call to the program that runs it, which is compiled if there is none; PlanError where it does not fit.
+        """Bring a call to the program that runs it, which is compiled if there is none; PlanError where it
+        does not fit.
 
         Collective.
         """
@@ -152,18 +157,34 @@ class Steps:
         return Batch(call, program, ranks, check_call(program, args, kwargs, ranks.replicas, call), every)
 
     def _check_loop(self, call: str, count: int) -> None:
-        """Raise RuntimeFault on all ranks where the loop has changed what the model computes; warn of written weights."""
+        """Raise RuntimeFault on all ranks where the loop has changed what the model computes; warn of written
+        weights.
+        """
         if is_due(count, self._run.options.ranks.check_every):
             self._loop.check_weights(f"{call} {count}", self._run.clock.exchanges)
             self._sizes.check_changes(f"{call} {count}")
 
+    def compare_copies(self) -> None:
+        """Raise RuntimeFault on all ranks where copies of parameters or of their state differ, or settings of
+        optimizers.
+
+        Collective.
+        """
+        made, call, ranks = self._run.optimizers, self._run.clock.calls, self._run.started("step").unrecorded
+        states = [optimizer.state for optimizer in made.values()]
+        ranks.run(COPIES, lambda rank: check_copies(rank.params, states, call))
+        # Ranks as threads share one optimizer.
+        if self._run.is_process:
+            ranks.run(COPIES, lambda rank: check_settings(rank.world, made, call))
+
     def check_ranks(self, *args: Any, **kwargs: Any) -> None:
         """Raise RuntimeFault on all ranks where replicas do not compute the same, bit by bit. Collective.
 
-        Takes a global batch, the same on all ranks. Every replica runs the rows of the first one, twice, forward and
-        backward; nothing of it is kept. What differs is named with its rank: a weight that lost a bit, or a device that
-        computes wrongly. Needs kernels that give the same bits each time (`torch.use_deterministic_algorithms`), and says
-        where they do not. With one replica, only whether each rank computes the same twice.
+        Takes a global batch, the same on all ranks. Every replica runs the rows of the first one, twice,
+        forward and backward; nothing of it is kept. What differs is named with its rank: a weight that lost a
+        bit, or a device that computes wrongly. Needs kernels that give the same bits each time
+        (`torch.use_deterministic_algorithms`), and says where they do not. With one replica, only whether
+        each rank computes the same twice.
         """
         ranks, replicas = self._run.settled("check_ranks"), self._run.options.mesh.replicas
         args, kwargs = self._calls.in_form(args, kwargs)
@@ -183,4 +204,90 @@ class Steps:
         ranks.unrecorded.run(RANKS, check)
 
 
-__all__ = ["Steps"]
+class Calls:
+    """The form of calls; `names` are those of the model's own arguments.
+
+    `is_compiled_again`: evaluations have separate programs, whose replicas may have different numbers of
+    rows.
+    """
+
+    def __init__(self, run: Run, names: Sequence[str], *, is_compiled_again: bool) -> None:
+        self._run, self._names = run, tuple(names)
+        self._is_compiled_again = is_compiled_again
+        # The form of the call that was compiled for: other spellings of it are brought into this form.
+        self._form: CallForm | None = None
+        # Whether rows were cut for one of several replicas before it was known which belong together.
+        self._cut_unseen = False
+        # Tensors that were cut for an evaluation, with the rows of the whole batch.
+        self._unequal: list[tuple[int, weakref.ref[torch.Tensor]]] = []
+
+    def compiled(self, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take the form of the first call that was compiled; PlanError where rows were cut that belong
+        together.
+        """
+        if self._cut_unseen and program.row_blocks > 1:
+            fact = f"the rows of {program.row_blocks} blocks of the batch belong together, which was not known when it was cut"
+            raise PlanError("local_batch", fact, "example_inputs= of parallelize, a global batch")
+        self._form = CallForm(self._names, len(args), tuple(kwargs))
+
+    def in_form(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: str = "step") -> Call:
+        """Bring a call into the form of the compiled one, where that is known."""
+        args, kwargs = self._in_full(args, kwargs)
+        return self._form.arrange(args, kwargs, call) if self._form else (args, kwargs)
+
+    def _in_full(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Return a call whose keywords are one mapping with keywords."""
+        return ((), dict(args[0])) if self._is_in_one(args, kwargs) else (args, kwargs)
+
+    def _is_in_one(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return is_call_in_one(args, kwargs, self._names, self._form)
+
+    def local_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Cut a global batch to the rows that `step` takes here: this replica's under torchrun, all of them
+        in local.
+
+        Returns the positional arguments as a tuple, or keyword arguments as a dict; given both, the pair of
+        the two: `pm.step(*pm.local_batch(x, y))`, `pm.step(**pm.local_batch(ids=x))`. Of a mapping of
+        keywords, such as a tokenizer makes, a dict: `pm.step(pm.local_batch(batch))`. Rows that d does not
+        divide are for `eval_step` alone.
+        """
+        is_in_one = self._is_in_one(args, kwargs)
+        if self._run.is_process:
+            args, kwargs = self._own_rows(*self.in_form(args, kwargs))
+        if is_in_one:
+            args, kwargs = self._in_full(args, kwargs)
+            return {**dict(zip(self._names, args, strict=False)), **kwargs}
+        if args and kwargs:
+            return args, kwargs
+        return kwargs or args
+
+    def _own_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        replica, replicas = self._run.share
+        program = self._run.compiled
+        self._cut_unseen |= program is None and replicas > 1
+        # In an evaluation, replicas may have other numbers of rows.
+        can_be_unequal = (
+            program is not None
+            and program.row_blocks == 1
+            and self._is_compiled_again
+            and self._run.options.shapes.how in (None, EXACT)
+        )
+        share = take_rows(program, args, kwargs, replicas, replica, even=not can_be_unequal)
+        if can_be_unequal:
+            # A step with these would end on some of the ranks.
+            pairs = zip(flatten(args, kwargs)[0], flatten(*share)[0], strict=True)
+            cut = [(len(x), weakref.ref(own)) for x, own in pairs if own is not x]
+            self._unequal = [known for known in self._unequal if known[1]() is not None]
+            self._unequal += [known for known in cut if known[0] % replicas]
+        return share
+
+    def refuse_unequal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise PlanError on all ranks for a step with tensors that have other numbers of rows on other
+        replicas.
+        """
+        leaves = flatten(args, kwargs)[0] if self._unequal else []
+        for rows, ref in self._unequal:
+            if any(leaf is ref() for leaf in leaves):
+                mesh = self._run.options.mesh
+                fact = f"{rows} rows do not divide over {mesh.product_text(mesh.batch_axes)}, which is for pm.eval_step only"
+                raise PlanError("pm.step", fact, "a batch that d divides: DataLoader(..., drop_last=True)")

@@ -1,9 +1,10 @@
-"""What happens to gradients after a step: optimizers over the local parameters, and clipping by the norm of all of them.
+"""What happens to gradients after a step: optimizers over the local parameters, and clipping by the norm of
+all of them.
 
 In: the running ranks. Out: optimizers of torch, over groups of the model's own names or parameters. All calls
 are collective.
 
-    updates = Updates(run, loop)
+    updates = Updates(run)
     optimizer = updates.optimizer(torch.optim.AdamW, lr=3e-4)
     updates.clip_grad_norm_(1.0)
     optimizer.step()
@@ -11,18 +12,18 @@ are collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from math import inf
 from typing import Any
 
 import torch
 
-from autoptd.model.loop_watch import LoopWatch
-from autoptd.model.optimizer_request import resolved
+from autoptd.errors import PlanError, a_type
+from autoptd.model.loop_watch import OwnParameters
 from autoptd.model.run import Run
-from autoptd.program.state_memory import StateMemory
-from autoptd.runtime.measure.held_memory import count_memory
 from autoptd.runtime.params.grad_norm import (
     check_finite,
     checked_clip_value,
@@ -35,10 +36,10 @@ from autoptd.runtime.params.optimizer import make_optimizer
 
 
 class Updates:
-    """Makes optimizers, which `loop` follows, and clips gradients."""
+    """Makes optimizers, and clips gradients."""
 
-    def __init__(self, run: Run, loop: LoopWatch) -> None:
-        self._run, self._loop = run, loop
+    def __init__(self, run: Run) -> None:
+        self._run, self._loop = run, run.loop
 
     def optimizer(
         self,
@@ -48,8 +49,8 @@ class Updates:
     ) -> torch.optim.Optimizer:
         """Return a real `cls` over the local parameters: learning-rate schedulers work on it. Collective.
 
-        `cls` may be a functools.partial of a class. `params` takes names, globs, tensors (those of the model that was
-        handed to parallelize as well) and (name, tensor) pairs, or group dicts of such; None is all.
+        `cls` may be a functools.partial of a class. `params` takes names, globs, tensors (those of the model
+        that was handed to parallelize as well) and (name, tensor) pairs, or group dicts of such; None is all.
         Elementwise classes only. Its `state_dict` speaks original names and full tensors, and is collective.
         In local it steps all ranks at once. Adam, AdamW and SGD take torch's fused form unless `fused=`,
         `foreach=`, `capturable=` or `differentiable=` is given. With precision="fp16", `step` changes nothing
@@ -71,7 +72,9 @@ class Updates:
         return optimizer
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return `optimizer.state_dict()`: full tensors by original names on rank 0, {} elsewhere. Collective."""
+        """Return `optimizer.state_dict()`: full tensors by original names on rank 0, {} elsewhere.
+        Collective.
+        """
         return optimizer.state_dict()
 
     def load_optimizer_state_dict(
@@ -85,8 +88,8 @@ class Updates:
     ) -> torch.Tensor:
         """Clip the global norm of all gradients, each parameter counted once; return the norm before.
 
-        `norm_type` is 2, inf (the largest entry), 1, or the p of any other p-norm. With `error_if_nonfinite`, a norm
-        that is NaN or infinite is a RuntimeFault on all ranks, and nothing is changed. Collective.
+        `norm_type` is 2, inf (the largest entry), 1, or the p of any other p-norm. With `error_if_nonfinite`,
+        a norm that is NaN or infinite is a RuntimeFault on all ranks, and nothing is changed. Collective.
         """
         # As torch does: a number of a config file may be text.
         ranks, limit, p = self._run.started("clip_grad_norm_"), float(max_norm), checked_norm_type(norm_type)
@@ -99,8 +102,8 @@ class Updates:
         return norm
 
     def clip_grad_value_(self, clip_value: float) -> None:
-        """Clamp every entry of all gradients to [-clip_value, clip_value], as `torch.nn.utils.clip_grad_value_` does. All ranks
-        call it.
+        """Clamp every entry of all gradients to [-clip_value, clip_value], as
+        `torch.nn.utils.clip_grad_value_` does. All ranks call it.
         """
         ranks, value = self._run.started("clip_grad_value_"), checked_clip_value(clip_value)
         # An infinity would be a number afterwards, and the update not skipped.
@@ -108,17 +111,47 @@ class Updates:
             self._run.loss_scale.saw(ranks.run("clip_grad_value_", lambda rank: grad_norm(rank.params, inf)))
         ranks.run("clip_grad_value_", lambda rank: clip_values(rank.params, value))
 
-    def memory(self) -> dict[int, StateMemory]:
-        """Count the bytes that the ranks of this process hold, by rank: parameters, gradients (of the last step),
-        masters, and the moments of the optimizers that `optimizer` made.
 
-        `program.memory(rank)` predicts the same, for AdamW.
-        """
-        optimizers = list(self._run.optimizers.values())
-        return {
-            rank.world.rank: count_memory(rank.params, rank.executor.__dict__.get("gradients"), optimizers)
-            for rank in self._run.started("memory").here
-        }
+SITE = "pm.optimizer"
+Request = tuple[type[torch.optim.Optimizer], Iterable[Any] | None, dict[str, Any]]
 
 
-__all__ = ["Updates"]
+def resolved(
+    cls: Any,
+    params: Iterable[Any] | None,
+    keywords: Mapping[str, Any],
+    own: OwnParameters,
+    trained: Collection[str],
+) -> Request:
+    """Return the class, the parameters and the keywords that are meant; PlanError if `cls` is not an
+    optimizer class.
+
+    `trained` are the names of the parameters that ranks have.
+    """
+    keywords = dict(keywords)
+    if isinstance(cls, functools.partial):
+        keywords = {**cls.keywords, **keywords}
+        if cls.args and params is None:
+            params = cls.args[0]
+        cls = cls.func
+    if isinstance(cls, torch.optim.Optimizer):
+        fact = f"{type(cls).__name__}(...) has its own tensors, and the ranks have others: copies, or parts"
+        raise PlanError(SITE, fact, f"the class: {_call_text(cls)}")
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        what = repr(cls) if isinstance(cls, (str, type)) else a_type(cls)
+        remedy = "pm.optimizer(torch.optim.AdamW, params, lr=1e-3): the class, or a functools.partial of it"
+        raise PlanError(SITE, f"{what} is not an optimizer class", remedy)
+    return cls, None if params is None else own.in_names(params, trained), keywords
+
+
+def _call_text(made: torch.optim.Optimizer) -> str:
+    """Return the call that makes an optimizer like this one."""
+    known = inspect.signature(type(made)).parameters
+    given = [
+        f"{name}={value!r}"
+        for name, value in made.defaults.items()
+        if name in known and value is not None and value != known[name].default
+    ]
+    module = "torch.optim." if type(made).__module__.startswith("torch.optim.") else ""
+    groups = ["params=...  (the groups that it was made of)"] if len(made.param_groups) > 1 else []
+    return f"pm.optimizer({', '.join([module + type(made).__name__, *given, *groups])})"

@@ -14,18 +14,18 @@ action. So do sums over tp, over cp alone, and over owners: tensor ranks complet
 of a backward, so the order relative to its other calls over tp would differ between ranks.
 
     for bucket in plan_buckets(program.params, program.orders, program.ranks, program.mesh, pipeline_rank=0):
-        print(bucket.site, [(step.axis, step.row.backward) for step in bucket.sums], bucket.owners)
-"""
+        print(bucket.site, [(step.axis, step.row.backward) for step in bucket.sums], bucket.owners)"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 from autoptd.ir.actions import Kind, Orders
-from autoptd.ir.mesh import AXES, Mesh, Role, base, role_of
+from autoptd.ir.mesh import AXES, Mesh, Role, base, is_sub_axis, joined, parts_of, role_of
 from autoptd.ir.placement import AxisConversion, itemsize, joined_sums
 from autoptd.program.specs import Collective, ParamSpec
 
@@ -34,7 +34,7 @@ from autoptd.program.specs import Collective, ParamSpec
 SMALLEST, LARGEST, BUCKETS = 8 * 2**20, 100 * 2**20, 4
 # Parameters of a sharded bucket begin at multiples of this many elements, 256 bytes in float32.
 ALIGNMENT = 64
-# Roles of the axes whose sums may start inside a backward; program/call_order.py proves that they may.
+# Roles of the axes whose sums may start inside a backward; program/calls.py proves that they may.
 EARLY = (Role.BATCH,)
 # Prefixes of the sites of these sums.
 GRADIENTS, TIED, UPDATED = "gradients ", "tied gradients ", "updated "
@@ -214,3 +214,46 @@ def usual_bytes(params: Sequence[ParamSpec], mesh: Mesh) -> int:
 
 def _group_size(step: AxisConversion, owners: Sequence[int], mesh: Mesh) -> int:
     return len(owners) if step.role is Role.STAGES else mesh.degree(step.axis)
+
+
+def stage_sums(buckets: Sequence[BucketPlan], stage: int, mesh: Mesh) -> list[str]:
+    """Describe the sums of the gradients of stage `stage`, one line for all over the same ranks."""
+    # Buckets with the same collectives share a line, as a stage may have dozens.
+    alike: dict[tuple[tuple[AxisConversion, ...], tuple[int, ...]], list[BucketPlan]] = {}
+    for plan in buckets:
+        if plan.sums and any(stage in spec.stages for spec in plan.params):
+            alike.setdefault((plan.sums, plan.owners), []).append(plan)
+    return [_line(plans, mesh) for plans in alike.values()]
+
+
+def _axis_text(axis: str, mesh: Mesh) -> str:
+    if not is_sub_axis(axis):
+        return axis
+    whole = joined(base(part) for part in parts_of(axis))
+    return f"{axis}, {mesh.degree(axis)} of the ranks of {whole}"
+
+
+def _line(plans: Sequence[BucketPlan], mesh: Mesh) -> str:
+    specs = [spec for plan in plans for spec in plan.params]
+    # The first sum sends all of the bucket, in the wire dtype.
+    size = sum(plan.summed_bytes(mesh)[0] for plan in plans)
+    what = specs[0].name if len(specs) == 1 else f"{len(specs)} gradients"
+    count = f"{len(plans)} bucket{'s'[: len(plans) > 1]} of {size:,} B ({what})"
+    parts: list[str] = []
+    # In execution order: over dp inside of backwards, then over tp, then over the owners.
+    for kind, steps in groupby(plans[0].sums, key=lambda step: step.row.backward):
+        over = [_over(step, plans[0], len(specs) == 1, mesh) for step in steps]
+        # After the first kind of sum, a rank has a range of the buckets.
+        text = ", then ".join(over)
+        text = text if text.startswith("over") else f"over {text}"
+        parts.append(f"{kind} {'its range' if parts else count} {text}")
+    if plans[0].sharing_axes:
+        parts.append("what it updates of them is gathered")
+    return "; ".join(parts)
+
+
+def _over(step: AxisConversion, plan: BucketPlan, is_one: bool, mesh: Mesh) -> str:
+    """Name the ranks of a sum: `dp`, `over pipeline ranks 0, 3, which share it`."""
+    if step.role is Role.STAGES:
+        return f"over pipeline ranks {', '.join(map(str, plan.owners))}, which share {'it' if is_one else 'them'}"
+    return _axis_text(step.axis, mesh)

@@ -100,7 +100,7 @@ def check_trains_alike(trained: Program, other: Program) -> None:
             raise PlanError("stages", fact, OTHER_SIZES)
 
 
-OTHER_SIZES = "other sizes, or train on each with a run of its own"
+OTHER_SIZES = "other sizes, or a separate run for each"
 
 
 def _shared(program: Program, pipeline_rank: int) -> set[tuple[object, ...]]:

@@ -4,7 +4,7 @@ In: the `Weight` of every plan by its value of `sequence_parallel`. Out: a recor
 and a sentence. `show` and the report print it as a table (summary.py).
 
     weighed = {"auto": Weight(...), "True": Weight(...), "False": Weight(...)}
-    found_text(weighed_record(weighed))      # "sequence_parallel='auto': -43% bytes sent, ... beside Korthikanti's (True)"
+    found_text(weighed_record(weighed))      # "sequence_parallel='auto': -43% bytes sent, ... compared with ..."
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def weighed_record(weights: Mapping[str, Weight], reasons: Mapping[str, str] | N
 
 
 def _difference(chosen: Weight, weights: Mapping[str, Weight], name: str) -> str:
-    """Describe the chosen plan relative to a known one: `-43% bytes sent, +2% seconds beside ...`."""
+    """Describe the chosen plan relative to a known one: `-43% bytes sent, +2% seconds compared with ...`."""
     if name not in weights:
         return f"{KNOWN[name]} cannot be"
     known = weights[name]
@@ -66,7 +66,7 @@ def _difference(chosen: Weight, weights: Mapping[str, Weight], name: str) -> str
     )
     # A percentage of 0, as for a plan that sends nothing, is undefined.
     parts = [f"{100 * (ours / theirs - 1):+.0f}% {what}" for what, ours, theirs in pairs if theirs]
-    return f"{', '.join(parts)} beside {KNOWN[name]}"
+    return f"{', '.join(parts)} compared with {KNOWN[name]}"
 
 
 def found_text(record: Mapping[str, Any] | None) -> str:

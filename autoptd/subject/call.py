@@ -32,6 +32,3 @@ def argument_names(model: nn.Module) -> tuple[str, ...]:
     except (TypeError, ValueError):
         return ()
     return tuple(item.name for item in parameters if item.kind is item.POSITIONAL_OR_KEYWORD)
-
-
-__all__ = ["Call", "argument_names", "split_call"]

@@ -1,7 +1,7 @@
 """Read, compare and restore the content of anything that Python code can write to.
 
-In: a container, an object, or one name of a module or class. Out: its entries by the text that names each (`.calls`,
-`['n']`, `[0]`), the same for equal content.
+In: a container, an object, or one name of a module or class. Out: its entries by the text that names each
+(`.calls`, `['n']`, `[0]`), the same for equal content.
 
     holder = Content(counts)
     before, kept = holder.entries(), holder.kept()      # {"['n']": 0}
@@ -114,8 +114,8 @@ class Attributes:
 
 @dataclass(frozen=True)
 class OfModule(Content):
-    """The attributes of a module, by its `__dict__`: while torch traces, another object stands for the module, with the same
-    one.
+    """The attributes of a module, by its `__dict__`: while torch traces, another object stands for the
+    module, with the same one.
     """
 
     owner: weakref.ref[Any]
@@ -340,26 +340,3 @@ def _is_same_list(one: list[tuple[Any, Any]], other: list[tuple[Any, Any]]) -> b
 def _text_of_key(key: Any) -> str:
     """The text of a key, the same at every call."""
     return repr(key) if isinstance(key, (*PLAIN, tuple)) else f"{type(key).__name__} {id(key):#x}"
-
-
-__all__ = [
-    "CONTAINERS",
-    "MISSING",
-    "PLAIN",
-    "Attributes",
-    "Cell",
-    "Content",
-    "Holder",
-    "Moved",
-    "Name",
-    "Registered",
-]
-__all__ += [
-    "base_of",
-    "entries_of",
-    "has_entries",
-    "is_numpy",
-    "is_opaque",
-    "slots_of",
-    "with_values",
-]

@@ -1,16 +1,14 @@
-"""What a model and a folder of Hugging Face's format, or a checkpoint, have to do with each other: names,
-shapes, buffers, config.
+"""Match a model with a folder of Hugging Face's format, or a checkpoint: names, shapes, buffers, config.
 
-In: the user's model, its parameters perhaps on meta, and the folder's path. Out: the folder under the model's
-names, checked, and the model to be traced, whose parameters on meta are fake tensors: they have a real device
-and no memory.
+In: the user's model, whose parameters may be on meta, and the folder's path. Out: the folder with the model's
+names, checked; and the model to trace, whose parameters on meta are fake tensors: they have a real device and
+no memory.
 
     folder = fitting(model, open_weights("llama-8b"))     # PlanError lists all that does not fit
     model = with_values(model, folder)                    # a copy; buffers have their values
 
-Nothing here knows a model's class. What models of transformers tell about themselves is used where it is
-there: `base_model_prefix`, `initialize_weights`, `get_expanded_tied_weights_keys`,
-`_keys_to_ignore_on_load_unexpected`, `config`.
+No model class is special here. What transformers' models provide is used if it exists: `base_model_prefix`,
+`initialize_weights`, `get_expanded_tied_weights_keys`, `_keys_to_ignore_on_load_unexpected`, `config`.
 """
 
 from __future__ import annotations
@@ -25,23 +23,35 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoptd.compat import FakeTensorMode
 from autoptd.errors import PlanError
-from autoptd.program.folder_format import FolderFormat
-from autoptd.program.sources import Weights
-from autoptd.subject.fakes import fake_mode, fake_parameter
+from autoptd.program.sources import FolderFormat, Weights
 from autoptd.subject.storage import tied_names
+
+
+def fake_mode() -> FakeTensorMode:
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_parameter(
+    parameter: nn.Parameter, mode: FakeTensorMode, device: str | torch.device = "cpu"
+) -> nn.Parameter:
+    """Make a parameter without memory that reports a device."""
+    with mode:
+        x = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
+        return nn.Parameter(x, requires_grad=parameter.requires_grad)
 
 
 def fitting(model: nn.Module, folder: Weights) -> Weights:
     """Return the folder under the names of the model.
 
-    PlanError lists all that is missing, unexpected or of another shape.
+    PlanError lists all missing and unexpected names, and wrong shapes.
     """
     tied = tied_names(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = persistent_buffers(model)
     wanted = {**parameters, **buffers}
-    # What transformers renames first: prefixes are compared in the model's own names.
+    # The renaming of transformers comes first, since prefixes belong to the model's own names.
     folder = folder.renamed({written: name for name, written in written_names(model).items()})
     folder = folder.renamed(prefixed(model, wanted, folder.entries))
     found = folder.entries
@@ -69,7 +79,7 @@ def _matches(name: str, patterns: Iterable[re.Pattern[str]]) -> bool:
 
 
 def misfits(name: str, mine: torch.Tensor, folder: Weights) -> list[str]:
-    """Say what keeps the folder's tensor from becoming this one."""
+    """Return the reason why the folder's tensor cannot become this one."""
     entry = folder.entries[name]
     if entry.shape != tuple(mine.shape):
         return [f"{name} has shape {entry.shape}, not {tuple(mine.shape)}"]
@@ -77,7 +87,7 @@ def misfits(name: str, mine: torch.Tensor, folder: Weights) -> list[str]:
         entry.dtype and entry.dtype.is_floating_point and mine.is_floating_point()
     ):
         return [
-            f"{name} has dtype {entry.dtype or 'of a quantised model'}, which is not cast to {mine.dtype}"
+            f"{name} has dtype {entry.dtype or 'of a quantised model'}, which cannot be cast to {mine.dtype}"
         ]
     return []
 
@@ -99,10 +109,10 @@ def prefixed(model: nn.Module, wanted: Collection[str], found: Collection[str]) 
 
 
 def written_names(model: nn.Module) -> dict[str, str]:
-    """Map the model's names to others that its files have for them.
+    """Map the model's names to different names in its files.
 
     transformers renames some when it loads and saves: `lm_head.weight` of GPT-NeoX is `embed_out.weight`.
-    What it cuts or joins besides (experts) keeps the model's name.
+    Tensors that it splits or joins (experts) keep the model's names.
     """
     if not hasattr(model, "base_model_prefix"):
         return {}
@@ -111,7 +121,7 @@ def written_names(model: nn.Module) -> dict[str, str]:
     # Transformers before 5 has no such module, and renames nothing.
     except ImportError:
         return {}
-    # Renamed as it would be saved; a tensor that comes out itself was renamed only.
+    # Renamed as for saving; a tensor that is returned itself was only renamed.
     empty = {name: torch.empty_like(x, device="meta") for name, x in model.state_dict().items()}
     name_of = {id(x): name for name, x in empty.items()}
     written: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(empty))  # type: ignore[arg-type]
@@ -124,31 +134,31 @@ def written_names(model: nn.Module) -> dict[str, str]:
 
 
 def counted(names: Iterable[str]) -> str:
-    """List names once that differ in numbers only: `h.*.attn.bias (12), wpe.weight`."""
+    """List names, joining those that differ only in numbers: `h.*.attn.bias (12), wpe.weight`."""
     alike: dict[str, list[str]] = {}
     for name in names:
         alike.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
-    # A name that is alone keeps its numbers.
+    # A single name keeps its numbers.
     return ", ".join(
         f"{text} ({len(group)})" if len(group) > 1 else group[0] for text, group in alike.items()
     )
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that belong to the model's state, under all their names."""
+    """Return the buffers in the model's state dict, under all their names."""
     kept = model.state_dict(keep_vars=True)
     return {name: x for name, x in model.named_buffers(remove_duplicate=False) if name in kept}
 
 
 def derived_names(model: nn.Module) -> list[re.Pattern[str]]:
-    """Return patterns of names that a folder may have in excess: buffers that the model computes itself, and
-    what its class ignores.
+    """Return patterns of names that a folder may have in addition: buffers that the model computes itself,
+    and names that its class ignores.
     """
     kept = persistent_buffers(model)
     tails = set()
     for name, _ in model.named_buffers(remove_duplicate=False):
         if name not in kept:
-            # Module and buffer: what encloses them may be called otherwise in the folder.
+            # Module and buffer: enclosing modules may have other names in the folder.
             tails.add(".".join(name.split(".")[-2:]))
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     patterns = [rf"(^|\.){re.escape(tail)}$" for tail in sorted(tails)]
@@ -156,13 +166,13 @@ def derived_names(model: nn.Module) -> list[re.Pattern[str]]:
 
 
 def with_values(model: nn.Module, folder: Weights) -> nn.Module:
-    """Return a copy that can be traced: fake parameters for those on meta, the folder's persistent buffers,
-    and the buffers on meta with the values that the model gives them. Everything else is the model's own.
+    """Return a copy that can be traced: with fake parameters for those on meta, the folder's persistent
+    buffers, and computed values for other buffers on meta. Everything else is the model's own.
 
-    PlanError for a buffer that gets no values.
+    PlanError for a buffer without values.
     """
     mode, reader, kept = fake_mode(), folder.reader(), persistent_buffers(model)
-    # What deepcopy finds in its memo, it takes instead of a copy.
+    # deepcopy uses objects in its memo instead of copies.
     memo: dict[int, object] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = fake_parameter(parameter, mode) if parameter.is_meta else parameter
@@ -177,10 +187,10 @@ def with_values(model: nn.Module, folder: Weights) -> nn.Module:
 
 
 def computed_buffers(model: nn.Module, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Return values of buffers that no file holds (tables of angles), as transformers' models set them
+    """Return values of buffers that are not in files (tables of angles), as transformers' models compute them
     after loading.
 
-    PlanError for a buffer that keeps no values.
+    PlanError for a buffer that gets no values.
     """
     if not names:
         return {}
@@ -195,7 +205,7 @@ def computed_buffers(model: nn.Module, names: Collection[str]) -> dict[str, torc
     before = {name: (buffer, buffer._version) for name, buffer in scratch.named_buffers()}
     initialize = getattr(scratch, "initialize_weights", None)
     if initialize is not None:
-        # Do not change the user's random state.
+        # Without changing the user's random state.
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             initialize()
     now = dict(scratch.named_buffers())
@@ -207,25 +217,25 @@ def computed_buffers(model: nn.Module, names: Collection[str]) -> dict[str, torc
             lost.append(name)
     if lost:
         remedy = "give them their values on the model (module.name = tensor), or build it on a real device"
-        raise PlanError(counted(lost), "buffers on the meta device, of which files hold no values", remedy)
+        raise PlanError(counted(lost), "buffers on the meta device, without values in the files", remedy)
     return {name: now[name] for name in names}
 
 
 def format_of(model: nn.Module) -> FolderFormat:
-    """Return how transformers would save the model: the names that it leaves out, and its config (nothing
-    for other models).
+    """Return how transformers would save the model: the names that it leaves out, and its config; empty for
+    other models.
     """
     if not hasattr(model, "get_expanded_tied_weights_keys"):
         return FolderFormat(None, written_names(model), partial(write_configs, model))
-    # By the config of now, which is the one that is written: `all_tied_weights_keys` is of when the model was made.
+    # By the current config, which is the one that is written; `all_tied_weights_keys` may be outdated.
     declared: dict[str, str] = model.get_expanded_tied_weights_keys(all_submodels=True)  # type: ignore[operator]
     left_out, remarks = ties_of(model, declared)
     return FolderFormat(left_out, written_names(model), partial(write_configs, model), remarks)
 
 
 def ties_of(model: nn.Module, declared: Mapping[str, str]) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Return the names that `from_pretrained` ties itself, of the model's config `{target: source}`; and remarks on
-    parameters that were tied, or untied, by hand: all their names are written.
+    """Return the names that `from_pretrained` ties itself, from the config's `{target: source}`; and remarks
+    on parameters that were tied or untied by hand, which are written under all names.
     """
     names = tied_names(model)
     first = {name: group[0] for group in names.values() for name in group}
@@ -236,14 +246,14 @@ def ties_of(model: nn.Module, declared: Mapping[str, str]) -> tuple[frozenset[st
     if untied := sorted(known.keys() - left_out):
         remarks.append(
             f"{counted(untied)}: not tied here, though the config says so. With config.tie_word_embeddings = False all "
-            "versions of transformers load them as they are"
+            "versions of transformers load them unchanged"
         )
     for group in names.values():
         own = [name for name in group if name not in left_out]
         if len(own) > 1:
             remarks.append(
-                f"{', '.join(own)}: one parameter here, of which the config knows nothing. from_pretrained gives each its "
-                "values, and they train apart from then on: tie them again (or, of embeddings, set config.tie_word_embeddings)"
+                f"{', '.join(own)}: one parameter here, which is not in the config. from_pretrained gives each its "
+                "values, and they then train separately: tie them again (or, of embeddings, set config.tie_word_embeddings)"
             )
     return frozenset(left_out), tuple(remarks)
 

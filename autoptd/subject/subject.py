@@ -20,8 +20,7 @@ from torch import nn
 from autoptd.compat import tree_map
 from autoptd.errors import PlanError
 from autoptd.ir.buffers import SharedBuffers, same_entries
-from autoptd.program.folder_format import FolderFormat
-from autoptd.program.sources import Source, Weights
+from autoptd.program.sources import FolderFormat, Source, Weights
 from autoptd.subject.call import Call, argument_names
 from autoptd.subject.initial.deferred import is_deferred, traceable
 from autoptd.subject.initial.recipes import Recipes
@@ -34,9 +33,9 @@ from autoptd.subject.storage import shared_buffers
 class Subject:
     """Hold a model and the facts read from it.
 
-    `given` is the user's own module, `model` the one that is traced. `recipes` make the initial values of a deferred model,
-    `weights` bring others. `arguments` are the names of forward's positional arguments, `shared` says which buffers share
-    memory, `format` how transformers would save the model.
+    `given` is the user's own module, `model` the one that is traced. `recipes` make the initial values of a
+    deferred model, `weights` bring others. `arguments` are the names of forward's positional arguments,
+    `shared` says which buffers share memory, `format` how transformers would save the model.
     """
 
     given: nn.Module
@@ -53,7 +52,8 @@ class Subject:
         check_module(given)
         model, recipes = traceable(given) if is_deferred(given) else (given, None)
         if weights is not None:
-            # Names and shapes are checked before anything is traced: a wrong folder costs seconds, not minutes.
+            # Names and shapes are checked before anything is traced: a wrong folder costs seconds, not
+            # minutes.
             weights = fitting(model, weights)
             model = with_values(model, weights)
         return cls(
@@ -115,6 +115,3 @@ class Subject:
         finally:
             for module, name, own in before:
                 module._buffers[name] = own
-
-
-__all__ = ["Subject"]

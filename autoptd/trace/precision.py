@@ -35,7 +35,7 @@ from autoptd.compat import OpOverload, quiet_fakes, tree_map
 from autoptd.errors import PlanError, TraceError
 from autoptd.ir.expert_mm import GroupedProducts
 from autoptd.ir.notes import is_tensor, note, op_name, ops, placeholders, tensor
-from autoptd.subject.attributes import map_attribute_tensors
+from autoptd.subject.storage import map_attribute_tensors
 from autoptd.trace.autocast import Autocast
 
 # The dtype of `model.to(dtype)`, and of autocast, by the value of `precision`.

@@ -31,7 +31,6 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.compat import FakeTensor
-from autoptd.subject.attributes import OWN
 from autoptd.subject.contents import (
     CONTAINERS,
     MISSING,
@@ -47,6 +46,7 @@ from autoptd.subject.contents import (
     has_entries,
     is_opaque,
 )
+from autoptd.subject.storage import OWN
 from autoptd.trace.changes import differing, held_in, text_of
 from autoptd.trace.users import is_users_module, may_read
 

@@ -25,8 +25,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from autoptd.compat import FakeTensor, plain_checkpoints, tree_leaves
 from autoptd.errors import TraceError
 from autoptd.ir.expert_mm import GroupedProducts, grouped_mm
-from autoptd.subject.attributes import attribute_tensors, own_containers
-from autoptd.subject.storage import check_storage
+from autoptd.subject.storage import attribute_tensors, check_storage, own_containers
 from autoptd.trace.functions import Call, NeedsContext, call_whole, run_forward, takes_others
 from autoptd.trace.loss import WithLoss
 from autoptd.trace.statistics import mark_cumulative

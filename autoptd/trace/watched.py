@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from autoptd.compat import FakeTensor, tree_leaves, tree_map
 from autoptd.errors import AutoptdError
-from autoptd.subject.attributes import held_by
 from autoptd.subject.contents import MISSING, PLAIN, with_values
+from autoptd.subject.storage import held_by
 from autoptd.trace.changed_buffers import AssignedBuffers, KeptBuffers
 from autoptd.trace.changes import RANDOM, Change, of_weights
 from autoptd.trace.draws import any_mask, given_masks

@@ -38,7 +38,7 @@ def test_a_state_dict_with_more_or_other_names_is_refused() -> None:
         lambda module, state, prefix, local: state.update(table=state.pop("emb.weight"))
     )
     for model, fact in (
-        (Extra(), "has _extra_state beside them"),
+        (Extra(), "has _extra_state in addition"),
         (renamed, "has table .*lacks or changes emb.w"),
     ):
         with pytest.raises(TraceError, match=fact):

@@ -10,8 +10,7 @@ from torch import nn
 
 import autoptd
 from autoptd.errors import PlanError
-from autoptd.model.instead import INSTEAD, WrongCall
-from autoptd.model.parallel_model import ParallelModel
+from autoptd.model.parallel_model import INSTEAD, ParallelModel, WrongCall
 
 
 @pytest.fixture(scope="module")

@@ -119,7 +119,7 @@ def test_an_update_every_few_steps_is_waited_for() -> None:
                 clip(model, model)
                 optimizer.step()
                 optimizer.zero_grad()
-        assert pm._loop._look is None
+        assert pm.run.loop._look is None
 
     assert heard(loop) == ["pm.step", *GRADIENTS]
 
@@ -314,7 +314,7 @@ def test_a_profiler_is_left_alone() -> None:
     optimizer.step()
     optimizer.zero_grad()
     pm.step(*BATCH)
-    assert sys.getprofile() is pm._loop._look
+    assert sys.getprofile() is pm.run.loop._look
     sys.setprofile(profile)
     optimizer.step()
     optimizer.zero_grad()
@@ -327,7 +327,7 @@ def test_a_look_ends_after_so_many_calls_and_with_its_model() -> None:
     for limit in (10, 1000):
         _, pm, optimizer = made()
         pm.step(*BATCH)
-        look = pm._loop._look
+        look = pm.run.loop._look
         assert sys.getprofile() is look
         look._left = limit
         if limit > 10:

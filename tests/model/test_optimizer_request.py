@@ -15,7 +15,7 @@ from torch import nn
 
 import autoptd
 from autoptd.errors import PlanError
-from autoptd.model.optimizer_request import OwnParameters
+from autoptd.model.loop_watch import OwnParameters
 
 BATCH = (torch.arange(32.0, dtype=torch.float64).view(8, 4) / 32, torch.arange(8) % 3)
 AdamW = torch.optim.AdamW

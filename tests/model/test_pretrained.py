@@ -200,7 +200,7 @@ def test_all_that_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
         autoptd.parallelize(model, backend="local", weights=tmp_path)
     assert caught.value.fact == (
         "missing: transformer.h.*.mlp.c_proj.bias (3); unexpected: h.*.extra (3); "
-        "transformer.wpe.weight has dtype torch.int8, which is not cast to torch.float32; "
+        "transformer.wpe.weight has dtype torch.int8, which cannot be cast to torch.float32; "
         "transformer.ln_f.weight has shape (7,), not (32,)"
     )
     assert counted(["a.1.b", "c"]) == "a.1.b, c"

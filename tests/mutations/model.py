@@ -17,7 +17,7 @@ MUTATIONS = (
         ),
     ),
     *planted(
-        "autoptd/model/instead.py",
+        "autoptd/model/parallel_model.py",
         "tests/model/test_instead.py",
         ("parallelize(..., fuse='inductor'), which", "parallelize(..., fuse='triton_only'), which"),
         ("if name in INSTEAD:", "if name in ():"),
@@ -38,7 +38,7 @@ MUTATIONS = (
         ("with sorted_as(self._given, self._sorts, without_values):", "with nullcontext():"),
     ),
     *planted(
-        "autoptd/model/loop_look.py",
+        "autoptd/model/loop_watch.py",
         "tests/model/test_loop_look.py",
         ("if sys.getprofile() is None:", "if True:"),
         ("if sys.getprofile() is self:", "if True:"),
@@ -59,12 +59,12 @@ MUTATIONS = (
         ('"copy_" for x in body if', '"copy_" for x in [] if'),
     ),
     *planted(
-        "autoptd/model/loop_look.py",
+        "autoptd/model/loop_watch.py",
         "tests/model/test_loop_look.py -k until_garbage",
         ("            self._itself = self\n", ""),
     ),
     *planted(
-        "autoptd/model/loop_tensors.py",
+        "autoptd/model/loop_watch.py",
         "tests/model/test_loop_changes.py",
         ("if is_counted or not is_rounded(entries, now[3]):", "if is_counted:"),
     ),
@@ -105,27 +105,31 @@ MUTATIONS = (
         ("weakref.finalize(self, handle.remove).atexit = False", "pass"),
     ),
     *planted(
-        "autoptd/model/optimizer_request.py",
+        "autoptd/model/updates.py",
         "tests/model/test_optimizer_request.py",
-        ("if found is not None and found[0]() is x else None", "if False else None"),
         ("keywords = {**cls.keywords, **keywords}", "keywords = {**keywords, **cls.keywords}"),
-        ("            elif name in trained:", "            else:"),
         ("value != known[name].default", "True"),
     ),
     *planted(
-        "autoptd/model/padded.py",
+        "autoptd/model/loop_watch.py",
+        "tests/model/test_optimizer_request.py",
+        ("if found is not None and found[0]() is x else None", "if False else None"),
+        ("            elif name in trained:", "            else:"),
+    ),
+    *planted(
+        "autoptd/model/sizes.py",
         "tests/model/test_lengths.py::test_rows_are_added_with_a_mask_of_ones_own",
         ("self.rows, blank), tree)", "self.rows), tree)"),
     ),
     *planted(
-        "autoptd/model/padded.py",
+        "autoptd/model/sizes.py",
         "tests/parity/test_buffers.py::test_padding_would_count",
         ("check_updates(first)", "first"),
     ),
     *planted(
         "autoptd/model/parallel_model.py",
         "tests/model/test_loop_look.py -k model_is_closed",
-        ("        self._loop.close()\n", ""),
+        ("        self.run.loop.close()\n", ""),
     ),
     *planted(
         "autoptd/model/parallel_model.py",

@@ -4,7 +4,7 @@ from tests.mutations import planted
 
 MUTATIONS = (
     *planted(
-        "autoptd/program/folder_format.py",
+        "autoptd/program/sources.py",
         "tests/model/test_pretrained.py -k by_hand",
         ("if name not in self.left_out] or [spec.name]", "if name not in self.left_out][:1] or [spec.name]"),
     ),
@@ -21,7 +21,7 @@ MUTATIONS = (
         ("        value = below\n", "        break\n"),
     ),
     *planted(
-        "autoptd/subject/initial/replay.py",
+        "autoptd/subject/initial/tape.py",
         "tests/subject/initial/test_replay.py",
         (
             'hashlib.shake_256(key.encode()).digest(4 * MERSENNE_WORDS), dtype="<u4")',

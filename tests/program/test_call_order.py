@@ -13,7 +13,7 @@ from autoptd.ir.mesh import Mesh, Role
 from autoptd.ir.placement import placements
 from autoptd.ir.types import R
 from autoptd.program.buckets import BucketPlan
-from autoptd.program.call_order import check_call_order
+from autoptd.program.calls import check_call_order
 from autoptd.program.specs import Collective, ParamSpec
 
 

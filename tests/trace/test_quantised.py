@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.subject.quantised import check_quantised, quantised_by
+from autoptd.subject.module import check_quantised, quantised_by
 from tests.parity.test_peft import adapted, llama
 
 
@@ -87,8 +87,8 @@ QUANTISED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "qweight": (packed("qweight", True), "by GPTQ or AWQ"),
     "weight_packed": (packed("weight_packed", True), "by compressed-tensors"),
     "W_q": (packed("W_q", False), "by HQQ"),
-    "int8": (of_bytes(torch.int8), "by something that keeps them in int8"),
-    "fp8": (of_bytes(torch.float8_e4m3fn), "by something that keeps them in float8_e4m3fn"),
+    "int8": (of_bytes(torch.int8), "by a package that stores them in int8"),
+    "fp8": (of_bytes(torch.float8_e4m3fn), "by a package that stores them in float8_e4m3fn"),
     "torch.ao": (lambda: torch.ao.nn.quantized.Linear(8, 8), "by torch.ao"),
 }
 

@@ -3,7 +3,7 @@ and losses.
 
 In: the LOCAL graph, the transfers between stages, parameters and the schedule. Out: `Collective`s, which the
 runtime's calls are checked against (`program/calls.py`), and the proof that all ranks make them in the same
-order (`program/call_order.py`).
+order (`program/calls.py`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from autoptd.ir.placement import AxisConversion, slowest_first
 from autoptd.ir.types import LOCAL_KINDS
 from autoptd.options import Options
 from autoptd.program.buckets import BucketPlan, busy_axes, plan_buckets
-from autoptd.program.call_order import check_call_order
-from autoptd.program.calls import AGAIN, joint_axis
+from autoptd.program.calls import AGAIN, check_call_order, joint_axis
 from autoptd.program.specs import GATHER, Collective, ParamSpec, TransferBuffer, UpdatePart
 
 # The site of `runtime/step/per_step.py`.

@@ -13,9 +13,8 @@ from autoptd.compiler.batch import Batch
 from autoptd.ir.actions import Orders, ranks_of_stages
 from autoptd.ir.mesh import AXES
 from autoptd.options import PRECISIONS, Options
-from autoptd.program.buckets import plan_buckets
+from autoptd.program.buckets import plan_buckets, stage_sums
 from autoptd.program.specs import ParamSpec
-from autoptd.program.stage_sums import stage_sums
 
 ABOUT_TYPES = "I invariant, R replicated (partial gradient), P partial sum, S sharded; p_to_i: P to I."
 ABOUT_COLLECTIVES = (

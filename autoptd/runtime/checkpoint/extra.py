@@ -1,13 +1,7 @@
-"""Save and restore state that is not in tensors by name: an optimizer's settings, schedulers, data loaders,
-random numbers.
+"""Save and restore states besides the model and the optimizer: schedulers, data loaders, random number generators.
 
-In: an optimizer made by `pm.optimizer`; objects with `state_dict` and `load_state_dict`, by name. Out: the
-optimizer's class, the settings of its groups and the loss scale as JSON; and `extra.pt`, which
-`torch.load(weights_only=True)` reads. It can hold tensors, numbers, strings, lists, tuples and dicts; other
-values are refused when they are saved.
-
-    record = optimizer_record(optimizer)
-    set_groups(optimizer, record)
+In: objects with `state_dict` and `load_state_dict`, by name. Out: `extra.pt`, which `torch.load(weights_only=True)`
+reads. It can hold tensors, numbers, strings, lists, tuples and dicts; other values are refused when they are saved.
 
     mine = own_state({"scheduler": scheduler}, device)          # bytes of this process
     data = merged([mine, ...], replicas=[0, ...])               # of all; the content of the file
@@ -22,100 +16,17 @@ import io
 import random
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from autoptd.errors import PlanError, a_type, with_article
-from autoptd.runtime.checkpoint.manifest import GROUPS, decode, encode, without_numpy
-from autoptd.runtime.params.optimizer import NamedOptimizer
+from autoptd.errors import PlanError, a_type
 
 SAVE, LOAD = "pm.save", "pm.load"
-# Settings of how an update is computed, not of its result: they depend on the machine, and are not restored.
-HOW = ("fused", "foreach", "capturable", "differentiable")
 # Placeholder for a state that rank 0 saves in full.
 OF_RANK_0 = "autoptd: of rank 0"
-
-
-def _class(optimizer: NamedOptimizer) -> str:
-    return type(optimizer).__name__
-
-
-def optimizer_record(optimizer: NamedOptimizer) -> dict[str, Any]:
-    """Return the class, groups and loss scale of an optimizer; PlanError for a setting that JSON cannot
-    restore.
-    """
-    groups = []
-    for number, group in enumerate(optimizer.named_groups()):
-        site = f"optimizer group {number}"
-        groups.append({key: encode(value, f"{site}: {key}") for key, value in group.items()})
-    scale = optimizer.loss_scale
-    return {
-        "class": _class(optimizer),
-        "groups": groups,
-        "skipped": optimizer.skipped,
-        "loss_scale": None if scale is None else scale.state_dict(),
-    }
-
-
-def group_objects(optimizer: NamedOptimizer) -> dict[str, Any]:
-    """Return the settings of the groups for other programs, by their names in torch.distributed.checkpoint."""
-    objects: dict[str, Any] = {}
-    for number, group in enumerate(optimizer.named_groups()):
-        objects |= {f"{GROUPS}{number}.{key}": without_numpy(value) for key, value in group.items()}
-    return objects
-
-
-def takes_state(optimizer: NamedOptimizer, record: Mapping[str, Any]) -> bool:
-    """Tell whether the saved state is of the same class as the optimizer or a compatible one; otherwise warn."""
-    both = {record["class"], _class(optimizer)}
-    if None in both or len(both) == 1 or both == {"Adam", "AdamW"}:
-        return True
-    saved, ours = with_article(record["class"]), with_article(_class(optimizer))
-    text = f"the state of {saved} does not fit {ours}, whose state is left unchanged"
-    warnings.warn(f"{LOAD}: {text}", stacklevel=4)
-    return False
-
-
-def warn_of_others(optimizer: NamedOptimizer, others: Iterable[Any], extra: Collection[Any]) -> None:
-    """Warn of other optimizers, over other parameters, whose state is not saved."""
-    mine = {id(x) for group in optimizer.param_groups for x in group["params"]}
-    for other in others:
-        is_saved = other is optimizer or any(other is item for item in extra)
-        if not is_saved and any(id(x) not in mine for x in other.state):
-            text = f"the state of another {_class(other)} over other parameters is not saved"
-            warnings.warn(f"pm.save: {text}: pass it in extra=, under a name", stacklevel=3)
-
-
-def check_optimizer(optimizer: NamedOptimizer, record: Mapping[str, Any], strict: bool) -> None:
-    """Raise PlanError unless the optimizer has the saved class, and the same parameters in its groups."""
-    # Other programs do not save the class.
-    if strict and record["class"] not in (None, _class(optimizer)):
-        fact = f"has the state of {with_article(record['class'])}, not of {with_article(_class(optimizer))}"
-        remedy = f"pm.optimizer(torch.optim.{record['class']}, ...); or strict=False, which loads what fits"
-        raise PlanError(LOAD, fact, remedy)
-    optimizer.check_saved(record["groups"], LOAD)
-
-
-def set_groups(optimizer: NamedOptimizer, record: Mapping[str, Any]) -> None:
-    """Restore the learning rates and all other settings of the groups."""
-    unknown, missing = dict[str, None](), dict[str, None]()
-    for group, saved in zip(optimizer.param_groups, record["groups"], strict=True):
-        for key, value in saved.items():
-            if key != "params" and key not in HOW:
-                unknown |= {} if key in group else {key: None}
-                group[key] = decode(value)
-        missing |= dict.fromkeys(key for key in group if key not in saved and key not in HOW)
-    if unknown or missing:
-        text = [f"set {', '.join(unknown)}, which this {_class(optimizer)} did not have"] * bool(unknown)
-        text += [f"left {', '.join(missing)} unchanged: not in the checkpoint"] * bool(missing)
-        why = "there was a scheduler only then, or there is one only now; or torch has another version"
-        warnings.warn(f"{LOAD}: {' and '.join(text)}: {why}", stacklevel=2)
-    optimizer.skipped = record.get("skipped", 0)
-    if optimizer.loss_scale is not None and record.get("loss_scale"):
-        optimizer.loss_scale.load_state_dict(record["loss_scale"])
 
 
 @dataclass(frozen=True)
@@ -142,8 +53,8 @@ def own_state(extra: Mapping[str, Any], device: torch.device) -> bytes:
             raise PlanError(
                 f"extra[{name!r}]", fact, "an object whose state_dict() works at this point"
             ) from error
-        if isinstance(item, NamedOptimizer) and not states[name]:
-            # Rank 0 saves it in full.
+        if isinstance(item, torch.optim.Optimizer) and not states[name]:
+            # One of `pm.optimizer`, whose full state is on rank 0.
             states[name] = OF_RANK_0
         try:
             loaded(dumped(states[name]))
@@ -230,9 +141,7 @@ def check_extra(content: Mapping[str, Any], extra: Mapping[str, Any], place: Pla
             raise PlanError(f"extra[{name!r}]", fact, "the object that was saved")
         if len(saved[name]) not in (1, place.replicas):
             fact = f"has separate states of {len(saved[name])} replicas, and there are {place.replicas} now"
-            remedy = (
-                "the same d; or a loader of global batches, of which pm.local_batch takes this replica's rows"
-            )
+            remedy = "the same d; or a loader of global batches, with pm.local_batch"
             raise PlanError(f"extra[{name!r}]", fact, remedy)
 
 

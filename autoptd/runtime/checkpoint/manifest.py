@@ -306,32 +306,3 @@ def rows_of(x: torch.Tensor, offsets: Sizes, most_bytes: int) -> Iterator[tuple[
     rows = max(1, most_bytes * x.shape[dim] // x.nbytes)
     for row, part in zip(range(0, x.shape[dim], rows), x.split(rows, dim), strict=True):
         yield (*offsets[:dim], offsets[dim] + row, *offsets[dim + 1 :]), part
-
-
-__all__ = [
-    "EXTRA",
-    "GROUPS",
-    "MANIFEST",
-    "METADATA",
-    "MODEL",
-    "STATE",
-    "VERSION",
-    "Manifest",
-    "Staged",
-    "StagedTensor",
-    "TensorRecord",
-    "add_tensors",
-    "check_files",
-    "check_inside",
-    "crc_file",
-    "decode",
-    "encode",
-    "fqn",
-    "opened_manifest",
-    "path_of_group",
-    "path_of_item",
-    "read_checked",
-    "read_manifest",
-    "rows_of",
-    "without_numpy",
-]

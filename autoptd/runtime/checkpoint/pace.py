@@ -43,18 +43,18 @@ class Pace:
     _extra: float = 0.0
     _begun: float | None = None
     _is_under_way: bool = False
-    _told: bool = False
+    _has_reported: bool = False
 
-    def is_due(self, step: int, told: bool) -> bool:
-        """Tell whether a save is due after a step; `told` is the decision that rank 0 sent with the loss."""
-        return told if isinstance(self.every, str) else step % self.every == 0
+    def is_due(self, step: int, decision: bool) -> bool:
+        """Tell whether a save is due after a step; `decision` is the one that rank 0 sent with the loss."""
+        return decision if isinstance(self.every, str) else step % self.every == 0
 
     def gap(self, step: int, last: int) -> int:
-        """Return the steps from save to save, as all ranks know them; `last` is the one that was saved last."""
+        """Return the number of steps between saves, which all ranks know; `last` is the step of the last save."""
         return step - last if isinstance(self.every, str) else self.every
 
     def observe(self, is_busy: bool) -> None:
-        """Take note of the time at a step; `is_busy` tells whether a save is still being written."""
+        """Record the time at a step; `is_busy` tells whether a save is still being written."""
         now, before = self.clock(), self._seen
         self._seen = now
         if before is None:
@@ -69,11 +69,11 @@ class Pace:
             self._is_under_way = False
 
     def begin(self) -> None:
-        """Take note of a save that begins."""
+        """Record the start of a save."""
         self._begun, self._extra, self._is_under_way = self.clock(), 0.0, True
 
     def forget(self) -> None:
-        """Take note of a save that training has waited for: it says nothing about the others."""
+        """Ignore the current save: training has waited for it, so its time says nothing about others."""
         self._is_under_way, self._seen = False, None
 
     @property
@@ -95,9 +95,9 @@ class Pace:
 
     def news(self) -> str:
         """Return, once, the measured times and the resulting interval; "" otherwise."""
-        if self._told or self.interval is None or self.every != "auto":
+        if self._has_reported or self.interval is None or self.every != "auto":
             return ""
-        self._told = True
+        self._has_reported = True
         return (
             f"a save takes {median(self.stalls):.3g} s from training: one every {self.interval:.3g} s, "
             f"about {max(1, round(self.interval / median(self.steps)))} steps"
@@ -124,6 +124,3 @@ def checked_pace(every: int | str, keep: int | None, mtbf: float | None, site: s
     if isinstance(mtbf, bool) or not isinstance(mtbf, (int, float)) or not 0 < mtbf < math.inf:
         raise PlanError(f"{site}(mtbf={mtbf!r})", "not a number of hours above 0", "for example mtbf=24")
     return Pace(every, float(mtbf))
-
-
-__all__ = ["Pace", "checked_pace"]

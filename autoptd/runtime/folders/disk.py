@@ -254,19 +254,3 @@ def left_of(path: Path) -> list[str]:
     except OSError as error:
         return [f"{path} ({error.strerror or error})"]
     return []
-
-
-__all__ = [
-    "BLOCK_BYTES",
-    "REMEDY",
-    "CheckedFile",
-    "NewFile",
-    "left_of",
-    "make_folder",
-    "new_file",
-    "remove_file",
-    "remove_folder",
-    "rename",
-    "sync_folder",
-    "write_file",
-]

@@ -14,10 +14,12 @@ model's names. A folder is a `Source` (program/sources.py).
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+import struct
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from typing import Any
 import torch
 
 from autoptd.errors import PlanError
+from autoptd.runtime.folders.disk import new_file
 
 # Ranks compare this number of bytes at the start, in the middle and at the end of every file.
 SAMPLE_BYTES = 4096
@@ -147,7 +150,7 @@ def open_file(file: Path) -> Any:
         return safetensors.safe_open(str(file), framework="pt", device="cpu")
     except (safetensors.SafetensorError, OSError) as error:
         raise PlanError(
-            f"weights={str(file)!r}", f"cannot be read: {error}", "fetch or write the file anew"
+            f"weights={str(file)!r}", f"cannot be read: {error}", "fetch or write the file again"
         ) from error
 
 
@@ -182,7 +185,7 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
     entries = {file: headers(path / file) for file in files}
     if lost := [name for name, file in file_of.items() if name not in entries[file]]:
         raise PlanError(
-            site, f"its index names tensors that are not there: {', '.join(lost)}", "write it anew"
+            site, f"its index names tensors that are not there: {', '.join(lost)}", "write it again"
         )
     return Folder(path, {name: entries[file][name] for name, file in file_of.items()})
 
@@ -204,3 +207,30 @@ def nothing_to_read(path: Path) -> tuple[str, str]:
         fact = f"holds pickled weights ({pickled[0].name}), which are not read"
         return fact, "convert it once: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(another)"
     return f"holds neither {SINGLE} nor {INDEX}", "a folder as save_pretrained writes it"
+
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Bytes that a header is filled up to a multiple of.
+ALIGNMENT = 8
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], values: Iterable[torch.Tensor]
+) -> None:
+    """Write the tensors `values`, of the dtypes and shapes that `tensors` says, in its order."""
+    # transformers refuses a file without this entry.
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    with new_file(path) as file:
+        file.write(struct.pack("<Q", len(text)))
+        file.write(text)
+        for x in values:
+            if x.numel():
+                own = x.detach().cpu().contiguous()
+                elements = (ctypes.c_char * own.nbytes).from_address(own.data_ptr())
+                file.write(memoryview(elements))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 
 from autoptd.errors import PlanError, RuntimeFault
-from autoptd.program.folder_format import FolderFormat
+from autoptd.program.sources import FolderFormat
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.folders.read_folder import INDEX, SINGLE, library
 from autoptd.runtime.params.full_values import gather_full
@@ -210,3 +211,52 @@ def free_names(folder: Path, count: int) -> list[str]:
         if not old & set(names):
             return names
         tag += 1
+
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+SITE = "save_adapter"
+
+
+def save_adapter(
+    params: RankParameters, what: Contents, folder: Path, write_config: Callable[[Path], None]
+) -> None:
+    """Write the folder; a collective. On failure raise RuntimeFault on all ranks and keep the old folder."""
+    # If the library is missing, it is missing on all ranks: raise before any rank waits in a gather.
+    library()
+    params.absorb_edits()
+    tensors = gather_named(params, what, what.order)
+    held = tensors if params.world.rank == 0 else None
+    on_rank_0(params, held, lambda tensors: write_folder(folder, tensors, write_config), SITE)
+
+
+def write_folder(
+    folder: Path, tensors: Mapping[str, torch.Tensor], write_config: Callable[[Path], None]
+) -> None:
+    """Write into a temporary folder, then replace this one, or its files."""
+    # Resolve links: renames must stay within one file system.
+    folder = folder.resolve()
+    aside = folder.with_name(folder.name + PART)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        write_config(aside)
+        library().torch.save_file(dict(tensors), aside / WEIGHTS, metadata={"format": "pt"})
+        if not folder.exists():
+            aside.rename(folder)
+            return
+        # No reader finds new weights with an old config, or the reverse: rather none for a moment.
+        if settings(folder / CONFIG) != settings(aside / CONFIG):
+            (folder / WEIGHTS).unlink(missing_ok=True)
+        for name in (CONFIG, WEIGHTS):
+            (aside / name).replace(folder / name)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def settings(file: Path) -> Any:
+    """Return what a config says; its lists in one order, as PEFT writes sets. None for a file that cannot be read."""
+    try:
+        found = json.loads(file.read_text())
+        return {key: sorted(x, key=str) if isinstance(x, list) else x for key, x in found.items()}
+    except (OSError, ValueError, AttributeError):
+        return None

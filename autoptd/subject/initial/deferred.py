@@ -1,7 +1,8 @@
-"""A model without memory, whose weights are made where they are needed.
+"""Build a model without memory, whose weights are made where they are needed.
 
-In: a constructor. Out: a model of fake tensors that know how they are made (subject/initial/recording.py). `parallelize` lets
-each rank make its own slices, `materialize` makes all of them here; both have the same bits.
+In: a constructor. Out: a model of fake tensors, with a recording of how they are made
+(subject/initial/recording.py). With `parallelize`, each rank makes its own slices; `materialize` makes all
+values here. Both have the same bits.
 
     with autoptd.deferred(seed=0):
         model = GPT(GPTConfig(n_layer=96, n_embd=12288))
@@ -24,28 +25,29 @@ from torch.overrides import TorchFunctionMode
 
 from autoptd.compat import FakeTensor
 from autoptd.errors import PlanError
-from autoptd.subject.attributes import attribute_tensors
-from autoptd.subject.fakes import fake_mode, fake_parameter
 from autoptd.subject.initial.recipes import Recipes, recording_of
 from autoptd.subject.initial.recording import Recording
-from autoptd.subject.storage import tied_names
+from autoptd.subject.match_folder import fake_mode, fake_parameter
+from autoptd.subject.storage import attribute_tensors, tied_names
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 @contextmanager
 def deferred(seed: int = 0, *, order: bool = False) -> Iterator[None]:
-    """Build models in this `with` block without memory; their constructors are recorded, and run later, piece by piece.
+    """Build models in this `with` block without memory; their constructors are recorded, and run later, piece
+    by piece.
 
-    The model is then handed to `parallelize`, `compile`, `verify` or `materialize`. Every draw has separate random
-    numbers, by `seed` and the parameter's name in that model: weights are the same on every mesh, and a layer that
-    is added changes no other. With `order`, draws follow one another as in the usual constructor, and the weights are to
-    the bit those of `torch.manual_seed(seed); model = ...`: each rank then draws everything. torch's generator does
-    not change. Values that the constructor reads (`.item()`) are made for it.
+    The model is then passed to `parallelize`, `compile`, `verify` or `materialize`. Every draw has separate
+    random numbers, by `seed` and the parameter's name in that model: weights are the same on every mesh, and
+    a layer that is added changes no other. With `order`, draws follow one another as in the usual
+    constructor, and the weights are to the bit those of `torch.manual_seed(seed); model = ...`: each rank
+    then draws everything. torch's generator does not change. Values that the constructor reads (`.item()`)
+    are made for it.
 
-    After the block, the model can be changed (`model.bfloat16()`, `weight.data.mul_(2)`, other modules put into it),
-    but nothing can be drawn any more. PlanError for what cannot be recorded: nested blocks, tensors on the meta device,
-    sparse tensors, and writing to tensors from outside.
+    After the block, the model can be changed (`model.bfloat16()`, `weight.data.mul_(2)`, other modules put
+    into it), but nothing can be drawn any more. PlanError for what cannot be recorded: nested blocks, tensors
+    on the meta device, sparse tensors, and writing to tensors from outside.
     """
     check_outside("autoptd.deferred", "one block around all")
     with Recording(checked_seed(seed), order=order).open():
@@ -54,26 +56,24 @@ def deferred(seed: int = 0, *, order: bool = False) -> Iterator[None]:
 
 def checked_seed(seed: int) -> int:
     """Return a seed as torch takes it; PlanError for another value."""
-    # True is an int, and no seed.
+    # True is an int, but not a seed.
     if (
         not hasattr(seed, "__index__")
         or isinstance(seed, bool)
         or not -(2**63) <= operator.index(seed) < 2**64
     ):
-        raise PlanError(
-            f"autoptd.deferred(seed={seed!r})", "is no whole number of 64 bits", "for example seed=0"
-        )
+        raise PlanError(f"autoptd.deferred(seed={seed!r})", "must be a 64-bit integer", "for example seed=0")
     return operator.index(seed)
 
 
 def check_outside(site: str, remedy: str) -> None:
     """Refuse calls inside a block where tensors are fake."""
     if isinstance(torch.empty(0, device="cpu"), FakeTensor):
-        raise PlanError(site, "is used within a block of fake tensors", remedy)
+        raise PlanError(site, "is used inside a block of fake tensors", remedy)
 
 
 def materialize(model: Model) -> Model:
-    """Return a copy of a deferred model with its values: those that every mesh starts from.
+    """Return a copy of a deferred model with values, which are the initial values on every mesh.
 
     A model that has values is returned unchanged.
     """
@@ -88,14 +88,14 @@ def materialize(model: Model) -> Model:
 
 
 def traceable(model: nn.Module) -> tuple[nn.Module, Recipes]:
-    """Return a copy of a deferred model whose parameters are plain fake tensors, all else with values; and the recipes
+    """Return a copy of a deferred model with fake parameters and other tensors with values; and the recipes
     of its parameters.
     """
-    check_outside("model", "hand it over after the block")
+    check_outside("model", "pass it after the block")
     tensors = named_tensors(model)
     recipes = Recipes(tensors)
     parameters = stand_ins(model)
-    # At once: buffers may share memory.
+    # All at once, since buffers may share memory.
     made = recipes.make(name for name, x in tensors.items() if id(x) not in parameters)
     values = {id(tensors[name]): x for name, x in made.items()}
 
@@ -125,7 +125,7 @@ def is_deferred(model: nn.Module) -> bool:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return all tensors that the model and its modules hold, each under its first name: parameters first."""
+    """Return all tensors of the model, each under its first name, parameters first."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     named: dict[str, Tensor] = {name: parameters[name] for name in tied_names(model)}
     # Frozen parameters that are tied may be two objects, over the same memory.
@@ -147,7 +147,9 @@ def value_of(x: Tensor) -> Tensor:
 
 
 def like(x: Tensor, value: Tensor) -> Tensor:
-    """Return `value` as what `x` stands for: a parameter, on its device, with what users have set on it."""
+    """Return `value` like `x`: a parameter if that is one, on its device, with attributes that users have
+    set.
+    """
     value = value.detach().to(x.device)
     if isinstance(x, nn.Parameter):
         value = nn.Parameter(value, requires_grad=x.requires_grad)
@@ -162,13 +164,15 @@ def like(x: Tensor, value: Tensor) -> Tensor:
 def copied(
     model: Model, replace: Callable[[Tensor], Tensor], known: Mapping[int, Tensor] | None = None
 ) -> Model:
-    """Copy a model. Copies are in `known` by identity; `replace` makes those of other fake tensors."""
+    """Copy a model. `known` has copies by the id of the original; `replace` makes those of other fake
+    tensors.
+    """
     with _Replacing(replace):
         return copy.deepcopy(model, dict(known or {}))
 
 
 class _Replacing(TorchFunctionMode):
-    """A context in which `copy.deepcopy` of a fake tensor is what a function makes of it."""
+    """A context in which `copy.deepcopy` of a fake tensor calls a function."""
 
     def __init__(self, replace: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -179,6 +183,3 @@ class _Replacing(TorchFunctionMode):
         if func is Tensor.__deepcopy__ and isinstance(args[0], FakeTensor):
             return self._replace(args[0])
         return func(*args, **(kwargs or {}))
-
-
-__all__ = ["deferred", "is_deferred", "materialize", "traceable"]

@@ -1,13 +1,14 @@
-"""Initial values that every rank makes for itself: it replays what a parameter's constructor did, one at a time.
+"""Make initial values on each rank, by replaying a parameter's constructor, one parameter at a time.
 
-In: tensors by name, fake ones of a `Recording` and perhaps others with values. Out: a `Source` (sources.py): whole
-tensors, or rows of them. A rank holds no more than one whole tensor beside its slices.
+In: tensors by name, fake ones of a `Recording` and perhaps others with values. Out: a `Source`
+(program/sources.py): whole tensors, or rows of them. A rank holds its slices and at most one whole tensor.
 
     recipes = Recipes({"head.weight": model.head.weight, ...})
     recipes.reader().rows("head.weight", dim=0, rows=rows)
 
-The key of a draw is the recording's seed, the first tensor here that takes the draw, and the draw's number
-among that tensor's draws. So all ranks draw the same, and what is added to a model leaves the rest of it as it was.
+A draw has a key: the seed of the recording, the first tensor here that uses the draw, and the number of the
+draw among that tensor's. So all ranks draw the same, and an addition to the model does not change other
+tensors.
 """
 
 from __future__ import annotations
@@ -25,16 +26,15 @@ from torch import Tensor
 from autoptd.compat import FakeTensor, tree_map
 from autoptd.ir.buffers import digest
 from autoptd.subject.initial.recording import Recording
-from autoptd.subject.initial.replay import Replay, key_of
-from autoptd.subject.initial.tape import Constant, Place, Tape
+from autoptd.subject.initial.tape import Constant, Place, Replay, Tape, key_of
 
-# Of whole tensors that stay: ranks that are threads ask for the same ones at about the same time.
+# Bytes of whole tensors that are kept: ranks that are threads need the same ones at about the same time.
 KEPT_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a tensor is made: its place on a tape. Without one, `value` has its values."""
+    """The origin of a tensor: its place on a tape; without one, `value` has its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -44,7 +44,7 @@ class Recipe:
 
 
 class Recipes:
-    """Tensors by name, which are made when they are asked for. The order of names decides whose a shared draw is."""
+    """Tensors by name, made on demand. A draw that several tensors use belongs to the first of them."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.entries: dict[str, Recipe] = {}
@@ -62,7 +62,7 @@ class Recipes:
         self._whole: OrderedDict[str, Tensor] = OrderedDict()
 
     def _keys(self, replay: Replay) -> dict[int, str]:
-        """Return the keys of all draws that have one of their own."""
+        """Return the keys of all draws that are not in a stream."""
         tape, keys = replay.tape, dict[int, str]()
         for name, entry in self.entries.items():
             if entry.place is None or self._replay_of[name] is not replay:
@@ -76,19 +76,19 @@ class Recipes:
         return RecipeReader(self)
 
     def whole(self, name: str) -> Tensor:
-        """Make a tensor, which belongs to everybody who asks for it: one thread at a time makes one."""
+        """Return a shared tensor; one thread at a time makes one."""
         with self._lock:
             if name not in self._whole:
                 entry = self.entries[name]
                 size = math.prod(entry.shape) * entry.dtype.itemsize
-                # Before the next one is made: a large one is never held beside another.
+                # Before the next one is made, so that a large tensor is the only one.
                 while self._whole and sum(x.nbytes for x in self._whole.values()) + size > KEPT_BYTES:
                     self._whole.popitem(last=False)
                 self._whole[name] = self._make([name])[0]
             return self._whole[name]
 
     def make(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Make tensors all at once: those that share memory on the tape share theirs."""
+        """Make tensors together: those that share memory on the tape share memory."""
         wanted = list(names)
         with self._lock:
             return dict(zip(wanted, self._make(wanted), strict=True))
@@ -102,11 +102,13 @@ class Recipes:
         return list(made.values())
 
     def fingerprint(self) -> str:
-        """Hash what is done to make the tensors, with constants and keys: what was drawn elsewhere hashes differently."""
+        """Hash the steps that make the tensors, with constants and keys: values drawn elsewhere change the
+        hash.
+        """
         return hashlib.sha256(repr(sorted(self.parts().items())).encode()).hexdigest()[:16]
 
     def parts(self) -> dict[str, str]:
-        """Hash each tensor alone."""
+        """Hash each tensor separately."""
         prints: dict[Tape, _Prints] = {}
         found = {}
         for name, entry in self.entries.items():
@@ -121,16 +123,16 @@ class Recipes:
     def difference(self, names: list[str]) -> tuple[str, str]:
         """Return (fact, remedy) for a rank that makes other values of these tensors."""
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
-        fact = f"makes other initial values of {shown or 'its tensors'} than rank 0: its constructor ran otherwise"
+        fact = f"makes other initial values of {shown or 'its tensors'} than rank 0: its constructor ran differently"
         remedy = (
-            "draw in the block, with torch; or seed what else draws, alike on all ranks: random.seed(0), "
+            "draw in the block, with torch; or seed other generators equally on all ranks: random.seed(0), "
             "numpy.random.seed(0)"
         )
         return fact, remedy
 
 
 class RecipeReader:
-    """Gives a rank its part of the tensors."""
+    """Reads a rank's part of the tensors."""
 
     def __init__(self, recipes: Recipes) -> None:
         self._recipes = recipes
@@ -139,27 +141,29 @@ class RecipeReader:
         return name in self._recipes.entries
 
     def whole(self, name: str) -> Tensor:
-        """Return a tensor, in memory of its own."""
+        """Return a tensor in separate memory."""
         return self._recipes.whole(name).clone()
 
     def rows(self, name: str, dim: int, rows: Tensor) -> Tensor:
-        """Return the entries `rows` along `dim`, counted from 1, in this order; a 0 stands for zeros (padding)."""
+        """Return the entries `rows` along `dim`, counted from 1, in this order; a 0 stands for zeros
+        (padding).
+        """
         whole = self._recipes.whole(name)
         part = whole.index_select(dim, (rows - 1).clamp(min=0).to(whole.device))
         padding = (rows == 0).nonzero().flatten().to(whole.device)
-        # Not in place: ranks in one process compare how often a parameter was written to.
+        # Not in place, since ranks in one process compare how often a parameter was written to.
         return part.index_fill(dim, padding, 0) if len(padding) else part
 
 
 class _Prints:
-    """Hashes of what tensors of one tape take. Numbers of steps and storages are left out: one more elsewhere
-    changes nothing.
+    """Hashes of the steps that tensors of one tape need, without the numbers of steps and storages, which
+    depend on others.
     """
 
     def __init__(self, replay: Replay) -> None:
         self._tape, self._keys = replay.tape, replay.keys
         self._constants: dict[int, str] = {}
-        # By step that draws from a stream: of all its draws down to this one.
+        # By step that draws from a stream: the hash of all draws up to this one.
         self._chains: dict[int, str] = {}
 
     def of(self, place: Place) -> str:
@@ -179,7 +183,7 @@ class _Prints:
         return self._chain(number)
 
     def _chain(self, number: int) -> str:
-        """Hash all draws of a stream down to one."""
+        """Hash all draws of a stream up to this one."""
         for step in self._tape.draws_down_to(number, self._chains):
             draw = self._tape.steps[step].draw
             assert draw is not None
@@ -190,7 +194,7 @@ class _Prints:
     def _step(self, number: int, names: dict[int, int]) -> object:
         step = self._tape.steps[number]
         operands = [tree_map(lambda x: self._text(x, names), each) for each in (step.args, dict(step.kwargs))]
-        # A function of Python has its address in its repr.
+        # The repr of a Python function has its address.
         function = (
             getattr(step.function, "__name__", "") if not hasattr(step.function, "_schema") else step.function
         )
@@ -205,7 +209,7 @@ class _Prints:
             if known is None:
                 known = self._constants[id(x)] = digest(x.value)
             return known
-        # Ranks may have devices of their own; all is replayed on the CPU.
+        # Ranks may have different devices; everything is replayed on the CPU.
         return "device" if isinstance(x, torch.device) else repr(x)
 
 
@@ -217,6 +221,3 @@ def recording_of(x: Tensor) -> Recording | None:
     """Return the recording that a tensor belongs to, if any."""
     mode = x.fake_mode if isinstance(x, FakeTensor) else None
     return mode if isinstance(mode, Recording) else None
-
-
-__all__ = ["Recipe", "RecipeReader", "Recipes", "recording_of"]

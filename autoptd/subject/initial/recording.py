@@ -1,15 +1,15 @@
-"""Record what a constructor does, on fake tensors, which take no memory.
+"""Record the operators of a constructor on fake tensors, which take no memory.
 
-In: a constructor that runs under a `Recording`. Out: its operators on a tape, by which its tensors can be made later.
+In: a constructor that runs under a `Recording`. Out: its operators on a tape, to make its tensors later.
 
     recording = Recording(seed=0)
     with recording.open():
         model = nn.Linear(8, 8)
     Replay(recording.tape, keys).make([recording.place_of(model.weight)])
 
-The fake tensors stay bound to their recording, which goes on: `model.half()` is recorded as well. But after the block
-nothing can be drawn, and no values are to be had. What the constructor itself asks for (`.item()`, the shape of
-`x.nonzero()`) is answered: its operands are made there and then.
+The fake tensors stay bound to their recording, which continues: `model.half()` is recorded as well. But after
+the block nothing can be drawn, and values cannot be read. If the constructor itself reads values (`.item()`,
+the shape of `x.nonzero()`), the operands are made immediately.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ from autoptd.compat import (
     without_modes,
 )
 from autoptd.errors import PlanError
-from autoptd.subject.initial.replay import Replay
-from autoptd.subject.initial.streams import Draw, Streams
-from autoptd.subject.initial.tape import Constant, Place, Step, Tape
+from autoptd.subject.initial.tape import Constant, Draw, Place, Replay, Step, Streams, Tape
 
 aten = torch.ops.aten
 SITE = "autoptd.deferred"
@@ -56,7 +54,7 @@ OVERWRITING = {
     aten.uniform_.default,
     aten.zero_.default,
 }
-# Of torch.nn.init: draws until all numbers are accepted, which is recorded as one operator.
+# In torch.nn.init: draws until all numbers are accepted, which is recorded as one operator.
 UNTIL_ACCEPTED = "_no_grad_trunc_normal_"
 
 
@@ -67,16 +65,16 @@ class Recording(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.tape = Tape(seed, order)
         self._numbers: dict[int, int] = {}
-        # They stay alive: another storage at the same address would be taken for one of them.
+        # Kept alive: another storage at the same address would be mistaken for one of them.
         self._storages: list[torch.UntypedStorage] = []
         # While the constructor runs.
         self._streams: Streams | None = None
-        # By identity: tensors with values that were read, and copies of them.
+        # By id: tensors with values that were read, and copies of them.
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
-        # By address: storages that began as copies of memory that is not torch's own.
+        # By address: storages that began as copies of memory outside of torch.
         self._arrays: dict[int, list[int]] = {}
         self._is_inside = False
-        # For what the constructor asks: it keeps the states of streams.
+        # For values that the constructor reads: it keeps the states of streams.
         self._replay = Replay(self.tape, {})
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
@@ -103,12 +101,12 @@ class Recording(FakeTensorMode):
             self._streams = None
             self._seen.clear()
             self._arrays.clear()
-            # With the values that were asked for last.
+            # It holds the values that were read last.
             self._replay = Replay(self.tape, {})
             streams.close()
 
     def _warn_at_once(self) -> None:
-        """Let torch give the warning that it gives once, where `copy.deepcopy` asks a fake tensor for its address."""
+        """Trigger a warning that torch gives once, when `copy.deepcopy` asks a fake tensor for its address."""
         self._is_inside = True
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -139,7 +137,7 @@ class Recording(FakeTensorMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        # What an operator is made of is no operator of the constructor.
+        # The parts of an operator are not operators of the constructor.
         if self._is_inside:
             return super().__torch_dispatch__(func, types, args, kwargs)
         self._is_inside = True
@@ -153,7 +151,8 @@ class Recording(FakeTensorMode):
     def _run(self, func: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         lifted = args[0] if func is aten.lift_fresh.default else None
         if lifted is not None:
-            # A tensor of torch.tensor or NumPy. Lifted, it would be a constant that torch computes with unseen.
+            # A tensor of torch.tensor or NumPy. Lifted, it would be a constant, whose operators torch does
+            # not show.
             func = aten.clone.default
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         written = _written(func, args, kwargs)
@@ -169,7 +168,7 @@ class Recording(FakeTensorMode):
                     f"{func} writes to a tensor of shape {tuple(x.shape)} that was made outside of the block"
                 )
                 raise PlanError(SITE, fact, "make it in the block, or .clone() it there")
-        # Before it runs: an operator may change how an operand lies in its storage.
+        # Before it runs, since an operator may change the strides of an operand.
         operands = self._encode(args), self._encode(kwargs)
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -177,24 +176,24 @@ class Recording(FakeTensorMode):
             result = self._answer(func, *operands)
         draw = (kwargs.get("generator"),) if is_draw else None
         self._record(func, *operands, tree_leaves(result), written, draw)
-        # torch can enlarge memory of its own, but not an array's.
+        # torch can resize its own memory, but not an array's.
         if lifted is not None and not (memory := lifted.untyped_storage()).resizable() and memory.nbytes():
             made = self.place_of(result)  # type: ignore[arg-type]
             self._arrays.setdefault(memory.data_ptr(), []).append(made.storage)
         return result
 
     def _encode(self, operands: Any) -> Any:
-        """Return operands as they are recorded."""
+        """Return operands in recorded form."""
 
         def encode(x: Any) -> Any:
             if isinstance(x, FakeTensor):
                 if x.fake_mode is not self:
-                    fact = "tensors of two deferred blocks meet in one operator"
+                    fact = "one operator uses tensors of two deferred blocks"
                     raise PlanError(SITE, fact, "build both in one block, or materialize one of them")
                 return self.place_of(x)
             if isinstance(x, Tensor):
                 return Constant(self._copy_of(x))
-            # A replay brings its own.
+            # A replay has its own.
             return None if isinstance(x, torch.Generator) else x
 
         return tree_map(encode, operands)
@@ -209,20 +208,22 @@ class Recording(FakeTensorMode):
         return copy
 
     def _check_seen(self) -> None:
-        """Refuse a constructor that changes what it has handed over, such as a NumPy array behind a tensor."""
+        """Refuse a constructor that changes values after torch has read them, such as the NumPy array of a
+        tensor.
+        """
         with without_modes():
             changed = [x for x, copy in self._seen.values() if not _is_same(x, copy)]
         if changed:
-            fact = f"values of shape {tuple(changed[0].shape)} from outside of torch were changed after they were read"
+            fact = f"values of shape {tuple(changed[0].shape)} from outside of torch were changed after torch had read them"
             raise PlanError(SITE, fact, "fill an array before it becomes a tensor")
 
     def _check_arrays(self) -> None:
-        """Refuse what would be written to one tensor and seen in another, as both are one array of NumPy."""
+        """Refuse writes to tensors that share the memory of one NumPy array."""
         for storages in self._arrays.values():
-            # Beyond the copy.
+            # The copy itself is one write.
             is_written = any(len(self.tape.writers[storage]) > 1 for storage in storages)
             if len(storages) > 1 and is_written:
-                fact = "two tensors share the memory of one array, and a constructor writes to it"
+                fact = "two tensors share the memory of one array, and the constructor writes to it"
                 raise PlanError(SITE, fact, "torch.tensor(array), which copies it")
 
     def _record(
@@ -259,7 +260,7 @@ class Recording(FakeTensorMode):
         self.tape.add(Step(function, args, kwargs, places, *sets, torch.get_default_dtype(), drawn))
 
     def _draw(self, function: Callable[..., Any], generator: torch.Generator | None) -> Draw:
-        """Note that the next step draws."""
+        """Record that the next step draws."""
         number, tape = len(self.tape.steps), self.tape
         if self._streams is None:
             fact = f"{function} draws for a deferred model after its block"
@@ -268,12 +269,12 @@ class Recording(FakeTensorMode):
         with without_modes():
             draw = self._streams.draw(number, generator)
         if draw.root == 0 and not tape.order and number in self._streams.rewound:
-            fact = "the constructor sets torch's random state back, and draws by name have no order"
+            fact = "the constructor resets torch's random state, but draws by name have no order"
             raise PlanError(SITE, fact, "deferred(seed, order=True), which draws as torch does")
         return draw
 
     def _answer(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return what only values can tell: a number, or fake tensors whose sizes depend on values."""
+        """Return a result that depends on values: a number, or fake tensors whose sizes depend on values."""
         if self._streams is None:
             fact = f"{func} asks for values of a deferred model, which has none yet"
             raise PlanError(SITE, fact, "model = autoptd.materialize(model)")
@@ -284,7 +285,7 @@ class Recording(FakeTensorMode):
                 return x
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
 
-        # Within an operator: what is allocated here is not recorded.
+        # Inside an operator, so that allocations here are not recorded.
         with self:
             return tree_map(fake, result)
 
@@ -292,12 +293,12 @@ class Recording(FakeTensorMode):
         """Return the values of a fake tensor as an array of NumPy, which cannot be written to."""
         place = self.place_of(x)
         array = self._called(Tensor.numpy, (place,), {})
-        # What is written to the tensor's own array would reach the tensor.
+        # A write to the tensor's own array would change the tensor.
         array.flags.writeable = False
         return array
 
     def _called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call a function on real operands. From then on, what they draw is known."""
+        """Call a function on real operands. From then on, the values of their draws are fixed."""
         tape = self.tape
         for number in tape.makers({x.storage for x in tree_leaves((args, kwargs)) if isinstance(x, Place)}):
             if tape.is_named(number):
@@ -306,11 +307,11 @@ class Recording(FakeTensorMode):
 
     @contextmanager
     def _as_one_operator(self) -> Iterator[None]:
-        """Record the function that draws until all numbers are accepted whole."""
+        """Record the function that draws until all numbers are accepted as one operator."""
         functions = vars(torch.nn.init)
         plain = functions.get(UNTIL_ACCEPTED)
         if plain is None:
-            # Another release: it asks for values, and is answered.
+            # Another release, where it reads values, which are made for it.
             yield
             return
 
@@ -330,7 +331,7 @@ class Recording(FakeTensorMode):
 
 
 class _Arrays(TorchFunctionMode):
-    """Gives arrays of NumPy where a constructor asks for them, which torch has for real tensors only."""
+    """Returns NumPy arrays of fake tensors, which torch does for real tensors only."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         mode = args[0].fake_mode if args and isinstance(args[0], FakeTensor) else None
@@ -342,7 +343,7 @@ class _Arrays(TorchFunctionMode):
 
 
 def _written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors that an operator writes to, its result's own memory apart."""
+    """Return the tensors that an operator writes to, besides its own results."""
     found = []
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -352,7 +353,7 @@ def _written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 def _fills(x: Tensor) -> bool:
-    """Tell whether a tensor takes every byte of its storage."""
+    """Tell whether a tensor covers every byte of its storage."""
     dims = sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1)
     elements = 1
     for stride, size in dims:
@@ -363,9 +364,6 @@ def _fills(x: Tensor) -> bool:
 
 
 def _is_same(x: Tensor, copy: Tensor) -> bool:
-    """Tell whether the bits are the same: NaN equals itself."""
+    """Tell whether the bits are the same, so that NaN equals itself."""
     one, two = (each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (x, copy))
     return torch.equal(one, two)
-
-
-__all__ = ["Recording"]

@@ -25,8 +25,7 @@ from autoptd.runtime.checkpoint.commit import PART, checkpoints, marked
 from autoptd.runtime.checkpoint.manifest import MANIFEST, MODEL, Manifest, TensorRecord, decode, fqn
 from autoptd.runtime.checkpoint.read import Checkpoint, open_any, open_checkpoint, verify_files
 from autoptd.runtime.folders.disk import remove_file, remove_folder, rename
-from autoptd.runtime.folders.read_folder import SINGLE
-from autoptd.runtime.folders.write_safetensors import write_safetensors
+from autoptd.runtime.folders.read_folder import SINGLE, write_safetensors
 from autoptd.runtime.params.parts import dtype_of
 
 # Smaller tensors stay in memory.

@@ -31,7 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autoptd.errors import AutoptdError, PlanError, a_type
 from autoptd.ir.plan import nearest
-from autoptd.subject.fakes import fake_mode, fake_parameter
+from autoptd.subject.match_folder import fake_mode, fake_parameter
 from autoptd.wings.cli.known import KNOWN
 from autoptd.wings.cli.request import check_model
 

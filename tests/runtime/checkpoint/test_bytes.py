@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.model import state
+from autoptd.model import checkpoints
 from autoptd.program.pieces import share_stage
 from autoptd.runtime.checkpoint import storage
 from autoptd.runtime.checkpoint.manifest import Manifest
@@ -78,7 +78,7 @@ def bytes_read(folder: Path, monkeypatch: pytest.MonkeyPatch, **mesh: Any) -> tu
             read[self.params.world.rank] = self.nbytes
             super().spread()
 
-    monkeypatch.setattr(state, "Restoration", Counted)
+    monkeypatch.setattr(checkpoints, "Restoration", Counted)
     pm, optimizer = running(**mesh)
     pm.load(folder, optimizer=optimizer)
     pm.close()

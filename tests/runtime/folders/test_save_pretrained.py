@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autoptd.errors import PlanError
-from autoptd.program.folder_format import FolderFormat
+from autoptd.program.sources import FolderFormat
 from autoptd.runtime.folders.read_folder import INDEX, SINGLE, open_folder
 from autoptd.runtime.folders.save_pretrained import (
     Writer,

@@ -187,9 +187,9 @@ REFUSED: dict[Callable[[Any], None], str] = {
     on_meta: "meta device",
     sparse: "sparse",
     rewinds: "order=True",
-    fills_an_array_later: "changed after they were read",
+    fills_an_array_later: "changed after torch had read them",
     materializes: "after the block",
-    nested: "within a block",
+    nested: "inside a block",
     shares_an_array: "memory of one array",
 }
 

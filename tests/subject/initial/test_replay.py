@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoptd.subject.initial.replay import Replay, key_of, state_of
-from autoptd.subject.initial.tape import Constant, Place, Step, Tape
+from autoptd.subject.initial.tape import Constant, Place, Replay, Step, Tape, key_of, state_of
 
 
 def by_hand(*functions: Callable[[Tensor], Tensor]) -> tuple[Tape, list[Place]]:
