@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate, map_arg
 
 from autoptd.errors import PlanError
 from autoptd.ir.notes import copy_graph, note, op_name, placeholders, shape, site, tensor, value
@@ -220,16 +220,7 @@ def _check_growth(node: Node, other: Node, growth: Fraction) -> None:
 def _literals(node: Node) -> list[Any]:
     """Return all arguments of a node that are not values of the graph."""
     literals: list[Any] = []
-
-    def visit(arg: Any) -> None:
-        if isinstance(arg, (list, tuple)):
-            for item in arg:
-                visit(item)
-        elif isinstance(arg, dict):
-            visit(list(arg.values()))
-        elif not isinstance(arg, Node):
-            literals.append(arg)
-
-    visit(node.args)
-    visit(node.kwargs)
+    map_aggregate(
+        (node.args, node.kwargs), lambda arg: None if isinstance(arg, Node) else literals.append(arg)
+    )
     return literals

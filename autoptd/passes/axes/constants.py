@@ -325,7 +325,7 @@ class Constants:
             seen.add(ours)
             if value(ours) is not None and shape(ours) != shape(theirs):
                 return True
-            if _literals(ours) != _literals(theirs):
+            if key_of(ours) != key_of(theirs):
                 return True
             pairs += list(zip(ours.all_input_nodes, theirs.all_input_nodes, strict=True))
         return False
@@ -425,10 +425,6 @@ def _moved(part: tuple[int, int], of: tuple[int, int], to: tuple[int, int]) -> t
     """Return the range in `to` that corresponds to `part` of `of`; all of `to` if that is one entry, which is broadcast."""
     start = to[0] - of[0]
     return to if to[1] - to[0] == 1 else (part[0] + start, part[1] + start)
-
-
-def _literals(node: Node) -> str:
-    return str(map_arg((node.args, node.kwargs), lambda arg: None))
 
 
 class Bounds(NamedTuple):
