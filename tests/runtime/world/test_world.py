@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from autoptd.errors import InternalError, PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
-from autoptd.runtime.measure.record import GROUP_METHODS
+from autoptd.runtime.measure.cover import GROUP_METHODS
 from autoptd.runtime.world.processes import DistributedWorld
 from autoptd.runtime.world.threads import Ranks, ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Communicators, Group, Hops, World, in_place_of, in_rounds, parts_first
