@@ -27,6 +27,7 @@ from autoptd.runtime.checkpoint.read import Checkpoint, open_any, open_checkpoin
 from autoptd.runtime.folders.disk import remove_file, remove_folder, rename
 from autoptd.runtime.folders.read_folder import SINGLE, write_safetensors
 from autoptd.runtime.params.parts import dtype_of
+from autoptd.wings.words import count_text
 
 # Smaller tensors stay in memory.
 SMALL_BYTES = 1 << 16
@@ -51,7 +52,7 @@ def list_run(args: Namespace) -> int:
         return 0
     for row in rows:
         print(
-            f"{row['name']}   step {row['step']}   {bytes_text(row['bytes'])}   {row['mesh']}   {row['written']}"
+            f"{row['name']}   step {row['step']}   {count_text(row['bytes'], 'B')}   {row['mesh']}   {row['written']}"
         )
     for name in left:
         print(f"{name}   unfinished save (still running, or interrupted)")
@@ -79,16 +80,6 @@ def mesh_text(about: dict[str, Any]) -> str:
 
 def file_bytes(manifest: Manifest) -> int:
     return sum(record["bytes"] for record in manifest.files.values())
-
-
-def bytes_text(count: int) -> str:
-    """Format bytes: 1.2 GB."""
-    size, unit = float(count), "B"
-    for larger in ("KB", "MB", "GB", "TB"):
-        if size < 1000:
-            break
-        size, unit = size / 1000, larger
-    return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
 
 
 def show(args: Namespace) -> int:
@@ -126,15 +117,15 @@ def facts_of(opened: Checkpoint) -> dict[str, Any]:
     else:
         facts["written by"] = "another program, through torch.distributed.checkpoint"
     facts["model"] = (
-        f"{sum(map(numel, weights)):,} parameters and buffers, {bytes_text(sum(map(nbytes, weights)))}"
+        f"{sum(map(numel, weights)):,} parameters and buffers, {count_text(sum(map(nbytes, weights)), 'B')}"
     )
     if manifest.optimizer is not None:
         facts["optimizer"] = (
-            f"{manifest.optimizer['class'] or 'unknown class'}, {bytes_text(sum(map(nbytes, moments)))}"
+            f"{manifest.optimizer['class'] or 'unknown class'}, {count_text(sum(map(nbytes, moments)), 'B')}"
         )
         facts["groups"] = [group_text(group) for group in manifest.optimizer["groups"]]
     if manifest.files:
-        facts["files"] = f"{len(manifest.files)} of {bytes_text(file_bytes(manifest))}"
+        facts["files"] = f"{len(manifest.files)} of {count_text(file_bytes(manifest), 'B')}"
     if about.get("losses"):
         facts["last losses"] = " ".join(f"{loss:.4f}" for loss in about["losses"][-5:])
     return facts
@@ -166,7 +157,7 @@ def verify(args: Namespace) -> int:
             print(finding)
         if not findings:
             opened = open_checkpoint(args.folder)
-            print(f"{opened.path}: all {bytes_text(file_bytes(opened.manifest))} match their checksums")
+            print(f"{opened.path}: all {count_text(file_bytes(opened.manifest), 'B')} match their checksums")
     return 1 if findings else 0
 
 

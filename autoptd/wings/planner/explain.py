@@ -25,7 +25,6 @@ from autoptd.wings.words import aligned
 NAMES = {
     "compute": "compute",
     "recompute": "recompute",
-    "exposed_memory": "memory",
     "tp_comm": "tensor",
     "pp_comm": "pipeline",
     "bubble": "bubble",
@@ -35,7 +34,6 @@ NAMES = {
 MEANING = {
     "compute": "computation",
     "recompute": "recomputation of activations",
-    "exposed_memory": "exposed memory traffic",
     "tp_comm": "communication of tensor ranks",
     "pp_comm": "messages between pipeline stages",
     "bubble": "the pipeline bubble",
