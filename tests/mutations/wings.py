@@ -65,7 +65,7 @@ MUTATIONS = (
         ("escape(visible(text))", "escape(text)"),
     ),
     *planted(
-        "autoptd/wings/planner/explain.py",
+        "autoptd/wings/planner/plan.py",
         "tests/wings/planner/test_plan.py -k column",
         ('head = ["", "seconds", "TFLOP/s", "GB",', 'head = ["", "seconds", "GB", "TFLOP/s",'),
     ),

@@ -3,12 +3,10 @@
 In: a `Request`. A configuration is (t, p, d, c, v, b) with one of the request's ways to set the switches
 (recomputation, sequence parallelism, ZeRO, schedule); its variants are placements on the nodes, if the request does
 not fix them. Seconds and bytes are the closed formulas of `estimate.py`; the best few are predicted again with their
-schedule simulated. Out: a `Candidate` for a row of the search, whose `plan_record` is plan.json, and `RankedCandidates`,
-the result of a search, which can be asked again.
+schedule simulated. Out: a `Candidate` for a row of the search, whose `plan_record` is plan.json.
 
     candidate.name                 # "t=8 p=64 d=6 b=1 m=512, sequence parallel"
     candidate.seconds_by["bubble"]
-    ranked.fastest(lambda configs: configs["t"] > 8)      # the best with t over 8; None if none fits
 """
 
 from __future__ import annotations
@@ -32,12 +30,10 @@ from autoptd.wings.planner.search import (
     Array,
     Columns,
     Configs,
-    Filter,
     Found,
     divisors,
     placements,
     rank_order,
-    search,
     take,
     unique_rows,
 )
@@ -412,45 +408,6 @@ class DefaultModel:
         rate = float(model_flops(request.shape, request.batch)) / (seconds * request.gpus)
         held = sum(bytes_by.values())
         return Candidate(sizes, options, seconds, dict(seconds_by), held, dict(bytes_by), rate, is_simulated)
-
-
-@dataclass(frozen=True)
-class RankedCandidates:
-    """The result of a search: `candidates`, the best first, and its counts, `found`.
-
-    `model` and `only` are the problem, for further searches. `node`: GPUs on a fast network.
-    """
-
-    candidates: tuple[Candidate, ...]
-    found: Found
-    model: DefaultModel
-    only: Filter | None
-    gpus: int
-    node: int
-
-    @property
-    def best(self) -> Candidate:
-        return self.candidates[0]
-
-    @property
-    def capacity_bytes(self) -> float:
-        return self.model.capacity_bytes
-
-    @property
-    def rejected(self) -> Mapping[str, int]:
-        """The number of rejected configurations by reason."""
-        return self.found.rejected
-
-    def fastest(self, only: Filter) -> Candidate | None:
-        """Return the best candidate that `only` accepts too, by the closed formulas; None if none fits."""
-        constraint = self.only
-
-        def both(configs: Columns) -> np.ndarray:
-            return only(configs) if constraint is None else only(configs) & constraint(configs)
-
-        # A new search: the best few may have none of that kind.
-        found = search(self.model, 1, both)
-        return self.model.candidate(rows_of(found)[0]) if len(found) else None
 
 
 def rows_of(found: Found) -> list[dict[str, int]]:
