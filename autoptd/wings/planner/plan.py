@@ -97,6 +97,11 @@ class Plan:
         return self.model.request.cluster.gpus_per_node
 
     @property
+    def capacity_bytes(self) -> float:
+        """The memory of a GPU."""
+        return self.model.capacity_bytes
+
+    @property
     def rejected(self) -> Mapping[str, int]:
         """The number of rejected configurations by reason."""
         return self.found.rejected
@@ -482,7 +487,7 @@ def _chosen(plan: Plan) -> list[str]:
     shares = ", ".join(
         f"{MEANING[name]} {_percent(value / best.seconds)}" for name, value in largest if value
     )
-    filled = _percent(best.bytes / plan.model.capacity_bytes)
+    filled = _percent(best.bytes / plan.capacity_bytes)
     return [
         f"Chosen: {best.name}: {best.seconds:.4g} s a step, {best.flops_per_gpu / 1e12:.1f} TFLOP/s per GPU.",
         f"Its time: {shares}.",
