@@ -50,8 +50,8 @@ from autoptd.program.specs import (
 )
 from autoptd.program.state_memory import StateMemory, state_memory
 
-# Of the format of program.json.
-VERSION = 11
+# The version of the format of program.json, and of the functions that emitted files call.
+VERSION = 12
 Spec = TypeVar("Spec")
 
 

@@ -237,7 +237,7 @@ def test_a_loss_in_float32_stays_in_float32(precision: str) -> None:
 )
 def test_a_closure_is_refused(keywords: dict[str, Any]) -> None:
     pm, optimizer = start(gpt(2), batch(4), **keywords)
-    with pytest.raises(PlanError, match="takes no closure"):
+    with pytest.raises(PlanError, match="does not take a closure"):
         optimizer.step(lambda: pm.step(*batch(4)))
     pm.close()
 

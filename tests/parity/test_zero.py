@@ -385,7 +385,7 @@ def test_a_gradient_is_not_set_where_it_is_not_kept() -> None:
     pm, _ = train(gpt(2), steps=1, d=2, zero=1)
     parameter = next(iter(pm.parameters()))
     for gradient in (None, torch.ones_like(parameter)):
-        with pytest.raises(PlanError, match="each rank keeps the gradients of what it stores"):
+        with pytest.raises(PlanError, match="each rank keeps only the gradients of its stored pieces"):
             parameter.grad = gradient
     pm.close()
 

@@ -5,7 +5,7 @@ In: a rank's parameter or gradient. Out: the same tensor, of a class whose `__to
 - whatever `torch.nn.utils.clip_grad` does, and a gradient read or a leaf checked by `torch.optim`: one PlanError that
   names `pm.clip_grad_norm_` or `pm.optimizer`. accelerate and Lightning arrive here, too;
 - a gradient read by `torch.amp.GradScaler`: ranks would skip different steps;
-- the gradient of a parameter that has none, as each rank keeps those of what it stores (zero=1), read or set;
+- with zero=1, reading or setting the gradient of a whole parameter: each rank keeps those of its stored pieces;
 - a hook on a parameter's gradient: gradients are accumulated elsewhere, so it would never be called;
 - a norm of a parameter or gradient (also of its `.data`, `.detach()`, `.float()`), or a sum of its squares: it would be the
   norm of a shard.
@@ -36,7 +36,7 @@ CLIPPING, SCALING = "torch.nn.utils.clip_grad", "torch.amp.grad_scaler"
 OPTIMIZERS, AVERAGES = "torch.optim.", "torch.optim.swa_utils"
 READS = frozenset({Tensor.grad.__get__, Tensor.is_leaf.__get__})  # type: ignore[union-attr, attr-defined]
 GRADIENT = Tensor.grad.__get__  # type: ignore[union-attr]
-# Never refused, where a parameter has its gradient.
+# Never refused for a parameter that has its gradient.
 WRITES = frozenset({Tensor.grad.__set__})  # type: ignore[union-attr]
 NORMS = frozenset(
     {
@@ -86,7 +86,7 @@ def refuse_gradient(func: Callable[..., Any]) -> None:
 
 
 def _asks_whether_it_exists() -> bool:
-    """Tell whether `hasattr` reads an attribute: it takes no error but AttributeError for an answer."""
+    """Tell whether the caller is `hasattr`, which handles no error but AttributeError."""
     frame = sys._getframe(3)
     code = frame.f_code
     is_loaded = dis.opname[code.co_code[frame.f_lasti]] in ("LOAD_ATTR", "LOAD_METHOD")
@@ -133,8 +133,8 @@ def unguarded() -> Iterator[None]:
 class GuardedParameter(nn.Parameter):
     """A rank's parameter: see the module's docstring. `arrival` waits until it has the last update.
 
-    `bears_gradient`: its gradient is kept with it, and not in parts with what ranks store of it. `was_exposed`: something may
-    have written to it that its version does not count, as numpy does: from then on its values are compared.
+    `bears_gradient`: its gradient is kept with it, not with the pieces that ranks store. `was_exposed`: something that its
+    version does not count, such as numpy, may have written to it: from then on its values are compared.
     """
 
     arrival: Callable[[], None] | None = None
@@ -151,7 +151,7 @@ class GuardedParameter(nn.Parameter):
                 refuse(func, _caller(), "parameter")
             for arg in (*args, *(kwargs or {}).values()):
                 for x in arg if isinstance(arg, (list, tuple)) else (arg,):
-                    # What the last update made of it may still be on its way.
+                    # A gather of the last update may be pending.
                     if type(x) is GuardedParameter and x.arrival is not None:
                         x.arrival()
                         if not x.bears_gradient:
@@ -164,7 +164,7 @@ class GuardedParameter(nn.Parameter):
         return guard_square(result, "parameter") if _is_square(func, args) else result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Saved as the plain tensor that it is, without what this process knows of it.
+        # Pickled as a plain tensor, without the state of this process.
         with unguarded():
             return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
@@ -193,7 +193,7 @@ class GuardedGradient(Tensor):
 
 
 class GuardedSquare(Tensor):
-    """The squares of a parameter or gradient on one rank, whose sum over all entries is that of a part."""
+    """The squares of a parameter or gradient on one rank: their sum over all entries covers only a part of the model."""
 
     of: str = ""
 

@@ -29,7 +29,7 @@ class Namespace:
 
     def __init__(self, path: str = "", *, is_starred: bool = False) -> None:
         self._items: dict[int | str, Any] = {}
-        # Of tensors that must not be read before something has arrived in them: what waits for that.
+        # For tensors with a pending gather: the wait before they are read.
         self._awaited: dict[int | str, Withheld] = {}
         self._is_starred = is_starred
         self._path = star(path) if is_starred else path
@@ -92,13 +92,13 @@ class _Place(NamedTuple):
 
     node: Namespace
     key: int | str
-    # None where it is an item only.
+    # None if it is only an item.
     attribute: str | None
     tensor: torch.Tensor
 
 
 class Withheld:
-    """Tensors that something arrives in together: once withheld, they are back when one of them is read."""
+    """Tensors that one gather fills: while withheld, the first read of one waits for it, and puts all of them back."""
 
     def __init__(self) -> None:
         self._places: list[_Place] = []
@@ -106,7 +106,7 @@ class Withheld:
         self._is_withheld = False
 
     def add(self, root: Namespace, name: str) -> None:
-        """Count the tensor of a dotted name among them; of a stage that is loaded only now, they may be withheld elsewhere."""
+        """Add the tensor of a dotted name; those that are withheld in other stages are put back first."""
         self.give_back()
         *path, last = name.split(".")
         node = root
@@ -116,7 +116,7 @@ class Withheld:
         self._places.append(_Place(node, key, last if _is_attribute(last) else None, node._items[key]))
 
     def withhold(self, wait: Callable[[], object]) -> None:
-        """Take them out of their namespaces: who reads one of them first calls `wait` before."""
+        """Remove them from their namespaces: the first read of one calls `wait`."""
         self._wait = wait
         for node, key, attribute, _ in () if self._is_withheld else self._places:
             node._awaited[key] = self
@@ -126,7 +126,7 @@ class Withheld:
         self._is_withheld = True
 
     def give_back(self) -> None:
-        """Wait for what arrives, and put them back; nothing where they are there."""
+        """Wait for the gather, and put them back; does nothing if they are not withheld."""
         if not self._is_withheld:
             return
         self._wait()

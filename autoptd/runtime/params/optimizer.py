@@ -170,7 +170,7 @@ def make_optimizer(
     """
     mine = resolve_groups(ranks, params)
     specs = ranks[0].specs
-    # As all ranks do: some have no piece of any parameter.
+    # From the specs, which are the same on all ranks: some ranks have no piece of any parameter.
     mesh = ranks[0].world.mesh
     sharing = {spec.sharing_axes for spec in specs}
     has_pieces = any(mesh.degree(axis) > 1 for axis in chain.from_iterable(sharing))
@@ -233,7 +233,7 @@ def resolve_groups(
 
 
 def _names(item: Any, specs: Sequence[ParamSpec], name_of: Mapping[int, str]) -> list[str]:
-    """Return the first names of the parameters that one entry of a group stands for."""
+    """Return the first names of the parameters that one entry of a group selects."""
     if isinstance(item, tuple):
         item = item[0]
     if isinstance(item, torch.Tensor):

@@ -53,7 +53,7 @@ ELEMENTWISE = (
 SHAPES = ((6, 4), (4,), (2, 4, 6))
 # The scale of the gradients in each of the trial steps: a norm or a bound within the optimizer shows at one of them.
 SCALES = (1.0, 1e-3, 1e3, 1e-6)
-# The scale of the parameters that the steps begin with: a bound on what a step may do to one may be its own norm.
+# Scales of the initial parameters: an optimizer may bound a step by the norm of the parameter.
 STARTS = (1.0, 1e-4)
 
 
@@ -64,7 +64,7 @@ def check_elementwise(
     *,
     has_pieces: bool = False,
 ) -> None:
-    """Raise PlanError for a class that is neither known nor found by trial to update every element by itself.
+    """Raise PlanError for a class that is neither known to be elementwise nor found to be by trial.
 
     `groups` are the options of its groups. With `has_pieces` it steps flat pieces of parameters, as ZeRO stores them.
     """
@@ -97,13 +97,13 @@ def own_methods(cls: type) -> list[str]:
     return found + ["constructor"] * ("__init__" in names)
 
 
-# The trial leaves the user's random numbers where they were.
+# The trial must not advance the user's random state.
 @torch.random.fork_rng(devices=[])
 def try_parts(
     cls: type[optim.Optimizer], keywords: Mapping[str, Any], groups: Sequence[Options], has_pieces: bool
 ) -> str:
-    """Step small tensors whole, in halves along every dim, in pieces, and without the first; return why the results differ, ""
-    if they do not.
+    """Step small tensors whole, in halves along every dim, in pieces, and without the first; return why the results
+    differ, or "".
     """
     torch.manual_seed(0)
     values = [torch.randn(size, dtype=torch.float64, device="cpu") for size in SHAPES]
@@ -124,7 +124,7 @@ def _try_from(
     grads = []
     for scale in SCALES:
         grads.append([scale * torch.randn_like(x) for x in first])
-    # What one of two ranks has.
+    # The parts that one of two ranks has, with their description.
     cuts = [
         (f"halves of a tensor along dim {dim}", partial(_half, dim=dim, number=number))
         for dim in range(max(map(len, SHAPES)))
@@ -148,7 +148,7 @@ def _try_from(
             if not all(torch.equal(x, y) for x, y in zip(own[1:], expected[1:], strict=True)):
                 return "its update of a tensor depends on which other tensors are in the group"
     except Exception as error:
-        # Whatever a user's optimizer raises.
+        # A user's optimizer may raise anything.
         return f"it could not be tried ({type(error).__name__}: {error})"
     return ""
 
@@ -179,7 +179,7 @@ def _train(
 ) -> list[Tensors]:
     """Return by group the values after one step per entry of `grads`, each group from the values `first`.
 
-    With `without_first` the first tensor of each is taken out of the optimizer that was made.
+    With `without_first`, the first tensor of each group is removed from the optimizer after its creation.
     """
     # What the optimizer counts is where its parameters are.
     with on_cpu():
@@ -267,7 +267,7 @@ class ShapeTrial:
             for spec in ranks[0].specs
         }
         self.name_of = {id(x): name for rank in ranks for name, x in rank.stored.items()}
-        # In which the class has the model's parameters in its groups; where that is not known, the model's own.
+        # The order of the model's parameters in the groups of the class if known, else in the model.
         self.order = list(self._models)
 
     def finding(self, local: Sequence[Mapping[str, Any]]) -> str:
@@ -283,7 +283,7 @@ class ShapeTrial:
         try:
             groups = groups_of(self._cls, self._keywords, whole)
         except Exception as error:
-            # Whatever a user's optimizer raises.
+            # A user's optimizer may raise anything.
             text = f"its constructor could not be tried on the whole model ({type(error).__name__}: {error})"
             return "" if is_trusted else text
         self.order = list(chain.from_iterable(groups.names))
@@ -376,7 +376,7 @@ def differing_step(
     try:
         is_same = _on_meta(trial, max(torch.Size(model.shape).numel() for model in (one, other)))
     except Exception as error:
-        # Whatever a user's optimizer raises.
+        # A user's optimizer may raise anything.
         return f"it could not be tried on {one.name} ({type(error).__name__}: {error})"
     if is_same:
         return ""
@@ -392,7 +392,7 @@ def same(one: Any, other: Any) -> bool:
     try:
         return type(one) is type(other) and bool(one == other)
     except Exception:
-        # Whatever a user puts there: arrays, say, have no one answer.
+        # Settings may be anything: the comparison of arrays, say, is not one bool.
         return repr(one) == repr(other)
 
 
@@ -446,6 +446,6 @@ def _numbers(args: Sequence[Any]) -> list[str]:
         elif isinstance(arg, torch.Tensor):
             found += [repr(arg.item())] if arg.dim() == 0 and arg.device.type == "cpu" else []
         elif isinstance(arg, (bool, int, float, complex)):
-            # As text, in which one NaN is like another.
+            # As text: NaN does not equal NaN.
             found.append(repr(arg))
     return found

@@ -33,10 +33,10 @@ GOLDEN = 0.6180339887498949
 
 
 class BatchPadding:
-    """How the calls of a run are padded, as its first program has their arguments.
+    """Pad the calls of a run, whose arguments are those of its first program.
 
-    `labels` has the `ignore_index` of every argument that the loss reads as labels, `pad` the numbers that were asked for, both
-    by name; `replicas` those whose rows a call has.
+    `labels` has the `ignore_index` of each argument with labels, `pad` the requested padding values, both by name. A call
+    has the rows of `replicas` replicas.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class BatchPadding:
         return [dim for dim, size in sizes if size == self._length and not (spec.batched and dim == 0)]
 
     def measure(self, leaves: Sequence[Any]) -> tuple[int, int]:
-        """Return the length and the rows of a call; PlanError where it is too large, or its arguments do not go together."""
+        """Return the length and the rows of a call; PlanError if it is too large, or if its arguments do not match."""
         lead = leaves[self._lead.leaf].shape
         rows, length = int(lead[0]), int(lead[1])
         for spec in self._specs:
@@ -196,12 +196,12 @@ def _varied(x: torch.Tensor, sign: float, padding: float) -> torch.Tensor:
 
 
 def _covered(mask: torch.Tensor) -> torch.Tensor:
-    """Return which entries stay: of row i all but the last i, or, with an entry a row, those of every second row."""
+    """Return which entries stay 1: in row i all but the last i; with one entry per row, every second one."""
     rows = torch.arange(mask.shape[0], device=mask.device)
     if mask.dim() == 1:
         return rows % 2 == 0
     if mask.dim() > 2:
-        # Who sees whom: a token that sees nothing would be NaN.
+        # A mask of pairs: a token that attends to nothing would be NaN.
         return torch.ones_like(mask, dtype=torch.bool)
     places = torch.arange(mask.shape[1], device=mask.device)
     return (places < mask.shape[1] - rows[:, None]) | (places == 0)

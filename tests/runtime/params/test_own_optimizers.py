@@ -257,7 +257,7 @@ class FirstOnly(torch.optim.SGD):
 
 @pytest.mark.parametrize("cls", [Counting, FirstOnly])
 def test_what_depends_on_the_other_tensors_of_a_rank_is_refused(cls: type[torch.optim.Optimizer]) -> None:
-    with pytest.raises(PlanError, match="depends on which others are in the group"):
+    with pytest.raises(PlanError, match="depends on which other tensors are in the group"):
         check_elementwise(cls, {"lr": 0.1})
 
 
@@ -281,7 +281,7 @@ def test_a_constructor_is_tried() -> None:
             every = list(params)
             super().__init__([{"params": [p], "lr": lr / float(p.detach().norm())} for p in every], lr=lr)
 
-    with pytest.raises(PlanError, match="with a constructor of its own: halves"):
+    with pytest.raises(PlanError, match="overrides its constructor: halves"):
         check_elementwise(ScalesByNorm, {"lr": 0.1})
 
 

@@ -197,7 +197,7 @@ def test_groups_and_channels_in_one_order() -> None:
     assert communicators.channels(mesh) == [(0, 4), (1, 5), (2, 6), (3, 7)]
     world = ThreadWorld(mesh, communicators).worlds[5]
     assert world.group(("tp",)).ranks == (4, 5) and world.owners((0, 1)).index == 1
-    with pytest.raises(InternalError, match="not announced"):
+    with pytest.raises(InternalError, match="not declared"):
         world.group(("pp", "tp"))
 
 
