@@ -96,7 +96,7 @@ def test_optimizers_that_update_every_element_by_itself(cls: Any, keywords: dict
 
 def test_an_optimizer_that_looks_at_whole_parameters() -> None:
     _, pm = make((X, Y), t=2)
-    with pytest.raises(PlanError, match=r"Trusting: derives from SGD with a step of its own"):
+    with pytest.raises(PlanError, match=r"Trusting: derives from SGD and overrides its step"):
         pm.optimizer(Trusting, lr=0.1)
     pm.close()
 
