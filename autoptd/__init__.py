@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         Zero,
     )
     from autoptd.options.buckets import Buckets
-    from autoptd.passes import register_rule
+    from autoptd.passes.ops.unlisted import register_rule
     from autoptd.subject.initial.deferred import deferred, materialize
     from autoptd.wings.planner.plan import plan
     from autoptd.wings.planner.predict import predict
@@ -54,7 +54,7 @@ HOMES = {  # module -> the public names that it has
         "Shapes",
         "Zero",
     ),
-    "passes": ("register_rule",),
+    "passes.ops.unlisted": ("register_rule",),
     "per_microbatch": ("per_microbatch",),
     "wings.planner.plan": ("plan",),
     "wings.planner.predict": ("predict",),

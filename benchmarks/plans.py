@@ -26,11 +26,11 @@ import torch
 from torch import nn
 
 import autoptd
-from autoptd import passes
 from autoptd.ir.layout import Sizes
 from autoptd.ir.machine import find_machine
 from autoptd.ir.types import LOCAL_KINDS, wire_bytes
 from autoptd.passes.ops.costs import collective_seconds
+from autoptd.passes.plan_cost import weigh
 from autoptd.program.program import Program
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -167,7 +167,7 @@ def row(name: str, tokens: int, choice: bool | str) -> Row:
     layers = [list(calls_of_layer(program, f"{model.layers}.{i}")) for i in range(LAYERS)]
     held = sum(math.prod(one.local_shape(program.mesh)) for one in program.params)
     kept = sum(program.costs.cut.saved_bytes)
-    weight = passes.weigh(program.graphs["CONNECTED"], Sizes(program.mesh, 1, 1, 1), machine, kept)
+    weight = weigh(program.graphs["CONNECTED"], Sizes(program.mesh, 1, 1, 1), machine, kept)
 
     def told(calls: list[tuple[str, str, int]]) -> Row:
         found: Row = {}

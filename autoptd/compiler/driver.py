@@ -8,6 +8,7 @@ It needs no process group, no GPU and no weights in memory: meta parameters comp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from autoptd.compiler.write import Writer
 from autoptd.errors import AutoptdError
 from autoptd.ir.scopes import on_cpu, paused_collection
 from autoptd.options import Options
-from autoptd.passes import Context, Form, Record, passes_for, run_passes, up_to
+from autoptd.passes import Form, Pass, Record, passes_for, up_to
 from autoptd.passes.plan_cost import weigh_known
 from autoptd.program.program import Program
 
@@ -99,31 +100,26 @@ def _write(request: Request, plan: BatchPlan, traces: Traces, record: Record) ->
     ctx, like, traced = make_context(request, traces, plan.batch), request.like, traces.captured.graph
     passes = passes_for(ctx)
     writer = Writer(traces, plan.batch, request.handed, record)
-
-    def run(ctx: Context, form: Form) -> Graph:
-        return run_passes(up_to(form, passes), traced, ctx, record)
-
     # Other programs follow the first one by its graphs, which are not written to a cache.
     if request.options.shapes.cache is None or like is None:
-        written = fit(run, ctx, writer.write)
-        return _compared(written, traced, record) if isinstance(written, Written) else written
+        written = fit(traced, ctx, passes, record, writer.write)
+        return _compared(written, traced, passes, record) if isinstance(written, Written) else written
     cache = ProgramCache(request.options.shapes.cache)
     key = cache.key(traces, plan.batch, ctx, request.handed)
     if (kept := cache.load(key, traces.captured.buffers)) is not None:
         return Written(replace(kept, follows=like), traced, ctx)
-    written = fit(run, ctx, writer.write)
+    written = fit(traced, ctx, passes, record, writer.write)
     if isinstance(written, Written):
         cache.store(key, written.program)
     return written
 
 
-def _compared(written: Written, traced: Graph, record: Record) -> Written:
+def _compared(written: Written, traced: Graph, passes: Sequence[Pass], record: Record) -> Written:
     """Compare a plan that sequence_parallel="auto" found with those of Megatron and Korthikanti et al."""
     program, _, ctx = written
-    connecting = up_to(Form.CONNECTED, passes_for(ctx))
-    # Two more runs of the passes.
+    # Two more runs of the passes, up to CONNECTED.
     with paused_collection():
-        weighed = weigh_known(traced, record.graphs["CONNECTED"], ctx, connecting)
+        weighed = weigh_known(traced, record.graphs["CONNECTED"], ctx, up_to(Form.CONNECTED, passes))
     if weighed is None:
         return written
     # For people: `ir/plan.py` does not read it.

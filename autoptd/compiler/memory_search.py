@@ -1,8 +1,8 @@
 """Find the fastest plan whose step fits into the memory of every rank, and write its program.
 
-In: a function that runs the passes for a context, the context of a request, and a function that writes the program of
-a LOCAL graph. Out: the program with its graph and context. If everything fits, nothing changes. Otherwise the options
-that the request leaves open are used in this order:
+In: a TRACED graph, the context of a request and its passes, and a function that writes the program of a LOCAL graph.
+Out: the program with its graph and context. If everything fits, nothing changes. Otherwise the options that the request
+leaves open are used in this order:
 
 - zero="auto": replicas and context ranks shard the optimizer state, which takes no longer.
 - recompute="auto": every pipeline rank recomputes as much as it needs to fit (`passes/kept/keep.py`).
@@ -32,7 +32,7 @@ from autoptd.ir.layout import Layout
 from autoptd.ir.notes import note
 from autoptd.ir.scopes import paused_collection
 from autoptd.passes.context import Context
-from autoptd.passes.runner import Form
+from autoptd.passes.runner import Form, Pass, Record, run_passes, up_to
 from autoptd.passes.stages.held_bytes import TooFull, cut_of, excess_bytes, too_full
 from autoptd.program.program import Program
 
@@ -59,8 +59,18 @@ class Written(NamedTuple):
     ctx: Context
 
 
-def fit(run: RunPasses, ctx: Context, write: Callable[[Graph, Context], Program]) -> Written | TooFull:
+def fit(
+    traced: Graph,
+    ctx: Context,
+    passes: Sequence[Pass],
+    record: Record,
+    write: Callable[[Graph, Context], Program],
+) -> Written | TooFull:
     """Return a program whose step fits on every rank; TooFull if none was found."""
+
+    def run(ctx: Context, form: Form) -> Graph:
+        return run_passes(up_to(form, passes), traced, ctx, record)
+
     refused: TooFull | None = None
     for _ in range(MAX_REHEARSALS):
         with paused_collection():

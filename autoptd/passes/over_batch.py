@@ -24,7 +24,8 @@ from autoptd.ir.notes import Note, Rows, note, ops, output, set_note
 from autoptd.ir.operators.record import operands
 from autoptd.ir.operators.table import linear_groups
 from autoptd.ir.types import CONVERSIONS, I, P, R, S
-from autoptd.passes.communicate import check_over_batch, note_of, origin_of
+from autoptd.passes.communicate import check_over_batch, note_of
+from autoptd.passes.connected import origin_of
 from autoptd.passes.context import Context
 from autoptd.passes.reader_names import reader_name
 from autoptd.passes.runner import CALLS, Form, divides_rows, graph_pass

@@ -14,8 +14,9 @@ from autoptd.ir.buffers import Buffers
 from autoptd.ir.machine import Machine
 from autoptd.ir.notes import note, op_name, ops
 from autoptd.options import make_options
-from autoptd.passes import Context, Form, up_to
+from autoptd.passes import Form, up_to
 from autoptd.passes.axes.axes import Axes
+from autoptd.passes.context import Context
 from autoptd.passes.solve.assignment import Assignment
 
 Tensor = torch.Tensor

@@ -17,9 +17,9 @@ from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import is_whole, note, op_name, ops, output, placeholders
 from autoptd.ir.types import CONVERSIONS, I, P, R, S
-from autoptd.passes import check_connected, conversion_row
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.communicate import _missing
+from autoptd.passes.connected import check_connected
 from autoptd.passes.ops.costs import flops
 from autoptd.passes.reader_names import reader_name
 from examples.gpt import GPT, GPTConfig
@@ -44,7 +44,7 @@ def collectives(graph: Graph, module: str) -> Counter[str]:
     found: Counter[str] = Counter()
     for node in ops(graph):
         if note(node).conversion and re.match(module, note(node).module):
-            row = conversion_row(note(node).conversion)
+            row = next(row for row in CONVERSIONS.values() if row.name == note(node).conversion)
             found.update(
                 f"{what} {when}" for what, when in ((row.forward, "forward"), (row.backward, "backward"))
             )

@@ -16,7 +16,7 @@ from autoptd.errors import InternalError, PlanError
 from autoptd.ir.machine import Machine
 from autoptd.ir.markers import convert
 from autoptd.ir.notes import note, op_name, ops, output, placeholders
-from autoptd.passes import Context
+from autoptd.passes.context import Context
 from autoptd.passes.cut import check_cut, find_backbone
 from autoptd.passes.ops.costs import flops
 from autoptd.program.costs import Cut

@@ -19,7 +19,8 @@ from autoptd.ir.buffers import Buffers
 from autoptd.ir.fusion import WIDEST, Fusion
 from autoptd.ir.notes import copy_graph, note, ops, output
 from autoptd.options import make_options
-from autoptd.passes import Context, find_fusions, localize, substitute
+from autoptd.passes import find_fusions, localize, substitute
+from autoptd.passes.context import Context
 from autoptd.passes.fusion import losses
 from autoptd.passes.localize import check_local
 from autoptd.runtime.ops.fused import Fused

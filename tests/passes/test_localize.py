@@ -12,7 +12,8 @@ from autoptd.ir import markers
 from autoptd.ir.notes import Local, note, op_name, ops
 from autoptd.ir.types import S
 from autoptd.options import Options
-from autoptd.passes import Context, localize
+from autoptd.passes import localize
+from autoptd.passes.context import Context
 from autoptd.passes.localize import check_local
 from examples.gpt import GPT, GPTConfig
 from tests.passes.graphs import Net, connect, find

@@ -14,7 +14,7 @@ from autoptd.ir import markers
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import Note, set_note
 from autoptd.ir.operators.table import TABLE
-from autoptd.passes import Context
+from autoptd.passes.context import Context
 from autoptd.passes.hook_gemms import mark_owned
 from autoptd.runtime import i_to_r, linear, p_to_i
 from autoptd.runtime.ops.linear import Deferred

@@ -16,7 +16,8 @@ from autoptd.errors import InternalError
 from autoptd.ir import markers
 from autoptd.ir.notes import note, op_name, ops, placeholders
 from autoptd.ir.types import R, S
-from autoptd.passes import PASSES, Context, Form, Record, passes_for, run_passes, up_to
+from autoptd.passes import PASSES, Form, Record, passes_for, run_passes, up_to
+from autoptd.passes.context import Context
 from autoptd.passes.runner import CALLS, Pass, divides_tokens, graph_pass
 from tests.parity.models import batch, gpt
 from tests.passes.graphs import context

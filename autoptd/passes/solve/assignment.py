@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch.fx import Node
 
@@ -12,7 +13,6 @@ from autoptd.ir.layout import Layout, loss_over
 from autoptd.ir.notes import note
 from autoptd.passes.solve.minimize import Answer
 from autoptd.passes.solve.problem import Problem, Solved
-from autoptd.passes.solve.splits import Splitter
 from autoptd.passes.solve.ties import Strategy
 
 PICOSECONDS_PER_MICROSECOND = 1e6
@@ -38,7 +38,8 @@ class Assignment:
     cost: Seconds = lambda *_: 0.0
     price: Seconds = lambda *_: 0.0
     problem: Problem | None = None
-    splitter: Splitter | None = None
+    # A `Splitter`, which is not imported: later passes, and their context, build on answers and not on the solver.
+    splitter: Any = None
     letters: dict[int, str] = field(default_factory=dict)
     entries: dict[Node, Layout] = field(default_factory=dict)
     enters: dict[Node, Node] = field(default_factory=dict)

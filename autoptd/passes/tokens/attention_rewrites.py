@@ -50,11 +50,23 @@ from autoptd.passes.context import Context
 from autoptd.passes.fusion.attention import PRODUCTS, attention
 from autoptd.passes.runner import CALLS, Form, divides_tokens, divides_values, graph_pass
 from autoptd.passes.solve.splits import ATTENTION, may_be_by_queries
-from autoptd.passes.tokens.both_traces import Maker, drop_unread, pairs, second_trace
+from autoptd.passes.tokens.both_traces import Maker, drop_unread, pairs
 
 aten = torch.ops.aten
 # Attention, or the softmax of one that is written out.
 SCORED = (ATTENTION, "aten.softmax", "aten._safe_softmax")
+
+
+def second_trace(graph: Graph, ctx: Context) -> Graph:
+    """Return the trace with all samples, to be rewritten; `graph` itself if there is only one.
+
+    Other runs begin with the one in the context: the first rewrite of a run copies it.
+    """
+    if ctx.whole is None:
+        return graph
+    if ctx.found.whole is None:
+        ctx.found.whole = copy_graph(ctx.whole)
+    return ctx.found.whole
 
 
 @graph_pass(takes=Form.TRACED, gives=Form.TRACED, when=divides_values, changes=(CALLS,))

@@ -17,20 +17,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from autoptd.ir.notes import Note, copy_graph, ops, set_note, value
-from autoptd.passes.context import Context
-
-
-def second_trace(graph: Graph, ctx: Context) -> Graph:
-    """Return the trace with all samples, to be rewritten; `graph` itself if there is only one.
-
-    Other runs begin with the one in the context: the first rewrite of a run copies it.
-    """
-    if ctx.whole is None:
-        return graph
-    if ctx.found.whole is None:
-        ctx.found.whole = copy_graph(ctx.whole)
-    return ctx.found.whole
+from autoptd.ir.notes import Note, ops, set_note, value
 
 
 def pairs(graph: Graph, whole: Graph) -> Iterator[tuple[Node, Node]]:

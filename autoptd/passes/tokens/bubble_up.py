@@ -26,11 +26,10 @@ from autoptd.ir.notes import converted_types, is_tensor, note, op_name, ops, sha
 from autoptd.ir.operators.record import operands
 from autoptd.ir.types import I, S, ValueType
 from autoptd.passes.axes.axes import Axes, Letter
-from autoptd.passes.communicate import convert_before
+from autoptd.passes.communicate import check_tokens, convert_before
 from autoptd.passes.context import Context
 from autoptd.passes.reader_names import reader_name
 from autoptd.passes.runner import CALLS, Form, divides_tokens, graph_pass
-from autoptd.passes.tokens.split_tokens import check_tokens
 
 # The loss whose labels are counted whole.
 COUNTS = "aten.cross_entropy_loss"

@@ -38,7 +38,8 @@ from autoptd.passes.axes.axes import Axes, Letter
 from autoptd.passes.context import Context
 from autoptd.passes.runner import CALLS, Form, divides_tokens, graph_pass
 from autoptd.passes.solve.tokens import TokenSplitter
-from autoptd.passes.tokens.both_traces import Maker, drop_unread, evaluate, second_trace
+from autoptd.passes.tokens.attention_rewrites import second_trace
+from autoptd.passes.tokens.both_traces import Maker, drop_unread, evaluate
 
 # A cut leaves at least this share of the tokens: all work on the others is wasted.
 LEAST_KEPT = 3 / 4

@@ -15,8 +15,8 @@ from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name, ops
 from autoptd.ir.types import S
-from autoptd.passes import check_connected
 from autoptd.passes.axes.axes import Axes
+from autoptd.passes.connected import check_connected
 from autoptd.passes.solve.splits import Padding
 from tests.passes.graphs import Net, connect, find
 

@@ -17,7 +17,7 @@ from autoptd import trace
 from autoptd.ir.buffers import Buffers
 from autoptd.ir.notes import op_name, ops, shape
 from autoptd.options import Options
-from autoptd.passes import Context
+from autoptd.passes.context import Context
 from autoptd.passes.fusion import attention as pattern
 from tests.parity.models import VOCAB
 from tests.passes.graphs import rewrite

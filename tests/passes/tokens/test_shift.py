@@ -19,7 +19,7 @@ from autoptd.ir.buffers import Buffers
 from autoptd.ir.notes import note, op_name, ops, shape
 from autoptd.ir.operators.record import operands
 from autoptd.options import make_options
-from autoptd.passes import Context
+from autoptd.passes.context import Context
 from autoptd.passes.tokens import shift
 from autoptd.passes.tokens.shift import Cut
 from tests.parity.models import VOCAB
