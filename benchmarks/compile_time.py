@@ -50,7 +50,7 @@ CASES: dict[
 }
 STAGES = {  # what is timed beside the passes: stage -> functions of these modules
     "normalize": ("autoptd.trace.capture.normalize",),
-    "joint": ("autoptd.passes.policies.solve_pairs",),
+    "joint": ("autoptd.passes.annotate.solve_pairs",),
     "schedule": ("autoptd.schedule.requested_orders",),
     "emit": ("autoptd.codegen.write_program", "autoptd.codegen.crossings"),
 }

@@ -3,28 +3,32 @@
 In: a request, `Traces`, a `Batch`. Out: a `Context`. Buffer updates are removed from the traces first
 (`passes/buffer_updates.py`): the compile-time values of these buffers hold for no other step.
 
-    traces = without_updates(traces, make_context(request, traces, batch))
-    ctx = make_context(request, traces, batch)
+    traces = without_updates(traces, make_context(request, traces, batch, saved_by))
+    ctx = make_context(request, traces, batch, saved_by)
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch.fx import Graph
 
 from autoptd import schedule
 from autoptd import trace as tracing
 from autoptd.compiler.batch import Batch
 from autoptd.compiler.request import Request, Traces
-from autoptd.compiler.saved import FindSaved
 from autoptd.ir.buffers import Buffers
+from autoptd.ir.saved import SavedForBackward
 from autoptd.passes.buffer_updates import split_updates
 from autoptd.passes.context import Context
 
 
-def make_context(request: Request, traces: Traces, batch: Batch) -> Context:
-    """Build the context that passes read in addition to their graph."""
+def make_context(
+    request: Request, traces: Traces, batch: Batch, saved_by: Callable[[Graph], SavedForBackward]
+) -> Context:
+    """Build the context that passes read in addition to their graph; `saved_by`: see `Context`."""
     options = request.options
     orders = schedule.requested_orders(options, batch.num_microbatches)
     return Context(
@@ -40,7 +44,7 @@ def make_context(request: Request, traces: Traces, batch: Batch) -> Context:
         live=schedule.in_flight_moments(orders),
         makespan=schedule.makespan_of(orders),
         checkpointed=traces.captured.checkpointed if options.recompute.what is None else (),
-        saved_by=FindSaved(options.mesh, batch.rows),
+        saved_by=saved_by,
         like=request.like,
     )
 

@@ -8,12 +8,10 @@ It needs no process group, no GPU and no weights in memory: meta parameters comp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.fx import Graph
 
 from autoptd import trace as tracing
 from autoptd.compiler.compiled import Compiled, Draw
@@ -21,13 +19,13 @@ from autoptd.compiler.context import make_context, without_updates
 from autoptd.compiler.memory_search import Written, fit
 from autoptd.compiler.program_cache import ProgramCache
 from autoptd.compiler.request import BatchPlan, Request, Traces, batch_plans, settle
+from autoptd.compiler.saved import FindSaved
 from autoptd.compiler.warn import warn_of_mixing, warn_of_recompute
 from autoptd.compiler.write import Writer
 from autoptd.errors import AutoptdError
-from autoptd.ir.scopes import on_cpu, paused_collection
+from autoptd.ir.scopes import on_cpu
 from autoptd.options import Options
-from autoptd.passes import Form, Pass, Record, passes_for, up_to
-from autoptd.passes.plan_cost import weigh_known
+from autoptd.passes import Record, passes_for
 from autoptd.program.program import Program
 
 
@@ -88,22 +86,25 @@ def try_plan(request: Request, plan: BatchPlan, record: Record) -> Tried | Autop
         # compared with a trace of fewer.
         traces = request.traces(plan.batch, check=plan.mixed is None)
         with on_cpu():
-            traces = without_updates(traces, make_context(request, traces, plan.batch))
-            written = _write(request, plan, traces, record)
+            saved_by = FindSaved(request.options.mesh, plan.batch.rows)
+            traces = without_updates(traces, make_context(request, traces, plan.batch, saved_by))
+            written = _write(request, plan, traces, saved_by, record)
         return written if isinstance(written, AutoptdError) else Tried(written, traces)
     except AutoptdError as error:
         return error
 
 
-def _write(request: Request, plan: BatchPlan, traces: Traces, record: Record) -> Written | AutoptdError:
+def _write(
+    request: Request, plan: BatchPlan, traces: Traces, saved_by: FindSaved, record: Record
+) -> Written | AutoptdError:
     """Return the program of these traces, from the cache if it is there."""
-    ctx, like, traced = make_context(request, traces, plan.batch), request.like, traces.captured.graph
+    ctx = make_context(request, traces, plan.batch, saved_by)
+    like, traced = request.like, traces.captured.graph
     passes = passes_for(ctx)
     writer = Writer(traces, plan.batch, request.handed, record)
     # Other programs follow the first one by its graphs, which are not written to a cache.
     if request.options.shapes.cache is None or like is None:
-        written = fit(traced, ctx, passes, record, writer.write)
-        return _compared(written, traced, passes, record) if isinstance(written, Written) else written
+        return fit(traced, ctx, passes, record, writer.write)
     cache = ProgramCache(request.options.shapes.cache)
     key = cache.key(traces, plan.batch, ctx, request.handed)
     if (kept := cache.load(key, traces.captured.buffers)) is not None:
@@ -112,15 +113,3 @@ def _write(request: Request, plan: BatchPlan, traces: Traces, record: Record) ->
     if isinstance(written, Written):
         cache.store(key, written.program)
     return written
-
-
-def _compared(written: Written, traced: Graph, passes: Sequence[Pass], record: Record) -> Written:
-    """Compare a plan that sequence_parallel="auto" found with those of Megatron and Korthikanti et al."""
-    program, _, ctx = written
-    # Two more runs of the passes, up to CONNECTED.
-    with paused_collection():
-        weighed = weigh_known(traced, record.graphs["CONNECTED"], ctx, up_to(Form.CONNECTED, passes))
-    if weighed is None:
-        return written
-    # For people: `ir/plan.py` does not read it.
-    return written._replace(program=replace(program, plan={**program.plan, "weighed": weighed}))

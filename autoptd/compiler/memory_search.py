@@ -32,6 +32,7 @@ from autoptd.ir.layout import Layout
 from autoptd.ir.notes import note
 from autoptd.ir.scopes import paused_collection
 from autoptd.passes.context import Context
+from autoptd.passes.plan_cost import weigh_known
 from autoptd.passes.runner import Form, Pass, Record, run_passes, up_to
 from autoptd.passes.stages.held_bytes import TooFull, cut_of, excess_bytes, too_full
 from autoptd.program.program import Program
@@ -83,13 +84,25 @@ def fit(
             refused, ctx = refused or written, ctx.with_less_working(written.excess)
             continue
         if not _may_be_full(written):
-            return written
+            return _compared(written, traced, passes, record)
         written = written._replace(program=_with_peaks(written.program, peak_memory(written.program)))
         cut = written.program.costs.cut
         if max(cut.peak_bytes) <= ctx.machine.memory:
-            return written
+            return _compared(written, traced, passes, record)
         closest, ctx = written.ctx, ctx.with_working(cut.working_bytes)
     return refused or too_full(max(cut.peak_bytes), closest, "the plan that came closest")
+
+
+def _compared(written: Written, traced: Graph, passes: Sequence[Pass], record: Record) -> Written:
+    """Compare a plan that sequence_parallel="auto" found with those of Megatron and Korthikanti et al."""
+    program, _, ctx = written
+    # Two more runs of the passes, up to CONNECTED.
+    with paused_collection():
+        weighed = weigh_known(traced, record.graphs["CONNECTED"], ctx, up_to(Form.CONNECTED, passes))
+    if weighed is None:
+        return written
+    # For people: `ir/plan.py` does not read it.
+    return written._replace(program=replace(program, plan={**program.plan, "weighed": weighed}))
 
 
 def _may_be_full(written: Written) -> bool:

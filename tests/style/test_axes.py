@@ -17,7 +17,7 @@ from tests.style.axes import ROOT, axes_named, axes_of_package, axis_constants
 ALLOWED = {
     "ir/mesh.py": "the table of axes",
     "options/options.py": "the keywords",
-    "passes/policies.py": "what each axis may split",
+    "passes/annotate.py": "what each axis may split",
     "api.py": "the signatures",
     "model/parallel_model.py": "the public face",
     "wings/cli": "the public face",

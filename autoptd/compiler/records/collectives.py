@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Graph, Node
 
-from autoptd import codegen
+from autoptd.codegen.comments import collective_bytes, conversion_work
+from autoptd.codegen.counts import COUNT_SITE, batch_sums, count_conversions, counted_losses
 from autoptd.ir.actions import Orders, ranks_of_stages
 from autoptd.ir.mesh import Mesh, joined
 from autoptd.ir.notes import note, op_name, ops, tensor
@@ -83,7 +84,7 @@ def _conversion(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Collectiv
     """Return the collective of a conversion, and that of gathering its input again in backward, if it
     does.
     """
-    record, (forward, backward) = note(node), codegen.conversion_work(node)
+    record, (forward, backward) = note(node), conversion_work(node)
     call = Collective(
         site=f"{record.module} ({record.source})",
         stage=stage,
@@ -91,7 +92,7 @@ def _conversion(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Collectiv
         axis=record.axis,
         forward=forward,
         backward=backward,
-        payload_bytes=codegen.collective_bytes(node, mesh),
+        payload_bytes=collective_bytes(node, mesh),
         group_size=mesh.degree(record.axis),
         why=record.why,
         pp_ranks=(rank,),
@@ -240,17 +241,17 @@ def _step_collectives(
 
 def _label_count(graph: Graph, stage: int, rank: int, mesh: Mesh) -> list[Collective]:
     """Return the counts of labels that weighted means divide by."""
-    counted = codegen.counted_losses([node for node in ops(graph) if stage in note(node).stages])
+    counted = counted_losses([node for node in ops(graph) if stage in note(node).stages])
     if not counted:
         return []
     calls = []
-    for node in codegen.count_conversions(counted):
+    for node in count_conversions(counted):
         (call,) = _conversion(node, stage, rank, mesh)
         why = "labels of all rows, to be counted"
-        once = dataclasses.replace(call, site=codegen.COUNT_SITE, backward="none", why=why, scope="step")
+        once = dataclasses.replace(call, site=COUNT_SITE, backward="none", why=why, scope="step")
         calls.append(once)
     why = "valid labels of the global batch, which the mean divides by"
-    return calls + _known_before(codegen.COUNT_SITE, "label count", len(counted), why, stage, rank, mesh)
+    return calls + _known_before(COUNT_SITE, "label count", len(counted), why, stage, rank, mesh)
 
 
 def _batch_sums(graph: Graph, stage: int, rank: int, mesh: Mesh) -> list[Collective]:
@@ -259,7 +260,7 @@ def _batch_sums(graph: Graph, stage: int, rank: int, mesh: Mesh) -> list[Collect
     """
     calls = []
     here = [node for node in ops(graph) if stage in note(node).stages]
-    for sums in codegen.batch_sums(here):
+    for sums in batch_sums(here):
         for conversion, what in (("batch sums", "sums over"), ("batch maxima", "largest entries of")):
             own = [node for node in sums if (note(node).rows.is_largest) == (conversion == "batch maxima")]
             # Of the largest, besides whether it is NaN.

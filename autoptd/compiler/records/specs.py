@@ -12,8 +12,10 @@ from dataclasses import replace
 import torch
 from torch.fx import Graph, Node
 
-from autoptd import codegen
 from autoptd import trace as tracing
+from autoptd.codegen.comments import origin_text
+from autoptd.codegen.parts import Crossing
+from autoptd.codegen.stage_file import StageFile
 from autoptd.compiler.batch import Batch
 from autoptd.ir.layout import Layout
 from autoptd.ir.noise import NAMES, is_draw
@@ -118,10 +120,10 @@ def input_specs(graph: Graph, captured: tracing.Captured, batch: Batch) -> tuple
     return tuple(specs)
 
 
-def crossing_spec(crossing: codegen.Crossing) -> CrossingSpec:
+def crossing_spec(crossing: Crossing) -> CrossingSpec:
     """Describe a value that one stage computes and others read."""
     node, record = crossing.node, note(crossing.node)
-    reasons = (codegen.origin_text(node), record.stages_why)
+    reasons = (origin_text(node), record.stages_why)
     return CrossingSpec(
         crossing.name,
         crossing.source,
@@ -147,7 +149,7 @@ def crossing_links(crossings: Sequence[CrossingSpec]) -> list[tuple[int, int, bo
     return [(*pair, has_grad) for pair, has_grad in sorted(merged.items())]
 
 
-def stage_spec(index: int, file: codegen.StageFile) -> StageSpec:
+def stage_spec(index: int, file: StageFile) -> StageSpec:
     """Describe a stage: the names that its file reads and returns."""
     return StageSpec(index, file.crossings, file.inputs, file.outputs, file.params, file.buffers)
 

@@ -1,7 +1,8 @@
-"""Choose the order of tokens, and refuse context parallelism that a model does not allow, with a remedy.
+"""Refuse context parallelism that a model does not allow, with a remedy, and note what it gathers.
 
-In: a graph, and the splitter of its tokens. Out: the order; PlanError for a model without tokens, for numbers of tokens
-or heads that do not divide, and for attention that cannot be split as requested.
+In: a graph, and the splitter of its tokens. Out: PlanError for a model without tokens, for numbers of tokens or heads
+that do not divide, and for attention that cannot be split as requested; a `Fallback` for every operator on gathered
+tokens.
 """
 
 from __future__ import annotations
@@ -14,12 +15,10 @@ from torch.fx import Graph, Node
 from autoptd.errors import PlanError
 from autoptd.ir.mesh import AXES, Mesh
 from autoptd.ir.notes import Fallback, divisors, note, op_name, ops, payload, placeholders, site
-from autoptd.ir.operators.record import QUERIES, argument, operands
+from autoptd.ir.operators.record import operands
 from autoptd.ir.types import ZIGZAG
 from autoptd.passes.ops.costs import flops
-from autoptd.passes.solve.assign import find_plan
 from autoptd.passes.solve.assignment import Assignment
-from autoptd.passes.solve.splits import ATTENTION
 from autoptd.passes.solve.tokens import GATHERED_REMEDY, SHIFTED_REMEDY, TokenSplitter, is_repeat
 
 
@@ -42,22 +41,6 @@ def check_sizes(graph: Graph, splitter: TokenSplitter, cut_by: Sequence[str]) ->
         raise PlanError(
             degree, fact, f"a multiple of {ranks} tokens" + f", or {letter} in {{{fits}}}" * bool(fits)
         )
-
-
-def choose_order(graph: Graph, splitter: TokenSplitter, asked: str) -> str:
-    """Return the order in which ranks have tokens; with "auto", zigzag if a rank's queries are causal.
-
-    Then every rank has the same number of keys to multiply; with chunks the last rank would have almost twice the
-    mean. All sequences of 2c equal pieces have the same order, so the cheapest plan is the same.
-    """
-    if asked != "auto":
-        return ZIGZAG if asked == ZIGZAG else ""
-    causal = [node for node in ops(graph) if op_name(node) == ATTENTION and argument(node, "is_causal")]
-    if not causal or splitter.context == "ulysses":
-        return ""
-    plan = find_plan(graph, splitter)
-    ours = [node for node in causal if node in plan and plan[node].form == QUERIES]
-    return ZIGZAG if any(splitter.has_pieces(node, plan[node].gives) for node in ours) else ""
 
 
 def check_pieces(graph: Graph, splitter: TokenSplitter) -> None:

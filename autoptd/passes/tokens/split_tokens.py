@@ -14,17 +14,19 @@ from dataclasses import replace
 from torch.fx import Graph
 
 from autoptd.ir.noise import is_draw
-from autoptd.ir.notes import note, ops
+from autoptd.ir.notes import note, op_name, ops
+from autoptd.ir.operators.record import QUERIES, argument
 from autoptd.ir.types import ZIGZAG
 from autoptd.passes.communicate import check_tokens, meet_readers, place_again
 from autoptd.passes.context import Context
 from autoptd.passes.runner import CALLS, Form, divides_tokens, graph_pass
-from autoptd.passes.solve.assign import assign_tensor
+from autoptd.passes.solve.assign import assign_tensor, find_plan
 from autoptd.passes.solve.fallbacks import fallbacks, note_fallbacks
 from autoptd.passes.solve.problem import follows
+from autoptd.passes.solve.splits import ATTENTION
 from autoptd.passes.solve.tokens import TokenSplitter
 from autoptd.passes.tokens.attention_rewrites import degrees_of_copies
-from autoptd.passes.tokens.checks import check_pieces, check_sizes, check_split, choose_order, note_gathers
+from autoptd.passes.tokens.checks import check_pieces, check_sizes, check_split, note_gathers
 
 
 @graph_pass(
@@ -75,3 +77,19 @@ def _split(graph: Graph, axis: str, ctx: Context) -> None:
             note(node).draw = replace(note(node).draw, inner_axis=splitter.inner_axis(node))
     meet_readers(graph, assignment, ctx.mesh)
     place_again(graph, ctx.mesh)
+
+
+def choose_order(graph: Graph, splitter: TokenSplitter, asked: str) -> str:
+    """Return the order in which ranks have tokens; with "auto", zigzag if a rank's queries are causal.
+
+    Then every rank has the same number of keys to multiply; with chunks the last rank would have almost twice the
+    mean. All sequences of 2c equal pieces have the same order, so the cheapest plan is the same.
+    """
+    if asked != "auto":
+        return ZIGZAG if asked == ZIGZAG else ""
+    causal = [node for node in ops(graph) if op_name(node) == ATTENTION and argument(node, "is_causal")]
+    if not causal or splitter.context == "ulysses":
+        return ""
+    plan = find_plan(graph, splitter)
+    ours = [node for node in causal if node in plan and plan[node].form == QUERIES]
+    return ZIGZAG if any(splitter.has_pieces(node, plan[node].gives) for node in ours) else ""

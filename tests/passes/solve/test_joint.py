@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from torch.fx import Node
 
 import autoptd
 from autoptd.ir.notes import note
-from autoptd.passes import policies
 from autoptd.passes.solve import joint
 from autoptd.passes.solve import minimize as minimizer
 from autoptd.passes.solve.assign import write_solved
@@ -220,7 +220,7 @@ def test_what_is_left_over_tp_stands_at_the_nodes_that_decide(monkeypatch: pytes
         seen.append((solved, list(solved.problem.strategies)))
         return write_solved(solved, splitter)
 
-    monkeypatch.setattr(policies, "write_solved", written)
+    monkeypatch.setattr(sys.modules["autoptd.passes.annotate"], "write_solved", written)
     ids = torch.randint(8, (2, 8), generator=torch.manual_seed(0))
     autoptd.compile(Reversed(), t=2, c=2, example_inputs=(ids,))
     (solved, made), *_ = seen

@@ -11,11 +11,11 @@ from autoptd.ir.machine import Machine
 from autoptd.ir.notes import note, op_name, ops, placeholders
 from autoptd.ir.types import S
 from autoptd.options import Options
+from autoptd.passes.annotate import Policy, policies
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.communicate import check_axes
 from autoptd.passes.context import Context
 from autoptd.passes.ops.costs import flops
-from autoptd.passes.policies import Policy, policies
 from autoptd.passes.samples import assign_samples
 from autoptd.passes.solve.splits import Part
 from tests.passes.graphs import Net, context
