@@ -1,1 +1,1 @@
-"""From a model and a request to a `Program`: `driver.py` is its table of contents."""
+"""Compile a model and a request to a `Program`: `driver.py` is the table of contents."""

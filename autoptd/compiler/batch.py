@@ -126,7 +126,7 @@ def plan_batch(
         fact = f"{share} rows of a replica do not divide into {m} microbatches"
         remedy = f"num_microbatches in {{{', '.join(map(str, fits))}}}"
         if share < m:
-            fact = f"the global batch of {total} has {share} for each replica, and a microbatch needs one at least"
+            fact = f"the global batch of {total} has {share} for each replica, and a microbatch needs at least one"
             remedy = f"num_microbatches={share}, or a global batch of a multiple of {m * replicas} rows"
         raise PlanError(f"num_microbatches={m}", fact, remedy)
     rows, pieces = share // m, m * options.mesh.replicas
@@ -167,7 +167,7 @@ def _batched_like(like: Program, leaves: list[Any], batched: tuple[int, ...], to
     for spec in like.inputs:
         if spec.batched and spec.leaf in tensors and spec.leaf not in batched:
             fact = f"is {list(leaves[spec.leaf].shape)}, and the batch has {total} rows"
-            raise PlanError(spec.name, fact, "as many rows in all that is part of the batch")
+            raise PlanError(spec.name, fact, "the same number of rows in every tensor of the batch")
     return tuple(i for i in batched if known.get(i, True))
 
 

@@ -108,7 +108,7 @@ class ProgramCache:
             return replace(program, buffers={name: buffers[name].detach() for name in program.buffers})
         except Exception as error:
             # Ignore any error of the entry, as the program can be compiled.
-            warnings.warn(f"{folder} is not used, and written anew: {error}", stacklevel=2)
+            warnings.warn(f"{folder} is not used, and will be written again: {error}", stacklevel=2)
             return None
 
     def store(self, key: str, program: Program) -> None:

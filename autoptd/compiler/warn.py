@@ -41,8 +41,8 @@ def warn_of_recompute(graph: Graph, options: Options, checkpointed: Sequence[str
     if kept:
         names = ", ".join(dict.fromkeys(map(any_layer, kept)))
         message = (
-            f"activation checkpointing in the model ({names}) is not honoured: these activations are kept. Numbers are "
-            "the same, memory is that without it"
+            f"activation checkpointing in the model ({names}) is not honored: these activations are kept. Results are "
+            "the same, memory is not reduced"
         )
         warnings.warn(message, stacklevel=4)
 
@@ -51,7 +51,7 @@ def warn_of_mixing(mixed: PlanError, microbatches_before: int, program: Program)
     """Warn where the ranks of a pipeline wait for each other because one microbatch was chosen."""
     if microbatches_before > program.num_microbatches and program.mesh.pipeline_ranks > 1:
         message = f"{mixed.site}: {mixed.fact}: one microbatch, in which the ranks of the pipeline wait for each other"
-        warnings.warn(f"{message} (num_microbatches=1 says that this is meant)", stacklevel=4)
+        warnings.warn(f"{message} (pass num_microbatches=1 if that is intended)", stacklevel=4)
 
 
 def warn_of_fallbacks(program: Program) -> None:
@@ -72,7 +72,7 @@ def warn_of_fallbacks(program: Program) -> None:
     mesh = program.mesh
     words = [AXES[axis].word for axis in mesh.value_axes if mesh.degree(axis) > 1]
     message = (
-        f"{100 * share:.0f} % of the FLOPs of matrix products are done by every {' or '.join(words)} rank in full. "
+        f"{100 * share:.0f}% of the FLOPs of matrix products are done by every {' or '.join(words)} rank in full. "
         f"{'; '.join(reasons)}. See program.fallbacks"
     )
     warnings.warn(message, stacklevel=4)

@@ -78,7 +78,7 @@ def split_updates(graph: Graph, whole: Graph | None, ctx: Context) -> Split:
     theirs, of_all = _divide(whole, plan)
     for mine, other in zip(tail.parts, of_all.parts, strict=True):
         if shape(mine) != shape(other):
-            fact = f"what an update of a buffer keeps has the shape {shape(mine)}, which follows the number of rows"
+            fact = f"an update of a buffer keeps a value of shape {shape(mine)}, which depends on the number of rows"
             raise PlanError(site(mine), fact, f"a sum or mean over the batch, {ALONE}")
     # Numbers in the update are those for all rows of a step.
     return ours, theirs, tail if ctx.traces_all else of_all
@@ -104,7 +104,7 @@ def _find(graph: Graph, whole: Graph | None, ctx: Context) -> _Plan:
         kind = "" if types is None else note(part).layout.batch.kind
         name = for_buffer[reader]
         if kind == "S" and not ctx.mixes:
-            fact = f"the update of buffer {name} reads rows of the batch, of which each microbatch has some"
+            fact = f"the update of buffer {name} reads rows of the batch, and each microbatch has only some of them"
             raise MixedSamples(site(reader), fact, f"a sum or mean over the batch, {ONE}")
         if note(part).rows.is_largest:
             fact = f"the update of buffer {name} keeps the largest entries over the batch"
@@ -114,7 +114,7 @@ def _find(graph: Graph, whole: Graph | None, ctx: Context) -> _Plan:
             raise PlanError(site(part), fact, "torch.view_as_real, and sums of that")
         plan.parts[places[part]] = kind == "P"
 
-    # Also of those that the loss reads, which every microbatch computes for itself.
+    # Include those that the loss reads, which every microbatch computes as well.
     plan.tail.update(places[node] for node in free if node.op == "call_function")
     for node in own:
         if is_draw(node):

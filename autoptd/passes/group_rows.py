@@ -40,7 +40,7 @@ def group_rows(graph: Graph, ctx: Context) -> None:
     rows = rows_by_expert(graph)
     for node in ops(graph):
         if axis_of(node) and node not in rows:
-            raise InternalError(site(node), "is by expert, and it is not known by whose choices")
+            raise InternalError(site(node), "is by expert, but the choices of experts are unknown")
     for group in _groups(graph, rows):
         group.rewrite()
 
@@ -78,7 +78,7 @@ class _Group:
         self.ids = ids = operands(first)[-1]
         table = expert_table(first)
         if table is None:
-            raise InternalError(site(first), "reads rows by expert, and is no product of them")
+            raise InternalError(site(first), "uses expert-sorted rows but is not an expert matmul")
         count, each = shape(table)[0], note(table).local.shapes[0][0]
         text = f"a rank's own rows: those of {each} of {count} experts" if self.axis else ""
         found = self._made(first, markers.by_expert, (ids, count), like=ids, reason=text)

@@ -6,7 +6,7 @@ batch (`solve/batch_types.py`). Out: the same graph with the markers and convers
 
 - `take_whole_numbers` (ANNOTATED): numbers that depend on the batch size become those of the whole batch;
 - `read_batch_sums`: readers of a sum over the whole batch get a `markers.batch_sum`, of type I over the batch;
-- `take_whole_rows`: operators that mix samples read the rows of all replicas, each of which has one microbatch;
+- `take_whole_rows`: operators that mix samples read the rows of all replicas, which have one microbatch each;
 - `divide_addends`: each microbatch adds an equal part of a value that is whole, and takes its rows of a constant.
 
     read_batch_sums(graph, ctx)     # mask.sum() -> batch_sum(mask.sum())

@@ -36,7 +36,7 @@ from autoptd.ir.machine import machine_record
 from autoptd.ir.notes import op_name, ops
 from autoptd.kernels.forms import wide
 from autoptd.options import PRECISIONS, LossScale, Options
-from autoptd.passes import MARK
+from autoptd.passes.solve.batch_types import MARK
 from autoptd.per_microbatch import marking
 from autoptd.program.program import Program
 from autoptd.runtime.ops.dropout import Draw, dropout, exponential, normal, uniform

@@ -163,7 +163,7 @@ def test_what_is_not_whole_is_written_anew(harm: Callable[[Path], None], name: s
     first, _, _ = losses(tmp_path, **about)
     for entry in entries(tmp_path):
         harm(entry / name)
-    with pytest.warns(UserWarning, match="is not used, and written anew"):
+    with pytest.warns(UserWarning, match="is not used, and will be written again"):
         again, _, written = losses(tmp_path, **about)
     assert again == first and written == 3
     assert losses(tmp_path, **about)[2] == 0

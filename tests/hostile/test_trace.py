@@ -487,7 +487,7 @@ def test_checkpoints_with_dropout_are_computed_again() -> None:
 
 
 def test_checkpoints_that_are_not_honoured_are_named() -> None:
-    with pytest.warns(UserWarning, match=r"checkpointing in the model \(blocks.\*\) is not honoured"):
+    with pytest.warns(UserWarning, match=r"checkpointing in the model \(blocks.\*\) is not honored"):
         autoptd.compile(Blocks(use_reentrant=False), fuse="inductor", example_inputs=(IDS,))
 
 

@@ -515,7 +515,7 @@ def test_few_tokens_keep_their_logits() -> None:
         lambda x, t, w: F.cross_entropy(F.linear(x, w).flatten(0, 1), t.flatten()), w=random(11, 64)
     )
     fusions = fused(model, random(B, S, 64), torch.zeros(B, S, dtype=torch.long))
-    assert names(fusions) == [] and "12 tokens are no more than the width 64" in reasons(fusions)[0]
+    assert names(fusions) == [] and "12 tokens do not exceed the width 64" in reasons(fusions)[0]
 
 
 def test_small_logits_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,1 @@
-"""The facts of a compiled graph as plain records: what `Program` stores, and what the files in `out/` say."""
+"""Facts of a compiled graph as plain records, for `Program` and the files in `out/`."""

@@ -255,28 +255,28 @@ def _label_count(graph: Graph, stage: int, rank: int, mesh: Mesh) -> list[Collec
 
 
 def _batch_sums(graph: Graph, stage: int, rank: int, mesh: Mesh) -> list[Collective]:
-    """Return the sums over the batch of what depends on inputs only, those of a round in one call, and the
-    largest entries.
+    """Return the sums over the batch, and the largest entries, of values that depend on inputs only; one call
+    per round.
     """
     calls = []
     here = [node for node in ops(graph) if stage in note(node).stages]
     for sums in batch_sums(here):
         for conversion, what in (("batch sums", "sums over"), ("batch maxima", "largest entries of")):
             own = [node for node in sums if (note(node).rows.is_largest) == (conversion == "batch maxima")]
-            # Of the largest, besides whether it is NaN.
+            # A largest entry travels with a flag for NaN.
             count = sum(tensor(node).numel() for node in own) * (2 if conversion == "batch maxima" else 1)
-            why = f"{what} inputs of the global batch, which are read before the first forward"
+            why = f"{what} inputs of the global batch, needed before the first forward"
             if own:
                 calls += _known_before("sums over the batch", conversion, count, why, stage, rank, mesh)
     return calls
 
 
 def _update_sums(parts: Sequence[UpdatePart], options: Options) -> list[Collective]:
-    """Return the sum of what microbatches leave for the updates of buffers, which every rank makes."""
+    """Return the sum of the parts that microbatches keep for buffer updates, in which every rank takes part."""
     if not parts:
         return []
     mesh, count = options.mesh, sum(math.prod(part.shape) for part in parts)
-    why = "what the updates of buffers are computed of, from the loss stage to every rank, summed over the batch"
+    why = "the operands of buffer updates, from the loss stage to every rank, summed over the batch"
     axes = (*mesh.batch_axes, *mesh.stage_axes)
     calls = _sums_of_all(UPDATE_SITE, "buffer updates", count, why, options, axes)
     return [call for call in calls if call.group_size > 1]
@@ -285,7 +285,7 @@ def _update_sums(parts: Sequence[UpdatePart], options: Options) -> list[Collecti
 def _sums_of_all(
     site: str, what: str, count: int, why: str, options: Options, axes: Sequence[str]
 ) -> list[Collective]:
-    """Return the sum of `count` numbers along some axes, of the last stage's, which every rank makes."""
+    """Return the sum of `count` numbers of the last stage along some axes, in which every rank takes part."""
     mesh = options.mesh
     ranks = tuple(range(mesh.pipeline_ranks))
     return [_sum(site, what, count, why, options.num_stages - 1, ranks, axis, mesh) for axis in axes]
@@ -361,7 +361,7 @@ def _bucket_sums(plan: BucketPlan, rank: int, ranks: Sequence[int], mesh: Mesh) 
 
 
 def _update(plan: BucketPlan, stage: int, rank: int, mesh: Mesh) -> Collective:
-    """Return the gather of what the optimizer updated on each rank, which the next forward uses whole."""
+    """Return the gather of the ranges that ranks have updated, which the next forward needs whole."""
     axis = joined(slowest_first(plan.sharing_axes, mesh))
     return Collective(
         site=plan.gather_site,
@@ -372,7 +372,7 @@ def _update(plan: BucketPlan, stage: int, rank: int, mesh: Mesh) -> Collective:
         backward="none",
         payload_bytes=plan.gathered_bytes(mesh),
         group_size=plan.parts(mesh),
-        why=f"{len(plan.params)} parameters, of which every rank of {axis} updates a range",
+        why=f"{len(plan.params)} parameters; every rank of {axis} updates a range of them",
         scope="update",
         pp_ranks=(rank,),
     )

@@ -71,7 +71,7 @@ def _param_spec(
         has_master = used != stored
     sums_wide = options.hooks.fp32_gradients or options.precision
     grad_dtype = _dtype_name(_wide(parameter.dtype)) if sums_wide else ""
-    # Frozen ones have no state to share.
+    # Frozen parameters have no state to share.
     sharing = options.sharing if requires_grad else EVERY_REPLICA
     storage, use = placements(layout, _dtype_name(stored), stages, grad_dtype, sharing)
     return ParamSpec(
@@ -87,7 +87,7 @@ def _param_spec(
         why=why,
         adds=adds,
         has_master=has_master,
-        # What adds up in 64 bits stays exact.
+        # A float64 sum stays exact.
         wire_dtype="bfloat16"
         if options.zero.reduce_dtype == "bf16" and storage.sum_dtype == "float32"
         else "",
@@ -170,7 +170,7 @@ def dropout_specs(graph: Graph) -> tuple[DropoutSpec, ...]:
 
 
 def update_parts(updates: Updates | None) -> tuple[UpdatePart, ...]:
-    """Describe what microbatches leave for the updates of buffers."""
+    """Describe the parts that microbatches keep for buffer updates."""
     if updates is None:
         return ()
     pairs = zip(updates.parts, updates.sums, strict=True)

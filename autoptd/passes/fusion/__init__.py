@@ -1,1 +1,1 @@
-"""Fused-op substitution: patterns in the graph, and what stands in their place."""
+"""Fuse operators: patterns in the graph, and the operators that replace them."""

@@ -1,11 +1,12 @@
-"""Attention written out: scale, mask, softmax, and the product with the values (Narayanan et al., SC'21, section 4.2).
+"""Match attention written out: scale, mask, softmax, and the product with the values (Narayanan et al., SC'21, section
+4.2).
 
-Where its probabilities are read by nothing else, all of it is one `attention` (torch's scaled_dot_product_attention); else
-scale, mask and softmax are one `masked_softmax`. A mask that is made of constants alone is computed here: where it proves to be
-causal (masks.py), no mask is read at all. So it is with masks that a model hands to torch's operator.
+If its probabilities have no other reader, all of it is one `attention` (torch's scaled_dot_product_attention);
+otherwise scale, mask and softmax are one `masked_softmax`. A mask of constants alone is computed here: if it proves to
+be causal (masks.py), no mask is read at all. The same holds for masks that a model passes to torch's operator.
 
-Another mask goes to torch's operator only where it is known to leave every query a key: its backward takes a query that a
-finite mask hides from all keys (as padding does) to have probabilities of 1 each, where a softmax gives it 1/n.
+Another mask goes to torch's operator only if it is known to leave every query a key: for a query that a finite mask
+hides from all keys (such as padding), the operator's backward assumes probabilities of 1 each, but a softmax gives 1/n.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ PRODUCTS = ("aten.matmul", "aten.bmm")
 
 @dataclass(frozen=True)
 class Scores:
-    """What a softmax is taken of: `product` * `scale`, masked."""
+    """The operand of a softmax: `product` * `scale`, masked."""
 
     product: Node
     scale: float
@@ -36,14 +37,14 @@ class Scores:
 
 
 def attention(node: Node, constants: Constants) -> Found:
-    """Match softmax(q k^T * scale, masked) v, or torch's own attention with a mask that it need not read."""
+    """Match softmax(q k^T * scale, masked) v, or torch's own attention with a mask that need not be read."""
     if op_name(node) == "aten.scaled_dot_product_attention":
         return _of_torch(node, constants)
     if op_name(node) not in PRODUCTS:
         return None
     chain = Chain(node)
     softmax, v = chain.uncast(node.args[0]), node.args[1]
-    # torch's operator would draw its own mask, another one on every layout.
+    # torch's operator would draw its own dropout mask, which depends on the layout.
     is_dropped = is_op(softmax, "aten.dropout")
     if is_dropped and is_op(chain.uncast(softmax.args[0]), "aten.softmax", "aten._safe_softmax"):
         fact = "its probabilities drop out, by masks that do not depend on the layout"
@@ -83,7 +84,7 @@ def _of_torch(node: Node, constants: Constants) -> Found:
 
 
 def masked_softmax(node: Node, constants: Constants) -> Found:
-    """Match softmax(scores * scale, masked), where the scores or the probabilities are read elsewhere, too."""
+    """Match softmax(scores * scale, masked), if the scores or the probabilities have other readers."""
     if op_name(node) not in ("aten.softmax", "aten.to", "aten._to_copy"):
         return None
     chain = Chain(node)
@@ -99,7 +100,9 @@ def masked_softmax(node: Node, constants: Constants) -> Found:
     if scores.scale == 1.0 and scores.mask is None and not scores.causal:
         return None
     if value(node).dtype != value(scores.product).dtype:
-        return Refusal("masked_softmax", node, f"gives {value(node).dtype} for {value(scores.product).dtype}")
+        return Refusal(
+            "masked_softmax", node, f"returns {value(node).dtype} for {value(scores.product).dtype}"
+        )
     keywords: dict[str, Any] = {}
     if scores.scale != 1.0:
         keywords["scale"] = scores.scale
@@ -115,7 +118,7 @@ def _swaps_last(node: Node) -> bool:
 
 
 def _scores(chain: Chain, node: Any, constants: Constants) -> Scores | str:
-    """Return the operand of a softmax in its parts, or the reason why it cannot be fused."""
+    """Return the operand of a softmax as its parts, or the reason why it cannot be fused."""
     mask: Node | None = None
     causal = False
     whole = node
@@ -123,10 +126,10 @@ def _scores(chain: Chain, node: Any, constants: Constants) -> Scores | str:
     while (found := _masked(chain, node)) is not None:
         if mask is not None or causal:
             return "it has several masks"
-        # The kernel counts rows and columns from 0: a rank with some of the tokens would hide others.
+        # The kernel counts rows and columns from 0, which is wrong on a rank with only some of the tokens.
         causal = not splits(whole, -1, -2) and proves_causal(found, shape(whole), constants)
         if not causal and found.fill is not None:
-            return "a mask fills scores in, and is not causal"
+            return "a mask fills scores in, but is not causal"
         if not causal and note(found.mask).needs_grad:
             return "its mask needs a gradient"
         if not causal:
@@ -145,7 +148,7 @@ def _masked(chain: Chain, node: Any) -> Masked | None:
         a, b = node.args
         if not (isinstance(a, Node) and isinstance(b, Node)):
             return None
-        # The scores are what needs a gradient, or has more dims.
+        # The scores are the operand that needs a gradient, or has more dims.
         if (note(b).needs_grad and not note(a).needs_grad) or len(shape(a)) < len(shape(b)):
             a, b = b, a
         # Adding a bool adds 1, so it is not a mask.

@@ -1,11 +1,11 @@
-"""Walking back along a pattern: which operators belong to it, and what it reads.
+"""Walk back along a pattern: find the operators that belong to it, and its operands.
 
-In: the last operator of what may be a pattern. Out: a `Group`, the fused operator that may stand in its place, or a `Refusal`,
-which says in words why it may not. A `Chain` collects operators from the last one backwards; where there are several ways to
-go on, each is tried on a copy.
+In: the last operator of a possible pattern. Out: a `Group`, the fused operator that can replace it, or a `Refusal` with
+the reason why it cannot. A `Chain` collects operators from the last one backwards; if there are several ways to
+continue, each is tried on a copy.
 
     chain = Chain(node)
-    if chain.enter(x, "aten.rsqrt"): ...        # x is one, and belongs to the pattern now
+    if chain.enter(x, "aten.rsqrt"): ...        # x is an rsqrt, and now belongs to the pattern
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autoptd.ir.operators.table import operator_of
 
 
 class Chain:
-    """Operators from `last` backwards. `conversion` is one that stood where an operator of the pattern was looked for."""
+    """Operators from `last` backwards. `conversion`: one that was found instead of an operator of the pattern."""
 
     def __init__(self, last: Node) -> None:
         self.last = last
@@ -36,25 +36,25 @@ class Chain:
         return chain
 
     def enter(self, node: Any, *names: str) -> bool:
-        """Add `node` to the pattern if it is one of these operators; tell whether it is."""
+        """Add `node` to the pattern if it is one of these operators; return whether it is."""
         if is_op(node, *names):
             self.members.add(node)
             return True
-        # A pattern that ranks split: the first such conversion says why, in the refusal.
+        # Ranks split this pattern: the refusal gives the reason of the first such conversion.
         if isinstance(node, Node) and node.target is markers.convert:
             self.conversion = self.conversion or node
         return False
 
     def uncast(self, node: Any) -> Any:
         """Follow casts from one floating dtype to another back to their operand, which may be `node` itself."""
-        # Norms and softmaxes of half-precision models compute in float32 in between; our kernels do, too.
+        # Norms and softmaxes of half-precision models compute in float32 internally, and so do our kernels.
         while _is_cast(node) and is_tensor(node) and _is_floating(node) and _is_floating(node.args[0]):
             self.members.add(node)
             node = node.args[0]
         return node
 
     def scaled(self, node: Any) -> tuple[Any, float]:
-        """Return (x, factor) with `node` = x * factor, over any number of products with and divisions by numbers."""
+        """Return (x, factor) with `node` = x * factor, through any products with and divisions by numbers."""
         factor = 1.0
         while is_op(node, "aten.mul", "aten.div") and len(node.args) == 2 and not node.kwargs:
             x, by = node.args
@@ -82,10 +82,10 @@ def is_op(node: Any, *names: str) -> bool:
 
 
 def number(arg: Any) -> float | None:
-    """Return a literal number, or the one that a tensor without dims is filled with; else None."""
+    """Return a literal number, or that of a filled tensor without dims; else None."""
     if isinstance(arg, (int, float)) and not isinstance(arg, bool):
         return float(arg)
-    # torch.full([], -3.4e38), as masks have it.
+    # For example torch.full([], -3.4e38) in masks.
     if is_op(arg, "aten.full") and not shape(arg):
         return number(arg.args[1])
     return None
@@ -129,7 +129,7 @@ def _is_floating(node: Any) -> bool:
 
 
 def local_size(node: Node) -> tuple[int, ...]:
-    """Return the shape of a rank's part of a value of a LOCAL graph."""
+    """Return the shape of a value on a rank, in a LOCAL graph."""
     return tuple(note(node).local.shapes[0])
 
 

@@ -1,7 +1,8 @@
-"""Find what fused operators can stand for (on CONNECTED), and put them there (on LOCAL): the table of patterns.
+"""Find groups of operators that a fused one can replace (CONNECTED), and replace them (LOCAL): the table of patterns.
 
-`find_fusions` only marks: types, cut and local shapes are proven on the plain operators, so that fusion changes nothing of what
-is proven. `substitute` replaces every group that ended up on one stage. Both tell in words what was not fused, and why.
+`find_fusions` only marks: types, cut and local shapes are proven on the plain operators, so fusion does not affect these
+proofs. `substitute` replaces every group that ended up on one stage. Both record the groups that were not fused, with
+the reason.
 
     find_fusions(graph, ctx)
     ...                                 # cut, localize
@@ -32,13 +33,13 @@ from autoptd.passes.fusion.chain import erase_unread, local_size
 from autoptd.passes.runner import CALLS, Form, graph_pass
 
 aten = torch.ops.aten
-# Backends by which a norm of a sum is faster than sum and norm.
+# Backends on which a fused norm of a sum is faster than sum and norm.
 SUMS = ("triton",)
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """One row: the fused operator, how it is found, and the backends on which it is faster than what it stands for."""
+    """A row of the table: a fused operator, how to find it, and the backends on which it is faster than its group."""
 
     name: str
     find: Callable[[Node, Constants], Found]
@@ -65,9 +66,9 @@ PATTERNS = (
 
 @graph_pass(takes=Form.CONNECTED, gives=Form.CONNECTED, changes=("fused",), finds=("groups",))
 def find_fusions(graph: Graph, ctx: Context) -> None:
-    """Choose groups that share no operator, the last and largest first; marks their members for the dump.
+    """Choose groups that share no operator, the last and largest first; mark their members for the dump.
 
-    Masks are told causal by the values of buffers.
+    The values of buffers show which masks are causal.
     """
     backend, only = ctx.options.fuse.backend or False, ctx.options.fuse.only
     if not backend:
@@ -77,14 +78,14 @@ def find_fusions(graph: Graph, ctx: Context) -> None:
     chosen: list[Group] = []
     refused: list[Refusal] = []
     taken: set[Node] = set()
-    # From the end: a pattern is found at its last operator, so that attention takes its softmax before
+    # From the end: a pattern is found at its last operator, so attention takes its softmax before
     # `masked_softmax` sees it, and `norm + bias` its norm.
     for node in reversed(list(ops(graph))):
         for pattern in PATTERNS:
             if node in taken or backend not in pattern.backends:
                 continue
             found = _checked(pattern.find(node, constants))
-            # By the fused operator, not by the pattern: "gated" gives swiglu or geglu.
+            # `only` lists fused operators, not patterns: "gated" gives swiglu or geglu.
             if found is not None and only is not None and found.op not in only:
                 continue
             if isinstance(found, Group) and taken.isdisjoint(found.members):
@@ -94,7 +95,7 @@ def find_fusions(graph: Graph, ctx: Context) -> None:
                     note(member).fused = Fused(f"part of {found.op}", member is not found.result)
             elif isinstance(found, Refusal):
                 refused.append(found)
-    # What one pattern refused, a later one may have taken.
+    # Another pattern may have taken a refused operator.
     refused = [refusal for refusal in refused if refusal.result not in taken]
     ctx.found.groups = Groups(tuple(reversed(chosen)), tuple(reversed(refused)), backend)
 
@@ -109,7 +110,7 @@ def _checked(found: Found) -> Found:
         )
     for member in sorted(found.members - {found.result}):
         outside = next((user for user in member.users if user not in found.members), None)
-        # What reads nothing is a literal tensor, as `aten.full`: it simply stays for its other readers.
+        # An operator without operands is a literal tensor, such as `aten.full`: it simply stays for its other readers.
         if outside is not None and member.all_input_nodes:
             inner, reader = op_name(member).removeprefix("aten."), op_name(outside).removeprefix("aten.")
             where = f" of {note(outside).module}" if note(outside).module else ""
@@ -121,37 +122,37 @@ def _checked(found: Found) -> Found:
 def substitute(plain: Graph, ctx: Context) -> Graph:
     """Return a copy of a LOCAL graph in which every group that is on one stage is replaced.
 
-    `plain` stays as it is, for what explains plans by its operators. Layers alike are told together.
+    `plain` stays unchanged: plans are explained by its operators. Equal layers are recorded together.
     """
     groups = ctx.found.groups
     graph, copies = copy_nodes(plain)
-    told: Counter[Fusion] = Counter()
-    # What replaces a group's result. Later groups still name the old node among their operands.
+    fusions: Counter[Fusion] = Counter()
+    # The replacements of results. Later groups still have the old nodes as operands.
     made: dict[Node, Node] = {}
     for refusal in groups.refused:
-        told[_fusion(refusal.op, refusal.result, refusal.why)] += 1
+        fusions[_fusion(refusal.op, refusal.result, refusal.why)] += 1
     chosen = [group.on(copies) for group in groups.chosen]
     for group in chosen:
-        # Known only now: groups were found before the cut.
+        # Groups were found before the cut.
         if len({note(member).stages for member in group.members}) > 1:
-            told[_fusion(group.op, group.result, "a stage boundary cuts it")] += 1
+            fusions[_fusion(group.op, group.result, "a stage boundary cuts it")] += 1
             continue
         form = _form(group, groups.backend)
         total = norm_total(group, made) if groups.backend in SUMS and not form else None
         if total is not None:
-            told[_fusion(group.op, group.result)] += 1
+            fusions[_fusion(group.op, group.result)] += 1
             made |= _norm_of_sum(graph, group, total)
-        # torch's layer_norm without a sum to take along is one operator already.
+        # torch's layer_norm without a sum is one operator already.
         elif op_name(group.result) != "aten.layer_norm":
-            told[replace(_fusion(group.op, group.result), form=form)] += 1
+            fusions[replace(_fusion(group.op, group.result), form=form)] += 1
             made[group.result] = _substitute(graph, group, made, groups.backend)
-    # The sums that norms absorbed are not members, but are unread like them.
+    # The sums that norms absorbed are not members, but are no longer read either.
     unread = dict.fromkeys(made)
     for group in chosen:
         if group.result in made:
             unread |= dict.fromkeys(group.members)
     erase_unread(graph, list(unread))
-    ctx.found.fusions = tuple(replace(fusion, times=times) for fusion, times in told.items())
+    ctx.found.fusions = tuple(replace(fusion, times=times) for fusion, times in fusions.items())
     return graph
 
 
@@ -160,7 +161,7 @@ def _fusion(op: str, result: Node, why: str = "") -> Fusion:
 
 
 def _form(group: Group, backend: str | bool) -> str:
-    """Say why a group does not run by a Triton kernel where these are asked for; "" where it does."""
+    """Return why a group does not run as a Triton kernel with this backend; "" if it does."""
     width, widest = local_size(group.result)[-1:], WIDEST.get(group.op)
     if backend != "triton" or widest is None or not width or width[0] <= widest:
         return ""
@@ -171,7 +172,7 @@ def _substitute(graph: Graph, group: Group, made: dict[Node, Node], backend: str
     """Insert the fused operator and let it replace the group's result; the members stay, unread."""
     operands = tuple(_operand(graph, group, operand, made) for operand in group.operands)
     if group.op == "linear_cross_entropy":
-        # The program does not know its device; who asks for Triton has a GPU.
+        # The program does not know its device, but Triton implies a GPU.
         most = CHUNK_BYTES["cuda" if backend == "triton" else "cpu"]
         operands, keywords = losses.in_chunks(graph, group, operands, most)
         found = _call(graph, group, markers.FUSED[group.op], operands, keywords)
@@ -193,7 +194,7 @@ def norm_total(group: Group, made: dict[Node, Node]) -> Node | None:
         return None
     if note(x).stages != note(group.result).stages:
         return None
-    # The sum is now a result of the norm, which the residual after the layer may read, as it comes later.
+    # The sum becomes a result of the norm, which only later operators may read, such as the residual after the layer.
     is_late = all(user in group.members or group.result < user for user in x.users)
     return x if is_late else None
 
@@ -240,7 +241,7 @@ def _spelled(group: Group, operands: tuple[Any, ...]) -> tuple[Any, tuple[Any, .
 def _operand(graph: Graph, group: Group, operand: Any, made: dict[Node, Node]) -> Node | None:
     if not isinstance(operand, Swapped):
         return made.get(operand, operand)
-    # Keys that were permuted from [b, s, h, d] to [b, h, d, s] at once: the operator wants [b, h, s, d].
+    # Keys that were permuted from [b, s, h, d] directly to [b, h, d, s]: the operator needs [b, h, s, d].
     source = made.get(operand.node, operand.node)
     with graph.inserting_before(group.result):
         swapped = graph.call_function(aten.transpose.int, (source, -2, -1))
@@ -252,7 +253,7 @@ def _operand(graph: Graph, group: Group, operand: Any, made: dict[Node, Node]) -
 
 
 def _dropout_add(graph: Graph, group: Group, operands: tuple[Any, ...]) -> Node:
-    """Insert the fused dropout; where its mask lies was found by localize."""
+    """Insert the fused dropout; localize has found the position of its mask."""
     x, bias, _ = operands
     # The bias leaves its GEMM, and is added whole on every rank.
     if bias is not None:
@@ -265,12 +266,12 @@ def _dropout_add(graph: Graph, group: Group, operands: tuple[Any, ...]) -> Node:
 
 
 def _call(graph: Graph, group: Group, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
-    """Insert the fused operator in front of the result, with its record."""
+    """Insert the fused operator before the result, with its note."""
     result, record = group.result, note(group.result)
     with graph.inserting_before(result):
         made = graph.call_function(target, args, kwargs)
     made.meta["val"] = value(result)
-    # Each operator once, in program order: the reader of the file has seen them in the model.
+    # Each operator once, in program order, as in the model.
     names = dict.fromkeys(op_name(member).removeprefix("aten.") for member in sorted(group.members))
     reason = f"fused: {', '.join(names)}"
     if op_name(result) == "aten.scaled_dot_product_attention":

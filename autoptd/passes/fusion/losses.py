@@ -1,7 +1,8 @@
-"""The head's GEMM and the cross-entropy of its logits: one operator that holds the logits of a few tokens at a time.
+"""Fuse the head's GEMM and the cross-entropy of its logits into an operator that holds the logits of a few tokens at a
+time.
 
-Their gradients are made with the loss, so that no logits are kept (the chunked losses of Liger Kernel). What stands between the
-two may view and slice tokens; it moves before the GEMM.
+Gradients are computed with the loss, so no logits are saved (the chunked losses of Liger Kernel). Operators between the
+two may view and slice tokens; they move before the GEMM.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def linear_cross_entropy(node: Node) -> Found:
         what = note(product).conversion or op_name(product).removeprefix("aten.")
         return Refusal("linear_cross_entropy", node, f"its logits come from {what}")
     if argument(node, "reduction") == 0:
-        return Refusal("linear_cross_entropy", node, "it gives a loss per token")
+        return Refusal("linear_cross_entropy", node, "it returns a loss per token")
     loss_in_full = _why_in_full(logits, product)
     if loss_in_full:
         return Refusal("linear_cross_entropy", node, loss_in_full)
@@ -53,16 +54,16 @@ def linear_cross_entropy(node: Node) -> Found:
 
 
 def _why_in_full(logits: Node, product: Node) -> str:
-    """Say why a loss in chunks would save nothing, or would be slower; "" if it is worth it."""
+    """Return why a loss in chunks would save nothing, or would be slower; "" if it is worth it."""
     weight, itemsize = product.args[1], value(product).element_size()
     tokens, width = rows(logits), shape(weight)[1]  # type: ignore[arg-type]
-    # Kept for backward are, for every class, the logits of all tokens, or the weight's gradient, which adds
-    # up in float32.
+    # Saved for backward are, for every class, the logits of all tokens, or the weight's gradient, which
+    # accumulates in float32.
     times = max(1, 4 // itemsize)
     if note(weight).needs_grad and tokens <= times * width:  # type: ignore[arg-type]
         least = f"the width {width:,}" if times == 1 else f"{times} times the width {width:,}"
-        fact = f"{tokens:,} tokens are no more than {least}: "
-        return fact + "the head's gradient would take what its logits do"
+        fact = f"{tokens:,} tokens do not exceed {least}: "
+        return fact + "the head's gradient would take as much memory as its logits"
     logits_bytes = value(logits).numel() * itemsize
     if logits_bytes < MIN_LOGITS_BYTES:
         taken, least = f"{logits_bytes / 1e6:.2g} MB", f"{MIN_LOGITS_BYTES / 1e6:.1f} MB"
@@ -87,9 +88,9 @@ def _keeps_classes(node: Node) -> bool:
 def in_chunks(
     graph: Graph, group: Group, operands: tuple[Any, ...], most: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the operands and keywords of the fused operator, whose chunks of logits take `most` bytes.
+    """Return the operands and keywords of the fused operator, whose chunks of logits take at most `most` bytes.
 
-    Views between GEMM and loss are moved in front of the GEMM.
+    Views between GEMM and loss are moved before the GEMM.
     """
     x, weight, targets, bias = operands
     for view in group.moved:
@@ -110,7 +111,7 @@ def in_chunks(
         keywords = _loss_keywords(loss)
     keywords["dtype"] = None if value(loss).dtype == value(x).dtype else value(loss).dtype
     keywords["chunk"] = chunk_of(local_size(x)[0], local_size(weight)[0] * value(x).element_size(), most)
-    # `hook_gemms` may change it.
+    # `hook_gemms` may set it.
     keywords["wgrad"] = ""
     return (x, targets, weight, bias), keywords
 
@@ -128,8 +129,8 @@ def _loss_keywords(loss: Node) -> dict[str, Any]:
 
 
 def chunk_of(tokens: int, token_bytes: int, most: int) -> int:
-    """Return how many tokens have logits at a time: equal chunks of at most `most` bytes, or of `CHUNK_ROWS` tokens."""
+    """Return the tokens of a chunk: equal chunks of at most `most` bytes, or of `CHUNK_ROWS` tokens."""
     at_once = max(CHUNK_ROWS, most // token_bytes)
-    # 10,000 tokens with at most 4,096 at once: three chunks, of 3,334 each rather than 4,096 and a rest.
+    # 10,000 tokens with at most 4,096 at once: three chunks of 3,334, rather than 4,096 and a remainder.
     chunks = -(-tokens // at_once)
     return -(-tokens // chunks)

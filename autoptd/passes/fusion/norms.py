@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm written out: `weight * x * rsqrt(mean(x^2) + eps)` and its relatives, in the spellings of models."""
+"""Match RMSNorm and LayerNorm written out: `weight * x * rsqrt(mean(x^2) + eps)` and variants, as models spell them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SQUARES = ("aten.pow", "aten.mul", "aten.square")
 
 
 def norm(node: Node) -> Found:
-    """Match a norm over the last dim, with its weight and bias where it has them."""
+    """Match a norm over the last dim, with its weight and bias if it has them."""
     if op_name(node) == "aten.rms_norm":
         return _of_torch(node)
     if op_name(node) not in ("aten.mul", "aten.div", "aten.add", "aten.to", "aten._to_copy"):
@@ -35,7 +35,7 @@ def norm(node: Node) -> Found:
 
 
 def _weighted(chain: Chain, node: Any, bias: Node | None) -> Found:
-    """Match the norm that ends at `node`: a product with a weight, or the normalised value itself."""
+    """Match the norm that ends at `node`: a product with a weight, or the normalized value itself."""
     if is_op(node, "aten.mul"):
         for weight, rest in orders(node):
             branch = chain.copy()
@@ -45,7 +45,7 @@ def _weighted(chain: Chain, node: Any, bias: Node | None) -> Found:
                 found = _normal(branch, branch.uncast(rest))
                 if found is not None:
                     return _group(branch, found, vector, bias, offset)
-    # Without a weight, x * rsqrt(...) is such a product itself; with a bias and no weight it is not a norm.
+    # Without a weight, x * rsqrt(...) is such a product itself. With a bias but no weight it is not a norm.
     if bias is not None:
         return None
     found = _normal(chain, node)
@@ -58,7 +58,7 @@ def _group(
     if isinstance(found, str):
         return Refusal("norm", chain.last, found)
     op, x, eps = found
-    # What the kernels lack: rms_norm has no bias, layer_norm no offset.
+    # The kernel of rms_norm has no bias, and that of layer_norm no offset.
     if op == "rms_norm" and bias is not None:
         return Refusal(op, chain.last, "a bias follows it")
     if op == "layer_norm" and offset:
@@ -66,7 +66,7 @@ def _group(
     if value(chain.last).dtype != value(x).dtype or shape(chain.last) != shape(x):
         return Refusal(op, chain.last, f"gives {value(chain.last).dtype} for {value(x).dtype}")
     if op == "layer_norm":
-        # torch's operator takes them, on some devices.
+        # torch's operator accepts these, but only on some devices.
         if not same_dtype(x, weight, bias):
             return Refusal(op, chain.last, "its parts have several dtypes")
         return chain.group(op, x, weight, bias, eps=eps)
@@ -77,19 +77,19 @@ def _group(
 
 
 def _of_torch(node: Node) -> Found:
-    """Match torch's own rms_norm, which takes several kernels on most devices."""
+    """Match torch's own rms_norm, which launches several kernels on most devices."""
     x, size, *rest = node.args
     given = dict(zip(("weight", "eps"), rest, strict=False)) | node.kwargs
     if len(size) != 1 or given.get("eps") is None:
         return Refusal("rms_norm", node, "over more than the last dim, or with the default eps of the dtype")
-    # torch gives the dtype of x, our operator that of the wider one.
+    # torch returns the dtype of x, our operator the wider one.
     if not _gives_widest(node, x, given.get("weight")):
         return Refusal("rms_norm", node, f"gives {value(node).dtype}, narrower than its weight")
     return Chain(node).group("rms_norm", x, given.get("weight"), eps=given["eps"])
 
 
 def _gives_widest(node: Node, x: Any, weight: Any) -> bool:
-    """Tell whether a norm gives what our rms_norm does: the dtype of x, or of the weight if that is the wider one."""
+    """Tell whether a norm returns the dtype of our rms_norm: the wider one of x and the weight."""
     dtype = value(x).dtype
     return value(node).dtype == (dtype if weight is None else torch.promote_types(dtype, value(weight).dtype))
 
@@ -115,7 +115,7 @@ def sum_of(node: Any) -> tuple[Node, Node] | None:
 
 
 def _offset(chain: Chain, weight: Any) -> tuple[float, Any]:
-    """Return (1.0, w) for 1 + w, as Gemma has it; (0.0, weight) for any other weight."""
+    """Return (1.0, w) for 1 + w, as in Gemma; (0.0, weight) for any other weight."""
     if is_op(weight, "aten.add"):
         for literal, rest in orders(weight):
             if number(literal) is not None and isinstance(rest, Node):
@@ -126,13 +126,13 @@ def _offset(chain: Chain, weight: Any) -> tuple[float, Any]:
 
 def _is_vector(node: Any, result: Node) -> bool:
     """Tell whether `node` is a parameter along the last dim of `result`."""
-    # Or made of parameters, as a cast of one is.
+    # Or computed from parameters, such as a cast.
     is_own = isinstance(node, Node) and (node.op == "placeholder" or note(node).of_params)
     return is_own and shape(node) == shape(result)[-1:]
 
 
 def _normal(chain: Chain, node: Any) -> tuple[str, Node, float] | str | None:
-    """Return (operator, x, eps) of a value over its root mean square; or a reason, where a conversion stands in the way."""
+    """Return (operator, x, eps) of a value divided by its root mean square; or the reason, if a conversion interferes."""
     # (value, factor): x * rsqrt(...) in either order, or x / sqrt(...).
     if is_op(node, "aten.mul"):
         ways = [(x, r) for x, r in orders(node) if isinstance(x, Node) and isinstance(r, Node)]
@@ -145,7 +145,7 @@ def _normal(chain: Chain, node: Any) -> tuple[str, Node, float] | str | None:
         branch.members.add(node)
         inside = _under_root(branch, factor, is_op(node, "aten.div"))
         if inside is None:
-            # A norm over a split dim, with a collective between mean and root: say so, instead of nothing.
+            # A norm over a split dim has a collective between mean and root: report it.
             conversion = branch.conversion
             if conversion is not None and is_op(conversion.args[0], "aten.rsqrt", "aten.sqrt"):
                 return f"communicates inside: {note(conversion).why}"
@@ -158,7 +158,7 @@ def _normal(chain: Chain, node: Any) -> tuple[str, Node, float] | str | None:
 
 
 def _under_root(chain: Chain, factor: Any, divides: bool) -> Any:
-    """Return what stands under the root in 1 / sqrt(...); with `divides`, `factor` is the root itself."""
+    """Return the argument of the root in 1 / sqrt(...); with `divides`, `factor` is the root itself."""
     if divides:
         is_root = chain.enter(factor, "aten.sqrt") or _is_power(chain, factor, 0.5)
         return factor.args[0] if is_root else None
@@ -176,14 +176,14 @@ def _is_power(chain: Chain, node: Any, exponent: float) -> bool:
 
 
 def _mean_square(chain: Chain, x: Node, inside: Any) -> tuple[str, Node, float] | str | None:
-    """Match mean(x^2) + eps; where x is y - mean(y), or `inside` has the variance, it is a layer norm of y."""
+    """Match mean(x^2) + eps; if x is y - mean(y), or `inside` has the variance, it is a layer norm of y."""
     if not chain.enter(inside, "aten.add"):
         return None
     for mean, eps in orders(inside):
         if number(eps) is None:
             continue
         mean = chain.uncast(mean)
-        # y - mean(y) = x, where x is what the root divides: the difference between the two norms.
+        # If the root divides x = y - mean(y), it is a layer norm; otherwise an rms norm.
         centred = _centred(chain, x)
         if is_op(mean, "aten.var") and centred is not None and _is_plain_variance(chain, mean, centred):
             return "layer_norm", centred, float(number(eps) or 0.0)

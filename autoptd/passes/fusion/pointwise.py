@@ -1,7 +1,14 @@
-"""GELU and SiLU in any spelling, gated products, and a bias before GELU.
+"""Match pointwise patterns: GELU and SiLU in any spelling, gated products, a bias before GELU; rotary position
+embedding; dropout with a residual sum and the bias of the GEMM before them (SC'21, section 4.2).
 
-A pointwise formula of one value is recognised by what it computes: on a few thousand numbers in float64 it must agree with the
-known function, and so must its derivative, to the last digits."""
+A pointwise formula of one value is recognized by its values: on a few thousand numbers in float64 it must agree with the
+known function, and so must its derivative, to the last digits.
+
+A rotary embedding is `x * cos + rotate_half(x) * sin`, with halves (Llama, NeoX) or neighbors (GPT-J) rotated.
+
+The bias of a row-split GEMM counts once; as part of the GEMM it is zero on all ranks but one. Here it moves after the sum
+over the ranks, where it is added on all of them.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +84,7 @@ def gated(node: Node) -> Found:
 
 
 def biased_gelu(node: Node) -> Found:
-    """Match gelu(x W^T + bias): the bias leaves its GEMM, and is added where the activation reads the product."""
+    """Match gelu(x W^T + bias): the bias leaves its GEMM, and is added when the activation reads the product."""
     chain = Chain(node)
     found = _activation(chain, node) if op_name(node) in ("aten.gelu", "aten.mul") else None
     # No kernel adds a bias before SiLU: the gated MLPs that use it have none.
@@ -110,10 +117,10 @@ def _activation(chain: Chain, node: Any) -> tuple[str, Node] | None:
 
 
 def _formula(chain: Chain, last: Node) -> tuple[str, Node, float] | None:
-    """Return (name, input, error) of a pointwise formula that is close to a known activation, and add it to `chain`."""
-    # Beyond 12 both GELUs and SiLU are x, or 0, to 1e-4; exp overflows nowhere in between.
+    """Return (name, input, error) of a pointwise formula close to a known activation, and add it to `chain`."""
+    # Beyond +-12, both GELUs and SiLU are x or 0 to 1e-4; within, exp does not overflow.
     points = torch.linspace(-12, 12, 4001, dtype=torch.float64)
-    # Most formulas are none of them, which a few of the numbers show.
+    # Most formulas are none of these, as a few points show.
     few = points[::500]
     for x, members in _closures(last):
         ours = partial(_run, last, x)
@@ -131,8 +138,8 @@ def _formula(chain: Chain, last: Node) -> tuple[str, Node, float] | None:
 
 def _closures(last: Node) -> Iterator[tuple[Node, set[Node]]]:
     """Yield (x, operators) for every x such that `last` is a formula of x alone, the smallest first."""
-    # `last` alone first, then with the operators that it reads, and so on back: of
-    # 0.5 * x * (1 + erf(x / 2**0.5)), the values read shrink to {x} when all of the formula is in.
+    # `last` alone first, then with its operands, and so on: for 0.5 * x * (1 + erf(x / 2**0.5)), the values
+    # that are read shrink to {x} once the whole formula is included.
     members: set[Node] = {last}
     while len(members) <= MAX_OPERATORS:
         read = {operand for node in members for operand in node.all_input_nodes} - members
@@ -140,7 +147,7 @@ def _closures(last: Node) -> Iterator[tuple[Node, set[Node]]]:
         read -= members
         if len(read) == 1:
             yield next(iter(read)), set(members)
-        # The one that is made last comes from the others, if this is a formula of one value at all.
+        # In a formula of one value, the operand that is computed last depends on the others.
         latest = max(read, default=None)
         if latest is None or not is_op(latest, *FORMULA) or not is_tensor(latest):
             return
@@ -148,7 +155,7 @@ def _closures(last: Node) -> Iterator[tuple[Node, set[Node]]]:
 
 
 def _run(last: Node, x: Node, at: Tensor) -> Tensor:
-    """Return what `last`, a formula of `x` alone, is there."""
+    """Evaluate `last`, a formula of `x` alone, at these points."""
     known = {x: at}
 
     def compute(node: Node) -> Any:
@@ -178,7 +185,7 @@ def rotary(node: Node) -> Found:
     """Match the sum of a value times its cosines and the rotated value times its sines."""
     if op_name(node) != "aten.add" or not all(is_op(term, "aten.mul") for term in node.args):
         return None
-    # Eight ways to read (a * b) + (c * d); in one of them a factor is the rotated half of another.
+    # There are eight ways to read (a * b) + (c * d); in one of them a factor is the rotated half of another.
     for straight, turned in orders(node):
         for (x, cos), (half, sin) in itertools.product(orders(straight), orders(turned)):
             chain = Chain(node)
@@ -197,12 +204,12 @@ def rotary(node: Node) -> Found:
 def _why_not(node: Node, x: Node, cos: Node, sin: Node) -> str:
     """Return the reason why a rotation cannot be fused; "" if it can."""
     if shape(cos) != shape(sin) or shape(cos)[-1:] != shape(x)[-1:]:
-        return "its cosines and sines are not of one shape, as wide as what is turned"
+        return "its cosines and sines differ in shape, or are not as wide as the rotated value"
     if note(cos).needs_grad or note(sin).needs_grad:
         return "the angles need a gradient"
     # Element i is paired with i + d/2 of the same head: both must be on one rank.
     if splits(x, -1):
-        return "what is rotated is split"
+        return "the rotated dim is split"
     if not same_dtype(node, x, cos, sin):
         return "its parts have several dtypes"
     return ""
@@ -231,7 +238,7 @@ def _rotation(chain: Chain, node: Any, x: Any) -> bool | None:
 
 
 def _negated_and_plain(chain: Chain, node: Node, x: Node) -> tuple[Piece | None, Piece | None] | None:
-    """Return the pieces (a, b) of x where `node` is the cat or stack of (-a, b) on the last dim; else None."""
+    """Return the pieces (a, b) of x if `node` is the cat or stack of (-a, b) on the last dim; else None."""
     parts: Any = node.args[0]
     dim = node.args[1] if len(node.args) > 1 else 0
     if len(parts) != 2 or not last_dim(node, dim) or not is_op(parts[0], "aten.neg"):
@@ -241,14 +248,14 @@ def _negated_and_plain(chain: Chain, node: Node, x: Node) -> tuple[Piece | None,
 
 
 def _piece(chain: Chain, node: Any, x: Node) -> Piece | None:
-    """Return (start, end, step) of the part of the last dim of `x` that `node` is, or None."""
+    """Return (start, end, step) if `node` is a part of `x` along its last dim; else None."""
     size = shape(x)[-1]
     if is_op(node, "aten.slice") and node.args[0] is x:
         dim, start, end, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
         if not last_dim(x, dim):
             return None
         chain.members.add(node)
-        # Python's own rules, -1 and ends beyond the size included.
+        # Python's own rules, including -1 and ends beyond the size.
         return slice(start, end, step).indices(size)
     # Two halves of torch.chunk, or of split.
     if is_op(node, "getitem") and is_op(node.args[0], "aten.split", "aten.chunk", "aten.split_with_sizes"):
@@ -277,7 +284,7 @@ def bias_dropout_add(node: Node) -> Found:
         bias = None
         if moved is not None:
             chain.members |= {x, moved}
-            # Before its conversion, the bias itself.
+            # The operand of the conversion is the bias itself.
             bias = moved.args[2].args[0]
         return replace(chain.group("bias_dropout_add", x, bias, residual), literals=drop)
     return None
@@ -293,6 +300,6 @@ def _row_bias(x: Node) -> Node | None:
     bias = product.args[2]
     if not isinstance(bias, Node) or len(bias.users) > 1:
         return None
-    # Whole on every rank, made a partial sum: the "one rank keeps it" of the table.
+    # A whole value that becomes a partial sum: one rank adds it.
     is_moved = bias.target is markers.convert and note(bias).conversion == "i_to_p"
     return product if is_moved else None

@@ -1,1 +1,1 @@
-"""Which values are kept for backward, and which are made again there."""
+"""Choose the values that are kept for backward, and those that it recomputes."""

@@ -82,7 +82,7 @@ class Cuts:
     """Cuts with their costs.
 
     - `chosen[k]`: the last operator of stage k.
-    - per pipeline rank: `loads`, seconds, the largest of which cannot be below `bound`; `held`, bytes.
+    - per pipeline rank: `loads`, seconds (the largest cannot be below `bound`); `held`, bytes.
     - per stage: `saved`, bytes of a microbatch; `again`, seconds of recomputation; `links`, seconds of sends and
       receives.
     - `makespan`: seconds of the schedule, or of the busiest rank if it is not simulated.

@@ -278,7 +278,7 @@ def _times(node: Node, kv: Node, outer: int, ranks: int) -> int:
 
 
 def _pays(node: Node, heads: Node, times: int, outer: int, ranks: int) -> bool:
-    """Tell whether copies send fewer elements than gathering keys and values, of which a window may be enough.
+    """Tell whether copies send fewer elements than gathering keys and values; with a mask, a window of them may be enough.
 
     Forward and backward, 4 b s (h_q + h_copied) (c-1)/c^2 compared with 4 b s h_kv (c-1)/c.
     """

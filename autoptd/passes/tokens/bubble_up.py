@@ -52,7 +52,7 @@ def bubble_up_slices(graph: Graph, ctx: Context) -> None:
 
 
 class _Local:
-    """The values of which a rank may compute its own part: `kinds`, the type of each, and `letters`, how it is split."""
+    """The values that a rank may compute in part: `kinds`, the type of each, and `letters`, how it is split."""
 
     def __init__(self, graph: Graph, axes: Axes, axis: str) -> None:
         self.axis, self.axes = axis, axes

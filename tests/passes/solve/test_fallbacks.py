@@ -127,7 +127,7 @@ def test_what_divides_has_no_fallback() -> None:
 
 
 def test_program_plan_and_files_tell_it(tmp_path: Any) -> None:
-    with pytest.warns(UserWarning, match=r"33 % of .*h\.\*\.attn.*5 heads .* t=4 \(t in \{1, 5\}\)") as said:
+    with pytest.warns(UserWarning, match=r"33% of .*h\.\*\.attn.*5 heads .* t=4 \(t in \{1, 5\}\)") as said:
         program = autoptd.compile(gpt(2, heads=5, width=35), t=4, example_inputs=batch())
     assert len(said) == 1
     assert len(program.fallbacks) == 6
