@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Graph, Node
 
-from autoptd.codegen.comments import collective_bytes, conversion_work
+from autoptd.codegen.body import collective_bytes, conversion_work
 from autoptd.codegen.counts import COUNT_SITE, batch_sums, count_conversions, counted_losses
 from autoptd.ir.actions import Orders, ranks_of_stages
 from autoptd.ir.mesh import Mesh, joined

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoptd.codegen.stage_file import About
+from autoptd.codegen.files import About
 from autoptd.compiler.batch import Batch
 from autoptd.ir.actions import Orders, ranks_of_stages
 from autoptd.ir.mesh import AXES

@@ -13,9 +13,9 @@ import torch
 from torch.fx import Graph, Node
 
 from autoptd import trace as tracing
-from autoptd.codegen.comments import origin_text
+from autoptd.codegen.body import origin_text
+from autoptd.codegen.files import StageFile
 from autoptd.codegen.parts import Crossing
-from autoptd.codegen.stage_file import StageFile
 from autoptd.compiler.batch import Batch
 from autoptd.ir.layout import Layout
 from autoptd.ir.noise import NAMES, is_draw
