@@ -20,7 +20,7 @@ from autoptd import trace as tracing
 from autoptd.compiler.batch import Batch
 from autoptd.compiler.request import Request, Traces
 from autoptd.ir.buffers import Buffers
-from autoptd.ir.saved import SavedForBackward
+from autoptd.ir.kept import SavedForBackward
 from autoptd.passes.buffer_updates import split_updates
 from autoptd.passes.context import Context
 
